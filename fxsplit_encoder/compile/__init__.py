@@ -1,0 +1,27 @@
+"""FX only: a Dynamo graph becomes an ATen graph, is split at attention, and its pieces are compiled into a `Program`.
+
+Knows nothing of CUDA graphs or models.
+"""
+
+from fxsplit_encoder.compile.build import CompileOptions, build_program
+from fxsplit_encoder.compile.host import HostOp, register_host_op
+from fxsplit_encoder.compile.padding import PaddingReport
+from fxsplit_encoder.compile.program import DIRECT, Frame, Program, RegionInput, Runner, Step
+from fxsplit_encoder.compile.trace import BoundProgram, compile_graph, trace_forward
+
+__all__ = [
+    "DIRECT",
+    "BoundProgram",
+    "CompileOptions",
+    "Frame",
+    "HostOp",
+    "PaddingReport",
+    "Program",
+    "RegionInput",
+    "Runner",
+    "Step",
+    "build_program",
+    "compile_graph",
+    "register_host_op",
+    "trace_forward",
+]

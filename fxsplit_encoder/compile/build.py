@@ -1,0 +1,295 @@
+"""From an ATen inference graph to a `Program`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from fxsplit_encoder.compile import padding
+from fxsplit_encoder.compile.host import host_op
+from fxsplit_encoder.compile.passes import PASSES
+from fxsplit_encoder.compile.pieces import PieceCache, piece_compiler
+from fxsplit_encoder.compile.program import Program, Ref, RegionInput, Step, TensorInfo
+from fxsplit_encoder.compile.sizes import Size, SymbolValues, expression, symbol_of
+from fxsplit_encoder.compile.split import Cut, SplitGraph, is_scalar, node_value, split_graph, splitting_targets
+from fxsplit_encoder.errors import CompileError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+_VARLEN = "varlen_attention"
+
+
+@dataclass(frozen=True, slots=True)
+class CompileOptions:
+    """What a build needs of the configuration."""
+
+    splitting_ops: tuple[str, ...]
+    piece_compiler: str | Callable[..., Any]
+    progress: Callable[[int, int], None] | None = None
+    """Called with (compiled pieces, pieces) after each piece."""
+
+
+def build_program(module: fx.GraphModule, static_inputs: Sequence[int], options: CompileOptions) -> Program:
+    """Applies the passes, splits the graph, compiles its distinct pieces, and proves what may be padded.
+
+    Args:
+        module: an ATen inference graph whose nodes carry traced values in `meta["val"]`.
+        static_inputs: positions of the parameters and buffers among its inputs.
+
+    Raises:
+        CompileError: the graph cannot be split; its message says at which node.
+    """
+    for run_pass in PASSES.values():
+        run_pass(module)
+    graph = split_graph(module, splitting_targets(options.splitting_ops))
+    return _Builder(module, graph, frozenset(static_inputs), options).build()
+
+
+class _Builder:
+    def __init__(
+        self, module: fx.GraphModule, graph: SplitGraph, static_inputs: frozenset[int], options: CompileOptions
+    ) -> None:
+        self.module = module
+        self.graph = graph
+        self.static_inputs = static_inputs
+        self.options = options
+        self.slots: dict[fx.Node, int] = {}
+
+    def build(self) -> Program:
+        graph = self.graph
+        for node in (*graph.placeholders, *graph.constants):
+            self._slot(node)
+        device = self._device()
+        steps = self._free_slots(self._steps(PieceCache(piece_compiler(self.options.piece_compiler, device))))
+        token_symbol = self._token_symbol()
+        region_start = max((i + 1 for i, step in enumerate(steps) if step.kind == "host"), default=0)
+        region_inputs = self._region_inputs(region_start, token_symbol)
+        return Program(
+            steps=tuple(steps),
+            num_inputs=len(graph.placeholders),
+            num_slots=len(self.slots),
+            constants={self.slots[n]: _attribute(self.module, n) for n in graph.constants},
+            static_inputs=self.static_inputs,
+            symbol_sources=tuple(self._symbol_sources()),
+            outputs=tuple(self._argument(a) for a in graph.output_args),
+            output_infos=tuple(
+                _info(a) if isinstance(a, fx.Node) and not is_scalar(a) else None for a in graph.output_args
+            ),
+            input_shapes=tuple(None if is_scalar(n) else _info(n).shape for n in graph.placeholders),
+            token_symbol=token_symbol,
+            region_start=region_start,
+            region_inputs=region_inputs,
+            device=device,
+            padding=self._prove(region_start, region_inputs, token_symbol),
+            accepts=_accepts(graph.placeholders),
+        )
+
+    def _slot(self, node: fx.Node) -> int:
+        return self.slots.setdefault(node, len(self.slots))
+
+    def _device(self) -> torch.device:
+        """The device of the outputs; mixed devices are the capture's business to refuse."""
+        for argument in self.graph.output_args:
+            value = node_value(argument) if isinstance(argument, fx.Node) else None
+            if isinstance(value, torch.Tensor):
+                return value.device
+        return torch.device("cpu")
+
+    # --- steps
+
+    def _steps(self, cache: PieceCache) -> list[Step]:
+        steps: list[Step] = []
+        total = sum(1 for part in self.graph.parts if not isinstance(part, Cut))
+        for part in self.graph.parts:
+            if isinstance(part, Cut):
+                steps.append(self._cut_step(part))
+                continue
+            distinct, call = cache.get(part)
+            steps.append(
+                Step(
+                    kind="piece",
+                    name=f"piece_{sum(1 for s in steps if s.kind == 'piece')}",
+                    call=call,
+                    args=tuple(self._argument(n) for n in part.inputs),
+                    kwargs={},
+                    outputs=tuple(self._slot(n) for n in part.outputs),
+                    returns_tensor=False,
+                    distinct=distinct,
+                )
+            )
+            if self.options.progress is not None:
+                self.options.progress(sum(1 for s in steps if s.kind == "piece"), total)
+        return steps
+
+    def _cut_step(self, cut: Cut) -> Step:
+        node = cut.node
+        returns_tensor = isinstance(node.meta["val"], torch.Tensor)
+        if returns_tensor:
+            outputs: tuple[int, ...] = (self._slot(node),)
+        else:
+            by_index = {int(n.args[1]): self._slot(n) for n in cut.unpacked}  # type: ignore[arg-type]
+            outputs = tuple(by_index.get(i, -1) for i in range(len(node.meta["val"])))
+        host = host_op(node.target)
+        call = host.run if host is not None else node.target
+        assert callable(call)
+        return Step(
+            kind="host" if cut.is_host else "split",
+            name=node.name,
+            call=call,
+            args=tuple(self._argument(a) for a in node.args),
+            kwargs={k: self._argument(v) for k, v in node.kwargs.items()},
+            outputs=outputs,
+            returns_tensor=returns_tensor,
+        )
+
+    def _argument(self, argument: Any) -> Any:
+        if isinstance(argument, fx.Node):
+            return Size.of(node_value(argument)) if is_scalar(argument) else Ref(self._slot(argument))
+        if isinstance(argument, list | tuple):
+            return type(argument)(self._argument(a) for a in argument)
+        return argument
+
+    def _free_slots(self, steps: list[Step]) -> list[Step]:
+        """Marks where each intermediate value dies, so that a run holds no more memory than eager does."""
+        last_use: dict[int, int] = {}
+        for index, step in enumerate(steps):
+            for slot in (*step.outputs, *_refs((step.args, tuple(step.kwargs.values())))):
+                last_use[slot] = index
+        returned = set(_refs(tuple(self._argument(a) for a in self.graph.output_args)))
+        kept = returned | {self.slots[n] for n in (*self.graph.placeholders, *self.graph.constants)}
+        frees: list[list[int]] = [[] for _ in steps]
+        for slot, index in last_use.items():
+            if slot >= 0 and slot not in kept:
+                frees[index].append(slot)
+        return [_with_frees(step, tuple(f)) for step, f in zip(steps, frees, strict=True)]
+
+    # --- symbols
+
+    def _symbol_sources(self) -> list[tuple[str, int, int]]:
+        """Where each symbol's value is read. Unlisted symbols would be data-dependent, which splitting has refused."""
+        sources: dict[str, tuple[int, int]] = {}
+        for index, node in enumerate(self.graph.placeholders):
+            value = node.meta["val"]
+            if isinstance(value, torch.SymInt) and expression(value).is_Symbol:
+                sources.setdefault(str(value.node.expr), (index, -1))
+        for index, node in enumerate(self.graph.placeholders):
+            value = node.meta["val"]
+            if isinstance(value, torch.Tensor):
+                for dim, size in enumerate(value.shape):
+                    if isinstance(size, torch.SymInt) and expression(size).is_Symbol:
+                        sources.setdefault(str(size.node.expr), (index, dim))
+        return [(symbol, index, dim) for symbol, (index, dim) in sources.items()]
+
+    def _token_symbol(self) -> str | None:
+        """The symbol in the leading size of the splitting ops' queries."""
+        symbols = set()
+        for part in self.graph.parts:
+            if isinstance(part, Cut) and not part.is_host:
+                query = part.node.args[0]
+                assert isinstance(query, fx.Node)
+                symbols.add(symbol_of(query.meta["val"].shape[0]))
+        if len(symbols) > 1:
+            raise CompileError(
+                f"attention runs over different token counts ({sorted(map(str, symbols))}); expected one symbol in the "
+                "leading size of every query"
+            )
+        return symbols.pop() if symbols else None
+
+    # --- the region
+
+    def _region_parts(self, region_start: int) -> list[Any]:
+        return self.graph.parts[region_start:]
+
+    def _region_inputs(self, region_start: int, token_symbol: str | None) -> tuple[RegionInput, ...]:
+        made_inside: set[fx.Node] = set()
+        read: dict[fx.Node, None] = {}
+        segments: set[fx.Node] = set()
+        for part in self._region_parts(region_start):
+            if isinstance(part, Cut):
+                made_inside.update((part.node, *part.unpacked))
+                read.update((n, None) for n in part.node.all_input_nodes)
+                if _VARLEN in str(part.node.target):
+                    segments.add(part.node.args[3])  # type: ignore[arg-type]
+            else:
+                made_inside.update(part.nodes)
+                read.update((n, None) for n in part.inputs)
+        read.update((a, None) for a in self.graph.output_args if isinstance(a, fx.Node))
+        fixed = {self.graph.placeholders[i] for i in self.static_inputs} | set(self.graph.constants)
+        return tuple(
+            RegionInput(
+                self.slots[node],
+                _info(node),
+                node in segments,
+                padding.token_dim(node.meta["val"], token_symbol) if token_symbol and node not in segments else None,
+            )
+            for node in read
+            if node not in made_inside and node not in fixed and not is_scalar(node)
+        )
+
+    def _prove(
+        self, region_start: int, region_inputs: Sequence[RegionInput], token_symbol: str | None
+    ) -> padding.PaddingReport:
+        if token_symbol is None:
+            return padding.PaddingReport((("graph", "no dimension of a splitting op's query is symbolic"),))
+        nodes_by_slot = {slot: node for node, slot in self.slots.items()}
+        seeds: dict[fx.Node, padding.State] = {}
+        for entry in region_inputs:
+            node = nodes_by_slot[entry.slot]
+            if entry.is_segments:
+                seeds[node] = padding.SEGMENTS
+            else:
+                seeds[node] = padding.SHARED if entry.token_dim is None else padding.Rows(entry.token_dim)
+        nodes: list[fx.Node] = []
+        for part in self._region_parts(region_start):
+            nodes += [part.node, *part.unpacked] if isinstance(part, Cut) else list(part.nodes)
+        return padding.analyse(nodes, seeds, token_symbol)
+
+
+def _with_frees(step: Step, frees: tuple[int, ...]) -> Step:
+    from dataclasses import replace
+
+    return replace(step, frees=frees)
+
+
+def _refs(argument: Any) -> list[int]:
+    if isinstance(argument, Ref):
+        return [argument.slot]
+    if isinstance(argument, list | tuple):
+        return [slot for a in argument for slot in _refs(a)]
+    return []
+
+
+def _info(node: fx.Node) -> TensorInfo:
+    value = node.meta["val"]
+    return TensorInfo(node.name, tuple(Size.of(s) for s in value.shape), value.dtype, value.device)
+
+
+def _attribute(module: fx.GraphModule, node: fx.Node) -> torch.Tensor:
+    value: Any = module
+    for name in str(node.target).split("."):
+        value = getattr(value, name)
+    if not isinstance(value, torch.Tensor):
+        raise CompileError(f"the graph holds {node.target}, a {type(value).__name__}; expected a tensor")
+    return value
+
+
+def _accepts(placeholders: Sequence[fx.Node]) -> Callable[[SymbolValues], bool]:
+    """Checks the guards that tracing and compiling put on symbols. Dynamo checks them on its own path; ours bypasses it."""
+    shape_env = next(
+        (n.meta["val"].fake_mode.shape_env for n in placeholders if hasattr(n.meta["val"], "fake_mode")), None
+    )
+    if shape_env is None:
+        return lambda values: True
+    conditions: list[Size] | None = None
+
+    def accepts(values: SymbolValues) -> bool:
+        nonlocal conditions
+        if conditions is None:
+            conditions = [Size(g.expr) for g in shape_env.guards if not g.expr.is_Boolean or g.expr.free_symbols]
+        return all(c(values) for c in conditions if set(c.symbols) <= values.keys())
+
+    return accepts

@@ -1,0 +1,39 @@
+"""Host ops: opaque ops that turn Python-side facts (a grid of image sizes) into metadata tensors.
+
+They read their inputs on the host, so they never run inside a CUDA graph: a program runs them first, and what follows the
+last of them is its *region*, the part that is padded and captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch._ops import OpOverload
+
+
+@dataclass(frozen=True, slots=True)
+class HostOp:
+    """What the compiler must know of a host op."""
+
+    run: Callable[..., Sequence[Tensor]]
+    """The op's work with exact, unpadded outputs. The op's own kernel may pad them to what its fake declares."""
+    rows_per_output_token: Callable[..., int]
+    """Tokens (rows) merged into one output token, from the op's arguments: what converts budgets to rows."""
+    budget_range: Callable[..., tuple[int, int]]
+    """The tower's range of budgets in output tokens, from the op's arguments."""
+
+
+_HOST_OPS: dict[Any, HostOp] = {}
+
+
+def register_host_op(overload: OpOverload, op: HostOp) -> None:
+    _HOST_OPS[overload] = op
+
+
+def host_op(target: Any) -> HostOp | None:
+    """The registered host op behind a graph node's target, if it is one."""
+    return _HOST_OPS.get(target)

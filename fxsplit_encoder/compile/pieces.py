@@ -1,0 +1,151 @@
+"""Pieces: the subgraphs between splitting ops, deduplicated by structure and compiled once each.
+
+A piece's weights are inputs, so the 27 blocks of a tower share a compilation; its token count is a symbol, so every
+budget and every exact shape share it too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from fxsplit_encoder.compile.sizes import expression
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+PieceCompiler = "Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Sequence[Any]]]"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A run of nodes between two splitting ops, with what enters and leaves it."""
+
+    nodes: tuple[fx.Node, ...]
+    inputs: tuple[fx.Node, ...]
+    """Nodes outside the piece that it reads, tensors and scalars, in order of first use."""
+    outputs: tuple[fx.Node, ...]
+
+
+def signature(piece: Piece) -> tuple[Any, ...]:
+    """What two pieces share exactly when one compilation serves both: operations, wiring, and input layouts."""
+    numbers = {node: f"i{k}" for k, node in enumerate(piece.inputs)}
+    numbers |= {node: f"n{k}" for k, node in enumerate(piece.nodes)}
+
+    def describe(value: Any) -> Any:
+        return fx.node.map_arg(value, lambda node: _Reference(numbers[node]))
+
+    return (
+        tuple(_layout(node.meta["val"]) for node in piece.inputs),
+        tuple((str(node.target), repr(describe(node.args)), repr(describe(node.kwargs))) for node in piece.nodes),
+        tuple(numbers[node] for node in piece.outputs),
+    )
+
+
+class _Reference(str):
+    """A node's number, printed without quotes so that it can never equal a string argument."""
+
+    def __repr__(self) -> str:
+        return f"%{str(self)}"
+
+
+def _layout(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        sizes = tuple(str(expression(s)) for s in value.shape)
+        strides = tuple(str(expression(s)) for s in value.stride())
+        return (sizes, strides, value.dtype, value.device)
+    return str(value)
+
+
+def to_graph_module(piece: Piece) -> fx.GraphModule:
+    """The piece as a module: positional inputs, a tuple of outputs."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in piece.inputs:
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta["val"] = node.meta["val"]
+    for node in piece.nodes:
+        copies[node] = graph.node_copy(node, lambda n: copies[n])
+    graph.output(tuple(copies[node] for node in piece.outputs))
+    return fx.GraphModule(torch.nn.Module(), graph)
+
+
+class PieceCache:
+    """Compiles each distinct piece once."""
+
+    def __init__(self, compile_piece: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]) -> None:
+        self._compile_piece = compile_piece
+        self._numbers: dict[tuple[Any, ...], int] = {}
+        self._compiled: list[Callable[..., Any]] = []
+
+    def get(self, piece: Piece) -> tuple[int, Callable[..., Any]]:
+        """The number of the distinct compilation of a piece, and the compiled callable."""
+        key = signature(piece)
+        if key not in self._numbers:
+            values = [node.meta["val"] for node in piece.inputs]
+            self._compiled.append(self._compile_piece(to_graph_module(piece), values))
+            self._numbers[key] = len(self._compiled) - 1
+        number = self._numbers[key]
+        return number, self._compiled[number]
+
+
+def compile_eager(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """The piece as traced: one ATen call a node."""
+    return module.forward  # type: ignore[no-any-return]
+
+
+def compile_aot_eager(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """The piece decomposed to Inductor's operations but run one by one: tells a decomposition's fault from a kernel's."""
+    return _decompose(module, inputs).forward  # type: ignore[no-any-return]
+
+
+def compile_inductor(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """The piece through Inductor, for all token counts; reused across processes by Inductor's own cache.
+
+    Inductor gets the piece under a tracing context of its own: the surrounding one belongs to the whole graph.
+    """
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    fake_mode = next(value.fake_mode for value in inputs if hasattr(value, "fake_mode"))
+    decomposed = _decompose(module, inputs)
+    with torch._guards.tracing(torch._guards.TracingContext(fake_mode)), fake_mode_context(fake_mode):
+        compiled: Any = compile_fx_inner(decomposed, list(inputs), is_inference=True, cudagraphs=False)
+
+    def call(*args: Any) -> Any:
+        return compiled(list(args))
+
+    return call
+
+
+def _decompose(module: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    with torch.no_grad():
+        return make_fx(module, decomposition_table=select_decomp_table(), tracing_mode="real")(*inputs)
+
+
+def fake_mode_context(fake_mode: Any) -> Any:
+    """Where Inductor looks for the fake mode of its inputs."""
+    from torch._inductor.virtualized import V
+
+    return V.set_fake_mode(fake_mode)
+
+
+PIECE_COMPILERS: Mapping[str, Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]] = {
+    "aot_eager": compile_aot_eager,
+    "eager": compile_eager,
+    "inductor": compile_inductor,
+}
+
+
+def piece_compiler(name: str | Callable[..., Any], device: torch.device) -> Callable[..., Callable[..., Any]]:
+    """The compiler behind a configured name; "auto" is Inductor on CUDA and eager elsewhere."""
+    if callable(name):
+        return name
+    if name == "auto":
+        name = "inductor" if device.type == "cuda" else "eager"
+    return PIECE_COMPILERS[name]

@@ -1,0 +1,191 @@
+"""A `Program`: the ordered steps that one forward became, and how to run them.
+
+Values live in numbered slots. A step reads slots and sizes and fills slots. The steps up to the last host op are the
+*prologue* and always run at the true shape; the rest is the *region*, which may run padded and be captured. Who runs a
+region's steps is a `Runner`: directly here, recording in `capture`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from fxsplit_encoder.compile.sizes import Size, SymbolValues
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import Tensor
+
+    from fxsplit_encoder.compile.padding import PaddingReport
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """An argument that is the value of a slot."""
+
+    slot: int
+
+
+Argument = Any
+"""A `Ref`, a `Size`, a constant, or a list or tuple of these."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One call: a compiled piece, a splitting op, or a host op."""
+
+    kind: str
+    """"piece", "split" or "host"."""
+    name: str
+    call: Callable[..., Any]
+    args: tuple[Argument, ...]
+    kwargs: dict[str, Argument]
+    outputs: tuple[int, ...]
+    """The slots that the call's results fill; one for a tensor, several for a sequence (-1: a result nobody reads)."""
+    returns_tensor: bool
+    frees: tuple[int, ...] = ()
+    """Slots that no later step reads."""
+    distinct: int = -1
+    """For a piece: which distinct compilation it calls."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """What the trace knows of a tensor in a slot."""
+
+    name: str
+    shape: tuple[Size, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True)
+class RegionInput:
+    """A tensor that enters the region and changes from call to call."""
+
+    slot: int
+    info: TensorInfo
+    is_segments: bool
+    """Whether it is the cumulative lengths of a varlen attention."""
+    token_dim: int | None
+    """The dimension that counts tokens, if any."""
+
+
+class Runner(Protocol):
+    """Executes the steps of a region."""
+
+    def run_piece(self, step: Step, args: Sequence[Any]) -> Any: ...
+
+    def run_split(self, step: Step, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any: ...
+
+
+class DirectRunner:
+    """Calls every step as it is, at the shape of its arguments."""
+
+    def run_piece(self, step: Step, args: Sequence[Any]) -> Any:
+        return step.call(*args)
+
+    def run_split(self, step: Step, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        return step.call(*args, **kwargs)
+
+
+DIRECT = DirectRunner()
+
+
+@dataclass(slots=True)
+class Frame:
+    """The values of one run: slots and symbols."""
+
+    slots: list[Any]
+    symbols: SymbolValues = field(default_factory=dict)
+
+
+def resolve(argument: Argument, frame: Frame) -> Any:
+    if isinstance(argument, Ref):
+        return frame.slots[argument.slot]
+    if isinstance(argument, Size):
+        return argument(frame.symbols)
+    if isinstance(argument, list | tuple):
+        return type(argument)(resolve(a, frame) for a in argument)
+    return argument
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A traced forward, split, compiled and ready to run at any size. Slots 0..num_inputs-1 are the graph's inputs."""
+
+    steps: tuple[Step, ...]
+    num_inputs: int
+    num_slots: int
+    constants: Mapping[int, Tensor]
+    """Tensors lifted out of the graph, by slot."""
+    static_inputs: frozenset[int]
+    """Inputs that are parameters or buffers: bound by address when captured."""
+    symbol_sources: tuple[tuple[str, int, int], ...]
+    """(symbol, input, dimension) for each symbol a size may use; dimension -1: the input is the number itself."""
+    outputs: tuple[Argument, ...]
+    output_infos: tuple[TensorInfo | None, ...]
+    input_shapes: tuple[tuple[Size, ...] | None, ...]
+    """The traced shape of every input; None for numbers."""
+    token_symbol: str | None
+    """The symbol of the token dimension; None when the graph is static or has no splitting op."""
+    region_start: int
+    region_inputs: tuple[RegionInput, ...]
+    device: torch.device
+    padding: PaddingReport
+    accepts: Callable[[SymbolValues], bool]
+    """Whether the assumptions made while tracing and compiling hold for these symbol values."""
+
+    def begin(self, args: Sequence[Any]) -> Frame:
+        """Binds the graph's inputs and runs the prologue at the true shape."""
+        frame = Frame([*args, *([None] * (self.num_slots - len(args)))])
+        for slot, constant in self.constants.items():
+            frame.slots[slot] = constant
+        for symbol, index, dim in self.symbol_sources:
+            frame.symbols.setdefault(symbol, args[index] if dim < 0 else args[index].shape[dim])
+        self._run_steps(self.steps[: self.region_start], frame, DIRECT)
+        return frame
+
+    def finish(self, frame: Frame, runner: Runner = DIRECT) -> list[Any]:
+        """Runs the region and returns the graph's outputs."""
+        self._run_steps(self.steps[self.region_start :], frame, runner)
+        return [resolve(output, frame) for output in self.outputs]
+
+    def run(self, args: Sequence[Any]) -> list[Any]:
+        """The whole program at the exact shape of its inputs."""
+        return self.finish(self.begin(args))
+
+    def tokens(self, frame: Frame) -> int | None:
+        """The number of tokens (rows) of this run."""
+        return None if self.token_symbol is None else frame.symbols[self.token_symbol]
+
+    def _run_steps(self, steps: Sequence[Step], frame: Frame, runner: Runner) -> None:
+        slots = frame.slots
+        for step in steps:
+            args = [resolve(a, frame) for a in step.args]
+            if step.kind == "piece":
+                result = runner.run_piece(step, args)
+            else:
+                kwargs = {k: resolve(v, frame) for k, v in step.kwargs.items()}
+                run = runner.run_split if step.kind == "split" else DIRECT.run_split
+                result = run(step, args, kwargs)
+            for slot, value in zip(step.outputs, (result,) if step.returns_tensor else result, strict=False):
+                if slot >= 0:
+                    slots[slot] = value
+            for slot in step.frees:
+                slots[slot] = None
+
+    @property
+    def pieces(self) -> list[Step]:
+        return [step for step in self.steps if step.kind == "piece"]
+
+    @property
+    def splits(self) -> list[Step]:
+        return [step for step in self.steps if step.kind == "split"]
+
+    @property
+    def num_distinct(self) -> int:
+        return len({step.distinct for step in self.pieces})

@@ -1,0 +1,72 @@
+"""Sizes of a traced graph as functions of its symbols.
+
+A traced size is an int or a sympy expression (`s33`, `s33 // 4`). `Size` evaluates it for given symbol values without
+sympy: the expression is printed as Python once.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import sympy
+import torch
+from torch.utils._sympy.printers import PythonPrinter
+
+from fxsplit_encoder.errors import CompileError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import Tensor
+
+SymbolValues = dict[str, int]
+
+
+def expression(size: int | torch.SymInt) -> sympy.Expr:
+    """The sympy expression of a size."""
+    if isinstance(size, torch.SymInt):
+        expr = size.node.expr
+        assert isinstance(expr, sympy.Expr)
+        return expr
+    return sympy.Integer(size)
+
+
+class Size:
+    """A size (or another scalar) of the graph, evaluated for symbol values."""
+
+    def __init__(self, expr: sympy.Expr) -> None:
+        self.expr = expr
+        self.symbols = tuple(sorted(str(s) for s in expr.free_symbols))
+        self._constant = int(expr) if not self.symbols and expr.is_Integer else None
+        source = f"lambda {', '.join(self.symbols)}: {PythonPrinter().doprint(expr)}"
+        self._function: Callable[..., Any] = eval(source, {"math": __import__("math")})
+
+    @classmethod
+    def of(cls, value: int | torch.SymInt | torch.SymFloat | torch.SymBool) -> Size:
+        return cls(value.node.expr if hasattr(value, "node") else sympy.sympify(value))
+
+    def __call__(self, values: Mapping[str, int]) -> int:
+        if self._constant is not None:
+            return self._constant
+        try:
+            result = self._function(*(values[s] for s in self.symbols))
+        except KeyError as error:
+            raise CompileError(
+                f"size {self.expr} depends on {error.args[0]}, which no input of the graph determines"
+            ) from error
+        return result  # type: ignore[no-any-return]
+
+    def __repr__(self) -> str:
+        return str(self.expr)
+
+
+def symbol_of(size: int | torch.SymInt) -> str | None:
+    """The name of the one symbol in a size, or None for a constant; an error when it mixes several."""
+    symbols = expression(size).free_symbols
+    if len(symbols) > 1:
+        raise CompileError(f"the token count is {size}, an expression of several symbols; expected one")
+    return str(next(iter(symbols))) if symbols else None
+
+
+def shape_exprs(tensor: Tensor) -> tuple[sympy.Expr, ...]:
+    return tuple(expression(size) for size in tensor.shape)

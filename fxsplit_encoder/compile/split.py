@@ -1,0 +1,158 @@
+"""Splitting: an ATen inference graph becomes the steps of a program, cut at splitting and host ops."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from fxsplit_encoder.compile.host import host_op
+from fxsplit_encoder.compile.pieces import Piece
+from fxsplit_encoder.errors import CompileError, ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+DENSE_ATTENTION = "aten::scaled_dot_product_attention"
+# AOT replaces the composite op by the kernel that suits device and dtype.
+_DENSE_ATTENTION_KERNELS = (
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_scaled_dot_product_fused_attention_overrideable",
+)
+
+
+def splitting_targets(names: Sequence[str]) -> frozenset[Any]:
+    """The op overloads behind configured names such as "fxsplit::varlen_attention"."""
+    targets: set[Any] = set()
+    for name in names:
+        packets = [_packet(name)]
+        if name == DENSE_ATTENTION:
+            packets += [_packet(kernel) for kernel in _DENSE_ATTENTION_KERNELS if _exists(kernel)]
+        for packet in packets:
+            targets.update(getattr(packet, overload) for overload in packet.overloads())
+    return frozenset(targets)
+
+
+def _exists(name: str) -> bool:
+    namespace, _, op = name.partition("::")
+    return hasattr(getattr(torch.ops, namespace), op)
+
+
+def _packet(name: str) -> Any:
+    namespace, separator, op = name.partition("::")
+    if not separator or not _exists(name):
+        raise ConfigError(
+            f"splitting_ops: no operator {name!r} is registered; expected 'namespace::name' of an operator that torch "
+            f"knows (import the module that defines it first, or remove it from splitting_ops)"
+        )
+    return getattr(getattr(torch.ops, namespace), op)
+
+
+@dataclass(slots=True)
+class Cut:
+    """A splitting or host op, with the nodes that unpack its results."""
+
+    node: fx.Node
+    is_host: bool
+    unpacked: list[fx.Node] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class SplitGraph:
+    """The graph's nodes, sorted into what they become."""
+
+    placeholders: list[fx.Node]
+    constants: list[fx.Node]
+    parts: list[Piece | Cut]
+    output_args: tuple[Any, ...]
+
+
+def split_graph(module: fx.GraphModule, targets: frozenset[Any]) -> SplitGraph:
+    """Cuts a graph at every node whose target is in `targets` or is a registered host op.
+
+    Raises:
+        CompileError: a size depends on tensor values computed inside the graph.
+    """
+    placeholders: list[fx.Node] = []
+    constants: list[fx.Node] = []
+    parts: list[list[fx.Node] | Cut] = [[]]
+    cuts: dict[fx.Node, Cut] = {}
+    output_args: tuple[Any, ...] = ()
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            placeholders.append(node)
+        elif node.op == "get_attr":
+            constants.append(node)
+        elif node.op == "output":
+            output_args = tuple(node.args[0])
+        elif is_scalar(node):
+            _require_symbolic(node)
+        elif node.target is operator.getitem and node.args[0] in cuts:
+            cuts[node.args[0]].unpacked.append(node)
+        elif node.target in targets or host_op(node.target) is not None:
+            cuts[node] = Cut(node, host_op(node.target) is not None)
+            parts += [cuts[node], []]
+        elif not _is_assertion(node):
+            assert isinstance(parts[-1], list)
+            parts[-1].append(node)
+    pieces_and_cuts = [p if isinstance(p, Cut) else _piece(p, output_args) for p in parts if p]
+    return SplitGraph(placeholders, constants, pieces_and_cuts, output_args)
+
+
+def is_scalar(node: fx.Node) -> bool:
+    """Whether a node computes a number rather than a tensor."""
+    value = node_value(node)
+    return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool | int | float | bool)
+
+
+def node_value(node: fx.Node) -> Any:
+    """A node's traced value. Arithmetic on symbols that torch's runtime assertions insert carries none: it is redone."""
+    if "val" not in node.meta and node.op == "call_function" and not isinstance(node.target, torch._ops.OpOverload):
+        args = fx.node.map_arg(node.args, node_value)
+        if not any(a is None for a in args):
+            node.meta["val"] = node.target(*args)  # type: ignore[operator]
+    return node.meta.get("val")
+
+
+def _require_symbolic(node: fx.Node) -> None:
+    if any(isinstance(n.meta.get("val"), torch.Tensor) for n in node.all_input_nodes) and not _is_size_query(node):
+        raise CompileError(
+            f"{node.target} reads a tensor's value on the host ({node.name}); such a graph cannot be split. Compute the "
+            "number outside the compiled module"
+        )
+
+
+def _is_size_query(node: fx.Node) -> bool:
+    return node.target in (
+        torch.ops.aten.sym_size.int,
+        torch.ops.aten.sym_stride.int,
+        torch.ops.aten.sym_numel.default,
+        torch.ops.aten.sym_storage_offset.default,
+    )
+
+
+def _is_assertion(node: fx.Node) -> bool:
+    """Assertions on sizes, which tracing inserts; the guards of the trace state the same."""
+    return node.target in (
+        torch.ops.aten._assert_scalar.default,
+        torch.ops.aten.sym_constrain_range.default,
+        torch.ops.aten.sym_constrain_range_for_size.default,
+    )
+
+
+def _piece(nodes: list[fx.Node], output_args: Iterable[Any]) -> Piece:
+    inside = set(nodes)
+    returned = {a for a in output_args if isinstance(a, fx.Node)}
+    inputs: dict[fx.Node, None] = {}
+    for node in nodes:
+        inputs.update((n, None) for n in node.all_input_nodes if n not in inside)
+    outputs = [n for n in nodes if n in returned or any(user not in inside for user in n.users)]
+    return Piece(tuple(nodes), tuple(inputs), tuple(outputs))
+
+

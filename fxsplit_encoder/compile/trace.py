@@ -1,0 +1,178 @@
+"""Tracing: from a Python forward, or a graph that Dynamo hands over, to a `Program`."""
+
+from __future__ import annotations
+
+import itertools
+import types
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._dynamo.backends.common import aot_autograd
+
+from fxsplit_encoder.compile.build import CompileOptions, build_program
+from fxsplit_encoder.errors import CompileError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import Tensor, fx
+
+    from fxsplit_encoder.compile.program import Frame, Program, Runner
+
+
+def compile_graph(
+    module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    options: CompileOptions,
+    make_runtime: Callable[[Program], Callable[[Sequence[Any]], list[Any]]],
+) -> Callable[..., Any]:
+    """Takes a graph from Dynamo to ATen, builds its program, and returns what Dynamo shall call.
+
+    AOT removes aliasing and mutation around the program; `make_runtime` decides how the program is run.
+    """
+
+    def compile_inference(aten_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        context = torch._guards.TracingContext.try_get()
+        metadata = context.fw_metadata if context is not None else None
+        static = metadata.static_input_indices if metadata is not None else []
+        runtime = make_runtime(build_program(aten_module, static, options))
+
+        def boxed(args: list[Any]) -> list[Any]:
+            values = list(args)
+            args.clear()
+            return runtime(values)
+
+        boxed._boxed_call = True  # type: ignore[attr-defined]
+        return boxed
+
+    backend = aot_autograd(fw_compiler=compile_inference, inference_compiler=compile_inference)
+    return backend(module, example_inputs)  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True, slots=True)
+class BoundProgram:
+    """A program whose inputs are known: each is a named tensor of the forward, a fixed tensor, or a number.
+
+    It stands for `forward(inputs: dict) -> Tensor` and is called past Dynamo's guards, which cost 0.5-1 ms a call.
+    """
+
+    program: Program
+    names: tuple[str | None, ...]
+    fixed: tuple[Any, ...]
+    numbers: tuple[tuple[int, str, int], ...]
+    """(position, input name, dimension) of the inputs that are sizes."""
+
+    def arguments(self, inputs: Mapping[str, Tensor]) -> list[Any]:
+        args = [fixed if name is None else inputs[name] for name, fixed in zip(self.names, self.fixed, strict=True)]
+        for position, name, dim in self.numbers:
+            args[position] = inputs[name].shape[dim]
+        return args
+
+    def __call__(self, inputs: Mapping[str, Tensor], runner: Runner | None = None) -> Tensor:
+        frame = self.program.begin(self.arguments(inputs))
+        outputs = self.program.finish(frame) if runner is None else self.program.finish(frame, runner)
+        result = outputs[0]
+        assert isinstance(result, torch.Tensor)
+        return result
+
+    def begin(self, inputs: Mapping[str, Tensor]) -> Frame:
+        return self.program.begin(self.arguments(inputs))
+
+
+_trace_numbers = itertools.count()
+
+
+def trace_forward(
+    forward: Callable[[dict[str, Tensor]], Tensor],
+    inputs: Mapping[str, Tensor],
+    dynamic_dims: Mapping[str, Sequence[int]],
+    options: CompileOptions,
+) -> BoundProgram:
+    """Traces `forward(inputs)` once, for every size of the dimensions named, and builds its program.
+
+    Args:
+        forward: from a dictionary of tensors to one tensor.
+        inputs: example tensors, with contents that the forward can run on.
+        dynamic_dims: per input, the dimensions whose sizes vary.
+
+    Raises:
+        CompileError: Dynamo cannot trace the forward as one graph, or the graph cannot be split.
+    """
+    found: list[tuple[Program, list[Any], list[Any]]] = []
+
+    def make_runtime(program: Program) -> Callable[[Sequence[Any]], list[Any]]:
+        def run_and_remember(args: Sequence[Any]) -> list[Any]:
+            outputs = program.run(args)
+            found.append((program, list(args), outputs))
+            return outputs
+
+        return run_and_remember
+
+    def backend(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        return compile_graph(module, example_inputs, options, make_runtime)
+
+    examples = {name: tensor.view_as(tensor) for name, tensor in inputs.items()}
+    for name, dims in dynamic_dims.items():
+        for dim in dims:
+            torch._dynamo.maybe_mark_dynamic(examples[name], dim)
+    compiled = torch.compile(_own_code(forward), backend=backend, fullgraph=True)
+    try:
+        with torch.inference_mode(False), torch.no_grad():
+            result = compiled(examples)
+    except torch._dynamo.exc.TorchDynamoException as error:
+        cause = error.__cause__ or error
+        raise CompileError(f"the forward does not trace as one graph: {_first_line(cause)}") from error
+    if len(found) != 1 or not isinstance(result, torch.Tensor):
+        raise CompileError(
+            f"the forward became {len(found)} graphs and returned {type(result).__name__}; expected 1 and a tensor"
+        )
+    return _bind(*found[0], examples)
+
+
+def _own_code(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A function with a code object of its own: Dynamo keeps its cache, and its limit of recompilations, by code object."""
+
+    def call(inputs: dict[str, Tensor]) -> Tensor:
+        return forward(inputs)  # type: ignore[no-any-return]
+
+    code = call.__code__.replace(co_name=f"encoder_forward_{next(_trace_numbers)}")
+    return types.FunctionType(code, call.__globals__, code.co_name, None, call.__closure__)
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+
+
+def _bind(program: Program, args: list[Any], outputs: list[Any], inputs: Mapping[str, Tensor]) -> BoundProgram:
+    """Finds out which argument is which input, by identity in the one call that was observed."""
+    by_address = {(t.data_ptr(), t.shape, t.dtype): name for name, t in inputs.items()}
+    names: list[str | None] = []
+    fixed: list[Any] = []
+    for arg in args:
+        key = (arg.data_ptr(), arg.shape, arg.dtype) if isinstance(arg, torch.Tensor) else None
+        name = by_address.get(key) if key is not None else None
+        names.append(name)
+        fixed.append(arg if name is None and isinstance(arg, torch.Tensor) else None)
+    numbers = []
+    for symbol, position, dim in program.symbol_sources:
+        if dim < 0:
+            numbers.append((position, *_source_of_number(program, symbol, names, args[position], inputs)))
+    tensors = [o for o in outputs if isinstance(o, torch.Tensor)]
+    if len(tensors) != 1:
+        raise CompileError(f"the forward returned {len(tensors)} tensors; expected one")
+    return BoundProgram(program, tuple(names), tuple(fixed), tuple(numbers))
+
+
+def _source_of_number(
+    program: Program, symbol: str, names: Sequence[str | None], value: int, inputs: Mapping[str, Tensor]
+) -> tuple[str, int]:
+    for position, name in enumerate(names):
+        if name is None:
+            continue
+        shape = program.input_shapes[position]
+        assert shape is not None
+        for dim, size in enumerate(shape):
+            if str(size) == symbol and inputs[name].shape[dim] == value:
+                return name, dim
+    raise CompileError(f"the graph takes the number {symbol} = {value}, which is no size of any input")

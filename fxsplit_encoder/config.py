@@ -1,0 +1,292 @@
+"""The configuration: one frozen model, read from YAML, from a mapping or from keyword arguments."""
+
+import difflib
+import itertools
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictInt,
+    ValidationError,
+    model_validator,
+)
+
+from fxsplit_encoder.errors import ConfigError
+
+Mode = Literal["auto", "full", "piecewise", "breakable", "exact", "none"]
+Packing = Literal["cost", "greedy", "greedy_defer"]
+PieceCompiler = Literal["auto", "inductor", "aot_eager", "eager"]
+
+# The names above are the whole vocabulary; these are the ones that work. What is missing here is refused
+# by name rather than replaced by something else.
+IMPLEMENTED_MODES: tuple[Mode, ...] = ("auto", "full", "piecewise", "none")
+IMPLEMENTED_PACKINGS: tuple[Packing, ...] = ("greedy",)
+IMPLEMENTED_PIECE_COMPILERS: tuple[PieceCompiler, ...] = ("auto", "inductor", "aot_eager", "eager")
+IMPLEMENTED_ATTENTION: tuple[str, ...] = ("auto",)
+IMPLEMENTED_DATA_PARALLEL: tuple[bool, ...] = (False,)
+
+_BYTE_UNITS = {"B": 1} | {
+    prefix + suffix: base**power
+    for suffix, base in (("B", 1000), ("iB", 1024))
+    for power, prefix in enumerate("KMGT", start=1)
+}
+_BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)\s*")
+_OPERATOR = re.compile(r"\w+::\w+(\.\w+)?")
+
+
+def _one_of(implemented: Sequence[object], *, or_callable: bool = False) -> BeforeValidator:
+    names = ", ".join(map(str, implemented)) + (", or a callable" if or_callable else "")
+
+    def check(value: object) -> object:
+        if value in implemented or (or_callable and callable(value)):
+            return value
+        raise ValueError(f"not available in this version; allowed instead: {names}")
+
+    return BeforeValidator(check)
+
+
+def _check_budgets(budgets: tuple[int, ...]) -> tuple[int, ...]:
+    for budget in budgets:
+        if budget <= 0:
+            raise ValueError(f"{budget} is not positive; allowed: integers of at least 1")
+    for smaller, larger in itertools.pairwise(budgets):
+        if smaller == larger:
+            raise ValueError(f"{larger} is listed twice; allowed: each budget once")
+        if smaller > larger:
+            raise ValueError(f"{larger} follows {smaller}, unsorted; allowed: increasing order")
+    return budgets
+
+
+def _check_operator(name: str) -> str:
+    if not _OPERATOR.fullmatch(name):
+        raise ValueError("not an operator's name; allowed: namespace::name or namespace::name.overload")
+    return name
+
+
+def _parse_bytes(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    match = _BYTES.fullmatch(value)
+    size = math.floor(float(match[1]) * _BYTE_UNITS[match[2]]) if match else 0
+    if size < 1:
+        raise ValueError(f"not a size; allowed: bytes, or a number with one of: {', '.join(_BYTE_UNITS)}")
+    return size
+
+
+_Mode = Annotated[Mode, _one_of(IMPLEMENTED_MODES)]
+_Budgets = Annotated[tuple[StrictInt, ...], AfterValidator(_check_budgets)]
+_Bytes = Annotated[int, Field(strict=True, ge=1)]
+_Count = Annotated[int, Field(strict=True, ge=0)]
+
+
+class _Settings(BaseModel):
+    """A frozen pydantic model whose constructor raises `ConfigError`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ConfigError(*_problems(error, type(self).model_fields)) from None
+
+    def __hash__(self) -> int:
+        values = (getattr(self, name) for name in type(self).model_fields)
+        return hash(tuple(frozenset(v.items()) if isinstance(v, Mapping) else v for v in values))
+
+    def __repr_args__(self) -> Iterator[tuple[str, Any]]:
+        for name, field in type(self).model_fields.items():
+            if (value := getattr(self, name)) != field.get_default(call_default_factory=True):
+                yield name, value
+
+    def __str__(self) -> str:
+        return repr(self)
+
+
+class PathConfig(_Settings):
+    """What one encoder path (for example "global" or "local") sets differently."""
+
+    token_budgets: _Budgets = ()
+    """Output tokens of each captured budget of this path, increasing. Empty: as for every path."""
+
+    mode: _Mode | None = None
+    """How this path is captured. None: as for every path."""
+
+
+class EncoderConfig(_Settings):
+    """How a vision encoder is split, captured and packed. Immutable, comparable and hashable.
+
+    Raises:
+        ConfigError: a key is unknown, a value is not allowed, or two values contradict each other.
+    """
+
+    enabled: StrictBool = True
+    """Whether anything is captured. False: every item is encoded eagerly and counted as a miss."""
+
+    token_budgets: _Budgets = ()
+    """Output tokens of each captured budget, increasing; they hold on every path that does not list its
+    own. Empty: powers of two over the range that the tower declares."""
+
+    max_items_per_batch: _Count = 0
+    """Images and videos that one replay encodes at most; not above the smallest budget. 0: inferred from
+    the tower's range."""
+
+    max_frames_per_batch: _Count | None = None
+    """Video frames that one replay encodes at most. 0: images only. None: inferred, as many as
+    `max_items_per_batch` of the longest videos hold."""
+
+    mode: _Mode = "auto"
+    """Where a capture breaks. full: nowhere; piecewise: at every splitting op; none: never captured, run at
+    the exact shape; auto: the cheapest of them for each budget."""
+
+    packing: Annotated[Packing, _one_of(IMPLEMENTED_PACKINGS)] = "greedy"
+    """How items are grouped into replays. greedy: by ascending size, as many as fit the largest budget."""
+
+    splitting_ops: tuple[Annotated[str, AfterValidator(_check_operator)], ...] = (
+        "fxsplit::varlen_attention",
+        "aten::scaled_dot_product_attention",
+    )
+    """Operators at which the FX graph is cut, as namespace::name or namespace::name.overload."""
+
+    piece_compiler: Annotated[
+        PieceCompiler | Callable[..., Any], _one_of(IMPLEMENTED_PIECE_COMPILERS, or_callable=True)
+    ] = "auto"
+    """What compiles the pieces between splitting ops. auto: inductor on CUDA, eager on a CPU. In Python, any
+    callable that takes a graph module and its example inputs and returns a callable."""
+
+    attention: Annotated[str | Mapping[str, str], _one_of(IMPLEMENTED_ATTENTION)] = "auto"
+    """The attention kernel: auto, a kernel's name, or a kernel for each shape class."""
+
+    max_graph_bytes: Annotated[_Bytes | None, BeforeValidator(_parse_bytes)] = None
+    """Device memory that all captures together may take, in bytes or as a size such as 4GiB. None: no limit
+    but the device's."""
+
+    data_parallel: Annotated[StrictBool, _one_of(IMPLEMENTED_DATA_PARALLEL)] = False
+    """Whether the items of a batch are distributed over the ranks of the process group."""
+
+    paths: Mapping[str, PathConfig] = Field(default_factory=dict)
+    """Settings of single encoder paths, by the path's name."""
+
+    debug: StrictBool = False
+    """Whether every capture rule is checked at every replay. Slow."""
+
+    @model_validator(mode="after")
+    def _items_within_smallest_budget(self) -> Self:
+        listed = {f"paths.{name}.token_budgets": path.token_budgets for name, path in self.paths.items()}
+        for field, budgets in {"token_budgets": self.token_budgets, **listed}.items():
+            if budgets and self.max_items_per_batch > budgets[0]:
+                raise ConfigError(
+                    f"max_items_per_batch: above the smallest budget of {field}, so an item would have less "
+                    f"than one token; allowed: 0 to {budgets[0]}; got {self.max_items_per_batch}"
+                )
+        return self
+
+    @classmethod
+    def from_yaml(cls, path: str | os.PathLike[str]) -> Self:
+        """The configuration in the YAML file at `path`; an empty file gives the defaults.
+
+        Raises:
+            ConfigError: the file cannot be read, is not YAML (with line and column), or holds bad settings.
+        """
+        try:
+            return cls._from_mapping(_read_yaml(Path(path)))
+        except ConfigError as error:
+            raise ConfigError(*(f"{os.fspath(path)}: {problem}" for problem in error.problems)) from None
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> Self:
+        """The configuration in the `options` of `torch.compile(..., options=options)`.
+
+        The keys are this class's fields. One more key, `config`, holds the path of a YAML file, a mapping or
+        an `EncoderConfig`; the other keys override what it sets.
+
+        Raises:
+            ConfigError: an option is unknown, or holds a bad setting.
+        """
+        allowed = ("config", *cls.model_fields)
+        if unknown := [name for name in options if name not in allowed]:
+            raise ConfigError(*(_unknown(str(name), allowed) for name in unknown))
+        overrides = dict(options)
+        base = overrides.pop("config", {})
+        if isinstance(base, (str, os.PathLike)):
+            return cls.from_yaml(base).replace(**overrides)
+        if isinstance(base, cls):
+            return base.replace(**overrides)
+        if isinstance(base, Mapping):
+            return cls._from_mapping({**base, **overrides})
+        raise ConfigError(f"config: allowed: a YAML file's path, a mapping or an EncoderConfig; got {base!r}")
+
+    def replace(self, **changes: Any) -> Self:
+        """A copy with `changes`, validated as a whole.
+
+        Raises:
+            ConfigError: a change is unknown or not allowed.
+        """
+        return type(self)(**{**{name: getattr(self, name) for name in self.model_fields_set}, **changes})
+
+    @classmethod
+    def _from_mapping(cls, values: Mapping[Any, Any]) -> Self:
+        return cls(**{str(name): value for name, value in values.items()})
+
+
+def _unknown(name: str, allowed: Iterable[str]) -> str:
+    allowed = list(allowed)
+    nearest = difflib.get_close_matches(name, allowed, n=1)
+    hint = f"did you mean {nearest[0]}? " if nearest else ""
+    return f"{name}: unknown option; {hint}allowed: {', '.join(allowed)}"
+
+
+def _problems(error: ValidationError, allowed: Iterable[str]) -> Iterator[str]:
+    """One line for each wrong field, a nested model's own lines under the name of the field it is in."""
+    for detail in error.errors(include_url=False):
+        field = ".".join(map(str, detail["loc"]))
+        cause = detail.get("ctx", {}).get("error")
+        if detail["type"] == "extra_forbidden":
+            yield _unknown(field, allowed)
+        elif isinstance(cause, ConfigError):
+            yield from (f"{field}.{problem}" if field else problem for problem in cause.problems)
+        else:
+            allowed_values = detail["msg"].replace("Input should be", "allowed:").replace("tuple", "list")
+            yield f"{field}: {cause or allowed_values}; got {detail['input']!r}"
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """YAML's safe loader, but a key given twice is an error instead of the last one winning."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            name = str(key.value)
+            if name in seen:
+                raise yaml.MarkedYAMLError(problem=f"{name!r} is set twice", problem_mark=key.start_mark)
+            seen.add(name)
+        return super().construct_mapping(node, deep)
+
+
+def _read_yaml(path: Path) -> Mapping[Any, Any]:
+    try:
+        values = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot be read: {error}") from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        raise ConfigError(f"{where}not valid YAML: {error.problem}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"not valid YAML: {error}") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"allowed: a mapping of settings at the top level; got {values!r}")
+    return values

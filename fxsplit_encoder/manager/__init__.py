@@ -1,0 +1,50 @@
+"""From a request's images and videos to packed batches and replays."""
+
+from fxsplit_encoder.manager.budgets import Limits, generate_budgets, resolve_limits, smallest_fitting
+from fxsplit_encoder.manager.packing import pack_greedy
+from fxsplit_encoder.manager.plan import (
+    MissReason,
+    PathPlan,
+    Plan,
+    PlannedBatch,
+    build_fallback_plan,
+    build_plan,
+)
+from fxsplit_encoder.manager.protocol import (
+    ENCODER_CUDAGRAPH_AXIS_KEYS_KWARG,
+    BudgetGraphMetadata,
+    EncoderCudaGraphCaptureInputs,
+    EncoderCudaGraphConfig,
+    EncoderCudaGraphPathConfig,
+    EncoderCudaGraphReplayBuffers,
+    EncoderItemSpec,
+    SupportsEncoderCudaGraph,
+    scatter_output_slices,
+)
+from fxsplit_encoder.manager.statistics import BudgetStats, ManagerStats, Statistics
+
+__all__ = [
+    "ENCODER_CUDAGRAPH_AXIS_KEYS_KWARG",
+    "BudgetGraphMetadata",
+    "BudgetStats",
+    "EncoderCudaGraphCaptureInputs",
+    "EncoderCudaGraphConfig",
+    "EncoderCudaGraphPathConfig",
+    "EncoderCudaGraphReplayBuffers",
+    "EncoderItemSpec",
+    "Limits",
+    "ManagerStats",
+    "MissReason",
+    "PathPlan",
+    "Plan",
+    "PlannedBatch",
+    "Statistics",
+    "SupportsEncoderCudaGraph",
+    "build_fallback_plan",
+    "build_plan",
+    "generate_budgets",
+    "pack_greedy",
+    "resolve_limits",
+    "scatter_output_slices",
+    "smallest_fitting",
+]

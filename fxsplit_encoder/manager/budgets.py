@@ -1,0 +1,129 @@
+"""How large the captures are: the token budgets of every path, and the items and frames of a batch."""
+
+import bisect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from fxsplit_encoder.config import EncoderConfig
+from fxsplit_encoder.errors import ConfigError, InputError
+from fxsplit_encoder.manager.protocol import EncoderCudaGraphConfig, EncoderCudaGraphPathConfig
+
+# For a tower whose range has room for one smallest item only. That says how large its items are, not that
+# they should be encoded one by one.
+_ITEMS_OF_A_NARROW_RANGE = 8
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the captures of a tower have room for."""
+
+    path_budgets: Mapping[str, tuple[int, ...]]
+    """The token budgets of every path in output tokens, increasing, at least one a path."""
+
+    max_items_per_batch: int
+    """Images and videos in a batch, at least 1 and at most the smallest budget."""
+
+    max_frames_per_batch: int
+    """Video frames in a batch; 0: images only."""
+
+
+def generate_budgets(minimum: int, maximum: int) -> list[int]:
+    """Powers of two times `minimum` up to `maximum`, which is always the last: 64, 200 gives 64, 128, 200.
+
+    Args:
+        minimum: the smallest budget in output tokens.
+        maximum: the largest budget in output tokens.
+
+    Raises:
+        InputError: not 1 <= minimum <= maximum.
+    """
+    if not 1 <= minimum <= maximum:
+        raise InputError(f"budgets need 1 <= minimum <= maximum; got minimum {minimum}, maximum {maximum}")
+    doublings = (maximum // minimum).bit_length()
+    budgets = [minimum << power for power in range(doublings)]
+    return budgets if budgets[-1] == maximum else [*budgets, maximum]
+
+
+def smallest_fitting(budgets: Sequence[int], tokens: int) -> int | None:
+    """The smallest of the increasing `budgets` with room for `tokens`; None if the largest is too small."""
+    position = bisect.bisect_left(budgets, tokens)
+    return budgets[position] if position < len(budgets) else None
+
+
+def resolve_limits(
+    config: EncoderConfig,
+    model_config: EncoderCudaGraphConfig,
+    budget_range: tuple[int, int],
+    has_video: bool,
+) -> Limits:
+    """What to capture: the user's settings where there are any, else what follows from the tower.
+
+    A path has the budgets that the user lists for it, else those listed for all paths, else powers of two
+    from its own minimum (or the range's) to the range's maximum. Items default to the smallest ones that
+    the range's maximum holds, frames to those of as many of the longest videos.
+
+    Args:
+        config: the user's settings.
+        model_config: the tower's `get_encoder_cudagraph_config()`.
+        budget_range: the tower's `get_encoder_cudagraph_budget_range()`, in output tokens.
+        has_video: whether videos are encoded at all; if not, `max_frames_per_batch` is 0.
+
+    Raises:
+        ConfigError: the user's settings do not suit this tower.
+        InputError: the tower declares no path, or an impossible range.
+    """
+    _check(config, model_config, budget_range)
+    path_budgets = {
+        name: _path_budgets(name, path, config, budget_range) for name, path in model_config.paths.items()
+    }
+    smallest = min(budgets[0] for budgets in path_budgets.values())
+    items = config.max_items_per_batch or min(_inferred_items(budget_range), smallest)
+    frames = config.max_frames_per_batch
+    if frames is None:
+        frames = items * model_config.max_frames_per_video
+    return Limits(path_budgets, items, frames if has_video else 0)
+
+
+def _check(
+    config: EncoderConfig, model_config: EncoderCudaGraphConfig, budget_range: tuple[int, int]
+) -> None:
+    minimum, maximum = budget_range
+    if not 1 <= minimum <= maximum:
+        raise InputError(
+            f"the tower's budget range must satisfy 1 <= minimum <= maximum; got {minimum}, {maximum}"
+        )
+    if not model_config.paths:
+        raise InputError("the tower declares no encoder path; expected at least one, such as 'default'")
+    for name in config.paths:
+        if name not in model_config.paths:
+            raise ConfigError(
+                f"paths.{name}: the tower has no such path; allowed: {', '.join(model_config.paths)}"
+            )
+
+
+def _path_budgets(
+    name: str, path: EncoderCudaGraphPathConfig, config: EncoderConfig, budget_range: tuple[int, int]
+) -> tuple[int, ...]:
+    own = config.paths[name].token_budgets if name in config.paths else ()
+    if listed := own or config.token_budgets:
+        return listed
+    minimum, maximum = budget_range
+    if path.min_token_budget is not None:
+        minimum = path.min_token_budget
+    if not 1 <= minimum <= maximum:
+        raise InputError(
+            f"path {name!r} declares a smallest budget of {minimum} tokens; expected 1 to {maximum}, where "
+            f"the tower's range ends; list budgets under paths.{name}.token_budgets instead"
+        )
+    if config.max_items_per_batch > maximum:
+        raise ConfigError(
+            f"max_items_per_batch: above the largest budget that the tower's range gives path {name!r}; "
+            f"allowed: 0 to {maximum}; got {config.max_items_per_batch}"
+        )
+    return tuple(generate_budgets(max(minimum, config.max_items_per_batch), maximum))
+
+
+def _inferred_items(budget_range: tuple[int, int]) -> int:
+    minimum, maximum = budget_range
+    items = maximum // minimum
+    return items if items > 1 else _ITEMS_OF_A_NARROW_RANGE

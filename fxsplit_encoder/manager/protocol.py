@@ -1,0 +1,256 @@
+"""What a tower tells the manager, and what they exchange.
+
+The names are those of vLLM 0.33, so a model written for its encoder CUDA graphs is a tower here too. The
+manager only reads attributes: objects of vLLM's own classes serve as well as these.
+"""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+
+import torch
+
+from fxsplit_encoder.errors import InputError
+
+EncoderCudaGraphPaddingLogic = Callable[[torch.Tensor, torch.Tensor], None]
+"""Copies a replay's value (second) into the captured buffer (first) and sets the rows that it leaves."""
+
+ENCODER_CUDAGRAPH_AXIS_KEYS_KWARG = "encoder_cudagraph_axis_keys"
+"""Where `select_encoder_cudagraph_items` of a tower with capture axes puts the keys of its sub-batch."""
+
+
+@dataclass(frozen=True)
+class EncoderItemSpec:
+    """The size of one image or video."""
+
+    input_size: int
+    """Patches, the rows that the encoder attends over."""
+
+    output_tokens: int
+    """Rows of the item's embedding."""
+
+    path_output_tokens: dict[str, int] = field(default_factory=dict)
+    """Output tokens on each path of a multi-path encoder; empty if "default" is the only path."""
+
+    def get_path_output_tokens(self, path: str) -> int:
+        """Output tokens of this item on `path`; 0 if the item does not take that path."""
+        if not self.path_output_tokens and path == "default":
+            return self.output_tokens
+        return self.path_output_tokens.get(path, 0)
+
+
+@dataclass(frozen=True)
+class EncoderCudaGraphPathConfig:
+    """How one independently captured path is budgeted."""
+
+    min_token_budget: int | None = None
+    """Smallest budget worth capturing, in output tokens; None: the lower end of the tower's range."""
+
+    allow_zero_tokens: bool = False
+    """Whether a batch may have no tokens on this path, which is then skipped."""
+
+
+@dataclass(frozen=True)
+class EncoderCudaGraphConfig:
+    """What is fixed about a tower for as long as it is managed."""
+
+    modalities: list[str]
+    """The modalities that graphs serve, of "image" and "video"."""
+
+    buffer_keys: list[str]
+    """Names of the tensors that a capture reads."""
+
+    out_hidden_size: int
+    """Columns of the encoder's output."""
+
+    padding_logics: dict[str, EncoderCudaGraphPaddingLogic] = field(default_factory=dict)
+    """How a buffer is filled if not by copying into the first rows and clearing the others."""
+
+    max_frames_per_video: int = 1
+    """Frames of the longest video."""
+
+    paths: dict[str, EncoderCudaGraphPathConfig] = field(
+        default_factory=lambda: {"default": EncoderCudaGraphPathConfig()}
+    )
+    """The independently captured paths, by name."""
+
+    capture_axes: tuple[tuple[Hashable, ...], ...] = ()
+    """The keys of every further axis along which graphs differ; each budget is captured for each
+    combination of them."""
+
+
+@dataclass(eq=False)
+class EncoderCudaGraphCaptureInputs:
+    """The tensors of one capture."""
+
+    values: dict[str, torch.Tensor]
+    """Becomes the graph's input buffers: these very tensors are read by every replay."""
+
+
+@dataclass(eq=False)
+class EncoderCudaGraphReplayBuffers:
+    """The values of one replay."""
+
+    values: dict[str, torch.Tensor | None]
+    """What goes into each captured buffer, at most as many rows as the buffer has. None keeps what the
+    buffer holds."""
+
+
+class Replayable(Protocol):
+    """A captured forward, for example a `torch.cuda.CUDAGraph`."""
+
+    def replay(self) -> None:
+        """Run the forward again on what the buffers hold now."""
+
+
+@dataclass(eq=False)
+class BudgetGraphMetadata:
+    """One captured budget of one path."""
+
+    token_budget: int
+    """Output tokens that it has room for."""
+
+    max_batch_size: int
+    """Items that it has room for."""
+
+    max_frames_per_batch: int
+    """Video frames that it has room for."""
+
+    graph: Replayable
+    """What runs the captured forward."""
+
+    input_buffers: dict[str, torch.Tensor]
+    """The tensors that the forward reads, owned by this capture."""
+
+    output_buffer: torch.Tensor
+    """The tensor that every replay overwrites, (token budget or more, hidden)."""
+
+    axis_keys: tuple[Hashable, ...] = ()
+    """The key on each capture axis."""
+
+    mode: str = "full"
+    """How it was captured, one of the configuration's modes."""
+
+    graph_bytes: int = 0
+    """Device memory that the capture added."""
+
+
+@runtime_checkable
+class SupportsEncoderCudaGraph(Protocol):
+    """A vision encoder that the manager can pack, capture and replay.
+
+    `mm_kwargs` are the multimodal inputs of a batch, as the encoder's processor made them; only the tower
+    looks inside. Items keep the order in which the inputs hold them.
+    """
+
+    supports_encoder_cudagraph: ClassVar[Literal[True]] = True
+
+    def get_encoder_cudagraph_config(self) -> EncoderCudaGraphConfig:
+        """What is fixed about this tower."""
+        ...
+
+    def get_input_modality(self, mm_kwargs: dict[str, Any]) -> str:
+        """The modality of a batch, "image" or "video"."""
+        return "image"
+
+    def get_max_frames_per_video(self) -> int:
+        """Frames of the longest video that this tower encodes."""
+        ...
+
+    def get_encoder_cudagraph_budget_range(self, vllm_config: Any) -> tuple[int, int]:
+        """Output tokens of the smallest item, and of the largest batch that is worth capturing.
+
+        `vllm_config` is the configuration of the serving engine, None where there is none.
+        """
+        ...
+
+    def get_encoder_cudagraph_item_specs(self, mm_kwargs: dict[str, Any]) -> list[EncoderItemSpec]:
+        """The size of every item of a batch, in order."""
+        ...
+
+    def select_encoder_cudagraph_items(self, mm_kwargs: dict[str, Any], indices: list[int]) -> dict[str, Any]:
+        """The inputs of the items `indices` alone, in that order.
+
+        A tower with capture axes adds their keys under `ENCODER_CUDAGRAPH_AXIS_KEYS_KWARG`.
+        """
+        ...
+
+    def prepare_encoder_cudagraph_capture_inputs(
+        self,
+        token_budget: int,
+        max_batch_size: int,
+        max_frames_per_batch: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        path: str = "default",
+        axis_keys: tuple[Hashable, ...] | None = None,
+    ) -> EncoderCudaGraphCaptureInputs:
+        """Fresh tensors with room for `token_budget` output tokens, for `encoder_cudagraph_forward`."""
+        ...
+
+    def prepare_encoder_cudagraph_replay_buffers(
+        self,
+        mm_kwargs: dict[str, Any],
+        max_batch_size: int,
+        max_frames_per_batch: int,
+        path: str = "default",
+    ) -> EncoderCudaGraphReplayBuffers:
+        """What a replay of this batch puts into the captured buffers."""
+        ...
+
+    def encoder_cudagraph_forward(
+        self, inputs: dict[str, torch.Tensor], path: str = "default"
+    ) -> torch.Tensor:
+        """The captured forward, (token budget or more, hidden); its shapes depend on no tensor's values."""
+        ...
+
+    def encoder_eager_forward(self, mm_kwargs: dict[str, Any], path: str = "default") -> torch.Tensor:
+        """The forward of a batch that no graph serves, (output tokens, hidden)."""
+        ...
+
+    def postprocess_encoder_output(
+        self,
+        outputs: dict[str, torch.Tensor],
+        indices: list[int],
+        per_item_out_tokens: list[int],
+        dest: dict[int, torch.Tensor] | list[torch.Tensor | None],
+        clone: bool = False,
+        batch_mm_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        """Put the embedding of every item of a batch into `dest`, from each path's packed output.
+
+        The default takes the rows of the "default" path as they are, see `scatter_output_slices`.
+        """
+        scatter_output_slices(outputs["default"], indices, per_item_out_tokens, dest, clone)
+
+
+def scatter_output_slices(
+    output: torch.Tensor,
+    indices: Sequence[int],
+    per_item_out_tokens: Sequence[int] | Mapping[int, int],
+    dest: dict[int, torch.Tensor] | list[torch.Tensor | None],
+    clone: bool = False,
+) -> None:
+    """Cut the packed output of a batch into the embeddings of its items.
+
+    Args:
+        output: (rows, ...), the items' rows one after the other in the order of `indices`, then padding.
+        indices: the items of the batch, by their position in the whole request.
+        per_item_out_tokens: rows of each item, indexed by the same positions.
+        dest: receives at each position a view of `output`, (rows of the item, ...).
+        clone: put copies instead, which a later replay does not overwrite.
+
+    Raises:
+        InputError: `output` has fewer rows than the items need; `dest` is then unchanged.
+    """
+    rows = [per_item_out_tokens[index] for index in indices]
+    if sum(rows) > output.shape[0]:
+        raise InputError(
+            f"the encoder's output is too short: items {list(indices)} need {sum(rows)} rows {rows}, got "
+            f"{output.shape[0]}; make the tower's item specs declare the rows that its forward returns"
+        )
+    start = 0
+    for index, count in zip(indices, rows, strict=True):
+        embedding = output[start : start + count]
+        dest[index] = embedding.clone() if clone else embedding
+        start += count

@@ -1,0 +1,185 @@
+"""What the manager has served so far, counted as it serves."""
+
+import logging
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from tabulate import tabulate
+
+from fxsplit_encoder.manager.plan import MissReason
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class BudgetStats:
+    """What one captured budget of one path has done."""
+
+    replays: int = 0
+    """How often it was replayed."""
+
+    real_tokens: int = 0
+    """Output tokens of items, over all replays."""
+
+    padded_tokens: int = 0
+    """Output tokens of padding, over all replays."""
+
+    timed_replays: int = 0
+    """How many of the replays `milliseconds` covers."""
+
+    milliseconds: float = 0.0
+    """Time of the timed replays, all together."""
+
+    graph_bytes: int = 0
+    """Device memory that the capture holds."""
+
+    mode: str = ""
+    """How it is captured, one of the configuration's modes; empty if it is not."""
+
+    @property
+    def mean_milliseconds(self) -> float | None:
+        """Time of one replay; None if none was timed."""
+        return self.milliseconds / self.timed_replays if self.timed_replays else None
+
+    def row(self) -> tuple[object, ...]:
+        """Mode, MiB, replays, real and padded tokens, milliseconds a replay: a line of a table."""
+        mebibytes = self.graph_bytes / 2**20
+        replayed = (self.replays, self.real_tokens, self.padded_tokens, self.mean_milliseconds)
+        return (self.mode, mebibytes, *replayed)
+
+
+@dataclass(frozen=True)
+class ManagerStats:
+    """A snapshot of the counts; printing it shows them as a table."""
+
+    hits: int
+    """Items that replays alone served."""
+
+    misses: Mapping[MissReason, int]
+    """Items that fell back on some path, by reason; each item counts once."""
+
+    budgets: Mapping[tuple[str, int], BudgetStats]
+    """What each (path, token budget) has done."""
+
+    @property
+    def items(self) -> int:
+        """Items served in any way."""
+        return self.hits + sum(self.misses.values())
+
+    @property
+    def hit_rate(self) -> float:
+        """The share of hits among all items; 0.0 before the first."""
+        return self.hits / self.items if self.items else 0.0
+
+    @property
+    def padding_fraction(self) -> float:
+        """The share of padding in the output tokens of all replays; 0.0 before the first."""
+        padded = sum(budget.padded_tokens for budget in self.budgets.values())
+        real = sum(budget.real_tokens for budget in self.budgets.values())
+        return padded / (padded + real) if padded + real else 0.0
+
+    @property
+    def graph_bytes(self) -> int:
+        """Device memory that all captures hold."""
+        return sum(budget.graph_bytes for budget in self.budgets.values())
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same numbers as plain values that JSON can hold."""
+        return {
+            "items": self.items,
+            "hits": self.hits,
+            "misses": {str(reason): count for reason, count in self.misses.items()},
+            "hit_rate": self.hit_rate,
+            "padding_fraction": self.padding_fraction,
+            "graph_bytes": self.graph_bytes,
+            "budgets": [
+                {"path": path, "token_budget": budget, **asdict(stats)}
+                for (path, budget), stats in self.budgets.items()
+            ],
+        }
+
+    def __str__(self) -> str:
+        missed = "".join(f", {count} {reason}" for reason, count in self.misses.items())
+        summary = (
+            f"{self.items} items: {self.hits} hit ({self.hit_rate:.1%}){missed}; "
+            f"{self.padding_fraction:.1%} padding; {self.graph_bytes / 2**20:.1f} MiB"
+        )
+        headers = ["path", "budget", "mode", "MiB", "replays", "tokens", "padding", "ms a replay"]
+        rows = [[*key, *stats.row()] for key, stats in self.budgets.items()]
+        return f"{summary}\n{tabulate(rows, headers, floatfmt='.2f', missingval='-')}" if rows else summary
+
+
+class Statistics:
+    """Counts hits, misses and replays, and logs them every `log_interval` items (0: never).
+
+    Threads may record and take snapshots at the same time.
+    """
+
+    def __init__(self, log_interval: int = 100) -> None:
+        self._log_interval = log_interval
+        self._lock = threading.Lock()
+        self._hits = 0
+        self._misses: Counter[MissReason] = Counter()
+        self._budgets: defaultdict[tuple[str, int], BudgetStats] = defaultdict(BudgetStats)
+
+    def record_items(self, count: int, reason: MissReason | None = None) -> None:
+        """Count `count` items that were encoded together, once each however many paths they took.
+
+        Args:
+            count: images and videos of the batch.
+            reason: why they are misses; None: they are hits.
+        """
+        with self._lock:
+            before = self._hits + self._misses.total()
+            if reason is None:
+                self._hits += count
+            elif count:
+                self._misses[reason] += count
+        if crossed_multiple(before, before + count, self._log_interval):
+            logger.info("%s", self.snapshot())
+
+    def record_replay(self, path: str, budget: int, tokens: int) -> None:
+        """Count one replay that held `tokens` output tokens of items."""
+        with self._lock:
+            stats = self._budgets[path, budget]
+            self._budgets[path, budget] = replace(
+                stats,
+                replays=stats.replays + 1,
+                real_tokens=stats.real_tokens + tokens,
+                padded_tokens=stats.padded_tokens + budget - tokens,
+            )
+
+    def record_time(self, path: str, budget: int, milliseconds: float) -> None:
+        """Add the time of one replay, which on a GPU is known only after it has ended."""
+        with self._lock:
+            stats = self._budgets[path, budget]
+            self._budgets[path, budget] = replace(
+                stats,
+                timed_replays=stats.timed_replays + 1,
+                milliseconds=stats.milliseconds + milliseconds,
+            )
+
+    def record_capture(self, path: str, budget: int, mode: str, graph_bytes: int) -> None:
+        """Note how a budget was captured and the device memory that this took."""
+        with self._lock:
+            stats = self._budgets[path, budget]
+            self._budgets[path, budget] = replace(stats, mode=mode, graph_bytes=graph_bytes)
+
+    def record_clear(self) -> None:
+        """Note that all captures were released; what they served stays counted."""
+        with self._lock:
+            for key, stats in self._budgets.items():
+                self._budgets[key] = replace(stats, mode="", graph_bytes=0)
+
+    def snapshot(self) -> ManagerStats:
+        """The counts as they are now, budgets in order of path and size."""
+        with self._lock:
+            return ManagerStats(self._hits, dict(self._misses), dict(sorted(self._budgets.items())))
+
+
+def crossed_multiple(before: int, after: int, interval: int) -> bool:
+    """Whether a count that went from `before` to `after` reached a multiple of `interval`; 0: never."""
+    return interval > 0 and after // interval > before // interval

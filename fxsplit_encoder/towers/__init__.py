@@ -1,0 +1,5 @@
+"""Adapters: one file a model family, between a Hugging Face tower and the manager's protocol."""
+
+from fxsplit_encoder.towers.registry import supported_towers, wrap
+
+__all__ = ["supported_towers", "wrap"]

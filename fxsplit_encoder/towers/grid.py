@@ -1,0 +1,131 @@
+"""Arithmetic of packed grids: what a list of (t, h, w) says of every patch, computed on the host.
+
+Patches come in the order that every tower of the Qwen line uses: frame by frame, and within a frame by blocks of
+merge x merge patches, so that the patches of one output token follow one another.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from fxsplit_encoder.errors import InputError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+Grid = tuple[int, int, int]
+"""(frames after temporal merging, patch rows, patch columns) of an image (one frame) or a video."""
+
+
+def read_grids(grid_thw: Any, merge_size: int, name: str = "grid_thw") -> list[Grid]:
+    """The grids of a batch as Python numbers.
+
+    Args:
+        grid_thw: (items, 3) integers: a tensor, an array or nested sequences. A CUDA tensor costs a synchronisation.
+        merge_size: patches that merge into one output token along each side.
+
+    Raises:
+        InputError: another shape, or sizes that are not positive multiples of `merge_size`.
+    """
+    rows = grid_thw.tolist() if hasattr(grid_thw, "tolist") else [list(row) for row in grid_thw]
+    for row in rows:
+        if not isinstance(row, list) or len(row) != 3:
+            raise InputError(f"{name}: expected rows of (frames, height, width) in patches; got {row!r}")
+        t, h, w = row
+        if t < 1 or h < 1 or w < 1 or h % merge_size or w % merge_size:
+            raise InputError(
+                f"{name}: expected at least 1 frame and a height and width that are positive multiples of the merge size "
+                f"{merge_size} in patches; got {tuple(row)}"
+            )
+    return [(int(t), int(h), int(w)) for t, h, w in rows]
+
+
+def count_patches(grids: Sequence[Grid]) -> int:
+    """Patches (rows) of a batch."""
+    return sum(t * h * w for t, h, w in grids)
+
+
+def frame_lengths(grids: Sequence[Grid]) -> list[int]:
+    """Patches of every frame: the segments that attend within themselves."""
+    return [h * w for t, h, w in grids for _ in range(t)]
+
+
+def cumulative_lengths(lengths: Sequence[int]) -> NDArray[np.int32]:
+    """(segments + 1,) int32, rising from 0."""
+    result = np.zeros(len(lengths) + 1, dtype=np.int32)
+    np.cumsum(lengths, out=result[1:])
+    return result
+
+
+@lru_cache(maxsize=1024)
+def frame_positions(height: int, width: int, merge_size: int) -> NDArray[np.int64]:
+    """(height * width, 2): row and column of every patch of one frame, in merge-block order."""
+    rows, columns = np.meshgrid(np.arange(height), np.arange(width), indexing="ij")
+    blocks = (height // merge_size, merge_size, width // merge_size, merge_size)
+    ordered = [a.reshape(blocks).transpose(0, 2, 1, 3).reshape(-1) for a in (rows, columns)]
+    return np.stack(ordered, axis=-1).astype(np.int64)
+
+
+@lru_cache(maxsize=1024)
+def frame_interpolation(
+    height: int, width: int, side: int, merge_size: int, align_corners: bool
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """Bilinear resampling of a learned side x side position table to one frame.
+
+    Returns:
+        Indices into the flattened table and their weights, both (height * width, 4), in merge-block order.
+    """
+    positions = frame_positions(height, width, merge_size)
+    (row_taps, row_weights), (column_taps, column_weights) = (
+        _axis_taps(positions[:, axis], size, side, align_corners) for axis, size in ((0, height), (1, width))
+    )
+    indices = row_taps[:, :, None] * side + column_taps[:, None, :]
+    weights = row_weights[:, :, None] * column_weights[:, None, :]
+    return indices.reshape(-1, 4), weights.reshape(-1, 4)
+
+
+def _axis_taps(
+    index: NDArray[np.int64], size: int, side: int, align_corners: bool
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """The two nearest table positions of every target position along one axis, and their weights.
+
+    In float32 and in the order of operations of `torch.nn.functional.interpolate`, so that the weights are its own.
+    """
+    target = index.astype(np.float32)
+    if align_corners:
+        source = target * np.float32(side - 1) / np.float32(max(size - 1, 1))
+    else:
+        source = (target + np.float32(0.5)) * np.float32(side) / np.float32(size) - np.float32(0.5)
+    floor = np.floor(source)
+    offsets = np.arange(2)
+    taps = np.clip(floor.astype(np.int64)[:, None] + offsets, 0, side - 1)
+    distance = np.abs(source[:, None] - floor[:, None] - offsets.astype(np.float32))
+    return taps, np.maximum(np.float32(1) - distance, np.float32(0))
+
+
+def positions(grids: Sequence[Grid], merge_size: int) -> torch.Tensor:
+    """(patches, 2) int64: row and column of every patch of a batch."""
+    return _concatenate([frame_positions(h, w, merge_size) for t, h, w in grids for _ in range(t)], 2, np.int64)
+
+
+def interpolation(
+    grids: Sequence[Grid], side: int, merge_size: int, align_corners: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Table indices (patches, 4) int64 and weights (patches, 4) float32 of every patch of a batch."""
+    frames = [frame_interpolation(h, w, side, merge_size, align_corners) for t, h, w in grids for _ in range(t)]
+    return (
+        _concatenate([indices for indices, _ in frames], 4, np.int64),
+        _concatenate([weights for _, weights in frames], 4, np.float32),
+    )
+
+
+def _concatenate(arrays: list[NDArray[Any]], columns: int, dtype: Any) -> torch.Tensor:
+    if not arrays:
+        return torch.from_numpy(np.zeros((0, columns), dtype=dtype))
+    return torch.from_numpy(np.concatenate(arrays))

@@ -1,0 +1,79 @@
+"""`fxsplit::vision_metadata`: a tower's host metadata as one opaque op.
+
+A graph that contains it compiles once for every grid: the sizes of its outputs follow from the number of patches, and what
+it reads on the host stays out of the trace.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+
+from fxsplit_encoder.compile import HostOp, register_host_op
+from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.towers import grid as grids_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fxsplit_encoder.towers.packed import PackedTower
+
+_towers: weakref.WeakValueDictionary[str, PackedTower] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def register_tower(tower: PackedTower) -> str:
+    """Makes a tower known to the op; returns the name under which the op finds it."""
+    name = f"{type(tower).__name__}_{next(_numbers)}"
+    _towers[name] = tower
+    return name
+
+
+def exact_metadata(pixel_values: Tensor, grid_thw: Tensor, tower_name: str) -> list[Tensor]:
+    """Every per-patch metadata tensor, then cu_seqlens (segments + 1), on the device of the patches."""
+    tower = _towers[tower_name]
+    grids = grids_of.read_grids(grid_thw, tower.merge_size)
+    patches = grids_of.count_patches(grids)
+    if patches != pixel_values.shape[0]:
+        raise InputError(f"grid_thw: describes {patches} patches; got {pixel_values.shape[0]} rows of patches")
+    cu_seqlens = torch.from_numpy(grids_of.cumulative_lengths(grids_of.frame_lengths(grids)))
+    tensors = [*tower.metadata(grids).values(), cu_seqlens]
+    return [tensor.to(pixel_values.device, non_blocking=True) for tensor in tensors]
+
+
+def _padded_metadata(pixel_values: Tensor, grid_thw: Tensor, tower_name: str) -> list[Tensor]:
+    """What the op's schema promises: cumulative lengths padded, by empty segments, to a length that patches determine."""
+    *per_patch, cu_seqlens = exact_metadata(pixel_values, grid_thw, tower_name)
+    length = pixel_values.shape[0] // _towers[tower_name].rows_per_token + 1
+    padded = cu_seqlens.new_full((length,), pixel_values.shape[0])
+    padded[: cu_seqlens.shape[0]] = cu_seqlens
+    return [*per_patch, padded]
+
+
+_library = torch.library.Library("fxsplit", "FRAGMENT")
+_library.define("vision_metadata(Tensor pixel_values, Tensor grid_thw, str tower) -> Tensor[]")
+_library.impl("vision_metadata", _padded_metadata, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("fxsplit::vision_metadata", lib=_library)
+def _fake(pixel_values: Tensor, grid_thw: Tensor, tower_name: str) -> list[Tensor]:
+    tower = _towers[tower_name]
+    rows = pixel_values.shape[0]
+    shapes = [((rows, columns), dtype) for columns, dtype in tower.metadata_columns.values()]
+    shapes.append(((rows // tower.rows_per_token + 1,), torch.int32))
+    return [torch.empty(shape, dtype=dtype, device=pixel_values.device) for shape, dtype in shapes]
+
+
+vision_metadata = torch.ops.fxsplit.vision_metadata.default
+
+register_host_op(
+    vision_metadata,
+    HostOp(
+        run=exact_metadata,
+        rows_per_output_token=lambda pixels, grid, name: _towers[name].rows_per_token,
+        budget_range=lambda pixels, grid, name: _towers[name].get_encoder_cudagraph_budget_range(None),
+    ),
+)

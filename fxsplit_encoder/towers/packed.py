@@ -1,0 +1,267 @@
+"""Towers that encode a packed sequence of patches described by a grid: the common part of their adapters.
+
+`mm_kwargs` are what Hugging Face's processors make: `pixel_values` (patches, features) with `image_grid_thw` (images, 3),
+and `pixel_values_videos` with `video_grid_thw`. Items are the images in order, then the videos.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+from torch import nn
+
+from fxsplit_encoder.attention.hugging_face import use_varlen_attention
+from fxsplit_encoder.capture.segments import segment_capacity
+from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.manager.protocol import (
+    EncoderCudaGraphCaptureInputs,
+    EncoderCudaGraphConfig,
+    EncoderCudaGraphReplayBuffers,
+    EncoderItemSpec,
+    scatter_output_slices,
+)
+from fxsplit_encoder.towers import grid as grids_of
+from fxsplit_encoder.towers.metadata_op import register_tower, vision_metadata
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Sequence
+
+    from torch import Tensor
+
+    from fxsplit_encoder.towers.grid import Grid
+
+_INPUT_KEYS = (("pixel_values", "image_grid_thw"), ("pixel_values_videos", "video_grid_thw"))
+
+
+class PackedTower(nn.Module):
+    """A Hugging Face tower behind the manager's protocol, and still a module with the tower's own forward.
+
+    An adapter gives `metadata_columns`, `metadata`, `core`, and the numbers below.
+    """
+
+    supports_encoder_cudagraph: ClassVar[Literal[True]] = True
+    metadata_columns: ClassVar[dict[str, tuple[int, torch.dtype]]]
+    """Name, columns and dtype of every per-patch metadata tensor."""
+    max_frames_per_video: ClassVar[int] = 384
+    min_item_tokens: ClassVar[int] = 64
+    max_budget: ClassVar[int] = 4096
+
+    def __init__(self, tower: nn.Module, *, merge_size: int, patch_features: int, out_hidden_size: int) -> None:
+        super().__init__()
+        self.tower = tower
+        self.merge_size = merge_size
+        self.rows_per_token = merge_size**2
+        self.patch_features = patch_features
+        self.out_hidden_size = out_hidden_size
+        use_varlen_attention(tower)
+        self.registered_name = register_tower(self)
+        self.register_forward_pre_hook(_mark_dynamic, with_kwargs=True)
+
+    # --- what an adapter gives
+
+    @abstractmethod
+    def metadata(self, grids: Sequence[Grid]) -> dict[str, Tensor]:
+        """The per-patch metadata of a batch, on the CPU: a tensor of (patches, columns) for each of `metadata_columns`."""
+
+    @abstractmethod
+    def core(self, pixel_values: Tensor, cu_seqlens: Tensor, metadata: dict[str, Tensor]) -> Any:
+        """The tower's forward on fixed-shape tensors, with the tower's own output type."""
+
+    @abstractmethod
+    def packed_output(self, output: Any) -> Tensor:
+        """(output tokens, out_hidden_size) from the tower's own output type."""
+
+    # --- the module
+
+    def forward(self, hidden_states: Tensor, grid_thw: Tensor, **kwargs: Any) -> Any:
+        """The tower's forward: patches (patches, features) and grids (items, 3); the tower's own output type.
+
+        Raises:
+            InputError: the grids do not describe the patches.
+        """
+        if kwargs:
+            raise InputError(f"a wrapped tower takes hidden_states and grid_thw; got also {sorted(kwargs)}")
+        *per_patch, cu_seqlens = vision_metadata(hidden_states, grid_thw, self.registered_name)
+        metadata = dict(zip(self.metadata_columns, per_patch, strict=True))
+        return self.core(hidden_states, cu_seqlens, metadata)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.tower.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.tower.parameters()).dtype
+
+    # --- the manager's protocol
+
+    def get_encoder_cudagraph_config(self) -> EncoderCudaGraphConfig:
+        return EncoderCudaGraphConfig(
+            modalities=["image", "video"],
+            buffer_keys=["pixel_values", *self.metadata_columns, "cu_seqlens"],
+            out_hidden_size=self.out_hidden_size,
+            max_frames_per_video=self.max_frames_per_video,
+        )
+
+    def get_input_modality(self, mm_kwargs: dict[str, Any]) -> str:
+        return "video" if mm_kwargs.get("video_grid_thw") is not None else "image"
+
+    def get_max_frames_per_video(self) -> int:
+        return self.max_frames_per_video
+
+    def get_encoder_cudagraph_budget_range(self, vllm_config: Any) -> tuple[int, int]:
+        return self.min_item_tokens, self.max_budget
+
+    def get_encoder_cudagraph_item_specs(self, mm_kwargs: dict[str, Any]) -> list[EncoderItemSpec]:
+        return [
+            EncoderItemSpec(input_size=t * h * w, output_tokens=t * h * w // self.rows_per_token)
+            for t, h, w in self.item_grids(mm_kwargs)
+        ]
+
+    def item_segments(self, mm_kwargs: dict[str, Any]) -> list[int]:
+        """The attention segments of every item: its frames."""
+        return [t for t, _, _ in self.item_grids(mm_kwargs)]
+
+    def select_encoder_cudagraph_items(self, mm_kwargs: dict[str, Any], indices: list[int]) -> dict[str, Any]:
+        grids = self.item_grids(mm_kwargs)
+        pixels = self._pixels(mm_kwargs)
+        starts = grids_of.cumulative_lengths([t * h * w for t, h, w in grids]).tolist()
+        return {"pixel_values": pixels.rows(starts, indices), "image_grid_thw": [grids[i] for i in indices]}
+
+    def prepare_encoder_cudagraph_capture_inputs(
+        self,
+        token_budget: int,
+        max_batch_size: int,
+        max_frames_per_batch: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        path: str = "default",
+        axis_keys: tuple[Hashable, ...] | None = None,
+    ) -> EncoderCudaGraphCaptureInputs:
+        rows = token_budget * self.rows_per_token
+        dummy: list[Grid] = [(1, self.merge_size, rows // self.merge_size)]
+        segments = segment_capacity(token_budget, max(max_batch_size, max_frames_per_batch))
+        cu_seqlens = torch.full((segments + 2,), rows, dtype=torch.int32)
+        cu_seqlens[0] = 0
+        values = {"pixel_values": torch.randn(rows, self.patch_features), **self.metadata(dummy)}
+        moved = {name: value.to(device=device) for name, value in values.items()}
+        moved["pixel_values"] = moved["pixel_values"].to(dtype)
+        return EncoderCudaGraphCaptureInputs({**moved, "cu_seqlens": cu_seqlens.to(device)})
+
+    def prepare_encoder_cudagraph_replay_buffers(
+        self, mm_kwargs: dict[str, Any], max_batch_size: int, max_frames_per_batch: int, path: str = "default"
+    ) -> EncoderCudaGraphReplayBuffers:
+        grids = self.item_grids(mm_kwargs)
+        cu_seqlens = torch.from_numpy(grids_of.cumulative_lengths(grids_of.frame_lengths(grids)))
+        pixels = self._pixels(mm_kwargs).all()
+        return EncoderCudaGraphReplayBuffers(
+            {"pixel_values": pixels, **self.metadata(grids), "cu_seqlens": cu_seqlens}
+        )
+
+    def encoder_cudagraph_forward(self, inputs: dict[str, Tensor], path: str = "default") -> Tensor:
+        metadata = {name: inputs[name] for name in self.metadata_columns}
+        return self.packed_output(self.core(inputs["pixel_values"], inputs["cu_seqlens"], metadata))
+
+    def encoder_eager_forward(self, mm_kwargs: dict[str, Any], path: str = "default") -> Tensor:
+        buffers = self.prepare_encoder_cudagraph_replay_buffers(mm_kwargs, 0, 0)
+        inputs = {name: value.to(self.device) for name, value in buffers.values.items() if value is not None}
+        return self.encoder_cudagraph_forward(inputs)
+
+    def postprocess_encoder_output(
+        self,
+        outputs: dict[str, Tensor],
+        indices: list[int],
+        per_item_out_tokens: list[int],
+        dest: dict[int, Tensor] | list[Tensor | None],
+        clone: bool = False,
+        batch_mm_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        scatter_output_slices(outputs["default"], indices, per_item_out_tokens, dest, clone)
+
+    # --- inputs
+
+    def item_grids(self, mm_kwargs: dict[str, Any]) -> list[Grid]:
+        """The grids of a batch: the images', then the videos'."""
+        return [
+            grid
+            for _, key in _INPUT_KEYS
+            if mm_kwargs.get(key) is not None
+            for grid in grids_of.read_grids(mm_kwargs[key], self.merge_size, key)
+        ]
+
+    def _pixels(self, mm_kwargs: dict[str, Any]) -> _Patches:
+        tensors = [mm_kwargs[key] for key, _ in _INPUT_KEYS if mm_kwargs.get(key) is not None]
+        for tensor in tensors:
+            if tensor.dim() != 2 or tensor.shape[1] != self.patch_features:
+                raise InputError(
+                    f"pixel_values: expected (patches, {self.patch_features}); got {tuple(tensor.shape)}; pass the "
+                    "flattened patches that the tower's image processor makes"
+                )
+        patches = _Patches(tensors, self.patch_features)
+        expected = grids_of.count_patches(self.item_grids(mm_kwargs))
+        if patches.num_rows != expected:
+            raise InputError(f"pixel_values: the grids describe {expected} patches; got {patches.num_rows} rows")
+        return patches
+
+
+class _Patches:
+    """The rows of one or two pixel tensors, seen as one sequence."""
+
+    def __init__(self, tensors: list[Tensor], features: int) -> None:
+        self.tensors = tensors or [torch.zeros(0, features)]
+        self.num_rows = sum(t.shape[0] for t in tensors)
+
+    def rows(self, starts: list[int], items: list[int]) -> Tensor:
+        """The rows of some items; a view where they are neighbours."""
+        spans: list[list[int]] = []
+        for item in items:
+            start, end = starts[item], starts[item + 1]
+            if spans and spans[-1][1] == start:
+                spans[-1][1] = end
+            else:
+                spans.append([start, end])
+        return _join([part for start, end in spans for part in self._span(start, end)], self.tensors[0])
+
+    def all(self) -> Tensor:
+        return _join(self.tensors, self.tensors[0])
+
+    def _span(self, start: int, end: int) -> list[Tensor]:
+        parts = []
+        offset = 0
+        for tensor in self.tensors:
+            first, last = max(start - offset, 0), min(end - offset, tensor.shape[0])
+            if first < last:
+                parts.append(tensor[first:last])
+            offset += tensor.shape[0]
+        return parts
+
+
+def _join(parts: list[Tensor], like: Tensor) -> Tensor:
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(parts) if parts else like[:0]
+
+
+@torch.compiler.disable
+def _mark_dynamic(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Tells Dynamo, before it traces, that patches and items vary, so that one trace serves every batch.
+
+    It runs outside of the compiled frame. The marks go on aliases: the caller's tensors stay as they are.
+    """
+    names = ("hidden_states", "grid_thw")
+    values = {**dict(zip(names, args, strict=False)), **kwargs}
+    patches, grid = (values.get(name) for name in names)
+    if not (isinstance(patches, torch.Tensor) and isinstance(grid, torch.Tensor)):
+        return args, kwargs
+    if patches.dim() == 2 and patches.shape[0] > 1:
+        patches = patches.view_as(patches)
+        torch._dynamo.mark_dynamic(patches, 0)
+        torch._dynamo.mark_static(patches, 1)
+    if grid.dim() == 2 and grid.shape[0] > 0:
+        grid = grid.view_as(grid)
+        # One image is a size like any other: a backed size of 1 would be specialised.
+        torch._dynamo.decorators.mark_unbacked(grid, 0)
+        torch._dynamo.mark_static(grid, 1)
+    return (patches, grid), {k: v for k, v in kwargs.items() if k not in names}

@@ -1,0 +1,60 @@
+"""Qwen3-VL's vision tower (dense and mixture-of-experts models share it): deepstack features beside the main output."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from fxsplit_encoder.towers import grid as grids_of
+from fxsplit_encoder.towers.packed import PackedTower
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor, nn
+
+    from fxsplit_encoder.towers.grid import Grid
+
+
+class Qwen3VLTower(PackedTower):
+    """Wraps `Qwen3VLVisionModel` and `Qwen3VLMoeVisionModel`.
+
+    An item's embedding is (output tokens, out_hidden_size * (1 + deepstack levels)): the main output, then every deepstack
+    level, along the hidden dimension.
+    """
+
+    metadata_columns: ClassVar[dict[str, tuple[int, torch.dtype]]] = {
+        "position_ids": (2, torch.int64),
+        "interp_indices": (4, torch.int64),
+        "interp_weights": (4, torch.float32),
+    }
+
+    def __init__(self, tower: nn.Module) -> None:
+        config: Any = tower.config
+        levels = 1 + len(config.deepstack_visual_indexes)
+        super().__init__(
+            tower,
+            merge_size=config.spatial_merge_size,
+            patch_features=config.in_channels * config.temporal_patch_size * config.patch_size**2,
+            out_hidden_size=config.out_hidden_size * levels,
+        )
+        self.table_side: int = tower.num_grid_per_side  # type: ignore[assignment]
+        self.align_corners: bool = tower.interpolation_align_corners  # type: ignore[assignment]
+
+    def metadata(self, grids: Sequence[Grid]) -> dict[str, Tensor]:
+        indices, weights = grids_of.interpolation(grids, self.table_side, self.merge_size, self.align_corners)
+        return {
+            "position_ids": grids_of.positions(grids, self.merge_size),
+            "interp_indices": indices,
+            "interp_weights": weights,
+        }
+
+    def core(self, pixel_values: Tensor, cu_seqlens: Tensor, metadata: dict[str, Tensor]) -> Any:
+        # The patch count bounds every segment, whatever the batch.
+        return self.tower(
+            pixel_values, None, cu_seqlens=cu_seqlens, max_seqlen=pixel_values.shape[0], **metadata
+        )
+
+    def packed_output(self, output: Any) -> Tensor:
+        return torch.cat([output.pooler_output, *output.deepstack_features], dim=1)

@@ -1,0 +1,146 @@
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fxsplit_encoder.config import EncoderConfig
+from fxsplit_encoder.errors import ConfigError, InputError
+from fxsplit_encoder.manager.budgets import Limits, generate_budgets, resolve_limits, smallest_fitting
+from fxsplit_encoder.manager.protocol import EncoderCudaGraphConfig, EncoderCudaGraphPathConfig
+
+PATHS = {"global": EncoderCudaGraphPathConfig(272), "local": EncoderCudaGraphPathConfig(100, True)}
+
+budget_lists = st.lists(st.integers(1, 5000), min_size=1, max_size=8, unique=True).map(sorted)
+
+
+def tower(**values: Any) -> EncoderCudaGraphConfig:
+    return EncoderCudaGraphConfig(["image", "video"], ["pixel_values"], 8, **values)
+
+
+def limits(
+    settings: dict[str, Any],
+    budget_range: tuple[int, int] = (64, 4096),
+    has_video: bool = True,
+    **declared: Any,
+) -> Limits:
+    return resolve_limits(EncoderConfig(**settings), tower(**declared), budget_range, has_video)
+
+
+@pytest.mark.parametrize(
+    ("minimum", "maximum", "expected"),
+    [
+        (64, 512, [64, 128, 256, 512]),
+        (64, 500, [64, 128, 256, 500]),
+        (64, 65, [64, 65]),
+        (64, 64, [64]),
+        (1, 1, [1]),
+        (272, 13824, [272, 544, 1088, 2176, 4352, 8704, 13824]),
+    ],
+)
+def test_budgets_double_and_end_at_the_maximum(minimum: int, maximum: int, expected: list[int]) -> None:
+    assert generate_budgets(minimum, maximum) == expected
+
+
+@given(st.integers(1, 10**6), st.integers(0, 10**6))
+def test_generated_budgets_are_increasing_and_never_more_than_double(minimum: int, extra: int) -> None:
+    budgets = generate_budgets(minimum, minimum + extra)
+    assert (budgets[0], budgets[-1]) == (minimum, minimum + extra)
+    assert budgets == sorted(set(budgets))
+    assert all(budget == minimum << power for power, budget in enumerate(budgets[:-1]))
+    assert all(larger <= 2 * smaller for smaller, larger in itertools.pairwise(budgets))
+
+
+@pytest.mark.parametrize(("minimum", "maximum"), [(0, 8), (-1, 8), (9, 8)])
+def test_impossible_ranges_are_refused(minimum: int, maximum: int) -> None:
+    with pytest.raises(InputError, match=f"got minimum {minimum}, maximum {maximum}"):
+        generate_budgets(minimum, maximum)
+
+
+@given(budget_lists, st.integers(0, 6000))
+def test_smallest_fitting_agrees_with_a_search(budgets: list[int], tokens: int) -> None:
+    assert smallest_fitting(budgets, tokens) == next((b for b in budgets if b >= tokens), None)
+
+
+def test_everything_is_inferred_from_the_range() -> None:
+    assert limits({}, (64, 4096), max_frames_per_video=16) == Limits(
+        {"default": (64, 128, 256, 512, 1024, 2048, 4096)}, 64, 1024
+    )
+
+
+def test_inferred_items_stay_within_the_smallest_budget() -> None:
+    assert limits({}, (8, 4096)).max_items_per_batch == 8
+    assert limits({"token_budgets": [16, 4096]}, (64, 4096)).max_items_per_batch == 16
+    assert limits({"paths": {"default": {"token_budgets": [4]}}}, (64, 4096)).max_items_per_batch == 4
+
+
+@pytest.mark.parametrize("budget_range", [(4096, 4096), (3000, 4096)])
+def test_a_narrow_range_does_not_force_items_one_by_one(budget_range: tuple[int, int]) -> None:
+    assert limits({}, budget_range).max_items_per_batch == 8
+    assert limits({"token_budgets": [2, 4096]}, budget_range).max_items_per_batch == 2
+
+
+def test_the_users_items_raise_the_smallest_generated_budget() -> None:
+    found = limits({"max_items_per_batch": 100}, (64, 4096))
+    assert found.path_budgets["default"] == (100, 200, 400, 800, 1600, 3200, 4096)
+    assert found.max_items_per_batch == 100
+    with pytest.raises(ConfigError, match=r"max_items_per_batch: .*allowed: 0 to 4096; got 5000"):
+        limits({"max_items_per_batch": 5000}, (64, 4096))
+
+
+def test_frames_are_the_users_or_follow_from_the_items() -> None:
+    settings = {"token_budgets": [64], "max_items_per_batch": 4}
+    assert limits(settings, max_frames_per_video=10).max_frames_per_batch == 40
+    assert limits({**settings, "max_frames_per_batch": 7}, max_frames_per_video=10).max_frames_per_batch == 7
+    assert limits({**settings, "max_frames_per_batch": 0}, max_frames_per_video=10).max_frames_per_batch == 0
+    for images_only in (settings, {**settings, "max_frames_per_batch": 7}):
+        assert limits(images_only, has_video=False, max_frames_per_video=10).max_frames_per_batch == 0
+
+
+def test_listed_budgets_hold_on_every_path_unless_it_lists_its_own() -> None:
+    generated = limits({}, (64, 800), paths=PATHS)
+    assert generated.path_budgets == {"global": (272, 544, 800), "local": (100, 200, 400, 800)}
+    everywhere = limits({"token_budgets": [10, 20]}, (64, 800), paths=PATHS)
+    assert everywhere.path_budgets == {"global": (10, 20), "local": (10, 20)}
+    one = {"paths": {"local": {"token_budgets": [30]}}}
+    assert limits(one, (64, 800), paths=PATHS).path_budgets == {"global": (272, 544, 800), "local": (30,)}
+    both = limits({"token_budgets": [10, 20], **one}, (64, 800), paths=PATHS)
+    assert both.path_budgets == {"global": (10, 20), "local": (30,)}
+
+
+def test_wrong_declarations_and_settings_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"paths\.loca: the tower has no such path; allowed: global, local"):
+        limits({"paths": {"loca": {}}}, paths=PATHS)
+    with pytest.raises(InputError, match="declares no encoder path"):
+        limits({}, paths={})
+    with pytest.raises(InputError, match="1 <= minimum <= maximum; got 9, 8"):
+        limits({}, (9, 8))
+    with pytest.raises(
+        InputError, match="'global' declares a smallest budget of 272 tokens; expected 1 to 256"
+    ):
+        limits({}, (64, 256), paths=PATHS)
+
+
+@given(
+    st.one_of(st.just([]), budget_lists),
+    st.integers(0, 12),
+    st.one_of(st.none(), st.integers(0, 50)),
+    st.integers(1, 400),
+    st.integers(0, 4000),
+    st.integers(1, 32),
+)
+def test_limits_are_always_consistent(
+    listed: list[int], items: int, frames: int | None, minimum: int, extra: int, video_frames: int
+) -> None:
+    items = min([items, *listed, minimum + extra])
+    settings = {"token_budgets": listed, "max_items_per_batch": items, "max_frames_per_batch": frames}
+    found = limits(settings, (minimum, minimum + extra), max_frames_per_video=video_frames)
+    budgets = found.path_budgets["default"]
+    assert list(budgets) == sorted(set(budgets))
+    assert budgets == tuple(listed) or (not listed and budgets[-1] == minimum + extra)
+    assert 1 <= found.max_items_per_batch <= budgets[0]
+    assert items in (0, found.max_items_per_batch)
+    assert found.max_frames_per_batch == (
+        found.max_items_per_batch * video_frames if frames is None else frames
+    )

@@ -1,0 +1,98 @@
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.manager.packing import pack_greedy
+
+
+def pack(
+    totals: list[int], maximum: int, max_items: int, frames: list[int] | None = None, max_frames: int = 0
+) -> list[list[int]]:
+    tokens = [{"default": total} for total in totals]
+    return pack_greedy(tokens, totals, {"default": maximum}, max_items, frames, max_frames)
+
+
+def test_no_items_make_no_batch() -> None:
+    assert pack([], 100, 4) == []
+
+
+def test_smallest_items_are_packed_first_until_the_budget_is_full() -> None:
+    assert pack([60, 10, 30, 50], 100, 4) == [[1, 2, 3], [0]]
+    assert pack([50, 50], 100, 4) == [[0, 1]]
+    assert pack([50, 51], 100, 4) == [[0], [1]]
+
+
+def test_items_of_equal_size_keep_their_order() -> None:
+    assert pack([5, 5, 4, 5, 4], 1000, 8) == [[2, 4, 0, 1, 3]]
+
+
+def test_a_batch_never_looks_back() -> None:
+    # 40 would still fit beside 10, but its turn comes after 95.
+    assert pack([10, 95, 96], 100, 4) == [[0], [1], [2]]
+
+
+def test_the_number_of_items_is_limited() -> None:
+    assert pack([1, 1, 1, 1, 1], 100, 2) == [[0, 1], [2, 3], [4]]
+
+
+def test_the_number_of_frames_is_limited() -> None:
+    assert pack([1, 2, 3, 4], 100, 8, [2, 0, 2, 1], 4) == [[0, 1, 2], [3]]
+    assert pack([1, 2, 3], 100, 8, [0, 5, 0], 4) == [[0, 2], [1]]
+
+
+def test_every_path_is_limited() -> None:
+    tokens = [{"global": 10, "local": 60}, {"global": 10}, {"global": 10, "local": 50}]
+    assert pack_greedy(tokens, [70, 10, 60], {"global": 100, "local": 100}, 8) == [[1, 2], [0]]
+    assert pack_greedy(tokens, [70, 10, 60], {"global": 19, "local": 1000}, 8) == [[1], [2], [0]]
+
+
+def test_an_oversize_item_is_alone_at_the_end_and_interrupts_nothing() -> None:
+    # By its total the second item comes between the others, but it exceeds one path's budget.
+    tokens = [{"a": 1, "b": 1}, {"a": 9, "b": 0}, {"a": 5, "b": 5}]
+    assert pack_greedy(tokens, [2, 9, 10], {"a": 8, "b": 8}, 4) == [[0, 2], [1]]
+    assert pack([300, 10, 200], 100, 4) == [[1], [2], [0]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([{}], [1, 2], {}, 1), r"one entry an item; got \(1, 2, 2\)"),
+        (([{}], [1], {}, 1, [1, 2]), r"one entry an item; got \(1, 1, 2\)"),
+        (([{}], [1], {}, 0), "max_items must be at least 1; got 0"),
+    ],
+)
+def test_bad_arguments_are_named(arguments: tuple[object, ...], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        pack_greedy(*arguments)  # type: ignore[arg-type]
+
+
+items = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60), st.integers(0, 5)), max_size=30)
+
+
+@given(items, st.integers(1, 100), st.integers(1, 100), st.integers(1, 6), st.integers(0, 10))
+def test_batches_keep_every_limit_and_are_as_full_as_next_fit_makes_them(
+    items: list[tuple[int, int, int]], max_a: int, max_b: int, max_items: int, max_frames: int
+) -> None:
+    totals = [a + b for a, b, _ in items]
+    batches = pack_greedy(
+        [{"a": a, "b": b} for a, b, _ in items],
+        totals,
+        {"a": max_a, "b": max_b},
+        max_items,
+        [frames for _, _, frames in items],
+        max_frames,
+    )
+
+    def fits(batch: list[int]) -> bool:
+        a, b, frames = (sum(items[i][axis] for i in batch) for axis in range(3))
+        return a <= max_a and b <= max_b and frames <= max_frames and len(batch) <= max_items
+
+    assert sorted(index for batch in batches for index in batch) == list(range(len(items)))
+    assert all(fits(batch) or len(batch) == 1 for batch in batches)
+    assert all(batch == sorted(batch, key=lambda i: (totals[i], i)) for batch in batches)
+    fitting = [batch for batch in batches if fits(batch)]
+    for batch, following in itertools.pairwise(fitting):
+        assert not fits([*batch, following[0]])

@@ -1,0 +1,272 @@
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fxsplit_encoder import config as config_module
+from fxsplit_encoder.config import (
+    IMPLEMENTED_MODES,
+    IMPLEMENTED_PACKINGS,
+    EncoderConfig,
+    Mode,
+    Packing,
+    PathConfig,
+)
+from fxsplit_encoder.errors import ConfigError
+
+SHIPPED = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
+
+# The keyword arguments, and what the message must contain beside the word "allowed": the field, what was
+# got, and what would be right.
+BAD: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+    ({"enabled": "yes"}, ("enabled: ", "'yes'", "boolean")),
+    ({"token_budgets": 64}, ("token_budgets: ", "64", "list")),
+    ({"token_budgets": [64, 1.5]}, ("token_budgets.1: ", "1.5", "integer")),
+    ({"token_budgets": [True]}, ("token_budgets.0: ", "True", "integer")),
+    ({"token_budgets": [0, 64]}, ("token_budgets: ", "[0, 64]", "0 is not positive", "at least 1")),
+    ({"token_budgets": [-4]}, ("token_budgets: ", "[-4]", "-4 is not positive")),
+    ({"token_budgets": [64, 64]}, ("token_budgets: ", "[64, 64]", "64 is listed twice", "once")),
+    ({"token_budgets": [64, 32]}, ("token_budgets: ", "[64, 32]", "32 follows 64", "increasing")),
+    ({"max_items_per_batch": -1}, ("max_items_per_batch: ", "-1", "greater than or equal to 0")),
+    ({"max_items_per_batch": True}, ("max_items_per_batch: ", "True", "integer")),
+    ({"max_items_per_batch": 9, "token_budgets": [8]}, ("max_items_per_batch: ", "got 9", "0 to 8")),
+    (
+        {"max_items_per_batch": 9, "paths": {"local": {"token_budgets": [8]}}},
+        ("max_items_per_batch: ", "paths.local.token_budgets", "got 9", "0 to 8"),
+    ),
+    ({"max_frames_per_batch": -1}, ("max_frames_per_batch: ", "-1", "greater than or equal to 0")),
+    ({"max_frames_per_batch": "8"}, ("max_frames_per_batch: ", "'8'", "integer")),
+    ({"mode": "fast"}, ("mode: ", "'fast'", ", ".join(IMPLEMENTED_MODES))),
+    ({"mode": ["full"]}, ("mode: ", "['full']", ", ".join(IMPLEMENTED_MODES))),
+    ({"packing": "best"}, ("packing: ", "'best'", ", ".join(IMPLEMENTED_PACKINGS))),
+    ({"splitting_ops": "aten::add"}, ("splitting_ops: ", "'aten::add'", "list")),
+    ({"splitting_ops": ["add"]}, ("splitting_ops.0: ", "'add'", "namespace::name")),
+    ({"piece_compiler": "nvcc"}, ("piece_compiler: ", "'nvcc'", "inductor", "callable")),
+    ({"attention": "fa3"}, ("attention: ", "'fa3'", "auto", "not available in this version")),
+    ({"attention": {"small": "cudnn"}}, ("attention: ", "cudnn", "auto", "not available in this version")),
+    ({"max_graph_bytes": "4 gigs"}, ("max_graph_bytes: ", "'4 gigs'", "GiB")),
+    ({"max_graph_bytes": "0MiB"}, ("max_graph_bytes: ", "'0MiB'", "GiB")),
+    ({"max_graph_bytes": 0}, ("max_graph_bytes: ", "0", "greater than or equal to 1")),
+    ({"max_graph_bytes": 1.5}, ("max_graph_bytes: ", "1.5", "integer")),
+    ({"data_parallel": True}, ("data_parallel: ", "True", "False", "not available in this version")),
+    ({"paths": ["local"]}, ("paths: ", "['local']", "dictionary")),
+    ({"paths": {"local": 64}}, ("paths.local: ", "64", "PathConfig")),
+    ({"paths": {"local": {"mode": "fast"}}}, ("paths.local.mode: ", "'fast'", "piecewise")),
+    ({"paths": {"local": {"token_budgets": [2, 1]}}}, ("paths.local.token_budgets: ", "[2, 1]")),
+    ({"paths": {"local": {"mod": "full"}}}, ("paths.local.mod: ", "did you mean mode?", "token_budgets")),
+    ({"debug": 1}, ("debug: ", "1", "boolean")),
+    ({"token_budget": [64]}, ("token_budget: ", "did you mean token_budgets?", "max_items_per_batch")),
+]
+
+
+@pytest.fixture
+def yaml_file(tmp_path: Path) -> Callable[[str], Path]:
+    def write(text: str) -> Path:
+        path = tmp_path / "tower.yaml"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize(("values", "fragments"), BAD, ids=lambda value: str(value)[:50])
+def test_bad_values_name_field_value_and_what_is_allowed(
+    values: dict[str, Any], fragments: tuple[str, ...], yaml_file: Callable[[str], Path]
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        EncoderConfig(**values)
+    (problem,) = raised.value.problems
+    assert problem.startswith(fragments[0])
+    for fragment in (*fragments, "allowed"):
+        assert fragment in problem
+
+    path = yaml_file(yaml.safe_dump(values))
+    with pytest.raises(ConfigError) as raised:
+        EncoderConfig.from_yaml(path)
+    assert str(raised.value) == f"{path}: {problem}"
+
+
+def test_every_problem_is_reported_at_once() -> None:
+    with pytest.raises(ConfigError) as raised:
+        EncoderConfig(enabled="yes", debug="no", paths={"a": {"mode": "fast", "x": 1}})
+    starts = [problem.split(":")[0] for problem in raised.value.problems]
+    assert starts == ["enabled", "paths.a.mode", "paths.a.x", "debug"]
+
+
+@pytest.mark.parametrize("mode", set(get_args(Mode)) - set(IMPLEMENTED_MODES))
+def test_modes_of_later_versions_are_refused(mode: str) -> None:
+    for values in ({"mode": mode}, {"paths": {"local": {"mode": mode}}}):
+        with pytest.raises(ConfigError, match=f"not available in this version.*auto.*got '{mode}'"):
+            EncoderConfig(**values)
+
+
+@pytest.mark.parametrize("packing", set(get_args(Packing)) - set(IMPLEMENTED_PACKINGS))
+def test_packings_of_later_versions_are_refused(packing: str) -> None:
+    with pytest.raises(ConfigError, match=f"packing: not available in this version.*greedy; got '{packing}'"):
+        EncoderConfig(packing=packing)
+
+
+def test_defaults_are_available() -> None:
+    defaults = EncoderConfig()
+    assert EncoderConfig(**defaults.model_dump()) == defaults
+
+
+def test_every_field_is_described() -> None:
+    for model in (EncoderConfig, PathConfig):
+        for name, field in model.model_fields.items():
+            assert field.description, f"{model.__name__}.{name}"
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
+def test_shipped_configurations_are_valid(path: Path) -> None:
+    loaded = EncoderConfig.from_yaml(path)
+    assert set(yaml.safe_load(path.read_text())) == loaded.model_fields_set
+    assert loaded.token_budgets[0] >= loaded.max_items_per_batch > 0
+
+
+def test_configurations_are_shipped() -> None:
+    assert {"demo.yaml", "qwen3_vl_8b.yaml"} <= {path.name for path in SHIPPED}
+
+
+def test_yaml_sets_every_kind_of_field(yaml_file: Callable[[str], Path]) -> None:
+    path = yaml_file(
+        "enabled: false\ntoken_budgets: [8, 16]\nmax_frames_per_batch: null\nmode: none\n"
+        "max_graph_bytes: 1.5 GiB\npaths:\n  local: {token_budgets: [4], mode: full}\n"
+    )
+    expected = EncoderConfig(
+        enabled=False,
+        token_budgets=(8, 16),
+        mode="none",
+        max_graph_bytes=3 * 2**29,
+        paths={"local": PathConfig(token_budgets=(4,), mode="full")},
+    )
+    assert EncoderConfig.from_yaml(path) == expected
+
+
+def test_empty_yaml_gives_the_defaults(yaml_file: Callable[[str], Path]) -> None:
+    assert EncoderConfig.from_yaml(yaml_file("# nothing\n")) == EncoderConfig()
+
+
+@pytest.mark.parametrize(
+    ("text", "fragments"),
+    [
+        ("mode: full\ntoken_budgets: [1, 2\ndebug: true\n", ("line 3, column 6", "not valid YAML")),
+        ("mode: full\nmode: none\n", ("line 2, column 1", "'mode' is set twice")),
+        ("mode: !!python/object:os.system x\n", ("line 1, column 7", "not valid YAML")),
+        ("mode: \x01\n", ("not valid YAML",)),
+        ("- full\n", ("mapping", "['full']")),
+        ("3: full\n", ("3: unknown option", "allowed: enabled")),
+    ],
+)
+def test_bad_yaml_names_file_and_place(
+    text: str, fragments: tuple[str, ...], yaml_file: Callable[[str], Path]
+) -> None:
+    path = yaml_file(text)
+    with pytest.raises(ConfigError) as raised:
+        EncoderConfig.from_yaml(path)
+    for fragment in (str(path), *fragments):
+        assert fragment in str(raised.value)
+
+
+def test_missing_yaml_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"absent\.yaml: cannot be read"):
+        EncoderConfig.from_yaml(tmp_path / "absent.yaml")
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"), [("1B", 1), ("2KB", 2000), ("2KiB", 2048), ("4GiB", 2**32), (7, 7), (None, None)]
+)
+def test_sizes_are_bytes(size: str | int | None, expected: int | None) -> None:
+    assert EncoderConfig(max_graph_bytes=size).max_graph_bytes == expected
+
+
+def test_options_override_their_config(yaml_file: Callable[[str], Path]) -> None:
+    path = yaml_file("mode: full\ntoken_budgets: [8]\n")
+    expected = EncoderConfig(mode="none", token_budgets=(8,))
+    base = EncoderConfig.from_yaml(path)
+    for config in (path, str(path), {"mode": "full", "token_budgets": [8]}, base):
+        assert EncoderConfig.from_options({"config": config, "mode": "none"}) == expected
+    assert base.mode == "full"
+    assert EncoderConfig.from_options({}) == EncoderConfig()
+
+
+@pytest.mark.parametrize(
+    ("options", "fragments"),
+    [
+        (
+            {"token_budgts": [8]},
+            ("token_budgts: ", "did you mean token_budgets?", "allowed: config,"),
+        ),
+        ({"confg": "a.yaml"}, ("confg: ", "did you mean config?")),
+        ({"zzz": 1, "mode": "full"}, ("zzz: unknown option; allowed: config",)),
+        ({"config": 3}, ("config: ", "path", "mapping", "got 3")),
+        ({"config": {"mod": "full"}}, ("mod: unknown option", "did you mean mode?")),
+        ({"config": {"token_budgets": [8]}, "max_items_per_batch": 9}, ("max_items_per_batch: ", "0 to 8")),
+    ],
+)
+def test_bad_options_are_named(options: dict[str, Any], fragments: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as raised:
+        EncoderConfig.from_options(options)
+    for fragment in fragments:
+        assert fragment in str(raised.value)
+
+
+def test_replace_validates_the_whole() -> None:
+    base = EncoderConfig(token_budgets=(8, 16), mode="full")
+    assert base.replace(max_items_per_batch=8) == EncoderConfig(
+        token_budgets=(8, 16), mode="full", max_items_per_batch=8
+    )
+    with pytest.raises(ConfigError, match="max_items_per_batch: above the smallest budget"):
+        base.replace(max_items_per_batch=9)
+    with pytest.raises(ConfigError, match="did you mean mode"):
+        base.replace(mod="full")
+
+
+def test_piece_compiler_may_be_a_callable() -> None:
+    def compiler(graph: object, inputs: object) -> object:
+        return graph
+
+    assert EncoderConfig(piece_compiler=compiler).piece_compiler is compiler
+
+
+def test_equal_configurations_hash_alike() -> None:
+    first = EncoderConfig(paths={"a": {"mode": "full"}, "b": {"mode": "none"}})
+    second = EncoderConfig(paths={"b": {"mode": "none"}, "a": {"mode": "full"}})
+    assert first == second
+    assert hash(first) == hash(second)
+    assert first != EncoderConfig()
+
+
+def test_configurations_are_frozen_and_copy() -> None:
+    config = EncoderConfig(token_budgets=(8,), paths={"a": {"mode": "full"}})
+    with pytest.raises(ValueError, match="frozen"):
+        config.mode = "none"  # type: ignore[misc]
+    for clone in (copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
+        assert clone == config
+        assert clone.replace(mode="none") == config.replace(mode="none")
+
+
+def test_repr_shows_what_differs_from_the_defaults() -> None:
+    assert repr(EncoderConfig(mode="auto")) == "EncoderConfig()"
+    config = EncoderConfig(mode="full", token_budgets=[8])
+    assert repr(config) == str(config) == "EncoderConfig(token_budgets=(8,), mode='full')"
+
+
+@given(st.lists(st.integers(-3, 40), max_size=6))
+def test_budgets_are_accepted_if_and_only_if_strictly_increasing_and_positive(budgets: list[int]) -> None:
+    right = all(budget > 0 for budget in budgets) and budgets == sorted(set(budgets))
+    try:
+        accepted = EncoderConfig(token_budgets=budgets).token_budgets == tuple(budgets)
+    except ConfigError:
+        accepted = False
+    assert accepted == right
+
+
+def test_module_names_its_vocabulary() -> None:
+    assert set(config_module.IMPLEMENTED_PIECE_COMPILERS) == set(get_args(config_module.PieceCompiler))
