@@ -65,6 +65,29 @@ def pad_cu_seqlens(cu_seqlens: Tensor, length: int, rows: int) -> Tensor:
     return torch.from_numpy(result)
 
 
+def pad_cu_seqlens_on_device(cu_seqlens: Tensor, length: int, rows: int) -> Tensor:
+    """`pad_cu_seqlens` where the lengths are on a device: without a host read, so their values go unchecked.
+
+    Raises:
+        ReplayError: more entries than the capture has.
+    """
+    spare = length - cu_seqlens.shape[0]
+    if spare < 0:
+        raise ReplayError(f"cu_seqlens: {cu_seqlens.shape[0]} entries do not fit a capture of {length}")
+    if spare == 0:
+        return cu_seqlens
+    real = cu_seqlens[-1]
+    steps = torch.arange(1, spare + 1, device=cu_seqlens.device, dtype=torch.int64)
+    tail = real + (rows - real) * steps // spare
+    return torch.cat([cu_seqlens, tail.to(cu_seqlens.dtype)])
+
+
+def longest_segment(cu_seqlens: Tensor) -> int:
+    """The longest segment of CPU cumulative lengths; 0 without any."""
+    lengths = np.diff(cu_seqlens.numpy())
+    return int(lengths.max()) if lengths.size else 0
+
+
 def fits(num_segments: int, num_rows: int, length: int, rows: int) -> bool:
     """Whether a batch fits cumulative lengths of `length` entries over `rows` rows, its padding included."""
     return num_rows <= rows and num_segments + (num_rows < rows) <= length - 1

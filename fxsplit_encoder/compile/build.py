@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -83,6 +83,7 @@ class _Builder:
             token_symbol=token_symbol,
             region_start=region_start,
             region_inputs=region_inputs,
+            region_symbols=self._region_symbols(steps[region_start:], region_inputs, token_symbol),
             device=device,
             padding=self._prove(region_start, region_inputs, token_symbol),
             accepts=_accepts(graph.placeholders),
@@ -133,8 +134,7 @@ class _Builder:
         else:
             by_index = {int(n.args[1]): self._slot(n) for n in cut.unpacked}  # type: ignore[arg-type]
             outputs = tuple(by_index.get(i, -1) for i in range(len(node.meta["val"])))
-        host = host_op(node.target)
-        call = host.run if host is not None else node.target
+        call = host_op(node.target) or node.target
         assert callable(call)
         return Step(
             kind="host" if cut.is_host else "split",
@@ -165,7 +165,7 @@ class _Builder:
         for slot, index in last_use.items():
             if slot >= 0 and slot not in kept:
                 frees[index].append(slot)
-        return [_with_frees(step, tuple(f)) for step, f in zip(steps, frees, strict=True)]
+        return [replace(step, frees=tuple(f)) for step, f in zip(steps, frees, strict=True)]
 
     # --- symbols
 
@@ -230,6 +230,13 @@ class _Builder:
             if node not in made_inside and node not in fixed and not is_scalar(node)
         )
 
+    def _region_symbols(
+        self, steps: Sequence[Step], region_inputs: Sequence[RegionInput], token_symbol: str | None
+    ) -> tuple[str, ...]:
+        sizes = [size for step in steps for size in _sizes((step.args, tuple(step.kwargs.values())))]
+        sizes += [size for entry in region_inputs if not entry.is_segments for size in entry.info.shape]
+        return tuple(sorted({symbol for size in sizes for symbol in size.symbols} - {token_symbol or ""}))
+
     def _prove(
         self, region_start: int, region_inputs: Sequence[RegionInput], token_symbol: str | None
     ) -> padding.PaddingReport:
@@ -249,17 +256,19 @@ class _Builder:
         return padding.analyse(nodes, seeds, token_symbol)
 
 
-def _with_frees(step: Step, frees: tuple[int, ...]) -> Step:
-    from dataclasses import replace
-
-    return replace(step, frees=frees)
-
-
 def _refs(argument: Any) -> list[int]:
     if isinstance(argument, Ref):
         return [argument.slot]
     if isinstance(argument, list | tuple):
         return [slot for a in argument for slot in _refs(a)]
+    return []
+
+
+def _sizes(argument: Any) -> list[Size]:
+    if isinstance(argument, Size):
+        return [argument]
+    if isinstance(argument, list | tuple):
+        return [size for a in argument for size in _sizes(a)]
     return []
 
 

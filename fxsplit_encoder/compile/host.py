@@ -20,11 +20,14 @@ class HostOp:
     """What the compiler must know of a host op."""
 
     run: Callable[..., Sequence[Tensor]]
-    """The op's work with exact, unpadded outputs. The op's own kernel may pad them to what its fake declares."""
+    """The op's work with exact, unpadded outputs, on the CPU. The op's own kernel may pad them to what its fake declares."""
     rows_per_output_token: Callable[..., int]
     """Tokens (rows) merged into one output token, from the op's arguments: what converts budgets to rows."""
     budget_range: Callable[..., tuple[int, int]]
     """The tower's range of budgets in output tokens, from the op's arguments."""
+
+    def __call__(self, *args: Any) -> Sequence[Tensor]:
+        return self.run(*args)
 
 
 _HOST_OPS: dict[Any, HostOp] = {}

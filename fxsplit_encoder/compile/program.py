@@ -134,13 +134,15 @@ class Program:
     """The symbol of the token dimension; None when the graph is static or has no splitting op."""
     region_start: int
     region_inputs: tuple[RegionInput, ...]
+    region_symbols: tuple[str, ...]
+    """The symbols, beside the token symbol, that sizes inside the region use."""
     device: torch.device
     padding: PaddingReport
     accepts: Callable[[SymbolValues], bool]
     """Whether the assumptions made while tracing and compiling hold for these symbol values."""
 
     def begin(self, args: Sequence[Any]) -> Frame:
-        """Binds the graph's inputs and runs the prologue at the true shape."""
+        """Binds the graph's inputs and runs the prologue at the true shape. What host ops made is still on the CPU."""
         frame = Frame([*args, *([None] * (self.num_slots - len(args)))])
         for slot, constant in self.constants.items():
             frame.slots[slot] = constant
@@ -154,9 +156,19 @@ class Program:
         self._run_steps(self.steps[self.region_start :], frame, runner)
         return [resolve(output, frame) for output in self.outputs]
 
-    def run(self, args: Sequence[Any]) -> list[Any]:
+    def run(self, args: Sequence[Any], runner: Runner = DIRECT) -> list[Any]:
         """The whole program at the exact shape of its inputs."""
-        return self.finish(self.begin(args))
+        frame = self.begin(args)
+        self.move_to_device(frame)
+        return self.finish(frame, runner)
+
+    def move_to_device(self, frame: Frame) -> None:
+        """Brings what host ops made to the region's device."""
+        for step in self.steps[: self.region_start]:
+            if step.kind == "host":
+                for slot in step.outputs:
+                    if isinstance(frame.slots[slot], torch.Tensor):
+                        frame.slots[slot] = frame.slots[slot].to(self.device, non_blocking=True)
 
     def tokens(self, frame: Frame) -> int | None:
         """The number of tokens (rows) of this run."""
@@ -188,4 +200,9 @@ class Program:
 
     @property
     def num_distinct(self) -> int:
+        """Compilations that serve all pieces."""
         return len({step.distinct for step in self.pieces})
+
+    @property
+    def host_steps(self) -> list[Step]:
+        return [step for step in self.steps if step.kind == "host"]

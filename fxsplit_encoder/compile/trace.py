@@ -11,6 +11,7 @@ import torch
 from torch._dynamo.backends.common import aot_autograd
 
 from fxsplit_encoder.compile.build import CompileOptions, build_program
+from fxsplit_encoder.compile.program import DIRECT
 from fxsplit_encoder.errors import CompileError
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, fx
 
-    from fxsplit_encoder.compile.program import Frame, Program, Runner
+    from fxsplit_encoder.compile.program import Program, Runner
 
 
 def compile_graph(
@@ -69,15 +70,40 @@ class BoundProgram:
             args[position] = inputs[name].shape[dim]
         return args
 
-    def __call__(self, inputs: Mapping[str, Tensor], runner: Runner | None = None) -> Tensor:
-        frame = self.program.begin(self.arguments(inputs))
-        outputs = self.program.finish(frame) if runner is None else self.program.finish(frame, runner)
+    def __call__(self, inputs: Mapping[str, Tensor], runner: Runner = DIRECT) -> Tensor:
+        """The forward on these tensors, at their shapes."""
+        outputs = self.program.run(self.arguments(inputs), runner)
         result = outputs[0]
         assert isinstance(result, torch.Tensor)
         return result
 
-    def begin(self, inputs: Mapping[str, Tensor]) -> Frame:
-        return self.program.begin(self.arguments(inputs))
+    @property
+    def segment_inputs(self) -> tuple[str, ...]:
+        """The inputs that are cumulative lengths of attention."""
+        return tuple(
+            name
+            for entry in self.program.region_inputs
+            if entry.is_segments and entry.slot < len(self.names) and (name := self.names[entry.slot]) is not None
+        )
+
+    @property
+    def token_dims(self) -> dict[str, int | None]:
+        """Per input, the dimension that counts tokens; cumulative lengths and fixed inputs have none."""
+        return {
+            name: entry.token_dim
+            for entry in self.program.region_inputs
+            if entry.slot < len(self.names) and (name := self.names[entry.slot]) is not None
+        }
+
+    def tokens(self, inputs: Mapping[str, Tensor]) -> int | None:
+        """Rows of these inputs, as the token symbol counts them."""
+        symbol = self.program.token_symbol
+        for source, position, dim in self.program.symbol_sources:
+            if source == symbol:
+                number = next(((n, d) for p, n, d in self.numbers if p == position), None)
+                name, at = number if dim < 0 and number else (self.names[position], dim)
+                return inputs[name].shape[at] if name is not None else None
+        return None
 
 
 _trace_numbers = itertools.count()

@@ -1,6 +1,8 @@
 """From a request's images and videos to packed batches and replays."""
 
-from fxsplit_encoder.manager.budgets import Limits, generate_budgets, resolve_limits, smallest_fitting
+from fxsplit_encoder.capture.budgets import generate_budgets, smallest_fitting
+from fxsplit_encoder.capture.reasons import MissReason
+from fxsplit_encoder.manager.budgets import Limits, resolve_limits
 from fxsplit_encoder.manager.packing import pack_greedy
 from fxsplit_encoder.manager.plan import (
     MissReason,

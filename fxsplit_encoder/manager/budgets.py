@@ -1,9 +1,9 @@
 """How large the captures are: the token budgets of every path, and the items and frames of a batch."""
 
-import bisect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from fxsplit_encoder.capture.budgets import generate_budgets
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import ConfigError, InputError
 from fxsplit_encoder.manager.protocol import EncoderCudaGraphConfig, EncoderCudaGraphPathConfig
@@ -25,29 +25,6 @@ class Limits:
 
     max_frames_per_batch: int
     """Video frames in a batch; 0: images only."""
-
-
-def generate_budgets(minimum: int, maximum: int) -> list[int]:
-    """Powers of two times `minimum` up to `maximum`, which is always the last: 64, 200 gives 64, 128, 200.
-
-    Args:
-        minimum: the smallest budget in output tokens.
-        maximum: the largest budget in output tokens.
-
-    Raises:
-        InputError: not 1 <= minimum <= maximum.
-    """
-    if not 1 <= minimum <= maximum:
-        raise InputError(f"budgets need 1 <= minimum <= maximum; got minimum {minimum}, maximum {maximum}")
-    doublings = (maximum // minimum).bit_length()
-    budgets = [minimum << power for power in range(doublings)]
-    return budgets if budgets[-1] == maximum else [*budgets, maximum]
-
-
-def smallest_fitting(budgets: Sequence[int], tokens: int) -> int | None:
-    """The smallest of the increasing `budgets` with room for `tokens`; None if the largest is too small."""
-    position = bisect.bisect_left(budgets, tokens)
-    return budgets[position] if position < len(budgets) else None
 
 
 def resolve_limits(

@@ -3,37 +3,15 @@
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 
 from tabulate import tabulate
 
-from fxsplit_encoder.manager.budgets import Limits, smallest_fitting
+from fxsplit_encoder.capture.reasons import MissReason
+from fxsplit_encoder.manager.budgets import Limits
 from fxsplit_encoder.manager.packing import pack_greedy
 from fxsplit_encoder.manager.protocol import EncoderItemSpec
 
 _SHOWN_ITEMS = 8
-
-
-class MissReason(StrEnum):
-    """Why items were not served by a replay."""
-
-    OVER_LARGEST_BUDGET = "over_largest_budget"
-    """The item has more output tokens than the largest budget."""
-
-    TOO_MANY_FRAMES = "too_many_frames"
-    """The video has more frames than a batch may have."""
-
-    NOT_CAPTURED = "not_captured"
-    """The budgets that would fit are not captured, or were dropped at capture."""
-
-    DISABLED = "disabled"
-    """Captures are switched off, by `enabled: false` or `mode: none`."""
-
-    UNSUPPORTED_INPUT = "unsupported_input"
-    """The tower captures nothing for this modality or kind of input."""
-
-    EXTENT_EXCEEDED = "extent_exceeded"
-    """A value that the replay needs is larger than the captured buffer."""
 
 
 @dataclass(frozen=True)

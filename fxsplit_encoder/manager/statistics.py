@@ -9,7 +9,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from fxsplit_encoder.manager.plan import MissReason
+from fxsplit_encoder.capture.reasons import MissReason
 
 logger = logging.getLogger(__name__)
 

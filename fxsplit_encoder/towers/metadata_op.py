@@ -33,15 +33,14 @@ def register_tower(tower: PackedTower) -> str:
 
 
 def exact_metadata(pixel_values: Tensor, grid_thw: Tensor, tower_name: str) -> list[Tensor]:
-    """Every per-patch metadata tensor, then cu_seqlens (segments + 1), on the device of the patches."""
+    """Every per-patch metadata tensor, then cu_seqlens (segments + 1), on the CPU."""
     tower = _towers[tower_name]
     grids = grids_of.read_grids(grid_thw, tower.merge_size)
     patches = grids_of.count_patches(grids)
     if patches != pixel_values.shape[0]:
         raise InputError(f"grid_thw: describes {patches} patches; got {pixel_values.shape[0]} rows of patches")
     cu_seqlens = torch.from_numpy(grids_of.cumulative_lengths(grids_of.frame_lengths(grids)))
-    tensors = [*tower.metadata(grids).values(), cu_seqlens]
-    return [tensor.to(pixel_values.device, non_blocking=True) for tensor in tensors]
+    return [*tower.metadata(grids).values(), cu_seqlens]
 
 
 def _padded_metadata(pixel_values: Tensor, grid_thw: Tensor, tower_name: str) -> list[Tensor]:
@@ -50,7 +49,7 @@ def _padded_metadata(pixel_values: Tensor, grid_thw: Tensor, tower_name: str) ->
     length = pixel_values.shape[0] // _towers[tower_name].rows_per_token + 1
     padded = cu_seqlens.new_full((length,), pixel_values.shape[0])
     padded[: cu_seqlens.shape[0]] = cu_seqlens
-    return [*per_patch, padded]
+    return [tensor.to(pixel_values.device, non_blocking=True) for tensor in (*per_patch, padded)]
 
 
 _library = torch.library.Library("fxsplit", "FRAGMENT")

@@ -87,6 +87,12 @@ class PackedTower(nn.Module):
         metadata = dict(zip(self.metadata_columns, per_patch, strict=True))
         return self.core(hidden_states, cu_seqlens, metadata)
 
+    def example_inputs(self) -> tuple[Tensor, Tensor]:
+        """Patches and the grid of one image of the smallest budget's size."""
+        rows = self.min_item_tokens * self.rows_per_token
+        patches = torch.randn(rows, self.patch_features, device=self.device, dtype=self.dtype)
+        return patches, torch.tensor([[1, self.merge_size, rows // self.merge_size]])
+
     @property
     def device(self) -> torch.device:
         return next(self.tower.parameters()).device

@@ -1,0 +1,270 @@
+"""Budget dispatch: one call of a compiled graph becomes a padded replay, or the program at its exact shape."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import weakref
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fxsplit_encoder.capture import (
+    BudgetLadder,
+    CapturedForward,
+    CaptureRequest,
+    GraphPool,
+    MissReason,
+    StaticBuffer,
+    StaticInputs,
+    StaticParameters,
+    generate_budgets,
+    segment_capacity,
+)
+from fxsplit_encoder.capture.probe import padded_symbols, probe_padding
+from fxsplit_encoder.capture.runner import ExactRunner
+from fxsplit_encoder.capture.segments import fits, longest_segment
+from fxsplit_encoder.compile import DIRECT, Frame, HostOp
+from fxsplit_encoder.compile.program import Ref, resolve
+from fxsplit_encoder.compile.sizes import Size
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from fxsplit_encoder.compile import Program, Runner
+    from fxsplit_encoder.config import EncoderConfig
+
+logger = logging.getLogger(__name__)
+
+# Without an adapter nothing says how large batches get; captures are lazy, so a long ladder costs nothing until used.
+_UNKNOWN_RANGE = (1, 16384)
+
+_dispatchers: weakref.WeakSet[BudgetDispatcher] = weakref.WeakSet()
+_warming = threading.local()
+
+
+def dispatchers() -> list[BudgetDispatcher]:
+    """The live dispatchers of this process, for statistics."""
+    return list(_dispatchers)
+
+
+@contextlib.contextmanager
+def capturing_all() -> Iterator[list[BudgetDispatcher]]:
+    """Every dispatcher called inside captures its whole ladder; yields those that did."""
+    _warming.called = []
+    try:
+        yield _warming.called
+    finally:
+        _warming.called = None
+
+
+class BudgetDispatcher:
+    """Runs one program for whatever sizes come.
+
+    On a call: the smallest fitting budget, captured on first use; pad, replay, cut to the true sizes, clone. Over the
+    largest budget, or where padding is not allowed, the program runs at the exact shape; `misses` counts why.
+    """
+
+    def __init__(self, program: Program, config: EncoderConfig) -> None:
+        self.program = program
+        self.config = config
+        self.pool = GraphPool(program.device, config.max_graph_bytes)
+        self.hits = 0
+        self.misses: Counter[MissReason] = Counter()
+        self.padding_refusal: str | None = None
+        """Why the region is never padded; None: it is, or it was not decided yet."""
+        self._padding_allowed = program.padding.proved
+        self._ladders: dict[tuple[int, ...], BudgetLadder] = {}
+        self._static_inputs = sorted(program.static_inputs)
+        self._addresses: list[int] = []
+        self._lock = threading.RLock()
+        _dispatchers.add(self)
+
+    def __call__(self, args: Sequence[Any]) -> list[Any]:
+        with self._lock, torch.inference_mode(False), torch.no_grad():
+            self._check_parameters(args)
+            frame = self.program.begin(args)
+            warmed = getattr(_warming, "called", None)
+            captured, reason = self._find(frame, capture_all=warmed is not None)
+            if warmed is not None:
+                warmed.append(self)
+            if captured is None:
+                assert reason is not None
+                self.misses[reason] += 1
+                runner = self._exact_runner(frame)
+                self.program.move_to_device(frame)
+                return self.program.finish(frame, runner)
+            self.hits += 1
+            return self._replay(captured, frame)
+
+    def _check_parameters(self, args: Sequence[Any]) -> None:
+        """Captures hold parameters by address; where the module has others now, they are made anew (capture rule 6)."""
+        addresses = [args[i].data_ptr() for i in self._static_inputs]
+        if addresses != self._addresses:
+            if self._ladders:
+                logger.warning("parameters were replaced since the capture; capturing again")
+            self.clear()
+            self._addresses = addresses
+
+    def clear(self) -> None:
+        """Releases every capture and its memory; the next calls capture again."""
+        with self._lock:
+            for ladder in self._ladders.values():
+                ladder.clear()
+            self._ladders.clear()
+            self.pool.retire()
+
+    @property
+    def num_captured(self) -> int:
+        return sum(len(ladder.captured) for ladder in self._ladders.values())
+
+    # --- which capture
+
+    def _find(self, frame: Frame, *, capture_all: bool) -> tuple[CapturedForward | None, MissReason | None]:
+        if not self.config.enabled or self.config.mode == "none":
+            return None, MissReason.DISABLED
+        tokens = self.program.tokens(frame)
+        if tokens is None:
+            return None, MissReason.STATIC_SHAPE
+        budgets, rows_per_token = self._budgets(frame)
+        if tokens > budgets[-1] * rows_per_token:
+            return None, MissReason.OVER_LARGEST_BUDGET
+        ladder = self._ladder(frame, rows_per_token)
+        if not self._may_pad(frame, budgets, rows_per_token):
+            return None, MissReason.PADDING_UNPROVED
+        if capture_all:
+            for budget in reversed(budgets):
+                ladder.capture(budget)
+        reason = MissReason.NOT_CAPTURED
+        for budget in budgets:
+            if budget * rows_per_token < tokens:
+                continue
+            if not self._segments_fit(frame, tokens, budget, rows_per_token):
+                reason = MissReason.TOO_MANY_SEGMENTS
+                continue
+            if (captured := ladder.capture(budget)) is not None:
+                return captured, None
+            if budget in ladder.exact:
+                return None, MissReason.EXACT_IS_FASTER
+        return None, reason
+
+    def _budgets(self, frame: Frame) -> tuple[list[int], int]:
+        """The budgets, and how many rows of the token dimension one token of a budget stands for."""
+        rows_per_token, (low, high) = 1, _UNKNOWN_RANGE
+        for step in self.program.host_steps:
+            assert isinstance(step.call, HostOp)
+            args = [resolve(a, frame) for a in step.args]
+            rows_per_token = step.call.rows_per_output_token(*args)
+            low, high = step.call.budget_range(*args)
+        return list(self.config.token_budgets) or generate_budgets(low, high), rows_per_token
+
+    def _segments_fit(self, frame: Frame, tokens: int, budget: int, rows_per_token: int) -> bool:
+        length = self._segment_entries(budget)
+        rows = budget * rows_per_token
+        return all(
+            fits(frame.slots[entry.slot].shape[0] - 1, tokens, length, rows)
+            for entry in self.program.region_inputs
+            if entry.is_segments
+        )
+
+    def _segment_entries(self, budget: int) -> int:
+        """Entries of captured cumulative lengths: the real segments', one segment of padding, and the leading 0."""
+        return segment_capacity(budget, self.config.max_items_per_batch or budget) + 2
+
+    def _may_pad(self, frame: Frame, budgets: Sequence[int], rows_per_token: int) -> bool:
+        """Whether padding is proved, or was found harmless by the probe, which runs at the first size below a budget."""
+        if self._padding_allowed or self.padding_refusal is not None:
+            return self._padding_allowed
+        tokens = self.program.tokens(frame)
+        assert tokens is not None
+        above = next((b * rows_per_token for b in budgets if b * rows_per_token > tokens), None)
+        if above is None:
+            return False
+        self.padding_refusal = probe_padding(self.program, frame, above)
+        self._padding_allowed = self.padding_refusal is None
+        if self.padding_refusal is not None:
+            logger.warning("never padded (%s): %s", self.program.padding, self.padding_refusal)
+        return self._padding_allowed
+
+    # --- capture and replay
+
+    def _ladder(self, frame: Frame, rows_per_token: int) -> BudgetLadder:
+        """Sizes other than the token count are part of a capture's shape, so they select the ladder."""
+        key = tuple(frame.symbols[symbol] for symbol in self.program.region_symbols)
+        if key not in self._ladders:
+            fixed = [*self.program.static_inputs, *self.program.constants]
+            template = Frame([None] * self.program.num_slots, dict(frame.symbols))
+            for slot in fixed:
+                template.slots[slot] = frame.slots[slot]
+
+            def request(budget: int) -> CaptureRequest:
+                return self._request(template, budget, rows_per_token)
+
+            self._ladders[key] = BudgetLadder(request, self.config.mode, self.pool)
+        return self._ladders[key]
+
+    def _request(self, template: Frame, budget: int, rows_per_token: int) -> CaptureRequest:
+        program = self.program
+        rows = budget * rows_per_token
+        symbols = padded_symbols(program, template, rows)
+        slots = list(template.slots)
+        buffers = []
+        for entry in program.region_inputs:
+            shape = [size(symbols) for size in entry.info.shape] if not entry.is_segments else None
+            if shape is None:
+                tensor = torch.full((self._segment_entries(budget),), rows, dtype=torch.int32, device=program.device)
+                tensor[0] = 0
+            else:
+                tensor = torch.zeros(shape, dtype=entry.info.dtype, device=program.device)
+            slots[entry.slot] = tensor
+            buffers.append(StaticBuffer(_name(entry.slot), tensor, None if entry.is_segments else entry.token_dim))
+
+        def forward(runner: Runner) -> list[Any]:
+            return program.finish(Frame(list(slots), dict(symbols)), runner)
+
+        return CaptureRequest(
+            StaticInputs(buffers),
+            StaticParameters(()),  # `_check_parameters` has seen every call's own
+            [_name(entry.slot) for entry in program.region_inputs if entry.is_segments],
+            rows,
+            forward,
+            can_break=bool(program.splits),
+        )
+
+    def _replay(self, captured: CapturedForward, frame: Frame) -> list[Any]:
+        program = self.program
+        tokens = program.tokens(frame)
+        assert tokens is not None
+        with self.pool.replaying():
+            values = {_name(entry.slot): frame.slots[entry.slot] for entry in program.region_inputs}
+            captured.load(values, tokens)
+            outputs = captured.replay(debug=self.config.debug)
+            return [
+                self._true_output(argument, info, output, frame)
+                for argument, info, output in zip(program.outputs, program.output_infos, outputs, strict=True)
+            ]
+
+    def _true_output(self, argument: Any, info: Any, output: Any, frame: Frame) -> Any:
+        """An output at its true size, as the caller's own (capture rule 7)."""
+        if isinstance(argument, Size):
+            return argument(frame.symbols)
+        if not isinstance(output, torch.Tensor):
+            return output
+        assert isinstance(argument, Ref)
+        if frame.slots[argument.slot] is not None:
+            return frame.slots[argument.slot]  # made before the region
+        sizes = [size(frame.symbols) for size in info.shape]
+        return output[tuple(slice(0, size) for size in sizes)].clone()
+
+    def _exact_runner(self, frame: Frame) -> Runner:
+        """A runner that knows the longest segment, where a host op has just computed the lengths on the CPU."""
+        lengths = [frame.slots[e.slot] for e in self.program.region_inputs if e.is_segments]
+        if len(lengths) != 1 or lengths[0].device.type != "cpu":
+            return DIRECT
+        return ExactRunner(longest_segment(lengths[0]))
+
+
+def _name(slot: int) -> str:
+    return f"input {slot}"

@@ -1,0 +1,107 @@
+"""What torch.compile calls, and warming it up."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fxsplit_encoder.backend.dispatch import BudgetDispatcher, capturing_all
+from fxsplit_encoder.compile import CompileOptions, compile_graph
+from fxsplit_encoder.config import EncoderConfig
+from fxsplit_encoder.errors import CompileError, ConfigError, InputError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import fx
+
+    from fxsplit_encoder.compile import Program
+
+logger = logging.getLogger(__name__)
+_warned: set[str] = set()
+
+
+def encoder_cg(
+    module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """The backend: `torch.compile(module, backend="encoder_cg", options={"config": "encoder.yaml", "mode": "full"})`.
+
+    Args:
+        options: the keys of `EncoderConfig`, and `config`, a YAML file or a mapping that the other keys override.
+        mode: torch.compile's own modes, which do not apply here.
+
+    Raises:
+        ConfigError: an unknown option or a bad value.
+    """
+    if mode is not None:
+        raise ConfigError(
+            f"mode: torch.compile's modes do not apply to encoder_cg; got {mode!r}; pass options={{'mode': ...}} with one of "
+            "EncoderConfig's modes"
+        )
+    config = EncoderConfig.from_options(options or {})
+    if _needs_gradients(example_inputs):
+        _warn_once(
+            "encoder_cg: called with gradients enabled, so it runs eagerly, without compiled pieces or CUDA graphs; call "
+            "under torch.no_grad() or torch.inference_mode()"
+        )
+        return module.forward  # type: ignore[no-any-return]
+    compile_options = CompileOptions(config.splitting_ops, config.piece_compiler)
+
+    def dispatcher(program: Program) -> Callable[[Sequence[Any]], list[Any]]:
+        return BudgetDispatcher(program, config)
+
+    try:
+        return compile_graph(module, example_inputs, compile_options, dispatcher)
+    except (ConfigError, torch._dynamo.exc.RestartAnalysis):
+        raise  # the second is how AOT asks Dynamo to trace again
+    except CompileError as error:
+        _warn_once(f"encoder_cg: a graph runs eagerly because it cannot be split: {error}")
+    except Exception as error:
+        # Whatever Dynamo hands over must give eager's results, so no failure of ours may end a forward.
+        logger.exception("compiling a graph failed")
+        _warn_once(f"encoder_cg: a graph runs eagerly because compiling it failed: {type(error).__name__}: {error}")
+    return module.forward  # type: ignore[no-any-return]
+
+
+def warmup(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
+    """Compiles a module that uses this backend and captures its whole ladder of budgets, largest first.
+
+    Args:
+        compiled: what `torch.compile(..., backend="encoder_cg")` returned.
+        args, kwargs: example inputs; for a wrapped tower they may be left out.
+
+    Returns:
+        How many captures the module has now.
+
+    Raises:
+        InputError: without example inputs for a module that cannot make them.
+    """
+    if not args and not kwargs:
+        module = getattr(compiled, "_orig_mod", compiled)
+        if not hasattr(module, "example_inputs"):
+            raise InputError(
+                f"warmup: {type(module).__name__} makes no example inputs; pass some: warmup(compiled, *inputs)"
+            )
+        args = module.example_inputs()
+    with torch.no_grad(), capturing_all() as called:
+        compiled(*args, **kwargs)
+    return sum(dispatcher.num_captured for dispatcher in called)
+
+
+def _needs_gradients(example_inputs: Sequence[Any]) -> bool:
+    return torch.is_grad_enabled() and any(
+        isinstance(value, torch.Tensor) and value.requires_grad for value in example_inputs
+    )
+
+
+def _warn_once(message: str) -> None:
+    if message not in _warned:
+        _warned.add(message)
+        warnings.warn(message, stacklevel=2)

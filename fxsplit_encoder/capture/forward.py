@@ -1,0 +1,167 @@
+"""`CapturedForward`: one forward captured at one size, with its static inputs, its outputs and its memory."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fxsplit_encoder.capture.runner import LiveSegments, RecordingRunner
+from fxsplit_encoder.capture.segmented import SegmentedCapture
+from fxsplit_encoder.capture.segments import longest_segment, pad_cu_seqlens, pad_cu_seqlens_on_device
+from fxsplit_encoder.compile import DIRECT
+from fxsplit_encoder.errors import CaptureError, CaptureMemoryError, FxSplitError, ReplayError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import Tensor
+
+    from fxsplit_encoder.capture.buffers import StaticInputs, StaticParameters
+    from fxsplit_encoder.capture.pool import GraphPool
+    from fxsplit_encoder.compile import Runner
+
+    Forward = Callable[[Runner], Sequence[Any]]
+
+_WARMUPS = 2
+
+
+class CapturedForward:
+    """Replays a forward over static inputs.
+
+    Args:
+        inputs: the static inputs that the forward reads.
+        segment_inputs: names of the inputs that are cumulative lengths of attention.
+        rows: tokens (rows) that the capture holds.
+        mode: "full" or "piecewise".
+    """
+
+    def __init__(
+        self,
+        inputs: StaticInputs,
+        parameters: StaticParameters,
+        segment_inputs: Sequence[str],
+        rows: int,
+        mode: str,
+        pool: GraphPool,
+    ) -> None:
+        self.inputs = inputs
+        self.parameters = parameters
+        self.segment_inputs = tuple(segment_inputs)
+        self.rows = rows
+        self.mode = mode
+        self.pool = pool
+        self.capture = SegmentedCapture(pool)
+        self.live = LiveSegments()
+        self.outputs: list[Any] = []
+        self.output_addresses: list[int] = []
+        self.num_bytes = 0
+
+    def record(self, forward: Forward) -> None:
+        """Warms the forward up at full depth, then captures it.
+
+        Raises:
+            CaptureMemoryError: out of device memory, or over the pool's limit. Nothing is kept.
+            CaptureError: the forward did something that cannot be captured. Nothing is kept.
+        """
+        before = self.pool.reserved_bytes()
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                if self.pool.is_cuda:
+                    with self.pool.capturing():
+                        for _ in range(_WARMUPS):
+                            forward(DIRECT)
+                    torch.cuda.synchronize(self.pool.device)
+                    before = self.pool.reserved_bytes()
+                with self.capture:
+                    self.outputs = list(self._record_steps(forward))
+        except torch.OutOfMemoryError as error:
+            raise CaptureMemoryError(f"out of memory while capturing {self.rows} rows: {error}") from error
+        except FxSplitError:
+            raise
+        except RuntimeError as error:
+            raise CaptureError(f"capturing {self.rows} rows failed: {error}") from error
+        self.output_addresses = [t.data_ptr() for t in self.outputs if isinstance(t, torch.Tensor)]
+        self.num_bytes = self.pool.reserved_bytes() - before if self.pool.is_cuda else self.inputs.num_bytes
+        try:
+            self.pool.charge(self.num_bytes, f"the capture of {self.rows} rows")
+        except CaptureMemoryError:
+            self.release()
+            raise
+
+    def _record_steps(self, forward: Forward) -> Sequence[Any]:
+        if self.mode == "full" and not self.pool.is_cuda:
+            # Replaying the forward as one call keeps no intermediate value, as a graph's pool keeps none for others.
+            return self.capture.captured(forward, DIRECT)  # type: ignore[no-any-return]
+        return forward(RecordingRunner(self.capture, breaks=self.mode == "piecewise", live=self.live))
+
+    def load(self, values: Mapping[str, Tensor | None], rows: int) -> None:
+        """Fills the static inputs with a batch of `rows` rows, padded.
+
+        Cumulative lengths on the CPU are checked and extended over the pad rows here; eager attention steps then see the
+        true segments. Those on another device are taken as they are.
+
+        Raises:
+            ReplayError: something does not fit; nothing has been copied then.
+        """
+        padded = dict(values)
+        lengths: dict[int, tuple[Tensor, int]] = {}
+        for name in self.segment_inputs:
+            given = values.get(name)
+            if given is None:
+                continue
+            buffer = self.inputs.buffers[name].tensor
+            if given.device.type == "cpu":
+                padded[name] = pad_cu_seqlens(given, buffer.shape[0], self.rows)
+                lengths[buffer.data_ptr()] = (buffer[: given.shape[0]], longest_segment(given))
+            else:
+                padded[name] = pad_cu_seqlens_on_device(given, buffer.shape[0], self.rows)
+        self.inputs.load(padded)
+        if len(lengths) == len(self.segment_inputs):
+            self.live.set(rows, lengths)
+        else:
+            self.live.clear()
+
+    def replay(self, *, debug: bool = False) -> list[Any]:
+        """Runs the captured forward on what the static inputs hold; returns its outputs, which the next replay overwrites.
+
+        Raises:
+            ReplayError: a captured address has changed.
+        """
+        self.parameters.check_addresses()
+        if debug:
+            self.inputs.check_addresses()
+            addresses = [t.data_ptr() for t in self.outputs if isinstance(t, torch.Tensor)]
+            if addresses != self.output_addresses:
+                raise ReplayError("a captured output has moved; outputs must not be resized or replaced")
+        with torch.no_grad():
+            self.capture.replay()
+        return self.outputs
+
+    def measure(self, repeats: int = 5) -> float:
+        """Median milliseconds of a replay on what the static inputs hold."""
+        return measure_ms(self.replay, self.pool.device, repeats)
+
+    def release(self) -> None:
+        """Drops graphs and outputs; their memory returns to the pool."""
+        self.capture.segments.clear()
+        self.capture = SegmentedCapture(self.pool)
+        self.outputs = []
+
+
+def measure_ms(call: Callable[[], Any], device: torch.device, repeats: int = 5) -> float:
+    """Median milliseconds of a call after one warm-up, to the end of its device work."""
+    times = []
+    for _ in range(repeats + 1):
+        _synchronize(device)
+        start = time.perf_counter()
+        call()
+        _synchronize(device)
+        times.append((time.perf_counter() - start) * 1e3)
+    return sorted(times[1:])[repeats // 2]
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,114 @@
+"""A ladder of budgets: which sizes of one forward are captured, how, and why others are not."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fxsplit_encoder.capture.forward import CapturedForward, measure_ms
+from fxsplit_encoder.compile import DIRECT
+from fxsplit_encoder.errors import CaptureError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from fxsplit_encoder.capture.buffers import StaticInputs, StaticParameters
+    from fxsplit_encoder.capture.pool import GraphPool
+    from fxsplit_encoder.compile import Runner
+
+logger = logging.getLogger(__name__)
+
+# `auto` prefers the exact shape when it costs at most this much more than a replay of the same size: the replay of a budget
+# costs the same for every smaller batch, the exact shape less.
+_EXACT_TOLERANCE = 1.02
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureRequest:
+    """One size of a forward, ready to be captured."""
+
+    inputs: StaticInputs
+    parameters: StaticParameters
+    segment_inputs: Sequence[str]
+    rows: int
+    forward: Callable[[Runner], Sequence[Any]]
+    """Runs over the tensors of `inputs`."""
+    can_break: bool
+    """Whether the forward has splitting ops, so that `piecewise` differs from `full`."""
+
+
+class BudgetLadder:
+    """The captures of one forward.
+
+    Args:
+        request: makes the capture request of a budget; its tensors become the capture's own.
+        mode: "auto", "full" or "piecewise".
+    """
+
+    def __init__(self, request: Callable[[int], CaptureRequest], mode: str, pool: GraphPool) -> None:
+        self.pool = pool
+        self.mode = mode
+        self.captured: dict[int, CapturedForward] = {}
+        self.exact: set[int] = set()
+        """Budgets at whose size `auto` found the exact shape to be as fast."""
+        self.dropped: dict[int, str] = {}
+        """Budgets that could not be captured, and why."""
+        self._request = request
+
+    def capture(self, budget: int) -> CapturedForward | None:
+        """Captures a budget unless that was done or failed before; None if it is not to be had (capture rule 9)."""
+        if budget not in self.captured and budget not in self.dropped and budget not in self.exact:
+            try:
+                self._capture(budget)
+            except CaptureError as error:
+                self.dropped[budget] = str(error)
+                logger.warning("budget %d is dropped: %s", budget, error)
+        return self.captured.get(budget)
+
+    def clear(self) -> None:
+        """Releases every capture; the ladder may be captured again."""
+        for captured in self.captured.values():
+            captured.release()
+        self.captured.clear()
+        self.exact.clear()
+        self.dropped.clear()
+
+    def _capture(self, budget: int) -> None:
+        request = self._request(budget)
+        if self.mode != "auto" or not self.pool.is_cuda:
+            mode = "full" if self.mode == "auto" else self.mode
+            self.captured[budget] = self._record(request, mode)
+            return
+        candidates = self._record_all(request, ["full", "piecewise"] if request.can_break else ["full"])
+        costs = {mode: captured.measure() for mode, captured in candidates.items()}
+        best = min(costs, key=costs.__getitem__)
+        exact = measure_ms(lambda: request.forward(DIRECT), self.pool.device)
+        logger.info("budget %d: replay ms %s, exact shape %.3f ms", budget, costs, exact)
+        for mode, captured in candidates.items():
+            if mode != best or exact <= costs[best] * _EXACT_TOLERANCE:
+                captured.release()
+        if exact <= costs[best] * _EXACT_TOLERANCE:
+            self.exact.add(budget)
+        else:
+            self.captured[budget] = candidates[best]
+
+    def _record_all(self, request: CaptureRequest, modes: Sequence[str]) -> dict[str, CapturedForward]:
+        """Captures in each mode; fails only if all fail."""
+        recorded: dict[str, CapturedForward] = {}
+        failures: list[CaptureError] = []
+        for mode in modes:
+            try:
+                recorded[mode] = self._record(request, mode)
+            except CaptureError as error:
+                failures.append(error)
+        if not recorded:
+            raise failures[0]
+        return recorded
+
+    def _record(self, request: CaptureRequest, mode: str) -> CapturedForward:
+        captured = CapturedForward(
+            request.inputs, request.parameters, request.segment_inputs, request.rows, mode, self.pool
+        )
+        captured.record(request.forward)
+        return captured

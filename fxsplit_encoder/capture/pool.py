@@ -1,0 +1,89 @@
+"""Memory that captures share, and the order of their replays."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fxsplit_encoder.errors import CaptureMemoryError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class GraphPool:
+    """One generation of captures over one memory pool.
+
+    Captures share the memory of their intermediate values, so at most one of them may run at a time: `replaying` takes a
+    lock and orders streams. The pool is given back as a whole (`retire`); freeing single graphs out of a shared pool has
+    broken peers' shared workspaces.
+    """
+
+    def __init__(self, device: torch.device, max_bytes: int | None = None) -> None:
+        self.device = device
+        self.max_bytes = max_bytes
+        self.used_bytes = 0
+        self.is_cuda = device.type == "cuda"
+        self.handle: Any = torch.cuda.graph_pool_handle() if self.is_cuda else None
+        # Warm-up and capture share a stream, so that libraries' per-stream workspaces exist before a capture begins.
+        self.stream = torch.cuda.Stream(device) if self.is_cuda else None
+        self._lock = threading.RLock()
+        self._last_replay: torch.cuda.Event | None = None
+        self._last_stream: torch.cuda.Stream | None = None
+
+    def reserved_bytes(self) -> int:
+        """Device memory held by this process's allocator; differences around a capture are what it added."""
+        return torch.cuda.memory_reserved(self.device) if self.is_cuda else 0
+
+    def charge(self, num_bytes: int, what: str) -> None:
+        """Counts a capture's memory against the limit.
+
+        Raises:
+            CaptureMemoryError: the limit is exceeded; nothing is counted then.
+        """
+        if self.max_bytes is not None and self.used_bytes + num_bytes > self.max_bytes:
+            raise CaptureMemoryError(
+                f"{what} takes {num_bytes} bytes beside {self.used_bytes} in use; max_graph_bytes allows {self.max_bytes}. "
+                "Raise max_graph_bytes or list smaller token_budgets"
+            )
+        self.used_bytes += num_bytes
+
+    @contextlib.contextmanager
+    def replaying(self) -> Iterator[None]:
+        """Around a replay and the reading of its outputs: alone, and after the previous one whatever its stream."""
+        with self._lock:
+            if not self.is_cuda:
+                yield
+                return
+            stream = torch.cuda.current_stream(self.device)
+            if self._last_replay is not None and self._last_stream != stream:
+                stream.wait_event(self._last_replay)
+            yield
+            if self._last_replay is None:
+                self._last_replay = torch.cuda.Event()
+            self._last_replay.record(stream)
+            self._last_stream = stream
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
+        """On the pool's stream, after what the caller has enqueued; the caller's stream then waits for it."""
+        with self._lock:
+            if self.stream is None:
+                yield
+                return
+            caller = torch.cuda.current_stream(self.device)
+            self.stream.wait_stream(caller)
+            with torch.cuda.stream(self.stream):
+                yield
+            caller.wait_stream(self.stream)
+
+    def retire(self) -> None:
+        """Forgets the pool after its captures are gone; their memory goes back to the device."""
+        self.used_bytes = 0
+        if self.is_cuda:
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
+            self.handle = torch.cuda.graph_pool_handle()

@@ -1,0 +1,39 @@
+"""Why something was not served by a replay."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class MissReason(StrEnum):
+    """Every fallback is counted under one of these."""
+
+    OVER_LARGEST_BUDGET = "over_largest_budget"
+    """More output tokens than the largest budget."""
+
+    TOO_MANY_FRAMES = "too_many_frames"
+    """The video has more frames than a batch may have."""
+
+    TOO_MANY_SEGMENTS = "too_many_segments"
+    """More images and frames than any budget with room for the tokens has segments."""
+
+    NOT_CAPTURED = "not_captured"
+    """The budgets that would fit are not captured, or were dropped at capture."""
+
+    DISABLED = "disabled"
+    """Captures are switched off, by `enabled: false` or `mode: none`."""
+
+    EXACT_IS_FASTER = "exact_is_faster"
+    """`auto` measured that the compiled forward at the exact shape costs no more than the replay."""
+
+    UNSUPPORTED_INPUT = "unsupported_input"
+    """The tower captures nothing for this modality or kind of input."""
+
+    EXTENT_EXCEEDED = "extent_exceeded"
+    """A value that the replay needs is larger than the captured buffer."""
+
+    PADDING_UNPROVED = "padding_unproved"
+    """The graph's rows may depend on one another, so it is never padded."""
+
+    STATIC_SHAPE = "static_shape"
+    """The graph was traced for one shape; there is nothing to pad."""

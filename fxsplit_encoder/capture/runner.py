@@ -1,0 +1,134 @@
+"""How a program's steps are recorded: pieces into graphs, splitting ops into graphs (`full`) or between them (`piecewise`)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fxsplit_encoder.attention import attend, attend_out, varlen_attention
+from fxsplit_encoder.compile.program import DirectRunner
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor
+
+    from fxsplit_encoder.capture.segmented import SegmentedCapture
+    from fxsplit_encoder.compile import Step
+
+
+class LiveSegments:
+    """The true segments of the batch being replayed, which eager attention steps read at every replay."""
+
+    def __init__(self) -> None:
+        self.rows: int | None = None
+        """Real rows; None: all captured rows."""
+        self._lengths: dict[int, tuple[Tensor, int]] = {}
+
+    def clear(self) -> None:
+        self.rows = None
+        self._lengths.clear()
+
+    def set(self, rows: int, lengths: Mapping[int, tuple[Tensor, int]]) -> None:
+        """`lengths`: for the address of a captured cu_seqlens, its real part and the longest real segment."""
+        self.rows = rows
+        self._lengths = dict(lengths)
+
+    def of(self, cu_seqlens: Tensor, max_seqlen: int) -> tuple[Tensor, int]:
+        return self._lengths.get(cu_seqlens.data_ptr(), (cu_seqlens, max_seqlen))
+
+
+class ExactRunner(DirectRunner):
+    """Runs at the exact shape, with the batch's own longest segment in place of the traced bound.
+
+    The bound that a trace carries is the token count: right for every batch, but FlashAttention 2 launches blocks for it.
+    """
+
+    def __init__(self, max_seqlen: int) -> None:
+        self.max_seqlen = max_seqlen
+
+    def run_split(self, step: Step, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if step.call is varlen_attention:
+            query, key, value, cu_seqlens, _, scale = args
+            return attend(query, key, value, cu_seqlens, self.max_seqlen, scale)
+        return step.call(*args, **kwargs)
+
+
+class RecordingRunner:
+    """Runs a region's steps inside a `SegmentedCapture`."""
+
+    def __init__(self, capture: SegmentedCapture, *, breaks: bool, live: LiveSegments) -> None:
+        self.capture = capture
+        self.breaks = breaks
+        self.live = live
+        self._outputs = _OutputBuffers()
+
+    def run_piece(self, step: Step, args: Sequence[Any]) -> Any:
+        results = self.capture.captured(step.call, *args)
+        self._outputs.release(step, results)
+        return results
+
+    def run_split(self, step: Step, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if not self.breaks:
+            return self.capture.captured(step.call, *args, **kwargs)
+        if step.call is varlen_attention:
+            return self._break_at_attention(step, args)
+        return self._break_at_op(step, args, kwargs)
+
+    def _break_at_attention(self, step: Step, args: Sequence[Any]) -> Tensor:
+        query, key, value, cu_seqlens, max_seqlen, scale = args
+        out = self._outputs.acquire(step, query)
+        live, captured_rows = self.live, query.shape[0]
+
+        def attend_to_real_rows() -> None:
+            real_cu_seqlens, bound = live.of(cu_seqlens, max_seqlen)
+            rows = live.rows
+            if rows is None or rows == captured_rows:
+                attend_out(query, key, value, real_cu_seqlens, bound, scale, out)
+            else:
+                attend_out(query[:rows], key[:rows], value[:rows], real_cu_seqlens, bound, scale, out)
+
+        self.capture.eager(attend_to_real_rows)
+        return out
+
+    def _break_at_op(self, step: Step, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Another splitting op: its results are copied to where those of the capture are."""
+        kept: list[Any] = []
+
+        def run() -> None:
+            result = step.call(*args, **kwargs)
+            results = (result,) if step.returns_tensor else result
+            if not kept:
+                kept.extend(results)
+                return
+            for old, new in zip(kept, results, strict=True):
+                if isinstance(old, torch.Tensor):
+                    old.copy_(new)
+
+        self.capture.eager(run)
+        return kept[0] if step.returns_tensor else kept
+
+
+class _OutputBuffers:
+    """Where eager attention writes: owned, zero at first, so that pad rows hold finite values for ever (capture rule 1).
+
+    Buffers are reused once the step that last reads them is recorded, unless a piece returned a view of one.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[Any, ...], list[Tensor]] = {}
+        self._in_use: dict[int, Tensor] = {}
+
+    def acquire(self, step: Step, query: Tensor) -> Tensor:
+        free = self._free.get((query.shape, query.dtype))
+        out = free.pop() if free else torch.zeros(query.shape, dtype=query.dtype, device=query.device)
+        self._in_use[step.outputs[0]] = out
+        return out
+
+    def release(self, step: Step, results: Sequence[Any]) -> None:
+        storages = {r.untyped_storage().data_ptr() for r in results if isinstance(r, torch.Tensor)}
+        for slot in step.frees:
+            buffer = self._in_use.pop(slot, None)
+            if buffer is not None and buffer.untyped_storage().data_ptr() not in storages:
+                self._free.setdefault((buffer.shape, buffer.dtype), []).append(buffer)

@@ -1,0 +1,91 @@
+"""The files of a checkpoint: a local directory, or a repository on the Hugging Face hub."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fxsplit_encoder.cli.patches import IMAGE_FORMAT, VIDEO_FORMAT, PatchFormat
+from fxsplit_encoder.errors import InputError
+
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Where the files of a model come from; only those that are asked for are fetched."""
+
+    model: str
+    directory: Path | None
+    """None: `model` is a name on the hub."""
+
+    @classmethod
+    def locate(cls, model: str | Path) -> Checkpoint:
+        """The checkpoint in a directory, or else under a hub name.
+
+        Raises:
+            InputError: no such directory, and not such a name.
+        """
+        path = Path(model)
+        if path.is_dir():
+            return cls(str(model), path)
+        if isinstance(model, Path) or path.exists() or not _HUB_NAME.fullmatch(model):
+            raise InputError(f"{model}: no such directory; expected a checkpoint directory or a hub name, owner/model")
+        return cls(model, None)
+
+    def find(self, file_name: str) -> Path | None:
+        """The local path of a file; None if the checkpoint has no such file.
+
+        Raises:
+            InputError: the hub could not be asked.
+        """
+        if self.directory is not None:
+            path = self.directory / file_name
+            return path if path.is_file() else None
+        return _fetch(self.model, file_name)
+
+    def read_json(self, file_name: str) -> Mapping[str, Any] | None:
+        """The contents of a JSON file; None if the checkpoint has no such file.
+
+        Raises:
+            InputError: the file does not hold a JSON object.
+        """
+        path = self.find(file_name)
+        if path is None:
+            return None
+        try:
+            contents = json.loads(path.read_text(encoding="utf-8"))
+        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise InputError(f"{path}: not valid JSON: {error}") from None
+        if not isinstance(contents, dict):
+            raise InputError(f"{path}: expected a JSON object; got {type(contents).__name__}")
+        return contents
+
+    def patch_formats(self) -> tuple[PatchFormat, PatchFormat]:
+        """How its processors cut images and videos; what their files leave out has Qwen3-VL's values."""
+        joint = self.read_json("processor_config.json") or {}
+        image = self.read_json("preprocessor_config.json") or joint.get("image_processor") or {}
+        video = self.read_json("video_preprocessor_config.json") or joint.get("video_processor") or {}
+        return IMAGE_FORMAT.updated(image), VIDEO_FORMAT.updated(video)
+
+
+def _fetch(repository: str, file_name: str) -> Path | None:
+    import huggingface_hub
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    try:
+        return Path(huggingface_hub.hf_hub_download(repository, file_name))
+    except LocalEntryNotFoundError as error:
+        raise InputError(f"{repository}: no such directory, and the hub cannot be reached: {_brief(error)}") from None
+    except EntryNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise InputError(f"{repository}: no such directory, and not fetched from the hub: {_brief(error)}") from None
+
+
+def _brief(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
