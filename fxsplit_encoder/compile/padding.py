@@ -9,7 +9,8 @@ Every tensor of the region is given a state by one pass over its ATen nodes:
 * `Mixed(reason)`: anything else; rows may depend on one another, or no rule is known.
 
 A region without `Mixed` may be padded: its real rows equal those of the unpadded run. Rules are by operation; pointwise
-operations are recognised by their tag, so most need none.
+operations are recognised by their tag, so most need none. Whatever the rule says, a tensor may depend on the padded sizes
+(the token count, the number of segments) only through the size of its one token dimension.
 """
 
 from __future__ import annotations
@@ -62,6 +63,8 @@ class PaddingReport:
 
     reasons: tuple[tuple[str, str], ...]
     """(node, reason) for every node that mixed rows itself; empty when padding is proved."""
+    may_probe: bool = True
+    """Whether a padded run is safe to try; False when pad rows could be looked up, or attended to, out of bounds."""
 
     @property
     def proved(self) -> bool:
@@ -80,31 +83,54 @@ def analyse(nodes: Sequence[fx.Node], seeds: Mapping[fx.Node, State], token_symb
         token_symbol: the name of the symbol that counts tokens.
     """
     analysis = _Analysis(dict(seeds), token_symbol)
-    return PaddingReport(tuple(analysis.visit_all(nodes)))
+    reasons = [*analysis.check_seeds(), *analysis.visit_all(nodes)]
+    return PaddingReport(tuple(reasons), analysis.may_probe)
 
 
 def token_dim(value: torch.Tensor, token_symbol: str) -> int | None:
     """The first dimension whose size depends on the token symbol."""
-    for dim, expr in enumerate(shape_exprs(value)):
-        if any(str(s) == token_symbol for s in expr.free_symbols):
-            return dim
-    return None
+    return next((dim for dim, expr in enumerate(shape_exprs(value)) if token_symbol in _symbols(expr)), None)
+
+
+def _symbols(expr: sympy.Expr) -> set[str]:
+    return {str(s) for s in expr.free_symbols}
 
 
 class _Analysis:
     def __init__(self, states: dict[fx.Node, State], token_symbol: str) -> None:
         self.states = states
+        self.seeds = frozenset(states)
         self.symbol = token_symbol
+        self.may_probe = True
+        # The symbols whose values differ between a padded run and the exact one.
+        self.padded_symbols = {token_symbol}
+        for node, state in states.items():
+            if state is SEGMENTS:
+                self.padded_symbols.update(s for e in shape_exprs(node.meta["val"]) for s in _symbols(e))
+
+    def check_seeds(self) -> Iterable[tuple[str, str]]:
+        for node in self.seeds:
+            if self.states[node] is SEGMENTS:
+                continue
+            try:
+                self.check_extents(node.meta["val"], self.states[node])
+            except NotProvedError as error:
+                self.states[node] = Mixed(str(error))
+                yield node.name, str(error)
 
     def visit_all(self, nodes: Sequence[fx.Node]) -> Iterable[tuple[str, str]]:
         for node in nodes:
             inputs = [self.states[n] for n in node.all_input_nodes if n in self.states]
+            if _operation(node) in _LOOKUPS and not self.looks_up_safely(node):
+                self.may_probe = False
             inherited = next((s for s in inputs if isinstance(s, Mixed)), None)
             if inherited is not None:
                 self.states[node] = inherited
                 continue
             try:
-                self.states[node] = self.state_of(node, inputs)
+                state = self.state_of(node, inputs)
+                self.check_extents(node.meta["val"], state)
+                self.states[node] = state
             except NotProvedError as error:
                 self.states[node] = Mixed(str(error))
                 yield node.name, str(error)
@@ -114,26 +140,54 @@ class _Analysis:
         if name == "getitem":
             state = self.states[node.args[0]]  # type: ignore[index]
             return state[node.args[1]] if isinstance(state, list) else state
-        rule = _RULES.get(name)
-        if rule is None and _is_pointwise(node):
-            rule = _pointwise
+        if _draws_random_numbers(node):
+            raise NotProvedError(f"{name} draws random numbers, whose order depends on the token count")
         if SEGMENTS in inputs and name not in _ATTENTIONS:
             raise NotProvedError(f"{name} reads the segments' cumulative lengths; only attention may")
+        if name not in _SIZED and self.reads_token_count(node):
+            raise NotProvedError(f"{name} computes with the token count or the number of segments")
         if not any(isinstance(s, Rows | list) for s in inputs) and name not in _CONSTRUCTORS:
-            if self._reads_token_count(node):
-                raise NotProvedError(f"{name} makes values from the token count")
             return SHARED
+        rule = _RULES.get(name) or (_pointwise if _is_pointwise(node) else None)
         if rule is None:
             raise NotProvedError(f"no padding rule for {name}")
         return rule(_View(self, node))
 
-    def _reads_token_count(self, node: fx.Node) -> bool:
+    def reads_token_count(self, node: fx.Node) -> bool:
+        """Whether a scalar argument depends on a size that padding changes."""
         values = (n.meta.get("val") for n in node.all_input_nodes)
         return any(
-            any(str(s) == self.symbol for s in expression(v).free_symbols)
+            not self.padded_symbols.isdisjoint(str(s) for s in v.node.expr.free_symbols)
             for v in values
-            if isinstance(v, torch.SymInt)
+            if isinstance(v, torch.SymInt | torch.SymFloat | torch.SymBool)
         )
+
+    def check_extents(self, value: Any, state: State) -> None:
+        """No size but that along the token dimension may depend on what padding changes."""
+        values = value if isinstance(value, list | tuple) else [value]
+        states = state if isinstance(state, list) else [state] * len(values)
+        for tensor, tensor_state in zip(values, states, strict=True):
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            rows = tensor_state.dim if isinstance(tensor_state, Rows) else None
+            for dim, expr in enumerate(shape_exprs(tensor)):
+                symbols = _symbols(expr)
+                if dim != rows and not self.padded_symbols.isdisjoint(symbols):
+                    raise NotProvedError(f"dimension {dim} of {tuple(tensor.shape)} grows with the padding too")
+                if dim == rows and self.symbol not in symbols:
+                    raise NotProvedError(f"dimension {dim} of {tuple(tensor.shape)} does not count tokens any more")
+
+    def looks_up_safely(self, node: fx.Node) -> bool:
+        """Whether the indices of pad rows are in range: they are the zeros of an input's pad rows, not computed."""
+        indices = [i for i in _indices(node) if isinstance(i, fx.Node)]
+        return all(self._is_an_input(index) for index in indices)
+
+    def _is_an_input(self, node: fx.Node) -> bool:
+        while node not in self.seeds and self.states.get(node, SHARED) is not SHARED:
+            if _operation(node) not in _MOVERS:
+                return False
+            node = node.all_input_nodes[0]
+        return True
 
 
 class _View:
@@ -142,11 +196,12 @@ class _View:
     def __init__(self, analysis: _Analysis, node: fx.Node) -> None:
         self.analysis = analysis
         self.node = node
-        self.args = node.args
+        self.args = _positional(node)
         self.name = _operation(node)
 
     def arg(self, position: int, default: Any = None) -> Any:
-        return self.args[position] if position < len(self.args) else default
+        value = self.args[position] if position < len(self.args) else None
+        return default if value is None else value
 
     def state(self, argument: Any) -> State:
         return self.analysis.states.get(argument, SHARED) if isinstance(argument, fx.Node) else SHARED
@@ -181,6 +236,10 @@ class _View:
             if argument is not None and self.state(argument) is not SHARED:
                 raise NotProvedError(f"argument {position} of {self.name} depends on the tokens")
 
+    def require_safe_lookup(self) -> None:
+        if not self.analysis.looks_up_safely(self.node):
+            raise self.fail("looks up computed indices, which may be out of range in pad rows")
+
     def fail(self, why: str) -> NotProvedError:
         return NotProvedError(f"{self.name} {why}")
 
@@ -190,8 +249,6 @@ class _View:
 
 def _pointwise(view: _View) -> State:
     output = view.output()
-    if view.analysis._reads_token_count(view.node):
-        raise view.fail("computes with the token count")
     dims = set()
     for node in view.node.all_input_nodes:
         state, value = view.analysis.states.get(node, SHARED), node.meta.get("val")
@@ -210,8 +267,8 @@ def _reshape(view: _View) -> State:
     before, after = shape_exprs(view.tensor()), shape_exprs(view.output())
     leading = sympy.prod(before[:dim])
     for candidate in range(len(after)):
-        tokens = [str(s) == view.analysis.symbol for s in after[candidate].free_symbols]
-        if any(tokens) and sympy.simplify(sympy.prod(after[:candidate]) - leading) == 0:
+        tokens = view.analysis.symbol in _symbols(after[candidate])
+        if tokens and sympy.simplify(sympy.prod(after[:candidate]) - leading) == 0:
             return Rows(candidate)
     raise view.fail(f"from {tuple(before)} to {tuple(after)} joins tokens with an outer dimension")
 
@@ -351,8 +408,8 @@ def _along_dim(view: _View) -> State:
 
 
 def _reduce(view: _View) -> State:
-    """sum, mean, amax, var...: (input, dims, keepdim)."""
-    dims = view.arg(1)
+    """sum, mean, amax, var...: (input, dims, keepdim); a norm has its order before the dims."""
+    dims = view.arg(2 if view.name == "linalg_vector_norm" else 1)
     listed = list(range(view.rank())) if dims is None or dims == [] else dims if isinstance(dims, list | tuple) else [dims]
     reduced = {view.dim(d) for d in listed}
     rows = view.rows()
@@ -366,6 +423,7 @@ def _reduce(view: _View) -> State:
 
 def _embedding(view: _View) -> State:
     view.require_shared(0)
+    view.require_safe_lookup()
     return Rows(view.rows(1))
 
 
@@ -373,16 +431,22 @@ def _index(view: _View) -> State:
     """table[indices]: a shared table looked up by rows; indices into rows would let tokens read one another."""
     view.require_shared(0)
     indices = view.arg(1)
-    rows = [view.state(i) for i in indices if i is not None]
-    if indices[0] is None or any(not isinstance(s, Rows) for s in rows) or len(set(rows)) != 1:
+    given = [i for i in indices if i is not None]
+    if indices[0] is None or any(not isinstance(view.state(i), Rows) for i in given):
         raise view.fail("gathers with a pattern that is not one lookup a row")
-    return rows[0]
+    view.require_safe_lookup()
+    rank = max(i.meta["val"].dim() for i in given)
+    dims = {view.state(i).dim + rank - i.meta["val"].dim() for i in given}
+    if len(dims) != 1 or any(i.meta["val"].dtype in (torch.bool, torch.uint8) for i in given):
+        raise view.fail("gathers with a pattern that is not one lookup a row")
+    return Rows(dims.pop())
 
 
 def _index_select(view: _View) -> State:
     view.require_shared(0)
     if view.dim(view.arg(1)) != 0:
         raise view.fail("gathers with a pattern that is not one lookup a row")
+    view.require_safe_lookup()
     return Rows(view.rows(2))
 
 
@@ -397,15 +461,18 @@ def _pad(view: _View) -> State:
 def _constructor(view: _View) -> State:
     """arange, zeros, full...: a longer one begins with the shorter one."""
     dim = token_dim(view.output(), view.analysis.symbol)
-    if dim is None:
-        if view.analysis._reads_token_count(view.node):
-            raise view.fail("makes values from the token count")
-        return SHARED
-    if view.name == "arange" and len(view.args) > 1 and view.arg(0) != 0:
-        raise view.fail("counts from a start that is not 0")
-    if view.name in ("full", "new_full") and isinstance(view.args[-1], fx.Node):
+    fill = {"full": 1, "new_full": 2, "scalar_tensor": 0}.get(view.name)
+    if fill is not None and isinstance(view.arg(fill), fx.Node):
         raise view.fail("fills with a computed value")
-    return Rows(dim)
+    if view.name == "arange":
+        start, step = (0, 1) if len(view.node.args) == 1 else (view.arg(0), view.arg(2, 1))
+        if dim is None and view.analysis.reads_token_count(view.node):
+            raise view.fail("makes values from the token count")
+        if dim is not None and (isinstance(start, fx.Node) or start != 0):
+            raise view.fail("counts from a start that is not 0")
+        if dim is not None and isinstance(step, fx.Node):
+            raise view.fail("counts in computed steps")
+    return SHARED if dim is None else Rows(dim)
 
 
 def _varlen_attention(view: _View) -> State:
@@ -413,14 +480,28 @@ def _varlen_attention(view: _View) -> State:
         raise view.fail("takes query, key and value whose tokens are not their first dimension")
     if view.state(view.arg(3)) is not SEGMENTS:
         raise view.fail("takes cumulative lengths that do not enter the graph as they are")
+    tokens = shape_exprs(view.tensor())[0]
+    if str(tokens) != view.analysis.symbol:
+        # Cumulative lengths are extended to the token count; these rows end before or after it.
+        view.analysis.may_probe = False
+        raise view.fail(f"runs over {tokens} rows, which is not the token count {view.analysis.symbol}")
+    bound = view.arg(4)
+    if not isinstance(bound, fx.Node) or expression(bound.meta["val"]) != tokens:
+        raise view.fail("takes a bound of the longest segment that does not grow with the pad rows")
+    if isinstance(view.arg(5), fx.Node):
+        raise view.fail("takes a computed scale")
     return Rows(0)
 
 
 def _dense_attention(view: _View) -> State:
     """(batch, heads, tokens, head_dim): every entry of the batch attends alone."""
-    states = [view.state(a) for a in view.args[:3]]
-    mask = [view.state(n) for n in view.node.all_input_nodes[3:]]
-    if states != [Rows(0)] * 3 or any(s not in (SHARED, Rows(0)) for s in mask):
+    qkv, others = view.args[:3], [*view.args[3:], *view.node.kwargs.values()]
+    masks = [a for a in others if isinstance(a, fx.Node)]
+    independent = all(view.state(a) == Rows(0) and view.rank(i) > 2 for i, a in enumerate(qkv))
+    for mask in masks:
+        aligned = view.state(mask) == Rows(0) and mask.meta["val"].dim() == view.rank()
+        independent = independent and (aligned or view.state(mask) is SHARED)
+    if not independent:
         raise view.fail("attends across the dimension that counts tokens")
     outputs = view.node.meta["val"]
     return [Rows(0)] * len(outputs) if isinstance(outputs, list | tuple) else Rows(0)
@@ -438,18 +519,27 @@ _ATTENTIONS = frozenset(("varlen_attention", *_DENSE))
 _CONSTRUCTORS = frozenset(
     ("arange", "zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty", "scalar_tensor")
 )
+_RESHAPES = ("view", "_unsafe_view", "reshape", "flatten", "unflatten")
+# These take sizes, which may follow the token count: their rules and the sizes of their results are what decides.
+_SIZED = frozenset((*_CONSTRUCTORS, *_RESHAPES, "expand", "native_group_norm", "varlen_attention"))
+# These look something up by index, and these only move values about or repeat them.
+_LOOKUPS = frozenset(("embedding", "index", "index_select", "gather", "take", "index_put", "index_add", "scatter"))
+_MOVERS = frozenset(
+    (*_RESHAPES, "permute", "transpose", "t", "unsqueeze", "squeeze", "expand", "alias", "clone", "_to_copy", "slice")
+    + ("select", "split", "split_with_sizes", "unbind", "getitem", "cat", "stack")
+)
 
 
 def _table() -> dict[str, Callable[[_View], State]]:
     groups: list[tuple[Callable[[_View], State], Sequence[str]]] = [
-        (_reshape, ("view", "_unsafe_view", "reshape", "flatten", "unflatten")),
+        (_reshape, _RESHAPES),
         (_permute, ("permute",)),
-        (_transpose, ("transpose", "t", "numpy_T")),
+        (_transpose, ("transpose", "t")),
         (_unsqueeze, ("unsqueeze",)),
         (_squeeze, ("squeeze",)),
         (_expand, ("expand",)),
         (_same, ("alias", "clone", "contiguous", "detach", "_to_copy", "to", "lift_fresh_copy", "zeros_like")),
-        (_same, ("ones_like", "empty_like", "full_like")),
+        (_same, ("ones_like", "empty_like", "full_like", "view_as_real", "view_as_complex")),
         (_slice, ("slice",)),
         (_select, ("select",)),
         (_split, ("split", "split_with_sizes", "chunk")),
@@ -480,14 +570,36 @@ _RULES = _table()
 
 
 def _operation(node: fx.Node) -> str:
+    """The name that rules go by: that of the ATen operation, qualified for operations of other libraries."""
     target = node.target
-    return target.overloadpacket.__name__ if isinstance(target, torch._ops.OpOverload) else getattr(
-        target, "__name__", str(target)
-    )
+    if not isinstance(target, torch._ops.OpOverload):
+        return getattr(target, "__name__", str(target))
+    name: str = target.overloadpacket.__name__
+    known = target.namespace == "aten" or (target.namespace == "fxsplit" and name == "varlen_attention")
+    return name if known else f"{target.namespace}::{name}"
+
+
+def _positional(node: fx.Node) -> tuple[Any, ...]:
+    """A node's arguments by position, those given by name or left at their default included."""
+    args = list(node.args)
+    if isinstance(node.target, torch._ops.OpOverload):
+        for parameter in node.target._schema.arguments[len(args) :]:
+            if parameter.kwarg_only:
+                break
+            args.append(node.kwargs.get(parameter.name, parameter.default_value))
+    return tuple(args)
+
+
+def _indices(node: fx.Node) -> Sequence[Any]:
+    """The indices of a lookup: all its arguments after the first, or for an embedding, too."""
+    return [i for a in node.args[1:] for i in (a if isinstance(a, list | tuple) else [a])]
+
+
+def _draws_random_numbers(node: fx.Node) -> bool:
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
 
 
 def _is_pointwise(node: fx.Node) -> bool:
     target = node.target
     return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
-
-

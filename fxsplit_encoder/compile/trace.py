@@ -95,15 +95,19 @@ class BoundProgram:
             if entry.slot < len(self.names) and (name := self.names[entry.slot]) is not None
         }
 
+    def symbols(self, inputs: Mapping[str, Tensor]) -> dict[str, int]:
+        """The values that the trace's symbols take for these inputs."""
+        values: dict[str, int] = {}
+        for symbol, position, dim in self.program.symbol_sources:
+            name, at = next(((n, d) for p, n, d in self.numbers if p == position), (self.names[position], dim))
+            if name is not None and name in inputs:
+                values.setdefault(symbol, inputs[name].shape[at])
+        return values
+
     def tokens(self, inputs: Mapping[str, Tensor]) -> int | None:
         """Rows of these inputs, as the token symbol counts them."""
         symbol = self.program.token_symbol
-        for source, position, dim in self.program.symbol_sources:
-            if source == symbol:
-                number = next(((n, d) for p, n, d in self.numbers if p == position), None)
-                name, at = number if dim < 0 and number else (self.names[position], dim)
-                return inputs[name].shape[at] if name is not None else None
-        return None
+        return None if symbol is None else self.symbols(inputs).get(symbol)
 
 
 _trace_numbers = itertools.count()

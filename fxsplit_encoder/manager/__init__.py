@@ -3,9 +3,9 @@
 from fxsplit_encoder.capture.budgets import generate_budgets, smallest_fitting
 from fxsplit_encoder.capture.reasons import MissReason
 from fxsplit_encoder.manager.budgets import Limits, resolve_limits
+from fxsplit_encoder.manager.manager import EncoderCudaGraphManager
 from fxsplit_encoder.manager.packing import pack_greedy
 from fxsplit_encoder.manager.plan import (
-    MissReason,
     PathPlan,
     Plan,
     PlannedBatch,
@@ -31,6 +31,7 @@ __all__ = [
     "BudgetStats",
     "EncoderCudaGraphCaptureInputs",
     "EncoderCudaGraphConfig",
+    "EncoderCudaGraphManager",
     "EncoderCudaGraphPathConfig",
     "EncoderCudaGraphReplayBuffers",
     "EncoderItemSpec",

@@ -1,7 +1,7 @@
 """How a request is encoded, decided before anything runs and without looking at a tensor."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tabulate import tabulate
@@ -99,6 +99,9 @@ def build_plan(
     limits: Limits,
     captured: Collection[tuple[str, int]] | None = None,
     item_frames: Sequence[int] | None = None,
+    *,
+    exact: Collection[tuple[str, int]] = (),
+    segments_fit: Callable[[str, int, Sequence[int], int], bool] | None = None,
 ) -> Plan:
     """Pack items greedily and give every path of a batch the smallest captured budget with room for it.
 
@@ -107,12 +110,15 @@ def build_plan(
         limits: what the captures have room for.
         captured: the (path, budget) pairs that can be replayed; None: all those of `limits`.
         item_frames: the video frames of every item, 0 for an image; None: frames are not limited.
+        exact: the (path, budget) pairs of which it was measured that the exact shape is as fast.
+        segments_fit: whether a (path, budget, items, tokens) has room for the attention segments of these items; None: it
+            has.
 
     Raises:
         InputError: `item_frames` does not have one number for every item.
     """
     budgets = {
-        path: [budget for budget in every if captured is None or (path, budget) in captured]
+        path: [b for b in every if captured is None or (path, b) in captured or (path, b) in exact]
         for path, every in limits.path_budgets.items()
     }
     tokens = [{path: spec.get_path_output_tokens(path) for path in budgets} for spec in item_specs]
@@ -134,8 +140,13 @@ def build_plan(
             return PathPlan(needed, reason=MissReason.OVER_LARGEST_BUDGET)
         if not frames_fit:
             return PathPlan(needed, reason=MissReason.TOO_MANY_FRAMES)
-        budget = smallest_fitting(budgets[path], needed)
-        return PathPlan(needed, budget, MissReason.NOT_CAPTURED if budget is None else None)
+        roomy = [budget for budget in budgets[path] if budget >= needed]
+        fitting = [b for b in roomy if segments_fit is None or segments_fit(path, b, batch, needed)]
+        if not fitting:
+            return PathPlan(needed, reason=MissReason.TOO_MANY_SEGMENTS if roomy else MissReason.NOT_CAPTURED)
+        if (path, fitting[0]) in exact:
+            return PathPlan(needed, reason=MissReason.EXACT_IS_FASTER)
+        return PathPlan(needed, fitting[0])
 
     batches = []
     for batch in packed:

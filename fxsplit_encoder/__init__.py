@@ -1,0 +1,62 @@
+"""Fast vision encoders: FX split at attention, CUDA graphs by token budget, packing, and the manager above them."""
+
+from fxsplit_encoder.backend import warmup
+from fxsplit_encoder.capture import MissReason, generate_budgets
+from fxsplit_encoder.config import EncoderConfig, PathConfig
+from fxsplit_encoder.errors import (
+    CaptureError,
+    CaptureMemoryError,
+    CompileError,
+    ConfigError,
+    FxSplitError,
+    InputError,
+    MissingExtraError,
+    ReplayError,
+    UnsupportedTowerError,
+)
+from fxsplit_encoder.manager import (
+    BudgetGraphMetadata,
+    EncoderCudaGraphCaptureInputs,
+    EncoderCudaGraphConfig,
+    EncoderCudaGraphManager,
+    EncoderCudaGraphPathConfig,
+    EncoderCudaGraphReplayBuffers,
+    EncoderItemSpec,
+    ManagerStats,
+    Plan,
+    SupportsEncoderCudaGraph,
+    scatter_output_slices,
+)
+from fxsplit_encoder.towers import supported_towers, wrap
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BudgetGraphMetadata",
+    "CaptureError",
+    "CaptureMemoryError",
+    "CompileError",
+    "ConfigError",
+    "EncoderConfig",
+    "EncoderCudaGraphCaptureInputs",
+    "EncoderCudaGraphConfig",
+    "EncoderCudaGraphManager",
+    "EncoderCudaGraphPathConfig",
+    "EncoderCudaGraphReplayBuffers",
+    "EncoderItemSpec",
+    "FxSplitError",
+    "InputError",
+    "ManagerStats",
+    "MissReason",
+    "MissingExtraError",
+    "PathConfig",
+    "Plan",
+    "ReplayError",
+    "SupportsEncoderCudaGraph",
+    "UnsupportedTowerError",
+    "generate_budgets",
+    "scatter_output_slices",
+    "supported_towers",
+    "warmup",
+    "wrap",
+]

@@ -1,0 +1,241 @@
+"""One path of a tower: its compiled forward, its captures, and how a batch runs on it."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fxsplit_encoder.capture import (
+    BudgetLadder,
+    CapturedForward,
+    CaptureRequest,
+    GraphPool,
+    StaticBuffer,
+    StaticInputs,
+    StaticParameters,
+)
+from fxsplit_encoder.capture.probe import probe_padding
+from fxsplit_encoder.capture.runner import ExactRunner
+from fxsplit_encoder.capture.segments import fits, longest_segment
+from fxsplit_encoder.compile import DIRECT, BoundProgram, CompileOptions, trace_forward
+from fxsplit_encoder.errors import CaptureError, CompileError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import Tensor
+
+    from fxsplit_encoder.compile import Runner
+    from fxsplit_encoder.config import EncoderConfig
+    from fxsplit_encoder.manager.budgets import Limits
+    from fxsplit_encoder.manager.protocol import SupportsEncoderCudaGraph
+
+logger = logging.getLogger(__name__)
+
+
+class EncoderPath:
+    """Captures and runs one path.
+
+    Its forward is the compiled program of the tower's `encoder_cudagraph_forward`; where that does not compile, the method
+    itself, as a whole.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        tower: SupportsEncoderCudaGraph,
+        config: EncoderConfig,
+        limits: Limits,
+        pool: GraphPool,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self.name = name
+        self.tower = tower
+        self.budgets = limits.path_budgets[name]
+        self.limits = limits
+        self.device = device
+        self.dtype = dtype
+        path_config = config.paths.get(name)
+        self.mode = (path_config.mode if path_config is not None else None) or config.mode
+        self.options = CompileOptions(config.splitting_ops, config.piece_compiler)
+        self.padding_logics = tower.get_encoder_cudagraph_config().padding_logics
+        self.program: BoundProgram | None = None
+        self.notes: list[str] = []
+        self.ladder = BudgetLadder(self._request, self.mode, pool)
+        self._compiled = False
+        self._segment_entries: dict[int, list[int]] = {}
+
+    # --- compile
+
+    def compile(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Traces and compiles the forward once, for all budgets; a forward that does not compile is noted and kept whole."""
+        if self._compiled:
+            return
+        self._compiled = True
+        inputs = self._capture_values(self.budgets[-1])
+        options = CompileOptions(self.options.splitting_ops, self.options.piece_compiler, progress)
+        try:
+            self.program = trace_forward(self._forward, inputs, self._dynamic_dims(inputs), options)
+        except CompileError as error:
+            self._note(f"path {self.name}: captured without compiling: {error}")
+
+    def _forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        return self.tower.encoder_cudagraph_forward(dict(inputs), path=self.name)
+
+    def _capture_values(self, budget: int) -> dict[str, Tensor]:
+        prepared = self.tower.prepare_encoder_cudagraph_capture_inputs(
+            budget,
+            self.limits.max_items_per_batch,
+            self.limits.max_frames_per_batch,
+            self.device,
+            self.dtype,
+            path=self.name,
+        )
+        return dict(prepared.values)
+
+    def _dynamic_dims(self, inputs: Mapping[str, Tensor]) -> dict[str, list[int]]:
+        """The dimensions that differ between captures of two budgets; the first of every tensor if there is one budget."""
+        if len(self.budgets) < 2:
+            return {name: [0] for name, tensor in inputs.items() if tensor.dim() > 0 and tensor.shape[0] > 1}
+        smaller = self._capture_values(self.budgets[0])
+        return {
+            name: [dim for dim, size in enumerate(tensor.shape) if size != smaller[name].shape[dim]]
+            for name, tensor in inputs.items()
+        }
+
+    # --- capture
+
+    def capture(self, budget: int) -> None:
+        """Captures one budget, or notes why it is dropped."""
+        self.ladder.capture(budget)
+        if budget in self.ladder.dropped:
+            self._note(f"path {self.name}: budget {budget} is dropped: {self.ladder.dropped[budget]}")
+
+    @property
+    def captured(self) -> dict[int, CapturedForward]:
+        return self.ladder.captured
+
+    def _request(self, budget: int) -> CaptureRequest:
+        values = self._capture_values(budget)
+        program = self.program
+        if program is None:
+            buffers = [StaticBuffer(name, tensor) for name, tensor in values.items()]
+            return CaptureRequest(
+                StaticInputs(buffers), StaticParameters(()), (), budget, self._uncompiled(values), can_break=False
+            )
+        rows = program.tokens(values)
+        self._check_padding(program, values, rows)
+        buffers = [StaticBuffer(name, tensor, _fill_dim(program, name, tensor)) for name, tensor in values.items()]
+        self._segment_entries[budget] = [values[name].shape[0] for name in program.segment_inputs]
+        arguments = program.arguments(values)
+
+        def forward(runner: Runner) -> list[Any]:
+            return program.program.finish(program.program.begin(arguments), runner)
+
+        return CaptureRequest(
+            StaticInputs(buffers),
+            StaticParameters(t for t in program.fixed if isinstance(t, torch.Tensor)),
+            program.segment_inputs,
+            rows if rows is not None else budget,
+            forward,
+            can_break=bool(program.program.splits),
+        )
+
+    def _uncompiled(self, values: Mapping[str, Tensor]) -> Callable[[Runner], Sequence[Any]]:
+        def forward(runner: Runner) -> list[Any]:
+            return [self._forward(values)]
+
+        return forward
+
+    def _check_padding(self, program: BoundProgram, values: Mapping[str, Tensor], rows: int | None) -> None:
+        """Raises CaptureError unless padding is proved, or the probe found it harmless on half of the capture's rows."""
+        if program.program.padding.proved:
+            return
+        if rows is None or rows < 2:
+            raise CaptureError(f"its rows are not known to be independent ({program.program.padding})")
+        half = {name: _half(tensor, program.token_dims.get(name), program, name) for name, tensor in values.items()}
+        refusal = probe_padding(program.program, program.program.begin(program.arguments(half)), rows)
+        if refusal is not None:
+            raise CaptureError(f"padding changes its results ({program.program.padding}): {refusal}")
+
+    # --- run
+
+    def segments_fit(self, budget: int, segments: int, tokens: int) -> bool:
+        """Whether a batch of so many attention segments fits a captured budget."""
+        entries = self._segment_entries.get(budget)
+        return entries is None or all(fits(segments, tokens, length, budget) for length in entries)
+
+    def values(self, mm_kwargs: dict[str, Any]) -> dict[str, Tensor | None]:
+        """What a replay, or a run at the exact shape, needs of a batch."""
+        prepared = self.tower.prepare_encoder_cudagraph_replay_buffers(
+            mm_kwargs, self.limits.max_items_per_batch, self.limits.max_frames_per_batch, path=self.name
+        )
+        return dict(prepared.values)
+
+    def replay(self, budget: int, values: dict[str, Tensor | None], *, debug: bool) -> Tensor:
+        """Replays a captured budget on a batch; the result is overwritten by the next replay.
+
+        Raises:
+            ReplayError: the batch does not fit the capture; nothing was copied then.
+        """
+        captured = self.captured[budget]
+        special = {name: value for name, value in values.items() if name in self.padding_logics and value is not None}
+        special = {name: value for name, value in special.items() if name not in captured.segment_inputs}
+        captured.load({name: None if name in special else value for name, value in values.items()}, self._rows(values))
+        for name, value in special.items():
+            self.padding_logics[name](captured.inputs.buffers[name].tensor, value)
+        output = captured.replay(debug=debug)[0]
+        assert isinstance(output, torch.Tensor)
+        return output
+
+    def run_exact(self, mm_kwargs: dict[str, Any], values: dict[str, Tensor | None] | None = None) -> Tensor:
+        """The batch at its exact shape: through the compiled program where its assumptions hold, else eagerly."""
+        program = self.program
+        if program is not None:
+            given = self.values(mm_kwargs) if values is None else values
+            inputs = {name: self._to_device(value, name) for name, value in given.items() if value is not None}
+            if inputs.keys() >= set(program.names) - {None} and self._accepts(program, inputs):
+                lengths = [given[name] for name in program.segment_inputs]
+                runner: Runner = DIRECT
+                if len(lengths) == 1 and lengths[0] is not None and lengths[0].device.type == "cpu":
+                    runner = ExactRunner(longest_segment(lengths[0]))
+                return program(inputs, runner)
+        return self.tower.encoder_eager_forward(mm_kwargs, path=self.name)
+
+    def _accepts(self, program: BoundProgram, inputs: Mapping[str, Tensor]) -> bool:
+        return program.program.accepts(program.symbols(inputs))
+
+    def _to_device(self, value: Tensor, name: str) -> Tensor:
+        dtype = self.dtype if value.is_floating_point() and name == "pixel_values" else value.dtype
+        return value.to(device=self.device, dtype=dtype, non_blocking=True).contiguous()
+
+    def _rows(self, values: Mapping[str, Tensor | None]) -> int:
+        present = {name: value for name, value in values.items() if value is not None}
+        rows = self.program.tokens(present) if self.program is not None else None
+        return rows if rows is not None else 0
+
+    def clear(self) -> None:
+        self.ladder.clear()
+
+    def _note(self, note: str) -> None:
+        self.notes.append(note)
+        logger.warning("%s", note)
+
+
+def _fill_dim(program: BoundProgram, name: str, tensor: Tensor) -> int | None:
+    """The dimension along which a replay fills a buffer; cumulative lengths are always replaced whole."""
+    if name in program.segment_inputs:
+        return None
+    dim = program.token_dims.get(name)
+    return dim if dim is not None or tensor.dim() == 0 else 0
+
+
+def _half(tensor: Tensor, token_dim: int | None, program: BoundProgram, name: str) -> Tensor:
+    if name in program.segment_inputs:
+        return torch.div(tensor, 2, rounding_mode="floor").to(tensor.dtype)
+    return tensor if token_dim is None else tensor.narrow(token_dim, 0, tensor.shape[token_dim] // 2)
+
+
