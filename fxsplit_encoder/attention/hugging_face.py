@@ -6,12 +6,14 @@ implementations whose name contains "flash"; any other name gets one call an ima
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
-import torch.nn.functional as F
 from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from fxsplit_encoder.attention.op import varlen_attention
+from fxsplit_encoder.errors import UnsupportedTowerError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -28,16 +30,28 @@ def hugging_face_attention(
     scaling: float | None = None,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
-    **_: Any,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Hugging Face's signature: (batch, heads, tokens, head_dim) in, (batch, tokens, heads, head_dim) out.
 
-    With cumulative lengths the batch is 1 and the tokens are packed; without them every row of the batch is a sequence.
+    With cumulative lengths the batch is 1 and the tokens are packed; without them every row of the batch is a sequence,
+    and Hugging Face's own "sdpa" does the work.
+
+    Raises:
+        UnsupportedTowerError: packed attention that is causal.
     """
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if cu_seq_lens_q is None:
-        out = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scale)
-        return out.transpose(1, 2), None
+        result: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **kwargs
+        )
+        return result
+    is_causal = kwargs.get("is_causal")
+    if getattr(module, "is_causal", False) if is_causal is None else is_causal:
+        raise UnsupportedTowerError(
+            f"{type(module).__name__} asks for causal attention over packed segments; fxsplit::varlen_attention attends "
+            "in both directions"
+        )
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     q_THD, k_THD, v_THD = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     bound = q_THD.shape[0] if max_length_q is None else max_length_q
     return varlen_attention(q_THD, k_THD, v_THD, cu_seq_lens_q, bound, scale).unsqueeze(0), None
@@ -51,8 +65,6 @@ def use_varlen_attention(module: nn.Module) -> None:
 
     The submodules get a copy of their configuration first, so that the rest of the model keeps its own implementation.
     """
-    import copy
-
     copies: dict[int, Any] = {}
     for submodule in module.modules():
         config = getattr(submodule, "config", None)

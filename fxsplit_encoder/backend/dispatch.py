@@ -144,8 +144,8 @@ class BudgetDispatcher:
             if not self._segments_fit(frame, tokens, budget, rows_per_token):
                 reason = MissReason.TOO_MANY_SEGMENTS
                 continue
-            if (captured := ladder.capture(budget)) is not None:
-                return captured, None
+            if ladder.capture(budget) is not None:
+                return ladder.best(budget, self._num_segments(frame)), None
             if budget in ladder.exact:
                 return None, MissReason.EXACT_IS_FASTER
         return None, reason
@@ -169,14 +169,22 @@ class BudgetDispatcher:
             if entry.is_segments
         )
 
+    def _num_segments(self, frame: Frame) -> int | None:
+        """Segments of this call; None without exactly one tensor of cumulative lengths."""
+        lengths = [frame.slots[e.slot].shape[0] for e in self.program.region_inputs if e.is_segments]
+        return lengths[0] - 1 if len(lengths) == 1 else None
+
     def _segment_entries(self, budget: int) -> int:
-        """Entries of captured cumulative lengths: the real segments', one segment of padding, and the leading 0."""
-        return segment_capacity(budget, self.config.max_items_per_batch or budget) + 2
+        """Entries of captured cumulative lengths."""
+        return segment_capacity(budget, self.config.max_items_per_batch or budget) + 1
 
     def _may_pad(self, frame: Frame, budgets: Sequence[int], rows_per_token: int) -> bool:
         """Whether padding is proved, or was found harmless by the probe, which runs at the first size below a budget."""
         if self._padding_allowed or self.padding_refusal is not None:
             return self._padding_allowed
+        if not self.program.padding.may_probe:
+            self.padding_refusal = str(self.program.padding)
+            return False
         tokens = self.program.tokens(frame)
         assert tokens is not None
         above = next((b * rows_per_token for b in budgets if b * rows_per_token > tokens), None)
@@ -208,29 +216,43 @@ class BudgetDispatcher:
     def _request(self, template: Frame, budget: int, rows_per_token: int) -> CaptureRequest:
         program = self.program
         rows = budget * rows_per_token
-        symbols = padded_symbols(program, template, rows)
-        slots = list(template.slots)
-        buffers = []
+        static = Frame(list(template.slots), padded_symbols(program, template, rows))
+        buffers: dict[int, StaticBuffer] = {}
         for entry in program.region_inputs:
-            shape = [size(symbols) for size in entry.info.shape] if not entry.is_segments else None
-            if shape is None:
-                tensor = torch.full((self._segment_entries(budget),), rows, dtype=torch.int32, device=program.device)
-                tensor[0] = 0
-            else:
-                tensor = torch.zeros(shape, dtype=entry.info.dtype, device=program.device)
-            slots[entry.slot] = tensor
-            buffers.append(StaticBuffer(_name(entry.slot), tensor, None if entry.is_segments else entry.token_dim))
+            shape = [self._segment_entries(budget)] if entry.is_segments else [s(static.symbols) for s in entry.info.shape]
+            tensor = torch.zeros(shape, dtype=entry.info.dtype, device=program.device)
+            if entry.is_segments:
+                tensor[1:] = rows
+            buffers[entry.slot] = StaticBuffer(_name(entry.slot), tensor, entry.token_dim)
+        if program.num_rows_slot is not None:
+            static.slots[program.num_rows_slot] = torch.full((), rows, dtype=torch.int64, device=program.device)
+        return self._request_over(static, buffers, rows)
+
+    def _request_over(self, static: Frame, buffers: dict[int, StaticBuffer], rows: int) -> CaptureRequest:
+        program = self.program
+        slots = list(static.slots)
+        for slot, buffer in buffers.items():
+            slots[slot] = buffer.tensor
+        segments = [entry.slot for entry in program.region_inputs if entry.is_segments]
 
         def forward(runner: Runner) -> list[Any]:
-            return program.finish(Frame(list(slots), dict(symbols)), runner)
+            return program.finish(Frame(list(slots), dict(static.symbols)), runner)
 
+        def one_segment() -> CaptureRequest:
+            lengths = torch.tensor([0, rows], dtype=torch.int32, device=program.device)
+            narrow = StaticBuffer(_name(segments[0]), lengths, None)
+            return self._request_over(static, {**buffers, segments[0]: narrow}, rows)
+
+        several = len(segments) == 1 and buffers[segments[0]].tensor.shape[0] > 2
         return CaptureRequest(
-            StaticInputs(buffers),
+            StaticInputs(buffers.values()),
             StaticParameters(()),  # `_check_parameters` has seen every call's own
-            [_name(entry.slot) for entry in program.region_inputs if entry.is_segments],
+            [_name(slot) for slot in segments],
             rows,
+            None if program.num_rows_slot is None else slots[program.num_rows_slot],
             forward,
             can_break=bool(program.splits),
+            one_segment=one_segment if several else None,
         )
 
     def _replay(self, captured: CapturedForward, frame: Frame) -> list[Any]:

@@ -34,6 +34,7 @@ class CapturedForward:
         inputs: the static inputs that the forward reads.
         segment_inputs: names of the inputs that are cumulative lengths of attention.
         rows: tokens (rows) that the capture holds.
+        num_rows: where the forward's masks read the number of real rows; None if it has none.
         mode: "full" or "piecewise".
     """
 
@@ -43,6 +44,7 @@ class CapturedForward:
         parameters: StaticParameters,
         segment_inputs: Sequence[str],
         rows: int,
+        num_rows: Tensor | None,
         mode: str,
         pool: GraphPool,
     ) -> None:
@@ -50,6 +52,7 @@ class CapturedForward:
         self.parameters = parameters
         self.segment_inputs = tuple(segment_inputs)
         self.rows = rows
+        self.num_rows = num_rows
         self.mode = mode
         self.pool = pool
         self.capture = SegmentedCapture(pool)
@@ -99,8 +102,8 @@ class CapturedForward:
     def load(self, values: Mapping[str, Tensor | None], rows: int) -> None:
         """Fills the static inputs with a batch of `rows` rows, padded.
 
-        Cumulative lengths on the CPU are checked and extended over the pad rows here; eager attention steps then see the
-        true segments. Those on another device are taken as they are.
+        Cumulative lengths are extended by empty segments. Those on the CPU are checked, and eager attention steps then see
+        the true segments; those on another device are not read.
 
         Raises:
             ReplayError: something does not fit; nothing has been copied then.
@@ -116,8 +119,10 @@ class CapturedForward:
                 padded[name] = pad_cu_seqlens(given, buffer.shape[0], self.rows)
                 lengths[buffer.data_ptr()] = (buffer[: given.shape[0]], longest_segment(given))
             else:
-                padded[name] = pad_cu_seqlens_on_device(given, buffer.shape[0], self.rows)
+                padded[name] = pad_cu_seqlens_on_device(given, buffer.shape[0])
         self.inputs.load(padded)
+        if self.num_rows is not None:
+            self.num_rows.fill_(rows)
         if len(lengths) == len(self.segment_inputs):
             self.live.set(rows, lengths)
         else:

@@ -27,12 +27,18 @@ class GraphPool:
         self.max_bytes = max_bytes
         self.used_bytes = 0
         self.is_cuda = device.type == "cuda"
-        self.handle: Any = torch.cuda.graph_pool_handle() if self.is_cuda else None
+        # Held for as long as the pool is in use: without it the pool would die with the last capture that is released.
+        self._memory = torch.cuda.MemPool() if self.is_cuda else None
         # Warm-up and capture share a stream, so that libraries' per-stream workspaces exist before a capture begins.
         self.stream = torch.cuda.Stream(device) if self.is_cuda else None
         self._lock = threading.RLock()
         self._last_replay: torch.cuda.Event | None = None
         self._last_stream: torch.cuda.Stream | None = None
+
+    @property
+    def handle(self) -> Any:
+        """What `torch.cuda.CUDAGraph.capture_begin` takes."""
+        return None if self._memory is None else self._memory.id
 
     def reserved_bytes(self) -> int:
         """Device memory held by this process's allocator; differences around a capture are what it added."""
@@ -85,5 +91,5 @@ class GraphPool:
         self.used_bytes = 0
         if self.is_cuda:
             torch.cuda.synchronize(self.device)
+            self._memory = torch.cuda.MemPool()
             torch.cuda.empty_cache()
-            self.handle = torch.cuda.graph_pool_handle()

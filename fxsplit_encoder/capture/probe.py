@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fxsplit_encoder.capture.segments import pad_cu_seqlens
 from fxsplit_encoder.compile import DIRECT, Frame
 
 if TYPE_CHECKING:
@@ -30,10 +29,7 @@ def probe_padding(program: Program, frame: Frame, rows: int) -> str | None:
     padded = Frame(list(exact.slots), padded_symbols(program, frame, rows))
     for entry in program.region_inputs:
         value = exact.slots[entry.slot]
-        if entry.is_segments:
-            extended = pad_cu_seqlens(value.cpu(), value.shape[0] + 1, rows)
-            padded.slots[entry.slot] = extended.to(value.device)
-        elif entry.token_dim is not None:
+        if entry.token_dim is not None:
             size = entry.info.shape[entry.token_dim](padded.symbols)
             padded.slots[entry.slot] = _pad_with_nan(value, entry.token_dim, size)
     try:

@@ -1,12 +1,10 @@
-"""Segments of a padded sequence: how many a budget holds, and how cumulative lengths are extended over the pad rows.
-
-The pad rows are segments too. An attention kernel leaves rows outside every segment unwritten, and reads value rows past
-the last one; were those rows garbage that happens to be NaN, real rows would become NaN (capture rule 1). Covered by
-segments of their own, they are computed like any row, on every kernel. Attention costs the square of a segment's length, so
-the pad rows are spread evenly over all segments that the batch left free.
+"""Segments of a padded sequence: how many a budget holds, and how cumulative lengths are extended.
 
     rows      0 . . . . . . . . . n . . . . . . . . . . . . B
-    segments  [ image ][ image    ][ pad ][ pad ][ pad ][ pad ]
+    segments  [ image ][ image    ]          (then empty ones)
+
+In a compiled forward the pad rows belong to no segment; masks keep them finite (`compile.masks`). In a forward that is
+captured as it is, without masks, `cover_pad_rows` makes them segments too, so that attention writes them.
 """
 
 from __future__ import annotations
@@ -22,14 +20,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 # An image or frame of a served model seldom has fewer output tokens (224 x 224 pixels in Qwen3-VL have 49). Every segment of
-# a capture costs attention thread blocks, used or not: 32 empty ones slow FlashAttention 2 from 26.8 to 44.4 microseconds
-# at 784 tokens (H200).
-_TYPICAL_SEGMENT_TOKENS = 64
-_MIN_SEGMENTS = 4
+# a capture costs thread blocks of attention, used or not: with 4 empty segments beside one real one FlashAttention 2 took 48.7
+# instead of 32.4 microseconds at 1024 tokens, with 64 of them 61.0 (one H200, 16 heads of 72).
+_TYPICAL_SEGMENT_TOKENS = 32
+_MIN_SEGMENTS = 8
 
 
 def segment_capacity(token_budget: int, max_segments: int) -> int:
-    """Real segments (images, frames) that the capture of a budget holds; one more is kept for padding.
+    """Segments (images, frames) that the capture of a budget holds.
 
     Args:
         token_budget: output tokens.
@@ -39,12 +37,12 @@ def segment_capacity(token_budget: int, max_segments: int) -> int:
 
 
 def pad_cu_seqlens(cu_seqlens: Tensor, length: int, rows: int) -> Tensor:
-    """Extends cumulative lengths to `length` entries that end at `rows`, on the host.
+    """Extends cumulative lengths on the CPU to `length` entries, by empty segments (capture rule 2).
 
     Args:
-        cu_seqlens: (segments + 1,) int32 CPU tensor rising from 0; repeated last entries (empty segments) are dropped.
+        cu_seqlens: (segments + 1,) int32 CPU tensor rising from 0; repeated last entries (empty segments) may be dropped.
         length: entries of the captured buffer.
-        rows: rows of the captured sequence, all of which the result covers.
+        rows: rows of the captured sequence.
 
     Raises:
         InputError: the lengths fall, or do not start at 0.
@@ -55,17 +53,16 @@ def pad_cu_seqlens(cu_seqlens: Tensor, length: int, rows: int) -> Tensor:
         raise InputError(f"cu_seqlens: expected entries that rise from 0; got {given[:8].tolist()}...")
     real = int(given[-1])
     segments = int(np.searchsorted(given, real))
-    if real > rows or segments + (real < rows) > length - 1:
+    if not fits(segments, real, length, rows):
         raise ReplayError(
             f"cu_seqlens: {segments} segments over {real} rows do not fit a capture of {length - 1} segments over {rows} rows"
         )
-    result = np.empty(length, dtype=np.int32)
+    result = np.full(length, real, dtype=np.int32)
     result[: segments + 1] = given[: segments + 1]
-    result[segments:] = np.linspace(real, rows, length - segments).astype(np.int32)
     return torch.from_numpy(result)
 
 
-def pad_cu_seqlens_on_device(cu_seqlens: Tensor, length: int, rows: int) -> Tensor:
+def pad_cu_seqlens_on_device(cu_seqlens: Tensor, length: int) -> Tensor:
     """`pad_cu_seqlens` where the lengths are on a device: without a host read, so their values go unchecked.
 
     Raises:
@@ -74,12 +71,28 @@ def pad_cu_seqlens_on_device(cu_seqlens: Tensor, length: int, rows: int) -> Tens
     spare = length - cu_seqlens.shape[0]
     if spare < 0:
         raise ReplayError(f"cu_seqlens: {cu_seqlens.shape[0]} entries do not fit a capture of {length}")
-    if spare == 0:
-        return cu_seqlens
-    real = cu_seqlens[-1]
-    steps = torch.arange(1, spare + 1, device=cu_seqlens.device, dtype=torch.int64)
-    tail = real + (rows - real) * steps // spare
-    return torch.cat([cu_seqlens, tail.to(cu_seqlens.dtype)])
+    return torch.cat([cu_seqlens, cu_seqlens[-1:].expand(spare)]) if spare else cu_seqlens
+
+
+def cover_pad_rows(captured: Tensor, cu_seqlens: Tensor) -> None:
+    """Fills captured cumulative lengths so that they cover the pad rows too; without a host read.
+
+    The last entry of `captured` is the capture's number of rows and stays so. The pad rows are spread evenly over all free
+    segments, since attention costs the square of a segment's length.
+
+    Raises:
+        ReplayError: fewer than one entry is left for padding.
+    """
+    spare = captured.shape[0] - cu_seqlens.shape[0]
+    if spare < 1:
+        raise ReplayError(
+            f"cu_seqlens: {cu_seqlens.shape[0]} entries leave no segment for padding in a capture of {captured.shape[0]}"
+        )
+    given = cu_seqlens.to(captured.device)
+    real, rows = given[-1].long(), captured[-1].long()
+    steps = torch.arange(1, spare + 1, device=captured.device)
+    captured[given.shape[0] :] = (real + (rows - real) * steps // spare).to(captured.dtype)
+    captured[: given.shape[0]] = given
 
 
 def longest_segment(cu_seqlens: Tensor) -> int:
@@ -89,5 +102,5 @@ def longest_segment(cu_seqlens: Tensor) -> int:
 
 
 def fits(num_segments: int, num_rows: int, length: int, rows: int) -> bool:
-    """Whether a batch fits cumulative lengths of `length` entries over `rows` rows, its padding included."""
-    return num_rows <= rows and num_segments + (num_rows < rows) <= length - 1
+    """Whether a batch fits captured cumulative lengths of `length` entries over `rows` rows."""
+    return num_rows <= rows and num_segments <= length - 1

@@ -34,7 +34,7 @@ class Checkpoint:
         if path.is_dir():
             return cls(str(model), path)
         if isinstance(model, Path) or path.exists() or not _HUB_NAME.fullmatch(model):
-            raise InputError(f"{model}: no such directory; expected a checkpoint directory or a hub name, owner/model")
+            raise InputError(f"{model}: no such directory; expected one, or a hub name such as owner/model")
         return cls(model, None)
 
     def find(self, file_name: str) -> Path | None:
@@ -80,12 +80,13 @@ def _fetch(repository: str, file_name: str) -> Path | None:
     try:
         return Path(huggingface_hub.hf_hub_download(repository, file_name))
     except LocalEntryNotFoundError as error:
-        raise InputError(f"{repository}: no such directory, and the hub cannot be reached: {_brief(error)}") from None
+        reason = f"the hub cannot be reached: {_first_line(error)}"
     except EntryNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise InputError(f"{repository}: no such directory, and not fetched from the hub: {_brief(error)}") from None
+        reason = f"the hub refuses: {_first_line(error)}"
+    raise InputError(f"{repository}: no such directory, and {reason}")
 
 
-def _brief(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -65,7 +65,8 @@ class EncoderInputs:
 
     items: tuple[Item, ...]
     mm_kwargs: dict[str, torch.Tensor]
-    """`pixel_values` with `image_grid_thw`, and `pixel_values_videos` with `video_grid_thw`; only what there is."""
+    """`pixel_values` and `image_grid_thw` if there are images, `pixel_values_videos` and `video_grid_thw` if
+    there are clips."""
 
     def to(self, device: torch.device, dtype: torch.dtype) -> EncoderInputs:
         """The same batch with its patches on `device`, as `dtype`."""
@@ -92,7 +93,7 @@ _KEYS = {False: ("pixel_values", "image_grid_thw"), True: ("pixel_values_videos"
 def load_inputs(
     paths: Sequence[Path], image_format: PatchFormat = IMAGE_FORMAT, video_format: PatchFormat = VIDEO_FORMAT
 ) -> EncoderInputs:
-    """Read images and clips: animated files that Pillow decodes (WebP, GIF, APNG), of which every frame counts.
+    """Read images and clips, the animated files that Pillow decodes: WebP, GIF, APNG. Every frame counts.
 
     Raises:
         InputError: a file is missing, is no image, or is too elongated.

@@ -83,7 +83,7 @@ def demo_tower(
 
 
 def _distribution(name: str, initializer_range: float) -> tuple[float, float]:
-    """Mean and deviation of a parameter. The library's own defaults (biases of zero, faint positions) hide faults."""
+    """Mean and deviation of a parameter. Biases of zero and faint positions, the usual ones, hide faults."""
     if name.endswith(".bias"):
         return 0.0, 0.1
     if "norm" in name:
@@ -102,17 +102,21 @@ def _with_weights(
     tower.load_state_dict(weights, assign=True)
     # No checkpoint holds its frequencies; they stay float32 whatever the dtype, as in the model library.
     tower.rotary_pos_emb = type(tower.rotary_pos_emb)(tower.config).to(device)
-    return tower.eval().requires_grad_(False)
+    tower.requires_grad_(False)
+    tower.train(False)
+    return tower
 
 
 def _vision_config(checkpoint: Checkpoint) -> Qwen3VLVisionConfig:
     settings = checkpoint.read_json("config.json")
     if settings is None:
-        raise InputError(f"{checkpoint.model}: no config.json; expected a checkpoint as save_pretrained writes it")
+        raise InputError(f"{checkpoint.model}: no config.json; expected what save_pretrained writes")
     model_type = str(settings.get("model_type", ""))
     if model_type.removesuffix("_vision") not in _MODEL_TYPES:
         allowed = ", ".join([*_MODEL_TYPES, *(f"{name}_vision" for name in _MODEL_TYPES)])
-        raise InputError(f"{checkpoint.model}: model_type {model_type!r} in config.json; expected one of {allowed}")
+        raise InputError(
+            f"{checkpoint.model}: model_type {model_type!r} in config.json; expected one of {allowed}"
+        )
     vision = dict(settings.get("vision_config", settings))
     vision.pop("model_type", None)
     return Qwen3VLVisionConfig(**vision)
@@ -127,7 +131,7 @@ def _vision_files(checkpoint: Checkpoint, expected: Collection[str]) -> dict[str
             paths = {file: _require(checkpoint, file) for file in {where[name] for name in names.values()}}
             return {own: (name, paths[where[name]]) for own, name in names.items()}
     prefixes = ", ".join(repr(prefix) for prefix in _PREFIXES)
-    raise InputError(f"{checkpoint.model}: no tensor of a vision tower; looked for names after the prefixes {prefixes}")
+    raise InputError(f"{checkpoint.model}: no tensor of a vision tower after any of the prefixes {prefixes}")
 
 
 def _tensor_files(checkpoint: Checkpoint) -> Mapping[str, str]:

@@ -48,7 +48,7 @@ class PatchFormat:
     def updated(self, settings: Mapping[str, Any]) -> PatchFormat:
         """A copy with what a processor's JSON file sets, under the processor's names."""
         size = settings.get("size") or {}
-        changes = {
+        changes: dict[str, Any] = {
             "min_pixels": settings.get("min_pixels") or size.get("shortest_edge"),
             "max_pixels": settings.get("max_pixels") or size.get("longest_edge"),
             "patch_size": settings.get("patch_size"),
@@ -60,7 +60,7 @@ class PatchFormat:
         return replace(self, **{name: value for name, value in changes.items() if value is not None})
 
 
-# The published Qwen3-VL checkpoints enlarge images to 65536 pixels; without a checkpoint small images stay small.
+# Published Qwen3-VL checkpoints enlarge images to 65536 pixels; without a checkpoint small ones stay small.
 IMAGE_FORMAT = PatchFormat(min_pixels=56 * 56, max_pixels=16_777_216)
 VIDEO_FORMAT = PatchFormat(min_pixels=4096, max_pixels=25_165_824)
 
@@ -98,7 +98,8 @@ def normalize_frames(frames: NDArray[np.uint8], form: PatchFormat) -> NDArray[np
     """Bytes (frames, height, width, channels) to values around 0, (frames, channels, height, width)."""
     # Through float64 and back, as the image processor does, so that the same pixels give the same values.
     scaled = (frames.astype(np.float64) * (1 / 255)).astype(np.float32)
-    normalized = (scaled - np.array(form.mean, np.float32)) / np.array(form.std, np.float32)
+    mean, std = (np.array(values, dtype=np.float32) for values in (form.mean, form.std))
+    normalized: NDArray[np.float32] = (scaled - mean) / std
     return normalized.transpose(0, 3, 1, 2)
 
 

@@ -10,6 +10,7 @@ from torch import fx
 
 from fxsplit_encoder.compile import padding
 from fxsplit_encoder.compile.host import host_op
+from fxsplit_encoder.compile.masks import mask_pad_rows
 from fxsplit_encoder.compile.passes import PASSES
 from fxsplit_encoder.compile.pieces import PieceCache, piece_compiler
 from fxsplit_encoder.compile.program import Program, Ref, RegionInput, Step, TensorInfo
@@ -45,32 +46,43 @@ def build_program(module: fx.GraphModule, static_inputs: Sequence[int], options:
     """
     for run_pass in PASSES.values():
         run_pass(module)
-    graph = split_graph(module, splitting_targets(options.splitting_ops))
-    return _Builder(module, graph, frozenset(static_inputs), options).build()
+    targets = splitting_targets(options.splitting_ops)
+    num_rows = mask_pad_rows(module, [n for n in module.graph.nodes if n.target in targets and _VARLEN in str(n.target)])
+    graph = split_graph(module, targets)
+    return _Builder(module, graph, frozenset(static_inputs), num_rows, options).build()
 
 
 class _Builder:
     def __init__(
-        self, module: fx.GraphModule, graph: SplitGraph, static_inputs: frozenset[int], options: CompileOptions
+        self,
+        module: fx.GraphModule,
+        graph: SplitGraph,
+        static_inputs: frozenset[int],
+        num_rows: fx.Node | None,
+        options: CompileOptions,
     ) -> None:
         self.module = module
         self.graph = graph
         self.static_inputs = static_inputs
+        self.num_rows = num_rows
+        self.graph_inputs = [n for n in graph.placeholders if n is not num_rows]
         self.options = options
         self.slots: dict[fx.Node, int] = {}
 
     def build(self) -> Program:
         graph = self.graph
-        for node in (*graph.placeholders, *graph.constants):
+        for node in (*self.graph_inputs, *graph.constants):
             self._slot(node)
         device = self._device()
         steps = self._free_slots(self._steps(PieceCache(piece_compiler(self.options.piece_compiler, device))))
         token_symbol = self._token_symbol()
         region_start = max((i + 1 for i, step in enumerate(steps) if step.kind == "host"), default=0)
         region_inputs = self._region_inputs(region_start, token_symbol)
+        accepts = _accepts(self.graph_inputs)
         return Program(
             steps=tuple(steps),
-            num_inputs=len(graph.placeholders),
+            num_inputs=len(self.graph_inputs),
+            num_rows_slot=None if self.num_rows is None else self._slot(self.num_rows),
             num_slots=len(self.slots),
             constants={self.slots[n]: _attribute(self.module, n) for n in graph.constants},
             static_inputs=self.static_inputs,
@@ -79,14 +91,14 @@ class _Builder:
             output_infos=tuple(
                 _info(a) if isinstance(a, fx.Node) and not is_scalar(a) else None for a in graph.output_args
             ),
-            input_shapes=tuple(None if is_scalar(n) else _info(n).shape for n in graph.placeholders),
+            input_shapes=tuple(None if is_scalar(n) else _info(n).shape for n in self.graph_inputs),
             token_symbol=token_symbol,
             region_start=region_start,
             region_inputs=region_inputs,
             region_symbols=self._region_symbols(steps[region_start:], region_inputs, token_symbol),
             device=device,
-            padding=self._prove(region_start, region_inputs, token_symbol),
-            accepts=_accepts(graph.placeholders),
+            padding=self._prove(region_start, region_inputs, token_symbol, accepts),
+            accepts=accepts,
         )
 
     def _slot(self, node: fx.Node) -> int:
@@ -172,11 +184,11 @@ class _Builder:
     def _symbol_sources(self) -> list[tuple[str, int, int]]:
         """Where each symbol's value is read. Unlisted symbols would be data-dependent, which splitting has refused."""
         sources: dict[str, tuple[int, int]] = {}
-        for index, node in enumerate(self.graph.placeholders):
+        for index, node in enumerate(self.graph_inputs):
             value = node.meta["val"]
             if isinstance(value, torch.SymInt) and expression(value).is_Symbol:
                 sources.setdefault(str(value.node.expr), (index, -1))
-        for index, node in enumerate(self.graph.placeholders):
+        for index, node in enumerate(self.graph_inputs):
             value = node.meta["val"]
             if isinstance(value, torch.Tensor):
                 for dim, size in enumerate(value.shape):
@@ -218,7 +230,7 @@ class _Builder:
                 made_inside.update(part.nodes)
                 read.update((n, None) for n in part.inputs)
         read.update((a, None) for a in self.graph.output_args if isinstance(a, fx.Node))
-        fixed = {self.graph.placeholders[i] for i in self.static_inputs} | set(self.graph.constants)
+        fixed = {self.graph_inputs[i] for i in self.static_inputs} | {*self.graph.constants, self.num_rows}
         return tuple(
             RegionInput(
                 self.slots[node],
@@ -238,7 +250,11 @@ class _Builder:
         return tuple(sorted({symbol for size in sizes for symbol in size.symbols} - {token_symbol or ""}))
 
     def _prove(
-        self, region_start: int, region_inputs: Sequence[RegionInput], token_symbol: str | None
+        self,
+        region_start: int,
+        region_inputs: Sequence[RegionInput],
+        token_symbol: str | None,
+        accepts: Callable[[SymbolValues], bool],
     ) -> padding.PaddingReport:
         if token_symbol is None:
             return padding.PaddingReport((("graph", "no dimension of a splitting op's query is symbolic"),))
@@ -253,7 +269,7 @@ class _Builder:
         nodes: list[fx.Node] = []
         for part in self._region_parts(region_start):
             nodes += [part.node, *part.unpacked] if isinstance(part, Cut) else list(part.nodes)
-        return padding.analyse(nodes, seeds, token_symbol)
+        return padding.analyse(nodes, seeds, token_symbol, accepts)
 
 
 def _refs(argument: Any) -> list[int]:
@@ -293,12 +309,15 @@ def _accepts(placeholders: Sequence[fx.Node]) -> Callable[[SymbolValues], bool]:
     )
     if shape_env is None:
         return lambda values: True
-    conditions: list[Size] | None = None
+    bounds = {str(symbol): (bound.lower, bound.upper) for symbol, bound in shape_env.var_to_range.items()}
+    conditions = [Size(g.expr) for g in shape_env.guards if not g.expr.is_Boolean or g.expr.free_symbols]
 
     def accepts(values: SymbolValues) -> bool:
-        nonlocal conditions
-        if conditions is None:
-            conditions = [Size(g.expr) for g in shape_env.guards if not g.expr.is_Boolean or g.expr.free_symbols]
-        return all(c(values) for c in conditions if set(c.symbols) <= values.keys())
+        within = all(
+            bool(bounds[symbol][0] <= value) and bool(value <= bounds[symbol][1])
+            for symbol, value in values.items()
+            if symbol in bounds
+        )
+        return within and all(bool(c(values)) for c in conditions if set(c.symbols) <= values.keys())
 
     return accepts

@@ -15,6 +15,7 @@ operations are recognised by their tag, so most need none. Whatever the rule say
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ import sympy
 import torch
 from torch import fx
 
-from fxsplit_encoder.compile.sizes import expression, shape_exprs
+from fxsplit_encoder.compile.sizes import Size, SymbolValues, expression, shape_exprs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -74,15 +75,23 @@ class PaddingReport:
         return "proved" if self.proved else "; ".join(f"{node}: {reason}" for node, reason in self.reasons[:3])
 
 
-def analyse(nodes: Sequence[fx.Node], seeds: Mapping[fx.Node, State], token_symbol: str) -> PaddingReport:
+def analyse(
+    nodes: Sequence[fx.Node],
+    seeds: Mapping[fx.Node, State],
+    token_symbol: str,
+    accepts: Callable[[SymbolValues], bool] = lambda values: True,
+) -> PaddingReport:
     """Proves or refutes row independence of a region.
 
     Args:
         nodes: the region's nodes in order, each with its traced value in `meta["val"]`.
         seeds: the states of the tensors that enter the region.
         token_symbol: the name of the symbol that counts tokens.
+        accepts: whether the trace holds for these values of symbols.
     """
-    analysis = _Analysis(dict(seeds), token_symbol)
+    analysis = _Analysis(dict(seeds), token_symbol, accepts)
+    if len(analysis.samples) < 2:
+        return PaddingReport((("graph", f"the trace holds for {analysis.samples} tokens only"),))
     reasons = [*analysis.check_seeds(), *analysis.visit_all(nodes)]
     return PaddingReport(tuple(reasons), analysis.may_probe)
 
@@ -96,12 +105,24 @@ def _symbols(expr: sympy.Expr) -> set[str]:
     return {str(s) for s in expr.free_symbols}
 
 
+def _sample(accepts: Callable[[int], bool]) -> list[int]:
+    """Token counts at which sizes are compared: those up to 4096 that the trace holds for, or else the first two."""
+    samples = [n for n in range(2, 4097) if accepts(n)]
+    if len(samples) < 2:
+        samples = list(itertools.islice((n for n in range(2, 2**18) if accepts(n)), 2))
+    return samples
+
+
 class _Analysis:
-    def __init__(self, states: dict[fx.Node, State], token_symbol: str) -> None:
+    def __init__(
+        self, states: dict[fx.Node, State], token_symbol: str, accepts: Callable[[SymbolValues], bool]
+    ) -> None:
         self.states = states
         self.seeds = frozenset(states)
         self.symbol = token_symbol
         self.may_probe = True
+        self.samples = _sample(lambda tokens: accepts({token_symbol: tokens}))
+        self._varying: dict[sympy.Expr, bool] = {}
         # The symbols whose values differ between a padded run and the exact one.
         self.padded_symbols = {token_symbol}
         for node, state in states.items():
@@ -140,7 +161,7 @@ class _Analysis:
         if name == "getitem":
             state = self.states[node.args[0]]  # type: ignore[index]
             return state[node.args[1]] if isinstance(state, list) else state
-        if _draws_random_numbers(node):
+        if name not in _DENSE and _draws_random_numbers(node):
             raise NotProvedError(f"{name} draws random numbers, whose order depends on the token count")
         if SEGMENTS in inputs and name not in _ATTENTIONS:
             raise NotProvedError(f"{name} reads the segments' cumulative lengths; only attention may")
@@ -171,11 +192,31 @@ class _Analysis:
                 continue
             rows = tensor_state.dim if isinstance(tensor_state, Rows) else None
             for dim, expr in enumerate(shape_exprs(tensor)):
-                symbols = _symbols(expr)
-                if dim != rows and not self.padded_symbols.isdisjoint(symbols):
-                    raise NotProvedError(f"dimension {dim} of {tuple(tensor.shape)} grows with the padding too")
-                if dim == rows and self.symbol not in symbols:
+                varies = self.varies(expr)
+                if varies and dim != rows:
+                    raise NotProvedError(f"dimension {dim} of {tuple(tensor.shape)} changes with the padding too")
+                if not varies and dim == rows:
                     raise NotProvedError(f"dimension {dim} of {tuple(tensor.shape)} does not count tokens any more")
+
+    def varies(self, expr: sympy.Expr) -> bool:
+        """Whether padding changes a size. Some that name the token symbol do not: s // (s // 4) is 4 where it is traced."""
+        if expr not in self._varying:
+            symbols = _symbols(expr)
+            varies = not self.padded_symbols.isdisjoint(symbols)
+            if varies and symbols == {self.symbol}:
+                size = Size(expr)
+                varies = len({size({self.symbol: n}) for n in self.samples}) > 1
+            self._varying[expr] = varies
+        return self._varying[expr]
+
+    def are_equal(self, one: sympy.Expr, other: sympy.Expr) -> bool:
+        """Whether two sizes are always the same. Some are spelled in two ways: 4 * (s // 4) is s where it is traced."""
+        if one == other:
+            return True
+        if _symbols(one) | _symbols(other) != {self.symbol}:
+            return False
+        a, b = Size(one), Size(other)
+        return all(a({self.symbol: n}) == b({self.symbol: n}) for n in self.samples)
 
     def looks_up_safely(self, node: fx.Node) -> bool:
         """Whether the indices of pad rows are in range: they are the zeros of an input's pad rows, not computed."""
@@ -254,7 +295,7 @@ def _pointwise(view: _View) -> State:
         state, value = view.analysis.states.get(node, SHARED), node.meta.get("val")
         if isinstance(state, Rows) and isinstance(value, torch.Tensor):
             dim = state.dim + output.dim() - value.dim()
-            if expression(value.shape[state.dim]) != expression(output.shape[dim]):
+            if not view.analysis.are_equal(expression(value.shape[state.dim]), expression(output.shape[dim])):
                 raise view.fail("broadcasts along the token dimension")
             dims.add(dim)
     if len(dims) != 1:
@@ -495,6 +536,8 @@ def _varlen_attention(view: _View) -> State:
 
 def _dense_attention(view: _View) -> State:
     """(batch, heads, tokens, head_dim): every entry of the batch attends alone."""
+    if _named(view.node, "dropout_p"):
+        raise view.fail("drops entries at random")
     qkv, others = view.args[:3], [*view.args[3:], *view.node.kwargs.values()]
     masks = [a for a in others if isinstance(a, fx.Node)]
     independent = all(view.state(a) == Rows(0) and view.rank(i) > 2 for i, a in enumerate(qkv))
@@ -588,6 +631,14 @@ def _positional(node: fx.Node) -> tuple[Any, ...]:
                 break
             args.append(node.kwargs.get(parameter.name, parameter.default_value))
     return tuple(args)
+
+
+def _named(node: fx.Node, name: str) -> Any:
+    """The argument of a schema's parameter; None if there is none."""
+    for parameter, value in zip(node.target._schema.arguments, _positional(node), strict=False):  # type: ignore[union-attr]
+        if parameter.name == name:
+            return value
+    return node.kwargs.get(name)
 
 
 def _indices(node: fx.Node) -> Sequence[Any]:

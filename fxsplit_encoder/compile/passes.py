@@ -41,6 +41,8 @@ def _covers_input_once(node: fx.Node) -> bool:
         and all(d == 1 for d in dilation)
         and not transposed
         and groups == 1
+        and source.meta["val"].is_contiguous()
+        and weight.meta["val"].is_contiguous()
     )
 
 

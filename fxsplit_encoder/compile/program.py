@@ -120,6 +120,8 @@ class Program:
     steps: tuple[Step, ...]
     num_inputs: int
     num_slots: int
+    num_rows_slot: int | None
+    """Where the masks of pad rows find the number of real rows, a 0-dimensional int64 tensor."""
     constants: Mapping[int, Tensor]
     """Tensors lifted out of the graph, by slot."""
     static_inputs: frozenset[int]
@@ -148,6 +150,10 @@ class Program:
             frame.slots[slot] = constant
         for symbol, index, dim in self.symbol_sources:
             frame.symbols.setdefault(symbol, args[index] if dim < 0 else args[index].shape[dim])
+        if self.num_rows_slot is not None and self.token_symbol is not None:
+            # A fill is enqueued; a copy from the host would wait for the device.
+            rows = frame.symbols[self.token_symbol]
+            frame.slots[self.num_rows_slot] = torch.full((), rows, dtype=torch.int64, device=self.device)
         self._run_steps(self.steps[: self.region_start], frame, DIRECT)
         return frame
 

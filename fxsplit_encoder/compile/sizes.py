@@ -6,6 +6,7 @@ sympy: the expression is printed as Python once.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import sympy
@@ -39,7 +40,7 @@ class Size:
         self.symbols = tuple(sorted(str(s) for s in expr.free_symbols))
         self._constant = int(expr) if not self.symbols and expr.is_Integer else None
         source = f"lambda {', '.join(self.symbols)}: {PythonPrinter().doprint(expr)}"
-        self._function: Callable[..., Any] = eval(source, {"math": __import__("math")})
+        self._function: Callable[..., Any] = eval(source, {"math": math, "torch": torch})
 
     @classmethod
     def of(cls, value: int | torch.SymInt | torch.SymFloat | torch.SymBool) -> Size:

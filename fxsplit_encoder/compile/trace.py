@@ -12,7 +12,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 from fxsplit_encoder.compile.build import CompileOptions, build_program
 from fxsplit_encoder.compile.program import DIRECT
-from fxsplit_encoder.errors import CompileError
+from fxsplit_encoder.errors import CompileError, FxSplitError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -142,7 +142,7 @@ def trace_forward(
     def backend(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         return compile_graph(module, example_inputs, options, make_runtime)
 
-    examples = {name: tensor.view_as(tensor) for name, tensor in inputs.items()}
+    examples = _distinct(inputs)
     for name, dims in dynamic_dims.items():
         for dim in dims:
             torch._dynamo.maybe_mark_dynamic(examples[name], dim)
@@ -151,13 +151,39 @@ def trace_forward(
         with torch.inference_mode(False), torch.no_grad():
             result = compiled(examples)
     except torch._dynamo.exc.TorchDynamoException as error:
-        cause = error.__cause__ or error
+        cause = getattr(error, "inner_exception", None) or error.__cause__ or error
+        if isinstance(cause, FxSplitError):
+            raise cause from None
         raise CompileError(f"the forward does not trace as one graph: {_first_line(cause)}") from error
     if len(found) != 1 or not isinstance(result, torch.Tensor):
         raise CompileError(
             f"the forward became {len(found)} graphs and returned {type(result).__name__}; expected 1 and a tensor"
         )
-    return _bind(*found[0], examples)
+    bound = _bind(*found[0], examples)
+    _require_dynamic(bound, dynamic_dims)
+    return bound
+
+
+def _distinct(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The inputs as tensors that no one else marks, each at an address of its own, by which it is recognised."""
+    examples: dict[str, Tensor] = {}
+    addresses: set[int] = set()
+    for name, tensor in inputs.items():
+        if tensor.numel() == 0:
+            raise CompileError(f"{name}: the example is empty ({tuple(tensor.shape)}); it needs at least one element")
+        examples[name] = tensor.clone() if tensor.data_ptr() in addresses else tensor.view_as(tensor)
+        addresses.add(examples[name].data_ptr())
+    return examples
+
+
+def _require_dynamic(bound: BoundProgram, dynamic_dims: Mapping[str, Sequence[int]]) -> None:
+    """A size that the trace turned into a constant would be a wrong one at the next call: nothing checks it there."""
+    for name, shape in zip(bound.names, bound.program.input_shapes, strict=True):
+        for dim in dynamic_dims.get(name, ()) if name is not None and shape is not None else ():
+            if not shape[dim].symbols:
+                raise CompileError(
+                    f"the forward works for one size of dimension {dim} of {name} only ({shape[dim]}), which is to vary"
+                )
 
 
 def _own_code(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -118,7 +118,7 @@ class EncoderCudaGraphManager:
                 path.capture(budget)
                 if budget in path.captured:
                     captured = path.captured[budget]
-                    self.statistics.record_capture(path.name, budget, captured.mode, captured.num_bytes)
+                    self.statistics.record_capture(path.name, budget, captured.mode, path.ladder.num_bytes(budget))
                 if progress is not None:
                     progress(done + 1, len(wanted))
             self._captured = True
@@ -194,9 +194,8 @@ class EncoderCudaGraphManager:
             None if everything else {(name, b) for name, path in self.paths.items() for b in path.captured},
             self._item_frames(mm_kwargs, segments),
             exact={(name, b) for name, path in self.paths.items() for b in path.ladder.exact},
-            segments_fit=lambda name, budget, items, needed: self.paths[name].segments_fit(
-                budget, sum(segments[i] for i in items), needed
-            ),
+            item_segments=segments,
+            segment_room={(n, b): room for n, path in self.paths.items() for b, room in path.segment_room.items()},
         )
 
     def _item_segments(self, mm_kwargs: dict[str, Any], num_items: int) -> list[int]:
@@ -282,7 +281,7 @@ class EncoderCudaGraphManager:
             input_buffers=captured.inputs.tensors,
             output_buffer=captured.outputs[0],
             mode=captured.mode,
-            graph_bytes=captured.num_bytes,
+            graph_bytes=path.ladder.num_bytes(budget),
         )
 
 

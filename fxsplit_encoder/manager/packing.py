@@ -13,6 +13,8 @@ def pack_greedy(
     max_items: int,
     item_frames: Sequence[int] | None = None,
     max_frames: int = 0,
+    item_segments: Sequence[int] | None = None,
+    max_segments: int = 0,
 ) -> list[list[int]]:
     """Next-fit in ascending order: a batch grows until the next item would exceed a limit.
 
@@ -26,6 +28,8 @@ def pack_greedy(
         max_items: the items that a batch may have.
         item_frames: the video frames of every item, 0 for an image; None: frames are not limited.
         max_frames: the video frames that a batch may have.
+        item_segments: the attention segments of every item; None: segments are not limited.
+        max_segments: the attention segments that a batch may have.
 
     Returns:
         The positions of the items of every batch, each position once.
@@ -34,20 +38,21 @@ def pack_greedy(
         InputError: the sequences differ in length, or `max_items` is not positive.
     """
     frames = [0] * len(totals) if item_frames is None else item_frames
-    lengths = (len(item_tokens), len(totals), len(frames))
+    segments = [0] * len(totals) if item_segments is None else item_segments
+    lengths = (len(item_tokens), len(totals), len(frames), len(segments))
     if len(set(lengths)) > 1:
-        raise InputError(f"tokens, totals and frames must have one entry an item; got {lengths} entries")
+        raise InputError(f"tokens, totals, frames and segments must have one entry an item; got {lengths} entries")
     if max_items < 1:
         raise InputError(f"max_items must be at least 1; got {max_items}")
 
-    # An item is a vector of what it takes up: itself, its frames, its tokens on each path.
-    capacity = (max_items, max_frames, *path_maxima.values())
+    # An item is a vector of what it takes up: itself, its frames, its segments, its tokens on each path.
+    capacity = (max_items, max_frames, max_segments, *path_maxima.values())
     batches: list[list[int]] = []
     oversize: list[list[int]] = []
     growing: list[int] = []
     load = [0] * len(capacity)
     for index in sorted(range(len(totals)), key=totals.__getitem__):
-        item = [1, frames[index], *(item_tokens[index].get(path, 0) for path in path_maxima)]
+        item = [1, frames[index], segments[index], *(item_tokens[index].get(path, 0) for path in path_maxima)]
         merged = list(map(operator.add, load, item))
         if _fits(merged, capacity):
             growing.append(index)

@@ -18,7 +18,7 @@ from fxsplit_encoder.capture import (
 )
 from fxsplit_encoder.capture.probe import probe_padding
 from fxsplit_encoder.capture.runner import ExactRunner
-from fxsplit_encoder.capture.segments import fits, longest_segment
+from fxsplit_encoder.capture.segments import longest_segment
 from fxsplit_encoder.compile import DIRECT, BoundProgram, CompileOptions, trace_forward
 from fxsplit_encoder.errors import CaptureError, CompileError
 
@@ -66,7 +66,8 @@ class EncoderPath:
         self.notes: list[str] = []
         self.ladder = BudgetLadder(self._request, self.mode, pool)
         self._compiled = False
-        self._segment_entries: dict[int, list[int]] = {}
+        self.segment_room: dict[int, int] = {}
+        """The attention segments that a captured budget holds; budgets whose forward has none are left out."""
 
     # --- compile
 
@@ -124,24 +125,42 @@ class EncoderPath:
         if program is None:
             buffers = [StaticBuffer(name, tensor) for name, tensor in values.items()]
             return CaptureRequest(
-                StaticInputs(buffers), StaticParameters(()), (), budget, self._uncompiled(values), can_break=False
+                StaticInputs(buffers), StaticParameters(()), (), budget, None, self._uncompiled(values), can_break=False
             )
         rows = program.tokens(values)
         self._check_padding(program, values, rows)
-        buffers = [StaticBuffer(name, tensor, _fill_dim(program, name, tensor)) for name, tensor in values.items()]
-        self._segment_entries[budget] = [values[name].shape[0] for name in program.segment_inputs]
-        arguments = program.arguments(values)
+        buffers = {n: StaticBuffer(n, tensor, _fill_dim(program, n, tensor)) for n, tensor in values.items()}
+        if program.segment_inputs:
+            self.segment_room[budget] = min(values[name].shape[0] - 1 for name in program.segment_inputs)
+        num_rows = torch.full((), rows, dtype=torch.int64, device=self.device) if rows is not None else None
+        return self._request_over(program, buffers, budget if rows is None else rows, num_rows)
+
+    def _request_over(
+        self, program: BoundProgram, buffers: dict[str, StaticBuffer], rows: int, num_rows: Tensor | None
+    ) -> CaptureRequest:
+        arguments = program.arguments({name: buffer.tensor for name, buffer in buffers.items()})
 
         def forward(runner: Runner) -> list[Any]:
-            return program.program.finish(program.program.begin(arguments), runner)
+            frame = program.program.begin(arguments)
+            if program.program.num_rows_slot is not None:
+                frame.slots[program.program.num_rows_slot] = num_rows
+            return program.program.finish(frame, runner)
 
+        def one_segment() -> CaptureRequest:
+            name = program.segment_inputs[0]
+            lengths = torch.tensor([0, rows], dtype=torch.int32, device=self.device)
+            return self._request_over(program, {**buffers, name: StaticBuffer(name, lengths, None)}, rows, num_rows)
+
+        several = len(program.segment_inputs) == 1 and buffers[program.segment_inputs[0]].tensor.shape[0] > 2
         return CaptureRequest(
-            StaticInputs(buffers),
+            StaticInputs(buffers.values()),
             StaticParameters(t for t in program.fixed if isinstance(t, torch.Tensor)),
             program.segment_inputs,
-            rows if rows is not None else budget,
+            rows,
+            num_rows,
             forward,
             can_break=bool(program.program.splits),
+            one_segment=one_segment if several else None,
         )
 
     def _uncompiled(self, values: Mapping[str, Tensor]) -> Callable[[Runner], Sequence[Any]]:
@@ -154,7 +173,7 @@ class EncoderPath:
         """Raises CaptureError unless padding is proved, or the probe found it harmless on half of the capture's rows."""
         if program.program.padding.proved:
             return
-        if rows is None or rows < 2:
+        if rows is None or rows < 2 or not program.program.padding.may_probe:
             raise CaptureError(f"its rows are not known to be independent ({program.program.padding})")
         half = {name: _half(tensor, program.token_dims.get(name), program, name) for name, tensor in values.items()}
         refusal = probe_padding(program.program, program.program.begin(program.arguments(half)), rows)
@@ -162,11 +181,6 @@ class EncoderPath:
             raise CaptureError(f"padding changes its results ({program.program.padding}): {refusal}")
 
     # --- run
-
-    def segments_fit(self, budget: int, segments: int, tokens: int) -> bool:
-        """Whether a batch of so many attention segments fits a captured budget."""
-        entries = self._segment_entries.get(budget)
-        return entries is None or all(fits(segments, tokens, length, budget) for length in entries)
 
     def values(self, mm_kwargs: dict[str, Any]) -> dict[str, Tensor | None]:
         """What a replay, or a run at the exact shape, needs of a batch."""
@@ -181,7 +195,9 @@ class EncoderPath:
         Raises:
             ReplayError: the batch does not fit the capture; nothing was copied then.
         """
-        captured = self.captured[budget]
+        lengths = [values[name] for name in self.program.segment_inputs] if self.program is not None else []
+        single = len(lengths) == 1 and lengths[0] is not None and lengths[0].shape[0] == 2
+        captured = self.ladder.best(budget, 1 if single else None)
         special = {name: value for name, value in values.items() if name in self.padding_logics and value is not None}
         special = {name: value for name, value in special.items() if name not in captured.segment_inputs}
         captured.load({name: None if name in special else value for name, value in values.items()}, self._rows(values))

@@ -1,7 +1,7 @@
 """How a request is encoded, decided before anything runs and without looking at a tensor."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tabulate import tabulate
@@ -101,7 +101,8 @@ def build_plan(
     item_frames: Sequence[int] | None = None,
     *,
     exact: Collection[tuple[str, int]] = (),
-    segments_fit: Callable[[str, int, Sequence[int], int], bool] | None = None,
+    item_segments: Sequence[int] | None = None,
+    segment_room: Mapping[tuple[str, int], int] | None = None,
 ) -> Plan:
     """Pack items greedily and give every path of a batch the smallest captured budget with room for it.
 
@@ -111,8 +112,8 @@ def build_plan(
         captured: the (path, budget) pairs that can be replayed; None: all those of `limits`.
         item_frames: the video frames of every item, 0 for an image; None: frames are not limited.
         exact: the (path, budget) pairs of which it was measured that the exact shape is as fast.
-        segments_fit: whether a (path, budget, items, tokens) has room for the attention segments of these items; None: it
-            has.
+        item_segments: the attention segments of every item; None: segments are not limited.
+        segment_room: the segments that a (path, budget) holds; one that is left out holds any number.
 
     Raises:
         InputError: `item_frames` does not have one number for every item.
@@ -121,6 +122,7 @@ def build_plan(
         path: [b for b in every if captured is None or (path, b) in captured or (path, b) in exact]
         for path, every in limits.path_budgets.items()
     }
+    room = dict(segment_room or {}) if item_segments is not None else {}
     tokens = [{path: spec.get_path_output_tokens(path) for path in budgets} for spec in item_specs]
     packed = pack_greedy(
         tokens,
@@ -130,6 +132,8 @@ def build_plan(
         limits.max_items_per_batch,
         item_frames,
         limits.max_frames_per_batch,
+        item_segments if room else None,
+        max(room.values(), default=0),
     )
 
     def plan_path(path: str, batch: list[int], frames_fit: bool) -> PathPlan:
@@ -141,7 +145,8 @@ def build_plan(
         if not frames_fit:
             return PathPlan(needed, reason=MissReason.TOO_MANY_FRAMES)
         roomy = [budget for budget in budgets[path] if budget >= needed]
-        fitting = [b for b in roomy if segments_fit is None or segments_fit(path, b, batch, needed)]
+        segments = sum(item_segments[index] for index in batch) if item_segments is not None else 0
+        fitting = [b for b in roomy if segments <= room.get((path, b), segments)]
         if not fitting:
             return PathPlan(needed, reason=MissReason.TOO_MANY_SEGMENTS if roomy else MissReason.NOT_CAPTURED)
         if (path, fitting[0]) in exact:

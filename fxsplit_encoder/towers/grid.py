@@ -7,6 +7,7 @@ merge x merge patches, so that the patches of one output token follow one anothe
 from __future__ import annotations
 
 from functools import lru_cache
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,10 +34,11 @@ def read_grids(grid_thw: Any, merge_size: int, name: str = "grid_thw") -> list[G
     Raises:
         InputError: another shape, or sizes that are not positive multiples of `merge_size`.
     """
-    rows = grid_thw.tolist() if hasattr(grid_thw, "tolist") else [list(row) for row in grid_thw]
+    listed = _as_list(grid_thw)
+    rows = [_as_list(row) for row in listed] if isinstance(listed, list | tuple) else [listed]
     for row in rows:
-        if not isinstance(row, list) or len(row) != 3:
-            raise InputError(f"{name}: expected rows of (frames, height, width) in patches; got {row!r}")
+        if not isinstance(row, list | tuple) or len(row) != 3 or not all(isinstance(n, Integral) for n in row):
+            raise InputError(f"{name}: expected rows of three integers (frames, height, width) in patches; got {row!r}")
         t, h, w = row
         if t < 1 or h < 1 or w < 1 or h % merge_size or w % merge_size:
             raise InputError(
@@ -44,6 +46,10 @@ def read_grids(grid_thw: Any, merge_size: int, name: str = "grid_thw") -> list[G
                 f"{merge_size} in patches; got {tuple(row)}"
             )
     return [(int(t), int(h), int(w)) for t, h, w in rows]
+
+
+def _as_list(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def count_patches(grids: Sequence[Grid]) -> int:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fxsplit_encoder.attention.hugging_face import use_varlen_attention
-from fxsplit_encoder.capture.segments import segment_capacity
+from fxsplit_encoder.capture.segments import cover_pad_rows, segment_capacity
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.manager.protocol import (
     EncoderCudaGraphCaptureInputs,
@@ -108,6 +108,7 @@ class PackedTower(nn.Module):
             modalities=["image", "video"],
             buffer_keys=["pixel_values", *self.metadata_columns, "cu_seqlens"],
             out_hidden_size=self.out_hidden_size,
+            padding_logics={"cu_seqlens": cover_pad_rows},
             max_frames_per_video=self.max_frames_per_video,
         )
 
@@ -148,7 +149,7 @@ class PackedTower(nn.Module):
     ) -> EncoderCudaGraphCaptureInputs:
         rows = token_budget * self.rows_per_token
         dummy: list[Grid] = [(1, self.merge_size, rows // self.merge_size)]
-        segments = segment_capacity(token_budget, max(max_batch_size, max_frames_per_batch))
+        segments = segment_capacity(token_budget, max_batch_size + max_frames_per_batch)
         cu_seqlens = torch.full((segments + 2,), rows, dtype=torch.int32)
         cu_seqlens[0] = 0
         values = {"pixel_values": torch.randn(rows, self.patch_features), **self.metadata(dummy)}

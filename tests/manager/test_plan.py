@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.manager.budgets import Limits
-from fxsplit_encoder.manager.plan import MissReason, PathPlan, Plan, build_fallback_plan, build_plan
+from fxsplit_encoder.capture.reasons import MissReason
+from fxsplit_encoder.manager.plan import PathPlan, Plan, build_fallback_plan, build_plan
 from fxsplit_encoder.manager.protocol import EncoderItemSpec
 
 LIMITS = Limits({"default": (64, 128, 256)}, max_items_per_batch=4, max_frames_per_batch=8)

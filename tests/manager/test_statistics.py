@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxsplit_encoder.manager.plan import MissReason
+from fxsplit_encoder.capture.reasons import MissReason
 from fxsplit_encoder.manager.statistics import BudgetStats, ManagerStats, Statistics, crossed_multiple
 
 

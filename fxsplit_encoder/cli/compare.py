@@ -1,0 +1,120 @@
+"""One tower twice, eager and through the manager: times, outputs, and how far apart they are."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+import fxsplit_encoder as fx
+from fxsplit_encoder.cli.inputs import EncoderInputs
+from fxsplit_encoder.manager import Plan
+
+FLOAT32_TOLERANCE = 1e-4
+"""The largest difference of a value from eager's, in float32."""
+
+ERROR_RATIO_TOLERANCE = 1.1
+"""In shorter dtypes: the largest error against float32, as a multiple of eager's own."""
+
+_CUDA_REPEATS = 10
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What became of one batch."""
+
+    plan: Plan
+    eager_ms: float
+    ours_ms: float
+    difference: float
+    """The largest, against eager in the same dtype."""
+
+    error_ratio: float | None
+    """Root mean square error against float32 as a multiple of eager's own; None: the dtype is float32."""
+
+    @property
+    def problem(self) -> str | None:
+        """What is out of tolerance; None: nothing is."""
+        if self.error_ratio is None:
+            if self.difference <= FLOAT32_TOLERANCE:
+                return None
+            return f"differs from eager by {self.difference:.1e}; allowed: {FLOAT32_TOLERANCE:.0e}"
+        if self.error_ratio <= ERROR_RATIO_TOLERANCE:
+            return None
+        return f"has {self.error_ratio:.2f} times eager's error; allowed: {ERROR_RATIO_TOLERANCE} times"
+
+
+class Comparer:
+    """Encodes batches both ways.
+
+    Args:
+        manager: over the wrapped tower.
+        eager: the same tower, not wrapped.
+        reference: the same tower in float32; None: `eager` is in float32 itself.
+    """
+
+    def __init__(self, manager: fx.EncoderCudaGraphManager, eager: Any, reference: Any | None) -> None:
+        self.manager = manager
+        self.eager = eager
+        self.reference = reference
+        self.device: torch.device = eager.device
+
+    def compare(self, inputs: EncoderInputs) -> Comparison:
+        """Encode a batch both ways, on a GPU several times."""
+        patches, grids = packed(inputs, self.device)
+        expected, eager_ms = self._timed(lambda: embed(self.eager, patches, grids))
+        outputs, ours_ms = self._timed(lambda: self.manager.execute(inputs.mm_kwargs))
+        ours = torch.cat(outputs)
+        return Comparison(
+            self.manager.plan(inputs.mm_kwargs),
+            eager_ms,
+            ours_ms,
+            (ours.float() - expected.float()).abs().max().item(),
+            self._error_ratio(ours, expected, patches, grids),
+        )
+
+    def _error_ratio(self, ours: Tensor, eager: Tensor, patches: Tensor, grids: Tensor) -> float | None:
+        if self.reference is None:
+            return None
+        exact = embed(self.reference, patches.float(), grids)
+        own, allowed = (output.float().sub(exact).square().mean().sqrt().item() for output in (ours, eager))
+        return own / allowed
+
+    def _timed(self, call: Callable[[], T]) -> tuple[T, float]:
+        """A result, and the median milliseconds to the end of its device work."""
+        is_cuda = self.device.type == "cuda"
+        if is_cuda:
+            call()
+        times = []
+        for _ in range(_CUDA_REPEATS if is_cuda else 1):
+            self._synchronize()
+            start = time.perf_counter()
+            result = call()
+            self._synchronize()
+            times.append((time.perf_counter() - start) * 1e3)
+        return result, statistics.median(times)
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def packed(inputs: EncoderInputs, device: torch.device) -> tuple[Tensor, Tensor]:
+    """All patches and all grids of a batch, on the device, as an eager tower takes them."""
+    pixels: Sequence[Tensor] = [v for k, v in inputs.mm_kwargs.items() if k.startswith("pixel_values")]
+    grids: Sequence[Tensor] = [v for k, v in inputs.mm_kwargs.items() if k.endswith("_grid_thw")]
+    return torch.cat(list(pixels)), torch.cat(list(grids)).to(device)
+
+
+def embed(tower: Any, patches: Tensor, grids: Tensor) -> Tensor:
+    """The eager embeddings: the main output, then the deepstack levels, along the hidden dimension."""
+    with torch.no_grad():
+        output = tower(patches, grid_thw=grids)
+        return torch.cat([output.pooler_output, *output.deepstack_features], dim=1)

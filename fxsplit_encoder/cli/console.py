@@ -1,0 +1,124 @@
+"""What the verbs share: progress bars, tables, devices, and files of the repository."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from tabulate import tabulate
+
+from fxsplit_encoder.errors import InputError
+
+# Numbers, sizes such as 16x448x256, sums such as 64+128, and what is left out.
+_NUMERIC = re.compile(r"[\d.,x+e-]*")
+_ROOT = Path(__file__).resolve().parents[2]
+
+DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+
+Update = Callable[[int, int], None]
+"""Takes what is done, and how much there is in total."""
+
+
+@contextmanager
+def progress_bars() -> Iterator[Callable[[str], Update]]:
+    """Bars on stderr; calling the result with a description adds one and returns what moves it."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+
+        def add(description: str) -> Update:
+            task = progress.add_task(f"{description:<10}", total=None)
+            return lambda done, total: progress.update(task, completed=done, total=total)
+
+        yield add
+
+
+def print_facts(facts: Mapping[str, str]) -> None:
+    """Print short labelled lines, aligned."""
+    for label, text in facts.items():
+        print(f"{label:<9} {text}")
+
+
+def print_table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Print a table, numbers to the right and words to the left, no wider than what is in it."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    columns = list(zip(headers, *cells, strict=True))
+    rulers = ["-" * max(map(len, column)) for column in columns]
+    alignments = [_alignment(column[1:]) for column in columns]
+    # As a header the first row would be padded by two more columns each.
+    lines = [list(headers), rulers, *cells]
+    print(tabulate(lines, tablefmt="plain", disable_numparse=True, colalign=alignments))
+
+
+def _alignment(column: Sequence[str]) -> str:
+    return "right" if all(map(_NUMERIC.fullmatch, column)) else "left"
+
+
+def choose_device(name: str) -> torch.device:
+    """The device behind a name; "auto": CUDA where there is a GPU, else the CPU.
+
+    Raises:
+        InputError: torch knows no such device, or it is not there.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise InputError(f"--device {name}: expected auto, cpu, cuda or cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise InputError(f"--device {name}: this machine has {torch.cuda.device_count()} CUDA devices")
+    return device
+
+
+def choose_dtype(name: DtypeName, device: torch.device) -> torch.dtype:
+    """The dtype behind a name; "auto": bfloat16 on CUDA, float32 on a CPU."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Its name without the module."""
+    return str(dtype).removeprefix("torch.")
+
+
+def describe_device(device: torch.device) -> str:
+    """The device and torch's version, in words."""
+    name = (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"CPU, {torch.get_num_threads()} threads"
+    )
+    return f"{name}, torch {torch.__version__}"
+
+
+def describe_replay(device: torch.device) -> str:
+    """Whether times mean anything here."""
+    if device.type == "cuda":
+        return "CUDA graphs"
+    return "no GPU: recorded steps are replayed without CUDA graphs; times here say nothing about a GPU"
+
+
+def repository_path(relative: str, instead: str) -> Path:
+    """A file or directory of the repository that this package was installed from.
+
+    Args:
+        relative: where it is from the repository's root.
+        instead: what to pass where there is no repository.
+
+    Raises:
+        InputError: it is not there.
+    """
+    path = _ROOT / relative
+    if not path.exists():
+        raise InputError(f"{relative}: not found, this is not a checkout of the repository; pass {instead}")
+    return path

@@ -1,0 +1,89 @@
+"""`encoder-cg encode`: files to embeddings, one tensor an item, in a safetensors file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+import fxsplit_encoder as fx
+from fxsplit_encoder.cli.checkpoint import Checkpoint
+from fxsplit_encoder.cli.console import (
+    describe_device,
+    describe_replay,
+    print_facts,
+    print_table,
+    progress_bars,
+)
+from fxsplit_encoder.cli.describe import describe_tower
+from fxsplit_encoder.cli.inputs import EncoderInputs, find_files, load_inputs
+from fxsplit_encoder.cli.models import load_tower
+from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.manager import Plan
+
+
+def run_encode(
+    files: Sequence[Path],
+    model: str,
+    config: fx.EncoderConfig | None,
+    output: Path,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> None:
+    """Encode files and save their embeddings.
+
+    The file holds one tensor an item, (tokens, hidden), under the item's key. Its metadata holds, each as
+    JSON, `items` (key to grid, tokens and kind), `config` and `model`.
+
+    Raises:
+        InputError: an input, the checkpoint or the output's directory is not usable.
+    """
+    if not output.parent.is_dir():
+        raise InputError(f"--output {output}: no such directory: {output.parent}")
+    checkpoint = Checkpoint.locate(model)
+    inputs = load_inputs(find_files(files), *checkpoint.patch_formats())
+    tower = load_tower(checkpoint, dtype, device)
+    print_facts(
+        {
+            "tower": describe_tower(tower),
+            "device": describe_device(device),
+            "replays": describe_replay(device),
+        }
+    )
+    if config is None:
+        # Captures pay off over many calls on a GPU. On a CPU they only cost.
+        config = fx.EncoderConfig() if device.type == "cuda" else fx.EncoderConfig(mode="none")
+    inputs = inputs.to(device, dtype)
+    manager = fx.EncoderCudaGraphManager(fx.wrap(tower), config)
+    with progress_bars() as bar:
+        manager.compile(progress=bar("compiling"))
+        manager.capture(progress=bar("capturing"))
+    embeddings = manager.execute(inputs.mm_kwargs)
+    tensors = {i.key: e.cpu().contiguous() for i, e in zip(inputs.items, embeddings, strict=True)}
+    save_file(tensors, output, _metadata(inputs, config, model))
+    for report in manager.reports:
+        print_facts({"note": report})
+    _print_items(inputs, manager.plan(inputs.mm_kwargs), embeddings)
+    print(f"\nwrote {output}, {output.stat().st_size / 2**20:.1f} MiB")
+
+
+def _metadata(inputs: EncoderInputs, config: fx.EncoderConfig, model: str) -> dict[str, str]:
+    items = {
+        item.key: {"kind": "video" if item.frames else "image", "grid": item.grid, "tokens": item.tokens}
+        for item in inputs.items
+    }
+    settings = config.model_dump(mode="json", exclude_unset=True)
+    return {"items": json.dumps(items), "config": json.dumps(settings), "model": json.dumps(model)}
+
+
+def _print_items(inputs: EncoderInputs, plan: Plan, embeddings: Sequence[torch.Tensor]) -> None:
+    results = {index: str(batch.reason or "hit") for batch in plan.batches for index in batch.indices}
+    rows = [
+        [item.key, item.pixels, item.patches, item.tokens, tuple(embedding.shape), results[index]]
+        for index, (item, embedding) in enumerate(zip(inputs.items, embeddings, strict=True))
+    ]
+    print()
+    print_table(["item", "size px", "patches", "tokens", "embedding", "served"], rows)

@@ -1,0 +1,173 @@
+"""The `encoder-cg` command and its verbs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Literal, ParamSpec
+
+from fxsplit_encoder.errors import FxSplitError, InputError, MissingExtraError
+
+try:
+    import typer
+except ModuleNotFoundError:
+    raise MissingExtraError("encoder-cg", "cli") from None
+
+_PROGRAM = "encoder-cg"
+_MODEL = "A Qwen3-VL checkpoint, whole or its vision tower: a directory or a hub name."
+_CONFIG = "The budgets and how they are captured."
+_DTYPE_HELP = "float32, bfloat16 or float16; auto: bfloat16 on CUDA, else float32."
+_BLOCKS_HELP = "Depth of the demo's tower, 1 to 27."
+_EXTRA_PACKAGES = {"PIL", "huggingface_hub", "rich", "safetensors", "tabulate", "transformers"}
+
+app = typer.Typer(
+    name=_PROGRAM,
+    help="Fast vision encoders: FX graphs split at attention, CUDA graphs captured per token budget.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+
+P = ParamSpec("P")
+
+DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+
+DeviceOption = Annotated[
+    str, typer.Option("--device", metavar="DEVICE", help="cpu, cuda or cuda:N; auto: CUDA if there is a GPU.")
+]
+DtypeOption = Annotated[DtypeName, typer.Option("--dtype", metavar="DTYPE", help=_DTYPE_HELP)]
+BlocksOption = Annotated[
+    int | None, typer.Option("--blocks", min=1, max=27, metavar="N", help=_BLOCKS_HELP, show_default=False)
+]
+
+
+def _reporting(verb: Callable[P, None]) -> Callable[P, None]:
+    """Errors raised on purpose become a line on stderr and exit code 2."""
+
+    @functools.wraps(verb)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            verb(*args, **kwargs)
+        except FxSplitError as error:
+            _fail(error)
+        except ModuleNotFoundError as error:
+            if (error.name or "").split(".")[0] not in _EXTRA_PACKAGES:
+                raise
+            _fail(MissingExtraError(_PROGRAM, "cli"))
+
+    return run
+
+
+def _fail(error: FxSplitError) -> None:
+    for line in str(error).splitlines():
+        typer.echo(f"{_PROGRAM}: error: {line}", err=True)
+    raise typer.Exit(2)
+
+
+@app.command()
+@_reporting
+def demo(
+    images: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--images",
+            metavar="PATH",
+            help="An image, a clip, or a directory of them; may be repeated.",
+            show_default="examples/images and examples/videos",
+        ),
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", metavar="YAML", help=_CONFIG, show_default="configs/demo.yaml")
+    ] = None,
+    blocks: BlocksOption = None,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
+) -> None:
+    """Encode photographs and a clip with Qwen3-VL-8B's vision tower, beside eager, and compare.
+
+    The weights are random and the width is the true one; on a CPU there are fewer blocks. The exit code is 1
+    if an output differs from eager's by more than rounding does.
+    """
+    import fxsplit_encoder as fx
+    from fxsplit_encoder.cli.console import choose_device, choose_dtype, repository_path
+    from fxsplit_encoder.cli.demo import run_demo
+
+    settings = fx.EncoderConfig.from_yaml(config or repository_path("configs/demo.yaml", "--config YAML"))
+    files = images or [repository_path(f"examples/{d}", "--images PATH") for d in ("images", "videos")]
+    where = choose_device(device)
+    if not run_demo(files, settings, blocks, where, choose_dtype(dtype, where)):
+        raise typer.Exit(1)
+
+
+@app.command()
+@_reporting
+def encode(
+    images: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="IMAGES",
+            help="Images, clips (animated WebP, GIF or APNG), or directories of them.",
+            show_default=False,
+        ),
+    ],
+    model: Annotated[str, typer.Option("--model", metavar="DIR_OR_NAME", help=_MODEL)],
+    output: Annotated[Path, typer.Option("--output", metavar="FILE", help="The safetensors file to write.")],
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            "--config", metavar="YAML", help=_CONFIG, show_default="inferred budgets; on a CPU no captures"
+        ),
+    ] = None,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
+) -> None:
+    """Encode images and clips to a safetensors file, one tensor an item.
+
+    A tensor's key is the item's file name; the second file of a name gets NAME#2, the third NAME#3, in the
+    order given. The metadata holds grid, tokens and kind of every item, the configuration, and the model.
+    """
+    import fxsplit_encoder as fx
+    from fxsplit_encoder.cli.console import choose_device, choose_dtype
+    from fxsplit_encoder.cli.encode import run_encode
+
+    settings = fx.EncoderConfig.from_yaml(config) if config else None
+    where = choose_device(device)
+    run_encode(images, model, settings, output, where, choose_dtype(dtype, where))
+
+
+@app.command()
+@_reporting
+def inspect(
+    model: Annotated[
+        str | None,
+        typer.Option("--model", metavar="DIR_OR_NAME", help=_MODEL, show_default="the demo's tower"),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", metavar="YAML", help=_CONFIG, show_default="inferred budgets"),
+    ] = None,
+    blocks: BlocksOption = None,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
+) -> None:
+    """Show how a tower is split at attention, what may be padded, and its budgets. Captures nothing."""
+    import fxsplit_encoder as fx
+    from fxsplit_encoder.cli.console import choose_device, choose_dtype
+    from fxsplit_encoder.cli.inspection import run_inspect
+    from fxsplit_encoder.cli.models import DEMO_BLOCKS, demo_tower, load_tower
+
+    if model is not None and blocks is not None:
+        raise InputError("--blocks: only for the demo's tower; leave it out, or --model")
+    settings = fx.EncoderConfig.from_yaml(config) if config else fx.EncoderConfig()
+    where = choose_device(device)
+    if model is not None:
+        tower = load_tower(model, choose_dtype(dtype, where), where)
+    else:
+        tower = demo_tower(blocks or DEMO_BLOCKS, where, choose_dtype(dtype, where))
+    run_inspect(tower, settings)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,48 @@
+"""GPU tests: the true Qwen3-VL-8B width in bfloat16, fewer blocks. Skipped without CUDA."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import fxsplit_encoder as fx
+
+
+@pytest.fixture(autouse=True)
+def needs_cuda() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+
+
+@pytest.fixture(scope="session")
+def towers() -> Any:
+    """(Hugging Face tower in bfloat16, the same in float32, a wrapped copy)."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    from fxsplit_encoder.cli.models import demo_tower
+
+    eager = demo_tower(6, "cuda", torch.bfloat16)
+    return eager, copy.deepcopy(eager).float(), fx.wrap(copy.deepcopy(eager))
+
+
+@pytest.fixture(scope="session")
+def managers(towers: Any) -> Iterator[dict[str, fx.EncoderCudaGraphManager]]:
+    """A captured manager for each mode."""
+    made = {}
+    for mode in ("full", "piecewise", "none", "auto"):
+        config = fx.EncoderConfig(
+            mode=mode,
+            token_budgets=(16, 64, 256, 512, 1024),
+            max_items_per_batch=8,
+            max_frames_per_batch=16,
+            debug=True,
+        )
+        made[mode] = fx.EncoderCudaGraphManager(towers[2], config)
+        made[mode].capture()
+    yield made
+    for manager in made.values():
+        manager.clear()

@@ -1,0 +1,137 @@
+"""What only real CUDA graphs can show: memory, failures inside a capture, streams, launch costs."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import fxsplit_encoder as fx
+from fxsplit_encoder.attention import attend, varlen_attention
+from fxsplit_encoder.capture import CapturedForward, GraphPool, SegmentedCapture, StaticInputs, StaticParameters
+
+pytestmark = pytest.mark.gpu
+
+
+def image(side: int, features: int) -> dict[str, Any]:
+    return {
+        "pixel_values": torch.randn(side * side, features, device="cuda"),
+        "image_grid_thw": torch.tensor([(1, side, side)]),
+    }
+
+
+def test_smaller_budgets_share_the_memory_of_the_largest(managers: Any) -> None:
+    stats = managers["full"].stats().budgets
+    largest = stats["default", 1024].graph_bytes
+    assert largest > 0
+    assert sum(b.graph_bytes for b in stats.values()) < 1.6 * largest
+
+
+def test_clear_gives_memory_back_and_recapture_works(towers: Any) -> None:
+    wrapped = towers[2]
+    config = fx.EncoderConfig(mode="full", token_budgets=(64, 1024), max_items_per_batch=4, max_frames_per_batch=4)
+    manager = fx.EncoderCudaGraphManager(wrapped, config)
+    manager.compile()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    manager.capture()
+    inputs = image(16, wrapped.patch_features)
+    first = manager.execute(inputs)[0]
+    held = torch.cuda.memory_reserved() - before
+    manager.clear()
+    assert torch.cuda.memory_reserved() - before < 0.35 * held
+    assert not manager.is_captured()
+    manager.capture()
+    assert torch.equal(manager.execute(inputs)[0], first)
+    assert manager.stats().hits == 2
+
+
+def test_a_byte_limit_drops_budgets_with_a_reason(towers: Any) -> None:
+    config = fx.EncoderConfig(
+        mode="full", token_budgets=(64, 1024), max_items_per_batch=4, max_frames_per_batch=4, max_graph_bytes="16MiB"
+    )
+    manager = fx.EncoderCudaGraphManager(towers[2], config)
+    manager.capture()
+    assert any("max_graph_bytes" in report for report in manager.reports)
+    output = manager.execute(image(64, towers[2].patch_features))
+    assert output[0].shape[0] == 1024
+    assert manager.stats().misses
+
+
+def test_a_failed_capture_leaves_a_usable_stream_and_pool() -> None:
+    pool = GraphPool(torch.device("cuda"))
+    x = torch.ones(4, device="cuda")
+    failing = CapturedForward(StaticInputs([]), StaticParameters([]), (), 4, None, "full", pool)
+
+    def synchronises(runner: Any) -> list[Any]:
+        if torch.cuda.is_current_stream_capturing():
+            x.sum().item()
+        return [x + 1]
+
+    def recording(runner: Any) -> list[Any]:
+        return failing.capture.captured(synchronises, runner)  # type: ignore[no-any-return]
+
+    with pytest.raises(fx.CaptureError):
+        failing.record(lambda runner: recording(runner) if runner.__class__.__name__ == "RecordingRunner" else [x])
+    assert not torch.cuda.is_current_stream_capturing()
+    good = SegmentedCapture(pool)
+    with good:
+        y = good.captured(lambda: x * 3)
+    x.fill_(2)
+    good.replay()
+    assert y.tolist() == [6.0] * 4
+    assert torch.randn(4, device="cuda").isfinite().all()
+
+
+def test_breaks_run_between_graphs() -> None:
+    pool = GraphPool(torch.device("cuda"))
+    x, seen = torch.ones(4, device="cuda"), []
+    capture = SegmentedCapture(pool)
+    with capture:
+        y = capture.captured(lambda: x + 1)
+        capture.eager(lambda: seen.append(y.sum().item()))
+        z = capture.captured(lambda: y * 2)
+    assert (capture.num_graphs, capture.num_eager_steps) == (2, 1)
+    x.fill_(4)
+    capture.replay()
+    assert z.tolist() == [10.0] * 4
+    assert seen[-1] == 20.0
+
+
+def test_replays_from_two_streams_are_ordered(towers: Any, managers: Any) -> None:
+    manager, features = managers["full"], towers[2].patch_features
+    inputs = [image(32, features), image(16, features)]
+    expected = [manager.execute(i)[0] for i in inputs]
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    torch.cuda.synchronize()
+    for number in range(20):
+        with torch.cuda.stream(streams[number % 2]):
+            output = manager.execute(inputs[number % 2])[0]
+        torch.cuda.synchronize()
+        assert torch.equal(output, expected[number % 2])
+
+
+def test_the_op_costs_little_more_than_its_kernel() -> None:
+    q, k, v = torch.randn(64, 3, 16, 72, device="cuda", dtype=torch.bfloat16).unbind(1)
+    lengths = torch.tensor([0, 64], dtype=torch.int32, device="cuda")
+    kernel = torch.ops.aten._flash_attention_forward.default
+
+    def cpu_microseconds(call: Any) -> float:
+        best = float("inf")
+        for _ in range(5):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(200):
+                call()
+            best = min(best, (time.perf_counter() - start) / 200 * 1e6)
+        return best
+
+    with torch.no_grad():
+        alone = cpu_microseconds(
+            lambda: kernel(q, k, v, lengths, lengths, 64, 64, 0.0, False, False, scale=0.1)
+        )
+        assert cpu_microseconds(lambda: varlen_attention(q, k, v, lengths, 64, 0.1)) - alone < 15
+        assert cpu_microseconds(lambda: attend(q, k, v, lengths, 64, 0.1)) - alone < 15
