@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -23,12 +24,13 @@ class GraphPool:
     """
 
     def __init__(self, device: torch.device, max_bytes: int | None = None) -> None:
-        self.device = device
+        self.device = torch.device(device.type, torch.cuda.current_device()) if device == torch.device("cuda") else device
         self.max_bytes = max_bytes
         self.used_bytes = 0
         self.is_cuda = device.type == "cuda"
         # Held for as long as the pool is in use: without it the pool would die with the last capture that is released.
         self._memory = torch.cuda.MemPool() if self.is_cuda else None
+        self._superseded: list[Any] = []
         # Warm-up and capture share a stream, so that libraries' per-stream workspaces exist before a capture begins.
         self.stream = torch.cuda.Stream(device) if self.is_cuda else None
         self._lock = threading.RLock()
@@ -82,14 +84,45 @@ class GraphPool:
                 return
             caller = torch.cuda.current_stream(self.device)
             self.stream.wait_stream(caller)
-            with torch.cuda.stream(self.stream):
+            with torch.cuda.stream(self.stream), _without_garbage_collection():
                 yield
             caller.wait_stream(self.stream)
+
+    def recover_from_failed_capture(self) -> None:
+        """Makes allocators and random generators usable after a capture that could not be ended.
+
+        Ending an invalidated capture resets the stream but raises before it tells the allocators, which go on recording to
+        the pool, and the generators, which then refuse to run outside of a capture. The device's allocator can be told; the
+        host's cannot, so later captures get memory of their own beside what earlier ones hold. A trivial capture that
+        succeeds puts the generators right.
+        """
+        assert self.device.index is not None
+        torch._C._cuda_endAllocateToPool(self.device.index, self.handle)
+        torch.cuda.synchronize(self.device)
+        self._superseded.append(self._memory)
+        self._memory = torch.cuda.MemPool()
+        scratch = torch.zeros(1, device=self.device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream(self.device)):
+            scratch.add_(1)
 
     def retire(self) -> None:
         """Forgets the pool after its captures are gone; their memory goes back to the device."""
         self.used_bytes = 0
         if self.is_cuda:
             torch.cuda.synchronize(self.device)
+            self._superseded.clear()
             self._memory = torch.cuda.MemPool()
             torch.cuda.empty_cache()
+
+
+@contextlib.contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Collecting an old graph or pool frees device memory, which is an error while this thread captures."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -99,8 +99,7 @@ class SegmentedCapture:
         try:
             graph.capture_end()
         except RuntimeError:
-            # The capture was already invalidated; ending it has reset the stream, which is all that is wanted.
-            torch.cuda.synchronize(self.pool.device)
+            self.pool.recover_from_failed_capture()
 
 
 def _copy_results(kept: Any, new: Any) -> None:
