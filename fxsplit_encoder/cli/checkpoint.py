@@ -12,7 +12,7 @@ from typing import Any
 from fxsplit_encoder.cli.patches import IMAGE_FORMAT, VIDEO_FORMAT, PatchFormat
 from fxsplit_encoder.errors import InputError
 
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 @dataclass(frozen=True)

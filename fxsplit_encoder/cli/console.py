@@ -13,10 +13,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from tabulate import tabulate
 
+from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import InputError
 
 # Numbers, sizes such as 16x448x256, sums such as 64+128, and what is left out.
-_NUMERIC = re.compile(r"[\d.,x+e-]*")
+_NUMERIC = re.compile(r"-?|[\d.x+]+(e-?\d+)?")
 _ROOT = Path(__file__).resolve().parents[2]
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
@@ -36,12 +37,15 @@ def progress_bars() -> Iterator[Callable[[str], Update]]:
             return lambda done, total: progress.update(task, completed=done, total=total)
 
         yield add
+        for task in list(progress.tasks):
+            if task.total is None:
+                progress.remove_task(task.id)
 
 
 def print_facts(facts: Mapping[str, str]) -> None:
     """Print short labelled lines, aligned."""
     for label, text in facts.items():
-        print(f"{label:<9} {text}")
+        print(f"{label:<8} {text}")
 
 
 def print_table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
@@ -101,8 +105,10 @@ def describe_device(device: torch.device) -> str:
     return f"{name}, torch {torch.__version__}"
 
 
-def describe_replay(device: torch.device) -> str:
-    """Whether times mean anything here."""
+def describe_replay(device: torch.device, config: EncoderConfig) -> str:
+    """What a replay is here, and so whether its time means anything."""
+    if not config.enabled or config.mode == "none":
+        return "none: nothing is captured, every batch runs at its exact shape"
     if device.type == "cuda":
         return "CUDA graphs"
     return "no GPU: recorded steps are replayed without CUDA graphs; times here say nothing about a GPU"

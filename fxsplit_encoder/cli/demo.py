@@ -56,7 +56,7 @@ def run_demo(
         {
             "tower": f"Qwen3-VL-8B's, random weights, {describe_tower(tower)}",
             "device": describe_device(device),
-            "replays": describe_replay(device),
+            "replays": describe_replay(device, config),
         }
     )
     comparer = _comparer(tower, config)

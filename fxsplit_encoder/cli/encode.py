@@ -46,16 +46,11 @@ def run_encode(
     checkpoint = Checkpoint.locate(model)
     inputs = load_inputs(find_files(files), *checkpoint.patch_formats())
     tower = load_tower(checkpoint, dtype, device)
-    print_facts(
-        {
-            "tower": describe_tower(tower),
-            "device": describe_device(device),
-            "replays": describe_replay(device),
-        }
-    )
     if config is None:
         # Captures pay off over many calls on a GPU. On a CPU they only cost.
         config = fx.EncoderConfig() if device.type == "cuda" else fx.EncoderConfig(mode="none")
+    print_facts({"tower": describe_tower(tower), "device": describe_device(device)})
+    print_facts({"replays": describe_replay(device, config)})
     inputs = inputs.to(device, dtype)
     manager = fx.EncoderCudaGraphManager(fx.wrap(tower), config)
     with progress_bars() as bar:

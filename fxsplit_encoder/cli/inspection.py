@@ -39,7 +39,7 @@ def run_inspect(tower: torch.nn.Module, config: fx.EncoderConfig) -> None:
         ConfigError: the settings do not suit the tower.
     """
     device = next(tower.parameters()).device
-    print_facts({"tower": describe_tower(tower), "traced on": describe_device(device)})
+    print_facts({"tower": describe_tower(tower), "device": describe_device(device)})
     recorder = PieceRecorder()
     wrapped = fx.wrap(tower)
     limits = fx.EncoderCudaGraphManager(wrapped, config).limits

@@ -62,15 +62,15 @@ def demo_tower(
     """Build Qwen3-VL-8B's vision tower with random weights, at its true width.
 
     Args:
-        blocks: its depth, 27 at most; deepstack levels keep their relative depth.
+        blocks: its depth, 1 to 27.
         device: where its weights are drawn.
         dtype: of the parameters.
         seed: the same weights for the same seed, on one kind of device.
+
+    Raises:
+        InputError: more or fewer blocks.
     """
-    if not 1 <= blocks <= DEMO_BLOCKS:
-        raise InputError(f"blocks: expected 1 to {DEMO_BLOCKS}; got {blocks}")
-    levels = sorted({level * blocks // DEMO_BLOCKS for level in _DEMO_DEEPSTACK})
-    config = Qwen3VLVisionConfig(depth=blocks, out_hidden_size=4096, deepstack_visual_indexes=levels)
+    config = demo_config(blocks)
     tower = _on_meta(config)
     device = torch.device(device)
     generator = torch.Generator(device).manual_seed(seed)
@@ -80,6 +80,18 @@ def demo_tower(
         weight = torch.empty(meta.shape, device=device).normal_(mean, deviation, generator=generator)
         weights[name] = weight.to(dtype)
     return _with_weights(tower, weights, device)
+
+
+def demo_config(blocks: int = DEMO_BLOCKS) -> Qwen3VLVisionConfig:
+    """The configuration of Qwen3-VL-8B's vision tower; with fewer blocks, deepstack keeps its relative depth.
+
+    Raises:
+        InputError: not 1 to 27 blocks.
+    """
+    if not 1 <= blocks <= DEMO_BLOCKS:
+        raise InputError(f"blocks: expected 1 to {DEMO_BLOCKS}; got {blocks}")
+    levels = sorted({level * blocks // DEMO_BLOCKS for level in _DEMO_DEEPSTACK})
+    return Qwen3VLVisionConfig(depth=blocks, out_hidden_size=4096, deepstack_visual_indexes=levels)
 
 
 def _distribution(name: str, initializer_range: float) -> tuple[float, float]:

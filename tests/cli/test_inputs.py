@@ -42,7 +42,7 @@ def library_smart_resize() -> Callable[..., tuple[int, int]]:
     tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
     found = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "smart_resize"]
     names: dict[str, Callable[..., tuple[int, int]]] = {}
-    exec(compile(ast.Module(found, []), spec.origin, "exec"), {"math": math}, names)
+    exec(compile(ast.Module([*found], []), spec.origin, "exec"), {"math": math}, names)
     return names["smart_resize"]
 
 
@@ -135,7 +135,9 @@ def test_every_animated_format_is_a_clip(tmp_path: Path, suffix: str) -> None:
     frames = [noise(64, 64, seed) for seed in range(4)]
     inputs = load_inputs([save_clip(tmp_path / f"clip{suffix}", frames)])
     assert [(item.frames, item.grid) for item in inputs.items] == [(4, (2, 4, 4))]
-    exact = patchify_video(normalize_frames(np.stack([np.asarray(f) for f in frames]), VIDEO_FORMAT), VIDEO_FORMAT)
+    exact = patchify_video(
+        normalize_frames(np.stack([np.asarray(f) for f in frames]), VIDEO_FORMAT), VIDEO_FORMAT
+    )
     if suffix != ".gif":
         np.testing.assert_array_equal(inputs.mm_kwargs["pixel_values_videos"].numpy(), exact[0])
 
@@ -159,7 +161,13 @@ def test_images_are_turned_upright_and_made_rgb(tmp_path: Path) -> None:
 
 def test_keys_stay_unique() -> None:
     names = ["a/x.png", "b/x.png", "x.png#2", "y.png", "x.png"]
-    assert unique_keys([Path(name) for name in names]) == ["x.png", "x.png#2", "x.png#2#2", "y.png", "x.png#3"]
+    assert unique_keys([Path(name) for name in names]) == [
+        "x.png",
+        "x.png#2",
+        "x.png#2#2",
+        "y.png",
+        "x.png#3",
+    ]
 
 
 def test_directories_are_searched_in_order_of_name(tmp_path: Path) -> None:

@@ -1,0 +1,219 @@
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from safetensors import safe_open
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
+from typer.testing import CliRunner, Result
+
+from fxsplit_encoder.cli import compare, console
+from fxsplit_encoder.cli.compare import embed, packed
+from fxsplit_encoder.cli.inputs import load_inputs
+from fxsplit_encoder.cli.main import app
+from fxsplit_encoder.cli.patches import IMAGE_FORMAT
+
+SaveCheckpoint = Callable[..., Path]
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def photographs(tmp_path: Path) -> list[Path]:
+    """Two photographs, in directories of their own and under one name, and a clip."""
+    paths = []
+    for number, size in enumerate([(96, 64), (64, 128)]):
+        path = tmp_path / str(number) / "photo.png"
+        path.parent.mkdir()
+        Image.effect_noise(size, 60).convert("RGB").save(path)
+        paths.append(path)
+    frames = [Image.effect_noise((64, 64), 60).convert("RGB") for _ in range(3)]
+    clip = tmp_path / "clip.webp"
+    frames[0].save(clip, save_all=True, append_images=frames[1:], lossless=True)
+    return [clip, *paths]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "config.yaml"
+    text = "token_budgets: [8, 16]\nmax_items_per_batch: 4\nmax_frames_per_batch: 4\npiece_compiler: eager\n"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def images(paths: Sequence[Path]) -> list[object]:
+    return [argument for path in paths for argument in ("--images", path)]
+
+
+def test_demo(photographs: list[Path], config: Path) -> None:
+    result = run("demo", "--blocks", 2, "--config", config, "--device", "cpu", *images(photographs))
+    assert result.exit_code == 0, result.output
+    out = result.stdout
+    assert "2 blocks, width 1152" in out
+    assert (
+        "no GPU: recorded steps are replayed without CUDA graphs; times here say nothing about a GPU" in out
+    )
+    assert "cut at 2 x fxsplit::varlen_attention" in out
+    assert "3 items in 2 batches: 3 hit" in out
+    rows = {line.split()[0]: line.split() for line in out.splitlines() if line}
+    assert rows["clip"][1:7] == ["3x64x64", "32", "8", "8", "full", "hit"]
+    assert "3 of 3" in out
+    assert "Every output is within 1e-04 of eager's." in out
+    assert max(map(len, out.splitlines())) <= 100
+    assert "capturing" in result.stderr and "2/2" in result.stderr
+
+
+def test_demo_in_bfloat16_is_judged_by_its_error(photographs: list[Path], config: Path) -> None:
+    arguments = ("--blocks", 1, "--config", config, "--device", "cpu", "--dtype", "bfloat16")
+    result = run("demo", *arguments, *images(photographs[:1]))
+    assert result.exit_code == 0, result.output
+    assert "times eager's own (allowed: 1.1)" in result.stdout
+
+
+def test_demo_counts_misses_and_fails_on_a_difference(
+    photographs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compare, "FLOAT32_TOLERANCE", 0.0)
+    small = tmp_path / "small.yaml"
+    small.write_text(
+        "token_budgets: [4]\nmax_items_per_batch: 1\nmax_frames_per_batch: 1\n", encoding="utf-8"
+    )
+    result = run("demo", "--blocks", 1, "--config", small, "--device", "cpu", *images(photographs[1:2]))
+    assert result.exit_code == 1
+    assert "over_largest_budget" in result.stdout
+    assert "0 of 1" in result.stdout
+    assert "encoder-cg: FAILED: photo.png differs from eager by" in result.stderr
+    assert "Every output" not in result.stdout
+
+
+@pytest.mark.parametrize("with_config", [True, False])
+def test_encode(
+    photographs: list[Path],
+    config: Path,
+    save_checkpoint: SaveCheckpoint,
+    tiny_tower: Qwen3VLVisionModel,
+    tmp_path: Path,
+    with_config: bool,
+) -> None:
+    output = tmp_path / "embeddings.safetensors"
+    model = save_checkpoint(shards=2)
+    (model / "preprocessor_config.json").write_text('{"image_mean": [0.4, 0.5, 0.6]}', encoding="utf-8")
+    settings = ["--config", config] if with_config else []
+    result = run("encode", *photographs, "--model", model, "--output", output, "--device", "cpu", *settings)
+    assert result.exit_code == 0, result.output
+    assert f"wrote {output}" in result.stdout.replace("\n", "")
+    assert ("hit" in result.stdout) == with_config
+    assert ("nothing is captured" in result.stdout) != with_config
+    assert ("capturing" in result.stderr) == with_config
+    inputs = load_inputs(photographs, IMAGE_FORMAT.updated({"image_mean": [0.4, 0.5, 0.6]}))
+    expected = embed(tiny_tower, *packed(inputs, torch.device("cpu")))
+    with safe_open(output, framework="pt") as file:
+        metadata = {name: json.loads(value) for name, value in file.metadata().items()}
+        keys = ["photo.png", "photo.png#2", "clip.webp"]
+        assert sorted(file.keys()) == sorted(keys)
+        torch.testing.assert_close(
+            torch.cat([file.get_tensor(key) for key in keys]), expected, rtol=0, atol=1e-5
+        )
+    assert metadata["items"] == {
+        "photo.png": {"kind": "image", "grid": [1, 4, 6], "tokens": 6},
+        "photo.png#2": {"kind": "image", "grid": [1, 8, 4], "tokens": 8},
+        "clip.webp": {"kind": "video", "grid": [2, 4, 4], "tokens": 8},
+    }
+    assert metadata["model"] == str(model)
+    assert metadata["config"]["mode" if not with_config else "token_budgets"] in ("none", [8, 16])
+
+
+@pytest.mark.parametrize("with_model", [True, False])
+def test_inspect(config: Path, save_checkpoint: SaveCheckpoint, with_model: bool) -> None:
+    source = ["--model", save_checkpoint()] if with_model else ["--blocks", 1]
+    result = run("inspect", *source, "--config", config, "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    out = result.stdout
+    assert "width 32" in out if with_model else "width 1152" in out
+    steps = "5: 3 pieces, 2 splitting ops" if with_model else "3: 2 pieces, 1 splitting ops"
+    assert f"{steps}, 0 host ops" in out
+    assert "proved: no row depends on the rows after it" in out
+    assert "A replay holds at most 4 items, 4 video frames" in out
+    assert [line.split()[:2] for line in out.splitlines()[-2:]] == [["default", "8"], ["default", "16"]]
+    assert max(map(len, out.splitlines())) <= 100
+
+
+ERRORS = {
+    "config": (["inspect", "--config", "absent.yaml"], "absent.yaml: cannot be read"),
+    "model": (["inspect", "--model", "absent"], "absent: no such directory"),
+    "both": (["inspect", "--model", "absent", "--blocks", "2"], "--blocks: only for the demo's tower"),
+    "device": (["inspect", "--device", "abacus"], "--device abacus: expected auto, cpu, cuda or cuda:N"),
+    "meta": (["inspect", "--device", "meta"], "--device meta: expected auto, cpu, cuda or cuda:N"),
+    "number": (["inspect", "--device", "cuda:99"], "--device cuda:99: this machine has"),
+    "image": (["demo", "--images", "absent.png"], "absent.png: no such file"),
+    "output": (
+        ["encode", "x.png", "--model", ".", "--output", "absent/x"],
+        "absent/x: no such directory: absent",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_are_a_line_and_exit_code_2(name: str) -> None:
+    arguments, message = ERRORS[name]
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert result.stderr.startswith("encoder-cg: error: ")
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_every_wrong_setting_has_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "wrong.yaml"
+    path.write_text("token_budget: [8]\nmode: fast\n", encoding="utf-8")
+    result = run("inspect", "--config", path)
+    assert result.exit_code == 2
+    lines = result.stderr.splitlines()
+    assert [line.split(": ")[:2] for line in lines] == [["encoder-cg", "error"]] * 2
+    assert any("did you mean token_budgets?" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    "arguments", [["demo", "--blocks", "28"], ["demo", "--dtype", "int8"], ["encode", "x.png"]]
+)
+def test_wrong_usage_is_exit_code_2(arguments: list[str]) -> None:
+    assert run(*arguments).exit_code == 2
+
+
+def test_without_the_repository_demo_says_what_to_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(console, "_ROOT", tmp_path)
+    result = run("demo")
+    assert result.exit_code == 2
+    assert "configs/demo.yaml: not found" in result.stderr and "pass --config YAML" in result.stderr
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "demo.yaml").touch()
+    result = run("demo")
+    assert "examples/images: not found" in result.stderr and "pass --images PATH" in result.stderr
+
+
+@pytest.mark.parametrize("arguments", [[], ["demo"], ["encode"], ["inspect"]])
+def test_help(arguments: list[str]) -> None:
+    result = run(*arguments, "--help")
+    assert result.exit_code == 0
+    assert "Usage:" in result.stdout
+
+
+@pytest.mark.parametrize("package", ["typer", "transformers"])
+def test_a_missing_package_names_the_extra(package: str) -> None:
+    script = (
+        f"import sys; sys.modules[{package!r}] = None\n"
+        "from fxsplit_encoder.cli.main import app\n"
+        "app(['inspect', '--blocks', '1'])"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert result.returncode != 0
+    assert "encoder-cg needs packages that are not installed" in result.stderr
+    assert result.stderr.splitlines()[-1].endswith("pip install 'fxsplit-encoder[cli]'")
