@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 from pathlib import Path
@@ -21,7 +22,8 @@ def describe() -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),
-        "commit": _output(["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]),
+        # A host may have the files without the repository; there the variable names the commit.
+        "commit": os.environ.get("FXSPLIT_COMMIT") or _output(["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]),
     }
 
 

@@ -221,6 +221,8 @@ class BudgetDispatcher:
         for entry in program.region_inputs:
             shape = [self._segment_entries(budget)] if entry.is_segments else [s(static.symbols) for s in entry.info.shape]
             tensor = torch.zeros(shape, dtype=entry.info.dtype, device=program.device)
+            if tensor.is_floating_point():
+                tensor.normal_()  # zeros would make the times that `auto` compares too short
             if entry.is_segments:
                 tensor[1:] = rows
             buffers[entry.slot] = StaticBuffer(_name(entry.slot), tensor, entry.token_dim)

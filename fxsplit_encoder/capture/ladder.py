@@ -97,7 +97,8 @@ class BudgetLadder:
     def _capture(self, budget: int) -> None:
         request = self._request(budget)
         self._capture_best_mode(budget, request)
-        if request.one_segment is not None and budget in self.captured and self.captured[budget].mode == "full":
+        is_full = budget in self.captured and self.captured[budget].mode == "full"
+        if request.one_segment is not None and is_full and self.pool.is_cuda:
             self.captured_one_segment[budget] = self._record(request.one_segment(), "full")
 
     def _capture_best_mode(self, budget: int, request: CaptureRequest) -> None:

@@ -119,6 +119,8 @@ class EncoderCudaGraphManager:
                 if budget in path.captured:
                     captured = path.captured[budget]
                     self.statistics.record_capture(path.name, budget, captured.mode, path.ladder.num_bytes(budget))
+                    if self.pool.is_cuda:
+                        self.statistics.record_time(path.name, budget, captured.measure())
                 if progress is not None:
                     progress(done + 1, len(wanted))
             self._captured = True

@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# The trace runs the forward once, so it is made at a moderate size; the size is also Inductor's hint for its kernels.
+_TRACED_TOKENS = 256
+
 
 class EncoderPath:
     """Captures and runs one path.
@@ -76,7 +79,7 @@ class EncoderPath:
         if self._compiled:
             return
         self._compiled = True
-        inputs = self._capture_values(self.budgets[-1])
+        inputs = self._capture_values(min(self.budgets, key=lambda budget: abs(budget - _TRACED_TOKENS)))
         options = CompileOptions(self.options.splitting_ops, self.options.piece_compiler, progress)
         try:
             self.program = trace_forward(self._forward, inputs, self._dynamic_dims(inputs), options)
@@ -101,10 +104,10 @@ class EncoderPath:
         """The dimensions that differ between captures of two budgets; the first of every tensor if there is one budget."""
         if len(self.budgets) < 2:
             return {name: [0] for name, tensor in inputs.items() if tensor.dim() > 0 and tensor.shape[0] > 1}
-        smaller = self._capture_values(self.budgets[0])
+        small, large = self._capture_values(self.budgets[0]), self._capture_values(self.budgets[-1])
         return {
-            name: [dim for dim, size in enumerate(tensor.shape) if size != smaller[name].shape[dim]]
-            for name, tensor in inputs.items()
+            name: [dim for dim, size in enumerate(tensor.shape) if size != large[name].shape[dim]]
+            for name, tensor in small.items()
         }
 
     # --- capture
