@@ -96,28 +96,40 @@ class BudgetLadder:
 
     def _capture(self, budget: int) -> None:
         request = self._request(budget)
-        self._capture_best_mode(budget, request)
-        is_full = budget in self.captured and self.captured[budget].mode == "full"
-        if request.one_segment is not None and is_full and self.pool.is_cuda:
-            self.captured_one_segment[budget] = self._record(request.one_segment(), "full")
-
-    def _capture_best_mode(self, budget: int, request: CaptureRequest) -> None:
         if self.mode != "auto" or not self.pool.is_cuda:
-            mode = "full" if self.mode == "auto" else self.mode
-            self.captured[budget] = self._record(request, mode)
-            return
+            self.captured[budget] = self._record(request, "full" if self.mode == "auto" else self.mode)
+            cost = None
+        else:
+            cost = self._capture_cheapest_mode(budget, request)
+        if request.one_segment is not None and budget in self.captured and self.pool.is_cuda:
+            self._capture_one_segment(budget, request.one_segment(), cost)
+
+    def _capture_cheapest_mode(self, budget: int, request: CaptureRequest) -> float:
+        """Captures in every mode, measures, and keeps the cheapest; returns its milliseconds."""
         candidates = self._record_all(request, ["full", "piecewise"] if request.can_break else ["full"])
         costs = {mode: captured.measure() for mode, captured in candidates.items()}
         best = min(costs, key=costs.__getitem__)
         exact = measure_ms(lambda: request.forward(DIRECT), self.pool.device)
         logger.info("budget %d: replay ms %s, exact shape %.3f ms", budget, costs, exact)
+        exact_wins = exact <= costs[best] * _EXACT_TOLERANCE
         for mode, captured in candidates.items():
-            if mode != best or exact <= costs[best] * _EXACT_TOLERANCE:
+            if mode != best or exact_wins:
                 captured.release()
-        if exact <= costs[best] * _EXACT_TOLERANCE:
+        if exact_wins:
             self.exact.add(budget)
         else:
             self.captured[budget] = candidates[best]
+        return costs[best]
+
+    def _capture_one_segment(self, budget: int, request: CaptureRequest, cost: float | None) -> None:
+        """Adds a full graph for one segment: beside a full one always, beside a piecewise one where it costs less."""
+        if self.captured[budget].mode == "piecewise" and cost is None:
+            return  # the user wants piecewise, which attends to the true segments anyway
+        narrow = self._record(request, "full")
+        if self.captured[budget].mode == "full" or (cost is not None and narrow.measure() < cost):
+            self.captured_one_segment[budget] = narrow
+        else:
+            narrow.release()
 
     def _record_all(self, request: CaptureRequest, modes: Sequence[str]) -> dict[str, CapturedForward]:
         """Captures in each mode; fails only if all fail."""
