@@ -11,19 +11,23 @@ from typing import Any
 import torch
 import transformers
 
+_HERE = str(Path(__file__).parent)
+
 
 def describe() -> dict[str, Any]:
     """GPU, driver, versions and commit of this run."""
     cuda = torch.cuda.is_available()
+    # A host may have the files without the repository; there the variable names the commit.
+    commit = os.environ.get("FXSPLIT_COMMIT") or _output(["git", "-C", _HERE, "rev-parse", "HEAD"])
+    driver = _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
     return {
         "gpu": torch.cuda.get_device_name() if cuda else None,
-        "driver": _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]) if cuda else None,
+        "driver": driver if cuda else None,
         "cuda": torch.version.cuda,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),
-        # A host may have the files without the repository; there the variable names the commit.
-        "commit": os.environ.get("FXSPLIT_COMMIT") or _output(["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]),
+        "commit": commit,
     }
 
 

@@ -2,17 +2,20 @@
 
     python benchmarks/single_image.py --output benchmarks/results/single_image_h200.json
 
-27 blocks, 1152 wide, bf16, seeded random weights. Times are medians in milliseconds after warm-up, in one process on one GPU:
+27 blocks, 1152 wide, bf16, seeded random weights. Times are medians in milliseconds after warm-up, in one
+process on one GPU:
 
 * "HF eager": the Hugging Face tower as it is (sdpa), wall time.
-* "FA2 graph": one CUDA graph of the eager model at the exact shape, with torch's FlashAttention 2 called once a layer.
-* "full", "piecewise": replays of our captures at the budget of exactly this size. "none": our compiled pieces at the exact
-  shape, not captured.
-* "execute", "compiled": wall time of `manager.execute` (mode `auto`) and of `torch.compile(tower, backend="encoder_cg")`
-  (mode `full`), with host metadata, copies and, for the second, Dynamo's guards.
+* "FA2 graph": one CUDA graph of the eager model at the exact shape, with torch's FlashAttention 2 called once
+  a layer.
+* "full", "piecewise": replays of our captures at the budget of exactly this size. "none": wall time of our
+  compiled pieces at the exact shape, not captured.
+* "execute", "compiled": wall time of `manager.execute` (mode `auto`) and of
+  `torch.compile(tower, backend="encoder_cg")` (mode `full`), with host metadata, copies and, for the second,
+  Dynamo's guards.
 
-Errors are root mean squares of the difference from the same tower in float32, relative to that of eager in bf16. Inductor's
-cache is empty at the start, so the seconds of the first mode are those of a cold start.
+Errors are root mean squares of the difference from the same tower in float32, relative to that of eager in
+bf16. Inductor's cache is empty at the start, so the seconds of the first mode are those of a cold start.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +43,11 @@ import fxsplit_encoder as fx
 from fxsplit_encoder.cli.models import demo_tower
 
 PATCHES = (64, 256, 784, 1024, 3136, 4096, 7056)
-BUDGETS = (16, 64, 196, 256, 784, 1024, 1764)
+LIMITS = {
+    "token_budgets": (16, 64, 196, 256, 784, 1024, 1764),
+    "max_items_per_batch": 8,
+    "max_frames_per_batch": 8,
+}
 
 
 def gpu_ms(call: Callable[[], Any], repeats: int = 30) -> float:
@@ -92,8 +100,9 @@ def grid_of(patches: int) -> torch.Tensor:
 
 def graph_of_eager(tower: Any, pixels: torch.Tensor, grid: torch.Tensor) -> Callable[[], None]:
     """One CUDA graph of the eager model at one shape: what a user captures by hand."""
-    values = tower.prepare_encoder_cudagraph_replay_buffers({"pixel_values": pixels, "image_grid_thw": grid}, 0, 0).values
-    inputs = {name: value.cuda() for name, value in values.items()}
+    batch = {"pixel_values": pixels, "image_grid_thw": grid}
+    prepared = tower.prepare_encoder_cudagraph_replay_buffers(batch, 0, 0)
+    inputs = {name: value.cuda() for name, value in prepared.values.items()}
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for _ in range(2):
@@ -114,10 +123,10 @@ def packed(output: Any) -> torch.Tensor:
 
 
 def capture_all(tower: Any) -> tuple[dict[str, fx.EncoderCudaGraphManager], dict[str, dict[str, float]]]:
-    """A captured manager for every mode, and the seconds that compiling and capturing took; the first one starts cold."""
+    """A captured manager for every mode, and the seconds that it took; the first one starts cold."""
     managers, seconds = {}, {}
     for mode in ("full", "piecewise", "none", "auto"):
-        config = fx.EncoderConfig(mode=mode, token_budgets=BUDGETS, max_items_per_batch=8, max_frames_per_batch=8)
+        config = fx.EncoderConfig(**LIMITS, mode=mode)
         start = time.perf_counter()
         managers[mode] = fx.EncoderCudaGraphManager(tower, config)
         managers[mode].compile()
@@ -146,7 +155,7 @@ def measure(patches: int, hf: Any, exact: Any, tower: Any, compiled: Any, manage
             row[mode] = gpu_ms(captured.replay)
             row[f"{mode} cpu"] = cpu_ms(captured.replay)
         elif mode == "none":
-            row[mode] = wall_ms(lambda: manager.execute(inputs))
+            row[mode] = wall_ms(partial(manager.execute, inputs))
     row["execute"] = wall_ms(lambda: managers["auto"].execute(inputs))
     chosen = managers["auto"].budget_graphs["default"].get(patches // 4)
     row["auto chose"] = chosen.mode if chosen is not None else "exact shape"
@@ -159,26 +168,30 @@ def measure(patches: int, hf: Any, exact: Any, tower: Any, compiled: Any, manage
 
 @torch.no_grad()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     parser.add_argument("--output", type=Path, help="JSON file for the results")
     arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.exit(2, "single_image.py needs a CUDA device: there is nothing to capture without one\n")
     torch.manual_seed(0)
     hf: Qwen3VLVisionModel = demo_tower(27, "cuda", torch.bfloat16)
     exact = copy.deepcopy(hf).float()
     tower = fx.wrap(copy.deepcopy(hf))
     managers, seconds = capture_all(tower)
-    options = {"mode": "full", "token_budgets": list(BUDGETS), "max_items_per_batch": 8}
+    options = {**LIMITS, "mode": "full"}
     compiled = torch.compile(tower, backend="encoder_cg", fullgraph=True, options=options)
     rows = [measure(patches, hf, exact, tower, compiled, managers) for patches in PATCHES]
 
-    times = ["patches", "HF eager", "FA2 graph", "full", "piecewise", "none", "execute", "compiled", "auto chose"]
-    ratios = ["patches", "HF eager / execute", "FA2 graph / full", "piecewise / full", "full cpu", "piecewise cpu"]
-    ratios += [f"{mode} error" for mode in managers]
+    times = ["patches", "HF eager", "FA2 graph", "full", "piecewise", "none", "execute", "compiled"]
+    ratios = ["patches", "auto chose", "HF eager / execute", "FA2 graph / full", "piecewise / full"]
+    ratios += ["full cpu", "piecewise cpu", *(f"{mode} error" for mode in managers)]
     for columns in (times, ratios):
         print(tabulate([[row[c] for c in columns] for row in rows], columns, floatfmt=".3f"), "\n")
-    print("seconds to compile and capture:", {m: {k: round(v, 1) for k, v in s.items()} for m, s in seconds.items()})
+    for mode, taken in seconds.items():
+        print(f"{mode}: {taken['compile']:.1f} s to compile, {taken['capture']:.1f} s to capture")
     if arguments.output is not None:
-        result = {**describe(), "tower": "Qwen3-VL-8B vision, 27 blocks, bf16, random weights", "budgets": BUDGETS}
+        result = {**describe(), "tower": "Qwen3-VL-8B vision, 27 blocks, bf16, random weights", **LIMITS}
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
         arguments.output.write_text(json.dumps({**result, "seconds": seconds, "rows": rows}, indent=1) + "\n")
 

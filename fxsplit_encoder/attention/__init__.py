@@ -1,7 +1,7 @@
 """The splitting op `fxsplit::varlen_attention` and its kernels.
 
-Attention is where the graph is cut: it is the one operation that mixes rows (tokens), so everything between two attentions
-may be padded, compiled once for every token count, and captured.
+Attention is where the graph is cut: it is the one operation that mixes rows (tokens), so everything between
+two attentions may be padded, compiled once for every token count, and captured.
 """
 
 from fxsplit_encoder.attention.kernels import attend, attend_out

@@ -34,8 +34,8 @@ def hugging_face_attention(
 ) -> tuple[Tensor, None]:
     """Hugging Face's signature: (batch, heads, tokens, head_dim) in, (batch, tokens, heads, head_dim) out.
 
-    With cumulative lengths the batch is 1 and the tokens are packed; without them every row of the batch is a sequence,
-    and Hugging Face's own "sdpa" does the work.
+    With cumulative lengths the batch is 1 and the tokens are packed; without them every row of the batch is a
+    sequence, and Hugging Face's own "sdpa" does the work.
 
     Raises:
         UnsupportedTowerError: packed attention that is causal.
@@ -48,8 +48,8 @@ def hugging_face_attention(
     is_causal = kwargs.get("is_causal")
     if getattr(module, "is_causal", False) if is_causal is None else is_causal:
         raise UnsupportedTowerError(
-            f"{type(module).__name__} asks for causal attention over packed segments; fxsplit::varlen_attention attends "
-            "in both directions"
+            f"{type(module).__name__} asks for causal attention over packed segments; "
+            "fxsplit::varlen_attention attends in both directions"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     q_THD, k_THD, v_THD = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
@@ -63,7 +63,8 @@ AttentionInterface.register(IMPLEMENTATION, hugging_face_attention)
 def use_varlen_attention(module: nn.Module) -> None:
     """Routes every attention of a Hugging Face module through `fxsplit::varlen_attention`.
 
-    The submodules get a copy of their configuration first, so that the rest of the model keeps its own implementation.
+    The submodules get a copy of their configuration first, so that the rest of the model keeps its own
+    implementation.
     """
     copies: dict[int, Any] = {}
     for submodule in module.modules():

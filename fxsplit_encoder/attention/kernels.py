@@ -2,12 +2,14 @@
 
 Shape suffixes: T tokens (rows of the packed sequence), H heads, D head dimension, S segments.
 
-Every kernel here writes each row that lies inside a segment and leaves the rest undefined; a caller that reads rows past
-the last segment must therefore cover them by a segment or own their values (see `capture.segments`).
+Every kernel here writes each row that lies inside a segment and leaves the rest undefined; a caller that
+reads rows past the last segment must therefore cover them by a segment or own their values (see
+`capture.segments`).
 """
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 import torch
@@ -54,9 +56,20 @@ def attend(
         (tokens, heads, head_dim), contiguous. Rows outside every segment are undefined.
     """
     if supports_flash(query_THD):
-        return _flash_forward(
-            query_THD, key_THD, value_THD, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, 0.0, False, False, scale=scale
+        out_THD: Tensor = _flash_forward(
+            query_THD,
+            key_THD,
+            value_THD,
+            cu_seqlens,
+            cu_seqlens,
+            max_seqlen,
+            max_seqlen,
+            0.0,
+            False,
+            False,
+            scale=scale,
         )[0]
+        return out_THD
     if query_THD.is_cuda:
         return _attend_masked(query_THD, key_THD, value_THD, cu_seqlens, scale)
     return _attend_by_segment(query_THD, key_THD, value_THD, cu_seqlens, scale)
@@ -71,7 +84,7 @@ def attend_out(
     scale: float,
     out_THD: Tensor,
 ) -> Tensor:
-    """`attend` into a caller's buffer: `out_THD` (at least `tokens` rows; later rows are left alone). Returns it."""
+    """`attend` into `out_THD`, which has at least `tokens` rows and keeps the later ones. Returns it."""
     rows = query_THD.shape[0]
     target_THD = out_THD if out_THD.shape[0] == rows else out_THD[:rows]
     if _flash_forward_out is not None and supports_flash(query_THD):
@@ -95,18 +108,40 @@ def attend_out(
 
 
 def _attend_by_segment(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, scale: float) -> Tensor:
-    """One scaled_dot_product_attention a segment. Reads the boundaries on the host, so it is for the CPU only."""
+    """One scaled_dot_product_attention a segment, for the CPU: the boundaries are read on the host."""
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     boundaries = cu_seqlens.tolist()
-    for start, end in zip(boundaries, boundaries[1:], strict=False):
+    for start, end in itertools.pairwise(boundaries):
         if end > start:
             q, k, v = (x[start:end].transpose(0, 1).unsqueeze(0) for x in (query, key, value))
             out[start:end] = F.scaled_dot_product_attention(q, k, v, scale=scale).squeeze(0).transpose(0, 1)
     return out
 
 
+def attend_backward(
+    grad_THD: Tensor, query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, cu_seqlens: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of `attend` for query, key and value, a segment at a time: right, not fast.
+
+    Reads the boundaries on the host. Rows outside every segment get zero.
+    """
+    grads = [torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (query_THD, key_THD, value_THD)]
+    boundaries = cu_seqlens.tolist()
+    precise = torch.promote_types(query_THD.dtype, torch.float32)
+    for start, end in itertools.pairwise(boundaries):
+        rows = slice(start, end)
+        g, q, k, v = (x[rows].to(precise).transpose(0, 1) for x in (grad_THD, query_THD, key_THD, value_THD))
+        weights = torch.softmax(q @ k.transpose(1, 2) * scale, dim=-1)
+        grad_weights = g @ v.transpose(1, 2)
+        grad_logits = weights * (grad_weights - (grad_weights * weights).sum(-1, keepdim=True)) * scale
+        results = (grad_logits @ k, grad_logits.transpose(1, 2) @ q, weights.transpose(1, 2) @ g)
+        for grad, result in zip(grads, results, strict=True):
+            grad[rows] = result.transpose(0, 1)
+    return grads[0], grads[1], grads[2]
+
+
 def _attend_masked(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, scale: float) -> Tensor:
-    """Dense attention under a block-diagonal mask: what CUDA runs where flash cannot (float32), with no host read.
+    """Dense attention under a block-diagonal mask: what CUDA runs where flash cannot, without a host read.
 
     Memory and work grow with tokens squared, whatever the segments.
     """

@@ -1,7 +1,7 @@
 """`fxsplit::varlen_attention`: the op at which graphs are split.
 
-It is registered through `torch.library.Library` rather than `torch.library.custom_op`: the latter adds about 100
-microseconds of Python to every call, this about 10.
+It is registered through `torch.library.Library` rather than `torch.library.custom_op`: the latter adds about
+100 microseconds of Python to every call, this about 10.
 """
 
 from __future__ import annotations
@@ -10,21 +10,29 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fxsplit_encoder.attention.kernels import _attend_by_segment, attend, attend_out
+from fxsplit_encoder.attention.kernels import attend, attend_backward, attend_out
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _SCHEMA = "(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens, SymInt max_seqlen, float scale"
 
-_library = torch.library.Library("fxsplit", "DEF")
+_library: Any = torch.library.Library("fxsplit", "DEF")  # type: ignore[no-untyped-call]
 _library.define(f"varlen_attention{_SCHEMA}) -> Tensor")
 _library.define(f"varlen_attention.out{_SCHEMA}, *, Tensor(a!) out) -> Tensor(a!)")
+# An op too, so that tracing a backward does not read the boundaries.
+_library.define(
+    "attention_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor cu_seqlens, float scale)"
+    " -> (Tensor, Tensor, Tensor)"
+)
 for _device in ("CPU", "CUDA"):
     _library.impl("varlen_attention", attend, _device)
+    _library.impl("attention_backward", attend_backward, _device)
 
 
-def _out_impl(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, max_seqlen: int, scale: float, *, out: Tensor) -> Tensor:
+def _out_impl(
+    q: Tensor, k: Tensor, v: Tensor, cu: Tensor, max_seqlen: int, scale: float, *, out: Tensor
+) -> Tensor:
     return attend_out(q, k, v, cu, max_seqlen, scale, out)
 
 
@@ -32,14 +40,31 @@ for _device in ("CPU", "CUDA"):
     _library.impl("varlen_attention.out", _out_impl, _device)
 
 
-@torch.library.register_fake("fxsplit::varlen_attention", lib=_library)
-def _fake(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float) -> Tensor:
+def _fake(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float
+) -> Tensor:
     return torch.empty(query.shape, dtype=query.dtype, device=query.device)
 
 
-@torch.library.register_fake("fxsplit::varlen_attention.out", lib=_library)
-def _fake_out(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, max_seqlen: int, scale: float, *, out: Tensor) -> Tensor:
+torch.library.register_fake("fxsplit::varlen_attention", _fake, lib=_library)
+
+
+def _fake_out(
+    q: Tensor, k: Tensor, v: Tensor, cu: Tensor, max_seqlen: int, scale: float, *, out: Tensor
+) -> Tensor:
     return out
+
+
+torch.library.register_fake("fxsplit::varlen_attention.out", _fake_out, lib=_library)
+
+
+def _fake_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, scale: float
+) -> tuple[Tensor, ...]:
+    return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value))
+
+
+torch.library.register_fake("fxsplit::attention_backward", _fake_backward, lib=_library)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -48,12 +73,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Recomputes attention a segment at a time and differentiates that: right, not fast; we serve, we do not train."""
-    *qkv, cu_seqlens = ctx.saved_tensors
-    with torch.enable_grad():
-        leaves = [x.detach().requires_grad_() for x in qkv]
-        out = _attend_by_segment(*leaves, cu_seqlens, ctx.scale)
-    return (*torch.autograd.grad(out, leaves, grad), None, None, None)
+    return (*torch.ops.fxsplit.attention_backward(grad, *ctx.saved_tensors, ctx.scale), None, None, None)
 
 
 torch.library.register_autograd(

@@ -1,4 +1,4 @@
-"""FX only: a Dynamo graph becomes an ATen graph, is split at attention, and its pieces are compiled into a `Program`.
+"""FX only: a Dynamo graph becomes an ATen graph, is split at attention, and becomes a compiled `Program`.
 
 Knows nothing of CUDA graphs or models.
 """

@@ -14,8 +14,15 @@ from fxsplit_encoder.compile.masks import mask_pad_rows
 from fxsplit_encoder.compile.passes import PASSES
 from fxsplit_encoder.compile.pieces import PieceCache, piece_compiler
 from fxsplit_encoder.compile.program import Program, Ref, RegionInput, Step, TensorInfo
-from fxsplit_encoder.compile.sizes import Size, SymbolValues, expression, symbol_of
-from fxsplit_encoder.compile.split import Cut, SplitGraph, is_scalar, node_value, split_graph, splitting_targets
+from fxsplit_encoder.compile.sizes import Size, SymbolValues, expression, shape_exprs, symbol_of
+from fxsplit_encoder.compile.split import (
+    Cut,
+    SplitGraph,
+    is_scalar,
+    node_value,
+    split_graph,
+    splitting_targets,
+)
 from fxsplit_encoder.errors import CompileError
 
 if TYPE_CHECKING:
@@ -47,7 +54,9 @@ def build_program(module: fx.GraphModule, static_inputs: Sequence[int], options:
     for run_pass in PASSES.values():
         run_pass(module)
     targets = splitting_targets(options.splitting_ops)
-    num_rows = mask_pad_rows(module, [n for n in module.graph.nodes if n.target in targets and _VARLEN in str(n.target)])
+    num_rows = mask_pad_rows(
+        module, [n for n in module.graph.nodes if n.target in targets and _VARLEN in str(n.target)]
+    )
     graph = split_graph(module, targets)
     return _Builder(module, graph, frozenset(static_inputs), num_rows, options).build()
 
@@ -182,7 +191,7 @@ class _Builder:
     # --- symbols
 
     def _symbol_sources(self) -> list[tuple[str, int, int]]:
-        """Where each symbol's value is read. Unlisted symbols would be data-dependent, which splitting has refused."""
+        """Where each symbol's value is read. A symbol that is not listed depends on data."""
         sources: dict[str, tuple[int, int]] = {}
         for index, node in enumerate(self.graph_inputs):
             value = node.meta["val"]
@@ -191,9 +200,9 @@ class _Builder:
         for index, node in enumerate(self.graph_inputs):
             value = node.meta["val"]
             if isinstance(value, torch.Tensor):
-                for dim, size in enumerate(value.shape):
-                    if isinstance(size, torch.SymInt) and expression(size).is_Symbol:
-                        sources.setdefault(str(size.node.expr), (index, dim))
+                for dim, expr in enumerate(shape_exprs(value)):
+                    if expr.is_Symbol:
+                        sources.setdefault(str(expr), (index, dim))
         return [(symbol, index, dim) for symbol, (index, dim) in sources.items()]
 
     def _token_symbol(self) -> str | None:
@@ -206,8 +215,8 @@ class _Builder:
                 symbols.add(symbol_of(query.meta["val"].shape[0]))
         if len(symbols) > 1:
             raise CompileError(
-                f"attention runs over different token counts ({sorted(map(str, symbols))}); expected one symbol in the "
-                "leading size of every query"
+                f"attention runs over different token counts ({sorted(map(str, symbols))}); expected "
+                "one symbol in the leading size of every query"
             )
         return symbols.pop() if symbols else None
 
@@ -236,7 +245,9 @@ class _Builder:
                 self.slots[node],
                 _info(node),
                 node in segments,
-                padding.token_dim(node.meta["val"], token_symbol) if token_symbol and node not in segments else None,
+                padding.token_dim(node.meta["val"], token_symbol)
+                if token_symbol and node not in segments
+                else None,
             )
             for node in read
             if node not in made_inside and node not in fixed and not is_scalar(node)
@@ -303,7 +314,7 @@ def _attribute(module: fx.GraphModule, node: fx.Node) -> torch.Tensor:
 
 
 def _accepts(placeholders: Sequence[fx.Node]) -> Callable[[SymbolValues], bool]:
-    """Checks the guards that tracing and compiling put on symbols. Dynamo checks them on its own path; ours bypasses it."""
+    """Checks the guards on symbols: Dynamo does so on its own path, which ours bypasses."""
     shape_env = next(
         (n.meta["val"].fake_mode.shape_env for n in placeholders if hasattr(n.meta["val"], "fake_mode")), None
     )

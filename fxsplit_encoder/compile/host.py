@@ -1,7 +1,7 @@
 """Host ops: opaque ops that turn Python-side facts (a grid of image sizes) into metadata tensors.
 
-They read their inputs on the host, so they never run inside a CUDA graph: a program runs them first, and what follows the
-last of them is its *region*, the part that is padded and captured.
+They read their inputs on the host, so they never run inside a CUDA graph: a program runs them first, and what
+follows the last of them is its *region*, the part that is padded and captured.
 """
 
 from __future__ import annotations
@@ -20,13 +20,16 @@ class HostOp:
     """What the compiler must know of a host op."""
 
     run: Callable[..., Sequence[Tensor]]
-    """The op's work with exact, unpadded outputs, on the CPU. The op's own kernel may pad them to what its fake declares."""
+    """The op's work with exact, unpadded outputs, on the CPU. The op's own kernel may pad them to what its
+    fake declares.
+    """
     rows_per_output_token: Callable[..., int]
     """Tokens (rows) merged into one output token, from the op's arguments: what converts budgets to rows."""
     budget_range: Callable[..., tuple[int, int]]
     """The tower's range of budgets in output tokens, from the op's arguments."""
 
     def __call__(self, *args: Any) -> Sequence[Tensor]:
+        """`run`: what a program's step calls."""
         return self.run(*args)
 
 
@@ -34,6 +37,7 @@ _HOST_OPS: dict[Any, HostOp] = {}
 
 
 def register_host_op(overload: OpOverload, op: HostOp) -> None:
+    """Makes an op known to the compiler as a host op."""
     _HOST_OPS[overload] = op
 
 

@@ -1,9 +1,10 @@
 """Masks that keep pad rows finite without giving attention any more work.
 
-An attention kernel leaves the rows outside every segment unwritten. Whatever lies in that memory must not reach the values
-that the next attention reads, since FlashAttention reads value rows past the last segment and 0 * NaN is NaN. So the pad rows
-are set to zero after each attention, at the first pointwise operation (the residual addition), where Inductor fuses the mask
-into a kernel that runs anyway. Between the two only operations that work row by row are passed.
+An attention kernel leaves the rows outside every segment unwritten. Whatever lies in that memory must not
+reach the values that the next attention reads, since FlashAttention reads value rows past the last segment
+and 0 * NaN is NaN. So the pad rows are set to zero after each attention, at the first pointwise operation
+(the residual addition), where Inductor fuses the mask into a kernel that runs anyway. Between the two only
+operations that work row by row are passed.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ def mask_pad_rows(module: fx.GraphModule, attentions: list[fx.Node]) -> fx.Node 
     Returns:
         A placeholder, the graph's last, for a 0-dimensional int64 tensor; None without attentions.
     """
-    # Only rows that are the tokens themselves are counted by `num_rows`; a constant number of them is never padded.
+    # Only rows that are the tokens themselves are counted by `num_rows`; a constant number of them is never
+    # padded.
     attentions = [n for n in attentions if expression(n.meta["val"].shape[0]).is_Symbol]
     if not attentions:
         return None

@@ -2,15 +2,17 @@
 
 Every tensor of the region is given a state by one pass over its ATen nodes:
 
-* `Rows(dim)`: entry j along `dim` is computed from the tokens of group j alone (a group is one token, or the few that a
-  spatial merge joins). Tokens appended at the end therefore append entries and change none before them.
+* `Rows(dim)`: entry j along `dim` is computed from the tokens of group j alone (a group is one token, or the
+  few that a spatial merge joins). Tokens appended at the end therefore append entries and change none before
+  them.
 * `SHARED`: the same whatever the tokens are (weights, tables, scalars).
-* `SEGMENTS`: cumulative lengths, which only attention may read; the capture extends them over the pad rows.
+* `SEGMENTS`: cumulative lengths, which only attention may read; the capture extends them by empty segments.
 * `Mixed(reason)`: anything else; rows may depend on one another, or no rule is known.
 
-A region without `Mixed` may be padded: its real rows equal those of the unpadded run. Rules are by operation; pointwise
-operations are recognised by their tag, so most need none. Whatever the rule says, a tensor may depend on the padded sizes
-(the token count, the number of segments) only through the size of its one token dimension.
+A region without `Mixed` may be padded: its real rows equal those of the unpadded run. Rules are by operation;
+pointwise operations are recognised by their tag, so most need none. Whatever the rule says, a tensor may
+depend on the padded sizes (the token count, the number of segments) only through the size of its one token
+dimension.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import sympy
+import sympy  # type: ignore[import-untyped]
 import torch
 from torch import fx
 
@@ -65,14 +67,17 @@ class PaddingReport:
     reasons: tuple[tuple[str, str], ...]
     """(node, reason) for every node that mixed rows itself; empty when padding is proved."""
     may_probe: bool = True
-    """Whether a padded run is safe to try; False when pad rows could be looked up, or attended to, out of bounds."""
+    """Whether a padded run is safe to try; False when pad rows may look up out of range or hold garbage."""
 
     @property
     def proved(self) -> bool:
+        """Whether the region may be padded."""
         return not self.reasons
 
     def __str__(self) -> str:
-        return "proved" if self.proved else "; ".join(f"{node}: {reason}" for node, reason in self.reasons[:3])
+        return (
+            "proved" if self.proved else "; ".join(f"{node}: {reason}" for node, reason in self.reasons[:3])
+        )
 
 
 def analyse(
@@ -106,7 +111,7 @@ def _symbols(expr: sympy.Expr) -> set[str]:
 
 
 def _sample(accepts: Callable[[int], bool]) -> list[int]:
-    """Token counts at which sizes are compared: those up to 4096 that the trace holds for, or else the first two."""
+    """Token counts that the trace holds for, at which sizes are compared."""
     samples = [n for n in range(2, 4097) if accepts(n)]
     if len(samples) < 2:
         samples = list(itertools.islice((n for n in range(2, 2**18) if accepts(n)), 2))
@@ -159,8 +164,9 @@ class _Analysis:
     def state_of(self, node: fx.Node, inputs: Sequence[State]) -> State:
         name = _operation(node)
         if name == "getitem":
-            state = self.states[node.args[0]]  # type: ignore[index]
-            return state[node.args[1]] if isinstance(state, list) else state
+            source, index = node.args
+            state = self.states[source]  # type: ignore[index]
+            return state[index] if isinstance(state, list) else state  # type: ignore[index]
         if name not in _DENSE and _draws_random_numbers(node):
             raise NotProvedError(f"{name} draws random numbers, whose order depends on the token count")
         if SEGMENTS in inputs and name not in _ATTENTIONS:
@@ -194,12 +200,18 @@ class _Analysis:
             for dim, expr in enumerate(shape_exprs(tensor)):
                 varies = self.varies(expr)
                 if varies and dim != rows:
-                    raise NotProvedError(f"dimension {dim} of {tuple(tensor.shape)} changes with the padding too")
+                    raise NotProvedError(
+                        f"dimension {dim} of {tuple(tensor.shape)} changes with the padding too"
+                    )
                 if not varies and dim == rows:
-                    raise NotProvedError(f"dimension {dim} of {tuple(tensor.shape)} does not count tokens any more")
+                    raise NotProvedError(
+                        f"dimension {dim} of {tuple(tensor.shape)} does not count tokens any more"
+                    )
 
     def varies(self, expr: sympy.Expr) -> bool:
-        """Whether padding changes a size. Some that name the token symbol do not: s // (s // 4) is 4 where it is traced."""
+        """Whether padding changes a size. Some that name the token symbol do not: s // (s // 4) is 4 where it
+        is traced.
+        """
         if expr not in self._varying:
             symbols = _symbols(expr)
             varies = not self.padded_symbols.isdisjoint(symbols)
@@ -210,7 +222,9 @@ class _Analysis:
         return self._varying[expr]
 
     def are_equal(self, one: sympy.Expr, other: sympy.Expr) -> bool:
-        """Whether two sizes are always the same. Some are spelled in two ways: 4 * (s // 4) is s where it is traced."""
+        """Whether two sizes are always the same. Some are spelled in two ways: 4 * (s // 4) is s where it is
+        traced.
+        """
         if one == other:
             return True
         if _symbols(one) | _symbols(other) != {self.symbol}:
@@ -219,7 +233,9 @@ class _Analysis:
         return all(a({self.symbol: n}) == b({self.symbol: n}) for n in self.samples)
 
     def looks_up_safely(self, node: fx.Node) -> bool:
-        """Whether the indices of pad rows are in range: they are the zeros of an input's pad rows, not computed."""
+        """Whether the indices of pad rows are in range: they are the zeros of an input's pad rows, not
+        computed.
+        """
         indices = [i for i in _indices(node) if isinstance(i, fx.Node)]
         return all(self._is_an_input(index) for index in indices)
 
@@ -285,7 +301,8 @@ class _View:
         return NotProvedError(f"{self.name} {why}")
 
 
-# --- rules -----------------------------------------------------------------------------------------------------------
+# --- rules
+# -----------------------------------------------------------------------------------------------------------
 
 
 def _pointwise(view: _View) -> State:
@@ -451,7 +468,13 @@ def _along_dim(view: _View) -> State:
 def _reduce(view: _View) -> State:
     """sum, mean, amax, var...: (input, dims, keepdim); a norm has its order before the dims."""
     dims = view.arg(2 if view.name == "linalg_vector_norm" else 1)
-    listed = list(range(view.rank())) if dims is None or dims == [] else dims if isinstance(dims, list | tuple) else [dims]
+    listed = (
+        list(range(view.rank()))
+        if dims is None or dims == []
+        else dims
+        if isinstance(dims, list | tuple)
+        else [dims]
+    )
     reduced = {view.dim(d) for d in listed}
     rows = view.rows()
     if rows in reduced:
@@ -469,7 +492,9 @@ def _embedding(view: _View) -> State:
 
 
 def _index(view: _View) -> State:
-    """table[indices]: a shared table looked up by rows; indices into rows would let tokens read one another."""
+    """table[indices]: a shared table looked up by rows; indices into rows would let tokens read one
+    another.
+    """
     view.require_shared(0)
     indices = view.arg(1)
     given = [i for i in indices if i is not None]
@@ -523,12 +548,9 @@ def _varlen_attention(view: _View) -> State:
         raise view.fail("takes cumulative lengths that do not enter the graph as they are")
     tokens = shape_exprs(view.tensor())[0]
     if str(tokens) != view.analysis.symbol:
-        # Cumulative lengths are extended to the token count; these rows end before or after it.
+        # Pad rows belong to no segment, and masks keep only the tokens' finite.
         view.analysis.may_probe = False
         raise view.fail(f"runs over {tokens} rows, which is not the token count {view.analysis.symbol}")
-    bound = view.arg(4)
-    if not isinstance(bound, fx.Node) or expression(bound.meta["val"]) != tokens:
-        raise view.fail("takes a bound of the longest segment that does not grow with the pad rows")
     if isinstance(view.arg(5), fx.Node):
         raise view.fail("takes a computed scale")
     return Rows(0)
@@ -560,17 +582,30 @@ _DENSE = (
 )
 _ATTENTIONS = frozenset(("varlen_attention", *_DENSE))
 _CONSTRUCTORS = frozenset(
-    ("arange", "zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty", "scalar_tensor")
+    (
+        "arange",
+        "zeros",
+        "ones",
+        "full",
+        "empty",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "new_empty",
+        "scalar_tensor",
+    )
 )
 _RESHAPES = ("view", "_unsafe_view", "reshape", "flatten", "unflatten")
-# These take sizes, which may follow the token count: their rules and the sizes of their results are what decides.
+# These take sizes, which may follow the token count: their rules and the sizes of their results are what
+# decides.
 _SIZED = frozenset((*_CONSTRUCTORS, *_RESHAPES, "expand", "native_group_norm", "varlen_attention"))
 # These look something up by index, and these only move values about or repeat them.
-_LOOKUPS = frozenset(("embedding", "index", "index_select", "gather", "take", "index_put", "index_add", "scatter"))
-_MOVERS = frozenset(
-    (*_RESHAPES, "permute", "transpose", "t", "unsqueeze", "squeeze", "expand", "alias", "clone", "_to_copy", "slice")
-    + ("select", "split", "split_with_sizes", "unbind", "getitem", "cat", "stack")
+_LOOKUPS = frozenset(
+    ("embedding", "index", "index_select", "gather", "take", "index_put", "index_add", "scatter")
 )
+_VIEWS = ("permute", "transpose", "t", "unsqueeze", "squeeze", "expand", "alias", "slice", "select")
+_PARTS = ("split", "split_with_sizes", "unbind", "getitem", "cat", "stack", "clone", "_to_copy")
+_MOVERS = frozenset((*_RESHAPES, *_VIEWS, *_PARTS))
 
 
 def _table() -> dict[str, Callable[[_View], State]]:
@@ -581,7 +616,10 @@ def _table() -> dict[str, Callable[[_View], State]]:
         (_unsqueeze, ("unsqueeze",)),
         (_squeeze, ("squeeze",)),
         (_expand, ("expand",)),
-        (_same, ("alias", "clone", "contiguous", "detach", "_to_copy", "to", "lift_fresh_copy", "zeros_like")),
+        (
+            _same,
+            ("alias", "clone", "contiguous", "detach", "_to_copy", "to", "lift_fresh_copy", "zeros_like"),
+        ),
         (_same, ("ones_like", "empty_like", "full_like", "view_as_real", "view_as_complex")),
         (_slice, ("slice",)),
         (_select, ("select",)),
@@ -592,11 +630,30 @@ def _table() -> dict[str, Callable[[_View], State]]:
         (_addmm, ("addmm",)),
         (_batched_matmul, ("bmm", "baddbmm")),
         (_batched, ("convolution", "conv1d", "conv2d", "conv3d", "avg_pool2d", "max_pool2d_with_indices")),
-        (_batched, ("_adaptive_avg_pool2d", "upsample_bicubic2d", "upsample_bilinear2d", "upsample_nearest2d")),
+        (
+            _batched,
+            ("_adaptive_avg_pool2d", "upsample_bicubic2d", "upsample_bilinear2d", "upsample_nearest2d"),
+        ),
         (_batched, ("_upsample_bicubic2d_aa", "_upsample_bilinear2d_aa", "native_group_norm")),
         (_normalise_trailing, ("native_layer_norm", "layer_norm", "_fused_rms_norm", "rms_norm")),
         (_along_dim, ("_softmax", "_log_softmax", "softmax", "cumsum", "cumprod")),
-        (_reduce, ("sum", "mean", "amax", "amin", "argmax", "argmin", "var", "std", "var_mean", "prod", "any", "all")),
+        (
+            _reduce,
+            (
+                "sum",
+                "mean",
+                "amax",
+                "amin",
+                "argmax",
+                "argmin",
+                "var",
+                "std",
+                "var_mean",
+                "prod",
+                "any",
+                "all",
+            ),
+        ),
         (_reduce, ("linalg_vector_norm",)),
         (_embedding, ("embedding",)),
         (_index, ("index",)),

@@ -1,4 +1,6 @@
-"""Graph passes: exact rewrites of the ATen graph, before it is split. Each is a function that returns how often it applied."""
+"""Graph passes: exact rewrites of the ATen graph, before it is split. Each is a function that returns how
+often it applied.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ aten = torch.ops.aten
 
 
 def convolution_to_linear(module: fx.GraphModule) -> int:
-    """A convolution whose kernel covers its whole input once is a matrix product: the patch embedding of every packed tower.
+    """A convolution whose kernel covers its whole input once is a matrix product: the patch embedding of
+    every packed tower.
 
     cuDNN's 3-D convolution took 15 % of the GPU time of a 256-patch image (H200, Qwen3-VL-8B).
     """
@@ -67,7 +70,11 @@ def _replace_by_addmm(graph: fx.Graph, node: fx.Node) -> None:
         row_count = rows if isinstance(rows, int) else _symbol_node(graph, source, rows)
         flat = add(aten.view.default, source, [row_count, features])
         matrix = add(aten.t.default, add(aten.view.default, weight, [out_features, features]))
-        product = add(aten.mm.default, flat, matrix) if bias is None else add(aten.addmm.default, bias, flat, matrix)
+        product = (
+            add(aten.mm.default, flat, matrix)
+            if bias is None
+            else add(aten.addmm.default, bias, flat, matrix)
+        )
         replacement = add(aten.view.default, product, [row_count, out_features] + [1] * (len(fan_in) - 1))
     node.replace_all_uses_with(replacement)
     graph.erase_node(node)

@@ -1,7 +1,7 @@
 """Pieces: the subgraphs between splitting ops, deduplicated by structure and compiled once each.
 
-A piece's weights are inputs, so the 27 blocks of a tower share a compilation; its token count is a symbol, so every
-budget and every exact shape share it too.
+A piece's weights are inputs, so the 27 blocks of a tower share a compilation; its token count is a symbol, so
+every budget and every exact shape share it too.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ class Piece:
 
 
 def signature(piece: Piece) -> tuple[Any, ...]:
-    """What two pieces share exactly when one compilation serves both: operations, wiring, and input layouts."""
+    """What two pieces share exactly when one compilation serves both: operations, wiring, and input
+    layouts.
+    """
     numbers = {node: f"i{k}" for k, node in enumerate(piece.inputs)}
     numbers |= {node: f"n{k}" for k, node in enumerate(piece.nodes)}
 
@@ -40,7 +42,9 @@ def signature(piece: Piece) -> tuple[Any, ...]:
 
     return (
         tuple(_layout(node.meta["val"]) for node in piece.inputs),
-        tuple((str(node.target), repr(describe(node.args)), repr(describe(node.kwargs))) for node in piece.nodes),
+        tuple(
+            (str(node.target), repr(describe(node.args)), repr(describe(node.kwargs))) for node in piece.nodes
+        ),
         tuple(numbers[node] for node in piece.outputs),
     )
 
@@ -49,7 +53,7 @@ class _Reference(str):
     """A node's number, printed without quotes so that it can never equal a string argument."""
 
     def __repr__(self) -> str:
-        return f"%{str(self)}"
+        return f"%{self!s}"
 
 
 def _layout(value: Any) -> Any:
@@ -94,25 +98,29 @@ class PieceCache:
 
 def compile_eager(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     """The piece as traced: one ATen call a node."""
-    return module.forward  # type: ignore[no-any-return]
+    return module.forward
 
 
 def compile_aot_eager(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """The piece decomposed to Inductor's operations but run one by one: tells a decomposition's fault from a kernel's."""
-    return _decompose(module, inputs).forward  # type: ignore[no-any-return]
+    """The piece in Inductor's operations, run one by one: tells a decomposition's fault from a kernel's."""
+    return _decompose(module, inputs).forward
 
 
 def compile_inductor(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     """The piece through Inductor, for all token counts; reused across processes by Inductor's own cache.
 
-    Inductor gets the piece under a tracing context of its own: the surrounding one belongs to the whole graph.
+    Inductor gets the piece under a tracing context of its own: the surrounding one belongs to the whole
+    graph.
     """
     from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.utils import BoxedBool
 
     fake_mode = next(value.fake_mode for value in inputs if hasattr(value, "fake_mode"))
     decomposed = _decompose(module, inputs)
     with torch._guards.tracing(torch._guards.TracingContext(fake_mode)), fake_mode_context(fake_mode):
-        compiled: Any = compile_fx_inner(decomposed, list(inputs), is_inference=True, cudagraphs=False)
+        compiled: Any = compile_fx_inner(
+            decomposed, list(inputs), is_inference=True, cudagraphs=BoxedBool(False)
+        )
 
     def call(*args: Any) -> Any:
         return compiled(list(args))

@@ -1,8 +1,8 @@
 """A `Program`: the ordered steps that one forward became, and how to run them.
 
-Values live in numbered slots. A step reads slots and sizes and fills slots. The steps up to the last host op are the
-*prologue* and always run at the true shape; the rest is the *region*, which may run padded and be captured. Who runs a
-region's steps is a `Runner`: directly here, recording in `capture`.
+Values live in numbered slots. A step reads slots and sizes and fills slots. The steps up to the last host op
+are the *prologue* and always run at the true shape; the rest is the *region*, which may run padded and be
+captured. Who runs a region's steps is a `Runner`: directly here, recording in `capture`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ class Step:
     args: tuple[Argument, ...]
     kwargs: dict[str, Argument]
     outputs: tuple[int, ...]
-    """The slots that the call's results fill; one for a tensor, several for a sequence (-1: a result nobody reads)."""
+    """The slots that the call's results fill; one for a tensor, several for a sequence (-1: a result nobody
+    reads).
+    """
     returns_tensor: bool
     frees: tuple[int, ...] = ()
     """Slots that no later step reads."""
@@ -77,18 +79,22 @@ class RegionInput:
 class Runner(Protocol):
     """Executes the steps of a region."""
 
-    def run_piece(self, step: Step, args: Sequence[Any]) -> Any: ...
+    def run_piece(self, step: Step, args: Sequence[Any]) -> Any:
+        """The results of a piece."""
 
-    def run_split(self, step: Step, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any: ...
+    def run_split(self, step: Step, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The result of a splitting op."""
 
 
 class DirectRunner:
     """Calls every step as it is, at the shape of its arguments."""
 
     def run_piece(self, step: Step, args: Sequence[Any]) -> Any:
+        """Calls the piece."""
         return step.call(*args)
 
     def run_split(self, step: Step, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Calls the op."""
         return step.call(*args, **kwargs)
 
 
@@ -103,7 +109,15 @@ class Frame:
     symbols: SymbolValues = field(default_factory=dict)
 
 
+def to_device(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """The tensor on a device, without waiting for it: from pageable memory a copy to CUDA would."""
+    if device.type == "cuda" and not tensor.is_cuda:
+        tensor = tensor.pin_memory()
+    return tensor.to(device=device, dtype=dtype, non_blocking=True)
+
+
 def resolve(argument: Argument, frame: Frame) -> Any:
+    """The value that an argument has in a run."""
     if isinstance(argument, Ref):
         return frame.slots[argument.slot]
     if isinstance(argument, Size):
@@ -115,7 +129,9 @@ def resolve(argument: Argument, frame: Frame) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A traced forward, split, compiled and ready to run at any size. Slots 0..num_inputs-1 are the graph's inputs."""
+    """A traced forward, split, compiled and ready to run at any size. Slots 0..num_inputs-1 are the graph's
+    inputs.
+    """
 
     steps: tuple[Step, ...]
     num_inputs: int
@@ -127,7 +143,9 @@ class Program:
     static_inputs: frozenset[int]
     """Inputs that are parameters or buffers: bound by address when captured."""
     symbol_sources: tuple[tuple[str, int, int], ...]
-    """(symbol, input, dimension) for each symbol a size may use; dimension -1: the input is the number itself."""
+    """(symbol, input, dimension) for each symbol a size may use; dimension -1: the input is the number
+    itself.
+    """
     outputs: tuple[Argument, ...]
     output_infos: tuple[TensorInfo | None, ...]
     input_shapes: tuple[tuple[Size, ...] | None, ...]
@@ -144,7 +162,9 @@ class Program:
     """Whether the assumptions made while tracing and compiling hold for these symbol values."""
 
     def begin(self, args: Sequence[Any]) -> Frame:
-        """Binds the graph's inputs and runs the prologue at the true shape. What host ops made is still on the CPU."""
+        """Binds the graph's inputs and runs the prologue at the true shape. What host ops made is still on
+        the CPU.
+        """
         frame = Frame([*args, *([None] * (self.num_slots - len(args)))])
         for slot, constant in self.constants.items():
             frame.slots[slot] = constant
@@ -173,8 +193,8 @@ class Program:
         for step in self.steps[: self.region_start]:
             if step.kind == "host":
                 for slot in step.outputs:
-                    if isinstance(frame.slots[slot], torch.Tensor):
-                        frame.slots[slot] = frame.slots[slot].to(self.device, non_blocking=True)
+                    if slot >= 0 and isinstance(frame.slots[slot], torch.Tensor):
+                        frame.slots[slot] = to_device(frame.slots[slot], self.device)
 
     def tokens(self, frame: Frame) -> int | None:
         """The number of tokens (rows) of this run."""
@@ -198,10 +218,12 @@ class Program:
 
     @property
     def pieces(self) -> list[Step]:
+        """The steps that are compiled pieces."""
         return [step for step in self.steps if step.kind == "piece"]
 
     @property
     def splits(self) -> list[Step]:
+        """The steps that are splitting ops."""
         return [step for step in self.steps if step.kind == "split"]
 
     @property
@@ -211,4 +233,5 @@ class Program:
 
     @property
     def host_steps(self) -> list[Step]:
+        """The steps that are host ops."""
         return [step for step in self.steps if step.kind == "host"]

@@ -1,6 +1,7 @@
 """Sizes of a traced graph as functions of its symbols.
 
-A traced size is an int or a sympy expression (`s33`, `s33 // 4`). `Size` evaluates it for given symbol values without
+A traced size is an int or a sympy expression (`s33`, `s33 // 4`). `Size` evaluates it for given symbol values
+without
 sympy: the expression is printed as Python once.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-import sympy
+import sympy  # type: ignore[import-untyped]
 import torch
 from torch.utils._sympy.printers import PythonPrinter
 
@@ -44,9 +45,11 @@ class Size:
 
     @classmethod
     def of(cls, value: int | torch.SymInt | torch.SymFloat | torch.SymBool) -> Size:
+        """The size behind a traced number."""
         return cls(value.node.expr if hasattr(value, "node") else sympy.sympify(value))
 
     def __call__(self, values: Mapping[str, int]) -> int:
+        """The size where the symbols have these values."""
         if self._constant is not None:
             return self._constant
         try:
@@ -70,4 +73,5 @@ def symbol_of(size: int | torch.SymInt) -> str | None:
 
 
 def shape_exprs(tensor: Tensor) -> tuple[sympy.Expr, ...]:
+    """The sizes of a traced tensor."""
     return tuple(expression(size) for size in tensor.shape)

@@ -48,8 +48,8 @@ def _packet(name: str) -> Any:
     namespace, separator, op = name.partition("::")
     if not separator or not _exists(name):
         raise ConfigError(
-            f"splitting_ops: no operator {name!r} is registered; expected 'namespace::name' of an operator that torch "
-            f"knows (import the module that defines it first, or remove it from splitting_ops)"
+            f"splitting_ops: no operator {name!r} is registered; expected 'namespace::name' of an operator "
+            f"that torch knows (import the module that defines it first, or remove it from splitting_ops)"
         )
     return getattr(getattr(torch.ops, namespace), op)
 
@@ -112,8 +112,14 @@ def is_scalar(node: fx.Node) -> bool:
 
 
 def node_value(node: fx.Node) -> Any:
-    """A node's traced value. Arithmetic on symbols that torch's runtime assertions insert carries none: it is redone."""
-    if "val" not in node.meta and node.op == "call_function" and not isinstance(node.target, torch._ops.OpOverload):
+    """A node's traced value. Arithmetic on symbols that torch's runtime assertions insert carries none: it is
+    redone.
+    """
+    if (
+        "val" not in node.meta
+        and node.op == "call_function"
+        and not isinstance(node.target, torch._ops.OpOverload)
+    ):
         args = fx.node.map_arg(node.args, node_value)
         if not any(a is None for a in args):
             node.meta["val"] = node.target(*args)  # type: ignore[operator]
@@ -121,10 +127,12 @@ def node_value(node: fx.Node) -> Any:
 
 
 def _require_symbolic(node: fx.Node) -> None:
-    if any(isinstance(n.meta.get("val"), torch.Tensor) for n in node.all_input_nodes) and not _is_size_query(node):
+    if any(isinstance(n.meta.get("val"), torch.Tensor) for n in node.all_input_nodes) and not _is_size_query(
+        node
+    ):
         raise CompileError(
-            f"{node.target} reads a tensor's value on the host ({node.name}); such a graph cannot be split. Compute the "
-            "number outside the compiled module"
+            f"{node.target} reads a tensor's value on the host ({node.name}); such a graph cannot be split. "
+            "Compute the number outside the compiled module"
         )
 
 
@@ -154,5 +162,3 @@ def _piece(nodes: list[fx.Node], output_args: Iterable[Any]) -> Piece:
         inputs.update((n, None) for n in node.all_input_nodes if n not in inside)
     outputs = [n for n in nodes if n in returned or any(user not in inside for user in n.users)]
     return Piece(tuple(nodes), tuple(inputs), tuple(outputs))
-
-

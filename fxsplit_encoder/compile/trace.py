@@ -48,14 +48,15 @@ def compile_graph(
         return boxed
 
     backend = aot_autograd(fw_compiler=compile_inference, inference_compiler=compile_inference)
-    return backend(module, example_inputs)  # type: ignore[no-any-return]
+    return backend(module, example_inputs)
 
 
 @dataclass(frozen=True, slots=True)
 class BoundProgram:
     """A program whose inputs are known: each is a named tensor of the forward, a fixed tensor, or a number.
 
-    It stands for `forward(inputs: dict) -> Tensor` and is called past Dynamo's guards, which cost 0.5-1 ms a call.
+    It stands for `forward(inputs: dict) -> Tensor` and is called past Dynamo's guards, which cost 0.5-1 ms a
+    call.
     """
 
     program: Program
@@ -65,7 +66,11 @@ class BoundProgram:
     """(position, input name, dimension) of the inputs that are sizes."""
 
     def arguments(self, inputs: Mapping[str, Tensor]) -> list[Any]:
-        args = [fixed if name is None else inputs[name] for name, fixed in zip(self.names, self.fixed, strict=True)]
+        """The program's arguments for these inputs."""
+        args = [
+            fixed if name is None else inputs[name]
+            for name, fixed in zip(self.names, self.fixed, strict=True)
+        ]
         for position, name, dim in self.numbers:
             args[position] = inputs[name].shape[dim]
         return args
@@ -83,7 +88,9 @@ class BoundProgram:
         return tuple(
             name
             for entry in self.program.region_inputs
-            if entry.is_segments and entry.slot < len(self.names) and (name := self.names[entry.slot]) is not None
+            if entry.is_segments
+            and entry.slot < len(self.names)
+            and (name := self.names[entry.slot]) is not None
         )
 
     @property
@@ -99,7 +106,9 @@ class BoundProgram:
         """The values that the trace's symbols take for these inputs."""
         values: dict[str, int] = {}
         for symbol, position, dim in self.program.symbol_sources:
-            name, at = next(((n, d) for p, n, d in self.numbers if p == position), (self.names[position], dim))
+            name, at = next(
+                ((n, d) for p, n, d in self.numbers if p == position), (self.names[position], dim)
+            )
             if name is not None and name in inputs:
                 values.setdefault(symbol, inputs[name].shape[at])
         return values
@@ -157,7 +166,8 @@ def trace_forward(
         raise CompileError(f"the forward does not trace as one graph: {_first_line(cause)}") from error
     if len(found) != 1 or not isinstance(result, torch.Tensor):
         raise CompileError(
-            f"the forward became {len(found)} graphs and returned {type(result).__name__}; expected 1 and a tensor"
+            f"the forward became {len(found)} graphs and returned {type(result).__name__}; "
+            "expected 1 and a tensor"
         )
     bound = _bind(*found[0], examples)
     _require_dynamic(bound, dynamic_dims)
@@ -165,29 +175,40 @@ def trace_forward(
 
 
 def _distinct(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The inputs as tensors that no one else marks, each at an address of its own, by which it is recognised."""
+    """The inputs as tensors that no one else marks, each at an address of its own, by which it is
+    recognised.
+    """
     examples: dict[str, Tensor] = {}
     addresses: set[int] = set()
     for name, tensor in inputs.items():
         if tensor.numel() == 0:
-            raise CompileError(f"{name}: the example is empty ({tuple(tensor.shape)}); it needs at least one element")
+            raise CompileError(
+                f"{name}: the example is empty ({tuple(tensor.shape)}); it needs at least one element"
+            )
         examples[name] = tensor.clone() if tensor.data_ptr() in addresses else tensor.view_as(tensor)
         addresses.add(examples[name].data_ptr())
     return examples
 
 
 def _require_dynamic(bound: BoundProgram, dynamic_dims: Mapping[str, Sequence[int]]) -> None:
-    """A size that the trace turned into a constant would be a wrong one at the next call: nothing checks it there."""
+    """A size that the trace turned into a constant would be a wrong one at the next call: nothing checks it
+    there.
+    """
     for name, shape in zip(bound.names, bound.program.input_shapes, strict=True):
-        for dim in dynamic_dims.get(name, ()) if name is not None and shape is not None else ():
+        if name is None or shape is None:
+            continue
+        for dim in dynamic_dims.get(name, ()):
             if not shape[dim].symbols:
                 raise CompileError(
-                    f"the forward works for one size of dimension {dim} of {name} only ({shape[dim]}), which is to vary"
+                    f"the forward works for one size of dimension {dim} of {name} only ({shape[dim]}), "
+                    "which is to vary"
                 )
 
 
 def _own_code(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A function with a code object of its own: Dynamo keeps its cache, and its limit of recompilations, by code object."""
+    """A function with a code object of its own: Dynamo keeps its cache, and its limit of recompilations, by
+    code object.
+    """
 
     def call(inputs: dict[str, Tensor]) -> Tensor:
         return forward(inputs)  # type: ignore[no-any-return]
@@ -200,7 +221,9 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
 
 
-def _bind(program: Program, args: list[Any], outputs: list[Any], inputs: Mapping[str, Tensor]) -> BoundProgram:
+def _bind(
+    program: Program, args: list[Any], outputs: list[Any], inputs: Mapping[str, Tensor]
+) -> BoundProgram:
     """Finds out which argument is which input, by identity in the one call that was observed."""
     by_address = {(t.data_ptr(), t.shape, t.dtype): name for name, t in inputs.items()}
     names: list[str | None] = []

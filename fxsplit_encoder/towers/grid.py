@@ -1,7 +1,7 @@
 """Arithmetic of packed grids: what a list of (t, h, w) says of every patch, computed on the host.
 
-Patches come in the order that every tower of the Qwen line uses: frame by frame, and within a frame by blocks of
-merge x merge patches, so that the patches of one output token follow one another.
+Patches come in the order that every tower of the Qwen line uses: frame by frame, and within a frame by blocks
+of merge x merge patches, so that the patches of one output token follow one another.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ def read_grids(grid_thw: Any, merge_size: int, name: str = "grid_thw") -> list[G
     """The grids of a batch as Python numbers.
 
     Args:
-        grid_thw: (items, 3) integers: a tensor, an array or nested sequences. A CUDA tensor costs a synchronisation.
+        grid_thw: (items, 3) integers: a tensor, an array or nested sequences. A CUDA tensor costs a
+            synchronisation.
         merge_size: patches that merge into one output token along each side.
 
     Raises:
@@ -37,13 +38,19 @@ def read_grids(grid_thw: Any, merge_size: int, name: str = "grid_thw") -> list[G
     listed = _as_list(grid_thw)
     rows = [_as_list(row) for row in listed] if isinstance(listed, list | tuple) else [listed]
     for row in rows:
-        if not isinstance(row, list | tuple) or len(row) != 3 or not all(isinstance(n, Integral) for n in row):
-            raise InputError(f"{name}: expected rows of three integers (frames, height, width) in patches; got {row!r}")
+        if (
+            not isinstance(row, list | tuple)
+            or len(row) != 3
+            or not all(isinstance(n, Integral) for n in row)
+        ):
+            raise InputError(
+                f"{name}: expected rows of three integers (frames, height, width) in patches; got {row!r}"
+            )
         t, h, w = row
         if t < 1 or h < 1 or w < 1 or h % merge_size or w % merge_size:
             raise InputError(
-                f"{name}: expected at least 1 frame and a height and width that are positive multiples of the merge size "
-                f"{merge_size} in patches; got {tuple(row)}"
+                f"{name}: expected at least 1 frame and a height and width that are positive multiples of "
+                f"the merge size {merge_size} in patches; got {tuple(row)}"
             )
     return [(int(t), int(h), int(w)) for t, h, w in rows]
 
@@ -101,7 +108,8 @@ def _axis_taps(
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     """The two nearest table positions of every target position along one axis, and their weights.
 
-    In float32 and in the order of operations of `torch.nn.functional.interpolate`, so that the weights are its own.
+    In float32 and in the order of operations of `torch.nn.functional.interpolate`, so that the weights are
+    its own.
     """
     target = index.astype(np.float32)
     if align_corners:
@@ -117,14 +125,18 @@ def _axis_taps(
 
 def positions(grids: Sequence[Grid], merge_size: int) -> torch.Tensor:
     """(patches, 2) int64: row and column of every patch of a batch."""
-    return _concatenate([frame_positions(h, w, merge_size) for t, h, w in grids for _ in range(t)], 2, np.int64)
+    return _concatenate(
+        [frame_positions(h, w, merge_size) for t, h, w in grids for _ in range(t)], 2, np.int64
+    )
 
 
 def interpolation(
     grids: Sequence[Grid], side: int, merge_size: int, align_corners: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Table indices (patches, 4) int64 and weights (patches, 4) float32 of every patch of a batch."""
-    frames = [frame_interpolation(h, w, side, merge_size, align_corners) for t, h, w in grids for _ in range(t)]
+    frames = [
+        frame_interpolation(h, w, side, merge_size, align_corners) for t, h, w in grids for _ in range(t)
+    ]
     return (
         _concatenate([indices for indices, _ in frames], 4, np.int64),
         _concatenate([weights for _, weights in frames], 4, np.float32),

@@ -1,18 +1,19 @@
 """`fxsplit::vision_metadata`: a tower's host metadata as one opaque op.
 
-A graph that contains it compiles once for every grid: the sizes of its outputs follow from the number of patches, and what
-it reads on the host stays out of the trace.
+A graph that contains it compiles once for every grid: the sizes of its outputs follow from the number of
+patches, and what it reads on the host stays out of the trace.
 """
 
 from __future__ import annotations
 
 import itertools
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fxsplit_encoder.compile import HostOp, register_host_op
+from fxsplit_encoder.compile.program import to_device
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.towers import grid as grids_of
 
@@ -38,32 +39,40 @@ def exact_metadata(pixel_values: Tensor, grid_thw: Tensor, tower_name: str) -> l
     grids = grids_of.read_grids(grid_thw, tower.merge_size)
     patches = grids_of.count_patches(grids)
     if patches != pixel_values.shape[0]:
-        raise InputError(f"grid_thw: describes {patches} patches; got {pixel_values.shape[0]} rows of patches")
+        raise InputError(
+            f"grid_thw: describes {patches} patches; got {pixel_values.shape[0]} rows of patches"
+        )
     cu_seqlens = torch.from_numpy(grids_of.cumulative_lengths(grids_of.frame_lengths(grids)))
     return [*tower.metadata(grids).values(), cu_seqlens]
 
 
 def _padded_metadata(pixel_values: Tensor, grid_thw: Tensor, tower_name: str) -> list[Tensor]:
-    """What the op's schema promises: cumulative lengths padded, by empty segments, to a length that patches determine."""
+    """What the op's schema promises: cumulative lengths padded, by empty segments, to a length that patches
+    determine.
+    """
     *per_patch, cu_seqlens = exact_metadata(pixel_values, grid_thw, tower_name)
     length = pixel_values.shape[0] // _towers[tower_name].rows_per_token + 1
     padded = cu_seqlens.new_full((length,), pixel_values.shape[0])
     padded[: cu_seqlens.shape[0]] = cu_seqlens
-    return [tensor.to(pixel_values.device, non_blocking=True) for tensor in (*per_patch, padded)]
+    return [to_device(tensor, pixel_values.device) for tensor in (*per_patch, padded)]
 
 
-_library = torch.library.Library("fxsplit", "FRAGMENT")
+_library: Any = torch.library.Library("fxsplit", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define("vision_metadata(Tensor pixel_values, Tensor grid_thw, str tower) -> Tensor[]")
 _library.impl("vision_metadata", _padded_metadata, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("fxsplit::vision_metadata", lib=_library)
 def _fake(pixel_values: Tensor, grid_thw: Tensor, tower_name: str) -> list[Tensor]:
     tower = _towers[tower_name]
     rows = pixel_values.shape[0]
-    shapes = [((rows, columns), dtype) for columns, dtype in tower.metadata_columns.values()]
+    shapes: list[tuple[tuple[int, ...], torch.dtype]] = [
+        ((rows, columns), dtype) for columns, dtype in tower.metadata_columns.values()
+    ]
     shapes.append(((rows // tower.rows_per_token + 1,), torch.int32))
     return [torch.empty(shape, dtype=dtype, device=pixel_values.device) for shape, dtype in shapes]
+
+
+torch.library.register_fake("fxsplit::vision_metadata", _fake, lib=_library)
 
 
 vision_metadata = torch.ops.fxsplit.vision_metadata.default

@@ -1,7 +1,7 @@
 """Towers that encode a packed sequence of patches described by a grid: the common part of their adapters.
 
-`mm_kwargs` are what Hugging Face's processors make: `pixel_values` (patches, features) with `image_grid_thw` (images, 3),
-and `pixel_values_videos` with `video_grid_thw`. Items are the images in order, then the videos.
+`mm_kwargs` are what Hugging Face's processors make: `pixel_values` (patches, features) with `image_grid_thw`
+(images, 3), and `pixel_values_videos` with `video_grid_thw`. Items are the images in order, then the videos.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
     from fxsplit_encoder.towers.grid import Grid
 
+# Metadata that a caller may compute itself, for the tower's own forward.
+_PRECOMPUTED = ("cu_seqlens", "position_ids", "interp_indices", "interp_weights", "max_seqlen")
 _INPUT_KEYS = (("pixel_values", "image_grid_thw"), ("pixel_values_videos", "video_grid_thw"))
 
 
@@ -45,14 +47,19 @@ class PackedTower(nn.Module):
     metadata_columns: ClassVar[dict[str, tuple[int, torch.dtype]]]
     """Name, columns and dtype of every per-patch metadata tensor."""
     max_frames_per_video: ClassVar[int] = 384
+    """Grid frames of the longest video: 768 frames, which the processors merge in pairs."""
     min_item_tokens: ClassVar[int] = 64
+    """The smallest item worth a budget of its own: 256 x 256 pixels."""
     max_budget: ClassVar[int] = 4096
+    """The largest batch worth capturing; on one H200 the exact shape is as fast from about 800 tokens on."""
 
-    def __init__(self, tower: nn.Module, *, merge_size: int, patch_features: int, out_hidden_size: int) -> None:
+    def __init__(
+        self, tower: nn.Module, *, merge_size: int, patch_features: int, out_hidden_size: int
+    ) -> None:
         super().__init__()
         self.tower = tower
         self.merge_size = merge_size
-        self.rows_per_token = merge_size**2
+        self.rows_per_token: int = merge_size**2
         self.patch_features = patch_features
         self.out_hidden_size = out_hidden_size
         use_varlen_attention(tower)
@@ -63,11 +70,15 @@ class PackedTower(nn.Module):
 
     @abstractmethod
     def metadata(self, grids: Sequence[Grid]) -> dict[str, Tensor]:
-        """The per-patch metadata of a batch, on the CPU: a tensor of (patches, columns) for each of `metadata_columns`."""
+        """The per-patch metadata of a batch, on the CPU: a tensor of (patches, columns) for each of
+        `metadata_columns`.
+        """
 
     @abstractmethod
-    def core(self, pixel_values: Tensor, cu_seqlens: Tensor, metadata: dict[str, Tensor]) -> Any:
-        """The tower's forward on fixed-shape tensors, with the tower's own output type."""
+    def core(
+        self, pixel_values: Tensor, cu_seqlens: Tensor, metadata: dict[str, Tensor], **kwargs: Any
+    ) -> Any:
+        """The tower's forward on fixed-shape tensors, with the tower's own options and output type."""
 
     @abstractmethod
     def packed_output(self, output: Any) -> Tensor:
@@ -76,16 +87,25 @@ class PackedTower(nn.Module):
     # --- the module
 
     def forward(self, hidden_states: Tensor, grid_thw: Tensor, **kwargs: Any) -> Any:
-        """The tower's forward: patches (patches, features) and grids (items, 3); the tower's own output type.
+        """The tower's forward: patches (patches, features), grids (items, 3), its own options and output.
 
         Raises:
             InputError: the grids do not describe the patches.
         """
-        if kwargs:
-            raise InputError(f"a wrapped tower takes hidden_states and grid_thw; got also {sorted(kwargs)}")
+        if any(name in _PRECOMPUTED for name in kwargs):
+            return self.tower(hidden_states, grid_thw, **kwargs)
         *per_patch, cu_seqlens = vision_metadata(hidden_states, grid_thw, self.registered_name)
         metadata = dict(zip(self.metadata_columns, per_patch, strict=True))
-        return self.core(hidden_states, cu_seqlens, metadata)
+        return self.core(hidden_states, cu_seqlens, metadata, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """What the model around a tower asks of it (`config`, `spatial_merge_size`) is the tower's."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "tower":
+                raise
+            return getattr(self.tower, name)
 
     def example_inputs(self) -> tuple[Tensor, Tensor]:
         """Patches and the grid of one image of the smallest budget's size."""
@@ -95,15 +115,18 @@ class PackedTower(nn.Module):
 
     @property
     def device(self) -> torch.device:
+        """The device of the tower's parameters."""
         return next(self.tower.parameters()).device
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype of the tower's parameters."""
         return next(self.tower.parameters()).dtype
 
     # --- the manager's protocol
 
     def get_encoder_cudagraph_config(self) -> EncoderCudaGraphConfig:
+        """What a capture of this tower needs."""
         return EncoderCudaGraphConfig(
             modalities=["image", "video"],
             buffer_keys=["pixel_values", *self.metadata_columns, "cu_seqlens"],
@@ -113,15 +136,19 @@ class PackedTower(nn.Module):
         )
 
     def get_input_modality(self, mm_kwargs: dict[str, Any]) -> str:
+        """ "video" if there are videos, else "image"."""
         return "video" if mm_kwargs.get("video_grid_thw") is not None else "image"
 
     def get_max_frames_per_video(self) -> int:
+        """The most frames that one video may have."""
         return self.max_frames_per_video
 
     def get_encoder_cudagraph_budget_range(self, vllm_config: Any) -> tuple[int, int]:
+        """The smallest and the largest useful budget, in output tokens."""
         return self.min_item_tokens, self.max_budget
 
     def get_encoder_cudagraph_item_specs(self, mm_kwargs: dict[str, Any]) -> list[EncoderItemSpec]:
+        """The patches and output tokens of every item."""
         return [
             EncoderItemSpec(input_size=t * h * w, output_tokens=t * h * w // self.rows_per_token)
             for t, h, w in self.item_grids(mm_kwargs)
@@ -132,6 +159,7 @@ class PackedTower(nn.Module):
         return [t for t, _, _ in self.item_grids(mm_kwargs)]
 
     def select_encoder_cudagraph_items(self, mm_kwargs: dict[str, Any], indices: list[int]) -> dict[str, Any]:
+        """The batch of some items, in the order of `indices`."""
         grids = self.item_grids(mm_kwargs)
         pixels = self._pixels(mm_kwargs)
         starts = grids_of.cumulative_lengths([t * h * w for t, h, w in grids]).tolist()
@@ -147,6 +175,7 @@ class PackedTower(nn.Module):
         path: str = "default",
         axis_keys: tuple[Hashable, ...] | None = None,
     ) -> EncoderCudaGraphCaptureInputs:
+        """Tensors that fill a budget, with contents that the forward can run on."""
         rows = token_budget * self.rows_per_token
         dummy: list[Grid] = [(1, self.merge_size, rows // self.merge_size)]
         segments = segment_capacity(token_budget, max_batch_size + max_frames_per_batch)
@@ -160,6 +189,7 @@ class PackedTower(nn.Module):
     def prepare_encoder_cudagraph_replay_buffers(
         self, mm_kwargs: dict[str, Any], max_batch_size: int, max_frames_per_batch: int, path: str = "default"
     ) -> EncoderCudaGraphReplayBuffers:
+        """The batch's tensors at their true sizes; metadata on the CPU."""
         grids = self.item_grids(mm_kwargs)
         cu_seqlens = torch.from_numpy(grids_of.cumulative_lengths(grids_of.frame_lengths(grids)))
         pixels = self._pixels(mm_kwargs).all()
@@ -168,10 +198,12 @@ class PackedTower(nn.Module):
         )
 
     def encoder_cudagraph_forward(self, inputs: dict[str, Tensor], path: str = "default") -> Tensor:
+        """The forward on prepared tensors: what is traced and captured."""
         metadata = {name: inputs[name] for name in self.metadata_columns}
         return self.packed_output(self.core(inputs["pixel_values"], inputs["cu_seqlens"], metadata))
 
     def encoder_eager_forward(self, mm_kwargs: dict[str, Any], path: str = "default") -> Tensor:
+        """The same features without a capture."""
         buffers = self.prepare_encoder_cudagraph_replay_buffers(mm_kwargs, 0, 0)
         inputs = {name: value.to(self.device) for name, value in buffers.values.items() if value is not None}
         return self.encoder_cudagraph_forward(inputs)
@@ -185,6 +217,7 @@ class PackedTower(nn.Module):
         clone: bool = False,
         batch_mm_kwargs: dict[str, Any] | None = None,
     ) -> None:
+        """Hands every item its rows of the output."""
         scatter_output_slices(outputs["default"], indices, per_item_out_tokens, dest, clone)
 
     # --- inputs
@@ -199,18 +232,22 @@ class PackedTower(nn.Module):
         ]
 
     def _pixels(self, mm_kwargs: dict[str, Any]) -> _Patches:
-        tensors = [mm_kwargs[key] for key, _ in _INPUT_KEYS if mm_kwargs.get(key) is not None]
-        for tensor in tensors:
-            if tensor.dim() != 2 or tensor.shape[1] != self.patch_features:
+        tensors = []
+        for key, grid_key in _INPUT_KEYS:
+            tensor, grid = mm_kwargs.get(key), mm_kwargs.get(grid_key)
+            if tensor is not None and (tensor.dim() != 2 or tensor.shape[1] != self.patch_features):
                 raise InputError(
-                    f"pixel_values: expected (patches, {self.patch_features}); got {tuple(tensor.shape)}; pass the "
-                    "flattened patches that the tower's image processor makes"
+                    f"{key}: expected (patches, {self.patch_features}); got {tuple(tensor.shape)}; "
+                    "pass the flattened patches that the tower's image processor makes"
                 )
-        patches = _Patches(tensors, self.patch_features)
-        expected = grids_of.count_patches(self.item_grids(mm_kwargs))
-        if patches.num_rows != expected:
-            raise InputError(f"pixel_values: the grids describe {expected} patches; got {patches.num_rows} rows")
-        return patches
+            rows = 0 if tensor is None else tensor.shape[0]
+            grids = [] if grid is None else grids_of.read_grids(grid, self.merge_size, grid_key)
+            expected = grids_of.count_patches(grids)
+            if rows != expected:
+                raise InputError(f"{key}: {grid_key} describes {expected} patches; got {rows} rows")
+            if tensor is not None:
+                tensors.append(tensor)
+        return _Patches(tensors, self.patch_features)
 
 
 class _Patches:
@@ -218,7 +255,6 @@ class _Patches:
 
     def __init__(self, tensors: list[Tensor], features: int) -> None:
         self.tensors = tensors or [torch.zeros(0, features)]
-        self.num_rows = sum(t.shape[0] for t in tensors)
 
     def rows(self, starts: list[int], items: list[int]) -> Tensor:
         """The rows of some items; a view where they are neighbours."""
@@ -251,8 +287,10 @@ def _join(parts: list[Tensor], like: Tensor) -> Tensor:
     return torch.cat(parts) if parts else like[:0]
 
 
-@torch.compiler.disable
-def _mark_dynamic(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _mark_dynamic(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
     """Tells Dynamo, before it traces, that patches and items vary, so that one trace serves every batch.
 
     It runs outside of the compiled frame. The marks go on aliases: the caller's tensors stay as they are.

@@ -1,4 +1,6 @@
-"""Qwen3-VL's vision tower (dense and mixture-of-experts models share it): deepstack features beside the main output."""
+"""Qwen3-VL's vision tower (dense and mixture-of-experts models share it): deepstack features beside the main
+output.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,8 @@ if TYPE_CHECKING:
 class Qwen3VLTower(PackedTower):
     """Wraps `Qwen3VLVisionModel` and `Qwen3VLMoeVisionModel`.
 
-    An item's embedding is (output tokens, out_hidden_size * (1 + deepstack levels)): the main output, then every deepstack
-    level, along the hidden dimension.
+    An item's embedding is (output tokens, out_hidden_size * (1 + deepstack levels)): the main output, then
+    every deepstack level, along the hidden dimension.
     """
 
     metadata_columns: ClassVar[dict[str, tuple[int, torch.dtype]]] = {
@@ -43,6 +45,7 @@ class Qwen3VLTower(PackedTower):
         self.align_corners: bool = tower.interpolation_align_corners  # type: ignore[assignment]
 
     def metadata(self, grids: Sequence[Grid]) -> dict[str, Tensor]:
+        """Positions for the rotary embedding, and taps into the learned position table."""
         indices, weights = grids_of.interpolation(grids, self.table_side, self.merge_size, self.align_corners)
         return {
             "position_ids": grids_of.positions(grids, self.merge_size),
@@ -50,11 +53,15 @@ class Qwen3VLTower(PackedTower):
             "interp_weights": weights,
         }
 
-    def core(self, pixel_values: Tensor, cu_seqlens: Tensor, metadata: dict[str, Tensor]) -> Any:
+    def core(
+        self, pixel_values: Tensor, cu_seqlens: Tensor, metadata: dict[str, Tensor], **kwargs: Any
+    ) -> Any:
+        """The tower's forward past its own host metadata."""
         # The patch count bounds every segment, whatever the batch.
         return self.tower(
-            pixel_values, None, cu_seqlens=cu_seqlens, max_seqlen=pixel_values.shape[0], **metadata
+            pixel_values, None, cu_seqlens=cu_seqlens, max_seqlen=pixel_values.shape[0], **metadata, **kwargs
         )
 
     def packed_output(self, output: Any) -> Tensor:
+        """The main output, then every deepstack level, along the hidden dimension."""
         return torch.cat([output.pooler_output, *output.deepstack_features], dim=1)

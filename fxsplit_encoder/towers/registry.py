@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
     from fxsplit_encoder.towers.packed import PackedTower
 
-# Class name of the tower -> module and class of its adapter. By name, so that no model family is imported before it is used.
+# Class name of the tower -> module and class of its adapter. By name, so that no model family is imported
+# before it is used.
 _ADAPTERS = {
     "Qwen3VLMoeVisionModel": ("qwen3_vl", "Qwen3VLTower"),
     "Qwen3VLVisionModel": ("qwen3_vl", "Qwen3VLTower"),
@@ -27,8 +28,8 @@ def supported_towers() -> list[str]:
 def wrap(tower: nn.Module) -> PackedTower:
     """Adapts a Hugging Face vision tower to the manager's protocol.
 
-    The result is a module with the tower's own forward. The tower itself is used, not copied; its attention layers now
-    call `fxsplit::varlen_attention`.
+    The result is a module with the tower's own forward. The tower itself is used, not copied; its attention
+    layers now call `fxsplit::varlen_attention`.
 
     Raises:
         UnsupportedTowerError: no adapter knows this class.
@@ -38,8 +39,8 @@ def wrap(tower: nn.Module) -> PackedTower:
     if name is None:
         raise UnsupportedTowerError(
             f"wrap: no adapter for {type(tower).__name__}; expected one of {', '.join(supported_towers())} "
-            "(pass the vision tower itself, such as model.visual). torch.compile(module, backend='encoder_cg') works "
-            "without an adapter"
+            "(pass the vision tower itself, such as model.visual). torch.compile(module, "
+            "backend='encoder_cg') works without an adapter"
         )
     module_name, class_name = _ADAPTERS[name]
     try:
@@ -47,6 +48,6 @@ def wrap(tower: nn.Module) -> PackedTower:
     except ModuleNotFoundError as error:
         if error.name != "transformers":
             raise
-        raise MissingExtraError("wrap needs transformers; install it with: pip install 'fxsplit-encoder[hf]'") from error
+        raise MissingExtraError("wrap", "hf") from error
     adapter: PackedTower = getattr(module, class_name)(tower)
     return adapter

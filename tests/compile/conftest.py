@@ -17,8 +17,8 @@ Trace = Callable[..., BoundProgram]
 
 def attend(x: Tensor, cu_seqlens: Tensor) -> Tensor:
     """(tokens, WIDTH) through one packed attention of two heads."""
-    q = x.view(x.shape[0], 2, WIDTH // 2)
-    return torch.ops.fxsplit.varlen_attention(q, q, q, cu_seqlens, x.shape[0], 0.5).view(x.shape[0], WIDTH)
+    q = x.view(-1, 2, WIDTH // 2)
+    return torch.ops.fxsplit.varlen_attention(q, q, q, cu_seqlens, q.shape[0], 0.5).view(-1, WIDTH)
 
 
 def packed_inputs(tokens: int) -> dict[str, Tensor]:

@@ -10,9 +10,18 @@ import torch
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.attention import attend, varlen_attention
-from fxsplit_encoder.capture import CapturedForward, GraphPool, SegmentedCapture, StaticInputs, StaticParameters
+from fxsplit_encoder.capture import (
+    CapturedForward,
+    GraphPool,
+    SegmentedCapture,
+    StaticInputs,
+    StaticParameters,
+)
+from fxsplit_encoder.compile.program import DirectRunner
 
 pytestmark = pytest.mark.gpu
+
+LIMITS: dict[str, Any] = {"token_budgets": (64, 1024), "max_items_per_batch": 4, "max_frames_per_batch": 4}
 
 
 def image(side: int, features: int) -> dict[str, Any]:
@@ -31,7 +40,9 @@ def test_smaller_budgets_share_the_memory_of_the_largest(managers: Any) -> None:
 
 def test_clear_gives_memory_back_and_recapture_works(towers: Any) -> None:
     wrapped = towers[2]
-    config = fx.EncoderConfig(mode="full", token_budgets=(64, 1024), max_items_per_batch=4, max_frames_per_batch=4)
+    config = fx.EncoderConfig(
+        mode="full", token_budgets=(64, 1024), max_items_per_batch=4, max_frames_per_batch=4
+    )
     manager = fx.EncoderCudaGraphManager(wrapped, config)
     manager.compile()
     torch.cuda.synchronize()
@@ -51,7 +62,11 @@ def test_clear_gives_memory_back_and_recapture_works(towers: Any) -> None:
 
 def test_a_byte_limit_drops_budgets_with_a_reason(towers: Any) -> None:
     config = fx.EncoderConfig(
-        mode="full", token_budgets=(64, 1024), max_items_per_batch=4, max_frames_per_batch=4, max_graph_bytes="16MiB"
+        mode="full",
+        token_budgets=(64, 1024),
+        max_items_per_batch=4,
+        max_frames_per_batch=4,
+        max_graph_bytes="16MiB",
     )
     manager = fx.EncoderCudaGraphManager(towers[2], config)
     manager.capture()
@@ -75,7 +90,9 @@ def test_a_failed_capture_leaves_a_usable_stream_and_pool() -> None:
         return failing.capture.captured(synchronises, runner)  # type: ignore[no-any-return]
 
     with pytest.raises(fx.CaptureError):
-        failing.record(lambda runner: recording(runner) if runner.__class__.__name__ == "RecordingRunner" else [x])
+        failing.record(
+            lambda runner: recording(runner) if runner.__class__.__name__ == "RecordingRunner" else [x]
+        )
     assert not torch.cuda.is_current_stream_capturing()
     good = SegmentedCapture(pool)
     with good:

@@ -1,4 +1,4 @@
-"""bfloat16 results against float32: our error may be 1.1 times eager's, whatever ran before and whatever the memory holds."""
+"""bfloat16 against float32: our error may be 1.1 times eager's, whatever ran before and the memory holds."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def random_batch(source: random.Random, features: int) -> dict[str, Any]:
 
 
 def poison(manager: fx.EncoderCudaGraphManager) -> None:
-    """Fills the free memory of the manager's pool with NaN: a graph of the same pool writes over all that is free there."""
+    """Fills the free memory of the manager's pool with NaN, by a graph of that pool."""
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     kept = []
     torch.cuda.synchronize()
@@ -58,7 +58,8 @@ def poison(manager: fx.EncoderCudaGraphManager) -> None:
         graph.capture_begin(pool=manager.pool.handle)
         for size in (64, 32, 16, 8, 4, 2, 1):
             for _ in range(4):
-                kept.append(torch.full((size * 2**19,), float("nan"), device="cuda", dtype=torch.bfloat16))
+                rows = size * 2**19
+                kept.append(torch.full((rows,), float("nan"), device="cuda", dtype=torch.bfloat16))
         graph.capture_end()
     graph.replay()
     torch.cuda.synchronize()
@@ -67,7 +68,8 @@ def poison(manager: fx.EncoderCudaGraphManager) -> None:
 def errors(output: list[torch.Tensor], reference: list[torch.Tensor]) -> float:
     assert len(output) == len(reference)
     assert all(a.shape == b.shape for a, b in zip(output, reference, strict=True))
-    return max((a.float() - b).abs().max().item() / b.abs().max().item() for a, b in zip(output, reference, strict=True))
+    pairs = zip(output, reference, strict=True)
+    return max((a.float() - b).abs().max().item() / b.abs().max().item() for a, b in pairs)
 
 
 def mean_error(output: list[torch.Tensor], reference: list[torch.Tensor]) -> float:

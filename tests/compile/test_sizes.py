@@ -1,0 +1,97 @@
+import math
+
+import pytest
+import sympy
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._sympy.functions import (
+    FloorDiv,
+    IntTrueDiv,
+    Max,
+    Mod,
+    OpaqueUnaryFn_sqrt,
+    PythonMod,
+    ToFloat,
+)
+
+from fxsplit_encoder.compile.sizes import Size, expression, shape_exprs, symbol_of
+from fxsplit_encoder.errors import CompileError
+
+T, B = sympy.Symbol("T", integer=True, positive=True), sympy.Symbol("B", integer=True, positive=True)
+
+
+@given(st.integers(1, 10_000), st.integers(1, 50))
+def test_expressions_evaluate_as_python_does(tokens: int, images: int) -> None:
+    values = {"T": tokens, "B": images}
+    assert Size(T)(values) == tokens
+    assert Size(FloorDiv(T, 4))(values) == tokens // 4
+    assert Size(64 * FloorDiv(T, FloorDiv(T + 4, 4)))(values) == 64 * (tokens // ((tokens + 4) // 4))
+    assert Size(T * B + 3)(values) == tokens * images + 3
+    assert Size(Mod(T, 7))(values) == tokens % 7
+    assert Size(PythonMod(T, 7))(values) == tokens % 7
+    assert Size(Max(T, B))(values) == max(tokens, images)
+
+
+@given(st.integers(1, 10_000))
+def test_numbers_that_are_not_whole_keep_their_fraction(tokens: int) -> None:
+    values = {"T": tokens}
+    assert Size(IntTrueDiv(1, T))(values) == pytest.approx(1 / tokens)
+    assert Size(ToFloat(T) * 0.5)(values) == pytest.approx(tokens * 0.5)
+    assert Size(OpaqueUnaryFn_sqrt(T))(values) == pytest.approx(math.sqrt(tokens))
+
+
+def test_conditions_evaluate_to_their_truth() -> None:
+    condition = Size(sympy.Eq(Mod(T, 4), 0))
+    assert condition({"T": 8})
+    assert not condition({"T": 9})
+
+
+def test_a_constant_needs_no_values() -> None:
+    size = Size.of(7)
+    assert size({}) == 7
+    assert size.symbols == ()
+    assert Size.of(0.5)({}) == 0.5
+    assert Size.of(True)({}) == 1
+
+
+def test_symbols_are_sorted_by_name() -> None:
+    assert Size(T * B).symbols == ("B", "T")
+    assert str(Size(T + 1)) == "T + 1"
+
+
+def test_a_missing_symbol_is_named() -> None:
+    with pytest.raises(CompileError, match="depends on B"):
+        Size(T * B)({"T": 3})
+
+
+def test_traced_sizes_become_expressions() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    tensor = torch.zeros(12, 8)
+    torch._dynamo.mark_dynamic(tensor, 0)
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
+
+    context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC, DimDynamic.STATIC])
+    fake = mode.from_tensor(tensor, symbolic_context=context)
+    rows, columns = shape_exprs(fake)
+    assert rows.is_Symbol
+    assert columns == 8
+    assert expression(fake.shape[0] // 4) == FloorDiv(rows, 4)
+    assert symbol_of(fake.shape[0]) == str(rows)
+    assert symbol_of(fake.shape[0] * 2 + 1) == str(rows)
+    assert symbol_of(fake.shape[1]) is None
+    assert Size.of(fake.shape[0] * 3)({str(rows): 5}) == 15
+
+
+def test_a_token_count_of_several_symbols_is_refused() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
+
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC, DimDynamic.DYNAMIC])
+    fake = mode.from_tensor(torch.zeros(12, 9), symbolic_context=context)
+    with pytest.raises(CompileError, match="several symbols"):
+        symbol_of(fake.shape[0] * fake.shape[1])

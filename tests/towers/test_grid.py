@@ -1,0 +1,139 @@
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import vision_utils
+
+from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.towers.grid import (
+    count_patches,
+    cumulative_lengths,
+    frame_interpolation,
+    frame_lengths,
+    frame_positions,
+    interpolation,
+    positions,
+    read_grids,
+)
+
+Grids = list[tuple[int, int, int]]
+
+
+@st.composite
+def batches(draw: st.DrawFn, merge: int = 2) -> Grids:
+    sides = st.integers(1, 20).map(lambda n: n * merge)
+    return draw(st.lists(st.tuples(st.integers(1, 4), sides, sides), min_size=1, max_size=4))
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.sampled_from([1, 2, 3]).flatmap(lambda m: st.tuples(st.just(m), batches(merge=m))))
+def test_positions_are_those_of_transformers(case: tuple[int, Grids]) -> None:
+    merge, grids = case
+    expected = vision_utils.get_vision_position_ids(torch.tensor(grids), merge)
+    result = positions(grids, merge)
+    assert result.dtype == torch.int64
+    assert torch.equal(result, expected)
+
+
+@settings(max_examples=80, deadline=None)
+@given(batches(), st.sampled_from([4, 9, 48]), st.booleans())
+def test_interpolation_is_bit_equal_to_transformers(grids: Grids, side: int, align_corners: bool) -> None:
+    expected_indices, expected_weights = vision_utils.get_vision_interpolation_indices_and_weights(
+        torch.tensor(grids), side, mode="bilinear", align_corners=align_corners, spatial_merge_size=2
+    )
+    indices, weights = interpolation(grids, side, 2, align_corners)
+    assert (indices.dtype, weights.dtype) == (torch.int64, torch.float32)
+    assert torch.equal(indices, expected_indices)
+    assert torch.equal(weights, expected_weights)
+
+
+@pytest.mark.parametrize("size", [(2, 2), (2, 96), (96, 2), (48, 48), (50, 34), (180, 240)])
+@pytest.mark.parametrize("align_corners", [False, True])
+def test_interpolation_of_a_single_frame_is_bit_equal(size: tuple[int, int], align_corners: bool) -> None:
+    expected = vision_utils.get_vision_interpolation_indices_and_weights(
+        torch.tensor([[1, *size]]), 48, mode="bilinear", align_corners=align_corners, spatial_merge_size=2
+    )
+    for mine, theirs in zip(frame_interpolation(*size, 48, 2, align_corners), expected, strict=True):
+        assert torch.equal(torch.from_numpy(mine), theirs)
+
+
+def test_the_weights_of_a_patch_sum_to_one() -> None:
+    _, weights = interpolation([(2, 6, 10)], 48, 2, True)
+    torch.testing.assert_close(weights.sum(1), torch.ones(120))
+
+
+@settings(max_examples=50, deadline=None)
+@given(batches())
+def test_segments_are_those_of_transformers(grids: Grids) -> None:
+    expected = vision_utils.get_vision_cu_seqlens(torch.tensor(grids))
+    result = cumulative_lengths(frame_lengths(grids))
+    assert result.dtype == np.int32
+    assert result.tolist() == expected.tolist()
+    assert count_patches(grids) == expected[-1] == len(positions(grids, 2))
+    assert len(frame_lengths(grids)) == sum(t for t, _, _ in grids)
+
+
+def test_the_patches_of_an_output_token_follow_one_another() -> None:
+    assert frame_positions(4, 4, 2)[:8].tolist() == [
+        [0, 0], [0, 1], [1, 0], [1, 1], [0, 2], [0, 3], [1, 2], [1, 3],
+    ]  # fmt: skip
+
+
+def test_no_items_make_empty_tensors_of_the_same_kind() -> None:
+    assert positions([], 2).shape == (0, 2)
+    indices, weights = interpolation([], 48, 2, True)
+    assert (indices.shape, indices.dtype) == ((0, 4), torch.int64)
+    assert (weights.shape, weights.dtype) == ((0, 4), torch.float32)
+    assert cumulative_lengths([]).tolist() == [0]
+    assert count_patches([]) == 0
+    assert read_grids([], 2) == []
+    assert read_grids(torch.zeros(0, 3, dtype=torch.int64), 2) == []
+
+
+@pytest.mark.parametrize(
+    "grids",
+    [
+        [[1, 4, 6], [2, 8, 2]],
+        ((1, 4, 6), (2, 8, 2)),
+        torch.tensor([[1, 4, 6], [2, 8, 2]]),
+        np.array([[1, 4, 6], [2, 8, 2]], dtype=np.int32),
+        [torch.tensor([1, 4, 6]), torch.tensor([2, 8, 2])],
+        [np.array([1, 4, 6]), [2, np.int64(8), 2]],
+    ],
+    ids=["lists", "tuples", "tensor", "array", "tensors", "arrays"],
+)
+def test_grids_are_read_from_any_container(grids: Any) -> None:
+    result = read_grids(grids, 2)
+    assert result == [(1, 4, 6), (2, 8, 2)]
+    assert all(type(n) is int for grid in result for n in grid)
+
+
+@pytest.mark.parametrize(
+    ("grids", "message"),
+    [
+        ([[1, 4]], r"rows of three integers .* got \[1, 4\]"),
+        ([[1, 4, 4, 4]], r"got \[1, 4, 4, 4\]"),
+        ([1, 4, 4], "rows of three integers .* got 1"),
+        (torch.tensor([1, 4, 4]), "got 1"),
+        (torch.tensor(5), "got 5"),
+        (torch.tensor([[1.0, 4.5, 4.0]]), r"got \[1.0, 4.5, 4.0\]"),
+        ([["1", 4, 4]], r"got \['1', 4, 4\]"),
+        ([None], "got None"),
+        ([[1, 4, 4], [0, 4, 4]], r"at least 1 frame .* got \(0, 4, 4\)"),
+        ([[1, 0, 4]], r"got \(1, 0, 4\)"),
+        ([[1, 4, -2]], r"got \(1, 4, -2\)"),
+        ([[1, 5, 4]], r"merge size 2 in patches; got \(1, 5, 4\)"),
+        (torch.tensor([[1, 4, 7]]), r"got \(1, 4, 7\)"),
+    ],
+)
+def test_an_error_names_the_field_and_the_value(grids: Any, message: str) -> None:
+    with pytest.raises(InputError, match=rf"^video_grid_thw: .*{message}"):
+        read_grids(grids, 2, "video_grid_thw")
+
+
+def test_the_error_of_the_forward_names_its_own_argument() -> None:
+    with pytest.raises(InputError, match=r"^grid_thw: "):
+        read_grids([[1, 3, 2]], 2)

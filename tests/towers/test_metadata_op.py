@@ -1,0 +1,106 @@
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import vision_utils
+from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
+
+from fxsplit_encoder.compile.host import host_op
+from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.towers import metadata_op, wrap
+from fxsplit_encoder.towers.metadata_op import exact_metadata, vision_metadata
+
+GRIDS = [[[1, 4, 4]], [[1, 2, 2]] * 5, [[3, 4, 2], [1, 8, 6]]]
+
+
+def make_tower() -> Any:
+    config = Qwen3VLVisionConfig(
+        depth=1,
+        hidden_size=16,
+        intermediate_size=16,
+        num_heads=2,
+        out_hidden_size=8,
+        deepstack_visual_indexes=[],
+    )
+    return wrap(Qwen3VLVisionModel(config))
+
+
+@pytest.fixture(scope="module")
+def tower() -> Any:
+    return make_tower()
+
+
+def batch(grids: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    grid = torch.tensor(grids)
+    return torch.zeros(int(grid.prod(1).sum()), 4), grid
+
+
+@pytest.mark.parametrize("grids", GRIDS, ids=str)
+def test_the_exact_metadata_is_that_of_transformers(tower: Any, grids: list[list[int]]) -> None:
+    pixels, grid = batch(grids)
+    position_ids, indices, weights, cu_seqlens = exact_metadata(pixels, grid, tower.registered_name)
+    assert torch.equal(position_ids, vision_utils.get_vision_position_ids(grid, 2))
+    expected = vision_utils.get_vision_interpolation_indices_and_weights(
+        grid, tower.table_side, align_corners=tower.align_corners, spatial_merge_size=2
+    )
+    assert torch.equal(indices, expected[0])
+    assert torch.equal(weights, expected[1])
+    assert torch.equal(cu_seqlens, vision_utils.get_vision_cu_seqlens(grid))
+
+
+@pytest.mark.parametrize("grids", GRIDS, ids=str)
+def test_the_op_pads_the_lengths_with_empty_segments(tower: Any, grids: list[list[int]]) -> None:
+    pixels, grid = batch(grids)
+    *exact, cu_seqlens = exact_metadata(pixels, grid, tower.registered_name)
+    *padded, cu_padded = vision_metadata(pixels, grid, tower.registered_name)
+    assert all(torch.equal(a, b) for a, b in zip(exact, padded, strict=True))
+    assert cu_padded.dtype == torch.int32
+    assert cu_padded.shape == (pixels.shape[0] // 4 + 1,)
+    assert cu_padded[: len(cu_seqlens)].tolist() == cu_seqlens.tolist()
+    assert (cu_padded[len(cu_seqlens) :] == pixels.shape[0]).all()
+
+
+@pytest.mark.parametrize("grids", GRIDS, ids=str)
+def test_the_fake_implementation_promises_what_the_op_makes(tower: Any, grids: list[list[int]]) -> None:
+    pixels, grid = batch(grids)
+    real = vision_metadata(pixels, grid, tower.registered_name)
+    with FakeTensorMode() as mode:
+        fake = vision_metadata(mode.from_tensor(pixels), mode.from_tensor(grid), tower.registered_name)
+    assert len(fake) == len(real) == len(tower.metadata_columns) + 1
+    for promised, made in zip(fake, real, strict=True):
+        assert (promised.shape, promised.stride(), promised.dtype, promised.device) == (
+            made.shape,
+            made.stride(),
+            made.dtype,
+            made.device,
+        )
+
+
+def test_grids_that_do_not_describe_the_patches_are_refused(tower: Any) -> None:
+    pixels, _ = batch([[1, 4, 4]])
+    for call in (exact_metadata, vision_metadata):
+        with pytest.raises(InputError, match="grid_thw: describes 24 patches; got 16 rows"):
+            call(pixels, torch.tensor([[1, 4, 6]]), tower.registered_name)
+
+
+def test_the_compiler_knows_the_op_as_a_host_op(tower: Any) -> None:
+    pixels, grid = batch(GRIDS[2])
+    op = host_op(vision_metadata)
+    assert op is not None
+    assert op.run is exact_metadata
+    arguments = (pixels, grid, tower.registered_name)
+    assert op.rows_per_output_token(*arguments) == tower.rows_per_token == 4
+    assert op.budget_range(*arguments) == tower.get_encoder_cudagraph_budget_range(None)
+
+
+def test_towers_have_names_of_their_own_and_are_not_kept_alive() -> None:
+    one, other = make_tower(), make_tower()
+    names = {one.registered_name, other.registered_name}
+    assert len(names) == 2
+    assert names <= set(metadata_op._towers)
+    del one, other
+    gc.collect()
+    assert not names & set(metadata_op._towers)
