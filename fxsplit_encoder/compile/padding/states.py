@@ -1,0 +1,186 @@
+"""What the analysis knows of a value, and a node as its rules see it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import sympy
+import torch
+from torch import fx
+
+from fxsplit_encoder.compile.sizes import shape_exprs
+
+if TYPE_CHECKING:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Independent along `dim`."""
+
+    dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class Mixed:
+    """Not proved independent, and why."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Named:
+    name: str
+
+
+SHARED = _Named("shared")
+SEGMENTS = _Named("segments")
+State = Any
+"""Rows, Mixed, SHARED, SEGMENTS, or a list of them for an operation with several results."""
+
+
+class NotProvedError(Exception):
+    """Raised by a rule that finds rows mixed; the pass turns it into `Mixed`."""
+
+
+def token_dim(value: torch.Tensor, token_symbol: str) -> int | None:
+    """The first dimension whose size depends on the token symbol."""
+    return next(
+        (dim for dim, expr in enumerate(shape_exprs(value)) if token_symbol in symbols_of(expr)), None
+    )
+
+
+def symbols_of(expr: sympy.Expr) -> set[str]:
+    """The names of the symbols in a size."""
+    return {str(s) for s in expr.free_symbols}
+
+
+class Facts(Protocol):
+    """What a rule may ask of the whole analysis."""
+
+    states: dict[fx.Node, State]
+    symbol: str
+    may_probe: bool
+
+    def are_equal(self, one: sympy.Expr, other: sympy.Expr) -> bool:
+        """Whether two sizes are always the same."""
+
+    def varies(self, expr: sympy.Expr) -> bool:
+        """Whether padding changes a size."""
+
+    def reads_token_count(self, node: fx.Node) -> bool:
+        """Whether a scalar argument depends on a size that padding changes."""
+
+    def looks_up_safely(self, node: fx.Node) -> bool:
+        """Whether the indices of pad rows are in range."""
+
+
+class NodeView:
+    """A node as the rules see it: arguments by position, states, shapes."""
+
+    def __init__(self, analysis: Facts, node: fx.Node) -> None:
+        self.analysis = analysis
+        self.node = node
+        self.args = positional(node)
+        self.name = operation(node)
+
+    def arg(self, position: int, default: Any = None) -> Any:
+        """An argument by position; `default` where it is None or left out."""
+        value = self.args[position] if position < len(self.args) else None
+        return default if value is None else value
+
+    def state(self, argument: Any) -> State:
+        """The state of an argument; constants are shared."""
+        return self.analysis.states.get(argument, SHARED) if isinstance(argument, fx.Node) else SHARED
+
+    def rows(self, position: int = 0) -> int:
+        """The token dimension of an argument, which must have one."""
+        state = self.state(self.arg(position))
+        if not isinstance(state, Rows):
+            raise NotProvedError(f"{self.name} takes rows where none were expected (argument {position})")
+        return state.dim
+
+    def rank(self, position: int = 0) -> int:
+        """Dimensions of a tensor argument."""
+        return self.tensor(position).dim()
+
+    def tensor(self, position: int = 0) -> torch.Tensor:
+        """The traced value of a tensor argument."""
+        value = self.arg(position).meta["val"]
+        assert isinstance(value, torch.Tensor)
+        return value
+
+    def dim(self, value: Any, position: int = 0) -> int:
+        """A dimension of a tensor argument, counted from the front."""
+        return int(value) % self.rank(position)
+
+    def output(self) -> torch.Tensor:
+        """The traced result, the first of several."""
+        value = self.node.meta["val"]
+        tensor = value[0] if isinstance(value, list | tuple) else value
+        assert isinstance(tensor, torch.Tensor)
+        return tensor
+
+    def require_shared(self, *positions: int) -> None:
+        """Raises NotProvedError if one of these arguments depends on the tokens."""
+        for position in positions:
+            argument = self.arg(position)
+            if argument is not None and self.state(argument) is not SHARED:
+                raise NotProvedError(f"argument {position} of {self.name} depends on the tokens")
+
+    def require_safe_lookup(self) -> None:
+        """Raises NotProvedError if pad rows could look up something out of range."""
+        if not self.analysis.looks_up_safely(self.node):
+            raise self.fail("looks up computed indices, which may be out of range in pad rows")
+
+    def fail(self, why: str) -> NotProvedError:
+        """The error that says why this operation is not proved."""
+        return NotProvedError(f"{self.name} {why}")
+
+
+def operation(node: fx.Node) -> str:
+    """The name that rules go by: that of the ATen operation, qualified for operations of other libraries."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return getattr(target, "__name__", str(target))
+    name: str = target.overloadpacket.__name__
+    known = target.namespace == "aten" or (target.namespace == "fxsplit" and name == "varlen_attention")
+    return name if known else f"{target.namespace}::{name}"
+
+
+def positional(node: fx.Node) -> tuple[Any, ...]:
+    """A node's arguments by position, those given by name or left at their default included."""
+    args = list(node.args)
+    if isinstance(node.target, torch._ops.OpOverload):
+        for parameter in node.target._schema.arguments[len(args) :]:
+            if parameter.kwarg_only:
+                break
+            args.append(node.kwargs.get(parameter.name, parameter.default_value))
+    return tuple(args)
+
+
+def named(node: fx.Node, name: str) -> Any:
+    """The argument of a schema's parameter; None if there is none."""
+    for parameter, value in zip(node.target._schema.arguments, positional(node), strict=False):  # type: ignore[union-attr]
+        if parameter.name == name:
+            return value
+    return node.kwargs.get(name)
+
+
+def indices_of(node: fx.Node) -> Sequence[Any]:
+    """The indices of a lookup: all its arguments after the first, or for an embedding, too."""
+    return [i for a in node.args[1:] for i in (a if isinstance(a, list | tuple) else [a])]
+
+
+def draws_random_numbers(node: fx.Node) -> bool:
+    """Whether a node takes from a random generator."""
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+
+
+def is_pointwise(node: fx.Node) -> bool:
+    """Whether torch tags a node's operation as pointwise."""
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
