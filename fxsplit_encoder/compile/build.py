@@ -104,7 +104,7 @@ class _Builder:
             token_symbol=token_symbol,
             region_start=region_start,
             region_inputs=region_inputs,
-            region_symbols=self._region_symbols(steps[region_start:], region_inputs, token_symbol),
+            region_symbols=self._region_symbols(region_start, region_inputs, token_symbol),
             device=device,
             padding=self._prove(region_start, region_inputs, token_symbol, accepts),
             accepts=accepts,
@@ -254,11 +254,21 @@ class _Builder:
         )
 
     def _region_symbols(
-        self, steps: Sequence[Step], region_inputs: Sequence[RegionInput], token_symbol: str | None
+        self, region_start: int, region_inputs: Sequence[RegionInput], token_symbol: str | None
     ) -> tuple[str, ...]:
-        sizes = [size for step in steps for size in _sizes((step.args, tuple(step.kwargs.values())))]
-        sizes += [size for entry in region_inputs if not entry.is_segments for size in entry.info.shape]
-        return tuple(sorted({symbol for size in sizes for symbol in size.symbols} - {token_symbol or ""}))
+        """The symbols that sizes and numbers inside the region use. Pieces get others as inputs too, for their
+        compilers; those do not count.
+        """
+        values = [
+            n.meta["val"]
+            for part in self._region_parts(region_start)
+            for node in ([part.node] if isinstance(part, Cut) else part.nodes)
+            for n in (node, *(i for i in node.all_input_nodes if is_scalar(i)))
+        ]
+        used = {symbol for value in values for symbol in _symbols_in(value)}
+        sizes = [size for entry in region_inputs if not entry.is_segments for size in entry.info.shape]
+        used |= {symbol for size in sizes for symbol in size.symbols}
+        return tuple(sorted(used - {token_symbol or ""}))
 
     def _prove(
         self,
@@ -291,12 +301,12 @@ def _refs(argument: Any) -> list[int]:
     return []
 
 
-def _sizes(argument: Any) -> list[Size]:
-    if isinstance(argument, Size):
-        return [argument]
-    if isinstance(argument, list | tuple):
-        return [size for a in argument for size in _sizes(a)]
-    return []
+def _symbols_in(value: Any) -> set[str]:
+    """The symbols in a traced number, or in the sizes of a traced tensor or several."""
+    if isinstance(value, list | tuple):
+        return {symbol for v in value for symbol in _symbols_in(v)}
+    sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
+    return {str(s) for size in sizes if hasattr(size, "node") for s in size.node.expr.free_symbols}
 
 
 def _info(node: fx.Node) -> TensorInfo:

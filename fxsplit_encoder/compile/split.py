@@ -11,10 +11,11 @@ from torch import fx
 
 from fxsplit_encoder.compile.host import host_op
 from fxsplit_encoder.compile.pieces import Piece
+from fxsplit_encoder.compile.sizes import expression
 from fxsplit_encoder.errors import CompileError, ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
 DENSE_ATTENTION = "aten::scaled_dot_product_attention"
 # AOT replaces the composite op by the kernel that suits device and dtype.
@@ -101,7 +102,8 @@ def split_graph(module: fx.GraphModule, targets: frozenset[Any]) -> SplitGraph:
         elif not _is_assertion(node):
             assert isinstance(parts[-1], list)
             parts[-1].append(node)
-    pieces_and_cuts = [p if isinstance(p, Cut) else _piece(p, output_args) for p in parts if p]
+    symbols = _symbol_nodes(module.graph, placeholders)
+    pieces_and_cuts = [p if isinstance(p, Cut) else _piece(p, output_args, symbols) for p in parts if p]
     return SplitGraph(placeholders, constants, pieces_and_cuts, output_args)
 
 
@@ -154,11 +156,47 @@ def _is_assertion(node: fx.Node) -> bool:
     )
 
 
-def _piece(nodes: list[fx.Node], output_args: Iterable[Any]) -> Piece:
+def _piece(nodes: list[fx.Node], output_args: Iterable[Any], symbols: Mapping[str, fx.Node]) -> Piece:
     inside = set(nodes)
     returned = {a for a in output_args if isinstance(a, fx.Node)}
     inputs: dict[fx.Node, None] = {}
     for node in nodes:
         inputs.update((n, None) for n in node.all_input_nodes if n not in inside)
+    if any(_is_symbolic(node) for node in (*inputs, *nodes)):
+        # A compiler cannot solve (s // 16) ** 2 for s, and Inductor's cache looks for every symbol that the
+        # trace has guards on among a graph's own inputs.
+        inputs.update((node, None) for node in symbols.values())
     outputs = [n for n in nodes if n in returned or any(user not in inside for user in n.users)]
     return Piece(tuple(nodes), tuple(inputs), tuple(outputs))
+
+
+def _symbol_nodes(graph: fx.Graph, placeholders: Sequence[fx.Node]) -> dict[str, fx.Node]:
+    """For every backed symbol of the graph's inputs, a node that is its value."""
+    found: dict[str, fx.Node] = {}
+    for node in placeholders:
+        if isinstance(node.meta["val"], torch.SymInt) and expression(node.meta["val"]).is_Symbol:
+            if _is_backed(node.meta["val"]):
+                found.setdefault(str(node.meta["val"].node.expr), node)
+    for node in placeholders:
+        sizes = node.meta["val"].shape if isinstance(node.meta["val"], torch.Tensor) else ()
+        for dim, size in enumerate(sizes):
+            if not isinstance(size, torch.SymInt) or str(size) in found:
+                continue
+            if expression(size).is_Symbol and _is_backed(size):
+                with graph.inserting_after(node):
+                    found[str(size)] = graph.call_function(torch.ops.aten.sym_size.int, (node, dim))
+                found[str(size)].meta["val"] = size
+    return found
+
+
+def _is_backed(size: torch.SymInt) -> bool:
+    """Whether a symbol had a value while tracing; one that had none is in no guard."""
+    return size.node.has_hint()
+
+
+def _is_symbolic(node: fx.Node) -> bool:
+    value = node.meta["val"]
+    tensors = value if isinstance(value, list | tuple) else (value,)
+    return any(
+        isinstance(size, torch.SymInt) for t in tensors if isinstance(t, torch.Tensor) for size in t.shape
+    )
