@@ -1,4 +1,4 @@
-"""Fast vision encoders: FX split at attention, CUDA graphs by token budget, packing, and the manager above them."""
+"""Fast vision encoders: graphs split at attention, CUDA graphs by token budget, and a manager that packs."""
 
 from fxsplit_encoder.backend import warmup
 from fxsplit_encoder.capture import MissReason, generate_budgets

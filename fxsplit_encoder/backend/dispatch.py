@@ -1,4 +1,4 @@
-"""Budget dispatch: one call of a compiled graph becomes a padded replay, or the program at its exact shape."""
+"""Budget dispatch: a call of a compiled graph becomes a padded replay, or the program at its exact shape."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Without an adapter nothing says how large batches get; captures are lazy, so a long ladder costs nothing until used.
+# Without an adapter nothing says how large batches get; captures are lazy, so a long ladder costs nothing
+# until used.
 _UNKNOWN_RANGE = (1, 16384)
 
 _dispatchers: weakref.WeakSet[BudgetDispatcher] = weakref.WeakSet()
@@ -63,8 +64,9 @@ def capturing_all() -> Iterator[list[BudgetDispatcher]]:
 class BudgetDispatcher:
     """Runs one program for whatever sizes come.
 
-    On a call: the smallest fitting budget, captured on first use; pad, replay, cut to the true sizes, clone. Over the
-    largest budget, or where padding is not allowed, the program runs at the exact shape; `misses` counts why.
+    On a call: the smallest fitting budget, captured on first use; pad, replay, cut to the true sizes, clone.
+    Over the largest budget, or where padding is not allowed, the program runs at the exact shape; `misses`
+    counts why.
     """
 
     def __init__(self, program: Program, config: EncoderConfig) -> None:
@@ -83,6 +85,7 @@ class BudgetDispatcher:
         _dispatchers.add(self)
 
     def __call__(self, args: Sequence[Any]) -> list[Any]:
+        """Runs the graph on its inputs; the outputs are the caller's own (capture rule 7)."""
         with self._lock, torch.inference_mode(False), torch.no_grad():
             self._check_parameters(args)
             frame = self.program.begin(args)
@@ -100,7 +103,7 @@ class BudgetDispatcher:
             return self._replay(captured, frame)
 
     def _check_parameters(self, args: Sequence[Any]) -> None:
-        """Captures hold parameters by address; where the module has others now, they are made anew (capture rule 6)."""
+        """Captures hold parameters by address: where there are others now, it is redone (rule 6)."""
         addresses = [args[i].data_ptr() for i in self._static_inputs]
         if addresses != self._addresses:
             if self._ladders:
@@ -118,6 +121,7 @@ class BudgetDispatcher:
 
     @property
     def num_captured(self) -> int:
+        """Captures that are held."""
         return sum(len(ladder.captured) for ladder in self._ladders.values())
 
     # --- which capture
@@ -129,18 +133,24 @@ class BudgetDispatcher:
         if tokens is None:
             return None, MissReason.STATIC_SHAPE
         budgets, rows_per_token = self._budgets(frame)
-        if tokens > budgets[-1] * rows_per_token:
-            return None, MissReason.OVER_LARGEST_BUDGET
-        ladder = self._ladder(frame, rows_per_token)
-        if not self._may_pad(frame, budgets, rows_per_token):
-            return None, MissReason.PADDING_UNPROVED
-        if capture_all:
+        if capture_all and self._may_pad(frame, budgets, rows_per_token):
+            ladder = self._ladder(frame, rows_per_token)
             for budget in reversed(budgets):
                 ladder.capture(budget)
+        if tokens > budgets[-1] * rows_per_token:
+            return None, MissReason.OVER_LARGEST_BUDGET
+        if not self._may_pad(frame, budgets, rows_per_token):
+            return None, MissReason.PADDING_UNPROVED
+        roomy = [budget for budget in budgets if budget * rows_per_token >= tokens]
+        return self._smallest(frame, tokens, roomy, rows_per_token)
+
+    def _smallest(
+        self, frame: Frame, tokens: int, budgets: Sequence[int], rows_per_token: int
+    ) -> tuple[CapturedForward | None, MissReason | None]:
+        """The capture of the smallest of the budgets with room for the tokens that can serve the call."""
+        ladder = self._ladder(frame, rows_per_token)
         reason = MissReason.NOT_CAPTURED
         for budget in budgets:
-            if budget * rows_per_token < tokens:
-                continue
             if not self._segments_fit(frame, tokens, budget, rows_per_token):
                 reason = MissReason.TOO_MANY_SEGMENTS
                 continue
@@ -179,7 +189,7 @@ class BudgetDispatcher:
         return segment_capacity(budget, self.config.max_items_per_batch or budget) + 1
 
     def _may_pad(self, frame: Frame, budgets: Sequence[int], rows_per_token: int) -> bool:
-        """Whether padding is proved, or was found harmless by the probe, which runs at the first size below a budget."""
+        """Whether padding is proved, or harmless by the probe, which runs once, below some budget."""
         if self._padding_allowed or self.padding_refusal is not None:
             return self._padding_allowed
         if not self.program.padding.may_probe:
@@ -219,7 +229,11 @@ class BudgetDispatcher:
         static = Frame(list(template.slots), padded_symbols(program, template, rows))
         buffers: dict[int, StaticBuffer] = {}
         for entry in program.region_inputs:
-            shape = [self._segment_entries(budget)] if entry.is_segments else [s(static.symbols) for s in entry.info.shape]
+            shape = (
+                [self._segment_entries(budget)]
+                if entry.is_segments
+                else [s(static.symbols) for s in entry.info.shape]
+            )
             tensor = torch.zeros(shape, dtype=entry.info.dtype, device=program.device)
             if tensor.is_floating_point():
                 tensor.normal_()  # zeros would make the times that `auto` compares too short
@@ -227,7 +241,9 @@ class BudgetDispatcher:
                 tensor[1:] = rows
             buffers[entry.slot] = StaticBuffer(_name(entry.slot), tensor, entry.token_dim)
         if program.num_rows_slot is not None:
-            static.slots[program.num_rows_slot] = torch.full((), rows, dtype=torch.int64, device=program.device)
+            static.slots[program.num_rows_slot] = torch.full(
+                (), rows, dtype=torch.int64, device=program.device
+            )
         return self._request_over(static, buffers, rows)
 
     def _request_over(self, static: Frame, buffers: dict[int, StaticBuffer], rows: int) -> CaptureRequest:
@@ -283,7 +299,7 @@ class BudgetDispatcher:
         return output[tuple(slice(0, size) for size in sizes)].clone()
 
     def _exact_runner(self, frame: Frame) -> Runner:
-        """A runner that knows the longest segment, where a host op has just computed the lengths on the CPU."""
+        """A runner that knows the longest segment, where a host op has just computed the lengths."""
         lengths = [frame.slots[e.slot] for e in self.program.region_inputs if e.is_segments]
         if len(lengths) != 1 or lengths[0].device.type != "cpu":
             return DIRECT

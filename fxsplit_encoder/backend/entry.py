@@ -31,10 +31,11 @@ def encoder_cg(
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
 ) -> Callable[..., Any]:
-    """The backend: `torch.compile(module, backend="encoder_cg", options={"config": "encoder.yaml", "mode": "full"})`.
+    """The backend: `torch.compile(module, backend="encoder_cg", options={"config": "encoder.yaml"})`.
 
     Args:
-        options: the keys of `EncoderConfig`, and `config`, a YAML file or a mapping that the other keys override.
+        options: the keys of `EncoderConfig`, and `config`, a YAML file or a mapping that the other keys
+            override.
         mode: torch.compile's own modes, which do not apply here.
 
     Raises:
@@ -42,16 +43,16 @@ def encoder_cg(
     """
     if mode is not None:
         raise ConfigError(
-            f"mode: torch.compile's modes do not apply to encoder_cg; got {mode!r}; pass options={{'mode': ...}} with one of "
-            "EncoderConfig's modes"
+            f"mode: torch.compile's modes do not apply to encoder_cg; got {mode!r}; pass "
+            "options={'mode': ...} with one of EncoderConfig's modes"
         )
     config = EncoderConfig.from_options(options or {})
     if _needs_gradients(example_inputs):
         _warn_once(
-            "encoder_cg: called with gradients enabled, so it runs eagerly, without compiled pieces or CUDA graphs; call "
-            "under torch.no_grad() or torch.inference_mode()"
+            "encoder_cg: called with gradients enabled, so it runs eagerly, without compiled pieces or CUDA "
+            "graphs; call under torch.no_grad() or torch.inference_mode()"
         )
-        return module.forward  # type: ignore[no-any-return]
+        return module.forward
     compile_options = CompileOptions(config.splitting_ops, config.piece_compiler)
 
     def dispatcher(program: Program) -> Callable[[Sequence[Any]], list[Any]]:
@@ -66,8 +67,10 @@ def encoder_cg(
     except Exception as error:
         # Whatever Dynamo hands over must give eager's results, so no failure of ours may end a forward.
         logger.exception("compiling a graph failed")
-        _warn_once(f"encoder_cg: a graph runs eagerly because compiling it failed: {type(error).__name__}: {error}")
-    return module.forward  # type: ignore[no-any-return]
+        _warn_once(
+            f"encoder_cg: a graph runs eagerly because compiling it failed: {type(error).__name__}: {error}"
+        )
+    return module.forward
 
 
 def warmup(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
@@ -87,7 +90,8 @@ def warmup(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
         module = getattr(compiled, "_orig_mod", compiled)
         if not hasattr(module, "example_inputs"):
             raise InputError(
-                f"warmup: {type(module).__name__} makes no example inputs; pass some: warmup(compiled, *inputs)"
+                f"warmup: {type(module).__name__} makes no example inputs; pass some: "
+                "warmup(compiled, *inputs)"
             )
         args = module.example_inputs()
     with torch.no_grad(), capturing_all() as called:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from fxsplit_encoder.errors import ReplayError
 
@@ -12,6 +13,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from torch import Tensor
+
+# Names in an error message.
+_NAMED = 4
 
 
 class StaticBuffer:
@@ -44,12 +48,16 @@ class StaticBuffer:
                 expected[self.token_dim] = rows
         if list(value.shape) != expected:
             raise ReplayError(
-                f"{self.name}: got a value of shape {tuple(value.shape)} for a captured buffer of {tuple(self.tensor.shape)}; "
-                "it must have the same dimensions and at most as many rows"
+                f"{self.name}: got a value of shape {tuple(value.shape)} for a captured buffer of "
+                f"{tuple(self.tensor.shape)}; it must have the same dimensions and at most as many rows"
             )
 
     def load(self, value: Tensor) -> None:
-        """Copies `value` into the first rows and clears those that an earlier replay filled (capture rule 5)."""
+        """Copies `value` into the first rows; clears those an earlier replay filled (capture rule 5)."""
+        if self.tensor.is_cuda and not value.is_cuda:
+            # From pageable memory the copy would wait for the device; torch reuses pinned memory once copies
+            # are done.
+            value = value.pin_memory()
         if self.token_dim is None:
             self.tensor.copy_(value, non_blocking=True)
             return
@@ -63,8 +71,8 @@ class StaticBuffer:
         """Raises ReplayError if the captured tensor has moved (capture rule 6)."""
         if self.tensor.data_ptr() != self.address:
             raise ReplayError(
-                f"{self.name}: its captured buffer moved from {self.address:#x} to {self.tensor.data_ptr():#x}; static buffers "
-                "must not be resized or replaced"
+                f"{self.name}: its captured buffer moved from {self.address:#x} to "
+                f"{self.tensor.data_ptr():#x}; static buffers must not be resized or replaced"
             )
 
 
@@ -76,23 +84,30 @@ class StaticInputs:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
+        """The captured tensors by name."""
         return {name: buffer.tensor for name, buffer in self.buffers.items()}
 
     @property
     def num_bytes(self) -> int:
+        """Memory of the buffers."""
         return sum(b.tensor.numel() * b.tensor.element_size() for b in self.buffers.values())
 
     def check(self, values: Mapping[str, Tensor | None]) -> None:
-        """Raises ReplayError unless every buffer gets a value that fits; nothing is copied before (rules 3 and 4)."""
+        """Raises ReplayError unless every buffer gets a value that fits (capture rules 3 and 4)."""
+        self.check_complete(values)
         for name, buffer in self.buffers.items():
-            if name not in values:
-                raise ReplayError(
-                    f"{name}: the replay needs this buffer and got no value; got {sorted(values)}. Pass None to keep what the "
-                    "buffer holds"
-                )
             value = values[name]
             if value is not None:
                 buffer.check(value)
+
+    def check_complete(self, values: Mapping[str, Tensor | None]) -> None:
+        """Raises ReplayError if a buffer got no value at all (capture rule 4)."""
+        for name in self.buffers:
+            if name not in values:
+                raise ReplayError(
+                    f"{name}: the replay needs this buffer and got no value; got {sorted(values)}. Pass "
+                    "None to keep what the buffer holds"
+                )
 
     def load(self, values: Mapping[str, Tensor | None]) -> None:
         """Checks everything, then fills every buffer. A value of None keeps what the buffer holds."""
@@ -104,26 +119,76 @@ class StaticInputs:
                     buffer.load(value)
 
     def check_addresses(self) -> None:
+        """Raises ReplayError if a captured tensor has moved (capture rule 6)."""
         for buffer in self.buffers.values():
             buffer.check_address()
 
 
 class StaticParameters:
-    """Parameters and constants that a capture baked in by address."""
+    """Parameters and constants that a capture baked in by address.
 
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._tensors = list(tensors)
-        self._addresses = [tensor.data_ptr() for tensor in self._tensors]
+    Args:
+        tensors: what was baked in.
+        module: where those of them that are parameters or buffers live; they are looked up there at every
+            check, so that one that was replaced is seen too.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor], module: object = None) -> None:
+        self._baked = list(tensors)
+        self._addresses = [tensor.data_ptr() for tensor in self._baked]
+        self._names: list[str] = []
+        self._places: list[tuple[Mapping[str, Tensor | None], str]] = []
+        owned = _owned_tensors(module) if isinstance(module, nn.Module) else {}
+        for number, tensor in enumerate(self._baked):
+            unnamed = f"constant {number} of shape {tuple(tensor.shape)}"
+            name, holder, key = owned.get(_identity(tensor), (unnamed, {unnamed: tensor}, unnamed))
+            self._names.append(name)
+            self._places.append((holder, key))
+
+    @classmethod
+    def of_module(cls, module: object) -> StaticParameters:
+        """Every parameter and buffer of a module; none of anything else."""
+        if not isinstance(module, nn.Module):
+            return cls(())
+        return cls([*module.parameters(), *module.buffers()], module)
+
+    def current(self) -> list[Tensor | None]:
+        """The tensors that are now where the baked ones were; None where there is none any more."""
+        return [holder.get(key) for holder, key in self._places]
+
+    def have_moved(self) -> bool:
+        """Whether one lies elsewhere than at the capture. About 100 nanoseconds a parameter."""
+        try:
+            return [holder[key].data_ptr() for holder, key in self._places] != self._addresses  # type: ignore[union-attr]
+        except (AttributeError, KeyError):  # one was removed
+            return True
 
     def check_addresses(self) -> None:
-        """Raises ReplayError if a parameter moved, by loading other weights into new tensors, say (rule 6).
+        """Raises ReplayError if a parameter moved or was replaced, by other weights say (capture rule 6)."""
+        if not self.have_moved():
+            return
+        now = [None if tensor is None else tensor.data_ptr() for tensor in self.current()]
+        pairs = zip(self._names, now, self._addresses, strict=True)
+        moved = [name for name, address, baked in pairs if address != baked]
+        more = f" and {len(moved) - _NAMED} more" if len(moved) > _NAMED else ""
+        raise ReplayError(
+            f"{', '.join(moved[:_NAMED])}{more}: moved since the capture ({len(moved)} of {len(self._names)} "
+            "parameters and constants); copy new weights in place (load_state_dict does), or call clear() "
+            "and capture again"
+        )
 
-        About 30 nanoseconds a parameter, so it is done at every replay.
-        """
-        if [tensor.data_ptr() for tensor in self._tensors] != self._addresses:
-            moved = [i for i, t in enumerate(self._tensors) if t.data_ptr() != self._addresses[i]]
-            raise ReplayError(
-                f"{len(moved)} of {len(self._tensors)} parameters have moved since the capture (the first has shape "
-                f"{tuple(self._tensors[moved[0]].shape)}); copy new weights in place (load_state_dict does), or call clear() "
-                "and capture again"
-            )
+
+def _owned_tensors(module: nn.Module) -> dict[Any, tuple[str, Mapping[str, Tensor | None], str]]:
+    """For every parameter and buffer: its dotted name, the dictionary that holds it, and its key there."""
+    owned: dict[Any, tuple[str, Mapping[str, Tensor | None], str]] = {}
+    for prefix, submodule in module.named_modules():
+        for holder in (submodule._parameters, submodule._buffers):
+            for key, tensor in holder.items():
+                if tensor is not None:
+                    name = f"{prefix}.{key}" if prefix else key
+                    owned.setdefault(_identity(tensor), (name, holder, key))
+    return owned
+
+
+def _identity(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.dtype

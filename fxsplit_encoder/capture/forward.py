@@ -83,8 +83,10 @@ class CapturedForward:
             raise CaptureMemoryError(f"out of memory while capturing {self.rows} rows: {error}") from error
         except FxSplitError:
             raise
-        except RuntimeError as error:
-            raise CaptureError(f"capturing {self.rows} rows failed: {error}") from error
+        except Exception as error:  # whatever a captured forward raises costs its budget, not the others'
+            raise CaptureError(
+                f"capturing {self.rows} rows failed: {type(error).__name__}: {error}"
+            ) from error
         self.output_addresses = [t.data_ptr() for t in self.outputs if isinstance(t, torch.Tensor)]
         self.num_bytes = self.pool.reserved_bytes() - before if self.pool.is_cuda else self.inputs.num_bytes
         try:
@@ -95,15 +97,16 @@ class CapturedForward:
 
     def _record_steps(self, forward: Forward) -> Sequence[Any]:
         if self.mode == "full" and not self.pool.is_cuda:
-            # Replaying the forward as one call keeps no intermediate value, as a graph's pool keeps none for others.
+            # Replaying the forward as one call keeps no intermediate value, as a graph's pool keeps none for
+            # others.
             return self.capture.captured(forward, DIRECT)  # type: ignore[no-any-return]
         return forward(RecordingRunner(self.capture, breaks=self.mode == "piecewise", live=self.live))
 
-    def load(self, values: Mapping[str, Tensor | None], rows: int) -> None:
-        """Fills the static inputs with a batch of `rows` rows, padded.
+    def load(self, values: Mapping[str, Tensor | None], rows: int | None) -> None:
+        """Fills the static inputs with a batch of `rows` rows (None: as many as before), padded.
 
-        Cumulative lengths are extended by empty segments. Those on the CPU are checked, and eager attention steps then see
-        the true segments; those on another device are not read.
+        Cumulative lengths are extended by empty segments. Those on the CPU are checked, and eager attention
+        steps then see the true segments; those on another device are not read.
 
         Raises:
             ReplayError: something does not fit; nothing has been copied then.
@@ -121,7 +124,7 @@ class CapturedForward:
             else:
                 padded[name] = pad_cu_seqlens_on_device(given, buffer.shape[0])
         self.inputs.load(padded)
-        if self.num_rows is not None:
+        if self.num_rows is not None and rows is not None:
             self.num_rows.fill_(rows)
         if len(lengths) == len(self.segment_inputs):
             self.live.set(rows, lengths)
@@ -129,7 +132,8 @@ class CapturedForward:
             self.live.clear()
 
     def replay(self, *, debug: bool = False) -> list[Any]:
-        """Runs the captured forward on what the static inputs hold; returns its outputs, which the next replay overwrites.
+        """Runs the captured forward on what the static inputs hold; returns its outputs, which the next
+        replay overwrites.
 
         Raises:
             ReplayError: a captured address has changed.

@@ -18,21 +18,27 @@ if TYPE_CHECKING:
 class GraphPool:
     """One generation of captures over one memory pool.
 
-    Captures share the memory of their intermediate values, so at most one of them may run at a time: `replaying` takes a
-    lock and orders streams. The pool is given back as a whole (`retire`); freeing single graphs out of a shared pool has
-    broken peers' shared workspaces.
+    Captures share the memory of their intermediate values, so at most one of them may run at a time:
+    `replaying` takes a lock and orders streams. The pool is given back as a whole (`retire`); freeing single
+    graphs out of a shared pool has broken peers' shared workspaces.
     """
 
     def __init__(self, device: torch.device, max_bytes: int | None = None) -> None:
-        self.device = torch.device(device.type, torch.cuda.current_device()) if device == torch.device("cuda") else device
+        self.device = (
+            torch.device(device.type, torch.cuda.current_device())
+            if device == torch.device("cuda")
+            else device
+        )
         self.max_bytes = max_bytes
         self.used_bytes = 0
         self.is_cuda = device.type == "cuda"
-        # Held for as long as the pool is in use: without it the pool would die with the last capture that is released.
+        # Held for as long as the pool is in use: without it the pool would die with the last capture that is
+        # released.
         self._memory = torch.cuda.MemPool() if self.is_cuda else None
         self._superseded: list[Any] = []
-        # Warm-up and capture share a stream, so that libraries' per-stream workspaces exist before a capture begins.
-        self.stream = torch.cuda.Stream(device) if self.is_cuda else None
+        # Warm-up and capture share a stream, so that libraries' per-stream workspaces exist before a capture
+        # begins.
+        self.stream: Any = torch.cuda.Stream(device) if self.is_cuda else None  # type: ignore[no-untyped-call]
         self._lock = threading.RLock()
         self._last_replay: torch.cuda.Event | None = None
         self._last_stream: torch.cuda.Stream | None = None
@@ -54,14 +60,14 @@ class GraphPool:
         """
         if self.max_bytes is not None and self.used_bytes + num_bytes > self.max_bytes:
             raise CaptureMemoryError(
-                f"{what} takes {num_bytes} bytes beside {self.used_bytes} in use; max_graph_bytes allows {self.max_bytes}. "
-                "Raise max_graph_bytes or list smaller token_budgets"
+                f"{what} takes {num_bytes} bytes beside {self.used_bytes} in use; max_graph_bytes allows "
+                f"{self.max_bytes}. Raise max_graph_bytes or list smaller token_budgets"
             )
         self.used_bytes += num_bytes
 
     @contextlib.contextmanager
     def replaying(self) -> Iterator[None]:
-        """Around a replay and the reading of its outputs: alone, and after the previous one whatever its stream."""
+        """Around a replay and the reading of its outputs: alone, and after the last, whatever its stream."""
         with self._lock:
             if not self.is_cuda:
                 yield
@@ -69,11 +75,13 @@ class GraphPool:
             stream = torch.cuda.current_stream(self.device)
             if self._last_replay is not None and self._last_stream != stream:
                 stream.wait_event(self._last_replay)
-            yield
-            if self._last_replay is None:
-                self._last_replay = torch.cuda.Event()
-            self._last_replay.record(stream)
-            self._last_stream = stream
+            try:
+                yield
+            finally:  # what failed half-way may have enqueued work too
+                if self._last_replay is None:
+                    self._last_replay = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                self._last_replay.record(stream)
+                self._last_stream = stream
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
@@ -91,10 +99,10 @@ class GraphPool:
     def recover_from_failed_capture(self) -> None:
         """Makes allocators and random generators usable after a capture that could not be ended.
 
-        Ending an invalidated capture resets the stream but raises before it tells the allocators, which go on recording to
-        the pool, and the generators, which then refuse to run outside of a capture. The device's allocator can be told; the
-        host's cannot, so later captures get memory of their own beside what earlier ones hold. A trivial capture that
-        succeeds puts the generators right.
+        Ending an invalidated capture resets the stream but raises before it tells the allocators, which go on
+        recording to the pool, and the generators, which then refuse to run outside of a capture. The device's
+        allocator can be told; the host's cannot, so later captures get memory of their own beside what
+        earlier ones hold. A trivial capture that succeeds puts the generators right.
         """
         assert self.device.index is not None
         torch._C._cuda_endAllocateToPool(self.device.index, self.handle)
@@ -103,7 +111,8 @@ class GraphPool:
         self._memory = torch.cuda.MemPool()
         scratch = torch.zeros(1, device=self.device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=torch.cuda.Stream(self.device)):
+        stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        with torch.cuda.graph(graph, stream=stream):
             scratch.add_(1)
 
     def retire(self) -> None:

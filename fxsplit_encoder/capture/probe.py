@@ -9,7 +9,7 @@ import torch
 from fxsplit_encoder.compile import DIRECT, Frame
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -20,24 +20,31 @@ _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, tor
 
 
 def probe_padding(program: Program, frame: Frame, rows: int) -> str | None:
-    """Runs the region once as it is and once padded to `rows` rows of NaN; returns why it may not be padded, or None.
+    """Why a region may not be padded to `rows` rows, from a run as it is and two padded ones; or None.
+
+    Pad rows are NaN outside of every segment, as a replay's may be; then strange but finite rows that count
+    as real, in a segment of their own, since masks would hide some of what padding can change (a maximum over
+    tokens that are all positive).
 
     `frame` comes from `program.begin`, with fewer than `rows` tokens; it is not changed.
     """
     exact = Frame(list(frame.slots), dict(frame.symbols))
     program.move_to_device(exact)
-    padded = Frame(list(exact.slots), padded_symbols(program, frame, rows))
+    poisoned = _padded(program, exact, rows, _nan_rows)
+    strangers = _padded(program, exact, rows, _strange_rows)
     for entry in program.region_inputs:
-        value = exact.slots[entry.slot]
-        if entry.token_dim is not None:
-            size = entry.info.shape[entry.token_dim](padded.symbols)
-            padded.slots[entry.slot] = _pad_with_nan(value, entry.token_dim, size)
+        if entry.is_segments:
+            lengths = strangers.slots[entry.slot]
+            strangers.slots[entry.slot] = torch.cat([lengths, lengths.new_full((1,), rows)])
+    if program.num_rows_slot is not None:
+        strangers.slots[program.num_rows_slot] = torch.full_like(exact.slots[program.num_rows_slot], rows)
     try:
         with torch.no_grad():
-            expected, got = program.finish(exact, DIRECT), program.finish(padded, DIRECT)
-    except RuntimeError as error:
+            expected = program.finish(exact, DIRECT)
+            refusal = _difference(expected, program.finish(poisoned, DIRECT), "NaN")
+            return refusal or _difference(expected, program.finish(strangers, DIRECT), "other")
+    except (IndexError, RuntimeError) as error:
         return f"the padded run failed: {error}"
-    return _difference(expected, got)
 
 
 def padded_symbols(program: Program, frame: Frame, rows: int) -> dict[str, int]:
@@ -46,14 +53,36 @@ def padded_symbols(program: Program, frame: Frame, rows: int) -> dict[str, int]:
     return {**frame.symbols, program.token_symbol: rows}
 
 
-def _pad_with_nan(value: Tensor, dim: int, size: int) -> Tensor:
+def _padded(
+    program: Program, exact: Frame, rows: int, pad_rows: Callable[[Tensor, int, int], Tensor]
+) -> Frame:
+    """A frame with pad rows; `pad_rows(value, dim, count)` makes those of an input."""
+    padded = Frame(list(exact.slots), padded_symbols(program, exact, rows))
+    for entry in program.region_inputs:
+        dim, value = entry.token_dim, exact.slots[entry.slot]
+        if dim is not None:
+            count = entry.info.shape[dim](padded.symbols) - value.shape[dim]
+            padded.slots[entry.slot] = torch.cat([value, pad_rows(value, dim, count)], dim=dim)
+    return padded
+
+
+def _nan_rows(value: Tensor, dim: int, count: int) -> Tensor:
     shape = list(value.shape)
-    shape[dim] = size - shape[dim]
-    fill = float("nan") if value.is_floating_point() else 0
-    return torch.cat([value, value.new_full(shape, fill)], dim=dim)
+    shape[dim] = count
+    return value.new_full(shape, float("nan") if value.is_floating_point() else 0)
 
 
-def _difference(expected: Sequence[Any], got: Sequence[Any]) -> str | None:
+def _strange_rows(value: Tensor, dim: int, count: int) -> Tensor:
+    """The real rows again, larger and with both signs; indices as they are."""
+    numbers = torch.arange(count, device=value.device)
+    rows = value.index_select(dim, numbers % value.shape[dim])
+    if not value.is_floating_point():
+        return rows
+    factors = (3 - 6 * (numbers % 2)).to(value.dtype)
+    return rows * factors.view([-1 if d == dim else 1 for d in range(value.dim())])
+
+
+def _difference(expected: Sequence[Any], got: Sequence[Any], kind: str) -> str | None:
     for number, (a, b) in enumerate(zip(expected, got, strict=True)):
         if not isinstance(a, torch.Tensor):
             continue
@@ -62,11 +91,11 @@ def _difference(expected: Sequence[Any], got: Sequence[Any]) -> str | None:
             return f"output {number} has shape {tuple(b.shape)} when padded, {tuple(a.shape)} when not"
         if not a.is_floating_point():
             if not torch.equal(a, real):
-                return f"output {number} changes when padded"
+                return f"output {number} changes when padded with {kind} rows"
             continue
         error = (a.double() - real.double()).abs().max().item() if a.numel() else 0.0
         scale = a.double().abs().max().item() if a.numel() else 0.0
         # A NaN compares false, so it counts as a difference.
         if not error <= _TOLERANCE[a.dtype] * max(scale, 1e-6):
-            return f"output {number} changes by {error:.3g} when padded with NaN rows"
+            return f"output {number} changes by {error:.3g} when padded with {kind} rows"
     return None

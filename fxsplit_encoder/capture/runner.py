@@ -1,4 +1,4 @@
-"""How a program's steps are recorded: pieces into graphs, splitting ops into graphs (`full`) or between them (`piecewise`)."""
+"""How a program's steps are recorded: pieces into graphs, splitting ops into them too, or between them."""
 
 from __future__ import annotations
 
@@ -27,28 +27,32 @@ class LiveSegments:
         self._lengths: dict[int, tuple[Tensor, int]] = {}
 
     def clear(self) -> None:
+        """Forgets the batch: all captured rows count as real."""
         self.rows = None
         self._lengths.clear()
 
-    def set(self, rows: int, lengths: Mapping[int, tuple[Tensor, int]]) -> None:
+    def set(self, rows: int | None, lengths: Mapping[int, tuple[Tensor, int]]) -> None:
         """`lengths`: for the address of a captured cu_seqlens, its real part and the longest real segment."""
         self.rows = rows
         self._lengths = dict(lengths)
 
     def of(self, cu_seqlens: Tensor, max_seqlen: int) -> tuple[Tensor, int]:
+        """The real part of captured cumulative lengths and a bound; as captured where nothing is known."""
         return self._lengths.get(cu_seqlens.data_ptr(), (cu_seqlens, max_seqlen))
 
 
 class ExactRunner(DirectRunner):
     """Runs at the exact shape, with the batch's own longest segment in place of the traced bound.
 
-    The bound that a trace carries is the token count: right for every batch, but FlashAttention 2 launches blocks for it.
+    The bound that a trace carries is the token count: right for every batch, but FlashAttention 2 launches
+    blocks for it.
     """
 
     def __init__(self, max_seqlen: int) -> None:
         self.max_seqlen = max_seqlen
 
     def run_split(self, step: Step, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Calls the op; attention with the batch's own bound."""
         if step.call is varlen_attention:
             query, key, value, cu_seqlens, _, scale = args
             return attend(query, key, value, cu_seqlens, self.max_seqlen, scale)
@@ -65,11 +69,13 @@ class RecordingRunner:
         self._outputs = _OutputBuffers()
 
     def run_piece(self, step: Step, args: Sequence[Any]) -> Any:
+        """Records the piece into the running graph."""
         results = self.capture.captured(step.call, *args)
         self._outputs.release(step, results)
         return results
 
     def run_split(self, step: Step, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Records the op into the running graph, or breaks the graph there."""
         if not self.breaks:
             return self.capture.captured(step.call, *args, **kwargs)
         if step.call is varlen_attention:
@@ -96,8 +102,8 @@ class RecordingRunner:
     def _borrowed(self, tensor: Tensor) -> Tensor:
         """The same memory without owning it, where a graph's pool owns it.
 
-        Were the recorded step to own its arguments, the pool could not give the memory of one layer's query, key and value to
-        the next layer: 27 layers of 4096 patches would hold 0.8 GB instead of 0.03.
+        Were the recorded step to own its arguments, the pool could not give the memory of one layer's query,
+        key and value to the next layer: 27 layers of 4096 patches would hold 0.8 GB instead of 0.03.
         """
         return _alias(tensor) if self.capture.pool.is_cuda else tensor
 
@@ -121,13 +127,15 @@ class RecordingRunner:
 
 def _alias(tensor: Tensor) -> Tensor:
     storage = tensor.untyped_storage()
-    borrowed = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
+    borrowed = torch._C._construct_storage_from_data_pointer(
+        storage.data_ptr(), tensor.device, storage.nbytes()
+    )
     alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return alias.set_(borrowed, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
 class _OutputBuffers:
-    """Where eager attention writes: owned, zero at first, so that pad rows hold finite values for ever (capture rule 1).
+    """Where eager attention writes: owned, zero at first, so pad rows stay finite (capture rule 1).
 
     Buffers are reused once the step that last reads them is recorded, unless a piece returned a view of one.
     """

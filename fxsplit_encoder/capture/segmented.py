@@ -1,7 +1,8 @@
-"""`SegmentedCapture`: a forward as a list of zero-argument callables, each the replay of a CUDA graph or an eager step.
+"""`SegmentedCapture`: a forward as a list of callables, each the replay of a CUDA graph or an eager step.
 
-Modes differ only in where they break: `full` nowhere, `piecewise` at every splitting op. Without CUDA the same class
-records the calls themselves and replays them over the same tensors, so that all but the graph is tested on a CPU.
+Modes differ only in where they break: `full` nowhere, `piecewise` at every splitting op. Without CUDA the
+same class records the calls themselves and replays them over the same tensors, so that all but the graph is
+tested on a CPU.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ if TYPE_CHECKING:
 class SegmentedCapture:
     """Records while it is a context; replays after.
 
-    Inside the context, every call goes through `captured` (part of a graph) or `eager` (ends the running graph, runs now
-    and at every replay). What they return lives at fixed addresses for as long as this object does.
+    Inside the context, every call goes through `captured` (part of a graph) or `eager` (ends the running
+    graph, runs now and at every replay). What they return lives at fixed addresses for as long as this object
+    does.
     """
 
     def __init__(self, pool: GraphPool) -> None:
@@ -65,7 +67,7 @@ class SegmentedCapture:
         return result
 
     def eager(self, call: Callable[[], Any]) -> None:
-        """Breaks the graph: `call` runs now, and at every replay in its place. Its results go into tensors that it owns."""
+        """Breaks the graph: `call` runs now and in its place at every replay, and owns what it writes."""
         self._end_graph()
         call()
         self.segments.append(call)

@@ -3,8 +3,9 @@
     rows      0 . . . . . . . . . n . . . . . . . . . . . . B
     segments  [ image ][ image    ]          (then empty ones)
 
-In a compiled forward the pad rows belong to no segment; masks keep them finite (`compile.masks`). In a forward that is
-captured as it is, without masks, `cover_pad_rows` makes them segments too, so that attention writes them.
+In a compiled forward the pad rows belong to no segment; masks keep them finite (`compile.masks`). In a
+forward that is captured as it is, without masks, `cover_pad_rows` makes them segments too, so that attention
+writes them.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from fxsplit_encoder.errors import InputError, ReplayError
 if TYPE_CHECKING:
     from torch import Tensor
 
-# An image or frame of a served model seldom has fewer output tokens (224 x 224 pixels in Qwen3-VL have 49). Every segment of
-# a capture costs thread blocks of attention, used or not: with 4 empty segments beside one real one FlashAttention 2 took 48.7
-# instead of 32.4 microseconds at 1024 tokens, with 64 of them 61.0 (one H200, 16 heads of 72).
+# An image or frame of a served model seldom has fewer output tokens (224 x 224 pixels in Qwen3-VL have 49).
+# Every segment of a capture costs thread blocks of attention, used or not: with 4 empty segments beside one
+# real one FlashAttention 2 took 48.7 instead of 32.4 microseconds at 1024 tokens, with 64 of them 61.0 (one
+# H200, 16 heads of 72).
 _TYPICAL_SEGMENT_TOKENS = 32
 _MIN_SEGMENTS = 8
 
@@ -40,7 +42,8 @@ def pad_cu_seqlens(cu_seqlens: Tensor, length: int, rows: int) -> Tensor:
     """Extends cumulative lengths on the CPU to `length` entries, by empty segments (capture rule 2).
 
     Args:
-        cu_seqlens: (segments + 1,) int32 CPU tensor rising from 0; repeated last entries (empty segments) may be dropped.
+        cu_seqlens: (segments + 1,) int32 CPU tensor rising from 0; repeated last entries (empty segments) may
+            be dropped.
         length: entries of the captured buffer.
         rows: rows of the captured sequence.
 
@@ -55,7 +58,8 @@ def pad_cu_seqlens(cu_seqlens: Tensor, length: int, rows: int) -> Tensor:
     segments = int(np.searchsorted(given, real))
     if not fits(segments, real, length, rows):
         raise ReplayError(
-            f"cu_seqlens: {segments} segments over {real} rows do not fit a capture of {length - 1} segments over {rows} rows"
+            f"cu_seqlens: {segments} segments over {real} rows do not fit a capture of {length - 1} "
+            f"segments over {rows} rows"
         )
     result = np.full(length, real, dtype=np.int32)
     result[: segments + 1] = given[: segments + 1]
@@ -77,8 +81,8 @@ def pad_cu_seqlens_on_device(cu_seqlens: Tensor, length: int) -> Tensor:
 def cover_pad_rows(captured: Tensor, cu_seqlens: Tensor) -> None:
     """Fills captured cumulative lengths so that they cover the pad rows too; without a host read.
 
-    The last entry of `captured` is the capture's number of rows and stays so. The pad rows are spread evenly over all free
-    segments, since attention costs the square of a segment's length.
+    The last entry of `captured` is the capture's number of rows and stays so. The pad rows are spread evenly
+    over all free segments, since attention costs the square of a segment's length.
 
     Raises:
         ReplayError: fewer than one entry is left for padding.
@@ -86,7 +90,8 @@ def cover_pad_rows(captured: Tensor, cu_seqlens: Tensor) -> None:
     spare = captured.shape[0] - cu_seqlens.shape[0]
     if spare < 1:
         raise ReplayError(
-            f"cu_seqlens: {cu_seqlens.shape[0]} entries leave no segment for padding in a capture of {captured.shape[0]}"
+            f"cu_seqlens: {cu_seqlens.shape[0]} entries leave no segment for padding in a capture of "
+            f"{captured.shape[0]}"
         )
     given = cu_seqlens.to(captured.device)
     real, rows = given[-1].long(), captured[-1].long()

@@ -256,8 +256,9 @@ class _Builder:
     def _region_symbols(
         self, region_start: int, region_inputs: Sequence[RegionInput], token_symbol: str | None
     ) -> tuple[str, ...]:
-        """The symbols that sizes and numbers inside the region use. Pieces get others as inputs too, for their
-        compilers; those do not count.
+        """The symbols that sizes and numbers inside the region use.
+
+        Pieces get others as inputs too, for their compilers; those do not count.
         """
         values = [
             n.meta["val"]

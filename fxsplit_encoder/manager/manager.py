@@ -1,4 +1,4 @@
-"""`EncoderCudaGraphManager`: packs a request into budgets, replays them, and falls back where no capture serves."""
+"""`EncoderCudaGraphManager`: packs a request into budgets, replays them, and falls back where none serves."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ class EncoderCudaGraphManager:
         device, dtype: where and in what the tower computes; by default those of its parameters.
         log_interval: items between two log lines of statistics; 0: none.
 
-    Without CUDA the recorded steps are replayed one by one over the same static buffers: right, and no faster.
+    Without CUDA the recorded steps are replayed one by one over the same static buffers: right, and no
+    faster.
 
     Raises:
         InputError: the tower lacks methods of the protocol, or declares an impossible range.
@@ -56,7 +57,8 @@ class EncoderCudaGraphManager:
     ) -> None:
         if not isinstance(tower, SupportsEncoderCudaGraph):
             raise InputError(
-                f"tower: {type(tower).__name__} lacks methods of SupportsEncoderCudaGraph; pass what wrap(model.visual) returns"
+                f"tower: {type(tower).__name__} lacks methods of SupportsEncoderCudaGraph; pass what "
+                "wrap(model.visual) returns"
             )
         self.tower = tower
         self.config = config if config is not None else EncoderConfig()
@@ -92,10 +94,13 @@ class EncoderCudaGraphManager:
     @property
     def budget_graphs(self) -> dict[str, dict[int, BudgetGraphMetadata]]:
         """Every capture, by path and budget."""
-        return {name: {b: self._metadata(path, b) for b in sorted(path.captured)} for name, path in self.paths.items()}
+        return {
+            name: {b: self._metadata(path, b) for b in sorted(path.captured)}
+            for name, path in self.paths.items()
+        }
 
     def compile(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Traces and compiles every path's forward; `progress` is called with (pieces done, pieces) of the current path."""
+        """Traces and compiles every path's forward; `progress` gets (pieces done, pieces) of each path."""
         with self._lock:
             for path in self.paths.values():
                 path.compile(progress)
@@ -107,25 +112,32 @@ class EncoderCudaGraphManager:
         `progress` is called with (budgets done, budgets).
         """
         with self._lock:
-            self.compile()
             if not self.config.enabled:
                 return
+            self.compile()
             wanted = [
-                (budget, path) for path in self.paths.values() if path.mode != "none" for budget in path.budgets
+                (budget, path)
+                for path in self.paths.values()
+                if path.mode != "none"
+                for budget in path.budgets
             ]
             wanted.sort(key=lambda pair: -pair[0])
             for done, (budget, path) in enumerate(wanted):
                 path.capture(budget)
                 if budget in path.captured:
                     captured = path.captured[budget]
-                    self.statistics.record_capture(path.name, budget, captured.mode, path.ladder.num_bytes(budget))
+                    self.statistics.record_capture(
+                        path.name, budget, captured.mode, path.ladder.num_bytes(budget)
+                    )
                     if self.pool.is_cuda:
                         self.statistics.record_time(path.name, budget, captured.measure())
                 if progress is not None:
                     progress(done + 1, len(wanted))
             self._captured = True
             if wanted and not any(path.captured or path.ladder.exact for path in self.paths.values()):
-                logger.error("no budget could be captured; every item will fall back: %s", "; ".join(self.reports))
+                logger.error(
+                    "no budget could be captured; every item will fall back: %s", "; ".join(self.reports)
+                )
 
     def is_captured(self) -> bool:
         """Whether `capture` has run since the last `clear`."""
@@ -157,8 +169,10 @@ class EncoderCudaGraphManager:
         """Encodes a batch of images and videos.
 
         Args:
-            mm_kwargs: what the model's processor makes; for packed towers `pixel_values` with `image_grid_thw` and
-                `pixel_values_videos` with `video_grid_thw`, in any dtype and on any device. No items is a valid batch.
+            mm_kwargs: what the model's processor makes; for packed towers `pixel_values` with
+                `image_grid_thw` and `pixel_values_videos` with `video_grid_thw`, in any dtype and on any
+                device. No items is a valid batch. Pinned tensors are copied asynchronously: do not overwrite
+                them before the current stream has passed.
 
         Returns:
             One tensor an item, (output tokens, hidden), images first, then videos. They are the caller's own.
@@ -197,11 +211,13 @@ class EncoderCudaGraphManager:
             self._item_frames(mm_kwargs, segments),
             exact={(name, b) for name, path in self.paths.items() for b in path.ladder.exact},
             item_segments=segments,
-            segment_room={(n, b): room for n, path in self.paths.items() for b, room in path.segment_room.items()},
+            segment_room={
+                (n, b): room for n, path in self.paths.items() for b, room in path.segment_room.items()
+            },
         )
 
     def _item_segments(self, mm_kwargs: dict[str, Any], num_items: int) -> list[int]:
-        """Attention segments of every item; a tower of another house does not tell, and one an item is assumed."""
+        """Attention segments of every item; one each where the tower does not tell."""
         item_segments = getattr(self.tower, "item_segments", None)
         return item_segments(mm_kwargs) if item_segments is not None else [1] * num_items
 
@@ -234,7 +250,9 @@ class EncoderCudaGraphManager:
             outputs: dict[str, Tensor] = {}
             for name, planned in batch.paths.items():
                 if planned.tokens:
-                    outputs[name], failure = self._run_path(self.paths[name], planned.budget, planned.tokens, selected)
+                    outputs[name], failure = self._run_path(
+                        self.paths[name], planned.budget, planned.tokens, selected
+                    )
                     reason = reason or failure
             self.tower.postprocess_encoder_output(
                 outputs, indices, tokens, results, clone=False, batch_mm_kwargs=selected
@@ -248,17 +266,20 @@ class EncoderCudaGraphManager:
         if budget is None:
             return path.run_exact(selected), None
         values = path.values(selected)
+        captured = path.best_capture(budget, values)
         try:
-            output = path.replay(budget, values, debug=self.config.debug)
+            path.load(captured, values)
         except ReplayError as error:
             # Raised before anything was copied: the batch is whole and runs at its exact shape.
             logger.warning("path %s, budget %d: %s", path.name, budget, error)
             return path.run_exact(selected, values), MissReason.EXTENT_EXCEEDED
+        output = captured.replay(debug=self.config.debug)[0]
+        assert isinstance(output, torch.Tensor)
         self.statistics.record_replay(path.name, budget, tokens)
         return output, None
 
     def _own(self, indices: Sequence[int], results: dict[int, Tensor], outputs: dict[str, Tensor]) -> None:
-        """Copies whatever still lies in a path's output, so that no later replay overwrites it (capture rule 7).
+        """Copies what still lies in a path's output, so that no replay overwrites it (capture rule 7).
 
         Every item gets memory of its own: a cache that keeps one image must not keep its batch alive.
         """
@@ -269,7 +290,8 @@ class EncoderCudaGraphManager:
 
     @contextlib.contextmanager
     def _inference(self) -> Iterator[None]:
-        # Static buffers are ordinary tensors; inside inference mode they could not be written later outside of it.
+        # Static buffers are ordinary tensors; inside inference mode they could not be written later outside
+        # of it.
         with torch.inference_mode(False), torch.no_grad():
             yield
 

@@ -41,7 +41,9 @@ def pack_greedy(
     segments = [0] * len(totals) if item_segments is None else item_segments
     lengths = (len(item_tokens), len(totals), len(frames), len(segments))
     if len(set(lengths)) > 1:
-        raise InputError(f"tokens, totals, frames and segments must have one entry an item; got {lengths} entries")
+        raise InputError(
+            f"tokens, totals, frames and segments must have one entry an item; got {lengths} entries"
+        )
     if max_items < 1:
         raise InputError(f"max_items must be at least 1; got {max_items}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +20,7 @@ from fxsplit_encoder.capture import (
 from fxsplit_encoder.capture.probe import probe_padding
 from fxsplit_encoder.capture.runner import ExactRunner
 from fxsplit_encoder.capture.segments import longest_segment
-from fxsplit_encoder.compile import DIRECT, BoundProgram, CompileOptions, trace_forward
+from fxsplit_encoder.compile import DIRECT, BoundProgram, CompileOptions, Step, trace_forward
 from fxsplit_encoder.errors import CaptureError, CompileError
 
 if TYPE_CHECKING:
@@ -34,15 +35,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# The trace runs the forward once, so it is made at a moderate size; the size is also Inductor's hint for its kernels.
+# The trace runs the forward once, so it is made at a moderate size; the size is also Inductor's hint for its
+# kernels.
 _TRACED_TOKENS = 256
 
 
 class EncoderPath:
     """Captures and runs one path.
 
-    Its forward is the compiled program of the tower's `encoder_cudagraph_forward`; where that does not compile, the method
-    itself, as a whole.
+    Its forward is the compiled program of the tower's `encoder_cudagraph_forward`; where that does not
+    compile, the method itself, as a whole.
     """
 
     def __init__(
@@ -66,25 +68,48 @@ class EncoderPath:
         self.options = CompileOptions(config.splitting_ops, config.piece_compiler)
         self.padding_logics = tower.get_encoder_cudagraph_config().padding_logics
         self.program: BoundProgram | None = None
+        self.parameters = StaticParameters(())
+        """Those that the program is bound to."""
         self.notes: list[str] = []
         self.ladder = BudgetLadder(self._request, self.mode, pool)
         self._compiled = False
         self.segment_room: dict[int, int] = {}
-        """The attention segments that a captured budget holds; budgets whose forward has none are left out."""
+        """The attention segments that a captured budget holds; not there for a forward without any."""
 
     # --- compile
 
     def compile(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Traces and compiles the forward once, for all budgets; a forward that does not compile is noted and kept whole."""
+        """Traces and compiles the forward once, for all budgets; one that does not compile is kept whole."""
         if self._compiled:
             return
         self._compiled = True
         inputs = self._capture_values(min(self.budgets, key=lambda budget: abs(budget - _TRACED_TOKENS)))
         options = CompileOptions(self.options.splitting_ops, self.options.piece_compiler, progress)
         try:
-            self.program = trace_forward(self._forward, inputs, self._dynamic_dims(inputs), options)
+            program = trace_forward(self._forward, inputs, self._dynamic_dims(inputs), options)
+            if program.program.token_symbol is None:
+                raise CompileError(
+                    "it has no splitting op, so nothing tells which of its sizes counts tokens"
+                )
+            self._bind(program)
         except CompileError as error:
             self._note(f"path {self.name}: captured without compiling: {error}")
+
+    def _bind(self, program: BoundProgram) -> None:
+        self.program = program
+        fixed = (tensor for tensor in program.fixed if isinstance(tensor, torch.Tensor))
+        self.parameters = StaticParameters(fixed, self.tower)
+
+    def _current_program(self) -> BoundProgram | None:
+        """The program on the parameters that the tower has now; None if it was not made for such as those."""
+        if self.program is None or not self.parameters.have_moved():
+            return self.program
+        current = iter(self.parameters.current())
+        fixed = [next(current) if isinstance(old, torch.Tensor) else old for old in self.program.fixed]
+        if not all(_is_alike(old, new) for old, new in zip(self.program.fixed, fixed, strict=True)):
+            return None
+        self._bind(replace(self.program, fixed=tuple(fixed)))
+        return self.program
 
     def _forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
         return self.tower.encoder_cudagraph_forward(dict(inputs), path=self.name)
@@ -101,7 +126,7 @@ class EncoderPath:
         return dict(prepared.values)
 
     def _dynamic_dims(self, inputs: Mapping[str, Tensor]) -> dict[str, list[int]]:
-        """The dimensions that differ between captures of two budgets; the first of every tensor if there is one budget."""
+        """The dimensions that differ between two budgets; with one budget, the first of every tensor."""
         if len(self.budgets) < 2:
             return {name: [0] for name, tensor in inputs.items() if tensor.dim() > 0 and tensor.shape[0] > 1}
         small, large = self._capture_values(self.budgets[0]), self._capture_values(self.budgets[-1])
@@ -120,15 +145,21 @@ class EncoderPath:
 
     @property
     def captured(self) -> dict[int, CapturedForward]:
+        """The captures by budget."""
         return self.ladder.captured
 
     def _request(self, budget: int) -> CaptureRequest:
         values = self._capture_values(budget)
         program = self.program
         if program is None:
-            buffers = [StaticBuffer(name, tensor) for name, tensor in values.items()]
             return CaptureRequest(
-                StaticInputs(buffers), StaticParameters(()), (), budget, None, self._uncompiled(values), can_break=False
+                StaticInputs(StaticBuffer(name, tensor) for name, tensor in values.items()),
+                StaticParameters.of_module(self.tower),
+                (),
+                budget,
+                None,
+                self._uncompiled(values),
+                can_break=False,
             )
         rows = program.tokens(values)
         self._check_padding(program, values, rows)
@@ -152,12 +183,14 @@ class EncoderPath:
         def one_segment() -> CaptureRequest:
             name = program.segment_inputs[0]
             lengths = torch.tensor([0, rows], dtype=torch.int32, device=self.device)
-            return self._request_over(program, {**buffers, name: StaticBuffer(name, lengths, None)}, rows, num_rows)
+            return self._request_over(
+                program, {**buffers, name: StaticBuffer(name, lengths, None)}, rows, num_rows
+            )
 
         several = len(program.segment_inputs) == 1 and buffers[program.segment_inputs[0]].tensor.shape[0] > 2
         return CaptureRequest(
             StaticInputs(buffers.values()),
-            StaticParameters(t for t in program.fixed if isinstance(t, torch.Tensor)),
+            self.parameters,
             program.segment_inputs,
             rows,
             num_rows,
@@ -167,18 +200,28 @@ class EncoderPath:
         )
 
     def _uncompiled(self, values: Mapping[str, Tensor]) -> Callable[[Runner], Sequence[Any]]:
-        def forward(runner: Runner) -> list[Any]:
-            return [self._forward(values)]
-
-        return forward
+        """The tower's forward as a program of a single piece: what is recorded goes through the runner."""
+        whole = Step(
+            kind="piece",
+            name="forward",
+            call=lambda: (self._forward(values),),
+            args=(),
+            kwargs={},
+            outputs=(0,),
+            returns_tensor=False,
+        )
+        return lambda runner: runner.run_piece(whole, ())
 
     def _check_padding(self, program: BoundProgram, values: Mapping[str, Tensor], rows: int | None) -> None:
-        """Raises CaptureError unless padding is proved, or the probe found it harmless on half of the capture's rows."""
+        """Raises CaptureError unless padding is proved, or the probe found it harmless on half the rows."""
         if program.program.padding.proved:
             return
         if rows is None or rows < 2 or not program.program.padding.may_probe:
             raise CaptureError(f"its rows are not known to be independent ({program.program.padding})")
-        half = {name: _half(tensor, program.token_dims.get(name), program, name) for name, tensor in values.items()}
+        half = {
+            name: _half(tensor, program.token_dims.get(name), program, name)
+            for name, tensor in values.items()
+        }
         refusal = probe_padding(program.program, program.program.begin(program.arguments(half)), rows)
         if refusal is not None:
             raise CaptureError(f"padding changes its results ({program.program.padding}): {refusal}")
@@ -192,30 +235,43 @@ class EncoderPath:
         )
         return dict(prepared.values)
 
-    def replay(self, budget: int, values: dict[str, Tensor | None], *, debug: bool) -> Tensor:
-        """Replays a captured budget on a batch; the result is overwritten by the next replay.
+    def best_capture(self, budget: int, values: Mapping[str, Tensor | None]) -> CapturedForward:
+        """What to replay for a batch of a captured budget.
 
         Raises:
-            ReplayError: the batch does not fit the capture; nothing was copied then.
+            ReplayError: the tower gave no value for a buffer of the capture (capture rule 4).
         """
-        lengths = [values[name] for name in self.program.segment_inputs] if self.program is not None else []
+        segment_inputs = self.program.segment_inputs if self.program is not None else ()
+        lengths = [values.get(name) for name in segment_inputs]
         single = len(lengths) == 1 and lengths[0] is not None and lengths[0].shape[0] == 2
         captured = self.ladder.best(budget, 1 if single else None)
-        special = {name: value for name, value in values.items() if name in self.padding_logics and value is not None}
-        special = {name: value for name, value in special.items() if name not in captured.segment_inputs}
-        captured.load({name: None if name in special else value for name, value in values.items()}, self._rows(values))
+        captured.inputs.check_complete(values)
+        return captured
+
+    def load(self, captured: CapturedForward, values: Mapping[str, Tensor | None]) -> None:
+        """Fills a capture's buffers with a batch.
+
+        Raises:
+            ReplayError: the batch does not fit the capture; nothing was copied then (capture rule 3).
+        """
+        special = {
+            name: value
+            for name, value in values.items()
+            if name in self.padding_logics and name not in captured.segment_inputs and value is not None
+        }
+        for name, value in special.items():
+            captured.inputs.buffers[name].check(value)
+        plain = {name: None if name in special else value for name, value in values.items()}
+        captured.load(plain, self._rows(values))
         for name, value in special.items():
             self.padding_logics[name](captured.inputs.buffers[name].tensor, value)
-        output = captured.replay(debug=debug)[0]
-        assert isinstance(output, torch.Tensor)
-        return output
 
     def run_exact(self, mm_kwargs: dict[str, Any], values: dict[str, Tensor | None] | None = None) -> Tensor:
-        """The batch at its exact shape: through the compiled program where its assumptions hold, else eagerly."""
-        program = self.program
+        """The batch at its exact shape: the compiled program where its assumptions hold, else eagerly."""
+        program = self._current_program()
         if program is not None:
             given = self.values(mm_kwargs) if values is None else values
-            inputs = {name: self._to_device(value, name) for name, value in given.items() if value is not None}
+            inputs = self._to_device(program, given)
             if inputs.keys() >= set(program.names) - {None} and self._accepts(program, inputs):
                 lengths = [given[name] for name in program.segment_inputs]
                 runner: Runner = DIRECT
@@ -227,21 +283,44 @@ class EncoderPath:
     def _accepts(self, program: BoundProgram, inputs: Mapping[str, Tensor]) -> bool:
         return program.program.accepts(program.symbols(inputs))
 
-    def _to_device(self, value: Tensor, name: str) -> Tensor:
-        dtype = self.dtype if value.is_floating_point() and name == "pixel_values" else value.dtype
-        return value.to(device=self.device, dtype=dtype, non_blocking=True).contiguous()
+    def _to_device(self, program: BoundProgram, values: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+        """The values in the dtypes that the program was traced with."""
+        dtypes = {
+            program.names[entry.slot]: entry.info.dtype
+            for entry in program.program.region_inputs
+            if entry.slot < len(program.names)
+        }
+        return {
+            name: value.to(
+                device=self.device, dtype=dtypes.get(name, value.dtype), non_blocking=True
+            ).contiguous()
+            for name, value in values.items()
+            if value is not None
+        }
 
-    def _rows(self, values: Mapping[str, Tensor | None]) -> int:
+    def _rows(self, values: Mapping[str, Tensor | None]) -> int | None:
+        """Rows of the batch, where its values tell."""
         present = {name: value for name, value in values.items() if value is not None}
-        rows = self.program.tokens(present) if self.program is not None else None
-        return rows if rows is not None else 0
+        return self.program.tokens(present) if self.program is not None else None
 
     def clear(self) -> None:
+        """Releases every capture. What is captured next reads the parameters that the tower has then."""
         self.ladder.clear()
+        if self._current_program() is None:
+            self.program = None
+            self._compiled = False
 
     def _note(self, note: str) -> None:
         self.notes.append(note)
         logger.warning("%s", note)
+
+
+def _is_alike(old: Any, new: Any) -> bool:
+    if not isinstance(old, torch.Tensor):
+        return True
+    return isinstance(new, torch.Tensor) and all(
+        getattr(old, name) == getattr(new, name) for name in ("shape", "dtype", "device")
+    )
 
 
 def _fill_dim(program: BoundProgram, name: str, tensor: Tensor) -> int | None:
@@ -256,5 +335,3 @@ def _half(tensor: Tensor, token_dim: int | None, program: BoundProgram, name: st
     if name in program.segment_inputs:
         return torch.div(tensor, 2, rounding_mode="floor").to(tensor.dtype)
     return tensor if token_dim is None else tensor.narrow(token_dim, 0, tensor.shape[token_dim] // 2)
-
-

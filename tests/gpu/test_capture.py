@@ -17,7 +17,6 @@ from fxsplit_encoder.capture import (
     StaticInputs,
     StaticParameters,
 )
-from fxsplit_encoder.compile.program import DirectRunner
 
 pytestmark = pytest.mark.gpu
 

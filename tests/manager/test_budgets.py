@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fxsplit_encoder.capture.budgets import generate_budgets, smallest_fitting
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import ConfigError, InputError
-from fxsplit_encoder.capture.budgets import generate_budgets, smallest_fitting
 from fxsplit_encoder.manager.budgets import Limits, resolve_limits
 from fxsplit_encoder.manager.protocol import EncoderCudaGraphConfig, EncoderCudaGraphPathConfig
 

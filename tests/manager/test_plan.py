@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fxsplit_encoder.capture.reasons import MissReason
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.manager.budgets import Limits
-from fxsplit_encoder.capture.reasons import MissReason
 from fxsplit_encoder.manager.plan import PathPlan, Plan, build_fallback_plan, build_plan
 from fxsplit_encoder.manager.protocol import EncoderItemSpec
 

@@ -1,0 +1,337 @@
+"""Modules that nobody wrapped: whatever Dynamo hands over, the results are eager's."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import fxsplit_encoder as fx
+from fxsplit_encoder.backend import BudgetDispatcher, dispatch, dispatchers
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+def compile_it(module: Any, **settings: Any) -> Any:
+    dynamic = settings.pop("dynamic", None)
+    return torch.compile(module, backend="encoder_cg", dynamic=dynamic, options=settings)
+
+
+def assert_equal(got: Any, expected: Any) -> None:
+    """Tensors and structures of them; the shapes, dtypes and strides too."""
+    assert type(got) is type(expected)
+    if isinstance(expected, Tensor):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+        assert got.stride() == expected.stride()
+    elif isinstance(expected, tuple | list):
+        assert len(got) == len(expected)
+        for a, b in zip(got, expected, strict=True):
+            assert_equal(a, b)
+    elif isinstance(expected, dict):
+        assert got.keys() == expected.keys()
+        for key in expected:
+            assert_equal(got[key], expected[key])
+    else:
+        assert got == expected
+
+
+class ClipLike(nn.Module):
+    """Dense attention over a batch of images. (A first batch of 3 would be traced as the channel count.)"""
+
+    def __init__(self, width: int = 16, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.patch = nn.Conv2d(3, width, 4, stride=4)
+        self.position = nn.Parameter(torch.randn(1, 4, width))
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(3))
+        self.qkv = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(2))
+        self.out = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+        self.dropout = dropout
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.patch(images).flatten(2).transpose(1, 2) + self.position
+        for norm, qkv, out in zip(self.norms, self.qkv, self.out, strict=False):
+            q, k, v = qkv(norm(x)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+            attended = nn.functional.scaled_dot_product_attention(
+                q, k, v, dropout_p=self.dropout if self.training else 0.0
+            )
+            x = x + out(attended.transpose(1, 2).flatten(2))
+        return self.norms[-1](x).mean(1)
+
+
+class ConvNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 4, 3, padding=1)
+        self.norm = nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.convolution(x)).relu().flatten(1)
+
+
+class ManyOutputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, scale: float = 2.0) -> Any:
+        y = self.linear(x)
+        return y, None, x.shape[0], (x, [y * scale, x.shape[0] * 2]), {"view": y.view(-1), "same": y}
+
+
+class ReadsValues(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * x.sum().item() + x[: int(x.abs().max().item()) + 1].sum()
+
+
+class InPlace(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        x.add_(1)
+        x[:, 0].mul_(3)
+        return x.t()
+
+
+class Breaks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = ClipLike()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.attention(x)
+        torch._dynamo.graph_break()
+        y = y - y.mean(0) if y.sum() > 0 else y + y.mean(0)
+        print(end="")
+        return y * 2
+
+
+class Dropout(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(x, 0.5, self.training) + torch.rand_like(x)
+
+
+class DataDependent(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[x[:, 0] > 0].relu()
+
+
+def images(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(count, 3, 8, 8, dtype=dtype)
+
+
+def rows(count: int) -> Tensor:
+    return torch.randn(count, 4)
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
+    "mlp": (lambda: nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)), rows),
+    "convolutions in training": (ConvNet, images),
+    "many outputs": (ManyOutputs, rows),
+    "reads values": (ReadsValues, rows),
+    "in place": (InPlace, rows),
+    "graph breaks": (Breaks, images),
+    "dropout in training": (Dropout, rows),
+    "data-dependent shape": (DataDependent, rows),
+    "dense attention": (ClipLike, images),
+    "attention with dropout": (lambda: ClipLike(dropout=0.5), images),
+}
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_any_module_gives_eagers_results(name: str, inference: bool) -> None:
+    make, make_input = CASES[name]
+    torch.manual_seed(0)
+    module = make().train()
+    eager = copy.deepcopy(module)
+    compiled = compile_it(module, token_budgets=[2, 4, 16])
+    for count in (3, 5, 5, 1, 8, 17, 0, 3):
+        if count == 0 and name in ("convolutions in training", "reads values"):
+            continue  # eager refuses
+        with torch.inference_mode() if inference else torch.no_grad():
+            x = make_input(count)
+            again = x.clone()
+            torch.manual_seed(count)
+            got = compiled(x)
+            torch.manual_seed(count)
+            expected = eager(again)
+        assert_equal(got, expected)
+        assert_equal(x, again)
+    for (key, value), expected in zip(module.state_dict().items(), eager.state_dict().values(), strict=True):
+        torch.testing.assert_close(value, expected, msg=key)
+
+
+def test_inference_mode_and_no_grad_take_turns() -> None:
+    module = ClipLike()
+    compiled = compile_it(module, dynamic=True, token_budgets=[4])
+    kept = []
+    for turn in range(6):
+        with torch.inference_mode() if turn % 2 else torch.no_grad():
+            x = images(2 + turn % 3)
+            kept.append((compiled(x), module(x)))
+    for got, expected in kept:
+        torch.testing.assert_close(got, expected)
+        assert not got.requires_grad
+
+
+@torch.no_grad()
+def test_inputs_of_other_layouts_and_dtypes() -> None:
+    module = ClipLike()
+    compiled = compile_it(module, dynamic=True, token_budgets=[4, 8])
+    x = images(3)
+    for y in (
+        x.to(memory_format=torch.channels_last),
+        images(6)[::2],
+        x.flip(0).transpose(2, 3),
+        images(1).expand(3, -1, -1, -1),
+    ):
+        torch.testing.assert_close(compiled(y), module(y))
+    double = ClipLike().double()
+    y = images(3, torch.float64)
+    torch.testing.assert_close(compile_it(double, dynamic=True)(y), double(y), rtol=1e-12, atol=1e-12)
+
+
+@pytest.fixture
+@torch.no_grad()
+def clip() -> Any:
+    torch.manual_seed(1)
+    module = ClipLike().requires_grad_(False)
+    known = set(dispatchers())
+    compiled = compile_it(module, dynamic=True, token_budgets=[2, 4, 8], debug=True)
+    compiled(images(5))
+    (dispatcher,) = set(dispatchers()) - known
+    return module, compiled, dispatcher
+
+
+@torch.no_grad()
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.integers(2, 12), min_size=1, max_size=4), st.integers(0, 99))
+def test_any_batch_of_a_dense_module_is_padded_to_a_budget(clip: Any, counts: list[int], seed: int) -> None:
+    module, compiled, dispatcher = clip
+    torch.manual_seed(seed)
+    for count in counts:
+        hits, misses = dispatcher.hits, dispatcher.misses.total()
+        x = images(count)
+        torch.testing.assert_close(compiled(x), module(x), rtol=0, atol=1e-5)
+        assert (dispatcher.hits - hits, dispatcher.misses.total() - misses) == (
+            (1, 0) if count <= 8 else (0, 1)
+        )
+    assert set(dispatcher.misses) <= {fx.MissReason.OVER_LARGEST_BUDGET}
+    assert dispatcher.num_captured <= 3
+
+
+@torch.no_grad()
+def test_budgets_are_captured_on_first_use_and_released_by_clear(clip: Any) -> None:
+    module, compiled, dispatcher = clip
+    assert dispatcher.num_captured == 1
+    compiled(images(7))
+    assert dispatcher.num_captured == 1
+    compiled(images(4))
+    assert dispatcher.num_captured == 2
+    dispatcher.clear()
+    assert dispatcher.num_captured == 0
+    x = images(8)
+    torch.testing.assert_close(compiled(x), module(x))
+    assert dispatcher.num_captured == 1
+
+
+@pytest.mark.parametrize(
+    ("settings_", "reason"),
+    [
+        ({"enabled": False}, fx.MissReason.DISABLED),
+        ({"mode": "none"}, fx.MissReason.DISABLED),
+        ({"token_budgets": [2]}, fx.MissReason.OVER_LARGEST_BUDGET),
+        ({"token_budgets": [8], "max_graph_bytes": 1}, fx.MissReason.NOT_CAPTURED),
+    ],
+)
+@torch.no_grad()
+def test_every_miss_has_its_reason(settings_: dict[str, Any], reason: fx.MissReason) -> None:
+    module = ClipLike()
+    known = set(dispatchers())
+    compiled = compile_it(module, dynamic=True, **settings_)
+    x = images(5)
+    for _ in range(2):
+        torch.testing.assert_close(compiled(x), module(x))
+    (dispatcher,) = set(dispatchers()) - known
+    assert (dispatcher.hits, dispatcher.misses) == (0, {reason: 2})
+
+
+class MeanOverImages(ClipLike):
+    def forward(self, images: Tensor) -> Tensor:
+        y = super().forward(images)
+        return y - y.amax(0)
+
+
+class SortsColumns(ClipLike):
+    """Harmless, and no rule knows it."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        return super().forward(images).sort(dim=1).values
+
+
+@torch.no_grad()
+def test_rows_that_depend_on_one_another_are_never_padded() -> None:
+    module = MeanOverImages()
+    known = set(dispatchers())
+    compiled = compile_it(module, dynamic=True, token_budgets=[4, 8])
+    for count in (5, 3, 8, 2):
+        x = images(count)
+        torch.testing.assert_close(compiled(x), module(x))
+    (dispatcher,) = set(dispatchers()) - known
+    assert dispatcher.misses == {fx.MissReason.PADDING_UNPROVED: 4}
+    assert "output 0 changes" in dispatcher.padding_refusal
+    assert dispatcher.num_captured == 0
+
+
+@torch.no_grad()
+def test_what_no_rule_knows_is_probed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    probes = []
+    probe = dispatch.probe_padding
+    monkeypatch.setattr(dispatch, "probe_padding", lambda *args: probes.append(args[2]) or probe(*args))
+    module = SortsColumns()
+    known = set(dispatchers())
+    compiled = compile_it(module, dynamic=True, token_budgets=[4, 9])
+    # A full budget tells nothing of padding; the next size does.
+    for count in (9, 5, 3, 7):
+        x = images(count)
+        torch.testing.assert_close(compiled(x), module(x))
+    (dispatcher,) = set(dispatchers()) - known
+    assert probes == [9]
+    assert (dispatcher.hits, dispatcher.misses) == (3, {fx.MissReason.PADDING_UNPROVED: 1})
+
+
+@torch.no_grad()
+def test_sizes_beside_the_token_count_select_their_own_captures() -> None:
+    class Tokens(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.scaled_dot_product_attention(x, x, x) * 2
+
+    module = Tokens()
+    known = set(dispatchers())
+    compiled = compile_it(module, dynamic=True, token_budgets=[4])
+    for shape in ((3, 2, 5, 8), (4, 2, 7, 8), (2, 2, 5, 8), (2, 2, 7, 8)):
+        x = torch.randn(shape)
+        torch.testing.assert_close(compiled(x), module(x))
+    made = set(dispatchers()) - known
+    assert sum(d.num_captured for d in made) == 2
+    assert sum(d.hits for d in made) == 4
+
+
+def test_a_dispatcher_is_forgotten_with_its_module() -> None:
+    import gc
+
+    known = set(dispatchers())
+    module = ClipLike().requires_grad_(False)
+    compiled = compile_it(module)
+    compiled(images(3))
+    made: list[BudgetDispatcher] = list(set(dispatchers()) - known)
+    assert len(made) == 1
+    made.clear()
+    del compiled, module
+    torch._dynamo.reset()
+    gc.collect()
+    assert not set(dispatchers()) - known

@@ -1,0 +1,258 @@
+"""The backend as torch.compile sees it: its name, its options, one compilation, warming up, gradients."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+import fxsplit_encoder as fx
+from fxsplit_encoder.backend import dispatchers, entry
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+GRIDS = [
+    [(1, 8, 8)],
+    [(1, 4, 6)],
+    [(1, 12, 12), (1, 8, 8)],
+    [(1, 4, 4)] * 3,
+    [(1, 6, 10)] * 4,
+    [(1, 2, 4)] * 5,
+    [(4, 4, 6)],
+    [(1, 12, 8), (2, 4, 4)],
+    [(1, 14, 8)],
+    [(1, 2, 6)],
+    [(1, 20, 20)],
+]
+BUDGETS = [8, 16, 32, 64]
+
+
+def patches(grids: list[Any], seed: int = 0) -> tuple[Tensor, Tensor]:
+    grid = torch.tensor(grids)
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(int(grid.prod(1).sum()), 1536, generator=generator), grid
+
+
+def assert_same_output(got: Any, expected: Any) -> None:
+    assert type(got) is type(expected)
+    pairs = [
+        (got.last_hidden_state, expected.last_hidden_state),
+        (got.pooler_output, expected.pooler_output),
+        *zip(got.deepstack_features, expected.deepstack_features, strict=True),
+    ]
+    for a, b in pairs:
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+
+
+def test_the_backend_is_found_by_name_without_an_import() -> None:
+    program = """
+import sys, torch
+assert "encoder_cg" in torch.compiler.list_backends()
+assert not any(name.startswith("fxsplit") for name in sys.modules)
+layer = torch.nn.Linear(4, 4)
+with torch.no_grad():
+    compiled = torch.compile(layer, backend="encoder_cg")
+    x = torch.ones(3, 4)
+    assert torch.equal(compiled(x), layer(x))
+assert "fxsplit_encoder" in sys.modules
+"""
+    subprocess.run([sys.executable, "-W", "error::UserWarning:fxsplit_encoder", "-c", program], check=True)
+
+
+@pytest.mark.parametrize(
+    ("mode", "dynamic"), [("full", None), ("full", True), ("piecewise", None), ("none", True), ("auto", None)]
+)
+@torch.no_grad()
+def test_one_compilation_serves_every_size_and_count(
+    mode: str, dynamic: bool | None, tiny_towers: Any
+) -> None:
+    known = set(dispatchers())
+    options = {"mode": mode, "token_budgets": BUDGETS, "debug": True}
+    compiled = torch.compile(
+        tiny_towers.wrapped, backend="encoder_cg", fullgraph=True, dynamic=dynamic, options=options
+    )
+    for seed, grids in enumerate(GRIDS):
+        x, grid = patches(grids, seed)
+        expected = tiny_towers.reference(x, grid)
+        assert_same_output(compiled(x, grid_thw=grid), expected)
+    assert counters["stats"]["unique_graphs"] == 1
+    (dispatcher,) = set(dispatchers()) - known
+    if mode == "none":
+        assert dispatcher.misses == {fx.MissReason.DISABLED: len(GRIDS)}
+        assert dispatcher.num_captured == 0
+    else:
+        # Only the last, of 100 output tokens, is over the largest budget.
+        assert dispatcher.hits == len(GRIDS) - 1
+        assert dispatcher.misses == {fx.MissReason.OVER_LARGEST_BUDGET: 1}
+        assert dispatcher.num_captured == len(BUDGETS)
+
+
+@torch.no_grad()
+def test_an_image_of_one_output_token_is_served(tiny_towers: Any) -> None:
+    compiled = torch.compile(
+        tiny_towers.wrapped, backend="encoder_cg", fullgraph=True, options={"token_budgets": [8]}
+    )
+    for grids in ([(1, 4, 4)], [(1, 2, 2)], [(1, 2, 2)] * 2, [(1, 2, 2)]):
+        x, grid = patches(grids)
+        assert_same_output(compiled(x, grid), tiny_towers.reference(x, grid))
+    # One is a size that torch treats apart: it may cost a trace of its own, and no more than that.
+    assert counters["stats"]["unique_graphs"] <= 2
+
+
+@torch.no_grad()
+def test_static_shapes_give_right_results(tiny_towers: Any) -> None:
+    compiled = torch.compile(tiny_towers.wrapped, backend="encoder_cg", fullgraph=True, dynamic=False)
+    for grids in ([(1, 4, 4)], [(1, 4, 6), (1, 2, 2)], [(2, 4, 4)], [(1, 4, 4)]):
+        x, grid = patches(grids)
+        assert_same_output(compiled(x, grid), tiny_towers.reference(x, grid))
+
+
+@torch.no_grad()
+def test_warmup_captures_the_whole_ladder(tiny_towers: Any) -> None:
+    known = set(dispatchers())
+    compiled = torch.compile(tiny_towers.wrapped, backend="encoder_cg", options={"token_budgets": [8, 16]})
+    assert fx.warmup(compiled) == 2
+    (dispatcher,) = set(dispatchers()) - known
+    assert dispatcher.num_captured == 2
+    x, grid = patches([(1, 4, 4)])
+    assert_same_output(compiled(x, grid), tiny_towers.reference(x, grid))
+    assert counters["stats"]["unique_graphs"] == 1
+    assert (dispatcher.num_captured, dispatcher.hits) == (2, 1)
+    # With inputs, given by position or by name, it does the same.
+    assert fx.warmup(compiled, x, grid_thw=grid) == 2
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 2, 4).permute(2, 0, 3, 1, 4)
+        return nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+def test_warmup_of_an_unknown_module_needs_inputs() -> None:
+    compiled = torch.compile(
+        Attention(), backend="encoder_cg", dynamic=True, options={"token_budgets": [2, 8]}
+    )
+    with pytest.raises(fx.InputError, match="warmup: Attention makes no example inputs; pass some"):
+        fx.warmup(compiled)
+    assert fx.warmup(compiled, torch.randn(3, 5, 8)) == 2
+    assert fx.warmup(torch.compile(nn.ReLU(), backend="encoder_cg"), torch.randn(3)) == 0
+
+
+def test_warming_up_leaves_no_trace_in_later_calls() -> None:
+    module = Attention()
+    compiled = torch.compile(module, backend="encoder_cg", dynamic=True, options={"token_budgets": [2, 8]})
+    with pytest.raises(RuntimeError), torch.no_grad():
+        fx.warmup(compiled, torch.randn(3, 5, 7))
+    known = set(dispatchers())
+    with torch.no_grad():
+        compiled(torch.randn(3, 5, 8))
+    (dispatcher,) = set(dispatchers()) - known
+    assert dispatcher.num_captured == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"modes": "full"}, "modes: unknown option; did you mean mode"),
+        ({"mode": "fastest"}, "mode: .*not available"),
+        ({"token_budgets": [8, 4]}, "token_budgets: 4 follows 8"),
+        ({"config": "missing.yaml"}, "missing.yaml: cannot be read"),
+        ({"splitting_ops": ["aten::no_such_op"]}, "splitting_ops: no operator 'aten::no_such_op'"),
+    ],
+)
+@torch.no_grad()
+def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(Exception, match=message) as caught:
+        torch.compile(nn.Linear(4, 4), backend="encoder_cg", options=options)(torch.ones(2, 4))
+    causes = [caught.value, getattr(caught.value, "inner_exception", None), caught.value.__cause__]
+    assert any(isinstance(cause, fx.ConfigError) for cause in causes)
+
+
+@torch.no_grad()
+def test_the_modes_of_torch_compile_do_not_apply() -> None:
+    with pytest.raises(
+        Exception, match=r"mode: torch.compile's modes do not apply to encoder_cg; got 'reduce"
+    ):
+        torch.compile(nn.Linear(4, 4), backend="encoder_cg", mode="reduce-overhead")(torch.ones(2, 4))
+
+
+@torch.no_grad()
+def test_the_configuration_may_be_a_file_that_options_override(tmp_path: Path) -> None:
+    file = tmp_path / "encoder.yaml"
+    file.write_text("token_budgets: [2, 4]\nmode: none\n")
+    known = set(dispatchers())
+    module = Attention()
+    compiled = torch.compile(
+        module, backend="encoder_cg", dynamic=True, options={"config": str(file), "mode": "piecewise"}
+    )
+    x = torch.randn(3, 5, 8)
+    torch.testing.assert_close(compiled(x), module(x))
+    (dispatcher,) = set(dispatchers()) - known
+    assert dispatcher.config.token_budgets == (2, 4)
+    assert dispatcher.config.mode == "piecewise"
+    assert (dispatcher.hits, dispatcher.num_captured) == (1, 1)
+
+
+def test_gradients_run_eagerly_with_one_warning() -> None:
+    module = Attention()
+    eager = copy.deepcopy(module)
+    compiled = torch.compile(module, backend="encoder_cg", dynamic=True)
+    x = torch.randn(3, 5, 8)
+    with pytest.warns(UserWarning, match="encoder_cg: called with gradients enabled"):
+        output = compiled(x)
+    torch.testing.assert_close(output, eager(x))
+    output.square().sum().backward()
+    eager(x).square().sum().backward()
+    for got, expected in zip(module.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(got.grad, expected.grad)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.compile(nn.Linear(8, 8), backend="encoder_cg")(x).sum().backward()
+    # The same module without gradients is compiled after all.
+    known = set(dispatchers())
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), eager(x))
+    assert sum(d.hits for d in set(dispatchers()) - known) == 1
+
+
+def test_gradients_of_a_wrapped_tower(make_tower: Any) -> None:
+    tower = make_tower()
+    eager = copy.deepcopy(tower)
+    eager.merger.linear_fc2.weight.requires_grad_(True)
+    tower.merger.linear_fc2.weight.requires_grad_(True)
+    compiled = torch.compile(fx.wrap(tower), backend="encoder_cg", fullgraph=True)
+    x, grid = patches([(1, 4, 4), (1, 2, 2)])
+    with pytest.warns(UserWarning, match="gradients enabled"):
+        output = compiled(x, grid)
+    expected = eager(x, grid)
+    torch.testing.assert_close(output.pooler_output, expected.pooler_output, rtol=0, atol=1e-5)
+    output.pooler_output.sum().backward()
+    expected.pooler_output.sum().backward()
+    torch.testing.assert_close(
+        tower.merger.linear_fc2.weight.grad, eager.merger.linear_fc2.weight.grad, rtol=1e-4, atol=1e-4
+    )
+
+
+@torch.no_grad()
+def test_a_failure_of_ours_warns_and_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> Any:
+        raise ZeroDivisionError("ours")
+
+    monkeypatch.setattr(entry, "compile_graph", fail)
+    module = nn.Linear(4, 4)
+    x = torch.ones(2, 4)
+    with pytest.warns(UserWarning, match="compiling it failed: ZeroDivisionError: ours"):
+        output = torch.compile(module, backend="encoder_cg")(x)
+    assert torch.equal(output, module(x))

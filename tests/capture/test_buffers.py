@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from fxsplit_encoder.capture import StaticBuffer, StaticInputs, StaticParameters
+from fxsplit_encoder.errors import ReplayError
+
+
+@given(st.lists(st.integers(0, 12), max_size=12), st.sampled_from([0, 1]))
+def test_any_sequence_of_loads_leaves_the_last_value_and_zeros(sizes: list[int], dim: int) -> None:
+    buffer = StaticBuffer("x", torch.full((12, 12), 7.0), dim)
+    for number, rows in enumerate(sizes, start=1):
+        shape = [12, 12]
+        shape[dim] = rows
+        buffer.load(torch.full(shape, float(number)))
+        assert buffer.tensor.narrow(dim, 0, rows).eq(number).all()
+        assert buffer.tensor.narrow(dim, rows, 12 - rows).eq(0).all()
+    assert buffer.capacity == 12
+
+
+def test_a_buffer_without_a_token_dimension_is_replaced_whole() -> None:
+    buffer = StaticBuffer("x", torch.zeros(3), None)
+    buffer.load(torch.ones(3))
+    assert buffer.tensor.tolist() == [1.0] * 3
+    with pytest.raises(ReplayError, match=r"x: got a value of shape \(2,\) for a captured buffer of \(3,\)"):
+        buffer.check(torch.ones(2))
+    scalar = StaticBuffer("s", torch.zeros(()), 0)
+    scalar.load(torch.tensor(4.0))
+    assert (scalar.tensor.item(), scalar.capacity) == (4.0, 1)
+
+
+@pytest.mark.parametrize("shape", [(5, 3), (4, 2), (4,), (4, 3, 1), ()])
+def test_what_does_not_fit_is_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ReplayError, match="x: got a value of shape"):
+        StaticBuffer("x", torch.zeros(4, 3)).check(torch.zeros(shape))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.uint8, torch.int64])
+def test_values_are_converted_to_the_captured_dtype(dtype: torch.dtype) -> None:
+    buffer = StaticBuffer("x", torch.zeros(4))
+    buffer.load(torch.tensor([1, 2, 3], dtype=dtype))
+    assert buffer.tensor.dtype == torch.float32
+    assert buffer.tensor.tolist() == [1.0, 2.0, 3.0, 0.0]
+
+
+def test_strided_values_and_those_of_inference_mode_are_copied() -> None:
+    buffer = StaticBuffer("x", torch.zeros(4, 2))
+    buffer.load(torch.arange(8.0).view(2, 4).t()[::2])
+    assert buffer.tensor.tolist() == [[0.0, 4.0], [2.0, 6.0], [0.0, 0.0], [0.0, 0.0]]
+    with torch.inference_mode():
+        value = torch.ones(1, 2)
+    buffer.load(value)
+    assert buffer.tensor.tolist() == [[1.0, 1.0], [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]]
+
+
+def test_all_buffers_are_checked_before_the_first_is_filled() -> None:
+    static = StaticInputs([StaticBuffer("a", torch.zeros(4)), StaticBuffer("b", torch.zeros(2))])
+    for values in ({"a": torch.ones(1), "b": torch.ones(3)}, {"a": torch.ones(1)}):
+        with pytest.raises(ReplayError, match=r"^b: "):
+            static.load(values)
+        assert static.tensors["a"].tolist() == [0.0] * 4
+    static.load({"a": None, "b": torch.ones(1), "not a buffer": torch.ones(9)})
+    assert static.tensors["a"].tolist() == [0.0] * 4
+    assert static.tensors["b"].tolist() == [1.0, 0.0]
+    assert static.num_bytes == 24
+
+
+def test_a_buffer_that_moved_is_found() -> None:
+    static = StaticInputs([StaticBuffer("a", torch.zeros(4)), StaticBuffer("b", torch.zeros(2))])
+    static.check_addresses()
+    static.tensors["b"].resize_(4096)
+    with pytest.raises(
+        ReplayError, match=r"b: its captured buffer moved from 0x\w+ to 0x\w+; static buffers"
+    ):
+        static.check_addresses()
+
+
+def test_parameters_without_a_module_are_watched_themselves() -> None:
+    tensors = [torch.zeros(2), torch.zeros(3)]
+    parameters = StaticParameters(tensors)
+    parameters.check_addresses()
+    tensors[1].set_(torch.zeros(3))
+    with pytest.raises(ReplayError, match=r"constant 1 of shape \(3,\): moved"):
+        parameters.check_addresses()
+    assert parameters.current() == tensors
+    assert not StaticParameters.of_module(object()).have_moved()
+
+
+def test_the_names_of_many_moved_parameters_are_cut_short() -> None:
+    module = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
+    parameters = StaticParameters.of_module(module)
+    for parameter in module.parameters():
+        parameter.data = parameter.data.clone()
+    with pytest.raises(
+        ReplayError, match=r"^0\.weight, 0\.bias, 1\.weight, 1\.bias and 4 more: moved .*\(8 of 8"
+    ):
+        parameters.check_addresses()
+    assert parameters.current() == list(module.parameters())
+
+
+def test_tied_parameters_and_constants_beside_a_module_are_told_apart() -> None:
+    module = nn.Linear(2, 2)
+    constant = torch.zeros(5)
+    parameters = StaticParameters([module.weight, constant, module.weight.detach()], module)
+    module.weight = nn.Parameter(torch.ones(2, 2))
+    assert parameters.current()[0] is parameters.current()[2] is module.weight
+    assert parameters.current()[1] is constant
+    assert parameters.have_moved()

@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from fxsplit_encoder.capture import (
+    BudgetLadder,
+    CapturedForward,
+    CaptureRequest,
+    GraphPool,
+    StaticInputs,
+    StaticParameters,
+    ladder,
+)
+from fxsplit_encoder.errors import CaptureError, ConfigError
+
+
+def request(
+    call: Callable[[Any], Any] | None = None,
+    *,
+    can_break: bool = True,
+    one_segment: Callable[[], CaptureRequest] | None = None,
+) -> CaptureRequest:
+    return CaptureRequest(
+        StaticInputs([]),
+        StaticParameters([]),
+        (),
+        4,
+        None,
+        call or (lambda runner: [torch.zeros(2)]),
+        can_break,
+        one_segment,
+    )
+
+
+@pytest.fixture
+def requests() -> list[int]:
+    return []
+
+
+def make_ladder(mode: str, requests: list[int], make: Callable[[], CaptureRequest] = request) -> BudgetLadder:
+    def count(budget: int) -> CaptureRequest:
+        requests.append(budget)
+        return make()
+
+    return BudgetLadder(count, mode, GraphPool(torch.device("cpu")))
+
+
+@pytest.mark.parametrize(
+    ("mode", "captured_mode"), [("auto", "full"), ("full", "full"), ("piecewise", "piecewise")]
+)
+def test_a_budget_is_captured_once_in_its_mode(mode: str, captured_mode: str, requests: list[int]) -> None:
+    made = make_ladder(mode, requests)
+    captured = made.capture(8)
+    assert captured is not None
+    assert made.capture(8) is captured is made.best(8, None) is made.best(8, 1)
+    assert captured.mode == captured_mode
+    assert requests == [8]
+
+
+def test_a_failure_is_remembered_until_clear(requests: list[int], caplog: pytest.LogCaptureFixture) -> None:
+    failures = [RuntimeError("not now")]
+
+    def fail_once(runner: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return [torch.zeros(2)]
+
+    made = make_ladder("full", requests, lambda: request(fail_once))
+    assert made.capture(8) is None
+    assert made.capture(8) is None
+    assert requests == [8]
+    assert "not now" in made.dropped[8]
+    assert "budget 8 is dropped" in caplog.text
+    made.clear()
+    assert made.capture(8) is not None
+    assert made.dropped == {}
+
+
+def test_errors_that_are_not_about_capturing_are_not_hidden(requests: list[int]) -> None:
+    def fail(runner: Any) -> Any:
+        raise ConfigError("splitting_ops: wrong")
+
+    with pytest.raises(ConfigError):
+        make_ladder("full", requests, lambda: request(fail)).capture(8)
+
+
+class Measured:
+    """`auto` on a device: what each way of running is said to cost."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, costs: dict[str, float], fails: tuple[str, ...] = ()):
+        self.released: list[str] = []
+        self.requests: list[int] = []
+        one_segment = lambda: request()  # noqa: E731
+        self.ladder = make_ladder("auto", self.requests, lambda: request(one_segment=one_segment))
+        self.ladder.pool.is_cuda = True
+        narrow = "narrow"
+
+        def record(ladder_self: BudgetLadder, wanted: CaptureRequest, mode: str) -> CapturedForward:
+            name = mode if wanted.one_segment is not None else narrow
+            if name in fails:
+                raise CaptureError(f"{name} fails")
+            captured = CapturedForward(wanted.inputs, wanted.parameters, (), 4, None, mode, ladder_self.pool)
+            captured.num_bytes = 5
+            captured.measure = lambda: costs[name]  # type: ignore[method-assign]
+            captured.release = lambda: self.released.append(name)  # type: ignore[method-assign]
+            return captured
+
+        monkeypatch.setattr(BudgetLadder, "_record", record)
+        monkeypatch.setattr(ladder, "measure_ms", lambda call, device: costs["exact"])
+
+
+def test_auto_keeps_the_cheapest_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = Measured(monkeypatch, {"full": 2.0, "piecewise": 1.0, "exact": 3.0, "narrow": 1.5})
+    captured = measured.ladder.capture(8)
+    assert captured is not None
+    assert captured.mode == "piecewise"
+    # The graph for one segment costs more than the piecewise capture, so it goes too.
+    assert measured.released == ["full", "narrow"]
+    assert measured.ladder.best(8, 1) is captured
+    assert measured.ladder.num_bytes(8) == 5
+
+
+def test_auto_adds_a_graph_for_one_segment_where_it_is_cheaper(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = Measured(monkeypatch, {"full": 2.0, "piecewise": 1.0, "exact": 3.0, "narrow": 0.5})
+    captured = measured.ladder.capture(8)
+    narrow = measured.ladder.best(8, 1)
+    assert narrow is not captured
+    assert narrow.mode == "full"
+    assert measured.ladder.best(8, 2) is measured.ladder.best(8, None) is captured
+    assert measured.ladder.num_bytes(8) == 10
+    measured.ladder.clear()
+    assert sorted(measured.released) == ["full", "narrow", "piecewise"]
+    assert not measured.ladder.captured_one_segment
+
+
+def test_auto_prefers_the_exact_shape_where_a_replay_gains_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = Measured(monkeypatch, {"full": 2.0, "piecewise": 1.0, "exact": 1.01, "narrow": 1.0})
+    assert measured.ladder.capture(8) is None
+    assert measured.ladder.capture(8) is None
+    assert measured.ladder.exact == {8}
+    assert sorted(measured.released) == ["full", "piecewise"]
+    assert measured.requests == [8]
+
+
+def test_auto_takes_what_can_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    costs = {"full": 2.0, "piecewise": 1.0, "exact": 9.0, "narrow": 1.0}
+    captured = Measured(monkeypatch, costs, fails=("piecewise",)).ladder.capture(8)
+    assert captured is not None
+    assert captured.mode == "full"
+    neither = Measured(monkeypatch, costs, fails=("piecewise", "full")).ladder
+    assert neither.capture(8) is None
+    assert neither.dropped == {8: "full fails"}

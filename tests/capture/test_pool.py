@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import gc
+import threading
+import time
+
+import pytest
+import torch
+
+from fxsplit_encoder.capture import GraphPool, pool
+from fxsplit_encoder.errors import CaptureMemoryError
+
+
+def test_bytes_are_counted_against_the_limit_until_the_pool_is_retired() -> None:
+    limited = GraphPool(torch.device("cpu"), max_bytes=10)
+    limited.charge(10, "one")
+    with pytest.raises(CaptureMemoryError):
+        limited.charge(1, "two")
+    limited.retire()
+    limited.charge(10, "three")
+    assert limited.used_bytes == 10
+    unlimited = GraphPool(torch.device("cpu"))
+    unlimited.charge(10**15, "all")
+    assert unlimited.reserved_bytes() == 0
+    assert unlimited.handle is None
+
+
+def test_only_one_thread_replays_at_a_time() -> None:
+    shared, inside, most = GraphPool(torch.device("cpu")), [0], [0]
+
+    def work() -> None:
+        for _ in range(20):
+            with shared.replaying():
+                inside[0] += 1
+                most[0] = max(most[0], inside[0])
+                time.sleep(0.0005)
+                inside[0] -= 1
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1]
+
+
+def test_a_capture_keeps_out_replays_of_other_threads() -> None:
+    shared, order = GraphPool(torch.device("cpu")), []
+
+    def replay() -> None:
+        with shared.replaying():
+            order.append("replay")
+
+    with shared.capturing():
+        thread = threading.Thread(target=replay)
+        thread.start()
+        time.sleep(0.02)
+        order.append("captured")
+    thread.join()
+    assert order == ["captured", "replay"]
+
+
+def test_garbage_is_not_collected_meanwhile_and_the_users_setting_returns() -> None:
+    for enabled in (True, False):
+        (gc.enable if enabled else gc.disable)()
+        try:
+            with pytest.raises(KeyError), pool._without_garbage_collection():
+                assert not gc.isenabled()
+                raise KeyError
+            assert gc.isenabled() is enabled
+        finally:
+            gc.enable()

@@ -1,0 +1,931 @@
+"""The capture rules, in order; where a mechanism can be taken away, a test shows that it matters."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fxsplit_encoder as fx
+from fxsplit_encoder.attention import kernels, varlen_attention
+from fxsplit_encoder.backend import dispatchers
+from fxsplit_encoder.capture import (
+    BudgetLadder,
+    CapturedForward,
+    CaptureRequest,
+    GraphPool,
+    SegmentedCapture,
+    StaticBuffer,
+    StaticInputs,
+    StaticParameters,
+    forward,
+    runner,
+)
+from fxsplit_encoder.compile import build
+from fxsplit_encoder.errors import CaptureError, CaptureMemoryError, InputError, ReplayError
+from fxsplit_encoder.manager import path as path_module
+
+Manager = fx.EncoderCudaGraphManager
+IMAGES = [[(1, 8, 8)], [(1, 4, 6), (1, 2, 2)], [(1, 12, 10)], [(1, 2, 4)]]
+TOLERANCE = 1e-5
+
+
+def assert_equal_items(output: list[Tensor], expected: list[Tensor]) -> None:
+    assert [o.shape for o in output] == [e.shape for e in expected]
+    for got, wanted in zip(output, expected, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=0, atol=TOLERANCE)
+
+
+def differs(output: list[Tensor], expected: list[Tensor]) -> bool:
+    return any(not torch.allclose(o, e, rtol=0, atol=1e-3) for o, e in zip(output, expected, strict=True))
+
+
+def snapshot(captured: CapturedForward) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in captured.inputs.tensors.items()}
+
+
+def replay(manager: Manager, budget: int, inputs: dict[str, Any]) -> list[Tensor]:
+    """Replays one budget, whatever the planner would choose; one tensor for all items."""
+    path = manager.paths["default"]
+    values = path.values(inputs)
+    captured = path.best_capture(budget, values)
+    path.load(captured, values)
+    rows = sum(t * h * w for key in ("image_grid_thw", "video_grid_thw") for t, h, w in inputs.get(key, []))
+    return [captured.replay(debug=True)[0][: rows // 4].clone()]
+
+
+# --- 1: pad rows are finite at every layer
+
+
+class LeakyAttention:
+    """What fast kernels do: they write no row outside of the segments, and multiply value rows behind the
+    last segment by a weight of zero, which leaves a NaN a NaN.
+    """
+
+    def __init__(self) -> None:
+        self.finite: list[bool] = []
+        self.rows: set[int] = set()
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, scale: float) -> Tensor:
+        self.finite.append(all(bool(t.isfinite().all()) for t in (query, key, value)))
+        self.rows.add(query.shape[0])
+        row = torch.arange(query.shape[0])
+        segment = torch.searchsorted(lengths[1:].contiguous(), row, right=True)
+        logits = torch.einsum("qhd,khd->hqk", query, key) * scale
+        weights = logits.masked_fill(segment[:, None] != segment[None, :], float("-inf")).softmax(-1)
+        out = torch.full_like(query, float("nan"))
+        real = int(lengths[-1])
+        out[:real] = torch.einsum("hqk,khd->qhd", weights, value)[:real]
+        return out
+
+
+@pytest.fixture
+def leaky(monkeypatch: pytest.MonkeyPatch, poisoned_memory: None) -> LeakyAttention:
+    kernel = LeakyAttention()
+    monkeypatch.setattr(kernels, "_attend_by_segment", kernel)
+    return kernel
+
+
+@pytest.mark.parametrize("mode", ["full", "piecewise"])
+def test_rule_1_pad_rows_are_finite_at_every_layer(
+    mode: str, leaky: LeakyAttention, make_manager: Any, make_batch: Any, encode: Any, tiny_towers: Any
+) -> None:
+    manager = make_manager(mode=mode)
+    manager.capture()
+    for grids in IMAGES:
+        inputs = make_batch(grids)
+        leaky.finite.clear()
+        assert_equal_items(manager.execute(inputs), encode(tiny_towers.reference, inputs))
+        assert len(leaky.finite) == 4
+        assert all(leaky.finite)
+        for captured in manager.paths["default"].captured.values():
+            assert captured.outputs[0].isfinite().all()
+    assert manager.stats().padding_fraction > 0
+
+
+def masked_less(module: Any, attentions: Any) -> None:
+    return None
+
+
+def test_rule_1_without_masks_a_pad_row_would_reach_real_ones(
+    leaky: LeakyAttention,
+    monkeypatch: pytest.MonkeyPatch,
+    tiny_towers: Any,
+    make_batch: Any,
+    encode: Any,
+    fresh_dynamo: None,
+) -> None:
+    monkeypatch.setattr(build, "mask_pad_rows", masked_less)
+    config = fx.EncoderConfig(mode="full", token_budgets=(4, 32), max_items_per_batch=4)
+    manager = Manager(tiny_towers.wrapped, config)
+    manager.capture()
+    assert not manager.reports
+    inputs = make_batch([(1, 8, 8)])
+    assert differs(manager.execute(inputs), encode(tiny_towers.reference, inputs))
+    assert not all(leaky.finite)
+
+
+def test_rule_1_eager_attention_writes_into_buffers_that_are_finite_everywhere(poisoned_memory: None) -> None:
+    pool = GraphPool(torch.device("cpu"))
+    q = torch.randn(8, 2, 4)
+    lengths = torch.tensor([0, 3, 5], dtype=torch.int32)
+    step = build.Step("split", "a", varlen_attention, (), {}, (0,), returns_tensor=True)
+    live = runner.LiveSegments()
+    live.set(5, {})
+    with SegmentedCapture(pool) as capture:
+        recording = runner.RecordingRunner(capture, breaks=True, live=live)
+        out = recording.run_split(step, [q, q, q, lengths, 8, 0.5], {})
+    assert out[5:].eq(0).all()
+    q.fill_(1)
+    capture.replay()
+    assert out[:5].eq(1).all()
+    assert out[5:].eq(0).all()
+
+
+class Untraceable(nn.Module):
+    """A wrapped tower whose forward Dynamo refuses, so that it is captured as it is, without masks."""
+
+    supports_encoder_cudagraph = True
+
+    def __init__(self, tower: Any) -> None:
+        super().__init__()
+        self.inner = tower
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.inner, name)
+
+    def encoder_cudagraph_forward(self, inputs: dict[str, Tensor], path: str = "default") -> Tensor:
+        torch._dynamo.graph_break()
+        return self.inner.encoder_cudagraph_forward(inputs, path)  # type: ignore[no-any-return]
+
+
+def empty_segments(captured: Tensor, cu_seqlens: Tensor) -> None:
+    captured.fill_(cu_seqlens[-1])
+    captured[: cu_seqlens.shape[0]] = cu_seqlens
+
+
+def test_rule_1_without_a_program_the_pad_rows_are_segments(
+    leaky: LeakyAttention, tiny_towers: Any, make_batch: Any, encode: Any
+) -> None:
+    config = fx.EncoderConfig(mode="full", token_budgets=(4, 16, 32), max_items_per_batch=4, debug=True)
+    manager = Manager(Untraceable(tiny_towers.wrapped), config)
+    manager.capture()
+    assert "captured without compiling" in manager.reports[0]
+    inputs = make_batch([(1, 8, 8), (1, 2, 4)])
+    expected = encode(tiny_towers.reference, inputs)
+    assert_equal_items(manager.execute(inputs), expected)
+    assert manager.stats().hits == 2
+    # The same with empty segments behind the real ones, as a compiled forward may have them:
+    manager.paths["default"].padding_logics = {"cu_seqlens": empty_segments}
+    assert differs(manager.execute(inputs), expected)
+
+
+# --- 2: cumulative lengths rise, and the bound holds
+
+
+@pytest.fixture
+def seen_segments(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], int, int]]:
+    """(cumulative lengths, bound, rows) of every attention."""
+    seen: list[tuple[list[int], int, int]] = []
+    attend_out = runner.attend_out
+    by_segment = kernels._attend_by_segment
+
+    def spy_out(
+        q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, bound: int, scale: float, out: Tensor
+    ) -> Any:
+        seen.append((lengths.tolist(), bound, q.shape[0]))
+        return attend_out(q, k, v, lengths, bound, scale, out)
+
+    def spy(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> Tensor:
+        seen.append((lengths.tolist(), q.shape[0], q.shape[0]))
+        return by_segment(q, k, v, lengths, scale)
+
+    monkeypatch.setattr(runner, "attend_out", spy_out)
+    monkeypatch.setattr(kernels, "_attend_by_segment", spy)
+    return seen
+
+
+def rises(lengths: list[int]) -> bool:
+    return all(a <= b for a, b in itertools.pairwise(lengths))
+
+
+@pytest.mark.parametrize("mode", ["full", "piecewise"])
+def test_rule_2_an_image_after_a_video_on_one_capture(
+    mode: str, managers: Any, make_batch: Any, encode: Any, tiny_towers: Any, seen_segments: Any
+) -> None:
+    batches = [
+        make_batch([], [(8, 4, 4)]),
+        make_batch([(1, 4, 6)]),
+        make_batch([(1, 8, 16)]),
+        make_batch([(1, 2, 2)] * 3, [(5, 2, 4)]),
+        make_batch([(1, 2, 2)]),
+    ]
+    for inputs in batches:
+        seen_segments.clear()
+        (output,) = replay(managers[mode], 32, inputs)
+        torch.testing.assert_close(
+            output, torch.cat(encode(tiny_towers.reference, inputs)), rtol=0, atol=TOLERANCE
+        )
+        assert len(seen_segments) >= 4
+        for lengths, bound, rows in seen_segments:
+            assert rises(lengths)
+            assert lengths[-1] <= rows
+            assert max(b - a for a, b in itertools.pairwise(lengths)) <= bound
+
+
+def test_rule_2_lengths_copied_over_longer_ones_would_fall(
+    managers: Any, make_batch: Any, seen_segments: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def copied_over_zeros(cu_seqlens: Tensor, length: int, rows: int) -> Tensor:
+        padded = torch.zeros(length, dtype=torch.int32)
+        padded[: cu_seqlens.shape[0]] = cu_seqlens
+        return padded
+
+    monkeypatch.setattr(forward, "pad_cu_seqlens", copied_over_zeros)
+    replay(managers["full"], 32, make_batch([(1, 4, 6)]))
+    assert not all(rises(lengths) for lengths, _, _ in seen_segments)
+
+
+def test_rule_2_falling_lengths_are_refused(managers: Any, make_batch: Any) -> None:
+    path = managers["full"].paths["default"]
+    values = path.values(make_batch([(1, 4, 6), (1, 2, 2)]))
+    values["cu_seqlens"] = torch.tensor([0, 24, 20], dtype=torch.int32)
+    before = snapshot(path.captured[16])
+    with pytest.raises(InputError, match="cu_seqlens"):
+        path.load(path.captured[16], values)
+    assert_unchanged(path.captured[16], before)
+
+
+# --- 3: every extent is checked before any copy
+
+
+def assert_unchanged(captured: CapturedForward, before: dict[str, Tensor]) -> None:
+    for name, tensor in captured.inputs.tensors.items():
+        assert torch.equal(tensor, before[name]), name
+
+
+OVERSIZE = {
+    "pixel_values": lambda value: torch.cat([value] * 5),
+    "position_ids": lambda value: torch.cat([value] * 5),
+    "interp_weights": lambda value: value.repeat(1, 2),
+    "interp_indices": lambda value: value[0],
+    "cu_seqlens": lambda value: torch.arange(25, dtype=torch.int32),
+}
+
+
+@pytest.mark.parametrize("name", OVERSIZE)
+@pytest.mark.parametrize("mode", ["full", "piecewise"])
+def test_rule_3_what_does_not_fit_leaves_every_buffer_untouched(
+    mode: str, name: str, managers: Any, make_batch: Any
+) -> None:
+    path = managers[mode].paths["default"]
+    inputs = make_batch([(1, 6, 4)])
+    captured = path.captured[16]
+    path.load(captured, path.values(inputs))
+    before, rows = snapshot(captured), captured.num_rows.item()
+    values = path.values(make_batch([(1, 4, 4)], seed=1))
+    values[name] = OVERSIZE[name](values[name])
+    with pytest.raises(ReplayError, match=name):
+        path.load(captured, values)
+    assert_unchanged(captured, before)
+    assert captured.num_rows.item() == rows
+    assert captured.inputs.buffers["pixel_values"].dirty_rows == 24
+
+
+def test_rule_3_the_manager_falls_back_whole_and_counts_it(
+    make_manager: Any, make_batch: Any, encode: Any, tiny_towers: Any
+) -> None:
+    manager = make_manager(mode="full")
+    manager.capture()
+    manager.execute(make_batch([(1, 6, 4)]))
+    # Did the planner believe that any number of segments fits, the capture would still refuse.
+    manager.paths["default"].segment_room[16] = 1000
+    before = snapshot(manager.paths["default"].captured[16])
+    inputs = make_batch([(1, 2, 2)] * 2, [(14, 2, 2)])
+    manager.limits = fx.manager.Limits(manager.limits.path_budgets, 4, 99)
+    assert_equal_items(manager.execute(inputs), encode(tiny_towers.reference, inputs))
+    assert manager.stats().misses == {fx.MissReason.EXTENT_EXCEEDED: 3}
+    assert_unchanged(manager.paths["default"].captured[16], before)
+
+
+def test_rule_3_holds_for_buffers_with_a_padding_logic(tiny_towers: Any, make_batch: Any) -> None:
+    manager = Manager(
+        Untraceable(tiny_towers.wrapped),
+        fx.EncoderConfig(mode="full", token_budgets=(4,), max_items_per_batch=1),
+    )
+    manager.capture()
+    path = manager.paths["default"]
+    before = snapshot(path.captured[4])
+    values = path.values(make_batch([(1, 2, 2)]))
+    values["cu_seqlens"] = torch.zeros(99, dtype=torch.int32)
+    with pytest.raises(ReplayError, match="cu_seqlens"):
+        path.load(path.captured[4], values)
+    assert_unchanged(path.captured[4], before)
+
+
+# --- 4: a missing value is an error
+
+
+def test_rule_4_a_missing_value_is_an_error_and_none_keeps(managers: Any, make_batch: Any) -> None:
+    manager = managers["full"]
+    path = manager.paths["default"]
+    values = path.values(make_batch([(1, 4, 4)]))
+    captured = path.captured[16]
+    before = snapshot(captured)
+    with pytest.raises(ReplayError, match="interp_weights: the replay needs this buffer and got no value"):
+        path.load(captured, {k: v for k, v in values.items() if k != "interp_weights"})
+    assert_unchanged(captured, before)
+
+    path.load(captured, values)
+    first = captured.replay()[0][:4].clone()
+    path.load(captured, {**values, "interp_weights": None})
+    assert torch.equal(captured.replay()[0][:4], first)
+    path.load(captured, dict.fromkeys(values))
+    assert torch.equal(captured.replay()[0][:4], first)
+
+
+def test_rule_4_a_tower_that_leaves_a_buffer_out_is_told(
+    managers: Any, make_batch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = managers["full"]
+    path = manager.paths["default"]
+    complete = path.values
+
+    def incomplete(mm_kwargs: dict[str, Any]) -> dict[str, Tensor | None]:
+        return {k: v for k, v in complete(mm_kwargs).items() if k != "position_ids"}
+
+    monkeypatch.setattr(path, "values", incomplete)
+    with pytest.raises(ReplayError, match=r"^position_ids"):
+        manager.execute(make_batch([(1, 4, 4)]))
+
+
+# --- 5: only dirty rows are cleared
+
+
+class CountWrites(TorchDispatchMode):
+    """Elements cleared and copied, by in-place operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cleared = 0
+        self.copied = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.zero_.default:
+            self.cleared += args[0].numel()
+        if func is torch.ops.aten.copy_.default:
+            self.copied += args[0].numel()
+        return func(*args, **(kwargs or {}))
+
+
+def test_rule_5_only_rows_that_the_last_replay_dirtied_are_cleared() -> None:
+    buffer = StaticBuffer("x", torch.ones(100, 3))
+    static = StaticInputs([buffer])
+    cleared = []
+    for number, rows in enumerate((10, 4, 4, 7, 0, 100, 99), start=1):
+        with CountWrites() as writes:
+            static.load({"x": torch.full((rows, 3), float(number))})
+        cleared.append(writes.cleared // 3)
+        assert writes.copied == rows * 3
+        assert buffer.tensor[:rows].eq(number).all()
+        assert buffer.tensor[rows:].eq(0).all()
+    assert cleared == [90, 6, 0, 0, 7, 0, 1]
+
+
+def test_rule_5_the_pixels_of_a_batch_are_copied_once(managers: Any, make_batch: Any) -> None:
+    manager = managers["full"]
+    path = manager.paths["default"]
+    inputs = make_batch([(1, 16, 16)])
+    replay(manager, 64, inputs)
+    with CountWrites() as writes:
+        values = path.values(inputs)
+        path.load(path.captured[64], values)
+    assert writes.cleared == 0
+    assert writes.copied == sum(v.numel() for n, v in values.items() if n != "cu_seqlens") + len(
+        path.captured[64].inputs.tensors["cu_seqlens"]
+    )
+
+
+# --- 6: what a capture baked in stays where it is
+
+
+@pytest.fixture
+def captured_pair(make_manager: Any) -> Iterator[Any]:
+    """(manager, a module of its tower); the module's parameters are put back at the end."""
+    manager = make_manager(mode="full", token_budgets=(4, 16))
+    manager.capture()
+    module = manager.tower.tower.blocks[2].mlp.linear_fc1
+    kept, data = module.weight, module.weight.data
+    yield manager, module
+    module.weight = kept
+    module.weight.data = data
+
+
+def move(module: Any) -> None:
+    module.weight.data = module.weight.data.clone()
+
+
+def substitute(module: Any) -> None:
+    module.weight = nn.Parameter(module.weight.data * 2, requires_grad=False)
+
+
+def remove(module: Any) -> None:
+    del module.weight
+    module.register_parameter("weight", None)
+
+
+@pytest.mark.parametrize("change", [move, substitute, remove])
+def test_rule_6_a_parameter_elsewhere_is_an_error_that_names_it(
+    change: Callable[[Any], None], captured_pair: Any, make_batch: Any
+) -> None:
+    manager, module = captured_pair
+    manager.execute(make_batch([(1, 4, 4)]))
+    change(module)
+    with pytest.raises(ReplayError, match=r"^tower\.blocks\.2\.mlp\.linear_fc1\.weight: moved .*\(1 of "):
+        manager.execute(make_batch([(1, 4, 4)]))
+
+
+def test_rule_6_after_clear_the_new_parameters_are_captured(
+    captured_pair: Any, make_batch: Any, encode: Any
+) -> None:
+    manager, module = captured_pair
+    inputs = make_batch([(1, 4, 4)])
+    first = manager.execute(inputs)
+    substitute(module)
+    manager.clear()
+    manager.capture()
+    (output,) = manager.execute(inputs)
+    assert not torch.allclose(output, first[0])
+    torch.testing.assert_close(output, manager.tower.encoder_eager_forward(inputs), rtol=0, atol=TOLERANCE)
+    assert manager.stats().hits == 2
+
+
+def test_rule_6_the_exact_shape_follows_the_parameters(make_manager: Any, make_batch: Any) -> None:
+    manager = make_manager(mode="none")
+    manager.compile()
+    module = manager.tower.tower.merger.linear_fc2
+    kept = module.weight
+    inputs = make_batch([(1, 4, 4)])
+    before = manager.execute(inputs)[0]
+    try:
+        substitute(module)
+        output = manager.execute(inputs)[0]
+        torch.testing.assert_close(
+            output, manager.tower.encoder_eager_forward(inputs), rtol=0, atol=TOLERANCE
+        )
+        assert not torch.allclose(output, before)
+    finally:
+        module.weight = kept
+
+
+def test_rule_6_weights_copied_in_place_are_used(captured_pair: Any, make_batch: Any) -> None:
+    manager, module = captured_pair
+    inputs = make_batch([(1, 4, 4)])
+    before, kept = manager.execute(inputs)[0], module.weight.clone()
+    with torch.no_grad():
+        module.weight.mul_(2)
+        output = manager.execute(inputs)[0]
+        torch.testing.assert_close(
+            output, manager.tower.encoder_eager_forward(inputs), rtol=0, atol=TOLERANCE
+        )
+        module.weight.copy_(kept)
+    assert not torch.allclose(output, before)
+
+
+def test_rule_6_buffers_and_removed_parameters_count() -> None:
+    module = nn.BatchNorm1d(3)
+    parameters = StaticParameters.of_module(module)
+    parameters.check_addresses()
+    module.running_mean = torch.ones(3)
+    module.bias = None
+    with pytest.raises(ReplayError, match=r"^bias, running_mean: moved since the capture \(2 of 5 "):
+        parameters.check_addresses()
+
+
+def test_rule_6_a_forward_that_is_captured_as_it_is_watches_its_parameters(
+    tiny_towers: Any, make_batch: Any
+) -> None:
+    tower = Untraceable(tiny_towers.wrapped)
+    manager = Manager(tower, fx.EncoderConfig(mode="full", token_budgets=(4,), max_items_per_batch=1))
+    manager.capture()
+    module = tiny_towers.hugging_face.merger.linear_fc2
+    kept = module.weight
+    try:
+        substitute(module)
+        with pytest.raises(ReplayError, match=r"merger\.linear_fc2\.weight: moved"):
+            manager.execute(make_batch([(1, 2, 2)]))
+    finally:
+        module.weight = kept
+
+
+@pytest.mark.parametrize("which", ["input", "output"])
+def test_rule_6_debug_finds_inputs_and_outputs_that_moved(
+    which: str, make_manager: Any, make_batch: Any
+) -> None:
+    inputs = make_batch([(1, 4, 4)])
+    for debug in (True, False):
+        manager = make_manager(mode="full", token_budgets=(4,), debug=debug)
+        manager.capture()
+        captured = manager.paths["default"].captured[4]
+        tensor = captured.inputs.tensors["pixel_values"] if which == "input" else captured.outputs[0]
+        tensor.set_(tensor.clone())
+        if debug:
+            with pytest.raises(
+                ReplayError, match="pixel_values: .* moved" if which == "input" else "output has"
+            ):
+                manager.execute(inputs)
+        else:
+            manager.execute(inputs)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 2, 4).permute(2, 0, 3, 1, 4)
+        return nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+@torch.no_grad()
+def test_rule_6_the_backend_captures_again_where_parameters_were_replaced(
+    fresh_dynamo: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = Attention()
+    compiled = torch.compile(module, backend="encoder_cg", dynamic=True, options={"token_budgets": [4, 8]})
+    known = set(dispatchers())
+    x = torch.randn(3, 5, 8)
+    torch.testing.assert_close(compiled(x), module(x))
+    (dispatcher,) = set(dispatchers()) - known
+    assert dispatcher.hits == dispatcher.num_captured == 1
+    (ladder,) = dispatcher._ladders.values()
+    module.qkv.weight.data = torch.randn(24, 8)
+    torch.testing.assert_close(compiled(x), module(x))
+    assert "capturing again" in caplog.text
+    assert dispatcher.hits == 2
+    assert ladder not in dispatcher._ladders.values()
+    assert not ladder.captured
+
+
+# --- 7: the manager owns cloning
+
+
+@pytest.mark.parametrize("mode", ["full", "piecewise", "none"])
+def test_rule_7_results_survive_later_replays(mode: str, managers: Any, make_batch: Any) -> None:
+    manager = managers[mode]
+    inputs = make_batch([(1, 4, 4), (1, 8, 8), (1, 4, 4)])
+    items = manager.execute(inputs)
+    copies = [item.clone() for item in items]
+    for seed in range(1, 4):
+        manager.execute(make_batch([(1, 4, 4), (1, 8, 8), (1, 4, 4)], seed=seed))
+    assert all(torch.equal(item, kept) for item, kept in zip(items, copies, strict=True))
+    storages = [item.untyped_storage().data_ptr() for item in items]
+    outputs = [c.outputs[0] for c in manager.paths["default"].captured.values()]
+    # One memory an item: what caches one of them must not keep the others alive.
+    assert len({*storages, *(o.untyped_storage().data_ptr() for o in outputs)}) == 3 + len(outputs)
+    assert all(item.untyped_storage().nbytes() == item.nbytes for item in items)
+    for item in items:
+        item.fill_(float("nan"))
+    again = manager.execute(inputs)
+    assert all(torch.equal(item, kept) for item, kept in zip(again, copies, strict=True))
+
+
+def test_rule_7_a_view_of_the_output_would_not_survive(
+    managers: Any, make_batch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = managers["full"]
+    monkeypatch.setattr(manager, "_own", lambda *args: None)
+    (item,) = manager.execute(make_batch([(1, 4, 4)]))
+    kept = item.clone()
+    manager.execute(make_batch([(1, 4, 4)], seed=1))
+    assert not torch.equal(item, kept)
+
+
+@torch.no_grad()
+def test_rule_7_the_backend_returns_the_callers_own(fresh_dynamo: None) -> None:
+    module = Attention()
+    compiled = torch.compile(module, backend="encoder_cg", dynamic=True, options={"token_budgets": [4]})
+    x = torch.randn(4, 5, 8)
+    first = compiled(x)
+    kept = first.clone()
+    compiled(torch.randn(4, 5, 8))
+    assert torch.equal(first, kept)
+    assert torch.equal(compiled(x), kept)
+
+
+# --- 8: nothing compiles or allocates lazily inside a capture. tests/gpu shows it on a device.
+
+
+class Events(list[str]):
+    capturing = False
+
+
+@pytest.fixture
+def device_pool(monkeypatch: pytest.MonkeyPatch) -> tuple[GraphPool, Events]:
+    """A pool that takes the path of a device, and what happens to its graphs and streams."""
+    events = Events()
+
+    class Graph:
+        def capture_begin(self, **kwargs: Any) -> None:
+            events.append("begin")
+            events.capturing = True
+
+        def capture_end(self) -> None:
+            events.append("end")
+            events.capturing = False
+
+        def replay(self) -> None:
+            events.append("replay")
+
+    class Event:
+        def record(self, stream: Any) -> None:
+            events.append(f"record {stream}")
+
+    class Stream(str):
+        def wait_event(self, event: Any) -> None:
+            events.append(f"{self} waits")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: events.append("synchronize"))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device=None: 100)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream("stream"))
+    pool = GraphPool(torch.device("cpu"))
+    pool.is_cuda = True
+    return pool, events
+
+
+class LazyLayers:
+    """Three layers whose kernels are compiled at their first call, which no capture survives."""
+
+    def __init__(self, events: Events) -> None:
+        self.events = events
+        self.compiled: set[int] = set()
+
+    def __call__(self, steps: Any) -> list[Tensor]:
+        x = torch.zeros(2)
+        for layer in range(3):
+            (x,) = steps.run_piece(_step(self.run_layer), [layer, x])
+        return [x]
+
+    def run_layer(self, layer: int, x: Tensor) -> tuple[Tensor]:
+        if layer not in self.compiled:
+            if self.events.capturing:
+                raise RuntimeError(f"layer {layer} compiles inside the capture")
+            self.compiled.add(layer)
+        self.events.append(f"layer {layer}")
+        return (x + 1,)
+
+
+def _step(call: Any) -> Any:
+    return build.Step("piece", "p", call, (), {}, (0,), returns_tensor=False)
+
+
+def captured_forward(pool: GraphPool, mode: str = "full") -> CapturedForward:
+    return CapturedForward(StaticInputs([]), StaticParameters([]), (), 4, None, mode, pool)
+
+
+def test_rule_8_every_layer_runs_before_the_capture(device_pool: Any) -> None:
+    pool, events = device_pool
+    captured_forward(pool).record(LazyLayers(events))
+    depth = ["layer 0", "layer 1", "layer 2"]
+    assert events == [*depth, *depth, "synchronize", "begin", *depth, "end"]
+
+
+def test_rule_8_without_a_warm_up_the_capture_fails(
+    device_pool: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool, events = device_pool
+    monkeypatch.setattr(forward, "_WARMUPS", 0)
+    with pytest.raises(CaptureError, match="layer 0 compiles inside the capture"):
+        captured_forward(pool).record(LazyLayers(events))
+    assert not events.capturing
+
+
+# --- 9: a budget that cannot be captured is dropped with a reason; the others serve
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (torch.OutOfMemoryError("tried to allocate 1 GiB"), "out of memory .* tried to allocate"),
+        (RuntimeError("operation not permitted"), "operation not permitted"),
+        (NotImplementedError("no such kernel"), "NotImplementedError: no such kernel"),
+        (ValueError("bad launch"), "ValueError: bad launch"),
+    ],
+)
+def test_rule_9_a_failed_budget_is_dropped_and_the_others_serve(
+    error: Exception,
+    reason: str,
+    make_manager: Any,
+    make_batch: Any,
+    encode: Any,
+    tiny_towers: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    manager = make_manager(mode="full")
+    path = manager.paths["default"]
+    make_request = path.ladder._request
+
+    def failing_request(budget: int) -> CaptureRequest:
+        request = make_request(budget)
+        if budget not in (16, 64):
+            return request
+
+        def fail(steps: Any) -> Any:
+            raise error
+
+        return CaptureRequest(
+            request.inputs,
+            request.parameters,
+            request.segment_inputs,
+            request.rows,
+            None,
+            fail,
+            can_break=False,
+        )
+
+    monkeypatch.setattr(path.ladder, "_request", failing_request)
+    manager.capture()
+    assert sorted(manager.budget_graphs["default"]) == [4, 32]
+    assert len(manager.reports) == 2
+    for budget, report in zip((64, 16), manager.reports, strict=True):
+        assert report.startswith(f"path default: budget {budget} is dropped: ")
+    assert re.search(reason, manager.reports[0])
+    inputs = make_batch([(1, 8, 6), (1, 16, 16)])
+    assert_equal_items(manager.execute(inputs), encode(tiny_towers.reference, inputs))
+    stats = manager.stats()
+    assert stats.hits == 1
+    assert stats.misses == {fx.MissReason.NOT_CAPTURED: 1}
+    assert stats.budgets["default", 32].replays == 1
+
+
+def test_rule_9_static_inputs_that_do_not_fit_drop_the_budget() -> None:
+    def request(budget: int) -> CaptureRequest:
+        raise torch.OutOfMemoryError("no room for the inputs")
+
+    ladder = BudgetLadder(request, "full", GraphPool(torch.device("cpu")))
+    assert ladder.capture(8) is None
+    assert ladder.dropped == {8: "no room for the inputs"}
+
+
+def test_rule_9_the_limit_in_bytes_drops_what_exceeds_it(
+    make_manager: Any, make_batch: Any, encode: Any, tiny_towers: Any
+) -> None:
+    small = make_manager(mode="full", token_budgets=(4, 16))
+    small.capture()
+    needed = small.stats().graph_bytes
+    manager = make_manager(mode="full", max_graph_bytes=needed)
+    manager.capture()
+    assert sorted(manager.budget_graphs["default"]) == [4, 16]
+    assert all("max_graph_bytes allows" in report for report in manager.reports)
+    assert len(manager.reports) == 2
+    assert manager.pool.used_bytes == needed
+    inputs = make_batch([(1, 10, 10)])
+    assert_equal_items(manager.execute(inputs), encode(tiny_towers.reference, inputs))
+    assert manager.stats().misses == {fx.MissReason.NOT_CAPTURED: 1}
+
+
+def test_rule_9_nothing_captured_at_all_still_serves(
+    make_manager: Any, make_batch: Any, encode: Any, tiny_towers: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager = make_manager(mode="full", max_graph_bytes=1)
+    manager.capture()
+    assert "no budget could be captured" in caplog.text
+    inputs = make_batch([(1, 4, 4)], [(2, 4, 4)])
+    assert_equal_items(manager.execute(inputs), encode(tiny_towers.reference, inputs))
+    assert manager.stats().misses == {fx.MissReason.NOT_CAPTURED: 2}
+
+
+def test_rule_9_a_failed_capture_for_one_segment_keeps_the_general_one(device_pool: Any) -> None:
+    pool, events = device_pool
+
+    def fail(steps: Any) -> Any:
+        raise torch.OutOfMemoryError("no more")
+
+    def request(call: Any, one_segment: Any = None) -> CaptureRequest:
+        return CaptureRequest(
+            StaticInputs([]),
+            StaticParameters([]),
+            (),
+            4,
+            None,
+            call,
+            can_break=False,
+            one_segment=one_segment,
+        )
+
+    ladder = BudgetLadder(lambda budget: request(LazyLayers(events), lambda: request(fail)), "full", pool)
+    captured = ladder.capture(4)
+    assert captured is not None
+    assert not ladder.dropped
+    assert ladder.best(4, 1) is captured
+
+
+# --- 10: one pool, largest first, retired as a whole
+
+
+@pytest.fixture
+def pool_events(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    events: list[Any] = []
+    record, retire = CapturedForward.record, GraphPool.retire
+
+    def spy_record(self: CapturedForward, call: Any) -> None:
+        events.append((id(self.pool), self.rows))
+        record(self, call)
+
+    def spy_retire(self: GraphPool) -> None:
+        events.append((id(self), "retire"))
+        retire(self)
+
+    monkeypatch.setattr(CapturedForward, "record", spy_record)
+    monkeypatch.setattr(GraphPool, "retire", spy_retire)
+    return events
+
+
+def test_rule_10_largest_first_in_one_pool_that_is_retired_whole(
+    make_manager: Any, make_batch: Any, pool_events: list[Any]
+) -> None:
+    manager = make_manager(mode="full")
+    pool = id(manager.pool)
+    manager.capture()
+    assert pool_events == [(pool, rows) for rows in (256, 128, 64, 16)]
+    captures = list(manager.paths["default"].captured.values())
+    inputs = make_batch([(1, 4, 4)])
+    first = manager.execute(inputs)
+    pool_events.clear()
+
+    manager.clear()
+    assert pool_events == [(pool, "retire")]
+    assert not manager.is_captured()
+    assert manager.pool.used_bytes == 0
+    assert not any(captured.outputs or captured.capture.segments for captured in captures)
+    assert manager.stats().graph_bytes == 0
+    manager.execute(inputs)
+    assert manager.stats().misses == {fx.MissReason.NOT_CAPTURED: 1}
+
+    manager.capture()
+    assert [rows for _, rows in pool_events[1:]] == [256, 128, 64, 16]
+    assert torch.equal(manager.execute(inputs)[0], first[0])
+    assert manager.stats().hits == 2
+
+
+def test_rule_10_every_path_shares_the_order(pool_events: list[Any], make_manager: Any) -> None:
+    manager = make_manager(mode="full")
+    twin = path_module.EncoderPath.__new__(path_module.EncoderPath)
+    twin.__dict__.update(manager.paths["default"].__dict__)
+    twin.name, twin.budgets = "other", (8, 40)
+    twin.ladder = BudgetLadder(twin._request, "full", manager.pool)
+    manager.paths["other"] = twin
+    manager.capture()
+    assert [rows // 4 for _, rows in pool_events] == [64, 40, 32, 16, 8, 4]
+    assert len({pool for pool, _ in pool_events}) == 1
+
+
+def test_rule_10_warming_up_the_backend_begins_with_the_largest(
+    fresh_dynamo: None, pool_events: list[Any]
+) -> None:
+    compiled = torch.compile(
+        Attention().requires_grad_(False),
+        backend="encoder_cg",
+        dynamic=True,
+        options={"token_budgets": [2, 4, 16]},
+    )
+    assert fx.warmup(compiled, torch.randn(3, 5, 8)) == 3
+    assert [rows for _, rows in pool_events if rows != "retire"] == [16, 4, 2]
+
+
+def test_replays_on_two_streams_are_ordered_even_after_a_failure(
+    device_pool: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool, events = device_pool
+    stream = torch.cuda.current_stream()
+    with pool.replaying():
+        events.append("first")
+    with pytest.raises(KeyError), pool.replaying():
+        raise KeyError
+    other = type(stream)("other")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: other)
+    with pool.replaying():
+        events.append("second")
+    assert events == ["first", "record stream", "record stream", "other waits", "second", "record other"]
+
+
+def test_the_memory_limit_is_an_error_of_its_own() -> None:
+    pool = GraphPool(torch.device("cpu"), max_bytes=10)
+    pool.charge(6, "one")
+    with pytest.raises(
+        CaptureMemoryError, match="two takes 5 bytes beside 6 in use; max_graph_bytes allows 10"
+    ):
+        pool.charge(5, "two")
+    assert pool.used_bytes == 6

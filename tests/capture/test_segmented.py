@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fxsplit_encoder.attention import varlen_attention
+from fxsplit_encoder.capture import GraphPool, SegmentedCapture, StaticInputs, StaticParameters
+from fxsplit_encoder.capture.forward import CapturedForward
+from fxsplit_encoder.capture.runner import ExactRunner, LiveSegments, RecordingRunner
+from fxsplit_encoder.compile import Step
+from fxsplit_encoder.errors import CaptureError
+
+
+@pytest.fixture
+def pool() -> GraphPool:
+    return GraphPool(torch.device("cpu"))
+
+
+def split_step(call: Any, returns_tensor: bool = True, frees: tuple[int, ...] = ()) -> Step:
+    return Step("split", "s", call, (), {}, (0,), returns_tensor, frees)
+
+
+def piece_step(call: Any, frees: tuple[int, ...] = ()) -> Step:
+    return Step("piece", "p", call, (), {}, (1,), False, frees)
+
+
+def test_replay_calls_everything_in_order_on_what_the_inputs_hold_now(pool: GraphPool) -> None:
+    x, seen = torch.ones(3), []
+    with SegmentedCapture(pool) as capture:
+        y = capture.captured(torch.add, x, 1)
+        capture.eager(lambda: seen.append(y.tolist()))
+        z = capture.captured(lambda: (y * 2, y.view(3, 1)))
+    assert (capture.num_graphs, capture.num_eager_steps) == (2, 1)
+    addresses = [t.data_ptr() for t in (y, *z)]
+    x.fill_(4)
+    capture.replay()
+    assert seen == [[2.0] * 3, [5.0] * 3]
+    assert z[0].tolist() == [10.0] * 3
+    assert z[1].tolist() == [[5.0]] * 3
+    assert [t.data_ptr() for t in (y, *z)] == addresses
+
+
+def test_a_result_that_is_an_input_stays_one(pool: GraphPool) -> None:
+    x = torch.ones(3)
+    with SegmentedCapture(pool) as capture:
+        same, count = capture.captured(lambda: (x, 7))
+    x.fill_(2)
+    capture.replay()
+    assert same is x
+    assert (same.tolist(), count) == ([2.0] * 3, 7)
+
+
+def test_a_capture_records_once(pool: GraphPool) -> None:
+    with SegmentedCapture(pool) as capture:
+        capture.captured(torch.ones, 1)
+    with pytest.raises(CaptureError, match="recorded already"), capture:
+        pass
+
+
+def test_a_failure_leaves_no_half_recording(pool: GraphPool) -> None:
+    with pytest.raises(ZeroDivisionError), SegmentedCapture(pool) as capture:
+        capture.captured(torch.ones, 1)
+        raise ZeroDivisionError
+    assert capture.segments == []
+    # Neither does it leave the pool locked.
+    with pool.replaying(), SegmentedCapture(pool) as other:
+        other.captured(torch.ones, 1)
+    assert len(other.segments) == 1
+
+
+@pytest.mark.parametrize(("mode", "graphs", "eager"), [("full", 1, 0), ("piecewise", 2, 1)])
+def test_modes_differ_in_where_they_break(pool: GraphPool, mode: str, graphs: int, eager: int) -> None:
+    x = torch.randn(6, 2, 4)
+    lengths = torch.tensor([0, 6], dtype=torch.int32)
+    attention = split_step(varlen_attention)
+
+    def forward(runner: Any) -> list[Tensor]:
+        (q,) = runner.run_piece(piece_step(lambda t: (t * 2,)), [x])
+        out = runner.run_split(attention, [q, q, q, lengths, 6, 0.5], {})
+        return list(runner.run_piece(piece_step(lambda t: (t + 1,)), [out]))
+
+    captured = CapturedForward(StaticInputs([]), StaticParameters([]), (), 6, None, mode, pool)
+    captured.record(forward)
+    assert (captured.capture.num_graphs, captured.capture.num_eager_steps) == (graphs, eager)
+    for _ in range(2):
+        x.normal_()
+        expected = varlen_attention(x * 2, x * 2, x * 2, lengths, 6, 0.5) + 1
+        torch.testing.assert_close(captured.replay(debug=True)[0], expected)
+    captured.release()
+    assert (captured.outputs, captured.capture.segments) == ([], [])
+
+
+def test_another_splitting_op_keeps_its_results_in_place(pool: GraphPool) -> None:
+    x = torch.ones(2)
+    with SegmentedCapture(pool) as capture:
+        runner = RecordingRunner(capture, breaks=True, live=LiveSegments())
+        one = runner.run_split(split_step(torch.neg), [x], {})
+        many = runner.run_split(split_step(torch.aminmax, returns_tensor=False), [x], {"dim": 0})
+        last = runner.run_piece(piece_step(lambda a, b: (a + b,)), [one, many[1]])
+    assert capture.num_eager_steps == 2
+    address = one.data_ptr()
+    x.copy_(torch.tensor([3.0, 5.0]))
+    capture.replay()
+    assert one.data_ptr() == address
+    assert one.tolist() == [-3.0, -5.0]
+    assert [m.item() for m in many] == [3.0, 5.0]
+    assert last[0].tolist() == [2.0, 0.0]
+
+
+def test_attention_buffers_are_reused_unless_a_piece_returned_a_view(pool: GraphPool) -> None:
+    q = torch.randn(4, 1, 8)
+    lengths = torch.tensor([0, 4], dtype=torch.int32)
+    args = [q, q, q, lengths, 4, 0.5]
+    with SegmentedCapture(pool) as capture:
+        runner = RecordingRunner(capture, breaks=True, live=LiveSegments())
+        attention = split_step(varlen_attention)
+        first = runner.run_split(attention, args, {})
+        runner.run_piece(piece_step(lambda t: (t * 2,), frees=(0,)), [first])
+        second = runner.run_split(attention, args, {})
+        assert second.data_ptr() == first.data_ptr()
+        view = runner.run_piece(piece_step(lambda t: (t.view(-1),), frees=(0,)), [second])
+        third = runner.run_split(attention, args, {})
+        assert third.data_ptr() != view[0].data_ptr()
+
+
+def test_the_exact_runner_bounds_attention_by_the_batchs_own_longest_segment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from fxsplit_encoder.capture import runner
+
+    bounds = []
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, bound: int, scale: float) -> Tensor:
+        bounds.append(bound)
+        return q
+
+    monkeypatch.setattr(runner, "attend", attend)
+    exact = ExactRunner(3)
+    q = torch.zeros(4, 1, 8)
+    exact.run_split(split_step(varlen_attention), [q, q, q, torch.tensor([0, 3, 4]), 4, 0.5], {})
+    assert bounds == [3]
+    assert exact.run_split(split_step(torch.neg), [torch.ones(1)], {}).item() == -1
+
+
+def test_live_segments_fall_back_to_what_was_captured() -> None:
+    live, captured, real = LiveSegments(), torch.zeros(5), torch.zeros(2)
+    assert live.of(captured, 9) == (captured, 9)
+    live.set(4, {captured.data_ptr(): (real, 3)})
+    assert live.of(captured, 9) == (real, 3)
+    live.clear()
+    assert (live.of(captured, 9), live.rows) == ((captured, 9), None)

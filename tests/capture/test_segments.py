@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fxsplit_encoder.capture import pad_cu_seqlens, segment_capacity
+from fxsplit_encoder.capture.segments import cover_pad_rows, fits, longest_segment, pad_cu_seqlens_on_device
+from fxsplit_encoder.errors import InputError, ReplayError
+
+lengths = st.lists(st.integers(0, 50), max_size=20)
+
+
+def cumulative(segments: list[int]) -> torch.Tensor:
+    return torch.tensor([0, *torch.tensor(segments).cumsum(0).tolist()], dtype=torch.int32)
+
+
+@given(lengths, st.integers(1, 12), st.integers(0, 100))
+def test_padded_lengths_rise_stay_in_bounds_and_keep_the_real_part(
+    segments: list[int], spare: int, pad_rows: int
+) -> None:
+    given_lengths = cumulative(segments)
+    rows = int(given_lengths[-1]) + pad_rows
+    padded = pad_cu_seqlens(given_lengths, len(given_lengths) + spare, rows)
+    assert padded.dtype == torch.int32
+    assert padded.shape == (len(given_lengths) + spare,)
+    assert torch.equal(padded[: len(given_lengths)], given_lengths)
+    assert (padded.diff() >= 0).all()
+    assert padded[len(given_lengths) :].eq(given_lengths[-1]).all()
+    assert torch.equal(pad_cu_seqlens_on_device(given_lengths, len(padded)), padded)
+    assert longest_segment(padded) == max(segments, default=0) <= rows
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.integers(1, 9))
+def test_empty_segments_at_the_end_take_no_room(segments: list[int], empty: int) -> None:
+    real = cumulative(segments)
+    padded = pad_cu_seqlens(cumulative([*segments, *[0] * empty]), len(real), int(real[-1]))
+    assert torch.equal(padded, real)
+
+
+@given(lengths, st.integers(1, 12), st.integers(0, 100))
+def test_covered_pad_rows_lie_in_segments_and_the_real_part_is_kept(
+    segments: list[int], spare: int, pad_rows: int
+) -> None:
+    given_lengths = cumulative(segments)
+    rows = int(given_lengths[-1]) + pad_rows
+    captured = torch.full((len(given_lengths) + spare,), rows, dtype=torch.int32)
+    captured[: spare // 2] = 3  # what an earlier replay left
+    captured[-1] = rows
+    cover_pad_rows(captured, given_lengths)
+    assert torch.equal(captured[: len(given_lengths)], given_lengths)
+    assert (captured.diff() >= 0).all()
+    assert captured[-1] == rows
+    # Attention costs the square of a segment, so padding is spread.
+    assert longest_segment(captured[len(given_lengths) - 1 :]) <= -(-pad_rows // spare)
+
+
+def test_covering_needs_a_segment_of_its_own() -> None:
+    captured = torch.tensor([0, 4, 9], dtype=torch.int32)
+    with pytest.raises(ReplayError, match="3 entries leave no segment for padding in a capture of 3"):
+        cover_pad_rows(captured, torch.tensor([0, 2, 4], dtype=torch.int32))
+    assert captured.tolist() == [0, 4, 9]
+
+
+@pytest.mark.parametrize("given_lengths", [[], [1, 2], [0, 5, 4], [0, -1]])
+def test_lengths_that_do_not_rise_from_0_are_refused(given_lengths: list[int]) -> None:
+    with pytest.raises(InputError, match="cu_seqlens: expected entries that rise from 0"):
+        pad_cu_seqlens(torch.tensor(given_lengths, dtype=torch.int32), 8, 100)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    given_lengths = torch.tensor([0, 2, 4, 6], dtype=torch.int32)
+    with pytest.raises(ReplayError, match="3 segments over 6 rows do not fit a capture of 2 segments over 9"):
+        pad_cu_seqlens(given_lengths, 3, 9)
+    with pytest.raises(ReplayError, match="over 5 rows"):
+        pad_cu_seqlens(given_lengths, 9, 5)
+    with pytest.raises(ReplayError, match="4 entries do not fit a capture of 3"):
+        pad_cu_seqlens_on_device(given_lengths, 3)
+    assert fits(3, 6, 4, 6)
+    assert not fits(4, 6, 4, 6)
+    assert not fits(3, 7, 4, 6)
+
+
+def test_a_budget_holds_segments_of_typical_size_within_the_users_limit() -> None:
+    assert segment_capacity(4096, 1000) == 128
+    assert segment_capacity(64, 1000) == 8
+    assert segment_capacity(4096, 5) == 5
+    assert segment_capacity(4096, 0) == 1
+
+
+def test_no_segments_have_no_longest() -> None:
+    assert longest_segment(torch.zeros(1, dtype=torch.int32)) == 0
+    assert longest_segment(torch.tensor([0, 3, 3, 8], dtype=torch.int32)) == 5

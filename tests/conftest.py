@@ -1,0 +1,163 @@
+"""Fixtures that several directories share: a tiny tower, batches for it, eager's answer, a clean compiler."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import fxsplit_encoder as fx
+from fxsplit_encoder.backend import entry
+
+Grid = tuple[int, int, int]
+INPUTS = (("pixel_values", "image_grid_thw"), ("pixel_values_videos", "video_grid_thw"))
+FEATURES = 1536
+BUDGETS = (4, 16, 32, 64)
+
+
+class TinyTowers(NamedTuple):
+    hugging_face: Any
+    """The tower inside the wrapper."""
+    reference: Any
+    """An equal tower that nobody wrapped."""
+    wrapped: Any
+
+
+def random_tower(seed: int = 0) -> Any:
+    """A Hugging Face tower with random weights, biases and positions, none of them faint, so faults show."""
+    from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
+    from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
+
+    config = Qwen3VLVisionConfig(
+        depth=4,
+        hidden_size=64,
+        intermediate_size=128,
+        num_heads=4,
+        out_hidden_size=96,
+        deepstack_visual_indexes=[1, 2],
+    )
+    tower = Qwen3VLVisionModel(config)
+    generator = torch.Generator().manual_seed(1000 + seed)  # not that of the patches
+    with torch.no_grad():
+        for name, parameter in tower.named_parameters():
+            mean, deviation = _distribution(name)
+            parameter.normal_(mean, deviation, generator=generator)
+    return tower.requires_grad_(False).train(False)
+
+
+def _distribution(name: str) -> tuple[float, float]:
+    if name.endswith(".bias"):
+        return 0.0, 0.1
+    if "norm" in name:
+        return 1.0, 0.1
+    return 0.0, 0.5 if name == "pos_embed.weight" else 0.02
+
+
+def _make_batch(
+    images: Sequence[Grid] = (), videos: Sequence[Grid] = (), *, seed: int = 0, features: int = FEATURES
+) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    inputs: dict[str, Any] = {}
+    for grids, (pixels, key) in zip((images, videos), INPUTS, strict=True):
+        if grids:
+            rows = sum(t * h * w for t, h, w in grids)
+            inputs[key] = torch.tensor(grids)
+            inputs[pixels] = torch.randn(rows, features, generator=generator)
+    return inputs
+
+
+def _encode(tower: Any, inputs: dict[str, Any]) -> list[Tensor]:
+    items: list[Tensor] = []
+    for pixels, key in INPUTS:
+        if key in inputs:
+            with torch.no_grad():
+                output = tower(inputs[pixels], inputs[key])
+            packed = torch.cat([output.pooler_output, *output.deepstack_features], dim=1)
+            items += packed.split([t * h * w // 4 for t, h, w in inputs[key].tolist()])
+    return items
+
+
+@pytest.fixture(scope="session")
+def make_tower() -> Callable[..., Any]:
+    """Makes Hugging Face towers of four blocks: `make_tower(seed)`."""
+    return random_tower
+
+
+@pytest.fixture(scope="session")
+def tiny_towers() -> TinyTowers:
+    tower = random_tower()
+    reference = copy.deepcopy(tower)
+    return TinyTowers(tower, reference, fx.wrap(tower))
+
+
+@pytest.fixture(scope="session")
+def encode() -> Callable[[Any, dict[str, Any]], list[Tensor]]:
+    """`encode(tower, inputs)`: every item through a Hugging Face tower, as the manager returns it."""
+    return _encode
+
+
+@pytest.fixture(scope="session")
+def make_batch() -> Callable[..., dict[str, Any]]:
+    """`make_batch(images, videos, seed=0)`: the grids and random patches."""
+    return _make_batch
+
+
+@pytest.fixture(scope="session")
+def make_manager(tiny_towers: TinyTowers) -> Callable[..., Any]:
+    """Managers of the tiny tower: `make_manager(mode="full")`. It is traced once; all of them share that."""
+    traced: list[Any] = []
+
+    def make(**settings: Any) -> fx.EncoderCudaGraphManager:
+        limits = {"token_budgets": BUDGETS, "max_items_per_batch": 4, "max_frames_per_batch": 8}
+        config = fx.EncoderConfig(**{**limits, "debug": True, **settings})
+        manager = fx.EncoderCudaGraphManager(tiny_towers.wrapped, config, log_interval=0)
+        path = manager.paths["default"]
+        if traced:
+            path._compiled = True
+            path._bind(traced[0])
+        else:
+            path.compile()
+            assert path.program is not None, manager.reports
+            traced.append(path.program)
+        return manager
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def managers(make_manager: Callable[..., Any]) -> dict[str, fx.EncoderCudaGraphManager]:
+    """A captured manager in each mode; tests may count on nothing in their statistics."""
+    made = {mode: make_manager(mode=mode) for mode in ("auto", "full", "piecewise", "none")}
+    for manager in made.values():
+        manager.capture()
+    return made
+
+
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """Uninitialised memory holds NaN, so that rows that nobody writes show on a CPU."""
+    fills = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    assert torch.empty(1).isnan().all()
+    yield
+    torch.utils.deterministic.fill_uninitialized_memory = fills
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    """Dynamo without caches and counters, and a backend that has warned of nothing yet."""
+    _forget()
+    yield
+    _forget()
+
+
+def _forget() -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    entry._warned.clear()

@@ -1,0 +1,433 @@
+"""The manager over a real tower: every item equals eager's, whatever the batch, the mode and the budget."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import fxsplit_encoder as fx
+from fxsplit_encoder.errors import InputError
+
+Grid = tuple[int, int, int]
+MODES = ["auto", "full", "piecewise", "none"]
+TOLERANCE = 1e-5
+
+
+def assert_equal_items(output: list[Tensor], expected: list[Tensor]) -> None:
+    assert [o.shape for o in output] == [e.shape for e in expected]
+    for got, wanted in zip(output, expected, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=0, atol=TOLERANCE)
+
+
+sides = st.integers(1, 6).map(lambda n: 2 * n)
+image_grids = st.tuples(st.just(1), sides, sides)
+video_grids = st.tuples(st.integers(1, 5), st.integers(1, 3).map(lambda n: 2 * n), st.just(4))
+batches = st.tuples(st.lists(image_grids, max_size=6), st.lists(video_grids, max_size=2))
+
+
+# --- equal to eager
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 16])
+def test_images_of_mixed_sizes_equal_eager(
+    mode: str, count: int, managers: Any, make_batch: Any, encode: Any, tiny_towers: Any
+) -> None:
+    grids = [(1, 2 * (1 + 5 * n % 4), 2 * (1 + 3 * n % 5)) for n in range(count)]
+    inputs = make_batch(grids, seed=count)
+    assert_equal_items(managers[mode].execute(inputs), encode(tiny_towers.reference, inputs))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("images", "videos"),
+    [([], [(1, 4, 4)]), ([], [(8, 4, 4), (2, 8, 4)]), ([(1, 8, 8), (1, 2, 2)], [(4, 4, 4), (1, 2, 2)])],
+)
+def test_videos_alone_and_beside_images_equal_eager(
+    mode: str,
+    images: list[Grid],
+    videos: list[Grid],
+    managers: Any,
+    make_batch: Any,
+    encode: Any,
+    tiny_towers: Any,
+) -> None:
+    inputs = make_batch(images, videos)
+    assert_equal_items(managers[mode].execute(inputs), encode(tiny_towers.reference, inputs))
+
+
+@pytest.mark.parametrize("mode", ["full", "piecewise"])
+@pytest.mark.parametrize("grid", [(1, 2, 2), (1, 4, 4), (1, 8, 8), (1, 8, 16), (1, 16, 16), (3, 2, 2)])
+def test_an_item_equals_eager_on_every_budget_that_fits(
+    mode: str, grid: Grid, managers: Any, make_batch: Any, encode: Any, tiny_towers: Any
+) -> None:
+    inputs = make_batch([grid])
+    (expected,) = encode(tiny_towers.reference, inputs)
+    path = managers[mode].paths["default"]
+    values = path.values(inputs)
+    used = []
+    for budget in sorted(path.captured):
+        if budget < len(expected):
+            continue
+        captured = path.best_capture(budget, values)
+        path.load(captured, values)
+        output = captured.replay(debug=True)[0][: len(expected)]
+        torch.testing.assert_close(output, expected, rtol=0, atol=TOLERANCE)
+        used.append(budget)
+    assert used == [b for b in (4, 16, 32, 64) if b >= len(expected)]
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.sampled_from(["full", "piecewise"]), st.lists(batches, min_size=1, max_size=3), st.integers(0, 99))
+def test_any_sequence_of_batches_equals_eager(
+    managers: Any, make_batch: Any, encode: Any, tiny_towers: Any, mode: str, sequence: Any, seed: int
+) -> None:
+    for images, videos in sequence:
+        inputs = make_batch(images, videos, seed=seed)
+        before = managers[mode].stats().items
+        assert_equal_items(managers[mode].execute(inputs), encode(tiny_towers.reference, inputs))
+        assert managers[mode].stats().items == before + len(images) + len(videos)
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.permutations(range(5)))
+def test_items_may_come_in_any_order(managers: Any, make_batch: Any, order: list[int]) -> None:
+    grids = [(1, 2, 2), (1, 8, 8), (1, 4, 6), (1, 4, 6), (1, 16, 18)]
+    singles = [make_batch([grid], seed=n) for n, grid in enumerate(grids)]
+
+    def joined(numbers: Any) -> dict[str, Tensor]:
+        return {key: torch.cat([singles[n][key] for n in numbers]) for key in singles[0]}
+
+    straight = managers["full"].execute(joined(range(5)))
+    permuted = managers["full"].execute(joined(order))
+    assert_equal_items(permuted, [straight[n] for n in order])
+
+
+def test_no_items_are_a_valid_batch(managers: Any) -> None:
+    nothing = {"pixel_values": torch.zeros(0, 1536), "image_grid_thw": torch.zeros(0, 3, dtype=torch.int64)}
+    for mode in MODES:
+        before = managers[mode].stats().items
+        assert managers[mode].execute({}) == []
+        assert managers[mode].execute(nothing) == []
+        assert managers[mode].plan({}).num_items == 0
+        assert managers[mode].stats().items == before
+
+
+# --- what is not served by a replay
+
+
+@pytest.fixture
+def full(make_manager: Any) -> Any:
+    manager = make_manager(mode="full")
+    manager.capture()
+    return manager
+
+
+def test_an_image_over_every_budget_is_encoded_and_counted(
+    full: Any, make_batch: Any, encode: Any, tiny_towers: Any
+) -> None:
+    inputs = make_batch([(1, 4, 4), (1, 18, 18), (1, 16, 16)])
+    assert_equal_items(full.execute(inputs), encode(tiny_towers.reference, inputs))
+    stats = full.stats()
+    assert (stats.hits, stats.misses) == (2, {fx.MissReason.OVER_LARGEST_BUDGET: 1})
+
+
+def test_a_video_of_too_many_frames_is_encoded_and_counted(
+    full: Any, make_batch: Any, encode: Any, tiny_towers: Any
+) -> None:
+    inputs = make_batch([(1, 2, 2)], [(9, 2, 2), (8, 2, 2)])
+    assert_equal_items(full.execute(inputs), encode(tiny_towers.reference, inputs))
+    stats = full.stats()
+    assert (stats.hits, stats.misses) == (2, {fx.MissReason.TOO_MANY_FRAMES: 1})
+
+
+def test_an_image_of_more_frames_than_segments_is_encoded_and_counted(
+    full: Any, make_batch: Any, encode: Any, tiny_towers: Any
+) -> None:
+    # Not a video: the frames are not limited, the attention segments of a capture are.
+    inputs = make_batch([(30, 2, 2)])
+    assert_equal_items(full.execute(inputs), encode(tiny_towers.reference, inputs))
+    assert full.stats().misses == {fx.MissReason.TOO_MANY_SEGMENTS: 1}
+
+
+def test_disabled_and_not_yet_captured(
+    make_manager: Any, make_batch: Any, encode: Any, tiny_towers: Any
+) -> None:
+    inputs = make_batch([(1, 4, 4)], [(2, 4, 4)])
+    expected = encode(tiny_towers.reference, inputs)
+    for manager, reason in (
+        (make_manager(enabled=False), fx.MissReason.DISABLED),
+        (make_manager(mode="none"), fx.MissReason.DISABLED),
+    ):
+        manager.capture()
+        assert manager.budget_graphs == {"default": {}}
+        assert_equal_items(manager.execute(inputs), expected)
+        assert manager.stats().misses == {reason: 2}
+        assert manager.plan(inputs).misses == {reason: 2}
+    manager = make_manager(mode="full")
+    assert_equal_items(manager.execute(inputs), expected)
+    assert manager.stats().misses == {fx.MissReason.NOT_CAPTURED: 2}
+
+
+def test_a_modality_without_captures_falls_back(
+    full: Any, make_batch: Any, encode: Any, tiny_towers: Any
+) -> None:
+    full.model_config.modalities.remove("video")
+    assert full.supports_modality("image")
+    assert not full.supports_modality("video")
+    inputs = make_batch([], [(2, 4, 4)])
+    assert_equal_items(full.execute(inputs), encode(tiny_towers.reference, inputs))
+    assert full.stats().misses == {fx.MissReason.UNSUPPORTED_INPUT: 1}
+
+
+# --- plans, statistics, progress
+
+
+def test_a_plan_before_the_capture_is_that_of_a_full_ladder(make_manager: Any, make_batch: Any) -> None:
+    manager = make_manager(mode="full", max_graph_bytes=1)
+    inputs = make_batch([(1, 8, 8), (1, 18, 18)])
+    plan = manager.plan(inputs)
+    assert not manager.is_captured()
+    assert (plan.hits, plan.misses) == (1, {fx.MissReason.OVER_LARGEST_BUDGET: 1})
+    assert plan.batches[0].paths["default"].budget == 16
+    manager.capture()
+    assert manager.plan(inputs).hits == 0
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(batches)
+def test_execution_does_what_was_planned(managers: Any, make_batch: Any, batch: Any) -> None:
+    manager = managers["full"]
+    inputs = make_batch(*batch)
+    plan, before = manager.plan(inputs), manager.stats()
+    manager.execute(inputs)
+    after = manager.stats()
+    assert after.hits - before.hits == plan.hits
+    for reason in fx.MissReason:
+        assert after.misses.get(reason, 0) - before.misses.get(reason, 0) == plan.misses.get(reason, 0)
+    planned: dict[int, int] = {}
+    for single in plan.batches:
+        path = single.paths["default"]
+        if path.budget is not None:
+            planned[path.budget] = planned.get(path.budget, 0) + 1
+    for budget in (4, 16, 32, 64):
+        key = ("default", budget)
+        assert after.budgets[key].replays - before.budgets[key].replays == planned.get(budget, 0)
+
+
+def test_a_plan_touches_no_pixels(managers: Any) -> None:
+    plan = managers["full"].plan({"image_grid_thw": [[1, 4, 4]], "pixel_values": "not a tensor"})
+    assert plan.hits == 1
+
+
+def test_statistics_count_tokens_and_bytes(full: Any, make_batch: Any) -> None:
+    full.execute(make_batch([(1, 4, 4), (1, 8, 8)]))
+    budget = full.stats().budgets["default", 32]
+    assert (budget.replays, budget.real_tokens, budget.padded_tokens, budget.mode) == (1, 20, 12, "full")
+    assert budget.graph_bytes == full.budget_graphs["default"][32].graph_bytes > 0
+    assert full.stats().graph_bytes == full.pool.used_bytes
+
+
+def test_statistics_are_logged_every_so_many_items(
+    full: Any, make_batch: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    full.statistics._log_interval = 3
+    with caplog.at_level(logging.INFO, "fxsplit_encoder.manager.statistics"):
+        full.execute(make_batch([(1, 2, 2)] * 2))
+        assert "items: " not in caplog.text
+        full.execute(make_batch([(1, 2, 2)] * 2))
+    assert "4 items: 4 hit" in caplog.text
+
+
+def test_progress_is_reported_while_compiling_and_capturing(tiny_towers: Any) -> None:
+    config = fx.EncoderConfig(mode="full", token_budgets=(4, 8, 16), max_items_per_batch=2)
+    manager = fx.EncoderCudaGraphManager(tiny_towers.wrapped, config)
+    compiled: list[tuple[int, int]] = []
+    captured: list[tuple[int, int]] = []
+    manager.compile(lambda *done: compiled.append(done))
+    pieces = len(manager.programs["default"].program.pieces)
+    assert compiled == [(n, pieces) for n in range(1, pieces + 1)]
+    manager.compile(lambda *done: compiled.append(done))
+    assert len(compiled) == pieces
+    manager.capture(lambda *done: captured.append(done))
+    assert captured == [(1, 3), (2, 3), (3, 3)]
+
+
+def test_what_was_captured_can_be_inspected(full: Any) -> None:
+    graphs = full.budget_graphs["default"]
+    assert sorted(graphs) == [4, 16, 32, 64]
+    graph = graphs[16]
+    assert (graph.token_budget, graph.max_batch_size, graph.max_frames_per_batch) == (16, 4, 8)
+    assert graph.mode == "full"
+    assert graph.output_buffer.shape == (16, 288)
+    assert graph.input_buffers["pixel_values"].shape == (64, 1536)
+    graph.graph.replay()
+    assert full.reports == []
+
+
+def test_a_cleared_manager_encodes_and_is_captured_again(
+    full: Any, make_batch: Any, encode: Any, tiny_towers: Any
+) -> None:
+    inputs = make_batch([(1, 4, 4)])
+    expected = encode(tiny_towers.reference, inputs)
+    for _ in range(2):
+        assert full.is_captured()
+        assert_equal_items(full.execute(inputs), expected)
+        full.clear()
+        assert not full.is_captured()
+        assert full.budget_graphs == {"default": {}}
+        assert_equal_items(full.execute(inputs), expected)
+        full.capture()
+    assert full.stats().hits == 2
+    assert full.stats().misses == {fx.MissReason.NOT_CAPTURED: 2}
+
+
+# --- inputs
+
+
+def grid_of(*grids: Grid) -> Tensor:
+    return torch.tensor(grids)
+
+
+BAD = {
+    "rows": ({"pixel_values": torch.zeros(15, 1536), "image_grid_thw": grid_of((1, 4, 4))}, "pixel_values: "),
+    "more rows": (
+        {"pixel_values": torch.zeros(17, 1536), "image_grid_thw": grid_of((1, 4, 4))},
+        "pixel_values: image_grid_thw describes 16 patches; got 17",
+    ),
+    "rows of videos": (
+        {"pixel_values_videos": torch.zeros(15, 1536), "video_grid_thw": grid_of((1, 4, 4))},
+        "pixel_values_videos: video_grid_thw describes 16 patches; got 15",
+    ),
+    "rows that make up for one another": (
+        {
+            "pixel_values": torch.zeros(20, 1536),
+            "image_grid_thw": grid_of((1, 4, 4)),
+            "pixel_values_videos": torch.zeros(12, 1536),
+            "video_grid_thw": grid_of((1, 4, 4)),
+        },
+        "pixel_values: image_grid_thw describes 16 patches; got 20",
+    ),
+    "no pixels": ({"image_grid_thw": grid_of((1, 4, 4))}, "pixel_values: .* got 0 rows"),
+    "width": (
+        {"pixel_values": torch.zeros(16, 1535), "image_grid_thw": grid_of((1, 4, 4))},
+        r"pixel_values: expected \(patches, 1536\); got \(16, 1535\)",
+    ),
+    "width of videos": (
+        {"pixel_values_videos": torch.zeros(16, 3, 16, 16), "video_grid_thw": grid_of((1, 4, 4))},
+        r"pixel_values_videos: expected \(patches, 1536\)",
+    ),
+    "odd grid": (
+        {"pixel_values": torch.zeros(12, 1536), "image_grid_thw": grid_of((1, 3, 4))},
+        r"image_grid_thw: .* multiples of the merge size 2 .* got \(1, 3, 4\)",
+    ),
+    "grid of two": (
+        {"pixel_values": torch.zeros(16, 1536), "video_grid_thw": torch.tensor([[4, 4]])},
+        "video_grid_thw: expected rows of three integers",
+    ),
+    "a later item": (
+        {"pixel_values": torch.zeros(16 + 1296 - 1, 1536), "image_grid_thw": grid_of((1, 4, 4), (1, 36, 36))},
+        "pixel_values: ",
+    ),
+}
+
+
+@pytest.mark.parametrize("mode", ["full", "none"])
+@pytest.mark.parametrize("case", BAD)
+def test_bad_inputs_are_named_before_anything_runs(mode: str, case: str, managers: Any) -> None:
+    inputs, message = BAD[case]
+    before = managers[mode].stats()
+    with pytest.raises(InputError, match=message):
+        managers[mode].execute(inputs)
+    assert managers[mode].stats() == before
+
+
+@pytest.mark.parametrize("mode", ["full", "piecewise", "none"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.uint8])
+def test_pixels_may_have_any_dtype(
+    mode: str, dtype: torch.dtype, managers: Any, make_batch: Any, encode: Any, tiny_towers: Any
+) -> None:
+    inputs = make_batch([(1, 4, 4), (1, 2, 2)])
+    inputs["pixel_values"] = (
+        inputs["pixel_values"].abs() if dtype == torch.uint8 else inputs["pixel_values"]
+    ).to(dtype)
+    expected = encode(tiny_towers.reference, {**inputs, "pixel_values": inputs["pixel_values"].float()})
+    output = managers[mode].execute(inputs)
+    assert_equal_items(output, expected)
+    assert {o.dtype for o in output} == {torch.float32}
+
+
+@pytest.mark.parametrize("mode", ["full", "none"])
+def test_pixels_and_grids_may_be_strided_and_of_inference_mode(
+    mode: str, managers: Any, make_batch: Any, encode: Any, tiny_towers: Any
+) -> None:
+    inputs = make_batch([(1, 4, 4), (1, 2, 2)])
+    expected = encode(tiny_towers.reference, inputs)
+    pixels = inputs["pixel_values"]
+    strided = {
+        "pixel_values": torch.stack([pixels, pixels], dim=2)[:, :, 0],
+        "image_grid_thw": inputs["image_grid_thw"].t().contiguous().t(),
+    }
+    assert not strided["pixel_values"].is_contiguous()
+    assert_equal_items(managers[mode].execute(strided), expected)
+    with torch.inference_mode():
+        made = {name: tensor.clone() for name, tensor in inputs.items()}
+        assert_equal_items(managers[mode].execute(made), expected)
+    assert_equal_items(managers[mode].execute(made), expected)
+    (first, _) = managers[mode].execute({**inputs, "image_grid_thw": [[1, 4, 4], (1, 2, 2)]})
+    assert_equal_items([first], expected[:1])
+    assert not first.requires_grad
+    first.add_(1)  # an ordinary tensor, the caller's own
+
+
+def test_inputs_are_left_as_they_are(managers: Any, make_batch: Any) -> None:
+    inputs = make_batch([(1, 8, 8)], [(2, 4, 4)])
+    kept = {name: tensor.clone() for name, tensor in inputs.items()}
+    managers["full"].execute(inputs)
+    assert inputs.keys() == kept.keys()
+    assert all(torch.equal(inputs[name], kept[name]) for name in kept)
+
+
+def test_what_is_not_a_tower_is_refused() -> None:
+    with pytest.raises(
+        InputError, match=r"tower: Linear lacks methods of SupportsEncoderCudaGraph; pass what"
+    ):
+        fx.EncoderCudaGraphManager(nn.Linear(2, 2))
+
+
+# --- threads
+
+
+def test_threads_get_the_results_of_a_serial_run(full: Any, make_batch: Any) -> None:
+    work = [
+        make_batch([(1, 2 * (n % 5 + 1), 4)] * (n % 3 + 1), [(n % 4 + 1, 2, 4)], seed=n) for n in range(8)
+    ]
+    serial = [full.execute(inputs) for inputs in work]
+    results: dict[tuple[int, int], list[Tensor]] = {}
+    errors: list[BaseException] = []
+
+    def run(worker: int) -> None:
+        try:
+            for number in range(len(work)):
+                at = (number + 2 * worker) % len(work)
+                results[worker, at] = full.execute(work[at])
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(worker,)) for worker in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert len(results) == 32
+    for (_, number), items in results.items():
+        assert all(torch.equal(a, b) for a, b in zip(items, serial[number], strict=True))
+    assert full.stats().items == 5 * sum(len(items) for items in serial)

@@ -1,0 +1,36 @@
+import fxsplit_encoder as fx
+
+NAMES = [
+    "BudgetGraphMetadata",
+    "CaptureError",
+    "CaptureMemoryError",
+    "CompileError",
+    "ConfigError",
+    "EncoderConfig",
+    "EncoderCudaGraphCaptureInputs",
+    "EncoderCudaGraphConfig",
+    "EncoderCudaGraphManager",
+    "EncoderCudaGraphPathConfig",
+    "EncoderCudaGraphReplayBuffers",
+    "EncoderItemSpec",
+    "FxSplitError",
+    "InputError",
+    "ManagerStats",
+    "MissReason",
+    "MissingExtraError",
+    "PathConfig",
+    "Plan",
+    "ReplayError",
+    "SupportsEncoderCudaGraph",
+    "UnsupportedTowerError",
+    "generate_budgets",
+    "scatter_output_slices",
+    "supported_towers",
+    "warmup",
+    "wrap",
+]
+
+
+def test_the_public_names_are_these() -> None:
+    assert fx.__all__ == NAMES == sorted(NAMES)
+    assert all(getattr(fx, name).__doc__ for name in NAMES)

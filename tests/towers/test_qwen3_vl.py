@@ -1,0 +1,213 @@
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import fxsplit_encoder as fx
+from fxsplit_encoder.capture.segments import cover_pad_rows
+from fxsplit_encoder.errors import InputError
+
+CPU = torch.device("cpu")
+
+
+def assert_same_output(got: Any, expected: Any) -> None:
+    assert type(got) is type(expected)
+    pairs = [
+        (got.last_hidden_state, expected.last_hidden_state),
+        (got.pooler_output, expected.pooler_output),
+        *zip(got.deepstack_features, expected.deepstack_features, strict=True),
+    ]
+    assert len(pairs) == 4
+    for a, b in pairs:
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+
+
+sides = st.integers(1, 6).map(lambda n: 2 * n)
+grids = st.lists(st.tuples(st.integers(1, 3), sides, sides), min_size=1, max_size=4)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(grids)
+@torch.no_grad()
+def test_the_forward_is_that_of_the_tower(tiny_towers: Any, make_batch: Any, listed: Any) -> None:
+    inputs = make_batch(listed)
+    x, grid = inputs["pixel_values"], inputs["image_grid_thw"]
+    expected = tiny_towers.reference(x, grid)
+    assert_same_output(tiny_towers.wrapped(x, grid), expected)
+    assert_same_output(tiny_towers.wrapped(hidden_states=x, grid_thw=grid), expected)
+
+
+@torch.no_grad()
+def test_the_forward_takes_the_towers_own_options(tiny_towers: Any, make_batch: Any) -> None:
+    inputs = make_batch([(1, 4, 4)])
+    x, grid = inputs["pixel_values"], inputs["image_grid_thw"]
+    assert_same_output(
+        tiny_towers.wrapped(x, grid_thw=grid, return_dict=True), tiny_towers.reference(x, grid)
+    )
+
+
+@torch.no_grad()
+def test_the_forward_refuses_grids_that_do_not_describe_the_patches(tiny_towers: Any) -> None:
+    wrapped = tiny_towers.wrapped
+    with pytest.raises(InputError, match="grid_thw: describes 16 patches; got 15 rows"):
+        wrapped(torch.zeros(15, 1536), torch.tensor([[1, 4, 4]]))
+    with pytest.raises(InputError, match=r"grid_thw: .* multiples of the merge size 2"):
+        wrapped(torch.zeros(15, 1536), torch.tensor([[1, 3, 5]]))
+
+
+def test_the_module_is_the_tower_seen_from_outside(tiny_towers: Any) -> None:
+    wrapped, tower = tiny_towers.wrapped, tiny_towers.hugging_face
+    assert isinstance(wrapped, nn.Module)
+    assert wrapped.tower is tower
+    assert wrapped.config is tower.config
+    assert (wrapped.device, wrapped.dtype) == (CPU, torch.float32)
+    assert isinstance(wrapped, fx.SupportsEncoderCudaGraph)
+    assert {name.removeprefix("tower.") for name in wrapped.state_dict()} == set(tower.state_dict())
+    with pytest.raises(AttributeError):
+        wrapped.no_such_attribute  # noqa: B018
+
+
+def test_only_the_wrapped_tower_changes_its_attention(make_tower: Any) -> None:
+    first = make_tower()
+    second = copy.deepcopy(first)
+    shared = first.config
+    fx.wrap(first)
+    assert (
+        second.config._attn_implementation == shared._attn_implementation != first.config._attn_implementation
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@torch.no_grad()
+def test_another_dtype_of_the_tower(dtype: torch.dtype, make_tower: Any, make_batch: Any) -> None:
+    tower = make_tower().to(dtype)
+    eager = copy.deepcopy(tower)
+    wrapped = fx.wrap(tower)
+    assert wrapped.dtype == dtype
+    inputs = make_batch([(1, 4, 4), (2, 2, 4)])
+    output = wrapped(inputs["pixel_values"].to(dtype), inputs["image_grid_thw"]).pooler_output
+    expected = eager(inputs["pixel_values"].to(dtype), inputs["image_grid_thw"]).pooler_output
+    assert output.dtype == dtype
+    torch.testing.assert_close(output, expected, rtol=0, atol=1e-9 if dtype == torch.float64 else 0.1)
+
+
+# --- the protocol
+
+
+def test_what_is_fixed_about_the_tower(tiny_towers: Any) -> None:
+    wrapped = tiny_towers.wrapped
+    config = wrapped.get_encoder_cudagraph_config()
+    assert config.modalities == ["image", "video"]
+    assert config.buffer_keys == [
+        "pixel_values",
+        "position_ids",
+        "interp_indices",
+        "interp_weights",
+        "cu_seqlens",
+    ]
+    assert config.out_hidden_size == 3 * 96
+    assert config.padding_logics == {"cu_seqlens": cover_pad_rows}
+    assert wrapped.get_max_frames_per_video() == config.max_frames_per_video == 384
+    assert wrapped.get_encoder_cudagraph_budget_range(None) == (64, 4096)
+
+
+def test_items_are_images_then_videos(tiny_towers: Any, make_batch: Any) -> None:
+    wrapped = tiny_towers.wrapped
+    inputs = make_batch([(1, 4, 6), (1, 2, 2)], [(3, 4, 4)])
+    specs = wrapped.get_encoder_cudagraph_item_specs(inputs)
+    assert [(s.input_size, s.output_tokens) for s in specs] == [(24, 6), (4, 1), (48, 12)]
+    assert wrapped.item_segments(inputs) == [1, 1, 3]
+    assert wrapped.get_encoder_cudagraph_item_specs({}) == []
+    assert wrapped.get_input_modality(inputs) == "video"
+    assert wrapped.get_input_modality(make_batch([(1, 2, 2)])) == "image"
+
+
+@pytest.mark.parametrize(
+    "indices", [[0], [1], [2], [3], [0, 1], [3, 0], [2, 1], [0, 1, 2, 3], [3, 2, 1, 0], []]
+)
+def test_selected_items_keep_their_rows_in_the_order_asked_for(
+    indices: list[int], tiny_towers: Any, make_batch: Any
+) -> None:
+    inputs = make_batch([(1, 4, 6), (1, 2, 2)], [(3, 4, 4), (1, 2, 4)])
+    grids = [(1, 4, 6), (1, 2, 2), (3, 4, 4), (1, 2, 4)]
+    rows = torch.cat([inputs["pixel_values"], inputs["pixel_values_videos"]]).split([24, 4, 48, 8])
+    selected = tiny_towers.wrapped.select_encoder_cudagraph_items(inputs, indices)
+    assert selected["image_grid_thw"] == [grids[i] for i in indices]
+    expected = torch.cat([rows[i] for i in indices]) if indices else torch.zeros(0, 1536)
+    assert torch.equal(selected["pixel_values"], expected)
+
+
+def test_neighbouring_images_are_selected_without_a_copy(tiny_towers: Any, make_batch: Any) -> None:
+    inputs = make_batch([(1, 4, 6), (1, 2, 2), (1, 4, 4)])
+    selected = tiny_towers.wrapped.select_encoder_cudagraph_items(inputs, [1, 2])
+    assert selected["pixel_values"].data_ptr() == inputs["pixel_values"][24:].data_ptr()
+
+
+def test_replay_values_fit_the_buffers_of_a_capture(tiny_towers: Any, make_batch: Any) -> None:
+    wrapped = tiny_towers.wrapped
+    captured = wrapped.prepare_encoder_cudagraph_capture_inputs(16, 4, 8, CPU, torch.bfloat16).values
+    assert captured["pixel_values"].shape == (64, 1536)
+    assert captured["pixel_values"].dtype == torch.bfloat16
+    assert captured["cu_seqlens"].tolist() == [0] + [64] * 9
+    values = wrapped.prepare_encoder_cudagraph_replay_buffers(
+        make_batch([(1, 4, 6)], [(2, 4, 4)]), 4, 8
+    ).values
+    assert values.keys() == captured.keys() == set(wrapped.get_encoder_cudagraph_config().buffer_keys)
+    assert values["cu_seqlens"].tolist() == [0, 24, 40, 56]
+    for name, value in values.items():
+        if name != "cu_seqlens":
+            assert value.shape[0] == 56
+            assert value.shape[1:] == captured[name].shape[1:]
+        if name != "pixel_values":
+            assert value.dtype == captured[name].dtype
+
+
+@torch.no_grad()
+def test_pad_rows_do_not_change_the_real_ones(tiny_towers: Any, make_batch: Any, encode: Any) -> None:
+    """The forward on padded buffers, filled as the protocol says, without any compiler."""
+    wrapped = tiny_towers.wrapped
+    inputs = make_batch([(1, 4, 6)], [(2, 4, 4)])
+    buffers = wrapped.prepare_encoder_cudagraph_capture_inputs(24, 4, 8, CPU, torch.float32).values
+    values = wrapped.prepare_encoder_cudagraph_replay_buffers(inputs, 4, 8).values
+    for name, value in values.items():
+        if name in wrapped.get_encoder_cudagraph_config().padding_logics:
+            wrapped.get_encoder_cudagraph_config().padding_logics[name](buffers[name], value)
+        else:
+            buffers[name].zero_()
+            buffers[name][: value.shape[0]] = value
+    output = wrapped.encoder_cudagraph_forward(buffers)
+    assert output.shape == (24, 288)
+    assert output.isfinite().all()
+    expected = torch.cat(encode(tiny_towers.reference, inputs))
+    torch.testing.assert_close(output[:14], expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(wrapped.encoder_eager_forward(inputs), expected, rtol=0, atol=1e-5)
+
+
+def test_outputs_are_scattered_to_their_items(tiny_towers: Any) -> None:
+    output = torch.arange(12.0).view(6, 2)
+    dest: dict[int, torch.Tensor] = {}
+    tiny_towers.wrapped.postprocess_encoder_output({"default": output}, [2, 0], [1, 9, 3], dest)
+    assert torch.equal(dest[2], output[:3])
+    assert torch.equal(dest[0], output[3:4])
+    assert dest.keys() == {0, 2}
+
+
+@torch.no_grad()
+def test_example_inputs_can_be_encoded(tiny_towers: Any) -> None:
+    x, grid = tiny_towers.wrapped.example_inputs()
+    assert tiny_towers.wrapped(x, grid).pooler_output.shape == (64, 96)
+
+
+@torch.no_grad()
+def test_a_forward_leaves_no_marks_on_the_callers_tensors(tiny_towers: Any, make_batch: Any) -> None:
+    inputs = make_batch([(1, 4, 4)])
+    x, grid = inputs["pixel_values"], inputs["image_grid_thw"]
+    tiny_towers.wrapped(x, grid)
+    for tensor in (x, grid):
+        assert not [name for name in vars(tensor) if name.startswith("_dynamo")]

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import builtins
+import importlib
+import sys
+from typing import Any
+
+import pytest
+from torch import nn
+
+import fxsplit_encoder as fx
+from fxsplit_encoder.errors import FxSplitError
+from fxsplit_encoder.towers import registry
+
+
+def test_supported_towers_are_named() -> None:
+    assert fx.supported_towers() == ["Qwen3VLMoeVisionModel", "Qwen3VLVisionModel"]
+
+
+def test_an_unknown_tower_is_refused_with_a_way_out() -> None:
+    with pytest.raises(
+        fx.UnsupportedTowerError, match=r"^wrap: no adapter for Linear; expected one of"
+    ) as caught:
+        fx.wrap(nn.Linear(2, 2))
+    assert "torch.compile(module, backend='encoder_cg')" in str(caught.value)
+    assert isinstance(caught.value, TypeError)
+
+
+def test_a_wrapped_tower_is_not_wrapped_again(tiny_towers: Any) -> None:
+    with pytest.raises(fx.UnsupportedTowerError, match="no adapter for Qwen3VLTower"):
+        fx.wrap(tiny_towers.wrapped)
+
+
+def test_a_subclass_of_a_supported_tower_is_supported(tiny_towers: Any) -> None:
+    base = type(tiny_towers.reference)
+
+    class Tuned(base):  # type: ignore[misc, valid-type]
+        pass
+
+    tuned = Tuned(tiny_towers.reference.config)
+    assert fx.wrap(tuned).tower is tuned
+
+
+def test_the_mixture_of_experts_class_has_an_adapter() -> None:
+    name = "transformers.models.qwen3_vl_moe"
+    modeling = pytest.importorskip(f"{name}.modeling_qwen3_vl_moe")
+    configuration = importlib.import_module(f"{name}.configuration_qwen3_vl_moe")
+    config = configuration.Qwen3VLMoeVisionConfig(
+        depth=1,
+        hidden_size=16,
+        intermediate_size=16,
+        num_heads=2,
+        out_hidden_size=8,
+        deepstack_visual_indexes=[0],
+    )
+    wrapped = fx.wrap(modeling.Qwen3VLMoeVisionModel(config))
+    assert wrapped.out_hidden_size == 16
+
+
+def test_without_transformers_the_error_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, tiny_towers: Any
+) -> None:
+    real = builtins.__import__
+
+    def missing(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.split(".")[0] == "transformers":
+            raise ModuleNotFoundError("No module named 'transformers'", name="transformers")
+        return real(name, *args, **kwargs)
+
+    for name in ("fxsplit_encoder.towers.qwen3_vl", "fxsplit_encoder.towers.packed"):
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delitem(sys.modules, "fxsplit_encoder.attention.hugging_face")
+    monkeypatch.setattr(builtins, "__import__", missing)
+    with pytest.raises(fx.MissingExtraError, match=r"fxsplit-encoder\[hf\]") as caught:
+        registry.wrap(tiny_towers.reference)
+    assert isinstance(caught.value, FxSplitError)
+    assert isinstance(caught.value, ImportError)
