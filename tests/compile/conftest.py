@@ -1,53 +1,14 @@
-"""Small forwards around one packed attention, traced as the library traces a tower."""
+"""The small forwards of `packed_forwards` as fixtures.
 
-from collections.abc import Callable, Mapping
-from typing import Any
+They live in a module of their own: Dynamo looks up a traced function's globals by module name, and there is
+more than one `conftest`.
+"""
+
+from collections.abc import Callable
 
 import pytest
-import torch
+from packed_forwards import Trace, packed_inputs, trace_packed
 from torch import Tensor
-
-import fxsplit_encoder.attention  # noqa: F401  (registers the op)
-from fxsplit_encoder.compile import BoundProgram, CompileOptions, trace_forward
-
-WIDTH = 8
-SPLITTING_OPS = ("fxsplit::varlen_attention", "aten::scaled_dot_product_attention")
-Trace = Callable[..., BoundProgram]
-
-
-def attend(x: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """(tokens, WIDTH) through one packed attention of two heads."""
-    q = x.view(-1, 2, WIDTH // 2)
-    return torch.ops.fxsplit.varlen_attention(q, q, q, cu_seqlens, q.shape[0], 0.5).view(-1, WIDTH)
-
-
-def packed_inputs(tokens: int) -> dict[str, Tensor]:
-    """Rows, one integer a row, and the cumulative lengths of two segments."""
-    generator = torch.Generator().manual_seed(tokens)
-    return {
-        "x": torch.randn(tokens, WIDTH, generator=generator),
-        "index": torch.randint(0, 4, (tokens,), generator=generator),
-        "cu": torch.tensor([0, tokens // 3, tokens], dtype=torch.int32),
-    }
-
-
-def trace_packed(
-    after: Callable[[Tensor, Mapping[str, Tensor]], Tensor],
-    piece_compiler: Any = "eager",
-    tokens: int = 12,
-    options: CompileOptions | None = None,
-) -> BoundProgram:
-    """Traces `after(attention(x), inputs)`."""
-
-    def forward(inputs: dict[str, Tensor]) -> Tensor:
-        return after(attend(inputs["x"], inputs["cu"]), inputs)
-
-    return trace_forward(
-        forward,
-        packed_inputs(tokens),
-        {"x": [0], "index": [0], "cu": [0]},
-        options or CompileOptions(SPLITTING_OPS, piece_compiler),
-    )
 
 
 @pytest.fixture(scope="session")

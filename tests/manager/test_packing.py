@@ -59,8 +59,8 @@ def test_an_oversize_item_is_alone_at_the_end_and_interrupts_nothing() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (([{}], [1, 2], {}, 1), r"one entry an item; got \(1, 2, 2\)"),
-        (([{}], [1], {}, 1, [1, 2]), r"one entry an item; got \(1, 1, 2\)"),
+        (([{}], [1, 2], {}, 1), r"one entry an item; got \(1, 2, 2, 2\)"),
+        (([{}], [1], {}, 1, [1, 2]), r"one entry an item; got \(1, 1, 2, 1\)"),
         (([{}], [1], {}, 0), "max_items must be at least 1; got 0"),
     ],
 )
