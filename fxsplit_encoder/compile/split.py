@@ -174,24 +174,24 @@ def _symbol_nodes(graph: fx.Graph, placeholders: Sequence[fx.Node]) -> dict[str,
     """For every backed symbol of the graph's inputs, a node that is its value."""
     found: dict[str, fx.Node] = {}
     for node in placeholders:
-        if isinstance(node.meta["val"], torch.SymInt) and expression(node.meta["val"]).is_Symbol:
-            if _is_backed(node.meta["val"]):
-                found.setdefault(str(node.meta["val"].node.expr), node)
+        if name := _backed_symbol(node.meta["val"]):
+            found.setdefault(name, node)
     for node in placeholders:
-        sizes = node.meta["val"].shape if isinstance(node.meta["val"], torch.Tensor) else ()
+        sizes: Sequence[Any] = node.meta["val"].shape if isinstance(node.meta["val"], torch.Tensor) else ()
         for dim, size in enumerate(sizes):
-            if not isinstance(size, torch.SymInt) or str(size) in found:
-                continue
-            if expression(size).is_Symbol and _is_backed(size):
+            name = _backed_symbol(size)
+            if name is not None and name not in found:
                 with graph.inserting_after(node):
-                    found[str(size)] = graph.call_function(torch.ops.aten.sym_size.int, (node, dim))
-                found[str(size)].meta["val"] = size
+                    found[name] = graph.call_function(torch.ops.aten.sym_size.int, (node, dim))
+                found[name].meta["val"] = size
     return found
 
 
-def _is_backed(size: torch.SymInt) -> bool:
-    """Whether a symbol had a value while tracing; one that had none is in no guard."""
-    return size.node.has_hint()
+def _backed_symbol(value: Any) -> str | None:
+    """The symbol that a value is, if it had a number while tracing; one that had none is in no guard."""
+    if not isinstance(value, torch.SymInt) or not expression(value).is_Symbol or not value.node.has_hint():
+        return None
+    return str(value.node.expr)
 
 
 def _is_symbolic(node: fx.Node) -> bool:
