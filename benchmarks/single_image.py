@@ -24,7 +24,6 @@ import argparse
 import copy
 import json
 import os
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -37,6 +36,7 @@ os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp()
 import torch
 from environment import describe
 from tabulate import tabulate
+from timing import cpu_ms, gpu_ms, wall_ms
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
 import fxsplit_encoder as fx
@@ -48,46 +48,6 @@ LIMITS = {
     "max_items_per_batch": 8,
     "max_frames_per_batch": 8,
 }
-
-
-def gpu_ms(call: Callable[[], Any], repeats: int = 30) -> float:
-    """Median milliseconds between events around a call."""
-    for _ in range(5):
-        call()
-    times = []
-    for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        call()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times)
-
-
-def wall_ms(call: Callable[[], Any], repeats: int = 30) -> float:
-    """Median milliseconds of a call up to the end of its device work."""
-    for _ in range(5):
-        call()
-    times = []
-    for _ in range(repeats):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        call()
-        torch.cuda.synchronize()
-        times.append((time.perf_counter() - start) * 1e3)
-    return statistics.median(times)
-
-
-def cpu_ms(call: Callable[[], Any], repeats: int = 30) -> float:
-    """Median milliseconds that a call keeps the CPU, its device work not awaited."""
-    times = []
-    for _ in range(repeats):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        call()
-        times.append((time.perf_counter() - start) * 1e3)
-    return statistics.median(times)
 
 
 def grid_of(patches: int) -> torch.Tensor:

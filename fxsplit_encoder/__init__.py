@@ -11,6 +11,7 @@ from fxsplit_encoder.errors import (
     FxSplitError,
     InputError,
     MissingExtraError,
+    RankError,
     ReplayError,
     UnsupportedTowerError,
 )
@@ -51,6 +52,7 @@ __all__ = [
     "MissingExtraError",
     "PathConfig",
     "Plan",
+    "RankError",
     "ReplayError",
     "SupportsEncoderCudaGraph",
     "UnsupportedTowerError",

@@ -1,6 +1,7 @@
 """The configuration: one frozen model, read from YAML, from a mapping or from keyword arguments."""
 
 import difflib
+import functools
 import itertools
 import math
 import os
@@ -31,10 +32,9 @@ PieceCompiler = Literal["auto", "inductor", "aot_eager", "eager"]
 # The names above are the whole vocabulary; these are the ones that work. What is missing here is refused
 # by name rather than replaced by something else.
 IMPLEMENTED_MODES: tuple[Mode, ...] = ("auto", "full", "piecewise", "none")
-IMPLEMENTED_PACKINGS: tuple[Packing, ...] = ("greedy",)
+IMPLEMENTED_PACKINGS: tuple[Packing, ...] = ("cost", "greedy", "greedy_defer")
 IMPLEMENTED_PIECE_COMPILERS: tuple[PieceCompiler, ...] = ("auto", "inductor", "aot_eager", "eager")
 IMPLEMENTED_ATTENTION: tuple[str, ...] = ("auto",)
-IMPLEMENTED_DATA_PARALLEL: tuple[bool, ...] = (False,)
 
 _BYTE_UNITS = {"B": 1} | {
     prefix + suffix: base**power
@@ -56,10 +56,11 @@ def _one_of(implemented: Sequence[object], *, or_callable: bool = False) -> Befo
     return BeforeValidator(check)
 
 
-def _check_budgets(budgets: tuple[int, ...]) -> tuple[int, ...]:
+def _check_budgets(budgets: tuple[int, ...], smallest: int = 1) -> tuple[int, ...]:
     for budget in budgets:
-        if budget <= 0:
-            raise ValueError(f"{budget} is not positive; allowed: integers of at least 1")
+        if budget < smallest:
+            wrong = "not positive" if smallest else "negative"
+            raise ValueError(f"{budget} is {wrong}; allowed: integers of at least {smallest}")
     for smaller, larger in itertools.pairwise(budgets):
         if smaller == larger:
             raise ValueError(f"{larger} is listed twice; allowed: each budget once")
@@ -86,6 +87,7 @@ def _parse_bytes(value: object) -> object:
 
 _Mode = Annotated[Mode, _one_of(IMPLEMENTED_MODES)]
 _Budgets = Annotated[tuple[StrictInt, ...], AfterValidator(_check_budgets)]
+_PathBudgets = Annotated[tuple[StrictInt, ...], AfterValidator(functools.partial(_check_budgets, smallest=0))]
 _Bytes = Annotated[int, Field(strict=True, ge=1)]
 _Count = Annotated[int, Field(strict=True, ge=0)]
 
@@ -117,8 +119,10 @@ class _Settings(BaseModel):
 class PathConfig(_Settings):
     """What one encoder path (for example "global" or "local") sets differently."""
 
-    token_budgets: _Budgets = ()
-    """Output tokens of each captured budget of this path, increasing. Empty: as for every path."""
+    token_budgets: _PathBudgets = ()
+    """Output tokens of each captured budget of this path, increasing. 0 may come first on a path that a batch
+    without tokens there skips, and says just that; if it is alone, the path is never captured. Empty: as for
+    every path."""
 
     mode: _Mode | None = None
     """How this path is captured. None: as for every path."""
@@ -136,7 +140,7 @@ class EncoderConfig(_Settings):
 
     token_budgets: _Budgets = ()
     """Output tokens of each captured budget, increasing; they hold on every path that does not list its
-    own. Empty: powers of two over the range that the tower declares."""
+    own. Empty: powers of two and the numbers halfway between them, over the range that the tower declares."""
 
     max_items_per_batch: _Count = 0
     """Images and videos that one replay encodes at most; not above the smallest budget. 0: inferred from
@@ -150,8 +154,10 @@ class EncoderConfig(_Settings):
     """Where a capture breaks. full: nowhere; piecewise: at every splitting op; none: never captured, run at
     the exact shape; auto: the cheapest of them for each budget."""
 
-    packing: Annotated[Packing, _one_of(IMPLEMENTED_PACKINGS)] = "greedy"
-    """How items are grouped into replays. greedy: by ascending size, as many as fit the largest budget."""
+    packing: Annotated[Packing, _one_of(IMPLEMENTED_PACKINGS)] = "cost"
+    """How items are grouped into replays. cost: so that the measured costs of all replays and fallbacks add
+    up to the least; greedy: by ascending size, as many as fit the largest budget; greedy_defer: the same, but
+    an item for which a batch would grow by more than its own budget starts the next one."""
 
     splitting_ops: tuple[Annotated[str, AfterValidator(_check_operator)], ...] = (
         "fxsplit::varlen_attention",
@@ -172,8 +178,9 @@ class EncoderConfig(_Settings):
     """Device memory that all captures together may take, in bytes or as a size such as 4GiB. None: no limit
     but the device's."""
 
-    data_parallel: Annotated[StrictBool, _one_of(IMPLEMENTED_DATA_PARALLEL)] = False
-    """Whether the items of a batch are distributed over the ranks of the process group."""
+    data_parallel: StrictBool = False
+    """Whether the items of a batch are shared among the ranks of a process group: every rank calls `execute`
+    with the same inputs, encodes its share and returns all items."""
 
     paths: Mapping[str, PathConfig] = Field(default_factory=dict)
     """Settings of single encoder paths, by the path's name."""
@@ -185,10 +192,11 @@ class EncoderConfig(_Settings):
     def _items_within_smallest_budget(self) -> Self:
         listed = {f"paths.{name}.token_budgets": path.token_budgets for name, path in self.paths.items()}
         for field, budgets in {"token_budgets": self.token_budgets, **listed}.items():
-            if budgets and self.max_items_per_batch > budgets[0]:
+            smallest = next(filter(None, budgets), self.max_items_per_batch)
+            if self.max_items_per_batch > smallest:
                 raise ConfigError(
                     f"max_items_per_batch: above the smallest budget of {field}, so an item would have less "
-                    f"than one token; allowed: 0 to {budgets[0]}; got {self.max_items_per_batch}"
+                    f"than one token; allowed: 0 to {smallest}; got {self.max_items_per_batch}"
                 )
         return self
 

@@ -8,6 +8,7 @@ FxSplitError
 +-- CaptureError (RuntimeError)          a token budget could not be captured
 |   +-- CaptureMemoryError               it did not fit in memory, or in `max_graph_bytes`
 +-- ReplayError (RuntimeError)           a capture rule was broken at replay
++-- RankError (RuntimeError)             another rank of the process group failed, or is gone
 +-- MissingExtraError (ImportError)      an optional dependency is not installed
 
 Each class is also the built-in error that its parenthesis names, so callers may catch either.
@@ -55,6 +56,10 @@ class CaptureMemoryError(CaptureError):
 
 class ReplayError(FxSplitError, RuntimeError):
     """A capture rule was broken at replay: a buffer is missing, has moved, or is too small."""
+
+
+class RankError(FxSplitError, RuntimeError):
+    """Another rank of the process group failed, has ended, or did not answer in time."""
 
 
 class MissingExtraError(FxSplitError, ImportError):

@@ -20,6 +20,7 @@ NAMES = [
     "MissingExtraError",
     "PathConfig",
     "Plan",
+    "RankError",
     "ReplayError",
     "SupportsEncoderCudaGraph",
     "UnsupportedTowerError",

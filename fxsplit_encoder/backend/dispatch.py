@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fxsplit_encoder.attention import KnownSegments
 from fxsplit_encoder.capture import (
     BudgetLadder,
     CapturedForward,
@@ -25,8 +26,8 @@ from fxsplit_encoder.capture import (
 )
 from fxsplit_encoder.capture.probe import padded_symbols, probe_padding
 from fxsplit_encoder.capture.runner import ExactRunner
-from fxsplit_encoder.capture.segments import fits, longest_segment
-from fxsplit_encoder.compile import DIRECT, Frame, HostOp
+from fxsplit_encoder.capture.segments import fits
+from fxsplit_encoder.compile import Frame, HostOp
 from fxsplit_encoder.compile.program import Ref, resolve
 from fxsplit_encoder.compile.sizes import Size
 
@@ -96,9 +97,7 @@ class BudgetDispatcher:
             if captured is None:
                 assert reason is not None
                 self.misses[reason] += 1
-                runner = self._exact_runner(frame)
-                self.program.move_to_device(frame)
-                return self.program.finish(frame, runner)
+                return self.program.finish(frame, self._exact_runner(frame))
             self.hits += 1
             return self._replay(captured, frame)
 
@@ -299,11 +298,13 @@ class BudgetDispatcher:
         return output[tuple(slice(0, size) for size in sizes)].clone()
 
     def _exact_runner(self, frame: Frame) -> Runner:
-        """A runner that knows the longest segment, where a host op has just computed the lengths."""
-        lengths = [frame.slots[e.slot] for e in self.program.region_inputs if e.is_segments]
-        if len(lengths) != 1 or lengths[0].device.type != "cpu":
-            return DIRECT
-        return ExactRunner(longest_segment(lengths[0]))
+        """Brings the frame to the device; a runner that knows the segments, where a host op has just computed
+        their lengths.
+        """
+        slots = [entry.slot for entry in self.program.region_inputs if entry.is_segments]
+        known = {s: frame.slots[s].tolist() for s in slots if frame.slots[s].device.type == "cpu"}
+        self.program.move_to_device(frame)
+        return ExactRunner(KnownSegments(frame.slots[slot], lengths) for slot, lengths in known.items())
 
 
 def _name(slot: int) -> str:

@@ -1,7 +1,12 @@
 """From a callable over static buffers to something that replays. Knows nothing of models."""
 
 from fxsplit_encoder.capture.budgets import generate_budgets, smallest_fitting
-from fxsplit_encoder.capture.buffers import StaticBuffer, StaticInputs, StaticParameters
+from fxsplit_encoder.capture.buffers import (
+    SharedBuffers,
+    StaticBuffer,
+    StaticInputs,
+    StaticParameters,
+)
 from fxsplit_encoder.capture.forward import CapturedForward, measure_ms
 from fxsplit_encoder.capture.ladder import BudgetLadder, CaptureRequest
 from fxsplit_encoder.capture.pool import GraphPool
@@ -16,6 +21,7 @@ __all__ = [
     "GraphPool",
     "MissReason",
     "SegmentedCapture",
+    "SharedBuffers",
     "StaticBuffer",
     "StaticInputs",
     "StaticParameters",

@@ -2,70 +2,154 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fxsplit_encoder.errors import ReplayError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
-    from torch import Tensor
+StaticValue: TypeAlias = Tensor | Sequence[Tensor]
+"""What goes into a static buffer: a tensor, or several whose rows follow one another."""
 
 # Names in an error message.
 _NAMED = 4
 
+# Bytes to which values are aligned in pinned memory; every dtype's size divides it.
+_ALIGNMENT = 64
+
+
+class _Contents:
+    """What buffers over the same memory know of it: the last of them that was filled, and how far."""
+
+    def __init__(self, owner: StaticBuffer, rows: int) -> None:
+        self.owner = owner
+        self.dirty = [(0, rows)]
+        """(first row, end) of what may hold something else than zeros, in order."""
+
 
 class StaticBuffer:
-    """One static input. It owns its memory: nobody else holds or moves it.
+    """One static input. Its memory is its own, or shared with other captures that never run at the same time.
 
     Args:
         name: for messages.
         tensor: the captured tensor; a copy of its address is kept.
         token_dim: the dimension along which replays fill a part; None: the whole tensor is replaced.
+        padding_logic: fills the tensor (first) from a value (second) instead: the rows that the value leaves
+            too.
     """
 
-    def __init__(self, name: str, tensor: Tensor, token_dim: int | None = 0) -> None:
+    def __init__(
+        self,
+        name: str,
+        tensor: Tensor,
+        token_dim: int | None = 0,
+        padding_logic: Callable[[Tensor, Tensor], None] | None = None,
+    ) -> None:
         self.name = name
         self.tensor = tensor
+        self.padding_logic = padding_logic
         self.token_dim = token_dim if tensor.dim() > 0 else None
         self.address = tensor.data_ptr()
-        self.dirty_rows = tensor.shape[self.token_dim] if self.token_dim is not None else 0
+        self._contents = _Contents(self, self.capacity)
 
     @property
     def capacity(self) -> int:
         """Rows along the token dimension."""
         return 1 if self.token_dim is None else self.tensor.shape[self.token_dim]
 
-    def check(self, value: Tensor) -> None:
-        """Raises ReplayError unless `value` fits: same dimensions, at most as many rows (capture rule 3)."""
-        expected = list(self.tensor.shape)
-        if self.token_dim is not None and value.dim() == len(expected):
-            rows = value.shape[self.token_dim]
-            if rows <= expected[self.token_dim]:
-                expected[self.token_dim] = rows
-        if list(value.shape) != expected:
-            raise ReplayError(
-                f"{self.name}: got a value of shape {tuple(value.shape)} for a captured buffer of "
-                f"{tuple(self.tensor.shape)}; it must have the same dimensions and at most as many rows"
-            )
+    @property
+    def dirty_rows(self) -> int:
+        """Where the rows end that may hold something else than zeros."""
+        ends = (min(end, self.capacity) for first, end in self._contents.dirty if first < self.capacity)
+        return max(ends, default=0)
 
-    def load(self, value: Tensor) -> None:
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the tensor."""
+        return self.tensor.numel() * self.tensor.element_size()
+
+    def first_rows(self, like: Tensor) -> StaticBuffer | None:
+        """A buffer over the first rows of this one's memory, with the contents of `like`; None if `like` is
+        not as this one but shorter.
+        """
+        own = self.tensor
+        if own.dim() == 0 or self.token_dim not in (0, None) or like.shape[1:] != own.shape[1:]:
+            return None
+        if like.shape[0] > own.shape[0] or (like.dtype, like.device) != (own.dtype, own.device):
+            return None
+        view = own[: like.shape[0]]
+        view.copy_(like)
+        narrow = StaticBuffer(self.name, view, self.token_dim, self.padding_logic)
+        narrow._contents = self._contents
+        narrow._contents.owner = narrow
+        return narrow
+
+    def check(self, value: StaticValue) -> None:
+        """Raises ReplayError unless `value` fits: same dimensions, at most as many rows (capture rule 3)."""
+        expected, dim, rows = self.tensor.shape, self.token_dim, 0
+        for part in parts_of(value):
+            got = part.shape
+            if got == expected and not rows:
+                rows = expected[dim] if dim is not None else 1
+                continue
+            fits = dim is not None and len(got) == len(expected)
+            if fits:
+                rows += got[dim]  # type: ignore[index]
+                fits = rows <= expected[dim] and all(  # type: ignore[index]
+                    got[d] == size for d, size in enumerate(expected) if d != dim
+                )
+            if not fits:
+                raise ReplayError(
+                    f"{self.name}: got a value of shape {_shape(value)} for a captured buffer of "
+                    f"{tuple(expected)}; it must have the same dimensions and at most as many rows"
+                )
+
+    def load(self, value: StaticValue) -> None:
         """Copies `value` into the first rows; clears those an earlier replay filled (capture rule 5)."""
-        if self.tensor.is_cuda and not value.is_cuda:
-            # From pageable memory the copy would wait for the device; torch reuses pinned memory once copies
-            # are done.
-            value = value.pin_memory()
-        if self.token_dim is None:
-            self.tensor.copy_(value, non_blocking=True)
+        self._contents.owner = self
+        parts = parts_of(value)
+        if self.padding_logic is not None:
+            self.padding_logic(self.tensor, parts[0] if len(parts) == 1 else torch.cat(list(parts)))
+            self._mark(self.capacity)
             return
-        rows = value.shape[self.token_dim]
-        self.tensor.narrow(self.token_dim, 0, rows).copy_(value, non_blocking=True)
-        if rows < self.dirty_rows:
-            self.tensor.narrow(self.token_dim, rows, self.dirty_rows - rows).zero_()
-        self.dirty_rows = rows
+        if self.token_dim is None:
+            for part in parts:
+                self.tensor.copy_(part, non_blocking=True)
+            return
+        rows = 0
+        for part in parts:
+            count = part.shape[self.token_dim]
+            self.tensor.narrow(self.token_dim, rows, count).copy_(part, non_blocking=True)
+            rows += count
+        self._clear_from(rows)
+
+    def _clear_from(self, rows: int) -> None:
+        assert self.token_dim is not None
+        for first, end in self._contents.dirty:
+            start, stop = max(first, rows), min(end, self.capacity)
+            if start < stop:
+                self.tensor.narrow(self.token_dim, start, stop - start).zero_()
+        self._mark(rows)
+
+    def _mark(self, rows: int) -> None:
+        """Of this buffer just the first rows are filled now; those behind it are as they were."""
+        behind = [
+            (max(first, self.capacity), end) for first, end in self._contents.dirty if end > self.capacity
+        ]
+        self._contents.dirty = [(0, rows), *behind]
+
+    def check_kept(self) -> None:
+        """Raises ReplayError if another capture has filled the memory since (capture rule 4)."""
+        if self._contents.owner is not self:
+            raise ReplayError(
+                f"{self.name}: the replay would keep what this buffer holds, but another budget has filled "
+                "its memory since; give a value for every replay"
+            )
 
     def check_address(self) -> None:
         """Raises ReplayError if the captured tensor has moved (capture rule 6)."""
@@ -74,6 +158,35 @@ class StaticBuffer:
                 f"{self.name}: its captured buffer moved from {self.address:#x} to "
                 f"{self.tensor.data_ptr():#x}; static buffers must not be resized or replaced"
             )
+
+
+class SharedBuffers:
+    """Memory that the captures of one forward share: smaller ones read the first rows of the largest.
+
+    Only one capture of a pool runs at a time, so they need no memory of their own.
+    """
+
+    def __init__(self) -> None:
+        self._largest: dict[str, StaticBuffer] = {}
+
+    def share(self, buffer: StaticBuffer) -> StaticBuffer:
+        """A buffer as this one in shared memory, where that fits; else this one, for others to share."""
+        largest = self._largest.get(buffer.name)
+        shared = largest.first_rows(buffer.tensor) if largest is not None else None
+        if shared is not None:
+            return shared
+        if largest is None or largest.num_bytes < buffer.num_bytes:
+            self._largest[buffer.name] = buffer
+        return buffer
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that is shared."""
+        return sum(buffer.num_bytes for buffer in self._largest.values())
+
+    def clear(self) -> None:
+        """Forgets the memory; captures that read it keep it alive."""
+        self._largest.clear()
 
 
 class StaticInputs:
@@ -89,18 +202,20 @@ class StaticInputs:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the buffers."""
-        return sum(b.tensor.numel() * b.tensor.element_size() for b in self.buffers.values())
+        """Memory of the buffers, of their own or shared."""
+        return sum(buffer.num_bytes for buffer in self.buffers.values())
 
-    def check(self, values: Mapping[str, Tensor | None]) -> None:
+    def check(self, values: Mapping[str, StaticValue | None]) -> None:
         """Raises ReplayError unless every buffer gets a value that fits (capture rules 3 and 4)."""
         self.check_complete(values)
         for name, buffer in self.buffers.items():
             value = values[name]
             if value is not None:
                 buffer.check(value)
+            else:
+                buffer.check_kept()
 
-    def check_complete(self, values: Mapping[str, Tensor | None]) -> None:
+    def check_complete(self, values: Mapping[str, StaticValue | None]) -> None:
         """Raises ReplayError if a buffer got no value at all (capture rule 4)."""
         for name in self.buffers:
             if name not in values:
@@ -109,19 +224,67 @@ class StaticInputs:
                     "None to keep what the buffer holds"
                 )
 
-    def load(self, values: Mapping[str, Tensor | None]) -> None:
-        """Checks everything, then fills every buffer. A value of None keeps what the buffer holds."""
+    def load(self, values: Mapping[str, StaticValue | None]) -> None:
+        """Checks everything, then fills every buffer. A value of None keeps what the buffer holds.
+
+        To be called without autograd.
+        """
         self.check(values)
-        with torch.no_grad():
-            for name, buffer in self.buffers.items():
-                value = values[name]
-                if value is not None:
-                    buffer.load(value)
+        given = [
+            (buffer, value) for name, buffer in self.buffers.items() if (value := values[name]) is not None
+        ]
+        for buffer, value in _pinned(given):
+            buffer.load(value)
 
     def check_addresses(self) -> None:
         """Raises ReplayError if a captured tensor has moved (capture rule 6)."""
         for buffer in self.buffers.values():
             buffer.check_address()
+
+
+def _shape(value: StaticValue) -> object:
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else [tuple(part.shape) for part in value]
+
+
+def _pinned(
+    given: Sequence[tuple[StaticBuffer, StaticValue]],
+) -> Sequence[tuple[StaticBuffer, StaticValue]]:
+    """The values with those on the host in one piece of pinned memory, in the dtype of their buffers.
+
+    From pageable memory a copy would wait for the device, and converting there would take a copy more. torch
+    reuses pinned memory only once the copies out of it are done.
+    """
+    num_bytes = 0
+    for buffer, value in given:
+        if buffer.tensor.is_cuda:
+            for part in parts_of(value):
+                if not part.is_cuda:
+                    num_bytes += _aligned(part.numel() * buffer.tensor.element_size())
+    if num_bytes == 0:
+        return given
+    memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    offset = 0
+    result = []
+    for buffer, value in given:
+        dtype, parts = buffer.tensor.dtype, []
+        for part in parts_of(value):
+            if not part.is_cuda:
+                end = offset + part.numel() * dtype.itemsize
+                place = memory[offset:end].view(dtype).view(part.shape)
+                offset = _aligned(end)
+                part = place.copy_(part)
+            parts.append(part)
+        result.append((buffer, parts))
+    return result
+
+
+def parts_of(value: StaticValue) -> Sequence[Tensor]:
+    """The tensors whose rows make up a value."""
+    return (value,) if isinstance(value, torch.Tensor) else value
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 class StaticParameters:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fxsplit_encoder.capture.runner import LiveSegments, RecordingRunner
+from fxsplit_encoder.attention import KnownSegments
+from fxsplit_encoder.capture.runner import LiveSegments, RecordingRunner, borrowed
 from fxsplit_encoder.capture.segmented import SegmentedCapture
-from fxsplit_encoder.capture.segments import longest_segment, pad_cu_seqlens, pad_cu_seqlens_on_device
+from fxsplit_encoder.capture.segments import pad_cu_seqlens, pad_cu_seqlens_on_device
 from fxsplit_encoder.compile import DIRECT
 from fxsplit_encoder.errors import CaptureError, CaptureMemoryError, FxSplitError, ReplayError
 
@@ -18,13 +20,16 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from fxsplit_encoder.capture.buffers import StaticInputs, StaticParameters
+    from fxsplit_encoder.capture.buffers import StaticInputs, StaticParameters, StaticValue
     from fxsplit_encoder.capture.pool import GraphPool
     from fxsplit_encoder.compile import Runner
 
     Forward = Callable[[Runner], Sequence[Any]]
 
 _WARMUPS = 2
+
+# Milliseconds that timing one thing may take before it is cut short.
+_LONG_MS = 100.0
 
 
 class CapturedForward:
@@ -87,8 +92,14 @@ class CapturedForward:
             raise CaptureError(
                 f"capturing {self.rows} rows failed: {type(error).__name__}: {error}"
             ) from error
+        if self.pool.is_cuda:
+            # The pool owns the memory, so that the next, smaller capture may use it too: replays exclude one
+            # another, and what a replay returns is copied before the next.
+            self.outputs = [borrowed(t) if isinstance(t, torch.Tensor) else t for t in self.outputs]
         self.output_addresses = [t.data_ptr() for t in self.outputs if isinstance(t, torch.Tensor)]
-        self.num_bytes = self.pool.reserved_bytes() - before if self.pool.is_cuda else self.inputs.num_bytes
+        self.num_bytes = (
+            self.pool.reserved_bytes() - before if self.pool.is_cuda else _num_bytes(self.outputs)
+        )
         try:
             self.pool.charge(self.num_bytes, f"the capture of {self.rows} rows")
         except CaptureMemoryError:
@@ -102,7 +113,7 @@ class CapturedForward:
             return self.capture.captured(forward, DIRECT)  # type: ignore[no-any-return]
         return forward(RecordingRunner(self.capture, breaks=self.mode == "piecewise", live=self.live))
 
-    def load(self, values: Mapping[str, Tensor | None], rows: int | None) -> None:
+    def load(self, values: Mapping[str, StaticValue | None], rows: int | None) -> None:
         """Fills the static inputs with a batch of `rows` rows (None: as many as before), padded.
 
         Cumulative lengths are extended by empty segments. Those on the CPU are checked, and eager attention
@@ -112,22 +123,23 @@ class CapturedForward:
             ReplayError: something does not fit; nothing has been copied then.
         """
         padded = dict(values)
-        lengths: dict[int, tuple[Tensor, int]] = {}
+        known: list[KnownSegments] = []
         for name in self.segment_inputs:
             given = values.get(name)
-            if given is None:
+            if not isinstance(given, torch.Tensor):
                 continue
             buffer = self.inputs.buffers[name].tensor
             if given.device.type == "cpu":
                 padded[name] = pad_cu_seqlens(given, buffer.shape[0], self.rows)
-                lengths[buffer.data_ptr()] = (buffer[: given.shape[0]], longest_segment(given))
+                if self.mode == "piecewise":  # nothing else reads them
+                    known.append(KnownSegments(buffer[: given.shape[0]], given.tolist()))
             else:
                 padded[name] = pad_cu_seqlens_on_device(given, buffer.shape[0])
         self.inputs.load(padded)
         if self.num_rows is not None and rows is not None:
             self.num_rows.fill_(rows)
-        if len(lengths) == len(self.segment_inputs):
-            self.live.set(rows, lengths)
+        if len(known) == len(self.segment_inputs):
+            self.live.set(rows, known)
         else:
             self.live.clear()
 
@@ -159,16 +171,24 @@ class CapturedForward:
         self.outputs = []
 
 
+def _num_bytes(values: Sequence[Any]) -> int:
+    return sum(value.numel() * value.element_size() for value in values if isinstance(value, torch.Tensor))
+
+
 def measure_ms(call: Callable[[], Any], device: torch.device, repeats: int = 5) -> float:
-    """Median milliseconds of a call after one warm-up, to the end of its device work."""
-    times = []
-    for _ in range(repeats + 1):
+    """Median milliseconds of a call after one warm-up, to the end of its device work.
+
+    Fewer than `repeats` are timed where they take long.
+    """
+    call()
+    times: list[float] = []
+    while len(times) < repeats and (len(times) < 2 or sum(times) < _LONG_MS):
         _synchronize(device)
         start = time.perf_counter()
         call()
         _synchronize(device)
         times.append((time.perf_counter() - start) * 1e3)
-    return sorted(times[1:])[repeats // 2]
+    return statistics.median_low(times)
 
 
 def _synchronize(device: torch.device) -> None:

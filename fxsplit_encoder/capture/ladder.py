@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+import math
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fxsplit_encoder.attention import KnownSegments
 from fxsplit_encoder.capture.forward import CapturedForward, measure_ms
-from fxsplit_encoder.compile import DIRECT
+from fxsplit_encoder.capture.runner import ExactRunner
 from fxsplit_encoder.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -48,6 +51,23 @@ class CaptureRequest:
     """
 
 
+@dataclass(slots=True)
+class MeasuredCosts:
+    """Milliseconds of one budget, full to its last row by one segment."""
+
+    modes: dict[str, float]
+    """Of a replay in each mode that was captured."""
+    exact: float
+    """Of the forward at its exact shape."""
+    one_segment: float | None = None
+    """Of a replay of the capture for one segment, where there is one."""
+
+    @property
+    def best(self) -> float:
+        """Of a replay in the mode that was kept."""
+        return min(self.modes.values())
+
+
 class BudgetLadder:
     """The captures of one forward.
 
@@ -66,7 +86,10 @@ class BudgetLadder:
         """Budgets at whose size `auto` found the exact shape to be as fast."""
         self.dropped: dict[int, str] = {}
         """Budgets that could not be captured, and why."""
+        self.costs: dict[int, MeasuredCosts] = {}
+        """What was measured on a device, of budgets in `captured` and `exact`."""
         self._request = request
+        self._num_bytes: Counter[int] = Counter()
 
     def capture(self, budget: int) -> CapturedForward | None:
         """Captures a budget unless that was done or failed before; None if it is dropped (capture rule 9)."""
@@ -84,9 +107,17 @@ class BudgetLadder:
         return narrow if narrow is not None else self.captured[budget]
 
     def num_bytes(self, budget: int) -> int:
-        """Device memory that the captures of a budget added."""
-        every = (self.captured.get(budget), self.captured_one_segment.get(budget))
-        return sum(captured.num_bytes for captured in every if captured is not None)
+        """Device memory that capturing a budget added: in all modes that were tried, since what they leave
+        stays in the pool.
+        """
+        return self._num_bytes[budget]
+
+    def drop(self, budget: int, reason: str) -> None:
+        """Releases the captures of one budget, which is not captured again before `clear`."""
+        for captures in (self.captured, self.captured_one_segment):
+            if budget in captures:
+                captures.pop(budget).release()
+        self.dropped[budget] = reason
 
     def clear(self) -> None:
         """Releases every capture; the ladder may be captured again."""
@@ -96,25 +127,31 @@ class BudgetLadder:
         self.captured_one_segment.clear()
         self.exact.clear()
         self.dropped.clear()
+        self.costs.clear()
+        self._num_bytes.clear()
 
     def _capture(self, budget: int) -> None:
         request = self._request(budget)
-        if self.mode != "auto" or not self.pool.is_cuda:
-            self.captured[budget] = self._record(request, "full" if self.mode == "auto" else self.mode)
-            cost = None
-        else:
-            cost = self._capture_cheapest_mode(budget, request)
-        if request.one_segment is not None and budget in self.captured and self.pool.is_cuda:
-            self._capture_one_segment(budget, request.one_segment(), cost)
+        if not self.pool.is_cuda:
+            self.captured[budget] = self._record(
+                budget, request, "full" if self.mode == "auto" else self.mode
+            )
+            return
+        costs = self._capture_cheapest_mode(budget, request)
+        self.costs[budget] = costs
+        if request.one_segment is not None and budget in self.captured:
+            self._capture_one_segment(budget, request.one_segment(), costs)
 
-    def _capture_cheapest_mode(self, budget: int, request: CaptureRequest) -> float:
-        """Captures in every mode, measures, and keeps the cheapest; returns its milliseconds."""
-        candidates = self._record_all(request, ["full", "piecewise"] if request.can_break else ["full"])
-        costs = {mode: captured.measure() for mode, captured in candidates.items()}
-        best = min(costs, key=costs.__getitem__)
-        exact = measure_ms(lambda: request.forward(DIRECT), self.pool.device)
-        logger.info("budget %d: replay ms %s, exact shape %.3f ms", budget, costs, exact)
-        exact_wins = exact <= costs[best] * _EXACT_TOLERANCE
+    def _capture_cheapest_mode(self, budget: int, request: CaptureRequest) -> MeasuredCosts:
+        """Captures in every mode that may be, measures, and keeps the cheapest."""
+        every = ["full", "piecewise"] if request.can_break else ["full"]
+        candidates = self._record_all(budget, request, every if self.mode == "auto" else [self.mode])
+        costs = MeasuredCosts(
+            {mode: captured.measure() for mode, captured in candidates.items()}, self._measure_exact(request)
+        )
+        logger.info("budget %d: replay ms %s, exact shape %.3f ms", budget, costs.modes, costs.exact)
+        exact_wins = self.mode == "auto" and costs.exact <= costs.best * _EXACT_TOLERANCE
+        best = min(costs.modes, key=costs.modes.__getitem__)
         for mode, captured in candidates.items():
             if mode != best or exact_wins:
                 captured.release()
@@ -122,38 +159,56 @@ class BudgetLadder:
             self.exact.add(budget)
         else:
             self.captured[budget] = candidates[best]
-        return costs[best]
+        return costs
 
-    def _capture_one_segment(self, budget: int, request: CaptureRequest, cost: float | None) -> None:
+    def _measure_exact(self, request: CaptureRequest) -> float:
+        """Milliseconds at the exact shape, on one segment as long as the budget."""
+        narrow = request.one_segment() if request.one_segment is not None else request
+        lengths = [narrow.inputs.tensors[name] for name in narrow.segment_inputs]
+
+        def run() -> Any:
+            known = (KnownSegments(each, [0, request.rows]) for each in lengths if each.shape[0] == 2)
+            return narrow.forward(ExactRunner(known))
+
+        try:
+            return measure_ms(run, self.pool.device)
+        except torch.OutOfMemoryError:
+            return math.inf
+
+    def _capture_one_segment(self, budget: int, request: CaptureRequest, costs: MeasuredCosts) -> None:
         """Adds a full graph for one segment: beside a full one, or a piecewise one that costs more."""
-        if self.captured[budget].mode == "piecewise" and cost is None:
+        if self.captured[budget].mode == "piecewise" and self.mode != "auto":
             return  # the user wants piecewise, which attends to the true segments anyway
         try:
-            narrow = self._record(request, "full")
+            narrow = self._record(budget, request, "full")
         except CaptureError as error:
             logger.warning(
                 "budget %d: batches of one segment share the capture of all others: %s", budget, error
             )
             return
-        if self.captured[budget].mode == "full" or (cost is not None and narrow.measure() < cost):
+        cost = narrow.measure()
+        if self.captured[budget].mode == "full" or cost < costs.best:
             self.captured_one_segment[budget] = narrow
+            costs.one_segment = cost
         else:
             narrow.release()
 
-    def _record_all(self, request: CaptureRequest, modes: Sequence[str]) -> dict[str, CapturedForward]:
+    def _record_all(
+        self, budget: int, request: CaptureRequest, modes: Sequence[str]
+    ) -> dict[str, CapturedForward]:
         """Captures in each mode; fails only if all fail."""
         recorded: dict[str, CapturedForward] = {}
         failures: list[CaptureError] = []
         for mode in modes:
             try:
-                recorded[mode] = self._record(request, mode)
+                recorded[mode] = self._record(budget, request, mode)
             except CaptureError as error:
                 failures.append(error)
         if not recorded:
             raise failures[0]
         return recorded
 
-    def _record(self, request: CaptureRequest, mode: str) -> CapturedForward:
+    def _record(self, budget: int, request: CaptureRequest, mode: str) -> CapturedForward:
         captured = CapturedForward(
             request.inputs,
             request.parameters,
@@ -164,4 +219,5 @@ class BudgetLadder:
             self.pool,
         )
         captured.record(request.forward)
+        self._num_bytes[budget] += captured.num_bytes
         return captured

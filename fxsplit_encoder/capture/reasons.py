@@ -24,7 +24,10 @@ class MissReason(StrEnum):
     """Captures are switched off, by `enabled: false` or `mode: none`."""
 
     EXACT_IS_FASTER = "exact_is_faster"
-    """`auto` measured that the compiled forward at the exact shape costs no more than the replay."""
+    """By the measurements, the compiled forward at the exact shape costs no more than the replay."""
+
+    EAGER_IS_FASTER = "eager_is_faster"
+    """By the measurements, the eager forward costs less than the replay and than the exact shape."""
 
     UNSUPPORTED_INPUT = "unsupported_input"
     """The tower captures nothing for this modality or kind of input."""

@@ -6,56 +6,61 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fxsplit_encoder.attention import attend, attend_out, varlen_attention
+from fxsplit_encoder.attention import attend_out, varlen_attention
 from fxsplit_encoder.compile.program import DirectRunner
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from torch import Tensor
 
+    from fxsplit_encoder.attention import KnownSegments
     from fxsplit_encoder.capture.segmented import SegmentedCapture
     from fxsplit_encoder.compile import Step
 
 
 class LiveSegments:
-    """The true segments of the batch being replayed, which eager attention steps read at every replay."""
+    """The true segments of the batch that runs, by the addresses of its cumulative lengths; eager attention
+    steps read them at every replay.
+    """
 
-    def __init__(self) -> None:
-        self.rows: int | None = None
-        """Real rows; None: all captured rows."""
-        self._lengths: dict[int, tuple[Tensor, int]] = {}
+    def __init__(self, rows: int | None = None, segments: Iterable[KnownSegments] = ()) -> None:
+        self.set(rows, segments)
 
     def clear(self) -> None:
         """Forgets the batch: all captured rows count as real."""
-        self.rows = None
-        self._lengths.clear()
+        self.set(None, ())
 
-    def set(self, rows: int | None, lengths: Mapping[int, tuple[Tensor, int]]) -> None:
-        """`lengths`: for the address of a captured cu_seqlens, its real part and the longest real segment."""
+    def set(self, rows: int | None, segments: Iterable[KnownSegments]) -> None:
+        """The batch's real rows (None: all that are captured) and its segments."""
         self.rows = rows
-        self._lengths = dict(lengths)
+        self._by_address = {each.cu_seqlens.data_ptr(): each for each in segments}
 
-    def of(self, cu_seqlens: Tensor, max_seqlen: int) -> tuple[Tensor, int]:
-        """The real part of captured cumulative lengths and a bound; as captured where nothing is known."""
-        return self._lengths.get(cu_seqlens.data_ptr(), (cu_seqlens, max_seqlen))
+    def of(self, cu_seqlens: Tensor) -> KnownSegments | None:
+        """The segments behind captured cumulative lengths; None where nothing is known."""
+        return self._by_address.get(cu_seqlens.data_ptr())
 
 
 class ExactRunner(DirectRunner):
-    """Runs at the exact shape, with the batch's own longest segment in place of the traced bound.
+    """Runs at the exact shape, with the batch's own segments in place of the traced bound.
 
-    The bound that a trace carries is the token count: right for every batch, but FlashAttention 2 launches
-    blocks for it.
+    The bound that a trace carries is often the token count: right for every batch, but FlashAttention 2
+    launches blocks for it.
+
+    Args:
+        segments: those that attention reads and the host knows.
     """
 
-    def __init__(self, max_seqlen: int) -> None:
-        self.max_seqlen = max_seqlen
+    def __init__(self, segments: Iterable[KnownSegments]) -> None:
+        self.live = LiveSegments(None, segments)
 
     def run_split(self, step: Step, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Calls the op; attention with the batch's own bound."""
+        """Calls the op; attention on the batch's own segments."""
         if step.call is varlen_attention:
             query, key, value, cu_seqlens, _, scale = args
-            return attend(query, key, value, cu_seqlens, self.max_seqlen, scale)
+            known = self.live.of(cu_seqlens)
+            if known is not None:
+                return known.attend(query, key, value, scale)
         return step.call(*args, **kwargs)
 
 
@@ -89,12 +94,12 @@ class RecordingRunner:
         live, captured_rows = self.live, query.shape[0]
 
         def attend_to_real_rows() -> None:
-            real_cu_seqlens, bound = live.of(cu_seqlens, max_seqlen)
-            rows = live.rows
-            if rows is None or rows == captured_rows:
-                attend_out(query, key, value, real_cu_seqlens, bound, scale, out)
+            known, rows = live.of(cu_seqlens), live.rows
+            real = slice(captured_rows if rows is None else rows)
+            if known is None:
+                attend_out(query[real], key[real], value[real], cu_seqlens, max_seqlen, scale, out)
             else:
-                attend_out(query[:rows], key[:rows], value[:rows], real_cu_seqlens, bound, scale, out)
+                known.attend_out(query[real], key[real], value[real], scale, out)
 
         self.capture.eager(attend_to_real_rows)
         return out
@@ -105,7 +110,7 @@ class RecordingRunner:
         Were the recorded step to own its arguments, the pool could not give the memory of one layer's query,
         key and value to the next layer: 27 layers of 4096 patches would hold 0.8 GB instead of 0.03.
         """
-        return _alias(tensor) if self.capture.pool.is_cuda else tensor
+        return borrowed(tensor) if self.capture.pool.is_cuda else tensor
 
     def _break_at_op(self, step: Step, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Another splitting op: its results are copied to where those of the capture are."""
@@ -125,7 +130,8 @@ class RecordingRunner:
         return kept[0] if step.returns_tensor else kept
 
 
-def _alias(tensor: Tensor) -> Tensor:
+def borrowed(tensor: Tensor) -> Tensor:
+    """The same memory of the device without owning it."""
     storage = tensor.untyped_storage()
     borrowed = torch._C._construct_storage_from_data_pointer(
         storage.data_ptr(), tensor.device, storage.nbytes()

@@ -10,9 +10,10 @@ writes them.
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from fxsplit_encoder.errors import InputError, ReplayError
@@ -51,19 +52,17 @@ def pad_cu_seqlens(cu_seqlens: Tensor, length: int, rows: int) -> Tensor:
         InputError: the lengths fall, or do not start at 0.
         ReplayError: more segments or rows than the capture has.
     """
-    given = cu_seqlens.numpy()
-    if given.size < 1 or given[0] != 0 or (np.diff(given) < 0).any():
-        raise InputError(f"cu_seqlens: expected entries that rise from 0; got {given[:8].tolist()}...")
-    real = int(given[-1])
-    segments = int(np.searchsorted(given, real))
+    given = cu_seqlens.tolist()
+    if not given or given[0] != 0 or any(end < start for start, end in itertools.pairwise(given)):
+        raise InputError(f"cu_seqlens: expected entries that rise from 0; got {given[:8]}...")
+    real = given[-1]
+    segments = bisect.bisect_left(given, real)
     if not fits(segments, real, length, rows):
         raise ReplayError(
             f"cu_seqlens: {segments} segments over {real} rows do not fit a capture of {length - 1} "
             f"segments over {rows} rows"
         )
-    result = np.full(length, real, dtype=np.int32)
-    result[: segments + 1] = given[: segments + 1]
-    return torch.from_numpy(result)
+    return torch.tensor(given[: segments + 1] + [real] * (length - segments - 1), dtype=torch.int32)
 
 
 def pad_cu_seqlens_on_device(cu_seqlens: Tensor, length: int) -> Tensor:
@@ -98,12 +97,6 @@ def cover_pad_rows(captured: Tensor, cu_seqlens: Tensor) -> None:
     steps = torch.arange(1, spare + 1, device=captured.device)
     captured[given.shape[0] :] = (real + (rows - real) * steps // spare).to(captured.dtype)
     captured[: given.shape[0]] = given
-
-
-def longest_segment(cu_seqlens: Tensor) -> int:
-    """The longest segment of CPU cumulative lengths; 0 without any."""
-    lengths = np.diff(cu_seqlens.numpy())
-    return int(lengths.max()) if lengths.size else 0
 
 
 def fits(num_segments: int, num_rows: int, length: int, rows: int) -> bool:

@@ -169,5 +169,66 @@ def inspect(
     run_inspect(tower, settings)
 
 
+@app.command()
+@_reporting
+def tune(
+    trace: Annotated[
+        Path, typer.Argument(metavar="TRACE", help="Requests as JSON lines.", show_default=False)
+    ],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="YAML", help="The configuration to write.")
+    ],
+    max_graphs: Annotated[
+        int, typer.Option("--max-graphs", min=1, metavar="K", help="Budgets a path, at most.")
+    ],
+    max_bytes: Annotated[
+        str | None,
+        typer.Option(
+            "--max-bytes",
+            metavar="SIZE",
+            help="Device memory of all captures, at most, such as 2GiB; estimated.",
+            show_default="no limit",
+        ),
+    ] = None,
+    costs: Annotated[
+        Path | None,
+        typer.Option(
+            "--costs",
+            metavar="JSON",
+            help="Measured milliseconds by output tokens, replay_ms and exact_ms.",
+            show_default="estimated",
+        ),
+    ] = None,
+    granularity: Annotated[
+        int, typer.Option("--granularity", min=1, metavar="N", help="Budgets are multiples of N.")
+    ] = 1,
+    max_budget: Annotated[
+        int | None,
+        typer.Option(
+            "--max-budget",
+            min=1,
+            metavar="N",
+            help="Output tokens of the largest budget, at most; larger requests are cut.",
+            show_default="the largest request",
+        ),
+    ] = None,
+) -> None:
+    """Choose the token budgets that serve a trace of requests at the least cost.
+
+    Prints what they would do beside powers of two, and writes a configuration.
+    """
+    from fxsplit_encoder.cli.tune import run_tune
+
+    run_tune(
+        trace,
+        output,
+        max_graphs=max_graphs,
+        max_bytes=max_bytes,
+        costs=costs,
+        granularity=granularity,
+        max_budget=max_budget,
+    )
+
+
 if __name__ == "__main__":
     app()

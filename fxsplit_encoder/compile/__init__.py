@@ -6,7 +6,7 @@ Knows nothing of CUDA graphs or models.
 from fxsplit_encoder.compile.build import CompileOptions, build_program
 from fxsplit_encoder.compile.host import HostOp, register_host_op
 from fxsplit_encoder.compile.padding import PaddingReport
-from fxsplit_encoder.compile.program import DIRECT, Frame, Program, RegionInput, Runner, Step
+from fxsplit_encoder.compile.program import DIRECT, Frame, Program, RegionInput, Runner, Step, to_device
 from fxsplit_encoder.compile.trace import BoundProgram, compile_graph, trace_forward
 
 __all__ = [
@@ -23,5 +23,6 @@ __all__ = [
     "build_program",
     "compile_graph",
     "register_host_op",
+    "to_device",
     "trace_forward",
 ]

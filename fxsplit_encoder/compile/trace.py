@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import types
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,7 +52,7 @@ def compile_graph(
     return backend(module, example_inputs)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class BoundProgram:
     """A program whose inputs are known: each is a named tensor of the forward, a fixed tensor, or a number.
 
@@ -82,7 +83,7 @@ class BoundProgram:
         assert isinstance(result, torch.Tensor)
         return result
 
-    @property
+    @cached_property
     def segment_inputs(self) -> tuple[str, ...]:
         """The inputs that are cumulative lengths of attention."""
         return tuple(
@@ -93,7 +94,7 @@ class BoundProgram:
             and (name := self.names[entry.slot]) is not None
         )
 
-    @property
+    @cached_property
     def token_dims(self) -> dict[str, int | None]:
         """Per input, the dimension that counts tokens; cumulative lengths and fixed inputs have none."""
         return {
@@ -102,21 +103,44 @@ class BoundProgram:
             if entry.slot < len(self.names) and (name := self.names[entry.slot]) is not None
         }
 
+    @cached_property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """Per input, the dtype that it was traced with."""
+        return {
+            name: entry.info.dtype
+            for entry in self.program.region_inputs
+            if entry.slot < len(self.names) and (name := self.names[entry.slot]) is not None
+        }
+
     def symbols(self, inputs: Mapping[str, Tensor]) -> dict[str, int]:
         """The values that the trace's symbols take for these inputs."""
         values: dict[str, int] = {}
-        for symbol, position, dim in self.program.symbol_sources:
-            name, at = next(
-                ((n, d) for p, n, d in self.numbers if p == position), (self.names[position], dim)
-            )
-            if name is not None and name in inputs:
-                values.setdefault(symbol, inputs[name].shape[at])
+        for symbol, name, dim in self._sources:
+            if name in inputs:
+                values.setdefault(symbol, inputs[name].shape[dim])
         return values
 
-    def tokens(self, inputs: Mapping[str, Tensor]) -> int | None:
-        """Rows of these inputs, as the token symbol counts them."""
-        symbol = self.program.token_symbol
-        return None if symbol is None else self.symbols(inputs).get(symbol)
+    def tokens(self, inputs: Mapping[str, Tensor | Sequence[Tensor]]) -> int | None:
+        """Rows of these inputs, as the token symbol counts them; None where nothing tells.
+
+        An input may be several tensors whose rows follow one another.
+        """
+        for symbol, name, dim in self._sources:
+            if symbol == self.program.token_symbol and name in inputs:
+                value = inputs[name]
+                parts = [value] if isinstance(value, torch.Tensor) else value
+                return sum(part.shape[dim] for part in parts)
+        return None
+
+    @cached_property
+    def _sources(self) -> tuple[tuple[str, str, int], ...]:
+        """(symbol, input name, dimension): where a symbol's value is read."""
+        numbers = {position: (name, dim) for position, name, dim in self.numbers}
+        found = (
+            (symbol, *numbers.get(position, (self.names[position], dim)))
+            for symbol, position, dim in self.program.symbol_sources
+        )
+        return tuple((symbol, name, dim) for symbol, name, dim in found if name is not None)
 
 
 _trace_numbers = itertools.count()

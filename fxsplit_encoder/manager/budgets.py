@@ -1,7 +1,8 @@
 """How large the captures are: the token budgets of every path, and the items and frames of a batch."""
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from fxsplit_encoder.capture.budgets import generate_budgets
 from fxsplit_encoder.config import EncoderConfig
@@ -13,18 +14,57 @@ from fxsplit_encoder.manager.protocol import EncoderCudaGraphConfig, EncoderCuda
 _ITEMS_OF_A_NARROW_RANGE = 8
 
 
+class CaptureKey(NamedTuple):
+    """What tells the captures of a tower apart."""
+
+    path: str
+    """The path's name."""
+
+    budget: int
+    """Output tokens that the capture has room for."""
+
+    axis_keys: tuple[Hashable, ...] = ()
+    """The key on each capture axis; empty for a tower without any."""
+
+
 @dataclass(frozen=True)
 class Limits:
     """What the captures of a tower have room for."""
 
     path_budgets: Mapping[str, tuple[int, ...]]
-    """The token budgets of every path in output tokens, increasing, at least one a path."""
+    """The token budgets of every path in output tokens, increasing; a path without any is never captured."""
 
     max_items_per_batch: int
     """Images and videos in a batch, at least 1 and at most the smallest budget."""
 
     max_frames_per_batch: int
     """Video frames in a batch; 0: images only."""
+
+    skippable_paths: frozenset[str] = frozenset()
+    """The paths that a batch without tokens there skips; any other path is encoded for every batch."""
+
+
+def default_budgets(minimum: int, maximum: int) -> list[int]:
+    """The ladder where none is listed: 1, 2, 3, 4, 6, 8, 12, ... times `minimum`, and `maximum` as the last.
+
+    These are the powers of two times `minimum`, and the numbers halfway between them; all are multiples of
+    `minimum`, so a path whose minimum is one image holds whole images.
+
+    Let the tokens of a batch be uniform between two powers of two, M and 2M (M at least twice the minimum).
+    Powers of two alone replay 2M for each, M / 2 of padding on average: 25 % of what is replayed. With 1.5 M
+    between them the average padding is M / 4 in either half, so exactly half as much, and the average budget
+    1.75 M: padding is 1/7 (14.3 %) of what is replayed.
+
+    Args:
+        minimum: the smallest budget in output tokens.
+        maximum: the largest budget in output tokens.
+
+    Raises:
+        InputError: not 1 <= minimum <= maximum.
+    """
+    powers = generate_budgets(minimum, maximum)
+    halfway = (3 * power // 2 for power in powers[1:])
+    return sorted({*powers, *(budget for budget in halfway if budget < maximum)})
 
 
 def resolve_limits(
@@ -35,9 +75,11 @@ def resolve_limits(
 ) -> Limits:
     """What to capture: the user's settings where there are any, else what follows from the tower.
 
-    A path has the budgets that the user lists for it, else those listed for all paths, else powers of two
-    from its own minimum (or the range's) to the range's maximum. Items default to the smallest ones that
-    the range's maximum holds, frames to those of as many of the longest videos.
+    A path has the budgets that the user lists for it, else those listed for all paths, else
+    `default_budgets` from its own minimum (or the range's) to the range's maximum. A listed 0 only states
+    that a batch without tokens skips the path: it is dropped, and a path that lists nothing else is never
+    captured. Items default to the smallest ones that the range's maximum holds, frames to those of as many
+    of the longest videos.
 
     Args:
         config: the user's settings.
@@ -53,12 +95,13 @@ def resolve_limits(
     path_budgets = {
         name: _path_budgets(name, path, config, budget_range) for name, path in model_config.paths.items()
     }
-    smallest = min(budgets[0] for budgets in path_budgets.values())
-    items = config.max_items_per_batch or min(_inferred_items(budget_range), smallest)
+    smallest = [budgets[0] for budgets in path_budgets.values() if budgets]
+    items = config.max_items_per_batch or min([_inferred_items(budget_range), *smallest])
     frames = config.max_frames_per_batch
     if frames is None:
         frames = items * model_config.max_frames_per_video
-    return Limits(path_budgets, items, frames if has_video else 0)
+    skippable = frozenset(name for name, path in model_config.paths.items() if path.allow_zero_tokens)
+    return Limits(path_budgets, items, frames if has_video else 0, skippable)
 
 
 def _check(
@@ -82,8 +125,13 @@ def _path_budgets(
     name: str, path: EncoderCudaGraphPathConfig, config: EncoderConfig, budget_range: tuple[int, int]
 ) -> tuple[int, ...]:
     own = config.paths[name].token_budgets if name in config.paths else ()
+    if 0 in own and not path.allow_zero_tokens:
+        raise ConfigError(
+            f"paths.{name}.token_budgets: 0 is listed, but the tower encodes this path for every batch and "
+            f"never skips it; allowed: integers of at least 1; got {list(own)}"
+        )
     if listed := own or config.token_budgets:
-        return listed
+        return tuple(budget for budget in listed if budget)
     minimum, maximum = budget_range
     if path.min_token_budget is not None:
         minimum = path.min_token_budget
@@ -97,7 +145,7 @@ def _path_budgets(
             f"max_items_per_batch: above the largest budget that the tower's range gives path {name!r}; "
             f"allowed: 0 to {maximum}; got {config.max_items_per_batch}"
         )
-    return tuple(generate_budgets(max(minimum, config.max_items_per_batch), maximum))
+    return tuple(default_budgets(max(minimum, config.max_items_per_batch), maximum))
 
 
 def _inferred_items(budget_range: tuple[int, int]) -> int:

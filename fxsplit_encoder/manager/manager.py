@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import logging
 import threading
 from typing import TYPE_CHECKING, Any
@@ -13,20 +15,40 @@ from fxsplit_encoder.capture import GraphPool, MissReason
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import InputError, ReplayError
 from fxsplit_encoder.manager.budgets import resolve_limits
+from fxsplit_encoder.manager.captures import CapturePlan, least_useful, plan_captures
+from fxsplit_encoder.manager.costs import CostModel
+from fxsplit_encoder.manager.data_parallel import DataParallel
+from fxsplit_encoder.manager.dual_path import postprocess_of, read_item_specs, read_model_config
 from fxsplit_encoder.manager.path import EncoderPath
-from fxsplit_encoder.manager.plan import Plan, PlannedBatch, build_fallback_plan, build_plan
-from fxsplit_encoder.manager.protocol import BudgetGraphMetadata, SupportsEncoderCudaGraph
+from fxsplit_encoder.manager.planner import build_fallback_plan, build_plan
+from fxsplit_encoder.manager.protocol import (
+    ENCODER_CUDAGRAPH_AXIS_KEYS_KWARG,
+    BudgetGraphMetadata,
+    SupportsEncoderCudaGraph,
+)
 from fxsplit_encoder.manager.statistics import ManagerStats, Statistics
+from fxsplit_encoder.manager.trace import TraceWriter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    import os
+    from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor
+    from torch.distributed import ProcessGroup
 
+    from fxsplit_encoder.capture.buffers import StaticValue
     from fxsplit_encoder.compile import BoundProgram
+    from fxsplit_encoder.manager.budgets import CaptureKey
+    from fxsplit_encoder.manager.plan import PathPlan, Plan, PlannedBatch
     from fxsplit_encoder.manager.protocol import EncoderItemSpec
 
 logger = logging.getLogger(__name__)
+
+# Plans depend on sizes alone, and the same sizes come again.
+_KEPT_PLANS = 1024
+
+# Host milliseconds that a batch adds, to decide whether it is worth splitting one.
+_PER_BATCH_MS = 0.3
 
 
 class EncoderCudaGraphManager:
@@ -37,13 +59,16 @@ class EncoderCudaGraphManager:
         config: budgets, modes, limits.
         device, dtype: where and in what the tower computes; by default those of its parameters.
         log_interval: items between two log lines of statistics; 0: none.
+        process_group: the ranks that share the items if `config.data_parallel` is set; None: the default
+            group.
+        trace: a file to which the item sizes of every request are appended, for `encoder-cg tune`.
 
-    Without CUDA the recorded steps are replayed one by one over the same static buffers: right, and no
-    faster.
+    Threads may share a manager: batches run one at a time. Without CUDA the recorded steps are replayed one
+    by one over the same static buffers: right, and no faster.
 
     Raises:
         InputError: the tower lacks methods of the protocol, or declares an impossible range.
-        ConfigError: the settings do not suit the tower.
+        ConfigError: the settings do not suit the tower, or there is no process group for `data_parallel`.
     """
 
     def __init__(
@@ -54,6 +79,8 @@ class EncoderCudaGraphManager:
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         log_interval: int = 100,
+        process_group: ProcessGroup | None = None,
+        trace: str | os.PathLike[str] | None = None,
     ) -> None:
         if not isinstance(tower, SupportsEncoderCudaGraph):
             raise InputError(
@@ -63,23 +90,36 @@ class EncoderCudaGraphManager:
         self.tower = tower
         self.config = config if config is not None else EncoderConfig()
         self.device, self.dtype = _placement(tower, device, dtype)
-        self.model_config = tower.get_encoder_cudagraph_config()
+        self.model_config = read_model_config(tower)
         self.limits = resolve_limits(
             self.config,
             self.model_config,
             tower.get_encoder_cudagraph_budget_range(None),
             has_video="video" in self.model_config.modalities,
         )
-        self.pool = GraphPool(self.device, self.config.max_graph_bytes)
-        self.paths = {
-            name: EncoderPath(name, tower, self.config, self.limits, self.pool, self.device, self.dtype)
+        self.pool = GraphPool(self.device)
+        self.routes = {
+            (name, axis_keys): EncoderPath(
+                name, tower, self.config, self.limits, self.pool, self.device, self.dtype, axis_keys
+            )
             for name in self.limits.path_budgets
+            for axis_keys in itertools.product(*self.model_config.capture_axes)
         }
+        """Every path at every combination of axis keys."""
         self.statistics = Statistics(log_interval)
+        self.data_parallel = DataParallel(process_group, self.device) if self.config.data_parallel else None
+        self._postprocess = postprocess_of(tower)
+        self._trace = TraceWriter(trace) if trace is not None else None
         self._captured = False
         self._lock = threading.RLock()
+        self._use_captures()
 
     # --- compile and capture
+
+    @property
+    def paths(self) -> dict[str, EncoderPath]:
+        """The paths by name, of a tower without capture axes; else those of the first axis keys."""
+        return {name: path for (name, _), path in reversed(self.routes.items())}
 
     @property
     def programs(self) -> dict[str, BoundProgram | None]:
@@ -89,55 +129,139 @@ class EncoderCudaGraphManager:
     @property
     def reports(self) -> list[str]:
         """What was dropped or runs in another way than asked, and why."""
-        return [note for path in self.paths.values() for note in path.notes]
+        return [note for path in self.routes.values() for note in path.notes]
 
     @property
     def budget_graphs(self) -> dict[str, dict[int, BudgetGraphMetadata]]:
-        """Every capture, by path and budget."""
+        """Every capture, by path and budget; with capture axes, of the first axis keys."""
         return {
             name: {b: self._metadata(path, b) for b in sorted(path.captured)}
             for name, path in self.paths.items()
         }
 
+    def planned_captures(self) -> CapturePlan:
+        """What `capture` will capture, and the memory of its static inputs."""
+        if not self.config.enabled or not self.model_config.modalities:
+            return CapturePlan(())
+        return plan_captures(self.routes.values(), self.limits)
+
     def compile(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Traces and compiles every path's forward; `progress` gets (pieces done, pieces) of each path."""
         with self._lock:
-            for path in self.paths.values():
-                path.compile(progress)
+            for path in self.routes.values():
+                if path.budgets:  # else nothing tells at which size to trace it, and it runs eagerly
+                    path.compile(progress)
 
     def capture(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Compiles, then captures every budget of every path, largest first (capture rule 10).
 
-        A budget that cannot be captured is dropped, with its reason in `reports`; the others serve.
-        `progress` is called with (budgets done, budgets).
+        A budget that cannot be captured is dropped, with its reason in `reports`; the others serve. On a
+        device every way to run is timed, for `packing: cost`. `progress` is called with (budgets done,
+        budgets).
         """
         with self._lock:
             if not self.config.enabled:
                 return
+            planned = self.planned_captures()
+            logger.info("%s", planned)
             self.compile()
-            wanted = [
-                (budget, path)
-                for path in self.paths.values()
-                if path.mode != "none"
-                for budget in path.budgets
-            ]
-            wanted.sort(key=lambda pair: -pair[0])
-            for done, (budget, path) in enumerate(wanted):
-                path.capture(budget)
-                if budget in path.captured:
-                    captured = path.captured[budget]
-                    self.statistics.record_capture(
-                        path.name, budget, captured.mode, path.ladder.num_bytes(budget)
-                    )
-                    if self.pool.is_cuda:
-                        self.statistics.record_time(path.name, budget, captured.measure())
-                if progress is not None:
-                    progress(done + 1, len(wanted))
+            wanted = [capture.key for capture in planned.captures if capture.pruned is None]
+            self._capture(wanted, progress)
             self._captured = True
-            if wanted and not any(path.captured or path.ladder.exact for path in self.paths.values()):
+            self._use_captures()
+            if self._over_limit():
+                self._drop_least_useful()
+            if wanted and not any(path.captured or path.ladder.exact for path in self.routes.values()):
                 logger.error(
-                    "no budget could be captured; every item will fall back: %s", "; ".join(self.reports)
+                    "encoder CUDA graphs are enabled, but no budget could be captured; every item will fall "
+                    "back: %s",
+                    "; ".join(self.reports),
                 )
+
+    def _capture(
+        self, keys: Iterable[CaptureKey], progress: Callable[[int, int], None] | None = None
+    ) -> None:
+        ordered = sorted(keys, key=lambda key: -key.budget)
+        for done, key in enumerate(ordered):
+            path = self.routes[key.path, key.axis_keys]
+            path.capture(key.budget)
+            captures = sum(len(each.captured) for each in self.routes.values())
+            if captures == 1 and key.budget in path.captured and self._over_limit():
+                path.drop(key.budget, f"{self._excess()}, by this one alone")
+                captures = 0
+            if captures == 0:  # what was tried and released left its memory in the pool
+                path.shared.clear()
+                self.pool.retire()
+            if key.budget in path.captured:
+                num_bytes = path.ladder.num_bytes(key.budget)
+                self.statistics.record_capture(key, path.captured[key.budget].mode, num_bytes)
+                if (costs := path.ladder.costs.get(key.budget)) is not None:
+                    self.statistics.record_time(key, costs.best)
+            if progress is not None:
+                progress(done + 1, len(ordered))
+        if self.pool.is_cuda and self.config.packing == "cost":
+            for path in self.routes.values():
+                path.measure()
+
+    def _use_captures(self) -> None:
+        """Gathers what plans depend on, so that a request need not."""
+        self._plans: dict[Hashable, Plan] = {}
+        routes = self.routes.values()
+        self._build_plan = functools.partial(
+            build_plan,
+            limits=self.limits,
+            captured=frozenset(p.key(b) for p in routes for b in p.captured) if self._captured else None,
+            exact=frozenset(p.key(b) for p in routes for b in p.ladder.exact),
+            packing=self.config.packing,
+            costs=CostModel({key: path.costs() for key, path in self.routes.items()}, _PER_BATCH_MS)
+            if self._captured
+            else None,
+        )
+        self.statistics.record_input_bytes(sum(path.input_bytes for path in routes))
+
+    # --- the memory limit
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that all captures hold: their graphs' pool and their static inputs."""
+        return self.pool.used_bytes + sum(path.input_bytes for path in self.routes.values())
+
+    def _over_limit(self) -> bool:
+        limit = self.config.max_graph_bytes
+        return limit is not None and self.num_bytes > limit
+
+    def _excess(self) -> str:
+        return f"captures take {self.num_bytes} bytes, max_graph_bytes allows {self.config.max_graph_bytes}"
+
+    def _drop_least_useful(self) -> None:
+        """Drops the budgets that gain least for their bytes until the rest, captured anew, keep the limit.
+
+        Memory of a pool is given back as a whole, so what remains has to be captured again.
+        """
+        limit = self.config.max_graph_bytes
+        assert limit is not None
+        while self._over_limit():
+            excess, reason = self.num_bytes - limit, self._excess()
+            while excess > 0:
+                path, budget = self._least_useful()
+                excess -= max(1, path.ladder.num_bytes(budget))
+                path.drop(budget, f"{reason}; it gains least for its memory")
+            kept = [path.key(budget) for path in self.routes.values() for budget in path.captured]
+            self._release()
+            self._capture(kept)
+            self._use_captures()
+
+    def _least_useful(self) -> tuple[EncoderPath, int]:
+        found = []
+        for path in self.routes.values():
+            if budgets := sorted(path.captured):
+                sizes = [path.ladder.num_bytes(budget) for budget in budgets]
+                skippable = path.name in self.limits.skippable_paths
+                budget, gain = least_useful(path.costs(), budgets, sizes, skippable)
+                found.append((gain, path, budget))
+        assert found, "nothing is captured, so no limit is exceeded"
+        _, path, budget = min(found, key=lambda each: each[0])
+        return path, budget
 
     def is_captured(self) -> bool:
         """Whether `capture` has run since the last `clear`."""
@@ -146,11 +270,15 @@ class EncoderCudaGraphManager:
     def clear(self) -> None:
         """Releases every capture and its memory; `capture` may be called again."""
         with self._lock:
-            for path in self.paths.values():
-                path.clear()
+            self._release()
             self._captured = False
-            self.statistics.record_clear()
-            self.pool.retire()
+            self._use_captures()
+
+    def _release(self) -> None:
+        for path in self.routes.values():
+            path.clear()
+        self.statistics.record_clear()
+        self.pool.retire()
 
     def supports_modality(self, modality: str) -> bool:
         """Whether captures serve "image" or "video" inputs of this tower."""
@@ -163,7 +291,7 @@ class EncoderCudaGraphManager:
 
         Before `capture`, the plan is that of a full ladder.
         """
-        return self._plan(mm_kwargs, self.tower.get_encoder_cudagraph_item_specs(mm_kwargs))
+        return self._plan(mm_kwargs, self._item_specs(mm_kwargs))
 
     def execute(self, mm_kwargs: dict[str, Any]) -> list[Tensor]:
         """Encodes a batch of images and videos.
@@ -179,15 +307,24 @@ class EncoderCudaGraphManager:
 
         Raises:
             InputError: the inputs contradict one another; nothing was encoded.
+            RankError: with `config.data_parallel`, another rank failed or got other inputs.
         """
-        with self._lock, self._inference():
-            specs = self.tower.get_encoder_cudagraph_item_specs(mm_kwargs)
-            plan = self._plan(mm_kwargs, specs, captured_only=True)
-            tokens = [spec.output_tokens for spec in specs]
-            results: dict[int, Tensor] = {}
-            for batch in plan.batches:
-                self._run_batch(batch, mm_kwargs, tokens, results, num_items=plan.num_items)
-            return [results[index] for index in range(plan.num_items)]
+        with self._lock, _without_autograd():
+            if self.data_parallel is not None:
+                return self.data_parallel.execute(mm_kwargs, self._encode, self.tower)
+            return self._encode(mm_kwargs)
+
+    def _encode(self, mm_kwargs: dict[str, Any]) -> list[Tensor]:
+        """The items of a batch, all of them on this device."""
+        specs = self._item_specs(mm_kwargs)
+        if self._trace is not None:
+            self._trace.write(specs, self._item_segments(mm_kwargs, len(specs)))
+        plan = self._plan(mm_kwargs, specs)
+        tokens = [spec.output_tokens for spec in specs]
+        results: dict[int, Tensor] = {}
+        for batch in plan.batches:
+            self._run_batch(batch, mm_kwargs, tokens, results)
+        return [results[index] for index in range(plan.num_items)]
 
     def stats(self) -> ManagerStats:
         """Hits, misses by reason, padding and bytes so far."""
@@ -195,38 +332,69 @@ class EncoderCudaGraphManager:
 
     # --- one plan
 
-    def _plan(
-        self, mm_kwargs: dict[str, Any], specs: Sequence[EncoderItemSpec], *, captured_only: bool = False
-    ) -> Plan:
-        if not self.config.enabled or all(path.mode == "none" for path in self.paths.values()):
-            return build_fallback_plan(specs, self.paths, MissReason.DISABLED)
-        if specs and not self.supports_modality(self.tower.get_input_modality(mm_kwargs)):
-            return build_fallback_plan(specs, self.paths, MissReason.UNSUPPORTED_INPUT)
+    def _item_specs(self, mm_kwargs: dict[str, Any]) -> list[EncoderItemSpec]:
+        return read_item_specs(self.tower.get_encoder_cudagraph_item_specs(mm_kwargs))
+
+    def _plan(self, mm_kwargs: dict[str, Any], specs: Sequence[EncoderItemSpec]) -> Plan:
+        if not self.config.enabled or all(path.mode == "none" for path in self.routes.values()):
+            return build_fallback_plan(
+                specs, self.limits.path_budgets, MissReason.DISABLED, self.limits.skippable_paths
+            )
+        modalities = self._item_modalities(mm_kwargs, len(specs))
         segments = self._item_segments(mm_kwargs, len(specs))
-        everything = not (captured_only or self._captured)
-        return build_plan(
+        axis_keys = self._item_axis_keys(mm_kwargs, len(specs))
+        sizes = tuple([(s.input_size, s.output_tokens, *s.path_output_tokens.items()) for s in specs])
+        key = (sizes, tuple(segments), tuple(modalities), axis_keys and tuple(axis_keys))
+        plan = self._plans.get(key)
+        if plan is None:
+            if len(self._plans) >= _KEPT_PLANS:
+                self._plans.clear()
+            plan = self._plans[key] = self._make_plan(specs, modalities, segments, axis_keys)
+        return plan
+
+    def _make_plan(
+        self,
+        specs: Sequence[EncoderItemSpec],
+        modalities: Sequence[str],
+        segments: Sequence[int],
+        axis_keys: Sequence[tuple[Hashable, ...]] | None,
+    ) -> Plan:
+        frames = [
+            count if modality == "video" else 0 for count, modality in zip(segments, modalities, strict=True)
+        ]
+        unsupported = {m for m in modalities if not self.supports_modality(m)}
+        return self._build_plan(
             specs,
-            self.limits,
-            None if everything else {(name, b) for name, path in self.paths.items() for b in path.captured},
-            self._item_frames(mm_kwargs, segments),
-            exact={(name, b) for name, path in self.paths.items() for b in path.ladder.exact},
             item_segments=segments,
-            segment_room={
-                (n, b): room for n, path in self.paths.items() for b, room in path.segment_room.items()
-            },
+            item_frames=frames if any(frames) else None,
+            item_reasons=[MissReason.UNSUPPORTED_INPUT if m in unsupported else None for m in modalities]
+            if unsupported
+            else None,
+            item_axis_keys=axis_keys,
         )
 
+    # Optional methods of a tower, and what is assumed of one without them.
+
+    def _item_modalities(self, mm_kwargs: dict[str, Any], num_items: int) -> list[str]:
+        """ "image" or "video" for every item; the batch's own modality where the tower does not tell."""
+        item_modalities = getattr(self.tower, "item_modalities", None)
+        if item_modalities is not None:
+            return item_modalities(mm_kwargs)  # type: ignore[no-any-return]
+        return [self.tower.get_input_modality(mm_kwargs)] * num_items if num_items else []
+
     def _item_segments(self, mm_kwargs: dict[str, Any], num_items: int) -> list[int]:
-        """Attention segments of every item; one each where the tower does not tell."""
+        """Attention segments of every item, of a video its frames; one each where the tower does not tell."""
         item_segments = getattr(self.tower, "item_segments", None)
         return item_segments(mm_kwargs) if item_segments is not None else [1] * num_items
 
-    def _item_frames(self, mm_kwargs: dict[str, Any], segments: list[int]) -> list[int] | None:
-        """Video frames of every item, 0 for images, which come first."""
-        if mm_kwargs.get("video_grid_thw") is None:
+    def _item_axis_keys(self, mm_kwargs: dict[str, Any], num_items: int) -> list[tuple[Hashable, ...]] | None:
+        """The axis keys of every item, which the tower tells of any selection of items; None without axes."""
+        if not self.model_config.capture_axes:
             return None
-        num_videos = len(mm_kwargs["video_grid_thw"])
-        return [0] * (len(segments) - num_videos) + segments[len(segments) - num_videos :]
+        return [
+            _axis_keys(self.tower.select_encoder_cudagraph_items(mm_kwargs, [index]))
+            for index in range(num_items)
+        ]
 
     # --- one batch
 
@@ -236,47 +404,59 @@ class EncoderCudaGraphManager:
         mm_kwargs: dict[str, Any],
         tokens: list[int],
         results: dict[int, Tensor],
-        *,
-        num_items: int,
     ) -> None:
         indices = list(batch.indices)
-        selected = (
-            mm_kwargs
-            if indices == list(range(num_items))
-            else self.tower.select_encoder_cudagraph_items(mm_kwargs, indices)
-        )
+        everything = indices == list(range(len(tokens))) and not self.model_config.capture_axes
+        selected = mm_kwargs if everything else self.tower.select_encoder_cudagraph_items(mm_kwargs, indices)
+        axis_keys = _axis_keys(selected) if self.model_config.capture_axes else ()
         reason = batch.reason
         with self.pool.replaying():
             outputs: dict[str, Tensor] = {}
             for name, planned in batch.paths.items():
-                if planned.tokens:
-                    outputs[name], failure = self._run_path(
-                        self.paths[name], planned.budget, planned.tokens, selected
-                    )
+                if not planned.skipped:
+                    outputs[name], failure = self._run_path(name, axis_keys, planned, selected)
                     reason = reason or failure
-            self.tower.postprocess_encoder_output(
-                outputs, indices, tokens, results, clone=False, batch_mm_kwargs=selected
-            )
+            self._postprocess(outputs, indices, tokens, results, clone=False, batch_mm_kwargs=selected)
             self._own(indices, results, outputs)
         self.statistics.record_items(len(indices), reason)
 
     def _run_path(
-        self, path: EncoderPath, budget: int | None, tokens: int, selected: dict[str, Any]
+        self, name: str, axis_keys: tuple[Hashable, ...], planned: PathPlan, selected: dict[str, Any]
     ) -> tuple[Tensor, MissReason | None]:
-        if budget is None:
-            return path.run_exact(selected), None
+        path = self.routes.get((name, axis_keys))
+        if path is None:  # items of the same keys make up a batch of others: the tower's own forward serves
+            self.statistics.record_fallback("eager")
+            return self.tower.encoder_eager_forward(selected, path=name), MissReason.NOT_CAPTURED
+        if planned.budget is None:
+            return self._run_without_replay(path, planned, selected), None
         values = path.values(selected)
-        captured = path.best_capture(budget, values)
+        captured = path.captured.get(planned.budget) and path.best_capture(planned.budget, values)
+        if captured is None:
+            return self._run_without_replay(path, planned, selected, values), MissReason.NOT_CAPTURED
         try:
             path.load(captured, values)
         except ReplayError as error:
             # Raised before anything was copied: the batch is whole and runs at its exact shape.
-            logger.warning("path %s, budget %d: %s", path.name, budget, error)
-            return path.run_exact(selected, values), MissReason.EXTENT_EXCEEDED
+            logger.warning("%s, budget %d: %s", path.label, planned.budget, error)
+            return self._run_without_replay(path, planned, selected, values), MissReason.EXTENT_EXCEEDED
         output = captured.replay(debug=self.config.debug)[0]
         assert isinstance(output, torch.Tensor)
-        self.statistics.record_replay(path.name, budget, tokens)
+        self.statistics.record_replay(path.key(planned.budget), planned.tokens)
         return output, None
+
+    def _run_without_replay(
+        self,
+        path: EncoderPath,
+        planned: PathPlan,
+        selected: dict[str, Any],
+        values: dict[str, StaticValue | None] | None = None,
+    ) -> Tensor:
+        if planned.eager:
+            output, compiled = path.run_eager(selected), False
+        else:
+            output, compiled = path.run_exact(selected, values)
+        self.statistics.record_fallback("exact" if compiled else "eager")
+        return output
 
     def _own(self, indices: Sequence[int], results: dict[int, Tensor], outputs: dict[str, Tensor]) -> None:
         """Copies what still lies in a path's output, so that no replay overwrites it (capture rule 7).
@@ -288,13 +468,6 @@ class EncoderCudaGraphManager:
             if results[index].untyped_storage().data_ptr() in storages:
                 results[index] = results[index].clone()
 
-    @contextlib.contextmanager
-    def _inference(self) -> Iterator[None]:
-        # Static buffers are ordinary tensors; inside inference mode they could not be written later outside
-        # of it.
-        with torch.inference_mode(False), torch.no_grad():
-            yield
-
     def _metadata(self, path: EncoderPath, budget: int) -> BudgetGraphMetadata:
         captured = path.captured[budget]
         return BudgetGraphMetadata(
@@ -304,9 +477,37 @@ class EncoderCudaGraphManager:
             graph=captured.capture,
             input_buffers=captured.inputs.tensors,
             output_buffer=captured.outputs[0],
+            axis_keys=path.axis_keys,
             mode=captured.mode,
             graph_bytes=path.ladder.num_bytes(budget),
         )
+
+
+@contextlib.contextmanager
+def _without_autograd() -> Iterator[None]:
+    if not torch.is_inference_mode_enabled():
+        with torch.no_grad():
+            yield
+        return
+    # Static buffers are ordinary tensors; inside inference mode they could not be written later outside
+    # of it.
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def _axis_keys(mm_kwargs: Mapping[str, Any]) -> tuple[Hashable, ...]:
+    """What a tower with capture axes says of a selection of items.
+
+    Raises:
+        InputError: it says nothing.
+    """
+    keys = mm_kwargs.get(ENCODER_CUDAGRAPH_AXIS_KEYS_KWARG)
+    if keys is None:
+        raise InputError(
+            f"select_encoder_cudagraph_items gave no {ENCODER_CUDAGRAPH_AXIS_KEYS_KWARG!r}; a tower with "
+            "capture_axes must give one key an axis there"
+        )
+    return tuple(keys)
 
 
 def _placement(

@@ -1,4 +1,6 @@
-"""One path of a tower: its compiled forward, its captures, and how a batch runs on it."""
+"""One path of a tower, at one combination of capture axes: its compiled forward, its captures, and how a
+batch runs on it.
+"""
 
 from __future__ import annotations
 
@@ -8,26 +10,31 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fxsplit_encoder.attention import KnownSegments
 from fxsplit_encoder.capture import (
     BudgetLadder,
     CapturedForward,
     CaptureRequest,
     GraphPool,
+    SharedBuffers,
     StaticBuffer,
     StaticInputs,
     StaticParameters,
+    measure_ms,
 )
 from fxsplit_encoder.capture.probe import probe_padding
 from fxsplit_encoder.capture.runner import ExactRunner
-from fxsplit_encoder.capture.segments import longest_segment
-from fxsplit_encoder.compile import DIRECT, BoundProgram, CompileOptions, Step, trace_forward
-from fxsplit_encoder.errors import CaptureError, CompileError
+from fxsplit_encoder.compile import BoundProgram, CompileOptions, Step, to_device, trace_forward
+from fxsplit_encoder.errors import CaptureError, CompileError, InputError
+from fxsplit_encoder.manager.budgets import CaptureKey
+from fxsplit_encoder.manager.costs import RouteCosts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Mapping, Sequence
 
     from torch import Tensor
 
+    from fxsplit_encoder.capture.buffers import StaticValue
     from fxsplit_encoder.compile import Runner
     from fxsplit_encoder.config import EncoderConfig
     from fxsplit_encoder.manager.budgets import Limits
@@ -39,9 +46,12 @@ logger = logging.getLogger(__name__)
 # kernels.
 _TRACED_TOKENS = 256
 
+# Equal segments that a full budget is cut into to find what attention costs.
+_MEASURED_SEGMENTS = 8
+
 
 class EncoderPath:
-    """Captures and runs one path.
+    """Captures and runs one path, for items of one combination of axis keys.
 
     Its forward is the compiled program of the tower's `encoder_cudagraph_forward`; where that does not
     compile, the method itself, as a whole.
@@ -56,8 +66,10 @@ class EncoderPath:
         pool: GraphPool,
         device: torch.device,
         dtype: torch.dtype,
+        axis_keys: tuple[Hashable, ...] = (),
     ) -> None:
         self.name = name
+        self.axis_keys = axis_keys
         self.tower = tower
         self.budgets = limits.path_budgets[name]
         self.limits = limits
@@ -72,9 +84,25 @@ class EncoderPath:
         """Those that the program is bound to."""
         self.notes: list[str] = []
         self.ladder = BudgetLadder(self._request, self.mode, pool)
+        self.shared = SharedBuffers()
+        self.eager_costs: tuple[tuple[int, float], ...] = ()
+        """(output tokens, milliseconds) of the tower's own forward, measured on a device."""
+        self.attention_cost = 0.0
+        """Milliseconds of a pair of rows that attend to one another, measured on a device."""
+        self.rows_per_token = 1.0
+        """Rows of the attended sequence for an output token."""
         self._compiled = False
         self.segment_room: dict[int, int] = {}
         """The attention segments that a captured budget holds; not there for a forward without any."""
+
+    @property
+    def label(self) -> str:
+        """The path and its axis keys, for messages."""
+        return f"path {self.name}" + (f" {self.axis_keys}" if self.axis_keys else "")
+
+    def key(self, budget: int) -> CaptureKey:
+        """What one of its budgets is called."""
+        return CaptureKey(self.name, budget, self.axis_keys)
 
     # --- compile
 
@@ -93,7 +121,7 @@ class EncoderPath:
                 )
             self._bind(program)
         except CompileError as error:
-            self._note(f"path {self.name}: captured without compiling: {error}")
+            self.note(f"{self.label}: captured without compiling: {error}")
 
     def _bind(self, program: BoundProgram) -> None:
         self.program = program
@@ -122,8 +150,28 @@ class EncoderPath:
             self.device,
             self.dtype,
             path=self.name,
+            **({"axis_keys": self.axis_keys} if self.axis_keys else {}),
         )
         return dict(prepared.values)
+
+    def num_input_bytes(self, budget: int) -> int:
+        """Memory of the static inputs of a budget.
+
+        Raises:
+            InputError: the tower cannot make inputs of this size for these axis keys.
+        """
+        try:
+            values = self._capture_values(budget)
+        except ValueError as error:
+            raise InputError(f"{self.label}: no inputs for {budget} tokens: {error}") from error
+        return sum(tensor.numel() * tensor.element_size() for tensor in values.values())
+
+    def item_token_range(self) -> tuple[int, int] | None:
+        """The fewest and the most output tokens of one item on this path with these axis keys, from the
+        tower's optional `get_encoder_cudagraph_item_token_range(path, axis_keys)`; None: not known.
+        """
+        token_range = getattr(self.tower, "get_encoder_cudagraph_item_token_range", None)
+        return None if token_range is None else token_range(path=self.name, axis_keys=self.axis_keys)
 
     def _dynamic_dims(self, inputs: Mapping[str, Tensor]) -> dict[str, list[int]]:
         """The dimensions that differ between two budgets; with one budget, the first of every tensor."""
@@ -141,7 +189,23 @@ class EncoderPath:
         """Captures one budget, or notes why it is dropped."""
         self.ladder.capture(budget)
         if budget in self.ladder.dropped:
-            self._note(f"path {self.name}: budget {budget} is dropped: {self.ladder.dropped[budget]}")
+            self.note(f"{self.label}: budget {budget} is dropped: {self.ladder.dropped[budget]}")
+
+    def drop(self, budget: int, reason: str) -> None:
+        """Releases the captures of one budget."""
+        self.ladder.drop(budget, reason)
+        self.note(f"{self.label}: budget {budget} is dropped: {reason}")
+
+    @property
+    def input_bytes(self) -> int:
+        """Memory of the static inputs of all captures, shared or not."""
+        storages = {
+            storage.data_ptr(): storage.nbytes()
+            for captured in self.captured.values()
+            for tensor in captured.inputs.tensors.values()
+            if (storage := tensor.untyped_storage()).data_ptr()
+        }
+        return sum(storages.values())
 
     @property
     def captured(self) -> dict[int, CapturedForward]:
@@ -153,7 +217,10 @@ class EncoderPath:
         program = self.program
         if program is None:
             return CaptureRequest(
-                StaticInputs(StaticBuffer(name, tensor) for name, tensor in values.items()),
+                StaticInputs(
+                    StaticBuffer(name, tensor, 0, self.padding_logics.get(name))
+                    for name, tensor in values.items()
+                ),
                 StaticParameters.of_module(self.tower),
                 (),
                 budget,
@@ -162,12 +229,22 @@ class EncoderPath:
                 can_break=False,
             )
         rows = program.tokens(values)
+        if rows is not None:
+            self.rows_per_token = rows / budget
         self._check_padding(program, values, rows)
-        buffers = {n: StaticBuffer(n, tensor, _fill_dim(program, n, tensor)) for n, tensor in values.items()}
+        buffers = {name: self._buffer(program, name, tensor) for name, tensor in values.items()}
         if program.segment_inputs:
             self.segment_room[budget] = min(values[name].shape[0] - 1 for name in program.segment_inputs)
         num_rows = torch.full((), rows, dtype=torch.int64, device=self.device) if rows is not None else None
         return self._request_over(program, buffers, budget if rows is None else rows, num_rows)
+
+    def _buffer(self, program: BoundProgram, name: str, tensor: Tensor) -> StaticBuffer:
+        """A static input; in shared memory, if it is one that every batch fills."""
+        if name in program.segment_inputs:  # replaced as a whole
+            return self.shared.share(StaticBuffer(name, tensor, None))
+        dim = program.token_dims.get(name)
+        buffer = StaticBuffer(name, tensor, 0 if dim is None else dim, self.padding_logics.get(name))
+        return buffer if dim is None else self.shared.share(buffer)
 
     def _request_over(
         self, program: BoundProgram, buffers: dict[str, StaticBuffer], rows: int, num_rows: Tensor | None
@@ -226,79 +303,137 @@ class EncoderPath:
         if refusal is not None:
             raise CaptureError(f"padding changes its results ({program.program.padding}): {refusal}")
 
+    # --- costs
+
+    def measure(self) -> None:
+        """Times what no capture is needed for: the tower's own forward over a few sizes, and attention."""
+        sizes = sorted({self.budgets[0], self.budgets[len(self.budgets) // 2], self.budgets[-1]})
+        costs = []
+        with torch.no_grad():
+            for budget in sizes:
+                try:
+                    values = self._capture_values(budget)
+                    costs.append((budget, measure_ms(lambda v=values: self._forward(v), self.device)))  # type: ignore[misc]
+                    self._measure_attention(values)
+                except torch.OutOfMemoryError:
+                    self.note(f"{self.label}: out of memory while {budget} tokens were timed")
+                    break
+        self.eager_costs = tuple(costs)
+
+    def _measure_attention(self, values: dict[str, Tensor]) -> None:
+        """From the same batch as one segment and as several of equal length."""
+        program = self.program
+        if program is None or len(program.segment_inputs) != 1:
+            return
+        rows = program.tokens(values)
+        if rows is None or rows < _MEASURED_SEGMENTS:
+            return
+
+        def milliseconds(segments: int) -> float:
+            cu_seqlens = (torch.arange(segments + 1) * rows // segments).to(torch.int32)
+            on_device = cu_seqlens.to(self.device)
+            inputs = {**values, program.segment_inputs[0]: on_device}
+
+            def run() -> Tensor:
+                return program(inputs, ExactRunner([KnownSegments(on_device, cu_seqlens.tolist())]))
+
+            return measure_ms(run, self.device)
+
+        pairs = rows**2 * (1 - 1 / _MEASURED_SEGMENTS)
+        self.attention_cost = max(0.0, (milliseconds(1) - milliseconds(_MEASURED_SEGMENTS)) / pairs)
+
+    def costs(self) -> RouteCosts:
+        """What was measured, or an order of preference where nothing was."""
+        budgets = sorted(self.captured)
+        measured = self.ladder.costs
+        if not measured:
+            return RouteCosts.unmeasured(budgets, self.segment_room)
+
+        def beside_attention(budget: int, milliseconds: float) -> float:
+            pairs = (budget * self.rows_per_token) ** 2
+            return max(0.0, milliseconds - self.attention_cost * pairs)
+
+        exact = tuple((b, beside_attention(b, costs.exact)) for b, costs in sorted(measured.items()))
+        return RouteCosts(
+            replay={b: beside_attention(b, measured[b].best) for b in budgets},
+            one_segment={
+                b: beside_attention(b, cost) for b in budgets if (cost := measured[b].one_segment) is not None
+            },
+            exact=exact if self.program is not None else (),
+            eager=tuple((b, beside_attention(b, milliseconds)) for b, milliseconds in self.eager_costs),
+            attention=self.attention_cost,
+            room=self.segment_room,
+        )
+
     # --- run
 
-    def values(self, mm_kwargs: dict[str, Any]) -> dict[str, Tensor | None]:
+    def values(self, mm_kwargs: dict[str, Any]) -> dict[str, StaticValue | None]:
         """What a replay, or a run at the exact shape, needs of a batch."""
         prepared = self.tower.prepare_encoder_cudagraph_replay_buffers(
             mm_kwargs, self.limits.max_items_per_batch, self.limits.max_frames_per_batch, path=self.name
         )
         return dict(prepared.values)
 
-    def best_capture(self, budget: int, values: Mapping[str, Tensor | None]) -> CapturedForward:
+    def best_capture(self, budget: int, values: Mapping[str, StaticValue | None]) -> CapturedForward:
         """What to replay for a batch of a captured budget.
 
         Raises:
             ReplayError: the tower gave no value for a buffer of the capture (capture rule 4).
         """
         segment_inputs = self.program.segment_inputs if self.program is not None else ()
-        lengths = [values.get(name) for name in segment_inputs]
-        single = len(lengths) == 1 and lengths[0] is not None and lengths[0].shape[0] == 2
+        lengths = values.get(segment_inputs[0]) if len(segment_inputs) == 1 else None
+        single = isinstance(lengths, torch.Tensor) and lengths.shape[0] == 2
         captured = self.ladder.best(budget, 1 if single else None)
         captured.inputs.check_complete(values)
         return captured
 
-    def load(self, captured: CapturedForward, values: Mapping[str, Tensor | None]) -> None:
+    def load(self, captured: CapturedForward, values: Mapping[str, StaticValue | None]) -> None:
         """Fills a capture's buffers with a batch.
 
         Raises:
             ReplayError: the batch does not fit the capture; nothing was copied then (capture rule 3).
         """
-        special = {
-            name: value
-            for name, value in values.items()
-            if name in self.padding_logics and name not in captured.segment_inputs and value is not None
-        }
-        for name, value in special.items():
-            captured.inputs.buffers[name].check(value)
-        plain = {name: None if name in special else value for name, value in values.items()}
-        captured.load(plain, self._rows(values))
-        for name, value in special.items():
-            self.padding_logics[name](captured.inputs.buffers[name].tensor, value)
+        captured.load(values, self._rows(values))
 
-    def run_exact(self, mm_kwargs: dict[str, Any], values: dict[str, Tensor | None] | None = None) -> Tensor:
-        """The batch at its exact shape: the compiled program where its assumptions hold, else eagerly."""
+    def run_exact(
+        self, mm_kwargs: dict[str, Any], values: dict[str, StaticValue | None] | None = None
+    ) -> tuple[Tensor, bool]:
+        """The batch at its exact shape, and whether the compiled program ran: where its assumptions do not
+        hold, the tower runs eagerly.
+        """
         program = self._current_program()
         if program is not None:
             given = self.values(mm_kwargs) if values is None else values
             inputs = self._to_device(program, given)
             if inputs.keys() >= set(program.names) - {None} and self._accepts(program, inputs):
-                lengths = [given[name] for name in program.segment_inputs]
-                runner: Runner = DIRECT
-                if len(lengths) == 1 and lengths[0] is not None and lengths[0].device.type == "cpu":
-                    runner = ExactRunner(longest_segment(lengths[0]))
-                return program(inputs, runner)
+                segments = [
+                    KnownSegments(inputs[name], cu_seqlens.tolist())
+                    for name in program.segment_inputs
+                    if isinstance(cu_seqlens := given[name], torch.Tensor) and not cu_seqlens.is_cuda
+                ]
+                return program(inputs, ExactRunner(segments)), True
+        return self.run_eager(mm_kwargs), False
+
+    def run_eager(self, mm_kwargs: dict[str, Any]) -> Tensor:
+        """The batch through the tower itself."""
         return self.tower.encoder_eager_forward(mm_kwargs, path=self.name)
 
     def _accepts(self, program: BoundProgram, inputs: Mapping[str, Tensor]) -> bool:
         return program.program.accepts(program.symbols(inputs))
 
-    def _to_device(self, program: BoundProgram, values: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-        """The values in the dtypes that the program was traced with."""
-        dtypes = {
-            program.names[entry.slot]: entry.info.dtype
-            for entry in program.program.region_inputs
-            if entry.slot < len(program.names)
-        }
-        return {
-            name: value.to(
-                device=self.device, dtype=dtypes.get(name, value.dtype), non_blocking=True
-            ).contiguous()
-            for name, value in values.items()
-            if value is not None
-        }
+    def _to_device(
+        self, program: BoundProgram, values: Mapping[str, StaticValue | None]
+    ) -> dict[str, Tensor]:
+        """The values, each in one tensor, in the dtypes that the program was traced with."""
+        inputs = {}
+        for name, value in values.items():
+            if value is not None:
+                tensor = value if isinstance(value, torch.Tensor) else torch.cat(list(value))
+                dtype = program.dtypes.get(name, tensor.dtype)
+                inputs[name] = to_device(tensor, self.device, dtype).contiguous()
+        return inputs
 
-    def _rows(self, values: Mapping[str, Tensor | None]) -> int | None:
+    def _rows(self, values: Mapping[str, StaticValue | None]) -> int | None:
         """Rows of the batch, where its values tell."""
         present = {name: value for name, value in values.items() if value is not None}
         return self.program.tokens(present) if self.program is not None else None
@@ -306,11 +441,13 @@ class EncoderPath:
     def clear(self) -> None:
         """Releases every capture. What is captured next reads the parameters that the tower has then."""
         self.ladder.clear()
+        self.shared.clear()
         if self._current_program() is None:
             self.program = None
             self._compiled = False
 
-    def _note(self, note: str) -> None:
+    def note(self, note: str) -> None:
+        """Remembers what was dropped or runs in another way than asked, and warns of it."""
         self.notes.append(note)
         logger.warning("%s", note)
 
@@ -321,14 +458,6 @@ def _is_alike(old: Any, new: Any) -> bool:
     return isinstance(new, torch.Tensor) and all(
         getattr(old, name) == getattr(new, name) for name in ("shape", "dtype", "device")
     )
-
-
-def _fill_dim(program: BoundProgram, name: str, tensor: Tensor) -> int | None:
-    """The dimension along which a replay fills a buffer; cumulative lengths are always replaced whole."""
-    if name in program.segment_inputs:
-        return None
-    dim = program.token_dims.get(name)
-    return dim if dim is not None or tensor.dim() == 0 else 0
 
 
 def _half(tensor: Tensor, token_dim: int | None, program: BoundProgram, name: str) -> Tensor:

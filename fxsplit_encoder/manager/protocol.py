@@ -32,6 +32,17 @@ class EncoderItemSpec:
     path_output_tokens: dict[str, int] = field(default_factory=dict)
     """Output tokens on each path of a multi-path encoder; empty if "default" is the only path."""
 
+    global_output_tokens: int | None = None
+    """Another spelling of `path_output_tokens["global"]`."""
+
+    local_output_tokens: int | None = None
+    """Another spelling of `path_output_tokens["local"]`."""
+
+    def __post_init__(self) -> None:
+        if self.global_output_tokens is not None or self.local_output_tokens is not None:
+            spelled = {"global": self.global_output_tokens or 0, "local": self.local_output_tokens or 0}
+            object.__setattr__(self, "path_output_tokens", {**self.path_output_tokens, **spelled})
+
     def get_path_output_tokens(self, path: str) -> int:
         """Output tokens of this item on `path`; 0 if the item does not take that path."""
         if not self.path_output_tokens and path == "default":
@@ -78,6 +89,15 @@ class EncoderCudaGraphConfig:
     """The keys of every further axis along which graphs differ; each budget is captured for each
     combination of them."""
 
+    enable_dual_path_graph: bool = False
+    """Another spelling of two `paths`, "global" and "local"; without local tokens the second is skipped."""
+
+    global_token_per_image: int | None = None
+    """With `enable_dual_path_graph`: the smallest budget of the path "global"."""
+
+    local_token_per_patch: int | None = None
+    """With `enable_dual_path_graph`: the smallest budget of the path "local"."""
+
 
 @dataclass(eq=False)
 class EncoderCudaGraphCaptureInputs:
@@ -91,9 +111,10 @@ class EncoderCudaGraphCaptureInputs:
 class EncoderCudaGraphReplayBuffers:
     """The values of one replay."""
 
-    values: dict[str, torch.Tensor | None]
+    values: dict[str, torch.Tensor | Sequence[torch.Tensor] | None]
     """What goes into each captured buffer, at most as many rows as the buffer has. None keeps what the
-    buffer holds."""
+    buffer holds. Instead of one tensor there may be several, whose rows follow one another: each is copied
+    to its place, without being joined first."""
 
 
 class Replayable(Protocol):

@@ -4,12 +4,13 @@ import logging
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from tabulate import tabulate
 
 from fxsplit_encoder.capture.reasons import MissReason
+from fxsplit_encoder.manager.budgets import CaptureKey
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +62,14 @@ class ManagerStats:
     misses: Mapping[MissReason, int]
     """Items that fell back on some path, by reason; each item counts once."""
 
-    budgets: Mapping[tuple[str, int], BudgetStats]
-    """What each (path, token budget) has done."""
+    budgets: Mapping[CaptureKey, BudgetStats]
+    """What each capture has done, by path, token budget and axis keys."""
+
+    fallback_runs: Mapping[str, int] = field(default_factory=dict)
+    """How often a path of a batch ran without a replay: "exact", compiled at its exact shape, or "eager"."""
+
+    input_bytes: int = 0
+    """Device memory of the captures' static inputs."""
 
     @property
     def items(self) -> int:
@@ -94,10 +101,17 @@ class ManagerStats:
             "misses": {str(reason): count for reason, count in self.misses.items()},
             "hit_rate": self.hit_rate,
             "padding_fraction": self.padding_fraction,
+            "fallback_runs": dict(self.fallback_runs),
             "graph_bytes": self.graph_bytes,
+            "input_bytes": self.input_bytes,
             "budgets": [
-                {"path": path, "token_budget": budget, **asdict(stats)}
-                for (path, budget), stats in self.budgets.items()
+                {
+                    "path": key.path,
+                    "token_budget": key.budget,
+                    "axis_keys": [str(axis) for axis in key.axis_keys],
+                    **asdict(stats),
+                }
+                for key, stats in self.budgets.items()
             ],
         }
 
@@ -105,11 +119,16 @@ class ManagerStats:
         missed = "".join(f", {count} {reason}" for reason, count in self.misses.items())
         summary = (
             f"{self.items} items: {self.hits} hit ({self.hit_rate:.1%}){missed}; "
-            f"{self.padding_fraction:.1%} padding; {self.graph_bytes / 2**20:.1f} MiB"
+            f"{self.padding_fraction:.1%} padding; {self.graph_bytes / 2**20:.1f} MiB, "
+            f"inputs {self.input_bytes / 2**20:.1f} MiB"
         )
         headers = ["path", "budget", "mode", "MiB", "replays", "tokens", "padding", "ms a replay"]
-        rows = [[*key, *stats.row()] for key, stats in self.budgets.items()]
+        rows = [[_path_label(key), key.budget, *stats.row()] for key, stats in self.budgets.items()]
         return f"{summary}\n{tabulate(rows, headers, floatfmt='.2f', missingval='-')}" if rows else summary
+
+
+def _path_label(key: CaptureKey) -> str:
+    return " ".join(map(str, (key.path, *key.axis_keys)))
 
 
 class Statistics:
@@ -123,7 +142,9 @@ class Statistics:
         self._lock = threading.Lock()
         self._hits = 0
         self._misses: Counter[MissReason] = Counter()
-        self._budgets: defaultdict[tuple[str, int], BudgetStats] = defaultdict(BudgetStats)
+        self._fallback_runs: Counter[str] = Counter()
+        self._input_bytes = 0
+        self._budgets: defaultdict[CaptureKey, BudgetStats] = defaultdict(BudgetStats)
 
     def record_items(self, count: int, reason: MissReason | None = None) -> None:
         """Count `count` items that were encoded together, once each however many paths they took.
@@ -141,43 +162,64 @@ class Statistics:
         if crossed_multiple(before, before + count, self._log_interval):
             logger.info("%s", self.snapshot())
 
-    def record_replay(self, path: str, budget: int, tokens: int) -> None:
+    def record_replay(self, key: CaptureKey, tokens: int) -> None:
         """Count one replay that held `tokens` output tokens of items."""
         with self._lock:
-            stats = self._budgets[path, budget]
-            self._budgets[path, budget] = replace(
+            stats = self._budgets[key]
+            self._budgets[key] = replace(
                 stats,
                 replays=stats.replays + 1,
                 real_tokens=stats.real_tokens + tokens,
-                padded_tokens=stats.padded_tokens + budget - tokens,
+                padded_tokens=stats.padded_tokens + key.budget - tokens,
             )
 
-    def record_time(self, path: str, budget: int, milliseconds: float) -> None:
+    def record_fallback(self, kind: str) -> None:
+        """Count one run of a path without a replay, "exact" or "eager"."""
+        with self._lock:
+            self._fallback_runs[kind] += 1
+
+    def record_time(self, key: CaptureKey, milliseconds: float) -> None:
         """Add the time of one replay, which on a GPU is known only after it has ended."""
         with self._lock:
-            stats = self._budgets[path, budget]
-            self._budgets[path, budget] = replace(
+            stats = self._budgets[key]
+            self._budgets[key] = replace(
                 stats,
                 timed_replays=stats.timed_replays + 1,
                 milliseconds=stats.milliseconds + milliseconds,
             )
 
-    def record_capture(self, path: str, budget: int, mode: str, graph_bytes: int) -> None:
+    def record_capture(self, key: CaptureKey, mode: str, graph_bytes: int) -> None:
         """Note how a budget was captured and the device memory that this took."""
         with self._lock:
-            stats = self._budgets[path, budget]
-            self._budgets[path, budget] = replace(stats, mode=mode, graph_bytes=graph_bytes)
+            self._budgets[key] = replace(self._budgets[key], mode=mode, graph_bytes=graph_bytes)
+
+    def record_input_bytes(self, num_bytes: int) -> None:
+        """Note the device memory of all static inputs."""
+        with self._lock:
+            self._input_bytes = num_bytes
 
     def record_clear(self) -> None:
         """Note that all captures were released; what they served stays counted."""
         with self._lock:
             for key, stats in self._budgets.items():
                 self._budgets[key] = replace(stats, mode="", graph_bytes=0)
+            self._input_bytes = 0
 
     def snapshot(self) -> ManagerStats:
         """The counts as they are now, budgets in order of path and size."""
         with self._lock:
-            return ManagerStats(self._hits, dict(self._misses), dict(sorted(self._budgets.items())))
+            return ManagerStats(
+                self._hits,
+                dict(self._misses),
+                dict(sorted(self._budgets.items(), key=lambda item: _order(item[0]))),
+                dict(self._fallback_runs),
+                self._input_bytes,
+            )
+
+
+def _order(key: CaptureKey) -> tuple[str, str, int]:
+    """Order of captures by path, axis keys and budget; axis keys of any type."""
+    return key.path, str(key.axis_keys), key.budget
 
 
 def crossed_multiple(before: int, after: int, interval: int) -> bool:

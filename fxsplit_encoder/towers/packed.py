@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -14,6 +15,7 @@ from torch import nn
 
 from fxsplit_encoder.attention.hugging_face import use_varlen_attention
 from fxsplit_encoder.capture.segments import cover_pad_rows, segment_capacity
+from fxsplit_encoder.compile import to_device
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.manager.protocol import (
     EncoderCudaGraphCaptureInputs,
@@ -35,6 +37,12 @@ if TYPE_CHECKING:
 # Metadata that a caller may compute itself, for the tower's own forward.
 _PRECOMPUTED = ("cu_seqlens", "position_ids", "interp_indices", "interp_weights", "max_seqlen")
 _INPUT_KEYS = (("pixel_values", "image_grid_thw"), ("pixel_values_videos", "video_grid_thw"))
+_EMBEDDINGS = ("image_embeds", "video_embeds")
+
+# Metadata that stays on the device: of so many batches of at most so many patches, 64 bytes each in Qwen3-VL,
+# 16 MiB in all.
+_KEPT_BATCHES = 64
+_KEPT_PATCHES = 4096
 
 
 class PackedTower(nn.Module):
@@ -53,6 +61,10 @@ class PackedTower(nn.Module):
     max_budget: ClassVar[int] = 4096
     """The largest batch worth capturing; on one H200 the exact shape is as fast from about 800 tokens on."""
 
+    modalities: Sequence[str] = ("image", "video")
+    """What captures serve. Leave "video" out where tokens of videos are pruned by their content, so that
+    their number is not known before they are encoded; nothing is captured for them then."""
+
     def __init__(
         self, tower: nn.Module, *, merge_size: int, patch_features: int, out_hidden_size: int
     ) -> None:
@@ -62,6 +74,7 @@ class PackedTower(nn.Module):
         self.rows_per_token: int = merge_size**2
         self.patch_features = patch_features
         self.out_hidden_size = out_hidden_size
+        self._device_metadata: dict[tuple[Grid, ...], dict[str, Tensor]] = {}
         use_varlen_attention(tower)
         self.registered_name = register_tower(self)
         self.register_forward_pre_hook(_mark_dynamic, with_kwargs=True)
@@ -128,7 +141,7 @@ class PackedTower(nn.Module):
     def get_encoder_cudagraph_config(self) -> EncoderCudaGraphConfig:
         """What a capture of this tower needs."""
         return EncoderCudaGraphConfig(
-            modalities=["image", "video"],
+            modalities=list(self.modalities),
             buffer_keys=["pixel_values", *self.metadata_columns, "cu_seqlens"],
             out_hidden_size=self.out_hidden_size,
             padding_logics={"cu_seqlens": cover_pad_rows},
@@ -154,6 +167,11 @@ class PackedTower(nn.Module):
             for t, h, w in self.item_grids(mm_kwargs)
         ]
 
+    def item_modalities(self, mm_kwargs: dict[str, Any]) -> list[str]:
+        """ "image" or "video" for every item."""
+        images, videos = (0 if mm_kwargs.get(key) is None else len(mm_kwargs[key]) for _, key in _INPUT_KEYS)
+        return ["image"] * images + ["video"] * videos
+
     def item_segments(self, mm_kwargs: dict[str, Any]) -> list[int]:
         """The attention segments of every item: its frames."""
         return [t for t, _, _ in self.item_grids(mm_kwargs)]
@@ -161,9 +179,21 @@ class PackedTower(nn.Module):
     def select_encoder_cudagraph_items(self, mm_kwargs: dict[str, Any], indices: list[int]) -> dict[str, Any]:
         """The batch of some items, in the order of `indices`."""
         grids = self.item_grids(mm_kwargs)
-        pixels = self._pixels(mm_kwargs)
         starts = grids_of.cumulative_lengths([t * h * w for t, h, w in grids]).tolist()
-        return {"pixel_values": pixels.rows(starts, indices), "image_grid_thw": [grids[i] for i in indices]}
+        pixels, num_images = self._pixels(mm_kwargs), self.item_modalities(mm_kwargs).count("image")
+        images = list(itertools.takewhile(lambda index: index < num_images, indices))
+        videos = indices[len(images) :]
+        if min(videos, default=num_images) < num_images:
+            images, videos = (
+                indices,
+                [],
+            )  # in an order that the keys cannot tell; a video is an image of frames
+        selected: dict[str, Any] = {}
+        for items, (key, grid_key) in zip((images, videos), _INPUT_KEYS, strict=True):
+            if items:
+                selected[key] = _one_or_several(_parts(pixels, starts, items))
+                selected[grid_key] = [grids[index] for index in items]
+        return selected
 
     def prepare_encoder_cudagraph_capture_inputs(
         self,
@@ -181,21 +211,39 @@ class PackedTower(nn.Module):
         segments = segment_capacity(token_budget, max_batch_size + max_frames_per_batch)
         cu_seqlens = torch.full((segments + 2,), rows, dtype=torch.int32)
         cu_seqlens[0] = 0
-        values = {"pixel_values": torch.randn(rows, self.patch_features), **self.metadata(dummy)}
-        moved = {name: value.to(device=device) for name, value in values.items()}
-        moved["pixel_values"] = moved["pixel_values"].to(dtype)
-        return EncoderCudaGraphCaptureInputs({**moved, "cu_seqlens": cu_seqlens.to(device)})
+        pixels = torch.randn(rows, self.patch_features, device=device, dtype=dtype)
+        metadata = {name: value.to(device=device) for name, value in self.metadata(dummy).items()}
+        return EncoderCudaGraphCaptureInputs(
+            {"pixel_values": pixels, **metadata, "cu_seqlens": cu_seqlens.to(device)}
+        )
 
     def prepare_encoder_cudagraph_replay_buffers(
         self, mm_kwargs: dict[str, Any], max_batch_size: int, max_frames_per_batch: int, path: str = "default"
     ) -> EncoderCudaGraphReplayBuffers:
         """The batch's tensors at their true sizes; metadata on the CPU."""
-        grids = self.item_grids(mm_kwargs)
+        grids = tuple(self.item_grids(mm_kwargs))
         cu_seqlens = torch.from_numpy(grids_of.cumulative_lengths(grids_of.frame_lengths(grids)))
-        pixels = self._pixels(mm_kwargs).all()
         return EncoderCudaGraphReplayBuffers(
-            {"pixel_values": pixels, **self.metadata(grids), "cu_seqlens": cu_seqlens}
+            {
+                "pixel_values": _one_or_several(self._pixels(mm_kwargs)),
+                **self._metadata(grids),
+                "cu_seqlens": cu_seqlens,
+            }
         )
+
+    def _metadata(self, grids: tuple[Grid, ...]) -> dict[str, Tensor]:
+        """The metadata of a batch; on the device if it is small and its sizes have come before, so that a
+        replay need not bring it there again.
+        """
+        if not self.device.type == "cuda" or grids_of.count_patches(grids) > _KEPT_PATCHES:
+            return self.metadata(grids)
+        kept = self._device_metadata.pop(grids, None)
+        if kept is None or next(iter(kept.values())).device != self.device:
+            kept = {name: to_device(value, self.device) for name, value in self.metadata(grids).items()}
+            if len(self._device_metadata) >= _KEPT_BATCHES:
+                self._device_metadata.pop(next(iter(self._device_metadata)))
+        self._device_metadata[grids] = kept  # the least recently used one is the first
+        return kept
 
     def encoder_cudagraph_forward(self, inputs: dict[str, Tensor], path: str = "default") -> Tensor:
         """The forward on prepared tensors: what is traced and captured."""
@@ -205,7 +253,11 @@ class PackedTower(nn.Module):
     def encoder_eager_forward(self, mm_kwargs: dict[str, Any], path: str = "default") -> Tensor:
         """The same features without a capture."""
         buffers = self.prepare_encoder_cudagraph_replay_buffers(mm_kwargs, 0, 0)
-        inputs = {name: value.to(self.device) for name, value in buffers.values.items() if value is not None}
+        inputs = {
+            name: (value if isinstance(value, torch.Tensor) else torch.cat(list(value))).to(self.device)
+            for name, value in buffers.values.items()
+            if value is not None
+        }
         return self.encoder_cudagraph_forward(inputs)
 
     def postprocess_encoder_output(
@@ -223,7 +275,17 @@ class PackedTower(nn.Module):
     # --- inputs
 
     def item_grids(self, mm_kwargs: dict[str, Any]) -> list[Grid]:
-        """The grids of a batch: the images', then the videos'."""
+        """The grids of a batch: the images', then the videos'.
+
+        Raises:
+            InputError: a grid is not one of this tower, or the items are embeddings already.
+        """
+        for key in _EMBEDDINGS:
+            if mm_kwargs.get(key) is not None:
+                raise InputError(
+                    f"{key}: these are embeddings already, expected pixels; leave them out and encode the "
+                    "other items"
+                )
         return [
             grid
             for _, key in _INPUT_KEYS
@@ -231,60 +293,55 @@ class PackedTower(nn.Module):
             for grid in grids_of.read_grids(mm_kwargs[key], self.merge_size, key)
         ]
 
-    def _pixels(self, mm_kwargs: dict[str, Any]) -> _Patches:
-        tensors = []
+    def _pixels(self, mm_kwargs: dict[str, Any]) -> list[Tensor]:
+        """The patches of a batch, as they were given: their rows follow one another."""
+        parts: list[Tensor] = []
         for key, grid_key in _INPUT_KEYS:
-            tensor, grid = mm_kwargs.get(key), mm_kwargs.get(grid_key)
-            if tensor is not None and (tensor.dim() != 2 or tensor.shape[1] != self.patch_features):
-                raise InputError(
-                    f"{key}: expected (patches, {self.patch_features}); got {tuple(tensor.shape)}; "
-                    "pass the flattened patches that the tower's image processor makes"
-                )
-            rows = 0 if tensor is None else tensor.shape[0]
+            value, grid = mm_kwargs.get(key), mm_kwargs.get(grid_key)
+            given = [] if value is None else [value] if isinstance(value, torch.Tensor) else list(value)
+            for tensor in given:
+                if tensor.dim() != 2 or tensor.shape[1] != self.patch_features:
+                    raise InputError(
+                        f"{key}: expected (patches, {self.patch_features}); got {tuple(tensor.shape)}; "
+                        "pass the flattened patches that the tower's image processor makes"
+                    )
+            rows = sum(tensor.shape[0] for tensor in given)
             grids = [] if grid is None else grids_of.read_grids(grid, self.merge_size, grid_key)
             expected = grids_of.count_patches(grids)
             if rows != expected:
                 raise InputError(f"{key}: {grid_key} describes {expected} patches; got {rows} rows")
-            if tensor is not None:
-                tensors.append(tensor)
-        return _Patches(tensors, self.patch_features)
+            parts += given
+        return parts or [torch.zeros(0, self.patch_features)]
 
 
-class _Patches:
-    """The rows of one or two pixel tensors, seen as one sequence."""
+def _one_or_several(parts: list[Tensor]) -> Tensor | list[Tensor]:
+    return parts[0] if len(parts) == 1 else parts
 
-    def __init__(self, tensors: list[Tensor], features: int) -> None:
-        self.tensors = tensors or [torch.zeros(0, features)]
 
-    def rows(self, starts: list[int], items: list[int]) -> Tensor:
-        """The rows of some items; a view where they are neighbours."""
-        spans: list[list[int]] = []
-        for item in items:
-            start, end = starts[item], starts[item + 1]
-            if spans and spans[-1][1] == start:
-                spans[-1][1] = end
-            else:
-                spans.append([start, end])
-        return _join([part for start, end in spans for part in self._span(start, end)], self.tensors[0])
+def _parts(tensors: Sequence[Tensor], starts: Sequence[int], items: Sequence[int]) -> list[Tensor]:
+    """Views of the rows of some items, one for each run of neighbours.
 
-    def all(self) -> Tensor:
-        return _join(self.tensors, self.tensors[0])
-
-    def _span(self, start: int, end: int) -> list[Tensor]:
-        parts = []
+    Args:
+        tensors: the rows of all items, one tensor after another.
+        starts: the first row of every item, and the number of rows.
+        items: the items wanted, in this order.
+    """
+    spans: list[list[int]] = []
+    for item in items:
+        start, end = starts[item], starts[item + 1]
+        if spans and spans[-1][1] == start:
+            spans[-1][1] = end
+        else:
+            spans.append([start, end])
+    parts = []
+    for start, end in spans:
         offset = 0
-        for tensor in self.tensors:
+        for tensor in tensors:
             first, last = max(start - offset, 0), min(end - offset, tensor.shape[0])
             if first < last:
                 parts.append(tensor[first:last])
             offset += tensor.shape[0]
-        return parts
-
-
-def _join(parts: list[Tensor], like: Tensor) -> Tensor:
-    if len(parts) == 1:
-        return parts[0]
-    return torch.cat(parts) if parts else like[:0]
+    return parts or [tensors[0][:0]]
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxsplit_encoder.attention import varlen_attention
+from fxsplit_encoder.attention import KnownSegments, varlen_attention
 from fxsplit_encoder.capture import GraphPool, SegmentedCapture, StaticInputs, StaticParameters
 from fxsplit_encoder.capture.forward import CapturedForward
 from fxsplit_encoder.capture.runner import ExactRunner, LiveSegments, RecordingRunner
@@ -126,29 +126,24 @@ def test_attention_buffers_are_reused_unless_a_piece_returned_a_view(pool: Graph
         assert third.data_ptr() != view[0].data_ptr()
 
 
-def test_the_exact_runner_bounds_attention_by_the_batchs_own_longest_segment(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from fxsplit_encoder.capture import runner
-
-    bounds = []
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, bound: int, scale: float) -> Tensor:
-        bounds.append(bound)
-        return q
-
-    monkeypatch.setattr(runner, "attend", attend)
-    exact = ExactRunner(3)
-    q = torch.zeros(4, 1, 8)
-    exact.run_split(split_step(varlen_attention), [q, q, q, torch.tensor([0, 3, 4]), 4, 0.5], {})
-    assert bounds == [3]
+def test_the_exact_runner_attends_to_the_segments_that_the_host_knows() -> None:
+    q, lengths = torch.randn(4, 1, 8), torch.tensor([0, 3, 4], dtype=torch.int32)
+    args = [q, q, q, lengths, 4, 0.5]
+    expected = varlen_attention(*args)
+    lengths_elsewhere = torch.tensor([0, 4], dtype=torch.int32)
+    exact = ExactRunner([KnownSegments(lengths, [0, 3, 4])])
+    torch.testing.assert_close(exact.run_split(split_step(varlen_attention), args, {}), expected)
+    unknown = [q, q, q, lengths_elsewhere, 4, 0.5]
+    whole = exact.run_split(split_step(varlen_attention), unknown, {})
+    torch.testing.assert_close(whole, varlen_attention(*unknown))
     assert exact.run_split(split_step(torch.neg), [torch.ones(1)], {}).item() == -1
 
 
-def test_live_segments_fall_back_to_what_was_captured() -> None:
-    live, captured, real = LiveSegments(), torch.zeros(5), torch.zeros(2)
-    assert live.of(captured, 9) == (captured, 9)
-    live.set(4, {captured.data_ptr(): (real, 3)})
-    assert live.of(captured, 9) == (real, 3)
+def test_live_segments_are_those_of_one_batch() -> None:
+    live, captured = LiveSegments(), torch.zeros(5, dtype=torch.int32)
+    assert live.of(captured) is None
+    known = KnownSegments(captured[:2], [0, 3])
+    live.set(4, [known])
+    assert live.of(captured) is known
     live.clear()
-    assert (live.of(captured, 9), live.rows) == ((captured, 9), None)
+    assert (live.of(captured), live.rows) == (None, None)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxsplit_encoder.capture import pad_cu_seqlens, segment_capacity
-from fxsplit_encoder.capture.segments import cover_pad_rows, fits, longest_segment, pad_cu_seqlens_on_device
+from fxsplit_encoder.capture.segments import cover_pad_rows, fits, pad_cu_seqlens_on_device
 from fxsplit_encoder.errors import InputError, ReplayError
 
 lengths = st.lists(st.integers(0, 50), max_size=20)
@@ -29,7 +29,7 @@ def test_padded_lengths_rise_stay_in_bounds_and_keep_the_real_part(
     assert (padded.diff() >= 0).all()
     assert padded[len(given_lengths) :].eq(given_lengths[-1]).all()
     assert torch.equal(pad_cu_seqlens_on_device(given_lengths, len(padded)), padded)
-    assert longest_segment(padded) == max(segments, default=0) <= rows
+    assert padded.diff().max() == max(segments, default=0) <= rows
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.integers(1, 9))
@@ -53,7 +53,7 @@ def test_covered_pad_rows_lie_in_segments_and_the_real_part_is_kept(
     assert (captured.diff() >= 0).all()
     assert captured[-1] == rows
     # Attention costs the square of a segment, so padding is spread.
-    assert longest_segment(captured[len(given_lengths) - 1 :]) <= -(-pad_rows // spare)
+    assert captured[len(given_lengths) - 1 :].diff().max() <= -(-pad_rows // spare)
 
 
 def test_covering_needs_a_segment_of_its_own() -> None:
@@ -87,8 +87,3 @@ def test_a_budget_holds_segments_of_typical_size_within_the_users_limit() -> Non
     assert segment_capacity(64, 1000) == 8
     assert segment_capacity(4096, 5) == 5
     assert segment_capacity(4096, 0) == 1
-
-
-def test_no_segments_have_no_longest() -> None:
-    assert longest_segment(torch.zeros(1, dtype=torch.int32)) == 0
-    assert longest_segment(torch.tensor([0, 3, 3, 8], dtype=torch.int32)) == 5

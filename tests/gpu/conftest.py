@@ -36,6 +36,8 @@ def managers(towers: Any) -> Iterator[dict[str, fx.EncoderCudaGraphManager]]:
     for mode in ("full", "piecewise", "none", "auto"):
         config = fx.EncoderConfig(
             mode=mode,
+            # What fits a budget is replayed, whatever it costs, but where `auto` is asked to choose.
+            packing="cost" if mode == "auto" else "greedy",
             token_budgets=(16, 64, 256, 512, 1024),
             max_items_per_batch=8,
             max_frames_per_batch=16,

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.attention import attend, varlen_attention
+from fxsplit_encoder.attention import KnownSegments, attend, varlen_attention
 from fxsplit_encoder.capture import (
     CapturedForward,
     GraphPool,
@@ -20,7 +22,12 @@ from fxsplit_encoder.capture import (
 
 pytestmark = pytest.mark.gpu
 
-LIMITS: dict[str, Any] = {"token_budgets": (64, 1024), "max_items_per_batch": 4, "max_frames_per_batch": 4}
+LIMITS: dict[str, Any] = {
+    "packing": "greedy",
+    "token_budgets": (64, 1024),
+    "max_items_per_batch": 4,
+    "max_frames_per_batch": 4,
+}
 
 
 def image(side: int, features: int) -> dict[str, Any]:
@@ -32,7 +39,7 @@ def image(side: int, features: int) -> dict[str, Any]:
 
 def test_smaller_budgets_share_the_memory_of_the_largest(managers: Any) -> None:
     stats = managers["full"].stats().budgets
-    largest = stats["default", 1024].graph_bytes
+    largest = stats["default", 1024, ()].graph_bytes
     assert largest > 0
     assert sum(b.graph_bytes for b in stats.values()) < 1.6 * largest
 
@@ -151,3 +158,124 @@ def test_the_op_costs_little_more_than_its_kernel() -> None:
         )
         assert cpu_microseconds(lambda: varlen_attention(q, k, v, lengths, 64, 0.1)) - alone < 15
         assert cpu_microseconds(lambda: attend(q, k, v, lengths, 64, 0.1)) - alone < 15
+
+
+def test_static_inputs_of_smaller_budgets_lie_in_those_of_the_largest(managers: Any) -> None:
+    path = managers["full"].paths["default"]
+    largest = path.captured[1024].inputs.tensors
+    for captured in path.captured.values():
+        for name, tensor in captured.inputs.tensors.items():
+            assert tensor.data_ptr() == largest[name].data_ptr()
+    assert managers["full"].stats().input_bytes == sum(t.untyped_storage().nbytes() for t in largest.values())
+
+
+def test_budgets_are_dropped_until_the_rest_keeps_the_byte_limit(towers: Any) -> None:
+    def captured(**settings: Any) -> fx.EncoderCudaGraphManager:
+        config = fx.EncoderConfig(
+            mode="full", token_budgets=(64, 256, 1024), max_items_per_batch=4, **settings
+        )
+        manager = fx.EncoderCudaGraphManager(towers[2], config)
+        manager.capture()
+        return manager
+
+    every = captured()
+    limit = every.num_bytes - 1
+    every.clear()
+    limited = captured(max_graph_bytes=limit)
+    assert 0 < len(limited.budget_graphs["default"]) < 3
+    assert 0 < limited.num_bytes <= limit
+    assert all(str(limit) in report for report in limited.reports)
+    inputs = image(64, towers[2].patch_features)
+    assert limited.execute(inputs)[0].shape[0] == 1024
+
+
+class Uncompiled(torch.nn.Module):
+    """A tower whose forward Dynamo cannot trace as one graph."""
+
+    def __init__(self, tower: Any) -> None:
+        super().__init__()
+        self.inner = tower
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.inner, name)
+
+    def encoder_cudagraph_forward(self, inputs: Any, path: str = "default") -> Any:
+        torch._dynamo.graph_break()
+        return self.inner.encoder_cudagraph_forward(inputs, path)
+
+
+def test_a_tower_that_does_not_compile_is_captured_whole(towers: Any, managers: Any) -> None:
+    config = fx.EncoderConfig(mode="full", packing="greedy", token_budgets=(64, 256), max_items_per_batch=4)
+    manager = fx.EncoderCudaGraphManager(Uncompiled(towers[2]), config)
+    manager.capture()
+    assert "captured without compiling" in manager.reports[0]
+    for side in (8, 16, 4, 30):
+        inputs = image(side, towers[2].patch_features)
+        (got,), (expected,) = manager.execute(inputs), managers["none"].execute(inputs)
+        torch.testing.assert_close(got.float(), expected.float(), rtol=0.1, atol=0.1)
+    assert manager.stats().hits == 4
+
+
+def test_running_out_of_memory_for_static_inputs_drops_the_budget_alone(
+    towers: Any, monkeypatch: Any
+) -> None:
+    prepare = type(towers[2]).prepare_encoder_cudagraph_capture_inputs
+
+    def greedy(self: Any, token_budget: int, *args: Any, **kwargs: Any) -> Any:
+        if token_budget == 256:
+            torch.empty(2**50, dtype=torch.uint8, device="cuda")
+        return prepare(self, token_budget, *args, **kwargs)
+
+    config = fx.EncoderConfig(mode="full", packing="greedy", token_budgets=(64, 256), max_items_per_batch=4)
+    manager = fx.EncoderCudaGraphManager(towers[2], config)
+    manager.compile()
+    planned = manager.planned_captures()
+    monkeypatch.setattr(type(towers[2]), "prepare_encoder_cudagraph_capture_inputs", greedy)
+    monkeypatch.setattr(manager, "planned_captures", lambda: planned)
+    manager.capture()
+    assert list(manager.budget_graphs["default"]) == [64]
+    assert "memory" in manager.reports[0]
+    assert manager.execute(image(16, towers[2].patch_features))[0].shape[0] == 64
+
+
+def test_threads_share_a_manager(towers: Any, managers: Any) -> None:
+    inputs = [image(side, towers[2].patch_features) for side in (8, 16, 24, 32)]
+    expected = [managers["full"].execute(each)[0].clone() for each in inputs]
+
+    def serve(number: int) -> bool:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            got = managers["full"].execute(inputs[number % 4])[0]
+            torch.cuda.current_stream().synchronize()
+        return torch.equal(got, expected[number % 4])
+
+    torch.cuda.synchronize()
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(serve, range(64)))
+
+
+def test_costs_are_measured_and_decide(managers: Any) -> None:
+    manager = managers["auto"]
+    costs = manager.paths["default"].costs()
+    assert costs.measured
+    assert costs.attention > 0
+    assert len(costs.eager) == 3
+    assert [tokens for tokens, _ in costs.exact] == [16, 64, 256, 512, 1024]
+    plan = manager.plan({"image_grid_thw": [[1, 8, 8]] * 5})
+    assert plan.milliseconds is not None
+    assert 0 < plan.milliseconds < 100
+
+
+def test_dense_attention_of_known_segments_equals_the_packed_kernel() -> None:
+    lengths = [100, 2048, 2048, 64, 3136, 3000]
+    boundaries = [0, *itertools.accumulate(lengths)]
+    qkv = torch.randn(boundaries[-1], 3, 16, 72, device="cuda", dtype=torch.bfloat16)
+    cu_seqlens = torch.tensor(boundaries, dtype=torch.int32, device="cuda")
+    expected = attend(*qkv.unbind(1), cu_seqlens, 3136, 0.1)
+    for _ in range(2):
+        known = KnownSegments(cu_seqlens, boundaries)
+        torch.testing.assert_close(known.attend(*qkv.unbind(1), 0.1), expected, rtol=0.02, atol=0.01)
+    kinds = [type(run).__name__ for run in known._plan(qkv[:, 0])]
+    assert kinds in (["_Packed"], ["_Packed", "_Dense", "_Packed", "_Dense", "_Dense"])

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from fxsplit_encoder.capture.budgets import generate_budgets, smallest_fitting
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import ConfigError, InputError
-from fxsplit_encoder.manager.budgets import Limits, resolve_limits
+from fxsplit_encoder.manager.budgets import Limits, default_budgets, resolve_limits
 from fxsplit_encoder.manager.protocol import EncoderCudaGraphConfig, EncoderCudaGraphPathConfig
 
 PATHS = {"global": EncoderCudaGraphPathConfig(272), "local": EncoderCudaGraphPathConfig(100, True)}
@@ -53,10 +53,51 @@ def test_generated_budgets_are_increasing_and_never_more_than_double(minimum: in
     assert all(larger <= 2 * smaller for smaller, larger in itertools.pairwise(budgets))
 
 
+@pytest.mark.parametrize(
+    ("minimum", "maximum", "expected"),
+    [
+        (64, 512, [64, 128, 192, 256, 384, 512]),
+        (64, 500, [64, 128, 192, 256, 384, 500]),
+        (272, 1700, [272, 544, 816, 1088, 1632, 1700]),
+        (64, 192, [64, 128, 192]),
+        (64, 64, [64]),
+        (1, 3, [1, 2, 3]),
+    ],
+)
+def test_default_budgets_lie_halfway_between_powers_too(
+    minimum: int, maximum: int, expected: list[int]
+) -> None:
+    assert default_budgets(minimum, maximum) == expected
+
+
+@given(st.integers(1, 10**6), st.integers(0, 10**6))
+def test_default_budgets_are_multiples_of_the_minimum(minimum: int, extra: int) -> None:
+    budgets = default_budgets(minimum, minimum + extra)
+    assert (budgets[0], budgets[-1]) == (minimum, minimum + extra)
+    assert budgets == sorted(set(budgets))
+    assert set(generate_budgets(minimum, minimum + extra)) <= set(budgets)
+    assert all(budget % minimum == 0 for budget in budgets[:-1])
+    assert all(2 * larger <= 3 * smaller for smaller, larger in itertools.pairwise(budgets[1:]))
+
+
+def test_default_budgets_halve_the_padding_of_uniform_sizes() -> None:
+    def padding(budgets: list[int]) -> tuple[float, float]:
+        sizes = range(2**14 + 1, 2**15 + 1)
+        replayed = [smallest_fitting(budgets, size) or 0 for size in sizes]
+        return sum(replayed) - sum(sizes), sum(replayed)
+
+    powers, doubled = padding(generate_budgets(64, 2**16)), padding(default_budgets(64, 2**16))
+    assert powers[0] / powers[1] == pytest.approx(1 / 4, rel=1e-3)
+    assert doubled[0] / doubled[1] == pytest.approx(1 / 7, rel=1e-3)
+    assert doubled[0] / powers[0] == pytest.approx(1 / 2, rel=1e-3)
+
+
 @pytest.mark.parametrize(("minimum", "maximum"), [(0, 8), (-1, 8), (9, 8)])
 def test_impossible_ranges_are_refused(minimum: int, maximum: int) -> None:
     with pytest.raises(InputError, match=f"got minimum {minimum}, maximum {maximum}"):
         generate_budgets(minimum, maximum)
+    with pytest.raises(InputError, match=f"got minimum {minimum}, maximum {maximum}"):
+        default_budgets(minimum, maximum)
 
 
 @given(budget_lists, st.integers(0, 6000))
@@ -66,7 +107,7 @@ def test_smallest_fitting_agrees_with_a_search(budgets: list[int], tokens: int) 
 
 def test_everything_is_inferred_from_the_range() -> None:
     assert limits({}, (64, 4096), max_frames_per_video=16) == Limits(
-        {"default": (64, 128, 256, 512, 1024, 2048, 4096)}, 64, 1024
+        {"default": (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)}, 64, 1024
     )
 
 
@@ -84,7 +125,7 @@ def test_a_narrow_range_does_not_force_items_one_by_one(budget_range: tuple[int,
 
 def test_the_users_items_raise_the_smallest_generated_budget() -> None:
     found = limits({"max_items_per_batch": 100}, (64, 4096))
-    assert found.path_budgets["default"] == (100, 200, 400, 800, 1600, 3200, 4096)
+    assert found.path_budgets["default"] == (100, 200, 300, 400, 600, 800, 1200, 1600, 2400, 3200, 4096)
     assert found.max_items_per_batch == 100
     with pytest.raises(ConfigError, match=r"max_items_per_batch: .*allowed: 0 to 4096; got 5000"):
         limits({"max_items_per_batch": 5000}, (64, 4096))
@@ -101,13 +142,34 @@ def test_frames_are_the_users_or_follow_from_the_items() -> None:
 
 def test_listed_budgets_hold_on_every_path_unless_it_lists_its_own() -> None:
     generated = limits({}, (64, 800), paths=PATHS)
-    assert generated.path_budgets == {"global": (272, 544, 800), "local": (100, 200, 400, 800)}
+    assert generated.path_budgets == {"global": (272, 544, 800), "local": (100, 200, 300, 400, 600, 800)}
     everywhere = limits({"token_budgets": [10, 20]}, (64, 800), paths=PATHS)
     assert everywhere.path_budgets == {"global": (10, 20), "local": (10, 20)}
     one = {"paths": {"local": {"token_budgets": [30]}}}
     assert limits(one, (64, 800), paths=PATHS).path_budgets == {"global": (272, 544, 800), "local": (30,)}
     both = limits({"token_budgets": [10, 20], **one}, (64, 800), paths=PATHS)
     assert both.path_budgets == {"global": (10, 20), "local": (30,)}
+
+
+def test_a_path_may_be_skipped_if_the_tower_says_so() -> None:
+    assert limits({}, (64, 800), paths=PATHS).skippable_paths == {"local"}
+    assert limits({}).skippable_paths == frozenset()
+
+
+def test_a_listed_zero_is_never_captured() -> None:
+    def with_local(budgets: list[int], **settings: Any) -> Limits:
+        return limits({"paths": {"local": {"token_budgets": budgets}}, **settings}, (64, 800), paths=PATHS)
+
+    assert with_local([0, 100, 200]).path_budgets["local"] == (100, 200)
+    assert with_local([0, 100], max_items_per_batch=100).max_items_per_batch == 100
+    with pytest.raises(ConfigError, match=r"max_items_per_batch: .*allowed: 0 to 100; got 101"):
+        with_local([0, 100], max_items_per_batch=101)
+
+    never = with_local([0], token_budgets=[300, 600])
+    assert never.path_budgets == {"global": (300, 600), "local": ()}
+    assert never.max_items_per_batch == 12
+    with pytest.raises(ConfigError, match=r"paths\.global\.token_budgets: 0 is listed.*got \[0, 300\]"):
+        limits({"paths": {"global": {"token_budgets": [0, 300]}}}, (64, 800), paths=PATHS)
 
 
 def test_wrong_declarations_and_settings_are_named() -> None:

@@ -390,9 +390,9 @@ def test_two_paths_are_captured_apart_and_joined_by_the_tower(mode: str) -> None
     if mode == "full":
         # Ten tiles exceed the local path's budget: that item is a miss, although its global part is replayed.
         assert (stats.hits, stats.misses) == (2, {fx.MissReason.OVER_LARGEST_BUDGET: 1})
-        assert stats.budgets["global", 4].replays + stats.budgets["global", 16].replays == 2
-        assert stats.budgets["local", 8].replays == 1
+        assert stats.budgets["global", 4, ()].replays + stats.budgets["global", 16, ()].replays == 2
+        assert stats.budgets["local", 8, ()].replays == 1
     # A batch without tiles skips the path.
     manager.execute({**batch(3), "tile_patches": torch.zeros(0, WIDTH), "tiles": [0]})
     if mode == "full":
-        assert manager.stats().budgets["local", 8].replays == 1
+        assert manager.stats().budgets["local", 8, ()].replays == 1

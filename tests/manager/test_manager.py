@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.manager import CaptureKey
 
 Grid = tuple[int, int, int]
 MODES = ["auto", "full", "piecewise", "none"]
@@ -218,7 +219,7 @@ def test_execution_does_what_was_planned(managers: Any, make_batch: Any, batch: 
         if path.budget is not None:
             planned[path.budget] = planned.get(path.budget, 0) + 1
     for budget in (4, 16, 32, 64):
-        key = ("default", budget)
+        key = CaptureKey("default", budget)
         assert after.budgets[key].replays - before.budgets[key].replays == planned.get(budget, 0)
 
 
@@ -229,7 +230,7 @@ def test_a_plan_touches_no_pixels(managers: Any) -> None:
 
 def test_statistics_count_tokens_and_bytes(full: Any, make_batch: Any) -> None:
     full.execute(make_batch([(1, 4, 4), (1, 8, 8)]))
-    budget = full.stats().budgets["default", 32]
+    budget = full.stats().budgets["default", 32, ()]
     assert (budget.replays, budget.real_tokens, budget.padded_tokens, budget.mode) == (1, 20, 12, "full")
     assert budget.graph_bytes == full.budget_graphs["default"][32].graph_bytes > 0
     assert full.stats().graph_bytes == full.pool.used_bytes

@@ -56,6 +56,26 @@ def test_an_oversize_item_is_alone_at_the_end_and_interrupts_nothing() -> None:
     assert pack([300, 10, 200], 100, 4) == [[1], [2], [0]]
 
 
+def test_deferring_starts_a_batch_where_the_budgets_then_add_up_to_less() -> None:
+    def defer(totals: list[int], *budgets: int) -> list[list[int]]:
+        tokens = [{"default": total} for total in totals]
+        return pack_greedy(tokens, totals, {"default": budgets[-1]}, 8, defer_budgets={"default": budgets})
+
+    # 64 + 128 is below the 256 that 60 and 100 need together; 64 + 64 is not below 128.
+    assert defer([60, 100], 64, 128, 256) == [[0], [1]]
+    assert defer([60, 60], 64, 128, 256) == [[0, 1]]
+    # The item's own budget (128) is smaller than that of the batch so far (192).
+    assert defer([60, 60, 70], 64, 128, 192, 512) == [[0, 1, 2]]
+    assert pack([60, 100], 256, 8) == [[0, 1]]
+
+
+def test_a_path_without_tokens_of_the_item_does_not_defer() -> None:
+    budgets = {"a": (10, 100), "b": (10, 20, 100)}
+    tokens = [{"a": 1, "b": 10}, {"a": 1}, {"a": 1, "b": 20}]
+    packed = pack_greedy(tokens, [11, 11, 21], {"a": 100, "b": 100}, 8, defer_budgets=budgets)
+    assert packed == [[0, 1], [2]]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -96,3 +116,58 @@ def test_batches_keep_every_limit_and_are_as_full_as_next_fit_makes_them(
     fitting = [batch for batch in batches if fits(batch)]
     for batch, following in itertools.pairwise(fitting):
         assert not fits([*batch, following[0]])
+
+
+def defer_by_the_rule(
+    items: list[tuple[int, int]], budgets: tuple[list[int], list[int]], max_items: int
+) -> list[list[int]]:
+    """The rule, written down word by word: a batch is a list of items, looked at as a whole each time."""
+
+    def budget(path: int, batch: list[int]) -> int:
+        return next(b for b in budgets[path] if b >= sum(items[i][path] for i in batch))
+
+    def fits(batch: list[int]) -> bool:
+        return len(batch) <= max_items and all(
+            sum(items[i][path] for i in batch) <= budgets[path][-1] for path in (0, 1)
+        )
+
+    def defers(batch: list[int], item: int) -> bool:
+        for path in (0, 1):
+            if items[item][path] == 0:
+                continue
+            current, alone = budget(path, batch), budget(path, [item])
+            if current + alone < budget(path, [*batch, item]) and alone >= current:
+                return True
+        return False
+
+    batches: list[list[int]] = []
+    oversize = []
+    for item in sorted(range(len(items)), key=lambda i: sum(items[i])):
+        if not fits([item]):
+            oversize.append([item])
+        elif batches and fits([*batches[-1], item]) and not defers(batches[-1], item):
+            batches[-1].append(item)
+        else:
+            batches.append([item])
+    return batches + oversize
+
+
+ladders = st.lists(st.integers(1, 40), min_size=1, max_size=5, unique=True).map(sorted)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 45), st.integers(0, 45)), max_size=12),
+    st.tuples(ladders, ladders),
+    st.integers(1, 6),
+)
+def test_deferring_follows_the_rule(
+    items: list[tuple[int, int]], budgets: tuple[list[int], list[int]], max_items: int
+) -> None:
+    packed = pack_greedy(
+        [{"a": a, "b": b} for a, b in items],
+        [a + b for a, b in items],
+        {"a": budgets[0][-1], "b": budgets[1][-1]},
+        max_items,
+        defer_budgets={"a": budgets[0], "b": budgets[1]},
+    )
+    assert packed == defer_by_the_rule(items, budgets, max_items)

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxsplit_encoder.capture.reasons import MissReason
+from fxsplit_encoder.manager.budgets import CaptureKey
 from fxsplit_encoder.manager.statistics import BudgetStats, ManagerStats, Statistics, crossed_multiple
 
 
@@ -14,7 +15,7 @@ def test_nothing_served_yet() -> None:
     stats = Statistics().snapshot()
     assert stats == ManagerStats(0, {}, {})
     assert (stats.items, stats.hit_rate, stats.padding_fraction, stats.graph_bytes) == (0, 0.0, 0.0, 0)
-    assert str(stats) == "0 items: 0 hit (0.0%); 0.0% padding; 0.0 MiB"
+    assert str(stats) == "0 items: 0 hit (0.0%); 0.0% padding; 0.0 MiB, inputs 0.0 MiB"
 
 
 def test_items_count_once_as_hit_or_by_reason() -> None:
@@ -30,55 +31,55 @@ def test_items_count_once_as_hit_or_by_reason() -> None:
 
 def test_replays_add_up_for_each_path_and_budget() -> None:
     statistics = Statistics()
-    statistics.record_capture("local", 64, "piecewise", 2**20)
-    statistics.record_replay("local", 64, 48)
-    statistics.record_replay("local", 64, 64)
-    statistics.record_time("local", 64, 3.0)
-    statistics.record_replay("global", 128, 32)
+    statistics.record_capture(CaptureKey("local", 64), "piecewise", 2**20)
+    statistics.record_replay(CaptureKey("local", 64), 48)
+    statistics.record_replay(CaptureKey("local", 64), 64)
+    statistics.record_time(CaptureKey("local", 64), 3.0)
+    statistics.record_replay(CaptureKey("global", 128), 32)
     stats = statistics.snapshot()
     assert stats.budgets == {
-        ("global", 128): BudgetStats(1, 32, 96),
-        ("local", 64): BudgetStats(2, 112, 16, 1, 3.0, 2**20, "piecewise"),
+        CaptureKey("global", 128): BudgetStats(1, 32, 96),
+        CaptureKey("local", 64): BudgetStats(2, 112, 16, 1, 3.0, 2**20, "piecewise"),
     }
-    assert list(stats.budgets) == [("global", 128), ("local", 64)]
+    assert list(stats.budgets) == [CaptureKey("global", 128), CaptureKey("local", 64)]
     assert stats.items == 0  # paths and replays are not items
     assert stats.padding_fraction == 112 / 256
     assert stats.graph_bytes == 2**20
-    assert stats.budgets["local", 64].mean_milliseconds == 3.0
-    assert stats.budgets["global", 128].mean_milliseconds is None
+    assert stats.budgets["local", 64, ()].mean_milliseconds == 3.0
+    assert stats.budgets["global", 128, ()].mean_milliseconds is None
 
 
 def test_released_captures_hold_no_memory_but_stay_counted() -> None:
     statistics = Statistics()
-    statistics.record_capture("default", 64, "full", 7)
-    statistics.record_replay("default", 64, 64)
+    statistics.record_capture(CaptureKey("default", 64), "full", 7)
+    statistics.record_replay(CaptureKey("default", 64), 64)
     statistics.record_clear()
-    assert statistics.snapshot().budgets == {("default", 64): BudgetStats(1, 64, 0)}
+    assert statistics.snapshot().budgets == {CaptureKey("default", 64): BudgetStats(1, 64, 0)}
 
 
 def test_a_snapshot_does_not_change() -> None:
     statistics = Statistics()
     statistics.record_items(1, MissReason.DISABLED)
-    statistics.record_replay("default", 64, 1)
+    statistics.record_replay(CaptureKey("default", 64), 1)
     before = statistics.snapshot()
     shown = str(before)
     statistics.record_items(1, MissReason.DISABLED)
-    statistics.record_replay("default", 64, 1)
+    statistics.record_replay(CaptureKey("default", 64), 1)
     assert str(before) == shown
     assert before != statistics.snapshot()
 
 
 def test_printing_and_export_show_the_same_numbers() -> None:
     statistics = Statistics()
-    statistics.record_capture("default", 64, "full", 3 * 2**20)
-    statistics.record_replay("default", 64, 48)
-    statistics.record_time("default", 64, 1.25)
-    statistics.record_replay("default", 128, 128)
+    statistics.record_capture(CaptureKey("default", 64), "full", 3 * 2**20)
+    statistics.record_replay(CaptureKey("default", 64), 48)
+    statistics.record_time(CaptureKey("default", 64), 1.25)
+    statistics.record_replay(CaptureKey("default", 128), 128)
     statistics.record_items(3)
     statistics.record_items(1, MissReason.NOT_CAPTURED)
     stats = statistics.snapshot()
     summary, header, _, *rows = str(stats).splitlines()
-    assert summary == "4 items: 3 hit (75.0%), 1 not_captured; 8.3% padding; 3.0 MiB"
+    assert summary == "4 items: 3 hit (75.0%), 1 not_captured; 8.3% padding; 3.0 MiB, inputs 0.0 MiB"
     assert header.split("  ")[0] == "path"
     assert [row.split() for row in rows] == [
         ["default", "64", "full", "3.00", "1", "48", "16", "1.25"],
@@ -92,6 +93,7 @@ def test_printing_and_export_show_the_same_numbers() -> None:
     assert exported["budgets"][0] == {
         "path": "default",
         "token_budget": 64,
+        "axis_keys": [],
         "replays": 1,
         "real_tokens": 48,
         "padded_tokens": 16,
@@ -111,7 +113,7 @@ def test_a_line_is_logged_whenever_a_multiple_is_crossed(caplog: pytest.LogCaptu
             lines.append(len(caplog.records))
     # After 9, 11, 19, 20, 45 and 45 items.
     assert lines == [0, 1, 1, 2, 3, 3]
-    assert caplog.messages[0] == "11 items: 11 hit (100.0%); 0.0% padding; 0.0 MiB"
+    assert caplog.messages[0] == "11 items: 11 hit (100.0%); 0.0% padding; 0.0 MiB, inputs 0.0 MiB"
 
 
 def test_logging_can_be_switched_off(caplog: pytest.LogCaptureFixture) -> None:
@@ -135,10 +137,10 @@ def test_threads_lose_no_counts() -> None:
     def serve(_: int) -> None:
         statistics.record_items(1)
         statistics.record_items(1, MissReason.DISABLED)
-        statistics.record_replay("default", 64, 60)
+        statistics.record_replay(CaptureKey("default", 64), 60)
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(serve, range(2000)))
     stats = statistics.snapshot()
     assert (stats.hits, stats.misses) == (2000, {MissReason.DISABLED: 2000})
-    assert stats.budgets["default", 64] == BudgetStats(2000, 120000, 8000)
+    assert stats.budgets["default", 64, ()] == BudgetStats(2000, 120000, 8000)

@@ -16,6 +16,10 @@ from fxsplit_encoder.errors import InputError
 CPU = torch.device("cpu")
 
 
+def joined(value: Any) -> torch.Tensor:
+    return value if isinstance(value, torch.Tensor) else torch.cat(value)
+
+
 def assert_same_output(got: Any, expected: Any) -> None:
     assert type(got) is type(expected)
     pairs = [
@@ -138,9 +142,12 @@ def test_selected_items_keep_their_rows_in_the_order_asked_for(
     grids = [(1, 4, 6), (1, 2, 2), (3, 4, 4), (1, 2, 4)]
     rows = torch.cat([inputs["pixel_values"], inputs["pixel_values_videos"]]).split([24, 4, 48, 8])
     selected = tiny_towers.wrapped.select_encoder_cudagraph_items(inputs, indices)
-    assert selected["image_grid_thw"] == [grids[i] for i in indices]
-    expected = torch.cat([rows[i] for i in indices]) if indices else torch.zeros(0, 1536)
-    assert torch.equal(selected["pixel_values"], expected)
+    got_grids = [*selected.get("image_grid_thw", ()), *selected.get("video_grid_thw", ())]
+    assert got_grids == [grids[i] for i in indices]
+    got = [joined(selected[key]) for key in ("pixel_values", "pixel_values_videos") if key in selected]
+    assert torch.equal(torch.cat(got), torch.cat([rows[i] for i in indices])) if indices else got == []
+    if indices == sorted(indices):  # then the images stay images, and the videos videos
+        assert len(selected.get("video_grid_thw", ())) == sum(index >= 2 for index in indices)
 
 
 def test_neighbouring_images_are_selected_without_a_copy(tiny_towers: Any, make_batch: Any) -> None:
@@ -161,6 +168,7 @@ def test_replay_values_fit_the_buffers_of_a_capture(tiny_towers: Any, make_batch
     assert values.keys() == captured.keys() == set(wrapped.get_encoder_cudagraph_config().buffer_keys)
     assert values["cu_seqlens"].tolist() == [0, 24, 40, 56]
     for name, value in values.items():
+        value = joined(value)
         if name != "cu_seqlens":
             assert value.shape[0] == 56
             assert value.shape[1:] == captured[name].shape[1:]
@@ -176,6 +184,7 @@ def test_pad_rows_do_not_change_the_real_ones(tiny_towers: Any, make_batch: Any,
     buffers = wrapped.prepare_encoder_cudagraph_capture_inputs(24, 4, 8, CPU, torch.float32).values
     values = wrapped.prepare_encoder_cudagraph_replay_buffers(inputs, 4, 8).values
     for name, value in values.items():
+        value = joined(value)
         if name in wrapped.get_encoder_cudagraph_config().padding_logics:
             wrapped.get_encoder_cudagraph_config().padding_logics[name](buffers[name], value)
         else:

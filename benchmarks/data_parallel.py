@@ -1,0 +1,180 @@
+"""Twenty images through the Qwen3-VL-8B vision tower on one GPU, and shared among several.
+
+    python benchmarks/data_parallel.py --ranks 1 2 4 --output benchmarks/results/data_parallel_h200.json
+
+27 blocks, 1152 wide, bf16, seeded random weights, mode `auto`. Each image has 336 x 336 pixels, which the
+model's processor rounds to 320 x 320: 400 patches, 100 output tokens. The script starts one process a GPU
+itself, for each number of ranks in turn.
+
+"execute" is the median wall time of `manager.execute` on rank 0, in milliseconds: all ranks start together,
+and it ends when rank 0 has all items and its GPU is idle. "largest difference" is that of rank 0's items from
+those of the run with one rank, which comes first.
+
+`--tiny` runs a small tower on the CPU, over gloo: it shows that the script works, and no speed-up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.mkdtemp())
+os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast is not there on every host
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from environment import describe
+from tabulate import tabulate
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
+
+import fxsplit_encoder as fx
+from fxsplit_encoder.cli.models import demo_tower
+
+PIXELS = 336
+LIMITS = {
+    "token_budgets": (128, 256, 512, 1024, 2048),
+    "max_items_per_batch": 32,
+    "max_frames_per_batch": 0,
+}
+# What the processor of Qwen3-VL allows one image, in pixels.
+MIN_PIXELS, MAX_PIXELS = 65536, 16777216
+WARMUP = 5
+
+
+def make_tower(tiny: bool, device: torch.device) -> Any:
+    """The same weights on every rank."""
+    if not tiny:
+        return demo_tower(27, device, torch.bfloat16)
+    torch.manual_seed(0)
+    config = Qwen3VLVisionConfig(
+        depth=2,
+        hidden_size=64,
+        intermediate_size=128,
+        num_heads=4,
+        out_hidden_size=96,
+        deepstack_visual_indexes=[0],
+    )
+    return Qwen3VLVisionModel(config).requires_grad_(False).train(False)
+
+
+def make_inputs(tower: Any, num_images: int) -> dict[str, torch.Tensor]:
+    """The same patches on every rank, in the tower's memory and dtype."""
+    factor = tower.config.patch_size * tower.merge_size
+    height, width = smart_resize(PIXELS, PIXELS, factor, MIN_PIXELS, MAX_PIXELS)
+    grid = torch.tensor([[1, height // tower.config.patch_size, width // tower.config.patch_size]])
+    rows = num_images * int(grid.prod())
+    pixels = torch.randn(rows, tower.patch_features, generator=torch.Generator().manual_seed(1))
+    return {
+        "pixel_values": pixels.to(tower.device, tower.dtype),
+        "image_grid_thw": grid.expand(num_images, 3).contiguous(),
+    }
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def run_rank(rank: int, num_ranks: int, folder: str, arguments: argparse.Namespace) -> None:
+    """What one process does; rank 0 writes times and items into `folder`."""
+    device = torch.device("cpu") if arguments.tiny else torch.device("cuda", rank)
+    if arguments.tiny:
+        torch.set_num_threads(1)
+    else:
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "gloo" if arguments.tiny else "nccl",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=num_ranks,
+        device_id=None if arguments.tiny else device,
+    )
+    tower = fx.wrap(make_tower(arguments.tiny, device))
+    manager = fx.EncoderCudaGraphManager(
+        tower, fx.EncoderConfig(**LIMITS, data_parallel=True), log_interval=0
+    )
+    manager.capture()
+    inputs = make_inputs(tower, arguments.images)
+    times = []
+    items: list[torch.Tensor] = []
+    for _ in range(WARMUP + arguments.repeats):
+        dist.barrier()
+        synchronize(device)
+        start = time.perf_counter()
+        items = manager.execute(inputs)
+        synchronize(device)
+        times.append((time.perf_counter() - start) * 1e3)
+    if rank == 0:
+        measured = {
+            "times": times[WARMUP:],
+            "own items": manager.stats().items // len(times),
+            "modes": {b: graph.mode for b, graph in manager.budget_graphs["default"].items()},
+            "items": torch.stack(items).cpu(),
+        }
+        torch.save(measured, f"{folder}/rank0.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure(num_ranks: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(run_rank, args=(num_ranks, folder, arguments), nprocs=num_ranks)
+        measured: dict[str, Any] = torch.load(f"{folder}/rank0.pt")
+    return measured
+
+
+def main() -> None:
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="numbers of GPUs")
+    parser.add_argument("--images", type=int, default=20, help="images a request")
+    parser.add_argument("--repeats", type=int, default=30, help="timed requests")
+    parser.add_argument("--tiny", action="store_true", help="a small tower on the CPU")
+    parser.add_argument("--output", type=Path, help="JSON file for the results")
+    arguments = parser.parse_args()
+    ranks = sorted({1, *arguments.ranks})
+    if not arguments.tiny and torch.cuda.device_count() < ranks[-1]:
+        parser.exit(2, f"{ranks[-1]} ranks need as many GPUs; there are {torch.cuda.device_count()}\n")
+    rows: list[dict[str, Any]] = []
+    reference: dict[str, Any] = {}
+    for num_ranks in ranks:
+        measured = measure(num_ranks, arguments)
+        reference = reference or measured
+        execute = statistics.median(measured["times"])
+        speed_up = statistics.median(reference["times"]) / execute
+        difference = (measured["items"].float() - reference["items"].float()).abs().max().item()
+        rows.append(
+            {
+                "ranks": num_ranks,
+                "items of rank 0": measured["own items"],
+                "execute": execute,
+                "slowest": max(measured["times"]),
+                "speed-up": speed_up,
+                "of linear": speed_up / num_ranks,
+                "largest difference": difference,
+                "largest value": reference["items"].float().abs().max().item(),
+                "modes": measured["modes"],
+            }
+        )
+    columns = [name for name in rows[0] if name != "modes"]
+    print(tabulate([[row[c] for c in columns] for row in rows], columns, floatfmt=".3g"))
+    if arguments.output is not None:
+        tower = (
+            "tiny, on the CPU" if arguments.tiny else "Qwen3-VL-8B vision, 27 blocks, bf16, random weights"
+        )
+        settings = {"tower": tower, "images": arguments.images, "pixels": PIXELS, **LIMITS}
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        arguments.output.write_text(json.dumps({**describe(), **settings, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

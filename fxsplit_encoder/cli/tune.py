@@ -1,0 +1,64 @@
+"""`encoder-cg tune`: from a trace of requests to a configuration with the budgets that serve it best."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import yaml
+
+import fxsplit_encoder as fx
+from fxsplit_encoder.cli.console import print_facts
+from fxsplit_encoder.errors import ConfigError, InputError
+from fxsplit_encoder.manager.trace import read_trace
+from fxsplit_encoder.manager.tuning import tune_trace
+from fxsplit_encoder.manager.tuning_costs import read_costs
+
+
+def run_tune(
+    trace: Path,
+    output: Path,
+    *,
+    max_graphs: int,
+    max_bytes: str | None,
+    costs: Path | None,
+    granularity: int,
+    max_budget: int | None,
+) -> None:
+    """Choose budgets for a trace, print what they would do beside powers of two, and write them as YAML.
+
+    Raises:
+        InputError: the trace, the costs, an option or the output's directory is not usable.
+    """
+    if not output.parent.is_dir():
+        raise InputError(f"--output {output}: no such directory: {output.parent}")
+    limit = _parse_bytes(max_bytes) if max_bytes is not None else None
+    requests = read_trace(trace)
+    if not requests:
+        raise InputError(f"{trace}: expected a request a line; got an empty trace")
+    tuning = tune_trace(
+        requests,
+        max_graphs=max_graphs,
+        max_bytes=limit,
+        maximum=max_budget,
+        granularity=granularity,
+        costs=read_costs(costs) if costs else None,
+    )
+    num_items = sum(len(request.item_specs) for request in requests)
+    what = f"{len(requests)} requests, {num_items} items"
+    print_facts({"trace": f"{trace}, {what}", "costs": str(costs or "estimated")})
+    print(f"\n{tuning}")
+    made_from = f"# Tuned for {trace.name}: {what}; at most {max_graphs} graphs a path.\n"
+    settings = tuning.to_config().model_dump(mode="json", exclude_unset=True)
+    text = yaml.safe_dump(settings, sort_keys=False, default_flow_style=None)
+    output.write_text(made_from + text, encoding="utf-8")
+    print(f"\nwrote {output}")
+
+
+def _parse_bytes(size: str) -> int:
+    """The bytes of a size as the configuration takes it: a number, or one with a unit."""
+    try:
+        parsed = fx.EncoderConfig(max_graph_bytes=int(size) if size.isdecimal() else size).max_graph_bytes
+    except ConfigError as error:
+        raise InputError(f"--max-bytes {size}: {error}") from None
+    assert parsed is not None
+    return parsed

@@ -1,0 +1,150 @@
+"""What will be captured, known before anything is; and which captures are worth their memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from tabulate import tabulate
+
+from fxsplit_encoder.errors import InputError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from fxsplit_encoder.manager.budgets import CaptureKey, Limits
+    from fxsplit_encoder.manager.costs import RouteCosts
+    from fxsplit_encoder.manager.path import EncoderPath
+
+
+_UNMEASURED_LAUNCH_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class PlannedCapture:
+    """One budget of one path at one combination of axis keys."""
+
+    key: CaptureKey
+    input_bytes: int
+    """Static input buffers at this size. Budgets of a path share those of the largest, where they can."""
+    pruned: str | None = None
+    """Why it is not captured; None: it is."""
+
+
+@dataclass(frozen=True)
+class CapturePlan:
+    """Every capture that the settings ask for; printing it shows them as a table."""
+
+    captures: tuple[PlannedCapture, ...]
+
+    @property
+    def num_graphs(self) -> int:
+        """Captures that are made."""
+        return sum(capture.pruned is None for capture in self.captures)
+
+    @property
+    def input_bytes(self) -> int:
+        """Static input buffers of all of them: of each path, those of its largest budget."""
+        largest: dict[tuple[Any, ...], int] = {}
+        for capture in self.captures:
+            if capture.pruned is None:
+                route = (capture.key.path, capture.key.axis_keys)
+                largest[route] = max(largest.get(route, 0), capture.input_bytes)
+        return sum(largest.values())
+
+    def __str__(self) -> str:
+        pruned = len(self.captures) - self.num_graphs
+        summary = f"{self.num_graphs} captures, {self.input_bytes / 2**20:.1f} MiB of static inputs" + (
+            f"; {pruned} pruned" if pruned else ""
+        )
+        rows = [
+            [c.key.path, c.key.budget, *c.key.axis_keys, c.input_bytes / 2**20, c.pruned or "captured"]
+            for c in self.captures
+        ]
+        axes = [f"axis {n}" for n in range(max((len(c.key.axis_keys) for c in self.captures), default=0))]
+        headers = ["path", "budget", *axes, "input MiB", ""]
+        return f"{summary}\n{tabulate(rows, headers, floatfmt='.2f')}" if rows else summary
+
+
+def plan_captures(paths: Iterable[EncoderPath], limits: Limits) -> CapturePlan:
+    """Every budget of every path, with those that no batch can reach pruned."""
+    captures: list[PlannedCapture] = []
+    for path in paths:
+        if path.mode == "none":
+            continue
+        per_token, fixed, refusal = _input_size(path)
+        previous = 0
+        for budget in path.budgets:
+            reason = refusal or _unreachable(path, previous, budget, limits.max_items_per_batch)
+            captures.append(PlannedCapture(path.key(budget), int(per_token * budget + fixed), reason))
+            if reason is None:
+                previous = budget
+    return CapturePlan(tuple(captures))
+
+
+def _input_size(path: EncoderPath) -> tuple[float, float, str | None]:
+    """Bytes a token and bytes beside of a path's static inputs, from its two smallest budgets; or why it has
+    none.
+    """
+    small = list(path.budgets[:2])
+    try:
+        sizes = [path.num_input_bytes(budget) for budget in small]
+    except InputError as error:
+        return 0.0, 0.0, str(error)
+    if not sizes:
+        return 0.0, 0.0, None
+    slope = (sizes[-1] - sizes[0]) / (small[-1] - small[0]) if len(small) > 1 else sizes[0] / small[0]
+    return slope, sizes[0] - slope * small[0], None
+
+
+def _unreachable(path: EncoderPath, previous: int, budget: int, max_items: int) -> str | None:
+    """Why no batch needs this budget, where the tower tells how many tokens an item of these keys has.
+
+    A batch of n items has between n times the fewest and n times the most tokens of an item; it needs this
+    budget if it has more tokens than the budget before and not more than this one.
+    """
+    token_range = path.item_token_range()
+    if token_range is None:
+        return None
+    fewest, most = token_range
+    if fewest > budget:
+        return f"one item has at least {fewest} tokens"
+    if not any(n * fewest <= budget and n * most > previous for n in range(1, max_items + 1)):
+        return f"no {max_items} items of {fewest} to {most} tokens make {previous + 1} to {budget} tokens"
+    return None
+
+
+def least_useful(
+    costs: RouteCosts, budgets: Sequence[int], num_bytes: Sequence[int], skippable: bool
+) -> tuple[int, float]:
+    """The budget that gains least for its bytes, and that gain.
+
+    The gain of a budget is what all sizes up to the largest budget, each as likely as another, would cost
+    more without it.
+
+    Args:
+        costs: of the path. Where nothing was measured, the exact shape counts as a few hundred tokens more
+            than its own, for its launches.
+        budgets: those that are captured, increasing.
+        num_bytes: the memory of each.
+        skippable: as for `RouteCosts.table`.
+    """
+    every = tuple(budgets)
+    tokens = np.arange(1, every[-1] + 1)
+    if not costs.measured:
+        launches = _UNMEASURED_LAUNCH_TOKENS
+        exact = ((1, 1.0 + launches), (every[-1] + 1, every[-1] + 1.0 + launches))
+        costs = replace(costs, exact=exact)
+
+    def total(kept: tuple[int, ...]) -> float:
+        room = tuple(costs.room.get(budget) for budget in kept)
+        return float(costs.table(kept, room, every[-1], skippable).costs(tokens).mean())
+
+    everything = total(every)
+    gains = {
+        budget: (total(tuple(b for b in every if b != budget)) - everything) / max(size, 1)
+        for budget, size in zip(every, num_bytes, strict=True)
+    }
+    least = min(gains, key=gains.__getitem__)
+    return least, gains[least]

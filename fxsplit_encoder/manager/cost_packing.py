@@ -1,0 +1,287 @@
+"""Which items share a replay, by predicted costs."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import operator
+from bisect import bisect_right
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from fxsplit_encoder.manager.packing import check_items
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from fxsplit_encoder.manager.costs import PathTable
+
+# Up to so many items the cheapest of all partitions is found. The work grows by a factor of 3 an item.
+_MAX_ITEMS_SOLVED_EXACTLY = 10
+
+# More tokens than any batch has: the tables answer with an infinite cost.
+_BEYOND_THE_END = 1 << 60
+
+
+class PathLoad(NamedTuple):
+    """The items' tokens on one path, and what batches of them cost."""
+
+    tokens: Sequence[int]
+    """Output tokens of every item."""
+
+    maximum: int
+    """Output tokens that a batch of `pack_greedy` may have."""
+
+    table: PathTable
+    """The path's costs; no batch has more tokens than `table.largest`."""
+
+
+def pack_by_cost(
+    paths: Sequence[PathLoad],
+    totals: Sequence[int],
+    max_items: int,
+    item_frames: Sequence[int] | None = None,
+    max_frames: int = 0,
+    item_segments: Sequence[int] | None = None,
+    max_segments: int = 0,
+    per_batch: float = 0.0,
+) -> list[list[int]]:
+    """The batches whose predicted costs add up to the least.
+
+    Up to ten items this is the optimum over all partitions. More items are put into the order of
+    `pack_greedy` and cut into runs, the optimum over all ways to cut; with several paths also into an order
+    that alternates between small and large. What `pack_greedy` packs is one of these cuts, deferring or not,
+    so it never costs less.
+
+    Args:
+        paths: the items' tokens and costs on each path. An item above the largest batch of a path is a batch
+            of its own.
+        totals: the output tokens of every item over all paths.
+        max_items: the items that a batch may have.
+        item_frames: the video frames of every item, 0 for an image; None: frames are not limited.
+        max_frames: the video frames above which a batch is not replayed.
+        item_segments: the attention segments of every item; None: they are not known, and not limited.
+        max_segments: the attention segments that a batch of `pack_greedy` may have; 0: any number. By how
+            many a budget is ruled out, `paths` tells.
+        per_batch: the cost that every batch adds.
+
+    Returns:
+        The positions of the items of every batch, each position once; positions rise within a batch, and so
+        do the first ones of the batches.
+
+    Raises:
+        InputError: the sequences differ in length, or `max_items` is not positive.
+    """
+    frames = [0] * len(totals) if item_frames is None else item_frames
+    segments = [0] * len(totals) if item_segments is None else item_segments
+    check_items(max_items, *(len(path.tokens) for path in paths), len(totals), len(frames), len(segments))
+    prices = _Prices(paths, totals, frames, max_frames, segments, max_segments, per_batch)
+    alone = prices.oversize()
+    if not alone:
+        return sorted(_pack(prices, max_items)) if totals else []
+    kept = sorted(set(range(len(totals))) - alone)
+    packed = _pack(prices.of_items(kept), max_items) if kept else []
+    return sorted([*([kept[item] for item in batch] for batch in packed), *([item] for item in alone)])
+
+
+def _pack(prices: _Prices, max_items: int) -> list[list[int]]:
+    num_items = len(prices.totals)
+    if num_items <= _MAX_ITEMS_SOLVED_EXACTLY:
+        return _cheapest_partition(prices, max_items)
+    ascending = prices.greedy_order()
+    orders = [ascending]
+    if len(prices.paths) > 1:
+        smaller_half, larger_half = ascending[: (num_items + 1) // 2], ascending[(num_items + 1) // 2 :]
+        pairs = itertools.zip_longest(smaller_half, reversed(larger_half))
+        orders.append([item for pair in pairs for item in pair if item is not None])
+    return min((_cheapest_cut(prices, order, max_items) for order in orders), key=operator.itemgetter(0))[1]
+
+
+class _Prices:
+    """What batches of the items cost, by the sums of what their items take up.
+
+    The arguments are those of `pack_by_cost`.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[PathLoad],
+        totals: Sequence[int],
+        frames: Sequence[int],
+        max_frames: int,
+        segments: Sequence[int],
+        max_segments: int,
+        per_batch: float,
+    ) -> None:
+        self.paths = paths
+        self.totals = totals
+        self._frames = frames
+        self._max_frames = max_frames
+        self._segments = segments
+        self._max_segments = max_segments
+        self._per_batch = per_batch
+        # A limit that all items together keep is left out: it would cost time at every sum.
+        rooms = [path.table.min_room for path in paths if path.table.min_room is not None]
+        self._limits_frames = sum(frames) > max_frames
+        self._limits_segments = bool(rooms) and sum(segments) > min(rooms)
+        rows = [path.tokens for path in paths]
+        rows += [frames] * self._limits_frames + [segments] * self._limits_segments
+        self.loads = np.array(rows, dtype=np.int64)
+        """(rows, items): what `of_sums` takes the sums of."""
+
+    def of_items(self, items: Sequence[int]) -> _Prices:
+        """The prices of some of the items."""
+        return _Prices(
+            [path._replace(tokens=[path.tokens[item] for item in items]) for path in self.paths],
+            [self.totals[item] for item in items],
+            [self._frames[item] for item in items],
+            self._max_frames,
+            [self._segments[item] for item in items],
+            self._max_segments,
+            self._per_batch,
+        )
+
+    def oversize(self) -> set[int]:
+        """The items above the largest batch of a path."""
+        return {
+            item
+            for path in self.paths
+            if max(path.tokens, default=0) > path.table.largest
+            for item, tokens in enumerate(path.tokens)
+            if tokens > path.table.largest
+        }
+
+    def of_sums(self, sums: NDArray[np.int64], *, one_segment: bool = False) -> NDArray[np.float64]:
+        """The costs of batches by the sums of their loads, (rows, ...); infinite above the largest batch."""
+        segments = sums[-1] if self._limits_segments else None
+        replayable = sums[len(self.paths)] <= self._max_frames if self._limits_frames else None
+        costs: NDArray[np.float64] = np.array(self._per_batch)
+        for path, tokens in zip(self.paths, sums, strict=False):
+            costs = costs + path.table.costs(tokens, segments, replayable, one_segment=one_segment)
+        return costs
+
+    def of_singles(self) -> tuple[NDArray[np.intp], NDArray[np.float64]]:
+        """The items for which there are captures of a single segment, and what each costs alone."""
+        if not any(path.table.has_one_segment for path in self.paths):
+            return np.empty(0, dtype=np.intp), np.empty(0)
+        items = np.flatnonzero(np.equal(self._segments, 1))
+        return items, self.of_sums(self.loads[:, items], one_segment=True)
+
+    def greedy_order(self) -> list[int]:
+        """By total tokens, but items that exceed a limit of `pack_greedy` by themselves come last."""
+        limits = [(path.tokens, path.maximum) for path in self.paths]
+        limits.append((self._frames, self._max_frames))
+        if self._max_segments:
+            limits.append((self._segments, self._max_segments))
+        last = {
+            item
+            for loads, maximum in limits
+            if max(loads) > maximum
+            for item, load in enumerate(loads)
+            if load > maximum
+        }
+        order = sorted(range(len(self.totals)), key=self.totals.__getitem__)
+        if not last:
+            return order
+        return [item for item in order if item not in last] + [item for item in order if item in last]
+
+    def longest_run(self) -> int:
+        """No batch has more items than this: as many of the smallest as all paths together hold."""
+        sizes = sorted(map(sum, zip(*(path.tokens for path in self.paths), strict=True)))
+        return bisect_right(list(itertools.accumulate(sizes)), sum(path.table.largest for path in self.paths))
+
+
+def _cheapest_cut(prices: _Prices, order: list[int], max_items: int) -> tuple[float, list[list[int]]]:
+    """The cheapest way to cut the items, in this order, into runs; with its cost."""
+    num_items = len(order)
+    longest = min(max_items, prices.longest_run())
+    # Column n holds the sums of the first n items. Runs past the last item have more tokens than any batch.
+    before = np.full((len(prices.loads), num_items + longest), _BEYOND_THE_END)
+    before[:, 0] = 0
+    prices.loads[:, order].cumsum(axis=1, out=before[:, 1 : num_items + 1])
+    costs = prices.of_sums(before[:, _ends(num_items, longest)] - before[:, :num_items, None])
+    singles, single_costs = prices.of_singles()
+    if singles.size:
+        costs[np.argsort(order)[singles], 0] = single_costs
+
+    # best[i]: the least cost of all items from the i-th on.
+    best = np.zeros(num_items + longest)
+    length = [0] * num_items
+    for start in range(num_items - 1, -1, -1):
+        totals = costs[start]
+        totals += best[start + 1 : start + 1 + longest]
+        shortest = totals.argmin()
+        best[start] = totals[shortest]
+        length[start] = int(shortest) + 1
+    batches = []
+    start = 0
+    while start < num_items:
+        batches.append(sorted(order[start : start + length[start]]))
+        start += length[start]
+    return best.item(0), batches
+
+
+@functools.lru_cache(maxsize=64)
+def _ends(num_items: int, longest: int) -> NDArray[np.intp]:
+    """(items, longest): where the runs of 1, 2, ... items from each one end."""
+    return np.arange(num_items)[:, None] + np.arange(1, longest + 1)
+
+
+# --- the optimum over all partitions
+#
+# Sets of items are bit masks. The cheapest partition of a set S is, over its subsets T with the highest item
+# of S: T as one batch, and the cheapest partition of S without T. All sets with the same highest item are
+# solved at once.
+
+
+def _cheapest_partition(prices: _Prices, max_items: int) -> list[list[int]]:
+    num_items = len(prices.totals)
+    sums = np.zeros((len(prices.loads), 1 << num_items), dtype=np.int64)
+    for item in range(num_items):
+        bit = 1 << item
+        np.add(sums[:, :bit], prices.loads[:, item, None], out=sums[:, bit : 2 * bit])
+    costs = prices.of_sums(sums)
+    singles, single_costs = prices.of_singles()
+    costs[1 << singles] = single_costs
+    if num_items > max_items:
+        costs[_bit_counts(num_items) > max_items] = np.inf
+
+    best = np.zeros(1 << num_items)
+    for highest in range(num_items - 1):
+        bit = 1 << highest
+        part, rest, starts = _splits(highest)
+        totals = costs[bit : 2 * bit].take(part) + best.take(rest)
+        np.minimum.reduceat(totals, starts, out=best[bit : 2 * bit])
+    batches = []
+    remaining = (1 << num_items) - 1
+    while remaining:
+        highest = remaining.bit_length() - 1
+        bit = 1 << highest
+        lower = remaining - bit
+        subsets = _subsets(lower)
+        chosen = int(subsets[(costs.take(subsets + bit) + best.take(lower - subsets)).argmin()])
+        batches.append([item for item in range(highest) if chosen >> item & 1] + [highest])
+        remaining = lower - chosen
+    return batches
+
+
+@functools.lru_cache(maxsize=_MAX_ITEMS_SOLVED_EXACTLY)
+def _splits(num_items: int) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.intp]]:
+    """Every set of items with each of its subsets: the subsets, what they leave, where each set begins."""
+    every = np.arange(1 << num_items)
+    sets, part = np.nonzero((every[:, None] & every) == every)
+    return part, sets - part, np.searchsorted(sets, every)
+
+
+@functools.lru_cache(maxsize=1 << _MAX_ITEMS_SOLVED_EXACTLY)
+def _subsets(whole: int) -> NDArray[np.intp]:
+    every = np.arange(whole + 1)
+    return np.flatnonzero((every & whole) == every)
+
+
+@functools.lru_cache(maxsize=_MAX_ITEMS_SOLVED_EXACTLY)
+def _bit_counts(num_items: int) -> NDArray[np.intp]:
+    return np.array([mask.bit_count() for mask in range(1 << num_items)])

@@ -1,0 +1,295 @@
+"""What a batch costs on each path: measured points, and tables of what they predict."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from bisect import bisect_left
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fxsplit_encoder.errors import InputError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from numpy.typing import NDArray
+
+Points = tuple[tuple[int, float], ...]
+"""(output tokens, milliseconds), tokens increasing."""
+
+# Without measurements a replay is priced by its tokens and this many more for its launches: one H200 replays
+# 64 and 256 tokens of a 27-block tower in 1.7 and 3.5 ms, so its fixed part is worth about 130 tokens. Half
+# of that keeps the choice near the least padding.
+_LAUNCH_TOKENS = 64
+
+# The price of a fallback that nobody measured, a token: above any replay, so that items are replayed where
+# they can be. It grows with the tokens, or a batch that has to fall back would draw others in.
+_UNMEASURED_FALLBACK = 1e6
+
+
+@dataclass(frozen=True)
+class RouteCosts:
+    """What one path costs at one combination of axis keys, without its attention over segments.
+
+    A fallback is cheapest of `exact` and `eager`. If neither was measured, it is taken only where no replay
+    serves, and its time is not predicted.
+
+    Raises:
+        InputError: the tokens of `exact` or `eager` do not increase.
+    """
+
+    replay: Mapping[int, float] = field(default_factory=dict)
+    """Budget -> milliseconds of a replay."""
+
+    one_segment: Mapping[int, float] = field(default_factory=dict)
+    """The same for batches of one attention segment, where a capture of their own exists."""
+
+    exact: Points = ()
+    """Measured times of the compiled program at its exact shape. Linear between the points, level before the
+    first, the last slope after the last (after a single point: in proportion). Empty: it cannot run, or was
+    not measured."""
+
+    eager: Points = ()
+    """The same for the eager forward."""
+
+    attention: float = 0.0
+    """Milliseconds per attended pair (squared length of a segment in patches). All ways to pack the same
+    items attend the same pairs, so this never decides; it only adds to the prediction."""
+
+    room: Mapping[int, int] = field(default_factory=dict)
+    """The attention segments that a budget's capture holds; one that is left out holds any number."""
+
+    measured: bool = True
+    """Whether the costs are milliseconds; if not, they only compare with one another."""
+
+    def __post_init__(self) -> None:
+        for name, points in (("exact", self.exact), ("eager", self.eager)):
+            tokens = [count for count, _ in points]
+            if any(second <= first for first, second in itertools.pairwise([0, *tokens])):
+                raise InputError(
+                    f"{name}: the tokens of its points must be positive and increase; got {tokens}"
+                )
+
+    @classmethod
+    def unmeasured(cls, budgets: Iterable[int], room: Mapping[int, int] | None = None) -> RouteCosts:
+        """Costs for machines without CUDA, and before capture: least padding, then fewest replays.
+
+        A replay costs its budget and 64 tokens more, in arbitrary units; the exact shape is taken only where
+        no budget fits.
+
+        Args:
+            budgets: those that can be replayed.
+            room: the attention segments that each holds; one that is left out holds any number.
+        """
+        replay = {budget: float(budget + _LAUNCH_TOKENS) for budget in budgets}
+        return cls(replay, room=dict(room or {}), measured=False)
+
+    def table(
+        self, budgets: tuple[int, ...], room: tuple[int | None, ...], largest: int, skippable: bool
+    ) -> PathTable:
+        """The tables over token counts for a choice of budgets, made once and kept.
+
+        Args:
+            budgets: those that can be replayed, increasing, each with a replay cost.
+            room: the attention segments that each of them holds; None: any number.
+            largest: the most tokens of a batch.
+            skippable: whether a batch without tokens skips the path.
+        """
+        key = (budgets, room, largest, skippable)
+        if (table := self._tables.get(key)) is None:
+            table = self._tables[key] = PathTable(self, *key)
+        return table
+
+    @functools.cached_property
+    def _tables(self) -> dict[tuple[tuple[int, ...], tuple[int | None, ...], int, bool], PathTable]:
+        return {}
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """What batches cost, to choose between ways to pack and to run them."""
+
+    routes: Mapping[tuple[str, tuple[Hashable, ...]], RouteCosts]
+    """The costs by (path, axis keys)."""
+
+    per_batch: float = 0.0
+    """Host milliseconds that each batch adds."""
+
+
+class PathTable:
+    """The costs of one path as tables over token counts, for one choice of budgets.
+
+    Room for segments grows with the budget, so "s segments" is a lower bound on the budget. Where room does
+    not grow, budgets below the last one that is too small for s are not used for s.
+
+    Args:
+        route: the costs.
+        budgets, room, largest, skippable: as for `RouteCosts.table`.
+    """
+
+    def __init__(
+        self,
+        route: RouteCosts,
+        budgets: tuple[int, ...],
+        room: tuple[int | None, ...],
+        largest: int,
+        skippable: bool,
+    ) -> None:
+        assert not budgets or budgets[-1] <= largest, "a budget lies above the largest batch"
+        self.route = route
+        self.budgets = budgets
+        self.largest = largest
+        self.skippable = skippable
+        self.min_room = min((count for count in room if count is not None), default=None)
+        """Segments up to which no budget is ruled out; None: any number."""
+        self.room = room
+        several = [route.replay[budget] for budget in budgets]
+        single = [route.one_segment.get(budget, route.replay[budget]) for budget in budgets]
+        self._prices = {False: several, True: single}
+        # Entry i: which of budgets[i:] is cheapest. Measured times need not rise with the budget.
+        self._cheapest = {one: _cheapest_of_rest(prices) for one, prices in self._prices.items()}
+        self.has_one_segment = single != several
+
+    # --- one batch
+
+    def replay(
+        self, tokens: int, segments: int | None, *, smallest: bool = False
+    ) -> tuple[int, float] | None:
+        """The budget for a batch, and its cost: the cheapest, or just the smallest with room; None: none.
+
+        Args:
+            tokens: output tokens of the batch.
+            segments: its attention segments; None: not known, and not limited.
+            smallest: whether to take the smallest budget with room, whatever it costs.
+        """
+        position = bisect_left(self.budgets, tokens)
+        if segments is not None and self.min_room is not None and segments > self.min_room:
+            position = max(position, self._first_with_room(segments))
+        if position == len(self.budgets):
+            return None
+        one = segments == 1
+        if not smallest:
+            position = self._cheapest[one][position]
+        return self.budgets[position], self._prices[one][position]
+
+    def fallback(self, tokens: int) -> tuple[float, bool]:
+        """The cost of a batch without a replay, and whether it is the eager forward that costs it."""
+        if tokens <= self.largest:
+            return self._fallbacks.item(tokens), self._eager_is_cheaper.item(tokens)
+        exact, eager = self._fallbacks_at(np.array([tokens]))
+        return min(exact.item(), eager.item()), eager.item() < exact.item()
+
+    @property
+    def predicts_fallbacks(self) -> bool:
+        """Whether the cost of a fallback is a time."""
+        return bool(self.route.exact or self.route.eager)
+
+    def _first_with_room(self, segments: int) -> int:
+        """The position of the first budget from which on every one holds so many segments."""
+        too_small = (i for i, held in enumerate(self.room) if held is not None and held < segments)
+        return max(too_small, default=-1) + 1
+
+    # --- many batches
+
+    def costs(
+        self,
+        tokens: NDArray[np.int64],
+        segments: NDArray[np.int64] | None = None,
+        replayable: NDArray[np.bool_] | None = None,
+        *,
+        one_segment: bool = False,
+    ) -> NDArray[np.float64]:
+        """What batches cost at best; infinite where there are more than `largest` tokens.
+
+        Args:
+            tokens: output tokens of every batch, any shape.
+            segments: attention segments of every batch; None: they rule out no budget.
+            replayable: which batches may be replayed at all; None: every one.
+            one_segment: whether all of them have a single attention segment.
+        """
+        if segments is None and replayable is None and not one_segment:
+            return self._best.take(tokens, mode="clip")
+        needed = tokens
+        if segments is not None:
+            needed = np.maximum(needed, self._tokens_for_segments.take(segments, mode="clip"))
+        if replayable is not None:
+            needed = np.where(replayable, needed, self.largest + 1)
+        replays = self._single_replays if one_segment else self._replays
+        costs = np.minimum(replays.take(needed, mode="clip"), self._fallbacks.take(tokens, mode="clip"))
+        if self.skippable:
+            costs[tokens == 0] = 0.0
+        return costs
+
+    # Each table has an entry for every count from 0 to `largest`, and one more for all counts above.
+
+    @functools.cached_property
+    def _replays(self) -> NDArray[np.float64]:
+        return self._replay_table(False)
+
+    @functools.cached_property
+    def _single_replays(self) -> NDArray[np.float64]:
+        return self._replay_table(True)
+
+    def _replay_table(self, one_segment: bool) -> NDArray[np.float64]:
+        prices = self._prices[one_segment]
+        cheapest = np.array([*(prices[i] for i in self._cheapest[one_segment]), np.inf])
+        return cheapest[np.searchsorted(self.budgets, np.arange(self.largest + 2))]
+
+    @functools.cached_property
+    def _both_fallbacks(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        return self._fallbacks_at(np.arange(self.largest + 1))
+
+    @functools.cached_property
+    def _fallbacks(self) -> NDArray[np.float64]:
+        return np.append(np.minimum(*self._both_fallbacks), np.inf)
+
+    @functools.cached_property
+    def _eager_is_cheaper(self) -> NDArray[np.bool_]:
+        exact, eager = self._both_fallbacks
+        return eager < exact
+
+    def _fallbacks_at(self, tokens: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """The costs of the exact shape and of the eager forward; one of them is always finite."""
+        exact, eager = (_interpolate(points, tokens) for points in (self.route.exact, self.route.eager))
+        unmeasured = _UNMEASURED_FALLBACK * (tokens + 1)
+        # An empty batch is no shape to run: where a replay of padding alone serves it, that is taken.
+        never = (tokens == 0) | (not self.predicts_fallbacks)
+        return np.where(never, unmeasured, exact), np.where(never, np.inf, eager)
+
+    @functools.cached_property
+    def _best(self) -> NDArray[np.float64]:
+        best = np.minimum(self._replays, self._fallbacks)
+        if self.skippable:
+            best[0] = 0.0
+        return best
+
+    @functools.cached_property
+    def _tokens_for_segments(self) -> NDArray[np.int64]:
+        """The tokens that so many segments are worth: more than the last budget without room for them."""
+        most = max((count for count in self.room if count is not None), default=0)
+        above = [0, *(budget + 1 for budget in self.budgets[:-1]), self.largest + 1]
+        return np.array([above[self._first_with_room(count)] for count in range(most + 2)])
+
+
+def _cheapest_of_rest(prices: list[float]) -> list[int]:
+    """For every position, that of the lowest price from there on; the first of equal ones."""
+    cheapest: list[int] = []
+    for position in reversed(range(len(prices))):
+        last = cheapest[-1] if cheapest else position
+        cheapest.append(position if prices[position] <= prices[last] else last)
+    return cheapest[::-1]
+
+
+def _interpolate(points: Points, tokens: NDArray[np.int64]) -> NDArray[np.float64]:
+    if not points:
+        return np.full(tokens.shape, np.inf)
+    counts, times = (np.array(column, dtype=np.float64) for column in zip(*points, strict=True))
+    before = (counts[-2], times[-2]) if len(points) > 1 else (0.0, 0.0)
+    slope = (times[-1] - before[1]) / (counts[-1] - before[0])
+    inside: NDArray[np.float64] = np.interp(tokens, counts, times)
+    beyond: NDArray[np.float64] = slope * np.maximum(tokens - counts[-1], 0)
+    return inside + beyond

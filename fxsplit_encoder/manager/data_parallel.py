@@ -1,0 +1,332 @@
+"""Data parallelism: every rank of a process group encodes its share of the items and returns all of them.
+
+Every rank has the whole tower and calls `execute` with the same inputs. All compute the same assignment of
+items to ranks, encode their own share as a single process would, and exchange the rows. What is promised,
+and what NCCL needs, is in `docs/data_parallel.md`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from fxsplit_encoder.errors import ConfigError, InputError, RankError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from datetime import timedelta
+
+    from torch import Tensor
+
+    from fxsplit_encoder.manager.protocol import EncoderItemSpec, SupportsEncoderCudaGraph
+
+# torch 2.13 renamed it, and warns of the old name.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+# The same on every rank, so that a position in it names a dtype.
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+def assign_items(weights: Sequence[float], num_ranks: int) -> list[list[int]]:
+    """Which items each rank encodes: the heaviest first, each to the rank that has the least so far.
+
+    This is longest-processing-time-first: the heaviest rank carries at most 4/3 - 1/(3 num_ranks) of what it
+    would in the best assignment (Graham, "Bounds on multiprocessing timing anomalies", 1969). Of equal items
+    the first goes first, of equal ranks the lowest takes it, so that all ranks find the same assignment.
+
+    Args:
+        weights: the work that each item is, in any unit.
+        num_ranks: how many ranks share it.
+
+    Returns:
+        The items of every rank, ascending; each item once. A rank may have none.
+
+    Raises:
+        InputError: no ranks, or a weight that is negative or not finite.
+    """
+    if num_ranks < 1:
+        raise InputError(f"num_ranks must be at least 1; got {num_ranks}")
+    for index, weight in enumerate(weights):
+        if not (math.isfinite(weight) and weight >= 0):
+            raise InputError(f"weights: item {index} weighs {weight}; expected a finite number, at least 0")
+    shares: list[list[int]] = [[] for _ in range(num_ranks)]
+    loads = [0.0] * num_ranks
+    for index in sorted(range(len(weights)), key=lambda i: -weights[i]):
+        rank = min(range(num_ranks), key=loads.__getitem__)
+        shares[rank].append(index)
+        loads[rank] += weights[index]
+    return [sorted(share) for share in shares]
+
+
+def item_weights(
+    specs: Sequence[EncoderItemSpec], costs: Callable[[EncoderItemSpec], float] | None = None
+) -> list[float]:
+    """The work that each item is: its predicted milliseconds where `costs` tells them, else its patches."""
+    return [costs(spec) if costs is not None else float(spec.input_size) for spec in specs]
+
+
+class _Header(NamedTuple):
+    """What a rank tells the others before any rows are exchanged. Its size does not depend on the inputs."""
+
+    failed: int = 1
+    """1: this rank raises an error of its own, and the other fields say nothing."""
+    digest: int = 0
+    """Of every item's size and rank; it differs if the ranks were not given the same."""
+    num_items: int = 0
+    """Of the whole request."""
+    num_patches: int = 0
+    """Of the whole request."""
+    dtype: int = -1
+    """Position in `_DTYPES`; -1: this rank has no items, so it knows neither dtype nor columns."""
+    columns: int = 0
+    """Of this rank's items."""
+    rows: int = 0
+    """Of this rank's items, all together."""
+    as_declared: int = 1
+    """1: each of this rank's items has the rows that its spec declares."""
+
+
+class _Share(NamedTuple):
+    """What one rank has encoded."""
+
+    specs: Sequence[EncoderItemSpec]
+    """All items of the request."""
+    assignment: list[list[int]]
+    """The items of every rank."""
+    items: list[Tensor]
+    """This rank's items, (rows, columns) each."""
+
+
+class DataParallel:
+    """Shares the items of a batch among the ranks of a process group.
+
+    Args:
+        process_group: the ranks; None: the default group. Whatever else uses it must do so in the same order
+            on every rank.
+        device: where the rows are. The group must have a backend for it: NCCL for CUDA, gloo for a CPU.
+        costs: predicts the milliseconds of an item, the same on every rank; None: its patches are its weight.
+
+    Raises:
+        ConfigError: torch.distributed is not initialised, or this process is not in the group.
+    """
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None,
+        device: torch.device,
+        costs: Callable[[EncoderItemSpec], float] | None = None,
+    ) -> None:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise ConfigError(
+                "data_parallel: needs a process group; call torch.distributed.init_process_group before the "
+                "manager is made, for example in a script that torchrun started"
+            )
+        self.rank = dist.get_rank(process_group)
+        if self.rank < 0:
+            raise ConfigError(
+                "data_parallel: this process is not in the process group; pass a group that it is in"
+            )
+        group = process_group if process_group is not None else dist.group.WORLD
+        assert group is not None
+        self.group = group
+        self.num_ranks = dist.get_world_size(process_group)
+        self.device = device
+        self.costs = costs
+        # A stream of its own: the host waits for the headers, not for what is being encoded.
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def assignment(self, specs: Sequence[EncoderItemSpec]) -> list[list[int]]:
+        """The items that every rank encodes of a request with these items."""
+        return assign_items(item_weights(specs, self.costs), self.num_ranks)
+
+    def execute(
+        self,
+        mm_kwargs: dict[str, Any],
+        encode_local: Callable[[dict[str, Any]], list[Tensor]],
+        tower: SupportsEncoderCudaGraph,
+    ) -> list[Tensor]:
+        """Encodes this rank's share, and returns all items, in order, on every rank.
+
+        Every rank must call it, with the same inputs and in the same order of calls.
+
+        Args:
+            mm_kwargs: the whole request.
+            encode_local: encodes the items of a request that one rank was given; not called for none.
+            tower: knows the items' sizes, and selects them.
+
+        Returns:
+            One tensor an item, (rows, columns), each in memory of its own. The rows are those that were
+            encoded, whatever the specs declare.
+
+        Raises:
+            InputError: on every rank, if they were given different inputs, or encoded items of different
+                columns or dtypes; on the rank where it happens, if its items are not (rows, columns) of one
+                width and dtype.
+            RankError: another rank failed (its own error says why), has ended, or did not answer in time.
+        """
+        if self.num_ranks == 1:
+            return encode_local(mm_kwargs)
+        try:
+            share = self._encode_share(mm_kwargs, encode_local, tower)
+            header = self._describe(share)
+        except Exception:
+            # The others wait for this rank's header. Whatever becomes of it, this error is the one to see.
+            with contextlib.suppress(Exception):
+                self._exchange(_Header())
+            raise
+        headers = [_Header(*row) for row in self._exchange(header)]
+        _check_agreement(headers)
+        return self._gather_items(share, headers)
+
+    # --- this rank's share
+
+    def _encode_share(
+        self,
+        mm_kwargs: dict[str, Any],
+        encode_local: Callable[[dict[str, Any]], list[Tensor]],
+        tower: SupportsEncoderCudaGraph,
+    ) -> _Share:
+        specs = tower.get_encoder_cudagraph_item_specs(mm_kwargs)
+        assignment = self.assignment(specs)
+        own = assignment[self.rank]
+        if not own:
+            return _Share(specs, assignment, [])
+        everything = len(own) == len(specs)
+        selected = mm_kwargs if everything else tower.select_encoder_cudagraph_items(mm_kwargs, own)
+        items = encode_local(selected)
+        assert len(items) == len(own)
+        return _Share(specs, assignment, items)
+
+    def _describe(self, share: _Share) -> _Header:
+        own = share.assignment[self.rank]
+        for index, item in zip(own, share.items, strict=True):
+            if item.dim() != 2 or item.dtype not in _DTYPES:
+                raise InputError(
+                    f"item {index}: data_parallel exchanges items of (rows, columns) in one of "
+                    f"{', '.join(map(str, _DTYPES))}; got {tuple(item.shape)} in {item.dtype}"
+                )
+        kinds = {(item.shape[1], item.dtype) for item in share.items}
+        if len(kinds) > 1:
+            raise InputError(
+                "data_parallel exchanges items of one width and dtype; this rank's items have "
+                + ", ".join(f"{columns} columns of {dtype}" for columns, dtype in sorted(kinds, key=str))
+            )
+        columns, dtype = next(iter(kinds), (0, None))
+        rows = [item.shape[0] for item in share.items]
+        return _Header(
+            failed=0,
+            digest=_digest(share.specs, share.assignment),
+            num_items=len(share.specs),
+            num_patches=sum(spec.input_size for spec in share.specs),
+            dtype=-1 if dtype is None else _DTYPES.index(dtype),
+            columns=columns,
+            rows=sum(rows),
+            as_declared=int(rows == [share.specs[index].output_tokens for index in own]),
+        )
+
+    # --- the others'
+
+    def _gather_items(self, share: _Share, headers: Sequence[_Header]) -> list[Tensor]:
+        counts = self._row_counts(share, headers)
+        gathered = self._gather_rows(share.items, headers)
+        results: dict[int, Tensor] = dict(zip(share.assignment[self.rank], share.items, strict=True))
+        for rank, own in enumerate(share.assignment):
+            if rank == self.rank:
+                continue
+            ends = itertools.accumulate(counts[rank])
+            for index, count, end in zip(own, counts[rank], ends, strict=True):
+                # A copy, so that a cache that keeps one image does not keep the batch alive.
+                results[index] = gathered[rank, end - count : end].clone()
+        return [results[index] for index in range(len(share.specs))]
+
+    def _row_counts(self, share: _Share, headers: Sequence[_Header]) -> list[list[int]]:
+        """The real rows of every rank's items; exchanged only if some are not as declared."""
+        if all(header.as_declared for header in headers):
+            return [[share.specs[index].output_tokens for index in own] for own in share.assignment]
+        longest = max(map(len, share.assignment))
+        rows = [item.shape[0] for item in share.items]
+        exchanged = self._exchange(rows + [0] * (longest - len(rows)))
+        return [row[: len(own)] for row, own in zip(exchanged, share.assignment, strict=True)]
+
+    def _gather_rows(self, items: Sequence[Tensor], headers: Sequence[_Header]) -> Tensor:
+        """(ranks, rows of the longest rank, columns): every rank's rows, then what nobody has written."""
+        longest = max(header.rows for header in headers)
+        kind = next((header for header in headers if header.dtype >= 0), headers[0])
+        shape = (self.num_ranks, longest, kind.columns)
+        received = torch.empty(shape, dtype=_DTYPES[kind.dtype], device=self.device)
+        if received.numel() > 0:
+            sent = received.new_empty(shape[1:])
+            if items:
+                torch.cat(list(items), out=sent[: headers[self.rank].rows])
+            self._all_gather(received, sent)
+        return received
+
+    def _exchange(self, values: Sequence[int]) -> list[list[int]]:
+        """Every rank's `values`, known to the host."""
+        with torch.cuda.stream(self._stream):
+            sent = torch.tensor(values, dtype=torch.int64, device=self.device)
+            received = sent.new_empty(self.num_ranks, len(values))
+            self._all_gather(received, sent, self._timeout())
+            rows: list[list[int]] = received.tolist()
+        return rows
+
+    def _all_gather(self, received: Tensor, sent: Tensor, host_timeout: timedelta | None = None) -> None:
+        """Gathers `sent` of every rank; with a timeout the host waits for the end, also under NCCL."""
+        try:
+            # As bytes: nothing is computed, and not every backend knows every dtype.
+            out, data = (tensor.view(-1).view(torch.uint8) for tensor in (received, sent))
+            work = _all_gather(out, data, group=self.group, async_op=True)
+            if host_timeout is None:
+                work.wait()
+            else:
+                work.wait(host_timeout)
+        except RuntimeError as error:
+            raise RankError(
+                f"rank {self.rank} of {self.num_ranks} lost the others: one of them has ended, or did not "
+                f"call execute within {self._timeout()}; see what it logged, then end all ranks and start "
+                "them again; if ranks may be slower, give init_process_group or new_group a longer timeout"
+            ) from error
+
+    def _timeout(self) -> timedelta:
+        timeout: timedelta = self.group._get_backend(self.device).options._timeout
+        return timeout
+
+
+def _digest(specs: Sequence[EncoderItemSpec], assignment: Sequence[Sequence[int]]) -> int:
+    """The same on two ranks only if they see the same items and assign them alike."""
+    sizes = [(spec.input_size, spec.output_tokens, sorted(spec.path_output_tokens.items())) for spec in specs]
+    hashed = hashlib.blake2b(repr((sizes, assignment)).encode(), digest_size=8).digest()
+    return int.from_bytes(hashed, signed=True)
+
+
+def _check_agreement(headers: Sequence[_Header]) -> None:
+    """Raises the same error on every rank that did not fail itself."""
+    if failed := [rank for rank, header in enumerate(headers) if header.failed]:
+        raise RankError(
+            f"rank {', '.join(map(str, failed))} could not encode its share of the items, and raised the "
+            "error that says why; no rank returned anything. The ranks are still in step: correct the cause "
+            "and call execute on all of them again"
+        )
+    if len({header.digest for header in headers}) > 1:
+        seen = "; ".join(
+            f"rank {rank}: {header.num_items} items, {header.num_patches} patches"
+            for rank, header in enumerate(headers)
+        )
+        raise InputError(
+            "the ranks were given different inputs, or weigh them by different costs; pass the same to every "
+            f"rank, in the same order of calls; got {seen}"
+        )
+    kinds = {(h.columns, _DTYPES[h.dtype]): rank for rank, h in enumerate(headers) if h.dtype >= 0}
+    if len(kinds) > 1:
+        seen = "; ".join(f"rank {rank}: {columns} of {dtype}" for (columns, dtype), rank in kinds.items())
+        raise InputError(
+            f"the ranks encoded items of different columns or dtypes; load the same tower on all; got {seen}"
+        )

@@ -1,0 +1,75 @@
+"""Two-tower encoders in the older spelling, "global" and "local", read as encoders with two paths.
+
+vLLM's encoder CUDA graphs first knew two paths by fixed names: fields of the configuration and of the item
+specs, and a `local_output` argument. Towers written that way, or without what came later, are served too.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+from fxsplit_encoder.manager.protocol import (
+    EncoderCudaGraphConfig,
+    EncoderCudaGraphPathConfig,
+    EncoderItemSpec,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import Tensor
+
+GLOBAL, LOCAL = "global", "local"
+
+
+def read_model_config(tower: Any) -> EncoderCudaGraphConfig:
+    """The tower's configuration, whatever class it has, with the paths that `enable_dual_path_graph` stands
+    for.
+    """
+    given = tower.get_encoder_cudagraph_config()
+    later = {name: getattr(given, name) for name in ("paths", "capture_axes") if hasattr(given, name)}
+    if getattr(given, "enable_dual_path_graph", False):
+        later["paths"] = {
+            GLOBAL: EncoderCudaGraphPathConfig(given.global_token_per_image),
+            LOCAL: EncoderCudaGraphPathConfig(given.local_token_per_patch, allow_zero_tokens=True),
+        }
+    return EncoderCudaGraphConfig(
+        modalities=list(given.modalities),
+        buffer_keys=list(given.buffer_keys),
+        out_hidden_size=given.out_hidden_size,
+        padding_logics=dict(given.padding_logics),
+        max_frames_per_video=given.max_frames_per_video,
+        **later,
+    )
+
+
+def read_item_specs(given: Sequence[Any]) -> list[EncoderItemSpec]:
+    """The sizes of items, with the path tokens that `global_output_tokens` and `local_output_tokens` are."""
+    return [
+        spec
+        if hasattr(spec, "get_path_output_tokens")
+        else EncoderItemSpec(
+            spec.input_size,
+            spec.output_tokens,
+            global_output_tokens=getattr(spec, "global_output_tokens", None),
+            local_output_tokens=getattr(spec, "local_output_tokens", None),
+        )
+        for spec in given
+    ]
+
+
+def postprocess_of(tower: Any) -> Callable[..., None]:
+    """The tower's `postprocess_encoder_output`, taking the outputs of all paths by name.
+
+    One with a `local_output` parameter gets the global path's output first and the local path's there.
+    """
+    postprocess: Callable[..., None] = tower.postprocess_encoder_output
+    if "local_output" not in inspect.signature(postprocess).parameters:
+        return postprocess
+
+    def with_local_output(outputs: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> None:
+        first = outputs.get(GLOBAL, outputs.get("default"))
+        postprocess(first, *args, local_output=outputs.get(LOCAL), **kwargs)
+
+    return with_local_output

@@ -1,0 +1,204 @@
+"""A trace of requests: one JSON object a line, with the sizes of the request's images and videos.
+
+    {"items": [{"input_size": 1024, "output_tokens": 256}, {"input_size": 784, "output_tokens": 196}]}
+
+`segments` is left out where it is 1, `path_output_tokens` where "default" is the only path. A trace holds
+sizes alone, nothing of what was encoded.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.manager.packing import pack_greedy
+from fxsplit_encoder.manager.protocol import EncoderItemSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from types import TracebackType
+
+_ITEM_KEYS = ("input_size", "output_tokens", "segments", "path_output_tokens")
+_SHOWN_CHARACTERS = 60
+
+
+@dataclass(frozen=True)
+class TracedRequest:
+    """The items of one request."""
+
+    item_specs: tuple[EncoderItemSpec, ...]
+    """The size of every item, in order."""
+
+    item_segments: tuple[int, ...]
+    """Attention segments of every item: 1 for an image, the frames of a video."""
+
+
+class TraceWriter:
+    """Appends requests to a trace. Threads may write at the same time; every request is a line of its own.
+
+    Each line goes to the operating system at once, so that a process which is killed loses none before it.
+    Processes need files of their own.
+
+    Raises:
+        InputError: the file cannot be opened.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._lock = threading.Lock()
+        try:
+            self._file = open(self.path, "a", encoding="utf-8", buffering=1)
+        except OSError as error:
+            raise InputError(f"trace {self.path}: cannot be written: {error.strerror}") from None
+
+    def write(self, item_specs: Sequence[EncoderItemSpec], item_segments: Sequence[int]) -> None:
+        """Append one request.
+
+        Args:
+            item_specs: the size of every item.
+            item_segments: the attention segments of every item.
+
+        Raises:
+            InputError: the sequences differ in length, or the writer is closed.
+        """
+        if len(item_specs) != len(item_segments):
+            raise InputError(
+                f"item_segments: expected one number an item, {len(item_specs)}; got {len(item_segments)}"
+            )
+        items = [_as_json(spec, count) for spec, count in zip(item_specs, item_segments, strict=True)]
+        line = json.dumps({"items": items}) + "\n"
+        with self._lock:
+            if self._file.closed:
+                raise InputError(f"trace {self.path}: the writer is closed; open another to append to it")
+            self._file.write(line)
+
+    def close(self) -> None:
+        """Close the file; closing twice does nothing."""
+        with self._lock:
+            self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_trace(path: str | os.PathLike[str]) -> list[TracedRequest]:
+    """The requests of a trace, in order; an empty file and empty lines hold none.
+
+    Raises:
+        InputError: the file cannot be read, or a line is not a request: which line, what was expected and
+            what it holds.
+    """
+    requests = []
+    try:
+        with open(path, encoding="utf-8") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    requests.append(_read_line(line, f"{os.fspath(path)}, line {number}"))
+    except OSError as error:
+        raise InputError(f"{os.fspath(path)}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"{os.fspath(path)}: expected UTF-8 text; got {error}") from None
+    return requests
+
+
+def traced_paths(requests: Sequence[TracedRequest]) -> list[str]:
+    """The paths on which a trace has output tokens, in order of appearance.
+
+    Raises:
+        InputError: there are none.
+    """
+    names: dict[str, None] = {}
+    for request in requests:
+        for spec in request.item_specs:
+            for path in spec.path_output_tokens or ("default",):
+                if spec.get_path_output_tokens(path):
+                    names[path] = None
+    if not names:
+        raise InputError("expected a trace with at least one item that has output tokens; got none")
+    return list(names)
+
+
+def trace_demands(
+    requests: Sequence[TracedRequest], *, maximum: int, max_items_per_batch: int
+) -> dict[str, list[int]]:
+    """The demands of a trace by path: the output tokens of every batch that has any there.
+
+    A request's items are packed together. A request above a limit is cut as the manager does it, by ascending
+    size into batches of at most `maximum` output tokens a path and `max_items_per_batch` items; an item that
+    alone is above `maximum` is a demand of its own.
+    """
+    demands: dict[str, list[int]] = {path: [] for path in traced_paths(requests)}
+    for request in requests:
+        tokens = [{p: spec.get_path_output_tokens(p) for p in demands} for spec in request.item_specs]
+        totals = [spec.output_tokens for spec in request.item_specs]
+        for batch in pack_greedy(tokens, totals, dict.fromkeys(demands, maximum), max_items_per_batch):
+            for path, path_demands in demands.items():
+                if total := sum(tokens[index][path] for index in batch):
+                    path_demands.append(total)
+    return demands
+
+
+def _as_json(spec: EncoderItemSpec, segments: int) -> dict[str, Any]:
+    # Sizes may be NumPy's integers, which JSON does not know.
+    item: dict[str, Any] = {"input_size": int(spec.input_size), "output_tokens": int(spec.output_tokens)}
+    if segments != 1:
+        item["segments"] = int(segments)
+    if spec.path_output_tokens:
+        item["path_output_tokens"] = {name: int(count) for name, count in spec.path_output_tokens.items()}
+    return item
+
+
+def _read_line(line: str, where: str) -> TracedRequest:
+    try:
+        value = json.loads(line)
+    except json.JSONDecodeError as error:
+        shown = line.strip()[:_SHOWN_CHARACTERS]
+        raise InputError(
+            f"{where}: expected a JSON object; got {shown!r} ({error.msg}, column {error.colno})"
+        ) from None
+    request = _object(value, where, required=("items",), allowed=("items",))
+    if not isinstance(request["items"], list):
+        raise InputError(f"{where}, items: expected a list; got {request['items']!r}")
+    items = [_read_item(item, f"{where}, items[{n}]") for n, item in enumerate(request["items"])]
+    return TracedRequest(tuple(spec for spec, _ in items), tuple(segments for _, segments in items))
+
+
+def _read_item(value: Any, where: str) -> tuple[EncoderItemSpec, int]:
+    item = _object(value, where, required=_ITEM_KEYS[:2], allowed=_ITEM_KEYS)
+    paths = item.get("path_output_tokens", {})
+    if not isinstance(paths, dict):
+        raise InputError(f"{where}.path_output_tokens: expected an object, path to tokens; got {paths!r}")
+    spec = EncoderItemSpec(
+        _count(item["input_size"], f"{where}.input_size"),
+        _count(item["output_tokens"], f"{where}.output_tokens"),
+        {name: _count(tokens, f"{where}.path_output_tokens.{name}") for name, tokens in paths.items()},
+    )
+    return spec, _count(item.get("segments", 1), f"{where}.segments")
+
+
+def _object(value: Any, where: str, required: Sequence[str], allowed: Sequence[str]) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise InputError(f"{where}: expected a JSON object; got {value!r}")
+    for key in required:
+        if key not in value:
+            raise InputError(f"{where}: expected the key {key!r}; got {', '.join(value) or 'no keys'}")
+    for key in value:
+        if key not in allowed:
+            raise InputError(f"{where}: expected only the keys {', '.join(allowed)}; got {key!r}")
+    return value
+
+
+def _count(value: Any, where: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise InputError(f"{where}: expected an integer of at least 0; got {value!r}")
+    return value

@@ -1,0 +1,313 @@
+"""Choosing token budgets from a trace: the ladder that serves it at the least cost.
+
+A demand is the output tokens of one batch on one path. Each path is tuned alone, because the paths of a batch
+replay independently: each takes the smallest of its own budgets with room for its own tokens. Only the memory
+of all captures ties them together. Limits on frames and attention segments are not modelled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from tabulate import tabulate
+
+from fxsplit_encoder.capture.budgets import generate_budgets
+from fxsplit_encoder.config import EncoderConfig
+from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.manager.ladder_search import LadderSearch, candidate_budgets, cheapest_ladders, round_up
+from fxsplit_encoder.manager.trace import TracedRequest, trace_demands, traced_paths
+from fxsplit_encoder.manager.tuning_costs import BatchCosts, MemoryModel
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+_BUDGETS_COLUMN_WIDTH = 24
+
+
+@dataclass(frozen=True)
+class LadderForecast:
+    """What a ladder of budgets would do on the demands of one path."""
+
+    budgets: tuple[int, ...]
+    """Output tokens of each budget, increasing."""
+
+    cost: float
+    """Of all demands together."""
+
+    padding_fraction: float
+    """The share of padding in the output tokens of all replays; 0.0 without replays."""
+
+    hit_fraction: float
+    """The share of the demands that are replayed."""
+
+    def row(self) -> tuple[object, ...]:
+        """Budgets, graphs, percent of padding and of hits, and cost: a line of a table."""
+        percents = (100 * self.padding_fraction, 100 * self.hit_fraction)
+        return (", ".join(map(str, self.budgets)), len(self.budgets), *percents, self.cost)
+
+
+@dataclass(frozen=True)
+class PathTuning:
+    """The tuned ladder of a path beside powers of two."""
+
+    tuned: LadderForecast
+    powers_of_two: LadderForecast
+    """`generate_budgets` from the smallest to the largest demand that a budget may serve, without limits."""
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """The tuned ladder of every path; printing it shows them as a table."""
+
+    paths: Mapping[str, PathTuning]
+    unit: str
+    """What costs are counted in."""
+
+    max_items_per_batch: int = 0
+    """The items of a batch that the demands were cut for; 0: it is not known."""
+
+    max_bytes: int | None = None
+    """The memory limit that the ladders keep; None: none."""
+
+    @property
+    def cost(self) -> float:
+        """Of all demands of all paths, by the tuned ladders."""
+        return sum(path.tuned.cost for path in self.paths.values())
+
+    def to_config(self) -> EncoderConfig:
+        """The settings to capture the ladders with."""
+        budgets = {name: path.tuned.budgets for name, path in self.paths.items()}
+        if budgets.keys() == {"default"}:
+            settings: dict[str, object] = {"token_budgets": budgets["default"]}
+        else:
+            settings = {"paths": {name: {"token_budgets": ladder} for name, ladder in budgets.items()}}
+        if self.max_items_per_batch:
+            settings["max_items_per_batch"] = self.max_items_per_batch
+        if self.max_bytes is not None:
+            settings["max_graph_bytes"] = self.max_bytes
+        return EncoderConfig(**settings)
+
+    def __str__(self) -> str:
+        headers = ["path", "ladder", "budgets", "graphs", "padding %", "hit %", "cost", "ratio"]
+        rows = [
+            [name, label, *ladder.row(), ladder.cost / path.powers_of_two.cost]
+            for name, path in self.paths.items()
+            for label, ladder in (("tuned", path.tuned), ("powers of 2", path.powers_of_two))
+        ]
+        table = tabulate(
+            rows,
+            headers,
+            floatfmt=("", "", "", "", ".1f", ".1f", ".1f", ".3f"),
+            maxcolwidths=[None, None, _BUDGETS_COLUMN_WIDTH],
+        )
+        return f"Predicted cost of all batches in {self.unit}, and its ratio to that of powers of 2:\n{table}"
+
+
+def tune_trace(
+    requests: Sequence[TracedRequest],
+    *,
+    max_graphs: int,
+    max_bytes: int | None = None,
+    maximum: int | None = None,
+    max_items_per_batch: int | None = None,
+    granularity: int = 1,
+    costs: BatchCosts | Mapping[str, BatchCosts] | None = None,
+    memory: MemoryModel | None = None,
+) -> Tuning:
+    """The ladders that serve the requests of a trace at the least cost.
+
+    The manager cuts a request into batches for the largest budget, so the demands depend on it. Therefore
+    every ladder ends with the largest demand: with it, the manager makes the very batches that were tuned
+    for. Where `max_bytes` rules that out, the requests are cut smaller, once for each number of graphs, and
+    the cheapest outcome is taken.
+
+    Args:
+        requests: the trace.
+        max_graphs: budgets a path, at most.
+        max_bytes: device memory of all captures by `memory`'s estimate, at most; None: no limit.
+        maximum: output tokens of the largest budget, at most; None: those of the largest request.
+        max_items_per_batch: items of a batch, at most; no budget is smaller, as `EncoderConfig` demands.
+            None: those of the request with the most items.
+        granularity: budgets are multiples of this, but for the largest, which `maximum` bounds.
+        costs: of a batch, for every path alike or by path; None: the estimate of `BatchCosts`.
+        memory: None: the estimate of `MemoryModel`.
+
+    Raises:
+        InputError: there are no requests with tokens, an argument is out of range, or `max_bytes` has no
+            room for a budget.
+    """
+    _check_positive(max_graphs=max_graphs, granularity=granularity)
+    memory = memory or MemoryModel()
+    paths = traced_paths(requests)
+    items = max_items_per_batch or max(len(request.item_specs) for request in requests)
+    sizes = {path: [_path_tokens(request, path) for request in requests] for path in paths}
+    largest = maximum or round_up(max(sum(size) for listed in sizes.values() for size in listed), granularity)
+    # Below this, a path would have nothing to serve, or its smallest budget less than a token an item.
+    smallest = max(items, *(min(n for size in listed for n in size if n) for listed in sizes.values()))
+    if largest < smallest:
+        raise InputError(
+            f"maximum: expected at least {smallest} output tokens, one for each of {items} items and the "
+            f"smallest item of every path; got {largest}"
+        )
+    tunings = [
+        tune_budgets(
+            trace_demands(requests, maximum=cut, max_items_per_batch=items),
+            max_graphs=max_graphs,
+            max_bytes=max_bytes,
+            maximum=cut,
+            minimum=items,
+            granularity=granularity,
+            costs=costs,
+            memory=memory,
+            serve_largest=True,
+        )
+        for cut in _cuts(largest, smallest, len(paths), max_graphs, max_bytes, granularity, memory)
+    ]
+    best = min(tunings, key=lambda tuning: tuning.cost)
+    return Tuning(best.paths, best.unit, items, max_bytes)
+
+
+def tune_budgets(
+    demands: Mapping[str, Sequence[int]],
+    *,
+    max_graphs: int,
+    max_bytes: int | None = None,
+    maximum: int | None = None,
+    minimum: int = 1,
+    granularity: int = 1,
+    costs: BatchCosts | Mapping[str, BatchCosts] | None = None,
+    memory: MemoryModel | None = None,
+    serve_largest: bool = False,
+) -> Tuning:
+    """The ladders that serve given demands at the least cost, exactly.
+
+    The smallest budget with room for a demand serves it, or its exact shape where that costs less, or where
+    no budget has room. A budget between two demands could be lowered to the smaller one, so the demands,
+    rounded up, are all the budgets worth considering. See `LadderSearch` for how the best are found.
+
+    Args:
+        demands: the output tokens of every batch, by path; at least one each, and above 0.
+        max_graphs: budgets a path, at most.
+        max_bytes: device memory of all captures by `memory`'s estimate, at most; None: no limit.
+        maximum: output tokens of the largest budget, at most; None: the largest demand.
+        minimum: output tokens of the smallest budget, at least.
+        granularity: budgets are multiples of this, but for those that `minimum` or `maximum` bounds.
+        costs: of a batch, for every path alike or by path; None: the estimate of `BatchCosts`.
+        memory: None: the estimate of `MemoryModel`.
+        serve_largest: whether each ladder must have room for the largest demand up to `maximum`.
+
+    Raises:
+        InputError: a path has no demand that a budget may serve, an argument is out of range, or `max_bytes`
+            has no room for a budget.
+    """
+    _check_positive(max_graphs=max_graphs, minimum=minimum, granularity=granularity)
+    for path, listed in demands.items():
+        if not listed or min(listed) < 1:
+            raise InputError(f"demands of path {path!r}: expected one or more, all above 0; got {listed}")
+    if not demands:
+        raise InputError("demands: expected those of one path or more; got none")
+    path_costs = _costs_by_path(costs, demands)
+    memory = memory or MemoryModel()
+    searches = {}
+    for path, listed in demands.items():
+        largest = maximum if maximum is not None else max(listed)
+        if min(listed) > largest or minimum > largest:
+            raise InputError(
+                f"maximum: expected at least {max(min(listed), minimum)} output tokens on path {path!r}, its "
+                f"smallest demand or `minimum`; got {largest}"
+            )
+        candidates = candidate_budgets(listed, minimum, largest, granularity)
+        searches[path] = LadderSearch(
+            listed, candidates, path_costs[path], max_graphs, serve_largest=serve_largest
+        )
+    ladders = cheapest_ladders(searches, max_bytes, memory)
+    return Tuning(
+        {
+            path: PathTuning(
+                forecast(ladders[path], demands[path], path_costs[path]),
+                forecast(
+                    generate_budgets(int(search.candidates[0]), int(search.candidates[-1])),
+                    demands[path],
+                    path_costs[path],
+                ),
+            )
+            for path, search in searches.items()
+        },
+        next(iter(path_costs.values())).unit,
+        max_bytes=max_bytes,
+    )
+
+
+def forecast(budgets: Sequence[int], demands: Sequence[int], costs: BatchCosts) -> LadderForecast:
+    """What a ladder does on the demands of a path.
+
+    Args:
+        budgets: output tokens of each budget, increasing, at least one.
+        demands: output tokens of every batch, at least one, each above 0.
+        costs: of a batch.
+    """
+    ladder, tokens = np.asarray(budgets), np.asarray(demands)
+    position = np.searchsorted(ladder, tokens)
+    budget = ladder[np.minimum(position, len(ladder) - 1)]
+    replay = np.where(position < len(ladder), costs.replay(budget), np.inf)
+    exact = costs.exact(tokens)
+    hit = replay <= exact
+    replayed = int(budget[hit].sum())
+    return LadderForecast(
+        tuple(map(int, budgets)),
+        float(np.minimum(replay, exact).sum()),
+        1 - int(tokens[hit].sum()) / replayed if replayed else 0.0,
+        float(hit.mean()),
+    )
+
+
+def _cuts(
+    largest: int,
+    smallest: int,
+    num_paths: int,
+    max_graphs: int,
+    max_bytes: int | None,
+    granularity: int,
+    memory: MemoryModel,
+) -> list[int]:
+    """The largest budgets for which requests are worth cutting: for each number of graphs, what fits."""
+    if max_bytes is None:
+        return [largest]
+    fitting = [
+        memory.largest_budget(max_bytes, graphs) for graphs in range(num_paths, num_paths * max_graphs + 1)
+    ]
+    cuts = {largest if fit >= largest else fit - fit % granularity for fit in fitting}
+    usable = sorted((cut for cut in cuts if cut >= max(smallest, 1)), reverse=True)
+    if not usable:
+        raise InputError(
+            f"max_bytes: expected room for {num_paths} graphs of at least {smallest} output tokens, "
+            f"{memory.num_bytes(smallest, num_paths)} bytes by the memory model; got {max_bytes}"
+        )
+    return usable
+
+
+def _check_positive(**counts: int) -> None:
+    for name, count in counts.items():
+        if count < 1:
+            raise InputError(f"{name}: expected at least 1; got {count}")
+
+
+def _path_tokens(request: TracedRequest, path: str) -> list[int]:
+    return [spec.get_path_output_tokens(path) for spec in request.item_specs]
+
+
+def _costs_by_path(
+    costs: BatchCosts | Mapping[str, BatchCosts] | None, paths: Iterable[str]
+) -> dict[str, BatchCosts]:
+    if not isinstance(costs, Mapping):
+        return dict.fromkeys(paths, costs or BatchCosts())
+    for path in paths:
+        if path not in costs:
+            raise InputError(f"costs: expected those of path {path!r} too; got {', '.join(costs)}")
+    by_path = {path: costs[path] for path in paths}
+    if len({cost.unit for cost in by_path.values()}) > 1:
+        raise InputError(f"costs: expected one unit for all paths; got {by_path}")
+    return by_path

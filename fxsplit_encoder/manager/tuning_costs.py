@@ -1,0 +1,176 @@
+"""What a ladder of budgets is judged by: the cost of a batch, and the memory that captures take."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from fxsplit_encoder.errors import InputError
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, NDArray
+
+# In units of what one output token costs in a large batch. Fitted to Qwen3-VL-8B's tower on one H200, where
+# a replay takes about 1.1 ms and 0.0168 ms a token, and a small batch at its exact shape 5.3 ms: there the
+# launches take longer than the arithmetic.
+_REPLAY_TOKENS = 64
+_EXACT_TOKENS = 256
+
+# Estimated from the widths of the same tower in 16 bits: the values that are alive in a block, 27 blocks of
+# kernel nodes.
+_BYTES_PER_TOKEN = 128 * 2**10
+_BYTES_PER_GRAPH = 8 * 2**20
+
+
+@dataclass(frozen=True)
+class CostCurve:
+    """The cost of a batch by its output tokens, straight between measured points.
+
+    Below the first point the cost is that of the first, above the last it goes on with the last slope. A
+    point below an earlier one is raised to it: more tokens never cost less, so that is noise.
+
+    Args:
+        points: pairs of (output tokens, cost), at least one, tokens increasing from 0 or more, costs above 0.
+
+    Raises:
+        InputError: the points are not such.
+    """
+
+    points: tuple[tuple[int, float], ...]
+
+    def __post_init__(self) -> None:
+        if not self.points:
+            raise InputError("costs: expected at least one point, output tokens to cost; got none")
+        for tokens, cost in self.points:
+            if not (tokens >= 0 and cost > 0 and math.isfinite(cost)):
+                raise InputError(
+                    f"costs: expected tokens of at least 0 and a finite cost above 0; got {tokens}: {cost}"
+                )
+        for (smaller, _), (larger, _) in itertools.pairwise(self.points):
+            if smaller >= larger:
+                raise InputError(f"costs: expected increasing tokens; got {larger} after {smaller}")
+
+    @classmethod
+    def from_mapping(cls, costs: Mapping[int, float]) -> Self:
+        """The curve through a mapping of output tokens to cost, in any order."""
+        return cls(tuple(sorted(costs.items())))
+
+    @classmethod
+    def linear(cls, fixed: float) -> Self:
+        """A fixed cost and one for every token."""
+        return cls(((0, fixed), (1, fixed + 1)))
+
+    def __call__(self, tokens: ArrayLike) -> NDArray[np.float64]:
+        """The costs of batches of `tokens` output tokens, in the same shape."""
+        at = np.asarray(tokens, dtype=np.float64)
+        known = np.array([point[0] for point in self.points], dtype=np.float64)
+        costs = np.maximum.accumulate(np.array([point[1] for point in self.points], dtype=np.float64))
+        slope = (costs[-1] - costs[-2]) / (known[-1] - known[-2]) if len(known) > 1 else 0.0
+        result: NDArray[np.float64] = np.interp(at, known, costs) + slope * np.maximum(at - known[-1], 0)
+        return result
+
+
+@dataclass(frozen=True)
+class BatchCosts:
+    """What a batch costs when a budget serves it, and when its exact shape does.
+
+    By default in units of what one output token costs: a replay costs its budget and 64 tokens, the exact
+    shape its own tokens and 256.
+    """
+
+    replay: CostCurve = field(default_factory=lambda: CostCurve.linear(_REPLAY_TOKENS))
+    """By the budget that is replayed."""
+
+    exact: CostCurve = field(default_factory=lambda: CostCurve.linear(_EXACT_TOKENS))
+    """By the batch's own tokens."""
+
+    unit: str = "tokens"
+    """What costs are counted in."""
+
+    @classmethod
+    def measured(cls, replay_ms: Mapping[int, float], exact_ms: Mapping[int, float]) -> Self:
+        """Costs in milliseconds, through measured points: output tokens to milliseconds."""
+        return cls(CostCurve.from_mapping(replay_ms), CostCurve.from_mapping(exact_ms), "ms")
+
+
+@dataclass(frozen=True)
+class MemoryModel:
+    """An estimate of the device memory of captures, good enough to choose among ladders.
+
+    Captures share one memory pool, so the largest budget takes what its tokens need, and the others find
+    their memory there; each graph adds what its kernels' parameters take. It is a model: at capture,
+    `EncoderConfig.max_graph_bytes` is what enforces a limit.
+
+    Raises:
+        InputError: `bytes_per_token` is not positive, or `bytes_per_graph` is negative.
+    """
+
+    bytes_per_token: int = _BYTES_PER_TOKEN
+    """Bytes for every output token of the largest budget."""
+
+    bytes_per_graph: int = _BYTES_PER_GRAPH
+    """Bytes for every captured budget."""
+
+    def __post_init__(self) -> None:
+        if self.bytes_per_token < 1 or self.bytes_per_graph < 0:
+            raise InputError(f"memory: expected bytes_per_token of at least 1 and no negatives; got {self}")
+
+    def num_bytes(self, largest_budget: int, num_graphs: int) -> int:
+        """Bytes of `num_graphs` captures, the largest of `largest_budget` output tokens."""
+        return self.bytes_per_token * largest_budget + self.bytes_per_graph * num_graphs
+
+    def largest_budget(self, max_bytes: int, num_graphs: int) -> int:
+        """The largest budget with which `num_graphs` captures take at most `max_bytes`; 0 or less: none."""
+        return (max_bytes - self.bytes_per_graph * num_graphs) // self.bytes_per_token
+
+
+def read_costs(path: str | os.PathLike[str]) -> BatchCosts | dict[str, BatchCosts]:
+    """Measured costs from a JSON file.
+
+    The file holds `{"replay_ms": {"64": 1.7, ...}, "exact_ms": {"64": 5.3, ...}}`, output tokens to
+    milliseconds, for every path alike; or an object of such objects by the path's name.
+
+    Raises:
+        InputError: the file cannot be read, or holds something else.
+    """
+    name = os.fspath(path)
+    try:
+        value = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"{name}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise InputError(f"{name}: expected JSON; got {error}") from None
+    if not isinstance(value, dict) or not value:
+        raise InputError(f"{name}: expected an object with replay_ms and exact_ms; got {value!r}")
+    if value.keys() & {"replay_ms", "exact_ms"}:
+        return _read_path_costs(value, name)
+    return {path_name: _read_path_costs(costs, f"{name}, {path_name}") for path_name, costs in value.items()}
+
+
+def _read_path_costs(value: Any, where: str) -> BatchCosts:
+    if not isinstance(value, dict) or value.keys() != {"replay_ms", "exact_ms"}:
+        raise InputError(f"{where}: expected an object with replay_ms and exact_ms; got {value!r}")
+    replay, exact = (_read_points(value[key], f"{where}, {key}") for key in ("replay_ms", "exact_ms"))
+    try:
+        return BatchCosts.measured(replay, exact)
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from None
+
+
+def _read_points(value: Any, where: str) -> dict[int, float]:
+    if not isinstance(value, dict):
+        raise InputError(f"{where}: expected an object, tokens to milliseconds; got {value!r}")
+    points = {}
+    for tokens, cost in value.items():
+        if not tokens.isdecimal() or isinstance(cost, bool) or not isinstance(cost, int | float):
+            raise InputError(f"{where}: expected tokens to milliseconds; got {tokens!r}: {cost!r}")
+        points[int(tokens)] = float(cost)
+    return points

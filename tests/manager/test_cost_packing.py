@@ -1,0 +1,215 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.manager import cost_packing
+from fxsplit_encoder.manager.cost_packing import PathLoad, pack_by_cost
+from fxsplit_encoder.manager.costs import PathTable, RouteCosts
+from fxsplit_encoder.manager.packing import pack_greedy
+
+# A tower of 27 blocks on one H200: milliseconds.
+REPLAY = {64: 1.72, 256: 3.47, 1024: 17.7, 1764: 42.3}
+EXACT = ((256, 4.5), (268, 4.5), (1764, 29.6))
+ONE_PATH = [RouteCosts(REPLAY, exact=EXACT)]
+TWO_PATHS = [
+    RouteCosts({272 << k: 3.0 + 0.0055 * (272 << k) for k in range(4)}, exact=((272, 5.5), (2176, 20.0))),
+    RouteCosts({100 << k: 1.5 + 0.009 * (100 << k) for k in range(5)}, exact=((100, 4.0), (1600, 18.0))),
+]
+
+
+def tables(routes: Sequence[RouteCosts]) -> list[PathTable]:
+    return [
+        route.table(tuple(route.replay), tuple(map(route.room.get, route.replay)), max(route.replay), True)
+        for route in routes
+    ]
+
+
+class Problem:
+    """Items (their tokens on every path, frames, segments), and what a batch of them costs, one at a time."""
+
+    def __init__(
+        self,
+        routes: Sequence[RouteCosts],
+        items: Sequence[tuple[tuple[int, ...], int, int]],
+        max_items: int = 8,
+    ) -> None:
+        self.tables = tables(routes)
+        self.items = items
+        self.max_items = max_items
+        self.max_frames = 8
+        self.per_batch = 0.15
+        rooms = [room for route in routes for room in route.room.values()]
+        self.max_segments = max(rooms, default=0)
+
+    def cost(self, batch: Sequence[int]) -> float:
+        tokens, frames, segments = zip(*(self.items[i] for i in batch), strict=True)
+        total = self.per_batch
+        for table, count in zip(self.tables, map(sum, zip(*tokens, strict=True)), strict=True):
+            found = table.replay(count, sum(segments)) if sum(frames) <= self.max_frames else None
+            best = min(table.fallback(count)[0], found[1] if found else float("inf"))
+            total += best if count else 0.0
+        return total
+
+    def total(self, batches: Sequence[Sequence[int]]) -> float:
+        return sum(map(self.cost, batches))
+
+    def allows(self, batch: Sequence[int]) -> bool:
+        tokens = map(sum, zip(*(self.items[i][0] for i in batch), strict=True))
+        fits = all(count <= table.largest for table, count in zip(self.tables, tokens, strict=True))
+        return len(batch) == 1 or (fits and len(batch) <= self.max_items)
+
+    def pack(self) -> list[list[int]]:
+        columns = list(zip(*(item[0] for item in self.items), strict=True)) or [()] * len(self.tables)
+        return pack_by_cost(
+            [
+                PathLoad(column, table.budgets[-1], table)
+                for column, table in zip(columns, self.tables, strict=True)
+            ],
+            [sum(item[0]) for item in self.items],
+            self.max_items,
+            [item[1] for item in self.items],
+            self.max_frames,
+            [item[2] for item in self.items],
+            self.max_segments,
+            self.per_batch,
+        )
+
+    def greedy(self, defer: bool) -> list[list[int]]:
+        budgets = {str(number): table.budgets for number, table in enumerate(self.tables)}
+        return pack_greedy(
+            [{str(path): count for path, count in enumerate(item[0])} for item in self.items],
+            [sum(item[0]) for item in self.items],
+            {path: listed[-1] for path, listed in budgets.items()},
+            self.max_items,
+            [item[1] for item in self.items],
+            self.max_frames,
+            [item[2] for item in self.items] if self.max_segments else None,
+            self.max_segments,
+            budgets if defer else None,
+        )
+
+
+def partitions(items: Sequence[int]) -> Iterator[list[list[int]]]:
+    if not items:
+        yield []
+        return
+    first, *rest = items
+    for partition in partitions(rest):
+        yield [[first], *partition]
+        for position, batch in enumerate(partition):
+            yield [*partition[:position], [first, *batch], *partition[position + 1 :]]
+
+
+def cheapest(problem: Problem) -> float:
+    costs: dict[tuple[int, ...], float] = {}
+
+    def cost(batch: list[int]) -> float:
+        key = tuple(batch)
+        if key not in costs:
+            costs[key] = problem.cost(batch) if problem.allows(batch) else float("inf")
+        return costs[key]
+
+    return min(sum(map(cost, partition)) for partition in partitions(range(len(problem.items))))
+
+
+def random_problems(num_paths: int, sizes: range, count: int) -> Iterator[Problem]:
+    """Images (half of them alike), with one path or two."""
+    generator = random.Random(num_paths)
+    for _ in range(count):
+        num_items = generator.choice(sizes)
+        if num_paths == 1:
+            tokens = [(max(4, min(1900, int(generator.lognormvariate(5.3, 1.1)))),) for _ in range(num_items)]
+        else:
+            tokens = [(272, 100 * generator.choice([0, 0, 2, 3, 4, 6])) for _ in range(num_items)]
+        yield Problem(ONE_PATH if num_paths == 1 else TWO_PATHS, [(each, 0, 1) for each in tokens])
+
+
+@pytest.mark.parametrize("num_paths", [1, 2])
+def test_small_requests_are_packed_as_cheaply_as_any_partition(num_paths: int) -> None:
+    for problem in random_problems(num_paths, range(2, 8), 30):
+        assert problem.total(problem.pack()) == pytest.approx(cheapest(problem))
+
+
+@pytest.mark.parametrize("num_paths", [1, 2])
+def test_cut_orders_are_within_five_percent_of_the_optimum(
+    num_paths: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problems = list(random_problems(num_paths, range(2, 11), 100))
+    optima = [problem.total(problem.pack()) for problem in problems]
+    monkeypatch.setattr(cost_packing, "_MAX_ITEMS_SOLVED_EXACTLY", 0)
+    ratios = [problem.total(problem.pack()) / best for problem, best in zip(problems, optima, strict=True)]
+    assert min(ratios) > 1 - 1e-9
+    assert max(ratios) > 1 + 1e-9, "else both are one algorithm"
+    assert sum(ratios) / len(ratios) < 1.05
+
+
+def test_items_above_every_batch_are_alone() -> None:
+    items = [((count,), 0, 1) for count in (1765, 30, 5000, 30)]
+    assert Problem(ONE_PATH, items).pack() == [[0], [1, 3], [2]]
+    assert Problem(ONE_PATH, items[:1]).pack() == [[0]]
+
+
+def test_no_items_make_no_batch() -> None:
+    assert Problem(ONE_PATH, []).pack() == []
+
+
+def test_bad_arguments_are_named() -> None:
+    load = PathLoad([1, 2], 1764, tables(ONE_PATH)[0])
+    with pytest.raises(InputError, match=r"one entry an item; got \(2, 1, 1, 1\)"):
+        pack_by_cost([load], [1], 4)
+    with pytest.raises(InputError, match="max_items must be at least 1; got 0"):
+        pack_by_cost([load], [1, 2], 0)
+
+
+ladders = st.dictionaries(st.integers(1, 60), st.floats(0.1, 50), min_size=1, max_size=5).map(
+    lambda prices: dict(sorted(prices.items()))
+)
+
+
+@st.composite
+def routes(draw: st.DrawFn) -> RouteCosts:
+    replay = draw(ladders)
+    points = [tuple(sorted(draw(ladders).items())) for _ in range(2)]
+    single = draw(st.dictionaries(st.sampled_from(list(replay)), st.floats(0.1, 50)))
+    room = draw(st.dictionaries(st.sampled_from(list(replay)), st.integers(1, 9)))
+    # Room grows with the budget.
+    room = dict(zip(sorted(room), sorted(room.values()), strict=True))
+    return RouteCosts(replay, single, points[0], points[1] if draw(st.booleans()) else (), room=room)
+
+
+item = st.tuples(st.integers(0, 65), st.integers(0, 5), st.integers(1, 5))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(routes(), min_size=1, max_size=2),
+    st.lists(st.tuples(item, st.integers(0, 65)), max_size=24),
+    st.integers(1, 8),
+    st.randoms(use_true_random=False),
+)
+def test_never_dearer_than_greedy_and_within_every_limit(
+    paths: list[RouteCosts],
+    drawn: list[tuple[tuple[int, int, int], int]],
+    max_items: int,
+    generator: random.Random,
+) -> None:
+    items = [((first, second)[: len(paths)], frames, segments) for (first, frames, segments), second in drawn]
+    problem = Problem(paths, items, max_items)
+    batches = problem.pack()
+    assert sorted(index for batch in batches for index in batch) == list(range(len(items)))
+    assert all(map(problem.allows, batches))
+    total = problem.total(batches)
+    for defer in (False, True):
+        assert total <= problem.total(problem.greedy(defer)) + 1e-6
+
+    order = list(range(len(items)))
+    generator.shuffle(order)
+    permuted = Problem(paths, [items[index] for index in order], max_items)
+    if len(items) <= 10 or len({sum(tokens) for tokens, _, _ in items}) == len(items):
+        assert permuted.total(permuted.pack()) == pytest.approx(total)

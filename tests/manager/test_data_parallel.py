@@ -1,0 +1,323 @@
+"""Shares of a request on several ranks, joined to what one process returns."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from data_parallel_workers import CPU, FAILING_RANK, LIMITS, SHORT, FakeTower, run_ranks
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import fxsplit_encoder as fx
+from fxsplit_encoder.errors import ConfigError, InputError, RankError
+from fxsplit_encoder.manager.data_parallel import DataParallel, assign_items, item_weights
+from fxsplit_encoder.manager.protocol import EncoderItemSpec
+
+MODES = ("full", "piecewise", "none")
+
+weights = st.lists(st.one_of(st.integers(0, 50), st.floats(0, 50)), max_size=7)
+
+
+# --- the assignment
+
+
+@given(st.lists(st.floats(0, 1e6), max_size=40), st.integers(1, 9))
+def test_every_item_goes_to_one_rank(weights: list[float], num_ranks: int) -> None:
+    shares = assign_items(weights, num_ranks)
+    assert len(shares) == num_ranks
+    assert sorted(itertools.chain(*shares)) == list(range(len(weights)))
+    assert all(share == sorted(share) for share in shares)
+    assert shares == assign_items(weights, num_ranks)
+
+
+@given(weights, st.integers(1, 3))
+def test_the_heaviest_rank_is_within_grahams_bound_of_the_optimum(
+    weights: list[float], num_ranks: int
+) -> None:
+    def heaviest(ranks: tuple[int, ...]) -> float:
+        return max(
+            sum(w for w, r in zip(weights, ranks, strict=True) if r == rank) for rank in range(num_ranks)
+        )
+
+    optimum = min(map(heaviest, itertools.product(range(num_ranks), repeat=len(weights))))
+    shares = assign_items(weights, num_ranks)
+    assigned = max(sum(weights[index] for index in share) for share in shares)
+    assert assigned <= optimum * (4 / 3 - 1 / (3 * num_ranks)) + 1e-9
+
+
+def test_the_heaviest_goes_first_and_ties_go_to_the_first_item_and_rank() -> None:
+    assert assign_items([5, 5, 4, 4, 3, 3, 3], 3) == [[0, 4, 6], [1, 5], [2, 3]]
+    assert assign_items([1, 1, 1], 2) == [[0, 2], [1]]
+    assert assign_items([1, 9], 4) == [[1], [0], [], []]
+    assert assign_items([], 2) == [[], []]
+
+
+@pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
+def test_what_is_no_weight_is_refused(weight: float) -> None:
+    with pytest.raises(InputError, match="weights: item 1 weighs"):
+        assign_items([1.0, weight], 2)
+    with pytest.raises(InputError, match="num_ranks must be at least 1; got 0"):
+        assign_items([1.0], 0)
+
+
+def test_an_item_weighs_its_patches_or_what_it_costs() -> None:
+    specs = [EncoderItemSpec(16, 4), EncoderItemSpec(64, 16)]
+    assert item_weights(specs) == [16.0, 64.0]
+    assert item_weights(specs, lambda spec: spec.output_tokens / 8) == [0.5, 2.0]
+
+
+# --- the group
+
+
+def test_without_a_process_group_the_error_says_what_to_call(tiny_towers: Any) -> None:
+    config = fx.EncoderConfig(**LIMITS, data_parallel=True)
+    with pytest.raises(ConfigError, match=r"data_parallel: .* call torch\.distributed\.init_process_group"):
+        fx.EncoderCudaGraphManager(tiny_towers.wrapped, config)
+
+
+@pytest.fixture
+def group_of_one(tmp_path: Any) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_group_of_one_rank_is_a_single_process(
+    group_of_one: None, tiny_towers: Any, make_batch: Any
+) -> None:
+    inputs = make_batch([(1, 4, 4), (1, 8, 8)], [(2, 4, 4)])
+    alone, parallel = (
+        fx.EncoderCudaGraphManager(
+            tiny_towers.wrapped, fx.EncoderConfig(**LIMITS, mode="none", data_parallel=value), log_interval=0
+        )
+        for value in (False, True)
+    )
+    assert all(map(torch.equal, parallel.execute(inputs), alone.execute(inputs)))
+    assert parallel.execute({}) == []
+    assert parallel.stats() == alone.stats()
+    with pytest.raises(InputError):
+        parallel.execute({**inputs, "pixel_values": inputs["pixel_values"][1:]})
+
+
+def test_a_group_without_this_process_is_refused(group_of_one: None) -> None:
+    with pytest.raises(ConfigError, match="this process is not in the process group"):
+        DataParallel(dist.GroupMember.NON_GROUP_MEMBER, CPU)
+
+
+# --- several ranks: one start of the processes serves all the tests below
+
+
+@pytest.fixture(scope="module")
+def single_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def inputs(make_batch: Any) -> dict[str, dict[str, Any]]:
+    grids = [(1, 2 * (1 + 5 * n % 6), 2 * (2 + 3 * n % 7)) for n in range(12)]
+    return {
+        "mixed images": make_batch(grids, seed=1),
+        "videos beside images": make_batch(grids[:3], [(2, 4, 4), (9, 2, 2), (3, 2, 6)], seed=2),
+        "videos": make_batch([], [(1, 4, 4), (4, 2, 4), (8, 4, 4)], seed=3),
+        "over the largest budget": make_batch([(1, 4, 4), (1, 18, 18), (1, 16, 16)], seed=4),
+        "fewer items than ranks": make_batch([(1, 8, 8)], seed=5),
+        "nothing": {},
+    }
+
+
+@pytest.fixture(scope="module")
+def two_ranks(make_tower: Any, inputs: Any, make_batch: Any, tmp_path_factory: Any) -> list[dict[str, Any]]:
+    good = make_batch([(1, 4, 4), (1, 8, 8), (1, 4, 6)])
+    job = {
+        "requests": {"tower": make_tower(), "modes": MODES, "inputs": inputs},
+        "faults": {"tower": make_tower(), "good": good, "other": make_batch([(1, 4, 4)])},
+        "fake towers": {},
+        "lost ranks": {"tower": make_tower(), "good": good, "num_items": 3},
+    }
+    return run_ranks(2, tmp_path_factory.mktemp("two"), job)
+
+
+@pytest.fixture(scope="module")
+def four_ranks(make_tower: Any, inputs: Any, make_batch: Any, tmp_path_factory: Any) -> list[dict[str, Any]]:
+    good = make_batch([(1, 4, 4), (1, 8, 8), (1, 4, 6)])  # the last rank has none of them
+    job = {
+        "requests": {"tower": make_tower(), "modes": [], "inputs": inputs},  # a trace a process takes long
+        "faults": {"tower": make_tower(), "good": good, "other": make_batch([(1, 4, 4)])},
+        "fake towers": {},
+        "lost ranks": {"tower": make_tower(), "good": good, "num_items": 3},
+    }
+    return run_ranks(4, tmp_path_factory.mktemp("four"), job)
+
+
+@pytest.fixture(params=["two_ranks", "four_ranks"])
+def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    return request.getfixturevalue(request.param)
+
+
+@pytest.fixture(scope="module")
+def single(
+    make_manager: Any, tiny_towers: Any, inputs: Any, single_thread: None
+) -> dict[tuple[str | None, str], list[Tensor]]:
+    """What one process returns for every mode and request."""
+    results = {}
+    for mode in (*MODES, None):
+        if mode is None:
+            config = fx.EncoderConfig(**LIMITS, mode="none")
+            manager = fx.EncoderCudaGraphManager(tiny_towers.wrapped, config, log_interval=0)
+        else:
+            manager = make_manager(mode=mode, piece_compiler="eager")
+            manager.capture()
+        results |= {(mode, name): manager.execute(batch) for name, batch in inputs.items()}
+    return results
+
+
+def test_every_rank_returns_what_one_process_returns_bit_for_bit(ranks: Any, single: Any) -> None:
+    checked = 0
+    for rank in ranks:
+        for key, expected in single.items():
+            if key in rank:
+                assert len(rank[key]) == len(expected), key
+                assert all(map(torch.equal, rank[key], expected)), key
+                checked += len(expected)
+    assert checked == 25 * (2 * len(MODES) if len(ranks) == 2 else 4)
+
+
+def test_every_item_has_memory_of_its_own(ranks: Any) -> None:
+    for rank in ranks:
+        items = rank["full" if len(ranks) == 2 else None, "mixed images"]
+        assert all(item.untyped_storage().nbytes() == item.nbytes for item in items)
+        assert len({item.untyped_storage().data_ptr() for item in items}) == len(items)
+        assert not any(item.requires_grad for item in items)
+
+
+def test_statistics_count_the_items_of_this_rank(ranks: Any) -> None:
+    stats = [rank["full" if len(ranks) == 2 else None, "stats"] for rank in ranks]
+    assert sum(counts.items for counts in stats) == 25
+    assert all(3 <= counts.items <= 15 for counts in stats)
+    # One image exceeds every budget.
+    assert sum(counts.hits for counts in stats) >= (23 if len(ranks) == 2 else 0)
+    assert all(sum(counts.misses.values()) + counts.hits == counts.items for counts in stats)
+
+
+def test_one_failing_rank_raises_its_own_error_and_the_others_name_it(ranks: Any) -> None:
+    for name in ("malformed on one", "no sizes on one"):
+        for number, rank in enumerate(ranks):
+            kind, message, _ = rank[name]
+            if number == FAILING_RANK:
+                assert kind is InputError
+                assert "_thw" in message
+            else:
+                assert kind is RankError
+                assert message.startswith(f"rank {FAILING_RANK} could not encode its share of the items")
+
+
+def test_an_error_of_all_is_raised_by_all(two_ranks: Any) -> None:
+    for rank in two_ranks:
+        assert rank["malformed on all"][0] is InputError
+
+
+def test_different_inputs_are_the_same_error_on_every_rank(ranks: Any) -> None:
+    for name, seen in (
+        ("other items on one", "1 items, 16 patches"),
+        ("no items on one", "0 items, 0 patches"),
+    ):
+        kind, message, _ = ranks[0][name]
+        assert kind is InputError
+        assert message.startswith("the ranks were given different inputs")
+        assert f"rank 0: 3 items, 104 patches; rank {FAILING_RANK}: {seen}" in message
+        assert all(rank[name][:2] == (kind, message) for rank in ranks)
+
+
+def test_after_an_error_the_ranks_are_still_in_step(ranks: Any) -> None:
+    expected = ranks[0]["after malformed on all"]
+    assert [len(item) for item in expected] == [4, 16, 6]
+    for rank in ranks:
+        after = [result for name, result in rank.items() if str(name).startswith("after ")]
+        assert len(after) == 5
+        assert all(all(map(torch.equal, items, expected)) for items in after)
+
+
+@pytest.mark.parametrize("extra", [-1, 0, 2])
+def test_real_rows_count_whatever_is_declared(ranks: Any, extra: int) -> None:
+    for rank in ranks:
+        items = rank[f"{extra} rows more"]
+        assert [tuple(item.shape) for item in items] == [(n + extra, 3) for n in (1, 5, 2, 3, 2)]
+        for item, n in zip(items, (1, 5, 2, 3, 2), strict=True):
+            assert item.eq(4 * n).all()
+
+
+def test_a_rank_without_items_takes_columns_and_dtype_from_the_others(ranks: Any) -> None:
+    for number, rank in enumerate(ranks):
+        (item,) = rank["only item of other rows"]
+        assert item.tolist() == [[7.0] * 3] * 5
+        assert rank["only item of other rows: given"] == ([[(7, 2)]] if number == 0 else [])
+        for dtype in (torch.bfloat16, torch.float16, torch.float64):
+            assert {item.dtype for item in rank[f"{dtype}"]} == {dtype}
+            assert [item[0, 0].item() for item in rank[f"{dtype}"]] == [4, 20, 8, 12, 8]
+
+
+def test_items_may_have_no_rows(ranks: Any) -> None:
+    for rank in ranks:
+        assert [tuple(item.shape) for item in rank["no rows"]] == [(0, 3)] * 3
+
+
+def test_rows_that_differ_on_one_rank_are_cut_where_they_end(ranks: Any) -> None:
+    shares = assign_items([4 * n for n in (1, 5, 2, 3, 2)], len(ranks))
+    for rank in ranks:
+        lengths = [len(item) for item in rank["more rows on one"]]
+        assert lengths == [n + (i in shares[FAILING_RANK]) for i, n in enumerate((1, 5, 2, 3, 2))]
+
+
+def test_items_that_cannot_be_exchanged_are_refused(ranks: Any) -> None:
+    for rank in ranks:
+        for name, expected in (("three dimensions", "(rows, columns)"), ("int32", "torch.int32")):
+            kind, message, _ = rank[name]
+            assert kind is InputError
+            assert expected in message
+        assert rank["two widths"][0] is InputError
+        assert "this rank's items have 1 columns of torch.float32, 2 columns" in rank["two widths"][1]
+        kind, message, _ = rank["other dtype on one"]
+        assert kind is InputError
+        assert f"rank {FAILING_RANK}: 3 of torch.float64" in message
+
+
+def test_a_cost_model_decides_who_encodes_what(ranks: Any) -> None:
+    for number, rank in enumerate(ranks):
+        (given_items,) = rank["by cost: given"]
+        assert ((12, 3) in given_items) == (number == 0)
+        if number == 0:
+            assert given_items == [(12, 3)]
+        assert len(rank["by cost"]) == 5
+
+
+def test_costs_that_differ_between_ranks_are_an_error(ranks: Any) -> None:
+    for rank in ranks:
+        assert rank["costs of its own"][0] is InputError
+        assert "different costs" in rank["costs of its own"][1]
+
+
+def test_a_rank_that_is_late_or_dead_is_an_error_within_the_timeout(ranks: Any) -> None:
+    assert "dead" not in ranks[FAILING_RANK]
+    for number, rank in enumerate(ranks):
+        if number == FAILING_RANK:
+            continue
+        for name in ("late", "dead"):
+            kind, message, seconds = rank[name]
+            assert kind is RankError
+            assert message.startswith(f"rank {number} of {len(ranks)} lost the others")
+            assert seconds < SHORT.total_seconds() + 10  # a busy machine; the default group waits for 120
+        assert rank["late"][2] > SHORT.total_seconds() - 1
+
+
+def test_the_fake_tower_is_read_as_a_real_one() -> None:
+    specs = FakeTower().get_encoder_cudagraph_item_specs({"items": [(8, 2)]})
+    assert (specs[0].input_size, specs[0].output_tokens) == (8, 2)

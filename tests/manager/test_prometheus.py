@@ -1,0 +1,140 @@
+import importlib
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from fxsplit_encoder.capture.reasons import MissReason
+from fxsplit_encoder.errors import InputError, MissingExtraError
+from fxsplit_encoder.manager.budgets import CaptureKey
+from fxsplit_encoder.manager.prometheus import PrometheusCollector
+from fxsplit_encoder.manager.statistics import ManagerStats, Statistics
+
+BUDGETS = ("replays_total", "real_tokens_total", "padded_tokens_total", "graph_bytes", "mean_replay_seconds")
+
+
+class Source:
+    def __init__(self) -> None:
+        self.statistics = Statistics(log_interval=0)
+
+    def stats(self) -> ManagerStats:
+        return self.statistics.snapshot()
+
+
+def scrape(registry: CollectorRegistry) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    """The samples of a scrape, by name and labels."""
+    text = generate_latest(registry).decode()
+    return {
+        (sample.name.removeprefix("encoder_cudagraph_"), frozenset(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def sample(
+    scraped: Mapping[tuple[str, frozenset[tuple[str, str]]], float], name: str, **labels: str
+) -> float:
+    return scraped[name, frozenset(labels.items())]
+
+
+def test_a_scrape_shows_the_counts() -> None:
+    source, registry = Source(), CollectorRegistry()
+    PrometheusCollector(source, registry=registry)
+    source.statistics.record_items(3)
+    source.statistics.record_items(2, MissReason.NOT_CAPTURED)
+    source.statistics.record_capture(CaptureKey("default", 64), "full", 2**20)
+    source.statistics.record_replay(CaptureKey("default", 64), 48)
+    source.statistics.record_time(CaptureKey("default", 64), 1.5)
+    source.statistics.record_time(CaptureKey("default", 64), 2.5)
+    source.statistics.record_replay(CaptureKey("local", 128), 128)
+    scraped = scrape(registry)
+    assert sample(scraped, "item_hits_total") == 3
+    assert sample(scraped, "item_misses_total", reason="not_captured") == 2
+    small = {"path": "default", "token_budget": "64", "axis_keys": ""}
+    assert [sample(scraped, name, **small) for name in BUDGETS] == [1, 48, 16, 2**20, 0.002]
+    large = {"path": "local", "token_budget": "128", "axis_keys": ""}
+    assert [sample(scraped, name, **large) for name in BUDGETS[:-1]] == [1, 128, 0, 0]
+    assert ("mean_replay_seconds", frozenset(large.items())) not in scraped
+
+    source.statistics.record_items(4)
+    assert sample(scrape(registry), "item_hits_total") == 7
+
+
+def test_counters_of_items_start_at_zero() -> None:
+    registry = CollectorRegistry()
+    PrometheusCollector(Source(), registry=registry)
+    scraped = scrape(registry)
+    assert len(scraped) == 1 + len(MissReason)
+    assert all(sample(scraped, "item_misses_total", reason=str(reason)) == 0 for reason in MissReason)
+
+
+def test_types_and_names_are_prometheus_own() -> None:
+    source, registry = Source(), CollectorRegistry()
+    source.statistics.record_time(CaptureKey("default", 64), 1.5)
+    PrometheusCollector(source, registry=registry)
+    types = {family.name: family.type for family in registry.collect()}
+    counters = {"item_hits", "item_misses", "replays", "real_tokens", "padded_tokens"}
+    assert types == {
+        **{f"encoder_cudagraph_{name}": "counter" for name in counters},
+        "encoder_cudagraph_graph_bytes": "gauge",
+        "encoder_cudagraph_mean_replay_seconds": "gauge",
+    }
+    assert all(family.documentation for family in registry.collect())
+
+
+def test_axis_keys_are_a_label() -> None:
+    class WithAxes:
+        def stats(self) -> ManagerStats:
+            stats = Source()
+            stats.statistics.record_replay(CaptureKey("default", 64), 60)
+            (budget,) = stats.stats().budgets.values()
+            keys: Any = {
+                ("default", 64, ()): budget,
+                ("default", 64, ("wide", 3)): replace(budget, replays=9),
+            }
+            return ManagerStats(0, {}, keys)
+
+    registry = CollectorRegistry()
+    PrometheusCollector(WithAxes(), registry=registry)
+    scraped = scrape(registry)
+    labels = {"path": "default", "token_budget": "64"}
+    assert sample(scraped, "replays_total", **labels, axis_keys="") == 1
+    assert sample(scraped, "replays_total", **labels, axis_keys="wide, 3") == 9
+
+
+def test_every_sample_carries_the_users_labels() -> None:
+    source, registry = Source(), CollectorRegistry()
+    source.statistics.record_replay(CaptureKey("default", 64), 48)
+    PrometheusCollector(source, {"model": "qwen"}, registry=registry)
+    scraped = scrape(registry)
+    assert len(scraped) > len(MissReason)
+    assert all(("model", "qwen") in labels for _, labels in scraped)
+    with pytest.raises(InputError, match="other names than the metrics' own; got path, reason"):
+        PrometheusCollector(source, {"path": "a", "reason": "b", "c": "d"}, registry=registry)
+
+
+def test_it_registers_itself_where_it_is_told_and_by_default_globally() -> None:
+    collector = PrometheusCollector(Source())
+    try:
+        assert b"encoder_cudagraph_item_hits_total 0.0" in generate_latest(REGISTRY)
+    finally:
+        REGISTRY.unregister(collector)
+    assert b"encoder_cudagraph" not in generate_latest(REGISTRY)
+
+
+def test_a_registry_takes_one() -> None:
+    registry = CollectorRegistry()
+    PrometheusCollector(Source(), registry=registry)
+    with pytest.raises(InputError, match=r"one without a PrometheusCollector; got .*pass another registry"):
+        PrometheusCollector(Source(), registry=registry)
+
+
+def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    monkeypatch.delitem(sys.modules, "fxsplit_encoder.manager.prometheus")
+    with pytest.raises(MissingExtraError, match=r"pip install 'fxsplit-encoder\[prometheus\]'"):
+        importlib.import_module("fxsplit_encoder.manager.prometheus")

@@ -1,0 +1,314 @@
+import itertools
+import math
+import random
+import time
+from collections.abc import Iterator, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fxsplit_encoder.capture.budgets import generate_budgets
+from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.manager.budgets import Limits
+from fxsplit_encoder.manager.ladder_search import candidate_budgets
+from fxsplit_encoder.manager.planner import build_plan
+from fxsplit_encoder.manager.protocol import EncoderItemSpec
+from fxsplit_encoder.manager.trace import TracedRequest, trace_demands
+from fxsplit_encoder.manager.tuning import forecast, tune_budgets, tune_trace
+from fxsplit_encoder.manager.tuning_costs import BatchCosts, CostCurve, MemoryModel
+
+LARGEST = 9
+demand_lists = st.lists(st.integers(1, LARGEST), min_size=1, max_size=8)
+# Small costs, so that every choice matters: a budget or the exact shape, one budget more or less.
+curves = st.builds(CostCurve.linear, st.integers(1, 6).map(float)) | st.builds(
+    CostCurve.from_mapping,
+    st.dictionaries(st.integers(0, LARGEST), st.integers(1, 9).map(float), min_size=1, max_size=4),
+)
+cost_models = st.builds(BatchCosts, curves, curves)
+memories = st.builds(MemoryModel, st.integers(1, 3), st.integers(0, 3))
+
+
+def ladders(largest: int, max_graphs: int) -> Iterator[tuple[int, ...]]:
+    """Every ladder of at most so many budgets, of whatever sizes up to `largest`."""
+    for count in range(1, max_graphs + 1):
+        yield from itertools.combinations(range(1, largest + 1), count)
+
+
+def cost_of(ladder: Sequence[int], demands: Sequence[int], costs: BatchCosts) -> float:
+    """The definition: the smallest budget with room, or the exact shape where that costs less."""
+    total = 0.0
+    for tokens in demands:
+        exact = float(costs.exact(tokens))
+        fitting = [budget for budget in ladder if budget >= tokens]
+        total += min(exact, float(costs.replay(fitting[0]))) if fitting else exact
+    return total
+
+
+def request(*tokens: int) -> TracedRequest:
+    return TracedRequest(tuple(EncoderItemSpec(4 * n, n) for n in tokens), (1,) * len(tokens))
+
+
+def two_path_request(*tokens: tuple[int, int]) -> TracedRequest:
+    specs = tuple(EncoderItemSpec(4 * (a + b), a + b, {"global": a, "local": b}) for a, b in tokens)
+    return TracedRequest(specs, (1,) * len(tokens))
+
+
+def images(rng: random.Random, num_requests: int) -> list[TracedRequest]:
+    return [
+        request(*(max(16, round(rng.lognormvariate(6.2, 0.6))) for _ in range(rng.randint(1, 6))))
+        for _ in range(num_requests)
+    ]
+
+
+@settings(max_examples=60, deadline=None)
+@given(demand_lists, st.integers(1, 4), cost_models)
+def test_no_ladder_of_any_sizes_costs_less(demands: list[int], max_graphs: int, costs: BatchCosts) -> None:
+    tuned = tune_budgets({"default": demands}, max_graphs=max_graphs, costs=costs).paths["default"].tuned
+    assert len(tuned.budgets) <= max_graphs
+    assert tuned.cost == pytest.approx(cost_of(tuned.budgets, demands, costs))
+    best = min(cost_of(ladder, demands, costs) for ladder in ladders(max(demands), max_graphs))
+    assert tuned.cost == pytest.approx(best)
+
+
+@settings(max_examples=60, deadline=None)
+@given(demand_lists, st.integers(1, 3), cost_models, memories, st.integers(1, 40))
+def test_no_ladder_within_the_memory_costs_less(
+    demands: list[int], max_graphs: int, costs: BatchCosts, memory: MemoryModel, max_bytes: int
+) -> None:
+    allowed = [
+        ladder
+        for ladder in ladders(max(demands), max_graphs)
+        if memory.num_bytes(ladder[-1], len(ladder)) <= max_bytes and ladder[-1] >= min(demands)
+    ]
+
+    def tune() -> tuple[int, ...]:
+        tuning = tune_budgets(
+            {"default": demands}, max_graphs=max_graphs, max_bytes=max_bytes, costs=costs, memory=memory
+        )
+        return tuning.paths["default"].tuned.budgets
+
+    if not allowed:
+        with pytest.raises(InputError, match="max_bytes: expected room"):
+            tune()
+        return
+    budgets = tune()
+    assert memory.num_bytes(budgets[-1], len(budgets)) <= max_bytes
+    best = min(cost_of(ladder, demands, costs) for ladder in allowed)
+    assert cost_of(budgets, demands, costs) == pytest.approx(best)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.integers(1, 5), min_size=1, max_size=6),
+    st.lists(st.integers(1, 5), min_size=1, max_size=6),
+    cost_models,
+    cost_models,
+    memories,
+    st.integers(8, 24),
+)
+def test_paths_share_the_memory_at_the_least_cost_together(
+    first: list[int],
+    second: list[int],
+    first_costs: BatchCosts,
+    second_costs: BatchCosts,
+    memory: MemoryModel,
+    max_bytes: int,
+) -> None:
+    candidates = [ladders(max(demands), 2) for demands in (first, second)]
+    allowed = [
+        (a, b)
+        for a, b in itertools.product(*candidates)
+        if memory.num_bytes(max(a[-1], b[-1]), len(a) + len(b)) <= max_bytes
+        and a[-1] >= min(first)
+        and b[-1] >= min(second)
+    ]
+    if not allowed:
+        return
+    tuning = tune_budgets(
+        {"a": first, "b": second},
+        max_graphs=2,
+        max_bytes=max_bytes,
+        costs={"a": first_costs, "b": second_costs},
+        memory=memory,
+    )
+    a, b = (tuning.paths[name].tuned.budgets for name in ("a", "b"))
+    assert memory.num_bytes(max(a[-1], b[-1]), len(a) + len(b)) <= max_bytes
+    best = min(cost_of(a, first, first_costs) + cost_of(b, second, second_costs) for a, b in allowed)
+    assert tuning.cost == pytest.approx(best)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(1, 5000), min_size=1, max_size=60), st.booleans())
+def test_powers_of_two_are_never_better_and_more_graphs_never_worse(
+    demands: list[int], serve_largest: bool
+) -> None:
+    reference = generate_budgets(min(demands), max(demands))
+    previous = math.inf
+    for max_graphs in range(1, len(reference) + 1):
+        tuning = tune_budgets({"default": demands}, max_graphs=max_graphs, serve_largest=serve_largest)
+        tuned = tuning.paths["default"].tuned
+        assert tuned.cost <= previous * (1 + 1e-9)
+        previous = tuned.cost
+        if serve_largest:
+            assert tuned.budgets[-1] == max(demands)
+    powers = tuning.paths["default"].powers_of_two
+    assert powers.budgets == tuple(reference)
+    assert tuned.cost <= powers.cost * (1 + 1e-9)
+
+
+@given(demand_lists, st.integers(1, 4), st.integers(1, LARGEST), st.integers(1, LARGEST))
+def test_candidates_keep_to_granularity_and_bounds(
+    demands: list[int], granularity: int, minimum: int, maximum: int
+) -> None:
+    low, high = min(minimum, maximum), max(minimum, maximum)
+    candidates = candidate_budgets(demands, low, high, granularity).tolist()
+    assert candidates == sorted(set(candidates))
+    assert all(low <= n <= high and (n % granularity == 0 or n in (low, high)) for n in candidates)
+    for tokens in demands:
+        assert tokens > high or any(n >= tokens for n in candidates)
+
+
+def test_equal_demands_need_one_graph() -> None:
+    tuned = tune_budgets({"default": [100] * 9}, max_graphs=8).paths["default"].tuned
+    assert (tuned.budgets, tuned.padding_fraction, tuned.hit_fraction) == ((100,), 0.0, 1.0)
+
+
+def test_a_graph_that_gains_nothing_is_not_taken() -> None:
+    free_exact_shapes = BatchCosts(CostCurve.linear(64), CostCurve.linear(1))
+    tuned = tune_budgets({"default": [10, 20, 30]}, max_graphs=3, costs=free_exact_shapes)
+    assert len(tuned.paths["default"].tuned.budgets) == 1
+    assert tuned.paths["default"].tuned.hit_fraction == 0.0
+
+
+def test_a_forecast_is_what_the_definition_says() -> None:
+    demands = [100, 50, 101, 250, 1000]
+    costs = BatchCosts(CostCurve.linear(64), CostCurve.linear(160))
+    ladder = forecast((100, 200, 500), demands, costs)
+    # 50 costs 164 either way and is replayed; 250 costs less at its exact shape; 1000 has no budget.
+    assert ladder.cost == cost_of(ladder.budgets, demands, costs) == 164 + 164 + 261 + 410 + 1160
+    assert ladder.hit_fraction == 2 / 5
+    assert ladder.padding_fraction == 50 / 200
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 1000), st.integers(1, 6), st.integers(600, 6000), st.none() | st.integers(1500, 4000))
+def test_the_manager_makes_the_batches_that_were_tuned_for(
+    seed: int, max_graphs: int, maximum: int, most: int | None
+) -> None:
+    requests = [*images(random.Random(seed), 12), request(500)]
+    memory = MemoryModel(bytes_per_token=1, bytes_per_graph=100)
+    tuning = tune_trace(
+        requests, max_graphs=max_graphs, maximum=maximum, max_bytes=most, granularity=8, memory=memory
+    )
+    tuned = tuning.paths["default"].tuned
+    if most is not None:
+        assert memory.num_bytes(tuned.budgets[-1], len(tuned.budgets)) <= most
+    limits = Limits({"default": tuned.budgets}, tuning.max_items_per_batch, 0)
+    plans = [build_plan(r.item_specs, limits, packing="greedy") for r in requests]
+    batches = [batch.output_tokens for plan in plans for batch in plan.batches]
+    assert tuned.cost == pytest.approx(cost_of(tuned.budgets, batches, BatchCosts()))
+
+
+def test_memory_is_better_spent_on_the_largest_budget_or_on_more_graphs() -> None:
+    requests = [request(1000)] * 50 + [request(100), request(200), request(300)]
+    memory = MemoryModel(bytes_per_token=1, bytes_per_graph=100)
+    tuned = tune_trace(requests, max_graphs=4, max_bytes=1100, memory=memory).paths["default"].tuned
+    assert tuned.budgets == (1000,)
+    requests = [request(1000)] + [request(100), request(200), request(300)] * 50
+    costs = BatchCosts(CostCurve.linear(1), CostCurve.linear(1000))
+    tuned = tune_trace(requests, max_graphs=4, max_bytes=1100, memory=memory, costs=costs)
+    assert tuned.paths["default"].tuned.budgets == (100, 200, 300)
+
+
+def test_no_budget_is_smaller_than_the_items_of_a_batch() -> None:
+    requests = [request(*[2] * 12), request(5), request(400)]
+    tuning = tune_trace(requests, max_graphs=3)
+    assert tuning.paths["default"].tuned.budgets == (12, 24, 400)
+    assert tuning.to_config().max_items_per_batch == 12
+    fewer = tune_trace(requests, max_graphs=3, max_items_per_batch=4)
+    assert fewer.paths["default"].tuned.budgets == (5, 8, 400)
+    assert fewer.to_config().max_items_per_batch == 4
+
+
+def test_every_path_gets_a_ladder() -> None:
+    requests = [
+        two_path_request((272, 100)),
+        two_path_request((272, 300), (272, 0)),
+        two_path_request((272, 0)),
+    ]
+    tuning = tune_trace(requests, max_graphs=2)
+    assert {name: path.tuned.budgets for name, path in tuning.paths.items()} == {
+        "global": (272, 544),
+        "local": (100, 300),
+    }
+    config = tuning.to_config()
+    assert config.token_budgets == ()
+    assert {name: path.token_budgets for name, path in config.paths.items()} == {
+        "global": (272, 544),
+        "local": (100, 300),
+    }
+    assert [line.split()[0] for line in str(tuning).splitlines()[3:]] == [
+        "global",
+        "global",
+        "local",
+        "local",
+    ]
+    # Each as if it were alone.
+    for path, demands in trace_demands(requests, maximum=544, max_items_per_batch=2).items():
+        assert tuning.paths[path] == tune_budgets({path: demands}, max_graphs=2, minimum=2).paths[path]
+
+
+def test_the_settings_hold_the_limits() -> None:
+    tuning = tune_trace([request(100, 50), request(400)], max_graphs=2, max_bytes=2**30)
+    config = tuning.to_config()
+    assert (config.token_budgets, config.max_items_per_batch) == ((150, 400), 2)
+    assert config.max_graph_bytes == 2**30
+    assert tune_budgets({"default": [5]}, max_graphs=1).to_config().model_fields_set == {"token_budgets"}
+
+
+def test_printing_shows_both_ladders() -> None:
+    measured = BatchCosts.measured({64: 1.0, 1024: 10.6}, {64: 6.0, 1024: 15.6})
+    title, header, _, *rows = str(
+        tune_budgets({"default": [100, 300, 1000]}, max_graphs=2, costs=measured)
+    ).splitlines()
+    assert "in ms" in title
+    assert header.split() == "path ladder budgets graphs padding % hit % cost ratio".split()
+    assert [row.split() for row in rows] == [
+        "default tuned 300, 1000 2 12.5 100.0 17.1 1.062".split(),
+        "default powers of 2 100, 200, 400, 800, 1000 5 6.7 100.0 16.1 1.000".split(),
+    ]
+
+
+def test_thousands_of_demands_take_seconds() -> None:
+    demands = random.Random(0).sample(range(1, 16_000), 4000)
+    start = time.perf_counter()
+    tuning = tune_budgets({"default": demands}, max_graphs=16, max_bytes=2**40)
+    assert time.perf_counter() - start < 15
+    assert len(tuning.paths["default"].tuned.budgets) == 16
+
+
+def test_wrong_arguments_are_named() -> None:
+    demands = {"default": [10]}
+    with pytest.raises(InputError, match="max_graphs: expected at least 1; got 0"):
+        tune_budgets(demands, max_graphs=0)
+    with pytest.raises(InputError, match="granularity: expected at least 1; got 0"):
+        tune_trace([request(10)], max_graphs=1, granularity=0)
+    with pytest.raises(InputError, match="expected those of one path or more"):
+        tune_budgets({}, max_graphs=1)
+    for bad in ([], [0, 10]):
+        with pytest.raises(InputError, match=r"path 'default': expected one or more, all above 0"):
+            tune_budgets({"default": bad}, max_graphs=1)
+    with pytest.raises(InputError, match=r"maximum: expected at least 10 output tokens .* got 9"):
+        tune_budgets(demands, max_graphs=1, maximum=9)
+    with pytest.raises(InputError, match=r"maximum: expected at least 10 output tokens.* got 9"):
+        tune_trace([request(10)], max_graphs=1, maximum=9, max_bytes=2**40)
+    with pytest.raises(InputError, match=r"max_bytes: expected room .*; got 1"):
+        tune_trace([request(10)], max_graphs=1, max_bytes=1)
+    with pytest.raises(InputError, match="expected those of path 'default' too; got local"):
+        tune_budgets(demands, max_graphs=1, costs={"local": BatchCosts()})
+    mixed = {"a": BatchCosts(), "b": BatchCosts.measured({1: 1.0}, {1: 1.0})}
+    with pytest.raises(InputError, match="one unit for all paths"):
+        tune_budgets({"a": [1], "b": [1]}, max_graphs=1, costs=mixed)
+    with pytest.raises(InputError, match="at least one item that has output tokens"):
+        tune_trace([request()], max_graphs=1)
