@@ -138,10 +138,23 @@ class DataParallel:
         self.num_ranks = dist.get_world_size(process_group)
         self.device = device
         self.costs = costs
-        # A stream of its own: the host waits for the headers, not for what is being encoded.
-        self._stream: torch.cuda.Stream | None = None
-        if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # Headers go from host to host: through the devices they would wait for what is being encoded.
+        self._host_group = group if device.type == "cpu" else _host_group(group, self._timeout())
+
+    def share_costs(self, per_patch: float, per_pair: float) -> None:
+        """Weighs items by rank 0's measurements from now on; every rank must call it.
+
+        Args:
+            per_patch: milliseconds of a patch beside its attention.
+            per_pair: milliseconds of two patches that attend to one another.
+        """
+        shared = [(per_patch, per_pair)]
+        if self.num_ranks > 1:
+            first = dist.get_process_group_ranks(self.group)[0]
+            dist.broadcast_object_list(shared, first, self._host_group)
+        patch, pair = shared[0]
+        # An item counts as one segment: how a video is cut into frames is not part of its spec.
+        self.costs = lambda spec: patch * spec.input_size + pair * spec.input_size**2
 
     def assignment(self, specs: Sequence[EncoderItemSpec]) -> list[list[int]]:
         """The items that every rank encodes of a request with these items."""
@@ -266,28 +279,23 @@ class DataParallel:
             sent = received.new_empty(shape[1:])
             if items:
                 torch.cat(list(items), out=sent[: headers[self.rank].rows])
-            self._all_gather(received, sent)
+            self._all_gather(received, sent, self.group)
         return received
 
     def _exchange(self, values: Sequence[int]) -> list[list[int]]:
         """Every rank's `values`, known to the host."""
-        with torch.cuda.stream(self._stream):
-            sent = torch.tensor(values, dtype=torch.int64, device=self.device)
-            received = sent.new_empty(self.num_ranks, len(values))
-            self._all_gather(received, sent, self._timeout())
-            rows: list[list[int]] = received.tolist()
+        sent = torch.tensor(values, dtype=torch.int64)
+        received = sent.new_empty(self.num_ranks, len(values))
+        self._all_gather(received, sent, self._host_group)
+        rows: list[list[int]] = received.tolist()
         return rows
 
-    def _all_gather(self, received: Tensor, sent: Tensor, host_timeout: timedelta | None = None) -> None:
-        """Gathers `sent` of every rank; with a timeout the host waits for the end, also under NCCL."""
+    def _all_gather(self, received: Tensor, sent: Tensor, group: dist.ProcessGroup) -> None:
+        """Gathers `sent` of every rank; under NCCL the current stream waits for it, not the host."""
         try:
             # As bytes: nothing is computed, and not every backend knows every dtype.
             out, data = (tensor.view(-1).view(torch.uint8) for tensor in (received, sent))
-            work = _all_gather(out, data, group=self.group, async_op=True)
-            if host_timeout is None:
-                work.wait()
-            else:
-                work.wait(host_timeout)
+            _all_gather(out, data, group=group)
         except RuntimeError as error:
             raise RankError(
                 f"rank {self.rank} of {self.num_ranks} lost the others: one of them has ended, or did not "
@@ -298,6 +306,14 @@ class DataParallel:
     def _timeout(self) -> timedelta:
         timeout: timedelta = self.group._get_backend(self.device).options._timeout
         return timeout
+
+
+def _host_group(group: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
+    """The same ranks over gloo."""
+    ranks = dist.get_process_group_ranks(group)
+    made = dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=True)
+    assert isinstance(made, dist.ProcessGroup)
+    return made
 
 
 def _digest(specs: Sequence[EncoderItemSpec], assignment: Sequence[Sequence[int]]) -> int:

@@ -177,6 +177,18 @@ class EncoderCudaGraphManager:
                     "back: %s",
                     "; ".join(self.reports),
                 )
+            if self.data_parallel is not None and self.pool.is_cuda:
+                self._share_costs(self.data_parallel)
+
+    def _share_costs(self, data_parallel: DataParallel) -> None:
+        """So that ranks get items of equal cost, not just of equal size."""
+        per_patch, per_pair = 1.0, 0.0
+        for path in self.routes.values():
+            costs = path.costs()
+            if costs.exact:
+                tokens, milliseconds = costs.exact[-1]
+                per_patch, per_pair = milliseconds / (tokens * path.rows_per_token), costs.attention
+        data_parallel.share_costs(per_patch, per_pair)
 
     def _capture(
         self, keys: Iterable[CaptureKey], progress: Callable[[int, int], None] | None = None

@@ -192,6 +192,8 @@ def test_budgets_are_dropped_until_the_rest_keeps_the_byte_limit(towers: Any) ->
 class Uncompiled(torch.nn.Module):
     """A tower whose forward Dynamo cannot trace as one graph."""
 
+    supports_encoder_cudagraph = True
+
     def __init__(self, tower: Any) -> None:
         super().__init__()
         self.inner = tower

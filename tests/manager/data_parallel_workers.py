@@ -119,8 +119,10 @@ def _fake_towers(rank: int, num_ranks: int, job: dict[str, Any]) -> dict[str, An
     """Local encoders that a real tower would not be."""
     results: dict[str, Any] = {}
 
-    def attempt(name: str, sizes: Any, make: Any, **options: Any) -> None:
+    def attempt(name: str, sizes: Any, make: Any, measured: Any = None, **options: Any) -> None:
         parallel = DataParallel(None, CPU, **options)
+        if measured is not None:
+            parallel.share_costs(*measured)
         calls = []
 
         def encode(mm_kwargs: dict[str, Any]) -> list[Tensor]:
@@ -149,6 +151,7 @@ def _fake_towers(rank: int, num_ranks: int, job: dict[str, Any]) -> dict[str, An
     attempt("two widths", [(1, 1)] * 2 * num_ranks, lambda size: torch.zeros(1, next(widths)))
     costs = {4: 1.0, 20: 1.0, 8: 1.0, 12: 100.0}
     attempt("by cost", sizes, real(0), costs=lambda spec: costs[spec.input_size])
+    attempt("rank 0's costs", sizes, real(0), measured=(1.0, 100.0 if rank == 0 else 0.0))
     attempt("costs of its own", sizes, real(0), costs=lambda spec: spec.input_size ** (1 - rank))
     return results
 

@@ -299,6 +299,13 @@ def test_a_cost_model_decides_who_encodes_what(ranks: Any) -> None:
         assert len(rank["by cost"]) == 5
 
 
+def test_items_are_weighed_by_what_rank_0_measured(ranks: Any) -> None:
+    for number, rank in enumerate(ranks):
+        (given_items,) = rank["rank 0's costs: given"]
+        assert (given_items == [(20, 5)]) == (number == 0)
+        assert len(rank["rank 0's costs"]) == 5
+
+
 def test_costs_that_differ_between_ranks_are_an_error(ranks: Any) -> None:
     for rank in ranks:
         assert rank["costs of its own"][0] is InputError
