@@ -55,12 +55,9 @@ class StaticBuffer:
         self.padding_logic = padding_logic
         self.token_dim = token_dim if tensor.dim() > 0 else None
         self.address = tensor.data_ptr()
-        self._contents = _Contents(self, self.capacity)
-
-    @property
-    def capacity(self) -> int:
+        self.capacity = 1 if self.token_dim is None else tensor.shape[self.token_dim]
         """Rows along the token dimension."""
-        return 1 if self.token_dim is None else self.tensor.shape[self.token_dim]
+        self._contents = _Contents(self, self.capacity)
 
     @property
     def dirty_rows(self) -> int:
@@ -130,6 +127,8 @@ class StaticBuffer:
 
     def _clear_from(self, rows: int) -> None:
         assert self.token_dim is not None
+        if self._contents.dirty == [(0, rows)]:
+            return
         for first, end in self._contents.dirty:
             start, stop = max(first, rows), min(end, self.capacity)
             if start < stop:

@@ -24,7 +24,7 @@ from fxsplit_encoder.manager.planner import build_fallback_plan, build_plan
 from fxsplit_encoder.manager.protocol import (
     ENCODER_CUDAGRAPH_AXIS_KEYS_KWARG,
     BudgetGraphMetadata,
-    SupportsEncoderCudaGraph,
+    missing_methods,
 )
 from fxsplit_encoder.manager.statistics import ManagerStats, Statistics
 from fxsplit_encoder.manager.trace import TraceWriter
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from fxsplit_encoder.compile import BoundProgram
     from fxsplit_encoder.manager.budgets import CaptureKey
     from fxsplit_encoder.manager.plan import PathPlan, Plan, PlannedBatch
-    from fxsplit_encoder.manager.protocol import EncoderItemSpec
+    from fxsplit_encoder.manager.protocol import EncoderItemSpec, SupportsEncoderCudaGraph
 
 logger = logging.getLogger(__name__)
 
@@ -82,10 +82,10 @@ class EncoderCudaGraphManager:
         process_group: ProcessGroup | None = None,
         trace: str | os.PathLike[str] | None = None,
     ) -> None:
-        if not isinstance(tower, SupportsEncoderCudaGraph):
+        if missing := missing_methods(tower):
             raise InputError(
                 f"tower: {type(tower).__name__} lacks methods of SupportsEncoderCudaGraph; pass what "
-                "wrap(model.visual) returns"
+                f"wrap(model.visual) returns; missing: {', '.join(missing)}"
             )
         self.tower = tower
         self.config = config if config is not None else EncoderConfig()

@@ -245,6 +245,17 @@ class SupportsEncoderCudaGraph(Protocol):
         scatter_output_slices(outputs["default"], indices, per_item_out_tokens, dest, clone)
 
 
+def missing_methods(tower: object) -> list[str]:
+    """The methods of `SupportsEncoderCudaGraph` that an object lacks.
+
+    Unlike `isinstance`, which looks at classes alone from Python 3.12 on, this sees methods that a wrapper
+    passes on.
+    """
+    methods = (name for name, value in vars(SupportsEncoderCudaGraph).items() if callable(value))
+    public = (name for name in methods if not name.startswith("_"))
+    return [name for name in public if not callable(getattr(tower, name, None))]
+
+
 def scatter_output_slices(
     output: torch.Tensor,
     indices: Sequence[int],

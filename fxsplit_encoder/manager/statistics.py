@@ -15,7 +15,7 @@ from fxsplit_encoder.manager.budgets import CaptureKey
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+@dataclass
 class BudgetStats:
     """What one captured budget of one path has done."""
 
@@ -166,12 +166,9 @@ class Statistics:
         """Count one replay that held `tokens` output tokens of items."""
         with self._lock:
             stats = self._budgets[key]
-            self._budgets[key] = replace(
-                stats,
-                replays=stats.replays + 1,
-                real_tokens=stats.real_tokens + tokens,
-                padded_tokens=stats.padded_tokens + key.budget - tokens,
-            )
+            stats.replays += 1
+            stats.real_tokens += tokens
+            stats.padded_tokens += key.budget - tokens
 
     def record_fallback(self, kind: str) -> None:
         """Count one run of a path without a replay, "exact" or "eager"."""
@@ -182,16 +179,14 @@ class Statistics:
         """Add the time of one replay, which on a GPU is known only after it has ended."""
         with self._lock:
             stats = self._budgets[key]
-            self._budgets[key] = replace(
-                stats,
-                timed_replays=stats.timed_replays + 1,
-                milliseconds=stats.milliseconds + milliseconds,
-            )
+            stats.timed_replays += 1
+            stats.milliseconds += milliseconds
 
     def record_capture(self, key: CaptureKey, mode: str, graph_bytes: int) -> None:
         """Note how a budget was captured and the device memory that this took."""
         with self._lock:
-            self._budgets[key] = replace(self._budgets[key], mode=mode, graph_bytes=graph_bytes)
+            stats = self._budgets[key]
+            stats.mode, stats.graph_bytes = mode, graph_bytes
 
     def record_input_bytes(self, num_bytes: int) -> None:
         """Note the device memory of all static inputs."""
@@ -201,8 +196,8 @@ class Statistics:
     def record_clear(self) -> None:
         """Note that all captures were released; what they served stays counted."""
         with self._lock:
-            for key, stats in self._budgets.items():
-                self._budgets[key] = replace(stats, mode="", graph_bytes=0)
+            for stats in self._budgets.values():
+                stats.mode, stats.graph_bytes = "", 0
             self._input_bytes = 0
 
     def snapshot(self) -> ManagerStats:
@@ -211,7 +206,7 @@ class Statistics:
             return ManagerStats(
                 self._hits,
                 dict(self._misses),
-                dict(sorted(self._budgets.items(), key=lambda item: _order(item[0]))),
+                {key: replace(self._budgets[key]) for key in sorted(self._budgets, key=_order)},
                 dict(self._fallback_runs),
                 self._input_bytes,
             )

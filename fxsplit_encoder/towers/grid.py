@@ -35,6 +35,12 @@ def read_grids(grid_thw: Any, merge_size: int, name: str = "grid_thw") -> list[G
     Raises:
         InputError: another shape, or sizes that are not positive multiples of `merge_size`.
     """
+    if isinstance(grid_thw, torch.Tensor) and grid_thw.dim() == 2 and grid_thw.shape[1] == 3:
+        if not grid_thw.is_floating_point():
+            grids = [(t, h, w) for t, h, w in grid_thw.tolist()]
+            for grid in grids:
+                _check_grid(grid, merge_size, name)
+            return grids
     listed = _as_list(grid_thw)
     rows = [_as_list(row) for row in listed] if isinstance(listed, list | tuple) else [listed]
     for row in rows:
@@ -42,13 +48,17 @@ def read_grids(grid_thw: Any, merge_size: int, name: str = "grid_thw") -> list[G
             raise InputError(
                 f"{name}: expected rows of three integers (frames, height, width) in patches; got {row!r}"
             )
-        t, h, w = row
-        if t < 1 or h < 1 or w < 1 or h % merge_size or w % merge_size:
-            raise InputError(
-                f"{name}: expected at least 1 frame and a height and width that are positive multiples of "
-                f"the merge size {merge_size} in patches; got {tuple(row)}"
-            )
+        _check_grid(row, merge_size, name)
     return [(int(t), int(h), int(w)) for t, h, w in rows]
+
+
+def _check_grid(grid: Sequence[int], merge_size: int, name: str) -> None:
+    t, h, w = grid
+    if t < 1 or h < 1 or w < 1 or h % merge_size or w % merge_size:
+        raise InputError(
+            f"{name}: expected at least 1 frame and a height and width that are positive multiples of "
+            f"the merge size {merge_size} in patches; got {tuple(grid)}"
+        )
 
 
 def _are_integers(row: Sequence[Any]) -> bool:
