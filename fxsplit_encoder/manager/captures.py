@@ -73,29 +73,34 @@ def plan_captures(paths: Iterable[EncoderPath], limits: Limits) -> CapturePlan:
     for path in paths:
         if path.mode == "none":
             continue
-        per_token, fixed, refusal = _input_size(path)
+        per_token, fixed, refusals = _input_size(path)
         previous = 0
         for budget in path.budgets:
-            reason = refusal or _unreachable(path, previous, budget, limits.max_items_per_batch)
+            reason = refusals.get(budget) or _unreachable(path, previous, budget, limits.max_items_per_batch)
             captures.append(PlannedCapture(path.key(budget), int(per_token * budget + fixed), reason))
             if reason is None:
                 previous = budget
     return CapturePlan(tuple(captures))
 
 
-def _input_size(path: EncoderPath) -> tuple[float, float, str | None]:
-    """Bytes a token and bytes beside of a path's static inputs, from its two smallest budgets; or why it has
-    none.
+def _input_size(path: EncoderPath) -> tuple[float, float, dict[int, str]]:
+    """Bytes a token and bytes beside of a path's static inputs, from the two smallest budgets that the tower
+    can make inputs for; and why it cannot for smaller ones.
     """
-    small = list(path.budgets[:2])
-    try:
-        sizes = [path.num_input_bytes(budget) for budget in small]
-    except InputError as error:
-        return 0.0, 0.0, str(error)
+    sizes: dict[int, int] = {}
+    refusals: dict[int, str] = {}
+    for budget in path.budgets:
+        try:
+            sizes[budget] = path.num_input_bytes(budget)
+        except InputError as error:
+            refusals[budget] = str(error)
+        if len(sizes) == 2:
+            break
     if not sizes:
-        return 0.0, 0.0, None
-    slope = (sizes[-1] - sizes[0]) / (small[-1] - small[0]) if len(small) > 1 else sizes[0] / small[0]
-    return slope, sizes[0] - slope * small[0], None
+        return 0.0, 0.0, refusals
+    small, large = min(sizes), max(sizes)
+    slope = (sizes[large] - sizes[small]) / (large - small) if len(sizes) > 1 else sizes[small] / small
+    return slope, sizes[small] - slope * small, refusals
 
 
 def _unreachable(path: EncoderPath, previous: int, budget: int, max_items: int) -> str | None:

@@ -254,9 +254,10 @@ class EncoderCudaGraphManager:
         assert limit is not None
         while self._over_limit():
             excess, reason = self.num_bytes - limit, self._excess()
-            while excess > 0:
+            # Whether the last one fits by itself, capturing it anew tells.
+            while excess > 0 and sum(len(path.captured) for path in self.routes.values()) > 1:
                 path, budget = self._least_useful()
-                excess -= max(1, path.ladder.num_bytes(budget))
+                excess -= max(1, path.num_bytes(budget))
                 path.drop(budget, f"{reason}; it gains least for its memory")
             kept = [path.key(budget) for path in self.routes.values() for budget in path.captured]
             self._release()
@@ -267,7 +268,7 @@ class EncoderCudaGraphManager:
         found = []
         for path in self.routes.values():
             if budgets := sorted(path.captured):
-                sizes = [path.ladder.num_bytes(budget) for budget in budgets]
+                sizes = [path.num_bytes(budget) for budget in budgets]
                 skippable = path.name in self.limits.skippable_paths
                 budget, gain = least_useful(path.costs(), budgets, sizes, skippable)
                 found.append((gain, path, budget))
@@ -356,7 +357,7 @@ class EncoderCudaGraphManager:
         segments = self._item_segments(mm_kwargs, len(specs))
         axis_keys = self._item_axis_keys(mm_kwargs, len(specs))
         sizes = tuple([(s.input_size, s.output_tokens, *s.path_output_tokens.items()) for s in specs])
-        key = (sizes, tuple(segments), tuple(modalities), axis_keys and tuple(axis_keys))
+        key = (sizes, tuple(segments), tuple(modalities), tuple(axis_keys or ()))
         plan = self._plans.get(key)
         if plan is None:
             if len(self._plans) >= _KEPT_PLANS:

@@ -4,6 +4,7 @@ batch runs on it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,7 @@ from fxsplit_encoder.manager.budgets import CaptureKey
 from fxsplit_encoder.manager.costs import RouteCosts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -111,7 +112,11 @@ class EncoderPath:
         if self._compiled:
             return
         self._compiled = True
-        inputs = self._capture_values(min(self.budgets, key=lambda budget: abs(budget - _TRACED_TOKENS)))
+        try:
+            inputs = self._first_values(sorted(self.budgets, key=lambda budget: abs(budget - _TRACED_TOKENS)))
+        except InputError as error:
+            self.note(f"{self.label}: not compiled: {error}")
+            return
         options = CompileOptions(self.options.splitting_ops, self.options.piece_compiler, progress)
         try:
             program = trace_forward(self._forward, inputs, self._dynamic_dims(inputs), options)
@@ -143,16 +148,27 @@ class EncoderPath:
         return self.tower.encoder_cudagraph_forward(dict(inputs), path=self.name)
 
     def _capture_values(self, budget: int) -> dict[str, Tensor]:
-        prepared = self.tower.prepare_encoder_cudagraph_capture_inputs(
-            budget,
-            self.limits.max_items_per_batch,
-            self.limits.max_frames_per_batch,
-            self.device,
-            self.dtype,
-            path=self.name,
-            **({"axis_keys": self.axis_keys} if self.axis_keys else {}),
-        )
+        """Fresh inputs of a budget; InputError: the tower cannot make them for these axis keys."""
+        try:
+            prepared = self.tower.prepare_encoder_cudagraph_capture_inputs(
+                budget,
+                self.limits.max_items_per_batch,
+                self.limits.max_frames_per_batch,
+                self.device,
+                self.dtype,
+                path=self.name,
+                **({"axis_keys": self.axis_keys} if self.axis_keys else {}),
+            )
+        except ValueError as error:
+            raise InputError(f"{self.label}: no inputs for {budget} tokens: {error}") from error
         return dict(prepared.values)
+
+    def _first_values(self, budgets: Sequence[int]) -> dict[str, Tensor]:
+        """Inputs of the first of these budgets for which the tower can make any; InputError: of none."""
+        for budget in budgets[:-1]:
+            with contextlib.suppress(InputError):
+                return self._capture_values(budget)
+        return self._capture_values(budgets[-1])
 
     def num_input_bytes(self, budget: int) -> int:
         """Memory of the static inputs of a budget.
@@ -160,10 +176,7 @@ class EncoderPath:
         Raises:
             InputError: the tower cannot make inputs of this size for these axis keys.
         """
-        try:
-            values = self._capture_values(budget)
-        except ValueError as error:
-            raise InputError(f"{self.label}: no inputs for {budget} tokens: {error}") from error
+        values = self._capture_values(budget)
         return sum(tensor.numel() * tensor.element_size() for tensor in values.values())
 
     def item_token_range(self) -> tuple[int, int] | None:
@@ -177,7 +190,7 @@ class EncoderPath:
         """The dimensions that differ between two budgets; with one budget, the first of every tensor."""
         if len(self.budgets) < 2:
             return {name: [0] for name, tensor in inputs.items() if tensor.dim() > 0 and tensor.shape[0] > 1}
-        small, large = self._capture_values(self.budgets[0]), self._capture_values(self.budgets[-1])
+        small, large = self._first_values(self.budgets), self._first_values(self.budgets[::-1])
         return {
             name: [dim for dim, size in enumerate(tensor.shape) if size != large[name].shape[dim]]
             for name, tensor in small.items()
@@ -199,13 +212,14 @@ class EncoderPath:
     @property
     def input_bytes(self) -> int:
         """Memory of the static inputs of all captures, shared or not."""
-        storages = {
-            storage.data_ptr(): storage.nbytes()
-            for captured in self.captured.values()
-            for tensor in captured.inputs.tensors.values()
-            if (storage := tensor.untyped_storage()).data_ptr()
-        }
-        return sum(storages.values())
+        return sum(_input_storages(self.captured.values()).values())
+
+    def num_bytes(self, budget: int) -> int:
+        """Memory that one captured budget holds alone: its graphs, and static inputs that no other reads."""
+        others = _input_storages(captured for other, captured in self.captured.items() if other != budget)
+        own = _input_storages([self.captured[budget]])
+        unshared = sum(num_bytes for address, num_bytes in own.items() if address not in others)
+        return self.ladder.num_bytes(budget) + unshared
 
     @property
     def captured(self) -> dict[int, CapturedForward]:
@@ -213,7 +227,10 @@ class EncoderPath:
         return self.ladder.captured
 
     def _request(self, budget: int) -> CaptureRequest:
-        values = self._capture_values(budget)
+        try:
+            values = self._capture_values(budget)
+        except InputError as error:
+            raise CaptureError(str(error)) from error
         program = self.program
         if program is None:
             return CaptureRequest(
@@ -315,6 +332,8 @@ class EncoderPath:
                     values = self._capture_values(budget)
                     costs.append((budget, measure_ms(lambda v=values: self._forward(v), self.device)))  # type: ignore[misc]
                     self._measure_attention(values)
+                except InputError:  # the tower has no inputs of this size
+                    continue
                 except torch.OutOfMemoryError:
                     self.note(f"{self.label}: out of memory while {budget} tokens were timed")
                     break
@@ -450,6 +469,16 @@ class EncoderPath:
         """Remembers what was dropped or runs in another way than asked, and warns of it."""
         self.notes.append(note)
         logger.warning("%s", note)
+
+
+def _input_storages(captures: Iterable[CapturedForward]) -> dict[int, int]:
+    """The memory of the static inputs of some captures: address -> bytes."""
+    return {
+        storage.data_ptr(): storage.nbytes()
+        for captured in captures
+        for tensor in captured.inputs.tensors.values()
+        if (storage := tensor.untyped_storage()).data_ptr()
+    }
 
 
 def _is_alike(old: Any, new: Any) -> bool:

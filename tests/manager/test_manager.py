@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import fxsplit_encoder as fx
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.manager import CaptureKey
+from fxsplit_encoder.manager.trace import read_trace
 
 Grid = tuple[int, int, int]
 MODES = ["auto", "full", "piecewise", "none"]
@@ -290,7 +291,141 @@ def test_a_cleared_manager_encodes_and_is_captured_again(
     assert full.stats().misses == {fx.MissReason.NOT_CAPTURED: 2}
 
 
+# --- packings
+
+
+@pytest.mark.parametrize("packing", ["cost", "greedy", "greedy_defer"])
+def test_every_packing_equals_eager(
+    packing: str, make_manager: Any, make_batch: Any, encode: Any, tiny_towers: Any
+) -> None:
+    manager = make_manager(mode="full", packing=packing)
+    manager.capture()
+    for seed, (images, videos) in enumerate(
+        [
+            ([(1, 8, 8), (1, 2, 2), (1, 4, 6), (1, 2, 4)], []),
+            ([(1, 16, 16), (1, 2, 2)], [(4, 4, 4), (2, 2, 4)]),
+            ([(1, 4, 4)] * 9, [(1, 8, 8)]),
+        ]
+    ):
+        inputs = make_batch(images, videos, seed=seed)
+        assert_equal_items(manager.execute(inputs), encode(tiny_towers.reference, inputs))
+    assert manager.stats().hits == manager.stats().items == 18
+
+
+@pytest.fixture(scope="module")
+def packers(make_manager: Any) -> dict[str, Any]:
+    made = {name: make_manager(mode="full", packing=name) for name in ("cost", "greedy", "greedy_defer")}
+    for manager in made.values():
+        manager.capture()
+    return made
+
+
+def unmeasured_cost(plan: Any) -> float:
+    """What the planner minimises where nothing was measured: 64 tokens a replay, and every budget."""
+    paths = [batch.paths["default"] for batch in plan.batches]
+    return sum(
+        0.3 + (path.budget + 64 if path.budget is not None else 1e6 * (path.tokens + 1)) for path in paths
+    )
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(batches)
+def test_packing_by_cost_never_costs_more_than_greedy(packers: Any, batch: Any) -> None:
+    images, videos = batch
+    inputs = {"image_grid_thw": images, "video_grid_thw": videos}
+    plans = {name: manager.plan(inputs) for name, manager in packers.items()}
+    for plan in plans.values():
+        items = sorted(index for batch in plan.batches for index in batch.indices)
+        assert items == list(range(len(images) + len(videos)))
+    least = unmeasured_cost(plans["cost"])
+    assert least <= min(unmeasured_cost(plans[name]) for name in ("greedy", "greedy_defer")) * (1 + 1e-9)
+
+
+def test_plans_are_kept_until_captures_change(full: Any, make_batch: Any) -> None:
+    inputs, other = make_batch([(1, 4, 4)], seed=1), make_batch([(1, 4, 4)], seed=2)
+    plan = full.plan(inputs)
+    assert plan.hits == 1
+    assert full.plan(other) is plan  # of the same sizes
+    # The same sizes of another modality are another plan.
+    assert full.plan({"video_grid_thw": inputs["image_grid_thw"]}) is not plan
+    full.clear()
+    assert full.plan(inputs).batches[0].paths["default"].budget == 4  # of a full ladder
+    full.capture()
+    assert full.plan(inputs) == plan
+    assert full.plan(inputs) is not plan
+
+
+# --- what a tower does not capture
+
+
+@pytest.fixture
+def pruned_videos(tiny_towers: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A tower whose videos lose tokens by their content, so that only images have sizes known before."""
+    monkeypatch.setattr(tiny_towers.wrapped, "modalities", ("image",), raising=False)
+    return tiny_towers.wrapped
+
+
+def test_videos_that_are_not_captured_leave_images_their_replays(
+    pruned_videos: Any, make_manager: Any, make_batch: Any, encode: Any, tiny_towers: Any
+) -> None:
+    manager = make_manager(mode="full")
+    manager.capture()
+    assert manager.limits.max_frames_per_batch == 0
+    inputs = make_batch([(1, 4, 4), (1, 2, 2)], [(2, 4, 4), (1, 2, 2)])
+    assert manager.plan(inputs).misses == {fx.MissReason.UNSUPPORTED_INPUT: 2}
+    assert_equal_items(manager.execute(inputs), encode(tiny_towers.reference, inputs))
+    stats = manager.stats()
+    assert (stats.hits, stats.misses) == (2, {fx.MissReason.UNSUPPORTED_INPUT: 2})
+    assert sum(budget.real_tokens for budget in stats.budgets.values()) == 5
+    # At most four images: no room for frames anywhere.
+    for capture in manager.paths["default"].captured.values():
+        assert len(capture.inputs.tensors["cu_seqlens"]) <= 4 + 2
+
+
+def test_a_tower_without_modalities_captures_nothing_and_says_so(
+    tiny_towers: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    make_manager: Any,
+    make_batch: Any,
+    encode: Any,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(tiny_towers.wrapped, "modalities", (), raising=False)
+    manager = make_manager(mode="full")
+    with caplog.at_level(logging.INFO, "fxsplit_encoder.manager.manager"):
+        manager.capture()
+    assert "0 captures" in caplog.text
+    assert manager.budget_graphs == {"default": {}}
+    assert manager.num_bytes == 0
+    inputs = make_batch([(1, 4, 4)], [(2, 4, 4)])
+    assert_equal_items(manager.execute(inputs), encode(tiny_towers.reference, inputs))
+    assert manager.stats().misses == {fx.MissReason.UNSUPPORTED_INPUT: 2}
+
+
+# --- traces
+
+
+def test_every_request_is_a_line_of_the_trace(tiny_towers: Any, make_batch: Any, tmp_path: Any) -> None:
+    config = fx.EncoderConfig(mode="none", token_budgets=(4, 16), max_items_per_batch=2)
+    manager = fx.EncoderCudaGraphManager(tiny_towers.wrapped, config, trace=tmp_path / "trace.jsonl")
+    manager.execute(make_batch([(1, 4, 4), (1, 2, 2)], [(3, 2, 4)]))
+    manager.plan(make_batch([(1, 8, 8)]))  # encodes nothing
+    manager.execute({})
+    manager.execute(make_batch([(1, 2, 4)]))
+    read = read_trace(tmp_path / "trace.jsonl")
+    sizes = [[(s.input_size, s.output_tokens) for s in request.item_specs] for request in read]
+    assert sizes == [[(16, 4), (4, 1), (24, 6)], [], [(8, 2)]]
+    assert [request.item_segments for request in read] == [(1, 1, 3), (), (1,)]
+
+
 # --- inputs
+
+
+@pytest.mark.parametrize("key", ["image_embeds", "video_embeds"])
+@pytest.mark.parametrize("mode", ["full", "none"])
+def test_embeddings_are_refused_by_name(key: str, mode: str, managers: Any, make_batch: Any) -> None:
+    with pytest.raises(InputError, match=f"{key}: these are embeddings already, expected pixels"):
+        managers[mode].execute({**make_batch([(1, 4, 4)]), key: torch.zeros(4, 96)})
 
 
 def grid_of(*grids: Grid) -> Tensor:
@@ -422,13 +557,13 @@ def test_threads_get_the_results_of_a_serial_run(full: Any, make_batch: Any) -> 
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=run, args=(worker,)) for worker in range(4)]
+    threads = [threading.Thread(target=run, args=(worker,)) for worker in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert not errors
-    assert len(results) == 32
+    assert len(results) == 64
     for (_, number), items in results.items():
         assert all(torch.equal(a, b) for a, b in zip(items, serial[number], strict=True))
-    assert full.stats().items == 5 * sum(len(items) for items in serial)
+    assert full.stats().items == 9 * sum(len(items) for items in serial)

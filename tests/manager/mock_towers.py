@@ -1,0 +1,435 @@
+"""Towers written for vLLM's encoder protocol: classes of their own, nothing imported from this library."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+WIDTH = 8
+
+
+@dataclass
+class ItemSpec:
+    input_size: int
+    output_tokens: int
+    path_output_tokens: dict[str, int] = field(default_factory=dict)
+
+    def get_path_output_tokens(self, path: str) -> int:
+        if not self.path_output_tokens and path == "default":
+            return self.output_tokens
+        return self.path_output_tokens.get(path, 0)
+
+
+@dataclass
+class PathConfig:
+    min_token_budget: int | None = None
+    allow_zero_tokens: bool = False
+
+
+@dataclass
+class Config:
+    modalities: list[str]
+    buffer_keys: list[str]
+    out_hidden_size: int
+    padding_logics: dict[str, Any] = field(default_factory=dict)
+    max_frames_per_video: int = 1
+    paths: dict[str, PathConfig] = field(default_factory=lambda: {"default": PathConfig()})
+    capture_axes: tuple[Any, ...] = ()
+
+
+@dataclass
+class Values:
+    values: dict[str, Any]
+
+
+class EncoderProtocol:
+    """The defaults that such a model inherits."""
+
+    supports_encoder_cudagraph: ClassVar[bool] = True
+
+    def get_input_modality(self, mm_kwargs: dict[str, Any]) -> str:
+        return "image"
+
+    def get_max_frames_per_video(self) -> int:
+        return 1
+
+    def get_encoder_cudagraph_budget_range(self, vllm_config: Any) -> tuple[int, int]:
+        return 4, 16
+
+    def postprocess_encoder_output(
+        self,
+        outputs: dict[str, Tensor],
+        indices: list[int],
+        per_item_out_tokens: list[int],
+        dest: Any,
+        clone: bool = False,
+        batch_mm_kwargs: Any = None,
+    ) -> None:
+        start = 0
+        for index in indices:
+            rows = outputs["default"][start : start + per_item_out_tokens[index]]
+            dest[index] = rows.clone() if clone else rows
+            start += per_item_out_tokens[index]
+
+
+def ones_behind(captured: Tensor, value: Tensor) -> None:
+    captured.fill_(1)
+    captured[: value.shape[0]].copy_(value)
+
+
+class PackedModel(EncoderProtocol, nn.Module):
+    """A packed encoder whose attention is its own arithmetic: no splitting op is in its graph.
+
+    `divisor` must not be zero in pad rows, `item` says which rows attend to one another.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.requires_grad_(False)
+        self.forwards = 0
+
+    def get_encoder_cudagraph_config(self) -> Config:
+        return Config(["image"], ["patches", "item", "divisor"], WIDTH, {"divisor": ones_behind})
+
+    def get_encoder_cudagraph_item_specs(self, mm_kwargs: dict[str, Any]) -> list[ItemSpec]:
+        return [ItemSpec(n, n) for n in mm_kwargs["lengths"]]
+
+    def select_encoder_cudagraph_items(self, mm_kwargs: dict[str, Any], indices: list[int]) -> dict[str, Any]:
+        parts = mm_kwargs["patches"].split(mm_kwargs["lengths"])
+        return {
+            "patches": torch.cat([parts[i] for i in indices]),
+            "lengths": [mm_kwargs["lengths"][i] for i in indices],
+        }
+
+    def prepare_encoder_cudagraph_capture_inputs(
+        self,
+        token_budget: int,
+        max_batch_size: int,
+        max_frames_per_batch: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        path: str = "default",
+        axis_keys: Any = None,
+    ) -> Values:
+        return Values(
+            {
+                "patches": torch.randn(token_budget, WIDTH, device=device, dtype=dtype),
+                "item": torch.ones(token_budget, device=device, dtype=torch.int64),
+                "divisor": torch.ones(token_budget, device=device, dtype=dtype),
+            }
+        )
+
+    def prepare_encoder_cudagraph_replay_buffers(
+        self, mm_kwargs: dict[str, Any], max_batch_size: int, max_frames_per_batch: int, path: str = "default"
+    ) -> Values:
+        lengths = torch.tensor(mm_kwargs["lengths"])
+        item = torch.arange(1, len(lengths) + 1).repeat_interleave(lengths)
+        return Values({"patches": mm_kwargs["patches"], "item": item, "divisor": item.float() + 1})
+
+    def encoder_cudagraph_forward(self, inputs: dict[str, Tensor], path: str = "default") -> Tensor:
+        self.forwards += 1
+        x = self.linear(inputs["patches"]) / inputs["divisor"][:, None]
+        apart = inputs["item"][:, None] != inputs["item"][None, :]
+        return (x @ x.t()).masked_fill(apart, float("-inf")).softmax(-1) @ x
+
+    def encoder_eager_forward(self, mm_kwargs: dict[str, Any], path: str = "default") -> Tensor:
+        values = self.prepare_encoder_cudagraph_replay_buffers(mm_kwargs, 0, 0).values
+        return self.encoder_cudagraph_forward(values)
+
+
+class SplitModel(PackedModel):
+    """The same with packed attention as a splitting op, so that the forward is compiled and split."""
+
+    def get_encoder_cudagraph_config(self) -> Config:
+        return Config(["image"], ["patches", "lengths", "divisor"], WIDTH, {"divisor": ones_behind})
+
+    def prepare_encoder_cudagraph_capture_inputs(
+        self, token_budget: int, *args: Any, **kwargs: Any
+    ) -> Values:
+        values = super().prepare_encoder_cudagraph_capture_inputs(token_budget, *args, **kwargs).values
+        del values["item"]
+        lengths = torch.full((token_budget // 2 + 2,), token_budget, dtype=torch.int32)
+        lengths[0] = 0
+        return Values({**values, "lengths": lengths})
+
+    def prepare_encoder_cudagraph_replay_buffers(
+        self, mm_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Values:
+        values = super().prepare_encoder_cudagraph_replay_buffers(mm_kwargs, *args, **kwargs).values
+        del values["item"]
+        ends = torch.tensor([0, *mm_kwargs["lengths"]]).cumsum(0)
+        return Values({**values, "lengths": ends.to(torch.int32)})
+
+    def encoder_cudagraph_forward(self, inputs: dict[str, Tensor], path: str = "default") -> Tensor:
+        x = self.linear(inputs["patches"]) / inputs["divisor"][:, None]
+        q = x.view(-1, 1, WIDTH)
+        out = torch.ops.fxsplit.varlen_attention(q, q, q, inputs["lengths"], q.shape[0], 1.0)
+        return out.view(-1, WIDTH) / inputs["divisor"][:, None]
+
+
+class UntraceableModel(PackedModel):
+    def encoder_cudagraph_forward(self, inputs: dict[str, Tensor], path: str = "default") -> Tensor:
+        torch._dynamo.graph_break()
+        return super().encoder_cudagraph_forward(inputs, path)
+
+
+def batch(*lengths: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(sum(lengths))
+    return {"patches": torch.randn(sum(lengths), WIDTH, generator=generator), "lengths": list(lengths)}
+
+
+def alone(model: PackedModel, inputs: dict[str, Any]) -> list[Tensor]:
+    """Every item through the eager forward; `divisor` numbers the items of a batch."""
+    return list(model.encoder_eager_forward(inputs).split(inputs["lengths"]))
+
+
+# --- several paths, and capture axes
+
+
+class PathsModel(EncoderProtocol, nn.Module):
+    """An item has rows on every path of `path_configs`; its embedding is all of them, path after path.
+
+    `mm_kwargs` hold for every path a list with the rows of each item. With `axes`, "keys" holds for every
+    item its number of columns, which is the first key, and, with two axes, how many times they are repeated.
+    Neither is known before the batch, so a graph is made for each.
+
+    `runs` counts what ran: (path, columns) for a captured forward, ("eager", path) for an eager one.
+    """
+
+    path_configs: ClassVar[dict[str, PathConfig]] = {
+        "global": PathConfig(),
+        "local": PathConfig(allow_zero_tokens=True),
+    }
+    axes: ClassVar[tuple[tuple[Any, ...], ...]] = ()
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleDict({name: nn.Linear(WIDTH, WIDTH) for name in self.path_configs})
+        self.requires_grad_(False)
+        self.runs: Counter[Any] = Counter()
+        self.prepared: list[tuple[str, int, Any]] = []
+        """Path, budget and axis keys of all inputs that were made for a capture."""
+
+    def get_encoder_cudagraph_config(self) -> Any:
+        return Config(
+            ["image"],
+            ["patches", "item", "copies"],
+            WIDTH,
+            paths=dict(self.path_configs),
+            capture_axes=self.axes,
+        )
+
+    def path_lengths(self, mm_kwargs: dict[str, Any], path: str) -> list[int]:
+        return [len(rows) for rows in mm_kwargs[path]]
+
+    def get_encoder_cudagraph_item_specs(self, mm_kwargs: dict[str, Any]) -> list[Any]:
+        lengths = {path: self.path_lengths(mm_kwargs, path) for path in self.path_configs}
+        items = [dict(zip(lengths, counts, strict=True)) for counts in zip(*lengths.values(), strict=True)]
+        return [ItemSpec(sum(counts.values()), sum(counts.values()), counts) for counts in items]
+
+    def select_encoder_cudagraph_items(self, mm_kwargs: dict[str, Any], indices: list[int]) -> dict[str, Any]:
+        names = [*self.path_configs, *(["keys"] if self.axes else [])]
+        selected = {name: [mm_kwargs[name][index] for index in indices] for name in names}
+        if self.axes:
+            (keys,) = set(selected["keys"])  # what has different keys is never selected together
+            selected["encoder_cudagraph_axis_keys"] = keys
+        return selected
+
+    def prepare_encoder_cudagraph_capture_inputs(
+        self,
+        token_budget: int,
+        max_batch_size: int,
+        max_frames_per_batch: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        path: str = "default",
+        axis_keys: Any = None,
+    ) -> Values:
+        self.prepared.append((path, token_budget, axis_keys))
+        columns, copies = (*(axis_keys or (WIDTH,)), 1)[:2]
+        return Values(
+            {
+                "patches": torch.randn(token_budget, columns, device=device, dtype=dtype),
+                "item": torch.ones(token_budget, device=device, dtype=torch.int64),
+                "copies": torch.ones(copies, device=device, dtype=dtype),
+            }
+        )
+
+    def prepare_encoder_cudagraph_replay_buffers(
+        self, mm_kwargs: dict[str, Any], max_batch_size: int, max_frames_per_batch: int, path: str = "default"
+    ) -> Values:
+        columns, copies = (*(mm_kwargs["keys"][0] if self.axes else (WIDTH,)), 1)[:2]
+        lengths = torch.tensor(self.path_lengths(mm_kwargs, path))
+        item = torch.arange(1, len(lengths) + 1).repeat_interleave(lengths)
+        patches = torch.cat([*mm_kwargs[path], torch.zeros(0, columns)])
+        return Values({"patches": patches, "item": item, "copies": torch.ones(copies)})
+
+    def encoder_cudagraph_forward(self, inputs: dict[str, Tensor], path: str = "default") -> Tensor:
+        torch._dynamo.graph_break()  # captured as it is: compiling would tell nothing here and take seconds
+        self.runs[path, inputs["patches"].shape[1]] += 1
+        return self.encode(inputs, path)
+
+    def encode(self, inputs: dict[str, Tensor], path: str) -> Tensor:
+        patches = inputs["patches"]
+        layer = self.layers[path]
+        x = patches @ layer.weight[:, : patches.shape[1]].t() + layer.bias
+        x = x * len(inputs["copies"])
+        apart = inputs["item"][:, None] != inputs["item"][None, :]
+        return (x @ x.t()).masked_fill(apart, float("-inf")).softmax(-1) @ x
+
+    def encoder_eager_forward(self, mm_kwargs: dict[str, Any], path: str = "default") -> Tensor:
+        self.runs["eager", path] += 1
+        return self.encode(self.prepare_encoder_cudagraph_replay_buffers(mm_kwargs, 0, 0, path).values, path)
+
+    def postprocess_encoder_output(
+        self,
+        outputs: dict[str, Tensor],
+        indices: list[int],
+        per_item_out_tokens: list[int],
+        dest: Any,
+        clone: bool = False,
+        batch_mm_kwargs: Any = None,
+    ) -> None:
+        starts = dict.fromkeys(outputs, 0)
+        for position, index in enumerate(indices):
+            parts = []
+            for path, output in outputs.items():
+                count = len(batch_mm_kwargs[path][position])
+                parts.append(output[starts[path] : starts[path] + count])
+                starts[path] += count
+            present = [part for part in parts if len(part)]
+            # As vLLM's models do: what lies on one path alone is a view of its output.
+            dest[index] = present[0] if len(present) == 1 else torch.cat(parts)
+
+
+class ThreePaths(PathsModel):
+    path_configs: ClassVar[dict[str, PathConfig]] = {
+        "global": PathConfig(),
+        "local": PathConfig(allow_zero_tokens=True),
+        "depth": PathConfig(allow_zero_tokens=True),
+    }
+
+
+class AlwaysBothPaths(PathsModel):
+    """Neither path may be skipped, though an item may have no rows on the second."""
+
+    path_configs: ClassVar[dict[str, PathConfig]] = {"global": PathConfig(), "local": PathConfig()}
+
+
+@dataclass
+class OlderConfig:
+    """Two paths by flags; neither `paths` nor `capture_axes` is there."""
+
+    modalities: list[str]
+    buffer_keys: list[str]
+    out_hidden_size: int
+    padding_logics: dict[str, Any] = field(default_factory=dict)
+    max_frames_per_video: int = 1
+    enable_dual_path_graph: bool = False
+    global_token_per_image: int | None = None
+    local_token_per_patch: int | None = None
+
+
+@dataclass
+class OlderItemSpec:
+    input_size: int
+    output_tokens: int
+    global_output_tokens: int | None = None
+    local_output_tokens: int | None = None
+
+
+class OlderTwoPaths(PathsModel):
+    """`PathsModel` in the older spelling of two paths."""
+
+    def get_encoder_cudagraph_config(self) -> Any:
+        return OlderConfig(
+            ["image"],
+            ["patches", "item", "copies"],
+            WIDTH,
+            enable_dual_path_graph=True,
+            global_token_per_image=3,
+            local_token_per_patch=2,
+        )
+
+    def get_encoder_cudagraph_item_specs(self, mm_kwargs: dict[str, Any]) -> list[Any]:
+        pairs = zip(mm_kwargs["global"], mm_kwargs["local"], strict=True)
+        sizes = [(len(first), len(second)) for first, second in pairs]
+        return [OlderItemSpec(a + b, a + b, a, b) for a, b in sizes]
+
+    def postprocess_encoder_output(
+        self,
+        output: Tensor,
+        indices: list[int],
+        per_item_out_tokens: list[int],
+        dest: Any,
+        clone: bool = False,
+        batch_mm_kwargs: Any = None,
+        local_output: Tensor | None = None,
+    ) -> None:
+        outputs = {"global": output} | ({} if local_output is None else {"local": local_output})
+        super().postprocess_encoder_output(
+            outputs, indices, per_item_out_tokens, dest, clone, batch_mm_kwargs
+        )
+
+
+class NewerTwoPaths(PathsModel):
+    """What `OlderTwoPaths` says in the spelling of today."""
+
+    path_configs: ClassVar[dict[str, PathConfig]] = {
+        "global": PathConfig(3),
+        "local": PathConfig(2, allow_zero_tokens=True),
+    }
+
+
+class AxesModel(PathsModel):
+    """One path, two capture axes: columns, and how often they are added up."""
+
+    path_configs: ClassVar[dict[str, PathConfig]] = {"default": PathConfig()}
+    axes: ClassVar[tuple[tuple[Any, ...], ...]] = ((4, 8), (1, 2))
+
+
+class AxesAndPaths(PathsModel):
+    axes: ClassVar[tuple[tuple[Any, ...], ...]] = ((4, 8),)
+
+
+def items(
+    model: PathsModel, *sizes: Sequence[int], keys: Sequence[Any] = (), seed: int = 0
+) -> dict[str, Any]:
+    """A request: for every item its rows on each path, and its axis keys."""
+    generator = torch.Generator().manual_seed(seed + sum(map(sum, sizes)))
+    columns = [key[0] for key in keys] or [WIDTH] * len(sizes)
+    request: dict[str, Any] = {
+        path: [
+            torch.randn(size[number], width, generator=generator)
+            for size, width in zip(sizes, columns, strict=True)
+        ]
+        for number, path in enumerate(model.path_configs)
+    }
+    return request | ({"keys": list(keys)} if keys else {})
+
+
+def eagerly(model: PathsModel, mm_kwargs: dict[str, Any]) -> list[Tensor]:
+    """Every item by itself through the model's eager forward, of all its paths."""
+    expected = []
+    for index in range(len(mm_kwargs[next(iter(model.path_configs))])):
+        single = model.select_encoder_cudagraph_items(mm_kwargs, [index])
+        values = {
+            path: model.prepare_encoder_cudagraph_replay_buffers(single, 0, 0, path).values
+            for path in model.path_configs
+        }
+        expected.append(torch.cat([model.encode(values[path], path) for path in values]))
+    return expected
+
+
+def assert_equal_items(output: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    assert [item.shape for item in output] == [item.shape for item in expected]
+    for got, wanted in zip(output, expected, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5)

@@ -1,0 +1,307 @@
+"""Capture axes: graphs that differ by more than their budget, one for each combination of keys."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mock_towers import AxesAndPaths, AxesModel, Values, assert_equal_items, eagerly, items
+
+import fxsplit_encoder as fx
+from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.manager import CaptureKey
+
+BUDGETS = (4, 8)
+COMBINATIONS = list(itertools.product((4, 8), (1, 2)))
+
+
+def make(model: Any, **options: Any) -> fx.EncoderCudaGraphManager:
+    defaults = {"mode": "full", "token_budgets": BUDGETS, "max_items_per_batch": 3, "debug": True}
+    return fx.EncoderCudaGraphManager(model, fx.EncoderConfig(**{**defaults, **options}), log_interval=0)
+
+
+def captured(model: Any, **options: Any) -> fx.EncoderCudaGraphManager:
+    manager = make(model, **options)
+    manager.capture()
+    return manager
+
+
+@pytest.fixture(scope="module")
+def manager() -> fx.EncoderCudaGraphManager:
+    return captured(AxesModel())
+
+
+@pytest.fixture(scope="module")
+def with_paths() -> fx.EncoderCudaGraphManager:
+    return captured(AxesAndPaths())
+
+
+def captures(manager: fx.EncoderCudaGraphManager) -> set[CaptureKey]:
+    return {path.key(budget) for path in manager.routes.values() for budget in path.captured}
+
+
+# --- captures
+
+
+def test_every_budget_is_captured_for_every_combination(manager: fx.EncoderCudaGraphManager) -> None:
+    expected = {CaptureKey("default", budget, keys) for budget in BUDGETS for keys in COMBINATIONS}
+    assert captures(manager) == expected
+    assert set(manager.stats().budgets) == expected
+    assert set(manager.tower.prepared) >= {("default", b, keys) for b in BUDGETS for keys in COMBINATIONS}
+    for (_, keys), path in manager.routes.items():
+        for budget, capture in path.captured.items():
+            assert capture.inputs.tensors["patches"].shape == (budget, keys[0])
+            assert capture.inputs.tensors["copies"].shape == (keys[1],)
+    shown = manager.budget_graphs["default"][4]
+    assert shown.axis_keys == COMBINATIONS[0]
+
+
+def test_the_largest_budgets_of_all_combinations_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = AxesModel()
+    manager = make(model)
+    order: list[int] = []
+    for path in manager.routes.values():
+        capture = path.capture
+        monkeypatch.setattr(
+            path, "capture", lambda budget, capture=capture: (order.append(budget), capture(budget))
+        )
+    manager.capture()
+    assert order == [8] * 4 + [4] * 4
+
+
+def test_replays_are_counted_by_path_budget_and_keys() -> None:
+    manager = captured(AxesModel())
+    inputs = items(manager.tower, (3,), (2,), (3,), keys=[(4, 1), (8, 2), (4, 1)])
+    assert_equal_items(manager.execute(inputs), eagerly(manager.tower, inputs))
+    stats = manager.stats()
+    assert {key: s.real_tokens for key, s in stats.budgets.items() if s.replays} == {
+        CaptureKey("default", 8, (4, 1)): 6,
+        CaptureKey("default", 4, (8, 2)): 2,
+    }
+    assert stats.hits == 3
+    assert "default 8 2" in str(stats)
+
+
+def test_axes_and_paths_are_combined(with_paths: fx.EncoderCudaGraphManager) -> None:
+    assert captures(with_paths) == {
+        CaptureKey(path, budget, (columns,))
+        for path in ("global", "local")
+        for budget in BUDGETS
+        for columns in (4, 8)
+    }
+    inputs = items(with_paths.tower, (3, 0), (2, 5), (1, 9), keys=[(4,), (8,), (8,)])
+    assert_equal_items(with_paths.execute(inputs), eagerly(with_paths.tower, inputs))
+    replayed = {key for key, stats in with_paths.stats().budgets.items() if stats.replays}
+    assert CaptureKey("global", 4, (4,)) in replayed
+    assert CaptureKey("local", 8, (8,)) in replayed
+    assert not any(key.path == "local" and key.axis_keys == (4,) for key in replayed)
+
+
+# --- batches
+
+
+requests = st.lists(st.tuples(st.integers(1, 10), st.sampled_from(COMBINATIONS)), max_size=7)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(requests, max_size=3))
+def test_any_sequence_of_batches_equals_eager(manager: Any, sequence: Any) -> None:
+    for seed, request in enumerate(sequence):
+        inputs = items(manager.tower, *[(n,) for n, _ in request], keys=[k for _, k in request], seed=seed)
+        before = manager.stats().items
+        assert_equal_items(manager.execute(inputs), eagerly(manager.tower, inputs))
+        assert manager.stats().items == before + len(request)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 9), st.integers(0, 9), st.sampled_from([(4,), (8,)])), min_size=1, max_size=6
+    )
+)
+def test_any_batch_of_several_paths_equals_eager(with_paths: Any, request_items: Any) -> None:
+    sizes = [(a, b) for a, b, _ in request_items]
+    inputs = items(with_paths.tower, *sizes, keys=[keys for *_, keys in request_items])
+    assert_equal_items(with_paths.execute(inputs), eagerly(with_paths.tower, inputs))
+
+
+@settings(max_examples=60, deadline=None)
+@given(requests, st.sampled_from(["cost", "greedy", "greedy_defer"]))
+def test_items_of_different_keys_never_share_a_batch(manager: Any, request_items: Any, packing: str) -> None:
+    planner = make(manager.tower, packing=packing)
+    inputs = items(manager.tower, *[(n,) for n, _ in request_items], keys=[k for _, k in request_items])
+    plan = planner.plan(inputs)
+    assert sorted(i for batch in plan.batches for i in batch.indices) == list(range(len(request_items)))
+    for batch in plan.batches:
+        assert {request_items[index][1] for index in batch.indices} == {batch.axis_keys}
+
+
+def test_keys_that_were_never_captured_fall_back_and_are_counted() -> None:
+    manager = captured(AxesModel())
+    inputs = items(manager.tower, (3,), (2,), (3,), keys=[(4, 1), (6, 1), (6, 1)])
+    assert manager.plan(inputs).misses == {fx.MissReason.NOT_CAPTURED: 2}
+    assert_equal_items(manager.execute(inputs), eagerly(manager.tower, inputs))
+    stats = manager.stats()
+    assert (stats.hits, stats.misses) == (1, {fx.MissReason.NOT_CAPTURED: 2})
+    assert stats.fallback_runs == {"eager": 1}
+
+
+def test_a_tower_that_gives_no_keys_is_told() -> None:
+    class Silent(AxesModel):
+        def select_encoder_cudagraph_items(self, mm_kwargs: dict[str, Any], indices: list[int]) -> Any:
+            selected = super().select_encoder_cudagraph_items(mm_kwargs, indices)
+            del selected["encoder_cudagraph_axis_keys"]
+            return selected
+
+    manager = make(Silent())
+    inputs = items(manager.tower, (3,), keys=[(4, 1)])
+    with pytest.raises(InputError, match="gave no 'encoder_cudagraph_axis_keys'; a tower with capture_axes"):
+        manager.execute(inputs)
+    assert manager.stats().items == 0
+
+
+# --- what is not captured
+
+
+class Ranged(AxesModel):
+    """Of eight columns an item has at least six tokens, of four at most two."""
+
+    ranges: ClassVar[dict[int, tuple[int, int]]] = {4: (1, 2), 8: (6, 8)}
+
+    def get_encoder_cudagraph_item_token_range(self, path: str, axis_keys: Any) -> tuple[int, int] | None:
+        assert path == "default"
+        return self.ranges.get(axis_keys[0])
+
+
+def test_what_no_batch_can_reach_is_pruned_by_the_tokens_of_an_item() -> None:
+    model = Ranged()
+    manager = make(model, token_budgets=(4, 8, 16))
+    planned = manager.planned_captures()
+    pruned = {capture.key: capture.pruned for capture in planned.captures if capture.pruned}
+    # At most three items: of four columns no batch has more than 6 tokens, of eight none has fewer than 6.
+    assert set(pruned) == {
+        *(CaptureKey("default", 16, (4, copies)) for copies in (1, 2)),
+        *(CaptureKey("default", 4, (8, copies)) for copies in (1, 2)),
+    }
+    assert pruned[CaptureKey("default", 4, (8, 1))] == "one item has at least 6 tokens"
+    assert pruned[CaptureKey("default", 16, (4, 1))] == "no 3 items of 1 to 2 tokens make 9 to 16 tokens"
+    assert planned.num_graphs == 8
+    manager.capture()
+    assert captures(manager) == {c.key for c in planned.captures} - set(pruned)
+    inputs = items(model, (2,), (2,), (2,), (7,), (8,), keys=[(4, 1)] * 3 + [(8, 2)] * 2)
+    assert_equal_items(manager.execute(inputs), eagerly(model, inputs))
+    assert manager.stats().hits == 5
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.tuples(st.integers(1, 30), st.integers(0, 20)).map(lambda pair: (pair[0], sum(pair))),
+    st.lists(st.integers(3, 40), min_size=1, max_size=5, unique=True).map(sorted),
+    st.integers(1, 3),
+    st.data(),
+)
+def test_a_pruned_budget_would_never_have_been_the_smallest_that_fits(
+    token_range: tuple[int, int], budgets: list[int], max_items: int, data: st.DataObject
+) -> None:
+    model = Ranged()
+    model.ranges = {4: token_range, 8: token_range}
+    manager = make(model, token_budgets=tuple(budgets), max_items_per_batch=max_items)
+    kept = [
+        c.key.budget
+        for c in manager.planned_captures().captures
+        if c.pruned is None and c.key.axis_keys == (4, 1)
+    ]
+    sizes = data.draw(st.lists(st.integers(*token_range), min_size=1, max_size=max_items))
+    smallest = next((budget for budget in budgets if budget >= sum(sizes)), None)
+    assert next((budget for budget in kept if budget >= sum(sizes)), None) == smallest
+
+
+class Refusing(AxesModel):
+    """It cannot make inputs for one of its combinations, or for small budgets, or for large ones."""
+
+    def __init__(self, refuse: Any) -> None:
+        super().__init__()
+        self.refuse = refuse
+
+    def prepare_encoder_cudagraph_capture_inputs(
+        self, token_budget: int, *args: Any, axis_keys: Any = None, **kwargs: Any
+    ) -> Values:
+        if self.refuse(token_budget, axis_keys):
+            raise ValueError(f"{token_budget} tokens of {axis_keys} make no grid")
+        return super().prepare_encoder_cudagraph_capture_inputs(
+            token_budget, *args, axis_keys=axis_keys, **kwargs
+        )
+
+
+REFUSALS = {
+    "a combination": (lambda budget, keys: keys == (8, 2), {(4, (8, 2)), (8, (8, 2)), (16, (8, 2))}),
+    "small budgets": (lambda budget, keys: budget < 8, {(4, keys) for keys in COMBINATIONS}),
+    "large budgets": (
+        lambda budget, keys: budget > 8 and keys[0] == 4,
+        {(16, keys) for keys in COMBINATIONS if keys[0] == 4},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_what_the_tower_cannot_make_is_left_out_and_the_rest_serves(case: str) -> None:
+    refuse, missing = REFUSALS[case]
+    model = Refusing(refuse)
+    manager = captured(model, token_budgets=(4, 8, 16))
+    every = {(budget, keys) for budget in (4, 8, 16) for keys in COMBINATIONS}
+    assert {(key.budget, key.axis_keys) for key in captures(manager)} == every - missing
+    said = str(manager.planned_captures()) + "\n".join(manager.reports)
+    for budget, keys in missing:
+        assert f"{budget} tokens of {keys} make no grid" in said
+    inputs = items(model, (3,), (7,), (8,), (9,), keys=[(8, 2), (4, 1), (8, 2), (4, 2)])
+    assert_equal_items(manager.execute(inputs), eagerly(model, inputs))
+    missed = manager.stats().misses.get(fx.MissReason.NOT_CAPTURED, 0)
+    assert missed == {"a combination": 2, "small budgets": 0, "large budgets": 1}[case]
+
+
+def test_a_combination_that_cannot_be_made_is_pruned_before_the_capture() -> None:
+    planned = make(Refusing(lambda budget, keys: keys == (8, 2))).planned_captures()
+    pruned = [capture for capture in planned.captures if capture.pruned]
+    assert {capture.key.axis_keys for capture in pruned} == {(8, 2)}
+    assert all("make no grid" in (capture.pruned or "") for capture in pruned)
+
+
+# --- the plan of captures
+
+
+def test_captures_and_their_bytes_are_known_before_anything_is_captured(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    manager = make(AxesModel())
+    planned = manager.planned_captures()
+    assert not manager.is_captured()
+    assert not captures(manager)
+    assert planned.num_graphs == len(planned.captures) == len(BUDGETS) * len(COMBINATIONS)
+    for capture in planned.captures:
+        columns, copies = capture.key.axis_keys
+        # float32 patches, int64 item numbers, float32 copies
+        assert capture.input_bytes == capture.key.budget * (4 * columns + 8) + 4 * copies
+    assert planned.input_bytes == sum(8 * (4 * columns + 8) + 4 * copies for columns, copies in COMBINATIONS)
+
+    summary, header, _, *rows = str(planned).splitlines()
+    assert summary == "8 captures, 0.0 MiB of static inputs"
+    assert header.split() == "path budget axis 0 axis 1 input MiB".split()
+    assert len(rows) == 8
+    assert rows[0].split() == ["default", "4", "4", "1", "0.00", "captured"]
+    with caplog.at_level(logging.INFO, "fxsplit_encoder.manager.manager"):
+        manager.capture()
+    assert summary in caplog.text
+    for path in manager.routes.values():
+        for budget, capture in path.captured.items():
+            (said,) = (c.input_bytes for c in planned.captures if c.key == path.key(budget))
+            assert capture.inputs.num_bytes == said
+
+
+def test_nothing_is_planned_where_nothing_is_captured() -> None:
+    assert make(AxesModel(), enabled=False).planned_captures().num_graphs == 0
+    assert make(AxesModel(), mode="none").planned_captures().num_graphs == 0
+    assert str(make(AxesModel(), mode="none").planned_captures()) == "0 captures, 0.0 MiB of static inputs"

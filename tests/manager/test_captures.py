@@ -1,0 +1,347 @@
+"""Which captures are made and kept: plans, gain for memory, the byte limit, and memory that they share."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mock_towers import PathsModel, SplitModel, Values, alone, assert_equal_items, batch, eagerly, items
+
+import fxsplit_encoder as fx
+from fxsplit_encoder.capture import SharedBuffers, StaticBuffer, StaticInputs
+from fxsplit_encoder.errors import ReplayError
+from fxsplit_encoder.manager import CaptureKey, RouteCosts
+from fxsplit_encoder.manager.captures import CapturePlan, PlannedCapture, least_useful, plan_captures
+
+
+def make(model: Any, **options: Any) -> fx.EncoderCudaGraphManager:
+    defaults = {"mode": "full", "token_budgets": (4, 8, 16), "max_items_per_batch": 4, "debug": True}
+    return fx.EncoderCudaGraphManager(model, fx.EncoderConfig(**{**defaults, **options}), log_interval=0)
+
+
+def captured(model: Any, **options: Any) -> fx.EncoderCudaGraphManager:
+    manager = make(model, **options)
+    manager.capture()
+    return manager
+
+
+def kept(manager: fx.EncoderCudaGraphManager) -> dict[str, list[int]]:
+    return {name: sorted(graphs) for name, graphs in manager.budget_graphs.items()}
+
+
+# --- plans
+
+
+def test_a_plan_lists_every_budget_of_every_path() -> None:
+    manager = make(PathsModel(), paths={"local": {"token_budgets": [0, 8]}})
+    plan = plan_captures(manager.routes.values(), manager.limits)
+    assert [capture.key for capture in plan.captures] == [
+        CaptureKey("global", 4),
+        CaptureKey("global", 8),
+        CaptureKey("global", 16),
+        CaptureKey("local", 8),
+    ]
+    assert plan == manager.planned_captures()
+    manager.capture()
+    for capture in plan.captures:
+        made = manager.paths[capture.key.path].captured[capture.key.budget]
+        assert made.inputs.num_bytes == capture.input_bytes
+
+
+def test_pruned_captures_take_no_memory_and_say_why() -> None:
+    plan = CapturePlan(
+        (
+            PlannedCapture(CaptureKey("a", 4), 2**20),
+            PlannedCapture(CaptureKey("a", 8), 2**21, "no batch has so many tokens"),
+            PlannedCapture(CaptureKey("b", 4), 2**20),
+        )
+    )
+    assert (plan.num_graphs, plan.input_bytes) == (2, 2**21)
+    shown = str(plan).splitlines()
+    assert shown[0] == "2 captures, 2.0 MiB of static inputs; 1 pruned"
+    assert "no batch has so many tokens" in shown[4]
+    assert str(CapturePlan(())) == "0 captures, 0.0 MiB of static inputs"
+
+
+# --- gain for memory
+
+
+def test_the_least_useful_budget_saves_least_for_its_bytes() -> None:
+    costs = RouteCosts({4: 4.0, 8: 8.0, 9: 9.0, 16: 16.0}, exact=((1, 101.0), (16, 116.0)))
+    # Without 8, the sizes 5 to 8 cost 9 instead of 8; without 9, only the size 9 costs more, by 7.
+    equal = least_useful(costs, (4, 8, 9, 16), (1, 1, 1, 1), skippable=False)
+    assert equal == (8, pytest.approx(4 / 16))
+    # It saves most of all, but for a thousand times the bytes.
+    assert least_useful(costs, (4, 8, 9, 16), (1, 1, 1, 1000), skippable=False)[0] == 16
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=5, unique=True).map(sorted),
+    st.lists(st.integers(1, 1000), min_size=5, max_size=5),
+    st.booleans(),
+)
+def test_the_gain_is_what_all_sizes_would_cost_more(
+    budgets: list[int], sizes: list[int], measured: bool
+) -> None:
+    costs = (
+        RouteCosts({b: 1.0 + b for b in budgets}, exact=((1, 51.0), (40, 90.0)))
+        if measured
+        else RouteCosts.unmeasured(budgets)
+    )
+    sizes = sizes[: len(budgets)]
+
+    def total(ladder: list[int]) -> float:
+        # Measured: a replay costs 1 + budget, the exact shape 50 + tokens; else 64 + budget and 256 + tokens.
+        launch, exact = (1, 50) if measured else (64, 256)
+        return (
+            sum(min([launch + b for b in ladder if b >= n] + [exact + n]) for n in range(1, budgets[-1] + 1))
+            / budgets[-1]
+        )
+
+    gains = {
+        budget: (total([b for b in budgets if b != budget]) - total(budgets)) / size
+        for budget, size in zip(budgets, sizes, strict=True)
+    }
+    budget, gain = least_useful(costs, budgets, sizes, skippable=False)
+    assert gain == pytest.approx(min(gains.values()))
+    assert gains[budget] == pytest.approx(gain)
+
+
+# --- the byte limit
+
+
+@pytest.fixture(scope="module")
+def unlimited() -> fx.EncoderCudaGraphManager:
+    return captured(PathsModel())
+
+
+@settings(max_examples=25, deadline=None)
+@given(share=st.floats(0.01, 1.2))
+def test_what_is_kept_fits_the_limit_and_serves(unlimited: Any, share: float) -> None:
+    limit = int(unlimited.num_bytes * share)
+    model = PathsModel()
+    manager = captured(model, max_graph_bytes=limit)
+    assert manager.num_bytes <= limit
+    graphs = sum(map(len, kept(manager).values()))
+    assert graphs + sum("is dropped" in report for report in manager.reports) == 6
+    assert all("max_graph_bytes allows" in r for r in manager.reports if "is dropped" in r)
+    if share >= 1:
+        assert graphs == 6
+    # The smallest capture: four rows of eight numbers in and out, their item numbers, and one factor.
+    if limit >= 4 * (32 + 32 + 8) + 4:
+        assert graphs > 0, "a budget that fits by itself was dropped"
+    inputs = items(model, (3, 2), (7, 0), (9, 12))
+    assert_equal_items(manager.execute(inputs), eagerly(model, inputs))
+    stats = manager.stats()
+    assert stats.graph_bytes + stats.input_bytes == manager.num_bytes
+
+
+def test_a_budget_that_exceeds_the_limit_alone_goes_first() -> None:
+    small = captured(PathsModel(), token_budgets=(4, 8)).num_bytes
+    manager = captured(PathsModel(), token_budgets=(4, 8, 100), max_graph_bytes=small)
+    assert kept(manager) == {"global": [4, 8], "local": [4, 8]}
+    dropped = [report for report in manager.reports if "is dropped" in report]
+    assert [report.split(" is dropped")[0] for report in dropped] == [
+        "path global: budget 100",
+        "path local: budget 100",
+    ]
+    assert all(report.endswith(f"max_graph_bytes allows {small}, by this one alone") for report in dropped)
+    assert manager.num_bytes == small
+
+
+def test_static_inputs_count_against_the_limit() -> None:
+    class WideInputs(PathsModel):
+        """Its inputs take a hundred times the memory of its outputs."""
+
+        def prepare_encoder_cudagraph_capture_inputs(
+            self, token_budget: int, *args: Any, **kwargs: Any
+        ) -> Values:
+            made = super().prepare_encoder_cudagraph_capture_inputs(token_budget, *args, **kwargs)
+            return Values(made.values | {"unread": torch.zeros(token_budget, 1000)})
+
+        def prepare_encoder_cudagraph_replay_buffers(
+            self, mm_kwargs: Any, *args: Any, **kwargs: Any
+        ) -> Values:
+            made = super().prepare_encoder_cudagraph_replay_buffers(mm_kwargs, *args, **kwargs)
+            return Values(made.values | {"unread": torch.zeros(len(made.values["item"]), 1000)})
+
+    whole = captured(WideInputs()).num_bytes
+    for share in (0.9, 0.6, 0.4, 0.2):
+        model = WideInputs()
+        manager = captured(model, max_graph_bytes=int(whole * share))
+        assert manager.num_bytes <= whole * share
+        assert manager.num_bytes > whole * (share - 0.4)
+        inputs = items(model, (3, 2))
+        assert_equal_items(manager.execute(inputs), eagerly(model, inputs))
+
+
+def test_nothing_captured_is_one_error(caplog: pytest.LogCaptureFixture) -> None:
+    model = PathsModel()
+    with caplog.at_level(logging.ERROR, "fxsplit_encoder"):
+        manager = captured(model, max_graph_bytes=1)
+    (record,) = [record for record in caplog.records if record.levelno >= logging.ERROR]
+    assert "encoder CUDA graphs are enabled, but no budget could be captured" in record.getMessage()
+    assert "max_graph_bytes allows 1" in record.getMessage()
+    inputs = items(model, (3, 2), (2, 0))
+    assert_equal_items(manager.execute(inputs), eagerly(model, inputs))
+    assert manager.stats().misses == {fx.MissReason.NOT_CAPTURED: 2}
+
+
+# --- clear, and capture again
+
+
+def test_after_clear_everything_is_released_and_can_be_captured_again() -> None:
+    model = PathsModel()
+    manager = captured(model)
+    inputs = items(model, (3, 2), (7, 0))
+    expected, plan, num_bytes = eagerly(model, inputs), manager.plan(inputs), manager.num_bytes
+    for round_ in range(1, 3):
+        manager.clear()
+        assert (manager.num_bytes, manager.is_captured(), kept(manager)) == (
+            0,
+            False,
+            {"global": [], "local": []},
+        )
+        assert (manager.stats().graph_bytes, manager.stats().input_bytes) == (0, 0)
+        assert_equal_items(manager.execute(inputs), expected)
+        assert manager.stats().misses == {fx.MissReason.NOT_CAPTURED: 2 * round_}
+        manager.capture()
+        assert manager.num_bytes == num_bytes
+        assert manager.plan(inputs) == plan
+        assert_equal_items(manager.execute(inputs), expected)
+        assert manager.stats().hits == 2 * round_
+
+
+def test_a_limit_holds_again_after_clear() -> None:
+    whole = captured(PathsModel()).num_bytes
+    manager = captured(PathsModel(), max_graph_bytes=whole // 2)
+    first, num_bytes = kept(manager), manager.num_bytes
+    manager.clear()
+    manager.capture()
+    assert kept(manager) == first
+    assert manager.num_bytes == num_bytes <= whole // 2
+
+
+def test_capturing_twice_changes_nothing() -> None:
+    manager = captured(PathsModel())
+    before, num_bytes = manager.budget_graphs, manager.num_bytes
+    manager.capture()
+    assert manager.num_bytes == num_bytes
+    for name, graphs in manager.budget_graphs.items():
+        assert all(graph.graph is before[name][budget].graph for budget, graph in graphs.items())
+
+
+# --- shared static buffers
+
+
+@pytest.fixture(scope="module")
+def shared() -> fx.EncoderCudaGraphManager:
+    return captured(SplitModel())
+
+
+def test_smaller_budgets_read_the_memory_of_the_largest(shared: fx.EncoderCudaGraphManager) -> None:
+    captures = shared.paths["default"].captured
+    largest = captures[16].inputs.tensors
+    for budget in (4, 8):
+        for name, tensor in captures[budget].inputs.tensors.items():
+            assert tensor.untyped_storage().data_ptr() == largest[name].untyped_storage().data_ptr(), name
+            assert tensor.shape[0] < largest[name].shape[0]
+    assert shared.paths["default"].input_bytes == captures[16].inputs.num_bytes
+    assert shared.stats().input_bytes == captures[16].inputs.num_bytes
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from([4, 8, 16]), st.integers(1, 16)), min_size=1, max_size=6))
+def test_alternating_budgets_over_shared_memory_equal_eager(
+    shared: Any, sequence: list[tuple[int, int]]
+) -> None:
+    path = shared.paths["default"]
+    for budget, rows in sequence:
+        lengths = [max(1, min(rows, budget) // 2), min(rows, budget) - min(rows, budget) // 2]
+        lengths = lengths if sum(lengths) <= budget else [budget]
+        inputs = batch(*lengths)
+        values = path.values(inputs)
+        capture = path.best_capture(budget, values)
+        path.load(capture, values)
+        output = capture.replay(debug=True)[0][: sum(lengths)]
+        torch.testing.assert_close(output, shared.tower.encoder_eager_forward(inputs), rtol=0, atol=1e-5)
+
+
+def test_a_value_may_be_kept_only_until_another_budget_fills_the_memory() -> None:
+    model = SplitModel()
+    manager = captured(model)
+    prepare = model.prepare_encoder_cudagraph_replay_buffers
+    dropped: set[str] = set()
+
+    def prepared(mm_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Values:
+        values = prepare(mm_kwargs, *args, **kwargs).values
+        return Values({name: None if name in dropped else value for name, value in values.items()})
+
+    model.prepare_encoder_cudagraph_replay_buffers = prepared
+    model.encoder_eager_forward = lambda mm_kwargs, path="default": model.encoder_cudagraph_forward(
+        prepare(mm_kwargs, 0, 0).values
+    )
+    small, large = batch(3), batch(4, 8)
+    expected = model.encoder_eager_forward(small)
+    manager.execute(small)
+    dropped.add("patches")
+    torch.testing.assert_close(manager.execute(small)[0], expected, rtol=0, atol=1e-5)
+    assert manager.stats().hits == 2
+    dropped.clear()
+    manager.execute(large)
+    dropped.add("patches")
+    # What the small budget would keep are the first rows of the large batch: it has to be encoded anew.
+    torch.testing.assert_close(manager.execute(small)[0], expected, rtol=0, atol=1e-5)
+    assert manager.stats().misses == {fx.MissReason.EXTENT_EXCEEDED: 1}
+    capture = manager.paths["default"].captured[4]
+    with pytest.raises(
+        ReplayError, match="patches: the replay would keep what this buffer holds, but another"
+    ):
+        manager.paths["default"].load(capture, manager.paths["default"].values(small))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 8)), max_size=12))
+def test_shared_buffers_hold_the_last_value_and_zeros(loads: list[tuple[int, int]]) -> None:
+    memory = SharedBuffers()
+    sizes = (8, 5, 2)
+    buffers = [memory.share(StaticBuffer("x", torch.full((size, 3), 7.0))) for size in sizes]
+    assert memory.num_bytes == 8 * 3 * 4
+    for number, (which, rows) in enumerate(loads, start=1):
+        buffer = buffers[which]
+        count = min(rows, sizes[which])
+        buffer.load(torch.full((count, 3), float(number)))
+        assert buffer.tensor[:count].eq(number).all()
+        assert buffer.tensor[count:].eq(0).all()
+        others = [other for other in buffers if other is not buffer]
+        StaticInputs([buffer]).check({"x": None})
+        for other in others:
+            with pytest.raises(ReplayError, match="x: the replay would keep"):
+                StaticInputs([other]).check({"x": None})
+
+
+def test_what_differs_in_more_than_its_rows_has_memory_of_its_own() -> None:
+    memory = SharedBuffers()
+    first = memory.share(StaticBuffer("x", torch.zeros(8, 3)))
+    others = [
+        StaticBuffer("x", torch.zeros(4, 2)),
+        StaticBuffer("x", torch.zeros(4, 3, dtype=torch.float64)),
+        StaticBuffer("x", torch.zeros(9, 3)),
+        StaticBuffer("y", torch.zeros(4, 3)),
+    ]
+    tensors = [first.tensor, *(memory.share(buffer).tensor for buffer in others)]
+    for one, other in itertools.combinations(tensors, 2):
+        assert one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr()
+
+
+def test_results_of_one_budget_survive_the_next(shared: fx.EncoderCudaGraphManager) -> None:
+    work = [batch(3), batch(4, 3), batch(12), batch(2)]
+    outputs = [shared.execute(inputs) for inputs in work]
+    for inputs, output in zip(work, outputs, strict=True):
+        assert_equal_items(output, alone(shared.tower, inputs))

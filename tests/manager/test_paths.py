@@ -1,0 +1,358 @@
+"""Towers with several paths: each is packed, captured, replayed and counted by its own tokens."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mock_towers import (
+    AlwaysBothPaths,
+    NewerTwoPaths,
+    OlderTwoPaths,
+    PathsModel,
+    ThreePaths,
+    Values,
+    assert_equal_items,
+    eagerly,
+    items,
+)
+from torch import Tensor
+
+import fxsplit_encoder as fx
+from fxsplit_encoder.errors import ConfigError, ReplayError
+from fxsplit_encoder.manager import CaptureKey
+
+OVER = fx.MissReason.OVER_LARGEST_BUDGET
+NOT_CAPTURED = fx.MissReason.NOT_CAPTURED
+
+
+def captured(model: Any, **options: Any) -> fx.EncoderCudaGraphManager:
+    defaults = {"mode": "full", "token_budgets": (4, 8, 16), "max_items_per_batch": 4, "debug": True}
+    manager = fx.EncoderCudaGraphManager(model, fx.EncoderConfig(**{**defaults, **options}), log_interval=0)
+    manager.capture()
+    return manager
+
+
+def budgets(manager: fx.EncoderCudaGraphManager) -> dict[str, list[int]]:
+    return {name: sorted(graphs) for name, graphs in manager.budget_graphs.items()}
+
+
+def replays(manager: fx.EncoderCudaGraphManager) -> dict[tuple[str, int], int]:
+    return {key[:2]: stats.replays for key, stats in manager.stats().budgets.items() if stats.replays}
+
+
+# --- hit, skip and miss of two paths
+
+
+SCENARIOS = {
+    # rows of the items; hits, misses, replays, fallback runs
+    "both hit": ([(3, 2)], 1, {}, {("global", 4): 1, ("local", 4): 1}, {}),
+    "local is skipped": ([(3, 0)], 1, {}, {("global", 4): 1}, {}),
+    "local misses": ([(3, 17)], 0, {OVER: 1}, {("global", 4): 1}, {"eager": 1}),
+    "global misses": ([(17, 2)], 0, {OVER: 1}, {("local", 4): 1}, {"eager": 1}),
+    "global misses and local is skipped": ([(17, 0)], 0, {OVER: 1}, {}, {"eager": 1}),
+    "both miss": ([(17, 17)], 0, {OVER: 1}, {}, {"eager": 2}),
+    "a packed batch": ([(3, 2), (4, 0), (1, 6)], 3, {}, {("global", 8): 1, ("local", 8): 1}, {}),
+}
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_every_path_hits_misses_or_is_skipped_by_itself(scenario: str) -> None:
+    sizes, hits, misses, replayed, fallbacks = SCENARIOS[scenario]
+    model = PathsModel()
+    manager = captured(model)
+    inputs = items(model, *sizes)
+    model.runs.clear()
+    assert_equal_items(manager.execute(inputs), eagerly(model, inputs))
+    stats = manager.stats()
+    assert (stats.hits, stats.misses, stats.items) == (hits, misses, len(sizes))
+    assert (replays(manager), stats.fallback_runs) == (replayed, fallbacks)
+    assert sum(n for (name, _), n in model.runs.items() if name == "eager") == fallbacks.get("eager", 0)
+    for path, number in (("global", 0), ("local", 1)):
+        real = sum(size[number] for size in sizes)
+        counted = sum(s.real_tokens for key, s in stats.budgets.items() if key.path == path)
+        assert counted == (real if any(name == path for name, _ in replayed) else 0)
+
+
+def test_items_are_counted_once_however_many_paths_they_take() -> None:
+    model = ThreePaths()
+    manager = captured(model)
+    inputs = items(model, (2, 2, 2), (2, 0, 3), (1, 1, 17))
+    assert_equal_items(manager.execute(inputs), eagerly(model, inputs))
+    stats = manager.stats()
+    assert (stats.items, stats.hits, stats.misses) == (3, 2, {OVER: 1})
+    assert stats.hit_rate == pytest.approx(2 / 3)
+
+
+def test_three_paths_are_joined_in_the_towers_order() -> None:
+    model = ThreePaths()
+    manager = captured(model)
+    assert budgets(manager) == {path: [4, 8, 16] for path in ("global", "local", "depth")}
+    for sizes in ([(3, 2, 1)], [(3, 0, 2), (1, 2, 0)], [(4, 0, 0)], [(2, 9, 16), (5, 1, 1), (1, 0, 3)]):
+        inputs = items(model, *sizes)
+        assert_equal_items(manager.execute(inputs), eagerly(model, inputs))
+    assert manager.stats().hits == manager.stats().items == 7
+
+
+# --- budgets of every path
+
+
+def test_the_users_budgets_hold_on_every_path() -> None:
+    assert budgets(captured(PathsModel(), token_budgets=(5, 7))) == {"global": [5, 7], "local": [5, 7]}
+    one = captured(PathsModel(), paths={"local": {"token_budgets": [6]}})
+    assert budgets(one) == {"global": [4, 8, 16], "local": [6]}
+    own = {"global": {"token_budgets": [4, 9]}, "local": {"token_budgets": [6]}}
+    both = captured(PathsModel(), token_budgets=(), paths=own)
+    assert budgets(both) == {"global": [4, 9], "local": [6]}
+    inputs = items(both.tower, (5, 5))
+    assert {name: plan.budget for name, plan in both.plan(inputs).batches[0].paths.items()} == {
+        "global": 9,
+        "local": 6,
+    }
+
+
+def test_a_path_has_a_mode_of_its_own() -> None:
+    manager = captured(PathsModel(), paths={"local": {"mode": "none"}})
+    assert budgets(manager) == {"global": [4, 8, 16], "local": []}
+    inputs = items(manager.tower, (3, 2), (2, 0))
+    assert_equal_items(manager.execute(inputs), eagerly(manager.tower, inputs))
+    assert set(replays(manager)) <= {("global", 4), ("global", 8)}
+
+
+def test_a_budget_of_zero_is_a_skip_and_never_replayed() -> None:
+    model = PathsModel()
+    manager = captured(model, paths={"local": {"token_budgets": [0, 8]}})
+    assert budgets(manager) == {"global": [4, 8, 16], "local": [8]}
+    assert not any(budget == 0 for _, budget, _ in model.prepared)
+    model.runs.clear()
+    inputs = items(model, (3, 0))
+    assert_equal_items(manager.execute(inputs), eagerly(model, inputs))
+    assert set(model.runs) == {
+        ("global", 8)
+    }  # eight columns: a captured forward, and nothing of the other path
+    assert manager.plan(inputs).batches[0].paths["local"].skipped
+    assert manager.stats().hits == 1
+    assert not any(key.budget == 0 for key in manager.stats().budgets)
+
+
+def test_a_path_that_lists_zero_alone_is_never_captured() -> None:
+    model = PathsModel()
+    manager = captured(model, paths={"local": {"token_budgets": [0]}})
+    assert budgets(manager) == {"global": [4, 8, 16], "local": []}
+    assert {path for path, _, _ in model.prepared} == {"global"}
+    for size in ((3, 0), (3, 2)):
+        inputs = items(model, size)
+        assert_equal_items(manager.execute(inputs), eagerly(model, inputs))
+    assert (manager.stats().hits, manager.stats().misses) == (1, {NOT_CAPTURED: 1})
+
+
+def test_a_budget_of_zero_is_refused_where_the_path_is_never_skipped() -> None:
+    with pytest.raises(ConfigError, match=r"paths\.global\.token_budgets: 0 is listed, but"):
+        captured(PathsModel(), paths={"global": {"token_budgets": [0, 8]}})
+    with pytest.raises(ConfigError, match=r"paths\.local\.token_budgets: 0 is listed, but"):
+        captured(AlwaysBothPaths(), paths={"local": {"token_budgets": [0, 8]}})
+
+
+def test_a_path_that_is_never_skipped_replays_padding_for_no_tokens() -> None:
+    model = AlwaysBothPaths()
+    manager = captured(model)
+    model.runs.clear()
+    inputs = items(model, (3, 0))
+    assert_equal_items(manager.execute(inputs), eagerly(model, inputs))
+    assert set(model.runs) == {("global", 8), ("local", 8)}
+    assert manager.stats().hits == 1
+    padding = manager.stats().budgets[CaptureKey("local", 4)]
+    assert (padding.replays, padding.real_tokens, padding.padded_tokens) == (1, 0, 4)
+
+
+# --- the older spelling
+
+
+def test_the_older_spelling_gives_the_same_budgets_plans_and_results() -> None:
+    older, newer = captured(OlderTwoPaths(), token_budgets=()), captured(NewerTwoPaths(), token_budgets=())
+    assert budgets(older) == budgets(newer)
+    assert older.limits == newer.limits
+    for sizes in ([(3, 2)], [(3, 0)], [(3, 2), (1, 7), (6, 0)], [(17, 2)], [(2, 17), (4, 4)]):
+        inputs = items(newer.tower, *sizes)
+        assert older.plan(inputs) == newer.plan(inputs)
+        assert_equal_items(older.execute(inputs), eagerly(newer.tower, inputs))
+        assert_equal_items(newer.execute(inputs), eagerly(newer.tower, inputs))
+    assert older.stats() == newer.stats()
+    assert older.stats().hits > 0
+
+
+def test_the_older_spelling_names_the_smallest_budget_of_each_path() -> None:
+    manager = captured(OlderTwoPaths(), token_budgets=(), max_items_per_batch=1)
+    assert {name: ladder[0] for name, ladder in manager.limits.path_budgets.items()} == {
+        "global": 3,
+        "local": 2,
+    }
+    assert manager.limits.skippable_paths == {"local"}
+
+
+# --- what one path lacks
+
+
+def test_a_dropped_path_falls_back_while_the_other_replays() -> None:
+    class FailingLocal(PathsModel):
+        def encoder_cudagraph_forward(self, inputs: dict[str, Tensor], path: str = "default") -> Tensor:
+            if path == "local":
+                raise RuntimeError("this path cannot be captured")
+            return super().encoder_cudagraph_forward(inputs, path)
+
+    model = FailingLocal()
+    manager = captured(model)
+    assert budgets(manager) == {"global": [4, 8, 16], "local": []}
+    assert sum("this path cannot be captured" in report for report in manager.reports) >= 3
+    inputs = items(model, (3, 2), (2, 0))
+    assert_equal_items(manager.execute(inputs), eagerly(model, inputs))
+    stats = manager.stats()
+    assert stats.misses[NOT_CAPTURED] >= 1
+    assert set(replays(manager)) <= {("global", 4), ("global", 8)}
+    assert replays(manager)
+
+
+def test_a_path_without_room_under_the_byte_limit_falls_back() -> None:
+    own = {"global": {"token_budgets": [4]}, "local": {"token_budgets": [64]}}
+    needed = captured(
+        PathsModel(), token_budgets=(), paths={**own, "local": {"token_budgets": [0]}}
+    ).num_bytes
+    model = PathsModel()
+    manager = captured(model, token_budgets=(), paths=own, max_graph_bytes=needed)
+    assert budgets(manager) == {"global": [4], "local": []}
+    assert manager.num_bytes <= needed
+    assert any("path local: budget 64 is dropped" in r and "max_graph_bytes" in r for r in manager.reports)
+    inputs = items(model, (3, 2))
+    assert_equal_items(manager.execute(inputs), eagerly(model, inputs))
+    assert manager.stats().misses == {NOT_CAPTURED: 1}
+    assert replays(manager) == {("global", 4): 1}
+
+
+class KeysDiffer(PathsModel):
+    """The local path reads one tensor more, by a name of its own."""
+
+    def prepare_encoder_cudagraph_capture_inputs(
+        self, token_budget: int, *args: Any, path: str = "default", **kwargs: Any
+    ) -> Values:
+        made = super().prepare_encoder_cudagraph_capture_inputs(token_budget, *args, path=path, **kwargs)
+        return Values(made.values | ({"gain": torch.ones(token_budget)} if path == "local" else {}))
+
+    def prepare_encoder_cudagraph_replay_buffers(
+        self, mm_kwargs: dict[str, Any], max_batch_size: int, max_frames_per_batch: int, path: str = "default"
+    ) -> Values:
+        made = super().prepare_encoder_cudagraph_replay_buffers(
+            mm_kwargs, max_batch_size, max_frames_per_batch, path
+        )
+        gain = {"gain": torch.full((len(made.values["item"]),), 2.0)} if path == "local" else {}
+        return Values(made.values | gain)
+
+    def encode(self, inputs: dict[str, Tensor], path: str) -> Tensor:
+        output = super().encode(inputs, path)
+        return output * inputs["gain"][:, None] if path == "local" else output
+
+
+def test_paths_may_read_different_buffers() -> None:
+    model = KeysDiffer()
+    manager = captured(model)
+    graphs = manager.budget_graphs
+    assert set(graphs["local"][4].input_buffers) - set(graphs["global"][4].input_buffers) == {"gain"}
+    for sizes in ([(3, 2)], [(3, 0)], [(2, 1), (5, 5)]):
+        inputs = items(model, *sizes)
+        assert_equal_items(manager.execute(inputs), eagerly(model, inputs))
+    assert manager.stats().hits == 4
+
+
+def test_a_buffer_that_one_path_lacks_is_named() -> None:
+    model = KeysDiffer()
+    manager = captured(model)
+    prepare = PathsModel.prepare_encoder_cudagraph_replay_buffers
+    model.prepare_encoder_cudagraph_replay_buffers = prepare.__get__(model)
+    assert len(manager.execute(items(model, (3, 0)))) == 1
+    with pytest.raises(ReplayError, match="gain: the replay needs this buffer and got no value"):
+        manager.execute(items(model, (3, 2)))
+
+
+# --- any batches
+
+
+@pytest.fixture(scope="module")
+def managers() -> dict[str, fx.EncoderCudaGraphManager]:
+    own = {"local": {"token_budgets": [0, 3, 12]}}
+    return {
+        "two": captured(PathsModel(), paths=own, max_items_per_batch=3),
+        "three": captured(ThreePaths(), paths=own, max_items_per_batch=3),
+        "always": captured(AlwaysBothPaths()),
+        "older": captured(OlderTwoPaths(), packing="greedy"),
+        "defer": captured(PathsModel(), packing="greedy_defer"),
+    }
+
+
+rows = st.integers(0, 20)
+requests = st.lists(st.tuples(st.integers(1, 20), rows, rows), max_size=7)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(["two", "three", "always", "older", "defer"]), st.lists(requests, max_size=3))
+def test_any_sequence_of_batches_equals_eager(managers: Any, name: str, sequence: Any) -> None:
+    manager = managers[name]
+    for number, sizes in enumerate(sequence):
+        inputs = items(manager.tower, *sizes, seed=number)
+        before = manager.stats()
+        assert_equal_items(manager.execute(inputs), eagerly(manager.tower, inputs))
+        after = manager.stats()
+        assert after.items == before.items + len(sizes)
+        assert after.hits == before.hits + manager.plan(inputs).hits
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.sampled_from(["two", "three", "always", "older", "defer"]), requests)
+def test_a_plan_has_every_item_once_and_exceeds_no_budget(managers: Any, name: str, sizes: Any) -> None:
+    manager = managers[name]
+    inputs = items(manager.tower, *sizes)
+    plan = manager.plan(inputs)
+    assert sorted(index for batch in plan.batches for index in batch.indices) == list(range(len(sizes)))
+    for batch in plan.batches:
+        assert len(batch.indices) <= manager.limits.max_items_per_batch
+        assert list(batch.paths) == list(manager.limits.path_budgets)
+        for number, (path, planned) in enumerate(batch.paths.items()):
+            tokens = sum(sizes[index][number] for index in batch.indices)
+            assert planned.tokens == tokens
+            assert planned.skipped == (tokens == 0 and path in manager.limits.skippable_paths)
+            if planned.budget is not None:
+                assert tokens <= planned.budget in manager.limits.path_budgets[path]
+            largest = manager.limits.path_budgets[path][-1]
+            assert (planned.reason is OVER) == (tokens > largest)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.permutations(range(5)))
+def test_permuted_items_give_permuted_results(managers: Any, order: list[int]) -> None:
+    manager = managers["two"]
+    inputs = items(manager.tower, (3, 2), (1, 0), (9, 14), (17, 3), (2, 2))
+    straight = manager.execute(inputs)
+    permuted = manager.execute(manager.tower.select_encoder_cudagraph_items(inputs, order))
+    assert_equal_items(permuted, [straight[index] for index in order])
+
+
+def test_threads_get_their_own_results_on_all_paths(managers: Any) -> None:
+    manager = managers["two"]
+    work = [items(manager.tower, *[(n % 5 + 1, n % 3), (n + 1, 0)], seed=n) for n in range(8)]
+    expected = [eagerly(manager.tower, inputs) for inputs in work]
+    results: dict[int, list[list[Tensor]]] = {}
+
+    def run(worker: int) -> None:
+        results[worker] = [manager.execute(work[(worker + n) % 8]) for n in range(8)]
+
+    threads = [threading.Thread(target=run, args=(worker,)) for worker in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 8
+    for worker, outputs in results.items():
+        for number, output in enumerate(outputs):
+            assert_equal_items(output, expected[(worker + number) % 8])
