@@ -11,9 +11,6 @@ all requests have run twice (cuDNN plans a shape when it comes for the second ti
 * "power-of-two graphs": our compiled program in one full graph for each power of two from 64 to 8192 tokens,
   greedy packing into the smallest graph that fits: how vLLM's encoder CUDA graphs serve, without its tower.
 * "ours": the default settings; `auto` modes, cost-aware packing, the default ladder of the same range.
-
-Below the table: the host time of `execute` for one image beyond that of the replay itself, and that of
-planning a request from its item specs.
 """
 
 from __future__ import annotations
@@ -31,7 +28,7 @@ from typing import Any
 import torch
 from environment import describe
 from tabulate import tabulate
-from timing import cpu_ms, wall_ms
+from timing import wall_ms
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.cli.models import demo_tower
@@ -121,27 +118,6 @@ def summary(rows: list[dict[str, float]]) -> list[dict[str, Any]]:
     return lines
 
 
-def host_times(manager: fx.EncoderCudaGraphManager, features: int) -> dict[str, float]:
-    """Microseconds of the host: of `execute` for one image beyond its replay, and of planning."""
-    grid = torch.tensor([[1, 16, 16]])
-    pixels = torch.randn(256, features, device="cuda").bfloat16()
-    inputs = {"pixel_values": pixels, "image_grid_thw": grid}
-    path = manager.paths["default"]
-    captured = path.ladder.best(manager.plan(inputs).batches[0].paths["default"].budget, 1)
-    result = {
-        "execute beyond replay": cpu_ms(lambda: manager.execute(inputs), 200) - cpu_ms(captured.replay, 200)
-    }
-    generator = random.Random(1)
-    for count in (1, 32, 256):
-        grids = torch.tensor([random_grid(generator) for _ in range(count)])
-        specs = manager.tower.get_encoder_cudagraph_item_specs({"image_grid_thw": grids})
-        segments = [1] * count
-        result[f"plan of {count} items"] = cpu_ms(
-            lambda s=specs, one=segments: manager._build_plan(s, item_segments=one), 50
-        )
-    return {name: 1e3 * milliseconds for name, milliseconds in result.items()}
-
-
 @torch.no_grad()
 def main() -> None:
     formatter = argparse.RawDescriptionHelpFormatter
@@ -160,8 +136,6 @@ def main() -> None:
     rows = time_requests(requests, hf, managers, arguments.repeats)
     lines = summary(rows)
     print(tabulate(lines, "keys", floatfmt=".2f"), "\n")
-    hosts = host_times(managers["ours"], tower.patch_features)
-    print(tabulate(hosts.items(), ["host", "us"], floatfmt=".0f"), "\n")
     for name, manager in managers.items():
         print(f"{name}: {manager.stats()}\n")
     if arguments.output is not None:
@@ -170,7 +144,6 @@ def main() -> None:
             "tower": "Qwen3-VL-8B vision, 27 blocks, bf16, random weights",
             "requests": len(requests),
             "summary": lines,
-            "host_us": hosts,
             "stats": {name: manager.stats().as_dict() for name, manager in managers.items()},
             "grids": [request["image_grid_thw"].tolist() for request in requests],
             "rows": rows,

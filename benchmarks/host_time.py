@@ -1,0 +1,95 @@
+"""What the host does for a request: `execute` for one image beyond the replay itself, and planning.
+
+    python benchmarks/host_time.py --output benchmarks/results/host_time_h200.json
+
+27 blocks of the Qwen3-VL-8B vision tower, bf16, seeded random weights; one image, `full` graphs. Microseconds
+that a call keeps the CPU, its device work not awaited, medians. "replay" is the check of captured addresses
+and the launch of the graph. An image of the size of the one before finds its metadata on the device; "new
+sizes" are images of sizes that have not come before. Planning is from item specs, without the plans that are
+kept. Nothing else should run on the host.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from environment import describe
+from mixed_requests import random_grid
+from tabulate import tabulate
+from timing import cpu_ms
+
+import fxsplit_encoder as fx
+from fxsplit_encoder.cli.models import demo_tower
+
+
+def image(height: int, width: int, features: int) -> dict[str, Any]:
+    pixels = torch.randn(height * width, features, device="cuda").bfloat16()
+    return {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, height, width]])}
+
+
+def new_sizes(manager: fx.EncoderCudaGraphManager, features: int) -> float:
+    """Median microseconds of `execute` for images that are each of another size."""
+    sizes = [(2 * h, 2 * w) for h, w in itertools.product(range(2, 17), repeat=2) if 100 < h * w <= 256]
+    times = []
+    for height, width in sizes:
+        inputs = image(height, width, features)
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        manager.execute(inputs)
+        times.append((time.perf_counter() - start) * 1e6)
+    return statistics.median(times)
+
+
+def measure(manager: fx.EncoderCudaGraphManager, features: int) -> dict[str, float]:
+    inputs = image(16, 16, features)
+    for _ in range(50):
+        manager.execute(inputs)
+    captured = manager.paths["default"].ladder.best(64, 1)
+    result = {
+        "replay": 1e3 * cpu_ms(captured.replay, 300),
+        "execute": 1e3 * cpu_ms(lambda: manager.execute(inputs), 300),
+    }
+    result["execute beyond replay"] = result["execute"] - result["replay"]
+    result["execute, new sizes"] = new_sizes(manager, features)
+    generator = random.Random(1)
+    for count in (1, 32, 256):
+        grids = torch.tensor([random_grid(generator) for _ in range(count)])
+        specs = manager.tower.get_encoder_cudagraph_item_specs({"image_grid_thw": grids})
+        segments = [1] * count
+        result[f"plan of {count}"] = 1e3 * cpu_ms(
+            lambda specs=specs, segments=segments: manager._build_plan(specs, item_segments=segments), 100
+        )
+    return result
+
+
+@torch.no_grad()
+def main() -> None:
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    parser.add_argument("--output", type=Path, help="JSON file for the results")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.exit(2, "host_time.py needs a CUDA device: there is nothing to replay without one\n")
+    tower = fx.wrap(demo_tower(27, "cuda", torch.bfloat16))
+    config = fx.EncoderConfig(
+        token_budgets=(64, 128, 256), mode="full", max_items_per_batch=16, max_frames_per_batch=0
+    )
+    manager = fx.EncoderCudaGraphManager(tower, config, log_interval=0)
+    manager.capture()
+    result = measure(manager, tower.patch_features)
+    print(tabulate(result.items(), ["host", "microseconds"], floatfmt=".0f"))
+    if arguments.output is not None:
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        arguments.output.write_text(json.dumps({**describe(), "microseconds": result}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
