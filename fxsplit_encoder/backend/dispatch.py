@@ -26,7 +26,7 @@ from fxsplit_encoder.capture import (
 )
 from fxsplit_encoder.capture.probe import padded_symbols, probe_padding
 from fxsplit_encoder.capture.runner import ExactRunner
-from fxsplit_encoder.capture.segments import fits
+from fxsplit_encoder.capture.segments import fits, full_cu_seqlens
 from fxsplit_encoder.compile import Frame, HostOp
 from fxsplit_encoder.compile.program import Ref, resolve
 from fxsplit_encoder.compile.sizes import Size
@@ -34,7 +34,10 @@ from fxsplit_encoder.compile.sizes import Size
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from torch import Tensor
+
     from fxsplit_encoder.compile import Program, Runner
+    from fxsplit_encoder.compile.program import RegionInput
     from fxsplit_encoder.config import EncoderConfig
 
 logger = logging.getLogger(__name__)
@@ -82,6 +85,8 @@ class BudgetDispatcher:
         self._ladders: dict[tuple[int, ...], BudgetLadder] = {}
         self._static_inputs = sorted(program.static_inputs)
         self._addresses: list[int] = []
+        self._frame_lengths = program.frame_lengths_slot
+        self._segment_factors: dict[int, int] = {}
         self._lock = threading.RLock()
         _dispatchers.add(self)
 
@@ -167,25 +172,31 @@ class BudgetDispatcher:
             args = [resolve(a, frame) for a in step.args]
             rows_per_token = step.call.rows_per_output_token(*args)
             low, high = step.call.budget_range(*args)
+            if step.call.segment_factors is not None:
+                factors = step.call.segment_factors(*args)
+                self._segment_factors = dict(zip(step.outputs, factors, strict=True))
         return list(self.config.token_budgets) or generate_budgets(low, high), rows_per_token
 
     def _segments_fit(self, frame: Frame, tokens: int, budget: int, rows_per_token: int) -> bool:
-        length = self._segment_entries(budget)
         rows = budget * rows_per_token
         return all(
-            fits(frame.slots[entry.slot].shape[0] - 1, tokens, length, rows)
+            fits(
+                frame.slots[entry.slot].shape[0] - 1, tokens, self._segment_entries(entry.slot, budget), rows
+            )
             for entry in self.program.region_inputs
             if entry.is_segments
         )
 
     def _num_segments(self, frame: Frame) -> int | None:
-        """Segments of this call; None without exactly one tensor of cumulative lengths."""
-        lengths = [frame.slots[e.slot].shape[0] for e in self.program.region_inputs if e.is_segments]
-        return lengths[0] - 1 if len(lengths) == 1 else None
+        """Images or frames of this call; None where no cumulative lengths tell."""
+        slot = self._frame_lengths
+        return frame.slots[slot].shape[0] - 1 if slot is not None else None
 
-    def _segment_entries(self, budget: int) -> int:
-        """Entries of captured cumulative lengths."""
-        return segment_capacity(budget, self.config.max_items_per_batch or budget) + 1
+    def _segment_entries(self, slot: int, budget: int) -> int:
+        """Entries of captured cumulative lengths. Only the number of images or frames is configured."""
+        factor = self._segment_factors.get(slot, 1)
+        most = self.config.max_items_per_batch if factor == 1 else 0
+        return factor * segment_capacity(budget, most or budget) + 1
 
     def _may_pad(self, frame: Frame, budgets: Sequence[int], rows_per_token: int) -> bool:
         """Whether padding is proved, or harmless by the probe, which runs once, below some budget."""
@@ -228,43 +239,51 @@ class BudgetDispatcher:
         static = Frame(list(template.slots), padded_symbols(program, template, rows))
         buffers: dict[int, StaticBuffer] = {}
         for entry in program.region_inputs:
-            shape = (
-                [self._segment_entries(budget)]
-                if entry.is_segments
-                else [s(static.symbols) for s in entry.info.shape]
+            buffers[entry.slot] = StaticBuffer(
+                _name(entry.slot),
+                self._example(entry, static, budget, rows),
+                entry.token_dim,
+                is_order=entry.is_order,
             )
-            tensor = torch.zeros(shape, dtype=entry.info.dtype, device=program.device)
-            if tensor.is_floating_point():
-                tensor.normal_()  # zeros would make the times that `auto` compares too short
-            if entry.is_segments:
-                tensor[1:] = rows
-            buffers[entry.slot] = StaticBuffer(_name(entry.slot), tensor, entry.token_dim)
         if program.num_rows_slot is not None:
             static.slots[program.num_rows_slot] = torch.full(
                 (), rows, dtype=torch.int64, device=program.device
             )
         return self._request_over(static, buffers, rows)
 
+    def _example(self, entry: RegionInput, static: Frame, budget: int, rows: int) -> Tensor:
+        """A tensor of the captured size, with contents to record and to time the capture with."""
+        device, dtype = self.program.device, entry.info.dtype
+        if entry.is_segments:
+            room = self._segment_entries(entry.slot, budget) - 1
+            segments = 1 if self._segment_factors.get(entry.slot, 1) == 1 else room
+            return full_cu_seqlens(room, rows, segments).to(device, dtype)
+        tensor = torch.zeros([s(static.symbols) for s in entry.info.shape], dtype=dtype, device=device)
+        if tensor.is_floating_point():
+            tensor.normal_()  # zeros would make the times that `auto` compares too short
+        return tensor
+
     def _request_over(self, static: Frame, buffers: dict[int, StaticBuffer], rows: int) -> CaptureRequest:
         program = self.program
         slots = list(static.slots)
         for slot, buffer in buffers.items():
             slots[slot] = buffer.tensor
-        segments = [entry.slot for entry in program.region_inputs if entry.is_segments]
+        frames = self._frame_lengths
 
         def forward(runner: Runner) -> list[Any]:
             return program.finish(Frame(list(slots), dict(static.symbols)), runner)
 
         def one_segment() -> CaptureRequest:
+            assert frames is not None
             lengths = torch.tensor([0, rows], dtype=torch.int32, device=program.device)
-            narrow = StaticBuffer(_name(segments[0]), lengths, None)
-            return self._request_over(static, {**buffers, segments[0]: narrow}, rows)
+            narrow = StaticBuffer(_name(frames), lengths, None)
+            return self._request_over(static, {**buffers, frames: narrow}, rows)
 
-        several = len(segments) == 1 and buffers[segments[0]].tensor.shape[0] > 2
+        several = frames is not None and buffers[frames].tensor.shape[0] > 2
         return CaptureRequest(
             StaticInputs(buffers.values()),
             StaticParameters(()),  # `_check_parameters` has seen every call's own
-            [_name(slot) for slot in segments],
+            [_name(entry.slot) for entry in program.region_inputs if entry.is_segments],
             rows,
             None if program.num_rows_slot is None else slots[program.num_rows_slot],
             forward,

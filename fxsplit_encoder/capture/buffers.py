@@ -41,6 +41,7 @@ class StaticBuffer:
         token_dim: the dimension along which replays fill a part; None: the whole tensor is replaced.
         padding_logic: fills the tensor (first) from a value (second) instead: the rows that the value leaves
             too.
+        is_order: whether it is an order of rows (`compile.permute`), which must stay among its own rows.
     """
 
     def __init__(
@@ -49,11 +50,14 @@ class StaticBuffer:
         tensor: Tensor,
         token_dim: int | None = 0,
         padding_logic: Callable[[Tensor, Tensor], None] | None = None,
+        *,
+        is_order: bool = False,
     ) -> None:
         self.name = name
         self.tensor = tensor
         self.padding_logic = padding_logic
         self.token_dim = token_dim if tensor.dim() > 0 else None
+        self.is_order = is_order
         self.address = tensor.data_ptr()
         self.capacity = 1 if self.token_dim is None else tensor.shape[self.token_dim]
         """Rows along the token dimension."""
@@ -81,13 +85,18 @@ class StaticBuffer:
             return None
         view = own[: like.shape[0]]
         view.copy_(like)
-        narrow = StaticBuffer(self.name, view, self.token_dim, self.padding_logic)
+        narrow = StaticBuffer(self.name, view, self.token_dim, self.padding_logic, is_order=self.is_order)
         narrow._contents = self._contents
         narrow._contents.owner = narrow
         return narrow
 
     def check(self, value: StaticValue) -> None:
         """Raises ReplayError unless `value` fits: same dimensions, at most as many rows (capture rule 3)."""
+        self._check_shape(value)
+        if self.is_order:
+            self._check_order(value)
+
+    def _check_shape(self, value: StaticValue) -> None:
         expected, dim, rows = self.tensor.shape, self.token_dim, 0
         for part in parts_of(value):
             got = part.shape
@@ -104,6 +113,22 @@ class StaticBuffer:
                 raise ReplayError(
                     f"{self.name}: got a value of shape {_shape(value)} for a captured buffer of "
                     f"{tuple(expected)}; it must have the same dimensions and at most as many rows"
+                )
+
+    def _check_order(self, value: StaticValue) -> None:
+        """An order is looked at where it is on the CPU. On another device its entries are not read: it was
+        brought there by the code that computes it on the host.
+        """
+        parts = parts_of(value)
+        rows = sum(part.shape[0] for part in parts)
+        for part in parts:
+            if part.device.type != "cpu" or not part.numel():
+                continue
+            first, last = int(part.min()), int(part.max())
+            if first < 0 or last >= rows:
+                raise ReplayError(
+                    f"{self.name}: got an order of {rows} rows with entries from {first} to {last}; every "
+                    "entry must be one of these rows"
                 )
 
     def load(self, value: StaticValue) -> None:

@@ -167,6 +167,7 @@ class BudgetLadder:
         lengths = [narrow.inputs.tensors[name] for name in narrow.segment_inputs]
 
         def run() -> Any:
+            # Of frames, that is: windows, which are cut much finer, keep the bound that was traced.
             known = (KnownSegments(each, [0, request.rows]) for each in lengths if each.shape[0] == 2)
             return narrow.forward(ExactRunner(known))
 

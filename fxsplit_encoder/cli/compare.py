@@ -110,11 +110,13 @@ def packed(inputs: EncoderInputs, device: torch.device) -> tuple[Tensor, Tensor]
     """All patches and all grids of a batch, on the device, as an eager tower takes them."""
     pixels: Sequence[Tensor] = [v for k, v in inputs.mm_kwargs.items() if k.startswith("pixel_values")]
     grids: Sequence[Tensor] = [v for k, v in inputs.mm_kwargs.items() if k.endswith("_grid_thw")]
-    return torch.cat(list(pixels)), torch.cat(list(grids)).to(device)
+    # To these towers a video is images, one a frame; GLM's takes nothing else.
+    frames = [(1, h, w) for t, h, w in torch.cat(list(grids)).tolist() for _ in range(t)]
+    return torch.cat(list(pixels)), torch.tensor(frames, device=device)
 
 
 def embed(tower: Any, patches: Tensor, grids: Tensor) -> Tensor:
     """The eager embeddings: the main output, then the deepstack levels, along the hidden dimension."""
     with torch.no_grad():
         output = tower(patches, grid_thw=grids)
-        return torch.cat([output.pooler_output, *output.deepstack_features], dim=1)
+        return torch.cat([output.pooler_output, *getattr(output, "deepstack_features", ())], dim=1)

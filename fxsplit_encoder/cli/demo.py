@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 import fxsplit_encoder as fx
+from fxsplit_encoder.cli.architectures import architecture
 from fxsplit_encoder.cli.compare import ERROR_RATIO_TOLERANCE, FLOAT32_TOLERANCE, Comparer, Comparison
 from fxsplit_encoder.cli.console import (
     Update,
@@ -21,7 +23,8 @@ from fxsplit_encoder.cli.console import (
 )
 from fxsplit_encoder.cli.describe import describe_split, describe_tower
 from fxsplit_encoder.cli.inputs import EncoderInputs, find_files, load_inputs
-from fxsplit_encoder.cli.models import DEMO_BLOCKS, demo_tower
+from fxsplit_encoder.cli.models import DEMO_MODEL, demo_config, demo_tower
+from fxsplit_encoder.cli.patches import IMAGE_FORMAT, VIDEO_FORMAT
 
 _CPU_BLOCKS = 2
 _HEADERS = ["item", "size px", "patches", "tokens", "budget", "mode", "served"]
@@ -34,6 +37,7 @@ def run_demo(
     blocks: int | None,
     device: torch.device,
     dtype: torch.dtype,
+    model: str = DEMO_MODEL,
 ) -> bool:
     """Encode every file alone and all of them together, and print the comparison.
 
@@ -43,6 +47,7 @@ def run_demo(
         blocks: the tower's depth; None: all of it on CUDA, a few blocks on a CPU.
         device: where both towers run.
         dtype: of the weights and the patches.
+        model: whose tower, a name of `cli.architectures.ARCHITECTURES`.
 
     Returns:
         Whether every output is within tolerance of eager's.
@@ -50,11 +55,14 @@ def run_demo(
     Raises:
         InputError: a file is not usable.
     """
-    inputs = load_inputs(find_files(images)).to(device, dtype)
-    tower = demo_tower(blocks or (DEMO_BLOCKS if device.type == "cuda" else _CPU_BLOCKS), device, dtype)
+    patch_size = demo_config(blocks, model).patch_size
+    formats = (replace(form, patch_size=patch_size) for form in (IMAGE_FORMAT, VIDEO_FORMAT))
+    inputs = load_inputs(find_files(images), *formats).to(device, dtype)
+    depth = blocks or (None if device.type == "cuda" else _CPU_BLOCKS)
+    tower = demo_tower(depth, device, dtype, model=model)
     print_facts(
         {
-            "tower": f"Qwen3-VL-8B's, random weights, {describe_tower(tower)}",
+            "tower": f"{architecture(model).title}'s, random weights, {describe_tower(tower)}",
             "device": describe_device(device),
             "replays": describe_replay(device, config),
         }

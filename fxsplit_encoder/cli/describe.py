@@ -16,7 +16,9 @@ def describe_tower(tower: torch.nn.Module) -> str:
     config: Any = tower.config
     parameters = sum(parameter.numel() for parameter in tower.parameters())
     dtype = dtype_name(next(tower.parameters()).dtype)
-    return f"{config.depth} blocks, width {config.hidden_size}, {parameters / 1e6:.0f} M parameters, {dtype}"
+    # Where there is an `embed_dim`, it is the width of the blocks, and `hidden_size` the language model's.
+    width = getattr(config, "embed_dim", config.hidden_size)
+    return f"{config.depth} blocks, width {width}, {parameters / 1e6:.0f} M parameters, {dtype}"
 
 
 def describe_split(path: str, bound: BoundProgram | None) -> str:

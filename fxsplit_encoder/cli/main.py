@@ -15,10 +15,11 @@ except ModuleNotFoundError:
     raise MissingExtraError("encoder-cg", "cli") from None
 
 _PROGRAM = "encoder-cg"
-_MODEL = "A Qwen3-VL checkpoint, whole or its vision tower: a directory or a hub name."
+_MODEL = "A checkpoint, whole or its vision tower: a directory or a hub name."
+_DEMO_MODEL = "Whose tower, at its true width: qwen3-vl-8b, qwen2.5-vl-7b, glm-4.1v-9b, ..."
 _CONFIG = "The budgets and how they are captured."
 _DTYPE_HELP = "float32, bfloat16 or float16; auto: bfloat16 on CUDA, else float32."
-_BLOCKS_HELP = "Depth of the demo's tower, 1 to 27."
+_BLOCKS_HELP = "Depth of the demo's tower, at most the model's own."
 _EXTRA_PACKAGES = {"PIL", "huggingface_hub", "rich", "safetensors", "tabulate", "transformers"}
 
 app = typer.Typer(
@@ -39,7 +40,7 @@ DeviceOption = Annotated[
 ]
 DtypeOption = Annotated[DtypeName, typer.Option("--dtype", metavar="DTYPE", help=_DTYPE_HELP)]
 BlocksOption = Annotated[
-    int | None, typer.Option("--blocks", min=1, max=27, metavar="N", help=_BLOCKS_HELP, show_default=False)
+    int | None, typer.Option("--blocks", min=1, metavar="N", help=_BLOCKS_HELP, show_default=False)
 ]
 
 
@@ -81,11 +82,12 @@ def demo(
     config: Annotated[
         Path | None, typer.Option("--config", metavar="YAML", help=_CONFIG, show_default="configs/demo.yaml")
     ] = None,
+    model: Annotated[str, typer.Option("--model", metavar="NAME", help=_DEMO_MODEL)] = "qwen3-vl-8b",
     blocks: BlocksOption = None,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
 ) -> None:
-    """Encode photographs and a clip with Qwen3-VL-8B's vision tower, beside eager, and compare.
+    """Encode photographs and a clip with a model's vision tower, beside eager, and compare.
 
     The weights are random and the width is the true one; on a CPU there are fewer blocks. The exit code is 1
     if an output differs from eager's by more than rounding does.
@@ -97,7 +99,7 @@ def demo(
     settings = fx.EncoderConfig.from_yaml(config or repository_path("configs/demo.yaml", "--config YAML"))
     files = images or [repository_path(f"examples/{d}", "--images PATH") for d in ("images", "videos")]
     where = choose_device(device)
-    if not run_demo(files, settings, blocks, where, choose_dtype(dtype, where)):
+    if not run_demo(files, settings, blocks, where, choose_dtype(dtype, where), model):
         raise typer.Exit(1)
 
 
@@ -156,7 +158,7 @@ def inspect(
     import fxsplit_encoder as fx
     from fxsplit_encoder.cli.console import choose_device, choose_dtype
     from fxsplit_encoder.cli.inspection import run_inspect
-    from fxsplit_encoder.cli.models import DEMO_BLOCKS, demo_tower, load_tower
+    from fxsplit_encoder.cli.models import demo_tower, load_tower
 
     if model is not None and blocks is not None:
         raise InputError("--blocks: only for the demo's tower; leave it out, or --model")
@@ -165,7 +167,7 @@ def inspect(
     if model is not None:
         tower = load_tower(model, choose_dtype(dtype, where), where)
     else:
-        tower = demo_tower(blocks or DEMO_BLOCKS, where, choose_dtype(dtype, where))
+        tower = demo_tower(blocks, where, choose_dtype(dtype, where))
     run_inspect(tower, settings)
 
 

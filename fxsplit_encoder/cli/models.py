@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,27 +10,22 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
-from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
+from fxsplit_encoder.cli.architectures import FAMILIES, Architecture, Family, architecture
 from fxsplit_encoder.cli.checkpoint import Checkpoint
 from fxsplit_encoder.errors import InputError
 
-DEMO_BLOCKS = 27
-_DEMO_DEEPSTACK = (8, 16, 24)
+DEMO_MODEL = "qwen3-vl-8b"
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _PREFIXES = ("model.visual.", "visual.", "")
 _NAMED = 4
+# Learned positions, as the models name them.
+_POSITIONS = re.compile(r"pos(_|ition)")
 
-# The mixture-of-experts models share the dense ones' tower.
-_MODEL_TYPES = ("qwen3_vl", "qwen3_vl_moe")
 
-
-def load_tower(
-    model: str | Path | Checkpoint, dtype: torch.dtype, device: torch.device
-) -> Qwen3VLVisionModel:
-    """Build the vision tower of a Qwen3-VL checkpoint, reading no other weights.
+def load_tower(model: str | Path | Checkpoint, dtype: torch.dtype, device: torch.device) -> Any:
+    """Build the vision tower of a checkpoint, reading no other weights.
 
     Args:
         model: a directory or a hub name, of a whole model or of the vision tower alone.
@@ -40,7 +36,8 @@ def load_tower(
         InputError: a file is missing or malformed, or the weights are not this tower's.
     """
     checkpoint = model if isinstance(model, Checkpoint) else Checkpoint.locate(model)
-    tower = _on_meta(_vision_config(checkpoint))
+    family, settings = _vision_settings(checkpoint)
+    tower = family.make_tower(family.make_config(settings))
     expected = tower.state_dict()
     files = _vision_files(checkpoint, expected.keys())
     _compare(checkpoint, "missing", expected.keys() - files.keys())
@@ -54,63 +51,56 @@ def load_tower(
 
 
 def demo_tower(
-    blocks: int = DEMO_BLOCKS,
+    blocks: int | None = None,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
-) -> Qwen3VLVisionModel:
-    """Build Qwen3-VL-8B's vision tower with random weights, at its true width.
+    model: str = DEMO_MODEL,
+) -> Any:
+    """Build a model's vision tower with random weights, at its true width.
 
     Args:
-        blocks: its depth, 1 to 27.
+        blocks: its depth; None: the model's own.
         device: where its weights are drawn.
         dtype: of the parameters.
         seed: the same weights for the same seed, on one kind of device.
+        model: a name of `cli.architectures.ARCHITECTURES`.
 
     Raises:
-        InputError: more or fewer blocks.
+        InputError: no such model, or more blocks than it has, or none.
     """
-    config = demo_config(blocks)
-    tower = _on_meta(config)
+    config = demo_config(blocks, model)
+    tower = FAMILIES[architecture(model).family].make_tower(config)
     device = torch.device(device)
     generator = torch.Generator(device).manual_seed(seed)
     weights = {}
     for name, meta in tower.state_dict().items():
-        mean, deviation = _distribution(name, config.initializer_range)
+        mean, deviation = distribution(name, meta.dim(), config.initializer_range)
         weight = torch.empty(meta.shape, device=device).normal_(mean, deviation, generator=generator)
         weights[name] = weight.to(dtype)
     return _with_weights(tower, weights, device)
 
 
-def demo_config(blocks: int = DEMO_BLOCKS) -> Qwen3VLVisionConfig:
-    """The configuration of Qwen3-VL-8B's vision tower; with fewer blocks, deepstack keeps its relative depth.
+def demo_config(blocks: int | None = None, model: str = DEMO_MODEL) -> Any:
+    """The configuration of `demo_tower`'s tower.
 
     Raises:
-        InputError: not 1 to 27 blocks.
+        InputError: no such model, or more blocks than it has, or none.
     """
-    if not 1 <= blocks <= DEMO_BLOCKS:
-        raise InputError(f"blocks: expected 1 to {DEMO_BLOCKS}; got {blocks}")
-    levels = sorted({level * blocks // DEMO_BLOCKS for level in _DEMO_DEEPSTACK})
-    return Qwen3VLVisionConfig(depth=blocks, out_hidden_size=4096, deepstack_visual_indexes=levels)
+    known: Architecture = architecture(model)
+    return known.config(known.blocks if blocks is None else blocks)
 
 
-def _distribution(name: str, initializer_range: float) -> tuple[float, float]:
+def distribution(name: str, num_dims: int, initializer_range: float) -> tuple[float, float]:
     """Mean and deviation of a parameter. Biases of zero and faint positions, the usual ones, hide faults."""
     if name.endswith(".bias"):
         return 0.0, 0.1
-    if "norm" in name:
+    if num_dims == 1:  # of a norm, or a layer's scale
         return 1.0, 0.1
-    return 0.0, 0.5 if name == "pos_embed.weight" else initializer_range
+    return 0.0, 0.5 if _POSITIONS.search(name) else initializer_range
 
 
-def _on_meta(config: Qwen3VLVisionConfig) -> Qwen3VLVisionModel:
-    with torch.device("meta"):
-        return Qwen3VLVisionModel(config)
-
-
-def _with_weights(
-    tower: Qwen3VLVisionModel, weights: Mapping[str, Tensor], device: torch.device
-) -> Qwen3VLVisionModel:
+def _with_weights(tower: Any, weights: Mapping[str, Tensor], device: torch.device) -> Any:
     tower.load_state_dict(weights, assign=True)
     # No checkpoint holds its frequencies; they stay float32 whatever the dtype, as in the model library.
     tower.rotary_pos_emb = type(tower.rotary_pos_emb)(tower.config).to(device)
@@ -119,19 +109,20 @@ def _with_weights(
     return tower
 
 
-def _vision_config(checkpoint: Checkpoint) -> Qwen3VLVisionConfig:
+def _vision_settings(checkpoint: Checkpoint) -> tuple[Family, dict[str, Any]]:
     settings = checkpoint.read_json("config.json")
     if settings is None:
         raise InputError(f"{checkpoint.model}: no config.json; expected what save_pretrained writes")
     model_type = str(settings.get("model_type", ""))
-    if model_type.removesuffix("_vision") not in _MODEL_TYPES:
-        allowed = ", ".join([*_MODEL_TYPES, *(f"{name}_vision" for name in _MODEL_TYPES)])
+    family = FAMILIES.get(model_type.removesuffix("_vision"))
+    if family is None:
+        allowed = ", ".join([*FAMILIES, *(f"{name}_vision" for name in FAMILIES)])
         raise InputError(
             f"{checkpoint.model}: model_type {model_type!r} in config.json; expected one of {allowed}"
         )
     vision = dict(settings.get("vision_config", settings))
     vision.pop("model_type", None)
-    return Qwen3VLVisionConfig(**vision)
+    return family, vision
 
 
 def _vision_files(checkpoint: Checkpoint, expected: Collection[str]) -> dict[str, tuple[str, Path]]:

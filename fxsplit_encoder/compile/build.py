@@ -12,6 +12,7 @@ from fxsplit_encoder.compile import padding
 from fxsplit_encoder.compile.host import host_op
 from fxsplit_encoder.compile.masks import mask_pad_rows
 from fxsplit_encoder.compile.passes import PASSES
+from fxsplit_encoder.compile.permute import permute_rows
 from fxsplit_encoder.compile.pieces import PieceCache, piece_compiler
 from fxsplit_encoder.compile.program import Program, Ref, RegionInput, Step, TensorInfo
 from fxsplit_encoder.compile.sizes import Size, SymbolValues, expression, shape_exprs, symbol_of
@@ -229,6 +230,7 @@ class _Builder:
         made_inside: set[fx.Node] = set()
         read: dict[fx.Node, None] = {}
         segments: set[fx.Node] = set()
+        orders: set[fx.Node] = set()
         for part in self._region_parts(region_start):
             if isinstance(part, Cut):
                 made_inside.update((part.node, *part.unpacked))
@@ -238,6 +240,7 @@ class _Builder:
             else:
                 made_inside.update(part.nodes)
                 read.update((n, None) for n in part.inputs)
+                orders.update(n.args[1] for n in part.nodes if n.target is permute_rows)
         read.update((a, None) for a in self.graph.output_args if isinstance(a, fx.Node))
         fixed = {self.graph_inputs[i] for i in self.static_inputs} | {*self.graph.constants, self.num_rows}
         return tuple(
@@ -248,6 +251,7 @@ class _Builder:
                 padding.token_dim(node.meta["val"], token_symbol)
                 if token_symbol and node not in segments
                 else None,
+                node in orders,
             )
             for node in read
             if node not in made_inside and node not in fixed and not is_scalar(node)

@@ -27,6 +27,10 @@ class HostOp:
     """Tokens (rows) merged into one output token, from the op's arguments: what converts budgets to rows."""
     budget_range: Callable[..., tuple[int, int]]
     """The tower's range of budgets in output tokens, from the op's arguments."""
+    segment_factors: Callable[..., Sequence[int]] | None = None
+    """For every output, from the op's arguments: how many segments it has beside each image or frame, if it
+    is cumulative lengths. None: one.
+    """
 
     def __call__(self, *args: Any) -> Sequence[Tensor]:
         """`run`: what a program's step calls."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from fxsplit_encoder.attention import varlen_attention
 from fxsplit_encoder.compile.sizes import Size, SymbolValues
 
 if TYPE_CHECKING:
@@ -74,6 +75,8 @@ class RegionInput:
     """Whether it is the cumulative lengths of a varlen attention."""
     token_dim: int | None
     """The dimension that counts tokens, if any."""
+    is_order: bool = False
+    """Whether it is an order of rows, see `compile.permute`."""
 
 
 class Runner(Protocol):
@@ -225,6 +228,20 @@ class Program:
     def splits(self) -> list[Step]:
         """The steps that are splitting ops."""
         return [step for step in self.steps if step.kind == "split"]
+
+    @property
+    def frame_lengths_slot(self) -> int | None:
+        """The slot of the cumulative lengths; of several, the only one whose segments just the token count
+        bounds, since windows have a fixed bound. None if there is no such one, or the region makes it.
+        """
+        attentions = [step for step in self.splits if step.call is varlen_attention]
+        slots = {step.args[3].slot for step in attentions}
+        if len(slots) > 1:
+            slots = {step.args[3].slot for step in attentions if not isinstance(step.args[4], int)}
+        slots &= (
+            {entry.slot for entry in self.region_inputs if entry.is_segments} if len(slots) == 1 else set()
+        )
+        return next(iter(slots), None)
 
     @property
     def num_distinct(self) -> int:

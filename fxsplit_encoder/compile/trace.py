@@ -95,6 +95,18 @@ class BoundProgram:
         )
 
     @cached_property
+    def order_inputs(self) -> frozenset[str]:
+        """The inputs that are orders of rows."""
+        slots = {entry.slot for entry in self.program.region_inputs if entry.is_order}
+        return frozenset(n for slot, n in enumerate(self.names) if slot in slots and n is not None)
+
+    @cached_property
+    def frame_lengths(self) -> str | None:
+        """The cumulative lengths of images or frames, see `Program.frame_lengths_slot`."""
+        slot = self.program.frame_lengths_slot
+        return self.names[slot] if slot is not None and slot < len(self.names) else None
+
+    @cached_property
     def token_dims(self) -> dict[str, int | None]:
         """Per input, the dimension that counts tokens; cumulative lengths and fixed inputs have none."""
         return {

@@ -355,14 +355,15 @@ class EncoderCudaGraphManager:
             )
         modalities = self._item_modalities(mm_kwargs, len(specs))
         segments = self._item_segments(mm_kwargs, len(specs))
+        frames = self._video_frames(mm_kwargs, modalities, segments)
         axis_keys = self._item_axis_keys(mm_kwargs, len(specs))
         sizes = tuple([(s.input_size, s.output_tokens, *s.path_output_tokens.items()) for s in specs])
-        key = (sizes, tuple(segments), tuple(modalities), tuple(axis_keys or ()))
+        key = (sizes, tuple(segments), tuple(frames), tuple(modalities), tuple(axis_keys or ()))
         plan = self._plans.get(key)
         if plan is None:
             if len(self._plans) >= _KEPT_PLANS:
                 self._plans.clear()
-            plan = self._plans[key] = self._make_plan(specs, modalities, segments, axis_keys)
+            plan = self._plans[key] = self._make_plan(specs, modalities, segments, frames, axis_keys)
         return plan
 
     def _make_plan(
@@ -370,11 +371,9 @@ class EncoderCudaGraphManager:
         specs: Sequence[EncoderItemSpec],
         modalities: Sequence[str],
         segments: Sequence[int],
+        frames: Sequence[int],
         axis_keys: Sequence[tuple[Hashable, ...]] | None,
     ) -> Plan:
-        frames = [
-            count if modality == "video" else 0 for count, modality in zip(segments, modalities, strict=True)
-        ]
         unsupported = {m for m in modalities if not self.supports_modality(m)}
         return self._build_plan(
             specs,
@@ -399,6 +398,18 @@ class EncoderCudaGraphManager:
         """Attention segments of every item, of a video its frames; one each where the tower does not tell."""
         item_segments = getattr(self.tower, "item_segments", None)
         return item_segments(mm_kwargs) if item_segments is not None else [1] * num_items
+
+    def _video_frames(
+        self, mm_kwargs: dict[str, Any], modalities: Sequence[str], segments: Sequence[int]
+    ) -> list[int]:
+        """Video frames of every item, 0 for an image; a frame is a segment where the tower does not tell."""
+        if "video" not in modalities:
+            return [0] * len(modalities)
+        item_frames = getattr(self.tower, "item_frames", None)
+        frames = item_frames(mm_kwargs) if item_frames is not None else segments
+        return [
+            count if modality == "video" else 0 for count, modality in zip(frames, modalities, strict=True)
+        ]
 
     def _item_axis_keys(self, mm_kwargs: dict[str, Any], num_items: int) -> list[tuple[Hashable, ...]] | None:
         """The axis keys of every item, which the tower tells of any selection of items; None without axes."""

@@ -260,7 +260,13 @@ class EncoderPath:
         if name in program.segment_inputs:  # replaced as a whole
             return self.shared.share(StaticBuffer(name, tensor, None))
         dim = program.token_dims.get(name)
-        buffer = StaticBuffer(name, tensor, 0 if dim is None else dim, self.padding_logics.get(name))
+        buffer = StaticBuffer(
+            name,
+            tensor,
+            0 if dim is None else dim,
+            self.padding_logics.get(name),
+            is_order=name in program.order_inputs,
+        )
         return buffer if dim is None else self.shared.share(buffer)
 
     def _request_over(
@@ -274,14 +280,16 @@ class EncoderPath:
                 frame.slots[program.program.num_rows_slot] = num_rows
             return program.program.finish(frame, runner)
 
+        name = program.frame_lengths
+
         def one_segment() -> CaptureRequest:
-            name = program.segment_inputs[0]
+            assert name is not None
             lengths = torch.tensor([0, rows], dtype=torch.int32, device=self.device)
             return self._request_over(
                 program, {**buffers, name: StaticBuffer(name, lengths, None)}, rows, num_rows
             )
 
-        several = len(program.segment_inputs) == 1 and buffers[program.segment_inputs[0]].tensor.shape[0] > 2
+        several = name is not None and buffers[name].tensor.shape[0] > 2
         return CaptureRequest(
             StaticInputs(buffers.values()),
             self.parameters,
@@ -342,7 +350,8 @@ class EncoderPath:
     def _measure_attention(self, values: dict[str, Tensor]) -> None:
         """From the same batch as one segment and as several of equal length."""
         program = self.program
-        if program is None or len(program.segment_inputs) != 1:
+        frames = program.frame_lengths if program is not None else None
+        if program is None or frames is None:
             return
         rows = program.tokens(values)
         if rows is None or rows < _MEASURED_SEGMENTS:
@@ -351,7 +360,7 @@ class EncoderPath:
         def milliseconds(segments: int) -> float:
             cu_seqlens = (torch.arange(segments + 1) * rows // segments).to(torch.int32)
             on_device = cu_seqlens.to(self.device)
-            inputs = {**values, program.segment_inputs[0]: on_device}
+            inputs = {**values, frames: on_device}
 
             def run() -> Tensor:
                 return program(inputs, ExactRunner([KnownSegments(on_device, cu_seqlens.tolist())]))
@@ -399,8 +408,8 @@ class EncoderPath:
         Raises:
             ReplayError: the tower gave no value for a buffer of the capture (capture rule 4).
         """
-        segment_inputs = self.program.segment_inputs if self.program is not None else ()
-        lengths = values.get(segment_inputs[0]) if len(segment_inputs) == 1 else None
+        name = self.program.frame_lengths if self.program is not None else None
+        lengths = values.get(name) if name is not None else None
         single = isinstance(lengths, torch.Tensor) and lengths.shape[0] == 2
         captured = self.ladder.best(budget, 1 if single else None)
         captured.inputs.check_complete(values)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from numbers import Integral
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -22,6 +22,12 @@ if TYPE_CHECKING:
 
 Grid = tuple[int, int, int]
 """(frames after temporal merging, patch rows, patch columns) of an image (one frame) or a video."""
+
+Mode = Literal["bilinear", "bicubic"]
+"""How a position table is resampled: from 2 or from 4 entries along each axis."""
+
+# The cubic convolution kernel (Keys, 1981) as `torch.nn.functional.interpolate` and `grid_sample` use it.
+_KEYS_A = np.float32(-0.75)
 
 
 def read_grids(grid_thw: Any, merge_size: int, name: str = "grid_thw") -> list[Grid]:
@@ -98,26 +104,29 @@ def frame_positions(height: int, width: int, merge_size: int) -> NDArray[np.int6
 
 @lru_cache(maxsize=1024)
 def frame_interpolation(
-    height: int, width: int, side: int, merge_size: int, align_corners: bool
+    height: int, width: int, side: int, merge_size: int, align_corners: bool, mode: Mode = "bilinear"
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Bilinear resampling of a learned side x side position table to one frame.
+    """Resampling of a learned side x side position table to one frame.
 
     Returns:
-        Indices into the flattened table and their weights, both (height * width, 4), in merge-block order.
+        Indices into the flattened table and their weights, both (height * width, taps), in merge-block order;
+        4 taps for "bilinear", 16 for "bicubic".
     """
     positions = frame_positions(height, width, merge_size)
     (row_taps, row_weights), (column_taps, column_weights) = (
-        _axis_taps(positions[:, axis], size, side, align_corners) for axis, size in ((0, height), (1, width))
+        _axis_taps(positions[:, axis], size, side, align_corners, mode)
+        for axis, size in ((0, height), (1, width))
     )
     indices = row_taps[:, :, None] * side + column_taps[:, None, :]
     weights = row_weights[:, :, None] * column_weights[:, None, :]
-    return indices.reshape(-1, 4), weights.reshape(-1, 4)
+    return indices.reshape(height * width, -1), weights.reshape(height * width, -1)
 
 
 def _axis_taps(
-    index: NDArray[np.int64], size: int, side: int, align_corners: bool
+    index: NDArray[np.int64], size: int, side: int, align_corners: bool, mode: Mode
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """The two nearest table positions of every target position along one axis, and their weights.
+    """The nearest table positions of every target position along one axis, and their weights; positions
+    outside the table are those at its border.
 
     In float32 and in the order of operations of `torch.nn.functional.interpolate`, so that the weights are
     its own.
@@ -128,10 +137,41 @@ def _axis_taps(
     else:
         source = (target + np.float32(0.5)) * np.float32(side) / np.float32(size) - np.float32(0.5)
     floor = np.floor(source)
-    offsets = np.arange(2)
+    offsets = np.arange(2) if mode == "bilinear" else np.arange(-1, 3)
     taps = np.clip(floor.astype(np.int64)[:, None] + offsets, 0, side - 1)
     distance = np.abs(source[:, None] - floor[:, None] - offsets.astype(np.float32))
-    return taps, np.maximum(np.float32(1) - distance, np.float32(0))
+    return taps, _linear_kernel(distance) if mode == "bilinear" else _cubic_kernel(distance)
+
+
+def _linear_kernel(distance: NDArray[np.float32]) -> NDArray[np.float32]:
+    weights: NDArray[np.float32] = np.maximum(np.float32(1) - distance, np.float32(0))
+    return weights
+
+
+def _cubic_kernel(distance: NDArray[np.float32]) -> NDArray[np.float32]:
+    a, d = _KEYS_A, distance
+    near = ((a + 2) * d - (a + 3)) * d * d + 1
+    far = ((a * d - 5 * a) * d + 8 * a) * d - 4 * a
+    return np.where(d <= 1, near, far)
+
+
+@lru_cache(maxsize=1024)
+def frame_windows(
+    height: int, width: int, merge_size: int, window: int
+) -> tuple[NDArray[np.int64], tuple[int, ...]]:
+    """One frame cut into windows of window x window output tokens, smaller ones at its right and lower edge.
+
+    Returns:
+        The patches (by their place in merge-block order) in the order of windows, (height * width,), and the
+        patches of every window. Windows, and the tokens of each, go row by row.
+    """
+    rows, columns = height // merge_size, width // merge_size
+    row, column = np.divmod(np.arange(rows * columns), columns)
+    window_of_token = row // window * -(-columns // window) + column // window
+    tokens = np.argsort(window_of_token, kind="stable")
+    unit = merge_size**2
+    patches = (tokens[:, None] * unit + np.arange(unit)).reshape(-1)
+    return patches.astype(np.int64), tuple((np.bincount(window_of_token) * unit).tolist())
 
 
 def positions(grids: Sequence[Grid], merge_size: int) -> torch.Tensor:
@@ -142,20 +182,44 @@ def positions(grids: Sequence[Grid], merge_size: int) -> torch.Tensor:
 
 
 def interpolation(
-    grids: Sequence[Grid], side: int, merge_size: int, align_corners: bool
+    grids: Sequence[Grid], side: int, merge_size: int, align_corners: bool, mode: Mode = "bilinear"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Table indices (patches, 4) int64 and weights (patches, 4) float32 of every patch of a batch."""
+    """Table indices (patches, taps) int64 and weights (patches, taps) float32 of every patch of a batch; 4
+    taps for "bilinear", 16 for "bicubic".
+    """
+    taps = 4 if mode == "bilinear" else 16
     frames = [
-        frame_interpolation(h, w, side, merge_size, align_corners) for t, h, w in grids for _ in range(t)
+        frame_interpolation(h, w, side, merge_size, align_corners, mode)
+        for t, h, w in grids
+        for _ in range(t)
     ]
     return (
-        _concatenate([indices for indices, _ in frames], 4, np.int64),
-        _concatenate([weights for _, weights in frames], 4, np.float32),
+        _concatenate([indices for indices, _ in frames], taps, np.int64),
+        _concatenate([weights for _, weights in frames], taps, np.float32),
     )
+
+
+def window_order(grids: Sequence[Grid], merge_size: int, window: int) -> torch.Tensor:
+    """(patches,) int64: the patches of a batch in the order of windows, frame by frame. It permutes each
+    frame, so whole items and frames stay where they are.
+    """
+    frames = [(h * w, frame_windows(h, w, merge_size, window)[0]) for t, h, w in grids for _ in range(t)]
+    starts = np.cumsum([0, *(patches for patches, _ in frames)])
+    parts = [order + start for start, (_, order) in zip(starts, frames, strict=False)]
+    return torch.from_numpy(np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64))
+
+
+def window_lengths(grids: Sequence[Grid], merge_size: int, window: int) -> list[int]:
+    """Patches of every window, in the order of `window_order`."""
+    return [
+        patches
+        for t, h, w in grids
+        for _ in range(t)
+        for patches in frame_windows(h, w, merge_size, window)[1]
+    ]
 
 
 def _concatenate(arrays: list[NDArray[Any]], columns: int, dtype: Any) -> torch.Tensor:
     if not arrays:
         return torch.from_numpy(np.zeros((0, columns), dtype=dtype))
-    # A single frame is what the cache holds: nobody writes to metadata.
-    return torch.from_numpy(arrays[0] if len(arrays) == 1 else np.concatenate(arrays))
+    return torch.from_numpy(np.concatenate(arrays))  # a copy, also of one array: the caches keep theirs

@@ -34,27 +34,30 @@ def register_tower(tower: PackedTower) -> str:
 
 
 def exact_metadata(pixel_values: Tensor, grid_thw: Tensor, tower_name: str) -> list[Tensor]:
-    """Every per-patch metadata tensor, then cu_seqlens (segments + 1), on the CPU."""
+    """Every per-patch metadata tensor, then the cumulative lengths (segments + 1), on the CPU."""
     tower = _towers[tower_name]
-    grids = grids_of.read_grids(grid_thw, tower.merge_size)
+    name = tower.input_names[1]
+    grids = tower.read_grids(grid_thw, name)
     patches = grids_of.count_patches(grids)
     if patches != pixel_values.shape[0]:
-        raise InputError(
-            f"grid_thw: describes {patches} patches; got {pixel_values.shape[0]} rows of patches"
-        )
-    cu_seqlens = torch.from_numpy(grids_of.cumulative_lengths(grids_of.frame_lengths(grids)))
-    return [*tower.metadata(grids).values(), cu_seqlens]
+        raise InputError(f"{name}: describes {patches} patches; got {pixel_values.shape[0]} rows of patches")
+    metadata = tower.host_metadata(grids)
+    return [metadata[name] for name in tower.metadata_names]
 
 
 def _padded_metadata(pixel_values: Tensor, grid_thw: Tensor, tower_name: str) -> list[Tensor]:
     """What the op's schema promises: cumulative lengths padded, by empty segments, to a length that patches
     determine.
     """
-    *per_patch, cu_seqlens = exact_metadata(pixel_values, grid_thw, tower_name)
-    length = pixel_values.shape[0] // _towers[tower_name].rows_per_token + 1
-    padded = cu_seqlens.new_full((length,), pixel_values.shape[0])
-    padded[: cu_seqlens.shape[0]] = cu_seqlens
-    return [to_device(tensor, pixel_values.device) for tensor in (*per_patch, padded)]
+    tower, rows = _towers[tower_name], pixel_values.shape[0]
+    metadata = dict(
+        zip(tower.metadata_names, exact_metadata(pixel_values, grid_thw, tower_name), strict=True)
+    )
+    for name in tower.segment_inputs:
+        padded = metadata[name].new_full((rows // tower.rows_per_token + 1,), rows)
+        padded[: metadata[name].shape[0]] = metadata[name]
+        metadata[name] = padded
+    return [to_device(tensor, pixel_values.device) for tensor in metadata.values()]
 
 
 _library: Any = torch.library.Library("fxsplit", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -66,9 +69,9 @@ def _fake(pixel_values: Tensor, grid_thw: Tensor, tower_name: str) -> list[Tenso
     tower = _towers[tower_name]
     rows = pixel_values.shape[0]
     shapes: list[tuple[tuple[int, ...], torch.dtype]] = [
-        ((rows, columns), dtype) for columns, dtype in tower.metadata_columns.values()
+        ((rows, columns) if columns else (rows,), dtype) for columns, dtype in tower.metadata_columns.values()
     ]
-    shapes.append(((rows // tower.rows_per_token + 1,), torch.int32))
+    shapes += [((rows // tower.rows_per_token + 1,), torch.int32)] * len(tower.segment_inputs)
     return [torch.empty(shape, dtype=dtype, device=pixel_values.device) for shape, dtype in shapes]
 
 
@@ -83,5 +86,8 @@ register_host_op(
         run=exact_metadata,
         rows_per_output_token=lambda pixels, grid, name: _towers[name].rows_per_token,
         budget_range=lambda pixels, grid, name: _towers[name].get_encoder_cudagraph_budget_range(None),
+        segment_factors=lambda pixels, grid, name: [
+            _towers[name].segment_inputs.get(output, 1) for output in _towers[name].metadata_names
+        ],
     ),
 )

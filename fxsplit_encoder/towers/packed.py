@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from fxsplit_encoder.attention.hugging_face import use_varlen_attention
-from fxsplit_encoder.capture.segments import cover_pad_rows, segment_capacity
-from fxsplit_encoder.compile import to_device
+from fxsplit_encoder.capture.segments import cover_pad_rows, full_cu_seqlens, segment_capacity
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.manager.protocol import (
     EncoderCudaGraphCaptureInputs,
@@ -25,7 +24,9 @@ from fxsplit_encoder.manager.protocol import (
     scatter_output_slices,
 )
 from fxsplit_encoder.towers import grid as grids_of
+from fxsplit_encoder.towers.device_metadata import DeviceMetadata
 from fxsplit_encoder.towers.metadata_op import register_tower, vision_metadata
+from fxsplit_encoder.towers.rows import one_or_several, rows_of
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
@@ -35,26 +36,39 @@ if TYPE_CHECKING:
     from fxsplit_encoder.towers.grid import Grid
 
 # Metadata that a caller may compute itself, for the tower's own forward.
-_PRECOMPUTED = ("cu_seqlens", "position_ids", "interp_indices", "interp_weights", "max_seqlen")
-_INPUT_KEYS = (("pixel_values", "image_grid_thw"), ("pixel_values_videos", "video_grid_thw"))
+_PRECOMPUTED = (
+    *("cu_seqlens", "position_ids", "interp_indices", "interp_weights", "max_seqlen"),
+    *("window_index", "cu_window_seqlens", "max_window_seqlen"),
+)
 _EMBEDDINGS = ("image_embeds", "video_embeds")
-
-# Metadata that stays on the device: of so many batches of at most so many patches, 64 bytes each in Qwen3-VL,
-# 16 MiB in all.
-_KEPT_BATCHES = 64
-_KEPT_PATCHES = 4096
 
 
 class PackedTower(nn.Module):
     """A Hugging Face tower behind the manager's protocol, and still a module with the tower's own forward.
 
-    An adapter gives `metadata_columns`, `metadata`, `core`, and the numbers below.
+    An adapter gives `metadata_columns`, `metadata` and the numbers below; one whose tower attends over other
+    segments than frames, or whose own forward does not take all its metadata from outside, also gives
+    `segment_inputs` and `segment_lengths`, or a `core` of its own.
     """
 
     supports_encoder_cudagraph: ClassVar[Literal[True]] = True
     metadata_columns: ClassVar[dict[str, tuple[int, torch.dtype]]]
-    """Name, columns and dtype of every per-patch metadata tensor."""
-    max_frames_per_video: ClassVar[int] = 384
+    """Name, columns and dtype of every per-patch metadata tensor; 0 columns: a vector, (patches,)."""
+    segment_inputs: ClassVar[dict[str, int]] = {"cu_seqlens": 1}
+    """Every input of cumulative lengths, "cu_seqlens" the last, and how many of its segments take the room of
+    one frame: a capture for 8 frames holds 8 times as many."""
+    input_names: ClassVar[tuple[str, str]] = ("hidden_states", "grid_thw")
+    """What the tower's own forward calls the patches and the grids."""
+    input_keys: ClassVar[tuple[tuple[str, str], ...]] = (
+        ("pixel_values", "image_grid_thw"),
+        ("pixel_values_videos", "video_grid_thw"),
+    )
+    """What the processor calls the patches and the grids: those of images, then those of videos if the tower
+    takes any."""
+    takes_options: ClassVar[bool] = True
+    """Whether `core` takes the tower's own options; if not, a forward with options is the tower's own, which
+    `encoder_cg` does not capture."""
+    max_frames_per_video: int = 384
     """Grid frames of the longest video: 768 frames, which the processors merge in pairs."""
     min_item_tokens: ClassVar[int] = 64
     """The smallest item worth a budget of its own: 256 x 256 pixels."""
@@ -75,7 +89,7 @@ class PackedTower(nn.Module):
         self.patch_features = patch_features
         self.out_hidden_size = out_hidden_size
         self._first_parameters, self._first_name = _first_parameter(tower)
-        self._device_metadata: dict[tuple[Grid, ...], dict[str, Tensor]] = {}
+        self._device_metadata = DeviceMetadata()
         use_varlen_attention(tower)
         self.registered_name = register_tower(self)
         self.register_forward_pre_hook(_mark_dynamic, with_kwargs=True)
@@ -88,15 +102,30 @@ class PackedTower(nn.Module):
         `metadata_columns`.
         """
 
-    @abstractmethod
+    def segment_lengths(self, grids: Sequence[Grid]) -> dict[str, list[int]]:
+        """The patches of every segment of a batch, for each of `segment_inputs`: its frames."""
+        return {"cu_seqlens": grids_of.frame_lengths(grids)}
+
     def core(
         self, pixel_values: Tensor, cu_seqlens: Tensor, metadata: dict[str, Tensor], **kwargs: Any
     ) -> Any:
-        """The tower's forward on fixed-shape tensors, with the tower's own options and output type."""
+        """The tower's forward past its own host metadata, with its own options and output type.
 
-    @abstractmethod
+        `metadata`: the per-patch tensors, and the cumulative lengths other than `cu_seqlens`.
+        """
+        # The patch count bounds every segment, whatever the batch.
+        return self.tower(
+            pixel_values, None, cu_seqlens=cu_seqlens, max_seqlen=pixel_values.shape[0], **metadata, **kwargs
+        )
+
+    def read_grids(self, grids: Any, name: str) -> list[Grid]:
+        """A batch's grids as numbers; raises InputError for grids that this tower does not take."""
+        return grids_of.read_grids(grids, self.merge_size, name)
+
     def packed_output(self, output: Any) -> Tensor:
         """(output tokens, out_hidden_size) from the tower's own output type."""
+        features: Tensor = output.pooler_output
+        return features
 
     # --- the module
 
@@ -106,11 +135,13 @@ class PackedTower(nn.Module):
         Raises:
             InputError: the grids do not describe the patches.
         """
-        if any(name in _PRECOMPUTED for name in kwargs):
+        if kwargs.get("return_dict"):
+            del kwargs["return_dict"]
+        if any(name in _PRECOMPUTED for name in kwargs) or (kwargs and not self.takes_options):
             return self.tower(hidden_states, grid_thw, **kwargs)
-        *per_patch, cu_seqlens = vision_metadata(hidden_states, grid_thw, self.registered_name)
-        metadata = dict(zip(self.metadata_columns, per_patch, strict=True))
-        return self.core(hidden_states, cu_seqlens, metadata, **kwargs)
+        values = vision_metadata(hidden_states, grid_thw, self.registered_name)
+        metadata = dict(zip(self.metadata_names, values, strict=True))
+        return self.core(hidden_states, metadata.pop("cu_seqlens"), metadata, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         """What the model around a tower asks of it (`config`, `spatial_merge_size`) is the tower's."""
@@ -120,6 +151,21 @@ class PackedTower(nn.Module):
             if name == "tower":
                 raise
             return getattr(self.tower, name)
+
+    @property
+    def metadata_names(self) -> list[str]:
+        """The names of all host metadata: per patch, then cumulative lengths."""
+        return [*self.metadata_columns, *self.segment_inputs]
+
+    def host_metadata(self, grids: Sequence[Grid]) -> dict[str, Tensor]:
+        """All host metadata of a batch at its true size, on the CPU."""
+        return {**self.metadata(grids), **self._cumulative_lengths(grids)}
+
+    def _cumulative_lengths(self, grids: Sequence[Grid]) -> dict[str, Tensor]:
+        lengths = self.segment_lengths(grids)
+        return {
+            name: torch.from_numpy(grids_of.cumulative_lengths(lengths[name])) for name in self.segment_inputs
+        }
 
     def example_inputs(self) -> tuple[Tensor, Tensor]:
         """Patches and the grid of one image of the smallest budget's size."""
@@ -144,9 +190,9 @@ class PackedTower(nn.Module):
         """What a capture of this tower needs."""
         return EncoderCudaGraphConfig(
             modalities=list(self.modalities),
-            buffer_keys=["pixel_values", *self.metadata_columns, "cu_seqlens"],
+            buffer_keys=["pixel_values", *self.metadata_names],
             out_hidden_size=self.out_hidden_size,
-            padding_logics={"cu_seqlens": cover_pad_rows},
+            padding_logics=dict.fromkeys(self.segment_inputs, cover_pad_rows),
             max_frames_per_video=self.max_frames_per_video,
         )
 
@@ -171,12 +217,28 @@ class PackedTower(nn.Module):
 
     def item_modalities(self, mm_kwargs: dict[str, Any]) -> list[str]:
         """ "image" or "video" for every item."""
-        images, videos = (0 if mm_kwargs.get(key) is None else len(mm_kwargs[key]) for _, key in _INPUT_KEYS)
-        return ["image"] * images + ["video"] * videos
+        return [
+            modality
+            for modality, (_, key) in zip(("image", "video"), self.input_keys, strict=False)
+            if mm_kwargs.get(key) is not None
+            for _ in range(len(mm_kwargs[key]))
+        ]
+
+    def item_frames(self, mm_kwargs: dict[str, Any]) -> list[int]:
+        """The grid frames of every item; an image has one."""
+        return [t for t, _, _ in self.item_grids(mm_kwargs)]
 
     def item_segments(self, mm_kwargs: dict[str, Any]) -> list[int]:
-        """The attention segments of every item: its frames."""
-        return [t for t, _, _ in self.item_grids(mm_kwargs)]
+        """The share of a capture's attention segments that every item takes: its frames, or more where
+        another of its inputs of cumulative lengths needs more.
+        """
+        return [
+            max(
+                -(-len(lengths) // self.segment_inputs[name])
+                for name, lengths in self.segment_lengths([grid]).items()
+            )
+            for grid in self.item_grids(mm_kwargs)
+        ]
 
     def select_encoder_cudagraph_items(self, mm_kwargs: dict[str, Any], indices: list[int]) -> dict[str, Any]:
         """The batch of some items, in the order of `indices`."""
@@ -186,14 +248,12 @@ class PackedTower(nn.Module):
         images = list(itertools.takewhile(lambda index: index < num_images, indices))
         videos = indices[len(images) :]
         if min(videos, default=num_images) < num_images:
-            images, videos = (
-                indices,
-                [],
-            )  # in an order that the keys cannot tell; a video is an image of frames
+            # In an order that the keys cannot tell; a video is an image of frames.
+            images, videos = indices, []
         selected: dict[str, Any] = {}
-        for items, (key, grid_key) in zip((images, videos), _INPUT_KEYS, strict=True):
+        for items, (key, grid_key) in zip((images, videos), self.input_keys, strict=False):
             if items:
-                selected[key] = _one_or_several(_parts(pixels, starts, items))
+                selected[key] = one_or_several(rows_of(pixels, starts, items))
                 selected[grid_key] = [grids[index] for index in items]
         return selected
 
@@ -210,46 +270,36 @@ class PackedTower(nn.Module):
         """Tensors that fill a budget, with contents that the forward can run on."""
         rows = token_budget * self.rows_per_token
         dummy: list[Grid] = [(1, self.merge_size, rows // self.merge_size)]
-        segments = segment_capacity(token_budget, max_batch_size + max_frames_per_batch)
-        cu_seqlens = torch.full((segments + 2,), rows, dtype=torch.int32)
-        cu_seqlens[0] = 0
         pixels = torch.randn(rows, self.patch_features, device=device, dtype=dtype)
-        metadata = {name: value.to(device=device) for name, value in self.metadata(dummy).items()}
-        return EncoderCudaGraphCaptureInputs(
-            {"pixel_values": pixels, **metadata, "cu_seqlens": cu_seqlens.to(device)}
-        )
+        values = {"pixel_values": pixels, **self.metadata(dummy)}
+        # Only the number of frames has a limit in `max_batch_size` and `max_frames_per_batch`.
+        only_frames = max(self.segment_inputs.values()) == 1
+        most = max_batch_size + max_frames_per_batch if only_frames else token_budget
+        segments = segment_capacity(token_budget, most)
+        for name, factor in self.segment_inputs.items():
+            room = factor * (segments + 1)
+            values[name] = full_cu_seqlens(room, rows, 1 if factor == 1 else room)
+        return EncoderCudaGraphCaptureInputs({n: value.to(device=device) for n, value in values.items()})
 
     def prepare_encoder_cudagraph_replay_buffers(
         self, mm_kwargs: dict[str, Any], max_batch_size: int, max_frames_per_batch: int, path: str = "default"
     ) -> EncoderCudaGraphReplayBuffers:
-        """The batch's tensors at their true sizes; metadata on the CPU."""
-        grids = tuple(self.item_grids(mm_kwargs))
-        cu_seqlens = torch.from_numpy(grids_of.cumulative_lengths(grids_of.frame_lengths(grids)))
-        return EncoderCudaGraphReplayBuffers(
-            {
-                "pixel_values": _one_or_several(self._pixels(mm_kwargs)),
-                **self._metadata(grids),
-                "cu_seqlens": cu_seqlens,
-            }
-        )
-
-    def _metadata(self, grids: tuple[Grid, ...]) -> dict[str, Tensor]:
-        """The metadata of a batch; on the device if it is small and its sizes have come before, so that a
-        replay need not bring it there again.
+        """The batch's tensors at their true sizes; metadata on the CPU, or on the device where it was kept
+        there.
         """
-        if not self.device.type == "cuda" or grids_of.count_patches(grids) > _KEPT_PATCHES:
-            return self.metadata(grids)
-        kept = self._device_metadata.pop(grids, None)
-        if kept is None or next(iter(kept.values())).device != self.device:
-            kept = {name: to_device(value, self.device) for name, value in self.metadata(grids).items()}
-            if len(self._device_metadata) >= _KEPT_BATCHES:
-                self._device_metadata.pop(next(iter(self._device_metadata)))
-        self._device_metadata[grids] = kept  # the least recently used one is the first
-        return kept
+        grids = tuple(self.item_grids(mm_kwargs))
+        if self.device.type == "cuda":
+            metadata = self._device_metadata.of(grids, self.metadata, self.device)
+        else:
+            metadata = self.metadata(grids)
+        pixels = one_or_several(self._pixels(mm_kwargs))
+        return EncoderCudaGraphReplayBuffers(
+            {"pixel_values": pixels, **metadata, **self._cumulative_lengths(grids)}
+        )
 
     def encoder_cudagraph_forward(self, inputs: dict[str, Tensor], path: str = "default") -> Tensor:
         """The forward on prepared tensors: what is traced and captured."""
-        metadata = {name: inputs[name] for name in self.metadata_columns}
+        metadata = {name: inputs[name] for name in self.metadata_names if name != "cu_seqlens"}
         return self.packed_output(self.core(inputs["pixel_values"], inputs["cu_seqlens"], metadata))
 
     def encoder_eager_forward(self, mm_kwargs: dict[str, Any], path: str = "default") -> Tensor:
@@ -290,17 +340,18 @@ class PackedTower(nn.Module):
                 )
         return [
             grid
-            for _, key in _INPUT_KEYS
+            for _, key in self.input_keys
             if mm_kwargs.get(key) is not None
-            for grid in grids_of.read_grids(mm_kwargs[key], self.merge_size, key)
+            for grid in self.read_grids(mm_kwargs[key], key)
         ]
 
     def _pixels(self, mm_kwargs: dict[str, Any]) -> list[Tensor]:
-        """The patches of a batch, as they were given: their rows follow one another."""
+        """The patches of a batch, as they were given but flat: their rows follow one another."""
         parts: list[Tensor] = []
-        for key, grid_key in _INPUT_KEYS:
+        for key, grid_key in self.input_keys:
             value, grid = mm_kwargs.get(key), mm_kwargs.get(grid_key)
             given = [] if value is None else [value] if isinstance(value, torch.Tensor) else list(value)
+            given = [tensor.flatten(1) if tensor.dim() > 2 else tensor for tensor in given]
             for tensor in given:
                 if tensor.dim() != 2 or tensor.shape[1] != self.patch_features:
                     raise InputError(
@@ -308,7 +359,7 @@ class PackedTower(nn.Module):
                         "pass the flattened patches that the tower's image processor makes"
                     )
             rows = sum(tensor.shape[0] for tensor in given)
-            grids = [] if grid is None else grids_of.read_grids(grid, self.merge_size, grid_key)
+            grids = [] if grid is None else self.read_grids(grid, grid_key)
             expected = grids_of.count_patches(grids)
             if rows != expected:
                 raise InputError(f"{key}: {grid_key} describes {expected} patches; got {rows} rows")
@@ -325,36 +376,6 @@ def _first_parameter(module: nn.Module) -> tuple[dict[str, nn.Parameter | None],
     raise InputError(f"{type(module).__name__} has no parameters; expected a vision tower")
 
 
-def _one_or_several(parts: list[Tensor]) -> Tensor | list[Tensor]:
-    return parts[0] if len(parts) == 1 else parts
-
-
-def _parts(tensors: Sequence[Tensor], starts: Sequence[int], items: Sequence[int]) -> list[Tensor]:
-    """Views of the rows of some items, one for each run of neighbours.
-
-    Args:
-        tensors: the rows of all items, one tensor after another.
-        starts: the first row of every item, and the number of rows.
-        items: the items wanted, in this order.
-    """
-    spans: list[list[int]] = []
-    for item in items:
-        start, end = starts[item], starts[item + 1]
-        if spans and spans[-1][1] == start:
-            spans[-1][1] = end
-        else:
-            spans.append([start, end])
-    parts = []
-    for start, end in spans:
-        offset = 0
-        for tensor in tensors:
-            first, last = max(start - offset, 0), min(end - offset, tensor.shape[0])
-            if first < last:
-                parts.append(tensor[first:last])
-            offset += tensor.shape[0]
-    return parts or [tensors[0][:0]]
-
-
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _mark_dynamic(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -363,15 +384,16 @@ def _mark_dynamic(
 
     It runs outside of the compiled frame. The marks go on aliases: the caller's tensors stay as they are.
     """
-    names = ("hidden_states", "grid_thw")
+    assert isinstance(module, PackedTower)
+    names = module.input_names
     values = {**dict(zip(names, args, strict=False)), **kwargs}
     patches, grid = (values.get(name) for name in names)
     if not (isinstance(patches, torch.Tensor) and isinstance(grid, torch.Tensor)):
         return args, kwargs
-    if patches.dim() == 2 and patches.shape[0] > 1:
+    if patches.dim() > 1 and patches.shape[0] > 1:
         patches = patches.view_as(patches)
         torch._dynamo.mark_dynamic(patches, 0)
-        torch._dynamo.mark_static(patches, 1)
+        torch._dynamo.mark_static(patches, list(range(1, patches.dim())))
     if grid.dim() == 2 and grid.shape[0] > 0:
         grid = grid.view_as(grid)
         # One image is a size like any other: a backed size of 1 would be specialised.

@@ -34,7 +34,7 @@ class Qwen3VLTower(PackedTower):
 
     def __init__(self, tower: nn.Module) -> None:
         config: Any = tower.config
-        levels = 1 + len(config.deepstack_visual_indexes)
+        levels = 1 + len(getattr(config, "deepstack_visual_indexes", ()))
         super().__init__(
             tower,
             merge_size=config.spatial_merge_size,
@@ -52,15 +52,6 @@ class Qwen3VLTower(PackedTower):
             "interp_indices": indices,
             "interp_weights": weights,
         }
-
-    def core(
-        self, pixel_values: Tensor, cu_seqlens: Tensor, metadata: dict[str, Tensor], **kwargs: Any
-    ) -> Any:
-        """The tower's forward past its own host metadata."""
-        # The patch count bounds every segment, whatever the batch.
-        return self.tower(
-            pixel_values, None, cu_seqlens=cu_seqlens, max_seqlen=pixel_values.shape[0], **metadata, **kwargs
-        )
 
     def packed_output(self, output: Any) -> Tensor:
         """The main output, then every deepstack level, along the hidden dimension."""

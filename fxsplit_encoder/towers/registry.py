@@ -15,6 +15,14 @@ if TYPE_CHECKING:
 # Class name of the tower -> module and class of its adapter. By name, so that no model family is imported
 # before it is used.
 _ADAPTERS = {
+    "Glm4vMoeVisionModel": ("glm4v", "Glm4vTower"),
+    "Glm4vVisionModel": ("glm4v", "Glm4vTower"),
+    "Qwen2VisionTransformerPretrainedModel": ("qwen2_vl", "Qwen2VLTower"),
+    "Qwen2_5_VisionTransformerPretrainedModel": ("qwen2_5_vl", "Qwen25VLTower"),
+    "Qwen3_5MoeVisionModel": ("qwen3_5", "Qwen35Tower"),
+    "Qwen3_5VisionModel": ("qwen3_5", "Qwen35Tower"),
+    "KimiVLVisionModel": ("kimi_vl", "KimiVLTower"),
+    "Kimi_K25VisionModel": ("kimi_k25", "KimiK25Tower"),
     "Qwen3VLMoeVisionModel": ("qwen3_vl", "Qwen3VLTower"),
     "Qwen3VLVisionModel": ("qwen3_vl", "Qwen3VLTower"),
 }

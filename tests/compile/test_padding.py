@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fxsplit_encoder.compile import BoundProgram, CompileOptions, Frame, trace_forward
+from fxsplit_encoder.compile.permute import permute_rows
 from fxsplit_encoder.errors import CompileError
 
 WIDTH = 8
@@ -50,6 +51,8 @@ PROVED: dict[str, Forward] = {
     "table lookup": lambda y, i: y + TABLE[i["index"]],
     "table lookup by two indices": lambda y, i: y + TABLE[i["index"], i["index"]][:, None],
     "index_select of a table": lambda y, i: y + TABLE.index_select(0, i["index"]),
+    "rows permuted": lambda y, i: permute_rows(y, i["index"]) + i["x"],
+    "rows permuted twice": lambda y, i: permute_rows(permute_rows(y, i["index"]) * 2, i["index"]),
     "split heads": lambda y, i: y.view(-1, 2, 4).transpose(1, 2),
     "heads before tokens and back": lambda y, i: (
         y.view(-1, 2, 4).transpose(0, 1).transpose(0, 1).reshape(-1, WIDTH)
@@ -61,6 +64,7 @@ PROVED: dict[str, Forward] = {
     "spatial merge and back": lambda y, i: y.view(-1, 4 * WIDTH).relu().view(-1, WIDTH) + y,
     "features cut and joined": lambda y, i: torch.cat((-y[:, 4:], y[:, :4]), dim=-1),
     "chunks of features": lambda y, i: torch.stack(y.chunk(2, dim=1), dim=1).unbind(1)[0],
+    "features reversed": lambda y, i: y.view(-1, 2, 4).flip(-1, 1),
     "one feature": lambda y, i: y[:, 3],
     "stack before the tokens": lambda y, i: torch.stack((y, i["x"])).sum(0),
     "expand of features": lambda y, i: y[:, None, :].expand(-1, 3, -1) * 2,
@@ -113,6 +117,8 @@ REFUSED: dict[str, tuple[Forward, str]] = {
     "halves of the rows": (lambda y, i: torch.cat(y.split(4)), "cuts the token dimension"),
     "rows gathered by index": (lambda y, i: y[i["index"]], "depends on the tokens"),
     "rows selected by index": (lambda y, i: y.index_select(0, i["index"]), "depends on the tokens"),
+    "rows permuted by a computed order": (lambda y, i: permute_rows(y, i["index"] * 1), "as it is"),
+    "rows permuted by their positions": (lambda y, i: permute_rows(y, torch.arange(y.shape[0])), "as it is"),
     "rows gathered": (lambda y, i: y.gather(0, i["index"][:, None]), "no padding rule"),
     "rows scattered": (lambda y, i: torch.zeros_like(y).index_add(0, i["index"], y), "no padding rule"),
     "features gathered by index": (
@@ -122,7 +128,8 @@ REFUSED: dict[str, tuple[Forward, str]] = {
     "lookup by computed index": (lambda y, i: y + TABLE[i["index"] - 1], "out of range"),
     "embedding of computed index": (lambda y, i: y + F.embedding(i["index"] * 2 % 5, TABLE), "out of range"),
     "lookup by position": (lambda y, i: y + TABLE.repeat(9, 1)[torch.arange(y.shape[0])], "out of range"),
-    "flip": (lambda y, i: y.flip(0), "no padding rule"),
+    "flip": (lambda y, i: y.flip(0), "reverses the tokens"),
+    "flip of tokens and features": (lambda y, i: y.flip(1, -2), "reverses the tokens"),
     "roll": (lambda y, i: y.roll(1, 0), "no padding rule"),
     "sort": (lambda y, i: y.sort(0)[0], "no padding rule"),
     "topk": (lambda y, i: y.topk(2, 0)[0] + y[:, None], "no padding rule"),
@@ -229,11 +236,17 @@ def test_only_the_node_that_mixes_rows_is_reported(trace: Trace) -> None:
 
 def test_a_mixed_tensor_does_not_spoil_the_rest(trace: Trace) -> None:
     report = trace(lambda y, i: y.softmax(0) + y.flip(0)).program.padding
-    assert [reason.split()[0] for _, reason in report.reasons] == ["_softmax", "no"]
+    assert [reason.split()[0] for _, reason in report.reasons] == ["_softmax", "flip"]
 
 
 @pytest.mark.parametrize(
-    "name", ["lookup by computed index", "embedding of computed index", "lookup by position"]
+    "name",
+    [
+        "lookup by computed index",
+        "embedding of computed index",
+        "lookup by position",
+        "rows permuted by a computed order",
+    ],
 )
 def test_a_lookup_that_may_leave_its_table_is_not_probed(name: str, trace: Trace) -> None:
     assert not trace(REFUSED[name][0]).program.padding.may_probe

@@ -14,9 +14,12 @@ from fxsplit_encoder.towers.grid import (
     frame_interpolation,
     frame_lengths,
     frame_positions,
+    frame_windows,
     interpolation,
     positions,
     read_grids,
+    window_lengths,
+    window_order,
 )
 
 Grids = list[tuple[int, int, int]]
@@ -39,12 +42,14 @@ def test_positions_are_those_of_transformers(case: tuple[int, Grids]) -> None:
 
 
 @settings(max_examples=80, deadline=None)
-@given(batches(), st.sampled_from([4, 9, 48]), st.booleans())
-def test_interpolation_is_bit_equal_to_transformers(grids: Grids, side: int, align_corners: bool) -> None:
+@given(batches(), st.sampled_from([4, 9, 48]), st.booleans(), st.sampled_from(["bilinear", "bicubic"]))
+def test_interpolation_is_bit_equal_to_transformers(
+    grids: Grids, side: int, align_corners: bool, mode: Any
+) -> None:
     expected_indices, expected_weights = vision_utils.get_vision_interpolation_indices_and_weights(
-        torch.tensor(grids), side, mode="bilinear", align_corners=align_corners, spatial_merge_size=2
+        torch.tensor(grids), side, mode=mode, align_corners=align_corners, spatial_merge_size=2
     )
-    indices, weights = interpolation(grids, side, 2, align_corners)
+    indices, weights = interpolation(grids, side, 2, align_corners, mode)
     assert (indices.dtype, weights.dtype) == (torch.int64, torch.float32)
     assert torch.equal(indices, expected_indices)
     assert torch.equal(weights, expected_weights)
@@ -60,8 +65,44 @@ def test_interpolation_of_a_single_frame_is_bit_equal(size: tuple[int, int], ali
         assert torch.equal(torch.from_numpy(mine), theirs)
 
 
-def test_the_weights_of_a_patch_sum_to_one() -> None:
-    _, weights = interpolation([(2, 6, 10)], 48, 2, True)
+@settings(max_examples=80, deadline=None)
+@given(
+    st.sampled_from([1, 2, 3]).flatmap(lambda m: st.tuples(st.just(m), batches(merge=m))), st.integers(1, 5)
+)
+def test_windows_are_those_of_transformers(case: tuple[int, Grids], window: int) -> None:
+    merge, grids = case
+    tokens, boundaries = vision_utils.get_vision_window_index(
+        torch.tensor(grids), merge, window * merge * 7, 7
+    )
+    order = window_order(grids, merge, window)
+    assert order.dtype == torch.int64
+    assert torch.equal(order.view(-1, merge**2) // merge**2, tokens[:, None].expand(-1, merge**2))
+    assert order.sort().values.tolist() == list(range(count_patches(grids)))
+    assert cumulative_lengths(window_lengths(grids, merge, window)).tolist() == boundaries.tolist()
+
+
+@settings(max_examples=60, deadline=None)
+@given(batches())
+def test_a_permutation_by_windows_stays_within_frames(grids: Grids) -> None:
+    start = 0
+    for frame in window_order(grids, 2, 4).split(frame_lengths(grids)):
+        assert frame.sort().values.tolist() == list(range(start, start + len(frame)))
+        start += len(frame)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 60), st.integers(1, 60))
+def test_a_frame_has_no_more_windows_than_a_narrow_one(rows: int, columns: int) -> None:
+    _, lengths = frame_windows(2 * rows, 2 * columns, 2, 4)
+    tokens = rows * columns
+    assert tokens / 16 <= len(lengths) <= (tokens + 3) / 4
+    assert sum(lengths) == 4 * tokens
+    assert max(lengths) <= 64
+
+
+@pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
+def test_the_weights_of_a_patch_sum_to_one(mode: Any) -> None:
+    _, weights = interpolation([(2, 6, 10)], 48, 2, True, mode)
     torch.testing.assert_close(weights.sum(1), torch.ones(120))
 
 
@@ -87,6 +128,9 @@ def test_no_items_make_empty_tensors_of_the_same_kind() -> None:
     indices, weights = interpolation([], 48, 2, True)
     assert (indices.shape, indices.dtype) == ((0, 4), torch.int64)
     assert (weights.shape, weights.dtype) == ((0, 4), torch.float32)
+    assert interpolation([], 48, 2, True, "bicubic")[1].shape == (0, 16)
+    assert (window_order([], 2, 4).shape, window_order([], 2, 4).dtype) == ((0,), torch.int64)
+    assert window_lengths([], 2, 4) == []
     assert cumulative_lengths([]).tolist() == [0]
     assert count_patches([]) == 0
     assert read_grids([], 2) == []
@@ -137,3 +181,10 @@ def test_an_error_names_the_field_and_the_value(grids: Any, message: str) -> Non
 def test_the_error_of_the_forward_names_its_own_argument() -> None:
     with pytest.raises(InputError, match=r"^grid_thw: "):
         read_grids([[1, 3, 2]], 2)
+
+
+def test_a_batch_of_one_frame_does_not_share_the_memory_of_the_caches() -> None:
+    # What a tower makes may become a capture's static buffer, which replays overwrite.
+    kept = frame_positions(2, 8, 2).copy()
+    positions([(1, 2, 8)], 2).zero_()
+    assert (frame_positions(2, 8, 2) == kept).all()

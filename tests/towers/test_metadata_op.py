@@ -94,6 +94,8 @@ def test_the_compiler_knows_the_op_as_a_host_op(tower: Any) -> None:
     arguments = (pixels, grid, tower.registered_name)
     assert op.rows_per_output_token(*arguments) == tower.rows_per_token == 4
     assert op.budget_range(*arguments) == tower.get_encoder_cudagraph_budget_range(None)
+    assert op.segment_factors is not None
+    assert list(op.segment_factors(*arguments)) == [1, 1, 1, 1]
 
 
 def test_towers_have_names_of_their_own_and_are_not_kept_alive() -> None:

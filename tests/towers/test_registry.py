@@ -14,7 +14,18 @@ from fxsplit_encoder.towers import registry
 
 
 def test_supported_towers_are_named() -> None:
-    assert fx.supported_towers() == ["Qwen3VLMoeVisionModel", "Qwen3VLVisionModel"]
+    assert fx.supported_towers() == [
+        "Glm4vMoeVisionModel",
+        "Glm4vVisionModel",
+        "KimiVLVisionModel",
+        "Kimi_K25VisionModel",
+        "Qwen2VisionTransformerPretrainedModel",
+        "Qwen2_5_VisionTransformerPretrainedModel",
+        "Qwen3VLMoeVisionModel",
+        "Qwen3VLVisionModel",
+        "Qwen3_5MoeVisionModel",
+        "Qwen3_5VisionModel",
+    ]
 
 
 def test_an_unknown_tower_is_refused_with_a_way_out() -> None:

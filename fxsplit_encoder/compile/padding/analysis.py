@@ -4,7 +4,8 @@ Every tensor of the region is given a state by one pass over its ATen nodes:
 
 * `Rows(dim)`: entry j along `dim` is computed from the tokens of group j alone (a group is one token, or the
   few that a spatial merge joins). Tokens appended at the end therefore append entries and change none before
-  them.
+  them. The last is all that the proof rests on, so `fxsplit::permute_rows` keeps the state: it permutes the
+  real rows among themselves, whatever is appended.
 * `SHARED`: the same whatever the tokens are (weights, tables, scalars).
 * `SEGMENTS`: cumulative lengths, which only attention may read; the capture extends them by empty segments.
 * `Mixed(reason)`: anything else; rows may depend on one another, or no rule is known.

@@ -188,6 +188,13 @@ def _along_dim(view: NodeView) -> State:
     return Rows(view.rows())
 
 
+def _flip(view: NodeView) -> State:
+    """flip: (input, dims)."""
+    if view.rows() in {view.dim(d) for d in view.arg(1)}:
+        raise view.fail("reverses the tokens")
+    return Rows(view.rows())
+
+
 def _reduce(view: NodeView) -> State:
     """sum, mean, amax, var...: (input, dims, keepdim); a norm has its order before the dims."""
     dims = view.arg(2 if view.name == "linalg_vector_norm" else 1)
@@ -237,6 +244,15 @@ def _index_select(view: NodeView) -> State:
         raise view.fail("gathers with a pattern that is not one lookup a row")
     view.require_safe_lookup()
     return Rows(view.rows(2))
+
+
+def _permute_rows(view: NodeView) -> State:
+    """The op promises that the entries of real rows are real rows; it holds for an order that comes from
+    outside as it is, since padding only appends to such a one.
+    """
+    if view.rows(0) != 0 or view.rows(1) != 0 or view.arg(1) not in view.analysis.seeds:
+        raise view.fail("takes an order of rows that does not enter the graph as it is")
+    return Rows(0)
 
 
 def _pad(view: NodeView) -> State:
@@ -323,9 +339,9 @@ _RESHAPES = ("view", "_unsafe_view", "reshape", "flatten", "unflatten")
 # decides.
 SIZED = frozenset((*CONSTRUCTORS, *_RESHAPES, "expand", "native_group_norm", "varlen_attention"))
 # These look something up by index, and these only move values about or repeat them.
-LOOKUPS = frozenset(
-    ("embedding", "index", "index_select", "gather", "take", "index_put", "index_add", "scatter")
-)
+_PERMUTE = "fxsplit::permute_rows"
+_SCATTERS = ("index_put", "index_add", "scatter")
+LOOKUPS = frozenset(("embedding", "index", "index_select", "gather", "take", _PERMUTE, *_SCATTERS))
 _VIEWS = ("permute", "transpose", "t", "unsqueeze", "squeeze", "expand", "alias", "slice", "select")
 _PARTS = ("split", "split_with_sizes", "unbind", "getitem", "cat", "stack", "clone", "_to_copy")
 MOVERS = frozenset((*_RESHAPES, *_VIEWS, *_PARTS))
@@ -359,6 +375,7 @@ def _table() -> dict[str, Callable[[NodeView], State]]:
         ),
         (_batched, ("_upsample_bicubic2d_aa", "_upsample_bilinear2d_aa", "native_group_norm")),
         (_normalise_trailing, ("native_layer_norm", "layer_norm", "_fused_rms_norm", "rms_norm")),
+        (_flip, ("flip",)),
         (_along_dim, ("_softmax", "_log_softmax", "softmax", "cumsum", "cumprod")),
         (
             _reduce,
@@ -381,6 +398,7 @@ def _table() -> dict[str, Callable[[NodeView], State]]:
         (_embedding, ("embedding",)),
         (_index, ("index",)),
         (_index_select, ("index_select",)),
+        (_permute_rows, (_PERMUTE,)),
         (_pad, ("constant_pad_nd",)),
         (_constructor, tuple(CONSTRUCTORS)),
         (_varlen_attention, ("varlen_attention",)),

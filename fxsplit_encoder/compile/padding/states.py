@@ -61,6 +61,7 @@ class Facts(Protocol):
     """What a rule may ask of the whole analysis."""
 
     states: dict[fx.Node, State]
+    seeds: frozenset[fx.Node]
     symbol: str
     may_probe: bool
 

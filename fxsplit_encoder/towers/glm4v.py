@@ -1,0 +1,92 @@
+"""GLM-4.1V's vision tower, which GLM-4.5V and 4.6V share: a position table resampled by cubic convolution,
+and a merge of patches by convolution.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+from fxsplit_encoder.towers import grid as grids_of
+from fxsplit_encoder.towers.packed import PackedTower
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor, nn
+
+    from fxsplit_encoder.towers.grid import Grid
+
+
+class Glm4vTower(PackedTower):
+    """Wraps `Glm4vVisionModel` and `Glm4vMoeVisionModel`.
+
+    Their own forward samples the table by the grids on the device, and takes a video as images, one a frame.
+    Here the taps come from the host, and a video may also be one grid of several frames.
+    """
+
+    metadata_columns: ClassVar[dict[str, tuple[int, torch.dtype]]] = {
+        "position_ids": (2, torch.int64),
+        "interp_indices": (16, torch.int64),
+        "interp_weights": (16, torch.float32),
+    }
+    takes_options: ClassVar[bool] = False
+    # Their processor takes 2 frames a second of at most 300 seconds, and merges them in pairs.
+    max_frames_per_video: int = 300
+
+    def __init__(self, tower: nn.Module) -> None:
+        config: Any = tower.config
+        super().__init__(
+            tower,
+            merge_size=config.spatial_merge_size,
+            patch_features=config.in_channels * config.temporal_patch_size * config.patch_size**2,
+            out_hidden_size=config.out_hidden_size,
+        )
+        self.table_side: int = config.image_size // config.patch_size
+
+    def metadata(self, grids: Sequence[Grid]) -> dict[str, Tensor]:
+        """Positions for the rotary embedding, and taps into the learned position table."""
+        indices, weights = grids_of.interpolation(grids, self.table_side, self.merge_size, False, "bicubic")
+        return {
+            "position_ids": grids_of.positions(grids, self.merge_size),
+            "interp_indices": indices,
+            "interp_weights": weights,
+        }
+
+    def core(
+        self, pixel_values: Tensor, cu_seqlens: Tensor, metadata: dict[str, Tensor], **kwargs: Any
+    ) -> BaseModelOutputWithPooling:
+        """The tower's forward with its position table sampled by taps."""
+        tower: Any = self.tower
+        hidden: Any = tower.post_conv_layernorm(tower.patch_embed(pixel_values))
+        rotary = tower.rotary_pos_emb(hidden, metadata["position_ids"])
+        hidden = hidden + self._positions(metadata["interp_indices"], metadata["interp_weights"])
+        for block in tower.blocks:
+            hidden = block(
+                hidden,
+                cu_seqlens=cu_seqlens,
+                max_seqlen=pixel_values.shape[0],
+                position_embeddings=rotary,
+            )
+        hidden = self._downsample(tower.post_layernorm(hidden))
+        return BaseModelOutputWithPooling(last_hidden_state=hidden, pooler_output=tower.merger(hidden))
+
+    def _downsample(self, hidden: Tensor) -> Tensor:
+        """(tokens, out_hidden_size): the tower's convolution, whose kernel covers the patches of one token
+        and no more, as a matrix product. Its weight has the channels before the patches.
+        """
+        convolution: Any = self.tower.downsample
+        width = hidden.shape[-1]
+        # In two steps: so a trace knows every size but the first.
+        groups = hidden.view(-1, self.rows_per_token * width).view(-1, self.rows_per_token, width)
+        channels_first = groups.transpose(1, 2).flatten(1)
+        return F.linear(channels_first, convolution.weight.flatten(1), convolution.bias)
+
+    def _positions(self, indices: Tensor, weights: Tensor) -> Tensor:
+        """(patches, width): the table's resampled rows, summed in float32 as the tower itself does."""
+        table: Any = self.tower.embeddings.position_embedding  # type: ignore[union-attr]
+        taps = table(indices).float() * weights[:, :, None]
+        return taps.sum(1).to(table.weight.dtype)  # type: ignore[no-any-return]

@@ -1,0 +1,169 @@
+"""Kimi-K2.5's vision tower: MoonViT over images and over clips of a few frames, each pooled into one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.manager.protocol import EncoderItemSpec
+from fxsplit_encoder.towers import grid as grids_of
+from fxsplit_encoder.towers.bicubic import resample
+from fxsplit_encoder.towers.merge import merge
+from fxsplit_encoder.towers.raster import RasterTower
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor, nn
+
+    from fxsplit_encoder.towers.grid import Grid
+
+
+class KimiK25Tower(RasterTower):
+    """Wraps `Kimi_K25VisionModel`.
+
+    All frames of a clip attend to one another and then become one frame, their mean. Until then they are
+    rows like any others, so budgets count the tokens of every frame; the mean is taken behind the replay,
+    clip by clip. Clips of different lengths may share a batch, which the wrapped tower alone refuses.
+
+    An item's embedding is the tower's pooled output, flattened: (output tokens, merge area * hidden_size).
+    """
+
+    metadata_columns: ClassVar[dict[str, tuple[int, torch.dtype]]] = {
+        **RasterTower.metadata_columns,
+        "frame_index": (0, torch.int64),
+    }
+    input_names: ClassVar[tuple[str, str]] = ("pixel_values", "grid_thw")
+    takes_options: ClassVar[bool] = False
+
+    def __init__(self, tower: nn.Module) -> None:
+        config: Any = tower.config
+        super().__init__(
+            tower,
+            merge_kernel=config.merge_kernel_size,
+            patch_size=config.patch_size,
+            table_shape=(config.pos_emb_height, config.pos_emb_width),
+            out_hidden_size=config.merge_kernel_size[0] * config.merge_kernel_size[1] * config.hidden_size,
+        )
+        self.max_frames_per_video = config.pos_emb_time
+        self.register_forward_hook(_pool_frames, with_kwargs=True)
+
+    def read_grids(self, grids: Any, name: str) -> list[Grid]:
+        """The grids of images and clips; raises InputError for a clip longer than the table of times."""
+        result = super().read_grids(grids, name)
+        for frames, height, width in result:
+            if frames > self.max_frames_per_video:
+                raise InputError(
+                    f"{name}: expected at most {self.max_frames_per_video} frames a clip; got "
+                    f"{(frames, height, width)}; cut videos into such clips, as the video processor does"
+                )
+        return result
+
+    def segment_lengths(self, grids: Sequence[Grid]) -> dict[str, list[int]]:
+        """The patches of every image or clip."""
+        return {"cu_seqlens": [t * h * w for t, h, w in grids]}
+
+    def metadata(self, grids: Sequence[Grid]) -> dict[str, Tensor]:
+        """What every raster tower has, and each patch's row of the time table, which is zero for images."""
+        frames = np.array([frame + (t > 1) for t, _, _ in grids for frame in range(t)], np.int64)
+        index = torch.from_numpy(np.repeat(frames, grids_of.frame_lengths(grids)))
+        return {**super().metadata(grids), "frame_index": index}
+
+    def forward(self, pixel_values: Tensor, grid_thw: Tensor, **kwargs: Any) -> Any:  # type: ignore[override]
+        """The tower's forward: patches (patches, 3, patch_size, patch_size), grids (items, 3), its own
+        options and output.
+
+        Raises:
+            InputError: the grids do not describe the patches, or a clip is too long.
+        """
+        return super().forward(pixel_values, grid_thw, **kwargs)
+
+    def core(
+        self, pixel_values: Tensor, cu_seqlens: Tensor, metadata: dict[str, Tensor], **kwargs: Any
+    ) -> Any:
+        """The tower's forward past its own host metadata; the pooled output still has all frames' tokens."""
+        tower: Any = self.tower
+        positions = tower.patch_embed.pos_emb
+        pos = resample(
+            positions.position_embeddings, metadata["interp_indices"], metadata["interp_weights"]
+        ) + F.embedding(metadata["frame_index"], positions.time_position_embeddings)
+        hidden = tower.patch_embed.proj(self.as_images(pixel_values)).flatten(1)
+        hidden = hidden + pos.to(hidden.dtype)
+        rotary = tower.rotary_emb(hidden, metadata["position_ids"])
+        for layer in tower.layers:
+            # The patch count bounds every segment, whatever the batch.
+            hidden = layer(
+                hidden, cu_seqlens=cu_seqlens, max_seqlen=hidden.shape[0], position_embeddings=rotary
+            )
+        hidden = tower.final_layernorm(hidden)
+        return BaseModelOutputWithPooling(
+            last_hidden_state=hidden,
+            pooler_output=merge(  # type: ignore[arg-type]
+                hidden, metadata["merge_order"], self.rows_per_token
+            ),
+        )
+
+    def packed_output(self, output: Any) -> Tensor:
+        """The tokens of every frame, flattened."""
+        tokens: Tensor = output.pooler_output.flatten(1)
+        return tokens
+
+    def get_encoder_cudagraph_item_specs(self, mm_kwargs: dict[str, Any]) -> list[EncoderItemSpec]:
+        """The patches and output tokens of every item; on the path, each frame's tokens count."""
+        return [
+            EncoderItemSpec(
+                t * h * w, h * w // self.rows_per_token, {"default": t * h * w // self.rows_per_token}
+            )
+            for t, h, w in self.item_grids(mm_kwargs)
+        ]
+
+    def postprocess_encoder_output(
+        self,
+        outputs: dict[str, Tensor],
+        indices: list[int],
+        per_item_out_tokens: list[int],
+        dest: dict[int, Tensor] | list[Tensor | None],
+        clone: bool = False,
+        batch_mm_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        """Hands every item its rows of the output, the mean over its frames.
+
+        Raises:
+            InputError: without `batch_mm_kwargs`, which say how many frames an item has.
+        """
+        if batch_mm_kwargs is None:
+            raise InputError(
+                "batch_mm_kwargs: expected the inputs of the batch, which tell its frames; got None"
+            )
+        pooled = self.pool(outputs["default"], self.item_grids(batch_mm_kwargs))
+        for index, embedding in zip(indices, pooled, strict=True):
+            dest[index] = embedding.clone() if clone else embedding
+
+    def pool(self, tokens: Tensor, grids: Sequence[Grid]) -> list[Tensor]:
+        """Every item's output tokens: views for images, means over the frames of clips."""
+        counts = [t * h * w // self.rows_per_token for t, h, w in grids]
+        items = torch.split(tokens[: sum(counts)], counts)
+        return [
+            item.view(t, -1, *item.shape[1:]).mean(0) if t > 1 else item
+            for item, (t, _, _) in zip(items, grids, strict=True)
+        ]
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _pool_frames(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    """Takes the means over frames that `core` left. It runs outside of the compiled frame: how many rows are
+    left depends on the grids, which no graph may.
+    """
+    assert isinstance(module, KimiK25Tower)
+    values = {**dict(zip(module.input_names, args, strict=False)), **kwargs}
+    grids = module.read_grids(values["grid_thw"], "grid_thw")
+    frame_tokens = grids_of.count_patches(grids) // module.rows_per_token
+    # The wrapped tower's own forward has pooled by itself.
+    tokens: Any = getattr(output, "pooler_output", None)
+    if tokens is not None and tokens.shape[0] == frame_tokens:
+        output.pooler_output = torch.cat(module.pool(tokens, grids))

@@ -1,0 +1,51 @@
+"""Merging patches that come in raster order into output tokens."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from fxsplit_encoder.compile.permute import permute_rows
+from fxsplit_encoder.towers import grid as grids_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from fxsplit_encoder.towers.grid import Grid
+
+
+@lru_cache(maxsize=1024)
+def frame_merge_order(height: int, width: int, merge_size: int) -> NDArray[np.int64]:
+    """(height * width,): the raster positions of a frame's patches, block by block of merge x merge."""
+    positions = grids_of.frame_positions(height, width, merge_size)
+    return positions[:, 0] * width + positions[:, 1]
+
+
+def merge_order(grids: Sequence[Grid], merge_size: int) -> Tensor:
+    """(patches,) int64: the rows of a batch in the order in which they merge.
+
+    The patches of one output token of one frame follow one another; frames and items keep their order.
+    """
+    sizes = grids_of.frame_lengths(grids)
+    starts = grids_of.cumulative_lengths(sizes)[:-1]
+    shapes = [(h, w) for t, h, w in grids for _ in range(t)]
+    orders = [
+        start + frame_merge_order(h, w, merge_size) for start, (h, w) in zip(starts, shapes, strict=True)
+    ]
+    return torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *orders]))
+
+
+def merge(hidden: Tensor, order: Tensor, rows_per_token: int) -> Tensor:
+    """Brings rows together by output token: (patches, hidden) to (tokens, rows_per_token, hidden).
+
+    Args:
+        order: (patches,), from `merge_order`.
+    """
+    rows: Tensor = permute_rows(hidden, order)
+    return rows.view(-1, rows_per_token, hidden.shape[-1])

@@ -1,0 +1,86 @@
+"""Qwen2.5-VL's vision tower: most blocks attend within windows, some within whole frames.
+
+The blocks see each frame's patches window by window. The order, and its inverse, come from the host as
+per-patch metadata, so that all lengths follow from one token count; rotary positions are permuted there too.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+from fxsplit_encoder.compile.permute import permute_rows
+from fxsplit_encoder.towers import grid as grids_of
+from fxsplit_encoder.towers.packed import PackedTower
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor, nn
+
+    from fxsplit_encoder.towers.grid import Grid
+
+
+class Qwen25VLTower(PackedTower):
+    """Wraps `Qwen2_5_VisionTransformerPretrainedModel`."""
+
+    metadata_columns: ClassVar[dict[str, tuple[int, torch.dtype]]] = {
+        "position_ids": (2, torch.int64),
+        "window_order": (0, torch.int64),
+        "original_order": (0, torch.int64),
+    }
+    # A frame of n tokens has between n / 16 and (n + 3) / 4 windows of 4 x 4, and little more than n / 16
+    # unless it is very narrow. With room for 4 a typical frame of 32 tokens, a budget holds twice the windows
+    # of frames that they tile; every empty one costs attention.
+    segment_inputs: ClassVar[dict[str, int]] = {"cu_window_seqlens": 4, "cu_seqlens": 1}
+    takes_options: ClassVar[bool] = False
+
+    def __init__(self, tower: nn.Module) -> None:
+        config: Any = tower.config
+        super().__init__(
+            tower,
+            merge_size=config.spatial_merge_size,
+            patch_features=config.in_channels * config.temporal_patch_size * config.patch_size**2,
+            out_hidden_size=config.out_hidden_size,
+        )
+        self.window: int = config.window_size // config.patch_size // config.spatial_merge_size
+        """Output tokens along a window's side."""
+        self.full_attention = frozenset(config.fullatt_block_indexes)
+
+    def metadata(self, grids: Sequence[Grid]) -> dict[str, Tensor]:
+        """Rotary positions in the order of windows, that order, and the way back."""
+        order = grids_of.window_order(grids, self.merge_size, self.window)
+        return {
+            "position_ids": grids_of.positions(grids, self.merge_size)[order],
+            "window_order": order,
+            "original_order": order.argsort(),
+        }
+
+    def segment_lengths(self, grids: Sequence[Grid]) -> dict[str, list[int]]:
+        """The patches of every window and of every frame."""
+        windows = grids_of.window_lengths(grids, self.merge_size, self.window)
+        return {"cu_window_seqlens": windows, **super().segment_lengths(grids)}
+
+    def core(
+        self, pixel_values: Tensor, cu_seqlens: Tensor, metadata: dict[str, Tensor], **kwargs: Any
+    ) -> BaseModelOutputWithPooling:
+        """The tower's forward with the permutations around its blocks computed beforehand.
+
+        Patches return to their own order before the merger rather than after it: it joins neighbours, which
+        the order of windows keeps together, so the result is the same, and every row is then a token.
+        """
+        tower: Any = self.tower
+        hidden = permute_rows(tower.patch_embed(pixel_values), metadata["window_order"])
+        rotary = tower.rotary_pos_emb(hidden, metadata["position_ids"])
+        frames = {"cu_seqlens": cu_seqlens, "max_seqlen": pixel_values.shape[0]}
+        windows = {
+            "cu_seqlens": metadata["cu_window_seqlens"],
+            "max_seqlen": self.window**2 * self.rows_per_token,
+        }
+        for number, block in enumerate(tower.blocks):
+            segments = frames if number in self.full_attention else windows
+            hidden = block(hidden, position_embeddings=rotary, **segments)
+        merged = tower.merger(permute_rows(hidden, metadata["original_order"]))
+        return BaseModelOutputWithPooling(last_hidden_state=hidden, pooler_output=merged)

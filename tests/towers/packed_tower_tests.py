@@ -1,0 +1,332 @@
+"""What every packed tower of Hugging Face must show; the tests of a family derive a class from it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+import fxsplit_encoder as fx
+from fxsplit_encoder.backend import dispatchers
+from fxsplit_encoder.capture.buffers import parts_of
+from fxsplit_encoder.capture.segments import cover_pad_rows
+
+Grid = tuple[int, int, int]
+INPUTS = (("pixel_values", "image_grid_thw"), ("pixel_values_videos", "video_grid_thw"))
+PATCH = 4
+FEATURES = 3 * 2 * PATCH**2
+BUDGETS = (4, 16, 32, 64)
+MODES = ["auto", "full", "piecewise", "none"]
+CPU = torch.device("cpu")
+
+# Images, then videos. The last image is over every budget.
+BATCHES: list[tuple[list[Grid], list[Grid]]] = [
+    ([(1, 2, 2)], []),
+    ([(1, 8, 8)], []),
+    ([(1, 2, 24)], []),
+    ([(1, 4, 6), (1, 12, 10), (1, 2, 2)], []),
+    ([(1, 6, 4)] * 5, []),
+    ([], [(3, 4, 6)]),
+    ([(1, 10, 10), (1, 4, 4)], [(2, 6, 4), (1, 4, 4)]),
+    ([(1, 16, 16)], []),
+    ([(1, 18, 20), (1, 4, 4)], []),
+]
+
+
+def make_batch(images: Sequence[Grid], videos: Sequence[Grid] = (), seed: int = 0) -> dict[str, Any]:
+    """The grids, and random patches."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs: dict[str, Any] = {}
+    for grids, (pixels, key) in zip((images, videos), INPUTS, strict=True):
+        if grids:
+            inputs[key] = torch.tensor(grids)
+            inputs[pixels] = torch.randn(sum(t * h * w for t, h, w in grids), FEATURES, generator=generator)
+    return inputs
+
+
+def random_weights(tower: nn.Module) -> nn.Module:
+    """None of them faint, so that faults show: biases, norms, and positions too."""
+    generator = torch.Generator().manual_seed(1000)  # not that of the patches
+    with torch.no_grad():
+        for name, parameter in tower.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(0, 0.1, generator=generator)
+            elif parameter.dim() == 1:
+                parameter.normal_(1, 0.1, generator=generator)
+            elif "pos" in name and "embed" in name:
+                parameter.normal_(0, 0.5, generator=generator)
+            else:
+                parameter.normal_(0, parameter[0].numel() ** -0.5, generator=generator)
+    return tower.requires_grad_(False).train(False)
+
+
+def joined(buffers: Any) -> dict[str, Tensor]:
+    """What a replay takes, with the parts of a value in one tensor."""
+    return {name: torch.cat(list(parts_of(value))) for name, value in buffers.values.items()}
+
+
+def assert_equal(got: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    assert [g.shape for g in got] == [e.shape for e in expected]
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+
+
+class Towers(NamedTuple):
+    reference: Any
+    """Hugging Face's, which nobody wrapped."""
+    wrapped: Any
+
+
+class PackedTowerTests:
+    """Derive `Test...` from this in a module of the family."""
+
+    metadata: ClassVar[list[str]]
+    """The names of the host metadata."""
+    image_processors: ClassVar[list[Any]]
+    """The family's, those that need no torchvision."""
+    distinct_pieces: ClassVar[int] = 3
+    out_hidden_size: ClassVar[int] = 24
+
+    @classmethod
+    def make_tower(cls) -> nn.Module:
+        """A tower of 3 blocks, patches of 4 x 4 pixels and 24 features a token."""
+        raise NotImplementedError
+
+    @classmethod
+    def run_reference(cls, tower: Any, pixels: Tensor, grid: Tensor) -> Any:
+        """The output of Hugging Face's tower."""
+        return tower(pixels, grid)
+
+    @classmethod
+    def encode(cls, tower: Any, inputs: dict[str, Any]) -> list[Tensor]:
+        """Every item through Hugging Face's tower."""
+        items: list[Tensor] = []
+        for pixels, key in INPUTS:
+            if key in inputs:
+                output = cls.run_reference(tower, inputs[pixels], inputs[key]).pooler_output
+                items += output.split([t * h * w // 4 for t, h, w in inputs[key].tolist()])
+        return items
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def towers(cls) -> Towers:
+        tower = random_weights(cls.make_tower())
+        return Towers(copy.deepcopy(tower), fx.wrap(tower))
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def managers(cls, towers: Towers) -> dict[str, fx.EncoderCudaGraphManager]:
+        """One in each mode, captured; the tower is traced once, and all share that."""
+        torch._dynamo.reset()
+        counters.clear()
+        made: dict[str, fx.EncoderCudaGraphManager] = {}
+        for mode in MODES:
+            config = fx.EncoderConfig(
+                mode=mode, token_budgets=BUDGETS, max_items_per_batch=4, max_frames_per_batch=8, debug=True
+            )
+            made[mode] = fx.EncoderCudaGraphManager(towers.wrapped, config, log_interval=0)
+            path = made[mode].paths["default"]
+            if mode == MODES[0]:
+                path.compile()
+                assert path.program is not None, made[mode].reports
+            else:
+                path._compiled = True
+                shared = made[MODES[0]].paths["default"].program
+                assert shared is not None
+                path._bind(shared)
+            made[mode].capture()
+            assert made[mode].reports == []
+        assert counters["stats"]["unique_graphs"] == 1
+        assert not counters["graph_break"]
+        return made
+
+    # --- equal to Hugging Face's
+
+    @pytest.mark.parametrize("mode", MODES)
+    @torch.no_grad()
+    def test_every_item_equals_eager(self, mode: str, managers: Any, towers: Towers) -> None:
+        before = managers[mode].stats()
+        for seed, (images, videos) in enumerate(BATCHES):
+            inputs = make_batch(images, videos, seed)
+            expected = self.encode(towers.reference, inputs)
+            assert 0.05 < expected[0].abs().mean() < 5
+            assert_equal(managers[mode].execute(inputs), expected)
+        assert counters["stats"]["unique_graphs"] == 1
+        after = managers[mode].stats()
+        hits, items = after.hits - before.hits, after.items - before.items
+        assert items == 19
+        assert hits == (0 if mode == "none" else self.expected_hits())
+
+    def expected_hits(self) -> int:
+        """Items of `BATCHES` that replays serve: all but the one over every budget."""
+        return 18
+
+    @pytest.mark.parametrize("mode", ["full", "piecewise"])
+    @torch.no_grad()
+    def test_memory_that_nobody_wrote_does_not_matter(
+        self, mode: str, managers: Any, towers: Towers, poisoned_memory: None
+    ) -> None:
+        for seed, (images, videos) in enumerate(BATCHES[3:7]):
+            inputs = make_batch(images, videos, seed)
+            assert_equal(managers[mode].execute(inputs), self.encode(towers.reference, inputs))
+
+    @pytest.mark.parametrize("mode", MODES)
+    def test_permuted_items_give_permuted_outputs(self, mode: str, managers: Any) -> None:
+        grids = [(1, 4, 6), (1, 8, 8), (1, 2, 2), (1, 6, 10), (1, 18, 20)]
+        singles = [make_batch([grid], seed=n) for n, grid in enumerate(grids)]
+
+        def joined(numbers: Sequence[int]) -> dict[str, Tensor]:
+            return {key: torch.cat([singles[n][key] for n in numbers]) for key in singles[0]}
+
+        straight = managers[mode].execute(joined(range(5)))
+        for order in ([4, 3, 2, 1, 0], [2, 0, 4, 1, 3]):
+            assert_equal(managers[mode].execute(joined(order)), [straight[n] for n in order])
+
+    @pytest.mark.parametrize("mode", MODES)
+    def test_no_items_are_a_valid_batch(self, mode: str, managers: Any) -> None:
+        nothing = {
+            "pixel_values": torch.zeros(0, FEATURES),
+            "image_grid_thw": torch.zeros(0, 3, dtype=torch.int64),
+        }
+        assert managers[mode].execute({}) == managers[mode].execute(nothing) == []
+
+    # --- compiled once, padding proved
+
+    def test_the_program_is_split_at_attention_and_padding_is_proved(self, managers: Any) -> None:
+        program = managers["auto"].programs["default"].program
+        assert program.padding.proved, program.padding
+        assert (len(program.splits), len(program.pieces)) == (3, 4)
+        assert program.num_distinct == self.distinct_pieces
+        assert program.region_symbols == ()
+
+    @pytest.mark.usefixtures("fresh_dynamo")
+    @torch.no_grad()
+    def test_torch_compile_traces_the_forward_once(self, towers: Towers) -> None:
+        known = set(dispatchers())
+        options = {"mode": "full", "token_budgets": list(BUDGETS), "debug": True}
+        compiled = torch.compile(towers.wrapped, backend="encoder_cg", fullgraph=True, options=options)
+        batches = [
+            [(1, 8, 8)], [(1, 4, 6)], [(1, 12, 10), (1, 2, 2)], [(1, 4, 6)] * 3, [(2, 4, 4), (1, 2, 8)],
+            [(1, 16, 16)], [(1, 18, 20)], [(3, 4, 4)],
+        ]  # fmt: skip
+        for seed, grids in enumerate(batches):
+            inputs = make_batch(grids, seed=seed)
+            pixels, grid = inputs["pixel_values"], inputs["image_grid_thw"]
+            expected = self.run_reference(towers.reference, pixels, grid)
+            got = compiled(pixels, grid_thw=grid, return_dict=True)
+            assert type(got) is type(expected)
+            assert_equal(
+                [got.pooler_output, got.last_hidden_state],
+                [expected.pooler_output, expected.last_hidden_state],
+            )
+        assert counters["stats"]["unique_graphs"] == 1
+        assert not counters["graph_break"]
+        (dispatcher,) = set(dispatchers()) - known
+        assert dispatcher.padding_refusal is None
+        assert dispatcher.hits == len(batches) - 1
+
+    # --- the module
+
+    @torch.no_grad()
+    def test_the_forward_is_that_of_the_tower(self, towers: Towers) -> None:
+        for grids in ([(1, 4, 6)], [(1, 10, 12), (3, 2, 4), (1, 2, 2)]):
+            inputs = make_batch(grids)
+            pixels, grid = inputs["pixel_values"], inputs["image_grid_thw"]
+            expected = self.run_reference(towers.reference, pixels, grid)
+            for got in (towers.wrapped(pixels, grid), towers.wrapped(hidden_states=pixels, grid_thw=grid)):
+                assert type(got) is type(expected)
+                assert_equal(
+                    [got.pooler_output, got.last_hidden_state],
+                    [expected.pooler_output, expected.last_hidden_state],
+                )
+
+    @torch.no_grad()
+    def test_the_towers_own_options_work(self, towers: Towers) -> None:
+        inputs = make_batch([(1, 4, 6), (1, 2, 8)])
+        pixels, grid = inputs["pixel_values"], inputs["image_grid_thw"]
+        got = towers.wrapped(pixels, grid, output_hidden_states=True)
+        expected = towers.reference(pixels, grid, output_hidden_states=True)
+        assert len(got.hidden_states) == len(expected.hidden_states) > 2
+        assert_equal([*got.hidden_states], [*expected.hidden_states])
+        assert_equal(towers.wrapped(pixels, grid, return_dict=False)[:2], expected.to_tuple()[:2])
+
+    def test_the_module_is_the_tower_seen_from_outside(self, towers: Towers) -> None:
+        wrapped = towers.wrapped
+        assert isinstance(wrapped, nn.Module)
+        assert isinstance(wrapped, fx.SupportsEncoderCudaGraph)
+        assert wrapped.config is wrapped.tower.config
+        names = {name.removeprefix("tower.") for name in wrapped.state_dict()}
+        assert names == set(towers.reference.state_dict())
+
+    # --- the protocol
+
+    def test_what_is_fixed_about_the_tower(self, towers: Towers) -> None:
+        config = towers.wrapped.get_encoder_cudagraph_config()
+        assert config.modalities == ["image", "video"]
+        assert config.buffer_keys == ["pixel_values", *self.metadata]
+        assert config.out_hidden_size == self.out_hidden_size
+        assert set(config.padding_logics) == {name for name in self.metadata if name.startswith("cu_")}
+        assert set(config.padding_logics.values()) == {cover_pad_rows}
+        assert towers.wrapped.get_encoder_cudagraph_budget_range(None) == (64, 4096)
+
+    def test_items_have_the_tokens_that_the_processor_counts(self, towers: Towers) -> None:
+        sizes = [(40, 24), (8, 8), (33, 90), (64, 64), (17, 121)]
+        images = [Image.fromarray(np.full((*size, 3), 90, dtype=np.uint8)) for size in sizes]
+        for make in self.image_processors:
+            size = {"shortest_edge": 16 * PATCH**2, "longest_edge": 400 * PATCH**2}
+            processor = make(patch_size=PATCH, size=size)
+            inputs = dict(processor(images=images, return_tensors="pt"))
+            specs = towers.wrapped.get_encoder_cudagraph_item_specs(inputs)
+            counted = [processor.get_number_of_image_patches(height, width) for height, width in sizes]
+            assert [spec.input_size for spec in specs] == counted
+            assert [spec.output_tokens for spec in specs] == [n // processor.merge_size**2 for n in counted]
+            assert inputs["pixel_values"].shape == (sum(counted), FEATURES)
+
+    def test_replay_values_fit_the_buffers_of_a_capture(self, towers: Towers) -> None:
+        wrapped = towers.wrapped
+        captured = wrapped.prepare_encoder_cudagraph_capture_inputs(16, 4, 8, CPU, torch.bfloat16).values
+        values = joined(
+            wrapped.prepare_encoder_cudagraph_replay_buffers(make_batch([(1, 4, 6)], [(2, 4, 4)]), 4, 8)
+        )
+        assert list(values) == list(captured) == ["pixel_values", *self.metadata]
+        assert captured["pixel_values"].dtype == torch.bfloat16
+        assert values["cu_seqlens"].tolist() == [0, 24, 40, 56]
+        for name, value in values.items():
+            if name.startswith("cu_"):
+                assert value.shape[0] <= captured[name].shape[0]
+            else:
+                assert (value.shape[0], captured[name].shape[0]) == (56, 64)
+                assert value.shape[1:] == captured[name].shape[1:]
+            if name != "pixel_values":
+                assert value.dtype == captured[name].dtype
+
+    @torch.no_grad()
+    def test_pad_rows_do_not_change_the_real_ones(self, towers: Towers) -> None:
+        """The forward on padded buffers, filled as the protocol says, without any compiler."""
+        wrapped = towers.wrapped
+        inputs = make_batch([(1, 4, 6)], [(2, 4, 4)])
+        buffers = wrapped.prepare_encoder_cudagraph_capture_inputs(24, 4, 8, CPU, torch.float32).values
+        values = joined(wrapped.prepare_encoder_cudagraph_replay_buffers(inputs, 4, 8))
+        for name, value in values.items():
+            if name in wrapped.get_encoder_cudagraph_config().padding_logics:
+                wrapped.get_encoder_cudagraph_config().padding_logics[name](buffers[name], value)
+            else:
+                buffers[name].zero_()
+                buffers[name][: value.shape[0]] = value
+        output = wrapped.encoder_cudagraph_forward(buffers)
+        assert output.shape == (24, self.out_hidden_size)
+        assert output.isfinite().all()
+        expected = torch.cat(self.encode(towers.reference, inputs))
+        assert_equal([output[:14], wrapped.encoder_eager_forward(inputs)], [expected, expected])
+
+    @torch.no_grad()
+    def test_example_inputs_can_be_encoded(self, towers: Towers) -> None:
+        pixels, grid = towers.wrapped.example_inputs()
+        assert towers.wrapped(pixels, grid).pooler_output.shape == (64, self.out_hidden_size)

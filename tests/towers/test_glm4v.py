@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from packed_tower_tests import PATCH, PackedTowerTests, Towers, assert_equal, make_batch, random_weights
+from torch import Tensor, nn
+from transformers.models.glm4v.configuration_glm4v import Glm4vVisionConfig
+from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
+from transformers.models.glm4v.modeling_glm4v import Glm4vVisionModel
+from transformers.models.glm4v_moe.configuration_glm4v_moe import Glm4vMoeVisionConfig
+from transformers.models.glm4v_moe.modeling_glm4v_moe import Glm4vMoeVisionModel
+from transformers.models.glm46v.image_processing_pil_glm46v import Glm46VImageProcessorPil
+
+import fxsplit_encoder as fx
+
+SIZES = {
+    "depth": 3,
+    "hidden_size": 32,
+    "num_heads": 2,
+    "image_size": 6 * PATCH,
+    "patch_size": PATCH,
+    "out_hidden_size": 24,
+    "intermediate_size": 48,
+}
+
+
+def by_frame(grid: Tensor) -> Tensor:
+    """The tower takes a video as images, one a frame: so the model around it gives it."""
+    return torch.tensor([[1, h, w] for t, h, w in grid.tolist() for _ in range(t)])
+
+
+class TestGlm4v(PackedTowerTests):
+    metadata: ClassVar[list[str]] = ["position_ids", "interp_indices", "interp_weights", "cu_seqlens"]
+    image_processors: ClassVar[list[Any]] = [Glm4vImageProcessorPil, Glm46VImageProcessorPil]
+
+    @classmethod
+    def make_tower(cls) -> nn.Module:
+        return Glm4vVisionModel(Glm4vVisionConfig(**SIZES))
+
+    @classmethod
+    def run_reference(cls, tower: Any, pixels: Tensor, grid: Tensor) -> Any:
+        return tower(pixels, by_frame(grid))
+
+    @pytest.mark.parametrize(
+        "grid", [(1, 2, 2), (1, 6, 6), (1, 2, 40), (1, 24, 18), (1, 60, 44), (2, 8, 6)], ids=str
+    )
+    @torch.no_grad()
+    def test_positions_are_those_that_the_tower_samples(self, grid: Any, towers: Towers) -> None:
+        rows, embeddings = grid[0] * grid[1] * grid[2], towers.reference.embeddings
+        metadata = towers.wrapped.metadata([grid])
+        row, column = metadata["position_ids"].unbind(1)
+        frames = by_frame(torch.tensor([grid]))
+        lengths = frames[:, 1] * frames[:, 2]
+        expected = embeddings(torch.zeros(rows, 32), lengths, frames, row, column)
+        got = towers.wrapped._positions(metadata["interp_indices"], metadata["interp_weights"])
+        assert expected.std() > 0.1
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
+
+    def test_taps_of_pad_rows_are_in_the_table(self, towers: Towers) -> None:
+        captured = towers.wrapped.prepare_encoder_cudagraph_capture_inputs(
+            16, 4, 8, torch.device("cpu"), torch.float32
+        ).values
+        entries = towers.reference.embeddings.position_embedding.num_embeddings
+        assert 0 <= captured["interp_indices"].min() <= captured["interp_indices"].max() < entries
+
+
+@torch.no_grad()
+def test_the_mixture_of_experts_models_have_the_same_tower() -> None:
+    reference = random_weights(Glm4vMoeVisionModel(Glm4vMoeVisionConfig(**SIZES)))
+    inputs = make_batch([(1, 4, 6), (2, 4, 4)])
+    expected = reference(inputs["pixel_values"], by_frame(inputs["image_grid_thw"])).pooler_output
+    manager = fx.EncoderCudaGraphManager(fx.wrap(reference), fx.EncoderConfig(mode="none"))
+    assert_equal(manager.execute(inputs), expected.split([6, 8]))

@@ -1,0 +1,271 @@
+"""Kimi-VL against a reference written from the model's description: loops over images, complex rotary."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from kimi_towers import (
+    MODES,
+    PATCH,
+    assert_permuted_batches_give_permuted_items,
+    assert_same_items,
+    make_managers,
+    patches,
+    randomise,
+)
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+import fxsplit_encoder as fx
+from fxsplit_encoder.backend import dispatchers
+from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.towers.models.moonvit import KimiVLVisionConfig, KimiVLVisionModel
+
+HIDDEN, HEADS, BLOCKS, TEXT = 48, 4, 3, 40
+SIZES = {
+    "hidden_size": HIDDEN,
+    "num_attention_heads": HEADS,
+    "num_hidden_layers": BLOCKS,
+    "patch_size": PATCH,
+}
+CONFIG = KimiVLVisionConfig(
+    **SIZES, intermediate_size=80, init_pos_emb_height=8, init_pos_emb_width=8, text_hidden_size=TEXT
+)
+BATCHES = [
+    [(4, 4)],
+    [(2, 2)],
+    [(4, 6), (2, 2), (6, 4)],
+    [(8, 8), (6, 10)],
+    [(2, 2)] * 5,
+    [(2, 14)],
+    [(12, 12), (2, 4)],  # the first is over every budget
+    [(4, 2), (12, 14), (2, 6), (4, 4)],
+]
+
+
+def make_batch(sizes: list[tuple[int, int]]) -> dict[str, Any]:
+    return {"pixel_values": patches(sum(h * w for h, w in sizes)), "image_grid_hws": torch.tensor(sizes)}
+
+
+def reference(weights: dict[str, Tensor], inputs: dict[str, Any]) -> list[Tensor]:
+    """Every image alone, from the weights by the names of the checkpoint."""
+    sizes = inputs["image_grid_hws"].tolist()
+    images = inputs["pixel_values"].split([h * w for h, w in sizes])
+    return [_encode(weights, image, *size) for image, size in zip(images, sizes, strict=True)]
+
+
+def _encode(weights: dict[str, Tensor], image: Tensor, height: int, width: int) -> Tensor:
+    def linear(name: str, x: Tensor) -> Tensor:
+        return x @ weights[f"{name}.weight"].flatten(1).T + weights[f"{name}.bias"]
+
+    def norm(name: str, x: Tensor) -> Tensor:
+        deviation = (x.var(-1, correction=0, keepdim=True) + 1e-5).sqrt()
+        return (x - x.mean(-1, keepdim=True)) / deviation * weights[f"{name}.weight"] + weights[
+            f"{name}.bias"
+        ]
+
+    x = linear("vision_tower.patch_embed.proj", image.flatten(1))
+    table = weights["vision_tower.patch_embed.pos_emb.weight"].permute(2, 0, 1)[None]
+    x = x + F.interpolate(table, size=(height, width), mode="bicubic")[0].permute(1, 2, 0).reshape(-1, HIDDEN)
+    turns = _turns(height, width, HIDDEN // HEADS)
+    for number in range(BLOCKS):
+        block = f"vision_tower.encoder.blocks.{number}"
+        qkv = linear(f"{block}.wqkv", norm(f"{block}.norm0", x)).reshape(-1, 3, HEADS, HIDDEN // HEADS)
+        q, k = (torch.view_as_complex(qkv[:, i].reshape(*qkv.shape[:1], HEADS, -1, 2)) for i in (0, 1))
+        q, k = (torch.view_as_real(z * turns).flatten(-2) for z in (q, k))
+        logits = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(HIDDEN // HEADS)
+        attended = torch.einsum("hqk,khd->qhd", logits.softmax(-1), qkv[:, 2])
+        x = x + linear(f"{block}.wo", attended.reshape(-1, HIDDEN))
+        inner = linear(f"{block}.mlp.fc0", norm(f"{block}.norm1", x))
+        inner = 0.5 * inner * (1 + torch.tanh(math.sqrt(2 / math.pi) * (inner + 0.044715 * inner**3)))
+        x = x + linear(f"{block}.mlp.fc1", inner)
+    x = norm("multi_modal_projector.pre_norm", norm("vision_tower.encoder.final_layernorm", x))
+    image = x.reshape(height, width, HIDDEN)
+    tokens = [
+        torch.cat([image[r, c], image[r, c + 1], image[r + 1, c], image[r + 1, c + 1]])
+        for r in range(0, height, 2)
+        for c in range(0, width, 2)
+    ]
+    inner = linear("multi_modal_projector.linear_1", torch.stack(tokens))
+    inner = 0.5 * inner * (1 + torch.erf(inner / math.sqrt(2)))
+    return linear("multi_modal_projector.linear_2", inner)
+
+
+def _turns(height: int, width: int, head_dim: int) -> Tensor:
+    """(patches, 1, head_dim / 2) complex: column, row, column, row..., at falling frequencies."""
+    rows = []
+    for r in range(height):
+        for c in range(width):
+            angles = []
+            for i in range(head_dim // 4):
+                frequency = 10000.0 ** (-4 * i / head_dim)
+                angles += [c * frequency, r * frequency]
+            rows.append(angles)
+    angles_of = torch.tensor(rows)
+    return torch.polar(torch.ones_like(angles_of), angles_of)[:, None]
+
+
+@pytest.fixture(scope="module")
+def weights() -> dict[str, Tensor]:
+    return dict(randomise(KimiVLVisionModel(CONFIG)).state_dict())
+
+
+@pytest.fixture(scope="module")
+def wrapped() -> Any:
+    return fx.wrap(randomise(KimiVLVisionModel(CONFIG)))
+
+
+@pytest.fixture(scope="module")
+def managers(wrapped: Any) -> dict[str, fx.EncoderCudaGraphManager]:
+    return make_managers(wrapped)
+
+
+@pytest.mark.parametrize("sizes", BATCHES, ids=str)
+@torch.no_grad()
+def test_the_forward_is_the_references(sizes: Any, wrapped: Any, weights: Any) -> None:
+    inputs = make_batch(sizes)
+    expected = torch.cat(reference(weights, inputs))
+    assert 0.2 < expected.std() < 5
+    torch.testing.assert_close(wrapped(**inputs), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(wrapped(*inputs.values()), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(wrapped.encoder_eager_forward(inputs), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_item_is_the_references(mode: str, managers: Any, weights: Any) -> None:
+    manager = managers[mode]
+    hits = manager.stats().hits
+    for sizes in BATCHES:
+        inputs = make_batch(sizes)
+        assert_same_items(manager.execute(inputs), reference(weights, inputs))
+    assert manager.execute({}) == []
+    assert manager.execute({"pixel_values": patches(0), "image_grid_hws": torch.zeros(0, 2).long()}) == []
+    # All but the two images of 36 and 42 tokens.
+    assert manager.stats().hits - hits == (0 if mode == "none" else sum(map(len, BATCHES)) - 2)
+
+
+def test_permuted_batches_give_permuted_items(managers: Any, weights: Any) -> None:
+    inputs = make_batch([(4, 6), (2, 2), (12, 12), (6, 4)])
+    assert_permuted_batches_give_permuted_items(
+        managers["full"], inputs, [2, 0, 3, 1], lambda given: reference(weights, given)
+    )
+
+
+def test_padding_is_proved_and_the_trace_is_one(managers: Any) -> None:
+    programs = {id(manager.programs["default"].program) for manager in managers.values()}
+    assert len(programs) == 1
+    for manager in managers.values():
+        assert manager.reports == []
+    program = managers["full"].programs["default"].program
+    assert program.padding.proved, str(program.padding)
+    assert len([step for step in program.steps if step.kind == "piece"]) == BLOCKS + 1
+    assert program.num_distinct == 3
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@torch.no_grad()
+def test_one_compilation_serves_every_size_and_count(wrapped: Any, weights: Any) -> None:
+    known = set(dispatchers())
+    options = {"mode": "full", "token_budgets": [8, 16, 32], "debug": True}
+    compiled = torch.compile(wrapped, backend="encoder_cg", fullgraph=True, options=options)
+    for sizes in [s for s in BATCHES if s != [(2, 2)]]:
+        inputs = make_batch(sizes)
+        torch.testing.assert_close(
+            compiled(**inputs), torch.cat(reference(weights, inputs)), rtol=0, atol=1e-5
+        )
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+    (dispatcher,) = set(dispatchers()) - known
+    assert dispatcher.hits == len(BATCHES) - 3
+    assert dispatcher.misses == {fx.MissReason.OVER_LARGEST_BUDGET: 2}
+
+
+def test_a_checkpoint_is_loaded_by_its_own_names(tmp_path: Path, wrapped: Any, weights: Any) -> None:
+    names = ["patch_embed.proj.weight", "patch_embed.proj.bias", "patch_embed.pos_emb.weight"]
+    for number in range(BLOCKS):
+        for layer in ("norm0", "norm1", "wqkv", "wo", "mlp.fc0", "mlp.fc1"):
+            names += [f"encoder.blocks.{number}.{layer}.{kind}" for kind in ("weight", "bias")]
+    names += ["encoder.final_layernorm.weight", "encoder.final_layernorm.bias"]
+    names = [f"vision_tower.{name}" for name in names]
+    for layer in ("pre_norm", "linear_1", "linear_2"):
+        names += [f"multi_modal_projector.{layer}.{kind}" for kind in ("weight", "bias")]
+    assert set(names) == set(weights)
+    save_file({**weights, "language_model.lm_head.weight": torch.zeros(2)}, tmp_path / "model.safetensors")
+    settings = {
+        "vision_config": {
+            **SIZES,
+            "model_type": "moonvit",
+            "intermediate_size": 80,
+            "init_pos_emb_height": 8,
+            "init_pos_emb_width": 8,
+            "merge_kernel_size": [2, 2],
+        },
+        "text_config": {"hidden_size": TEXT, "num_hidden_layers": 27},
+    }
+    config = KimiVLVisionConfig.from_checkpoint(settings)
+    assert config == CONFIG
+    tower = KimiVLVisionModel(config)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tower.load_state_dict({k: v for k, v in tensors.items() if not k.startswith("language_model.")})
+    inputs = make_batch([(4, 6), (2, 2)])
+    with torch.no_grad():
+        assert torch.equal(fx.wrap(tower)(**inputs), wrapped(**inputs))
+
+
+def test_the_defaults_are_the_sizes_of_the_published_model() -> None:
+    with torch.device("meta"):
+        tower = KimiVLVisionModel(KimiVLVisionConfig())
+    count = sum(p.numel() for p in tower.vision_tower.parameters())
+    assert round(count / 1e6, 1) == 416.9
+    assert tower.multi_modal_projector.linear_2.weight.shape == (2048, 4608)
+
+
+def test_the_dtype_of_the_weights_is_the_outputs(weights: Any) -> None:
+    tower = fx.wrap(randomise(KimiVLVisionModel(CONFIG)).to(torch.bfloat16))
+    inputs = make_batch([(4, 6), (2, 2)])
+    with torch.no_grad():
+        output = tower(inputs["pixel_values"].bfloat16(), inputs["image_grid_hws"])
+    assert output.dtype == torch.bfloat16
+    expected = torch.cat(reference(weights, inputs))
+    assert F.cosine_similarity(output.float(), expected).min() > 0.99
+
+
+def test_what_the_protocol_says_of_images(wrapped: Any) -> None:
+    inputs = make_batch([(4, 6), (2, 2), (6, 4)])
+    specs = wrapped.get_encoder_cudagraph_item_specs(inputs)
+    assert [(spec.input_size, spec.output_tokens) for spec in specs] == [(24, 6), (4, 1), (24, 6)]
+    assert wrapped.item_segments(inputs) == [1, 1, 1]
+    config = wrapped.get_encoder_cudagraph_config()
+    assert (config.modalities, config.out_hidden_size) == (["image"], TEXT)
+    selected = wrapped.select_encoder_cudagraph_items(inputs, [2, 1])
+    assert selected["image_grid_hws"] == [(6, 4), (2, 2)]
+    assert wrapped.get_encoder_cudagraph_item_specs(selected) == [specs[2], specs[1]]
+    x, sizes = wrapped.example_inputs()
+    assert wrapped(x, sizes).shape == (64, TEXT)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ([[1, 4, 4]], r"expected rows of two integers \(height, width\) in patches; got \[1, 4, 4\]"),
+        ([[4, 3]], r"multiples of the merge size 2 .* got \(1, 4, 3\)"),
+        ([[4, 4], [4, 2]], r"\bdescribes 24 patches; got 16 rows"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(sizes: Any, message: str, wrapped: Any, managers: Any) -> None:
+    inputs = {"pixel_values": patches(16), "image_grid_hws": torch.tensor(sizes)}
+    for call in (lambda: wrapped(**inputs), lambda: managers["full"].execute(inputs)):
+        with pytest.raises(InputError, match=f"image_grid_hws:? .*{message}"):
+            call()
+
+
+def test_a_merge_that_is_not_square_is_refused() -> None:
+    tower = KimiVLVisionModel(KimiVLVisionConfig(**SIZES, merge_kernel_size=(2, 1)))
+    with pytest.raises(fx.UnsupportedTowerError, match="merge_kernel_size: expected a square; got 2 x 1"):
+        fx.wrap(tower)

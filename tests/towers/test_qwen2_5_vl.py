@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from packed_tower_tests import PATCH, Grid, PackedTowerTests, Towers, assert_equal, make_batch
+from torch import nn
+from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+import fxsplit_encoder as fx
+from fxsplit_encoder import attention
+from fxsplit_encoder.attention import known_segments
+from fxsplit_encoder.errors import ReplayError
+
+WINDOW = 4
+sides = st.integers(1, 10).map(lambda n: 2 * n)
+
+
+class TestQwen25VL(PackedTowerTests):
+    metadata: ClassVar[list[str]] = [
+        "position_ids",
+        "window_order",
+        "original_order",
+        "cu_window_seqlens",
+        "cu_seqlens",
+    ]
+    image_processors: ClassVar[list[Any]] = [Qwen2VLImageProcessorPil]
+
+    @classmethod
+    def make_tower(cls) -> nn.Module:
+        config = Qwen2_5_VLVisionConfig(
+            depth=3,
+            hidden_size=32,
+            intermediate_size=48,
+            num_heads=2,
+            out_hidden_size=24,
+            patch_size=PATCH,
+            window_size=WINDOW * 2 * PATCH,
+            fullatt_block_indexes=[1],
+        )
+        return Qwen2_5_VisionTransformerPretrainedModel(config)
+
+    def test_windows_and_frames_share_a_budgets_segments(self, towers: Towers) -> None:
+        wrapped = towers.wrapped
+        inputs = make_batch([(1, 2, 2), (1, 8, 8), (1, 24, 24), (1, 2, 34)], [(5, 8, 8), (3, 12, 10)])
+        assert wrapped.item_frames(inputs) == [1, 1, 1, 1, 5, 3]
+        # 1, 1, 9, 5, 5 and 12 windows, of which 4 take a frame's place.
+        assert wrapped.item_segments(inputs) == [1, 1, 3, 2, 5, 3]
+
+    @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @given(grids=st.lists(st.tuples(st.integers(1, 3), sides, sides), min_size=1, max_size=5))
+    def test_a_capture_has_room_for_every_batch_that_is_planned_for_it(
+        self, grids: list[Grid], managers: Any, towers: Towers
+    ) -> None:
+        manager = managers["full"]
+        inputs = make_batch(grids)
+        for batch in manager.plan(inputs).batches:
+            budget = batch.paths["default"].budget
+            if budget is None:
+                continue
+            selected = towers.wrapped.select_encoder_cudagraph_items(inputs, list(batch.indices))
+            path = manager.paths["default"]
+            values = path.values(selected)
+            captured = path.best_capture(budget, values)
+            for name in ("cu_seqlens", "cu_window_seqlens"):
+                assert values[name].shape[0] <= captured.inputs.buffers[name].tensor.shape[0]
+
+    @torch.no_grad()
+    def test_narrow_images_take_a_larger_budget_or_the_exact_shape(
+        self, managers: Any, towers: Towers
+    ) -> None:
+        config = fx.EncoderConfig(mode="full", token_budgets=(256, 512), max_items_per_batch=2)
+        manager = fx.EncoderCudaGraphManager(towers.wrapped, config, log_interval=0)
+        path = manager.paths["default"]
+        path._compiled = True
+        path._bind(managers["full"].programs["default"])
+        manager.capture()
+        # 14 and 16 windows of 196 and 250 tokens, 50 and 125 windows of 200 and 500.
+        for grid, budget in (
+            ((1, 28, 28), 256),
+            ((1, 20, 50), 256),
+            ((1, 2, 400), 512),
+            ((1, 2, 1000), None),
+        ):
+            inputs = make_batch([grid])
+            (batch,) = manager.plan(inputs).batches
+            assert batch.paths["default"].budget == budget
+            assert_equal(manager.execute(inputs), self.encode(towers.reference, inputs))
+        assert manager.stats().misses == {fx.MissReason.TOO_MANY_SEGMENTS: 1}
+
+    @torch.no_grad()
+    def test_at_the_exact_shape_each_attention_has_its_own_bound(
+        self, managers: Any, towers: Towers, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        bounds = []
+
+        def attend(q: Any, k: Any, v: Any, lengths: Any, bound: int, scale: float) -> Any:
+            bounds.append((len(lengths) - 1, bound))
+            return attention.attend(q, k, v, lengths, bound, scale)
+
+        monkeypatch.setattr(known_segments, "attend", attend)
+        inputs = make_batch([(1, 12, 10), (1, 4, 6)])
+        managers["none"].execute(inputs)
+        # 6 x 5 tokens are 4 windows, the largest of 4 x 4; 2 x 3 tokens are one.
+        assert bounds == [(5, 64), (2, 120), (5, 64)]
+
+    def test_one_frame_alone_narrows_the_lengths_of_frames_only(self, managers: Any) -> None:
+        program = managers["full"].programs["default"]
+        assert program.segment_inputs == ("cu_window_seqlens", "cu_seqlens")
+        assert program.frame_lengths == "cu_seqlens"
+        request = managers["full"].paths["default"]._request(16)
+        narrow = request.one_segment()
+        before, after = (
+            {name: buffer.tensor.shape[0] for name, buffer in r.inputs.buffers.items()}
+            for r in (request, narrow)
+        )
+        assert (before["cu_seqlens"], after["cu_seqlens"]) == (10, 2)
+        assert {**before, "cu_seqlens": 2} == after
+
+    def test_an_order_that_reaches_into_pad_rows_is_not_replayed(self, managers: Any) -> None:
+        path = managers["full"].paths["default"]
+        values = path.values(make_batch([(1, 4, 6)]))
+        captured = path.best_capture(16, values)
+        for name in ("window_order", "original_order"):
+            with pytest.raises(ReplayError, match=f"{name}: got an order of 24 rows with entries from"):
+                captured.inputs.buffers[name].check(values[name] + 1)
