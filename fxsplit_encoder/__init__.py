@@ -28,7 +28,7 @@ from fxsplit_encoder.manager import (
     SupportsEncoderCudaGraph,
     scatter_output_slices,
 )
-from fxsplit_encoder.towers import supported_towers, wrap
+from fxsplit_encoder.towers import DenseTowerSpec, supported_towers, wrap
 
 __version__ = "0.1.0"
 
@@ -38,6 +38,7 @@ __all__ = [
     "CaptureMemoryError",
     "CompileError",
     "ConfigError",
+    "DenseTowerSpec",
     "EncoderConfig",
     "EncoderCudaGraphCaptureInputs",
     "EncoderCudaGraphConfig",

@@ -6,6 +6,7 @@ NAMES = [
     "CaptureMemoryError",
     "CompileError",
     "ConfigError",
+    "DenseTowerSpec",
     "EncoderConfig",
     "EncoderCudaGraphCaptureInputs",
     "EncoderCudaGraphConfig",

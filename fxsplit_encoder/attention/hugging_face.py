@@ -9,8 +9,9 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING, Any
 
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 from fxsplit_encoder.attention.op import varlen_attention
 from fxsplit_encoder.errors import UnsupportedTowerError
@@ -61,9 +62,25 @@ AttentionInterface.register(IMPLEMENTATION, hugging_face_attention)
 
 
 def use_varlen_attention(module: nn.Module) -> None:
-    """Routes every attention of a Hugging Face module through `fxsplit::varlen_attention`.
+    """Routes every attention of a Hugging Face module through `fxsplit::varlen_attention`."""
+    _use_attention(module, IMPLEMENTATION)
 
-    The submodules get a copy of their configuration first, so that the rest of the model keeps its own
+
+def use_dense_attention(module: nn.Module) -> None:
+    """Routes every attention of a Hugging Face module through `torch`'s scaled_dot_product_attention."""
+    _use_attention(module, "sdpa")
+
+
+def install_output_hooks(module: nn.Module) -> None:
+    """Makes Hugging Face's hooks that collect hidden states now: at their first use it takes a lock, which
+    Dynamo cannot trace.
+    """
+    if isinstance(module, PreTrainedModel):
+        maybe_install_capturing_hooks(module)
+
+
+def _use_attention(module: nn.Module, implementation: str) -> None:
+    """The submodules get a copy of their configuration first, so that the rest of the model keeps its own
     implementation.
     """
     copies: dict[int, Any] = {}
@@ -73,5 +90,5 @@ def use_varlen_attention(module: nn.Module) -> None:
             if id(config) not in copies:
                 copies[id(config)] = copy.copy(config)
                 # The public setter imports the flash-attn package for such a name.
-                copies[id(config)]._attn_implementation_internal = IMPLEMENTATION
+                copies[id(config)]._attn_implementation_internal = implementation
             submodule.config = copies[id(config)]

@@ -2,8 +2,8 @@
 
 Inside a CUDA graph the lengths are data on the device, and one kernel takes them all. Where attention runs
 eagerly, at the exact shape and between the graphs of a piecewise capture, long segments may go to cuDNN one
-by one, as dense batches. On one H200, 16 heads of 72 in bf16, cuDNN took 55 instead of 82 microseconds for
-1764 tokens, 180 instead of 264 for 3136 and 670 instead of 1163 for 7056 (benchmarks/attention.py).
+by one, as dense batches. On one H200, 16 heads of 72 in bf16, cuDNN took 123 instead of 179 microseconds for
+2304 tokens, 213 instead of 283 for 3136 and 707 instead of 1077 for 7056 (benchmarks/attention.py).
 """
 
 from __future__ import annotations

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 import weakref
 from collections import Counter
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +32,7 @@ from fxsplit_encoder.capture.segments import fits, full_cu_seqlens
 from fxsplit_encoder.compile import Frame, HostOp
 from fxsplit_encoder.compile.program import Ref, resolve
 from fxsplit_encoder.compile.sizes import Size
+from fxsplit_encoder.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -149,7 +152,7 @@ class BudgetDispatcher:
         return self._smallest(frame, tokens, roomy, rows_per_token)
 
     def _smallest(
-        self, frame: Frame, tokens: int, budgets: Sequence[int], rows_per_token: int
+        self, frame: Frame, tokens: int, budgets: Sequence[int], rows_per_token: int | Fraction
     ) -> tuple[CapturedForward | None, MissReason | None]:
         """The capture of the smallest of the budgets with room for the tokens that can serve the call."""
         ladder = self._ladder(frame, rows_per_token)
@@ -164,9 +167,10 @@ class BudgetDispatcher:
                 return None, MissReason.EXACT_IS_FASTER
         return None, reason
 
-    def _budgets(self, frame: Frame) -> tuple[list[int], int]:
+    def _budgets(self, frame: Frame) -> tuple[list[int], int | Fraction]:
         """The budgets, and how many rows of the token dimension one token of a budget stands for."""
-        rows_per_token, (low, high) = 1, _UNKNOWN_RANGE
+        rows_per_token: int | Fraction = 1
+        low, high = _UNKNOWN_RANGE
         for step in self.program.host_steps:
             assert isinstance(step.call, HostOp)
             args = [resolve(a, frame) for a in step.args]
@@ -175,10 +179,16 @@ class BudgetDispatcher:
             if step.call.segment_factors is not None:
                 factors = step.call.segment_factors(*args)
                 self._segment_factors = dict(zip(step.outputs, factors, strict=True))
-        return list(self.config.token_budgets) or generate_budgets(low, high), rows_per_token
+        budgets = list(self.config.token_budgets) or generate_budgets(low, high)
+        if budgets[0] * rows_per_token < 1:
+            raise ConfigError(
+                f"token_budgets: {budgets[0]} has no room for an image; allowed: at least "
+                f"{math.ceil(1 / rows_per_token)} output tokens"
+            )
+        return budgets, rows_per_token
 
-    def _segments_fit(self, frame: Frame, tokens: int, budget: int, rows_per_token: int) -> bool:
-        rows = budget * rows_per_token
+    def _segments_fit(self, frame: Frame, tokens: int, budget: int, rows_per_token: int | Fraction) -> bool:
+        rows = int(budget * rows_per_token)
         return all(
             fits(
                 frame.slots[entry.slot].shape[0] - 1, tokens, self._segment_entries(entry.slot, budget), rows
@@ -198,7 +208,7 @@ class BudgetDispatcher:
         most = self.config.max_items_per_batch if factor == 1 else 0
         return factor * segment_capacity(budget, most or budget) + 1
 
-    def _may_pad(self, frame: Frame, budgets: Sequence[int], rows_per_token: int) -> bool:
+    def _may_pad(self, frame: Frame, budgets: Sequence[int], rows_per_token: int | Fraction) -> bool:
         """Whether padding is proved, or harmless by the probe, which runs once, below some budget."""
         if self._padding_allowed or self.padding_refusal is not None:
             return self._padding_allowed
@@ -207,7 +217,7 @@ class BudgetDispatcher:
             return False
         tokens = self.program.tokens(frame)
         assert tokens is not None
-        above = next((b * rows_per_token for b in budgets if b * rows_per_token > tokens), None)
+        above = next((int(b * rows_per_token) for b in budgets if int(b * rows_per_token) > tokens), None)
         if above is None:
             return False
         self.padding_refusal = probe_padding(self.program, frame, above)
@@ -218,7 +228,7 @@ class BudgetDispatcher:
 
     # --- capture and replay
 
-    def _ladder(self, frame: Frame, rows_per_token: int) -> BudgetLadder:
+    def _ladder(self, frame: Frame, rows_per_token: int | Fraction) -> BudgetLadder:
         """Sizes other than the token count are part of a capture's shape, so they select the ladder."""
         key = tuple(frame.symbols[symbol] for symbol in self.program.region_symbols)
         if key not in self._ladders:
@@ -233,9 +243,9 @@ class BudgetDispatcher:
             self._ladders[key] = BudgetLadder(request, self.config.mode, self.pool)
         return self._ladders[key]
 
-    def _request(self, template: Frame, budget: int, rows_per_token: int) -> CaptureRequest:
+    def _request(self, template: Frame, budget: int, rows_per_token: int | Fraction) -> CaptureRequest:
         program = self.program
-        rows = budget * rows_per_token
+        rows = int(budget * rows_per_token)
         static = Frame(list(template.slots), padded_symbols(program, template, rows))
         buffers: dict[int, StaticBuffer] = {}
         for entry in program.region_inputs:

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 # An image or frame of a served model seldom has fewer output tokens (224 x 224 pixels in Qwen3-VL have 49).
-# Every segment of a capture costs thread blocks of attention, used or not: with 4 empty segments beside one
-# real one FlashAttention 2 took 48.7 instead of 32.4 microseconds at 1024 tokens, with 64 of them 61.0 (one
-# H200, 16 heads of 72).
+# Every segment of a capture costs thread blocks of attention, used or not: with 8 empty segments beside one
+# real one FlashAttention 2 took 66 instead of 49 microseconds at 1024 tokens (one H200, 16 heads of 72,
+# benchmarks/attention.py).
 _TYPICAL_SEGMENT_TOKENS = 32
 _MIN_SEGMENTS = 8
 

@@ -88,7 +88,7 @@ class _Builder:
         token_symbol = self._token_symbol()
         region_start = max((i + 1 for i, step in enumerate(steps) if step.kind == "host"), default=0)
         region_inputs = self._region_inputs(region_start, token_symbol)
-        accepts = _accepts(self.graph_inputs)
+        report = self._prove(region_start, region_inputs, token_symbol, _accepts(self.graph_inputs))
         return Program(
             steps=tuple(steps),
             num_inputs=len(self.graph_inputs),
@@ -107,8 +107,8 @@ class _Builder:
             region_inputs=region_inputs,
             region_symbols=self._region_symbols(region_start, region_inputs, token_symbol),
             device=device,
-            padding=self._prove(region_start, region_inputs, token_symbol, accepts),
-            accepts=accepts,
+            padding=report,
+            accepts=_accepts(self.graph_inputs, token_symbol if report.proved else None),
         )
 
     def _slot(self, node: fx.Node) -> int:
@@ -328,14 +328,22 @@ def _attribute(module: fx.GraphModule, node: fx.Node) -> torch.Tensor:
     return value
 
 
-def _accepts(placeholders: Sequence[fx.Node]) -> Callable[[SymbolValues], bool]:
-    """Checks the guards on symbols: Dynamo does so on its own path, which ours bypasses."""
+def _accepts(
+    placeholders: Sequence[fx.Node], independent: str | None = None
+) -> Callable[[SymbolValues], bool]:
+    """Checks the guards on symbols: Dynamo does so on its own path, which ours bypasses.
+
+    Dynamo lets symbols begin at 2. One that counts independent rows may be 1: a run of one row is the first
+    row of a run of two.
+    """
     shape_env = next(
         (n.meta["val"].fake_mode.shape_env for n in placeholders if hasattr(n.meta["val"], "fake_mode")), None
     )
     if shape_env is None:
         return lambda values: True
     bounds = {str(symbol): (bound.lower, bound.upper) for symbol, bound in shape_env.var_to_range.items()}
+    if independent in bounds and bounds[independent][0] == 2:
+        bounds[independent] = (1, bounds[independent][1])
     conditions = [Size(g.expr) for g in shape_env.guards if not g.expr.is_Boolean or g.expr.free_symbols]
 
     def accepts(values: SymbolValues) -> bool:

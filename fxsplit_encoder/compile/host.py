@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -23,8 +24,10 @@ class HostOp:
     """The op's work with exact, unpadded outputs, on the CPU. The op's own kernel may pad them to what its
     fake declares.
     """
-    rows_per_output_token: Callable[..., int]
-    """Tokens (rows) merged into one output token, from the op's arguments: what converts budgets to rows."""
+    rows_per_output_token: Callable[..., int | Fraction]
+    """Tokens (rows) merged into one output token, from the op's arguments: what converts budgets to rows. A
+    fraction where a row gives several output tokens.
+    """
     budget_range: Callable[..., tuple[int, int]]
     """The tower's range of budgets in output tokens, from the op's arguments."""
     segment_factors: Callable[..., Sequence[int]] | None = None

@@ -112,12 +112,19 @@ def compile_inductor(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[
     Inductor gets the piece under a tracing context of its own: the surrounding one belongs to the whole
     graph.
     """
+    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.utils import BoxedBool
 
     fake_mode = next(value.fake_mode for value in inputs if hasattr(value, "fake_mode"))
     decomposed = _decompose(module, inputs)
-    with torch._guards.tracing(torch._guards.TracingContext(fake_mode)), fake_mode_context(fake_mode):
+    # On CUDA Inductor keeps convolutions of symbolic sizes as they are. On a CPU it makes them channels-last,
+    # and where the batch is unbacked it then expects other strides than the kernel returns.
+    with (
+        torch._guards.tracing(torch._guards.TracingContext(fake_mode)),
+        fake_mode_context(fake_mode),
+        config.patch(layout_optimization=False),
+    ):
         compiled: Any = compile_fx_inner(
             decomposed, list(inputs), is_inference=True, cudagraphs=BoxedBool(False)
         )

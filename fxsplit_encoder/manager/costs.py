@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from bisect import bisect_left
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
@@ -180,8 +181,10 @@ class PathTable:
         """The cost of a batch without a replay, and whether it is the eager forward that costs it."""
         if tokens <= self.largest:
             return self._fallbacks.item(tokens), self._eager_is_cheaper.item(tokens)
-        exact, eager = self._fallbacks_at(np.array([tokens]))
-        return min(exact.item(), eager.item()), eager.item() < exact.item()
+        if not self.predicts_fallbacks:
+            return _UNMEASURED_FALLBACK * (tokens + 1), False
+        exact, eager = (_at(points, tokens) for points in (self.route.exact, self.route.eager))
+        return min(exact, eager), eager < exact
 
     @property
     def predicts_fallbacks(self) -> bool:
@@ -293,3 +296,17 @@ def _interpolate(points: Points, tokens: NDArray[np.int64]) -> NDArray[np.float6
     inside: NDArray[np.float64] = np.interp(tokens, counts, times)
     beyond: NDArray[np.float64] = slope * np.maximum(tokens - counts[-1], 0)
     return inside + beyond
+
+
+def _at(points: Points, tokens: int) -> float:
+    """`_interpolate` for a single count; arrays cost ten times as much."""
+    if not points:
+        return math.inf
+    position = bisect_left(points, (tokens,))
+    if position == 0:
+        return points[0][1]
+    if position == len(points) and len(points) == 1:
+        return points[0][1] / points[0][0] * tokens
+    end = min(position, len(points) - 1)
+    (start, first), (stop, second) = points[end - 1], points[end]
+    return first + (second - first) * (tokens - start) / (stop - start)

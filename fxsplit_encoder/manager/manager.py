@@ -165,6 +165,10 @@ class EncoderCudaGraphManager:
             planned = self.planned_captures()
             logger.info("%s", planned)
             self.compile()
+            for capture in planned.captures:
+                if capture.pruned is not None:
+                    path = self.routes[capture.key.path, capture.key.axis_keys]
+                    path.note(f"{path.label}: budget {capture.key.budget} is not captured: {capture.pruned}")
             wanted = [capture.key for capture in planned.captures if capture.pruned is None]
             self._capture(wanted, progress)
             self._captured = True

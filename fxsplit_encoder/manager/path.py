@@ -113,7 +113,7 @@ class EncoderPath:
             return
         self._compiled = True
         try:
-            inputs = self._first_values(sorted(self.budgets, key=lambda budget: abs(budget - _TRACED_TOKENS)))
+            inputs = self._traced_values()
         except InputError as error:
             self.note(f"{self.label}: not compiled: {error}")
             return
@@ -127,6 +127,14 @@ class EncoderPath:
             self._bind(program)
         except CompileError as error:
             self.note(f"{self.label}: captured without compiling: {error}")
+
+    def _traced_values(self) -> dict[str, Tensor]:
+        """Inputs of a moderate size, with two tiles rather than one: a trace makes a size of 1 a constant."""
+        budgets = sorted(self.budgets, key=lambda budget: abs(budget - _TRACED_TOKENS))
+        inputs = self._first_values(budgets)
+        if any(tensor.dim() > 0 and tensor.shape[0] == 1 for tensor in inputs.values()):
+            return self._first_values([2 * budget for budget in budgets])
+        return inputs
 
     def _bind(self, program: BoundProgram) -> None:
         self.program = program

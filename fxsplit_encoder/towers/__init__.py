@@ -1,5 +1,6 @@
 """Adapters: one file a model family, between a Hugging Face tower and the manager's protocol."""
 
+from fxsplit_encoder.towers.generic import DenseTowerSpec
 from fxsplit_encoder.towers.registry import supported_towers, wrap
 
-__all__ = ["supported_towers", "wrap"]
+__all__ = ["DenseTowerSpec", "supported_towers", "wrap"]

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import itertools
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import nn
 
 from fxsplit_encoder.attention.hugging_face import use_varlen_attention
 from fxsplit_encoder.capture.segments import cover_pad_rows, full_cu_seqlens, segment_capacity
@@ -21,9 +20,9 @@ from fxsplit_encoder.manager.protocol import (
     EncoderCudaGraphConfig,
     EncoderCudaGraphReplayBuffers,
     EncoderItemSpec,
-    scatter_output_slices,
 )
 from fxsplit_encoder.towers import grid as grids_of
+from fxsplit_encoder.towers.base import WrappedTower
 from fxsplit_encoder.towers.device_metadata import DeviceMetadata
 from fxsplit_encoder.towers.metadata_op import register_tower, vision_metadata
 from fxsplit_encoder.towers.rows import one_or_several, rows_of
@@ -31,7 +30,7 @@ from fxsplit_encoder.towers.rows import one_or_several, rows_of
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
 
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from fxsplit_encoder.towers.grid import Grid
 
@@ -43,7 +42,7 @@ _PRECOMPUTED = (
 _EMBEDDINGS = ("image_embeds", "video_embeds")
 
 
-class PackedTower(nn.Module):
+class PackedTower(WrappedTower):
     """A Hugging Face tower behind the manager's protocol, and still a module with the tower's own forward.
 
     An adapter gives `metadata_columns`, `metadata` and the numbers below; one whose tower attends over other
@@ -51,7 +50,6 @@ class PackedTower(nn.Module):
     `segment_inputs` and `segment_lengths`, or a `core` of its own.
     """
 
-    supports_encoder_cudagraph: ClassVar[Literal[True]] = True
     metadata_columns: ClassVar[dict[str, tuple[int, torch.dtype]]]
     """Name, columns and dtype of every per-patch metadata tensor; 0 columns: a vector, (patches,)."""
     segment_inputs: ClassVar[dict[str, int]] = {"cu_seqlens": 1}
@@ -82,13 +80,11 @@ class PackedTower(nn.Module):
     def __init__(
         self, tower: nn.Module, *, merge_size: int, patch_features: int, out_hidden_size: int
     ) -> None:
-        super().__init__()
-        self.tower = tower
+        super().__init__(tower)
         self.merge_size = merge_size
         self.rows_per_token: int = merge_size**2
         self.patch_features = patch_features
         self.out_hidden_size = out_hidden_size
-        self._first_parameters, self._first_name = _first_parameter(tower)
         self._device_metadata = DeviceMetadata()
         use_varlen_attention(tower)
         self.registered_name = register_tower(self)
@@ -143,15 +139,6 @@ class PackedTower(nn.Module):
         metadata = dict(zip(self.metadata_names, values, strict=True))
         return self.core(hidden_states, metadata.pop("cu_seqlens"), metadata, **kwargs)
 
-    def __getattr__(self, name: str) -> Any:
-        """What the model around a tower asks of it (`config`, `spatial_merge_size`) is the tower's."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "tower":
-                raise
-            return getattr(self.tower, name)
-
     @property
     def metadata_names(self) -> list[str]:
         """The names of all host metadata: per patch, then cumulative lengths."""
@@ -172,17 +159,6 @@ class PackedTower(nn.Module):
         rows = self.min_item_tokens * self.rows_per_token
         patches = torch.randn(rows, self.patch_features, device=self.device, dtype=self.dtype)
         return patches, torch.tensor([[1, self.merge_size, rows // self.merge_size]])
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the tower's parameters."""
-        # Walking the modules to the first parameter takes ten microseconds, so its place is kept.
-        return self._first_parameters[self._first_name].device  # type: ignore[union-attr]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the tower's parameters."""
-        return next(self.tower.parameters()).dtype
 
     # --- the manager's protocol
 
@@ -270,8 +246,7 @@ class PackedTower(nn.Module):
         """Tensors that fill a budget, with contents that the forward can run on."""
         rows = token_budget * self.rows_per_token
         dummy: list[Grid] = [(1, self.merge_size, rows // self.merge_size)]
-        pixels = torch.randn(rows, self.patch_features, device=device, dtype=dtype)
-        values = {"pixel_values": pixels, **self.metadata(dummy)}
+        values = self.metadata(dummy)
         # Only the number of frames has a limit in `max_batch_size` and `max_frames_per_batch`.
         only_frames = max(self.segment_inputs.values()) == 1
         most = max_batch_size + max_frames_per_batch if only_frames else token_budget
@@ -279,7 +254,10 @@ class PackedTower(nn.Module):
         for name, factor in self.segment_inputs.items():
             room = factor * (segments + 1)
             values[name] = full_cu_seqlens(room, rows, 1 if factor == 1 else room)
-        return EncoderCudaGraphCaptureInputs({n: value.to(device=device) for n, value in values.items()})
+        pixels = torch.randn(rows, self.patch_features, device=device, dtype=dtype)
+        # Copies: replays write to these tensors, and metadata may be what a cache of frames holds.
+        moved = {name: value.to(device=device, copy=True) for name, value in values.items()}
+        return EncoderCudaGraphCaptureInputs({"pixel_values": pixels, **moved})
 
     def prepare_encoder_cudagraph_replay_buffers(
         self, mm_kwargs: dict[str, Any], max_batch_size: int, max_frames_per_batch: int, path: str = "default"
@@ -311,18 +289,6 @@ class PackedTower(nn.Module):
             if value is not None
         }
         return self.encoder_cudagraph_forward(inputs)
-
-    def postprocess_encoder_output(
-        self,
-        outputs: dict[str, Tensor],
-        indices: list[int],
-        per_item_out_tokens: list[int],
-        dest: dict[int, Tensor] | list[Tensor | None],
-        clone: bool = False,
-        batch_mm_kwargs: dict[str, Any] | None = None,
-    ) -> None:
-        """Hands every item its rows of the output."""
-        scatter_output_slices(outputs["default"], indices, per_item_out_tokens, dest, clone)
 
     # --- inputs
 
@@ -365,15 +331,6 @@ class PackedTower(nn.Module):
                 raise InputError(f"{key}: {grid_key} describes {expected} patches; got {rows} rows")
             parts += given
         return parts or [torch.zeros(0, self.patch_features)]
-
-
-def _first_parameter(module: nn.Module) -> tuple[dict[str, nn.Parameter | None], str]:
-    """Where the first parameter of a module is: the dictionary that holds it, and its key there."""
-    for submodule in module.modules():
-        for name, parameter in submodule._parameters.items():
-            if parameter is not None:
-                return submodule._parameters, name
-    raise InputError(f"{type(module).__name__} has no parameters; expected a vision tower")
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

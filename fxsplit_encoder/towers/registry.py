@@ -10,21 +10,32 @@ from fxsplit_encoder.errors import MissingExtraError, UnsupportedTowerError
 if TYPE_CHECKING:
     from torch import nn
 
+    from fxsplit_encoder.towers.dense import DenseTower
+    from fxsplit_encoder.towers.generic import DenseTowerSpec
     from fxsplit_encoder.towers.packed import PackedTower
+    from fxsplit_encoder.towers.tiled import TiledTower
 
 # Class name of the tower -> module and class of its adapter. By name, so that no model family is imported
 # before it is used.
 _ADAPTERS = {
+    "DeepseekOcrVisionModel": ("deepseek_ocr", "DeepseekOcrTower"),
     "Glm4vMoeVisionModel": ("glm4v", "Glm4vTower"),
     "Glm4vVisionModel": ("glm4v", "Glm4vTower"),
+    "InternVLForConditionalGeneration": ("internvl", "InternVLTower"),
+    "InternVLModel": ("internvl", "InternVLTower"),
+    "KimiVLVisionModel": ("kimi_vl", "KimiVLTower"),
+    "Kimi_K25VisionModel": ("kimi_k25", "KimiK25Tower"),
+    "Llama4ForConditionalGeneration": ("llama4", "Llama4Tower"),
+    "Llama4VisionModel": ("llama4", "Llama4Tower"),
     "Qwen2VisionTransformerPretrainedModel": ("qwen2_vl", "Qwen2VLTower"),
     "Qwen2_5_VisionTransformerPretrainedModel": ("qwen2_5_vl", "Qwen25VLTower"),
     "Qwen3_5MoeVisionModel": ("qwen3_5", "Qwen35Tower"),
     "Qwen3_5VisionModel": ("qwen3_5", "Qwen35Tower"),
-    "KimiVLVisionModel": ("kimi_vl", "KimiVLTower"),
-    "Kimi_K25VisionModel": ("kimi_k25", "KimiK25Tower"),
     "Qwen3VLMoeVisionModel": ("qwen3_vl", "Qwen3VLTower"),
     "Qwen3VLVisionModel": ("qwen3_vl", "Qwen3VLTower"),
+    "Step3VisionModel": ("step3_vl", "Step3VLTower"),
+    "Step3p7Model": ("step3p7", "Step3p7Tower"),
+    "Step3p7VisionModel": ("step3p7", "Step3p7Tower"),
 }
 
 
@@ -33,21 +44,31 @@ def supported_towers() -> list[str]:
     return sorted(_ADAPTERS)
 
 
-def wrap(tower: nn.Module) -> PackedTower:
-    """Adapts a Hugging Face vision tower to the manager's protocol.
+def wrap(tower: nn.Module, spec: DenseTowerSpec | None = None) -> PackedTower | DenseTower | TiledTower:
+    """Adapts a vision tower to the manager's protocol.
 
-    The result is a module with the tower's own forward. The tower itself is used, not copied; its attention
-    layers now call `fxsplit::varlen_attention`.
+    The result is a module with the tower's own forward. The tower itself is used, not copied; the attention
+    layers of a packed tower now call `fxsplit::varlen_attention`, those of a dense one torch's
+    `scaled_dot_product_attention`.
+
+    Args:
+        tower: a tower that `supported_towers` names; where the connector belongs to the model, the model.
+        spec: declares any other module that encodes a batch of images of one size.
 
     Raises:
         UnsupportedTowerError: no adapter knows this class.
         MissingExtraError: transformers is not installed.
     """
+    if spec is not None:
+        from fxsplit_encoder.towers.generic import GenericTower
+
+        return GenericTower(tower, spec)
     name = next((c.__name__ for c in type(tower).__mro__ if c.__name__ in _ADAPTERS), None)
     if name is None:
         raise UnsupportedTowerError(
             f"wrap: no adapter for {type(tower).__name__}; expected one of {', '.join(supported_towers())} "
-            "(pass the vision tower itself, such as model.visual). torch.compile(module, "
+            "(pass the vision tower itself, such as model.visual). Declare a module that encodes a batch of "
+            "images of one size by wrap(module, DenseTowerSpec(...)); torch.compile(module, "
             "backend='encoder_cg') works without an adapter"
         )
     module_name, class_name = _ADAPTERS[name]
@@ -57,5 +78,5 @@ def wrap(tower: nn.Module) -> PackedTower:
         if error.name != "transformers":
             raise
         raise MissingExtraError("wrap", "hf") from error
-    adapter: PackedTower = getattr(module, class_name)(tower)
+    adapter: PackedTower | DenseTower | TiledTower = getattr(module, class_name)(tower)
     return adapter

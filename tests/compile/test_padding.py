@@ -67,6 +67,14 @@ PROVED: dict[str, Forward] = {
     "features reversed": lambda y, i: y.view(-1, 2, 4).flip(-1, 1),
     "one feature": lambda y, i: y[:, 3],
     "stack before the tokens": lambda y, i: torch.stack((y, i["x"])).sum(0),
+    "a class token": lambda y, i: torch.cat(
+        (BIAS.expand(y.shape[0], 1, WIDTH), y.view(-1, 1, WIDTH) * 2), dim=1
+    ),
+    "a shared row repeated": lambda y, i: y + BIAS.repeat(y.shape[0], 1),
+    "shared rows repeated in turn": lambda y, i: y + WEIGHT[:4].repeat(y.shape[0] // 4, 1),
+    "features repeated": lambda y, i: y.repeat(1, 3),
+    "a new dimension repeated": lambda y, i: y.repeat(2, 1, 1).sum(0),
+    "unfolded patches": lambda y, i: F.unfold(y.view(-1, 2, 2, 2), 2) * 2,
     "expand of features": lambda y, i: y[:, None, :].expand(-1, 3, -1) * 2,
     "features padded": lambda y, i: F.pad(y, (1, 2)),
     "features convolved": lambda y, i: F.conv1d(y.view(-1, 2, 4), KERNEL_1D, padding=1),
@@ -109,6 +117,15 @@ REFUSED: dict[str, tuple[Forward, str]] = {
     "normalize over tokens": (lambda y, i: F.normalize(y, dim=0), "reduces over tokens"),
     "appending rows": (lambda y, i: torch.cat((y, y)), "appends along the token dimension"),
     "prepending a row": (lambda y, i: torch.cat((BIAS[None], y)), "appends along the token dimension"),
+    "rows repeated": (lambda y, i: y.repeat(2, 1), "repeats the token dimension"),
+    "rows repeated by their count": (
+        lambda y, i: y.repeat(1, y.shape[0]).sum(1),
+        "changes with the padding too",
+    ),
+    "unfolding over tokens": (
+        lambda y, i: F.unfold(y[None, None], (2, 1)),
+        "along the token dimension",
+    ),
     "cutting the first row off": (lambda y, i: y[1:], "cuts the token dimension"),
     "cutting the last row off": (lambda y, i: y[:-1], "cuts the token dimension"),
     "every other row": (lambda y, i: y[::2], "cuts the token dimension"),
@@ -396,6 +413,11 @@ _UNARY: dict[str, Callable[[Tensor, int, int], Tensor]] = {
     "half": lambda x, a, b: x.chunk(2, a)[b % 2],
     "pad": lambda x, a, b: F.pad(x, [0, 0] * a + [b, 1]),
     "gelu": lambda x, a, b: F.gelu(x),
+    "repeat": lambda x, a, b: x.repeat([2 if d == a else 1 for d in range(x.dim())]),
+    "shared repeat": lambda x, a, b: x + torch.ones(x.shape[b]).repeat(x.shape[a], 1),
+    "class token": lambda x, a, b: torch.cat(
+        (torch.ones(x.shape[-1]).expand(*x.shape[:a], 1, *x.shape[a + 1 : -1], x.shape[-1]), x), a
+    ),
     "sort": lambda x, a, b: x.sort(a)[0],
     "tril": lambda x, a, b: x.tril(),
     "gram": lambda x, a, b: x @ x.transpose(-1, -2),

@@ -126,15 +126,14 @@ def test_only_token_counts_that_the_trace_holds_for_are_accepted(
     assert bound.program.accepts({bound.program.token_symbol: tokens}) is accepted
 
 
-def test_sizes_that_the_trace_takes_to_exceed_one_do(trace: Any) -> None:
-    program = trace(lambda y, i: y).program
-    assert [program.accepts({program.token_symbol: n}) for n in (0, 1, 2, 3, 1000)] == [
-        False,
-        False,
-        True,
-        True,
-        True,
-    ]
+@pytest.mark.parametrize("independent", [False, True])
+def test_sizes_that_the_trace_takes_to_exceed_one_do_unless_rows_are_independent(
+    independent: bool, trace: Any
+) -> None:
+    program = trace((lambda y, i: y) if independent else (lambda y, i: y - y.mean(0))).program
+    assert program.padding.proved is independent
+    accepted = [program.accepts({program.token_symbol: n}) for n in (0, 1, 2, 3, 1000)]
+    assert accepted == [False, independent, True, True, True]
 
 
 def test_pieces_decomposed_for_inductor_give_the_same(tower: Any, wrapped: Any) -> None:

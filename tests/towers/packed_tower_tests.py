@@ -307,6 +307,21 @@ class PackedTowerTests:
             if name != "pixel_values":
                 assert value.dtype == captured[name].dtype
 
+    def test_a_capture_owns_its_inputs(self, towers: Towers) -> None:
+        """A replay writes to them; metadata of the same size, which are cached, must not change with them."""
+        wrapped = towers.wrapped
+        first, second = (
+            wrapped.prepare_encoder_cudagraph_capture_inputs(16, 4, 8, CPU, torch.float32).values
+            for _ in range(2)
+        )
+        expected = {name: value.clone() for name, value in second.items()}
+        for value in first.values():
+            value.fill_(99)
+        again = wrapped.prepare_encoder_cudagraph_capture_inputs(16, 4, 8, CPU, torch.float32).values
+        for name in self.metadata:
+            assert torch.equal(second[name], expected[name])
+            assert torch.equal(again[name], expected[name])
+
     @torch.no_grad()
     def test_pad_rows_do_not_change_the_real_ones(self, towers: Towers) -> None:
         """The forward on padded buffers, filled as the protocol says, without any compiler."""

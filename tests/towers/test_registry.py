@@ -15,16 +15,24 @@ from fxsplit_encoder.towers import registry
 
 def test_supported_towers_are_named() -> None:
     assert fx.supported_towers() == [
+        "DeepseekOcrVisionModel",
         "Glm4vMoeVisionModel",
         "Glm4vVisionModel",
+        "InternVLForConditionalGeneration",
+        "InternVLModel",
         "KimiVLVisionModel",
         "Kimi_K25VisionModel",
+        "Llama4ForConditionalGeneration",
+        "Llama4VisionModel",
         "Qwen2VisionTransformerPretrainedModel",
         "Qwen2_5_VisionTransformerPretrainedModel",
         "Qwen3VLMoeVisionModel",
         "Qwen3VLVisionModel",
         "Qwen3_5MoeVisionModel",
         "Qwen3_5VisionModel",
+        "Step3VisionModel",
+        "Step3p7Model",
+        "Step3p7VisionModel",
     ]
 
 
@@ -34,6 +42,7 @@ def test_an_unknown_tower_is_refused_with_a_way_out() -> None:
     ) as caught:
         fx.wrap(nn.Linear(2, 2))
     assert "torch.compile(module, backend='encoder_cg')" in str(caught.value)
+    assert "wrap(module, DenseTowerSpec(...))" in str(caught.value)
     assert isinstance(caught.value, TypeError)
 
 

@@ -29,6 +29,7 @@ from torch import fx
 from fxsplit_encoder.compile.padding.rules import (
     ATTENTIONS,
     CONSTRUCTORS,
+    COPIES,
     DENSE_ATTENTIONS,
     LOOKUPS,
     MOVERS,
@@ -165,7 +166,7 @@ class Analysis:
             raise NotProvedError(f"{name} reads the segments' cumulative lengths; only attention may")
         if name not in SIZED and self.reads_token_count(node):
             raise NotProvedError(f"{name} computes with the token count or the number of segments")
-        if not any(isinstance(s, Rows | list) for s in inputs) and name not in CONSTRUCTORS:
+        if not any(isinstance(s, Rows | list) for s in inputs) and name not in CONSTRUCTORS | COPIES:
             return SHARED
         rule = RULES.get(name) or (pointwise if is_pointwise(node) else None)
         if rule is None:

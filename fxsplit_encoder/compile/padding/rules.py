@@ -81,7 +81,27 @@ def _squeeze(view: NodeView) -> State:
 
 
 def _expand(view: NodeView) -> State:
+    if view.state(view.arg(0)) is SHARED:
+        return _copies(view)
     return Rows(view.rows() + view.output().dim() - view.rank())
+
+
+def _repeat(view: NodeView) -> State:
+    if view.state(view.arg(0)) is SHARED:
+        return _copies(view)
+    counts = view.arg(1)
+    dim = view.rows() + len(counts) - view.rank()
+    if counts[dim] != 1:
+        raise view.fail("repeats the token dimension")
+    return Rows(dim)
+
+
+def _copies(view: NodeView) -> State:
+    """What the tokens do not change, once a token (a class token) or once in all: more copies begin with
+    fewer.
+    """
+    varying = [dim for dim, size in enumerate(shape_exprs(view.output())) if view.analysis.varies(size)]
+    return Rows(varying[0]) if varying else SHARED
 
 
 def _same(view: NodeView) -> State:
@@ -334,10 +354,12 @@ CONSTRUCTORS = frozenset(
         "scalar_tensor",
     )
 )
+# These make rows out of what has none.
+COPIES = frozenset(("expand", "repeat"))
 _RESHAPES = ("view", "_unsafe_view", "reshape", "flatten", "unflatten")
 # These take sizes, which may follow the token count: their rules and the sizes of their results are what
 # decides.
-SIZED = frozenset((*CONSTRUCTORS, *_RESHAPES, "expand", "native_group_norm", "varlen_attention"))
+SIZED = frozenset((*CONSTRUCTORS, *COPIES, *_RESHAPES, "native_group_norm", "varlen_attention"))
 # These look something up by index, and these only move values about or repeat them.
 _PERMUTE = "fxsplit::permute_rows"
 _SCATTERS = ("index_put", "index_add", "scatter")
@@ -355,6 +377,7 @@ def _table() -> dict[str, Callable[[NodeView], State]]:
         (_unsqueeze, ("unsqueeze",)),
         (_squeeze, ("squeeze",)),
         (_expand, ("expand",)),
+        (_repeat, ("repeat",)),
         (
             _same,
             ("alias", "clone", "contiguous", "detach", "_to_copy", "to", "lift_fresh_copy", "zeros_like"),
@@ -373,7 +396,7 @@ def _table() -> dict[str, Callable[[NodeView], State]]:
             _batched,
             ("_adaptive_avg_pool2d", "upsample_bicubic2d", "upsample_bilinear2d", "upsample_nearest2d"),
         ),
-        (_batched, ("_upsample_bicubic2d_aa", "_upsample_bilinear2d_aa", "native_group_norm")),
+        (_batched, ("_upsample_bicubic2d_aa", "_upsample_bilinear2d_aa", "native_group_norm", "im2col")),
         (_normalise_trailing, ("native_layer_norm", "layer_norm", "_fused_rms_norm", "rms_norm")),
         (_flip, ("flip",)),
         (_along_dim, ("_softmax", "_log_softmax", "softmax", "cumsum", "cumprod")),

@@ -1,1 +1,1 @@
-"""Vision towers that transformers does not have."""
+"""Vision towers that transformers lacks: modules of our own, with the names of published checkpoints."""

@@ -1,0 +1,89 @@
+"""DeepSeek-OCR: pages seen as a whole and, if they are large, as a grid of crops."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+
+from fxsplit_encoder.towers.tiled import CropGrid, TiledTower, View, read_counts
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fxsplit_encoder.towers.models.deepseek_encoder import DeepseekOcrConfig, DeepseekOcrVisionModel
+
+
+class DeepseekOcrTower(TiledTower):
+    """Wraps `DeepseekOcrVisionModel`.
+
+    `mm_kwargs`: `pixel_values` (images, 3, base_size, base_size); `images_spatial_crop` (images, 2), the
+    columns and rows of crops of every image, (1, 1) for an image without crops; `images_crop` (crops, 3,
+    image_size, image_size), the crops of all images, each image's row by row.
+
+    With s = base_size / 64 and c = image_size / 64 an image's embedding is: its crops' features as one grid
+    of (c rows) x (c columns) positions with a newline after every row; the whole image's s x s features with
+    a newline after every row; the view separator. That is (c rows)(c columns + 1) + s (s + 1) + 1 rows, of
+    which the first term is missing without crops.
+    """
+
+    def __init__(self, tower: DeepseekOcrVisionModel) -> None:
+        config = tower.config
+        self.crop_side = config.image_size // config.pixels_per_feature
+        side = config.base_size // config.pixels_per_feature
+        super().__init__(
+            tower,
+            whole=_view(config, "pixel_values", config.base_size, side * (side + 1)),
+            crop=_view(config, "images_crop", config.image_size, self.crop_side**2),
+            out_hidden_size=config.out_hidden_size,
+        )
+
+    def crop_grids(self, mm_kwargs: dict[str, Any]) -> list[CropGrid]:
+        """The crops of every image; a single one is the image itself, and is not encoded."""
+        crops = mm_kwargs.get("images_spatial_crop")
+        if crops is None:
+            return []
+        return [
+            (columns, rows) if columns * rows > 1 else (0, 0)
+            for columns, rows in read_counts(crops, "images_spatial_crop", 2)
+        ]
+
+    def select_grids(self, mm_kwargs: dict[str, Any], indices: list[int]) -> dict[str, Any]:
+        """`images_spatial_crop` of some images."""
+        crops = read_counts(mm_kwargs["images_spatial_crop"], "images_spatial_crop", 2)
+        return {"images_spatial_crop": [crops[i] for i in indices]}
+
+    def num_tokens(self, crops: CropGrid) -> int:
+        """Rows of an image's embedding, newlines and separator included."""
+        columns, rows = (self.crop_side * n for n in crops)
+        newlines_and_crops = rows * (columns + 1)
+        return newlines_and_crops + self.views["global"].tokens + 1
+
+    def encode(self, tiles: Tensor, path: str) -> Tensor:
+        """The features of tiles; those of whole images with their newlines."""
+        features_NSC = self.tower(tiles)
+        if path == "local":
+            return features_NSC.flatten(0, 1)  # type: ignore[no-any-return]
+        side = tiles.shape[-1] // self.tower.config.pixels_per_feature
+        grid_NHWC = F.pad(features_NSC.unflatten(1, (side, side)), (0, 0, 0, 1))
+        # Added to zeros: a newline that were joined on would have to be repeated for every tile first.
+        newlines_HWC = F.pad(self.tower.image_newline.expand(side, 1, -1), (0, 0, side, 0))
+        return (grid_NHWC + newlines_HWC).flatten(0, 2)
+
+    def assemble(self, whole: Tensor, tiles: Tensor, crops: CropGrid) -> Tensor:
+        """Crops as one grid with newlines, the whole image, the separator."""
+        separator = self.tower.view_seperator[None].to(whole.dtype)
+        if not tiles.shape[0]:
+            return torch.cat((whole, separator))
+        columns, rows = crops
+        side = self.crop_side
+        grid = (
+            tiles.view(rows, columns, side, side, -1).transpose(1, 2).reshape(rows * side, columns * side, -1)
+        )
+        newlines = self.tower.image_newline.to(whole.dtype).expand(rows * side, 1, -1)
+        return torch.cat((torch.cat((grid, newlines), dim=1).flatten(0, 1), whole, separator))
+
+
+def _view(config: DeepseekOcrConfig, input_name: str, size: int, tokens: int) -> View:
+    return View(input_name, size, (size // config.sam.patch_size) ** 2, tokens)

@@ -1,0 +1,95 @@
+"""Any dense vision tower, by a declaration instead of an adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.towers.dense import DenseTower
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class DenseTowerSpec:
+    """What `wrap(module, spec)` must know of a module that encodes a batch of images of one size.
+
+    Attention is recognised by itself: that of Hugging Face modules is set to "sdpa", and a module of another
+    origin is split where it calls `torch.nn.functional.scaled_dot_product_attention`.
+    """
+
+    image_shape: tuple[int, int, int]
+    """Channels, height and width of an image."""
+
+    tokens_per_image: int
+    """Rows of output that an image gives, without those that `rows` drops."""
+
+    hidden_size: int
+    """Columns of the output."""
+
+    output: str | Callable[[Any], torch.Tensor] = "last_hidden_state"
+    """Where the features (images, rows, hidden_size) are in what the module returns: an attribute's name, or
+    a function of it.
+    """
+
+    rows: slice = field(default_factory=lambda: slice(None))
+    """The rows of each image's features that are kept: `slice(1, None)` drops a class token."""
+
+    input_name: str = "pixel_values"
+    """The images' key in `mm_kwargs`, and the name of the module's first argument."""
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of the module's forward, such as `{"output_hidden_states": True}`."""
+
+    def __post_init__(self) -> None:
+        sizes = {
+            "image_shape": self.image_shape,
+            "tokens_per_image": self.tokens_per_image,
+            "hidden_size": self.hidden_size,
+        }
+        for name, value in sizes.items():
+            numbers = value if isinstance(value, tuple) else (value,)
+            if any(number < 1 for number in numbers) or (name == "image_shape" and len(numbers) != 3):
+                raise InputError(
+                    f"DenseTowerSpec.{name}: expected positive sizes, for an image three; got {value}"
+                )
+
+
+class GenericTower(DenseTower):
+    """Wraps a module by its `DenseTowerSpec`; called, it is that module."""
+
+    def __init__(self, tower: nn.Module, spec: DenseTowerSpec) -> None:
+        super().__init__(
+            tower,
+            tile_shape=spec.image_shape,
+            tokens_per_tile=spec.tokens_per_image,
+            out_hidden_size=spec.hidden_size,
+            input_name=spec.input_name,
+        )
+        self.spec = spec
+        _prepare_hugging_face(tower)
+
+    def call(self, tiles: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward."""
+        return self.tower(tiles, *args, **kwargs)
+
+    def features(self, tiles: Tensor) -> Tensor:
+        """The features that the spec points at."""
+        result = self.tower(tiles, **self.spec.options)
+        output = self.spec.output
+        features: Tensor = output(result) if callable(output) else getattr(result, output)
+        return features[:, self.spec.rows]
+
+
+def _prepare_hugging_face(tower: nn.Module) -> None:
+    """Chooses attention where a module is Hugging Face's; another one needs no transformers."""
+    if any(hasattr(module, "config") for module in tower.modules()):
+        from fxsplit_encoder.attention.hugging_face import install_output_hooks, use_dense_attention
+
+        use_dense_attention(tower)
+        install_output_hooks(tower)

@@ -1,0 +1,51 @@
+"""InternVL's vision tower with pixel shuffle and projector, which the model applies around it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from fxsplit_encoder.attention.hugging_face import install_output_hooks, use_dense_attention
+from fxsplit_encoder.towers.dense import DenseTower
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+class InternVLTower(DenseTower):
+    """Wraps what surrounds the language model in `InternVLModel`; called, it is `get_image_features`.
+
+    A frame of a video is a tile. An item's embedding is (256 * tiles, text hidden size) with 448 x 448 tiles.
+    """
+
+    modalities: ClassVar[tuple[str, ...]] = ("image", "video")
+
+    def __init__(self, model: nn.Module) -> None:
+        inner: Any = getattr(model, "model", model)  # of InternVLForConditionalGeneration
+        config = inner.config
+        height, width = config.vision_config.image_size
+        patch_height, patch_width = config.vision_config.patch_size
+        super().__init__(
+            inner.vision_tower,
+            tile_shape=(config.vision_config.num_channels, height, width),
+            tokens_per_tile=int(
+                (height // patch_height) * (width // patch_width) * config.downsample_ratio**2
+            ),
+            out_hidden_size=config.text_config.hidden_size,
+        )
+        self.multi_modal_projector = inner.multi_modal_projector
+        # Not a submodule: the language model's parameters are none of this module's.
+        object.__setattr__(self, "model", inner)
+        use_dense_attention(inner.vision_tower)
+        if config.vision_feature_layer != -1:
+            install_output_hooks(inner.vision_tower)
+
+    def call(self, tiles: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """`InternVLModel.get_image_features`."""
+        # By the class, so that a model whose method was replaced by this module does not call itself.
+        model: Any = self.model
+        return type(model).get_image_features(model, tiles, *args, **kwargs)
+
+    def features(self, tiles: Tensor) -> Tensor:
+        """The projected features, by the layer and the strategy that the configuration names."""
+        features: Tensor = self.call(tiles, return_dict=True).pooler_output
+        return features

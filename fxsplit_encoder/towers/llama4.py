@@ -1,0 +1,117 @@
+"""Llama 4's vision tower with its projector, its rotary embedding in real numbers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fxsplit_encoder.towers.dense import DenseTower
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Llama4Tower(DenseTower):
+    """Wraps what surrounds the language model in `Llama4ForConditionalGeneration`, or the bare
+    `Llama4VisionModel`; called, it is the model's `get_image_features`, or the bare tower's forward.
+
+    An item's embedding is (144 * tiles, text hidden size) with 336 x 336 tiles: projected, unlike what
+    `get_image_features` returns. A bare tower's is not projected.
+    """
+
+    count_keys: ClassVar[tuple[str, ...]] = ("num_patches", "image_num_patches", "patches_per_image")
+
+    def __init__(self, model: nn.Module) -> None:
+        tower: Any = getattr(model, "vision_model", model)
+        projector: Any = getattr(model, "multi_modal_projector", None)
+        config = tower.config
+        side = config.image_size // config.patch_size
+        super().__init__(
+            tower,
+            tile_shape=(config.num_channels, config.image_size, config.image_size),
+            tokens_per_tile=int(side**2 * config.pixel_shuffle_ratio**2),
+            out_hidden_size=config.projector_output_dim
+            if projector is None
+            else projector.linear_1.out_features,
+        )
+        self.multi_modal_projector = nn.Identity() if projector is None else projector
+        _use_real_rotary(tower)
+
+    def call(self, tiles: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The tower's forward. `vision_feature_select_strategy` changes nothing, as in the model."""
+        kwargs.pop("vision_feature_select_strategy", None)
+        return self.tower(tiles, *args, **kwargs)
+
+    def features(self, tiles: Tensor) -> Tensor:
+        """The projected features."""
+        features: Tensor = self.multi_modal_projector(self.tower(tiles, return_dict=True).last_hidden_state)
+        return features
+
+    def image_counts(self, mm_kwargs: dict[str, Any]) -> Any:
+        """The tiles of every image; by its `aspect_ratios` (rows, columns) if nothing else says so.
+
+        An image of several tiles has one more, the whole image.
+        """
+        counts, ratios = super().image_counts(mm_kwargs), mm_kwargs.get("aspect_ratios")
+        if counts is not None or ratios is None:
+            return counts
+        listed = ratios.tolist() if hasattr(ratios, "tolist") else ratios
+        return [rows * columns + (rows * columns > 1) for rows, columns in listed]
+
+
+def _use_real_rotary(tower: Any) -> None:
+    """Replaces rotary embedding and attention by equal ones without complex numbers, for which Inductor has
+    no kernels. The names of the parameters stay.
+    """
+    if isinstance(tower.rotary_embedding, _RealRotaryEmbedding):
+        return
+    tower.rotary_embedding = _RealRotaryEmbedding(tower.rotary_embedding, tower.device)
+    for layer in tower.model.layers:
+        layer.self_attn = _RealAttention(layer.self_attn)
+
+
+class _RealRotaryEmbedding(nn.Module):
+    """Cosines and sines of every patch's angles, (2, patches, 1, head_dim / 2)."""
+
+    def __init__(self, rotary_embedding: Any, device: torch.device) -> None:
+        super().__init__()
+        # Computed again, in float32: a cast of the tower casts its buffer too, and drops the imaginary part.
+        angles = rotary_embedding._compute_freqs_ci(rotary_embedding.config)
+        table = torch.stack([angles.real, angles.imag]).to(device)
+        self.register_buffer("table", table, persistent=False)
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        table = self.table
+        assert isinstance(table, torch.Tensor)
+        return table
+
+
+class _RealAttention(nn.Module):
+    """`Llama4VisionAttention` with its own projections. Neighbouring pairs of a head are rotated."""
+
+    def __init__(self, attention: Any) -> None:
+        super().__init__()
+        self.head_dim = attention.head_dim
+        self.q_proj = attention.q_proj
+        self.k_proj = attention.k_proj
+        self.v_proj = attention.v_proj
+        self.o_proj = attention.o_proj
+
+    def forward(
+        self, hidden_states: Tensor, freqs_ci: Tensor, attention_mask: Tensor | None = None
+    ) -> tuple[Tensor, None]:
+        projected = [proj(hidden_states) for proj in (self.q_proj, self.k_proj, self.v_proj)]
+        q, k, v = (x.view(*x.shape[:-1], -1, self.head_dim) for x in projected)
+        q, k = _rotate(q, freqs_ci), _rotate(k, freqs_ci)
+        attended = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+        return self.o_proj(attended.transpose(1, 2).flatten(2)), None
+
+
+def _rotate(x_BTHD: Tensor, table: Tensor) -> Tensor:
+    even, odd = x_BTHD.float().view(*x_BTHD.shape[:-1], -1, 2).unbind(-1)
+    cos, sin = table.unbind(0)
+    rotated = torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1)
+    return rotated.flatten(-2).type_as(x_BTHD)

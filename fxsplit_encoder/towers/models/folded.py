@@ -1,0 +1,131 @@
+"""Tables that follow from a parameter and the size of a grid: computed once, not in the captured forward.
+
+Learned positions are stored for one grid and interpolated to others. A tower that sees one or two sizes only
+would interpolate the same values at every call, some of it on the host, which cannot be captured.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+
+class FoldedTable(nn.Module):
+    """One table for every grid side, computed from a parameter of the module that this one is a child of.
+
+    Args:
+        source: the parameter's name in the parent module, with dots for one of a child's.
+        compute: the table, from the parameter and a side.
+        sides: the sides of the grids that the tower sees.
+    """
+
+    def __init__(self, source: str, compute: Callable[[Tensor, int], Tensor], sides: Iterable[int]) -> None:
+        super().__init__()
+        self.source = source
+        self.compute = compute
+        self.sides = sorted(set(sides))
+        self._made_from: tuple[Any, ...] | None = None
+
+    def forward(self, side: int) -> Tensor:
+        """The table of a side, as the last `refresh_tables` made it."""
+        return self.get_buffer(f"side_{side}")
+
+    @torch.no_grad()
+    def refresh(self, parameter: Tensor) -> None:
+        """Computes the tables again if the parameter has changed, into the same memory: captures read it."""
+        version = None if parameter.is_inference() else parameter._version
+        made_from = (parameter.data_ptr(), version, parameter.dtype, parameter.device)
+        if made_from == self._made_from:
+            return
+        for side in self.sides:
+            table = self.compute(parameter, side).contiguous()
+            old = getattr(self, f"side_{side}", None)
+            if old is not None and (old.shape, old.dtype, old.device) == (
+                table.shape,
+                table.dtype,
+                table.device,
+            ):
+                old.copy_(table)
+            else:
+                self.register_buffer(f"side_{side}", table.clone(), persistent=False)
+        self._made_from = made_from
+
+
+Tables = list[tuple[nn.Module, FoldedTable]]
+"""Folded tables, each with the module whose parameter it is made from."""
+
+
+def tables_of(module: nn.Module) -> Tables:
+    """The folded tables inside a module."""
+    return [
+        (parent, child)
+        for parent in module.modules()
+        for child in parent.children()
+        if isinstance(child, FoldedTable)
+    ]
+
+
+def refresh_tables(tables: Tables) -> None:
+    """Brings tables up to date with their parameters; about a microsecond for one that is.
+
+    A traced or captured forward must find them so: it leaves them as they are.
+    """
+    for parent, table in tables:
+        table.refresh(functools.reduce(getattr, table.source.split("."), parent))  # type: ignore[arg-type]
+
+
+# --- what is folded
+
+
+def relative_positions(distances: Tensor, side: int) -> Tensor:
+    """Embeddings of the distance between every two positions along an axis (ViTDet, arXiv 2203.16527).
+
+    Args:
+        distances: (2 L - 1, channels) for the distances -(L - 1) to L - 1 of the trained length L.
+        side: positions along the axis; other distances are linearly interpolated.
+
+    Returns:
+        (side, side, channels): entry (q, k) belongs to the distance q - k.
+    """
+    length = 2 * side - 1
+    if distances.shape[0] != length:
+        resized = F.interpolate(distances.float().t()[None], size=length, mode="linear")
+        distances = resized[0].t().to(distances.dtype)
+    position = torch.arange(side, device=distances.device)
+    return distances[position[:, None] - position[None, :] + side - 1]
+
+
+def resized_grid(table: Tensor, side: int, mode: str, *, antialias: bool) -> Tensor:
+    """A learned table of positions, (side', side', channels), for another side: (side, side, channels)."""
+    if table.shape[0] == side:
+        return table
+    resized = F.interpolate(
+        table.float().permute(2, 0, 1)[None], size=(side, side), mode=mode, antialias=antialias
+    )
+    return resized[0].permute(1, 2, 0).to(table.dtype)
+
+
+def resized_positions(table: Tensor, side: int, mode: str, *, leading: int, antialias: bool) -> Tensor:
+    """The same for a flat table whose first `leading` rows (class tokens) are no positions of the grid.
+
+    Args:
+        table: (leading + side' * side', channels).
+
+    Returns:
+        (leading + side * side, channels).
+    """
+    old_side = round((table.shape[0] - leading) ** 0.5)
+    grid = resized_grid(table[leading:].view(old_side, old_side, -1), side, mode, antialias=antialias)
+    return torch.cat((table[:leading], grid.flatten(0, 1)))
+
+
+def sides_of(sizes: Sequence[int], pixels: int) -> list[int]:
+    """The sides of the grids that images of these sizes have, one position for `pixels` pixels a side."""
+    return [size // pixels for size in sizes]

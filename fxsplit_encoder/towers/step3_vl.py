@@ -1,0 +1,48 @@
+"""Step3: images seen as a whole and, if they are large, as crops."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fxsplit_encoder.towers.tiled import CropGrid, TiledTower, View, crops_in_a_row, downsampled
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fxsplit_encoder.towers.models.step3_vision import Step3VisionConfig, Step3VisionModel
+
+
+class Step3VLTower(TiledTower):
+    """Wraps `Step3VisionModel`.
+
+    `mm_kwargs`: `pixel_values` (images, 3, 728, 728), `num_patches` (images), and `patch_pixel_values`
+    (crops, 3, 504, 504) of all images one after the other. An image's embedding is the rows of its crops,
+    81 each, then the 169 of the whole image.
+    """
+
+    def __init__(self, tower: Step3VisionModel) -> None:
+        config = tower.config
+        super().__init__(
+            tower,
+            whole=_view("pixel_values", config.image_size, config),
+            crop=_view("patch_pixel_values", config.crop_size, config),
+            out_hidden_size=config.out_hidden_size,
+        )
+
+    def crop_grids(self, mm_kwargs: dict[str, Any]) -> list[CropGrid]:
+        """The crops of every image, in a row."""
+        return crops_in_a_row(mm_kwargs, "num_patches", self.views["global"].input_name)
+
+    def select_grids(self, mm_kwargs: dict[str, Any], indices: list[int]) -> dict[str, Any]:
+        """`num_patches` of some images."""
+        grids = self.crop_grids(mm_kwargs)
+        return {"num_patches": [grids[i][0] for i in indices]}
+
+    def encode(self, tiles: Tensor, path: str) -> Tensor:
+        """The features of tiles."""
+        return self.tower(tiles).flatten(0, 1)  # type: ignore[no-any-return]
+
+
+def _view(input_name: str, size: int, config: Step3VisionConfig) -> View:
+    side = size // config.patch_size
+    return View(input_name, size, side**2, downsampled(side // 2) ** 2)

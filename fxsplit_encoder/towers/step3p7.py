@@ -1,0 +1,109 @@
+"""Step-3.7 and Step3-VL-10B: images seen as a whole and, if they are large, as crops."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers.modeling_outputs import BaseModelOutput
+
+from fxsplit_encoder.attention.hugging_face import use_varlen_attention
+from fxsplit_encoder.towers.models.folded import FoldedTable, resized_positions, sides_of
+from fxsplit_encoder.towers.tiled import CropGrid, TiledTower, View, crops_in_a_row, downsampled
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+CROP_SIZE = 504
+"""Pixels a side of the crops that the model's image processor makes."""
+
+
+class Step3p7Tower(TiledTower):
+    """Wraps `Step3p7VisionModel`, or `Step3p7Model` for embeddings in the language model's width.
+
+    `mm_kwargs` are those of the model's `get_image_features`: `pixel_values` (images, 3, 728, 728),
+    `num_local_patches` (images), and `pixel_values_local` (crops, 3, 504, 504) of all images one after the
+    other. An image's embedding is the rows of its crops, 81 each, then the 169 of the whole image.
+
+    The module's own forward is the vision model's, for both.
+
+    Args:
+        model: either of them.
+        crop_size: pixels a side of a crop.
+    """
+
+    def __init__(self, model: nn.Module, *, crop_size: int = CROP_SIZE) -> None:
+        tower: Any = getattr(model, "vision_model", model)
+        config = tower.config
+        projector = getattr(model, "multi_modal_projector", None)
+        super().__init__(
+            tower,
+            whole=_view("pixel_values", config.image_size, config.patch_size),
+            crop=_view("pixel_values_local", crop_size, config.patch_size),
+            out_hidden_size=4 * config.hidden_size if projector is None else projector.out_features,
+        )
+        use_varlen_attention(tower)
+        self.projector = nn.Identity() if projector is None else projector
+        sides = sides_of((config.image_size, crop_size), config.patch_size)
+        resize = functools.partial(resized_positions, mode="bilinear", leading=0, antialias=False)
+        self.positions = FoldedTable("tower.embeddings.position_embedding.weight", resize, sides)
+        self.rotations = FoldedTable("tower.rotary_emb.inv_freq", self._rotation, sides)
+        self.fold_tables()
+
+    def crop_grids(self, mm_kwargs: dict[str, Any]) -> list[CropGrid]:
+        """The crops of every image, in a row."""
+        return crops_in_a_row(mm_kwargs, "num_local_patches", self.views["global"].input_name)
+
+    def select_grids(self, mm_kwargs: dict[str, Any], indices: list[int]) -> dict[str, Any]:
+        """`num_local_patches` of some images."""
+        grids = self.crop_grids(mm_kwargs)
+        return {"num_local_patches": [grids[i][0] for i in indices]}
+
+    def encode(self, tiles: Tensor, path: str) -> Tensor:
+        """The features of tiles, projected where there is a projector."""
+        rows: Tensor = self.projector(self._features(tiles)).flatten(0, 1)
+        return rows
+
+    def forward(self, pixel_values: Tensor, **kwargs: Any) -> Any:
+        """The vision model's forward, (tiles, 3, size, size) to its own output type.
+
+        Tiles of another size than the two that are folded, and calls that ask for more than the last hidden
+        state, go through the vision model itself.
+        """
+        side = pixel_values.shape[-1] // self.tower.config.patch_size
+        if kwargs or side not in self.positions.sides or pixel_values.shape[-1] != pixel_values.shape[-2]:
+            return self.tower(pixel_values, **kwargs)
+        features: Any = self._features(pixel_values)
+        return BaseModelOutput(last_hidden_state=features)
+
+    def _features(self, tiles: Tensor) -> Tensor:
+        """The vision model past its position tables, which it makes on the host at every call.
+
+        (tiles, 3, size, size) to (tiles, tokens, 4 * hidden_size).
+        """
+        tower: Any = self.tower
+        side = tiles.shape[-1] // tower.config.patch_size
+        embedded = tower.embeddings.patch_embedding(tiles.to(self.dtype)).flatten(2).transpose(1, 2)
+        x_NSC = tower.pre_layernorm(embedded + self.positions(side))
+        cos, sin = self.rotations(side).unbind(0)
+        for layer in tower.layers:
+            x_NSC = layer(x_NSC, position_embeddings=(cos, sin))
+        x_NCHW = x_NSC.transpose(1, 2).unflatten(2, (side, side))
+        features: Tensor = tower.downsampler2(tower.downsampler1(x_NCHW)).flatten(2).transpose(1, 2)
+        return features
+
+    def _rotation(self, frequencies: Tensor, side: int) -> Tensor:
+        """(2, side * side, head_dim): cosines and sines of every position's row and column."""
+        position = torch.arange(side, device=frequencies.device)
+        rows, columns = torch.meshgrid(position, position, indexing="ij")
+        angles = torch.stack((rows, columns), dim=-1).flatten(0, 1)[..., None].float() * frequencies.float()
+        halves = angles.flatten(1).repeat(1, 2)
+        scaling: float = self.tower.rotary_emb.attention_scaling
+        return torch.stack((halves.cos() * scaling, halves.sin() * scaling))
+
+
+def _view(input_name: str, size: int, patch_size: int) -> View:
+    side = size // patch_size
+    return View(input_name, size, side**2, downsampled(downsampled(side)) ** 2)

@@ -1,0 +1,303 @@
+"""What all dense towers share, on a tower that comes from no library."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from dense_models import (
+    SHAPE,
+    PlainTower,
+    assert_all_modes,
+    assert_close,
+    assert_compiles_once,
+    managers,
+    random_tiles,
+    randomise,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import fxsplit_encoder as fx
+from fxsplit_encoder.capture.buffers import parts_of
+from fxsplit_encoder.towers.dense import DenseTower
+from fxsplit_encoder.towers.tiles_op import tiles
+
+CPU = torch.device("cpu")
+TOKENS = 4
+SPEC = fx.DenseTowerSpec(SHAPE, TOKENS, 16, output=lambda result: result["features"], rows=slice(1, None))
+
+
+def joined(value: Any) -> Tensor:
+    """The parts of a value in one tensor."""
+    return torch.cat(list(parts_of(value)))
+
+
+class ClipTower(DenseTower):
+    """Takes videos too."""
+
+    modalities = ("image", "video")
+    max_tiles = 8
+
+    def call(self, tiles: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return self.tower(tiles, *args, **kwargs)
+
+    def features(self, tiles: Tensor) -> Tensor:
+        features: Tensor = self.tower(tiles)["features"]
+        return features[:, 1:]
+
+
+def clip_tower() -> ClipTower:
+    tower = randomise(PlainTower())
+    return ClipTower(tower, tile_shape=SHAPE, tokens_per_tile=TOKENS, out_hidden_size=16)
+
+
+@pytest.fixture(scope="module")
+def wrapped() -> Any:
+    return fx.wrap(randomise(PlainTower()), SPEC)
+
+
+@pytest.fixture(scope="module")
+def reference() -> Any:
+    return randomise(PlainTower())
+
+
+def test_every_mode_and_batch(wrapped: Any, reference: Any, fresh_dynamo: None) -> None:
+    manager = assert_all_modes(wrapped, lambda x: reference(x)["features"][:, 1:])
+    program = manager.programs["default"]
+    assert program is not None
+    assert len(program.program.splits) == 2
+    assert len(program.program.pieces) == 3
+    assert manager.plan({"pixel_values": random_tiles(3)}).hits == 3
+
+
+def test_one_trace_through_torch_compile(wrapped: Any, fresh_dynamo: None) -> None:
+    assert_compiles_once(wrapped, lambda output: output["features"])
+
+
+@torch.no_grad()
+def test_budgets_of_the_backend_count_output_tokens(wrapped: Any, fresh_dynamo: None) -> None:
+    others = fx.backend.dispatchers()
+    compiled = torch.compile(wrapped, backend="encoder_cg", options={"token_budgets": [4, 13]})
+    assert fx.warmup(compiled) == 2
+    (dispatcher,) = [d for d in fx.backend.dispatchers() if d not in others]
+    (ladder,) = dispatcher._ladders.values()
+    shapes = {b: c.inputs.buffers.popitem()[1].tensor.shape[0] for b, c in ladder.captured.items()}
+    assert shapes == {4: 1, 13: 3}
+
+
+@torch.no_grad()
+def test_without_budgets_the_backend_takes_those_of_the_tower(wrapped: Any, fresh_dynamo: None) -> None:
+    others = fx.backend.dispatchers()
+    compiled = torch.compile(wrapped, backend="encoder_cg")
+    fx.warmup(compiled)
+    (dispatcher,) = [d for d in fx.backend.dispatchers() if d not in others]
+    (ladder,) = dispatcher._ladders.values()
+    assert sorted(ladder.captured) == [4, 8, 16, 32, 64]
+
+
+@torch.no_grad()
+def test_a_budget_below_one_tile_is_left_out(wrapped: Any, fresh_dynamo: None) -> None:
+    manager = fx.EncoderCudaGraphManager(wrapped, fx.EncoderConfig(token_budgets=(3, 8)))
+    manager.capture()
+    assert list(manager.budget_graphs["default"]) == [8]
+    assert any("token_budgets: 3 has no room for a tile of PlainTower" in note for note in manager.reports)
+    compiled = torch.compile(wrapped, backend="encoder_cg", options={"token_budgets": [3, 8]})
+    with pytest.raises(
+        fx.ConfigError, match="token_budgets: 3 has no room for an image; allowed: at least 4"
+    ):
+        compiled(random_tiles(1))
+
+
+def test_a_single_budget_of_a_single_tile_is_compiled(
+    wrapped: Any, reference: Any, fresh_dynamo: None
+) -> None:
+    config = fx.EncoderConfig(token_budgets=(TOKENS,), mode="full")
+    manager = fx.EncoderCudaGraphManager(wrapped, config, log_interval=0)
+    manager.capture()
+    assert manager.reports == []
+    assert manager.programs["default"] is not None
+    x = random_tiles(3)
+    assert_close(manager.execute({"pixel_values": x}), list(reference(x)["features"][:, 1:]))
+    assert manager.stats().hits == 3
+
+
+def test_one_tile_at_its_exact_shape_runs_the_program(
+    wrapped: Any, monkeypatch: pytest.MonkeyPatch, fresh_dynamo: None
+) -> None:
+    manager = managers(wrapped, [4, 8])["none"]
+    eager = manager.execute({"pixel_values": random_tiles(2)})
+    monkeypatch.setattr(wrapped, "encoder_eager_forward", None)
+    assert_close(manager.execute({"pixel_values": random_tiles(2)[:1]}), eager[:1])
+
+
+def test_pad_tiles_of_nan_do_not_reach_real_ones(wrapped: Any, reference: Any, fresh_dynamo: None) -> None:
+    manager = managers(wrapped, [16])["full"]
+    captured = manager.paths["default"].captured[16]
+    x = random_tiles(2)
+    buffer = captured.inputs.buffers["pixel_values"].tensor
+    buffer.fill_(float("nan"))
+    buffer[:2] = x
+    assert_close([captured.replay()[0][:8]], [reference(x)["features"][:, 1:].flatten(0, 1)])
+
+
+def test_the_module_is_the_tower_seen_from_outside(wrapped: Any, reference: Any) -> None:
+    assert isinstance(wrapped, fx.SupportsEncoderCudaGraph)
+    assert wrapped.heads == wrapped.tower.heads == 2
+    assert (wrapped.device, wrapped.dtype) == (CPU, torch.float32)
+    with pytest.raises(AttributeError):
+        wrapped.no_such_attribute  # noqa: B018
+    x = random_tiles(2)
+    for output in (wrapped(x, 3.0), wrapped(pixel_values=x, scale=3.0)):
+        torch.testing.assert_close(output["features"], 3 * reference(x)["features"], rtol=0, atol=1e-5)
+    assert wrapped(*wrapped.example_inputs())["features"].shape == (1, 5, 16)
+
+
+def test_what_is_fixed_about_the_tower(wrapped: Any) -> None:
+    config = wrapped.get_encoder_cudagraph_config()
+    assert (config.modalities, config.buffer_keys, config.out_hidden_size) == (
+        ["image"],
+        ["pixel_values"],
+        16,
+    )
+    assert wrapped.get_encoder_cudagraph_budget_range(None) == (4, 64)
+    assert (wrapped.get_max_frames_per_video(), clip_tower().get_max_frames_per_video()) == (1, 8)
+    assert clip_tower().get_encoder_cudagraph_config().modalities == ["image", "video"]
+
+
+@pytest.mark.parametrize("container", [list, tuple, torch.tensor])
+@pytest.mark.parametrize("key", ["num_patches", "image_num_patches"])
+def test_images_of_several_tiles(wrapped: Any, key: str, container: Any) -> None:
+    inputs = {"pixel_values": random_tiles(6), key: container([2, 1, 3])}
+    specs = wrapped.get_encoder_cudagraph_item_specs(inputs)
+    assert [(s.input_size, s.output_tokens) for s in specs] == [(2, 8), (1, 4), (3, 12)]
+
+
+def test_without_counts_every_tile_is_an_image(wrapped: Any) -> None:
+    specs = wrapped.get_encoder_cudagraph_item_specs({"pixel_values": random_tiles(3)})
+    assert [s.output_tokens for s in specs] == [4, 4, 4]
+    assert wrapped.get_encoder_cudagraph_item_specs({}) == []
+    assert wrapped.get_encoder_cudagraph_item_specs({"pixel_values": random_tiles(0)}) == []
+
+
+VIDEOS = random_tiles(6, seed=9)
+
+
+@pytest.mark.parametrize(
+    ("videos", "frames"),
+    [
+        ({"pixel_values_videos": VIDEOS.view(2, 3, *SHAPE)}, [3, 3]),
+        ({"pixel_values_videos": [VIDEOS[:1], VIDEOS[1:]]}, [1, 5]),
+        ({"pixel_values_videos": VIDEOS, "video_num_patches": torch.tensor([4, 2])}, [4, 2]),
+    ],
+)
+def test_videos_follow_the_images(videos: dict[str, Any], frames: list[int]) -> None:
+    tower = clip_tower()
+    images = random_tiles(3)
+    inputs = {"pixel_values": images, "num_patches": [1, 2], **videos}
+    specs = tower.get_encoder_cudagraph_item_specs(inputs)
+    assert [s.input_size for s in specs] == [1, 2, *frames]
+    assert tower.get_input_modality(inputs) == "video"
+    assert tower.get_input_modality({"pixel_values": images}) == "image"
+    selected = tower.select_encoder_cudagraph_items(inputs, [3, 0])
+    assert selected["num_patches"] == [frames[1], 1]
+    assert torch.equal(joined(selected["pixel_values"]), torch.cat([VIDEOS[frames[0] :], images[:1]]))
+    alone = tower.prepare_encoder_cudagraph_replay_buffers(videos, 4, 8).values["pixel_values"]
+    assert alone is not None
+    assert torch.equal(joined(alone), VIDEOS)
+
+
+def test_videos_are_encoded(reference: Any, fresh_dynamo: None) -> None:
+    tower = clip_tower()
+    manager = fx.EncoderCudaGraphManager(tower, fx.EncoderConfig(token_budgets=(8, 16)), log_interval=0)
+    manager.capture()
+    images = random_tiles(3)
+    got = manager.execute({"pixel_values": images, "pixel_values_videos": VIDEOS.view(2, 3, *SHAPE)})
+    packed = reference(torch.cat([images, VIDEOS]))["features"][:, 1:].flatten(0, 1)
+    assert_close(got, packed.split([4, 4, 4, 12, 12]))
+    assert manager.stats().hits == 5
+
+
+def test_neighbouring_images_are_selected_without_a_copy(wrapped: Any) -> None:
+    x = random_tiles(5)
+    selected = wrapped.select_encoder_cudagraph_items({"pixel_values": x, "num_patches": [2, 1, 2]}, [1, 2])
+    assert selected["pixel_values"].data_ptr() == x[2:].data_ptr()
+
+
+@given(
+    st.lists(st.integers(1, 4), max_size=5).flatmap(
+        lambda c: st.tuples(st.just(c), st.permutations(range(len(c))))
+    )
+)
+@settings(max_examples=40, deadline=None)
+def test_any_selection_keeps_the_tiles_of_its_items(counts_and_order: Any) -> None:
+    counts, order = counts_and_order
+    tower = clip_tower()
+    x = torch.arange(float(sum(counts))).view(-1, 1, 1, 1).expand(-1, *SHAPE)
+    first = sum(counts[: len(counts) // 2])
+    inputs = {
+        "pixel_values": x[:first],
+        "num_patches": counts[: len(counts) // 2],
+        "pixel_values_videos": list(x[first:].split(counts[len(counts) // 2 :])),
+    }
+    for chosen in (order, order[:1], order[1:]):
+        selected = tower.select_encoder_cudagraph_items(inputs, list(chosen))
+        parts = x.split(counts) if counts else []
+        expected = torch.cat([parts[i] for i in chosen]) if chosen else x[:0]
+        assert torch.equal(joined(selected["pixel_values"]), expected)
+        assert selected["num_patches"] == [counts[i] for i in chosen]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        (
+            {"pixel_values": torch.zeros(2, 3, 8, 8)},
+            r"pixel_values: expected \(tiles, 3, 16, 16\); got \(2, 3",
+        ),
+        ({"pixel_values": torch.zeros(3, 16)}, r"expected \(tiles, 3, 16, 16\); got \(3, 16\)"),
+        ({"pixel_values": random_tiles(3), "num_patches": [1, 1]}, r"add up to its 3 tiles; got \[1, 1\]"),
+        ({"pixel_values": random_tiles(3), "num_patches": [3, 0]}, r"at least 1 .*; got \[3, 0\]"),
+        ({"pixel_values": random_tiles(3), "num_patches": torch.tensor([1.5, 1.5])}, r"got \[1.5, 1.5\]"),
+        ({"pixel_values_videos": random_tiles(3)}, "of 4 dimensions needs video_num_patches"),
+        (
+            {"pixel_values_videos": random_tiles(3), "video_num_patches": [2]},
+            "pixel_values_videos: .* 3 tiles",
+        ),
+        ({"pixel_values_videos": torch.zeros(1, 2, 3, 8, 8)}, "pixel_values_videos: expected"),
+    ],
+)
+def test_inputs_that_contradict_one_another(inputs: dict[str, Any], message: str) -> None:
+    with pytest.raises(fx.InputError, match=message):
+        clip_tower().get_encoder_cudagraph_item_specs(inputs)
+
+
+def test_videos_for_a_tower_of_images(wrapped: Any) -> None:
+    with pytest.raises(fx.InputError, match="pixel_values_videos: GenericTower takes images only"):
+        wrapped.get_encoder_cudagraph_item_specs({"pixel_values_videos": [random_tiles(2)]})
+
+
+def test_budgets_are_rounded_down_to_whole_tiles(wrapped: Any) -> None:
+    values = wrapped.prepare_encoder_cudagraph_capture_inputs(15, 4, 0, CPU, torch.bfloat16).values
+    assert values["pixel_values"].shape == (3, *SHAPE)
+    assert values["pixel_values"].dtype == torch.bfloat16
+
+
+def test_another_dtype_and_pixels_of_any_dtype(fresh_dynamo: None) -> None:
+    tower = randomise(PlainTower()).double()
+    reference = copy.deepcopy(tower)
+    manager = fx.EncoderCudaGraphManager(
+        fx.wrap(tower, SPEC), fx.EncoderConfig(token_budgets=(8,)), log_interval=0
+    )
+    x = random_tiles(4)
+    expected = list(reference(x.double())["features"][:, 1:])
+    assert_close(manager.execute({"pixel_values": x}), expected, 1e-9)  # nothing is captured yet
+    manager.capture()
+    assert_close(manager.execute({"pixel_values": x}), expected, 1e-9)
+
+
+def test_the_marker_of_tiles_is_an_op_like_any_other() -> None:
+    torch.library.opcheck(tiles, (random_tiles(2), 4, 16))

@@ -1,0 +1,153 @@
+"""Hugging Face's dense towers by a declaration: SigLIP, CLIP, DINOv2."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from dense_models import (
+    SHAPE,
+    PlainTower,
+    assert_all_modes,
+    assert_compiles_once,
+    managers,
+    random_tiles,
+    randomise,
+)
+from transformers import (
+    CLIPVisionConfig,
+    CLIPVisionModel,
+    Dinov2Config,
+    Dinov2Model,
+    SiglipVisionConfig,
+    SiglipVisionModel,
+)
+
+import fxsplit_encoder as fx
+
+SIZES = {
+    "hidden_size": 16,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 4,
+}
+CLASS_TOKEN = fx.DenseTowerSpec(SHAPE, 16, 16, rows=slice(1, None))
+
+
+def siglip(**options: Any) -> Any:
+    return randomise(SiglipVisionModel(SiglipVisionConfig(**SIZES, intermediate_size=24, **options)))
+
+
+def clip() -> Any:
+    return randomise(CLIPVisionModel(CLIPVisionConfig(**SIZES, intermediate_size=24)))
+
+
+def dinov2() -> Any:
+    return randomise(Dinov2Model(Dinov2Config(**SIZES, mlp_ratio=2)))
+
+
+TOWERS = {
+    "siglip": (siglip, fx.DenseTowerSpec(SHAPE, 16, 16)),
+    "clip": (clip, CLASS_TOKEN),
+    "clip before its last layer": (
+        clip,
+        fx.DenseTowerSpec(
+            SHAPE,
+            16,
+            16,
+            output=lambda result: result.hidden_states[-2],
+            rows=slice(1, None),
+            options={"output_hidden_states": True},
+        ),
+    ),
+    "dinov2": (dinov2, CLASS_TOKEN),
+}
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_every_mode_and_batch(name: str, fresh_dynamo: None) -> None:
+    make, spec = TOWERS[name]
+    reference = make()
+
+    def encode(x: torch.Tensor) -> torch.Tensor:
+        result = reference(x, **spec.options)
+        output = spec.output
+        return (output(result) if callable(output) else result[output])[:, spec.rows]
+
+    manager = assert_all_modes(fx.wrap(make(), spec), encode)
+    program = manager.programs["default"]
+    assert program is not None
+    blocks = 2 if "before" in name else 3
+    assert len(program.program.splits) == blocks
+    assert len(program.program.pieces) == blocks + 1
+    assert program.program.num_distinct == min(blocks + 1, 3)
+
+
+@pytest.mark.parametrize("name", ["siglip", "clip", "dinov2"])
+def test_one_trace_through_torch_compile(name: str, fresh_dynamo: None) -> None:
+    """The whole output, with SigLIP's attention pooling."""
+    make, spec = TOWERS[name]
+    assert_compiles_once(fx.wrap(make(), spec), lambda result: result.pooler_output)
+
+
+@pytest.mark.slow
+def test_a_convolution_over_any_number_of_images_through_inductor(fresh_dynamo: None) -> None:
+    assert_compiles_once(
+        fx.wrap(clip(), CLASS_TOKEN), lambda result: result.pooler_output, piece_compiler="inductor"
+    )
+
+
+def test_a_tower_that_came_with_eager_attention_is_split_too(fresh_dynamo: None) -> None:
+    tower = clip()
+    tower.set_attn_implementation("eager")
+    assert fx.wrap(tower, CLASS_TOKEN).config._attn_implementation == "sdpa"
+    program = managers(fx.wrap(tower, CLASS_TOKEN), [16, 32])["full"].programs["default"]
+    assert program is not None
+    assert len(program.program.splits) == 3
+
+
+def test_other_towers_of_the_same_configuration_keep_their_attention() -> None:
+    tower = clip()
+    tower.set_attn_implementation("eager")
+    other = CLIPVisionModel(tower.config)
+    assert copy.copy(other.config)._attn_implementation == "eager"
+    fx.wrap(tower, CLASS_TOKEN)
+    assert other.config._attn_implementation == "eager"
+
+
+def test_images_under_another_name(fresh_dynamo: None) -> None:
+    spec = fx.DenseTowerSpec(SHAPE, 5, 16, output=lambda r: r["features"], input_name="images")
+    tower = randomise(PlainTower())
+    wrapped = fx.wrap(tower, spec)
+    manager = fx.EncoderCudaGraphManager(wrapped, fx.EncoderConfig(token_budgets=(10,)), log_interval=0)
+    manager.capture()
+    x = random_tiles(2)
+    got = manager.execute({"images": x})
+    torch.testing.assert_close(torch.stack(got), tower(x)["features"], rtol=0, atol=1e-5)
+    torch.testing.assert_close(wrapped(images=x)["features"], tower(x)["features"], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("tokens", "hidden"), [(17, 16), (16, 8)])
+def test_a_spec_that_does_not_describe_the_output_is_refused(tokens: int, hidden: int) -> None:
+    wrapped = fx.wrap(clip(), fx.DenseTowerSpec(SHAPE, tokens, hidden, rows=slice(1, None)))
+    with pytest.raises(
+        fx.InputError, match=rf"expected features of \(tiles, {tokens}, {hidden}\); got \(1, 16, 16"
+    ):
+        wrapped.encoder_eager_forward({"pixel_values": random_tiles(1)})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        (((3, 16), 4, 4), "image_shape"),
+        (((3, 0, 16), 4, 4), "image_shape"),
+        ((SHAPE, 0, 4), "tokens_per_image"),
+        ((SHAPE, 4, -1), "hidden_size"),
+    ],
+)
+def test_impossible_specs(arguments: Any, name: str) -> None:
+    with pytest.raises(fx.InputError, match=rf"DenseTowerSpec.{name}: expected positive sizes"):
+        fx.DenseTowerSpec(*arguments)

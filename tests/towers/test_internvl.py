@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from dense_models import (
+    SHAPE,
+    assert_all_modes,
+    assert_close,
+    assert_compiles_once,
+    model_config,
+    random_tiles,
+    randomise,
+)
+from torch import Tensor
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.internvl.configuration_internvl import InternVLConfig
+from transformers.models.internvl.modeling_internvl import InternVLForConditionalGeneration, InternVLModel
+
+import fxsplit_encoder as fx
+
+VISION = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+    "image_size": (16, 16),
+    "patch_size": (4, 4),
+}
+SMALL = {"attention_bias": True}
+LARGE = {"norm_type": "rms_norm", "use_qk_norm": True}
+"""The two sizes of the family differ in their norms and biases too."""
+
+
+def config(vision: dict[str, Any], **options: Any) -> InternVLConfig:
+    text = model_config(model_type="qwen2", hidden_size=12, intermediate_size=8)
+    no_tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    return InternVLConfig(vision_config={**VISION, **vision}, text_config={**text, **no_tokens}, **options)
+
+
+def make(vision: dict[str, Any] = SMALL, **options: Any) -> Any:
+    return randomise(InternVLModel(config(vision, **options)))
+
+
+@pytest.mark.parametrize(
+    ("vision", "options"),
+    [(SMALL, {}), (LARGE, {}), (SMALL, {"vision_feature_layer": -2})],
+    ids=["300M", "6B", "before the last layer"],
+)
+def test_every_mode_and_batch(vision: Any, options: Any, fresh_dynamo: None) -> None:
+    reference = make(vision, **options)
+    manager = assert_all_modes(
+        fx.wrap(make(vision, **options)), lambda x: reference.get_image_features(x).pooler_output
+    )
+    program = manager.programs["default"]
+    assert program is not None
+    blocks = 1 if options else 2
+    assert (len(program.program.splits), len(program.program.pieces)) == (blocks, blocks + 1)
+
+
+def test_one_trace_through_torch_compile(fresh_dynamo: None) -> None:
+    assert_compiles_once(fx.wrap(make()), lambda output: output.pooler_output)
+
+
+@torch.no_grad()
+def test_called_it_is_get_image_features() -> None:
+    model = make()
+    reference = copy.deepcopy(model)
+    wrapped = fx.wrap(model)
+    x = random_tiles(2)
+    expected = reference.get_image_features(x)
+    for output in (wrapped(x), wrapped(pixel_values=x), wrapped(x, vision_feature_layer=-1)):
+        assert type(output) is type(expected)
+        assert_close([output.pooler_output], [expected.pooler_output])
+        assert_close([output.last_hidden_state], [expected.last_hidden_state])
+    other = wrapped(x, vision_feature_layer=1).pooler_output
+    assert_close([other], [reference.get_image_features(x, vision_feature_layer=1).pooler_output])
+    assert (other - expected.pooler_output).abs().max() > 0.01
+
+
+@torch.no_grad()
+def test_the_model_around_it_may_call_it() -> None:
+    model = make()
+    x, ids = random_tiles(1), torch.tensor([[1, 9, 9, 9, 9, 2]])
+    model.config.image_token_id = 9
+    expected = model(input_ids=ids, pixel_values=x).last_hidden_state
+    calls: list[int] = []
+    wrapped = fx.wrap(model)
+    wrapped.register_forward_hook(lambda *_: calls.append(1))
+    model.__dict__["get_image_features"] = wrapped
+    assert_close([model(input_ids=ids, pixel_values=x).last_hidden_state], [expected])
+    assert calls == [1]
+
+
+def test_only_what_surrounds_the_language_model_is_wrapped() -> None:
+    model = randomise(InternVLForConditionalGeneration(config(SMALL)))
+    text = model.model.language_model.config._attn_implementation
+    wrapped = fx.wrap(model)
+    names = {name.split(".")[0] for name, _ in wrapped.named_parameters()}
+    assert names == {"tower", "multi_modal_projector"}
+    assert wrapped.tower is model.model.vision_tower
+    assert isinstance(wrapped, fx.SupportsEncoderCudaGraph)
+    assert wrapped.tower.config._attn_implementation == "sdpa"
+    assert model.model.language_model.config._attn_implementation == text
+    assert (wrapped.tokens_per_tile, wrapped.out_hidden_size, wrapped.tile_shape) == (4, 12, SHAPE)
+
+
+def test_the_published_sizes_give_256_tokens_a_tile() -> None:
+    with torch.device("meta"):
+        model = InternVLModel(config({"image_size": (448, 448), "patch_size": (14, 14)}))
+    wrapped = fx.wrap(model)
+    assert wrapped.tokens_per_tile == 256
+    assert wrapped.get_encoder_cudagraph_budget_range(None) == (256, 4096)
+
+
+@pytest.mark.parametrize("crop", [False, True])
+def test_tokens_are_those_that_the_processor_counts(crop: bool) -> None:
+    processor = GotOcr2ImageProcessorPil(
+        size={"height": 16, "width": 16}, crop_to_patches=crop, max_patches=4
+    )
+    sizes = [(16, 16), (40, 20), (20, 70), (64, 64)]
+    images = [np.full((*size, 3), 9, dtype=np.uint8) for size in sizes]
+    inputs = processor(images, return_tensors="pt", do_normalize=True)
+    assert inputs["pixel_values"].shape[1:] == SHAPE
+    specs = fx.wrap(make()).get_encoder_cudagraph_item_specs(dict(inputs))
+    counts = [processor.get_number_of_image_patches(*size, {}) for size in sizes]
+    assert (max(counts) > 2) == crop
+    assert [(s.input_size, s.output_tokens) for s in specs] == [(n, 4 * n) for n in counts]
+
+
+def test_frames_of_a_video_are_tiles(fresh_dynamo: None) -> None:
+    """As the video processor gives them: (videos, frames, 3, height, width)."""
+    reference = make()
+    config_ = fx.EncoderConfig(token_budgets=(4, 8, 16))
+    manager = fx.EncoderCudaGraphManager(fx.wrap(make()), config_, log_interval=0)
+    manager.capture()
+    images, videos = random_tiles(3), random_tiles(6, seed=5)
+    inputs: dict[str, Tensor | list[int]] = {
+        "pixel_values": images,
+        "num_patches": [2, 1],
+        "pixel_values_videos": videos.view(2, 3, *SHAPE),
+    }
+    expected = reference.get_image_features(torch.cat([images, videos])).pooler_output.flatten(0, 1)
+    assert_close(manager.execute(inputs), expected.split([8, 4, 12, 12]))
+    assert manager.stats().hits == 4

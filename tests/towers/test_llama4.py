@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from dense_models import (
+    SHAPE,
+    assert_all_modes,
+    assert_close,
+    assert_compiles_once,
+    model_config,
+    random_tiles,
+    randomise,
+)
+from torch import Tensor
+from transformers.models.llama4.configuration_llama4 import Llama4Config, Llama4VisionConfig
+from transformers.models.llama4.modeling_llama4 import (
+    Llama4ForConditionalGeneration,
+    Llama4VisionModel,
+    vision_apply_rotary_emb,
+)
+
+import fxsplit_encoder as fx
+from fxsplit_encoder.towers.llama4 import _RealRotaryEmbedding, _rotate
+
+VISION = {
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "intermediate_size": 128,  # of the pixel shuffle: four patches
+    "projector_input_dim": 24,
+    "projector_output_dim": 24,
+    "vision_output_dim": 24,
+    "image_size": 16,
+    "patch_size": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+MOE = {"intermediate_size": 8, "intermediate_size_mlp": 8, "num_local_experts": 1, "head_dim": 6}
+
+
+def make() -> Any:
+    text = model_config(hidden_size=12, pad_token_id=0, **MOE)
+    config = Llama4Config(vision_config=VISION, text_config=text)
+    return randomise(Llama4ForConditionalGeneration(config))
+
+
+def encode(model: Any, x: Tensor) -> Tensor:
+    features: Tensor = model.multi_modal_projector(model.vision_model(x).last_hidden_state)
+    return features
+
+
+def test_every_mode_and_batch(fresh_dynamo: None) -> None:
+    reference = make()
+    manager = assert_all_modes(fx.wrap(make()), lambda x: encode(reference, x))
+    program = manager.programs["default"]
+    assert program is not None
+    assert (len(program.program.splits), len(program.program.pieces), program.program.num_distinct) == (
+        3,
+        4,
+        3,
+    )
+
+
+def test_no_complex_number_is_in_the_graph(fresh_dynamo: None) -> None:
+    config = fx.EncoderConfig(token_budgets=(4, 8))
+    manager = fx.EncoderCudaGraphManager(fx.wrap(make()), config, log_interval=0)
+    manager.compile()
+    bound = manager.programs["default"]
+    assert bound is not None
+    assert not [t for t in bound.fixed if isinstance(t, Tensor) and t.is_complex()]
+    for step in bound.program.pieces:
+        for node in step.call.__self__.graph.nodes:  # type: ignore[attr-defined]
+            assert "complex" not in str(node.target)
+
+
+def test_one_trace_through_torch_compile(fresh_dynamo: None) -> None:
+    assert_compiles_once(fx.wrap(make()), lambda output: output.last_hidden_state)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_real_rotation_is_the_complex_one(dtype: torch.dtype) -> None:
+    rotary = make().vision_model.rotary_embedding
+    generator = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(2, 17, 2, 16, generator=generator).to(dtype) for _ in range(2))
+    expected = vision_apply_rotary_emb(query, key, rotary(query))
+    table = _RealRotaryEmbedding(rotary, torch.device("cpu"))(query)
+    assert_close([_rotate(query, table), _rotate(key, table)], expected, 1e-6)
+    assert (expected[0] - query).abs().max() > 0.5
+
+
+def test_a_cast_before_wrapping_leaves_the_angles_whole() -> None:
+    """Casting a tower to 16 bits drops the imaginary part of Hugging Face's own table."""
+    model = make()
+    table = _RealRotaryEmbedding(model.vision_model.rotary_embedding, torch.device("cpu")).table
+    wrapped = fx.wrap(model.to(torch.float64))
+    assert torch.equal(wrapped.tower.rotary_embedding.table, table)
+    assert table.dtype == torch.float32
+
+
+@torch.no_grad()
+def test_called_it_is_get_image_features() -> None:
+    model = make()
+    reference = copy.deepcopy(model)
+    wrapped = fx.wrap(model)
+    assert wrapped.tower is model.vision_model
+    x = random_tiles(2)
+    expected = reference.get_image_features(x, vision_feature_select_strategy="default")
+    output = wrapped(x, vision_feature_select_strategy="default", return_dict=True)
+    assert type(output) is type(expected)
+    for got in (
+        output,
+        wrapped(pixel_values=x),
+        model.get_image_features(x, vision_feature_select_strategy="full"),
+    ):
+        assert_close([got.last_hidden_state], [expected.last_hidden_state])
+
+
+def test_the_parameters_keep_their_names() -> None:
+    model = make()
+    names = set(model.state_dict())
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    wrapped = fx.wrap(model)
+    assert set(model.state_dict()) == names
+    model.load_state_dict(weights)
+    fx.wrap(model)  # once more changes nothing
+    assert {n.split(".")[0] for n, _ in wrapped.named_parameters()} == {"tower", "multi_modal_projector"}
+
+
+def test_a_bare_tower_is_not_projected(fresh_dynamo: None) -> None:
+    config = Llama4VisionConfig(**VISION)
+    tower, reference = (randomise(Llama4VisionModel(config)) for _ in range(2))
+    wrapped = fx.wrap(tower)
+    assert wrapped.out_hidden_size == 24
+    x = random_tiles(3)
+    got = wrapped.encoder_eager_forward({"pixel_values": x})
+    assert_close([got], [reference(x).last_hidden_state.flatten(0, 1)])
+
+
+def test_the_published_sizes_give_144_tokens_a_tile() -> None:
+    config = Llama4VisionConfig(**{**VISION, "image_size": 336, "patch_size": 14})
+    wrapped = fx.wrap(Llama4VisionModel(config))
+    assert wrapped.tokens_per_tile == 144
+    assert wrapped.get_encoder_cudagraph_budget_range(None) == (144, 2304)
+
+
+@pytest.mark.parametrize("container", [list, torch.tensor])
+def test_tiles_by_aspect_ratio_as_the_processor_gives_them(container: Any) -> None:
+    """An image of several tiles has the whole image as one more. The text has a patch token for each of
+    their tokens.
+    """
+    ratios = [(1, 1), (2, 2), (1, 3)]
+    wrapped = fx.wrap(make())
+    inputs = {"pixel_values": random_tiles(1 + 5 + 4), "aspect_ratios": container(ratios)}
+    specs = wrapped.get_encoder_cudagraph_item_specs(inputs)
+    assert [(s.input_size, s.output_tokens) for s in specs] == [(1, 4), (5, 20), (4, 16)]
+    prompts = pytest.importorskip("transformers.models.llama4.processing_llama4").Llama4Processor
+    for spec, ratio in zip(specs, ratios, strict=True):
+        prompt = prompts._prompt_split_image(None, ratio, wrapped.tokens_per_tile)
+        assert prompt.count("<|patch|>") == spec.output_tokens
+    selected = wrapped.select_encoder_cudagraph_items(inputs, [2])
+    assert selected["num_patches"] == [4]
+    assert selected["pixel_values"].shape == (4, *SHAPE)
+
+
+@pytest.mark.parametrize("key", ["patches_per_image", "num_patches"])
+def test_given_counts_come_before_ratios(key: str) -> None:
+    inputs = {"pixel_values": random_tiles(5), key: [2, 3], "aspect_ratios": [(9, 9), (9, 9)]}
+    specs = fx.wrap(make()).get_encoder_cudagraph_item_specs(inputs)
+    assert [s.input_size for s in specs] == [2, 3]
+
+
+def test_videos_are_refused() -> None:
+    with pytest.raises(fx.InputError, match="pixel_values_videos: Llama4Tower takes images only"):
+        fx.wrap(make()).get_encoder_cudagraph_item_specs({"pixel_values_videos": [random_tiles(2)]})

@@ -1,0 +1,120 @@
+"""Step3's tower against its formulas in float64, by the checkpoint's names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from two_views import Crops, Family, TwoViewTests, randomise, resize_bicubic
+
+import fxsplit_encoder as fx
+from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.towers.models.step3_vision import Step3VisionConfig, Step3VisionModel
+
+# Whole images have the stored positions' grid (8 x 8 patches), crops a smaller one (6 x 6).
+CONFIG = Step3VisionConfig(
+    image_size=32,
+    crop_size=24,
+    patch_size=4,
+    hidden_size=32,
+    num_layers=2,
+    num_heads=2,
+    mlp_size=48,
+    downsample_channels=40,
+    out_hidden_size=24,
+)
+
+
+def reference(tensors: Mapping[str, Tensor], tiles: Tensor) -> Tensor:
+    """(tiles, rows, out_hidden_size)."""
+    weights = {name: tensor.double() for name, tensor in tensors.items()}
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        return F.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        centred = x - x.mean(-1, keepdim=True)
+        scale = (centred.square().mean(-1, keepdim=True) + CONFIG.layer_norm_eps).rsqrt()
+        return centred * scale * weights[f"{name}.weight"] + weights[f"{name}.bias"]
+
+    prefix = "vision_model.embeddings"
+    kernel = weights[f"{prefix}.patch_embedding.weight"]
+    patches = F.unfold(tiles.double(), kernel.shape[-1], stride=kernel.shape[-1]).transpose(1, 2)
+    x = patches @ kernel.flatten(1).T + weights[f"{prefix}.patch_embedding.bias"]
+    side = int(x.shape[1] ** 0.5)
+    table = weights[f"{prefix}.position_embedding.weight"]
+    stored = int((table.shape[0] - 1) ** 0.5)
+    x = x + resize_bicubic(table[1:].unflatten(0, (stored, stored)), side).flatten(0, 1)
+    first = (weights[f"{prefix}.class_embedding"] + table[:1]).expand(x.shape[0], -1, -1)
+    x = torch.cat((first, first, first, first, x), dim=1)
+    for layer in range(CONFIG.num_layers):
+        prefix = f"vision_model.transformer.layers.{layer}"
+        heads = []
+        for head in (
+            linear(x, f"{prefix}.self_attn.qkv_proj").unflatten(-1, (3, CONFIG.num_heads, -1)).unbind(3)
+        ):
+            q, k, v = head.unbind(2)
+            heads.append((q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v)
+        attended = linear(torch.cat(heads, dim=-1), f"{prefix}.self_attn.out_proj")
+        x = x + norm(attended, f"{prefix}.layer_norm1")
+        hidden = linear(x, f"{prefix}.mlp.fc1")
+        x = x + norm(
+            linear(hidden / (1 + (-1.702 * hidden).exp()), f"{prefix}.mlp.fc2"), f"{prefix}.layer_norm2"
+        )
+    grid = x[:, 4:].transpose(1, 2).unflatten(2, (side, side))
+    for name, padding in (("vit_downsampler", 0), ("vit_downsampler2", 1)):
+        grid = F.conv2d(grid, weights[f"{name}.weight"], weights[f"{name}.bias"], stride=2, padding=padding)
+    return linear(grid.flatten(2).transpose(1, 2), "vit_large_projector")
+
+
+def make_inputs(crops: list[Crops], seed: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    counts = [columns * rows for columns, rows in crops]
+    return {
+        "pixel_values": torch.randn(len(crops), 3, 32, 32, generator=generator),
+        "patch_pixel_values": torch.randn(sum(counts), 3, 24, 24, generator=generator),
+        "num_patches": torch.tensor(counts, dtype=torch.int64),
+    }
+
+
+def expected(tensors: Mapping[str, Tensor], inputs: dict[str, Any]) -> list[Tensor]:
+    counts = torch.as_tensor(inputs["num_patches"]).tolist()
+    crops = reference(tensors, inputs["patch_pixel_values"]).split(counts)
+    whole = reference(tensors, inputs["pixel_values"])
+    return [torch.cat((*own, image)) for own, image in zip(crops, whole, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def family() -> Family:
+    wrapped = fx.wrap(randomise(Step3VisionModel(CONFIG)))
+    return Family(
+        wrapped,
+        make_inputs,
+        lambda inputs: expected(wrapped.tower.state_dict(), inputs),
+        lambda output: output,
+    )
+
+
+class TestStep3VL(TwoViewTests):
+    pass
+
+
+def test_tokens_and_parameters_of_the_published_model() -> None:
+    with torch.device("meta"):
+        model = Step3VisionModel()
+    wrapped = fx.wrap(model)
+    specs = wrapped.get_encoder_cudagraph_item_specs({"num_patches": [0, 6]})
+    assert [(s.input_size, s.output_tokens) for s in specs] == [(2704, 169), (2704 + 6 * 1296, 169 + 6 * 81)]
+    assert specs[1].path_output_tokens == {"global": 169, "local": 486}
+    assert wrapped.get_encoder_cudagraph_config().out_hidden_size == 7168
+    assert round(sum(p.numel() for p in model.vision_model.parameters()) / 1e6) == 4285
+
+
+def test_tiles_of_another_size_are_refused() -> None:
+    model = Step3VisionModel(CONFIG)
+    with pytest.raises(InputError, match="a size of 32 or 24; got"):
+        model(torch.zeros(1, 3, 28, 28))

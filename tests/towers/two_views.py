@@ -1,0 +1,301 @@
+"""What every tower with two views must do, as tests that the families' test classes inherit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+import fxsplit_encoder as fx
+from fxsplit_encoder.errors import InputError
+
+MODES = ["auto", "full", "piecewise", "none"]
+Crops = tuple[int, int]
+
+batches = st.lists(st.sampled_from([(0, 0), (1, 2), (2, 1), (2, 2), (3, 1)]), max_size=5)
+
+
+@dataclass
+class Family:
+    """One tower, how its inputs are made, and an independent answer."""
+
+    wrapped: Any
+    make_inputs: Callable[[list[Crops], int], dict[str, Any]]
+    """From the (columns, rows) of crops of every image, and a seed."""
+    expected: Callable[[dict[str, Any]], list[Tensor]]
+    """Every image's embedding."""
+    tile: Callable[[Any], Tensor]
+    """(tiles, rows, hidden) from the output of the tower's own forward."""
+    traced: dict[str, Any] = field(default_factory=dict)
+    """The program of each path. Tracing takes seconds; all managers share it."""
+
+    @property
+    def budgets(self) -> dict[str, Any]:
+        """One to four images, two and six crops."""
+        tokens = {path: view.tokens for path, view in self.wrapped.views.items()}
+        whole = [n * tokens["global"] for n in (1, 2, 4)]
+        return {
+            "global": {"token_budgets": whole},
+            "local": {"token_budgets": [n * tokens["local"] for n in (2, 6)]},
+        }
+
+    def manager(self, **config: Any) -> Any:
+        paths = {name: {**own, **config.pop(name, {})} for name, own in self.budgets.items()}
+        values: dict[str, Any] = {"paths": paths, "max_items_per_batch": 4, "debug": True, **config}
+        manager = fx.EncoderCudaGraphManager(self.wrapped, fx.EncoderConfig(**values), log_interval=0)
+        for name, path in manager.paths.items():
+            if name in self.traced:
+                path._compiled = True
+                path._bind(self.traced[name])
+        manager.capture()
+        self.traced.update(
+            {name: program for name, program in manager.programs.items() if program is not None}
+        )
+        return manager
+
+
+def randomise(module: nn.Module, seed: int = 5) -> nn.Module:
+    """Weights, biases and positions none of which is faint, so that faults show."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if "norm" in name or "neck.1" in name or "neck.3" in name or "lambda" in name:
+                mean, deviation = (0.0, 0.1) if name.endswith("bias") else (1.0, 0.1)
+            elif parameter.dim() < 2 or "pos" in name:
+                mean, deviation = 0.0, 0.3
+            else:
+                mean, deviation = 0.0, parameter[0].numel() ** -0.5
+            parameter.normal_(mean, deviation, generator=generator)
+    return module.requires_grad_(False).train(False)
+
+
+def assert_items(got: list[Tensor], expected: list[Tensor]) -> None:
+    assert [item.shape for item in got] == [item.shape for item in expected]
+    for item, wanted in zip(got, expected, strict=True):
+        assert wanted.abs().max() > 0.5
+        torch.testing.assert_close(item, wanted.to(item.dtype), rtol=0, atol=1e-5)
+        assert item.untyped_storage().nbytes() == item.nbytes
+
+
+def resize_bicubic(grid_HWC: Tensor, side: int) -> Tensor:
+    """Keys' cubic convolution (a = -0.5), widened when shrinking."""
+    if side == grid_HWC.shape[0]:
+        return grid_HWC
+    weights = cubic_weights(grid_HWC.shape[0], side)
+    return torch.einsum("ih,jw,hwc->ijc", weights, weights, grid_HWC)
+
+
+def cubic_weights(old: int, new: int) -> Tensor:
+    scale = old / new
+    widened = max(scale, 1.0)
+    weights = torch.zeros(new, old, dtype=torch.float64)
+    for i in range(new):
+        centre = (i + 0.5) * scale
+        for j in range(old):
+            distance = abs((j + 0.5 - centre) / widened)
+            if distance < 1:
+                weights[i, j] = 1.5 * distance**3 - 2.5 * distance**2 + 1
+            elif distance < 2:
+                weights[i, j] = -0.5 * distance**3 + 2.5 * distance**2 - 4 * distance + 2
+    return weights / weights.sum(1, keepdim=True)
+
+
+class TwoViewTests:
+    """Inherit, and give the module a fixture `family`."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def managers(cls, family: Family) -> dict[str, Any]:
+        return {mode: family.manager(mode=mode) for mode in MODES}
+
+    # --- equal to the reference
+
+    @pytest.mark.parametrize("mode", MODES)
+    @pytest.mark.parametrize(
+        "crops",
+        [[(0, 0)], [(2, 1)], [(0, 0), (2, 2), (1, 2)], [(3, 3), (0, 0)], [(1, 2)] * 5 + [(0, 0)]],
+        ids=str,
+    )
+    def test_images_equal_the_reference(
+        self, family: Family, managers: Any, mode: str, crops: list[Crops]
+    ) -> None:
+        inputs = family.make_inputs(crops, len(crops))
+        assert_items(managers[mode].execute(inputs), family.expected(inputs))
+
+    @settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(
+        st.sampled_from(["full", "piecewise"]), st.lists(batches, min_size=2, max_size=2), st.integers(0, 9)
+    )
+    def test_what_an_earlier_batch_left_behind_is_not_seen(
+        self, family: Family, managers: Any, mode: str, sequence: list[list[Crops]], seed: int
+    ) -> None:
+        for number, crops in enumerate(sequence):
+            inputs = family.make_inputs(crops, seed + number)
+            assert_items(managers[mode].execute(inputs), family.expected(inputs))
+
+    def test_images_may_come_in_any_order(self, family: Family, managers: Any) -> None:
+        inputs = family.make_inputs([(0, 0), (2, 1), (1, 2), (2, 2), (0, 0)], 1)
+        straight = managers["full"].execute(inputs)
+        for order in ([4, 3, 2, 1, 0], [1, 0, 3, 4, 2]):
+            permuted = managers["full"].execute(family.wrapped.select_encoder_cudagraph_items(inputs, order))
+            assert_items(permuted, [straight[n] for n in order])
+
+    def test_no_images_are_a_valid_batch(self, family: Family, managers: Any) -> None:
+        for mode in MODES:
+            assert managers[mode].execute({}) == []
+            assert managers[mode].execute(family.make_inputs([], 0)) == []
+
+    # --- the four ways in which two paths can be served
+
+    def test_both_views_are_replayed(self, family: Family) -> None:
+        manager = family.manager()
+        inputs = family.make_inputs([(2, 1), (0, 0), (2, 2)], 2)
+        assert_items(manager.execute(inputs), family.expected(inputs))
+        (batch,) = manager.plan(inputs).batches
+        assert {name: path.result for name, path in batch.paths.items()} == {"global": "hit", "local": "hit"}
+        stats = manager.stats()
+        assert (stats.hits, stats.misses) == (3, {})
+        assert self.replays(family, manager) == {("global", 4): 1, ("local", 6): 1}
+
+    def test_without_crops_their_view_is_skipped(self, family: Family) -> None:
+        manager = family.manager()
+        inputs = family.make_inputs([(0, 0), (0, 0)], 3)
+        assert_items(manager.execute(inputs), family.expected(inputs))
+        (batch,) = manager.plan(inputs).batches
+        assert batch.paths["local"].result == "skipped"
+        assert (manager.stats().hits, manager.stats().misses) == (2, {})
+        assert self.replays(family, manager) == {("global", 2): 1}
+
+    def test_a_view_without_captures_runs_at_its_exact_shape_beside_a_replay(self, family: Family) -> None:
+        """As when memory had no room for the larger of the captures."""
+        tokens, size = family.wrapped.views["global"].tokens, family.wrapped.views["global"].size
+        manager = family.manager(
+            **{"global": {"token_budgets": [8 * tokens]}, "max_graph_bytes": 8 * 3 * size * size * 4 - 1}
+        )
+        assert manager.budget_graphs["global"] == {}
+        assert "is dropped" in manager.reports[0]
+        inputs = family.make_inputs([(2, 1), (1, 2)], 4)
+        assert_items(manager.execute(inputs), family.expected(inputs))
+        assert manager.stats().misses == {fx.MissReason.NOT_CAPTURED: 2}
+        assert self.replays(family, manager) == {("local", 6): 1}
+
+    def test_both_views_fall_back(self, family: Family) -> None:
+        manager = family.manager(**{"global": {"mode": "none"}})
+        inputs = family.make_inputs([(3, 3)], 5)
+        assert_items(manager.execute(inputs), family.expected(inputs))
+        (batch,) = manager.plan(inputs).batches
+        assert batch.paths["global"].reason == fx.MissReason.NOT_CAPTURED
+        assert batch.paths["local"].reason == fx.MissReason.OVER_LARGEST_BUDGET
+        assert (manager.stats().hits, sum(manager.stats().misses.values())) == (0, 1)
+        assert self.replays(family, manager) == {}
+
+    @staticmethod
+    def replays(family: Family, manager: Any) -> dict[tuple[str, int], int]:
+        """(path, tiles of the budget): replays."""
+        return {
+            (key.path, key.budget // family.wrapped.views[key.path].tokens): counts.replays
+            for key, counts in manager.stats().budgets.items()
+            if counts.replays
+        }
+
+    # --- the trace
+
+    def test_each_view_is_traced_once_for_all_counts_and_its_padding_is_proved(self, family: Family) -> None:
+        """As one graph: tracing allows no break, and what does not trace is noted in the reports."""
+        manager = family.manager(mode="piecewise")
+        assert manager.reports == []
+        counters.clear()
+        for crops in ([(0, 0)], [(2, 1)], [(3, 3)], [(2, 2)] * 3, [(1, 2)] * 6):
+            manager.execute(family.make_inputs(crops, 0))
+        assert not counters["stats"]
+        assert not counters["graph_break"]
+        for program in manager.programs.values():
+            assert program.program.padding.proved, str(program.program.padding)
+            assert len(program.program.splits) > 1
+
+    @pytest.mark.usefixtures("fresh_dynamo")
+    @torch.no_grad()
+    def test_the_compiled_module_is_traced_once_a_view(self, family: Family) -> None:
+        options = {"mode": "full", "token_budgets": (2, 4)}
+        compiled = torch.compile(family.wrapped, backend="encoder_cg", fullgraph=True, options=options)
+        generator = torch.Generator().manual_seed(0)
+        for view in family.wrapped.views.values():
+            for count in (2, 4, 3, 5):
+                tiles = torch.randn(count, 3, view.size, view.size, generator=generator)
+                expected = family.tile(family.wrapped(tiles))
+                torch.testing.assert_close(family.tile(compiled(tiles)), expected, rtol=0, atol=1e-5)
+        assert counters["stats"]["unique_graphs"] == 2
+        assert not counters["graph_break"]
+
+    # --- weights that change
+
+    def test_captures_follow_weights_that_are_loaded_in_place(self, family: Family) -> None:
+        """Also the tables that were folded from them."""
+        manager = family.manager(mode="full")
+        inputs = family.make_inputs([(2, 1), (0, 0)], 6)
+        before = manager.execute(inputs)
+        weights = {name: tensor.clone() for name, tensor in family.wrapped.tower.state_dict().items()}
+        try:
+            randomise(family.wrapped.tower, seed=17)
+            after = manager.execute(inputs)
+            assert_items(after, family.expected(inputs))
+            assert (after[0] - before[0]).abs().max() > 0.1
+        finally:
+            family.wrapped.tower.load_state_dict(weights)
+        assert_items(manager.execute(inputs), before)
+        assert manager.stats().hits == 6
+
+    # --- inputs that do not fit
+
+    def test_tiles_of_another_number_or_size_are_refused(self, family: Family, managers: Any) -> None:
+        for path, view in family.wrapped.views.items():
+            inputs = family.make_inputs([(2, 1), (1, 2)], 0)
+            for wrong in (inputs[view.input_name][1:], inputs[view.input_name][..., 1:], None):
+                with pytest.raises(InputError, match=f"{view.input_name}: expected .*{view.size}"):
+                    managers["full"].execute({**inputs, view.input_name: wrong})
+            config = fx.EncoderConfig(paths={path: {"token_budgets": [1]}}, max_items_per_batch=1)
+            manager = fx.EncoderCudaGraphManager(family.wrapped, config, log_interval=0)
+            manager.paths[path].compile()
+            assert "a budget of 1 tokens holds no tile" in manager.reports[-1]
+
+    # --- what the protocol says
+
+    def test_the_module_is_the_tower_seen_from_outside(self, family: Family) -> None:
+        wrapped = family.wrapped
+        assert isinstance(wrapped, nn.Module)
+        assert isinstance(wrapped, fx.SupportsEncoderCudaGraph)
+        assert wrapped.config is wrapped.tower.config
+        assert (wrapped.device, wrapped.dtype) == (torch.device("cpu"), torch.float32)
+        assert wrapped.get_input_modality({}) == "image"
+        assert wrapped.get_max_frames_per_video() == 1
+        (tiles,) = wrapped.example_inputs()
+        assert family.tile(wrapped(tiles)).shape[0] == 2
+        with pytest.raises(AttributeError):
+            wrapped.no_such_attribute  # noqa: B018
+
+    def test_what_is_fixed_about_the_tower(self, family: Family) -> None:
+        views = family.wrapped.views
+        config = family.wrapped.get_encoder_cudagraph_config()
+        assert config.modalities == ["image"]
+        assert config.buffer_keys == [view.input_name for view in views.values()]
+        assert config.paths["global"].min_token_budget == views["global"].tokens
+        assert config.paths["local"].min_token_budget == views["local"].tokens
+        assert (config.paths["global"].allow_zero_tokens, config.paths["local"].allow_zero_tokens) == (
+            False,
+            True,
+        )
+        assert family.wrapped.get_encoder_cudagraph_budget_range(None)[0] == views["global"].tokens
+        inputs = family.make_inputs([(0, 0), (2, 2)], 0)
+        for item, spec in zip(
+            family.expected(inputs), family.wrapped.get_encoder_cudagraph_item_specs(inputs), strict=True
+        ):
+            assert spec.output_tokens == item.shape[0]
+            assert item.shape[1] == config.out_hidden_size
+            assert spec.get_path_output_tokens("global") == views["global"].tokens
