@@ -12,7 +12,7 @@ demo: $(STAMP)
 	$(BIN)/encoder-cg demo
 
 test: $(STAMP)
-	$(BIN)/pytest
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --maxprocesses 8 --dist loadfile
 
 lint: $(STAMP)
 	$(BIN)/ruff check
