@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import threading
+from abc import ABC, abstractmethod
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _cudnn_forward = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+
+logger = logging.getLogger(__name__)
 
 # Lengths at which the kernels are compared, and how much faster dense attention has to be: its result is
 # copied to its place, and every call costs the host 35 microseconds.
@@ -102,7 +106,7 @@ class KnownSegments:
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class _Run(ABC):
     """Segments that are neighbours and go to one kernel: rows `start` to `end`."""
 
     start: int
@@ -111,8 +115,8 @@ class _Run:
     def is_everything(self, query: Tensor) -> bool:
         return self.start == 0 and self.end == query.shape[0]
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        raise NotImplementedError
+    @abstractmethod
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor: ...
 
     def attend_out(self, query: Tensor, key: Tensor, value: Tensor, scale: float, out: Tensor) -> None:
         out.copy_(self.attend(query, key, value, scale))
@@ -178,8 +182,8 @@ def dense_from(device: torch.device, heads: int, head_dim: int, dtype: torch.dty
             if dense > packed * _REQUIRED_GAIN:
                 break
             least = length
-    except (RuntimeError, torch.OutOfMemoryError):  # this build or device has no such kernel
-        return least
+    except (RuntimeError, torch.OutOfMemoryError) as error:  # this build or device has no such kernel
+        logger.info("dense attention was not compared at every length: %s", error)
     return least
 
 

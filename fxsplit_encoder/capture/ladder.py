@@ -46,8 +46,8 @@ class CaptureRequest:
     can_break: bool
     """Whether the forward has splitting ops, so that `piecewise` differs from `full`."""
     one_segment: Callable[[], CaptureRequest] | None = None
-    """Makes the same request for batches of one segment. Empty segments cost attention: without them a full
-    graph of 1024 patches took 3.5 instead of 4.0 ms (27 layers, one H200).
+    """Makes the same request for batches of one segment. Empty segments cost attention
+    (benchmarks/attention.py).
     """
 
 
