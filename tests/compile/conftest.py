@@ -7,8 +7,9 @@ more than one `conftest`.
 from collections.abc import Callable
 
 import pytest
-from packed_forwards import Trace, packed_inputs, trace_packed
 from torch import Tensor
+
+from .packed_forwards import Trace, packed_inputs, trace_packed
 
 
 @pytest.fixture(scope="session")

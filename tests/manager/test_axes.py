@@ -9,11 +9,12 @@ from typing import Any, ClassVar
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mock_towers import AxesAndPaths, AxesModel, Values, assert_equal_items, eagerly, items
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.manager import CaptureKey
+
+from .mock_towers import AxesAndPaths, AxesModel, Values, assert_equal_items, eagerly, items
 
 BUDGETS = (4, 8)
 COMBINATIONS = list(itertools.product((4, 8), (1, 2)))

@@ -10,13 +10,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mock_towers import PathsModel, SplitModel, Values, alone, assert_equal_items, batch, eagerly, items
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.capture import SharedBuffers, StaticBuffer, StaticInputs
 from fxsplit_encoder.errors import ReplayError
 from fxsplit_encoder.manager import CaptureKey, RouteCosts
 from fxsplit_encoder.manager.captures import CapturePlan, PlannedCapture, least_useful, plan_captures
+
+from .mock_towers import PathsModel, SplitModel, Values, alone, assert_equal_items, batch, eagerly, items
 
 
 def make(model: Any, **options: Any) -> fx.EncoderCudaGraphManager:

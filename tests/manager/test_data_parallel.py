@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from data_parallel_workers import CPU, FAILING_RANK, LIMITS, SHORT, FakeTower, run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -18,6 +17,8 @@ import fxsplit_encoder as fx
 from fxsplit_encoder.errors import ConfigError, InputError, RankError
 from fxsplit_encoder.manager.data_parallel import DataParallel, assign_items, item_weights
 from fxsplit_encoder.manager.protocol import EncoderItemSpec
+
+from .data_parallel_workers import CPU, FAILING_RANK, LIMITS, SHORT, FakeTower, run_ranks
 
 MODES = ("full", "piecewise", "none")
 

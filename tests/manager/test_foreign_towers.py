@@ -6,7 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from mock_towers import (
+
+import fxsplit_encoder as fx
+from fxsplit_encoder.errors import ReplayError
+
+from .mock_towers import (
     WIDTH,
     PackedModel,
     SplitModel,
@@ -15,9 +19,6 @@ from mock_towers import (
     alone,
     batch,
 )
-
-import fxsplit_encoder as fx
-from fxsplit_encoder.errors import ReplayError
 
 MODELS = [PackedModel, SplitModel, UntraceableModel]
 

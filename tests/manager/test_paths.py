@@ -9,7 +9,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mock_towers import (
+from torch import Tensor
+
+import fxsplit_encoder as fx
+from fxsplit_encoder.errors import ConfigError, ReplayError
+from fxsplit_encoder.manager import CaptureKey
+
+from .mock_towers import (
     AlwaysBothPaths,
     NewerTwoPaths,
     OlderTwoPaths,
@@ -20,11 +26,6 @@ from mock_towers import (
     eagerly,
     items,
 )
-from torch import Tensor
-
-import fxsplit_encoder as fx
-from fxsplit_encoder.errors import ConfigError, ReplayError
-from fxsplit_encoder.manager import CaptureKey
 
 OVER = fx.MissReason.OVER_LARGEST_BUDGET
 NOT_CAPTURED = fx.MissReason.NOT_CAPTURED

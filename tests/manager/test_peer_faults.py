@@ -14,7 +14,17 @@ from typing import Any
 
 import pytest
 import torch
-from mock_towers import (
+from torch import Tensor
+
+import fxsplit_encoder as fx
+from fxsplit_encoder.attention import kernels
+from fxsplit_encoder.capture import GraphPool
+from fxsplit_encoder.errors import InputError, ReplayError
+from fxsplit_encoder.manager import CostModel, RouteCosts, build_plan
+from fxsplit_encoder.manager.budgets import resolve_limits
+from fxsplit_encoder.manager.protocol import EncoderCudaGraphConfig
+
+from .mock_towers import (
     AxesModel,
     PackedModel,
     PathsModel,
@@ -26,15 +36,6 @@ from mock_towers import (
     eagerly,
     items,
 )
-from torch import Tensor
-
-import fxsplit_encoder as fx
-from fxsplit_encoder.attention import kernels
-from fxsplit_encoder.capture import GraphPool
-from fxsplit_encoder.errors import InputError, ReplayError
-from fxsplit_encoder.manager import CostModel, RouteCosts, build_plan
-from fxsplit_encoder.manager.budgets import resolve_limits
-from fxsplit_encoder.manager.protocol import EncoderCudaGraphConfig
 
 NINE_BUDGETS = (1, 2, 4, 6, 8, 12, 16, 24, 32)
 

@@ -11,13 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from two_views import Crops, Family, TwoViewTests, assert_items, randomise, resize_bicubic
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.towers.models.clip_encoder import ClipConfig
 from fxsplit_encoder.towers.models.deepseek_encoder import DeepseekOcrConfig, DeepseekOcrVisionModel
 from fxsplit_encoder.towers.models.sam import SamConfig
+
+from .two_views import Crops, Family, TwoViewTests, assert_items, randomise, resize_bicubic
 
 # Whole images have the stored positions' grid (16 x 16 patches), crops another (12 x 12); neither is a
 # multiple of the window.

@@ -7,7 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from dense_models import (
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import fxsplit_encoder as fx
+from fxsplit_encoder.capture.buffers import parts_of
+from fxsplit_encoder.towers.dense import DenseTower
+from fxsplit_encoder.towers.tiles_op import tiles
+
+from .dense_models import (
     SHAPE,
     PlainTower,
     assert_all_modes,
@@ -17,14 +26,6 @@ from dense_models import (
     random_tiles,
     randomise,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch import Tensor
-
-import fxsplit_encoder as fx
-from fxsplit_encoder.capture.buffers import parts_of
-from fxsplit_encoder.towers.dense import DenseTower
-from fxsplit_encoder.towers.tiles_op import tiles
 
 CPU = torch.device("cpu")
 TOKENS = 4

@@ -7,15 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from dense_models import (
-    SHAPE,
-    PlainTower,
-    assert_all_modes,
-    assert_compiles_once,
-    managers,
-    random_tiles,
-    randomise,
-)
 from transformers import (
     CLIPVisionConfig,
     CLIPVisionModel,
@@ -26,6 +17,16 @@ from transformers import (
 )
 
 import fxsplit_encoder as fx
+
+from .dense_models import (
+    SHAPE,
+    PlainTower,
+    assert_all_modes,
+    assert_compiles_once,
+    managers,
+    random_tiles,
+    randomise,
+)
 
 SIZES = {
     "hidden_size": 16,

@@ -4,7 +4,6 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from packed_tower_tests import PATCH, PackedTowerTests, Towers, assert_equal, make_batch, random_weights
 from torch import Tensor, nn
 from transformers.models.glm4v.configuration_glm4v import Glm4vVisionConfig
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
@@ -14,6 +13,8 @@ from transformers.models.glm4v_moe.modeling_glm4v_moe import Glm4vMoeVisionModel
 from transformers.models.glm46v.image_processing_pil_glm46v import Glm46VImageProcessorPil
 
 import fxsplit_encoder as fx
+
+from .packed_tower_tests import PATCH, PackedTowerTests, Towers, assert_equal, make_batch, random_weights
 
 SIZES = {
     "depth": 3,

@@ -6,7 +6,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from dense_models import (
+from torch import Tensor
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.internvl.configuration_internvl import InternVLConfig
+from transformers.models.internvl.modeling_internvl import InternVLForConditionalGeneration, InternVLModel
+
+import fxsplit_encoder as fx
+
+from .dense_models import (
     SHAPE,
     assert_all_modes,
     assert_close,
@@ -15,12 +22,6 @@ from dense_models import (
     random_tiles,
     randomise,
 )
-from torch import Tensor
-from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
-from transformers.models.internvl.configuration_internvl import InternVLConfig
-from transformers.models.internvl.modeling_internvl import InternVLForConditionalGeneration, InternVLModel
-
-import fxsplit_encoder as fx
 
 VISION = {
     "hidden_size": 16,

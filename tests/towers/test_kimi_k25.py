@@ -8,15 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kimi_towers import (
-    MODES,
-    PATCH,
-    assert_permuted_batches_give_permuted_items,
-    assert_same_items,
-    make_managers,
-    patches,
-    randomise,
-)
 from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers import vision_utils
@@ -27,6 +18,16 @@ from transformers.models.kimi_k25.configuration_kimi_k25 import Kimi_K25VisionCo
 import fxsplit_encoder as fx
 from fxsplit_encoder.backend import dispatchers
 from fxsplit_encoder.errors import InputError
+
+from .kimi_towers import (
+    MODES,
+    PATCH,
+    assert_permuted_batches_give_permuted_items,
+    assert_same_items,
+    make_managers,
+    patches,
+    randomise,
+)
 
 Grid = tuple[int, int, int]
 HIDDEN, BLOCKS = 48, 3

@@ -9,15 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from kimi_towers import (
-    MODES,
-    PATCH,
-    assert_permuted_batches_give_permuted_items,
-    assert_same_items,
-    make_managers,
-    patches,
-    randomise,
-)
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch._dynamo.utils import counters
@@ -26,6 +17,16 @@ import fxsplit_encoder as fx
 from fxsplit_encoder.backend import dispatchers
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.towers.models.moonvit import KimiVLVisionConfig, KimiVLVisionModel
+
+from .kimi_towers import (
+    MODES,
+    PATCH,
+    assert_permuted_batches_give_permuted_items,
+    assert_same_items,
+    make_managers,
+    patches,
+    randomise,
+)
 
 HIDDEN, HEADS, BLOCKS, TEXT = 48, 4, 3, 40
 SIZES = {

@@ -5,15 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from dense_models import (
-    SHAPE,
-    assert_all_modes,
-    assert_close,
-    assert_compiles_once,
-    model_config,
-    random_tiles,
-    randomise,
-)
 from torch import Tensor
 from transformers.models.llama4.configuration_llama4 import Llama4Config, Llama4VisionConfig
 from transformers.models.llama4.modeling_llama4 import (
@@ -24,6 +15,16 @@ from transformers.models.llama4.modeling_llama4 import (
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.towers.llama4 import _RealRotaryEmbedding, _rotate
+
+from .dense_models import (
+    SHAPE,
+    assert_all_modes,
+    assert_close,
+    assert_compiles_once,
+    model_config,
+    random_tiles,
+    randomise,
+)
 
 VISION = {
     "hidden_size": 32,

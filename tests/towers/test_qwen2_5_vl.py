@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from packed_tower_tests import PATCH, Grid, PackedTowerTests, Towers, assert_equal, make_batch
 from torch import nn
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
@@ -16,6 +15,8 @@ import fxsplit_encoder as fx
 from fxsplit_encoder import attention
 from fxsplit_encoder.attention import known_segments
 from fxsplit_encoder.errors import ReplayError
+
+from .packed_tower_tests import PATCH, Grid, PackedTowerTests, Towers, assert_equal, make_batch
 
 WINDOW = 4
 sides = st.integers(1, 10).map(lambda n: 2 * n)

@@ -2,11 +2,12 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from packed_tower_tests import PATCH, PackedTowerTests
 from torch import nn
 from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
+
+from .packed_tower_tests import PATCH, PackedTowerTests
 
 
 class TestQwen2VL(PackedTowerTests):

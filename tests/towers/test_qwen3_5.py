@@ -3,7 +3,6 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
-from packed_tower_tests import PATCH, PackedTowerTests, assert_equal, make_batch, random_weights
 from torch import nn
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5VisionConfig
@@ -12,6 +11,8 @@ from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5Moe
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeVisionModel
 
 import fxsplit_encoder as fx
+
+from .packed_tower_tests import PATCH, PackedTowerTests, assert_equal, make_batch, random_weights
 
 SIZES = {
     "depth": 3,

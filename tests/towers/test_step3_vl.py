@@ -9,11 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from two_views import Crops, Family, TwoViewTests, randomise, resize_bicubic
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.towers.models.step3_vision import Step3VisionConfig, Step3VisionModel
+
+from .two_views import Crops, Family, TwoViewTests, randomise, resize_bicubic
 
 # Whole images have the stored positions' grid (8 x 8 patches), crops a smaller one (6 x 6).
 CONFIG = Step3VisionConfig(
