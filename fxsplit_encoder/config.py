@@ -31,7 +31,7 @@ PieceCompiler = Literal["auto", "inductor", "aot_eager", "eager"]
 
 # The names above are the whole vocabulary; these are the ones that work. What is missing here is refused
 # by name rather than replaced by something else.
-IMPLEMENTED_MODES: tuple[Mode, ...] = ("auto", "full", "piecewise", "none")
+IMPLEMENTED_MODES: tuple[Mode, ...] = ("auto", "full", "piecewise", "exact", "none")
 IMPLEMENTED_PACKINGS: tuple[Packing, ...] = ("cost", "greedy", "greedy_defer")
 IMPLEMENTED_PIECE_COMPILERS: tuple[PieceCompiler, ...] = ("auto", "inductor", "aot_eager", "eager")
 IMPLEMENTED_ATTENTION: tuple[str, ...] = ("auto",)
@@ -151,8 +151,17 @@ class EncoderConfig(_Settings):
     `max_items_per_batch` of the longest videos hold."""
 
     mode: _Mode = "auto"
-    """Where a capture breaks. full: nowhere; piecewise: at every splitting op; none: never captured, run at
-    the exact shape; auto: the cheapest of them for each budget."""
+    """What is captured. full: budgets, as one graph each; piecewise: budgets, broken at every splitting op;
+    exact: no budgets, but the very token counts that come, once they have come `exact_min_hits` times; none:
+    nothing, all run at their exact shape; auto: what measures cheapest for each budget, and token counts for
+    which padding has cost more than their own capture would."""
+
+    exact_min_hits: Annotated[int, Field(strict=True, ge=1)] = 2
+    """With `mode: exact`: how often a token count has to come before it is captured."""
+
+    exact_max_graphs: Annotated[int, Field(strict=True, ge=1)] = 64
+    """Token counts of each path that are captured at exact shapes at most; those that were not used for
+    longest give way."""
 
     packing: Annotated[Packing, _one_of(IMPLEMENTED_PACKINGS)] = "cost"
     """How items are grouped into replays. cost: so that the measured costs of all replays and fallbacks add

@@ -18,12 +18,13 @@ from fxsplit_encoder.capture import (
     BudgetLadder,
     CapturedForward,
     CaptureRequest,
+    ExactShapes,
     GraphPool,
     MissReason,
     StaticBuffer,
-    StaticInputs,
     StaticParameters,
     generate_budgets,
+    request_over,
     segment_capacity,
 )
 from fxsplit_encoder.capture.probe import padded_symbols, probe_padding
@@ -35,7 +36,7 @@ from fxsplit_encoder.compile.sizes import Size
 from fxsplit_encoder.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -48,6 +49,9 @@ logger = logging.getLogger(__name__)
 # Without an adapter nothing says how large batches get; captures are lazy, so a long ladder costs nothing
 # until used.
 _UNKNOWN_RANGE = (1, 16384)
+
+# Forwards of other sizes than the token count whose captures are held, before all of them are given up.
+_MOST_LADDERS = 32
 
 _dispatchers: weakref.WeakSet[BudgetDispatcher] = weakref.WeakSet()
 _warming = threading.local()
@@ -86,6 +90,7 @@ class BudgetDispatcher:
         """Why the region is never padded; None: it is, or it was not decided yet."""
         self._padding_allowed = program.padding.proved
         self._ladders: dict[tuple[int, ...], BudgetLadder] = {}
+        self._exact: dict[tuple[int, ...], ExactShapes] = {}
         self._static_inputs = sorted(program.static_inputs)
         self._addresses: list[int] = []
         self._frame_lengths = program.frame_lengths_slot
@@ -113,7 +118,7 @@ class BudgetDispatcher:
         """Captures hold parameters by address: where there are others now, it is redone (rule 6)."""
         addresses = [args[i].data_ptr() for i in self._static_inputs]
         if addresses != self._addresses:
-            if self._ladders:
+            if self._ladders or self._exact:
                 logger.warning("parameters were replaced since the capture; capturing again")
             self.clear()
             self._addresses = addresses
@@ -124,12 +129,16 @@ class BudgetDispatcher:
             for ladder in self._ladders.values():
                 ladder.clear()
             self._ladders.clear()
+            for shapes in self._exact.values():
+                shapes.clear()
+            self._exact.clear()
             self.pool.retire()
 
     @property
     def num_captured(self) -> int:
         """Captures that are held."""
-        return sum(len(ladder.captured) for ladder in self._ladders.values())
+        budgets = sum(len(ladder.captured) for ladder in self._ladders.values())
+        return budgets + sum(len(shapes.sizes) for shapes in self._exact.values())
 
     # --- which capture
 
@@ -140,6 +149,8 @@ class BudgetDispatcher:
         if tokens is None:
             return None, MissReason.STATIC_SHAPE
         budgets, rows_per_token = self._budgets(frame)
+        if self.config.mode == "exact":
+            return self._find_exact(frame, tokens, rows_per_token)
         if capture_all and self._may_pad(frame, budgets, rows_per_token):
             ladder = self._ladder(frame, rows_per_token)
             for budget in reversed(budgets):
@@ -166,6 +177,28 @@ class BudgetDispatcher:
             if budget in ladder.exact:
                 return None, MissReason.EXACT_IS_FASTER
         return None, reason
+
+    def _find_exact(
+        self, frame: Frame, tokens: int, rows_per_token: int | Fraction
+    ) -> tuple[CapturedForward | None, MissReason | None]:
+        """The capture of exactly so many tokens. Nothing is padded, so nothing need be proved."""
+        key = self._other_sizes(frame)
+        if key not in self._exact:
+            template = self._template(frame)
+            self._exact[key] = ExactShapes(
+                lambda rows: self._request(template, rows, math.ceil(rows / rows_per_token)),
+                self.program.device,
+                threshold=self.config.exact_min_hits,
+                max_captures=self.config.exact_max_graphs,
+                max_bytes=lambda: self.config.max_graph_bytes,
+            )
+        shapes = self._exact[key]
+        ladder = shapes.find(tokens)
+        if ladder is None:
+            return None, shapes.reason(tokens)
+        if not self._segments_fit(frame, tokens, math.ceil(tokens / rows_per_token), rows_per_token):
+            return None, MissReason.TOO_MANY_SEGMENTS
+        return ladder.best(tokens, self._num_segments(frame)), None
 
     def _budgets(self, frame: Frame) -> tuple[list[int], int | Fraction]:
         """The budgets, and how many rows of the token dimension one token of a budget stands for."""
@@ -229,23 +262,35 @@ class BudgetDispatcher:
     # --- capture and replay
 
     def _ladder(self, frame: Frame, rows_per_token: int | Fraction) -> BudgetLadder:
-        """Sizes other than the token count are part of a capture's shape, so they select the ladder."""
-        key = tuple(frame.symbols[symbol] for symbol in self.program.region_symbols)
+        key = self._other_sizes(frame)
         if key not in self._ladders:
-            fixed = [*self.program.static_inputs, *self.program.constants]
-            template = Frame([None] * self.program.num_slots, dict(frame.symbols))
-            for slot in fixed:
-                template.slots[slot] = frame.slots[slot]
+            template = self._template(frame)
 
             def request(budget: int) -> CaptureRequest:
-                return self._request(template, budget, rows_per_token)
+                return self._request(template, int(budget * rows_per_token), budget)
 
             self._ladders[key] = BudgetLadder(request, self.config.mode, self.pool)
         return self._ladders[key]
 
-    def _request(self, template: Frame, budget: int, rows_per_token: int | Fraction) -> CaptureRequest:
+    def _other_sizes(self, frame: Frame) -> tuple[int, ...]:
+        """Sizes other than the token count: they are part of a capture's shape, so they select its ladder."""
+        key = tuple(frame.symbols[symbol] for symbol in self.program.region_symbols)
+        if key not in self._ladders and key not in self._exact:
+            if len(self._ladders) + len(self._exact) >= _MOST_LADDERS:
+                logger.warning("captures of %d other sizes are given up for new ones", _MOST_LADDERS)
+                self.clear()
+        return key
+
+    def _template(self, frame: Frame) -> Frame:
+        """What every capture of these other sizes shares."""
+        template = Frame([None] * self.program.num_slots, dict(frame.symbols))
+        for slot in (*self.program.static_inputs, *self.program.constants):
+            template.slots[slot] = frame.slots[slot]
+        return template
+
+    def _request(self, template: Frame, rows: int, budget: int) -> CaptureRequest:
+        """Of so many rows, with room for the segments of a budget."""
         program = self.program
-        rows = int(budget * rows_per_token)
         static = Frame(list(template.slots), padded_symbols(program, template, rows))
         buffers: dict[int, StaticBuffer] = {}
         for entry in program.region_inputs:
@@ -259,7 +304,24 @@ class BudgetDispatcher:
             static.slots[program.num_rows_slot] = torch.full(
                 (), rows, dtype=torch.int64, device=program.device
             )
-        return self._request_over(static, buffers, rows)
+        frames = self._frame_lengths
+
+        def forward(tensors: Mapping[str, Tensor], runner: Runner) -> list[Any]:
+            slots = list(static.slots)
+            for slot in buffers:
+                slots[slot] = tensors[_name(slot)]
+            return program.finish(Frame(slots, dict(static.symbols)), runner)
+
+        return request_over(
+            {buffer.name: buffer for buffer in buffers.values()},
+            forward,
+            parameters=StaticParameters(()),  # `_check_parameters` has seen every call's own
+            segment_inputs=[_name(entry.slot) for entry in program.region_inputs if entry.is_segments],
+            rows=rows,
+            num_rows=None if program.num_rows_slot is None else static.slots[program.num_rows_slot],
+            can_break=bool(program.splits),
+            frame_lengths=None if frames is None else _name(frames),
+        )
 
     def _example(self, entry: RegionInput, static: Frame, budget: int, rows: int) -> Tensor:
         """A tensor of the captured size, with contents to record and to time the capture with."""
@@ -272,34 +334,6 @@ class BudgetDispatcher:
         if tensor.is_floating_point():
             tensor.normal_()  # zeros would make the times that `auto` compares too short
         return tensor
-
-    def _request_over(self, static: Frame, buffers: dict[int, StaticBuffer], rows: int) -> CaptureRequest:
-        program = self.program
-        slots = list(static.slots)
-        for slot, buffer in buffers.items():
-            slots[slot] = buffer.tensor
-        frames = self._frame_lengths
-
-        def forward(runner: Runner) -> list[Any]:
-            return program.finish(Frame(list(slots), dict(static.symbols)), runner)
-
-        def one_segment() -> CaptureRequest:
-            assert frames is not None
-            lengths = torch.tensor([0, rows], dtype=torch.int32, device=program.device)
-            narrow = StaticBuffer(_name(frames), lengths, None)
-            return self._request_over(static, {**buffers, frames: narrow}, rows)
-
-        several = frames is not None and buffers[frames].tensor.shape[0] > 2
-        return CaptureRequest(
-            StaticInputs(buffers.values()),
-            StaticParameters(()),  # `_check_parameters` has seen every call's own
-            [_name(entry.slot) for entry in program.region_inputs if entry.is_segments],
-            rows,
-            None if program.num_rows_slot is None else slots[program.num_rows_slot],
-            forward,
-            can_break=bool(program.splits),
-            one_segment=one_segment if several else None,
-        )
 
     def _replay(self, captured: CapturedForward, frame: Frame) -> list[Any]:
         program = self.program

@@ -5,12 +5,14 @@ from fxsplit_encoder.capture.buffers import (
     SharedBuffers,
     StaticBuffer,
     StaticInputs,
-    StaticParameters,
 )
+from fxsplit_encoder.capture.exact_shapes import ExactShapes
 from fxsplit_encoder.capture.forward import CapturedForward, measure_ms
-from fxsplit_encoder.capture.ladder import BudgetLadder, CaptureRequest
+from fxsplit_encoder.capture.ladder import BudgetLadder
+from fxsplit_encoder.capture.parameters import StaticParameters
 from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.capture.reasons import MissReason
+from fxsplit_encoder.capture.requests import CaptureRequest, request_over
 from fxsplit_encoder.capture.segmented import SegmentedCapture
 from fxsplit_encoder.capture.segments import pad_cu_seqlens, segment_capacity
 
@@ -18,6 +20,7 @@ __all__ = [
     "BudgetLadder",
     "CaptureRequest",
     "CapturedForward",
+    "ExactShapes",
     "GraphPool",
     "MissReason",
     "SegmentedCapture",
@@ -28,6 +31,7 @@ __all__ = [
     "generate_budgets",
     "measure_ms",
     "pad_cu_seqlens",
+    "request_over",
     "segment_capacity",
     "smallest_fitting",
 ]

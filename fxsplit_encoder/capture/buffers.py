@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fxsplit_encoder.errors import ReplayError
 
@@ -15,9 +15,6 @@ if TYPE_CHECKING:
 
 StaticValue: TypeAlias = Tensor | Sequence[Tensor]
 """What goes into a static buffer: a tensor, or several whose rows follow one another."""
-
-# Names in an error message.
-_NAMED = 4
 
 # Bytes to which values are aligned in pinned memory; every dtype's size divides it.
 _ALIGNMENT = 64
@@ -187,10 +184,16 @@ class StaticBuffer:
 class SharedBuffers:
     """Memory that the captures of one forward share: smaller ones read the first rows of the largest.
 
-    Only one capture of a pool runs at a time, so they need no memory of their own.
+    Only one capture runs at a time, so they need no memory of their own. What is captured before a larger
+    one comes keeps its memory, and stays valid.
+
+    Args:
+        growth: how many times as many rows as before are allocated when a larger capture comes. 1: as many as
+            it needs, right where the largest comes first.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, growth: int = 1) -> None:
+        self.growth = growth
         self._largest: dict[str, StaticBuffer] = {}
 
     def share(self, buffer: StaticBuffer) -> StaticBuffer:
@@ -200,8 +203,21 @@ class SharedBuffers:
         if shared is not None:
             return shared
         if largest is None or largest.num_bytes < buffer.num_bytes:
-            self._largest[buffer.name] = buffer
+            self._largest[buffer.name] = grown = self._grown(buffer, largest)
+            if grown is not buffer:
+                return grown.first_rows(buffer.tensor) or buffer
         return buffer
+
+    def _grown(self, buffer: StaticBuffer, largest: StaticBuffer | None) -> StaticBuffer:
+        """A buffer as this one, with rows to spare if there was a smaller one before."""
+        own = buffer.tensor
+        if largest is None or self.growth == 1 or own.dim() == 0 or buffer.token_dim not in (0, None):
+            return buffer
+        rows = max(own.shape[0], self.growth * largest.tensor.shape[0])
+        tensor = own.new_zeros((rows, *own.shape[1:]))
+        return StaticBuffer(
+            buffer.name, tensor, buffer.token_dim, buffer.padding_logic, is_order=buffer.is_order
+        )
 
     @property
     def num_bytes(self) -> int:
@@ -309,73 +325,3 @@ def parts_of(value: StaticValue) -> Sequence[Tensor]:
 
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-
-
-class StaticParameters:
-    """Parameters and constants that a capture baked in by address.
-
-    Args:
-        tensors: what was baked in.
-        module: where those of them that are parameters or buffers live; they are looked up there at every
-            check, so that one that was replaced is seen too.
-    """
-
-    def __init__(self, tensors: Iterable[Tensor], module: object = None) -> None:
-        self._baked = list(tensors)
-        self._addresses = [tensor.data_ptr() for tensor in self._baked]
-        self._names: list[str] = []
-        self._places: list[tuple[Mapping[str, Tensor | None], str]] = []
-        owned = _owned_tensors(module) if isinstance(module, nn.Module) else {}
-        for number, tensor in enumerate(self._baked):
-            unnamed = f"constant {number} of shape {tuple(tensor.shape)}"
-            name, holder, key = owned.get(_identity(tensor), (unnamed, {unnamed: tensor}, unnamed))
-            self._names.append(name)
-            self._places.append((holder, key))
-
-    @classmethod
-    def of_module(cls, module: object) -> StaticParameters:
-        """Every parameter and buffer of a module; none of anything else."""
-        if not isinstance(module, nn.Module):
-            return cls(())
-        return cls([*module.parameters(), *module.buffers()], module)
-
-    def current(self) -> list[Tensor | None]:
-        """The tensors that are now where the baked ones were; None where there is none any more."""
-        return [holder.get(key) for holder, key in self._places]
-
-    def have_moved(self) -> bool:
-        """Whether one lies elsewhere than at the capture. About 100 nanoseconds a parameter."""
-        try:
-            return [holder[key].data_ptr() for holder, key in self._places] != self._addresses  # type: ignore[union-attr]
-        except (AttributeError, KeyError):  # one was removed
-            return True
-
-    def check_addresses(self) -> None:
-        """Raises ReplayError if a parameter moved or was replaced, by other weights say (capture rule 6)."""
-        if not self.have_moved():
-            return
-        now = [None if tensor is None else tensor.data_ptr() for tensor in self.current()]
-        pairs = zip(self._names, now, self._addresses, strict=True)
-        moved = [name for name, address, baked in pairs if address != baked]
-        more = f" and {len(moved) - _NAMED} more" if len(moved) > _NAMED else ""
-        raise ReplayError(
-            f"{', '.join(moved[:_NAMED])}{more}: moved since the capture ({len(moved)} of {len(self._names)} "
-            "parameters and constants); copy new weights in place (load_state_dict does), or call clear() "
-            "and capture again"
-        )
-
-
-def _owned_tensors(module: nn.Module) -> dict[Any, tuple[str, Mapping[str, Tensor | None], str]]:
-    """For every parameter and buffer: its dotted name, the dictionary that holds it, and its key there."""
-    owned: dict[Any, tuple[str, Mapping[str, Tensor | None], str]] = {}
-    for prefix, submodule in module.named_modules():
-        for holder in (submodule._parameters, submodule._buffers):
-            for key, tensor in holder.items():
-                if tensor is not None:
-                    name = f"{prefix}.{key}" if prefix else key
-                    owned.setdefault(_identity(tensor), (name, holder, key))
-    return owned
-
-
-def _identity(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.data_ptr(), tensor.shape, tensor.dtype

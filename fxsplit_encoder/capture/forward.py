@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from fxsplit_encoder.capture.buffers import StaticInputs, StaticParameters, StaticValue
+    from fxsplit_encoder.capture.buffers import StaticInputs, StaticValue
+    from fxsplit_encoder.capture.parameters import StaticParameters
     from fxsplit_encoder.capture.pool import GraphPool
     from fxsplit_encoder.compile import Runner
 

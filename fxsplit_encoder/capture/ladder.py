@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,37 +19,14 @@ from fxsplit_encoder.errors import CaptureError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from torch import Tensor
-
-    from fxsplit_encoder.capture.buffers import StaticInputs, StaticParameters
     from fxsplit_encoder.capture.pool import GraphPool
-    from fxsplit_encoder.compile import Runner
+    from fxsplit_encoder.capture.requests import CaptureRequest
 
 logger = logging.getLogger(__name__)
 
 # `auto` prefers the exact shape when it costs at most this much more than a replay of the same size: the
 # replay of a budget costs the same for every smaller batch, the exact shape less.
 _EXACT_TOLERANCE = 1.02
-
-
-@dataclass(frozen=True, slots=True)
-class CaptureRequest:
-    """One size of a forward, ready to be captured."""
-
-    inputs: StaticInputs
-    parameters: StaticParameters
-    segment_inputs: Sequence[str]
-    rows: int
-    num_rows: Tensor | None
-    """Where the forward's masks read the number of real rows."""
-    forward: Callable[[Runner], Sequence[Any]]
-    """Runs over the tensors of `inputs`."""
-    can_break: bool
-    """Whether the forward has splitting ops, so that `piecewise` differs from `full`."""
-    one_segment: Callable[[], CaptureRequest] | None = None
-    """Makes the same request for batches of one segment. Empty segments cost attention
-    (benchmarks/attention.py).
-    """
 
 
 @dataclass(slots=True)
@@ -74,11 +52,20 @@ class BudgetLadder:
     Args:
         request: makes the capture request of a budget; its tensors become the capture's own.
         mode: "auto", "full" or "piecewise".
+        measured: whether every way of running is timed, to choose by it; only on a device.
     """
 
-    def __init__(self, request: Callable[[int], CaptureRequest], mode: str, pool: GraphPool) -> None:
+    def __init__(
+        self,
+        request: Callable[[int], CaptureRequest],
+        mode: str,
+        pool: GraphPool,
+        *,
+        measured: bool = True,
+    ) -> None:
         self.pool = pool
         self.mode = mode
+        self.measured = measured
         self.captured: dict[int, CapturedForward] = {}
         self.captured_one_segment: dict[int, CapturedForward] = {}
         """Full graphs for batches of one segment, beside those in `captured`."""
@@ -88,14 +75,18 @@ class BudgetLadder:
         """Budgets that could not be captured, and why."""
         self.costs: dict[int, MeasuredCosts] = {}
         """What was measured on a device, of budgets in `captured` and `exact`."""
+        self.capture_ms = 0.0
+        """What capturing and measuring a budget took, the longest."""
         self._request = request
         self._num_bytes: Counter[int] = Counter()
 
     def capture(self, budget: int) -> CapturedForward | None:
         """Captures a budget unless that was done or failed before; None if it is dropped (capture rule 9)."""
         if budget not in self.captured and budget not in self.dropped and budget not in self.exact:
+            start = time.perf_counter()
             try:
                 self._capture(budget)
+                self.capture_ms = max(self.capture_ms, (time.perf_counter() - start) * 1e3)
             except (CaptureError, torch.OutOfMemoryError) as error:  # the second: for the static inputs
                 self.dropped[budget] = str(error)
                 logger.warning("budget %d is dropped: %s", budget, error)
@@ -132,7 +123,7 @@ class BudgetLadder:
 
     def _capture(self, budget: int) -> None:
         request = self._request(budget)
-        if not self.pool.is_cuda:
+        if not (self.measured and self.pool.is_cuda):
             self.captured[budget] = self._record(
                 budget, request, "full" if self.mode == "auto" else self.mode
             )

@@ -40,3 +40,6 @@ class MissReason(StrEnum):
 
     STATIC_SHAPE = "static_shape"
     """The graph was traced for one shape; there is nothing to pad."""
+
+    NEW_SHAPE = "new_shape"
+    """With `mode: exact`: batches of this token count have not come often enough to be captured."""

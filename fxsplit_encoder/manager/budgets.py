@@ -21,7 +21,7 @@ class CaptureKey(NamedTuple):
     """The path's name."""
 
     budget: int
-    """Output tokens that the capture has room for."""
+    """Output tokens that the capture has room for; 0: all captures at exact shapes, together."""
 
     axis_keys: tuple[Hashable, ...] = ()
     """The key on each capture axis; empty for a tower without any."""

@@ -71,7 +71,7 @@ def plan_captures(paths: Iterable[EncoderPath], limits: Limits) -> CapturePlan:
     """Every budget of every path, with those that no batch can reach pruned."""
     captures: list[PlannedCapture] = []
     for path in paths:
-        if path.mode == "none":
+        if path.mode in ("none", "exact"):
             continue
         per_token, fixed, refusals = _input_size(path)
         previous = 0

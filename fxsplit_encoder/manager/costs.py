@@ -183,7 +183,7 @@ class PathTable:
             return self._fallbacks.item(tokens), self._eager_is_cheaper.item(tokens)
         if not self.predicts_fallbacks:
             return _UNMEASURED_FALLBACK * (tokens + 1), False
-        exact, eager = (_at(points, tokens) for points in (self.route.exact, self.route.eager))
+        exact, eager = (cost_at(points, tokens) for points in (self.route.exact, self.route.eager))
         return min(exact, eager), eager < exact
 
     @property
@@ -298,8 +298,8 @@ def _interpolate(points: Points, tokens: NDArray[np.int64]) -> NDArray[np.float6
     return inside + beyond
 
 
-def _at(points: Points, tokens: int) -> float:
-    """`_interpolate` for a single count; arrays cost ten times as much."""
+def cost_at(points: Points, tokens: int) -> float:
+    """The cost of so many tokens between measured points; infinite if there are none."""
     if not points:
         return math.inf
     position = bisect_left(points, (tokens,))

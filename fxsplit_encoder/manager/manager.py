@@ -7,6 +7,7 @@ import functools
 import itertools
 import logging
 import threading
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,31 +16,35 @@ from fxsplit_encoder.capture import GraphPool, MissReason
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import InputError, ReplayError
 from fxsplit_encoder.manager.budgets import resolve_limits
-from fxsplit_encoder.manager.captures import CapturePlan, least_useful, plan_captures
+from fxsplit_encoder.manager.capture_set import CaptureSet
+from fxsplit_encoder.manager.captures import CapturePlan, plan_captures
 from fxsplit_encoder.manager.costs import CostModel
 from fxsplit_encoder.manager.data_parallel import DataParallel
 from fxsplit_encoder.manager.dual_path import postprocess_of, read_item_specs, read_model_config
-from fxsplit_encoder.manager.path import EncoderPath
-from fxsplit_encoder.manager.planner import build_fallback_plan, build_plan
-from fxsplit_encoder.manager.protocol import (
-    ENCODER_CUDAGRAPH_AXIS_KEYS_KWARG,
-    BudgetGraphMetadata,
-    missing_methods,
+from fxsplit_encoder.manager.item_facts import (
+    axis_keys,
+    item_axis_keys,
+    item_modalities,
+    item_segments,
+    video_frames,
 )
+from fxsplit_encoder.manager.path import EncoderPath
+from fxsplit_encoder.manager.plan import Plan
+from fxsplit_encoder.manager.planner import build_fallback_plan, build_plan
+from fxsplit_encoder.manager.protocol import BudgetGraphMetadata, missing_methods
 from fxsplit_encoder.manager.statistics import ManagerStats, Statistics
 from fxsplit_encoder.manager.trace import TraceWriter
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Iterator, Sequence
 
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
     from fxsplit_encoder.capture.buffers import StaticValue
     from fxsplit_encoder.compile import BoundProgram
-    from fxsplit_encoder.manager.budgets import CaptureKey
-    from fxsplit_encoder.manager.plan import PathPlan, Plan, PlannedBatch
+    from fxsplit_encoder.manager.plan import PathPlan, PlannedBatch
     from fxsplit_encoder.manager.protocol import EncoderItemSpec, SupportsEncoderCudaGraph
 
 logger = logging.getLogger(__name__)
@@ -99,14 +104,29 @@ class EncoderCudaGraphManager:
         )
         self.pool = GraphPool(self.device)
         self.routes = {
-            (name, axis_keys): EncoderPath(
-                name, tower, self.config, self.limits, self.pool, self.device, self.dtype, axis_keys
+            (name, keys): EncoderPath(
+                name,
+                tower,
+                self.config,
+                self.limits,
+                self.pool,
+                self.device,
+                self.dtype,
+                keys,
+                remaining_bytes=lambda: self._captures.remaining_bytes,
             )
             for name in self.limits.path_budgets
-            for axis_keys in itertools.product(*self.model_config.capture_axes)
+            for keys in itertools.product(*self.model_config.capture_axes)
         }
         """Every path at every combination of axis keys."""
         self.statistics = Statistics(log_interval)
+        self._captures = CaptureSet(
+            self.routes,
+            self.pool,
+            self.statistics,
+            self.limits.skippable_paths,
+            self.config.max_graph_bytes,
+        )
         self.data_parallel = DataParallel(process_group, self.device) if self.config.data_parallel else None
         self._postprocess = postprocess_of(tower)
         self._trace = TraceWriter(trace) if trace is not None else None
@@ -170,11 +190,12 @@ class EncoderCudaGraphManager:
                     path = self.routes[capture.key.path, capture.key.axis_keys]
                     path.note(f"{path.label}: budget {capture.key.budget} is not captured: {capture.pruned}")
             wanted = [capture.key for capture in planned.captures if capture.pruned is None]
-            self._capture(wanted, progress)
+            self._captures.capture(wanted, progress)
+            if self.config.packing == "cost":
+                for path in self.routes.values():
+                    path.measure()
             self._captured = True
             self._use_captures()
-            if self._over_limit():
-                self._drop_least_useful()
             if wanted and not any(path.captured or path.ladder.exact for path in self.routes.values()):
                 logger.error(
                     "encoder CUDA graphs are enabled, but no budget could be captured; every item will fall "
@@ -194,31 +215,6 @@ class EncoderCudaGraphManager:
                 per_patch, per_pair = milliseconds / (tokens * path.rows_per_token), costs.attention
         data_parallel.share_costs(per_patch, per_pair)
 
-    def _capture(
-        self, keys: Iterable[CaptureKey], progress: Callable[[int, int], None] | None = None
-    ) -> None:
-        ordered = sorted(keys, key=lambda key: -key.budget)
-        for done, key in enumerate(ordered):
-            path = self.routes[key.path, key.axis_keys]
-            path.capture(key.budget)
-            captures = sum(len(each.captured) for each in self.routes.values())
-            if captures == 1 and key.budget in path.captured and self._over_limit():
-                path.drop(key.budget, f"{self._excess()}, by this one alone")
-                captures = 0
-            if captures == 0:  # what was tried and released left its memory in the pool
-                path.shared.clear()
-                self.pool.retire()
-            if key.budget in path.captured:
-                num_bytes = path.ladder.num_bytes(key.budget)
-                self.statistics.record_capture(key, path.captured[key.budget].mode, num_bytes)
-                if (costs := path.ladder.costs.get(key.budget)) is not None:
-                    self.statistics.record_time(key, costs.best)
-            if progress is not None:
-                progress(done + 1, len(ordered))
-        if self.pool.is_cuda and self.config.packing == "cost":
-            for path in self.routes.values():
-                path.measure()
-
     def _use_captures(self) -> None:
         """Gathers what plans depend on, so that a request need not."""
         self._plans: dict[Hashable, Plan] = {}
@@ -235,51 +231,6 @@ class EncoderCudaGraphManager:
         )
         self.statistics.record_input_bytes(sum(path.input_bytes for path in routes))
 
-    # --- the memory limit
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory that all captures hold: their graphs' pool and their static inputs."""
-        return self.pool.used_bytes + sum(path.input_bytes for path in self.routes.values())
-
-    def _over_limit(self) -> bool:
-        limit = self.config.max_graph_bytes
-        return limit is not None and self.num_bytes > limit
-
-    def _excess(self) -> str:
-        return f"captures take {self.num_bytes} bytes, max_graph_bytes allows {self.config.max_graph_bytes}"
-
-    def _drop_least_useful(self) -> None:
-        """Drops the budgets that gain least for their bytes until the rest, captured anew, keep the limit.
-
-        Memory of a pool is given back as a whole, so what remains has to be captured again.
-        """
-        limit = self.config.max_graph_bytes
-        assert limit is not None
-        while self._over_limit():
-            excess, reason = self.num_bytes - limit, self._excess()
-            # Whether the last one fits by itself, capturing it anew tells.
-            while excess > 0 and sum(len(path.captured) for path in self.routes.values()) > 1:
-                path, budget = self._least_useful()
-                excess -= max(1, path.num_bytes(budget))
-                path.drop(budget, f"{reason}; it gains least for its memory")
-            kept = [path.key(budget) for path in self.routes.values() for budget in path.captured]
-            self._release()
-            self._capture(kept)
-            self._use_captures()
-
-    def _least_useful(self) -> tuple[EncoderPath, int]:
-        found = []
-        for path in self.routes.values():
-            if budgets := sorted(path.captured):
-                sizes = [path.num_bytes(budget) for budget in budgets]
-                skippable = path.name in self.limits.skippable_paths
-                budget, gain = least_useful(path.costs(), budgets, sizes, skippable)
-                found.append((gain, path, budget))
-        assert found, "nothing is captured, so no limit is exceeded"
-        _, path, budget = min(found, key=lambda each: each[0])
-        return path, budget
-
     def is_captured(self) -> bool:
         """Whether `capture` has run since the last `clear`."""
         return self._captured
@@ -287,15 +238,14 @@ class EncoderCudaGraphManager:
     def clear(self) -> None:
         """Releases every capture and its memory; `capture` may be called again."""
         with self._lock:
-            self._release()
+            self._captures.release()
             self._captured = False
             self._use_captures()
 
-    def _release(self) -> None:
-        for path in self.routes.values():
-            path.clear()
-        self.statistics.record_clear()
-        self.pool.retire()
+    @property
+    def num_bytes(self) -> int:
+        """Memory that all captures hold: their graphs' pool and their static inputs."""
+        return self._captures.num_bytes
 
     def supports_modality(self, modality: str) -> bool:
         """Whether captures serve "image" or "video" inputs of this tower."""
@@ -308,7 +258,7 @@ class EncoderCudaGraphManager:
 
         Before `capture`, the plan is that of a full ladder.
         """
-        return self._plan(mm_kwargs, self._item_specs(mm_kwargs))
+        return self._with_exact_replays(self._plan(mm_kwargs, self._item_specs(mm_kwargs)))
 
     def execute(self, mm_kwargs: dict[str, Any]) -> list[Tensor]:
         """Encodes a batch of images and videos.
@@ -335,7 +285,7 @@ class EncoderCudaGraphManager:
         """The items of a batch, all of them on this device."""
         specs = self._item_specs(mm_kwargs)
         if self._trace is not None:
-            self._trace.write(specs, self._item_segments(mm_kwargs, len(specs)))
+            self._trace.write(specs, item_segments(self.tower, mm_kwargs, len(specs)))
         plan = self._plan(mm_kwargs, specs)
         tokens = [spec.output_tokens for spec in specs]
         results: dict[int, Tensor] = {}
@@ -345,6 +295,9 @@ class EncoderCudaGraphManager:
 
     def stats(self) -> ManagerStats:
         """Hits, misses by reason, padding and bytes so far."""
+        for path in self.routes.values():
+            if path.exact is not None and path.exact.shapes.sizes:
+                self.statistics.record_capture(path.key(0), "exact", path.exact.num_bytes)
         return self.statistics.snapshot()
 
     # --- one plan
@@ -357,17 +310,18 @@ class EncoderCudaGraphManager:
             return build_fallback_plan(
                 specs, self.limits.path_budgets, MissReason.DISABLED, self.limits.skippable_paths
             )
-        modalities = self._item_modalities(mm_kwargs, len(specs))
-        segments = self._item_segments(mm_kwargs, len(specs))
-        frames = self._video_frames(mm_kwargs, modalities, segments)
-        axis_keys = self._item_axis_keys(mm_kwargs, len(specs))
+        modalities = item_modalities(self.tower, mm_kwargs, len(specs))
+        segments = item_segments(self.tower, mm_kwargs, len(specs))
+        frames = video_frames(self.tower, mm_kwargs, modalities, segments)
+        keys = item_axis_keys(self.tower, mm_kwargs, len(specs)) if self.model_config.capture_axes else None
         sizes = tuple([(s.input_size, s.output_tokens, *s.path_output_tokens.items()) for s in specs])
-        key = (sizes, tuple(segments), tuple(frames), tuple(modalities), tuple(axis_keys or ()))
-        plan = self._plans.get(key)
+        cache_key = (sizes, tuple(segments), tuple(frames), tuple(modalities), tuple(keys or ()))
+        plan = self._plans.get(cache_key)
         if plan is None:
             if len(self._plans) >= _KEPT_PLANS:
                 self._plans.clear()
-            plan = self._plans[key] = self._make_plan(specs, modalities, segments, frames, axis_keys)
+            plan = self._make_plan(specs, modalities, segments, frames, keys)
+            self._plans[cache_key] = plan
         return plan
 
     def _make_plan(
@@ -376,7 +330,7 @@ class EncoderCudaGraphManager:
         modalities: Sequence[str],
         segments: Sequence[int],
         frames: Sequence[int],
-        axis_keys: Sequence[tuple[Hashable, ...]] | None,
+        keys: Sequence[tuple[Hashable, ...]] | None,
     ) -> Plan:
         unsupported = {m for m in modalities if not self.supports_modality(m)}
         return self._build_plan(
@@ -386,43 +340,23 @@ class EncoderCudaGraphManager:
             item_reasons=[MissReason.UNSUPPORTED_INPUT if m in unsupported else None for m in modalities]
             if unsupported
             else None,
-            item_axis_keys=axis_keys,
+            item_axis_keys=keys,
         )
 
-    # Optional methods of a tower, and what is assumed of one without them.
-
-    def _item_modalities(self, mm_kwargs: dict[str, Any], num_items: int) -> list[str]:
-        """ "image" or "video" for every item; the batch's own modality where the tower does not tell."""
-        item_modalities = getattr(self.tower, "item_modalities", None)
-        if item_modalities is not None:
-            return item_modalities(mm_kwargs)  # type: ignore[no-any-return]
-        return [self.tower.get_input_modality(mm_kwargs)] * num_items if num_items else []
-
-    def _item_segments(self, mm_kwargs: dict[str, Any], num_items: int) -> list[int]:
-        """Attention segments of every item, of a video its frames; one each where the tower does not tell."""
-        item_segments = getattr(self.tower, "item_segments", None)
-        return item_segments(mm_kwargs) if item_segments is not None else [1] * num_items
-
-    def _video_frames(
-        self, mm_kwargs: dict[str, Any], modalities: Sequence[str], segments: Sequence[int]
-    ) -> list[int]:
-        """Video frames of every item, 0 for an image; a frame is a segment where the tower does not tell."""
-        if "video" not in modalities:
-            return [0] * len(modalities)
-        item_frames = getattr(self.tower, "item_frames", None)
-        frames = item_frames(mm_kwargs) if item_frames is not None else segments
-        return [
-            count if modality == "video" else 0 for count, modality in zip(frames, modalities, strict=True)
-        ]
-
-    def _item_axis_keys(self, mm_kwargs: dict[str, Any], num_items: int) -> list[tuple[Hashable, ...]] | None:
-        """The axis keys of every item, which the tower tells of any selection of items; None without axes."""
-        if not self.model_config.capture_axes:
-            return None
-        return [
-            _axis_keys(self.tower.select_encoder_cudagraph_items(mm_kwargs, [index]))
-            for index in range(num_items)
-        ]
+    def _with_exact_replays(self, plan: Plan) -> Plan:
+        """The plan with what captures at exact shapes, which come and go, would serve now."""
+        if not self._captured or all(path.exact is None for path in self.routes.values()):
+            return plan
+        batches = []
+        for batch in plan.batches:
+            paths = {
+                name: self.routes[name, batch.axis_keys].as_served(planned)
+                if (name, batch.axis_keys) in self.routes
+                else planned
+                for name, planned in batch.paths.items()
+            }
+            batches.append(replace(batch, paths=paths))
+        return Plan(tuple(batches), plan.num_items)
 
     # --- one batch
 
@@ -436,41 +370,45 @@ class EncoderCudaGraphManager:
         indices = list(batch.indices)
         everything = indices == list(range(len(tokens))) and not self.model_config.capture_axes
         selected = mm_kwargs if everything else self.tower.select_encoder_cudagraph_items(mm_kwargs, indices)
-        axis_keys = _axis_keys(selected) if self.model_config.capture_axes else ()
-        reason = batch.reason
+        keys = axis_keys(selected) if self.model_config.capture_axes else ()
+        reason: MissReason | None = None
         with self.pool.replaying():
             outputs: dict[str, Tensor] = {}
             for name, planned in batch.paths.items():
                 if not planned.skipped:
-                    outputs[name], failure = self._run_path(name, axis_keys, planned, selected)
-                    reason = reason or failure
+                    outputs[name], missed = self._run_path(name, keys, planned, selected)
+                    reason = reason or missed
             self._postprocess(outputs, indices, tokens, results, clone=False, batch_mm_kwargs=selected)
             self._own(indices, results, outputs)
         self.statistics.record_items(len(indices), reason)
 
     def _run_path(
-        self, name: str, axis_keys: tuple[Hashable, ...], planned: PathPlan, selected: dict[str, Any]
+        self, name: str, keys: tuple[Hashable, ...], planned: PathPlan, selected: dict[str, Any]
     ) -> tuple[Tensor, MissReason | None]:
-        path = self.routes.get((name, axis_keys))
+        """The path's output, and why it is no replay's."""
+        path = self.routes.get((name, keys))
         if path is None:  # items of the same keys make up a batch of others: the tower's own forward serves
             self.statistics.record_fallback("eager")
             return self.tower.encoder_eager_forward(selected, path=name), MissReason.NOT_CAPTURED
-        if planned.budget is None:
-            return self._run_without_replay(path, planned, selected), None
-        values = path.values(selected)
-        captured = path.captured.get(planned.budget) and path.best_capture(planned.budget, values)
-        if captured is None:
-            return self._run_without_replay(path, planned, selected, values), MissReason.NOT_CAPTURED
-        try:
-            path.load(captured, values)
-        except ReplayError as error:
-            # Raised before anything was copied: the batch is whole and runs at its exact shape.
-            logger.warning("%s, budget %d: %s", path.label, planned.budget, error)
-            return self._run_without_replay(path, planned, selected, values), MissReason.EXTENT_EXCEEDED
-        output = captured.replay(debug=self.config.debug)[0]
-        assert isinstance(output, torch.Tensor)
-        self.statistics.record_replay(path.key(planned.budget), planned.tokens)
-        return output, None
+        values = None
+        reason = None
+        if self._captured:
+            for key, ladder, size in path.captures_for(planned):
+                values = path.values(selected) if values is None else values
+                captured = path.best_capture(ladder, size, values)
+                try:
+                    path.load(captured, values)
+                except ReplayError as error:
+                    # Raised before anything was copied: the batch is whole.
+                    logger.warning("%s, %d tokens: %s", path.label, size, error)
+                    reason = MissReason.EXTENT_EXCEEDED
+                    continue
+                output = captured.replay(debug=self.config.debug)[0]
+                assert isinstance(output, torch.Tensor)
+                self.statistics.record_replay(key, planned.tokens)
+                return output, None
+        output = self._run_without_replay(path, planned, selected, values)
+        return output, reason or path.miss_reason(planned)
 
     def _run_without_replay(
         self,
@@ -521,21 +459,6 @@ def _without_autograd() -> Iterator[None]:
     # of it.
     with torch.inference_mode(False), torch.no_grad():
         yield
-
-
-def _axis_keys(mm_kwargs: Mapping[str, Any]) -> tuple[Hashable, ...]:
-    """What a tower with capture axes says of a selection of items.
-
-    Raises:
-        InputError: it says nothing.
-    """
-    keys = mm_kwargs.get(ENCODER_CUDAGRAPH_AXIS_KEYS_KWARG)
-    if keys is None:
-        raise InputError(
-            f"select_encoder_cudagraph_items gave no {ENCODER_CUDAGRAPH_AXIS_KEYS_KWARG!r}; a tower with "
-            "capture_axes must give one key an axis there"
-        )
-    return tuple(keys)
 
 
 def _placement(

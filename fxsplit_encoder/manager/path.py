@@ -1,10 +1,7 @@
-"""One path of a tower, at one combination of capture axes: its compiled forward, its captures, and how a
-batch runs on it.
-"""
+"""One path of a tower, at one combination of capture axes: its captures, and how a batch runs on it."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -17,21 +14,26 @@ from fxsplit_encoder.capture import (
     CapturedForward,
     CaptureRequest,
     GraphPool,
+    MissReason,
     SharedBuffers,
     StaticBuffer,
     StaticInputs,
     StaticParameters,
-    measure_ms,
+    request_over,
 )
 from fxsplit_encoder.capture.probe import probe_padding
 from fxsplit_encoder.capture.runner import ExactRunner
-from fxsplit_encoder.compile import BoundProgram, CompileOptions, Step, to_device, trace_forward
-from fxsplit_encoder.errors import CaptureError, CompileError, InputError
+from fxsplit_encoder.compile import BoundProgram, CompileOptions, Step
+from fxsplit_encoder.errors import CaptureError, InputError
 from fxsplit_encoder.manager.budgets import CaptureKey
-from fxsplit_encoder.manager.costs import RouteCosts
+from fxsplit_encoder.manager.exact_replays import ExactReplays
+from fxsplit_encoder.manager.path_costs import PathCosts, measure_path
+from fxsplit_encoder.manager.path_forward import PathForward
+from fxsplit_encoder.manager.plan import PathPlan
+from fxsplit_encoder.manager.tensor_parallel import agreement_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -39,16 +41,10 @@ if TYPE_CHECKING:
     from fxsplit_encoder.compile import Runner
     from fxsplit_encoder.config import EncoderConfig
     from fxsplit_encoder.manager.budgets import Limits
+    from fxsplit_encoder.manager.costs import RouteCosts
     from fxsplit_encoder.manager.protocol import SupportsEncoderCudaGraph
 
 logger = logging.getLogger(__name__)
-
-# The trace runs the forward once, so it is made at a moderate size; the size is also Inductor's hint for its
-# kernels.
-_TRACED_TOKENS = 256
-
-# Equal segments that a full budget is cut into to find what attention costs.
-_MEASURED_SEGMENTS = 8
 
 
 class EncoderPath:
@@ -68,6 +64,8 @@ class EncoderPath:
         device: torch.device,
         dtype: torch.dtype,
         axis_keys: tuple[Hashable, ...] = (),
+        *,
+        remaining_bytes: Callable[[], int | None] = lambda: None,
     ) -> None:
         self.name = name
         self.axis_keys = axis_keys
@@ -75,108 +73,55 @@ class EncoderPath:
         self.budgets = limits.path_budgets[name]
         self.limits = limits
         self.device = device
-        self.dtype = dtype
         path_config = config.paths.get(name)
         self.mode = (path_config.mode if path_config is not None else None) or config.mode
-        self.options = CompileOptions(config.splitting_ops, config.piece_compiler)
+        options = CompileOptions(config.splitting_ops, config.piece_compiler)
+        self.forward = PathForward(name, self.label, tower, limits, device, dtype, axis_keys, options)
         self.padding_logics = tower.get_encoder_cudagraph_config().padding_logics
-        self.program: BoundProgram | None = None
-        self.parameters = StaticParameters(())
-        """Those that the program is bound to."""
         self.notes: list[str] = []
-        self.ladder = BudgetLadder(self._request, self.mode, pool)
+        agree = agreement_of(tower)
+        # The ranks of a sharded tower must capture and run the same, and their times differ.
+        self.measured = agree is None and pool.is_cuda
+        self.ladder = BudgetLadder(
+            lambda budget: self._request(budget, self.shared), self.mode, pool, measured=self.measured
+        )
         self.shared = SharedBuffers()
-        self.eager_costs: tuple[tuple[int, float], ...] = ()
-        """(output tokens, milliseconds) of the tower's own forward, measured on a device."""
-        self.attention_cost = 0.0
-        """Milliseconds of a pair of rows that attend to one another, measured on a device."""
+        self.exact: ExactReplays | None = None
+        """Captures of the very token counts that come; None: this mode makes none."""
+        if self.mode == "exact" or (self.mode == "auto" and self.measured):
+            self.exact = ExactReplays(
+                self._request,
+                device,
+                config,
+                by_cost=self.mode == "auto",
+                remaining_bytes=remaining_bytes,
+                agree=agree,
+            )
         self.rows_per_token = 1.0
         """Rows of the attended sequence for an output token."""
-        self._compiled = False
         self.segment_room: dict[int, int] = {}
         """The attention segments that a captured budget holds; not there for a forward without any."""
+        self._measured = PathCosts()
 
     @property
     def label(self) -> str:
         """The path and its axis keys, for messages."""
         return f"path {self.name}" + (f" {self.axis_keys}" if self.axis_keys else "")
 
+    @property
+    def program(self) -> BoundProgram | None:
+        """The compiled forward; None before `compile`, and where it does not compile."""
+        return self.forward.program
+
     def key(self, budget: int) -> CaptureKey:
         """What one of its budgets is called."""
         return CaptureKey(self.name, budget, self.axis_keys)
 
-    # --- compile
-
     def compile(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Traces and compiles the forward once, for all budgets; one that does not compile is kept whole."""
-        if self._compiled:
-            return
-        self._compiled = True
-        try:
-            inputs = self._traced_values()
-        except InputError as error:
-            self.note(f"{self.label}: not compiled: {error}")
-            return
-        options = CompileOptions(self.options.splitting_ops, self.options.piece_compiler, progress)
-        try:
-            program = trace_forward(self._forward, inputs, self._dynamic_dims(inputs), options)
-            if program.program.token_symbol is None:
-                raise CompileError(
-                    "it has no splitting op, so nothing tells which of its sizes counts tokens"
-                )
-            self._bind(program)
-        except CompileError as error:
-            self.note(f"{self.label}: captured without compiling: {error}")
-
-    def _traced_values(self) -> dict[str, Tensor]:
-        """Inputs of a moderate size, with two tiles rather than one: a trace makes a size of 1 a constant."""
-        budgets = sorted(self.budgets, key=lambda budget: abs(budget - _TRACED_TOKENS))
-        inputs = self._first_values(budgets)
-        if any(tensor.dim() > 0 and tensor.shape[0] == 1 for tensor in inputs.values()):
-            return self._first_values([2 * budget for budget in budgets])
-        return inputs
-
-    def _bind(self, program: BoundProgram) -> None:
-        self.program = program
-        fixed = (tensor for tensor in program.fixed if isinstance(tensor, torch.Tensor))
-        self.parameters = StaticParameters(fixed, self.tower)
-
-    def _current_program(self) -> BoundProgram | None:
-        """The program on the parameters that the tower has now; None if it was not made for such as those."""
-        if self.program is None or not self.parameters.have_moved():
-            return self.program
-        current = iter(self.parameters.current())
-        fixed = [next(current) if isinstance(old, torch.Tensor) else old for old in self.program.fixed]
-        if not all(_is_alike(old, new) for old, new in zip(self.program.fixed, fixed, strict=True)):
-            return None
-        self._bind(replace(self.program, fixed=tuple(fixed)))
-        return self.program
-
-    def _forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        return self.tower.encoder_cudagraph_forward(dict(inputs), path=self.name)
-
-    def _capture_values(self, budget: int) -> dict[str, Tensor]:
-        """Fresh inputs of a budget; InputError: the tower cannot make them for these axis keys."""
-        try:
-            prepared = self.tower.prepare_encoder_cudagraph_capture_inputs(
-                budget,
-                self.limits.max_items_per_batch,
-                self.limits.max_frames_per_batch,
-                self.device,
-                self.dtype,
-                path=self.name,
-                **({"axis_keys": self.axis_keys} if self.axis_keys else {}),
-            )
-        except ValueError as error:
-            raise InputError(f"{self.label}: no inputs for {budget} tokens: {error}") from error
-        return dict(prepared.values)
-
-    def _first_values(self, budgets: Sequence[int]) -> dict[str, Tensor]:
-        """Inputs of the first of these budgets for which the tower can make any; InputError: of none."""
-        for budget in budgets[:-1]:
-            with contextlib.suppress(InputError):
-                return self._capture_values(budget)
-        return self._capture_values(budgets[-1])
+        refusal = self.forward.compile(self.budgets, progress)
+        if refusal is not None:
+            self.note(f"{self.label}: {refusal}")
 
     def num_input_bytes(self, budget: int) -> int:
         """Memory of the static inputs of a budget.
@@ -184,7 +129,7 @@ class EncoderPath:
         Raises:
             InputError: the tower cannot make inputs of this size for these axis keys.
         """
-        values = self._capture_values(budget)
+        values = self.forward.capture_values(budget)
         return sum(tensor.numel() * tensor.element_size() for tensor in values.values())
 
     def item_token_range(self) -> tuple[int, int] | None:
@@ -193,16 +138,6 @@ class EncoderPath:
         """
         token_range = getattr(self.tower, "get_encoder_cudagraph_item_token_range", None)
         return None if token_range is None else token_range(path=self.name, axis_keys=self.axis_keys)
-
-    def _dynamic_dims(self, inputs: Mapping[str, Tensor]) -> dict[str, list[int]]:
-        """The dimensions that differ between two budgets; with one budget, the first of every tensor."""
-        if len(self.budgets) < 2:
-            return {name: [0] for name, tensor in inputs.items() if tensor.dim() > 0 and tensor.shape[0] > 1}
-        small, large = self._first_values(self.budgets), self._first_values(self.budgets[::-1])
-        return {
-            name: [dim for dim, size in enumerate(tensor.shape) if size != large[name].shape[dim]]
-            for name, tensor in small.items()
-        }
 
     # --- capture
 
@@ -230,13 +165,19 @@ class EncoderPath:
         return self.ladder.num_bytes(budget) + unshared
 
     @property
+    def exact_bytes(self) -> int:
+        """Memory of the captures at exact shapes."""
+        return self.exact.num_bytes if self.exact is not None else 0
+
+    @property
     def captured(self) -> dict[int, CapturedForward]:
         """The captures by budget."""
         return self.ladder.captured
 
-    def _request(self, budget: int) -> CaptureRequest:
+    def _request(self, budget: int, shared: SharedBuffers) -> CaptureRequest:
+        """The request of a budget over the inputs that budgets share, or of an exact shape over others."""
         try:
-            values = self._capture_values(budget)
+            values = self.forward.capture_values(budget)
         except InputError as error:
             raise CaptureError(str(error)) from error
         program = self.program
@@ -256,17 +197,36 @@ class EncoderPath:
         rows = program.tokens(values)
         if rows is not None:
             self.rows_per_token = rows / budget
-        self._check_padding(program, values, rows)
-        buffers = {name: self._buffer(program, name, tensor) for name, tensor in values.items()}
-        if program.segment_inputs:
+        if shared is self.shared:
+            self._check_padding(program, values, rows)
+        buffers = {name: self._buffer(program, name, tensor, shared) for name, tensor in values.items()}
+        if program.segment_inputs and shared is self.shared:
             self.segment_room[budget] = min(values[name].shape[0] - 1 for name in program.segment_inputs)
         num_rows = torch.full((), rows, dtype=torch.int64, device=self.device) if rows is not None else None
-        return self._request_over(program, buffers, budget if rows is None else rows, num_rows)
 
-    def _buffer(self, program: BoundProgram, name: str, tensor: Tensor) -> StaticBuffer:
+        def forward(tensors: Mapping[str, Tensor], runner: Runner) -> list[Any]:
+            frame = program.program.begin(program.arguments(tensors))
+            if program.program.num_rows_slot is not None:
+                frame.slots[program.program.num_rows_slot] = num_rows
+            return program.program.finish(frame, runner)
+
+        return request_over(
+            buffers,
+            forward,
+            parameters=self.forward.parameters,
+            segment_inputs=program.segment_inputs,
+            rows=budget if rows is None else rows,
+            num_rows=num_rows,
+            can_break=bool(program.program.splits),
+            frame_lengths=program.frame_lengths,
+        )
+
+    def _buffer(
+        self, program: BoundProgram, name: str, tensor: Tensor, shared: SharedBuffers
+    ) -> StaticBuffer:
         """A static input; in shared memory, if it is one that every batch fills."""
         if name in program.segment_inputs:  # replaced as a whole
-            return self.shared.share(StaticBuffer(name, tensor, None))
+            return shared.share(StaticBuffer(name, tensor, None))
         dim = program.token_dims.get(name)
         buffer = StaticBuffer(
             name,
@@ -275,46 +235,14 @@ class EncoderPath:
             self.padding_logics.get(name),
             is_order=name in program.order_inputs,
         )
-        return buffer if dim is None else self.shared.share(buffer)
-
-    def _request_over(
-        self, program: BoundProgram, buffers: dict[str, StaticBuffer], rows: int, num_rows: Tensor | None
-    ) -> CaptureRequest:
-        arguments = program.arguments({name: buffer.tensor for name, buffer in buffers.items()})
-
-        def forward(runner: Runner) -> list[Any]:
-            frame = program.program.begin(arguments)
-            if program.program.num_rows_slot is not None:
-                frame.slots[program.program.num_rows_slot] = num_rows
-            return program.program.finish(frame, runner)
-
-        name = program.frame_lengths
-
-        def one_segment() -> CaptureRequest:
-            assert name is not None
-            lengths = torch.tensor([0, rows], dtype=torch.int32, device=self.device)
-            return self._request_over(
-                program, {**buffers, name: StaticBuffer(name, lengths, None)}, rows, num_rows
-            )
-
-        several = name is not None and buffers[name].tensor.shape[0] > 2
-        return CaptureRequest(
-            StaticInputs(buffers.values()),
-            self.parameters,
-            program.segment_inputs,
-            rows,
-            num_rows,
-            forward,
-            can_break=bool(program.program.splits),
-            one_segment=one_segment if several else None,
-        )
+        return buffer if dim is None else shared.share(buffer)
 
     def _uncompiled(self, values: Mapping[str, Tensor]) -> Callable[[Runner], Sequence[Any]]:
         """The tower's forward as a program of a single piece: what is recorded goes through the runner."""
         whole = Step(
             kind="piece",
             name="forward",
-            call=lambda: (self._forward(values),),
+            call=lambda: (self.forward(values),),
             args=(),
             kwargs={},
             outputs=(0,),
@@ -340,66 +268,19 @@ class EncoderPath:
 
     def measure(self) -> None:
         """Times what no capture is needed for: the tower's own forward over a few sizes, and attention."""
-        sizes = sorted({self.budgets[0], self.budgets[len(self.budgets) // 2], self.budgets[-1]})
-        costs = []
-        with torch.no_grad():
-            for budget in sizes:
-                try:
-                    values = self._capture_values(budget)
-                    costs.append((budget, measure_ms(lambda v=values: self._forward(v), self.device)))  # type: ignore[misc]
-                    self._measure_attention(values)
-                except InputError:  # the tower has no inputs of this size
-                    continue
-                except torch.OutOfMemoryError:
-                    self.note(f"{self.label}: out of memory while {budget} tokens were timed")
-                    break
-        self.eager_costs = tuple(costs)
-
-    def _measure_attention(self, values: dict[str, Tensor]) -> None:
-        """From the same batch as one segment and as several of equal length."""
-        program = self.program
-        frames = program.frame_lengths if program is not None else None
-        if program is None or frames is None:
+        if not self.measured:
             return
-        rows = program.tokens(values)
-        if rows is None or rows < _MEASURED_SEGMENTS:
-            return
-
-        def milliseconds(segments: int) -> float:
-            cu_seqlens = (torch.arange(segments + 1) * rows // segments).to(torch.int32)
-            on_device = cu_seqlens.to(self.device)
-            inputs = {**values, frames: on_device}
-
-            def run() -> Tensor:
-                return program(inputs, ExactRunner([KnownSegments(on_device, cu_seqlens.tolist())]))
-
-            return measure_ms(run, self.device)
-
-        pairs = rows**2 * (1 - 1 / _MEASURED_SEGMENTS)
-        self.attention_cost = max(0.0, (milliseconds(1) - milliseconds(_MEASURED_SEGMENTS)) / pairs)
+        self._measured = measure_path(self.forward, self.budgets, self.rows_per_token)
+        if self._measured.out_of_memory is not None:
+            self.note(f"{self.label}: out of memory while {self._measured.out_of_memory} tokens were timed")
 
     def costs(self) -> RouteCosts:
         """What was measured, or an order of preference where nothing was."""
-        budgets = sorted(self.captured)
-        measured = self.ladder.costs
-        if not measured:
-            return RouteCosts.unmeasured(budgets, self.segment_room)
-
-        def beside_attention(budget: int, milliseconds: float) -> float:
-            pairs = (budget * self.rows_per_token) ** 2
-            return max(0.0, milliseconds - self.attention_cost * pairs)
-
-        exact = tuple((b, beside_attention(b, costs.exact)) for b, costs in sorted(measured.items()))
-        return RouteCosts(
-            replay={b: beside_attention(b, measured[b].best) for b in budgets},
-            one_segment={
-                b: beside_attention(b, cost) for b in budgets if (cost := measured[b].one_segment) is not None
-            },
-            exact=exact if self.program is not None else (),
-            eager=tuple((b, beside_attention(b, milliseconds)) for b, milliseconds in self.eager_costs),
-            attention=self.attention_cost,
-            room=self.segment_room,
-        )
+        compiled = self.program is not None
+        costs = self._measured.with_captures(self.ladder, self.segment_room, compiled=compiled)
+        if self.exact is not None and costs.measured:
+            self.exact.use_costs(costs, self.ladder.capture_ms)
+        return costs
 
     # --- run
 
@@ -410,8 +291,17 @@ class EncoderPath:
         )
         return dict(prepared.values)
 
-    def best_capture(self, budget: int, values: Mapping[str, StaticValue | None]) -> CapturedForward:
-        """What to replay for a batch of a captured budget.
+    def captures_for(self, planned: PathPlan) -> Iterator[tuple[CaptureKey, BudgetLadder, int]]:
+        """What may serve a planned batch, the best first: a capture's key, what holds it, and its size."""
+        if self.exact is not None and (ladder := self.exact.find(planned)) is not None:
+            yield self.key(0), ladder, planned.tokens
+        if planned.budget is not None and planned.budget in self.captured:
+            yield self.key(planned.budget), self.ladder, planned.budget
+
+    def best_capture(
+        self, ladder: BudgetLadder, size: int, values: Mapping[str, StaticValue | None]
+    ) -> CapturedForward:
+        """What to replay of a captured size for a batch.
 
         Raises:
             ReplayError: the tower gave no value for a buffer of the capture (capture rule 4).
@@ -419,9 +309,22 @@ class EncoderPath:
         name = self.program.frame_lengths if self.program is not None else None
         lengths = values.get(name) if name is not None else None
         single = isinstance(lengths, torch.Tensor) and lengths.shape[0] == 2
-        captured = self.ladder.best(budget, 1 if single else None)
+        captured = ladder.best(size, 1 if single else None)
         captured.inputs.check_complete(values)
         return captured
+
+    def as_served(self, planned: PathPlan) -> PathPlan:
+        """A plan with what captures at exact shapes would change of it now."""
+        if self.exact is None or planned.skipped:
+            return planned
+        if planned.tokens in self.exact.shapes:
+            return PathPlan(planned.tokens, planned.tokens)
+        return planned if planned.budget is not None else replace(planned, reason=self.miss_reason(planned))
+
+    def miss_reason(self, planned: PathPlan) -> MissReason:
+        """Why a planned batch that nothing served counts as a miss."""
+        reason = self.exact.reason(planned) if self.exact is not None else None
+        return reason or planned.reason or MissReason.NOT_CAPTURED
 
     def load(self, captured: CapturedForward, values: Mapping[str, StaticValue | None]) -> None:
         """Fills a capture's buffers with a batch.
@@ -429,7 +332,7 @@ class EncoderPath:
         Raises:
             ReplayError: the batch does not fit the capture; nothing was copied then (capture rule 3).
         """
-        captured.load(values, self._rows(values))
+        captured.load(values, self.forward.rows(values))
 
     def run_exact(
         self, mm_kwargs: dict[str, Any], values: dict[str, StaticValue | None] | None = None
@@ -437,10 +340,10 @@ class EncoderPath:
         """The batch at its exact shape, and whether the compiled program ran: where its assumptions do not
         hold, the tower runs eagerly.
         """
-        program = self._current_program()
+        program = self.forward.current_program()
         if program is not None:
             given = self.values(mm_kwargs) if values is None else values
-            inputs = self._to_device(program, given)
+            inputs = self.forward.inputs(program, given)
             if inputs.keys() >= set(program.names) - {None} and self._accepts(program, inputs):
                 segments = [
                     KnownSegments(inputs[name], cu_seqlens.tolist())
@@ -457,30 +360,13 @@ class EncoderPath:
     def _accepts(self, program: BoundProgram, inputs: Mapping[str, Tensor]) -> bool:
         return program.program.accepts(program.symbols(inputs))
 
-    def _to_device(
-        self, program: BoundProgram, values: Mapping[str, StaticValue | None]
-    ) -> dict[str, Tensor]:
-        """The values, each in one tensor, in the dtypes that the program was traced with."""
-        inputs = {}
-        for name, value in values.items():
-            if value is not None:
-                tensor = value if isinstance(value, torch.Tensor) else torch.cat(list(value))
-                dtype = program.dtypes.get(name, tensor.dtype)
-                inputs[name] = to_device(tensor, self.device, dtype).contiguous()
-        return inputs
-
-    def _rows(self, values: Mapping[str, StaticValue | None]) -> int | None:
-        """Rows of the batch, where its values tell."""
-        present = {name: value for name, value in values.items() if value is not None}
-        return self.program.tokens(present) if self.program is not None else None
-
     def clear(self) -> None:
         """Releases every capture. What is captured next reads the parameters that the tower has then."""
         self.ladder.clear()
         self.shared.clear()
-        if self._current_program() is None:
-            self.program = None
-            self._compiled = False
+        if self.exact is not None:
+            self.exact.clear()
+        self.forward.refresh()
 
     def note(self, note: str) -> None:
         """Remembers what was dropped or runs in another way than asked, and warns of it."""
@@ -496,14 +382,6 @@ def _input_storages(captures: Iterable[CapturedForward]) -> dict[int, int]:
         for tensor in captured.inputs.tensors.values()
         if (storage := tensor.untyped_storage()).data_ptr()
     }
-
-
-def _is_alike(old: Any, new: Any) -> bool:
-    if not isinstance(old, torch.Tensor):
-        return True
-    return isinstance(new, torch.Tensor) and all(
-        getattr(old, name) == getattr(new, name) for name in ("shape", "dtype", "device")
-    )
 
 
 def _half(tensor: Tensor, token_dim: int | None, program: BoundProgram, name: str) -> Tensor:

@@ -123,7 +123,9 @@ class ManagerStats:
             f"inputs {self.input_bytes / 2**20:.1f} MiB"
         )
         headers = ["path", "budget", "mode", "MiB", "replays", "tokens", "padding", "ms a replay"]
-        rows = [[_path_label(key), key.budget, *stats.row()] for key, stats in self.budgets.items()]
+        rows = [
+            [_path_label(key), key.budget or "exact", *stats.row()] for key, stats in self.budgets.items()
+        ]
         return f"{summary}\n{tabulate(rows, headers, floatfmt='.2f', missingval='-')}" if rows else summary
 
 
@@ -168,7 +170,7 @@ class Statistics:
             stats = self._budgets[key]
             stats.replays += 1
             stats.real_tokens += tokens
-            stats.padded_tokens += key.budget - tokens
+            stats.padded_tokens += max(key.budget - tokens, 0)
 
     def record_fallback(self, kind: str) -> None:
         """Count one run of a path without a replay, "exact" or "eager"."""

@@ -335,3 +335,61 @@ def test_a_dispatcher_is_forgotten_with_its_module() -> None:
     torch._dynamo.reset()
     gc.collect()
     assert not set(dispatchers()) - known
+
+
+def compile_exactly(module: nn.Module, min_hits: int) -> tuple[Any, BudgetDispatcher]:
+    """A copy of the module in mode `exact`, traced with five images; and its dispatcher."""
+    known = set(dispatchers())
+    compiled = compile_it(copy.deepcopy(module), dynamic=True, mode="exact", exact_min_hits=min_hits)
+    compiled(images(5))
+    (dispatcher,) = set(dispatchers()) - known
+    return compiled, dispatcher
+
+
+@torch.no_grad()
+def test_exact_mode_captures_the_counts_that_come_and_pads_nothing() -> None:
+    module = ClipLike().requires_grad_(False)
+    compiled, dispatcher = compile_exactly(module, 2)
+    for count in (4, 5, 4, 5, 4, 6):
+        batch = images(count)
+        assert_equal(compiled(batch), module(batch))
+    assert dispatcher.hits == 4  # the second 4, both 5 after the one that was traced, the third 4
+    assert dispatcher.misses == {fx.MissReason.NEW_SHAPE: 3}
+    assert dispatcher.num_captured == 2
+    dispatcher.clear()
+    assert dispatcher.num_captured == 0
+
+
+@torch.no_grad()
+def test_exact_mode_serves_rows_that_depend_on_one_another() -> None:
+    class LessMean(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.clip = ClipLike()
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.clip(x)
+            return y - y.mean(0)
+
+    module = LessMean().requires_grad_(False)
+    compiled, dispatcher = compile_exactly(module, 1)
+    for count in (4, 5, 4):
+        batch = images(count)
+        assert_equal(compiled(batch), module(batch))
+    assert not dispatcher.program.padding.proved
+    assert (dispatcher.hits, dict(dispatcher.misses)) == (4, {})
+
+
+def test_captures_for_other_sizes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Tokens(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.scaled_dot_product_attention(x, x, x) * 2
+
+    monkeypatch.setattr(dispatch, "_MOST_LADDERS", 2)
+    module = Tokens()
+    known = set(dispatchers())
+    compiled = compile_it(module, dynamic=True, token_budgets=[4])
+    for length in (5, 6, 7, 8, 9, 5):
+        x = torch.randn(3, 2, length, 8)
+        torch.testing.assert_close(compiled(x), module(x))
+    assert all(d.num_captured <= 2 for d in set(dispatchers()) - known)

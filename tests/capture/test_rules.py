@@ -54,7 +54,7 @@ def replay(manager: Manager, budget: int, inputs: dict[str, Any]) -> list[Tensor
     """Replays one budget, whatever the planner would choose; one tensor for all items."""
     path = manager.paths["default"]
     values = path.values(inputs)
-    captured = path.best_capture(budget, values)
+    captured = path.best_capture(path.ladder, budget, values)
     path.load(captured, values)
     rows = sum(t * h * w for key in ("image_grid_thw", "video_grid_thw") for t, h, w in inputs.get(key, []))
     return [captured.replay(debug=True)[0][: rows // 4].clone()]
@@ -891,7 +891,7 @@ def test_rule_10_every_path_shares_the_order(pool_events: list[Any], make_manage
     twin = path_module.EncoderPath.__new__(path_module.EncoderPath)
     twin.__dict__.update(manager.paths["default"].__dict__)
     twin.name, twin.budgets = "other", (8, 40)
-    twin.ladder = BudgetLadder(twin._request, "full", manager.pool)
+    twin.ladder = BudgetLadder(manager.paths["default"].ladder._request, "full", manager.pool)
     manager.routes["other", ()] = twin
     manager.capture()
     assert [rows // 4 for _, rows in pool_events] == [64, 40, 32, 16, 8, 4]

@@ -83,8 +83,7 @@ def _requests(rank: int, num_ranks: int, job: dict[str, Any]) -> dict[str, Any]:
         manager = fx.EncoderCudaGraphManager(tower, config, log_interval=0)
         path = manager.paths["default"]
         if program is not None:  # traced once, for all modes
-            path._compiled = True
-            path._bind(program)
+            path.forward.bind(program)
         if mode is not None:
             manager.capture()
             program = path.program

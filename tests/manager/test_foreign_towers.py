@@ -103,7 +103,7 @@ def test_a_value_that_is_too_large_falls_back_before_any_buffer_is_written() -> 
 
     model.prepare_encoder_cudagraph_replay_buffers = oversize
     manager.tower.encoder_eager_forward = lambda mm_kwargs, path="default": torch.full((2, WIDTH), 5.0)
-    manager.paths["default"].program = None
+    manager.paths["default"].forward.program = None
     (output,) = manager.execute(batch(2))
     assert output.eq(5).all()
     assert manager.stats().misses == {fx.MissReason.EXTENT_EXCEEDED: 1}

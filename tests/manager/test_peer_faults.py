@@ -125,7 +125,7 @@ def test_omni_7650_vllm_43403_what_overflows_a_buffer_falls_back_whole() -> None
 
     model.prepare_encoder_cudagraph_replay_buffers = oversize
     model.encoder_eager_forward = lambda mm_kwargs, path="default": torch.full((4, 8), 5.0)
-    manager.paths["default"].program = None
+    manager.paths["default"].forward.program = None
     assert all(item.eq(5).all() for item in manager.execute(inputs))
     assert manager.stats().misses == {fx.MissReason.EXTENT_EXCEEDED: 4}
     assert all(torch.equal(tensor, before[name]) for name, tensor in capture.inputs.tensors.items())
@@ -362,7 +362,7 @@ def test_found_a_found_b_small_budgets_stay_small_with_video(tiny_towers: Any, m
     )
     manager = fx.EncoderCudaGraphManager(tiny_towers.wrapped, settings)
     for capture in manager.planned_captures().captures:
-        made = manager.paths["default"]._capture_values(capture.key.budget)
+        made = manager.paths["default"].forward.capture_values(capture.key.budget)
         assert made["pixel_values"].shape[0] == 4 * capture.key.budget
     small, large = manager.planned_captures().captures
     assert small.input_bytes < large.input_bytes / 7

@@ -69,8 +69,7 @@ def managers(wrapped: Any, budgets: Sequence[int], **settings: Any) -> dict[str,
         manager = fx.EncoderCudaGraphManager(wrapped, config, log_interval=0)
         path = manager.paths["default"]
         if program is not None:
-            path._compiled = True
-            path._bind(program)
+            path.forward.bind(program)
         manager.capture()
         assert manager.reports == []
         program = path.program

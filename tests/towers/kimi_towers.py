@@ -44,8 +44,7 @@ def make_managers(wrapped: Any) -> dict[str, fx.EncoderCudaGraphManager]:
         manager = fx.EncoderCudaGraphManager(wrapped, config, log_interval=0)
         path = manager.paths["default"]
         if managers:
-            path._compiled = True
-            path._bind(next(iter(managers.values())).paths["default"].program)
+            path.forward.bind(next(iter(managers.values())).paths["default"].program)
         manager.capture()
         managers[mode] = manager
     return managers

@@ -137,10 +137,9 @@ class PackedTowerTests:
                 path.compile()
                 assert path.program is not None, made[mode].reports
             else:
-                path._compiled = True
                 shared = made[MODES[0]].paths["default"].program
                 assert shared is not None
-                path._bind(shared)
+                path.forward.bind(shared)
             made[mode].capture()
             assert made[mode].reports == []
         assert counters["stats"]["unique_graphs"] == 1

@@ -67,7 +67,7 @@ class TestQwen25VL(PackedTowerTests):
             selected = towers.wrapped.select_encoder_cudagraph_items(inputs, list(batch.indices))
             path = manager.paths["default"]
             values = path.values(selected)
-            captured = path.best_capture(budget, values)
+            captured = path.best_capture(path.ladder, budget, values)
             for name in ("cu_seqlens", "cu_window_seqlens"):
                 assert values[name].shape[0] <= captured.inputs.buffers[name].tensor.shape[0]
 
@@ -78,8 +78,7 @@ class TestQwen25VL(PackedTowerTests):
         config = fx.EncoderConfig(mode="full", token_budgets=(256, 512), max_items_per_batch=2)
         manager = fx.EncoderCudaGraphManager(towers.wrapped, config, log_interval=0)
         path = manager.paths["default"]
-        path._compiled = True
-        path._bind(managers["full"].programs["default"])
+        path.forward.bind(managers["full"].programs["default"])
         manager.capture()
         # 14 and 16 windows of 196 and 250 tokens, 50 and 125 windows of 200 and 500.
         for grid, budget in (
@@ -114,7 +113,7 @@ class TestQwen25VL(PackedTowerTests):
         program = managers["full"].programs["default"]
         assert program.segment_inputs == ("cu_window_seqlens", "cu_seqlens")
         assert program.frame_lengths == "cu_seqlens"
-        request = managers["full"].paths["default"]._request(16)
+        request = managers["full"].paths["default"].ladder._request(16)
         narrow = request.one_segment()
         before, after = (
             {name: buffer.tensor.shape[0] for name, buffer in r.inputs.buffers.items()}
@@ -126,7 +125,7 @@ class TestQwen25VL(PackedTowerTests):
     def test_an_order_that_reaches_into_pad_rows_is_not_replayed(self, managers: Any) -> None:
         path = managers["full"].paths["default"]
         values = path.values(make_batch([(1, 4, 6)]))
-        captured = path.best_capture(16, values)
+        captured = path.best_capture(path.ladder, 16, values)
         for name in ("window_order", "original_order"):
             with pytest.raises(ReplayError, match=f"{name}: got an order of 24 rows with entries from"):
                 captured.inputs.buffers[name].check(values[name] + 1)

@@ -52,8 +52,7 @@ class Family:
         manager = fx.EncoderCudaGraphManager(self.wrapped, fx.EncoderConfig(**values), log_interval=0)
         for name, path in manager.paths.items():
             if name in self.traced:
-                path._compiled = True
-                path._bind(self.traced[name])
+                path.forward.bind(self.traced[name])
         manager.capture()
         self.traced.update(
             {name: program for name, program in manager.programs.items() if program is not None}

@@ -1,0 +1,262 @@
+"""`ExactShapes`: captures of the very sizes that come, made when a size has come often enough.
+
+Captures are keyed by the token count alone: the segments are data, so other images of the same total replay
+the same graph. They are kept in generations. A generation has a memory pool of its own and is evicted as a
+whole, the least recently used one first, because a pool's memory is given back as a whole only.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from fxsplit_encoder.capture.ladder import BudgetLadder
+from fxsplit_encoder.capture.pool import GraphPool
+from fxsplit_encoder.capture.reasons import MissReason
+from fxsplit_encoder.errors import CaptureError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from fxsplit_encoder.capture.requests import CaptureRequest
+
+logger = logging.getLogger(__name__)
+
+# Generations at the limit of captures: evicting one then drops a quarter of them.
+_GENERATIONS = 4
+
+# Sizes whose uses are counted before they are captured; the least recent ones are forgotten.
+_COUNTED_SIZES = 4096
+
+
+@dataclass(slots=True, eq=False)
+class _Generation:
+    """Captures that share a pool."""
+
+    pool: GraphPool
+    ladder: BudgetLadder
+    last_use: int
+
+    @property
+    def sizes(self) -> list[int]:
+        return list(self.ladder.captured)
+
+
+class ExactShapes:
+    """Captures of one forward at exact sizes.
+
+    Args:
+        request: makes the capture request of a size.
+        mode: how they are captured, as for `BudgetLadder`. With "auto", a size at which the forward without a
+            capture is as fast stays without.
+        threshold: what the weights of a size's uses must add up to before it is captured.
+        max_captures: at most so many are held.
+        max_bytes: the device memory that they may take together, asked before every capture; None: no limit
+            but the device's.
+        agree: for a forward with collectives, which all its ranks must capture at the same use: whether
+            every rank says yes. Times differ between ranks, so nothing is measured then.
+    """
+
+    def __init__(
+        self,
+        request: Callable[[int], CaptureRequest],
+        device: torch.device,
+        *,
+        mode: str = "auto",
+        threshold: float = 2.0,
+        max_captures: int = 64,
+        max_bytes: Callable[[], int | None] = lambda: None,
+        agree: Callable[[bool], bool] | None = None,
+    ) -> None:
+        self.device = device
+        self.mode = mode
+        self.threshold = threshold
+        self.max_captures = max_captures
+        self.max_bytes = max_bytes
+        self.refused: dict[int, str] = {}
+        """Sizes that could not be captured, and why; they are not tried again before `clear`."""
+        self.not_faster: set[int] = set()
+        """Sizes at which a replay was measured to gain nothing."""
+        self.num_evicted = 0
+        """Captures that were given up for others."""
+        self._request = request
+        self._prepared: CaptureRequest | None = None
+        self._agree = agree
+        self._generations: list[_Generation] = []
+        self._held: dict[int, _Generation] = {}
+        self._uses: OrderedDict[int, float] = OrderedDict()
+        self._clock = 0
+        self._bytes_per_token = 0.0
+
+    def find(self, tokens: int, weight: float = 1.0) -> BudgetLadder | None:
+        """The ladder that holds a capture of exactly so many tokens, made now if it is time; None: there is
+        none, for a `reason`.
+
+        Args:
+            tokens: the size.
+            weight: what this use adds to the size's, if it is not captured.
+        """
+        self._clock += 1
+        generation = self._held.get(tokens)
+        if generation is None and self._is_due(tokens, weight):
+            generation = self._capture(tokens)
+        if generation is None:
+            return None
+        generation.last_use = self._clock
+        return generation.ladder
+
+    def reason(self, tokens: int) -> MissReason:
+        """Why a size is not captured."""
+        if tokens in self.not_faster:
+            return MissReason.EXACT_IS_FASTER
+        return MissReason.NOT_CAPTURED if tokens in self.refused else MissReason.NEW_SHAPE
+
+    def __contains__(self, tokens: object) -> bool:
+        """Whether a size is captured."""
+        return tokens in self._held
+
+    @property
+    def sizes(self) -> list[int]:
+        """The sizes that are captured, increasing."""
+        return sorted(self._held)
+
+    @property
+    def num_bytes(self) -> int:
+        """Device memory of all captures."""
+        return sum(generation.pool.used_bytes for generation in self._generations)
+
+    def clear(self) -> None:
+        """Releases every capture and forgets what was counted."""
+        while self._generations:
+            self._release(self._generations[-1])
+        self.refused.clear()
+        self.not_faster.clear()
+        self._uses.clear()
+
+    # --- when
+
+    def _is_due(self, tokens: int, weight: float) -> bool:
+        if tokens in self.refused or tokens in self.not_faster:
+            return False
+        uses = self._uses.pop(tokens, 0.0) + weight
+        if uses >= self.threshold:
+            return True
+        self._uses[tokens] = uses
+        if len(self._uses) > _COUNTED_SIZES:
+            self._uses.popitem(last=False)
+        return False
+
+    # --- capture
+
+    def _capture(self, tokens: int) -> _Generation | None:
+        if not self._make_room(tokens):
+            return None  # memory may be free when the size has come as often again
+        generation = self._open_generation()
+        # What one rank alone cannot do must show before its forward runs: inside, others would wait for it.
+        if not self._agreed(self._prepare(tokens)):
+            self._refuse(generation, tokens, "another rank has no inputs of this size")
+            return None
+        captured = generation.ladder.capture(tokens)
+        if not self._agreed(captured is not None or tokens in generation.ladder.exact):
+            self._refuse(generation, tokens, "another rank could not capture it")
+        elif tokens in generation.ladder.exact:
+            generation.ladder.exact.discard(tokens)
+            self.not_faster.add(tokens)
+        else:
+            self._held[tokens] = generation
+            self._keep_limit(generation, tokens)
+        if not generation.sizes:
+            self._release(generation)
+        return self._held.get(tokens)
+
+    def _prepare(self, tokens: int) -> bool:
+        """Makes the capture request of a size; False: that failed, and the reason is remembered."""
+        try:
+            self._prepared = self._request(tokens)
+        except (CaptureError, torch.OutOfMemoryError) as error:
+            logger.warning("%d tokens are not captured: %s", tokens, error)
+            self.refused[tokens] = str(error)
+            return False
+        return True
+
+    def _refuse(self, generation: _Generation, tokens: int, reason: str) -> None:
+        """Remembers why a size is not captured: what its own capture failed with, or `reason`."""
+        self._held.pop(tokens, None)
+        if tokens in generation.ladder.captured:
+            generation.ladder.drop(tokens, reason)
+        self.refused.setdefault(tokens, generation.ladder.dropped.pop(tokens, reason))
+        if not generation.sizes:
+            self._release(generation)
+
+    def _agreed(self, ready: bool) -> bool:
+        return ready if self._agree is None else self._agree(ready)
+
+    def _open_generation(self) -> _Generation:
+        """The newest generation, or a new one if that is full."""
+        newest = self._generations[-1] if self._generations else None
+        if newest is None or len(newest.sizes) >= max(1, self.max_captures // _GENERATIONS):
+            pool = GraphPool(self.device)
+            ladder = BudgetLadder(self._take_prepared, self.mode, pool, measured=self._agree is None)
+            newest = _Generation(pool, ladder, self._clock)
+            self._generations.append(newest)
+        return newest
+
+    def _take_prepared(self, tokens: int) -> CaptureRequest:
+        request, self._prepared = self._prepared, None
+        assert request is not None
+        return request
+
+    # --- limits
+
+    def _make_room(self, tokens: int) -> bool:
+        """Evicts what has to go for one more capture; False: there is too little memory even so."""
+        if len(self._held) >= self.max_captures:
+            self._evict()
+        while not self._agreed(self._has_memory(tokens)):
+            if not self._generations:
+                logger.warning("%d tokens are not captured: too little device memory is free", tokens)
+                return False
+            self._evict()
+        return True
+
+    def _has_memory(self, tokens: int) -> bool:
+        """Whether a capture like those before it, of so many tokens, has room in the device's free memory."""
+        free = free_bytes(self.device)
+        return free is None or free >= self._bytes_per_token * tokens
+
+    def _keep_limit(self, generation: _Generation, tokens: int) -> None:
+        """Evicts others until the limit of bytes holds; gives up the new capture if it alone exceeds it."""
+        num_bytes = generation.ladder.num_bytes(tokens)
+        self._bytes_per_token = max(self._bytes_per_token, num_bytes / tokens)
+        limit = self.max_bytes()
+        while self._generations and not self._agreed(limit is None or self.num_bytes <= limit):
+            if len(self._generations) > 1:
+                self._evict(but=generation)
+                continue
+            reason = f"captures take {self.num_bytes} bytes, max_graph_bytes leaves {limit} for them"
+            self._refuse(generation, tokens, reason)
+            self._release(generation)
+
+    def _evict(self, but: _Generation | None = None) -> None:
+        oldest = min((g for g in self._generations if g is not but), key=lambda g: g.last_use)
+        self.num_evicted += len(oldest.sizes)
+        logger.info("the captures of %s tokens are evicted", oldest.sizes)
+        self._release(oldest)
+
+    def _release(self, generation: _Generation) -> None:
+        if generation not in self._generations:
+            return
+        for tokens in generation.sizes:
+            self._held.pop(tokens, None)
+        generation.ladder.clear()
+        generation.pool.retire()
+        self._generations.remove(generation)
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Device memory that nobody holds; None for a device without a limit of its own."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None

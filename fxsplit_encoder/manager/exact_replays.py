@@ -1,0 +1,109 @@
+"""Replays of one path at exact shapes: which token counts deserve a capture of their own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fxsplit_encoder.capture import ExactShapes, MissReason, SharedBuffers
+from fxsplit_encoder.manager.costs import RouteCosts, cost_at
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from fxsplit_encoder.capture import BudgetLadder, CaptureRequest
+    from fxsplit_encoder.config import EncoderConfig
+    from fxsplit_encoder.manager.plan import PathPlan
+
+# Inputs of larger captures than any before get as many rows again to spare: sizes come in no order.
+_GROWTH = 2
+
+_NEVER_REPLAYED = frozenset({MissReason.DISABLED, MissReason.UNSUPPORTED_INPUT})
+
+
+class ExactReplays:
+    """Captures at the token counts that come.
+
+    With `mode: exact`, a token count is captured when it has come `exact_min_hits` times. With `mode: auto`,
+    once what its batches have cost more than replays at their exact shape would, for padding and for
+    launches, adds up to what a capture costs: so the worst that can happen is to pay about twice the least.
+
+    Args:
+        request: makes the capture request of a size over shared inputs.
+        remaining_bytes: what the memory limit leaves for more captures; None: there is no limit.
+        agree: as for `ExactShapes`.
+    """
+
+    def __init__(
+        self,
+        request: Callable[[int, SharedBuffers], CaptureRequest],
+        device: torch.device,
+        config: EncoderConfig,
+        *,
+        by_cost: bool,
+        remaining_bytes: Callable[[], int | None],
+        agree: Callable[[bool], bool] | None = None,
+    ) -> None:
+        self.by_cost = by_cost
+        self.inputs = SharedBuffers(_GROWTH)
+        self.shapes = ExactShapes(
+            lambda tokens: request(tokens, self.inputs),
+            device,
+            threshold=1.0 if by_cost else float(config.exact_min_hits),
+            max_captures=config.exact_max_graphs,
+            max_bytes=self._allowance,
+            agree=agree,
+        )
+        self._remaining_bytes = remaining_bytes
+        self._costs = RouteCosts()
+        self._replay_points: tuple[tuple[int, float], ...] = ()
+        self._capture_ms = 0.0
+
+    def use_costs(self, costs: RouteCosts, capture_ms: float) -> None:
+        """What replays, other runs, and a capture of the path cost; for `by_cost`."""
+        self._costs = costs
+        self._replay_points = tuple(sorted(costs.replay.items()))
+        self._capture_ms = capture_ms
+
+    def find(self, planned: PathPlan) -> BudgetLadder | None:
+        """What holds a capture of the batch's token count, made now if it is time; None: nothing does."""
+        if planned.tokens == 0 or planned.reason in _NEVER_REPLAYED:
+            return None
+        tokens = planned.tokens
+        weight = self._weight(planned) if self.by_cost and tokens not in self.shapes else 1.0
+        ladder = self.shapes.find(tokens, weight)
+        if ladder is None and not self.shapes.sizes:
+            self.inputs.clear()  # of captures that were not made, or are no more
+        return ladder
+
+    def reason(self, planned: PathPlan) -> MissReason | None:
+        """Why a batch that was not replayed counts as a miss; None: for the reason that was planned."""
+        if self.by_cost or planned.reason in _NEVER_REPLAYED:
+            return None
+        return self.shapes.reason(planned.tokens)
+
+    @property
+    def num_bytes(self) -> int:
+        """Device memory of the captures and their inputs."""
+        return self.shapes.num_bytes + self.inputs.num_bytes
+
+    def clear(self) -> None:
+        """Releases every capture and forgets what was counted."""
+        self.shapes.clear()
+        self.inputs.clear()
+
+    def _weight(self, planned: PathPlan) -> float:
+        """What a batch costs more than at its exact shape, as a share of what a capture costs."""
+        costs, tokens = self._costs, planned.tokens
+        if not self._capture_ms or not self._replay_points:
+            return 0.0
+        if planned.budget is not None:
+            spent = costs.replay[planned.budget]
+        else:
+            spent = min(cost_at(points, tokens) for points in (costs.exact, costs.eager))
+        return max(0.0, spent - cost_at(self._replay_points, tokens)) / self._capture_ms
+
+    def _allowance(self) -> int | None:
+        remaining = self._remaining_bytes()
+        return None if remaining is None else remaining + self.shapes.num_bytes

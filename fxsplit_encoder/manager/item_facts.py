@@ -1,0 +1,63 @@
+"""What plans need to know of items beside their sizes, and what is assumed of a tower that does not tell."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.manager.protocol import ENCODER_CUDAGRAPH_AXIS_KEYS_KWARG
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Mapping, Sequence
+
+    from fxsplit_encoder.manager.protocol import SupportsEncoderCudaGraph
+
+
+def item_modalities(tower: SupportsEncoderCudaGraph, mm_kwargs: dict[str, Any], num_items: int) -> list[str]:
+    """ "image" or "video" for every item; the batch's own modality where the tower does not tell."""
+    told = getattr(tower, "item_modalities", None)
+    if told is not None:
+        return told(mm_kwargs)  # type: ignore[no-any-return]
+    return [tower.get_input_modality(mm_kwargs)] * num_items if num_items else []
+
+
+def item_segments(tower: SupportsEncoderCudaGraph, mm_kwargs: dict[str, Any], num_items: int) -> list[int]:
+    """Attention segments of every item, of a video its frames; one each where the tower does not tell."""
+    told = getattr(tower, "item_segments", None)
+    return told(mm_kwargs) if told is not None else [1] * num_items
+
+
+def video_frames(
+    tower: SupportsEncoderCudaGraph,
+    mm_kwargs: dict[str, Any],
+    modalities: Sequence[str],
+    segments: Sequence[int],
+) -> list[int]:
+    """Video frames of every item, 0 for an image; a frame is a segment where the tower does not tell."""
+    if "video" not in modalities:
+        return [0] * len(modalities)
+    told = getattr(tower, "item_frames", None)
+    frames = told(mm_kwargs) if told is not None else segments
+    return [count if modality == "video" else 0 for count, modality in zip(frames, modalities, strict=True)]
+
+
+def item_axis_keys(
+    tower: SupportsEncoderCudaGraph, mm_kwargs: dict[str, Any], num_items: int
+) -> list[tuple[Hashable, ...]]:
+    """The axis keys of every item, which a tower with capture axes tells of any selection of items."""
+    return [axis_keys(tower.select_encoder_cudagraph_items(mm_kwargs, [index])) for index in range(num_items)]
+
+
+def axis_keys(mm_kwargs: Mapping[str, Any]) -> tuple[Hashable, ...]:
+    """What a tower with capture axes says of a selection of items.
+
+    Raises:
+        InputError: it says nothing.
+    """
+    keys = mm_kwargs.get(ENCODER_CUDAGRAPH_AXIS_KEYS_KWARG)
+    if keys is None:
+        raise InputError(
+            f"select_encoder_cudagraph_items gave no {ENCODER_CUDAGRAPH_AXIS_KEYS_KWARG!r}; a tower with "
+            "capture_axes must give one key an axis there"
+        )
+    return tuple(keys)

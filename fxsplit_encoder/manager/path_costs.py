@@ -1,0 +1,115 @@
+"""What a path costs beside its captures: its eager forward and its attention, measured on a device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from fxsplit_encoder.attention import KnownSegments
+from fxsplit_encoder.capture import measure_ms
+from fxsplit_encoder.capture.runner import ExactRunner
+from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.manager.costs import RouteCosts
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor
+
+    from fxsplit_encoder.capture import BudgetLadder
+    from fxsplit_encoder.manager.costs import Points
+    from fxsplit_encoder.manager.path_forward import PathForward
+
+# Equal segments that a full budget is cut into to find what attention costs.
+_MEASURED_SEGMENTS = 8
+
+
+@dataclass(frozen=True)
+class PathCosts:
+    """What was measured of a path's forward without captures."""
+
+    eager: Points = ()
+    """(output tokens, milliseconds) of the tower's own forward."""
+
+    attention: float = 0.0
+    """Milliseconds of a pair of rows that attend to one another."""
+
+    rows_per_token: float = 1.0
+    """Rows of the attended sequence for an output token."""
+
+    out_of_memory: int | None = None
+    """The output tokens at which memory ran out, and no more were timed."""
+
+    def with_captures(self, ladder: BudgetLadder, room: Mapping[int, int], *, compiled: bool) -> RouteCosts:
+        """The costs of the path with its captures, or an order of preference where nothing was measured.
+
+        Args:
+            ladder: the path's captures.
+            room: the attention segments that a budget's capture holds.
+            compiled: whether the forward was compiled, so that it can run at its exact shape.
+        """
+        budgets = sorted(ladder.captured)
+        measured = ladder.costs
+        if not measured:
+            return RouteCosts.unmeasured(budgets, room)
+        exact = tuple((b, self._beside_attention(b, costs.exact)) for b, costs in sorted(measured.items()))
+        return RouteCosts(
+            replay={b: self._beside_attention(b, measured[b].best) for b in budgets},
+            one_segment={
+                b: self._beside_attention(b, cost)
+                for b in budgets
+                if (cost := measured[b].one_segment) is not None
+            },
+            exact=exact if compiled else (),
+            eager=tuple((b, self._beside_attention(b, milliseconds)) for b, milliseconds in self.eager),
+            attention=self.attention,
+            room=room,
+        )
+
+    def _beside_attention(self, budget: int, milliseconds: float) -> float:
+        pairs = (budget * self.rows_per_token) ** 2
+        return max(0.0, milliseconds - self.attention * pairs)
+
+
+@torch.no_grad()
+def measure_path(forward: PathForward, budgets: Sequence[int], rows_per_token: float) -> PathCosts:
+    """Times the tower's own forward at the smallest, the middle and the largest budget, and attention."""
+    eager: list[tuple[int, float]] = []
+    attention, out_of_memory = 0.0, None
+    for budget in sorted({budgets[0], budgets[len(budgets) // 2], budgets[-1]}):
+        try:
+            values = forward.capture_values(budget)
+            eager.append((budget, measure_ms(lambda v=values: forward(v), forward.device)))  # type: ignore[misc]
+            attention = _attention_cost(forward, values, attention)
+        except InputError:  # the tower has no inputs of this size
+            continue
+        except torch.OutOfMemoryError:
+            out_of_memory = budget
+            break
+    return PathCosts(tuple(eager), attention, rows_per_token, out_of_memory)
+
+
+def _attention_cost(forward: PathForward, values: Mapping[str, Tensor], before: float) -> float:
+    """Milliseconds of an attended pair, from a batch as one segment and as several of equal length; what was
+    found before where the batch is too small to tell.
+    """
+    program = forward.program
+    frames = program.frame_lengths if program is not None else None
+    rows = program.tokens(values) if program is not None else None
+    if program is None or frames is None or rows is None or rows < _MEASURED_SEGMENTS:
+        return before
+
+    def milliseconds(segments: int) -> float:
+        cu_seqlens = (torch.arange(segments + 1) * rows // segments).to(torch.int32)
+        on_device = cu_seqlens.to(forward.device)
+        inputs = {**values, frames: on_device}
+
+        def run() -> Tensor:
+            return program(inputs, ExactRunner([KnownSegments(on_device, cu_seqlens.tolist())]))
+
+        return measure_ms(run, forward.device)
+
+    pairs = rows**2 * (1 - 1 / _MEASURED_SEGMENTS)
+    return max(0.0, (milliseconds(1) - milliseconds(_MEASURED_SEGMENTS)) / pairs)

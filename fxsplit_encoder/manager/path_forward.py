@@ -1,0 +1,190 @@
+"""The forward of one path at one combination of axis keys: its inputs at any size, and its compilation."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fxsplit_encoder.capture import StaticParameters
+from fxsplit_encoder.compile import BoundProgram, CompileOptions, to_device, trace_forward
+from fxsplit_encoder.errors import CompileError, InputError
+from fxsplit_encoder.manager.tensor_parallel import agreement_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Mapping, Sequence
+
+    from torch import Tensor
+
+    from fxsplit_encoder.capture.buffers import StaticValue
+    from fxsplit_encoder.manager.budgets import Limits
+    from fxsplit_encoder.manager.protocol import SupportsEncoderCudaGraph
+
+# The trace runs the forward once, so it is made at a moderate size; the size is also Inductor's hint for its
+# kernels.
+_TRACED_TOKENS = 256
+
+
+class PathForward:
+    """The tower's `encoder_cudagraph_forward` on one path, and the program that it was compiled to.
+
+    Args:
+        name: the path's.
+        label: the path and its axis keys, for messages.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        label: str,
+        tower: SupportsEncoderCudaGraph,
+        limits: Limits,
+        device: torch.device,
+        dtype: torch.dtype,
+        axis_keys: tuple[Hashable, ...],
+        options: CompileOptions,
+    ) -> None:
+        self.name = name
+        self.label = label
+        self.tower = tower
+        self.limits = limits
+        self.device = device
+        self.dtype = dtype
+        self.axis_keys = axis_keys
+        self.options = options
+        self.program: BoundProgram | None = None
+        """None before `compile`, and where the forward does not compile."""
+        self.parameters = StaticParameters(())
+        """Those that the program is bound to."""
+        self._compiled = False
+
+    def __call__(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        """The tower's own forward."""
+        return self.tower.encoder_cudagraph_forward(dict(inputs), path=self.name)
+
+    # --- inputs
+
+    def capture_values(self, budget: int) -> dict[str, Tensor]:
+        """Fresh inputs of so many output tokens.
+
+        Raises:
+            InputError: the tower cannot make them for these axis keys.
+        """
+        try:
+            prepared = self.tower.prepare_encoder_cudagraph_capture_inputs(
+                budget,
+                self.limits.max_items_per_batch,
+                self.limits.max_frames_per_batch,
+                self.device,
+                self.dtype,
+                path=self.name,
+                **({"axis_keys": self.axis_keys} if self.axis_keys else {}),
+            )
+        except ValueError as error:
+            raise InputError(f"{self.label}: no inputs for {budget} tokens: {error}") from error
+        return dict(prepared.values)
+
+    def first_values(self, budgets: Sequence[int]) -> dict[str, Tensor]:
+        """Inputs of the first of these budgets for which the tower can make any.
+
+        Raises:
+            InputError: of none.
+        """
+        for budget in budgets[:-1]:
+            with contextlib.suppress(InputError):
+                return self.capture_values(budget)
+        return self.capture_values(budgets[-1])
+
+    def rows(self, values: Mapping[str, StaticValue | None]) -> int | None:
+        """Rows of the attended sequence of a batch, where its values tell."""
+        present = {name: value for name, value in values.items() if value is not None}
+        return self.program.tokens(present) if self.program is not None else None
+
+    def inputs(self, program: BoundProgram, values: Mapping[str, StaticValue | None]) -> dict[str, Tensor]:
+        """The values, each in one tensor on the device, in the dtypes that the program was traced with."""
+        inputs = {}
+        for name, value in values.items():
+            if value is not None:
+                tensor = value if isinstance(value, torch.Tensor) else torch.cat(list(value))
+                dtype = program.dtypes.get(name, tensor.dtype)
+                inputs[name] = to_device(tensor, self.device, dtype).contiguous()
+        return inputs
+
+    # --- compile
+
+    def compile(
+        self, budgets: Sequence[int], progress: Callable[[int, int], None] | None = None
+    ) -> str | None:
+        """Traces and compiles the forward once, for all sizes; why it stays as it is, or None."""
+        if self._compiled:
+            return None
+        self._compiled = True
+        if agreement_of(self.tower) is not None:
+            return "captured without compiling: its parameters are sharded among ranks (DTensor)"
+        try:
+            inputs = self._traced_values(budgets)
+        except InputError as error:
+            return f"not compiled: {error}"
+        options = CompileOptions(self.options.splitting_ops, self.options.piece_compiler, progress)
+        try:
+            program = trace_forward(self.__call__, inputs, self._dynamic_dims(inputs, budgets), options)
+            if program.program.token_symbol is None:
+                raise CompileError(
+                    "it has no splitting op, so nothing tells which of its sizes counts tokens"
+                )
+        except CompileError as error:
+            return f"captured without compiling: {error}"
+        self.bind(program)
+        return None
+
+    def _traced_values(self, budgets: Sequence[int]) -> dict[str, Tensor]:
+        """Inputs of a moderate size, with two tiles rather than one: a trace makes a size of 1 a constant."""
+        nearest = sorted(budgets, key=lambda budget: abs(budget - _TRACED_TOKENS))
+        inputs = self.first_values(nearest)
+        if any(tensor.dim() > 0 and tensor.shape[0] == 1 for tensor in inputs.values()):
+            return self.first_values([2 * budget for budget in nearest])
+        return inputs
+
+    def _dynamic_dims(self, inputs: Mapping[str, Tensor], budgets: Sequence[int]) -> dict[str, list[int]]:
+        """The dimensions that differ between two budgets; with one budget, the first of every tensor."""
+        if len(budgets) < 2:
+            return {name: [0] for name, tensor in inputs.items() if tensor.dim() > 0 and tensor.shape[0] > 1}
+        small, large = self.first_values(budgets), self.first_values(budgets[::-1])
+        return {
+            name: [dim for dim, size in enumerate(tensor.shape) if size != large[name].shape[dim]]
+            for name, tensor in small.items()
+        }
+
+    def bind(self, program: BoundProgram) -> None:
+        """Takes a program, on the parameters that it was bound to."""
+        self._compiled = True
+        self.program = program
+        fixed = (tensor for tensor in program.fixed if isinstance(tensor, torch.Tensor))
+        self.parameters = StaticParameters(fixed, self.tower)
+
+    def current_program(self) -> BoundProgram | None:
+        """The program on the parameters that the tower has now; None if it was not made for such as those."""
+        if self.program is None or not self.parameters.have_moved():
+            return self.program
+        current = iter(self.parameters.current())
+        fixed = [next(current) if isinstance(old, torch.Tensor) else old for old in self.program.fixed]
+        if not all(_is_alike(old, new) for old, new in zip(self.program.fixed, fixed, strict=True)):
+            return None
+        self.bind(replace(self.program, fixed=tuple(fixed)))
+        return self.program
+
+    def refresh(self) -> None:
+        """Forgets a program that was made for other parameters than the tower has now."""
+        if self.current_program() is None:
+            self.program = None
+            self._compiled = False
+
+
+def _is_alike(old: Any, new: Any) -> bool:
+    if not isinstance(old, torch.Tensor):
+        return True
+    return isinstance(new, torch.Tensor) and all(
+        getattr(old, name) == getattr(new, name) for name in ("shape", "dtype", "device")
+    )

@@ -1,0 +1,226 @@
+"""Captures at exact shapes: when they are made, what is evicted, and what is never tried twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fxsplit_encoder.capture import (
+    CaptureRequest,
+    ExactShapes,
+    MissReason,
+    SharedBuffers,
+    StaticBuffer,
+    StaticInputs,
+    StaticParameters,
+    exact_shapes,
+)
+
+CPU = torch.device("cpu")
+OUTPUT_BYTES = 4
+
+
+class Forward:
+    """Doubles its rows. Counts how often each size was captured; some sizes cannot be."""
+
+    def __init__(self, failing: frozenset[int] = frozenset()) -> None:
+        self.failing = failing
+        self.requested: list[int] = []
+        self.inputs = SharedBuffers(growth=2)
+
+    def request(self, tokens: int) -> CaptureRequest:
+        self.requested.append(tokens)
+        buffer = self.inputs.share(StaticBuffer("x", torch.zeros(tokens)))
+
+        def double(runner: Any) -> list[Tensor]:
+            if tokens in self.failing:
+                raise RuntimeError("not this size")
+            return [buffer.tensor * 2]
+
+        return CaptureRequest(
+            StaticInputs([buffer]), StaticParameters([]), (), tokens, None, double, can_break=False
+        )
+
+
+def replayed(shapes: ExactShapes, tokens: int) -> Tensor | None:
+    """What a capture of this size makes of ones; None: there is no capture."""
+    ladder = shapes.find(tokens)
+    if ladder is None:
+        return None
+    captured = ladder.best(tokens, None)
+    captured.load({"x": torch.ones(tokens)}, tokens)
+    return captured.replay()[0].clone()
+
+
+def test_a_size_is_captured_when_it_has_come_often_enough() -> None:
+    forward = Forward()
+    shapes = ExactShapes(forward.request, CPU, threshold=3)
+    for _ in range(2):
+        assert shapes.find(7) is None
+        assert shapes.reason(7) is MissReason.NEW_SHAPE
+        assert shapes.find(9) is None
+    assert forward.requested == []
+    for _ in range(3):
+        output = replayed(shapes, 7)
+        assert output is not None
+        assert torch.equal(output, torch.full((7,), 2.0))
+    assert forward.requested == [7]
+    assert (shapes.sizes, 7 in shapes, 9 in shapes) == ([7], True, False)
+
+
+def test_uses_count_by_their_weight() -> None:
+    shapes = ExactShapes(Forward().request, CPU, threshold=1.0)
+    assert [shapes.find(5, 0.25) is not None for _ in range(4)] == [False, False, False, True]
+    assert all(shapes.find(6, 0.0) is None for _ in range(50))
+
+
+def test_a_size_that_failed_is_not_captured_twice(caplog: pytest.LogCaptureFixture) -> None:
+    forward = Forward(frozenset({5}))
+    shapes = ExactShapes(forward.request, CPU, threshold=1)
+    for _ in range(5):
+        assert shapes.find(5) is None
+        assert shapes.reason(5) is MissReason.NOT_CAPTURED
+    assert forward.requested == [5]
+    assert "not this size" in shapes.refused[5]
+    assert shapes.num_bytes == 0
+    assert replayed(shapes, 6) is not None
+    shapes.clear()
+    assert shapes.refused == {}
+    assert shapes.find(5) is None
+    assert forward.requested == [5, 6, 5]
+
+
+def test_the_least_recently_used_generation_is_evicted_as_a_whole() -> None:
+    shapes = ExactShapes(Forward().request, CPU, threshold=1, max_captures=8)  # generations of two
+    for tokens in range(1, 9):
+        assert replayed(shapes, tokens) is not None
+    assert shapes.sizes == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert replayed(shapes, 1) is not None  # so that 3 and 4 are the least recent
+    before = shapes.num_bytes
+    assert replayed(shapes, 9) is not None
+    assert shapes.sizes == [1, 2, 5, 6, 7, 8, 9]
+    assert shapes.num_evicted == 2
+    assert shapes.num_bytes == before + (9 - 3 - 4) * OUTPUT_BYTES
+    assert replayed(shapes, 3) is not None  # captured anew
+
+
+def test_bytes_are_bounded_by_evicting_the_others() -> None:
+    limit = 10 * OUTPUT_BYTES
+    shapes = ExactShapes(Forward().request, CPU, threshold=1, max_captures=4, max_bytes=lambda: limit)
+    for tokens in (4, 6, 5):  # generations of one
+        assert replayed(shapes, tokens) is not None
+        assert shapes.num_bytes <= limit
+    assert shapes.sizes == [5]
+    assert shapes.find(11) is None
+    assert "max_graph_bytes" in shapes.refused[11]
+    assert shapes.num_bytes == 0
+
+
+def test_free_memory_is_checked_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = Forward()
+    shapes = ExactShapes(forward.request, CPU, threshold=1, max_captures=4)
+    assert replayed(shapes, 10) is not None
+    monkeypatch.setattr(exact_shapes, "free_bytes", lambda device: 12 * OUTPUT_BYTES)
+    assert replayed(shapes, 12) is not None
+    assert shapes.find(13) is None  # what is evicted for it is not enough
+    assert forward.requested == [10, 12]
+    assert shapes.sizes == []
+    assert shapes.reason(13) is MissReason.NEW_SHAPE
+    monkeypatch.setattr(exact_shapes, "free_bytes", lambda device: 13 * OUTPUT_BYTES)
+    assert replayed(shapes, 13) is not None
+
+
+def test_ranks_capture_together_or_not_at_all() -> None:
+    """Four votes a capture: memory, inputs, the capture, the limit."""
+    votes: list[bool] = []
+    dissent: set[int] = set()
+
+    def agree(ready: bool) -> bool:
+        votes.append(ready)
+        return ready and len(votes) not in dissent
+
+    shapes = ExactShapes(Forward(frozenset({9})).request, CPU, threshold=1, agree=agree)
+    assert replayed(shapes, 3) is not None
+    assert votes == [True] * 4
+
+    dissent = {len(votes) + 2}  # another rank has no inputs
+    assert shapes.find(4) is None
+    assert shapes.reason(4) is MissReason.NOT_CAPTURED
+    dissent = {len(votes) + 3}  # another rank's capture failed
+    assert shapes.find(5) is None
+    assert shapes.reason(5) is MissReason.NOT_CAPTURED
+    assert shapes.find(9) is None  # this rank's own failed
+    assert not votes[-1]
+    assert shapes.sizes == [3]
+
+    dissent = {len(votes) + 1, len(votes) + 2}  # another rank has no memory, even without the others
+    assert shapes.find(6) is None
+    assert shapes.reason(6) is MissReason.NEW_SHAPE
+    assert shapes.sizes == []
+    before = len(votes)
+    assert shapes.find(4) is None  # what is refused is refused everywhere, without a vote
+    assert len(votes) == before
+
+
+def test_larger_inputs_grow_geometrically_and_older_captures_stay_valid() -> None:
+    forward = Forward()
+    shapes = ExactShapes(forward.request, CPU, threshold=1)
+    assert replayed(shapes, 4) is not None
+    assert replayed(shapes, 5) is not None
+    grown = forward.inputs.num_bytes
+    assert grown == 8 * 4
+    for tokens in (6, 7, 8):
+        assert replayed(shapes, tokens) is not None
+    assert forward.inputs.num_bytes == grown
+    for tokens in (4, 5, 6, 7, 8, 4):
+        output = replayed(shapes, tokens)
+        assert output is not None
+        assert torch.equal(output, torch.full((tokens,), 2.0))
+
+
+@pytest.mark.parametrize("threshold", [1, 2])
+@given(
+    sizes=st.lists(st.integers(1, 12), max_size=60),
+    max_captures=st.integers(1, 6),
+    limit=st.none() | st.integers(8, 200),
+)
+@settings(max_examples=60, deadline=None)
+def test_limits_hold_and_results_are_right_whatever_comes(
+    threshold: int, sizes: list[int], max_captures: int, limit: int | None
+) -> None:
+    forward = Forward(frozenset({3}))
+    shapes = ExactShapes(
+        forward.request, CPU, threshold=threshold, max_captures=max_captures, max_bytes=lambda: limit
+    )
+    for number, tokens in enumerate(sizes):
+        output = replayed(shapes, tokens)
+        if output is not None:
+            assert torch.equal(output, torch.full((tokens,), 2.0))
+            assert sizes[: number + 1].count(tokens) >= threshold
+        assert len(shapes.sizes) <= max_captures
+        assert limit is None or shapes.num_bytes <= limit
+        assert shapes.num_bytes == OUTPUT_BYTES * sum(shapes.sizes)
+    assert forward.requested.count(3) <= 1
+
+
+def test_what_a_device_measures_to_be_no_faster_stays_uncaptured(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = Forward()
+    shapes = ExactShapes(forward.request, CPU, threshold=1)
+    real: Callable[..., Any] = exact_shapes.BudgetLadder.capture
+
+    def no_faster(ladder: Any, tokens: int) -> None:
+        ladder.exact.add(tokens)
+
+    monkeypatch.setattr(exact_shapes.BudgetLadder, "capture", no_faster)
+    for _ in range(3):
+        assert shapes.find(5) is None
+        assert shapes.reason(5) is MissReason.EXACT_IS_FASTER
+    monkeypatch.setattr(exact_shapes.BudgetLadder, "capture", real)
+    assert shapes.find(5) is None
+    assert shapes.find(6) is not None

@@ -1,0 +1,157 @@
+"""`mode: exact` in the manager: the token counts that come are captured, whatever images make them up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fxsplit_encoder as fx
+from fxsplit_encoder.manager import CaptureKey, PathPlan
+from fxsplit_encoder.manager.costs import RouteCosts
+from fxsplit_encoder.manager.exact_replays import ExactReplays
+
+TOLERANCE = 1e-5
+EXACT = CaptureKey("default", 0)
+
+
+def assert_equal_items(output: list[Tensor], expected: list[Tensor]) -> None:
+    assert [o.shape for o in output] == [e.shape for e in expected]
+    for got, wanted in zip(output, expected, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=0, atol=TOLERANCE)
+
+
+@pytest.fixture(scope="module")
+def exact(make_manager: Any) -> Any:
+    """A manager that captures every token count at once."""
+    manager = make_manager(mode="exact", exact_min_hits=1)
+    manager.capture()
+    return manager
+
+
+# All of 24 output tokens: one image, several, a video, and a video beside an image.
+SAME_COUNT = (
+    ([(1, 8, 12)], []),
+    ([(1, 4, 4), (1, 4, 8), (1, 4, 12)], []),
+    ([(1, 12, 8)], []),
+    ([], [(3, 4, 8)]),
+    ([(1, 4, 12)], [(3, 4, 4)]),
+)
+
+
+def test_other_images_of_the_same_count_replay_the_same_capture(
+    exact: Any, make_batch: Any, encode: Any, tiny_towers: Any
+) -> None:
+    for turn in range(2):
+        for number, (images, videos) in enumerate(SAME_COUNT):
+            inputs = make_batch(images, videos, seed=10 * turn + number)
+            assert_equal_items(exact.execute(inputs), encode(tiny_towers.reference, inputs))
+    assert exact.paths["default"].exact.shapes.sizes == [24]
+    stats = exact.stats()
+    assert (stats.hit_rate, stats.padding_fraction) == (1.0, 0.0)
+    assert stats.budgets[EXACT].replays == 2 * len(SAME_COUNT)
+    assert stats.budgets[EXACT].mode == "exact"
+    assert "exact" in str(stats)
+
+
+def test_nothing_is_captured_before_a_count_has_come_often_enough(
+    make_manager: Any, make_batch: Any, encode: Any, tiny_towers: Any
+) -> None:
+    manager = make_manager(mode="exact", exact_min_hits=3)
+    assert manager.planned_captures().num_graphs == 0
+    manager.capture()
+    inputs = make_batch([(1, 4, 4), (1, 8, 4)])
+    for turn in range(4):
+        planned = manager.plan(inputs)
+        (path,) = [batch.paths["default"] for batch in planned.batches]
+        assert path.result == ("new_shape" if turn < 3 else "hit")
+        assert path.budget == (12 if turn == 3 else None)
+        assert_equal_items(manager.execute(inputs), encode(tiny_towers.reference, inputs))
+    assert manager.stats().misses == {fx.MissReason.NEW_SHAPE: 4}
+    assert manager.stats().hits == 4
+    manager.clear()
+    assert manager.paths["default"].exact.shapes.sizes == []
+    assert_equal_items(manager.execute(inputs), encode(tiny_towers.reference, inputs))
+
+
+def test_an_item_over_every_budget_is_captured_too(
+    exact: Any, make_batch: Any, encode: Any, tiny_towers: Any
+) -> None:
+    inputs = make_batch([(1, 18, 20)])  # 90 tokens
+    before = exact.stats().hits
+    assert_equal_items(exact.execute(inputs), encode(tiny_towers.reference, inputs))
+    assert exact.stats().hits == before + 1
+
+
+def test_more_segments_than_a_capture_holds_run_without_it(
+    exact: Any, make_batch: Any, encode: Any, tiny_towers: Any
+) -> None:
+    path = exact.paths["default"]
+    inputs = make_batch([], [(7, 2, 2)] * 2 + [(8, 2, 2)])  # 22 tokens in as many segments
+    exact.execute(make_batch([(1, 4, 22)]))
+    assert 22 in path.exact.shapes
+    room = path.exact.shapes.find(22).captured[22].inputs.buffers["cu_seqlens"].tensor.shape[0] - 1
+    assert_equal_items(exact.execute(inputs), encode(tiny_towers.reference, inputs))
+    if room < 22:
+        assert exact.stats().misses[fx.MissReason.EXTENT_EXCEEDED] == 3
+
+
+def test_captures_at_exact_shapes_count_against_the_limit(make_manager: Any, make_batch: Any) -> None:
+    limit = 300_000
+    manager = make_manager(mode="exact", exact_min_hits=1, max_graph_bytes=limit)
+    manager.capture()
+    shapes = manager.paths["default"].exact.shapes
+    held = []
+    for side in range(1, 9):  # inputs of 6144 bytes a patch, 8 patches a step
+        manager.execute(make_batch([(1, 2 * side, 4)]))
+        assert manager.num_bytes <= limit
+        held.append(len(shapes.sizes))
+    assert max(held) > 1
+    assert shapes.refused
+    assert "max_graph_bytes" in next(iter(shapes.refused.values()))
+
+
+def test_budgets_of_other_modes_are_captured_beside(make_manager: Any, make_batch: Any) -> None:
+    manager = make_manager(mode="full", paths={"default": {"mode": "exact"}}, exact_min_hits=1)
+    manager.capture()
+    assert manager.budget_graphs == {"default": {}}
+    assert make_manager(mode="full").paths["default"].exact is None
+
+
+# --- by cost
+
+
+def by_cost(capture_ms: float) -> ExactReplays:
+    def request(tokens: int, inputs: Any) -> Any:
+        raise AssertionError("nothing is captured in these tests")
+
+    replays = ExactReplays(
+        request, torch.device("cpu"), fx.EncoderConfig(), by_cost=True, remaining_bytes=lambda: None
+    )
+    costs = RouteCosts(replay={64: 2.0, 128: 3.0}, exact=((64, 4.0), (128, 5.0)), eager=((64, 9.0),))
+    replays.use_costs(costs, capture_ms)
+    return replays
+
+
+@pytest.mark.parametrize(
+    ("planned", "uses"),
+    [
+        (PathPlan(96, 128), 20),  # 3 - 2.5 ms a use
+        (PathPlan(64, 64), None),  # no padding, nothing to gain
+        (PathPlan(10, 64), None),  # no capture is known to be cheaper than the smallest
+        (PathPlan(128, None, fx.MissReason.NOT_CAPTURED), 5),  # 5 - 3 ms a use
+        (PathPlan(128, None, fx.MissReason.UNSUPPORTED_INPUT), None),
+        (PathPlan(0, 64), None),
+    ],
+)
+def test_a_count_is_due_once_it_has_cost_what_its_capture_would(planned: PathPlan, uses: int | None) -> None:
+    replays = by_cost(capture_ms=10.0)
+    for use in range(1, 41):
+        if use == uses:
+            with pytest.raises(AssertionError):
+                replays.find(planned)
+            return
+        assert replays.find(planned) is None
+    assert uses is None
