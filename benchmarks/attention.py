@@ -1,59 +1,88 @@
-"""Attention over one segment: the packed kernel (torch's FlashAttention 2) against cuDNN's dense one.
+"""Every attention kernel that is available here, over the segments that vision encoders see.
 
     python benchmarks/attention.py --output benchmarks/results/attention_h200.json
 
-16 heads of 72, bf16, queries, keys and values as a fused projection leaves them. Microseconds of the device,
-medians; "first" is the milliseconds of a shape's first call, in which cuDNN plans it; "host" the microseconds
-that a call keeps the CPU. "beside 8 empty" is the packed kernel with eight empty segments behind the real
-one and the token count as its bound, as in a captured graph.
+16 heads of 72, bf16, queries, keys and values as a fused projection leaves them. Microseconds of the device
+inside of a CUDA graph, medians: "known" with the true segments and bound, "captured" with eight empty
+segments more and the token count as bound, as a budget's graph has them. "host" is what a call keeps the CPU,
+"first ms" what the first call of a shape takes, where kernels are compiled or planned. What the chooser picks
+for either is marked; it measures for itself, on random values of the shape's class.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from environment import describe
 from tabulate import tabulate
-from timing import cpu_ms, gpu_ms
+from timing import cpu_ms
 
-from fxsplit_encoder.attention import attend
-from fxsplit_encoder.attention.known_segments import _attend_dense
+from fxsplit_encoder.attention import KernelChooser, measuring
+from fxsplit_encoder.attention.choice import Measurements, shape_of, works
+from fxsplit_encoder.attention.kernels import KERNELS, AttentionKernel
+from fxsplit_encoder.attention.measure import microseconds
 
-LENGTHS = (256, 784, 1024, 1764, 2304, 3136, 4096, 7056)
 HEADS, HEAD_DIM = 16, 72
+EMPTY_SEGMENTS = 8
+
+SEGMENTS = {
+    **{str(tokens): [tokens] for tokens in (256, 784, 1024, 1764, 2304, 3136, 4096, 7056, 16384)},
+    "8 mixed images": [196, 784, 1176, 3136, 800, 3072, 1024, 2400],
+    "8 larger images": [196, 784, 1176, 3136, 800, 7056, 3072, 1024],
+    "20 x 441": [441] * 20,
+    "98 windows of 64": [64] * 98,
+}
 
 
-def measure(length: int) -> dict[str, Any]:
-    """One row of the table."""
-    query, key, value = torch.randn(length, 3, HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16).unbind(1)
-    scale = HEAD_DIM**-0.5
+def _call(kernel: AttentionKernel, values: Any, lengths: list[int], bound: int) -> Callable[[], Any]:
+    boundaries = [0, *itertools.accumulate(lengths)]
+    cu_seqlens = torch.tensor(boundaries, dtype=torch.int32, device="cuda")
+    return lambda: kernel(*values, cu_seqlens, bound, HEAD_DIM**-0.5)
 
-    def packed(empty: int) -> Any:
-        lengths = torch.tensor([0, length, *[length] * empty], dtype=torch.int32, device="cuda")
-        return lambda: attend(query, key, value, lengths, length, scale)
 
-    def dense() -> Any:
-        return _attend_dense(query, key, value, 1, scale)
+def measure(name: str, lengths: list[int], chooser: KernelChooser) -> list[dict[str, Any]]:
+    """A row for each kernel."""
+    tokens, longest = sum(lengths), max(lengths)
+    size = (tokens, 3, HEADS, HEAD_DIM)
+    values = torch.randn(size, device="cuda", dtype=torch.bfloat16).unbind(1)
+    equal = len(set(lengths)) == 1
+    known = shape_of(values[0], longest, len(lengths), exact=True, equal=equal)
+    captured = shape_of(values[0], tokens, len(lengths) + EMPTY_SEGMENTS)
+    chosen = {shape: chooser.ranking(shape)[0] for shape in (known, captured)}
+    rows = []
+    for kernel in KERNELS:
+        if kernel.is_last_resort or not works(kernel, known):
+            continue
+        call = _call(kernel, values, lengths, longest)
+        padded = _call(kernel, values, lengths + [0] * EMPTY_SEGMENTS, tokens)
+        row: dict[str, Any] = {"segments": name, "tokens": tokens, "kernel": kernel.name}
+        try:
+            row["first ms"] = _first_ms(call)
+            row["known"] = microseconds(call, captured)
+            row["host"] = 1e3 * cpu_ms(call)
+            row["captured"] = microseconds(padded, captured) if works(kernel, captured) else None
+        except Exception as error:  # one kernel's failure is a result too
+            row["error"] = f"{type(error).__name__}: {error}"
+        row["chosen"] = ", ".join(
+            what for what, shape in (("known", known), ("captured", captured)) if chosen[shape] is kernel
+        )
+        rows.append(row)
+    return rows
 
+
+def _first_ms(call: Callable[[], Any]) -> float:
     torch.cuda.synchronize()
     start = time.perf_counter()
-    dense()
+    call()
     torch.cuda.synchronize()
-    first = (time.perf_counter() - start) * 1e3
-    return {
-        "tokens": length,
-        "packed": 1e3 * gpu_ms(packed(0)),
-        "beside 8 empty": 1e3 * gpu_ms(packed(8)),
-        "dense": 1e3 * gpu_ms(dense),
-        "packed host": 1e3 * cpu_ms(packed(0)),
-        "dense host": 1e3 * cpu_ms(dense),
-        "dense first ms": first,
-    }
+    return (time.perf_counter() - start) * 1e3
 
 
 @torch.no_grad()
@@ -64,11 +93,17 @@ def main() -> None:
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.exit(2, "attention.py needs a CUDA device\n")
-    rows = [measure(length) for length in LENGTHS]
+    device = torch.device("cuda", torch.cuda.current_device())
+    unavailable = {k.name: reason for k in KERNELS if (reason := k.unavailable_reason(device)) is not None}
+    print(tabulate(unavailable.items(), ("not available", "why")))
+    chooser = KernelChooser(measurements=Measurements())
+    with measuring():
+        rows = [row for name, lengths in SEGMENTS.items() for row in measure(name, lengths, chooser)]
     print(tabulate(rows, "keys", floatfmt=".1f"))
     if arguments.output is not None:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(json.dumps({**describe(), "rows": rows}, indent=1) + "\n")
+        found = {**describe(), "unavailable": unavailable, "rows": rows}
+        arguments.output.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,13 @@
 #
 #   gpu_host.sh wheels [DIR=.whl]                  with network: downloads the wheels that such a host lacks
 #   gpu_host.sh install [DIR=.whl] [SITE=/tmp/site]  on the host: installs them and registers this checkout
+#   gpu_host.sh wheels-attention [DIR=.whl-attention]
+#                                                  with network: downloads what more attention kernels need
+#   gpu_host.sh install-attention [DIR=.whl-attention] [SITE=/tmp/site]
+#                                                  on the host: installs that too; after install
+#
+# DIR of the attention kernels has two parts of less than 60 MiB, DIR/1 and DIR/2, for a host that takes no
+# more at a time; there they must lie beside each other again.
 #
 # The project itself is not pip-installed: install writes its metadata into SITE, which is what finds the
 # backend by name, and prints the environment to use:
@@ -13,8 +20,17 @@ set -euo pipefail
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 packages=(annotated-types pydantic pydantic-core pytest-timeout typing-extensions typing-inspection)
 
+# FlashAttention 4 with the compiler that it calls, and cuDNN's front end. The largest wheel, of 88 MiB, is
+# cut so that each part can be carried.
+attention_packages=(
+    apache-tvm-ffi einops flash-attn-4 nvidia-cudnn-frontend nvidia-cutlass-dsl nvidia-cutlass-dsl-libs-base
+    nvidia-cutlass-dsl-libs-core quack-kernels torch-c-dlpack-ext
+)
+large_package=nvidia-cutlass-dsl-libs-cu13
+first_part=52m
+
 usage() {
-    sed -n '4,5s/^# *//p' "${BASH_SOURCE[0]}" >&2
+    sed -n '4,9s/^# *//p' "${BASH_SOURCE[0]}" >&2
     exit 2
 }
 
@@ -23,14 +39,32 @@ requirement() {
     grep -E "^$1==" "$repo/constraints.txt" || echo "$1"
 }
 
+# download DIR PIP-OPTION... PACKAGE...
+download() {
+    local dir=$1
+    shift
+    python3 -m pip download --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
+        --platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 --platform manylinux_2_24_x86_64 \
+        --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 -d "$dir" "$@"
+}
+
 download_wheels() {
-    local dir=$1 package requirements=()
+    local package requirements=()
     for package in "${packages[@]}"; do
         requirements+=("$(requirement "$package")")
     done
-    python3 -m pip download --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
-        --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
-        -d "$dir" "${requirements[@]}"
+    download "$1" "${requirements[@]}"
+}
+
+download_attention_wheels() {
+    local dir=$1 wheel
+    rm -rf "$dir/1" "$dir/2"
+    mkdir -p "$dir/1" "$dir/2"
+    download "$dir/2" "${attention_packages[@]/flash-attn-4/flash-attn-4>=4.0.0b1}" "$large_package"
+    wheel=$(find "$dir/2" -name "${large_package//-/_}-*.whl")
+    split -b "$first_part" -d -a 1 "$wheel" "$wheel.part"
+    rm "$wheel"
+    mv "$wheel.part0" "$dir/1/"
 }
 
 # What an editable install would leave behind: the entry points in SITE, the script in SITE/bin.
@@ -69,18 +103,47 @@ record.write_text("".join(f"{path.relative_to(site)},,\n" for path in [*files, r
 PY
 }
 
+# install_wheels SITE WHEEL...
+install_wheels() {
+    python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$@" >&2
+}
+
+# print_environment SITE [PACKAGES]: the directories that Python searches, PACKAGES first.
+print_environment() {
+    local site=$1 packages=${2:+$2:}
+    printf 'export PYTHONPATH=%q PATH=%q\n' \
+        "$packages$site:$repo${PYTHONPATH:+:$PYTHONPATH}" "$site/bin:$PATH"
+}
+
 install() {
     local dir=$1 site=$2
-    python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$site" \
-        "$dir"/*.whl >&2
+    install_wheels "$site" "$dir"/*.whl
     site=$(cd "$site" && pwd)
     register_checkout "$site"
-    printf 'export PYTHONPATH=%q PATH=%q\n' \
-        "$site:$repo${PYTHONPATH:+:$PYTHONPATH}" "$site/bin:$PATH"
+    print_environment "$site"
+}
+
+# Wheels that share a package (nvidia_cutlass_dsl) are unpacked one over the other, which pip would not do.
+install_attention() {
+    local dir=$1 site=$2 wheel joined
+    mkdir -p "$site"
+    joined=$(mktemp -d)
+    for wheel in "$dir"/1/*.part0; do
+        wheel=$(basename "$wheel" .part0)
+        cat "$dir/1/$wheel.part0" "$dir/2/$wheel.part1" > "$joined/$wheel"
+    done
+    for wheel in "$dir"/2/*.whl "$joined"/*.whl; do
+        python3 -m zipfile -e "$wheel" "$site"
+    done
+    rm -r "$joined"
+    site=$(cd "$site" && pwd)
+    print_environment "$site" "$site/nvidia_cutlass_dsl/dsl_packages"
 }
 
 case ${1:-} in
     wheels) [[ $# -le 2 ]] || usage && download_wheels "${2:-.whl}" ;;
     install) [[ $# -le 3 ]] || usage && install "${2:-.whl}" "${3:-/tmp/site}" ;;
+    wheels-attention) [[ $# -le 2 ]] || usage && download_attention_wheels "${2:-.whl-attention}" ;;
+    install-attention) [[ $# -le 3 ]] || usage && install_attention "${2:-.whl-attention}" "${3:-/tmp/site}" ;;
     *) usage ;;
 esac

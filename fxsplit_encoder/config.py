@@ -34,7 +34,22 @@ PieceCompiler = Literal["auto", "inductor", "aot_eager", "eager"]
 IMPLEMENTED_MODES: tuple[Mode, ...] = ("auto", "full", "piecewise", "exact", "none")
 IMPLEMENTED_PACKINGS: tuple[Packing, ...] = ("cost", "greedy", "greedy_defer")
 IMPLEMENTED_PIECE_COMPILERS: tuple[PieceCompiler, ...] = ("auto", "inductor", "aot_eager", "eager")
-IMPLEMENTED_ATTENTION: tuple[str, ...] = ("auto",)
+IMPLEMENTED_ATTENTION: tuple[str, ...] = (
+    "auto",
+    "torch_flash",
+    "cudnn_dense",
+    "cudnn_varlen",
+    "flash_attn_4",
+    "flash_attn_4_padded",
+    "flash_attn_3",
+    "flash_attn_3_padded",
+    "flash_attn_2",
+    "vllm_flash_attn",
+    "vllm_flash_attn_padded",
+    "batched_dense",
+    "per_segment",
+    "masked",
+)
 
 _BYTE_UNITS = {"B": 1} | {
     prefix + suffix: base**power
@@ -54,6 +69,15 @@ def _one_of(implemented: Sequence[object], *, or_callable: bool = False) -> Befo
         raise ValueError(f"not available in this version; allowed instead: {names}")
 
     return BeforeValidator(check)
+
+
+def _check_attention(value: object) -> object:
+    """The conditions that select shapes are read where shapes are known, in `attention.pins`."""
+    for name in value.values() if isinstance(value, Mapping) else [value]:
+        if name not in IMPLEMENTED_ATTENTION:
+            allowed = ", ".join(IMPLEMENTED_ATTENTION)
+            raise ValueError(f"not a kernel; allowed: {allowed}, or a mapping of conditions to these")
+    return value
 
 
 def _check_budgets(budgets: tuple[int, ...], smallest: int = 1) -> tuple[int, ...]:
@@ -180,8 +204,9 @@ class EncoderConfig(_Settings):
     """What compiles the pieces between splitting ops. auto: inductor on CUDA, eager on a CPU. In Python, any
     callable that takes a graph module and its example inputs and returns a callable."""
 
-    attention: Annotated[str | Mapping[str, str], _one_of(IMPLEMENTED_ATTENTION)] = "auto"
-    """The attention kernel: auto, a kernel's name, or a kernel for each shape class."""
+    attention: Annotated[str | Mapping[str, str], BeforeValidator(_check_attention)] = "auto"
+    """The attention kernel. auto: for each class of shapes the fastest that was measured; a kernel's name:
+    that one, wherever it can compute; or a mapping from conditions, such as tokens>4096, to these."""
 
     max_graph_bytes: Annotated[_Bytes | None, BeforeValidator(_parse_bytes)] = None
     """Device memory that all captures together may take, in bytes or as a size such as 4GiB. None: no limit

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxsplit_encoder import config as config_module
+from fxsplit_encoder.attention import KERNEL_NAMES
 from fxsplit_encoder.config import (
     IMPLEMENTED_MODES,
     IMPLEMENTED_PACKINGS,
@@ -49,8 +50,8 @@ BAD: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"splitting_ops": "aten::add"}, ("splitting_ops: ", "'aten::add'", "list")),
     ({"splitting_ops": ["add"]}, ("splitting_ops.0: ", "'add'", "namespace::name")),
     ({"piece_compiler": "nvcc"}, ("piece_compiler: ", "'nvcc'", "inductor", "callable")),
-    ({"attention": "fa3"}, ("attention: ", "'fa3'", "auto", "not available in this version")),
-    ({"attention": {"small": "cudnn"}}, ("attention: ", "cudnn", "auto", "not available in this version")),
+    ({"attention": "fa3"}, ("attention: ", "'fa3'", "auto", "flash_attn_3")),
+    ({"attention": {"windowed": "cudnn"}}, ("attention: ", "'cudnn'", "auto", "cudnn_dense")),
     ({"max_graph_bytes": "4 gigs"}, ("max_graph_bytes: ", "'4 gigs'", "GiB")),
     ({"max_graph_bytes": "0MiB"}, ("max_graph_bytes: ", "'0MiB'", "GiB")),
     ({"max_graph_bytes": 0}, ("max_graph_bytes: ", "0", "greater than or equal to 1")),
@@ -272,4 +273,5 @@ def test_budgets_are_accepted_if_and_only_if_strictly_increasing_and_positive(bu
 
 
 def test_module_names_its_vocabulary() -> None:
+    assert config_module.IMPLEMENTED_ATTENTION == ("auto", *KERNEL_NAMES)
     assert set(config_module.IMPLEMENTED_PIECE_COMPILERS) == set(get_args(config_module.PieceCompiler))

@@ -1,11 +1,27 @@
-"""The splitting op `fxsplit::varlen_attention` and its kernels.
+"""The splitting op `fxsplit::varlen_attention`, its kernels, and the measured choice between them.
 
 Attention is where the graph is cut: it is the one operation that mixes rows (tokens), so everything between
 two attentions may be padded, compiled once for every token count, and captured.
 """
 
-from fxsplit_encoder.attention.kernels import attend, attend_out
+from fxsplit_encoder.attention.choice import KernelChooser, measuring
+from fxsplit_encoder.attention.dispatch import attend, attend_out, choosing, current_chooser
 from fxsplit_encoder.attention.known_segments import KnownSegments
 from fxsplit_encoder.attention.op import varlen_attention, varlen_attention_out
+from fxsplit_encoder.attention.pins import KERNEL_NAMES, parse_attention
+from fxsplit_encoder.attention.report import describe
 
-__all__ = ["KnownSegments", "attend", "attend_out", "varlen_attention", "varlen_attention_out"]
+__all__ = [
+    "KERNEL_NAMES",
+    "KernelChooser",
+    "KnownSegments",
+    "attend",
+    "attend_out",
+    "choosing",
+    "current_chooser",
+    "describe",
+    "measuring",
+    "parse_attention",
+    "varlen_attention",
+    "varlen_attention_out",
+]

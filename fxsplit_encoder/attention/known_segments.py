@@ -1,39 +1,36 @@
 """Attention over segments whose lengths the host knows: every run of them by the kernel that suits it.
 
 Inside a CUDA graph the lengths are data on the device, and one kernel takes them all. Where attention runs
-eagerly, at the exact shape and between the graphs of a piecewise capture, long segments may go to cuDNN one
-by one, as dense batches. On one H200, 16 heads of 72 in bf16, cuDNN took 123 instead of 179 microseconds for
-2304 tokens, 213 instead of 283 for 3136 and 707 instead of 1077 for 7056 (benchmarks/attention.py).
+eagerly, at the exact shape and between the graphs of a piecewise capture, equal segments may go to a dense
+kernel as a batch, where that was measured to be faster than the packed kernel for all.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
-import logging
 import threading
-from abc import ABC, abstractmethod
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from fxsplit_encoder.attention.kernels import attend, attend_out, supports_flash
+from fxsplit_encoder.attention.choice import shape_of
+from fxsplit_encoder.attention.dispatch import current_chooser
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor
 
-_cudnn_forward = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+    from fxsplit_encoder.attention.choice import KernelChooser
+    from fxsplit_encoder.attention.kernels import AttentionKernel, AttentionShape
 
-logger = logging.getLogger(__name__)
+    Span = tuple[int, int]
 
-# Lengths at which the kernels are compared, and how much faster dense attention has to be: its result is
-# copied to its place, and every call costs the host 35 microseconds.
-_COMPARED_LENGTHS = (4096, 3072, 2048, 1536, 1024)
-_REQUIRED_GAIN = 0.9
+# Several kernels must promise to take at most this much of the time of one: what is predicted of a batch is
+# less certain than what was measured.
+_REQUIRED_GAIN = 0.95
 
 # cuDNN plans each shape when it is first used, which takes it 35 ms, once a thread. A shape is worth that
 # when it comes again, and so many of them are kept.
@@ -51,14 +48,15 @@ class KnownSegments:
     def __init__(self, cu_seqlens: Tensor, boundaries: Sequence[int]) -> None:
         self.cu_seqlens = cu_seqlens
         self.boundaries = boundaries
-        self._lengths = [end - start for start, end in itertools.pairwise(boundaries)]
+        self.lengths = [end - start for start, end in itertools.pairwise(boundaries)]
         self._runs: list[_Run] | None = None
 
     def attend(self, query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, scale: float) -> Tensor:
         """`attention.attend` over these segments."""
         runs = self._plan(query_THD)
-        if len(runs) == 1 and runs[0].is_everything(query_THD):
-            return runs[0].attend(query_THD, key_THD, value_THD, scale)
+        if len(runs) == 1 and (runs[0].start, runs[0].end) == (0, query_THD.shape[0]):
+            run = runs[0]
+            return run.kernel(query_THD, key_THD, value_THD, run.cu_seqlens, run.longest, scale)
         out_THD = torch.empty(query_THD.shape, dtype=query_THD.dtype, device=query_THD.device)
         return self.attend_out(query_THD, key_THD, value_THD, scale, out_THD)
 
@@ -68,148 +66,120 @@ class KnownSegments:
         """`attention.attend_out` over these segments."""
         for run in self._plan(query_THD):
             rows = slice(run.start, run.end)
-            run.attend_out(query_THD[rows], key_THD[rows], value_THD[rows], scale, out_THD[rows])
+            values = (query_THD[rows], key_THD[rows], value_THD[rows])
+            run.kernel(*values, run.cu_seqlens, run.longest, scale, out_THD[rows])
         return out_THD
 
     def _plan(self, query: Tensor) -> list[_Run]:
         """The runs, made when the first layer attends and kept for the others of the batch."""
         if self._runs is None:
-            least = None
-            if supports_flash(query):
-                least = dense_from(query.device, query.shape[1], query.shape[2], query.dtype)
-            everything = self._packed_run(0, len(self._lengths), whole=True)
-            self._runs = everything if least is None else self._mixed_runs(query, least)
+            self._runs = _Planner(self, query, current_chooser()).plan()
         return self._runs
-
-    def _mixed_runs(self, query: Tensor, least: int) -> list[_Run]:
-        """Neighbours of one length that is worth it form a dense batch; what lies between is packed."""
-        runs: list[_Run] = []
-        first = packed_from = 0
-        while first < len(self._lengths):
-            length, last = self._lengths[first], first
-            while last < len(self._lengths) and self._lengths[last] == length:
-                last += 1
-            shape = (*query.shape[1:], query.dtype, last - first, length)
-            if length >= least and _shapes.is_worth_planning(shape):
-                runs += self._packed_run(packed_from, first)
-                runs.append(_Dense(self.boundaries[first], self.boundaries[last], last - first))
-                packed_from = last
-            first = last
-        return runs + self._packed_run(packed_from, first, whole=not runs)
-
-    def _packed_run(self, first: int, last: int, *, whole: bool = False) -> list[_Run]:
-        if first == last:
-            return []
-        start, end = self.boundaries[first], self.boundaries[last]
-        cu_seqlens = self.cu_seqlens if whole else self.cu_seqlens[first : last + 1] - start
-        return [_Packed(start, end, cu_seqlens, max(self._lengths[first:last]))]
 
 
 @dataclass(frozen=True, slots=True)
-class _Run(ABC):
+class _Run:
     """Segments that are neighbours and go to one kernel: rows `start` to `end`."""
 
     start: int
     end: int
-
-    def is_everything(self, query: Tensor) -> bool:
-        return self.start == 0 and self.end == query.shape[0]
-
-    @abstractmethod
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor: ...
-
-    def attend_out(self, query: Tensor, key: Tensor, value: Tensor, scale: float, out: Tensor) -> None:
-        out.copy_(self.attend(query, key, value, scale))
-
-
-@dataclass(frozen=True, slots=True)
-class _Packed(_Run):
-    """One packed kernel."""
-
+    kernel: AttentionKernel
     cu_seqlens: Tensor
     longest: int
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        return attend(query, key, value, self.cu_seqlens, self.longest, scale)
 
-    def attend_out(self, query: Tensor, key: Tensor, value: Tensor, scale: float, out: Tensor) -> None:
-        attend_out(query, key, value, self.cu_seqlens, self.longest, scale, out)
+class _Planner:
+    """Shares the segments of one batch among kernels. Spans are numbers of the first segment and of that
+    behind the last.
+    """
 
+    def __init__(self, known: KnownSegments, query: Tensor, chooser: KernelChooser) -> None:
+        self.cu_seqlens = known.cu_seqlens
+        self.boundaries = known.boundaries
+        self.lengths = known.lengths
+        self.query = query
+        self.chooser = chooser
 
-@dataclass(frozen=True, slots=True)
-class _Dense(_Run):
-    """`count` segments of equal length, as a dense batch."""
+    def plan(self) -> list[_Run]:
+        everything = (0, len(self.lengths))
+        kernels = {span: self._kernel(span, equal=True) for span in self._equal_neighbours()}
+        kernels = {span: kernel for span, kernel in kernels.items() if kernel.needs_equal_segments}
+        rest = self._between(list(kernels))
+        if kernels and not self._gains(kernels, rest, everything):
+            kernels, rest = {}, [everything]
+        kernels |= {span: self._kernel(span, equal=False) for span in rest}
+        return [self._run(span, kernels[span]) for span in sorted(kernels)]
 
-    count: int
+    def _equal_neighbours(self) -> list[Span]:
+        """The longest spans of segments that are equally long, without the empty ones."""
+        spans, first = [], 0
+        for length, group in itertools.groupby(self.lengths):
+            last = first + len(list(group))
+            if length:
+                spans.append((first, last))
+            first = last
+        return spans
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        return _attend_dense(query, key, value, self.count, scale)
+    def _between(self, spans: list[Span]) -> list[Span]:
+        """What lies before, between and behind spans that rise, where there are rows."""
+        edges = [0, *itertools.chain.from_iterable(spans), len(self.lengths)]
+        return [
+            (first, last)
+            for first, last in zip(edges[::2], edges[1::2], strict=True)
+            if self.boundaries[first] < self.boundaries[last]
+        ]
 
+    def _gains(self, dense: dict[Span, AttentionKernel], rest: list[Span], everything: Span) -> bool:
+        """Whether runs of their own are pinned, or predicted to take less than one packed kernel for all."""
+        shapes = [self._shape(span, equal=True) for span in dense]
+        if everything in dense or all(self.chooser.pinned(shape) is not None for shape in shapes):
+            return True
+        together = self._estimate(everything, equal=False)
+        apart = [self._estimate(span, equal=True) for span in dense]
+        apart += [self._estimate(span, equal=False) for span in rest]
+        if together is None or None in apart:
+            return False
+        return sum(filter(None, apart)) <= _REQUIRED_GAIN * together
 
-def _attend_dense(query: Tensor, key: Tensor, value: Tensor, count: int, scale: float) -> Tensor:
-    length = query.shape[0] // count
-    q, k, v = (x.view(count, length, *x.shape[1:]).transpose(1, 2) for x in (query, key, value))
-    out: Tensor = _cudnn_forward(q, k, v, None, False, 0.0, False, False, scale=scale)[0]
-    return out.transpose(1, 2).reshape(query.shape)
+    def _shape(self, span: Span, *, equal: bool) -> AttentionShape:
+        first, last = span
+        rows = self.query[self.boundaries[first] : self.boundaries[last]]
+        return shape_of(rows, max(self.lengths[first:last]), last - first, exact=True, equal=equal)
+
+    def _estimate(self, span: Span, *, equal: bool) -> float | None:
+        return self.chooser.estimate(self._shape(span, equal=equal), self.lengths[slice(*span)])
+
+    def _kernel(self, span: Span, *, equal: bool) -> AttentionKernel:
+        """The best that need not plan, or for which planning pays."""
+        shape = self._shape(span, equal=equal)
+        ranking = self.chooser.ranking(shape)
+        ready = (k for k in ranking if not k.plans_each_shape or _shapes.is_worth_planning(k, shape))
+        return next(ready, ranking[0])
+
+    def _run(self, span: Span, kernel: AttentionKernel) -> _Run:
+        first, last = span
+        start, end = self.boundaries[first], self.boundaries[last]
+        cu_seqlens = (
+            self.cu_seqlens[first : last + 1] if last - first < len(self.lengths) else self.cu_seqlens
+        )
+        if start and not kernel.needs_equal_segments:  # which reads their number alone
+            cu_seqlens = cu_seqlens - start
+        return _Run(start, end, kernel, cu_seqlens, max(self.lengths[first:last]))
 
 
 class _Shapes(threading.local):
-    """The dense shapes that this thread has met; cuDNN's plans belong to threads too."""
+    """The shapes that this thread has met; plans belong to threads too."""
 
     def __init__(self) -> None:
-        self._met: Counter[tuple[object, ...]] = Counter()
+        self._met: Counter[tuple[str, AttentionShape]] = Counter()
 
-    def is_worth_planning(self, shape: tuple[object, ...]) -> bool:
+    def is_worth_planning(self, kernel: AttentionKernel, shape: AttentionShape) -> bool:
         """Whether the shape has come before; remembers that it came now."""
-        if shape not in self._met and len(self._met) >= _MOST_SHAPES:
+        key = (kernel.name, shape)
+        if key not in self._met and len(self._met) >= _MOST_SHAPES:
             return False
-        self._met[shape] += 1
-        return self._met[shape] > 1
+        self._met[key] += 1
+        return self._met[key] > 1
 
 
 _shapes = _Shapes()
-
-
-@functools.cache
-def dense_from(device: torch.device, heads: int, head_dim: int, dtype: torch.dtype) -> int | None:
-    """The segment length from which dense attention is the faster one on this device, measured at the first
-    call; None: it is at no length, or cannot run.
-    """
-    least = None
-    try:
-        for length in _COMPARED_LENGTHS:
-            packed, dense = _measure(device, heads, head_dim, dtype, length)
-            if dense > packed * _REQUIRED_GAIN:
-                break
-            least = length
-    except (RuntimeError, torch.OutOfMemoryError) as error:  # this build or device has no such kernel
-        logger.info("dense attention was not compared at every length: %s", error)
-    return least
-
-
-def _measure(
-    device: torch.device, heads: int, head_dim: int, dtype: torch.dtype, length: int
-) -> tuple[float, float]:
-    """Milliseconds of the packed and of the dense kernel for one segment, laid out as a fused projection
-    leaves it.
-    """
-    with torch.no_grad():
-        qkv = torch.randn(length, 3, heads, head_dim, device=device, dtype=dtype)
-        query, key, value = qkv.unbind(1)
-        cu_seqlens = torch.tensor([0, length], dtype=torch.int32, device=device)
-        scale = head_dim**-0.5
-        return (
-            _event_ms(lambda: attend(query, key, value, cu_seqlens, length, scale)),
-            _event_ms(lambda: _attend_dense(query, key, value, 1, scale)),
-        )
-
-
-def _event_ms(call: Callable[[], object], repeats: int = 20) -> float:
-    call()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    start.record()
-    for _ in range(repeats):
-        call()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) / repeats

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fxsplit_encoder.attention.kernels import attend, attend_backward, attend_out
+from fxsplit_encoder.attention.dispatch import attend, attend_out
+from fxsplit_encoder.attention.gradient import attend_backward
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fxsplit_encoder.attention import KnownSegments
+from fxsplit_encoder.attention import KernelChooser, KnownSegments, choosing
 from fxsplit_encoder.capture import (
     BudgetLadder,
     CapturedForward,
@@ -84,6 +84,8 @@ class BudgetDispatcher:
         self.program = program
         self.config = config
         self.pool = GraphPool(program.device, config.max_graph_bytes)
+        self.kernels = KernelChooser(config.attention)
+        self.kernels.check(program.device)
         self.hits = 0
         self.misses: Counter[MissReason] = Counter()
         self.padding_refusal: str | None = None
@@ -100,7 +102,7 @@ class BudgetDispatcher:
 
     def __call__(self, args: Sequence[Any]) -> list[Any]:
         """Runs the graph on its inputs; the outputs are the caller's own (capture rule 7)."""
-        with self._lock, torch.inference_mode(False), torch.no_grad():
+        with self._lock, choosing(self.kernels), torch.inference_mode(False), torch.no_grad():
             self._check_parameters(args)
             frame = self.program.begin(args)
             warmed = getattr(_warming, "called", None)

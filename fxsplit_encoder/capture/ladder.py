@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fxsplit_encoder.attention import KnownSegments
+from fxsplit_encoder.attention import KnownSegments, measuring
 from fxsplit_encoder.capture.forward import CapturedForward, measure_ms
 from fxsplit_encoder.capture.runner import ExactRunner
 from fxsplit_encoder.errors import CaptureError
@@ -85,7 +85,8 @@ class BudgetLadder:
         if budget not in self.captured and budget not in self.dropped and budget not in self.exact:
             start = time.perf_counter()
             try:
-                self._capture(budget)
+                with measuring():
+                    self._capture(budget)
                 self.capture_ms = max(self.capture_ms, (time.perf_counter() - start) * 1e3)
             except (CaptureError, torch.OutOfMemoryError) as error:  # the second: for the static inputs
                 self.dropped[budget] = str(error)

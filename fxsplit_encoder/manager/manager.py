@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fxsplit_encoder.attention import KernelChooser, choosing
 from fxsplit_encoder.capture import GraphPool, MissReason
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import InputError, ReplayError
@@ -119,6 +120,8 @@ class EncoderCudaGraphManager:
             for keys in itertools.product(*self.model_config.capture_axes)
         }
         """Every path at every combination of axis keys."""
+        self.kernels = KernelChooser(self.config.attention)
+        self.kernels.check(self.device)
         self.statistics = Statistics(log_interval)
         self._captures = CaptureSet(
             self.routes,
@@ -179,7 +182,7 @@ class EncoderCudaGraphManager:
         device every way to run is timed, for `packing: cost`. `progress` is called with (budgets done,
         budgets).
         """
-        with self._lock:
+        with self._lock, choosing(self.kernels):
             if not self.config.enabled:
                 return
             planned = self.planned_captures()
@@ -276,7 +279,7 @@ class EncoderCudaGraphManager:
             InputError: the inputs contradict one another; nothing was encoded.
             RankError: with `config.data_parallel`, another rank failed or got other inputs.
         """
-        with self._lock, _without_autograd():
+        with self._lock, choosing(self.kernels), _without_autograd():
             if self.data_parallel is not None:
                 return self.data_parallel.execute(mm_kwargs, self._encode, self.tower)
             return self._encode(mm_kwargs)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fxsplit_encoder.attention import KnownSegments
+from fxsplit_encoder.attention import KnownSegments, measuring
 from fxsplit_encoder.capture import measure_ms
 from fxsplit_encoder.capture.runner import ExactRunner
 from fxsplit_encoder.errors import InputError
@@ -74,6 +74,7 @@ class PathCosts:
 
 
 @torch.no_grad()
+@measuring()
 def measure_path(forward: PathForward, budgets: Sequence[int], rows_per_token: float) -> PathCosts:
     """Times the tower's own forward at the smallest, the middle and the largest budget, and attention."""
     eager: list[tuple[int, float]] = []

@@ -1,4 +1,11 @@
+"""The kernels that run on a CPU against softmax in float64; the others' wiring, with stand-ins."""
+
+from __future__ import annotations
+
+import inspect
+import sys
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -7,35 +14,22 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fxsplit_encoder.attention import attend, attend_out
-from fxsplit_encoder.attention.kernels import _attend_masked, supports_flash
+from fxsplit_encoder.attention.kernels import KERNELS, AttentionKernel, base, flash_attn, vllm_flash_attn
+from fxsplit_encoder.attention.kernels.dense import BatchedDense
+from fxsplit_encoder.attention.kernels.generic import Masked, PerSegment
+from fxsplit_encoder.attention.kernels.padded import PaddedHeads
+
+from .fakes import cumulative, fused_qkv, reference, shape
 
 HEADS, HEAD_DIM = 3, 8
-
-
-def cumulative(lengths: Sequence[int]) -> Tensor:
-    return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
-
-
-def fused_qkv(rows: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """Query, key and value as strided views of one projection, as towers make them."""
-    generator = torch.Generator().manual_seed(seed)
-    fused = torch.randn(rows, 3, HEADS, HEAD_DIM, generator=generator, dtype=dtype)
-    return list(fused.unbind(1))
-
-
-def reference(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], scale: float) -> Tensor:
-    """Softmax attention in float64, one query row at a time."""
-    q, k, v = (x.double() for x in (q, k, v))
-    rows = []
-    start = 0
-    for length in lengths:
-        for row in range(start, start + length):
-            logits = torch.einsum("hd,khd->hk", q[row], k[start : start + length]) * scale
-            weights = torch.exp(logits - logits.amax(1, keepdim=True))
-            weights = weights / weights.sum(1, keepdim=True)
-            rows.append(torch.einsum("hk,khd->hd", weights, v[start : start + length]))
-        start += length
-    return torch.stack(rows) if rows else q[:0]
+CPU = torch.device("cpu")
+PACKED: list[AttentionKernel] = [
+    PerSegment(),
+    Masked(),
+    PaddedHeads(PerSegment(), 16),
+    PaddedHeads(Masked(), 12),
+]
+BY_NAME = {kernel.name: kernel for kernel in KERNELS}
 
 
 @settings(max_examples=60, deadline=None)
@@ -44,68 +38,73 @@ def test_each_segment_attends_within_itself(lengths: list[int], scale: float) ->
     rows = sum(lengths)
     q, k, v = fused_qkv(rows, seed=rows)
     expected = reference(q, k, v, lengths, scale)
-    for result in (
-        attend(q, k, v, cumulative(lengths), rows, scale),
-        _attend_masked(q, k, v, cumulative(lengths), scale),
-    ):
-        assert result.is_contiguous()
+    for kernel in PACKED:
+        result = kernel(q, k, v, cumulative(lengths), rows, scale)
+        assert result.is_contiguous(), kernel.name
         torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-6)
+    result = attend(q, k, v, cumulative(lengths), rows, scale)
+    torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("kernel", ["by segment", "masked"])
-def test_segments_do_not_see_one_another(kernel: str) -> None:
-    lengths = [3, 4, 2]
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 9), st.integers(1, 6), st.booleans())
+def test_equal_segments_may_be_a_batch(length: int, count: int, into: bool) -> None:
+    rows, lengths = length * count, [length] * count
+    q, k, v = fused_qkv(rows, seed=rows)
+    out = torch.full((rows + 2, HEADS, HEAD_DIM), 5.0) if into else None
+    # The lengths themselves are not read: a slice of longer ones will do.
+    result = BatchedDense()(q, k, v, cumulative([3, *lengths])[1:], length, 0.4, out)
+    torch.testing.assert_close(result[:rows].double(), reference(q, k, v, lengths, 0.4), rtol=1e-5, atol=1e-6)
+    if into:
+        assert result is out
+        assert result[rows:].eq(5).all()
+
+
+@pytest.mark.parametrize("kernel", PACKED, ids=lambda kernel: kernel.name)
+def test_segments_do_not_see_one_another(kernel: AttentionKernel) -> None:
     q, k, v = fused_qkv(9)
     other_k, other_v = k.clone(), v.clone()
     other_k[3:7] += 100
-    other_v[3:7] = float("nan")
-
-    def run(k: Tensor, v: Tensor) -> Tensor:
-        if kernel == "masked":
-            return _attend_masked(q, k, v, cumulative(lengths), 0.5)
-        return attend(q, k, v, cumulative(lengths), 9, 0.5)
-
-    before, after = run(k, v), run(other_k, other_v)
-    if kernel == "by segment":
-        assert torch.equal(before[[0, 1, 2, 7, 8]], after[[0, 1, 2, 7, 8]])
-    else:
-        # Dense attention multiplies masked values by 0: finite values are ignored, NaN is not.
-        after = run(other_k, torch.where(other_v.isnan(), 1e3, other_v))
-        torch.testing.assert_close(before[[0, 1, 2, 7, 8]], after[[0, 1, 2, 7, 8]])
+    # Dense attention multiplies masked values by 0: finite values are ignored, NaN is not.
+    other_v[3:7] = float("nan") if "per_segment" in kernel.name else 1e3
+    before = kernel(q, k, v, cumulative([3, 4, 2]), 9, 0.5)
+    after = kernel(q, other_k, other_v, cumulative([3, 4, 2]), 9, 0.5)
+    torch.testing.assert_close(before[[0, 1, 2, 7, 8]], after[[0, 1, 2, 7, 8]])
     assert not torch.equal(before[3:7], after[3:7])
 
 
 def test_masked_attention_takes_rows_behind_the_last_segment() -> None:
     q, k, v = fused_qkv(10)
-    result = _attend_masked(q, k, v, cumulative([3, 4]), 0.5)
+    result = Masked()(q, k, v, cumulative([3, 4]), 10, 0.5)
     torch.testing.assert_close(result[:7].double(), reference(q, k, v, [3, 4], 0.5), rtol=1e-5, atol=1e-6)
     assert result.isfinite().all()
 
 
-def test_lengths_padded_with_empty_segments_change_nothing() -> None:
+@pytest.mark.parametrize("kernel", PACKED, ids=lambda kernel: kernel.name)
+def test_lengths_padded_with_empty_segments_change_nothing(kernel: AttentionKernel) -> None:
     q, k, v = fused_qkv(7)
     padded = torch.tensor([0, 3, 7, 7, 7, 7], dtype=torch.int32)
     torch.testing.assert_close(
-        attend(q, k, v, padded, 7, 0.5), attend(q, k, v, cumulative([3, 4]), 7, 0.5), rtol=0, atol=0
-    )
-    torch.testing.assert_close(
-        _attend_masked(q, k, v, padded, 0.5), attend(q, k, v, padded, 7, 0.5), rtol=1e-5, atol=1e-6
+        kernel(q, k, v, padded, 7, 0.5), kernel(q, k, v, cumulative([3, 4]), 7, 0.5), rtol=0, atol=0
     )
 
 
-def test_the_out_variant_writes_the_rows_of_the_query_only() -> None:
+@pytest.mark.parametrize("kernel", PACKED, ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("spare", [0, 5])
+def test_a_buffer_keeps_its_later_rows(kernel: AttentionKernel, spare: int) -> None:
+    q, k, v = fused_qkv(7)
+    out = torch.full((7 + spare, HEADS, HEAD_DIM), 5.0)
+    assert kernel(q, k, v, cumulative([3, 4]), 7, 0.5, out) is out
+    torch.testing.assert_close(out[:7], kernel(q, k, v, cumulative([3, 4]), 7, 0.5), rtol=0, atol=0)
+    assert (out[7:] == 5.0).all()
+
+
+def test_the_out_variant_returns_its_buffer() -> None:
     q, k, v = fused_qkv(7)
     out = torch.full((12, HEADS, HEAD_DIM), 5.0)
     assert attend_out(q, k, v, cumulative([3, 4]), 7, 0.5, out) is out
     torch.testing.assert_close(out[:7], attend(q, k, v, cumulative([3, 4]), 7, 0.5), rtol=0, atol=0)
     assert (out[7:] == 5.0).all()
-
-
-def test_the_out_variant_writes_a_buffer_of_the_exact_size() -> None:
-    q, k, v = fused_qkv(7)
-    out = torch.full((7, HEADS, HEAD_DIM), 5.0)
-    assert attend_out(q, k, v, cumulative([7]), 7, 0.5, out) is out
-    torch.testing.assert_close(out.double(), reference(q, k, v, [7], 0.5), rtol=1e-5, atol=1e-6)
 
 
 def test_the_out_variant_refuses_a_buffer_that_is_too_small() -> None:
@@ -116,10 +115,179 @@ def test_the_out_variant_refuses_a_buffer_that_is_too_small() -> None:
 
 def test_sixteen_bit_values_stay_in_their_dtype() -> None:
     q, k, v = fused_qkv(6, dtype=torch.bfloat16)
-    result = attend(q, k, v, cumulative([2, 4]), 6, 0.5)
-    assert result.dtype == torch.bfloat16
-    torch.testing.assert_close(result.double(), reference(q, k, v, [2, 4], 0.5), rtol=2e-2, atol=2e-2)
+    for kernel in PACKED:
+        result = kernel(q, k, v, cumulative([2, 4]), 6, 0.5)
+        assert result.dtype == torch.bfloat16
+        torch.testing.assert_close(result.double(), reference(q, k, v, [2, 4], 0.5), rtol=2e-2, atol=2e-2)
 
 
-def test_flash_is_for_cuda_only() -> None:
-    assert not supports_flash(torch.zeros(4, HEADS, HEAD_DIM, dtype=torch.bfloat16))
+def test_every_kernel_says_whether_it_can_run_and_none_raises() -> None:
+    reasons = {kernel.name: kernel.unavailable_reason(CPU) for kernel in KERNELS}
+    assert len(reasons) == len(KERNELS)
+    assert {name for name, reason in reasons.items() if reason is None} == {
+        "batched_dense",
+        "per_segment",
+        "masked",
+    }
+    assert all(
+        reasons[name] == "needs CUDA" for name in ("torch_flash", "flash_attn_4_padded", "cudnn_varlen")
+    )
+
+
+@pytest.mark.parametrize(
+    "name", ["flash_attn_2", "flash_attn_3", "flash_attn_4", "vllm_flash_attn", "cudnn_varlen"]
+)
+def test_a_missing_package_is_a_reason(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(vllm_flash_attn, "capability", lambda device: (9, 0))
+    reason = BY_NAME[name].unavailable_reason(torch.device("cuda", 0))
+    assert reason is not None
+    assert "No module named" in reason or "not installed" in reason
+    monkeypatch.setattr(base, "capability", lambda device: (7, 5))
+    reason = BY_NAME[name].unavailable_reason(torch.device("cuda", 0))
+    assert reason is not None
+    assert "compute capability" in reason
+
+
+def test_a_broken_package_is_a_reason_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    (tmp_path / "broken_attention.py").write_text("raise OSError('libcudnn.so.9: cannot open')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert base.find("broken_attention", "attend") == (
+        None,
+        "cannot import broken_attention.attend: OSError: libcudnn.so.9: cannot open",
+    )
+
+
+@pytest.mark.parametrize("head_dim", [64, 72, 80, 88, 128, 256])
+def test_padded_heads_are_another_candidate_only_where_something_is_padded(head_dim: int) -> None:
+    query = torch.zeros(8, 2, head_dim, dtype=torch.bfloat16)
+    cuda = shape()
+    of_width = type(cuda)(torch.device("cuda"), cuda.dtype, 2, head_dim, len(query), 8, 1)
+    assert BY_NAME["flash_attn_4_padded"].supports(of_width) == (head_dim in (72, 88))
+    assert BY_NAME["vllm_flash_attn_padded"].supports(of_width) == (head_dim < 128)
+    assert BY_NAME["flash_attn_4"].supports(of_width) == (head_dim <= 128)
+
+
+# The signatures of the packages' functions, as far as they are used. The stand-ins compute, so that an
+# argument in the wrong place shows.
+
+
+def flash_2(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    max_q: int,
+    max_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float = 0.0,
+) -> Tensor:
+    assert cu_q is cu_k
+    return PerSegment()(q, k, v, cu_q, max(max_q, max_k), softmax_scale)
+
+
+def flash_3(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    max_q: int,
+    max_k: int,
+    seqused_q: Any = None,
+    seqused_k: Any = None,
+    softmax_scale: float = 0.0,
+) -> tuple[Tensor, None]:
+    return flash_2(q, k, v, cu_q, cu_k, max_q, max_k, softmax_scale=softmax_scale), None
+
+
+def flash_4(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    qv: Any = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    seqused_q: Any = None,
+    seqused_k: Any = None,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
+    softmax_scale: float = 0.0,
+    out: Tensor | None = None,
+) -> tuple[Tensor, None]:
+    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    result = flash_2(q, k, v, *lengths, softmax_scale=softmax_scale)
+    return (result, None) if out is None else (out.copy_(result), None)
+
+
+def flash_vllm(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    max_seqlen_q: int,
+    cu_seqlens_q: Tensor,
+    max_seqlen_k: int,
+    cu_seqlens_k: Tensor,
+    softmax_scale: float = 0.0,
+    out: Tensor | None = None,
+    fa_version: int = 2,
+) -> Tensor:
+    assert fa_version == 3
+    lengths = (cu_seqlens_q, cu_seqlens_k, None, None, max_seqlen_q, max_seqlen_k)
+    return flash_4(q, k, v, None, *lengths, softmax_scale, out)[0]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "function"),
+    [
+        (flash_attn.FlashAttention2(), flash_2),
+        (flash_attn.FlashAttention3(), flash_3),
+        (flash_attn.FlashAttention4(), flash_4),
+        (PaddedHeads(flash_attn.FlashAttention4(), 16), flash_4),
+        (vllm_flash_attn.VllmFlashAttention(), flash_vllm),
+    ],
+    ids=lambda each: each.name if isinstance(each, AttentionKernel) else "",
+)
+def test_packages_get_what_their_functions_take(
+    kernel: AttentionKernel, function: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert inspect.isfunction(function)
+    monkeypatch.setattr(base, "find", lambda module, attribute: (function, None))
+    monkeypatch.setattr(vllm_flash_attn, "_function", lambda version: (function, None))
+    monkeypatch.setattr(vllm_flash_attn, "capability", lambda device: (9, 0))
+    lengths: Sequence[int] = [3, 0, 4]
+    q, k, v = fused_qkv(7)
+    expected = reference(q, k, v, lengths, 0.3)
+    out = torch.full((9, HEADS, HEAD_DIM), 5.0)
+    assert kernel(q, k, v, cumulative(lengths), 4, 0.3, out) is out
+    torch.testing.assert_close(out[:7].double(), expected, rtol=1e-5, atol=1e-6)
+    assert out[7:].eq(5).all()
+    result = kernel(q, k, v, cumulative(lengths), 4, 0.3)
+    assert result.is_contiguous()
+    torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_vllms_extension_is_found_without_importing_vllm(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tmp_path / "vllm" / "vllm_flash_attn"
+    directory.mkdir(parents=True)
+    (tmp_path / "vllm" / "__init__.py").write_text("raise RuntimeError('imported')")
+    (directory / "flash_attn_interface.py").write_text(
+        "from . import extension\nFA2_AVAILABLE, FA2_UNAVAILABLE_REASON = False, 'no such file'\n"
+        "FA3_AVAILABLE = True\ndef flash_attn_varlen_func(): return extension.number"
+    )
+    (directory / "extension.py").write_text("number = 3")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    vllm_flash_attn._function.cache_clear()
+    try:
+        function, problem = vllm_flash_attn._function(3)
+        assert problem is None
+        assert function() == 3
+        assert vllm_flash_attn._function(2)[1] == "vllm has no FlashAttention 2: no such file"
+    finally:
+        vllm_flash_attn._function.cache_clear()
+        base.find.cache_clear()
+        for name in [name for name in sys.modules if name.startswith(vllm_flash_attn._ALIAS)]:
+            monkeypatch.delitem(sys.modules, name)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -11,97 +10,130 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fxsplit_encoder.attention import KnownSegments, attend
+from fxsplit_encoder.attention import KernelChooser, KnownSegments, attend, choosing, measuring
 from fxsplit_encoder.attention import known_segments as segments
+from fxsplit_encoder.attention.choice import Measurements
+from fxsplit_encoder.attention.examples import example_lengths, pairs
+from fxsplit_encoder.attention.kernels import AttentionShape
+from fxsplit_encoder.attention.pins import Pin
 
-DENSE_FROM = 5
+from .fakes import FakeKernel, FakeMeter, cumulative, fused_qkv, reference
 
-
-def known(lengths: list[int]) -> KnownSegments:
-    boundaries = [0, *itertools.accumulate(lengths)]
-    return KnownSegments(torch.tensor(boundaries, dtype=torch.int32), boundaries)
-
-
-def random_qkv(rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = torch.randn(rows, 3, 2, 4, generator=torch.Generator().manual_seed(rows)).unbind(1)
-    return q, k, v
+Call = tuple[int, int]
 
 
-@pytest.fixture
-def dense(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """As on a device where segments of 5 and more go to a dense kernel: the shapes that it got."""
-    calls: list[tuple[int, ...]] = []
+def known(lengths: Sequence[int]) -> KnownSegments:
+    cu_seqlens = cumulative(lengths)
+    return KnownSegments(cu_seqlens, cu_seqlens.tolist())
 
-    def forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any, scale: float) -> tuple[Tensor]:
-        calls.append((q.shape[0], q.shape[2]))
-        return (torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scale),)
 
-    monkeypatch.setattr(segments, "_cudnn_forward", forward)
-    monkeypatch.setattr(segments, "supports_flash", lambda query: True)
-    monkeypatch.setattr(segments, "dense_from", lambda *kind: DENSE_FROM)
+def work(shape: AttentionShape) -> int:
+    return pairs(example_lengths(shape)[0])
+
+
+class Device:
+    """Where a dense kernel takes half of the packed one's time for segments of 5 and more, and must plan."""
+
+    def __init__(self, dense_us: float = 500.0) -> None:
+        self.packed = FakeKernel("packed")
+        self.dense = FakeKernel("dense", dense=True, plans=True)
+        meter = FakeMeter(
+            {
+                "packed": lambda shape: 1000.0 * work(shape),
+                "dense": lambda shape: (dense_us if shape.longest >= 5 else 2000.0) * work(shape),
+            }
+        )
+        self.chooser = KernelChooser(measurements=Measurements([self.packed, self.dense], meter))
+
+    def run(self, lengths: Sequence[int], layers: int = 1, out: Tensor | None = None) -> Tensor:
+        values = fused_qkv(sum(lengths), seed=sum(lengths))
+        batch = known(lengths)
+        with choosing(self.chooser), measuring():
+            for _ in range(layers):
+                result = batch.attend(*values, 0.5) if out is None else batch.attend_out(*values, 0.5, out)
+        return result
+
+    def calls(self) -> tuple[list[Call], list[Call]]:
+        """Those of the packed and of the dense kernel since the last time."""
+        made = self.packed.calls[:], self.dense.calls[:]
+        self.packed.calls.clear()
+        self.dense.calls.clear()
+        return made
+
+
+@pytest.fixture(autouse=True)
+def no_shape_has_come(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(segments, "_shapes", segments._Shapes())
-    return calls
+    yield
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.sampled_from([0, 1, 3, 5, 6, 9]), max_size=8), st.booleans())
-def test_kernels_that_share_the_segments_equal_one(
-    dense: list[tuple[int, ...]], lengths: list[int], has_come_before: bool
-) -> None:
-    q, k, v = random_qkv(sum(lengths))
-    expected = attend(q, k, v, known(lengths).cu_seqlens, max(lengths, default=0), 0.5)
+def test_kernels_that_share_the_segments_equal_one(lengths: list[int], has_come_before: bool) -> None:
+    device, rows = Device(), sum(lengths)
+    expected = reference(*fused_qkv(rows, seed=rows), lengths, 0.5).float()
     if has_come_before:
-        known(lengths).attend(q, k, v, 0.5)
-    torch.testing.assert_close(known(lengths).attend(q, k, v, 0.5), expected)
-    out = torch.full((sum(lengths) + 2, 2, 4), 7.0)
-    assert known(lengths).attend_out(q, k, v, 0.5, out) is out
+        device.run(lengths)
+    torch.testing.assert_close(device.run(lengths), expected)
+    out = torch.full((rows + 2, *expected.shape[1:]), 7.0)
+    assert device.run(lengths, out=out) is out
     torch.testing.assert_close(out[:-2], expected)
     assert out[-2:].eq(7).all()
 
 
-def test_neighbours_of_one_length_are_one_dense_batch_from_the_second_time_on(
-    dense: list[tuple[int, ...]],
-) -> None:
-    lengths = [2, 6, 6, 6, 3, 3, 9]
-    q, k, v = random_qkv(sum(lengths))
-    known(lengths).attend(q, k, v, 0.5)
-    assert dense == []
-    again = known(lengths)
-    for _ in range(2):  # two layers of one batch
-        again.attend(q, k, v, 0.5)
-    assert dense == [(3, 6), (1, 9)] * 2
-    known([6]).attend(*random_qkv(6), 0.5)
-    assert len(dense) == 4  # a batch of one is another shape, and new
+def test_neighbours_of_one_length_are_one_dense_batch_from_the_second_time_on() -> None:
+    device, lengths = Device(), [2, 6, 6, 6, 3, 3, 9]
+    device.run(lengths)
+    assert device.calls() == ([(7, 9)], [])
+    device.run(lengths, layers=2)
+    assert device.calls() == ([(1, 2), (2, 3)] * 2, [(3, 6), (1, 9)] * 2)
+    device.run([6])
+    assert device.calls() == ([(1, 6)], [])  # a batch of one is another shape, and new
 
 
-def test_only_so_many_shapes_are_planned(dense: list[tuple[int, ...]], monkeypatch: Any) -> None:
+def test_all_go_to_one_kernel_where_several_would_take_longer() -> None:
+    # A tenth is gained where the dense kernel runs: nearly everywhere, or for one segment of many.
+    for lengths, are_shared in (([5, *[19, 1] * 3], True), ([5, *[4, 3] * 20], False)):
+        device = Device(dense_us=900.0)
+        device.run(lengths)
+        device.calls()
+        device.run(lengths)
+        packed, dense = device.calls()
+        assert (len(dense) > 0) == are_shared
+        assert are_shared or packed == [(len(lengths), 5)]
+
+
+def test_only_so_many_shapes_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segments, "_MOST_SHAPES", 1)
+    device = Device()
     for _ in range(2):
         for length in (6, 7):
-            known([length]).attend(*random_qkv(length), 0.5)
-    assert dense == [(1, 6)]
+            device.run([length])
+    assert device.calls() == ([(1, 6), (1, 7), (1, 7)], [(1, 6)])
 
 
-def test_without_a_flash_kernel_all_segments_are_packed() -> None:
-    lengths = [6, 6]
-    q, k, v = random_qkv(12)
-    segments_of_batch = known(lengths)
-    segments_of_batch.attend(q, k, v, 0.5)
-    assert [type(run).__name__ for run in segments_of_batch._plan(q)] == ["_Packed"]
+def test_a_pinned_dense_kernel_needs_no_prediction() -> None:
+    device = Device()
+    device.chooser.pins = (Pin((), "dense"),)
+    batch, values = known([2, 3, 3]), fused_qkv(8)
+    for each in (batch, known([2, 3, 3])):
+        with choosing(device.chooser):
+            each.attend(*values, 0.5)
+    assert device.calls() == ([(3, 3)], [(1, 2), (2, 3)])
 
 
-def test_dense_attention_counts_from_the_shortest_length_where_it_gains(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    times = {4096: (10.0, 5.0), 3072: (8.0, 6.0), 2048: (5.0, 4.9), 1536: (4.0, 1.0)}
-    monkeypatch.setattr(segments, "_measure", lambda device, heads, dim, dtype, length: times[length])
-    measure = segments.dense_from.__wrapped__
-    assert measure(torch.device("cpu"), 16, 72, torch.bfloat16) == 3072
-    times[4096] = (10.0, 9.9)
-    assert measure(torch.device("cpu"), 16, 72, torch.bfloat16) is None
+def test_a_pinned_packed_kernel_takes_all() -> None:
+    device = Device()
+    device.chooser.pins = (Pin((), "packed"),)
+    for _ in range(2):
+        device.run([6, 6, 2])
+    assert device.calls() == ([(3, 6)] * 2, [])
 
-    def refuse(*kind: Any) -> Any:
-        raise RuntimeError("No available kernel")
 
-    monkeypatch.setattr(segments, "_measure", refuse)
-    assert measure(torch.device("cpu"), 16, 72, torch.bfloat16) is None
+@pytest.mark.parametrize("lengths", [[6, 6, 2], [7, 7], [14], [0, 14, 0]])
+def test_on_a_cpu_all_segments_are_one_run(lengths: list[int]) -> None:
+    values, batch = fused_qkv(14), known(lengths)
+    expected = attend(*values, cumulative(lengths), max(lengths), 0.5)
+    torch.testing.assert_close(batch.attend(*values, 0.5), expected, rtol=0, atol=0)
+    (run,) = batch._plan(values[0])
+    assert (run.start, run.end, run.kernel.name) == (0, 14, "per_segment")

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.attention import kernels, varlen_attention
+from fxsplit_encoder.attention import varlen_attention
+from fxsplit_encoder.attention.kernels import generic
 from fxsplit_encoder.backend import dispatchers
 from fxsplit_encoder.capture import (
     BudgetLadder,
@@ -88,7 +89,7 @@ class LeakyAttention:
 @pytest.fixture
 def leaky(monkeypatch: pytest.MonkeyPatch, poisoned_memory: None) -> LeakyAttention:
     kernel = LeakyAttention()
-    monkeypatch.setattr(kernels, "_attend_by_segment", kernel)
+    monkeypatch.setattr(generic, "_attend_by_segment", kernel)
     return kernel
 
 
@@ -198,7 +199,7 @@ def seen_segments(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], int,
     """(cumulative lengths, bound, rows) of every attention."""
     seen: list[tuple[list[int], int, int]] = []
     attend_out = runner.attend_out
-    by_segment = kernels._attend_by_segment
+    by_segment = generic._attend_by_segment
 
     def spy_out(
         q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, bound: int, scale: float, out: Tensor
@@ -211,7 +212,7 @@ def seen_segments(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], int,
         return by_segment(q, k, v, lengths, scale)
 
     monkeypatch.setattr(runner, "attend_out", spy_out)
-    monkeypatch.setattr(kernels, "_attend_by_segment", spy)
+    monkeypatch.setattr(generic, "_attend_by_segment", spy)
     return seen
 
 

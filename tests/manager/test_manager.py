@@ -567,3 +567,42 @@ def test_threads_get_the_results_of_a_serial_run(full: Any, make_batch: Any) -> 
     for (_, number), items in results.items():
         assert all(torch.equal(a, b) for a, b in zip(items, serial[number], strict=True))
     assert full.stats().items == 9 * sum(len(items) for items in serial)
+
+
+# --- kernels
+
+
+@pytest.mark.parametrize(
+    ("attention", "problem"),
+    [
+        ("torch_flash", "attention: torch_flash cannot run on cpu"),
+        ({"window": "auto"}, "did you mean windowed"),
+        ({"tokens<=64": "cudnn_dense"}, "attention: cudnn_dense cannot run on cpu"),
+    ],
+)
+def test_a_kernel_that_cannot_run_is_refused_at_once(attention: Any, problem: str, tiny_towers: Any) -> None:
+    with pytest.raises(fx.ConfigError, match=problem):
+        fx.EncoderCudaGraphManager(tiny_towers.wrapped, fx.EncoderConfig(attention=attention))
+
+
+def test_a_pinned_kernel_runs_in_captures_and_beside_them(
+    make_manager: Any, make_batch: Any, encode: Any, tiny_towers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fxsplit_encoder.attention.kernels import KERNELS
+
+    (pinned,) = [kernel for kernel in KERNELS if kernel.name == "masked"]
+    seen: list[int] = []
+    real = type(pinned).__call__
+
+    def watch(self: Any, query: Tensor, *args: Any) -> Tensor:
+        seen.append(query.shape[0])
+        return real(self, query, *args)
+
+    monkeypatch.setattr(type(pinned), "__call__", watch)
+    inputs = make_batch([(1, 8, 8), (1, 24, 24)])  # the second is over every budget
+    for attention, expected in (("auto", False), ("masked", True)):
+        seen.clear()
+        manager = make_manager(mode="piecewise", attention=attention)
+        manager.capture()
+        assert_equal_items(manager.execute(inputs), encode(tiny_towers.reference, inputs))
+        assert bool(seen) == expected

@@ -12,8 +12,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTra
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 import fxsplit_encoder as fx
-from fxsplit_encoder import attention
-from fxsplit_encoder.attention import known_segments
+from fxsplit_encoder.attention.kernels.generic import PerSegment
 from fxsplit_encoder.errors import ReplayError
 
 from .packed_tower_tests import PATCH, Grid, PackedTowerTests, Towers, assert_equal, make_batch
@@ -99,11 +98,13 @@ class TestQwen25VL(PackedTowerTests):
     ) -> None:
         bounds = []
 
-        def attend(q: Any, k: Any, v: Any, lengths: Any, bound: int, scale: float) -> Any:
-            bounds.append((len(lengths) - 1, bound))
-            return attention.attend(q, k, v, lengths, bound, scale)
+        original = PerSegment._attend
 
-        monkeypatch.setattr(known_segments, "attend", attend)
+        def attend(kernel: Any, q: Any, k: Any, v: Any, lengths: Any, bound: int, *rest: Any) -> Any:
+            bounds.append((len(lengths) - 1, bound))
+            return original(kernel, q, k, v, lengths, bound, *rest)
+
+        monkeypatch.setattr(PerSegment, "_attend", attend)
         inputs = make_batch([(1, 12, 10), (1, 4, 6)])
         managers["none"].execute(inputs)
         # 6 x 5 tokens are 4 windows, the largest of 4 x 4; 2 x 3 tokens are one.

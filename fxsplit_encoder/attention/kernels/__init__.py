@@ -1,0 +1,35 @@
+"""The kernels behind `fxsplit::varlen_attention`, one class each.
+
+Each says what it needs and what it supports; a missing package is a reason, not an error. Which of them runs
+is measured (`attention.choice`).
+"""
+
+from fxsplit_encoder.attention.kernels.base import AttentionKernel, AttentionShape
+from fxsplit_encoder.attention.kernels.cudnn_varlen import CudnnVarlen
+from fxsplit_encoder.attention.kernels.dense import BatchedDense, CudnnDense
+from fxsplit_encoder.attention.kernels.flash_attn import FlashAttention2, FlashAttention3, FlashAttention4
+from fxsplit_encoder.attention.kernels.generic import Masked, PerSegment
+from fxsplit_encoder.attention.kernels.padded import PaddedHeads
+from fxsplit_encoder.attention.kernels.torch_flash import TorchFlash
+from fxsplit_encoder.attention.kernels.vllm_flash_attn import VllmFlashAttention
+
+__all__ = ["KERNELS", "AttentionKernel", "AttentionShape"]
+
+_fa3, _fa4, _vllm = FlashAttention3(), FlashAttention4(), VllmFlashAttention()
+
+KERNELS: tuple[AttentionKernel, ...] = (
+    TorchFlash(),
+    CudnnDense(),
+    CudnnVarlen(),
+    _fa4,
+    PaddedHeads(_fa4, 16),
+    _fa3,
+    PaddedHeads(_fa3, 128),
+    FlashAttention2(),
+    _vllm,
+    PaddedHeads(_vllm, 128),
+    BatchedDense(),
+    PerSegment(),
+    Masked(),
+)
+"""In order of preference where nothing was measured."""

@@ -1,0 +1,191 @@
+"""What an attention kernel is, and what it is asked to compute.
+
+Shape suffixes: T tokens (rows of the packed sequence), H heads, D head dimension, S segments.
+
+Every kernel writes each row that lies inside a segment and leaves the rest undefined; a caller that reads
+rows past the last segment must therefore cover them by a segment or own their values (see
+`capture.segments`).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """One call of packed attention; rounded, the class of calls that share a kernel."""
+
+    device: torch.device
+    dtype: torch.dtype
+    heads: int
+    head_dim: int
+    tokens: int
+    longest: int
+    """Tokens of the longest segment, or an upper bound."""
+    segments: int
+    """Empty ones included."""
+    exact: bool = False
+    """Whether the host knows the segments. If not, `longest` and `segments` are bounds: the call is, or will
+    be, part of a CUDA graph whose segments change from replay to replay."""
+    equal: bool = False
+    """Whether the host knows that all segments have `longest` tokens."""
+
+    def rounded(self) -> AttentionShape:
+        """The class: every number rounded up to a power of two, or halfway to the next where the call is
+        captured, since such calls are few.
+        """
+        longest, segments = (_round_up(n, halfway=not self.exact) for n in (self.longest, self.segments))
+        tokens = longest * segments if self.equal else _round_up(self.tokens, halfway=not self.exact)
+        return replace(self, tokens=tokens, longest=min(longest, tokens), segments=segments)
+
+    def __str__(self) -> str:
+        known = "equal" if self.equal else "known" if self.exact else "captured"
+        return (
+            f"{str(self.dtype).removeprefix('torch.')} {self.heads}x{self.head_dim}, tokens {self.tokens}, "
+            f"longest {self.longest}, segments {self.segments}, {known}"
+        )
+
+
+def _round_up(number: int, *, halfway: bool) -> int:
+    power = 1 << (number - 1).bit_length() if number > 0 else 0
+    return power * 3 // 4 if halfway and power >= 4 and number <= power * 3 // 4 else power
+
+
+class AttentionKernel(ABC):
+    """Attention within each segment of a packed sequence.
+
+    Kernels have no state of their own: one object serves all threads and devices.
+    """
+
+    name: str
+    capturable: bool = True
+    """Whether a CUDA graph may hold it, and other segments at every replay."""
+    needs_equal_segments: ClassVar[bool] = False
+    plans_each_shape: bool = False
+    """Whether a shape's first call takes tens of milliseconds on the host."""
+    is_last_resort: ClassVar[bool] = False
+    """Whether it is used only where no other kernel works; it is never measured then."""
+
+    @abstractmethod
+    def unavailable_reason(self, device: torch.device) -> str | None:
+        """Why it cannot run on this device, by its architecture or for want of a package; None: it can."""
+
+    @abstractmethod
+    def supports(self, shape: AttentionShape) -> bool:
+        """Whether it computes this shape, where it is available."""
+
+    def __call__(
+        self,
+        query_THD: Tensor,
+        key_THD: Tensor,
+        value_THD: Tensor,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        scale: float,
+        out_THD: Tensor | None = None,
+    ) -> Tensor:
+        """Attends.
+
+        Args:
+            query_THD, key_THD, value_THD: (tokens, heads, head_dim); any strides whose last is 1.
+            cu_seqlens: (segments + 1,) int32 on the same device, rising from 0; segments may be empty.
+            max_seqlen: an upper bound of the longest segment, in tokens.
+            scale: factor of the logits.
+            out_THD: where to write; has at least `tokens` rows and keeps the later ones.
+
+        Returns:
+            `out_THD`, or a new contiguous (tokens, heads, head_dim). Rows outside every segment are
+            undefined.
+        """
+        target = out_THD
+        if out_THD is not None and out_THD.shape[0] != query_THD.shape[0]:
+            target = out_THD[: query_THD.shape[0]]
+        result = self._attend(query_THD, key_THD, value_THD, cu_seqlens, max_seqlen, scale, target)
+        if out_THD is None or target is None:
+            return result
+        if result is not target:
+            target.copy_(result)
+        return out_THD
+
+    @abstractmethod
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        scale: float,
+        target: Tensor | None,
+    ) -> Tensor:
+        """Returns `target` if it wrote there (same rows as the query), else a result of its own."""
+
+
+class HalfPrecisionKernel(AttentionKernel):
+    """A CUDA kernel for 16-bit values whose head_dim is a multiple of 8."""
+
+    max_head_dim: ClassVar[int] = 256
+    architectures: ClassVar[tuple[int, ...]] = (8, 9, 10, 11, 12)
+    """Major numbers of the compute capabilities that it is built for."""
+    module: ClassVar[str]
+    attribute: ClassVar[str]
+
+    def unavailable_reason(self, device: torch.device) -> str | None:
+        """By the device first: importing a package may take seconds."""
+        if device.type != "cuda":
+            return "needs CUDA"
+        major, minor = capability(device)
+        if major not in self.architectures:
+            needed = ", ".join(f"{m}.x" for m in self.architectures)
+            return f"needs compute capability {needed}; this device has {major}.{minor}"
+        return self.package_problem(device)
+
+    def package_problem(self, device: torch.device) -> str | None:
+        """Why its package cannot be used; None: it can."""
+        return find(self.module, self.attribute)[1]
+
+    @property
+    def function(self) -> Any:
+        """The package's function."""
+        return find(self.module, self.attribute)[0]
+
+    def supports(self, shape: AttentionShape) -> bool:
+        """CUDA, 16-bit, head_dim a multiple of 8 that is not too large; equal segments where they must be."""
+        return (
+            shape.device.type == "cuda"
+            and shape.dtype in (torch.bfloat16, torch.float16)
+            and shape.head_dim % 8 == 0
+            and shape.head_dim <= self.max_head_dim
+            and (shape.equal or not self.needs_equal_segments)
+        )
+
+
+@functools.cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """The compute capability of a CUDA device."""
+    return torch.cuda.get_device_capability(device)
+
+
+@functools.cache
+def find(module: str, attribute: str) -> tuple[Any, str | None]:
+    """An attribute of an optional package, or why it is not there."""
+    try:
+        return getattr(importlib.import_module(module), attribute), None
+    except Exception as error:  # a package that is there but broken is as good as missing
+        return None, f"cannot import {module}.{attribute}: {type(error).__name__}: {error}"
+
+
+def as_batch(tensor_THD: Tensor, count: int) -> Tensor:
+    """`count` equal segments of a packed sequence as (count, heads, length, head_dim), without a copy."""
+    tokens, heads, head_dim = tensor_THD.shape
+    return tensor_THD.view(count, tokens // count, heads, head_dim).transpose(1, 2)

@@ -1,0 +1,78 @@
+"""Equal segments as a batch: what the host must know, and then no cumulative lengths are needed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+
+from fxsplit_encoder.attention.kernels.base import AttentionKernel, HalfPrecisionKernel, as_batch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fxsplit_encoder.attention.kernels.base import AttentionShape
+
+_cudnn_forward = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+
+
+class BatchedDense(AttentionKernel):
+    """`scaled_dot_product_attention` over the batch, by whichever of its backends torch prefers."""
+
+    name = "batched_dense"
+    needs_equal_segments = True
+
+    def unavailable_reason(self, device: torch.device) -> str | None:
+        """It comes with torch, for every device."""
+        return None
+
+    def supports(self, shape: AttentionShape) -> bool:
+        """Any dtype and head_dim, where all segments are known to be equally long; on a CPU, where nothing is
+        measured, one kernel does for all.
+        """
+        return shape.equal and shape.device.type != "cpu"
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        scale: float,
+        target: Tensor | None,
+    ) -> Tensor:
+        count = cu_seqlens.shape[0] - 1
+        q, k, v = (as_batch(x, count) for x in (query, key, value))
+        out = F.scaled_dot_product_attention(q, k, v, scale=scale)
+        return out.transpose(1, 2).reshape(query.shape)
+
+
+class CudnnDense(HalfPrecisionKernel):
+    """cuDNN over the batch. It plans every new shape for some 35 ms, once a thread."""
+
+    name = "cudnn_dense"
+    needs_equal_segments = True
+    plans_each_shape = True
+    max_head_dim = 128
+
+    def package_problem(self, device: torch.device) -> str | None:
+        """Whether torch was built with cuDNN."""
+        cudnn: Any = torch.backends.cudnn
+        return None if cudnn.is_available() else "torch has no cuDNN"
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        scale: float,
+        target: Tensor | None,
+    ) -> Tensor:
+        count = cu_seqlens.shape[0] - 1
+        q, k, v = (as_batch(x, count) for x in (query, key, value))
+        out: Tensor = _cudnn_forward(q, k, v, None, False, 0.0, False, False, scale=scale)[0]
+        return out.transpose(1, 2).reshape(query.shape)

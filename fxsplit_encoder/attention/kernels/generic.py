@@ -1,0 +1,88 @@
+"""Slow kernels that always work: one for CUDA, one for the CPU."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+from fxsplit_encoder.attention.kernels.base import AttentionKernel
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fxsplit_encoder.attention.kernels.base import AttentionShape
+
+
+class Masked(AttentionKernel):
+    """Dense attention under a block-diagonal mask: needs nothing of the device, and no host read.
+
+    Memory and work grow with tokens squared, whatever the segments.
+    """
+
+    name = "masked"
+    is_last_resort = True
+
+    def unavailable_reason(self, device: torch.device) -> str | None:
+        """It comes with torch, for every device."""
+        return None
+
+    def supports(self, shape: AttentionShape) -> bool:
+        """Everything."""
+        return True
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        scale: float,
+        target: Tensor | None,
+    ) -> Tensor:
+        rows = torch.arange(query.shape[0], device=query.device, dtype=cu_seqlens.dtype)
+        segment_of_row = torch.searchsorted(cu_seqlens[1:], rows, right=True)
+        mask = segment_of_row[:, None] == segment_of_row[None, :]
+        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+        return out.squeeze(0).transpose(0, 1).contiguous()
+
+
+class PerSegment(AttentionKernel):
+    """One scaled_dot_product_attention a segment: the boundaries are read on the host."""
+
+    name = "per_segment"
+    is_last_resort = True
+    capturable = False
+
+    def unavailable_reason(self, device: torch.device) -> str | None:
+        """On a GPU every call would wait for the device."""
+        return None if device.type == "cpu" else "reads the boundaries on the host: for the CPU only"
+
+    def supports(self, shape: AttentionShape) -> bool:
+        """Everything."""
+        return True
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        scale: float,
+        target: Tensor | None,
+    ) -> Tensor:
+        return _attend_by_segment(query, key, value, cu_seqlens, scale)
+
+
+def _attend_by_segment(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, scale: float) -> Tensor:
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    for start, end in itertools.pairwise(cu_seqlens.tolist()):
+        if end > start:
+            q, k, v = (x[start:end].transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+            out[start:end] = F.scaled_dot_product_attention(q, k, v, scale=scale).squeeze(0).transpose(0, 1)
+    return out

@@ -1,0 +1,47 @@
+"""torch's own FlashAttention 2: always there on CUDA, and what others must beat."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from fxsplit_encoder.attention.kernels.base import HalfPrecisionKernel
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_forward = torch.ops.aten._flash_attention_forward.default
+# Since torch 2.13 the kernel can write a caller's buffer; before, its result is copied.
+_forward_out = (
+    torch.ops.aten._flash_attention_forward_no_dropout_inplace.default
+    if hasattr(torch.ops.aten, "_flash_attention_forward_no_dropout_inplace")
+    else None
+)
+
+
+class TorchFlash(HalfPrecisionKernel):
+    """`aten::_flash_attention_forward`. Empty segments and loose bounds cost it thread blocks."""
+
+    name = "torch_flash"
+
+    def package_problem(self, device: torch.device) -> str | None:
+        """It comes with torch."""
+        return None
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        scale: float,
+        target: Tensor | None,
+    ) -> Tensor:
+        lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+        if target is not None and _forward_out is not None:
+            _forward_out(target, query, key, value, *lengths, 0.0, False, False, scale=scale)
+            return target
+        out: Tensor = _forward(query, key, value, *lengths, 0.0, False, False, scale=scale)[0]
+        return out

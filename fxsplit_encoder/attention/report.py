@@ -1,0 +1,67 @@
+"""What there is to choose from and what was chosen, for printing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from fxsplit_encoder.attention.dispatch import current_chooser
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from fxsplit_encoder.attention.choice import KernelChooser
+
+
+class KernelReport(NamedTuple):
+    """One kernel."""
+
+    name: str
+    unavailable: str | None
+    """Why it cannot run on the device; None: it can."""
+    chosen: tuple[str, ...]
+    """The classes of shapes that it computes."""
+
+
+class ClassReport(NamedTuple):
+    """One class of shapes that was measured."""
+
+    shape: str
+    chosen: str
+    pinned: bool
+    microseconds: Mapping[str, float]
+    """Of one call, by the kernel's name."""
+    rejected: Mapping[str, str]
+    """Why the other candidates may not be chosen."""
+
+
+class AttentionReport(NamedTuple):
+    """All kernels, in order of preference, and all classes, by their size."""
+
+    kernels: tuple[KernelReport, ...]
+    classes: tuple[ClassReport, ...]
+
+
+def describe(device: torch.device, chooser: KernelChooser | None = None) -> AttentionReport:
+    """What was measured on a device, by this process or an earlier one, and what a chooser makes of it.
+
+    Args:
+        chooser: whose pins count; the current one if None.
+    """
+    chooser = current_chooser() if chooser is None else chooser
+    table = chooser.measurements.table(device)
+    classes = []
+    for shape in sorted(table, key=lambda s: (str(s.dtype), s.heads, s.head_dim, s.exact, s.equal, s.tokens)):
+        found = table[shape]
+        chosen, pinned = chooser.ranking(shape)[0].name, chooser.pinned(shape) is not None
+        classes.append(ClassReport(str(shape), chosen, pinned, found.microseconds, found.rejected))
+    kernels = tuple(
+        KernelReport(
+            kernel.name,
+            kernel.unavailable_reason(device),
+            tuple(each.shape for each in classes if each.chosen == kernel.name),
+        )
+        for kernel in chooser.measurements.kernels
+    )
+    return AttentionReport(kernels, tuple(classes))

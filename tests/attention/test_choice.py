@@ -1,0 +1,273 @@
+"""Which kernel is chosen: by shape alone, with kernels and times that are made up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fxsplit_encoder.attention import (
+    KERNEL_NAMES,
+    KernelChooser,
+    attend,
+    choice,
+    choosing,
+    current_chooser,
+    measuring,
+)
+from fxsplit_encoder.attention.cache import MeasurementCache
+from fxsplit_encoder.attention.choice import Measurements
+from fxsplit_encoder.attention.kernels import KERNELS, AttentionShape
+from fxsplit_encoder.attention.pins import Pin
+from fxsplit_encoder.errors import ConfigError
+
+from .fakes import CUDA, FakeKernel, FakeMeter, cumulative, fused_qkv, shape
+
+BASE = FakeKernel("base")
+FAST = FakeKernel("fast", lambda shape: shape.head_dim == 72 and shape.longest >= 512)
+DENSE = FakeKernel("dense", dense=True)
+WRONG = FakeKernel("wrong")
+MISSING = FakeKernel("missing", unavailable="not installed")
+SLOW = FakeKernel("slow", last_resort=True)
+EVERY = (BASE, FAST, DENSE, WRONG, MISSING, SLOW)
+TIMES: dict[str, float | Callable[[AttentionShape], float]] = {
+    "base": 10.0,
+    "fast": lambda shape: 5.0 if shape.tokens > 1000 else 20.0,
+    "dense": 3.0,
+    "missing": 0.1,
+    "slow": 0.1,
+}
+
+shapes = st.builds(
+    lambda tokens, longest, segments, exact, equal: (
+        shape(longest * segments, longest, segments, exact=True, equal=True)
+        if equal
+        else shape(tokens, min(tokens, longest), segments, exact=exact)
+    ),
+    *(st.integers(1, 20_000), st.integers(1, 5000), st.integers(1, 40), st.booleans(), st.booleans()),
+)
+
+
+def make(*kernels: FakeKernel, **times: Any) -> tuple[KernelChooser, FakeMeter]:
+    meter = FakeMeter(times or TIMES)
+    return KernelChooser(measurements=Measurements(kernels or EVERY, meter)), meter
+
+
+def chosen(chooser: KernelChooser, of: AttentionShape) -> str:
+    return chooser.ranking(of)[0].name
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(shapes, min_size=1, max_size=8), st.integers(0, 8))
+def test_what_is_chosen_supports_the_shape_is_there_and_is_accurate(
+    of: list[AttentionShape], warm: int
+) -> None:
+    chooser, _ = make()
+    with measuring():
+        for each in of[:warm]:
+            chooser.ranking(each)
+    for each in of:
+        for kernel in chooser.ranking(each):
+            assert kernel.supports(each)
+            assert kernel not in (MISSING, SLOW)
+        if chooser.measurements.find(each) is not None:
+            assert WRONG not in chooser.ranking(each)
+
+
+def test_the_fastest_is_chosen_class_by_class() -> None:
+    chooser, _ = make()
+    with measuring():
+        assert chosen(chooser, shape(2048)) == "fast"
+        assert chosen(chooser, shape(600)) == "base"
+        assert chosen(chooser, shape(2048, 64, 32)) == "base"  # the windowed layers of the same tower
+        assert chosen(chooser, shape(4096, 1024, 4, exact=True, equal=True)) == "dense"
+        assert chosen(chooser, shape(4096, 1024, 4, exact=True)) == "fast"
+
+
+def test_a_small_gain_does_not_replace_the_first_kernel() -> None:
+    for microseconds, expected in ((9.6, "base"), (9.4, "fast")):
+        chooser, _ = make(BASE, FAST, base=10.0, fast=microseconds)
+        with measuring():
+            assert chosen(chooser, shape()) == expected
+
+
+def test_nothing_is_measured_outside_of_a_warm_up() -> None:
+    chooser, meter = make()
+    assert chosen(chooser, shape(2048)) == "base"
+    assert meter.measured == []
+    with measuring():
+        assert chosen(chooser, shape(2048)) == "fast"
+    assert len(meter.measured) == 1
+    # The nearest class decides now, but not one that is far away or of another kind.
+    assert chosen(chooser, shape(3000)) == "fast"
+    assert chosen(chooser, shape(100_000)) == "base"
+    assert chosen(chooser, shape(2048, exact=True)) == "base"
+    assert len(meter.measured) == 1
+
+
+def test_a_class_is_measured_once_and_its_bounds_are_those_of_the_measured_call() -> None:
+    chooser, meter = make()
+    with measuring():
+        for tokens in (1025, 1200, 1536):
+            chooser.ranking(shape(tokens, segments=7))
+    assert [of for of, _ in meter.measured] == [shape(1536, segments=8)]
+
+
+def test_last_resorts_are_used_where_nothing_else_works_and_never_measured() -> None:
+    chooser, meter = make(FakeKernel("other", lambda shape: False), SLOW)
+    with measuring():
+        assert chosen(chooser, shape()) == "slow"
+        assert chooser.estimate(shape(exact=True), [1024]) is None
+    assert meter.measured == []
+
+
+def test_a_single_candidate_is_timed_only_where_its_time_matters() -> None:
+    chooser, meter = make(BASE)
+    with measuring():
+        chooser.ranking(shape())
+        assert meter.measured == []
+        chooser.ranking(shape(exact=True))
+    assert all(of.exact for of, _ in meter.measured)
+
+
+def test_known_segments_are_measured_for_several_of_them_at_once() -> None:
+    chooser, meter = make()
+    with measuring():
+        chooser.ranking(shape(1024, exact=True, equal=True))
+    found = {(of.longest, of.segments, of.equal) for of, _ in meter.measured}
+    assert found == {(1024 // n, n, equal) for n in (1, 4, 16) for equal in (False, True)}
+    assert chosen(chooser, shape(700, 70, 10, exact=True, equal=True)) == "dense"
+
+
+def test_without_accurate_kernels_the_first_ones_are_left() -> None:
+    chooser, _ = make(WRONG, FakeKernel("worse"), base=1.0)
+    with measuring():
+        assert chosen(chooser, shape()) == "wrong"  # there is nothing else
+
+
+def test_estimates_grow_with_the_pairs_that_attend_but_not_below_what_a_call_costs() -> None:
+    chooser, _ = make(BASE, FAST, base=200.0, fast=100.0)
+    with measuring():
+        chooser.ranking(shape(2048, exact=True))
+    assert chooser.estimate(shape(2048, exact=True), [2048]) == 100.0
+    assert chooser.estimate(shape(1448, exact=True), [1448]) == pytest.approx(100 * (1448 / 2048) ** 2)
+    assert chooser.estimate(shape(2048, exact=True), [1]) == 20.0
+    assert chooser.estimate(shape(2048), [2048]) is None
+
+
+def test_shapes_are_rounded_up_to_their_class() -> None:
+    assert shape(784, segments=9).rounded() == shape(1024, segments=12)
+    assert shape(3136).rounded() == shape(4096)
+    assert shape(3000).rounded() == shape(3072)
+    assert shape(3000, exact=True).rounded() == shape(4096, exact=True)
+    assert shape(6272, 64, 98).rounded() == shape(8192, 64, 128)
+    equal = shape(20 * 441, 441, 20, exact=True, equal=True).rounded()
+    assert (equal.tokens, equal.longest, equal.segments) == (16384, 512, 32)
+
+
+@settings(max_examples=100, deadline=None)
+@given(shapes)
+def test_a_class_holds_its_shapes_and_is_its_own(of: AttentionShape) -> None:
+    rounded = of.rounded()
+    assert rounded.rounded() == rounded
+    assert of.tokens <= rounded.tokens <= 4 * of.tokens
+    assert of.segments <= rounded.segments < 2 * of.segments + 1
+    assert of.longest <= rounded.longest <= rounded.tokens
+
+
+def pinned(attention: Any, measurements: Measurements | None = None) -> KernelChooser:
+    chooser = KernelChooser(measurements=measurements or Measurements(EVERY, FakeMeter(TIMES)))
+    chooser.pins = tuple(Pin(pin.conditions, attention[i]) for i, pin in enumerate(chooser.pins))
+    return chooser
+
+
+def test_a_pin_wins_over_what_is_faster(caplog: pytest.LogCaptureFixture) -> None:
+    chooser = pinned(["base"])
+    with measuring():
+        assert chosen(chooser, shape(2048)) == "base"
+    slow = pinned(["slow"])
+    assert chosen(slow, shape(2048)) == "slow"
+    fast = pinned(["fast"])
+    assert chosen(fast, shape(2048)) == "fast"
+    for _ in range(2):
+        assert chosen(fast, shape(100)) == "base"
+    assert [record.message for record in caplog.records] == [
+        f"attention: fast is pinned but does not compute {shape(100)}; another kernel does"
+    ]
+
+
+def test_a_pinned_kernel_that_is_not_there_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="attention: missing cannot run on meta: not installed"):
+        pinned(["missing"]).check(CUDA)
+    pinned(["base"]).check(CUDA)
+    with pytest.raises(ConfigError, match="attention: flash_attn_4 cannot run on cpu: needs CUDA"):
+        KernelChooser("flash_attn_4").check(torch.device("cpu"))
+
+
+def test_the_setting_may_name_every_kernel() -> None:
+    assert tuple(kernel.name for kernel in KERNELS) == KERNEL_NAMES
+    for name in KERNEL_NAMES:
+        assert [pin.kernel for pin in KernelChooser(name).pins] == [name]
+
+
+def test_the_current_chooser_decides_what_the_op_runs() -> None:
+    spy = FakeKernel("spy")
+    chooser = KernelChooser(measurements=Measurements([spy], FakeMeter({})))
+    values, cu = fused_qkv(7), cumulative([3, 4])
+    before = current_chooser()
+    with choosing(chooser):
+        assert current_chooser() is chooser
+        out = torch.ops.fxsplit.varlen_attention(*values, cu, 7, 0.5)
+    assert current_chooser() is before
+    assert spy.calls == [(2, 7)]
+    torch.testing.assert_close(out, attend(*values, cu, 7, 0.5))
+    assert spy.calls == [(2, 7)]
+
+
+def test_a_call_is_looked_up_once_until_something_new_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    chooser, _ = make()
+    query, cu = torch.empty(2048, 16, 72, device=CUDA, dtype=torch.bfloat16), cumulative([2048])
+    assert chooser.of(query, cu, 2048) is BASE
+    with monkeypatch.context() as patch:
+        patch.setattr(chooser, "ranking", lambda shape: pytest.fail("looked up again"))
+        assert chooser.of(query, cu, 2048) is BASE
+    with measuring():
+        assert chooser.of(query, cu, 2048) is FAST
+    assert chooser.of(query, cu, 2048) is FAST
+    monkeypatch.setattr(choice, "_MOST_CALLS", 3)
+    for rows in range(1, 20):
+        chooser.of(query[:rows], cu, rows)
+    assert len(chooser._by_call) <= 3
+
+
+def test_what_plans_each_shape_is_for_captures() -> None:
+    planning = FakeKernel("fast", plans=True)
+    chooser = KernelChooser(
+        measurements=Measurements([BASE, planning], FakeMeter({"base": 9.0, "fast": 1.0}))
+    )
+    query, cu = torch.empty(2048, 16, 72, device=CUDA, dtype=torch.bfloat16), cumulative([2048])
+    with measuring():
+        assert chooser.of(query, cu, 2048) is planning
+    assert chooser.of(query, cu, 2048) is BASE
+    chooser = pinned(["fast"], measurements=chooser.measurements)
+    assert chooser.of(query, cu, 2048) is planning
+
+
+def test_an_earlier_process_has_measured(tmp_path: Any) -> None:
+    def measurements() -> tuple[Measurements, FakeMeter]:
+        meter = FakeMeter(TIMES)
+        return Measurements(EVERY, meter, lambda device: MeasurementCache({"gpu": "H"}, tmp_path)), meter
+
+    first, meter = measurements()
+    with measuring():
+        assert chosen(KernelChooser(measurements=first), shape(2048)) == "fast"
+    assert len(meter.measured) == 1
+    second, meter = measurements()
+    with measuring():
+        assert chosen(KernelChooser(measurements=second), shape(2048)) == "fast"
+    assert meter.measured == []
+    assert second.table(CUDA) == first.table(CUDA)

@@ -1,0 +1,136 @@
+"""Accuracy before time, on the CPU with a clock that is made up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fxsplit_encoder.attention.examples import example_lengths, make_examples, pairs
+from fxsplit_encoder.attention.kernels import AttentionShape
+from fxsplit_encoder.attention.measure import Measured, Meter
+
+from .fakes import FakeKernel, shape
+
+SMALL = AttentionShape(torch.device("cpu"), torch.bfloat16, 2, 8, 48, 24, 4)
+
+
+def measure(*kernels: FakeKernel, of: AttentionShape = SMALL) -> Measured:
+    def clock(call: Callable[[], object], shape: AttentionShape) -> float:
+        call()
+        return 7.0
+
+    return Meter(clock).measure(kernels, of)
+
+
+def forget(row: int) -> Callable[[Tensor], Tensor]:
+    def change(out: Tensor) -> Tensor:
+        memory = torch.empty_like(out)  # not written, as the kernel's own row would be
+        memory[:row], memory[row + 1 :] = out[:row], out[row + 1 :]
+        memory[row] = float("nan")
+        return memory
+
+    return change
+
+
+def scaled(row: int, factor: float) -> Callable[[Tensor], Tensor]:
+    def change(out: Tensor) -> Tensor:
+        out = out.clone()
+        out[row] *= factor
+        return out
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "of", [SMALL, replace(SMALL, exact=True), replace(SMALL, longest=12, exact=True, equal=True)]
+)
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda out: out * 1.05, "error"),
+        (lambda out: torch.zeros_like(out), "error 1"),
+        (lambda out: out.roll(1, 0), "error"),
+        (forget(5), "error nan"),
+        (scaled(5, 0.9), "error"),
+    ],
+)
+def test_what_is_not_accurate_has_no_time(change: Any, reason: str, of: AttentionShape) -> None:
+    found = measure(FakeKernel("good"), FakeKernel("bad", change=change), FakeKernel("also good"), of=of)
+    assert found.microseconds == {"good": 7.0, "also good": 7.0}
+    assert list(found.rejected) == ["bad"]
+    assert found.rejected["bad"].startswith(reason)
+
+
+def test_rows_behind_the_last_segment_may_hold_anything() -> None:
+    def spoil(out: Tensor) -> Tensor:
+        return torch.cat([out[:42], torch.full_like(out[42:], float("nan"))])
+
+    (full, spread) = make_examples(SMALL)
+    assert (full.rows, spread.rows) == (48, 42)
+    one = replace(SMALL, longest=40, segments=1)
+    assert [example.rows for example in make_examples(one)] == [40, 40]
+    assert measure(FakeKernel("good"), FakeKernel("spoils", change=spoil), of=one).rejected == {}
+
+
+def test_the_first_kernel_must_be_accurate_as_well() -> None:
+    found = measure(FakeKernel("bad", change=lambda out: out * 2), FakeKernel("good"))
+    assert found.microseconds == {"good": 7.0}
+
+
+def test_what_a_kernel_raises_is_why_it_is_rejected() -> None:
+    def refuse(out: Tensor) -> Tensor:
+        raise RuntimeError("no engine for head_dim 8")
+
+    found = measure(FakeKernel("good"), FakeKernel("bad", change=refuse))
+    assert found.rejected == {"bad": "RuntimeError: no engine for head_dim 8"}
+
+
+def test_a_kernel_that_fails_under_the_clock_is_rejected_too() -> None:
+    def clock(call: Callable[[], object], shape: AttentionShape) -> float:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    found = Meter(clock).measure([FakeKernel("any")], SMALL)
+    assert found.rejected == {"any": "RuntimeError: operation not permitted when stream is capturing"}
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    *(st.integers(1, 3000), st.integers(1, 3000), st.integers(1, 50), st.booleans(), st.booleans()),
+)
+def test_examples_are_calls_of_their_shape(
+    tokens: int, longest: int, segments: int, exact: bool, equal: bool
+) -> None:
+    of = (
+        shape(longest * segments, longest, segments, exact=True, equal=True)
+        if equal
+        else shape(tokens, min(longest, tokens), segments, exact=exact)
+    )
+    lists = example_lengths(of)
+    assert len(lists) == (1 if of.exact else 2)
+    for lengths in lists:
+        assert len(lengths) == of.segments
+        assert min(lengths) >= 0
+        assert max(lengths) <= of.longest
+        assert 0 < pairs(lengths) <= of.longest * of.tokens
+        assert sum(lengths) <= of.tokens
+    assert max(lists[0]) == of.longest
+    if equal:
+        assert set(lists[0]) == {longest}
+
+
+def test_random_values_leave_the_programs_own_alone() -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(1)
+    torch.manual_seed(3)
+    first, again = make_examples(SMALL)[0], make_examples(SMALL)[0]
+    assert torch.equal(torch.rand(1), expected)
+    assert torch.equal(first.query, again.query)
+    assert first.query.std() > 0.5
+    assert not first.query.is_contiguous()

@@ -1,0 +1,75 @@
+"""What the GPU tests share: batches, eager's answer, errors, poisoned memory."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+
+from fxsplit_encoder.capture import GraphPool
+
+Grid = tuple[int, int, int]
+
+
+def encode(tower: Any, inputs: dict[str, Any]) -> list[torch.Tensor]:
+    """Every item through a Hugging Face tower, packed as the manager returns it."""
+    dtype = next(tower.parameters()).dtype
+    items: list[torch.Tensor] = []
+    for pixels, grid in (("pixel_values", "image_grid_thw"), ("pixel_values_videos", "video_grid_thw")):
+        if grid in inputs:
+            output = tower(inputs[pixels].to(dtype), inputs[grid].cuda())
+            packed = torch.cat([output.pooler_output, *output.deepstack_features], dim=1)
+            items += packed.split([t * h * w // 4 for t, h, w in inputs[grid].tolist()])
+    return items
+
+
+def batch(images: list[Grid], videos: list[Grid], features: int) -> dict[str, Any]:
+    inputs: dict[str, Any] = {}
+    for grids, pixels, key in (
+        (images, "pixel_values", "image_grid_thw"),
+        (videos, "pixel_values_videos", "video_grid_thw"),
+    ):
+        if grids:
+            inputs[key] = torch.tensor(grids)
+            rows = sum(t * h * w for t, h, w in grids)
+            inputs[pixels] = torch.randn(rows, features, device="cuda")
+    return inputs
+
+
+def random_batch(source: random.Random, features: int) -> dict[str, Any]:
+    def side() -> int:
+        return 2 * source.randint(1, 16)
+
+    images = [(1, side(), side()) for _ in range(source.randint(0, 6))]
+    videos = [(source.randint(1, 6), side(), side()) for _ in range(source.choice([0, 0, 1, 2]))]
+    return batch(images or [(1, side(), side())], videos, features)
+
+
+def poison(pool: GraphPool) -> None:
+    """Fills the free memory of a pool with NaN, by a graph of that pool."""
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    kept = []
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        graph.capture_begin(pool=pool.handle)
+        for size in (64, 32, 16, 8, 4, 2, 1):
+            for _ in range(4):
+                rows = size * 2**19
+                kept.append(torch.full((rows,), float("nan"), device="cuda", dtype=torch.bfloat16))
+        graph.capture_end()
+    graph.replay()
+    torch.cuda.synchronize()
+
+
+def errors(output: list[torch.Tensor], reference: list[torch.Tensor]) -> float:
+    assert len(output) == len(reference)
+    assert all(a.shape == b.shape for a, b in zip(output, reference, strict=True))
+    pairs = zip(output, reference, strict=True)
+    return max((a.float() - b).abs().max().item() / b.abs().max().item() for a, b in pairs)
+
+
+def mean_error(output: list[torch.Tensor], reference: list[torch.Tensor]) -> float:
+    total = sum((a.float() - b).square().sum().item() for a, b in zip(output, reference, strict=True))
+    scale = sum(b.square().sum().item() for b in reference)
+    return (total / scale) ** 0.5

@@ -1,0 +1,201 @@
+"""Every kernel that is available here against float64, eagerly and captured; and the choice between them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from fxsplit_encoder.attention import KernelChooser, KnownSegments, attend, choosing, describe, measuring
+from fxsplit_encoder.attention.cache import MeasurementCache, describe_environment
+from fxsplit_encoder.attention.choice import Measurements, shape_of, works
+from fxsplit_encoder.attention.kernels import KERNELS, AttentionKernel
+
+pytestmark = pytest.mark.gpu
+
+HEADS = 16
+HEAD_DIMS = (64, 72, 80, 88, 128)
+RAGGED = [300, 1, 64, 129, 700, 17]
+LAYOUTS = {
+    "one": [784],
+    "equal": [441] * 4,
+    "ragged": RAGGED,
+    "empty segments": [0, 300, 0, 129, 0, 0],
+    "windows": [64] * 30,
+    "long": [3136],
+}
+every_kernel = pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+
+
+def projection(rows: int, head_dim: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Slices of one projection, laid out as a linear layer leaves it: (tokens, 3 x heads x head_dim)."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    fused = torch.randn(rows, 3 * HEADS * head_dim, device="cuda", dtype=torch.bfloat16, generator=generator)
+    query, key, value = (part.view(rows, HEADS, head_dim) for part in fused.chunk(3, dim=1))
+    return query, key, value
+
+
+def cumulative(lengths: Sequence[int]) -> Tensor:
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cuda")
+
+
+def expected(values: Sequence[Tensor], lengths: Sequence[int], scale: float) -> Tensor:
+    parts = []
+    for start, end in itertools.pairwise([0, *itertools.accumulate(lengths)]):
+        q, k, v = (x[start:end].double().transpose(0, 1) for x in values)
+        parts.append((torch.softmax(q @ k.transpose(1, 2) * scale, -1) @ v).transpose(0, 1))
+    return torch.cat(parts)
+
+
+def error(out: Tensor, reference: Tensor) -> float:
+    """Root mean square of the difference, relative; not a number if a row was not written."""
+    return float((out[: len(reference)].double() - reference).norm() / reference.norm())
+
+
+def skip_unless_it_works(
+    kernel: AttentionKernel, query: Tensor, lengths: Sequence[int], *, exact: bool
+) -> None:
+    reason = kernel.unavailable_reason(query.device)
+    if reason is not None:
+        pytest.skip(reason)
+    equal = exact and len(set(lengths)) == 1
+    shape = shape_of(query, max(lengths), len(lengths), exact=exact, equal=equal)
+    if not works(kernel, shape):
+        pytest.skip(f"does not compute {shape}")
+
+
+def fill_memory(rows: int, head_dim: int) -> None:
+    """Leaves NaN in the memory that the kernel's output is likely to get."""
+    torch.full((rows, HEADS, head_dim), float("nan"), device="cuda", dtype=torch.bfloat16)
+
+
+@every_kernel
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@torch.no_grad()
+def test_errors_are_those_of_sixteen_bits(kernel: AttentionKernel, head_dim: int, layout: str) -> None:
+    lengths = LAYOUTS[layout]
+    rows, scale = sum(lengths), head_dim**-0.5
+    values = projection(rows, head_dim)
+    skip_unless_it_works(kernel, values[0], lengths, exact=True)
+    reference = expected(values, lengths, scale)
+    fill_memory(rows, head_dim)
+    result = kernel(*values, cumulative(lengths), max(lengths), scale)
+    assert result.is_contiguous()
+    assert result.dtype == torch.bfloat16
+    assert error(result, reference) < 0.005
+    out = torch.full((rows + 5, HEADS, head_dim), 7.0, device="cuda", dtype=torch.bfloat16)
+    out[:rows] = float("nan")
+    assert kernel(*values, cumulative(lengths), max(lengths), scale, out) is out
+    assert error(out, reference) < 0.005
+    assert out[rows:].eq(7).all()
+
+
+@every_kernel
+@pytest.mark.parametrize("head_dim", [72, 128])
+@torch.no_grad()
+def test_loose_bounds_and_finite_rows_behind_the_segments_change_nothing(
+    kernel: AttentionKernel, head_dim: int
+) -> None:
+    rows, scale = sum(RAGGED) + 200, 0.1
+    values = projection(rows, head_dim)
+    padded = [*RAGGED, 0, 0, 0]
+    skip_unless_it_works(kernel, values[0], padded, exact=False)
+    reference = expected(values, RAGGED, scale)
+    for bound in (max(RAGGED), rows):
+        fill_memory(rows, head_dim)
+        assert error(kernel(*values, cumulative(padded), bound, scale), reference) < 0.005
+    for x in values:
+        x[sum(RAGGED) :] *= 100.0
+    assert error(kernel(*values, cumulative(padded), rows, scale), reference) < 0.005
+
+
+@every_kernel
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@torch.no_grad()
+def test_a_captured_kernel_reads_the_segments_of_the_replay(kernel: AttentionKernel, head_dim: int) -> None:
+    rows, room, scale = 1536, 8, head_dim**-0.5
+    static = projection(rows, head_dim)
+    skip_unless_it_works(kernel, static[0], [rows] + [0] * (room - 1), exact=False)
+    cu_seqlens = cumulative([rows] + [0] * (room - 1))
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            kernel(*static, cu_seqlens, rows, scale)
+    torch.cuda.current_stream().wait_stream(stream)
+    with torch.cuda.graph(graph, stream=stream):
+        out = kernel(*static, cu_seqlens, rows, scale)
+    for seed, lengths in enumerate(([1536], [700, 0, 836], [100] * 8, [1, 1000, 3], [0, 9], [192] * 8)):
+        values = projection(rows, head_dim, seed)
+        for mine, new in zip(static, values, strict=True):
+            mine.copy_(new)
+        cu_seqlens.copy_(cumulative([*lengths, *[0] * (room - len(lengths))]))
+        out.fill_(float("nan"))
+        graph.replay()
+        assert error(out, expected(values, lengths, scale)) < 0.005
+
+
+@pytest.fixture
+def measurements(tmp_path: Path) -> Iterator[Measurements]:
+    yield Measurements(cache=lambda device: MeasurementCache(describe_environment(device), tmp_path))
+
+
+def test_measuring_chooses_per_class_and_says_what_it_found(measurements: Measurements) -> None:
+    chooser = KernelChooser(measurements=measurements)
+    device = torch.device("cuda", torch.cuda.current_device())
+    query = projection(4096, 72)[0]
+    with measuring():
+        captured = chooser.of(query, cumulative([4096]), 4096)
+        chooser.ranking(shape_of(query, 4096, 1, exact=True, equal=True))
+    report = describe(device, chooser)
+    assert captured.name in {each.name for each in report.kernels if each.unavailable is None}
+    equal = [each for each in report.classes if each.shape.endswith("equal")]
+    assert len(equal) == 3
+    for each in equal:
+        assert {"torch_flash", "cudnn_dense", "batched_dense"} <= each.microseconds.keys(), each.rejected
+        assert all(0.5 < microseconds < 1e5 for microseconds in each.microseconds.values())
+        assert each.microseconds[each.chosen] <= min(each.microseconds.values()) / 0.95
+    other = Measurements(cache=measurements._cache)
+    assert other.table(device) == {k: v for k, v in measurements.table(device).items() if v.microseconds}
+
+
+@torch.no_grad()
+def test_known_segments_equal_the_packed_kernel_whatever_shares_them(measurements: Measurements) -> None:
+    lengths = [100, 2048, 2048, 64, 3136, 3000]
+    boundaries = [0, *itertools.accumulate(lengths)]
+    values = projection(boundaries[-1], 72)
+    cu_seqlens = cumulative(lengths)
+    reference = attend(*values, cu_seqlens, 3136, 0.1)
+    with choosing(KernelChooser(measurements=measurements)), measuring():
+        for length in (2048, 4096):
+            KnownSegments(cumulative([length]), [0, length]).attend(*(x[:length] for x in values), 0.1)
+        for _ in range(3):
+            known = KnownSegments(cu_seqlens, boundaries)
+            torch.testing.assert_close(known.attend(*values, 0.1), reference, rtol=0.02, atol=0.01)
+
+
+@torch.no_grad()
+def test_a_kernel_that_cannot_be_captured_is_rejected_and_leaves_the_device_usable() -> None:
+    class Waits(type(KERNELS[0])):  # type: ignore[misc]
+        name = "waits"
+
+        def _attend(self, *arguments: Tensor) -> Tensor:
+            torch.cuda.synchronize()
+            return super()._attend(*arguments)
+
+    chooser = KernelChooser(measurements=Measurements([KERNELS[0], Waits()]))
+    query = projection(512, 64)[0]
+    with measuring():
+        assert chooser.of(query, cumulative([512]), 512) is KERNELS[0]
+    (found,) = describe(query.device, chooser).classes
+    assert list(found.rejected) == ["waits"]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        doubled = torch.rand_like(query) * 0 + 2
+    graph.replay()
+    assert doubled.eq(2).all()

@@ -1,0 +1,142 @@
+"""`mode: exact` with real graphs: right for any images of a captured count, bounded, and without a leak."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import fxsplit_encoder as fx
+from fxsplit_encoder.cli.models import demo_tower
+
+from .support import poison
+
+pytestmark = pytest.mark.gpu
+
+# Images of 1 to 64 output tokens, so that 50 counts come soon.
+SIDES = range(2, 18, 2)
+LIMITS = {"token_budgets": (64, 256), "max_items_per_batch": 8, "max_frames_per_batch": 0}
+
+
+def make_manager(tower: Any, **settings: Any) -> fx.EncoderCudaGraphManager:
+    config = fx.EncoderConfig(**{**LIMITS, "mode": "exact", "packing": "greedy", **settings})
+    manager = fx.EncoderCudaGraphManager(tower, config, log_interval=0)
+    manager.capture()
+    assert not manager.reports
+    return manager
+
+
+def images(grids: list[tuple[int, int, int]], features: int) -> dict[str, Any]:
+    rows = sum(t * h * w for t, h, w in grids)
+    pixels = torch.randn(rows, features, device="cuda").bfloat16()
+    return {"pixel_values": pixels, "image_grid_thw": torch.tensor(grids)}
+
+
+def random_images(source: random.Random, features: int) -> dict[str, Any]:
+    count = source.randint(1, 4)
+    return images([(1, source.choice(SIDES), source.choice(SIDES)) for _ in range(count)], features)
+
+
+def rms(items: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    pairs = zip(items, expected, strict=True)
+    return float(torch.stack([(a.float() - b.float()).square().mean() for a, b in pairs]).mean().sqrt())
+
+
+@pytest.fixture(scope="module", params=["qwen3-vl-8b", "qwen2.5-vl-7b"])
+def family(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """(wrapped tower, the same by eager, the same in float32)."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    eager = demo_tower(3, "cuda", torch.bfloat16, model=request.param)
+    yield tuple(fx.wrap(copy.deepcopy(eager).to(dtype)) for dtype in (torch.bfloat16,) * 2 + (torch.float32,))
+    torch.cuda.empty_cache()
+
+
+@torch.no_grad()
+def test_a_thousand_batches_stay_within_eagers_error(family: Any) -> None:
+    tower, plain, exact = family
+    manager = make_manager(tower, exact_min_hits=1, exact_max_graphs=32)
+    shapes = manager.paths["default"].exact.shapes
+    source = random.Random(0)
+    ours = theirs = 0.0
+    for number in range(1000):
+        inputs = random_images(source, tower.patch_features)
+        if number % 100 == 50:
+            for generation in shapes._generations:
+                poison(generation.pool)
+        output = manager.execute(inputs)
+        assert all(bool(torch.isfinite(item).all()) for item in output)
+        if number % 10 == 0:
+            tokens = [len(item) for item in output]
+            wide = {**inputs, "pixel_values": inputs["pixel_values"].float()}
+            expected = list(exact.encoder_eager_forward(wide).split(tokens))
+            ours += rms(output, expected)
+            theirs += rms(list(plain.encoder_eager_forward(inputs).split(tokens)), expected)
+    assert ours <= 1.1 * theirs
+    assert len(shapes.sizes) <= 32
+    assert shapes.num_evicted > 0
+    assert not shapes.refused
+
+
+@torch.no_grad()
+def test_ten_thousand_replays_over_fifty_counts_leak_nothing(family: Any) -> None:
+    tower = family[0]
+    manager = make_manager(tower, exact_min_hits=1, exact_max_graphs=64)
+    batches = [images([(1, 2, 2 * (10 + n))], tower.patch_features) for n in range(50)]
+
+    def turn() -> tuple[int, int]:
+        for inputs in batches:
+            manager.execute(inputs)
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+
+    for _ in range(3):
+        held = turn()
+    for _ in range(200):
+        now = turn()
+    assert now == held
+    stats = manager.stats()
+    assert stats.hit_rate == 1
+    manager.clear()
+
+
+@torch.no_grad()
+def test_evicting_frees_what_was_promised(family: Any) -> None:
+    tower = family[0]
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    manager = make_manager(tower, exact_min_hits=1, exact_max_graphs=4)  # generations of one
+    shapes = manager.paths["default"].exact.shapes
+    for side in (60, 58, 56, 54):
+        manager.execute(images([(1, side, side)], tower.patch_features))
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    held, promised = torch.cuda.memory_reserved(), shapes._generations[0].pool.used_bytes
+    assert promised > 0
+    shapes._evict()
+    freed = held - torch.cuda.memory_reserved()
+    assert freed >= 0.95 * promised
+    manager.clear()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= before + 2**21 * 8
+
+
+@torch.no_grad()
+def test_auto_captures_a_count_that_padding_makes_dear(family: Any) -> None:
+    tower = family[0]
+    manager = make_manager(tower, mode="auto", packing="cost", token_budgets=(64, 512))
+    replays = manager.paths["default"].exact
+    assert replays is not None
+    inputs = images([(1, 20, 16)], tower.patch_features)  # 80 tokens in a budget of 512
+    for _ in range(4000):
+        manager.execute(inputs)
+        if 80 in replays.shapes or 80 in replays.shapes.not_faster:
+            break
+    assert 80 in replays.shapes or 80 in replays.shapes.not_faster
+    expected = family[1].encoder_eager_forward(inputs)
+    assert rms(manager.execute(inputs), [expected]) <= 0.1 * float(expected.float().square().mean().sqrt())
+    manager.clear()

@@ -1,0 +1,47 @@
+"""A sharded tower on two GPUs, through NCCL: captured with its collectives, equal to the whole tower."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fxsplit_encoder.cli.models import demo_tower
+
+from ..manager.tensor_parallel_workers import run_ranks
+
+pytestmark = pytest.mark.gpu
+
+LIMITS = {"token_budgets": (64, 256), "max_items_per_batch": 4, "max_frames_per_batch": 0}
+
+
+def batch(grids: list[tuple[int, int, int]], seed: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    rows = sum(t * h * w for t, h, w in grids)
+    return {
+        "pixel_values": torch.randn(rows, 1536, generator=generator),
+        "image_grid_thw": torch.tensor(grids),
+    }
+
+
+@pytest.mark.parametrize("mode", ["exact", "full"])
+def test_a_sharded_tower_is_captured_with_its_collectives(mode: str, tmp_path: Path) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    tower = demo_tower(4, "cpu", torch.bfloat16)
+    grids = (
+        [(1, 16, 16)],
+        [(1, 8, 16), (1, 16, 8)],
+        [(1, 8, 32)],
+        [(1, 12, 16)],
+        [(1, 16, 12)],
+        [(1, 16, 16)],
+    )
+    batches = [batch(images, seed) for seed, images in enumerate(grids)]
+    job = {"tower": tower, "mode": mode, "limits": LIMITS, "batches": batches}
+    for result in run_ranks(2, "nccl", tmp_path, job):
+        assert max(result["errors"]) < 0.05
+        assert result["sizes"] == ([48, 64] if mode == "exact" else [64, 256])
+        assert result["hits"] == (5 if mode == "exact" else 7)
