@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+VIDEOS = "pixel_values_videos"
+"""Where `mm_kwargs` holds videos."""
+
 
 class WrappedTower(nn.Module):
     """A tower behind the manager's protocol that is still a module with the tower's own forward.
@@ -58,6 +61,22 @@ class WrappedTower(nn.Module):
     ) -> None:
         """Hands every item its rows of the output."""
         scatter_output_slices(outputs["default"], indices, per_item_out_tokens, dest, clone)
+
+    def refuse_videos(self, mm_kwargs: dict[str, Any]) -> None:
+        """For a tower that takes images only: raises InputError if there are videos."""
+        if mm_kwargs.get(VIDEOS) is not None:
+            raise InputError(f"{VIDEOS}: {type(self).__name__} takes images only; leave it out")
+
+
+def given_batch(batch_mm_kwargs: dict[str, Any] | None) -> dict[str, Any]:
+    """The inputs of the batch, for a tower whose output alone does not tell its items apart.
+
+    Raises:
+        InputError: they were left out.
+    """
+    if batch_mm_kwargs is None:
+        raise InputError("batch_mm_kwargs: expected the inputs of the batch; got None")
+    return batch_mm_kwargs
 
 
 def _first_parameter(module: nn.Module) -> tuple[dict[str, nn.Parameter | None], str]:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from fxsplit_encoder.towers.tiled import CropGrid, TiledTower, View, read_counts
+from fxsplit_encoder.towers.tiled import CropGrid, TiledTower, read_counts, square_view
+from fxsplit_encoder.towers.tiles import View
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -86,4 +87,4 @@ class DeepseekOcrTower(TiledTower):
 
 
 def _view(config: DeepseekOcrConfig, input_name: str, size: int, tokens: int) -> View:
-    return View(input_name, size, (size // config.sam.patch_size) ** 2, tokens)
+    return square_view(input_name, size, (size // config.sam.patch_size) ** 2, tokens)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from fxsplit_encoder.towers.grid import Grid
 
-# So many batches of at most so many patches, 64 bytes each in Qwen3-VL: 16 MiB in all.
+# So many batches of at most so many patches, 48 bytes each in Qwen3-VL: 12 MiB in all.
 _KEPT_BATCHES = 64
 _KEPT_PATCHES = 4096
 

@@ -12,6 +12,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from fxsplit_encoder.towers import grid as grids_of
 from fxsplit_encoder.towers.packed import PackedTower
+from fxsplit_encoder.towers.taps import TAPS, interpolation, resample
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,8 +31,8 @@ class Glm4vTower(PackedTower):
 
     metadata_columns: ClassVar[dict[str, tuple[int, torch.dtype]]] = {
         "position_ids": (2, torch.int64),
-        "interp_indices": (16, torch.int64),
-        "interp_weights": (16, torch.float32),
+        "interp_indices": (TAPS["bicubic"], torch.int32),
+        "interp_weights": (TAPS["bicubic"], torch.float32),
     }
     takes_options: ClassVar[bool] = False
     # Their processor takes 2 frames a second of at most 300 seconds, and merges them in pairs.
@@ -45,11 +46,14 @@ class Glm4vTower(PackedTower):
             patch_features=config.in_channels * config.temporal_patch_size * config.patch_size**2,
             out_hidden_size=config.out_hidden_size,
         )
-        self.table_side: int = config.image_size // config.patch_size
+        side = config.image_size // config.patch_size
+        self.table_shape = (side, side)
 
     def metadata(self, grids: Sequence[Grid]) -> dict[str, Tensor]:
         """Positions for the rotary embedding, and taps into the learned position table."""
-        indices, weights = grids_of.interpolation(grids, self.table_side, self.merge_size, False, "bicubic")
+        indices, weights = interpolation(
+            grids, self.table_shape, self.merge_size, align_corners=False, mode="bicubic"
+        )
         return {
             "position_ids": grids_of.positions(grids, self.merge_size),
             "interp_indices": indices,
@@ -87,6 +91,6 @@ class Glm4vTower(PackedTower):
 
     def _positions(self, indices: Tensor, weights: Tensor) -> Tensor:
         """(patches, width): the table's resampled rows, summed in float32 as the tower itself does."""
-        table: Any = self.tower.embeddings.position_embedding  # type: ignore[union-attr]
-        taps = table(indices).float() * weights[:, :, None]
-        return taps.sum(1).to(table.weight.dtype)  # type: ignore[no-any-return]
+        embeddings: Any = self.tower.embeddings
+        table: Tensor = embeddings.position_embedding.weight
+        return resample(table, indices, weights).to(table.dtype)

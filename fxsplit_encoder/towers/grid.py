@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,12 +22,6 @@ if TYPE_CHECKING:
 
 Grid = tuple[int, int, int]
 """(frames after temporal merging, patch rows, patch columns) of an image (one frame) or a video."""
-
-Mode = Literal["bilinear", "bicubic"]
-"""How a position table is resampled: from 2 or from 4 entries along each axis."""
-
-# The cubic convolution kernel (Keys, 1981) as `torch.nn.functional.interpolate` and `grid_sample` use it.
-_KEYS_A = np.float32(-0.75)
 
 
 def read_grids(grid_thw: Any, merge_size: int, name: str = "grid_thw") -> list[Grid]:
@@ -103,59 +97,6 @@ def frame_positions(height: int, width: int, merge_size: int) -> NDArray[np.int6
 
 
 @lru_cache(maxsize=1024)
-def frame_interpolation(
-    height: int, width: int, side: int, merge_size: int, align_corners: bool, mode: Mode = "bilinear"
-) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Resampling of a learned side x side position table to one frame.
-
-    Returns:
-        Indices into the flattened table and their weights, both (height * width, taps), in merge-block order;
-        4 taps for "bilinear", 16 for "bicubic".
-    """
-    positions = frame_positions(height, width, merge_size)
-    (row_taps, row_weights), (column_taps, column_weights) = (
-        _axis_taps(positions[:, axis], size, side, align_corners, mode)
-        for axis, size in ((0, height), (1, width))
-    )
-    indices = row_taps[:, :, None] * side + column_taps[:, None, :]
-    weights = row_weights[:, :, None] * column_weights[:, None, :]
-    return indices.reshape(height * width, -1), weights.reshape(height * width, -1)
-
-
-def _axis_taps(
-    index: NDArray[np.int64], size: int, side: int, align_corners: bool, mode: Mode
-) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """The nearest table positions of every target position along one axis, and their weights; positions
-    outside the table are those at its border.
-
-    In float32 and in the order of operations of `torch.nn.functional.interpolate`, so that the weights are
-    its own.
-    """
-    target = index.astype(np.float32)
-    if align_corners:
-        source = target * np.float32(side - 1) / np.float32(max(size - 1, 1))
-    else:
-        source = (target + np.float32(0.5)) * np.float32(side) / np.float32(size) - np.float32(0.5)
-    floor = np.floor(source)
-    offsets = np.arange(2) if mode == "bilinear" else np.arange(-1, 3)
-    taps = np.clip(floor.astype(np.int64)[:, None] + offsets, 0, side - 1)
-    distance = np.abs(source[:, None] - floor[:, None] - offsets.astype(np.float32))
-    return taps, _linear_kernel(distance) if mode == "bilinear" else _cubic_kernel(distance)
-
-
-def _linear_kernel(distance: NDArray[np.float32]) -> NDArray[np.float32]:
-    weights: NDArray[np.float32] = np.maximum(np.float32(1) - distance, np.float32(0))
-    return weights
-
-
-def _cubic_kernel(distance: NDArray[np.float32]) -> NDArray[np.float32]:
-    a, d = _KEYS_A, distance
-    near = ((a + 2) * d - (a + 3)) * d * d + 1
-    far = ((a * d - 5 * a) * d + 8 * a) * d - 4 * a
-    return np.where(d <= 1, near, far)
-
-
-@lru_cache(maxsize=1024)
 def frame_windows(
     height: int, width: int, merge_size: int, window: int
 ) -> tuple[NDArray[np.int64], tuple[int, ...]]:
@@ -176,27 +117,8 @@ def frame_windows(
 
 def positions(grids: Sequence[Grid], merge_size: int) -> torch.Tensor:
     """(patches, 2) int64: row and column of every patch of a batch."""
-    return _concatenate(
-        [frame_positions(h, w, merge_size) for t, h, w in grids for _ in range(t)], 2, np.int64
-    )
-
-
-def interpolation(
-    grids: Sequence[Grid], side: int, merge_size: int, align_corners: bool, mode: Mode = "bilinear"
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Table indices (patches, taps) int64 and weights (patches, taps) float32 of every patch of a batch; 4
-    taps for "bilinear", 16 for "bicubic".
-    """
-    taps = 4 if mode == "bilinear" else 16
-    frames = [
-        frame_interpolation(h, w, side, merge_size, align_corners, mode)
-        for t, h, w in grids
-        for _ in range(t)
-    ]
-    return (
-        _concatenate([indices for indices, _ in frames], taps, np.int64),
-        _concatenate([weights for _, weights in frames], taps, np.float32),
-    )
+    frames = [frame_positions(h, w, merge_size) for t, h, w in grids for _ in range(t)]
+    return concatenate(frames, 2, np.int64)
 
 
 def window_order(grids: Sequence[Grid], merge_size: int, window: int) -> torch.Tensor:
@@ -219,7 +141,8 @@ def window_lengths(grids: Sequence[Grid], merge_size: int, window: int) -> list[
     ]
 
 
-def _concatenate(arrays: list[NDArray[Any]], columns: int, dtype: Any) -> torch.Tensor:
+def concatenate(arrays: list[NDArray[Any]], columns: int, dtype: Any) -> torch.Tensor:
+    """(rows, columns) of arrays with this many columns, in memory of its own; no arrays are no rows."""
     if not arrays:
         return torch.from_numpy(np.zeros((0, columns), dtype=dtype))
     return torch.from_numpy(np.concatenate(arrays))  # a copy, also of one array: the caches keep theirs

@@ -12,9 +12,10 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.manager.protocol import EncoderItemSpec
 from fxsplit_encoder.towers import grid as grids_of
-from fxsplit_encoder.towers.bicubic import resample
-from fxsplit_encoder.towers.merge import merge
+from fxsplit_encoder.towers.base import given_batch
+from fxsplit_encoder.towers.merge import mean_frames, merge
 from fxsplit_encoder.towers.raster import RasterTower
+from fxsplit_encoder.towers.taps import resample
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -74,24 +75,15 @@ class KimiK25Tower(RasterTower):
         index = torch.from_numpy(np.repeat(frames, grids_of.frame_lengths(grids)))
         return {**super().metadata(grids), "frame_index": index}
 
-    def forward(self, pixel_values: Tensor, grid_thw: Tensor, **kwargs: Any) -> Any:  # type: ignore[override]
-        """The tower's forward: patches (patches, 3, patch_size, patch_size), grids (items, 3), its own
-        options and output.
-
-        Raises:
-            InputError: the grids do not describe the patches, or a clip is too long.
-        """
-        return super().forward(pixel_values, grid_thw, **kwargs)
-
     def core(
         self, pixel_values: Tensor, cu_seqlens: Tensor, metadata: dict[str, Tensor], **kwargs: Any
     ) -> Any:
         """The tower's forward past its own host metadata; the pooled output still has all frames' tokens."""
         tower: Any = self.tower
         positions = tower.patch_embed.pos_emb
-        pos = resample(
-            positions.position_embeddings, metadata["interp_indices"], metadata["interp_weights"]
-        ) + F.embedding(metadata["frame_index"], positions.time_position_embeddings)
+        table = positions.position_embeddings.flatten(0, 1)
+        pos = resample(table, metadata["interp_indices"], metadata["interp_weights"])
+        pos = pos + F.embedding(metadata["frame_index"], positions.time_position_embeddings)
         hidden = tower.patch_embed.proj(self.as_images(pixel_values)).flatten(1)
         hidden = hidden + pos.to(hidden.dtype)
         rotary = tower.rotary_emb(hidden, metadata["position_ids"])
@@ -136,22 +128,10 @@ class KimiK25Tower(RasterTower):
         Raises:
             InputError: without `batch_mm_kwargs`, which say how many frames an item has.
         """
-        if batch_mm_kwargs is None:
-            raise InputError(
-                "batch_mm_kwargs: expected the inputs of the batch, which tell its frames; got None"
-            )
-        pooled = self.pool(outputs["default"], self.item_grids(batch_mm_kwargs))
+        grids = self.item_grids(given_batch(batch_mm_kwargs))
+        pooled = mean_frames(outputs["default"], grids, self.rows_per_token)
         for index, embedding in zip(indices, pooled, strict=True):
             dest[index] = embedding.clone() if clone else embedding
-
-    def pool(self, tokens: Tensor, grids: Sequence[Grid]) -> list[Tensor]:
-        """Every item's output tokens: views for images, means over the frames of clips."""
-        counts = [t * h * w // self.rows_per_token for t, h, w in grids]
-        items = torch.split(tokens[: sum(counts)], counts)
-        return [
-            item.view(t, -1, *item.shape[1:]).mean(0) if t > 1 else item
-            for item, (t, _, _) in zip(items, grids, strict=True)
-        ]
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -160,10 +140,10 @@ def _pool_frames(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     left depends on the grids, which no graph may.
     """
     assert isinstance(module, KimiK25Tower)
-    values = {**dict(zip(module.input_names, args, strict=False)), **kwargs}
-    grids = module.read_grids(values["grid_thw"], "grid_thw")
+    _, grid_thw = module.own_inputs(args, kwargs)
+    grids = module.read_grids(grid_thw, "grid_thw")
     frame_tokens = grids_of.count_patches(grids) // module.rows_per_token
     # The wrapped tower's own forward has pooled by itself.
     tokens: Any = getattr(output, "pooler_output", None)
     if tokens is not None and tokens.shape[0] == frame_tokens:
-        output.pooler_output = torch.cat(module.pool(tokens, grids))
+        output.pooler_output = torch.cat(mean_frames(tokens, grids, module.rows_per_token))

@@ -26,7 +26,7 @@ class KimiVLTower(RasterTower):
     input_names: ClassVar[tuple[str, str]] = ("pixel_values", "image_grid_hws")
     input_keys: ClassVar[tuple[tuple[str, str], ...]] = (("pixel_values", "image_grid_hws"),)
     modalities: Sequence[str] = ("image",)
-    max_frames_per_video: int = 0
+    max_frames_per_video: int = 1
 
     def __init__(self, tower: nn.Module) -> None:
         config: Any = tower.config
@@ -58,19 +58,6 @@ class KimiVLTower(RasterTower):
         """Patches and the size of one image of the smallest budget's size."""
         patches, grid = super().example_inputs()
         return patches, grid[:, 1:]
-
-    def forward(self, pixel_values: Tensor, image_grid_hws: Tensor) -> Tensor:  # type: ignore[override]
-        """The embeddings of a batch of images, (output tokens, text_hidden_size).
-
-        Args:
-            pixel_values: (patches, 3, patch_size, patch_size), every image in raster order.
-            image_grid_hws: (images, 2), height and width in patches.
-
-        Raises:
-            InputError: the sizes do not describe the patches.
-        """
-        result: Tensor = super().forward(pixel_values, image_grid_hws)
-        return result
 
     def core(
         self, pixel_values: Tensor, cu_seqlens: Tensor, metadata: dict[str, Tensor], **kwargs: Any

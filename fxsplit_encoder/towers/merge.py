@@ -41,6 +41,20 @@ def merge_order(grids: Sequence[Grid], merge_size: int) -> Tensor:
     return torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *orders]))
 
 
+def mean_frames(tokens: Tensor, grids: Sequence[Grid], rows_per_token: int) -> list[Tensor]:
+    """Every item's output tokens: views for images, means over the frames of clips.
+
+    Args:
+        tokens: (tokens of all frames or more, ...), item by item.
+    """
+    counts = [t * h * w // rows_per_token for t, h, w in grids]
+    items = torch.split(tokens[: sum(counts)], counts)
+    return [
+        item.view(t, -1, *item.shape[1:]).mean(0) if t > 1 else item
+        for item, (t, _, _) in zip(items, grids, strict=True)
+    ]
+
+
 def merge(hidden: Tensor, order: Tensor, rows_per_token: int) -> Tensor:
     """Brings rows together by output token: (patches, hidden) to (tokens, rows_per_token, hidden).
 

@@ -1,12 +1,7 @@
-"""Towers that encode a packed sequence of patches described by a grid: the common part of their adapters.
-
-`mm_kwargs` are what Hugging Face's processors make: `pixel_values` (patches, features) with `image_grid_thw`
-(images, 3), and `pixel_values_videos` with `video_grid_thw`. Items are the images in order, then the videos.
-"""
+"""Towers that encode a packed sequence of patches described by a grid: the common part of their adapters."""
 
 from __future__ import annotations
 
-import itertools
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -19,13 +14,12 @@ from fxsplit_encoder.manager.protocol import (
     EncoderCudaGraphCaptureInputs,
     EncoderCudaGraphConfig,
     EncoderCudaGraphReplayBuffers,
-    EncoderItemSpec,
 )
 from fxsplit_encoder.towers import grid as grids_of
-from fxsplit_encoder.towers.base import WrappedTower
 from fxsplit_encoder.towers.device_metadata import DeviceMetadata
 from fxsplit_encoder.towers.metadata_op import register_tower, vision_metadata
-from fxsplit_encoder.towers.rows import one_or_several, rows_of
+from fxsplit_encoder.towers.packed_items import PackedItems
+from fxsplit_encoder.towers.rows import one_or_several
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
@@ -39,10 +33,9 @@ _PRECOMPUTED = (
     *("cu_seqlens", "position_ids", "interp_indices", "interp_weights", "max_seqlen"),
     *("window_index", "cu_window_seqlens", "max_window_seqlen"),
 )
-_EMBEDDINGS = ("image_embeds", "video_embeds")
 
 
-class PackedTower(WrappedTower):
+class PackedTower(PackedItems):
     """A Hugging Face tower behind the manager's protocol, and still a module with the tower's own forward.
 
     An adapter gives `metadata_columns`, `metadata` and the numbers below; one whose tower attends over other
@@ -57,12 +50,6 @@ class PackedTower(WrappedTower):
     one frame: a capture for 8 frames holds 8 times as many."""
     input_names: ClassVar[tuple[str, str]] = ("hidden_states", "grid_thw")
     """What the tower's own forward calls the patches and the grids."""
-    input_keys: ClassVar[tuple[tuple[str, str], ...]] = (
-        ("pixel_values", "image_grid_thw"),
-        ("pixel_values_videos", "video_grid_thw"),
-    )
-    """What the processor calls the patches and the grids: those of images, then those of videos if the tower
-    takes any."""
     takes_options: ClassVar[bool] = True
     """Whether `core` takes the tower's own options; if not, a forward with options is the tower's own, which
     `encoder_cg` does not capture."""
@@ -80,10 +67,7 @@ class PackedTower(WrappedTower):
     def __init__(
         self, tower: nn.Module, *, merge_size: int, patch_features: int, out_hidden_size: int
     ) -> None:
-        super().__init__(tower)
-        self.merge_size = merge_size
-        self.rows_per_token: int = merge_size**2
-        self.patch_features = patch_features
+        super().__init__(tower, merge_size=merge_size, patch_features=patch_features)
         self.out_hidden_size = out_hidden_size
         self._device_metadata = DeviceMetadata()
         use_varlen_attention(tower)
@@ -114,10 +98,6 @@ class PackedTower(WrappedTower):
             pixel_values, None, cu_seqlens=cu_seqlens, max_seqlen=pixel_values.shape[0], **metadata, **kwargs
         )
 
-    def read_grids(self, grids: Any, name: str) -> list[Grid]:
-        """A batch's grids as numbers; raises InputError for grids that this tower does not take."""
-        return grids_of.read_grids(grids, self.merge_size, name)
-
     def packed_output(self, output: Any) -> Tensor:
         """(output tokens, out_hidden_size) from the tower's own output type."""
         features: Tensor = output.pooler_output
@@ -125,8 +105,23 @@ class PackedTower(WrappedTower):
 
     # --- the module
 
+    def own_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """The patches and the grids of a call, given by position or by the names in `input_names`.
+
+        Raises:
+            InputError: one is missing.
+        """
+        values = {**dict(zip(self.input_names, args, strict=False)), **kwargs}
+        for name in self.input_names:
+            if values.get(name) is None:
+                raise InputError(f"{name}: expected a tensor; got None")
+        patches, grid = (values[name] for name in self.input_names)
+        return patches, grid
+
     def forward(self, hidden_states: Tensor, grid_thw: Tensor, **kwargs: Any) -> Any:
-        """The tower's forward: patches (patches, features), grids (items, 3), its own options and output.
+        """The tower's forward: patches, grids (items, 3), its own options and output.
+
+        Called as a module, it also takes the names of the tower's own forward, `input_names`.
 
         Raises:
             InputError: the grids do not describe the patches.
@@ -172,10 +167,6 @@ class PackedTower(WrappedTower):
             max_frames_per_video=self.max_frames_per_video,
         )
 
-    def get_input_modality(self, mm_kwargs: dict[str, Any]) -> str:
-        """ "video" if there are videos, else "image"."""
-        return "video" if mm_kwargs.get("video_grid_thw") is not None else "image"
-
     def get_max_frames_per_video(self) -> int:
         """The most frames that one video may have."""
         return self.max_frames_per_video
@@ -183,26 +174,6 @@ class PackedTower(WrappedTower):
     def get_encoder_cudagraph_budget_range(self, vllm_config: Any) -> tuple[int, int]:
         """The smallest and the largest useful budget, in output tokens."""
         return self.min_item_tokens, self.max_budget
-
-    def get_encoder_cudagraph_item_specs(self, mm_kwargs: dict[str, Any]) -> list[EncoderItemSpec]:
-        """The patches and output tokens of every item."""
-        return [
-            EncoderItemSpec(input_size=t * h * w, output_tokens=t * h * w // self.rows_per_token)
-            for t, h, w in self.item_grids(mm_kwargs)
-        ]
-
-    def item_modalities(self, mm_kwargs: dict[str, Any]) -> list[str]:
-        """ "image" or "video" for every item."""
-        return [
-            modality
-            for modality, (_, key) in zip(("image", "video"), self.input_keys, strict=False)
-            if mm_kwargs.get(key) is not None
-            for _ in range(len(mm_kwargs[key]))
-        ]
-
-    def item_frames(self, mm_kwargs: dict[str, Any]) -> list[int]:
-        """The grid frames of every item; an image has one."""
-        return [t for t, _, _ in self.item_grids(mm_kwargs)]
 
     def item_segments(self, mm_kwargs: dict[str, Any]) -> list[int]:
         """The share of a capture's attention segments that every item takes: its frames, or more where
@@ -215,23 +186,6 @@ class PackedTower(WrappedTower):
             )
             for grid in self.item_grids(mm_kwargs)
         ]
-
-    def select_encoder_cudagraph_items(self, mm_kwargs: dict[str, Any], indices: list[int]) -> dict[str, Any]:
-        """The batch of some items, in the order of `indices`."""
-        grids = self.item_grids(mm_kwargs)
-        starts = grids_of.cumulative_lengths([t * h * w for t, h, w in grids]).tolist()
-        pixels, num_images = self._pixels(mm_kwargs), self.item_modalities(mm_kwargs).count("image")
-        images = list(itertools.takewhile(lambda index: index < num_images, indices))
-        videos = indices[len(images) :]
-        if min(videos, default=num_images) < num_images:
-            # In an order that the keys cannot tell; a video is an image of frames.
-            images, videos = indices, []
-        selected: dict[str, Any] = {}
-        for items, (key, grid_key) in zip((images, videos), self.input_keys, strict=False):
-            if items:
-                selected[key] = one_or_several(rows_of(pixels, starts, items))
-                selected[grid_key] = [grids[index] for index in items]
-        return selected
 
     def prepare_encoder_cudagraph_capture_inputs(
         self,
@@ -270,7 +224,7 @@ class PackedTower(WrappedTower):
             metadata = self._device_metadata.of(grids, self.metadata, self.device)
         else:
             metadata = self.metadata(grids)
-        pixels = one_or_several(self._pixels(mm_kwargs))
+        pixels = one_or_several(self.pixels(mm_kwargs))
         return EncoderCudaGraphReplayBuffers(
             {"pixel_values": pixels, **metadata, **self._cumulative_lengths(grids)}
         )
@@ -290,48 +244,6 @@ class PackedTower(WrappedTower):
         }
         return self.encoder_cudagraph_forward(inputs)
 
-    # --- inputs
-
-    def item_grids(self, mm_kwargs: dict[str, Any]) -> list[Grid]:
-        """The grids of a batch: the images', then the videos'.
-
-        Raises:
-            InputError: a grid is not one of this tower, or the items are embeddings already.
-        """
-        for key in _EMBEDDINGS:
-            if mm_kwargs.get(key) is not None:
-                raise InputError(
-                    f"{key}: these are embeddings already, expected pixels; leave them out and encode the "
-                    "other items"
-                )
-        return [
-            grid
-            for _, key in self.input_keys
-            if mm_kwargs.get(key) is not None
-            for grid in self.read_grids(mm_kwargs[key], key)
-        ]
-
-    def _pixels(self, mm_kwargs: dict[str, Any]) -> list[Tensor]:
-        """The patches of a batch, as they were given but flat: their rows follow one another."""
-        parts: list[Tensor] = []
-        for key, grid_key in self.input_keys:
-            value, grid = mm_kwargs.get(key), mm_kwargs.get(grid_key)
-            given = [] if value is None else [value] if isinstance(value, torch.Tensor) else list(value)
-            given = [tensor.flatten(1) if tensor.dim() > 2 else tensor for tensor in given]
-            for tensor in given:
-                if tensor.dim() != 2 or tensor.shape[1] != self.patch_features:
-                    raise InputError(
-                        f"{key}: expected (patches, {self.patch_features}); got {tuple(tensor.shape)}; "
-                        "pass the flattened patches that the tower's image processor makes"
-                    )
-            rows = sum(tensor.shape[0] for tensor in given)
-            grids = [] if grid is None else self.read_grids(grid, grid_key)
-            expected = grids_of.count_patches(grids)
-            if rows != expected:
-                raise InputError(f"{key}: {grid_key} describes {expected} patches; got {rows} rows")
-            parts += given
-        return parts or [torch.zeros(0, self.patch_features)]
-
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _mark_dynamic(
@@ -342,11 +254,10 @@ def _mark_dynamic(
     It runs outside of the compiled frame. The marks go on aliases: the caller's tensors stay as they are.
     """
     assert isinstance(module, PackedTower)
-    names = module.input_names
-    values = {**dict(zip(names, args, strict=False)), **kwargs}
-    patches, grid = (values.get(name) for name in names)
+    patches, grid = module.own_inputs(args, kwargs)
+    options = {name: value for name, value in kwargs.items() if name not in module.input_names}
     if not (isinstance(patches, torch.Tensor) and isinstance(grid, torch.Tensor)):
-        return args, kwargs
+        return (patches, grid), options
     if patches.dim() > 1 and patches.shape[0] > 1:
         patches = patches.view_as(patches)
         torch._dynamo.mark_dynamic(patches, 0)
@@ -356,4 +267,4 @@ def _mark_dynamic(
         # One image is a size like any other: a backed size of 1 would be specialised.
         torch._dynamo.decorators.mark_unbacked(grid, 0)
         torch._dynamo.mark_static(grid, 1)
-    return (patches, grid), {k: v for k, v in kwargs.items() if k not in names}
+    return (patches, grid), options

@@ -10,6 +10,7 @@ import torch
 
 from fxsplit_encoder.towers import grid as grids_of
 from fxsplit_encoder.towers.packed import PackedTower
+from fxsplit_encoder.towers.taps import TAPS, interpolation
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,8 +29,8 @@ class Qwen3VLTower(PackedTower):
 
     metadata_columns: ClassVar[dict[str, tuple[int, torch.dtype]]] = {
         "position_ids": (2, torch.int64),
-        "interp_indices": (4, torch.int64),
-        "interp_weights": (4, torch.float32),
+        "interp_indices": (TAPS["bilinear"], torch.int32),
+        "interp_weights": (TAPS["bilinear"], torch.float32),
     }
 
     def __init__(self, tower: nn.Module) -> None:
@@ -41,12 +42,15 @@ class Qwen3VLTower(PackedTower):
             patch_features=config.in_channels * config.temporal_patch_size * config.patch_size**2,
             out_hidden_size=config.out_hidden_size * levels,
         )
-        self.table_side: int = tower.num_grid_per_side  # type: ignore[assignment]
+        side: Any = tower.num_grid_per_side
+        self.table_shape: tuple[int, int] = (side, side)
         self.align_corners: bool = tower.interpolation_align_corners  # type: ignore[assignment]
 
     def metadata(self, grids: Sequence[Grid]) -> dict[str, Tensor]:
         """Positions for the rotary embedding, and taps into the learned position table."""
-        indices, weights = grids_of.interpolation(grids, self.table_side, self.merge_size, self.align_corners)
+        indices, weights = interpolation(
+            grids, self.table_shape, self.merge_size, self.align_corners, mode="bilinear"
+        )
         return {
             "position_ids": grids_of.positions(grids, self.merge_size),
             "interp_indices": indices,

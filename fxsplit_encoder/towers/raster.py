@@ -8,9 +8,9 @@ import torch
 
 from fxsplit_encoder.errors import UnsupportedTowerError
 from fxsplit_encoder.towers import grid as grids_of
-from fxsplit_encoder.towers.bicubic import TAPS, bicubic
 from fxsplit_encoder.towers.merge import merge_order
 from fxsplit_encoder.towers.packed import PackedTower
+from fxsplit_encoder.towers.taps import TAPS, interpolation
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,8 +30,8 @@ class RasterTower(PackedTower):
 
     metadata_columns: ClassVar[dict[str, tuple[int, torch.dtype]]] = {
         "position_ids": (2, torch.int64),
-        "interp_indices": (TAPS, torch.int32),
-        "interp_weights": (TAPS, torch.float32),
+        "interp_indices": (TAPS["bicubic"], torch.int32),
+        "interp_weights": (TAPS["bicubic"], torch.float32),
         "merge_order": (0, torch.int64),
     }
 
@@ -57,7 +57,9 @@ class RasterTower(PackedTower):
 
     def metadata(self, grids: Sequence[Grid]) -> dict[str, Tensor]:
         """Positions for the rotary embedding, taps into the learned position table, and the merge order."""
-        indices, weights = bicubic(grids, *self.table_shape)
+        indices, weights = interpolation(
+            grids, self.table_shape, merge_size=1, align_corners=False, mode="bicubic"
+        )
         return {
             "position_ids": grids_of.positions(grids, merge_size=1),
             "interp_indices": indices,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fxsplit_encoder.towers.tiled import CropGrid, TiledTower, View, crops_in_a_row, downsampled
+from fxsplit_encoder.towers.tiled import CropGrid, TiledTower, crops_in_a_row, downsampled, square_view
+from fxsplit_encoder.towers.tiles import View
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,4 +46,4 @@ class Step3VLTower(TiledTower):
 
 def _view(input_name: str, size: int, config: Step3VisionConfig) -> View:
     side = size // config.patch_size
-    return View(input_name, size, side**2, downsampled(side // 2) ** 2)
+    return square_view(input_name, size, side**2, downsampled(side // 2) ** 2)

@@ -11,7 +11,8 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from fxsplit_encoder.attention.hugging_face import use_varlen_attention
 from fxsplit_encoder.towers.models.folded import FoldedTable, resized_positions, sides_of
-from fxsplit_encoder.towers.tiled import CropGrid, TiledTower, View, crops_in_a_row, downsampled
+from fxsplit_encoder.towers.tiled import CropGrid, TiledTower, crops_in_a_row, downsampled, square_view
+from fxsplit_encoder.towers.tiles import View
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -106,4 +107,4 @@ class Step3p7Tower(TiledTower):
 
 def _view(input_name: str, size: int, patch_size: int) -> View:
     side = size // patch_size
-    return View(input_name, size, side**2, downsampled(downsampled(side)) ** 2)
+    return square_view(input_name, size, side**2, downsampled(downsampled(side)) ** 2)

@@ -8,47 +8,24 @@ those. The rows of an image's tiles are put together after the replays.
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import nn
 
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.manager.protocol import (
-    EncoderCudaGraphCaptureInputs,
-    EncoderCudaGraphConfig,
-    EncoderCudaGraphPathConfig,
-    EncoderCudaGraphReplayBuffers,
-    EncoderItemSpec,
-)
-from fxsplit_encoder.towers.base import WrappedTower
-from fxsplit_encoder.towers.models.folded import refresh_tables, tables_of
+from fxsplit_encoder.manager.protocol import EncoderItemSpec
+from fxsplit_encoder.towers.base import given_batch
+from fxsplit_encoder.towers.tiles import TileTower, View
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
-
-    from torch import Tensor
+    from torch import Tensor, nn
 
 CropGrid = tuple[int, int]
 """(columns, rows) of an image's crops; (0, 0) without any."""
 
 
-@dataclass(frozen=True)
-class View:
-    """The tiles of one path."""
-
-    input_name: str
-    """Where `mm_kwargs` holds them, (tiles, 3, size, size), and the name of the captured buffer."""
-    size: int
-    """Pixels a side."""
-    patches: int
-    """Patches of a tile, which attend to one another."""
-    tokens: int
-    """Output rows of a tile."""
-
-
-class TiledTower(WrappedTower):
+class TiledTower(TileTower):
     """A tower with two views behind the manager's protocol, and still a module with the tower's own forward.
 
     Every image has one tile in the "global" view and any number in the "local" one. `mm_kwargs` holds the
@@ -59,19 +36,10 @@ class TiledTower(WrappedTower):
     """
 
     tower: Any
-    max_images: ClassVar[int] = 8
-    """The largest batch worth capturing, in whole images."""
+    max_tiles: ClassVar[int] = 8
 
     def __init__(self, tower: nn.Module, *, whole: View, crop: View, out_hidden_size: int) -> None:
-        super().__init__(tower)
-        self.views = {"global": whole, "local": crop}
-        self.out_hidden_size = out_hidden_size
-        self.fold_tables()
-        self.register_forward_pre_hook(_mark_dynamic)
-
-    def fold_tables(self) -> None:
-        """Finds the tables to keep up to date; an adapter that adds some calls it again."""
-        self._tables = tables_of(self)
+        super().__init__(tower, {"global": whole, "local": replace(crop, optional=True)}, out_hidden_size)
 
     # --- what an adapter gives
 
@@ -82,10 +50,6 @@ class TiledTower(WrappedTower):
     @abstractmethod
     def select_grids(self, mm_kwargs: dict[str, Any], indices: list[int]) -> dict[str, Any]:
         """The inputs that say how the images `indices` are cropped."""
-
-    @abstractmethod
-    def encode(self, tiles: Tensor, path: str) -> Tensor:
-        """(tiles, 3, size, size) of one view to (tiles * tokens, out_hidden_size): what is traced."""
 
     def num_tokens(self, crops: CropGrid) -> int:
         """Rows of an image's embedding."""
@@ -107,46 +71,22 @@ class TiledTower(WrappedTower):
         """The tower's forward on the tiles of one view, with the tower's own output type."""
         return self.tower(pixel_values)
 
-    def example_inputs(self) -> tuple[Tensor]:
-        """Two whole images. (One would be traced as a constant.)"""
-        size = self.views["global"].size
-        return (torch.randn(2, 3, size, size, device=self.device, dtype=self.dtype),)
-
     # --- the manager's protocol
 
-    def get_encoder_cudagraph_config(self) -> EncoderCudaGraphConfig:
-        """What a capture of this tower needs."""
-        return EncoderCudaGraphConfig(
-            modalities=["image"],
-            buffer_keys=[view.input_name for view in self.views.values()],
-            out_hidden_size=self.out_hidden_size,
-            paths={
-                path: EncoderCudaGraphPathConfig(view.tokens, allow_zero_tokens=path == "local")
-                for path, view in self.views.items()
-            },
-        )
-
-    def get_input_modality(self, mm_kwargs: dict[str, Any]) -> str:
-        """Always "image"."""
-        return "image"
-
-    def get_max_frames_per_video(self) -> int:
-        """1: there are no videos."""
-        return 1
-
-    def get_encoder_cudagraph_budget_range(self, vllm_config: Any) -> tuple[int, int]:
-        """The rows of one whole image, and of the largest batch of them."""
-        tokens = self.views["global"].tokens
-        return tokens, self.max_images * tokens
-
     def get_encoder_cudagraph_item_specs(self, mm_kwargs: dict[str, Any]) -> list[EncoderItemSpec]:
-        """The patches and output rows of every image, and the rows that each path makes of it."""
+        """The patches and output rows of every image, and the rows that each path makes of it.
+
+        Raises:
+            InputError: there are videos.
+        """
+        self.refuse_videos(mm_kwargs)
         whole, crop = self.views["global"], self.views["local"]
         specs = []
         for grid in self.crop_grids(mm_kwargs):
             tiles = grid[0] * grid[1]
             paths = {"global": whole.tokens, "local": tiles * crop.tokens}
-            specs.append(EncoderItemSpec(whole.patches + tiles * crop.patches, self.num_tokens(grid), paths))
+            size = whole.input_size + tiles * crop.input_size
+            specs.append(EncoderItemSpec(size, self.num_tokens(grid), paths))
         return specs
 
     def select_encoder_cudagraph_items(self, mm_kwargs: dict[str, Any], indices: list[int]) -> dict[str, Any]:
@@ -155,56 +95,13 @@ class TiledTower(WrappedTower):
         starts = [0]
         for columns, rows in grids:
             starts.append(starts[-1] + columns * rows)
-        whole, crop = (self.tiles(mm_kwargs, path) for path in ("global", "local"))
+        (whole,), (crop,) = (self.tiles(mm_kwargs, path) for path in self.views)
         crops = [crop[starts[i] : starts[i + 1]] for i in indices]
         return {
             **self.select_grids(mm_kwargs, indices),
             self.views["global"].input_name: whole[indices],
             self.views["local"].input_name: torch.cat(crops) if crops else crop[:0],
         }
-
-    def prepare_encoder_cudagraph_capture_inputs(
-        self,
-        token_budget: int,
-        max_batch_size: int,
-        max_frames_per_batch: int,
-        device: torch.device,
-        dtype: torch.dtype,
-        path: str = "default",
-        axis_keys: tuple[Hashable, ...] | None = None,
-    ) -> EncoderCudaGraphCaptureInputs:
-        """As many tiles as fit a budget.
-
-        Raises:
-            InputError: not even one does.
-        """
-        refresh_tables(self._tables)
-        view = self.views[path]
-        if token_budget < view.tokens:
-            raise InputError(
-                f"path {path}: a budget of {token_budget} tokens holds no tile, which has {view.tokens}; "
-                f"list larger ones under paths.{path}.token_budgets"
-            )
-        shape = (token_budget // view.tokens, 3, view.size, view.size)
-        return EncoderCudaGraphCaptureInputs(
-            {view.input_name: torch.randn(shape, device=device, dtype=dtype)}
-        )
-
-    def prepare_encoder_cudagraph_replay_buffers(
-        self, mm_kwargs: dict[str, Any], max_batch_size: int, max_frames_per_batch: int, path: str = "default"
-    ) -> EncoderCudaGraphReplayBuffers:
-        """The tiles of a batch in one view."""
-        refresh_tables(self._tables)
-        return EncoderCudaGraphReplayBuffers({self.views[path].input_name: self.tiles(mm_kwargs, path)})
-
-    def encoder_cudagraph_forward(self, inputs: dict[str, Tensor], path: str = "default") -> Tensor:
-        """The forward of one view: what is traced and captured."""
-        return self.encode(inputs[self.views[path].input_name], path)
-
-    def encoder_eager_forward(self, mm_kwargs: dict[str, Any], path: str = "default") -> Tensor:
-        """The same rows without a capture."""
-        refresh_tables(self._tables)
-        return self.encode(self.tiles(mm_kwargs, path).to(self.device, self.dtype), path)
 
     def postprocess_encoder_output(
         self,
@@ -215,13 +112,17 @@ class TiledTower(WrappedTower):
         clone: bool = False,
         batch_mm_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        """Puts every image together from its rows on the two paths. What it hands out is always a copy."""
-        assert batch_mm_kwargs is not None
+        """Puts every image together from its rows on the two paths. What it hands out is always a copy.
+
+        Raises:
+            InputError: without `batch_mm_kwargs`, which say how many crops an image has.
+        """
+        grids = self.crop_grids(given_batch(batch_mm_kwargs))
         whole = outputs["global"]
         crop = outputs.get("local", whole[:0])
         start = 0
         tokens = {path: view.tokens for path, view in self.views.items()}
-        for number, (index, grid) in enumerate(zip(indices, self.crop_grids(batch_mm_kwargs), strict=True)):
+        for number, (index, grid) in enumerate(zip(indices, grids, strict=True)):
             end = start + grid[0] * grid[1] * tokens["local"]
             rows = whole[number * tokens["global"] : (number + 1) * tokens["global"]]
             dest[index] = self.assemble(rows, crop[start:end], grid)
@@ -229,7 +130,7 @@ class TiledTower(WrappedTower):
 
     # --- inputs
 
-    def tiles(self, mm_kwargs: dict[str, Any], path: str) -> Tensor:
+    def tiles(self, mm_kwargs: dict[str, Any], path: str) -> list[Tensor]:
         """The tiles of a view.
 
         Raises:
@@ -241,15 +142,15 @@ class TiledTower(WrappedTower):
         tiles = mm_kwargs.get(view.input_name)
         if expected == 0:
             # Processors fill the place of crops that do not exist with zeros.
-            return torch.zeros(0, 3, view.size, view.size) if tiles is None else tiles[:0]
-        shape = (expected, 3, view.size, view.size)
+            return [torch.zeros(0, *view.shape) if tiles is None else tiles[:0]]
+        shape = (expected, *view.shape)
         if tiles is None or tuple(tiles.shape) != shape:
             raise InputError(
                 f"{view.input_name}: expected {shape} for {len(grids)} images; got "
                 f"{None if tiles is None else tuple(tiles.shape)}; pass what the model's processor makes at "
-                f"{view.size} pixels"
+                f"{view.shape[-1]} pixels"
             )
-        return tiles  # type: ignore[no-any-return]
+        return [tiles]
 
 
 def read_counts(values: Any, name: str, length: int) -> list[tuple[int, ...]]:
@@ -282,20 +183,11 @@ def crops_in_a_row(mm_kwargs: dict[str, Any], name: str, whole_name: str) -> lis
     return [] if whole is None else [(0, 0)] * len(whole)
 
 
+def square_view(input_name: str, size: int, patches: int, tokens: int) -> View:
+    """Square tiles of three channels, `size` pixels a side, whose `patches` attend to one another."""
+    return View(input_name, (3, size, size), tokens, input_size=patches)
+
+
 def downsampled(side: int) -> int:
     """Positions a side behind a convolution of 3 x 3 with stride 2 and padding 1."""
     return (side + 1) // 2
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _mark_dynamic(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Tells Dynamo, before it traces, that the number of tiles varies; folds tables outside of the trace."""
-    assert isinstance(module, TiledTower)
-    refresh_tables(module._tables)
-    if not args or not isinstance(args[0], torch.Tensor) or args[0].dim() != 4 or args[0].shape[0] < 2:
-        return args
-    tiles = args[0].view_as(args[0])
-    torch._dynamo.mark_dynamic(tiles, 0)
-    for dim in range(1, 4):
-        torch._dynamo.mark_static(tiles, dim)
-    return (tiles, *args[1:])

@@ -1,33 +1,19 @@
-"""What the tests of the two Kimi towers share: weights that hide no fault, managers, and their checks."""
+"""What the tests of the two Kimi towers share: managers, and their checks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import fxsplit_encoder as fx
 
+from .tiny_towers import PATCH
+
 MODES = ("auto", "full", "piecewise", "none")
 BUDGETS = (4, 16, 32)
-PATCH = 4
-
-
-def randomise(module: nn.Module) -> nn.Module:
-    """Random weights, biases, norms and positions, none of them faint."""
-    generator = torch.Generator().manual_seed(1000)
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            if name.endswith(".bias"):
-                parameter.normal_(0.0, 0.1, generator=generator)
-            elif "norm" in name:
-                parameter.normal_(1.0, 0.1, generator=generator)
-            else:
-                deviation = 0.5 if "pos_emb" in name else parameter[0].numel() ** -0.5
-                parameter.normal_(0.0, deviation, generator=generator)
-    return module.requires_grad_(False).train(False)
 
 
 def patches(count: int, seed: int = 0) -> Tensor:
@@ -56,11 +42,11 @@ def assert_same_items(got: Sequence[Tensor], expected: Sequence[Tensor]) -> None
         torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
 
 
-def assert_permuted_batches_give_permuted_items(
-    manager: fx.EncoderCudaGraphManager,
-    inputs: dict[str, Any],
-    order: Sequence[int],
-    encode: Callable[..., Any],
-) -> None:
-    permuted = manager.tower.select_encoder_cudagraph_items(inputs, list(order))
-    assert_same_items(manager.execute(permuted), [encode(inputs)[i] for i in order])
+def assert_traced_once(managers: dict[str, fx.EncoderCudaGraphManager], blocks: int) -> None:
+    """All managers run one program, which is cut at every block's attention."""
+    bound = [manager.programs["default"] for manager in managers.values()]
+    programs = {id(each.program): each.program for each in bound if each is not None}
+    (program,) = programs.values()
+    assert [manager.reports for manager in managers.values()] == [[]] * len(managers)
+    assert len(program.pieces) == blocks + 1
+    assert program.num_distinct == 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,28 +19,12 @@ from fxsplit_encoder.towers.models.clip_encoder import ClipConfig
 from fxsplit_encoder.towers.models.deepseek_encoder import DeepseekOcrConfig, DeepseekOcrVisionModel
 from fxsplit_encoder.towers.models.sam import SamConfig
 
-from .two_views import Crops, Family, TwoViewTests, assert_items, randomise, resize_bicubic
+from .random_weights import randomise
+from .tiny_towers import deepseek_ocr_config
+from .token_counts import TOKEN, prompts_of
+from .two_views import Crops, Family, TwoViewTests, assert_items, resize_bicubic
 
-# Whole images have the stored positions' grid (16 x 16 patches), crops another (12 x 12); neither is a
-# multiple of the window.
-CONFIG = DeepseekOcrConfig(
-    base_size=64,
-    image_size=48,
-    out_hidden_size=24,
-    sam=SamConfig(
-        image_size=64,
-        patch_size=4,
-        hidden_size=32,
-        num_layers=2,
-        num_heads=2,
-        mlp_size=48,
-        window_size=5,
-        global_layers=(1,),
-        neck_channels=12,
-        downsample_channels=(16, 20),
-    ),
-    clip=ClipConfig(image_size=28, patch_size=7, hidden_size=20, num_layers=2, num_heads=2, mlp_size=40),
-)
+CONFIG = deepseek_ocr_config(layers=2)
 
 
 def make_model(config: DeepseekOcrConfig = CONFIG, seed: int = 5) -> DeepseekOcrVisionModel:
@@ -251,16 +236,62 @@ def test_the_manager_equals_the_plain_loops(family: Family) -> None:
 # --- sizes
 
 
-@pytest.mark.parametrize(
-    ("base_size", "image_size", "whole", "crop"),
-    [
-        (1024, 640, 272, 100),
-        (512, 512, 72, 64),
-        (640, 640, 110, 100),
-        (1280, 1280, 420, 400),
-        (1280, 1024, 420, 256),
-    ],
-)
+@pytest.mark.parametrize("size", [32, 48, 64, 80])
+@torch.no_grad()
+def test_tiles_of_every_mode_equal_the_plain_loops(size: int) -> None:
+    """Smaller than the size whose positions are stored, the same, and larger, as 512, 640, 1024 and 1280."""
+    config = deepseek_ocr_config(base_size=size, image_size=size)
+    model = make_model(config)
+    tile = torch.randn(1, 3, size, size, generator=torch.Generator().manual_seed(size))
+    expected = Reference(model.state_dict(), config).features(tile[0].double()).flatten(0, 1)
+    torch.testing.assert_close(model(tile)[0], expected.float(), rtol=0, atol=1e-5)
+
+
+PUBLISHED_MODES = [
+    (1024, 640, 272, 100),
+    (512, 512, 72, 64),
+    (640, 640, 110, 100),
+    (1280, 1280, 420, 400),
+    (1280, 1024, 420, 256),
+]
+"""Pixels of a whole image and of a crop, and the rows of each."""
+
+
+@pytest.mark.parametrize(("base_size", "image_size", "whole", "crop"), PUBLISHED_MODES)
+@torch.no_grad()
+def test_published_modes_encode_images_of_their_own_sizes(
+    base_size: int, image_size: int, whole: int, crop: int
+) -> None:
+    """A narrow model of the published patches and windows."""
+    sam = SamConfig(
+        hidden_size=8,
+        num_layers=2,
+        num_heads=1,
+        mlp_size=8,
+        global_layers=(1,),
+        neck_channels=4,
+        downsample_channels=(4, 8),
+    )
+    clip = ClipConfig(hidden_size=8, num_layers=1, num_heads=1, mlp_size=8)
+    config = DeepseekOcrConfig(
+        base_size=base_size, image_size=image_size, out_hidden_size=4, sam=sam, clip=clip
+    )
+    manager = fx.EncoderCudaGraphManager(fx.wrap(make_model(config)), fx.EncoderConfig(mode="none"))
+    generator = torch.Generator().manual_seed(0)
+    inputs = {
+        "pixel_values": torch.randn(2, 3, base_size, base_size, generator=generator),
+        "images_crop": torch.randn(2, 3, image_size, image_size, generator=generator),
+        "images_spatial_crop": [(1, 1), (2, 1)],
+    }
+    small, large = manager.execute(inputs)
+    side = round(crop**0.5)
+    assert (small.shape, large.shape) == ((whole + 1, 4), (whole + 1 + 2 * crop + side, 4))
+    assert small.isfinite().all()
+    assert large.isfinite().all()
+    assert large.std() > 0.05
+
+
+@pytest.mark.parametrize(("base_size", "image_size", "whole", "crop"), PUBLISHED_MODES)
 def test_tokens_of_the_published_modes(base_size: int, image_size: int, whole: int, crop: int) -> None:
     with torch.device("meta"):
         model = DeepseekOcrVisionModel(DeepseekOcrConfig(base_size=base_size, image_size=image_size))
@@ -395,8 +426,9 @@ def test_bfloat16_after_a_forward_in_float32() -> None:
     assert torch.nn.functional.cosine_similarity(got.float(), exact, dim=-1).min() > 0.99
 
 
+@pytest.mark.parametrize("sizes", [(64, 48), (80, 32)])
 @torch.no_grad()
-def test_the_model_librarys_tower_computes_the_same() -> None:
+def test_the_model_librarys_tower_computes_the_same(sizes: tuple[int, int]) -> None:
     """baidu/Unlimited-OCR has DeepSeek-OCR's encoder; transformers has it from 5.23 on."""
     modeling = pytest.importorskip("transformers.models.unlimited_ocr.modeling_unlimited_ocr")
     configuration = pytest.importorskip("transformers.models.unlimited_ocr.configuration_unlimited_ocr")
@@ -425,12 +457,28 @@ def test_the_model_librarys_tower_computes_the_same() -> None:
             },
         )
     ).train(False)
-    model = make_model()
+    model = make_model(deepseek_ocr_config(layers=2, base_size=sizes[0], image_size=sizes[1]))
     library.load_state_dict(library_names(model.state_dict()))
-    for size in (64, 48):
+    for size in sizes:
         tiles = torch.randn(2, 3, size, size)
         expected = model.projector(library(tiles).last_hidden_state)
         torch.testing.assert_close(model(tiles), expected, rtol=0, atol=1e-5)
+
+
+def test_the_model_librarys_prompt_has_a_token_for_every_row() -> None:
+    processing = pytest.importorskip("transformers.models.unlimited_ocr.processing_unlimited_ocr")
+    sizes = SimpleNamespace(size={"height": 1024, "width": 1024}, tile_size=640)
+    prompts = prompts_of(
+        processing.UnlimitedOcrProcessor, image_processor=sizes, patch_size=16, downsample_ratio=4
+    )
+    grids = [(1, 1), (2, 1), (1, 2), (3, 2)]
+    counts = [columns * rows if columns * rows > 1 else 0 for columns, rows in grids]
+    given = {"patches_grid": grids, "num_local_patches": counts}
+    with torch.device("meta"):
+        wrapped = fx.wrap(DeepseekOcrVisionModel())
+    specs = wrapped.get_encoder_cudagraph_item_specs({"images_spatial_crop": grids})
+    tokens = [prompts.replace_image_token(given, i).count(TOKEN) for i in range(len(grids))]
+    assert [spec.output_tokens for spec in specs] == tokens
 
 
 def library_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -24,8 +24,8 @@ from .dense_models import (
     assert_compiles_once,
     managers,
     random_tiles,
-    randomise,
 )
+from .random_weights import randomise
 
 CPU = torch.device("cpu")
 TOKENS = 4

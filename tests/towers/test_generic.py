@@ -25,8 +25,8 @@ from .dense_models import (
     assert_compiles_once,
     managers,
     random_tiles,
-    randomise,
 )
+from .random_weights import randomise
 
 SIZES = {
     "hidden_size": 16,

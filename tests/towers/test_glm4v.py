@@ -5,26 +5,12 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers.models.glm4v.configuration_glm4v import Glm4vVisionConfig
-from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
-from transformers.models.glm4v.modeling_glm4v import Glm4vVisionModel
-from transformers.models.glm4v_moe.configuration_glm4v_moe import Glm4vMoeVisionConfig
-from transformers.models.glm4v_moe.modeling_glm4v_moe import Glm4vMoeVisionModel
-from transformers.models.glm46v.image_processing_pil_glm46v import Glm46VImageProcessorPil
 
 import fxsplit_encoder as fx
 
-from .packed_tower_tests import PATCH, PackedTowerTests, Towers, assert_equal, make_batch, random_weights
-
-SIZES = {
-    "depth": 3,
-    "hidden_size": 32,
-    "num_heads": 2,
-    "image_size": 6 * PATCH,
-    "patch_size": PATCH,
-    "out_hidden_size": 24,
-    "intermediate_size": 48,
-}
+from .packed_tower_tests import PackedTowerTests, Towers, assert_equal, make_batch
+from .random_weights import randomise
+from .tiny_towers import glm4v
 
 
 def by_frame(grid: Tensor) -> Tensor:
@@ -34,11 +20,10 @@ def by_frame(grid: Tensor) -> Tensor:
 
 class TestGlm4v(PackedTowerTests):
     metadata: ClassVar[list[str]] = ["position_ids", "interp_indices", "interp_weights", "cu_seqlens"]
-    image_processors: ClassVar[list[Any]] = [Glm4vImageProcessorPil, Glm46VImageProcessorPil]
 
     @classmethod
     def make_tower(cls) -> nn.Module:
-        return Glm4vVisionModel(Glm4vVisionConfig(**SIZES))
+        return glm4v(blocks=3)
 
     @classmethod
     def run_reference(cls, tower: Any, pixels: Tensor, grid: Tensor) -> Any:
@@ -69,7 +54,7 @@ class TestGlm4v(PackedTowerTests):
 
 @torch.no_grad()
 def test_the_mixture_of_experts_models_have_the_same_tower() -> None:
-    reference = random_weights(Glm4vMoeVisionModel(Glm4vMoeVisionConfig(**SIZES)))
+    reference = randomise(glm4v(blocks=3, moe=True))
     inputs = make_batch([(1, 4, 6), (2, 4, 4)])
     expected = reference(inputs["pixel_values"], by_frame(inputs["image_grid_thw"])).pooler_output
     manager = fx.EncoderCudaGraphManager(fx.wrap(reference), fx.EncoderConfig(mode="none"))

@@ -11,11 +11,9 @@ from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.towers.grid import (
     count_patches,
     cumulative_lengths,
-    frame_interpolation,
     frame_lengths,
     frame_positions,
     frame_windows,
-    interpolation,
     positions,
     read_grids,
     window_lengths,
@@ -39,30 +37,6 @@ def test_positions_are_those_of_transformers(case: tuple[int, Grids]) -> None:
     result = positions(grids, merge)
     assert result.dtype == torch.int64
     assert torch.equal(result, expected)
-
-
-@settings(max_examples=80, deadline=None)
-@given(batches(), st.sampled_from([4, 9, 48]), st.booleans(), st.sampled_from(["bilinear", "bicubic"]))
-def test_interpolation_is_bit_equal_to_transformers(
-    grids: Grids, side: int, align_corners: bool, mode: Any
-) -> None:
-    expected_indices, expected_weights = vision_utils.get_vision_interpolation_indices_and_weights(
-        torch.tensor(grids), side, mode=mode, align_corners=align_corners, spatial_merge_size=2
-    )
-    indices, weights = interpolation(grids, side, 2, align_corners, mode)
-    assert (indices.dtype, weights.dtype) == (torch.int64, torch.float32)
-    assert torch.equal(indices, expected_indices)
-    assert torch.equal(weights, expected_weights)
-
-
-@pytest.mark.parametrize("size", [(2, 2), (2, 96), (96, 2), (48, 48), (50, 34), (180, 240)])
-@pytest.mark.parametrize("align_corners", [False, True])
-def test_interpolation_of_a_single_frame_is_bit_equal(size: tuple[int, int], align_corners: bool) -> None:
-    expected = vision_utils.get_vision_interpolation_indices_and_weights(
-        torch.tensor([[1, *size]]), 48, mode="bilinear", align_corners=align_corners, spatial_merge_size=2
-    )
-    for mine, theirs in zip(frame_interpolation(*size, 48, 2, align_corners), expected, strict=True):
-        assert torch.equal(torch.from_numpy(mine), theirs)
 
 
 @settings(max_examples=80, deadline=None)
@@ -100,12 +74,6 @@ def test_a_frame_has_no_more_windows_than_a_narrow_one(rows: int, columns: int) 
     assert max(lengths) <= 64
 
 
-@pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
-def test_the_weights_of_a_patch_sum_to_one(mode: Any) -> None:
-    _, weights = interpolation([(2, 6, 10)], 48, 2, True, mode)
-    torch.testing.assert_close(weights.sum(1), torch.ones(120))
-
-
 @settings(max_examples=50, deadline=None)
 @given(batches())
 def test_segments_are_those_of_transformers(grids: Grids) -> None:
@@ -125,10 +93,6 @@ def test_the_patches_of_an_output_token_follow_one_another() -> None:
 
 def test_no_items_make_empty_tensors_of_the_same_kind() -> None:
     assert positions([], 2).shape == (0, 2)
-    indices, weights = interpolation([], 48, 2, True)
-    assert (indices.shape, indices.dtype) == ((0, 4), torch.int64)
-    assert (weights.shape, weights.dtype) == ((0, 4), torch.float32)
-    assert interpolation([], 48, 2, True, "bicubic")[1].shape == (0, 16)
     assert (window_order([], 2, 4).shape, window_order([], 2, 4).dtype) == ((0,), torch.int64)
     assert window_lengths([], 2, 4) == []
     assert cumulative_lengths([]).tolist() == [0]

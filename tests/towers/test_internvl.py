@@ -3,13 +3,10 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
-from transformers.models.internvl.configuration_internvl import InternVLConfig
-from transformers.models.internvl.modeling_internvl import InternVLForConditionalGeneration, InternVLModel
+from transformers.models.internvl.modeling_internvl import InternVLModel
 
 import fxsplit_encoder as fx
 
@@ -18,32 +15,18 @@ from .dense_models import (
     assert_all_modes,
     assert_close,
     assert_compiles_once,
-    model_config,
     random_tiles,
-    randomise,
 )
+from .random_weights import randomise
+from .tiny_towers import internvl_config, internvl_with_head
 
-VISION = {
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 24,
-    "image_size": (16, 16),
-    "patch_size": (4, 4),
-}
 SMALL = {"attention_bias": True}
 LARGE = {"norm_type": "rms_norm", "use_qk_norm": True}
 """The two sizes of the family differ in their norms and biases too."""
 
 
-def config(vision: dict[str, Any], **options: Any) -> InternVLConfig:
-    text = model_config(model_type="qwen2", hidden_size=12, intermediate_size=8)
-    no_tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    return InternVLConfig(vision_config={**VISION, **vision}, text_config={**text, **no_tokens}, **options)
-
-
 def make(vision: dict[str, Any] = SMALL, **options: Any) -> Any:
-    return randomise(InternVLModel(config(vision, **options)))
+    return randomise(InternVLModel(internvl_config(vision, blocks=2, **options)))
 
 
 @pytest.mark.parametrize(
@@ -97,7 +80,7 @@ def test_the_model_around_it_may_call_it() -> None:
 
 
 def test_only_what_surrounds_the_language_model_is_wrapped() -> None:
-    model = randomise(InternVLForConditionalGeneration(config(SMALL)))
+    model = randomise(internvl_with_head())
     text = model.model.language_model.config._attn_implementation
     wrapped = fx.wrap(model)
     names = {name.split(".")[0] for name, _ in wrapped.named_parameters()}
@@ -111,25 +94,10 @@ def test_only_what_surrounds_the_language_model_is_wrapped() -> None:
 
 def test_the_published_sizes_give_256_tokens_a_tile() -> None:
     with torch.device("meta"):
-        model = InternVLModel(config({"image_size": (448, 448), "patch_size": (14, 14)}))
+        model = InternVLModel(internvl_config({"image_size": (448, 448), "patch_size": (14, 14)}))
     wrapped = fx.wrap(model)
     assert wrapped.tokens_per_tile == 256
     assert wrapped.get_encoder_cudagraph_budget_range(None) == (256, 4096)
-
-
-@pytest.mark.parametrize("crop", [False, True])
-def test_tokens_are_those_that_the_processor_counts(crop: bool) -> None:
-    processor = GotOcr2ImageProcessorPil(
-        size={"height": 16, "width": 16}, crop_to_patches=crop, max_patches=4
-    )
-    sizes = [(16, 16), (40, 20), (20, 70), (64, 64)]
-    images = [np.full((*size, 3), 9, dtype=np.uint8) for size in sizes]
-    inputs = processor(images, return_tensors="pt", do_normalize=True)
-    assert inputs["pixel_values"].shape[1:] == SHAPE
-    specs = fx.wrap(make()).get_encoder_cudagraph_item_specs(dict(inputs))
-    counts = [processor.get_number_of_image_patches(*size, {}) for size in sizes]
-    assert (max(counts) > 2) == crop
-    assert [(s.input_size, s.output_tokens) for s in specs] == [(n, 4 * n) for n in counts]
 
 
 def test_frames_of_a_video_are_tiles(fresh_dynamo: None) -> None:

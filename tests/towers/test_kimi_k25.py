@@ -13,24 +13,18 @@ from torch._dynamo.utils import counters
 from transformers import vision_utils
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.models.kimi_k25 import modeling_kimi_k25
-from transformers.models.kimi_k25.configuration_kimi_k25 import Kimi_K25VisionConfig
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.backend import dispatchers
 from fxsplit_encoder.errors import InputError
 
-from .kimi_towers import (
-    MODES,
-    PATCH,
-    assert_permuted_batches_give_permuted_items,
-    assert_same_items,
-    make_managers,
-    patches,
-    randomise,
-)
+from .kimi_towers import MODES, assert_same_items, assert_traced_once, make_managers, patches
+from .random_weights import randomise
+from .tiny_towers import KIMI_HIDDEN as HIDDEN
+from .tiny_towers import kimi_k25
 
 Grid = tuple[int, int, int]
-HIDDEN, BLOCKS = 48, 3
+BLOCKS = 3
 # Images, then clips. One frame is a clip of its own kind: it gets no time.
 BATCHES: list[tuple[list[Grid], list[Grid]]] = [
     ([(1, 4, 4)], []),
@@ -45,16 +39,7 @@ BATCHES: list[tuple[list[Grid], list[Grid]]] = [
 
 
 def make_tower() -> Any:
-    config = Kimi_K25VisionConfig(
-        num_hidden_layers=BLOCKS,
-        hidden_size=HIDDEN,
-        num_attention_heads=4,
-        intermediate_size=80,
-        pos_emb_height=8,
-        pos_emb_width=8,
-        patch_size=PATCH,
-    )
-    return randomise(modeling_kimi_k25.Kimi_K25VisionModel(config))
+    return randomise(kimi_k25(BLOCKS))
 
 
 def make_batch(images: list[Grid], clips: list[Grid]) -> dict[str, Any]:
@@ -143,27 +128,12 @@ def test_every_item_is_that_of_the_tower(mode: str, managers: Any, reference: An
         assert all(item.untyped_storage().nbytes() == item.nbytes for item in result)
         rows = [spec.output_tokens for spec in manager.tower.get_encoder_cudagraph_item_specs(inputs)]
         assert [len(item) for item in result] == rows
-    assert manager.execute({}) == []
     num_items = sum(len(images) + len(clips) for images, clips in BATCHES)
     assert manager.stats().hits - hits == (0 if mode == "none" else num_items - 2)
 
 
-def test_permuted_batches_give_permuted_items(managers: Any, reference: Any) -> None:
-    inputs = make_batch([(1, 4, 6), (1, 2, 2)], [(4, 2, 2), (2, 4, 4)])
-    assert_permuted_batches_give_permuted_items(
-        managers["full"], inputs, [2, 0, 3, 1], lambda given: encode(reference, given)
-    )
-
-
-def test_padding_is_proved_and_the_trace_is_one(managers: Any) -> None:
-    programs = {id(manager.programs["default"].program) for manager in managers.values()}
-    assert len(programs) == 1
-    for manager in managers.values():
-        assert manager.reports == []
-    program = managers["full"].programs["default"].program
-    assert program.padding.proved, str(program.padding)
-    assert len([step for step in program.steps if step.kind == "piece"]) == BLOCKS + 1
-    assert program.num_distinct == 3
+def test_the_trace_is_one(managers: Any) -> None:
+    assert_traced_once(managers, BLOCKS)
 
 
 @pytest.mark.usefixtures("fresh_dynamo")

@@ -7,17 +7,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
-from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
-from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.attention.kernels.generic import PerSegment
 from fxsplit_encoder.errors import ReplayError
 
-from .packed_tower_tests import PATCH, Grid, PackedTowerTests, Towers, assert_equal, make_batch
+from .packed_tower_tests import Grid, PackedTowerTests, Towers, assert_equal, make_batch
+from .tiny_towers import qwen2_5_vl
 
-WINDOW = 4
 sides = st.integers(1, 10).map(lambda n: 2 * n)
 
 
@@ -29,21 +26,10 @@ class TestQwen25VL(PackedTowerTests):
         "cu_window_seqlens",
         "cu_seqlens",
     ]
-    image_processors: ClassVar[list[Any]] = [Qwen2VLImageProcessorPil]
 
     @classmethod
     def make_tower(cls) -> nn.Module:
-        config = Qwen2_5_VLVisionConfig(
-            depth=3,
-            hidden_size=32,
-            intermediate_size=48,
-            num_heads=2,
-            out_hidden_size=24,
-            patch_size=PATCH,
-            window_size=WINDOW * 2 * PATCH,
-            fullatt_block_indexes=[1],
-        )
-        return Qwen2_5_VisionTransformerPretrainedModel(config)
+        return qwen2_5_vl(blocks=3)
 
     def test_windows_and_frames_share_a_budgets_segments(self, towers: Towers) -> None:
         wrapped = towers.wrapped

@@ -12,22 +12,13 @@ from torch import Tensor
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.towers.models.step3_vision import Step3VisionConfig, Step3VisionModel
+from fxsplit_encoder.towers.models.step3_vision import Step3VisionModel
 
-from .two_views import Crops, Family, TwoViewTests, randomise, resize_bicubic
+from .random_weights import randomise
+from .tiny_towers import step3_config
+from .two_views import Crops, Family, TwoViewTests, resize_bicubic
 
-# Whole images have the stored positions' grid (8 x 8 patches), crops a smaller one (6 x 6).
-CONFIG = Step3VisionConfig(
-    image_size=32,
-    crop_size=24,
-    patch_size=4,
-    hidden_size=32,
-    num_layers=2,
-    num_heads=2,
-    mlp_size=48,
-    downsample_channels=40,
-    out_hidden_size=24,
-)
+CONFIG = step3_config(layers=2)
 
 
 def reference(tensors: Mapping[str, Tensor], tiles: Tensor) -> Tensor:

@@ -14,7 +14,8 @@ from transformers.models.step3p7.modeling_step3p7 import Step3p7Model, Step3p7Vi
 import fxsplit_encoder as fx
 from fxsplit_encoder.towers.step3p7 import Step3p7Tower
 
-from .two_views import Crops, Family, TwoViewTests, assert_items, randomise
+from .random_weights import randomise
+from .two_views import Crops, Family, TwoViewTests, assert_items
 
 # Whole images have 8 x 8 patches and crops 5 x 5, which the convolutions halve to an odd side.
 SIZE, CROP, PATCH = 32, 20, 4

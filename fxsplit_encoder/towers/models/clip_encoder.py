@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fxsplit_encoder.towers.models.blocks import FusedAttention, Layers, QuickGeluMLP, tokens_with_class
 from fxsplit_encoder.towers.models.folded import FoldedTable, resized_positions
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class ClipEncoder(nn.Module):
         super().__init__()
         self.embeddings = _Embeddings(config, sides)
         self.pre_layrnorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)  # sic
-        self.transformer = _Transformer(config)
+        self.transformer = Layers(lambda: _Layer(config), config.num_layers)
 
     def forward(self, features: Tensor) -> Tensor:
         """(images, hidden_size, side, side) to (images, 1 + side * side, hidden_size)."""
@@ -67,22 +67,7 @@ class _Embeddings(nn.Module):
         self.positions = FoldedTable("position_embedding.weight", resize, sides)
 
     def forward(self, features: Tensor) -> Tensor:
-        positions = self.positions(features.shape[-1])
-        first = self.class_embedding + positions[:1]
-        patches = F.pad(features.flatten(2).transpose(1, 2), (0, 0, 1, 0))
-        # The row that was padded is zero, so that the class token comes with its position.
-        return patches + torch.cat((first, positions[1:]))
-
-
-class _Transformer(nn.Module):
-    def __init__(self, config: ClipConfig) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(_Layer(config) for _ in range(config.num_layers))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
+        return tokens_with_class(features, self.class_embedding, self.positions(features.shape[-1]), 1)
 
 
 class _Layer(nn.Module):
@@ -96,37 +81,4 @@ class _Layer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.self_attn(self.layer_norm1(x))
         y: Tensor = x + self.mlp(self.layer_norm2(x))
-        return y
-
-
-class FusedAttention(nn.Module):
-    """Attention of every row of a batch, with one projection for queries, keys and values."""
-
-    def __init__(self, hidden_size: int, num_heads: int) -> None:
-        super().__init__()
-        self.num_heads = num_heads
-        self.qkv_proj = nn.Linear(hidden_size, 3 * hidden_size)
-        self.out_proj = nn.Linear(hidden_size, hidden_size)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(batch, tokens, hidden_size) to the same."""
-        qkv = self.qkv_proj(x).unflatten(-1, (3, self.num_heads, -1))
-        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        attended = F.scaled_dot_product_attention(q, k, v)
-        y: Tensor = self.out_proj(attended.transpose(1, 2).flatten(2))
-        return y
-
-
-class QuickGeluMLP(nn.Module):
-    """Two layers with x * sigmoid(1.702 x) between them, OpenAI CLIP's approximation of GELU."""
-
-    def __init__(self, hidden_size: int, mlp_size: int) -> None:
-        super().__init__()
-        self.fc1 = nn.Linear(hidden_size, mlp_size)
-        self.fc2 = nn.Linear(mlp_size, hidden_size)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., hidden_size) to the same."""
-        x = self.fc1(x)
-        y: Tensor = self.fc2(x * torch.sigmoid(1.702 * x))
         return y

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.towers.models.blocks import check_tiles
 from fxsplit_encoder.towers.models.clip_encoder import ClipConfig, ClipEncoder
 from fxsplit_encoder.towers.models.folded import refresh_tables, sides_of, tables_of
 from fxsplit_encoder.towers.models.sam import SamConfig, SamVisionModel
@@ -78,12 +79,7 @@ class DeepseekOcrVisionModel(nn.Module):
         Raises:
             InputError: tiles of another shape.
         """
-        sizes = (self.config.base_size, self.config.image_size)
-        if tuple(pixel_values.shape[1:]) not in {(3, size, size) for size in sizes}:
-            raise InputError(
-                f"pixel_values: expected (tiles, 3, size, size) with a size of {sizes[0]} or {sizes[1]}; got "
-                f"{tuple(pixel_values.shape)}; base_size and image_size of the configuration set the sizes"
-            )
+        check_tiles(pixel_values, (self.config.base_size, self.config.image_size))
         if not torch.compiler.is_compiling():
             refresh_tables(self._tables)
         local = self.sam_model(pixel_values)

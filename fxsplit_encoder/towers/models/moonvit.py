@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from fxsplit_encoder.attention import varlen_attention
-from fxsplit_encoder.towers.bicubic import resample
 from fxsplit_encoder.towers.merge import merge
+from fxsplit_encoder.towers.taps import resample
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -66,7 +66,7 @@ class _PatchEmbedding(nn.Module):
 
     def forward(self, pixel_values: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         patches: Tensor = self.proj(pixel_values).flatten(1)
-        return patches + resample(self.pos_emb.weight, indices, weights).to(patches.dtype)
+        return patches + resample(self.pos_emb.weight.flatten(0, 1), indices, weights).to(patches.dtype)
 
 
 class _MLP(nn.Module):
@@ -168,7 +168,7 @@ class KimiVLVisionModel(nn.Module):
             pixel_values: (patches, 3, patch_size, patch_size), every image in raster order.
             cu_seqlens: (images + 1,) int32 cumulative patches.
             position_ids: (patches, 2), row and column.
-            interp_indices, interp_weights: (patches, 16), the taps into the position table (`bicubic`).
+            interp_indices, interp_weights: (patches, 16), the taps into the position table (`interpolation`).
             merge_order: (patches,), the rows in the order in which they merge (`merge_order`).
 
         Returns:

@@ -9,11 +9,15 @@ import functools
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.towers.models.clip_encoder import FusedAttention, QuickGeluMLP
+from fxsplit_encoder.towers.models.blocks import (
+    FusedAttention,
+    Layers,
+    QuickGeluMLP,
+    check_tiles,
+    tokens_with_class,
+)
 from fxsplit_encoder.towers.models.folded import (
     FoldedTable,
     refresh_tables,
@@ -68,12 +72,7 @@ class Step3VisionModel(nn.Module):
         Raises:
             InputError: tiles of another shape.
         """
-        sizes = (self.config.image_size, self.config.crop_size)
-        if tuple(pixel_values.shape[1:]) not in {(3, size, size) for size in sizes}:
-            raise InputError(
-                f"pixel_values: expected (tiles, 3, size, size) with a size of {sizes[0]} or {sizes[1]}; got "
-                f"{tuple(pixel_values.shape)}"
-            )
+        check_tiles(pixel_values, (self.config.image_size, self.config.crop_size))
         if not torch.compiler.is_compiling():
             refresh_tables(self._tables)
         side = pixel_values.shape[-1] // self.config.patch_size
@@ -88,7 +87,7 @@ class _Transformer(nn.Module):
     def __init__(self, config: Step3VisionConfig) -> None:
         super().__init__()
         self.embeddings = _Embeddings(config)
-        self.transformer = _Layers(config)
+        self.transformer = Layers(lambda: _Layer(config), config.num_layers)
 
     def forward(self, pixel_values: Tensor) -> Tensor:
         tokens: Tensor = self.transformer(self.embeddings(pixel_values))
@@ -109,21 +108,7 @@ class _Embeddings(nn.Module):
     def forward(self, pixel_values: Tensor) -> Tensor:
         features = self.patch_embedding(pixel_values)
         positions = self.positions(features.shape[-1])
-        first = (self.class_embedding + positions[:1]).expand(_CLASS_TOKENS, -1)
-        patches = F.pad(features.flatten(2).transpose(1, 2), (0, 0, _CLASS_TOKENS, 0))
-        # The rows that were padded are zero, so that the class tokens come with their position.
-        return patches + torch.cat((first, positions[1:]))
-
-
-class _Layers(nn.Module):
-    def __init__(self, config: Step3VisionConfig) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(_Layer(config) for _ in range(config.num_layers))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
+        return tokens_with_class(features, self.class_embedding, positions, _CLASS_TOKENS)
 
 
 class _Layer(nn.Module):

@@ -1,0 +1,122 @@
+"""Resampling of a learned position table: for every patch, the table rows next to it and their weights.
+
+The host computes which rows ("taps") and weights, which follow from the grids alone; the graph adds up the
+rows. So no interpolation, and no loop over images, is in the graph.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import torch.nn.functional as F
+
+from fxsplit_encoder.towers.grid import concatenate, frame_positions
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from fxsplit_encoder.towers.grid import Grid
+
+Mode = Literal["bilinear", "bicubic"]
+"""How a position table is resampled: from 2 or from 4 entries along each axis."""
+
+TAPS: dict[Mode, int] = {"bilinear": 4, "bicubic": 16}
+"""Table rows that make one patch's position."""
+
+# The cubic convolution kernel (Keys, 1981) as `torch.nn.functional.interpolate` and `grid_sample` use it.
+_KEYS_A = np.float32(-0.75)
+
+
+def interpolation(
+    grids: Sequence[Grid], table: tuple[int, int], merge_size: int, align_corners: bool, mode: Mode
+) -> tuple[Tensor, Tensor]:
+    """The taps of every patch of a batch.
+
+    Args:
+        grids: of the batch.
+        table: height and width of the position table.
+        merge_size: of the blocks that the patches of a frame come in; 1: row by row.
+        align_corners, mode: as of `torch.nn.functional.interpolate`.
+
+    Returns:
+        Indices into the flattened table, int32, and their weights, float32: both (patches, taps).
+    """
+    frames = [
+        frame_interpolation(h, w, table, merge_size, align_corners, mode)
+        for t, h, w in grids
+        for _ in range(t)
+    ]
+    return (
+        concatenate([indices for indices, _ in frames], TAPS[mode], np.int32),
+        concatenate([weights for _, weights in frames], TAPS[mode], np.float32),
+    )
+
+
+# An entry is 128 bytes a patch at the most.
+@lru_cache(maxsize=256)
+def frame_interpolation(
+    height: int, width: int, table: tuple[int, int], merge_size: int, align_corners: bool, mode: Mode
+) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """The taps of one frame, (height * width, taps), in merge-block order."""
+    positions = frame_positions(height, width, merge_size)
+    (row_taps, row_weights), (column_taps, column_weights) = (
+        _axis_taps(positions[:, axis], size, table[axis], align_corners, mode)
+        for axis, size in ((0, height), (1, width))
+    )
+    indices = row_taps[:, :, None] * table[1] + column_taps[:, None, :]
+    weights = row_weights[:, :, None] * column_weights[:, None, :]
+    shape = (height * width, TAPS[mode])
+    return indices.reshape(shape).astype(np.int32), weights.reshape(shape)
+
+
+def _axis_taps(
+    index: NDArray[np.int64], size: int, side: int, align_corners: bool, mode: Mode
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """The nearest table positions of every target position along one axis, and their weights; positions
+    outside the table are those at its border.
+
+    In float32 and in the order of operations of `torch.nn.functional.interpolate`, so that the weights are
+    its own.
+    """
+    target = index.astype(np.float32)
+    if align_corners:
+        source = target * np.float32(side - 1) / np.float32(max(size - 1, 1))
+    else:
+        source = (target + np.float32(0.5)) * np.float32(side) / np.float32(size) - np.float32(0.5)
+    floor = np.floor(source)
+    offsets = np.arange(2) if mode == "bilinear" else np.arange(-1, 3)
+    taps = np.clip(floor.astype(np.int64)[:, None] + offsets, 0, side - 1)
+    distance = np.abs(source[:, None] - floor[:, None] - offsets.astype(np.float32))
+    return taps, _linear_kernel(distance) if mode == "bilinear" else _cubic_kernel(distance)
+
+
+def _linear_kernel(distance: NDArray[np.float32]) -> NDArray[np.float32]:
+    weights: NDArray[np.float32] = np.maximum(np.float32(1) - distance, np.float32(0))
+    return weights
+
+
+def _cubic_kernel(distance: NDArray[np.float32]) -> NDArray[np.float32]:
+    a, d = _KEYS_A, distance
+    near = ((a + 2) * d - (a + 3)) * d * d + 1
+    far = ((a * d - 5 * a) * d + 8 * a) * d - 4 * a
+    return np.where(d <= 1, near, far)
+
+
+def resample(table: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+    """The positions of every patch, (patches, hidden), at the weights' precision.
+
+    Args:
+        table: (entries, hidden).
+        indices, weights: (patches, taps), from `interpolation`.
+    """
+    # A sum of lookups, one a tap, is a single pointwise kernel when compiled; a reduction over all taps would
+    # first write as many rows a patch.
+    result = F.embedding(indices[:, 0], table) * weights[:, :1]
+    for tap in range(1, weights.shape[1]):
+        result = result + F.embedding(indices[:, tap], table) * weights[:, tap : tap + 1]
+    return result

@@ -1,0 +1,193 @@
+"""Towers of tiles, which never see one another: the common part of their adapters.
+
+A tile is a row of a batch, whatever image it belongs to, and gives a fixed number of output rows. Tiles of
+another size are another path, captured apart.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.manager.protocol import (
+    EncoderCudaGraphCaptureInputs,
+    EncoderCudaGraphConfig,
+    EncoderCudaGraphPathConfig,
+    EncoderCudaGraphReplayBuffers,
+)
+from fxsplit_encoder.towers.base import WrappedTower
+from fxsplit_encoder.towers.models.folded import refresh_tables, tables_of
+from fxsplit_encoder.towers.rows import one_or_several
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Mapping
+
+    from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class View:
+    """The tiles of one path."""
+
+    input_name: str
+    """Where `mm_kwargs` holds them, (tiles, channels, height, width), and the name of the captured buffer."""
+    shape: tuple[int, int, int]
+    """Channels, height and width of a tile."""
+    tokens: int
+    """Output rows of a tile."""
+    input_size: int = 1
+    """What a tile adds to its item's `input_size`."""
+    optional: bool = False
+    """Whether an item may have no such tiles."""
+
+
+class TileTower(WrappedTower):
+    """A tower of tiles behind the manager's protocol, and still a module with the tower's own forward.
+
+    An adapter gives `encode` and `tiles`, and says of items what the protocol asks.
+
+    Args:
+        tower: the vision tower, whose parameters say on which device and in which dtype it computes.
+        views: the tiles of every path; those of the first are what the module's own forward takes.
+        out_hidden_size: columns of the output.
+    """
+
+    modalities: ClassVar[tuple[str, ...]] = ("image",)
+    max_tiles: ClassVar[int]
+    """The largest batch worth capturing, in tiles of the first path."""
+
+    def __init__(self, tower: nn.Module, views: Mapping[str, View], out_hidden_size: int) -> None:
+        super().__init__(tower)
+        self.views = dict(views)
+        self.out_hidden_size = out_hidden_size
+        self.fold_tables()
+        self.register_forward_pre_hook(_mark_dynamic, with_kwargs=True)
+
+    def fold_tables(self) -> None:
+        """Finds the tables to keep up to date; an adapter that adds some calls it again."""
+        self._tables = tables_of(self)
+
+    @property
+    def first_view(self) -> View:
+        """The tiles that the module's own forward takes."""
+        return next(iter(self.views.values()))
+
+    # --- what an adapter gives
+
+    @abstractmethod
+    def encode(self, tiles: Tensor, path: str) -> Tensor:
+        """(tiles, channels, height, width) of one path to (tiles * tokens, out_hidden_size), as traced."""
+
+    @abstractmethod
+    def tiles(self, mm_kwargs: dict[str, Any], path: str) -> list[Tensor]:
+        """The tiles of a batch on a path, in one tensor or several.
+
+        Raises:
+            InputError: the inputs contradict one another, or have another shape.
+        """
+
+    # --- the module
+
+    def example_inputs(self) -> tuple[Tensor]:
+        """One tile."""
+        return (torch.randn(1, *self.first_view.shape, device=self.device, dtype=self.dtype),)
+
+    # --- the manager's protocol
+
+    def get_encoder_cudagraph_config(self) -> EncoderCudaGraphConfig:
+        """What a capture of this tower needs."""
+        return EncoderCudaGraphConfig(
+            modalities=list(self.modalities),
+            buffer_keys=[view.input_name for view in self.views.values()],
+            out_hidden_size=self.out_hidden_size,
+            max_frames_per_video=self.get_max_frames_per_video(),
+            paths={
+                path: EncoderCudaGraphPathConfig(view.tokens, allow_zero_tokens=view.optional)
+                for path, view in self.views.items()
+            },
+        )
+
+    def get_input_modality(self, mm_kwargs: dict[str, Any]) -> str:
+        """Always "image"."""
+        return "image"
+
+    def get_max_frames_per_video(self) -> int:
+        """1: there are no videos."""
+        return 1
+
+    def get_encoder_cudagraph_budget_range(self, vllm_config: Any) -> tuple[int, int]:
+        """The output tokens of one tile, and those of the largest batch worth capturing."""
+        tokens = self.first_view.tokens
+        return tokens, tokens * self.max_tiles
+
+    def prepare_encoder_cudagraph_capture_inputs(
+        self,
+        token_budget: int,
+        max_batch_size: int,
+        max_frames_per_batch: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        path: str = "default",
+        axis_keys: tuple[Hashable, ...] | None = None,
+    ) -> EncoderCudaGraphCaptureInputs:
+        """As many whole tiles as a budget holds.
+
+        Raises:
+            InputError: it holds none.
+        """
+        refresh_tables(self._tables)
+        view = self.views[path]
+        count = token_budget // view.tokens
+        if count < 1:
+            field = "token_budgets" if path == "default" else f"paths.{path}.token_budgets"
+            raise InputError(
+                f"{field}: {token_budget} has no room for a tile of {type(self.tower).__name__}; expected "
+                f"multiples of its {view.tokens} output tokens"
+            )
+        pixels = torch.randn(count, *view.shape, device=device, dtype=dtype)
+        return EncoderCudaGraphCaptureInputs({view.input_name: pixels})
+
+    def prepare_encoder_cudagraph_replay_buffers(
+        self, mm_kwargs: dict[str, Any], max_batch_size: int, max_frames_per_batch: int, path: str = "default"
+    ) -> EncoderCudaGraphReplayBuffers:
+        """The batch's tiles on a path."""
+        refresh_tables(self._tables)
+        tiles = one_or_several(self.tiles(mm_kwargs, path))
+        return EncoderCudaGraphReplayBuffers({self.views[path].input_name: tiles})
+
+    def encoder_cudagraph_forward(self, inputs: dict[str, Tensor], path: str = "default") -> Tensor:
+        """(tiles * tokens, out_hidden_size): what is traced and captured."""
+        return self.encode(inputs[self.views[path].input_name], path)
+
+    def encoder_eager_forward(self, mm_kwargs: dict[str, Any], path: str = "default") -> Tensor:
+        """The same rows without a capture."""
+        refresh_tables(self._tables)
+        return self.encode(torch.cat(self.tiles(mm_kwargs, path)).to(self.device, self.dtype), path)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _mark_dynamic(
+    module: TileTower, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Tells Dynamo, before it traces, that the number of tiles varies, so that one trace serves every batch;
+    folds tables.
+
+    It runs outside of the compiled frame. The marks go on an alias: the caller's tensor stays as it is. Other
+    sizes than a tile's are left to the tower.
+    """
+    refresh_tables(module._tables)
+    name = module.first_view.input_name
+    if name in kwargs:
+        kwargs = dict(kwargs)
+        args = (kwargs.pop(name), *args)
+    if args and isinstance(args[0], torch.Tensor) and args[0].dim() == 4 and args[0].shape[0] > 0:
+        pixels = args[0].view_as(args[0])
+        # One tile is a number of tiles like any other: a backed size of 1 would be specialised.
+        torch._dynamo.decorators.mark_unbacked(pixels, 0, min=1)
+        torch._dynamo.mark_static(pixels, [1, 2, 3])
+        args = (pixels, *args[1:])
+    return args, kwargs

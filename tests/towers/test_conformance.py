@@ -1,0 +1,347 @@
+"""What every registered tower must do: a class is tested by being registered.
+
+Towers are those of `tiny_towers.TINY`, in mode `full`; counts are those of `token_counts.COUNTS`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxsplit_encoder as fx
+from fxsplit_encoder.capture.buffers import parts_of
+from fxsplit_encoder.manager.protocol import missing_methods
+
+from . import tiny_towers
+from .tiny_inputs import Inputs, Item, items
+from .tiny_towers import TINY, tiny
+from .token_counts import COUNTS
+
+NAMES = fx.supported_towers()
+CPU = torch.device("cpu")
+ITEMS, FRAMES = 4, 8
+"""Limits of a batch."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A registered class, wrapped and captured."""
+
+    name: str
+    tower: Any
+    manager: fx.EncoderCudaGraphManager
+    inputs: Inputs
+
+    @property
+    def images(self) -> list[Item]:
+        return items("image", self.inputs.images)
+
+    @property
+    def videos(self) -> list[Item]:
+        return items("video", self.inputs.videos, first_seed=50)
+
+    def alone(self, item: Item) -> Tensor:
+        """The embedding of an item by the tower's eager forward, in a batch of its own."""
+        batch = self.inputs.make([item])
+        (spec,) = self.tower.get_encoder_cudagraph_item_specs(batch)
+        paths = [name for name, count in self.inputs.path_tokens(item).items() if count]
+        outputs = {path: self.tower.encoder_eager_forward(batch, path=path) for path in paths}
+        embeddings: dict[int, Tensor] = {}
+        self.tower.postprocess_encoder_output(
+            outputs, [0], [spec.output_tokens], embeddings, batch_mm_kwargs=batch
+        )
+        return embeddings[0]
+
+    def check(self, batch: Sequence[Item]) -> None:
+        """Every item of a batch is the one that the tower makes of it alone."""
+        got = self.manager.execute(self.inputs.make(batch))
+        assert len(got) == len(batch)
+        for embedding, item in zip(got, batch, strict=True):
+            expected = self.alone(item)
+            assert expected.std() > 0.05
+            torch.testing.assert_close(embedding, expected, rtol=0, atol=1e-5)
+
+    def misses_of(self, batch: Sequence[Item]) -> dict[Any, int]:
+        """Why items of this batch are served by no replay, and how many; they are right all the same."""
+        before = self.manager.stats()
+        self.check(batch)
+        after = self.manager.stats()
+        assert after.items - before.items == len(batch)
+        misses = {why: count - before.misses.get(why, 0) for why, count in after.misses.items()}
+        misses = {why: count for why, count in misses.items() if count}
+        assert after.hits - before.hits == len(batch) - sum(misses.values())
+        return misses
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def case(request: pytest.FixtureRequest) -> Case:
+    name: str = request.param
+    torch._dynamo.reset()
+    model, inputs = tiny_towers.make(name), tiny(name).inputs
+    assert type(model).__name__ == name
+    tower = fx.wrap(model)
+    config = fx.EncoderConfig(
+        mode="full",
+        piece_compiler="eager",
+        paths={path: {"token_budgets": budgets} for path, budgets in inputs.budgets.items()},
+        max_items_per_batch=ITEMS,
+        max_frames_per_batch=FRAMES if inputs.videos else None,
+        debug=True,
+    )
+    manager = fx.EncoderCudaGraphManager(tower, config, log_interval=0)
+    manager.capture()
+    return Case(name, tower, manager, inputs)
+
+
+@pytest.fixture(autouse=True)
+def _without_gradients() -> Any:
+    with torch.no_grad():
+        yield
+
+
+# --- the table
+
+
+def test_only_registered_classes_are_in_the_tables() -> None:
+    assert sorted(TINY) == sorted(COUNTS) == NAMES
+
+
+def test_a_class_that_nobody_made_a_tiny_one_of_fails() -> None:
+    with pytest.raises(pytest.fail.Exception, match=r"NewModel .*add it to TINY in tests/towers/tiny_towers"):
+        tiny("NewModel")
+
+
+# --- compiled and captured
+
+
+def test_padding_is_proved_and_every_budget_is_captured(case: Case) -> None:
+    for path, budgets in case.inputs.budgets.items():
+        program = case.manager.programs[path]
+        assert program is not None, case.manager.reports
+        padding = program.program.padding
+        assert padding.proved == (not tiny(case.name).unproved), padding
+        assert padding.proved or str(padding) == tiny(case.name).unproved
+        assert program.program.splits, "nothing tells where tokens attend"
+        assert tuple(case.manager.budget_graphs[path]) == budgets
+    assert case.manager.reports == []
+
+
+# --- the protocol
+
+
+def test_what_a_tower_says_of_itself(case: Case) -> None:
+    tower, inputs = case.tower, case.inputs
+    assert isinstance(tower, nn.Module)
+    assert isinstance(tower, fx.SupportsEncoderCudaGraph)
+    assert missing_methods(tower) == []
+    config = tower.get_encoder_cudagraph_config()
+    assert type(config) is fx.EncoderCudaGraphConfig
+    assert config.modalities == ["image", *(["video"] if inputs.videos else [])]
+    assert list(config.paths) == list(inputs.budgets)
+    assert all(type(path) is fx.EncoderCudaGraphPathConfig for path in config.paths.values())
+    assert type(tower.get_max_frames_per_video()) is int
+    assert tower.get_max_frames_per_video() == config.max_frames_per_video >= 1
+    low, high = tower.get_encoder_cudagraph_budget_range(None)
+    assert (type(low), type(high)) == (int, int)
+    assert 0 < low <= high
+    for batch in (case.images, case.videos):
+        if batch:
+            assert tower.get_input_modality(inputs.make(batch)) == batch[0].modality
+    assert (tower.device, tower.dtype) == (CPU, torch.float32)
+
+
+def test_captures_and_replays_name_the_same_tensors(case: Case) -> None:
+    tower, inputs = case.tower, case.inputs
+    batch = inputs.make([*case.images, *case.videos])
+    names = set()
+    for path, budgets in inputs.budgets.items():
+        captured = tower.prepare_encoder_cudagraph_capture_inputs(
+            budgets[-1], ITEMS, FRAMES, torch.device("meta"), torch.bfloat16, path=path
+        )
+        replayed = tower.prepare_encoder_cudagraph_replay_buffers(batch, ITEMS, FRAMES, path=path)
+        assert type(captured) is fx.EncoderCudaGraphCaptureInputs
+        assert type(replayed) is fx.EncoderCudaGraphReplayBuffers
+        assert list(captured.values) == list(replayed.values)
+        names |= set(captured.values)
+        floats = 0
+        for name, buffer in captured.values.items():
+            value = torch.cat(list(parts_of(replayed.values[name])))
+            assert buffer.is_meta
+            assert value.device == CPU
+            assert value.shape[0] <= buffer.shape[0], name
+            assert value.shape[1:] == buffer.shape[1:], name
+            if buffer.dtype == torch.bfloat16:
+                floats += 1
+                assert value.dtype == torch.float32
+            else:
+                assert value.dtype == buffer.dtype, name
+        assert floats == 1, "the pixels, and only they, are in the tower's dtype"
+    assert names == set(tower.get_encoder_cudagraph_config().buffer_keys)
+
+
+def test_the_captured_forward_fills_a_budget(case: Case) -> None:
+    hidden = case.tower.get_encoder_cudagraph_config().out_hidden_size
+    for path, budgets in case.inputs.budgets.items():
+        for budget in budgets:
+            values = case.tower.prepare_encoder_cudagraph_capture_inputs(
+                budget, ITEMS, FRAMES, CPU, torch.float32, path=path
+            ).values
+            output = case.tower.encoder_cudagraph_forward(values, path=path)
+            assert (tuple(output.shape), output.dtype) == ((budget, hidden), torch.float32)
+
+
+# --- item arithmetic
+
+
+def test_items_have_the_sizes_that_follow_from_their_formula(case: Case) -> None:
+    batch = [*case.images, *case.videos]
+    made = case.inputs.make(batch)
+    specs = case.tower.get_encoder_cudagraph_item_specs(made)
+    assert [type(spec) for spec in specs] == [fx.EncoderItemSpec] * len(batch)
+    assert [spec.output_tokens for spec in specs] == [case.inputs.tokens(item) for item in batch]
+    for spec, item in zip(specs, batch, strict=True):
+        paths = {path: spec.get_path_output_tokens(path) for path in case.inputs.budgets}
+        assert paths == case.inputs.path_tokens(item)
+        assert type(spec.input_size) is int
+        assert spec.input_size > 0
+    for indices in ([len(batch) - 1], list(range(len(batch))), []):
+        selected = case.tower.select_encoder_cudagraph_items(made, indices)
+        assert case.tower.get_encoder_cudagraph_item_specs(selected) == [specs[i] for i in indices]
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [(name, number) for name in NAMES for number in range(len(COUNTS.get(name, (None,))))],
+    ids=str,
+)
+def test_items_have_the_tokens_that_the_processor_counts(name: str, number: int) -> None:
+    assert name in COUNTS, f"{name}: add where its token counts come from to COUNTS in token_counts.py"
+    counts = COUNTS[name][number]
+    tower: Any = fx.wrap(counts.tower() if counts.tower is not None else tiny_towers.make(name))
+    inputs, tokens, patches = counts.count()
+    specs = tower.get_encoder_cudagraph_item_specs(inputs)
+    assert [spec.output_tokens for spec in specs] == tokens, counts.source
+    if patches is not None:
+        assert [spec.input_size for spec in specs[: len(patches)]] == patches, counts.source
+
+
+def test_outputs_have_the_declared_rows(case: Case) -> None:
+    batch = [*case.images, *case.videos]
+    made = case.inputs.make(batch)
+    hidden = case.tower.get_encoder_cudagraph_config().out_hidden_size
+    shapes = [(case.inputs.tokens(item), hidden) for item in batch]
+    assert [tuple(case.alone(item).shape) for item in batch] == shapes
+    got = case.manager.execute(made)
+    assert [tuple(item.shape) for item in got] == shapes
+    assert all(item.untyped_storage().nbytes() == item.nbytes for item in got), "an item's memory is its own"
+
+
+# --- padding
+
+
+def test_larger_budgets_have_larger_buffers(case: Case) -> None:
+    for path, budgets in case.inputs.budgets.items():
+        ladder = [*budgets, 2 * budgets[-1], 3 * budgets[-1]]
+        made = [
+            case.tower.prepare_encoder_cudagraph_capture_inputs(
+                budget, ITEMS, FRAMES, CPU, torch.float32, path=path
+            ).values
+            for budget in ladder
+        ]
+        for smaller, larger in itertools.pairwise(made):
+            assert list(smaller) == list(larger)
+            grew = [
+                [a <= b for a, b in zip(smaller[name].shape, larger[name].shape, strict=True)]
+                for name in smaller
+            ]
+            assert all(all(dims) for dims in grew)
+            assert any(smaller[name].shape != larger[name].shape for name in smaller)
+
+
+def test_a_small_batch_in_a_large_budget(case: Case) -> None:
+    """Rows that are left are zero, lengths never fall and end among the rows, and the item is right."""
+    item = next(image for image in case.images if all(case.inputs.path_tokens(image).values()))
+    batch = case.inputs.make([item])
+    for path, budgets in case.inputs.budgets.items():
+        route, tokens = case.manager.paths[path], case.inputs.path_tokens(item)[path]
+        assert tokens < budgets[-1]
+        values = route.values(batch)
+        captured = route.captured[budgets[-1]]
+        case.manager.execute(case.inputs.make([*case.images, *case.videos]))  # leaves its rows behind
+        route.load(captured, values)
+        assert route.program is not None
+        for name, tensor in captured.inputs.tensors.items():
+            value = values[name]
+            assert value is not None
+            rows = sum(part.shape[0] for part in parts_of(value))
+            if name in route.program.segment_inputs:
+                lengths, patches = tensor.tolist(), captured.inputs.tensors["pixel_values"].shape[0]
+                assert lengths == sorted(lengths)
+                assert (lengths[0], lengths[rows - 1]) == (0, 4 * tokens)
+                assert lengths[-1] <= patches
+            else:
+                assert not tensor[rows:].any()
+        output = captured.replay(debug=True)[0]
+        expected = case.tower.encoder_eager_forward(batch, path=path)
+        assert output.shape[0] >= budgets[-1]
+        torch.testing.assert_close(output[:tokens], expected, rtol=0, atol=1e-5)
+
+
+def test_what_an_earlier_batch_left_behind_is_not_seen(case: Case) -> None:
+    """Images after videos and videos after images, few after many; alone where there are no videos."""
+    images, videos = case.images, case.videos
+    batches = [images, videos, images[:1], [*images[1:], *videos[:1]], videos[1:], images[1:], videos[:1]]
+    for batch in batches:
+        assert case.misses_of(batch) == {}
+
+
+def test_videos_are_refused_where_images_alone_are_taken(case: Case) -> None:
+    if not case.videos:
+        inputs = {**case.inputs.make(case.images), "pixel_values_videos": torch.zeros(2, 3, 8, 8)}
+        with pytest.raises(fx.InputError, match=r"pixel_values_videos: .* takes images only; leave it out"):
+            case.manager.execute(inputs)
+
+
+# --- batches that are special
+
+
+def test_no_items_are_a_valid_batch(case: Case) -> None:
+    nothing = case.inputs.make([])
+    before = case.manager.stats()
+    assert case.tower.get_encoder_cudagraph_item_specs(nothing) == []
+    assert case.manager.execute(nothing) == case.manager.execute({}) == []
+    assert case.manager.stats().items == before.items
+
+
+def test_an_item_exactly_as_large_as_a_budget(case: Case) -> None:
+    (item,) = items("image", [case.inputs.exact])
+    (batch,) = case.manager.plan(case.inputs.make([item])).batches
+    budgets = {path: planned.budget for path, planned in batch.paths.items()}
+    assert budgets == case.inputs.path_tokens(item)
+    assert case.misses_of([item]) == {}
+
+
+def test_an_item_over_every_budget(case: Case) -> None:
+    """Alone, and among others, which are replayed all the same."""
+    (large,) = items("image", [case.inputs.over], first_seed=90)
+    over = {fx.MissReason.OVER_LARGEST_BUDGET: 1}
+    assert case.misses_of([large]) == over
+    misses = case.misses_of([case.images[0], large, *case.images[1:]])
+    assert misses == over, "the others go without it"
+
+
+def test_permuted_items_give_permuted_outputs(case: Case) -> None:
+    images, videos = case.images, case.videos
+    made = case.manager.execute(case.inputs.make([*images, *videos]))
+    straight = dict(zip([*images, *videos], made, strict=True))
+    for permuted in (images[::-1], [*images[1:], images[0]]):
+        batch = [*permuted, *videos[::-1]]
+        got = case.manager.execute(case.inputs.make(batch))
+        for embedding, item in zip(got, batch, strict=True):
+            torch.testing.assert_close(embedding, straight[item], rtol=0, atol=1e-5)

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import vision_utils
+
+from fxsplit_encoder.towers.taps import TAPS, frame_interpolation, interpolation, resample
+
+Grids = list[tuple[int, int, int]]
+sides = st.integers(1, 70)
+even_sides = st.integers(1, 20).map(lambda n: 2 * n)
+batches = st.lists(st.tuples(st.integers(1, 4), even_sides, even_sides), min_size=1, max_size=4)
+
+
+@settings(max_examples=80, deadline=None)
+@given(batches, st.sampled_from([4, 9, 48]), st.booleans(), st.sampled_from(list(TAPS)))
+def test_taps_are_bit_equal_to_those_of_transformers(
+    grids: Grids, side: int, align_corners: bool, mode: Any
+) -> None:
+    expected_indices, expected_weights = vision_utils.get_vision_interpolation_indices_and_weights(
+        torch.tensor(grids), side, mode=mode, align_corners=align_corners, spatial_merge_size=2
+    )
+    indices, weights = interpolation(grids, (side, side), 2, align_corners, mode)
+    assert (indices.dtype, weights.dtype) == (torch.int32, torch.float32)
+    assert torch.equal(indices, expected_indices.int())
+    assert torch.equal(weights, expected_weights)
+
+
+@pytest.mark.parametrize("size", [(2, 2), (2, 96), (96, 2), (48, 48), (50, 34), (180, 240)])
+@pytest.mark.parametrize("align_corners", [False, True])
+def test_taps_of_a_single_frame_are_bit_equal(size: tuple[int, int], align_corners: bool) -> None:
+    indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
+        torch.tensor([[1, *size]]), 48, mode="bilinear", align_corners=align_corners, spatial_merge_size=2
+    )
+    mine = frame_interpolation(*size, (48, 48), 2, align_corners, "bilinear")
+    assert np.array_equal(mine[0], indices.numpy())
+    assert np.array_equal(mine[1], weights.numpy())
+
+
+@settings(max_examples=60, deadline=None)
+@given(sides, sides, st.sampled_from([(8, 8), (64, 64), (6, 11)]), st.sampled_from(list(TAPS)))
+def test_a_resampled_table_is_that_of_interpolate(
+    height: int, width: int, table: tuple[int, int], mode: Any
+) -> None:
+    values = torch.rand(*table, 3, generator=torch.Generator().manual_seed(height))
+    result = resample(values.flatten(0, 1), *interpolation([(1, height, width)], table, 1, False, mode))
+    channels_first = values.permute(2, 0, 1)[None]
+    expected = F.interpolate(channels_first, size=(height, width), mode=mode, align_corners=False)
+    torch.testing.assert_close(result, expected[0].flatten(1).t(), rtol=0, atol=1e-5)
+
+
+def test_a_table_of_the_images_size_is_taken_as_it_is() -> None:
+    table = torch.randn(6 * 4, 3)
+    taps = interpolation([(1, 6, 4)], (6, 4), merge_size=1, align_corners=False, mode="bicubic")
+    assert torch.equal(resample(table, *taps), table)
+
+
+@pytest.mark.parametrize("mode", list(TAPS))
+def test_the_weights_of_a_patch_sum_to_one(mode: Any) -> None:
+    _, weights = interpolation([(2, 6, 10)], (48, 48), 2, True, mode)
+    torch.testing.assert_close(weights.sum(1), torch.ones(120))
+
+
+@pytest.mark.parametrize("mode", list(TAPS))
+def test_frames_and_items_follow_one_another(mode: Any) -> None:
+    indices, weights = interpolation([(2, 4, 2), (1, 2, 6)], (8, 8), 1, False, mode)
+    frames = [frame_interpolation(*size, (8, 8), 1, False, mode) for size in ((4, 2), (4, 2), (2, 6))]
+    assert np.array_equal(indices, np.concatenate([taps for taps, _ in frames]))
+    assert np.array_equal(weights, np.concatenate([values for _, values in frames]))
+    assert [tensor.shape for tensor in interpolation([], (8, 8), 1, False, mode)] == [(0, TAPS[mode])] * 2
