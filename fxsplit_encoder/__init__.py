@@ -1,7 +1,14 @@
 """Fast vision encoders: graphs split at attention, CUDA graphs by token budget, and a manager that packs."""
 
 from fxsplit_encoder.backend import warmup
-from fxsplit_encoder.capture import MissReason, generate_budgets
+from fxsplit_encoder.capture import (
+    BreakableCUDAGraphCapture,
+    BreakableCUDAGraphWrapper,
+    GraphPool,
+    MissReason,
+    eager_break_during_capture,
+    generate_budgets,
+)
 from fxsplit_encoder.config import EncoderConfig, PathConfig
 from fxsplit_encoder.errors import (
     CaptureError,
@@ -33,6 +40,8 @@ from fxsplit_encoder.towers import DenseTowerSpec, supported_towers, wrap
 __version__ = "0.1.0"
 
 __all__ = [
+    "BreakableCUDAGraphCapture",
+    "BreakableCUDAGraphWrapper",
     "BudgetGraphMetadata",
     "CaptureError",
     "CaptureMemoryError",
@@ -47,6 +56,7 @@ __all__ = [
     "EncoderCudaGraphReplayBuffers",
     "EncoderItemSpec",
     "FxSplitError",
+    "GraphPool",
     "InputError",
     "ManagerStats",
     "MissReason",
@@ -57,6 +67,7 @@ __all__ = [
     "ReplayError",
     "SupportsEncoderCudaGraph",
     "UnsupportedTowerError",
+    "eager_break_during_capture",
     "generate_budgets",
     "scatter_output_slices",
     "supported_towers",

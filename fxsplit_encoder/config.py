@@ -31,7 +31,7 @@ PieceCompiler = Literal["auto", "inductor", "aot_eager", "eager"]
 
 # The names above are the whole vocabulary; these are the ones that work. What is missing here is refused
 # by name rather than replaced by something else.
-IMPLEMENTED_MODES: tuple[Mode, ...] = ("auto", "full", "piecewise", "exact", "none")
+IMPLEMENTED_MODES: tuple[Mode, ...] = ("auto", "full", "piecewise", "breakable", "exact", "none")
 IMPLEMENTED_PACKINGS: tuple[Packing, ...] = ("cost", "greedy", "greedy_defer")
 IMPLEMENTED_PIECE_COMPILERS: tuple[PieceCompiler, ...] = ("auto", "inductor", "aot_eager", "eager")
 IMPLEMENTED_ATTENTION: tuple[str, ...] = (
@@ -176,6 +176,7 @@ class EncoderConfig(_Settings):
 
     mode: _Mode = "auto"
     """What is captured. full: budgets, as one graph each; piecewise: budgets, broken at every splitting op;
+    breakable: budgets of the untouched module, not compiled, broken there and wherever its code asks for it;
     exact: no budgets, but the very token counts that come, once they have come `exact_min_hits` times; none:
     nothing, all run at their exact shape; auto: what measures cheapest for each budget, and token counts for
     which padding has cost more than their own capture would."""

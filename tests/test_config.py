@@ -15,7 +15,6 @@ from fxsplit_encoder.config import (
     IMPLEMENTED_MODES,
     IMPLEMENTED_PACKINGS,
     EncoderConfig,
-    Mode,
     Packing,
     PathConfig,
 )
@@ -99,13 +98,6 @@ def test_every_problem_is_reported_at_once() -> None:
         EncoderConfig(enabled="yes", debug="no", paths={"a": {"mode": "fast", "x": 1}})
     starts = [problem.split(":")[0] for problem in raised.value.problems]
     assert starts == ["enabled", "paths.a.mode", "paths.a.x", "debug"]
-
-
-@pytest.mark.parametrize("mode", sorted(set(get_args(Mode)) - set(IMPLEMENTED_MODES)))
-def test_modes_of_later_versions_are_refused(mode: str) -> None:
-    for values in ({"mode": mode}, {"paths": {"local": {"mode": mode}}}):
-        with pytest.raises(ConfigError, match=f"not available in this version.*auto.*got '{mode}'"):
-            EncoderConfig(**values)
 
 
 @pytest.mark.parametrize("packing", get_args(Packing))

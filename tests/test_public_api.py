@@ -1,6 +1,8 @@
 import fxsplit_encoder as fx
 
 NAMES = [
+    "BreakableCUDAGraphCapture",
+    "BreakableCUDAGraphWrapper",
     "BudgetGraphMetadata",
     "CaptureError",
     "CaptureMemoryError",
@@ -15,6 +17,7 @@ NAMES = [
     "EncoderCudaGraphReplayBuffers",
     "EncoderItemSpec",
     "FxSplitError",
+    "GraphPool",
     "InputError",
     "ManagerStats",
     "MissReason",
@@ -25,6 +28,7 @@ NAMES = [
     "ReplayError",
     "SupportsEncoderCudaGraph",
     "UnsupportedTowerError",
+    "eager_break_during_capture",
     "generate_budgets",
     "scatter_output_slices",
     "supported_towers",

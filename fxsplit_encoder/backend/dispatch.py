@@ -271,7 +271,9 @@ class BudgetDispatcher:
             def request(budget: int) -> CaptureRequest:
                 return self._request(template, int(budget * rows_per_token), budget)
 
-            self._ladders[key] = BudgetLadder(request, self.config.mode, self.pool)
+            # There is a graph to break at its splitting ops already, and no untouched module any more.
+            mode = "piecewise" if self.config.mode == "breakable" else self.config.mode
+            self._ladders[key] = BudgetLadder(request, mode, self.pool)
         return self._ladders[key]
 
     def _other_sizes(self, frame: Frame) -> tuple[int, ...]:
@@ -345,10 +347,13 @@ class BudgetDispatcher:
             values = {_name(entry.slot): frame.slots[entry.slot] for entry in program.region_inputs}
             captured.load(values, tokens)
             outputs = captured.replay(debug=self.config.debug)
-            return [
+            own = [
                 self._true_output(argument, info, output, frame)
                 for argument, info, output in zip(program.outputs, program.output_infos, outputs, strict=True)
             ]
+            if self.config.debug:
+                captured.pool.handed_out.add(tensor for tensor in own if isinstance(tensor, torch.Tensor))
+            return own
 
     def _true_output(self, argument: Any, info: Any, output: Any, frame: Frame) -> Any:
         """An output at its true size, as the caller's own (capture rule 7)."""

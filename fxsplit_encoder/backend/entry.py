@@ -53,7 +53,8 @@ def encoder_cg(
             "graphs; call under torch.no_grad() or torch.inference_mode()"
         )
         return module.forward
-    compile_options = CompileOptions(config.splitting_ops, config.piece_compiler)
+    compiler = "eager" if config.mode == "breakable" else config.piece_compiler
+    compile_options = CompileOptions(config.splitting_ops, compiler)
 
     def dispatcher(program: Program) -> Callable[[Sequence[Any]], list[Any]]:
         return BudgetDispatcher(program, config)

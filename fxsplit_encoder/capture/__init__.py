@@ -1,11 +1,17 @@
 """From a callable over static buffers to something that replays. Knows nothing of models."""
 
+from fxsplit_encoder.capture.breakable import (
+    BreakableCUDAGraphCapture,
+    active_capture,
+    eager_break_during_capture,
+)
 from fxsplit_encoder.capture.budgets import generate_budgets, smallest_fitting
 from fxsplit_encoder.capture.buffers import (
     SharedBuffers,
     StaticBuffer,
     StaticInputs,
 )
+from fxsplit_encoder.capture.checks import HandedOut
 from fxsplit_encoder.capture.exact_shapes import ExactShapes
 from fxsplit_encoder.capture.forward import CapturedForward, measure_ms
 from fxsplit_encoder.capture.ladder import BudgetLadder
@@ -15,19 +21,25 @@ from fxsplit_encoder.capture.reasons import MissReason
 from fxsplit_encoder.capture.requests import CaptureRequest, request_over
 from fxsplit_encoder.capture.segmented import SegmentedCapture
 from fxsplit_encoder.capture.segments import pad_cu_seqlens, segment_capacity
+from fxsplit_encoder.capture.wrapper import BreakableCUDAGraphWrapper
 
 __all__ = [
+    "BreakableCUDAGraphCapture",
+    "BreakableCUDAGraphWrapper",
     "BudgetLadder",
     "CaptureRequest",
     "CapturedForward",
     "ExactShapes",
     "GraphPool",
+    "HandedOut",
     "MissReason",
     "SegmentedCapture",
     "SharedBuffers",
     "StaticBuffer",
     "StaticInputs",
     "StaticParameters",
+    "active_capture",
+    "eager_break_during_capture",
     "generate_budgets",
     "measure_ms",
     "pad_cu_seqlens",

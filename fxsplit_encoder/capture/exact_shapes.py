@@ -22,6 +22,7 @@ from fxsplit_encoder.errors import CaptureError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from fxsplit_encoder.capture.checks import HandedOut
     from fxsplit_encoder.capture.requests import CaptureRequest
 
 logger = logging.getLogger(__name__)
@@ -59,6 +60,7 @@ class ExactShapes:
             but the device's.
         agree: for a forward with collectives, which all its ranks must capture at the same use: whether
             every rank says yes. Times differ between ranks, so nothing is measured then.
+        handed_out: what callers hold, for debugged replays.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class ExactShapes:
         max_captures: int = 64,
         max_bytes: Callable[[], int | None] = lambda: None,
         agree: Callable[[bool], bool] | None = None,
+        handed_out: HandedOut | None = None,
     ) -> None:
         self.device = device
         self.mode = mode
@@ -86,6 +89,7 @@ class ExactShapes:
         self._request = request
         self._prepared: CaptureRequest | None = None
         self._agree = agree
+        self._handed_out = handed_out
         self._generations: list[_Generation] = []
         self._held: dict[int, _Generation] = {}
         self._uses: OrderedDict[int, float] = OrderedDict()
@@ -199,7 +203,7 @@ class ExactShapes:
         """The newest generation, or a new one if that is full."""
         newest = self._generations[-1] if self._generations else None
         if newest is None or len(newest.sizes) >= max(1, self.max_captures // _GENERATIONS):
-            pool = GraphPool(self.device)
+            pool = GraphPool(self.device, handed_out=self._handed_out)
             ladder = BudgetLadder(self._take_prepared, self.mode, pool, measured=self._agree is None)
             newest = _Generation(pool, ladder, self._clock)
             self._generations.append(newest)

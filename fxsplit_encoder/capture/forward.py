@@ -9,11 +9,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fxsplit_encoder.attention import KnownSegments
-from fxsplit_encoder.capture.runner import LiveSegments, RecordingRunner, borrowed
+from fxsplit_encoder.capture import checks
+from fxsplit_encoder.capture.breakable import DEFAULT_SPLITTING_OPS, BreakableCUDAGraphCapture
+from fxsplit_encoder.capture.eager_attention import Attended, LiveSegments
+from fxsplit_encoder.capture.failures import capture_failure
+from fxsplit_encoder.capture.runner import RecordingRunner
 from fxsplit_encoder.capture.segmented import SegmentedCapture
 from fxsplit_encoder.capture.segments import pad_cu_seqlens, pad_cu_seqlens_on_device
 from fxsplit_encoder.compile import DIRECT
-from fxsplit_encoder.errors import CaptureError, CaptureMemoryError, FxSplitError, ReplayError
+from fxsplit_encoder.errors import CaptureMemoryError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -38,10 +42,14 @@ class CapturedForward:
 
     Args:
         inputs: the static inputs that the forward reads.
-        segment_inputs: names of the inputs that are cumulative lengths of attention.
-        rows: tokens (rows) that the capture holds.
+        segment_inputs: names of the inputs that are cumulative lengths of attention. Those of an uncompiled
+            forward are found when it is captured.
+        rows: tokens (rows) that the capture holds; None: it is never padded.
         num_rows: where the forward's masks read the number of real rows; None if it has none.
-        mode: "full" or "piecewise".
+        mode: "full", "piecewise" (of a compiled forward) or "breakable" (of an uncompiled one).
+        compiled: whether the forward is a program, run step by step; else its ops are captured as they are
+            called, and pad rows are kept finite there.
+        splitting_ops: where an uncompiled forward breaks in mode "breakable".
     """
 
     def __init__(
@@ -49,11 +57,15 @@ class CapturedForward:
         inputs: StaticInputs,
         parameters: StaticParameters,
         segment_inputs: Sequence[str],
-        rows: int,
+        rows: int | None,
         num_rows: Tensor | None,
         mode: str,
         pool: GraphPool,
+        *,
+        compiled: bool = True,
+        splitting_ops: Sequence[str] = DEFAULT_SPLITTING_OPS,
     ) -> None:
+        assert not (compiled and mode == "breakable"), "a program breaks in mode piecewise"
         self.inputs = inputs
         self.parameters = parameters
         self.segment_inputs = tuple(segment_inputs)
@@ -61,20 +73,34 @@ class CapturedForward:
         self.num_rows = num_rows
         self.mode = mode
         self.pool = pool
-        self.capture = SegmentedCapture(pool)
+        self.compiled = compiled
         self.live = LiveSegments()
+        self.capture = (
+            SegmentedCapture(pool)
+            if compiled
+            else BreakableCUDAGraphCapture(
+                pool,
+                splitting_ops=splitting_ops,
+                breaks=mode == "breakable",
+                live=None if rows is None else self.live,
+            )
+        )
         self.outputs: list[Any] = []
         self.output_addresses: list[int] = []
         self.num_bytes = 0
+        self._real: tuple[int, int] | None = None
+        """Rows of the batch that was loaded, of how many captured ones; None: not known."""
 
     def record(self, forward: Forward) -> None:
         """Warms the forward up at full depth, then captures it.
 
         Raises:
             CaptureMemoryError: out of device memory, or over the pool's limit. Nothing is kept.
-            CaptureError: the forward did something that cannot be captured. Nothing is kept.
+            CaptureError: the forward did something that cannot be captured. Nothing is kept. The message
+                names the op, and the module that called it, where they are known.
         """
         before = self.pool.reserved_bytes()
+        what = "one shape" if self.rows is None else f"{self.rows} rows"
         try:
             with torch.inference_mode(False), torch.no_grad():
                 if self.pool.is_cuda:
@@ -85,34 +111,53 @@ class CapturedForward:
                     before = self.pool.reserved_bytes()
                 with self.capture:
                     self.outputs = list(self._record_steps(forward))
-        except torch.OutOfMemoryError as error:
-            raise CaptureMemoryError(f"out of memory while capturing {self.rows} rows: {error}") from error
-        except FxSplitError:
-            raise
         except Exception as error:  # whatever a captured forward raises costs its budget, not the others'
-            raise CaptureError(
-                f"capturing {self.rows} rows failed: {type(error).__name__}: {error}"
-            ) from error
-        if self.pool.is_cuda:
-            # The pool owns the memory, so that the next, smaller capture may use it too: replays exclude one
-            # another, and what a replay returns is copied before the next.
-            self.outputs = [borrowed(t) if isinstance(t, torch.Tensor) else t for t in self.outputs]
+            failure = capture_failure(error, what, self.capture.running)
+            if failure is error:
+                raise
+            raise failure from error
+        # The pool owns the memory, so that the next, smaller capture may use it too: replays exclude one
+        # another, and what a replay returns is copied before the next.
+        self.outputs = [self.pool.hold(t) if isinstance(t, torch.Tensor) else t for t in self.outputs]
         self.output_addresses = [t.data_ptr() for t in self.outputs if isinstance(t, torch.Tensor)]
         self.num_bytes = (
             self.pool.reserved_bytes() - before if self.pool.is_cuda else _num_bytes(self.outputs)
         )
+        if not self.compiled:
+            self._find_segment_inputs()
         try:
-            self.pool.charge(self.num_bytes, f"the capture of {self.rows} rows")
+            self.pool.charge(self.num_bytes, f"the capture of {what}")
         except CaptureMemoryError:
             self.release()
             raise
 
     def _record_steps(self, forward: Forward) -> Sequence[Any]:
+        if not self.compiled:
+            return forward(DIRECT)
         if self.mode == "full" and not self.pool.is_cuda:
             # Replaying the forward as one call keeps no intermediate value, as a graph's pool keeps none for
             # others.
             return self.capture.captured(forward, DIRECT)  # type: ignore[no-any-return]
         return forward(RecordingRunner(self.capture, breaks=self.mode == "piecewise", live=self.live))
+
+    def _find_segment_inputs(self) -> None:
+        """The inputs that attention was captured with, unless the tower pads them itself."""
+        self.segment_inputs = tuple(
+            name
+            for name, buffer in self.inputs.buffers.items()
+            if name in self.segment_inputs or (self._attended(name) and buffer.padding_logic is None)
+        )
+
+    def _attended(self, name: str) -> Attended | None:
+        return self.live.attended.get(self.inputs.buffers[name].tensor.data_ptr())
+
+    def _captured_rows(self, name: str) -> int:
+        """Rows of the sequence that an input of cumulative lengths describes."""
+        attended = self._attended(name)
+        if attended is not None:
+            return attended.rows
+        assert self.rows is not None
+        return self.rows
 
     def load(self, values: Mapping[str, StaticValue | None], rows: int | None) -> None:
         """Fills the static inputs with a batch of `rows` rows (None: as many as before), padded.
@@ -123,16 +168,19 @@ class CapturedForward:
         Raises:
             ReplayError: something does not fit; nothing has been copied then.
         """
-        padded = dict(values)
+        padded: dict[str, StaticValue | None] = dict(values)
         known: list[KnownSegments] = []
+        self._real = None
         for name in self.segment_inputs:
             given = values.get(name)
             if not isinstance(given, torch.Tensor):
                 continue
             buffer = self.inputs.buffers[name].tensor
             if given.device.type == "cpu":
-                padded[name] = pad_cu_seqlens(given, buffer.shape[0], self.rows)
-                if self.mode == "piecewise":  # nothing else reads them
+                captured_rows = self._captured_rows(name)
+                padded[name] = pad_cu_seqlens(given, buffer.shape[0], captured_rows)
+                self._real = int(given[-1]), captured_rows
+                if self.mode != "full":  # nothing else reads them
                     known.append(KnownSegments(buffer[: given.shape[0]], given.tolist()))
             else:
                 padded[name] = pad_cu_seqlens_on_device(given, buffer.shape[0])
@@ -143,23 +191,36 @@ class CapturedForward:
             self.live.set(rows, known)
         else:
             self.live.clear()
+        if rows is not None and self.rows is not None:
+            self._real = rows, self.rows
 
     def replay(self, *, debug: bool = False) -> list[Any]:
         """Runs the captured forward on what the static inputs hold; returns its outputs, which the next
         replay overwrites.
 
+        Args:
+            debug: whether every rule is checked (`capture.checks`), which waits for the device.
+
         Raises:
-            ReplayError: a captured address has changed.
+            ReplayError: a captured address has changed, or another rule was found broken.
         """
         self.parameters.check_addresses()
         if debug:
-            self.inputs.check_addresses()
-            addresses = [t.data_ptr() for t in self.outputs if isinstance(t, torch.Tensor)]
-            if addresses != self.output_addresses:
-                raise ReplayError("a captured output has moved; outputs must not be resized or replaced")
-        with torch.no_grad():
-            self.capture.replay()
+            self._check_before_replay()
+        self.capture.replay()
+        if debug and self._real is not None:
+            checks.check_output_padding(self.outputs, *self._real)
         return self.outputs
+
+    def _check_before_replay(self) -> None:
+        self.inputs.check_addresses()
+        checks.check_output_addresses(self.outputs, self.output_addresses)
+        self.pool.handed_out.check(self.outputs)
+        for name, buffer in self.inputs.buffers.items():
+            if name in self.segment_inputs:
+                checks.check_lengths(name, buffer.tensor, self._captured_rows(name), self._attended(name))
+            else:
+                checks.check_input_padding(buffer)
 
     def measure(self, repeats: int = 5) -> float:
         """Median milliseconds of a replay on what the static inputs hold."""
@@ -167,9 +228,9 @@ class CapturedForward:
 
     def release(self) -> None:
         """Drops graphs and outputs; their memory returns to the pool."""
-        self.capture.segments.clear()
-        self.capture = SegmentedCapture(self.pool)
+        self.capture.release()
         self.outputs = []
+        self.output_addresses = []
 
 
 def _num_bytes(values: Sequence[Any]) -> int:

@@ -17,7 +17,7 @@ from fxsplit_encoder.capture.runner import ExactRunner
 from fxsplit_encoder.errors import CaptureError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from fxsplit_encoder.capture.pool import GraphPool
     from fxsplit_encoder.capture.requests import CaptureRequest
@@ -51,7 +51,7 @@ class BudgetLadder:
 
     Args:
         request: makes the capture request of a budget; its tensors become the capture's own.
-        mode: "auto", "full" or "piecewise".
+        mode: "auto", "full", "piecewise" or "breakable".
         measured: whether every way of running is timed, to choose by it; only on a device.
     """
 
@@ -73,6 +73,8 @@ class BudgetLadder:
         """Budgets at whose size `auto` found the exact shape to be as fast."""
         self.dropped: dict[int, str] = {}
         """Budgets that could not be captured, and why."""
+        self.replaced: dict[int, str] = {}
+        """Budgets that were captured in another mode than the wanted one, and why."""
         self.costs: dict[int, MeasuredCosts] = {}
         """What was measured on a device, of budgets in `captured` and `exact`."""
         self.capture_ms = 0.0
@@ -119,15 +121,14 @@ class BudgetLadder:
         self.captured_one_segment.clear()
         self.exact.clear()
         self.dropped.clear()
+        self.replaced.clear()
         self.costs.clear()
         self._num_bytes.clear()
 
     def _capture(self, budget: int) -> None:
         request = self._request(budget)
         if not (self.measured and self.pool.is_cuda):
-            self.captured[budget] = self._record(
-                budget, request, "full" if self.mode == "auto" else self.mode
-            )
+            self.captured.update((budget, each) for each in self._record_first(budget, request).values())
             return
         costs = self._capture_cheapest_mode(budget, request)
         self.costs[budget] = costs
@@ -136,8 +137,8 @@ class BudgetLadder:
 
     def _capture_cheapest_mode(self, budget: int, request: CaptureRequest) -> MeasuredCosts:
         """Captures in every mode that may be, measures, and keeps the cheapest."""
-        every = ["full", "piecewise"] if request.can_break else ["full"]
-        candidates = self._record_all(budget, request, every if self.mode == "auto" else [self.mode])
+        record = self._record_all if self.mode == "auto" else self._record_first
+        candidates = record(budget, request)
         costs = MeasuredCosts(
             {mode: captured.measure() for mode, captured in candidates.items()}, self._measure_exact(request)
         )
@@ -170,7 +171,7 @@ class BudgetLadder:
 
     def _capture_one_segment(self, budget: int, request: CaptureRequest, costs: MeasuredCosts) -> None:
         """Adds a full graph for one segment: beside a full one, or a piecewise one that costs more."""
-        if self.captured[budget].mode == "piecewise" and self.mode != "auto":
+        if self.captured[budget].mode != "full" and self.mode != "auto":
             return  # the user wants piecewise, which attends to the true segments anyway
         try:
             narrow = self._record(budget, request, "full")
@@ -186,13 +187,11 @@ class BudgetLadder:
         else:
             narrow.release()
 
-    def _record_all(
-        self, budget: int, request: CaptureRequest, modes: Sequence[str]
-    ) -> dict[str, CapturedForward]:
-        """Captures in each mode; fails only if all fail."""
+    def _record_all(self, budget: int, request: CaptureRequest) -> dict[str, CapturedForward]:
+        """Captures in every mode; fails only if all fail."""
         recorded: dict[str, CapturedForward] = {}
         failures: list[CaptureError] = []
-        for mode in modes:
+        for mode in request.modes:
             try:
                 recorded[mode] = self._record(budget, request, mode)
             except CaptureError as error:
@@ -200,6 +199,23 @@ class BudgetLadder:
         if not recorded:
             raise failures[0]
         return recorded
+
+    def _record_first(self, budget: int, request: CaptureRequest) -> dict[str, CapturedForward]:
+        """Captures in the wanted mode, or else in another, which is remembered in `replaced`."""
+        possible = request.modes
+        # Without a program the mode that breaks at attention is `breakable`.
+        wanted = self.mode if self.mode in possible else possible[0 if self.mode == "auto" else -1]
+        failures: list[CaptureError] = []
+        for mode in (wanted, *(mode for mode in possible if mode != wanted)):
+            try:
+                recorded = {mode: self._record(budget, request, mode)}
+            except CaptureError as error:
+                failures.append(error)
+                continue
+            if failures:
+                self.replaced[budget] = f"captured in mode {mode}: in mode {wanted} {failures[0]}"
+            return recorded
+        raise failures[0]
 
     def _record(self, budget: int, request: CaptureRequest, mode: str) -> CapturedForward:
         captured = CapturedForward(
@@ -210,6 +226,8 @@ class BudgetLadder:
             request.num_rows,
             mode,
             self.pool,
+            compiled=request.compiled,
+            splitting_ops=request.splitting_ops,
         )
         captured.record(request.forward)
         self._num_bytes[budget] += captured.num_bytes

@@ -41,8 +41,8 @@ def probe_padding(program: Program, frame: Frame, rows: int) -> str | None:
     try:
         with torch.no_grad():
             expected = program.finish(exact, DIRECT)
-            refusal = _difference(expected, program.finish(poisoned, DIRECT), "NaN")
-            return refusal or _difference(expected, program.finish(strangers, DIRECT), "other")
+            refusal = difference(expected, program.finish(poisoned, DIRECT), "NaN")
+            return refusal or difference(expected, program.finish(strangers, DIRECT), "other")
     except (IndexError, RuntimeError) as error:
         return f"the padded run failed: {error}"
 
@@ -82,7 +82,8 @@ def _strange_rows(value: Tensor, dim: int, count: int) -> Tensor:
     return rows * factors.view([-1 if d == dim else 1 for d in range(value.dim())])
 
 
-def _difference(expected: Sequence[Any], got: Sequence[Any], kind: str) -> str | None:
+def difference(expected: Sequence[Any], got: Sequence[Any], kind: str) -> str | None:
+    """How the real rows of padded outputs differ from what is expected, by more than rounding; or None."""
     for number, (a, b) in enumerate(zip(expected, got, strict=True)):
         if not isinstance(a, torch.Tensor):
             continue

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fxsplit_encoder.capture.breakable import DEFAULT_SPLITTING_OPS
 from fxsplit_encoder.capture.buffers import StaticBuffer, StaticInputs
 
 if TYPE_CHECKING:
@@ -35,6 +36,17 @@ class CaptureRequest:
     """Makes the same request for batches of one segment. Empty segments cost attention
     (benchmarks/attention.py).
     """
+    compiled: bool = True
+    """Whether the forward is a program, see `CapturedForward`."""
+    splitting_ops: Sequence[str] = DEFAULT_SPLITTING_OPS
+    """Where a forward that is not compiled breaks."""
+
+    @property
+    def modes(self) -> list[str]:
+        """The modes in which it can be captured."""
+        if not self.compiled:
+            return ["full", "breakable"]
+        return ["full", "piecewise"] if self.can_break else ["full"]
 
 
 def request_over(

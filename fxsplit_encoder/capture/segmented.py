@@ -1,23 +1,28 @@
 """`SegmentedCapture`: a forward as a list of callables, each the replay of a CUDA graph or an eager step.
 
-Modes differ only in where they break: `full` nowhere, `piecewise` at every splitting op. Without CUDA the
-same class records the calls themselves and replays them over the same tensors, so that all but the graph is
-tested on a CPU.
+Modes differ only in where they break: `full` nowhere, `piecewise` at every splitting op, `breakable` there
+and wherever the code asks for it (`capture.breakable`). Without CUDA the same class records the calls
+themselves and replays them over the same tensors, so that all but the graph is tested on a CPU.
 """
 
 from __future__ import annotations
 
+import contextlib
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fxsplit_encoder.errors import CaptureError
+from fxsplit_encoder.capture.memory import copy_results
+from fxsplit_encoder.errors import CaptureError, ReplayError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
+    from typing import Self
 
     from fxsplit_encoder.capture.pool import GraphPool
+    from fxsplit_encoder.capture.recorded_ops import RecordedOps
 
 
 class SegmentedCapture:
@@ -31,14 +36,18 @@ class SegmentedCapture:
     def __init__(self, pool: GraphPool) -> None:
         self.pool = pool
         self.segments: list[Callable[[], Any]] = []
+        """What a replay calls, in order."""
         self.num_graphs = 0
-        self.num_eager_steps = 0
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self.num_eager_breaks = 0
+        self.running: str | None = None
+        """The op or piece that was called last, for the reason of a failure."""
+        self._graph: torch.cuda.CUDAGraph | RecordedOps | None = None
         self._kept: list[Any] = []
         self._scope: Any = None
+        self._is_complete = False
 
-    def __enter__(self) -> SegmentedCapture:
-        if self.segments:
+    def __enter__(self) -> Self:
+        if self._is_complete:
             raise CaptureError("this capture has recorded already; make a new one")
         self._scope = self.pool.capturing()
         self._scope.__enter__()
@@ -50,65 +59,79 @@ class SegmentedCapture:
         try:
             if error is None:
                 self._end_graph()
-            else:
-                self._abandon()
+                self._is_complete = True
         finally:
+            if not self._is_complete:
+                self._abandon()
             self._scope.__exit__(None, None, None)
 
     def captured(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Makes a call a part of the running graph, beginning one if need be; returns its result."""
         if self.pool.is_cuda:
             self._begin_graph()
+        if self._graph is not None:
             return call(*args, **kwargs)
         result = call(*args, **kwargs)
         self._kept.append(result)
-        self.segments.append(lambda: _copy_results(result, call(*args, **kwargs)))
+        self.segments.append(lambda: copy_results(result, call(*args, **kwargs)))
         self.num_graphs += 1
         return result
 
-    def eager(self, call: Callable[[], Any]) -> None:
-        """Breaks the graph: `call` runs now and in its place at every replay, and owns what it writes."""
+    def eager(self, call: Callable[[], Any], first: Callable[[], Any] | None = None) -> Any:
+        """Breaks the graph: `call` runs at every replay in its place, and owns what it writes. Now `first`
+        runs if there is one, else `call`; returns its result.
+        """
         self._end_graph()
-        call()
+        result = (first or call)()
         self.segments.append(call)
-        self.num_eager_steps += 1
+        self.num_eager_breaks += 1
+        return result
 
     def replay(self) -> None:
-        """Runs every segment in order, on the current stream."""
-        for segment in self.segments:
-            segment()
+        """Runs every segment in order, on the current stream.
+
+        Raises:
+            ReplayError: nothing is recorded, or not to its end.
+        """
+        if not self._is_complete:
+            raise ReplayError("nothing to replay: the capture has not ended, has failed, or was released")
+        with torch.no_grad():
+            for segment in self.segments:
+                segment()
+
+    def release(self) -> None:
+        """Drops graphs and eager steps; their memory returns to the pool, and the object records again."""
+        self.segments.clear()
+        self._kept.clear()
+        self.num_graphs = self.num_eager_breaks = 0
+        self._is_complete = False
+
+    def _new_graph(self) -> torch.cuda.CUDAGraph | RecordedOps:
+        return torch.cuda.CUDAGraph()
 
     def _begin_graph(self) -> None:
         if self._graph is None:
-            self._graph = torch.cuda.CUDAGraph()
+            self._graph = self._new_graph()
             # Other threads may use CUDA meanwhile; only this thread's unsafe calls are errors.
             self._graph.capture_begin(pool=self.pool.handle, capture_error_mode="thread_local")
 
     def _end_graph(self) -> None:
-        if self._graph is not None:
-            graph, self._graph = self._graph, None
-            graph.capture_end()
-            self.segments.append(graph.replay)
-            self.num_graphs += 1
-
-    def _abandon(self) -> None:
-        """Leaves no open capture and no half recording behind an exception."""
         graph, self._graph = self._graph, None
-        self.segments.clear()
-        self._kept.clear()
         if graph is None:
             return
         try:
-            graph.capture_end()
+            with warnings.catch_warnings():
+                # Nothing may lie between two breaks, or behind the last.
+                warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+                graph.capture_end()
         except RuntimeError:
             self.pool.recover_from_failed_capture()
+            raise
+        self.segments.append(graph.replay)
+        self.num_graphs += 1
 
-
-def _copy_results(kept: Any, new: Any) -> None:
-    """Writes a replayed call's results to where the first call's are."""
-    if isinstance(kept, torch.Tensor):
-        if kept.data_ptr() != new.data_ptr():
-            kept.copy_(new)
-    elif isinstance(kept, list | tuple):
-        for old, value in zip(kept, new, strict=True):
-            _copy_results(old, value)
+    def _abandon(self) -> None:
+        """Leaves no open capture and no half recording behind an exception."""
+        with contextlib.suppress(RuntimeError):
+            self._end_graph()
+        self.release()

@@ -3,9 +3,8 @@
     rows      0 . . . . . . . . . n . . . . . . . . . . . . B
     segments  [ image ][ image    ]          (then empty ones)
 
-In a compiled forward the pad rows belong to no segment; masks keep them finite (`compile.masks`). In a
-forward that is captured as it is, without masks, `cover_pad_rows` makes them segments too, so that attention
-writes them.
+The pad rows belong to no segment. In a compiled forward masks keep them finite (`compile.masks`), in one that
+is captured as it is the attention itself (`capture.eager_attention`).
 """
 
 from __future__ import annotations
@@ -84,28 +83,6 @@ def pad_cu_seqlens_on_device(cu_seqlens: Tensor, length: int) -> Tensor:
     if spare < 0:
         raise ReplayError(f"cu_seqlens: {cu_seqlens.shape[0]} entries do not fit a capture of {length}")
     return torch.cat([cu_seqlens, cu_seqlens[-1:].expand(spare)]) if spare else cu_seqlens
-
-
-def cover_pad_rows(captured: Tensor, cu_seqlens: Tensor) -> None:
-    """Fills captured cumulative lengths so that they cover the pad rows too; without a host read.
-
-    The last entry of `captured` is the capture's number of rows and stays so. The pad rows are spread evenly
-    over all free segments, since attention costs the square of a segment's length.
-
-    Raises:
-        ReplayError: fewer than one entry is left for padding.
-    """
-    spare = captured.shape[0] - cu_seqlens.shape[0]
-    if spare < 1:
-        raise ReplayError(
-            f"cu_seqlens: {cu_seqlens.shape[0]} entries leave no segment for padding in a capture of "
-            f"{captured.shape[0]}"
-        )
-    given = cu_seqlens.to(captured.device)
-    real, rows = given[-1].long(), captured[-1].long()
-    steps = torch.arange(1, spare + 1, device=captured.device)
-    captured[given.shape[0] :] = (real + (rows - real) * steps // spare).to(captured.dtype)
-    captured[: given.shape[0]] = given
 
 
 def fits(num_segments: int, num_rows: int, length: int, rows: int) -> bool:

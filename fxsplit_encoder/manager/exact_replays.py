@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from fxsplit_encoder.capture import BudgetLadder, CaptureRequest
+    from fxsplit_encoder.capture import BudgetLadder, CaptureRequest, HandedOut
     from fxsplit_encoder.config import EncoderConfig
     from fxsplit_encoder.manager.plan import PathPlan
 
@@ -32,7 +32,7 @@ class ExactReplays:
     Args:
         request: makes the capture request of a size over shared inputs.
         remaining_bytes: what the memory limit leaves for more captures; None: there is no limit.
-        agree: as for `ExactShapes`.
+        agree, handed_out: as for `ExactShapes`.
     """
 
     def __init__(
@@ -44,6 +44,7 @@ class ExactReplays:
         by_cost: bool,
         remaining_bytes: Callable[[], int | None],
         agree: Callable[[bool], bool] | None = None,
+        handed_out: HandedOut | None = None,
     ) -> None:
         self.by_cost = by_cost
         self.inputs = SharedBuffers(_GROWTH)
@@ -54,6 +55,7 @@ class ExactReplays:
             max_captures=config.exact_max_graphs,
             max_bytes=self._allowance,
             agree=agree,
+            handed_out=handed_out,
         )
         self._remaining_bytes = remaining_bytes
         self._costs = RouteCosts()

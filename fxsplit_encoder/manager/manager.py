@@ -383,6 +383,8 @@ class EncoderCudaGraphManager:
                     reason = reason or missed
             self._postprocess(outputs, indices, tokens, results, clone=False, batch_mm_kwargs=selected)
             self._own(indices, results, outputs)
+            if self.config.debug:
+                self.pool.handed_out.add(results[index] for index in indices)
         self.statistics.record_items(len(indices), reason)
 
     def _run_path(

@@ -21,7 +21,7 @@ from fxsplit_encoder.capture import (
     StaticParameters,
     request_over,
 )
-from fxsplit_encoder.capture.probe import probe_padding
+from fxsplit_encoder.capture.probe import difference, probe_padding
 from fxsplit_encoder.capture.runner import ExactRunner
 from fxsplit_encoder.compile import BoundProgram, CompileOptions, Step
 from fxsplit_encoder.errors import CaptureError, InputError
@@ -96,6 +96,7 @@ class EncoderPath:
                 by_cost=self.mode == "auto",
                 remaining_bytes=remaining_bytes,
                 agree=agree,
+                handed_out=pool.handed_out,
             )
         self.rows_per_token = 1.0
         """Rows of the attended sequence for an output token."""
@@ -118,7 +119,11 @@ class EncoderPath:
         return CaptureKey(self.name, budget, self.axis_keys)
 
     def compile(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Traces and compiles the forward once, for all budgets; one that does not compile is kept whole."""
+        """Traces and compiles the forward once, for all budgets; one that does not compile is captured as it
+        is. With mode `breakable` nothing is compiled.
+        """
+        if self.mode == "breakable":
+            return
         refusal = self.forward.compile(self.budgets, progress)
         if refusal is not None:
             self.note(f"{self.label}: {refusal}")
@@ -144,8 +149,32 @@ class EncoderPath:
     def capture(self, budget: int) -> None:
         """Captures one budget, or notes why it is dropped."""
         self.ladder.capture(budget)
+        if budget in self.captured and self.program is None:
+            self._probe(budget)
+        if budget in self.ladder.replaced:
+            self.note(f"{self.label}: budget {budget} is {self.ladder.replaced[budget]}")
         if budget in self.ladder.dropped:
             self.note(f"{self.label}: budget {budget} is dropped: {self.ladder.dropped[budget]}")
+
+    @torch.no_grad()
+    def _probe(self, budget: int) -> None:
+        """Drops the capture of a forward that nobody could analyse if padding changes its results, by a batch
+        of half its tokens.
+        """
+        half = budget // 2
+        try:
+            values = self.forward.capture_values(half) if half else {}
+        except InputError:
+            return
+        if not values:
+            return
+        captured = self.captured[budget]
+        expected = self.forward(values)
+        captured.load(values, None)
+        output = captured.replay()[0]
+        refusal = difference([expected], [output], "other")
+        if refusal is not None:
+            self.ladder.drop(budget, f"padding changes its results: {refusal}")
 
     def drop(self, budget: int, reason: str) -> None:
         """Releases the captures of one budget."""
@@ -193,6 +222,8 @@ class EncoderPath:
                 None,
                 self._uncompiled(values),
                 can_break=False,
+                compiled=False,
+                splitting_ops=self.forward.options.splitting_ops,
             )
         rows = program.tokens(values)
         if rows is not None:

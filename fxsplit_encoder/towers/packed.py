@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from fxsplit_encoder.attention.hugging_face import use_varlen_attention
-from fxsplit_encoder.capture.segments import cover_pad_rows, full_cu_seqlens, segment_capacity
+from fxsplit_encoder.capture.segments import full_cu_seqlens, segment_capacity
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.manager.protocol import (
     EncoderCudaGraphCaptureInputs,
@@ -163,7 +163,6 @@ class PackedTower(PackedItems):
             modalities=list(self.modalities),
             buffer_keys=["pixel_values", *self.metadata_names],
             out_hidden_size=self.out_hidden_size,
-            padding_logics=dict.fromkeys(self.segment_inputs, cover_pad_rows),
             max_frames_per_video=self.max_frames_per_video,
         )
 

@@ -62,7 +62,7 @@ def test_a_budget_is_captured_once_in_its_mode(mode: str, captured_mode: str, re
 
 
 def test_a_failure_is_remembered_until_clear(requests: list[int], caplog: pytest.LogCaptureFixture) -> None:
-    failures = [RuntimeError("not now")]
+    failures = [RuntimeError("not now")] * 2  # in either mode
 
     def fail_once(runner: Any) -> Any:
         if failures:
@@ -78,6 +78,24 @@ def test_a_failure_is_remembered_until_clear(requests: list[int], caplog: pytest
     made.clear()
     assert made.capture(8) is not None
     assert made.dropped == {}
+
+
+def test_a_budget_that_fails_in_its_mode_is_captured_in_the_next(requests: list[int]) -> None:
+    failures = [RuntimeError("not in one graph")]
+
+    def fail_once(runner: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return [torch.zeros(2)]
+
+    made = make_ladder("full", requests, lambda: request(fail_once))
+    captured = made.capture(8)
+    assert captured is not None
+    assert captured.mode == "piecewise"
+    assert "captured in mode piecewise: in mode full" in made.replaced[8]
+    assert "not in one graph" in made.replaced[8]
+    made.clear()
+    assert made.replaced == {}
 
 
 def test_errors_that_are_not_about_capturing_are_not_hidden(requests: list[int]) -> None:

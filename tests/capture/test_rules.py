@@ -25,6 +25,8 @@ from fxsplit_encoder.capture import (
     StaticBuffer,
     StaticInputs,
     StaticParameters,
+    checks,
+    eager_attention,
     forward,
     runner,
 )
@@ -137,7 +139,7 @@ def test_rule_1_eager_attention_writes_into_buffers_that_are_finite_everywhere(p
     q = torch.randn(8, 2, 4)
     lengths = torch.tensor([0, 3, 5], dtype=torch.int32)
     step = build.Step("split", "a", varlen_attention, (), {}, (0,), returns_tensor=True)
-    live = runner.LiveSegments()
+    live = eager_attention.LiveSegments()
     live.set(5, ())
     with SegmentedCapture(pool) as capture:
         recording = runner.RecordingRunner(capture, breaks=True, live=live)
@@ -169,13 +171,8 @@ class Untraceable(nn.Module):
         return self.inner.encoder_cudagraph_forward(inputs, path)  # type: ignore[no-any-return]
 
 
-def empty_segments(captured: Tensor, cu_seqlens: Tensor) -> None:
-    captured.fill_(cu_seqlens[-1])
-    captured[: cu_seqlens.shape[0]] = cu_seqlens
-
-
-def test_rule_1_without_a_program_the_pad_rows_are_segments(
-    leaky: LeakyAttention, tiny_towers: Any, make_batch: Any, encode: Any
+def test_rule_1_without_a_program_attention_clears_the_pad_rows(
+    leaky: LeakyAttention, tiny_towers: Any, make_batch: Any, encode: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = fx.EncoderConfig(mode="full", token_budgets=(4, 16, 32), max_items_per_batch=4, debug=True)
     manager = Manager(Untraceable(tiny_towers.wrapped), config)
@@ -185,10 +182,29 @@ def test_rule_1_without_a_program_the_pad_rows_are_segments(
     expected = encode(tiny_towers.reference, inputs)
     assert_equal_items(manager.execute(inputs), expected)
     assert manager.stats().hits == 2
-    # The same with empty segments behind the real ones, as a compiled forward may have them:
-    for captured in manager.paths["default"].captured.values():
-        captured.inputs.buffers["cu_seqlens"].padding_logic = empty_segments
+    assert all(leaky.finite)
+    assert all(c.outputs[0].isfinite().all() for c in manager.paths["default"].captured.values())
+
+    # Did it leave them as they are, they would reach real rows.
+    monkeypatch.setattr(eager_attention, "_clear_pad_rows", lambda out, cu_seqlens: out)
+    manager.config = manager.config.model_copy(update={"debug": False})
     assert differs(manager.execute(inputs), expected)
+
+
+def test_rule_1_between_graphs_attention_clears_the_pad_rows_that_the_host_does_not_know(
+    leaky: LeakyAttention,
+) -> None:
+    q, lengths = torch.randn(8, 2, 4), torch.tensor([0, 8, 8], dtype=torch.int32)
+    inputs = StaticInputs([StaticBuffer("q", q), StaticBuffer("cu_seqlens", lengths)])
+    captured = CapturedForward(
+        inputs, StaticParameters([]), (), 8, None, "breakable", GraphPool(q.device), compiled=False
+    )
+    captured.record(lambda steps: [varlen_attention(q, q, q, lengths, 8, 0.5) + 1])
+    assert captured.segment_inputs == ("cu_seqlens",)
+    lengths.copy_(torch.tensor([0, 2, 5]))  # behind the back of `load`, as a value on a device is
+    (out,) = captured.replay(debug=True)
+    assert torch.equal(out[5:], torch.ones(3, 2, 4))
+    torch.testing.assert_close(out[:5], varlen_attention(q, q, q, lengths, 8, 0.5)[:5] + 1)
 
 
 # --- 2: cumulative lengths rise, and the bound holds
@@ -198,7 +214,7 @@ def test_rule_1_without_a_program_the_pad_rows_are_segments(
 def seen_segments(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], int, int]]:
     """(cumulative lengths, bound, rows) of every attention."""
     seen: list[tuple[list[int], int, int]] = []
-    attend_out = runner.attend_out
+    attend_out = eager_attention.attend_out
     by_segment = generic._attend_by_segment
 
     def spy_out(
@@ -211,7 +227,7 @@ def seen_segments(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], int,
         seen.append((lengths.tolist(), q.shape[0], q.shape[0]))
         return by_segment(q, k, v, lengths, scale)
 
-    monkeypatch.setattr(runner, "attend_out", spy_out)
+    monkeypatch.setattr(eager_attention, "attend_out", spy_out)
     monkeypatch.setattr(generic, "_attend_by_segment", spy)
     return seen
 
@@ -257,6 +273,9 @@ def test_rule_2_lengths_copied_over_longer_ones_would_fall(
         return padded
 
     monkeypatch.setattr(forward, "pad_cu_seqlens", copied_over_zeros)
+    with pytest.raises(ReplayError, match="capture rule 2: cu_seqlens: entry 2 falls from 24 to 0"):
+        replay(managers["full"], 32, make_batch([(1, 4, 6)]))
+    monkeypatch.setattr(checks, "check_lengths", lambda *args: None)
     replay(managers["full"], 32, make_batch([(1, 4, 6)]))
     assert not all(rises(lengths) for lengths, _, _ in seen_segments)
 
@@ -324,7 +343,7 @@ def test_rule_3_the_manager_falls_back_whole_and_counts_it(
     assert_unchanged(manager.paths["default"].captured[16], before)
 
 
-def test_rule_3_holds_for_buffers_with_a_padding_logic(tiny_towers: Any, make_batch: Any) -> None:
+def test_rule_3_holds_for_cumulative_lengths_without_a_program(tiny_towers: Any, make_batch: Any) -> None:
     manager = Manager(
         Untraceable(tiny_towers.wrapped),
         fx.EncoderConfig(mode="full", token_budgets=(4,), max_items_per_batch=1),
@@ -333,8 +352,8 @@ def test_rule_3_holds_for_buffers_with_a_padding_logic(tiny_towers: Any, make_ba
     path = manager.paths["default"]
     before = snapshot(path.captured[4])
     values = path.values(make_batch([(1, 2, 2)]))
-    values["cu_seqlens"] = torch.zeros(99, dtype=torch.int32)
-    with pytest.raises(ReplayError, match="cu_seqlens"):
+    values["cu_seqlens"] = torch.arange(99, dtype=torch.int32)
+    with pytest.raises(ReplayError, match="cu_seqlens: 98 segments"):
         path.load(path.captured[4], values)
     assert_unchanged(path.captured[4], before)
 
@@ -547,7 +566,7 @@ def test_rule_6_debug_finds_inputs_and_outputs_that_moved(
         tensor.set_(tensor.clone())
         if debug:
             with pytest.raises(
-                ReplayError, match="pixel_values: .* moved" if which == "input" else "output has"
+                ReplayError, match="pixel_values: .* moved" if which == "input" else "output 0 has"
             ):
                 manager.execute(inputs)
         else:
@@ -608,14 +627,20 @@ def test_rule_7_results_survive_later_replays(mode: str, managers: Any, make_bat
 
 
 def test_rule_7_a_view_of_the_output_would_not_survive(
-    managers: Any, make_batch: Any, monkeypatch: pytest.MonkeyPatch
+    make_manager: Any, make_batch: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    manager = managers["full"]
-    monkeypatch.setattr(manager, "_own", lambda *args: None)
-    (item,) = manager.execute(make_batch([(1, 4, 4)]))
-    kept = item.clone()
-    manager.execute(make_batch([(1, 4, 4)], seed=1))
-    assert not torch.equal(item, kept)
+    for debug in (False, True):
+        manager = make_manager(mode="full", debug=debug)
+        manager.capture()
+        monkeypatch.setattr(manager, "_own", lambda *args: None)
+        (item,) = manager.execute(make_batch([(1, 4, 4)]))
+        kept = item.clone()
+        if debug:
+            with pytest.raises(ReplayError, match="capture rule 7"):
+                manager.execute(make_batch([(1, 4, 4)], seed=1))
+        else:
+            manager.execute(make_batch([(1, 4, 4)], seed=1))
+            assert not torch.equal(item, kept)
 
 
 @torch.no_grad()

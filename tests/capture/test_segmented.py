@@ -8,10 +8,11 @@ from torch import Tensor
 
 from fxsplit_encoder.attention import KnownSegments, varlen_attention
 from fxsplit_encoder.capture import GraphPool, SegmentedCapture, StaticInputs, StaticParameters
+from fxsplit_encoder.capture.eager_attention import LiveSegments
 from fxsplit_encoder.capture.forward import CapturedForward
-from fxsplit_encoder.capture.runner import ExactRunner, LiveSegments, RecordingRunner
+from fxsplit_encoder.capture.runner import ExactRunner, RecordingRunner
 from fxsplit_encoder.compile import Step
-from fxsplit_encoder.errors import CaptureError
+from fxsplit_encoder.errors import CaptureError, ReplayError
 
 
 @pytest.fixture
@@ -19,12 +20,12 @@ def pool() -> GraphPool:
     return GraphPool(torch.device("cpu"))
 
 
-def split_step(call: Any, returns_tensor: bool = True, frees: tuple[int, ...] = ()) -> Step:
-    return Step("split", "s", call, (), {}, (0,), returns_tensor, frees)
+def split_step(call: Any, returns_tensor: bool = True) -> Step:
+    return Step("split", "s", call, (), {}, (0,), returns_tensor)
 
 
-def piece_step(call: Any, frees: tuple[int, ...] = ()) -> Step:
-    return Step("piece", "p", call, (), {}, (1,), False, frees)
+def piece_step(call: Any) -> Step:
+    return Step("piece", "p", call, (), {}, (1,), False)
 
 
 def test_replay_calls_everything_in_order_on_what_the_inputs_hold_now(pool: GraphPool) -> None:
@@ -33,7 +34,7 @@ def test_replay_calls_everything_in_order_on_what_the_inputs_hold_now(pool: Grap
         y = capture.captured(torch.add, x, 1)
         capture.eager(lambda: seen.append(y.tolist()))
         z = capture.captured(lambda: (y * 2, y.view(3, 1)))
-    assert (capture.num_graphs, capture.num_eager_steps) == (2, 1)
+    assert (capture.num_graphs, capture.num_eager_breaks) == (2, 1)
     addresses = [t.data_ptr() for t in (y, *z)]
     x.fill_(4)
     capture.replay()
@@ -84,7 +85,7 @@ def test_modes_differ_in_where_they_break(pool: GraphPool, mode: str, graphs: in
 
     captured = CapturedForward(StaticInputs([]), StaticParameters([]), (), 6, None, mode, pool)
     captured.record(forward)
-    assert (captured.capture.num_graphs, captured.capture.num_eager_steps) == (graphs, eager)
+    assert (captured.capture.num_graphs, captured.capture.num_eager_breaks) == (graphs, eager)
     for _ in range(2):
         x.normal_()
         expected = varlen_attention(x * 2, x * 2, x * 2, lengths, 6, 0.5) + 1
@@ -100,7 +101,7 @@ def test_another_splitting_op_keeps_its_results_in_place(pool: GraphPool) -> Non
         one = runner.run_split(split_step(torch.neg), [x], {})
         many = runner.run_split(split_step(torch.aminmax, returns_tensor=False), [x], {"dim": 0})
         last = runner.run_piece(piece_step(lambda a, b: (a + b,)), [one, many[1]])
-    assert capture.num_eager_steps == 2
+    assert capture.num_eager_breaks == 2
     address = one.data_ptr()
     x.copy_(torch.tensor([3.0, 5.0]))
     capture.replay()
@@ -108,22 +109,6 @@ def test_another_splitting_op_keeps_its_results_in_place(pool: GraphPool) -> Non
     assert one.tolist() == [-3.0, -5.0]
     assert [m.item() for m in many] == [3.0, 5.0]
     assert last[0].tolist() == [2.0, 0.0]
-
-
-def test_attention_buffers_are_reused_unless_a_piece_returned_a_view(pool: GraphPool) -> None:
-    q = torch.randn(4, 1, 8)
-    lengths = torch.tensor([0, 4], dtype=torch.int32)
-    args = [q, q, q, lengths, 4, 0.5]
-    with SegmentedCapture(pool) as capture:
-        runner = RecordingRunner(capture, breaks=True, live=LiveSegments())
-        attention = split_step(varlen_attention)
-        first = runner.run_split(attention, args, {})
-        runner.run_piece(piece_step(lambda t: (t * 2,), frees=(0,)), [first])
-        second = runner.run_split(attention, args, {})
-        assert second.data_ptr() == first.data_ptr()
-        view = runner.run_piece(piece_step(lambda t: (t.view(-1),), frees=(0,)), [second])
-        third = runner.run_split(attention, args, {})
-        assert third.data_ptr() != view[0].data_ptr()
 
 
 def test_the_exact_runner_attends_to_the_segments_that_the_host_knows() -> None:
@@ -147,3 +132,15 @@ def test_live_segments_are_those_of_one_batch() -> None:
     assert live.of(captured) is known
     live.clear()
     assert (live.of(captured), live.rows) == (None, None)
+
+
+def test_the_reason_of_a_failure_names_the_piece(pool: GraphPool) -> None:
+    def forward(runner: Any) -> list[Tensor]:
+        (x,) = runner.run_piece(piece_step(lambda: (torch.ones(2),)), ())
+        return [runner.run_split(split_step(torch.ops.aten.add.Tensor), [x, "no"], {})]
+
+    captured = CapturedForward(StaticInputs([]), StaticParameters([]), (), 6, None, "piecewise", pool)
+    with pytest.raises(CaptureError, match=r"^capturing 6 rows failed at aten::add\.Tensor: RuntimeError: "):
+        captured.record(forward)
+    with pytest.raises(ReplayError, match="nothing to replay"):
+        captured.replay()

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxsplit_encoder.capture import pad_cu_seqlens, segment_capacity
-from fxsplit_encoder.capture.segments import cover_pad_rows, fits, pad_cu_seqlens_on_device
+from fxsplit_encoder.capture.segments import fits, pad_cu_seqlens_on_device
 from fxsplit_encoder.errors import InputError, ReplayError
 
 lengths = st.lists(st.integers(0, 50), max_size=20)
@@ -37,30 +37,6 @@ def test_empty_segments_at_the_end_take_no_room(segments: list[int], empty: int)
     real = cumulative(segments)
     padded = pad_cu_seqlens(cumulative([*segments, *[0] * empty]), len(real), int(real[-1]))
     assert torch.equal(padded, real)
-
-
-@given(lengths, st.integers(1, 12), st.integers(0, 100))
-def test_covered_pad_rows_lie_in_segments_and_the_real_part_is_kept(
-    segments: list[int], spare: int, pad_rows: int
-) -> None:
-    given_lengths = cumulative(segments)
-    rows = int(given_lengths[-1]) + pad_rows
-    captured = torch.full((len(given_lengths) + spare,), rows, dtype=torch.int32)
-    captured[: spare // 2] = 3  # what an earlier replay left
-    captured[-1] = rows
-    cover_pad_rows(captured, given_lengths)
-    assert torch.equal(captured[: len(given_lengths)], given_lengths)
-    assert (captured.diff() >= 0).all()
-    assert captured[-1] == rows
-    # Attention costs the square of a segment, so padding is spread.
-    assert captured[len(given_lengths) - 1 :].diff().max() <= -(-pad_rows // spare)
-
-
-def test_covering_needs_a_segment_of_its_own() -> None:
-    captured = torch.tensor([0, 4, 9], dtype=torch.int32)
-    with pytest.raises(ReplayError, match="3 entries leave no segment for padding in a capture of 3"):
-        cover_pad_rows(captured, torch.tensor([0, 2, 4], dtype=torch.int32))
-    assert captured.tolist() == [0, 4, 9]
 
 
 @pytest.mark.parametrize("given_lengths", [[], [1, 2], [0, 5, 4], [0, -1]])

@@ -117,7 +117,7 @@ def test_breaks_run_between_graphs() -> None:
         y = capture.captured(lambda: x + 1)
         capture.eager(lambda: seen.append(y.sum().item()))
         z = capture.captured(lambda: y * 2)
-    assert (capture.num_graphs, capture.num_eager_steps) == (2, 1)
+    assert (capture.num_graphs, capture.num_eager_breaks) == (2, 1)
     x.fill_(4)
     capture.replay()
     assert z.tolist() == [10.0] * 4

@@ -132,9 +132,8 @@ def test_a_budget_of_zero_is_a_skip_and_never_replayed() -> None:
     model.runs.clear()
     inputs = items(model, (3, 0))
     assert_equal_items(manager.execute(inputs), eagerly(model, inputs))
-    assert set(model.runs) == {
-        ("global", 8)
-    }  # eight columns: a captured forward, and nothing of the other path
+    assert replays(manager) == {("global", 4): 1}
+    assert not model.runs
     assert manager.plan(inputs).batches[0].paths["local"].skipped
     assert manager.stats().hits == 1
     assert not any(key.budget == 0 for key in manager.stats().budgets)
@@ -164,7 +163,8 @@ def test_a_path_that_is_never_skipped_replays_padding_for_no_tokens() -> None:
     model.runs.clear()
     inputs = items(model, (3, 0))
     assert_equal_items(manager.execute(inputs), eagerly(model, inputs))
-    assert set(model.runs) == {("global", 8), ("local", 8)}
+    assert replays(manager) == {("global", 4): 1, ("local", 4): 1}
+    assert not model.runs
     assert manager.stats().hits == 1
     padding = manager.stats().budgets[CaptureKey("local", 4)]
     assert (padding.replays, padding.real_tokens, padding.padded_tokens) == (1, 0, 4)

@@ -1,0 +1,233 @@
+"""Breakable capture: an untouched eager module becomes CUDA graphs with eager steps between them.
+
+with BreakableCUDAGraphCapture(pool) as capture:
+    y = module(x)           # breaks at attention, and at what `eager_break_during_capture` decorates
+x.copy_(other)
+capture.replay()            # y holds the result for `other`
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fxsplit_encoder.attention import varlen_attention
+from fxsplit_encoder.capture.breaks import RecordedBreak
+from fxsplit_encoder.capture.eager_attention import LiveSegments, break_at_attention, masked_attention
+from fxsplit_encoder.capture.memory import OwnedBuffers
+from fxsplit_encoder.capture.pool import GraphPool
+from fxsplit_encoder.capture.recorded_ops import RecordedOps
+from fxsplit_encoder.capture.segmented import SegmentedCapture
+from fxsplit_encoder.capture.synchronisation import refuse_synchronisation
+from fxsplit_encoder.compile.split import DENSE_ATTENTION, splitting_targets
+from fxsplit_encoder.errors import CaptureError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from types import TracebackType
+    from typing import Self
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+DEFAULT_SPLITTING_OPS = ("fxsplit::varlen_attention", DENSE_ATTENTION)
+
+
+class _ThisThread(threading.local):
+    capture: BreakableCUDAGraphCapture | None = None
+
+
+_this_thread = _ThisThread()
+
+# torch counts active dispatch modes in global variables, which two threads would leave in disorder: such
+# captures are made one after the other.
+_one_at_a_time = threading.RLock()
+
+
+def active_capture() -> BreakableCUDAGraphCapture | None:
+    """The breakable capture that this thread is recording."""
+    return _this_thread.capture
+
+
+def eager_break_during_capture(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorates a function, or wraps an op, that must not be captured: it reads values on the host, say.
+
+    While this thread records a `BreakableCUDAGraphCapture`, a call ends the running graph, runs eagerly, is
+    recorded and begins the next graph. Inside another break, in a capture in mode "full", under
+    `torch.compile` and outside of captures it is a plain call.
+
+    At every replay it gets the tensors that it got at the capture, with the contents of that time, and all
+    other arguments as they were. It may return tensors, None, numbers and strings, in tuples, lists and
+    dicts; shapes and all that is not a tensor have to be the same at every replay. Where it works on another
+    CUDA stream than the current one, it has to let the current one wait for that before it returns.
+    """
+    is_op = isinstance(function, torch._ops.OpOverload | torch._ops.OpOverloadPacket)
+
+    @functools.wraps(function, updated=() if is_op else functools.WRAPPER_UPDATES)
+    def breaking(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        capture = active_capture()
+        if capture is None:
+            return function(*args, **kwargs)
+        result: R = capture.break_at(function, args, kwargs)
+        return result
+
+    return breaking
+
+
+class BreakableCUDAGraphCapture(SegmentedCapture):
+    """Captures what runs inside its context, which is used like `torch.cuda.graph`, and replays it.
+
+    What runs there is recorded without gradients. Results live at fixed addresses: those of captured ops for
+    as long as they are referred to, those of breaks in buffers of their own, which they keep alive. As with
+    any CUDA graph, warm the code up before. One context may be open in a thread; another thread waits to open
+    its own, and is not disturbed otherwise. A function compiled by `torch.compile` runs eagerly inside.
+
+    Without CUDA the ops are recorded and repeated; what reads a tensor's values on the host is refused there
+    too.
+
+    Args:
+        pool: the memory; None: a pool of its own on the current CUDA device, or on the CPU.
+        splitting_ops: names of ops that break.
+        breaks: False: nothing breaks (mode "full").
+        live: where eager attention finds the true segments of a padded batch at a replay; rows outside every
+            segment of `fxsplit::varlen_attention` are then zero. None: nothing is padded.
+    """
+
+    def __init__(
+        self,
+        pool: GraphPool | None = None,
+        *,
+        splitting_ops: Sequence[str] = DEFAULT_SPLITTING_OPS,
+        breaks: bool = True,
+        live: LiveSegments | None = None,
+    ) -> None:
+        super().__init__(GraphPool(_default_device()) if pool is None else pool)
+        self.breaks = breaks
+        self._is_padded = live is not None
+        self._live = live if live is not None else LiveSegments()
+        self._targets = splitting_targets(splitting_ops)
+        self._modes = contextlib.ExitStack()
+        self._in_break = False
+        self._failed = False
+        self.release()
+
+    def __enter__(self) -> Self:
+        if active_capture() is not None:
+            raise CaptureError(
+                "this thread is recording another BreakableCUDAGraphCapture; captures do not nest"
+            )
+        super().__enter__()
+        try:
+            self._modes.enter_context(_one_at_a_time)
+            self._modes.enter_context(torch.inference_mode(False))
+            self._modes.enter_context(torch.no_grad())
+            self._begin_graph()
+            self._modes.enter_context(_EveryOp(self))
+        except BaseException as error:
+            self._modes.close()
+            super().__exit__(type(error), error, error.__traceback__)
+            raise
+        self._failed = False
+        _this_thread.capture = self
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        _this_thread.capture = None
+        self._modes.close()
+        if error is None and self._failed:
+            error = CaptureError("a break failed inside this capture, so nothing of it is kept")
+            super().__exit__(type(error), error, None)
+            raise error
+        super().__exit__(kind, error, traceback)
+
+    def break_at(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Calls a function as a break: see `eager_break_during_capture`.
+
+        Raises:
+            CaptureError: it returned something that cannot be kept at a fixed address.
+        """
+        if not self._is_recording or not self.breaks:
+            return function(*args, **kwargs)
+        step = RecordedBreak(function, args, kwargs, self.pool, self._buffers)
+        self.running = step.name
+        return self.eager(step, lambda: step.first_run(args, kwargs))
+
+    def eager(self, call: Callable[[], Any], first: Callable[[], Any] | None = None) -> Any:
+        """Breaks the graph, see `SegmentedCapture.eager`, and begins the next one."""
+        self._in_break = True
+        try:
+            result = super().eager(call, first)
+            self._begin_graph()
+        except BaseException:
+            self._failed = True
+            self._abandon()
+            raise
+        finally:
+            self._in_break = False
+        return result
+
+    def run_op(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Every op that is called in the context comes here."""
+        if not self._is_recording:
+            return op(*args, **kwargs)
+        self.running = op.name()
+        if op is varlen_attention and op in self._targets:
+            return self._run_attention(args, kwargs)
+        if op in self._targets and self.breaks:
+            return self.break_at(op, args, kwargs)
+        refuse_synchronisation(op, args, kwargs, self.pool.device)
+        return self._record(op, args, kwargs)
+
+    def release(self) -> None:
+        """Drops graphs, eager steps and their buffers; the object records again."""
+        super().release()
+        self._buffers = OwnedBuffers()
+        # Of their own: what another step wrote, which need not be finite, must not become their pad rows.
+        self._attention_buffers = OwnedBuffers()
+
+    @property
+    def _is_recording(self) -> bool:
+        return self._graph is not None and not self._in_break
+
+    def _run_attention(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        names = [argument.name for argument in varlen_attention._schema.arguments]
+        args = (*args, *(kwargs[name] for name in names[len(args) :]))
+        if self.breaks:
+            return break_at_attention(self, self._attention_buffers, self._live, args, masked=self._is_padded)
+        self._live.note(args[0], args[3], args[4])
+        return self._record(masked_attention if self._is_padded else varlen_attention, args, {})
+
+    def _record(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        results = call(*args, **kwargs)
+        if isinstance(self._graph, RecordedOps):
+            self._graph.record(call, args, kwargs, results)
+        return results
+
+    def _new_graph(self) -> torch.cuda.CUDAGraph | RecordedOps:
+        return torch.cuda.CUDAGraph() if self.pool.is_cuda else RecordedOps()
+
+
+class _EveryOp(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Brings every op to the capture."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, capture: BreakableCUDAGraphCapture) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._capture = capture
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._capture.run_op(func, args, kwargs or {})
+
+
+def _default_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,0 +1,45 @@
+"""Where a capture failed: the op or piece that was called last, and the module that called it."""
+
+from __future__ import annotations
+
+import traceback
+from typing import TYPE_CHECKING
+
+from torch import OutOfMemoryError, nn
+
+from fxsplit_encoder.errors import CaptureError, CaptureMemoryError, FxSplitError
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+
+def capture_failure(error: Exception, what: str, running: str | None) -> FxSplitError:
+    """The error of this library for what a forward raised while it was captured.
+
+    Args:
+        what: what was captured, for the message.
+        running: the op or piece that was called last.
+    """
+    place = _place(error.__traceback__, running)
+    if isinstance(error, OutOfMemoryError):
+        # The frames hold what was allocated, and whoever keeps the error would keep that.
+        traceback.clear_frames(error.__traceback__)
+        return CaptureMemoryError(f"out of memory while capturing {what}{place}: {error}")
+    if isinstance(error, FxSplitError) and not isinstance(error, CaptureError):
+        return error
+    reason = str(error) if isinstance(error, CaptureError) else f"{type(error).__name__}: {error}"
+    return CaptureError(f"capturing {what} failed{place}: {reason}")
+
+
+def _place(frames: TracebackType | None, running: str | None) -> str:
+    modules = [
+        frame.f_locals["self"]
+        for frame, _ in traceback.walk_tb(frames)
+        if isinstance(frame.f_locals.get("self"), nn.Module)
+    ]
+    place = f" at {running}" if running is not None else ""
+    if not modules:
+        return place
+    root, innermost = modules[0], modules[-1]
+    name = next((name for name, module in root.named_modules() if module is innermost), "")
+    return f"{place} in {type(innermost).__name__}" + (f" ({name})" if name else "")

@@ -1,0 +1,103 @@
+"""Who owns the memory that a capture reads and writes.
+
+values of captured ops     the graphs' pool; whoever reads them later borrows them
+results of eager steps     buffers outside the pool, at fixed addresses, kept by the step that writes them
+anything else              held strongly by the step that reads it
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import dlpack
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def borrowed(tensor: Tensor) -> Tensor:
+    """The same memory of the device without owning it."""
+    storage = tensor.untyped_storage()
+    borrowed = torch._C._construct_storage_from_data_pointer(
+        storage.data_ptr(), tensor.device, storage.nbytes()
+    )
+    alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return alias.set_(borrowed, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+def storage_address(tensor: Tensor) -> int:
+    """Where the memory behind a tensor and all its views begins."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def weakly(tensor: Tensor) -> StorageWeakRef:
+    """The memory behind a tensor and all its views, without keeping it."""
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+
+def is_dropped(memory: StorageWeakRef) -> bool:
+    """Whether no tensor refers to the memory any more."""
+    return bool(memory.expired())  # type: ignore[no-untyped-call]
+
+
+def copy_results(kept: Any, new: Any) -> None:
+    """Writes the results of a repeated call to where those of the first call are."""
+    if isinstance(kept, torch.Tensor):
+        if kept.data_ptr() != new.data_ptr():
+            kept.copy_(new)
+    elif isinstance(kept, list | tuple):
+        for old, value in zip(kept, new, strict=True):
+            copy_results(old, value)
+
+
+@dataclass(slots=True)
+class _Lent:
+    buffer: Tensor
+    alias: StorageWeakRef
+    """Of what was handed out; a view of it keeps it alive too."""
+
+
+class OwnedBuffers:
+    """Memory for the results of eager steps: zero at first, so rows that nobody writes stay finite (capture
+    rule 1).
+
+    A buffer is lent again, to a later step of the same capture, once nobody holds the result any more: what
+    has read it then comes before that step at every replay.
+    """
+
+    def __init__(self) -> None:
+        self._lent: dict[tuple[object, ...], list[_Lent]] = {}
+        self._written: dict[int, int] = {}
+
+    def clear_behind(self, buffer: Tensor, rows: int) -> None:
+        """Sets the rows behind the first `rows` to zero that an earlier, larger batch has written: whatever it
+        left there may be not finite.
+        """
+        written = self._written.get(buffer.data_ptr(), buffer.shape[0])
+        if written > rows:
+            buffer[rows:written].zero_()
+        self._written[buffer.data_ptr()] = rows
+
+    def acquire(
+        self, like: Tensor, layout: torch.memory_format = torch.preserve_format
+    ) -> tuple[Tensor, Tensor]:
+        """A buffer of the shape, dtype and device of `like`, for the step that writes it, and the same memory
+        to hand out. The latter keeps the memory alive, also when the step is gone.
+        """
+        strides = like.stride() if layout == torch.preserve_format else layout
+        key = (like.shape, strides, like.dtype, like.device)
+        lent = self._lent.setdefault(key, [])
+        entry = next((entry for entry in lent if is_dropped(entry.alias)), None)
+        if entry is None:
+            buffer = torch.zeros_like(like, memory_format=layout, requires_grad=False)
+        else:
+            buffer = entry.buffer
+            lent.remove(entry)
+        # A storage of its own, which holds the buffer's. Not every dtype of one byte can be exchanged.
+        raw = buffer.view(torch.uint8) if buffer.dtype.itemsize == 1 else buffer
+        alias = dlpack.from_dlpack(dlpack.to_dlpack(raw)).view(buffer.dtype)  # type: ignore[attr-defined]
+        lent.append(_Lent(buffer, weakly(alias)))
+        return buffer, alias

@@ -1,0 +1,246 @@
+"""`BreakableCUDAGraphWrapper`: any eager module, captured with breaks for every shape of its arguments."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections import Counter, OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+
+from fxsplit_encoder.capture.breakable import DEFAULT_SPLITTING_OPS, active_capture
+from fxsplit_encoder.capture.breaks import CONSTANTS
+from fxsplit_encoder.capture.buffers import StaticBuffer, StaticInputs
+from fxsplit_encoder.capture.descriptor import Batch, describe
+from fxsplit_encoder.capture.forward import CapturedForward
+from fxsplit_encoder.capture.parameters import StaticParameters
+from fxsplit_encoder.capture.pool import GraphPool
+from fxsplit_encoder.errors import CaptureError, InputError
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Sequence
+
+    from torch import Tensor
+
+    from fxsplit_encoder.compile import Runner
+
+logger = logging.getLogger(__name__)
+
+# Failures that are remembered, so that what cannot be captured is not tried again.
+_MOST_FAILURES = 256
+
+
+@dataclass(slots=True)
+class _Entry:
+    """One capture of the module."""
+
+    forward: CapturedForward
+    names: list[str]
+    """Of the static inputs, in the order of the tensors among the arguments."""
+    structure: TreeSpec
+    """Of what the module returned."""
+
+    def replay(self, leaves: Sequence[Any], *, debug: bool) -> Any:
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        self.forward.inputs.load(dict(zip(self.names, tensors, strict=True)))
+        outputs = self.forward.replay(debug=debug)
+        owned = [output.clone() if isinstance(output, torch.Tensor) else output for output in outputs]
+        return tree_unflatten(owned, self.structure)
+
+
+class BreakableCUDAGraphWrapper(nn.Module):
+    """A module with the same forward, which replays a breakable capture for arguments of known shapes.
+
+    The first call with arguments of a new description warms the module up, captures it and replays; later
+    ones copy the tensors in and replay. What is returned is the caller's own. Tensors on the module's device
+    are told apart by shape, strides and dtype; tensors on the host, when the module is on a GPU, by their
+    values as well; everything else by its value. So a module is served well whose host values (grids, bounds)
+    repeat.
+
+    The module runs as it is, uncounted, inside another breakable capture and under `torch.compile`; counted
+    in `misses`, in training, where gradients are asked for, and where it cannot be captured: it reads values
+    of the device outside of a break, writes to an argument, or returns something else than tensors, numbers
+    and strings. It has to compute the same from the same arguments and parameters; host code beside them is
+    not run again.
+
+    A Hugging Face tower runs attention through the splitting op after
+    `fxsplit_encoder.attention.hugging_face.use_varlen_attention(tower)`; give it the metadata that it
+    otherwise computes on the host (`cu_seqlens`, `position_ids`, ...), on its device.
+
+    Args:
+        module: anything that computes on one device.
+        pool: the captures' memory, which may be shared; None: one of its own.
+        max_captures: captures that are kept; the one that was used longest ago makes room.
+        splitting_ops: names of ops that break, beside the functions under `eager_break_during_capture`.
+        debug: whether every capture rule is checked at every replay.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        pool: GraphPool | None = None,
+        max_captures: int = 32,
+        splitting_ops: Sequence[str] = DEFAULT_SPLITTING_OPS,
+        debug: bool = False,
+    ) -> None:
+        super().__init__()
+        if max_captures < 1:
+            raise InputError(f"max_captures: expected at least 1, got {max_captures}")
+        self.module = module
+        self.max_captures = max_captures
+        self.splitting_ops = tuple(splitting_ops)
+        self.debug = debug
+        self.hits = 0
+        """Calls that a capture served, the first of each among them."""
+        self.captures = 0
+        """Captures that were made."""
+        self.misses: Counter[str] = Counter()
+        """Calls that ran eagerly, by reason."""
+        self._pool = pool
+        self._shares_pool = pool is not None
+        self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
+        self._failures: OrderedDict[Hashable, str] = OrderedDict()
+        self._baked = StaticParameters.of_module(module)
+        self._lock = threading.RLock()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward."""
+        if torch.compiler.is_compiling() or active_capture() is not None:
+            return self.module(*args, **kwargs)
+        with self._lock:
+            found = self._find(args, kwargs)
+            if not isinstance(found, str):
+                entry, batch = found
+                with entry.forward.pool.replaying(), torch.no_grad():
+                    self.hits += 1
+                    return entry.replay(batch.leaves, debug=self.debug)
+            self.misses[found] += 1
+        return self.module(*args, **kwargs)
+
+    @property
+    def num_captures(self) -> int:
+        """Captures that are kept."""
+        return len(self._entries)
+
+    def clear(self) -> None:
+        """Releases every capture and their memory, and forgets what could not be captured."""
+        with self._lock:
+            self._failures.clear()
+            while self._entries:
+                self._evict()
+
+    def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Entry, Batch] | str:
+        """The capture for a call, made if need be; or why there is none."""
+        if self.module.training:
+            return "training"
+        device = self._device_of(args, kwargs)
+        try:
+            batch = describe(args, kwargs, device)
+        except InputError as error:
+            return str(error)
+        if torch.is_grad_enabled() and self._asks_for_gradients(batch):
+            return "gradients"
+        key = batch.descriptor
+        if self._baked.have_moved():
+            self.clear()
+            self._baked = StaticParameters.of_module(self.module)
+        if key in self._failures:
+            return self._failures[key]
+        if key not in self._entries:
+            try:
+                self._capture(batch, self._pool_on(device))
+            except CaptureError as error:
+                return self._remember_failure(key, str(error))
+        self._entries.move_to_end(key)
+        return self._entries[key], batch
+
+    def _capture(self, batch: Batch, pool: GraphPool) -> None:
+        """Raises CaptureError if the module cannot be captured with these arguments."""
+        while len(self._entries) >= self.max_captures:
+            self._evict()
+        with torch.inference_mode(False), torch.no_grad():
+            leaves = [_static(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in batch.leaves]
+        buffers = [
+            StaticBuffer(f"argument {number}", leaf, None)
+            for number, leaf in enumerate(leaves)
+            if isinstance(leaf, torch.Tensor)
+        ]
+        versions = [buffer.tensor._version for buffer in buffers]
+        forward = CapturedForward(
+            StaticInputs(buffers),
+            StaticParameters(()),  # every call has compared them
+            (),
+            None,
+            None,
+            "breakable",
+            pool,
+            compiled=False,
+            splitting_ops=self.splitting_ops,
+        )
+        module, structures = self.module, list[TreeSpec]()
+
+        def run(runner: Runner) -> list[Any]:
+            args, kwargs = tree_unflatten(leaves, batch.structure)
+            outputs, structure = tree_flatten(module(*args, **kwargs))
+            _check_outputs(outputs)
+            structures.append(structure)
+            return outputs
+
+        forward.record(run)
+        if [buffer.tensor._version for buffer in buffers] != versions:
+            forward.release()
+            raise CaptureError("the module writes to an argument, which a replay would do to a copy of it")
+        self.captures += 1
+        self._entries[batch.descriptor] = _Entry(forward, [buffer.name for buffer in buffers], structures[-1])
+
+    def _remember_failure(self, key: Hashable, reason: str) -> str:
+        logger.warning("%s runs eagerly: %s", type(self.module).__name__, reason)
+        self._failures[key] = reason
+        if len(self._failures) > _MOST_FAILURES:
+            self._failures.popitem(last=False)
+        return reason
+
+    def _evict(self) -> None:
+        """Drops the capture that was used longest ago; with the last one the memory goes back, unless others
+        share it.
+        """
+        _, entry = self._entries.popitem(last=False)
+        pool = entry.forward.pool
+        if pool.is_cuda:  # its last replay may still run
+            torch.cuda.synchronize(pool.device)
+        entry.forward.release()
+        if not self._entries and not self._shares_pool:
+            pool.retire()
+
+    def _pool_on(self, device: torch.device) -> GraphPool:
+        if self._pool is None or (self._pool.device != device and not self._shares_pool):
+            self._pool = GraphPool(device)
+        return self._pool
+
+    def _device_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+        owned = itertools.chain(self.module.parameters(), self.module.buffers(), tree_leaves((args, kwargs)))
+        return next((each.device for each in owned if isinstance(each, torch.Tensor)), torch.device("cpu"))
+
+    def _asks_for_gradients(self, batch: Batch) -> bool:
+        tensors = itertools.chain(self.module.parameters(), batch.leaves)
+        return any(isinstance(each, torch.Tensor) and each.requires_grad for each in tensors)
+
+
+def _static(tensor: Tensor) -> Tensor:
+    """A static input that begins as a copy of an argument."""
+    return tensor.detach().clone()
+
+
+def _check_outputs(outputs: Sequence[Any]) -> None:
+    for output in outputs:
+        if not isinstance(output, (torch.Tensor, *CONSTANTS)):
+            raise CaptureError(
+                f"the module returned a {type(output).__name__}; it may return tensors, None, numbers and "
+                "strings, in tuples, lists and dicts"
+            )

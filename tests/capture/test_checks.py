@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fxsplit_encoder.attention import varlen_attention
+from fxsplit_encoder.capture import (
+    CapturedForward,
+    GraphPool,
+    HandedOut,
+    StaticBuffer,
+    StaticInputs,
+    StaticParameters,
+)
+from fxsplit_encoder.errors import ReplayError
+
+ROWS, BOUND = 8, 6
+
+
+@pytest.fixture(params=["full", "breakable"])
+def captured(request: Any) -> CapturedForward:
+    """Attention of 8 rows with segments of at most 6, loaded with a batch of 5."""
+    x = torch.randn(ROWS, 2, 4)
+    cu_seqlens = torch.tensor([0, 2, ROWS, ROWS], dtype=torch.int32)
+    inputs = StaticInputs([StaticBuffer("x", x), StaticBuffer("cu_seqlens", cu_seqlens)])
+    made = CapturedForward(
+        inputs, StaticParameters([]), (), ROWS, None, request.param, GraphPool(x.device), compiled=False
+    )
+
+    def forward(runner: Any) -> list[Tensor]:
+        return [(varlen_attention(x, x, x, cu_seqlens, BOUND, 0.5) + x)[::2]]
+
+    made.record(forward)
+    made.load({"x": torch.randn(5, 2, 4), "cu_seqlens": torch.tensor([0, 5], dtype=torch.int32)}, None)
+    return made
+
+
+def test_a_replay_that_keeps_the_rules_passes(captured: CapturedForward) -> None:
+    assert captured.segment_inputs == ("cu_seqlens",)
+    (out,) = captured.replay(debug=True)
+    assert out.shape == (4, 2, 4)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        ([0, 4, 3, 5], "cu_seqlens: entry 2 falls from 4 to 3"),
+        ([1, 2, 5, 5], "cu_seqlens: starts at 1"),
+        ([0, 5, 9, 9], "cu_seqlens: ends at 9; the capture has 8 rows"),
+        ([0, 7, 7, 7], "cu_seqlens: segment 0 has 7 rows; attention was captured for at most 6"),
+    ],
+)
+def test_cumulative_lengths_are_checked(captured: CapturedForward, lengths: list[int], message: str) -> None:
+    captured.inputs.tensors["cu_seqlens"].copy_(torch.tensor(lengths))
+    with pytest.raises(ReplayError, match=f"^capture rule 2: {message}"):
+        captured.replay(debug=True)
+
+
+def test_pad_rows_of_inputs_are_finite(captured: CapturedForward) -> None:
+    captured.inputs.tensors["x"][6, 1, 2] = float("nan")
+    with pytest.raises(
+        ReplayError, match=r"^capture rule 1: x: pad row 6 is not finite; the batch ends at row 5"
+    ):
+        captured.replay(debug=True)
+
+
+def test_a_batch_of_its_own_need_not_be_finite(captured: CapturedForward) -> None:
+    captured.inputs.tensors["x"][4] = float("inf")
+    captured.replay(debug=True)
+
+
+def test_pad_rows_of_outputs_are_finite(captured: CapturedForward, monkeypatch: pytest.MonkeyPatch) -> None:
+    replay = captured.capture.replay
+
+    def spoil() -> None:
+        replay()
+        captured.outputs[0][3, 0, 0] = float("inf")
+
+    monkeypatch.setattr(captured.capture, "replay", spoil)
+    with pytest.raises(
+        ReplayError, match=r"^capture rule 1: output 0: pad row 3 is not finite; the batch ends at row 3"
+    ):
+        captured.replay(debug=True)
+
+
+def test_inputs_and_outputs_stay_where_they_are(captured: CapturedForward) -> None:
+    tensor = captured.outputs[0]
+    kept = tensor.detach()
+    tensor.set_(tensor.clone())
+    with pytest.raises(ReplayError, match=r"^capture rule 6: captured output 0 has moved from 0x"):
+        captured.replay(debug=True)
+    tensor.set_(kept)
+    captured.replay(debug=True)
+    captured.inputs.tensors["x"].set_(torch.zeros(ROWS, 2, 4))
+    with pytest.raises(ReplayError, match=r"^x: its captured buffer moved"):
+        captured.replay(debug=True)
+
+
+def test_no_output_lies_in_what_a_caller_holds(captured: CapturedForward) -> None:
+    (out,) = captured.replay(debug=True)
+    handed_out = captured.pool.handed_out
+    handed_out.add([out.clone(), torch.zeros(3)])
+    captured.replay(debug=True)
+    view = out[1:2]
+    handed_out.add([view])
+    with pytest.raises(
+        ReplayError, match=r"^capture rule 7: output 0 lies in the memory of a tensor \(1, 2, 4\)"
+    ):
+        captured.replay(debug=True)
+
+
+def test_what_was_handed_out_is_remembered_only_while_it_is_held() -> None:
+    registry, memory = HandedOut(), torch.zeros(4)
+    other = torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(memory))  # a storage of its own
+    registry.add([other])
+    with pytest.raises(ReplayError, match="capture rule 7"):
+        registry.check([None, memory[2:]])
+    registry.check([torch.zeros(4), 3, torch.zeros(0)])
+    del other
+    registry.check([memory])
+    assert registry._held == []

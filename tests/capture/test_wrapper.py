@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from fxsplit_encoder.attention.hugging_face import use_varlen_attention
+from fxsplit_encoder.capture import BreakableCUDAGraphCapture, BreakableCUDAGraphWrapper, GraphPool
+from fxsplit_encoder.capture.descriptor import describe
+from fxsplit_encoder.errors import InputError
+
+from . import wrapper_checks as shared
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.mark.parametrize("check", shared.CHECKS, ids=lambda check: check.__name__)
+def test_on_the_cpu(check: Callable[[str], None]) -> None:
+    check("cpu")
+
+
+# --- descriptors
+
+
+def descriptor(*args: Any, device: torch.device = CPU, **kwargs: Any) -> Any:
+    return describe(args, kwargs, device).descriptor
+
+
+leaves = st.one_of(st.none(), st.booleans(), st.integers(-3, 3), st.floats(), st.text(max_size=3))
+
+
+@given(
+    st.recursive(leaves, lambda inner: st.lists(inner, max_size=3) | st.tuples(inner, inner), max_leaves=5)
+)
+def test_equal_arguments_have_equal_descriptors(value: Any) -> None:
+    x = torch.zeros(2, 3)
+    assert descriptor(x, value) == descriptor(x + 1, value)
+    assert hash(descriptor(x, value)) == hash(descriptor(x, value))
+    assert descriptor(x, value) != descriptor(x, [value])
+
+
+def test_what_a_graph_bakes_in_tells_captures_apart() -> None:
+    x = torch.zeros(4, 4)
+    different = [
+        descriptor(x),
+        descriptor(torch.zeros(4, 8)[:, ::2]),
+        descriptor(x[:3]),
+        descriptor(x.double()),
+        descriptor(x, 1),
+        descriptor(x, 1.0),
+        descriptor(x, True),
+        descriptor(x, None),
+        descriptor(x, flag=1),
+        descriptor([x]),
+        descriptor((x,)),
+        descriptor({"a": x}),
+    ]
+    for number, one in enumerate(different):
+        assert all(one != other for other in different[:number])
+
+
+def test_values_on_the_host_count_for_a_module_on_a_gpu() -> None:
+    grid = torch.tensor([[1, 4, 6]])
+    assert descriptor(grid, device=CUDA) == descriptor(grid.clone(), device=CUDA)
+    assert descriptor(grid, device=CUDA) != descriptor(grid + 1, device=CUDA)
+    assert descriptor(grid) == descriptor(grid + 1)
+    nan = torch.tensor(float("nan"), dtype=torch.bfloat16)
+    assert descriptor(nan, device=CUDA) == descriptor(nan.clone(), device=CUDA)
+    descriptor(torch.zeros(4096), device=CUDA)
+    with pytest.raises(InputError, match=r"\(4097,\) on cpu for a module on cuda has more than 4096 values"):
+        descriptor(torch.zeros(4097), device=CUDA)
+
+
+def test_what_is_not_hashable_has_no_descriptor() -> None:
+    with pytest.raises(InputError, match="an argument of type set is not hashable"):
+        descriptor({1, 2})
+
+
+# --- what runs eagerly
+
+
+@torch.no_grad()
+def test_numbers_and_structures_are_told_apart_and_returned() -> None:
+    module = shared.Scaled().eval()
+    wrapper, x = BreakableCUDAGraphWrapper(module), torch.randn(2, 4)
+    for factor in (2.0, 3.0, 2.0):
+        got = wrapper(x, factor=factor)
+        torch.testing.assert_close(got["y"], module(x, factor)["y"])
+        assert (got["factor"], got["none"]) == (factor, None)
+    assert (wrapper.captures, wrapper.hits) == (2, 3)
+    wrapper(x, options={1})
+    assert list(wrapper.misses.values()) == [1]
+    assert "type set is not hashable" in next(iter(wrapper.misses))
+
+
+def test_training_and_gradients_run_eagerly() -> None:
+    module, x = shared.Scaled(), torch.randn(2, 4)
+    wrapper = BreakableCUDAGraphWrapper(module)
+    wrapper(x)["y"].sum().backward()
+    assert module.linear.weight.grad is not None
+    wrapper.eval()
+    assert wrapper(x)["y"].requires_grad
+    module.requires_grad_(False)
+    assert not wrapper(x)["y"].requires_grad
+    assert wrapper(x.requires_grad_())["y"].requires_grad
+    with torch.no_grad():
+        wrapper(x)
+    assert wrapper.misses == {"training": 1, "gradients": 2}
+    assert wrapper.hits == 2
+
+
+class Writes(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        x[0].add_(1)
+        return x * 2
+
+
+class Custom(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        return x, object()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [(Writes(), "the module writes to an argument"), (Custom(), "the module returned a object")],
+)
+def test_what_a_replay_could_not_repeat_runs_eagerly(module: nn.Module, reason: str) -> None:
+    wrapper, x = BreakableCUDAGraphWrapper(module.eval()), torch.ones(2)
+    for _ in range(2):
+        wrapper(x)
+    ((found, count),) = wrapper.misses.items()
+    assert reason in found
+    assert count == 2
+    if isinstance(module, Writes):
+        assert x.tolist() == [3.0, 1.0]
+
+
+@torch.no_grad()
+def test_inside_a_capture_it_is_the_module() -> None:
+    module, x = shared.Scaled().eval(), torch.randn(2, 4)
+    wrapper = BreakableCUDAGraphWrapper(module)
+    with BreakableCUDAGraphCapture(GraphPool(CPU)) as capture:
+        y = wrapper(x)["y"] + 1
+    x.normal_()
+    capture.replay()
+    torch.testing.assert_close(y, module(x)["y"] + 1)
+    assert (wrapper.hits, wrapper.captures, sum(wrapper.misses.values())) == (0, 0, 0)
+
+
+def test_at_least_one_capture_is_kept() -> None:
+    with pytest.raises(InputError, match="max_captures: expected at least 1, got 0"):
+        BreakableCUDAGraphWrapper(nn.Identity(), max_captures=0)
+
+
+# --- an untouched Hugging Face tower
+
+
+@torch.no_grad()
+def test_a_hugging_face_tower_that_nobody_wrapped(make_tower: Any, tiny_towers: Any, make_batch: Any) -> None:
+    tower = make_tower()
+    use_varlen_attention(tower)
+    wrapper = BreakableCUDAGraphWrapper(tower)
+    batches = [[(1, 4, 6), (1, 8, 8)], [(1, 8, 8), (1, 6, 4)], [(1, 8, 12)], [(2, 4, 4), (1, 4, 6)]]
+    for grids in batches:
+        inputs = make_batch(grids)
+        metadata = tiny_towers.wrapped.host_metadata(grids)
+        arguments = {"grid_thw": None, **metadata, "max_seqlen": 64}
+        got = wrapper(inputs["pixel_values"], **arguments)
+        expected = tower(inputs["pixel_values"], **arguments)
+        assert type(got) is type(expected)
+        torch.testing.assert_close(got.pooler_output, expected.pooler_output, rtol=0, atol=1e-6)
+        torch.testing.assert_close(got.deepstack_features, expected.deepstack_features, rtol=0, atol=1e-6)
+        reference = tiny_towers.reference(inputs["pixel_values"], inputs["image_grid_thw"])
+        torch.testing.assert_close(got.pooler_output, reference.pooler_output, rtol=0, atol=1e-5)
+    assert not wrapper.misses
+    assert wrapper.hits == 4
+    assert wrapper.captures == 3  # the first two differ in their values only
+    for entry in wrapper._entries.values():
+        assert entry.forward.capture.num_eager_breaks == len(tower.blocks)
