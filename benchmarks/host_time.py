@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 from environment import describe
-from mixed_requests import random_grid
 from tabulate import tabulate
 from timing import cpu_ms
+from workloads import random_grid
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.cli.models import demo_tower

@@ -29,24 +29,13 @@ import torch
 from environment import describe
 from tabulate import tabulate
 from timing import wall_ms
+from workloads import MOST_IMAGES, random_grid
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.cli.models import demo_tower
 
-MEDIAN_TOKENS = 500
-SIGMA = 0.6
-MOST_IMAGES = 16
-MOST_TOKENS = 8192
 ITEMS = 16
 POWERS_OF_TWO = tuple(64 << power for power in range(8))
-
-
-def random_grid(generator: random.Random) -> tuple[int, int, int]:
-    """The grid of one image: an even number of patches along each side."""
-    tokens = min(MOST_TOKENS, generator.lognormvariate(math.log(MEDIAN_TOKENS), SIGMA))
-    ratio = math.exp(generator.uniform(-math.log(2), math.log(2)) / 2)
-    height, width = (max(1, round(side)) for side in (math.sqrt(tokens) * ratio, math.sqrt(tokens) / ratio))
-    return 1, 2 * height, 2 * width
 
 
 def make_requests(count: int, features: int, seed: int = 0) -> list[dict[str, Any]]:

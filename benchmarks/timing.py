@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,19 +14,48 @@ import torch
 _WARMUPS = 5
 
 
+@dataclass(frozen=True)
+class Times:
+    """Milliseconds of calls that were timed in turn."""
+
+    p50: float
+    """Median of the wall times, each up to the end of the device's work."""
+    p99: float
+    """99th percentile (nearest rank) of the same."""
+    cpu: float
+    """Median time that a call keeps the CPU, its device work not awaited."""
+    gpu: float | None
+    """Median between events around a call, gaps between kernels included; None without CUDA."""
+    samples: int
+
+
+def measure(calls: Sequence[Callable[[], Any]], device: torch.device, samples: int) -> Times:
+    """Times calls in turn, `samples` in all and each at least once; they have been warmed up before."""
+    rounds = math.ceil(samples / len(calls))
+    for call in calls:
+        call()
+    wall, cpu = [], []
+    for call in [*calls] * rounds:
+        _synchronize(device)
+        start = time.perf_counter()
+        call()
+        returned = time.perf_counter()
+        _synchronize(device)
+        wall.append((time.perf_counter() - start) * 1e3)
+        cpu.append((returned - start) * 1e3)
+    gpu = None
+    if device.type == "cuda":
+        gpu = statistics.median(_between_events(call) for call in [*calls] * rounds)
+    wall.sort()
+    p99 = wall[math.ceil(0.99 * len(wall)) - 1]
+    return Times(statistics.median(wall), p99, statistics.median(cpu), gpu, len(wall))
+
+
 def gpu_ms(call: Callable[[], Any], repeats: int = 30) -> float:
     """Median milliseconds between events around a call."""
     for _ in range(_WARMUPS):
         call()
-    times = []
-    for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        call()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times)
+    return statistics.median(_between_events(call) for _ in range(repeats))
 
 
 def wall_ms(call: Callable[[], Any], repeats: int = 30, warmups: int = _WARMUPS) -> float:
@@ -50,3 +81,17 @@ def cpu_ms(call: Callable[[], Any], repeats: int = 30) -> float:
         call()
         times.append((time.perf_counter() - start) * 1e3)
     return statistics.median(times)
+
+
+def _between_events(call: Callable[[], Any]) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    call()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

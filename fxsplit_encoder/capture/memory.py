@@ -73,8 +73,8 @@ class OwnedBuffers:
         self._written: dict[int, int] = {}
 
     def clear_behind(self, buffer: Tensor, rows: int) -> None:
-        """Sets the rows behind the first `rows` to zero that an earlier, larger batch has written: whatever it
-        left there may be not finite.
+        """Sets to zero what an earlier, larger batch has written behind the first `rows` rows: what it left
+        there need not be finite.
         """
         written = self._written.get(buffer.data_ptr(), buffer.shape[0])
         if written > rows:

@@ -1,0 +1,163 @@
+"""The results of `encoder.py`: how they are stored, merged and compared."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+Row = dict[str, Any]
+
+FLOOR = "floor"
+"""The arithmetic floor, where the name of a contender may stand."""
+
+
+class Key(NamedTuple):
+    """What tells rows apart."""
+
+    tower: str
+    contender: str
+    workload: str
+
+
+@dataclass
+class Records:
+    """Everything that was measured on one kind of machine; `save` writes it as it is so far.
+
+    Rows hold milliseconds (`p50`, `p99`, `cpu`, `gpu`), `bytes` and `prepare_seconds`, or, in their place,
+    why there are none: "skipped" or "failure".
+    """
+
+    environment: dict[str, Any]
+    settings: dict[str, Any]
+    towers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """By name: the rate of a matrix product, and `workloads`, each with patches, items and operations."""
+    starts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """By "tower contender": seconds and bytes before the first request, or why there is no such contender."""
+    rows: dict[Key, Row] = field(default_factory=dict)
+
+    # --- what is measured
+
+    def add(self, tower: str, contender: str, event: Mapping[str, Any]) -> None:
+        """Adds what a worker sent."""
+        values = {name: value for name, value in event.items() if name not in ("event", "workload")}
+        known = self.towers.setdefault(tower, {"workloads": {}})
+        match event["event"]:
+            case "rate":
+                known.update(values)
+            case "workload":
+                known["workloads"][event["workload"]] = values
+            case "start":
+                self.starts[f"{tower} {contender}"] = values
+            case "row":
+                self.rows[Key(tower, contender, event["workload"])] = values
+
+    def fail(self, tower: str, contender: str, failure: str) -> None:
+        """Notes why a contender ended early; its rows so far stay."""
+        self.starts.setdefault(f"{tower} {contender}", {})["failure"] = failure
+
+    def skip(self, tower: str, contender: str, reason: str) -> None:
+        """Notes why a contender does not run."""
+        self.starts[f"{tower} {contender}"] = {"skipped": reason}
+
+    # --- what follows
+
+    def milliseconds(self, tower: str, contender: str, workload: str) -> float | None:
+        """The median wall time of a contender, or of `FLOOR`; None if it was not measured.
+
+        The floor is a request's operations over the rate of the matrix product, the median of the requests.
+        """
+        if contender != FLOOR:
+            return self.rows.get(Key(tower, contender, workload), {}).get("p50")
+        known = self.towers.get(tower, {})
+        if "gemm_flops_per_second" not in known or workload not in known["workloads"]:
+            return None
+        flops: list[int] = known["workloads"][workload]["flops"]
+        return statistics.median(flops) / known["gemm_flops_per_second"] * 1e3
+
+    def ratio(self, tower: str, workload: str, one: str, other: str) -> float | None:
+        """The time of one contender over that of another; either may be `FLOOR`."""
+        times = [self.milliseconds(tower, contender, workload) for contender in (one, other)]
+        return None if times[0] is None or times[1] is None else times[0] / times[1]
+
+    def patches(self, tower: str, workload: str) -> float | None:
+        """Patches of a request, the median of the requests."""
+        known = self.towers.get(tower, {}).get("workloads", {}).get(workload)
+        return None if known is None else statistics.median(known["patches"])
+
+    def workloads(self, tower: str) -> list[str]:
+        """What a tower was measured on, in the order in which it ran."""
+        measured = (key.workload for key in self.rows if key.tower == tower)
+        return list(dict.fromkeys([*self.towers.get(tower, {}).get("workloads", {}), *measured]))
+
+    def contenders(self, tower: str) -> list[str]:
+        """What a tower was run by, with a time of at least one workload."""
+        timed = (key for key, row in self.rows.items() if key.tower == tower and "p50" in row)
+        return list(dict.fromkeys(key.contender for key in timed))
+
+    def slower(self, contender: str, other: str) -> list[str]:
+        """The workloads on which one contender is slower than another, as sentences."""
+        found = []
+        for tower, known, workload in self.rows:
+            ratio = self.ratio(tower, workload, contender, other) if known == contender else None
+            if ratio is not None and ratio > 1:
+                found.append(f"{tower}, {workload}: {contender} takes {ratio:.2f} times as long as {other}")
+        return found
+
+    @property
+    def failures(self) -> list[str]:
+        """Everything that went wrong, as sentences."""
+        ended = [f"{name}: {start['failure']}" for name, start in self.starts.items() if "failure" in start]
+        rows = [f"{' '.join(key)}: {row['failure']}" for key, row in self.rows.items() if "failure" in row]
+        return ended + rows
+
+    # --- files
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        rows = [{**key._asdict(), **row} for key, row in self.rows.items()]
+        return {**vars(self), "rows": rows}
+
+    def save(self, path: Path) -> None:
+        """Writes a file as a whole, so that a run that is cut off leaves the one before."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(self.as_dict(), indent=1) + "\n")
+        partial.replace(path)
+
+    @classmethod
+    def load(cls, path: Path) -> Records:
+        """Reads what `save` wrote."""
+        values = json.loads(path.read_text())
+        rows = {}
+        for row in values.pop("rows"):
+            rows[Key(*(row.pop(name) for name in Key._fields))] = row
+        return cls(**values, rows=rows)
+
+
+def merge(parts: Sequence[Records]) -> Records:
+    """The results of several runs as one; of what several hold, the last one's.
+
+    Raises:
+        ValueError: they come from other kinds of machine, versions or settings.
+    """
+    first = parts[0]
+    merged = Records(first.environment, first.settings)
+    for part in parts:
+        for name in ("environment", "settings"):
+            if differing := _differences(getattr(first, name), getattr(part, name)):
+                raise ValueError(f"these results cannot be merged; they differ in {', '.join(differing)}")
+        for tower, known in part.towers.items():
+            mine = merged.towers.setdefault(tower, {"workloads": {}})
+            workloads = {**mine["workloads"], **known["workloads"]}
+            mine.update({**known, "workloads": workloads})
+        merged.starts.update(part.starts)
+        merged.rows.update(part.rows)
+    return merged
+
+
+def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterable[str]:
+    return sorted(name for name in {*one, *other} if one.get(name) != other.get(name))

@@ -1,0 +1,107 @@
+"""What the benchmarks encode: requests of images, clips, tiles and pages, by name."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+Size = tuple[int, int]
+"""(height, width) in pixels."""
+
+MEDIAN_TOKENS = 500
+SIGMA = 0.6
+MOST_IMAGES = 16
+MOST_TOKENS = 8192
+_PHOTO_REQUESTS = 12
+_PIXELS_PER_TOKEN = 32
+_CLIP: Size = (256, 448)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is encoded at once, before a tower says how many patches that is."""
+
+    images: tuple[Size, ...] = ()
+    clips: tuple[tuple[int, Size], ...] = ()
+    """Frames, and the size of each."""
+    tiles: tuple[int, ...] = ()
+    """Tiles of every image (InternVL), or crops beside every whole page (DeepSeek-OCR)."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests that are timed in turn."""
+
+    name: str
+    requests: tuple[Request, ...]
+
+    @property
+    def is_series(self) -> bool:
+        """Whether it is one image, so that with others like it it makes a line over patches."""
+        request = self.requests[0]
+        return len(self.requests) == 1 and len(request.images) + len(request.tiles) == 1
+
+
+def random_grid(generator: random.Random) -> tuple[int, int, int]:
+    """The grid of one photograph, merged 2 x 2: output tokens are lognormal, aspect ratios up to 2 to 1."""
+    tokens = min(MOST_TOKENS, generator.lognormvariate(math.log(MEDIAN_TOKENS), SIGMA))
+    ratio = math.exp(generator.uniform(-math.log(2), math.log(2)) / 2)
+    height, width = (max(1, round(side)) for side in (math.sqrt(tokens) * ratio, math.sqrt(tokens) / ratio))
+    return 1, 2 * height, 2 * width
+
+
+def _photographs(seed: int = 0) -> Workload:
+    """Requests of 1 to 16 mixed photographs, sized for 32 x 32 pixels an output token."""
+    generator = random.Random(seed)
+    requests = []
+    for _ in range(_PHOTO_REQUESTS):
+        grids = [random_grid(generator) for _ in range(generator.randint(1, MOST_IMAGES))]
+        scale = _PIXELS_PER_TOKEN // 2
+        requests.append(Request(images=tuple((scale * h, scale * w) for _, h, w in grids)))
+    return Workload("photos", tuple(requests))
+
+
+def _stored() -> list[Workload]:
+    listed = json.loads(Path(__file__).with_name("workloads.json").read_text())
+    del listed["_comment"]
+    return [
+        Workload(name, (Request(images=tuple((h, w) for h, w in images)),)) for name, images in listed.items()
+    ]
+
+
+def _by_name(*workloads: Workload) -> dict[str, Workload]:
+    return {workload.name: workload for workload in workloads}
+
+
+WORKLOADS: Mapping[str, Mapping[str, Workload]] = {
+    "packed": _by_name(
+        *_stored(),
+        _photographs(),
+        *(Workload(f"clip{frames}", (Request(clips=((frames, _CLIP),)),)) for frames in (16, 32, 64)),
+    ),
+    "tiles": _by_name(
+        *(Workload(f"tiles{count}", (Request(tiles=(count,)),)) for count in (1, 4, 12)),
+        Workload("tiles_mixed8", (Request(tiles=(1, 3, 5, 7, 2, 13, 1, 5)),)),
+        Workload("clip16", (Request(clips=((16, _CLIP),)),)),
+    ),
+    "pages": _by_name(
+        *(Workload(f"crops{count}", (Request(tiles=(count,)),)) for count in (0, 4, 9)),
+        Workload("pages_mixed4", (Request(tiles=(0, 4, 6, 2)),)),
+    ),
+}
+"""By what a tower takes (patches, tiles, whole pages with crops) and by name."""
+
+QUICK_WORKLOADS: Mapping[str, Mapping[str, Workload]] = {
+    "packed": _by_name(
+        Workload("1x64", (Request(images=((64, 64),)),)),
+        Workload("1x128", (Request(images=((128, 128),)),)),
+        Workload("mixed3", (Request(images=((64, 96), (64, 64), (32, 64))),)),
+    ),
+    "tiles": _by_name(WORKLOADS["tiles"]["tiles1"]),
+    "pages": _by_name(WORKLOADS["pages"]["crops0"]),
+}
+"""Those that a CPU encodes in a moment."""

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import contenders
+import pytest
+import torch
+from contenders import Compile, CompileMaxAutotune, CompilePartition, EagerFlash, ExactGraph
+from our_contenders import CONTENDERS
+from subjects import PackedSubject, rows_of
+from worker import relative_error
+from workloads import WORKLOADS, Request
+
+from fxsplit_encoder.config import IMPLEMENTED_MODES
+
+CONFIG = {"token_budgets": (8, 32), "max_items_per_batch": 4, "max_frames_per_batch": 0}
+REQUESTS = (Request(images=((128, 96), (64, 64))), Request(images=((96, 96),)))
+MakeSubject = Callable[[], PackedSubject]
+
+
+@torch.no_grad()
+def check(name: str, subject: PackedSubject) -> contenders.Contender:
+    """Starts a contender and compares both requests with eager."""
+    batches = [subject.batch(request) for request in REQUESTS]
+    expected = [rows_of(subject.eager(batch)) for batch in batches]
+    contender = CONTENDERS[name](subject, CONFIG)
+    contender.start()
+    for batch in batches:
+        contender.prepare(batch)
+    for batch, rows in zip(batches, expected, strict=True):
+        assert relative_error(rows_of(contender.run(batch)), rows) < 1e-5
+    return contender
+
+
+def test_ours_in_each_mode(make_subject: MakeSubject) -> None:
+    assert [name for name in CONTENDERS if name.startswith("ours-") and name != "ours-backend"] == [
+        f"ours-{mode}" for mode in IMPLEMENTED_MODES
+    ]
+    contender: Any = check("ours-piecewise", make_subject())
+    assert {"compile", "capture"} <= contender.seconds.keys()
+    assert contender.manager.config.mode == "piecewise"
+
+
+def test_budgets_are_powers_of_two_and_padding_is_told(make_subject: MakeSubject) -> None:
+    subject = make_subject()
+    contender: Any = check("graph-budgets", subject)
+    assert sorted(contender.manager.budget_graphs["default"]) == [8, 16, 32]
+    batch = subject.batch(REQUESTS[1])  # 9 tokens
+    assert contender.padding(batch) == pytest.approx(1 - 9 / 16)
+    assert contender.note(batch) == "16 full"
+    assert contender.manager.config.packing == "greedy"
+
+
+def test_eager_pads_nothing_and_has_nothing_to_note(make_subject: MakeSubject) -> None:
+    subject = make_subject()
+    contender = check("eager", subject)
+    batch = subject.batch(REQUESTS[0])
+    assert (contender.padding(batch), contender.note(batch)) == (0.0, "")
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_the_backend(make_subject: MakeSubject) -> None:
+    assert "compile and capture" in check("ours-backend", make_subject()).seconds
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_one_trace_serves_sizes_that_torch_compile_keeps_symbolic(
+    make_subject: MakeSubject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", torch._dynamo.config.recompile_limit)
+    limit = torch._dynamo.config.accumulated_recompile_limit
+    monkeypatch.setattr(torch._dynamo.config, "accumulated_recompile_limit", limit)
+    graphs: list[Any] = []
+
+    def backend(module: Any, inputs: Any) -> Any:
+        graphs.append(module)
+        return module.forward
+
+    monkeypatch.setattr(Compile, "settings", {"backend": backend})
+    check("compile", make_subject())
+    assert len(graphs) == 1
+
+
+def test_what_cannot_run_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ExactGraph.unavailable("packed", True, "cpu", False) == "needs CUDA graphs"
+    assert ExactGraph.unavailable("packed", True, "cuda", False) is None
+    assert "flash-attn" in str(EagerFlash.unavailable("packed", True, "cuda", False))
+    assert "itself" in str(EagerFlash.unavailable("pages", False, "cuda", False))
+    assert "custom ops" in str(CompilePartition.unavailable("tiles", True, "cuda", False))
+    assert "--quick" in str(CompileMaxAutotune.unavailable("packed", True, "cuda", True))
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    assert Compile.unavailable("packed", True, "cpu", False) == "needs a C++ compiler"
+    assert Compile.unavailable("packed", True, "cuda", False) is None
+
+
+def test_static_compilation_is_for_requests_of_one_size(make_subject: MakeSubject) -> None:
+    static = CONTENDERS["compile-reduce-overhead"](make_subject(), {})
+    assert "12 requests" in str(static.why_not(WORKLOADS["packed"]["photos"]))
+    assert static.why_not(WORKLOADS["packed"]["mixed8"]) is None
+    assert Compile(make_subject(), {}).why_not(WORKLOADS["packed"]["photos"]) is None
