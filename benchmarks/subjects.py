@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from workloads import Request
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.cli.architectures import ARCHITECTURES
 from fxsplit_encoder.cli.models import demo_tower
-from fxsplit_encoder.cli.real_towers import REAL_TOWERS, real_tower
 
 DEFAULT_TOWERS = ("qwen3-vl-8b", "qwen2.5-vl-7b", "internvl3-8b", "deepseek-ocr")
 
@@ -216,7 +215,7 @@ _KINDS: Mapping[str, type[Subject]] = {
     "internvl3-8b": TilesSubject,
     "internvl3-38b": TilesSubject,
     "deepseek-ocr": PagesSubject,
-    **dict.fromkeys(ARCHITECTURES, PackedSubject),
+    **{name: PackedSubject for name in ARCHITECTURES if name.startswith(("qwen", "glm"))},
 }
 
 
@@ -238,13 +237,8 @@ def takes_flash(name: str) -> bool:
 @torch.no_grad()
 def make_subject(name: str, blocks: int | None, device: torch.device, dtype: torch.dtype) -> Subject:
     """A tower with seeded random weights; `blocks` is the most, None all of them."""
-    if name in ARCHITECTURES:
-        depth = min(blocks or math.inf, ARCHITECTURES[name].blocks)
-        model: nn.Module = demo_tower(int(depth), device, dtype, model=name)
-    else:
-        most = REAL_TOWERS[name].blocks
-        model = real_tower(name, None if most is None or blocks is None else min(blocks, most), device, dtype)
-    return _KINDS[name](name, model)
+    depth = None if blocks is None else min(blocks, ARCHITECTURES[name].blocks)
+    return _KINDS[name](name, demo_tower(depth, device, dtype, model=name))
 
 
 def rows_of(output: Any) -> Tensor:

@@ -36,11 +36,11 @@ def measure(calls: Sequence[Callable[[], Any]], device: torch.device, samples: i
         call()
     wall, cpu = [], []
     for call in [*calls] * rounds:
-        _synchronize(device)
+        synchronize()
         start = time.perf_counter()
         call()
         returned = time.perf_counter()
-        _synchronize(device)
+        synchronize()
         wall.append((time.perf_counter() - start) * 1e3)
         cpu.append((returned - start) * 1e3)
     gpu = None
@@ -49,6 +49,12 @@ def measure(calls: Sequence[Callable[[], Any]], device: torch.device, samples: i
     wall.sort()
     p99 = wall[math.ceil(0.99 * len(wall)) - 1]
     return Times(statistics.median(wall), p99, statistics.median(cpu), gpu, len(wall))
+
+
+def synchronize() -> None:
+    """Waits for the GPU, if there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def gpu_ms(call: Callable[[], Any], repeats: int = 30) -> float:
@@ -64,10 +70,10 @@ def wall_ms(call: Callable[[], Any], repeats: int = 30, warmups: int = _WARMUPS)
         call()
     times = []
     for _ in range(repeats):
-        torch.cuda.synchronize()
+        synchronize()
         start = time.perf_counter()
         call()
-        torch.cuda.synchronize()
+        synchronize()
         times.append((time.perf_counter() - start) * 1e3)
     return statistics.median(times)
 
@@ -76,7 +82,7 @@ def cpu_ms(call: Callable[[], Any], repeats: int = 30) -> float:
     """Median milliseconds that a call keeps the CPU, its device work not awaited."""
     times = []
     for _ in range(repeats):
-        torch.cuda.synchronize()
+        synchronize()
         start = time.perf_counter()
         call()
         times.append((time.perf_counter() - start) * 1e3)
@@ -90,8 +96,3 @@ def _between_events(call: Callable[[], Any]) -> float:
     end.record()
     torch.cuda.synchronize()
     return start.elapsed_time(end)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

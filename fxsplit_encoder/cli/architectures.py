@@ -1,122 +1,138 @@
-"""The towers that the command knows: their classes, by a checkpoint's model type, and real sizes, by name."""
+"""Published models whose tower the command builds with random weights, at its true sizes."""
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
+from fxsplit_encoder.cli.builders import Settings
+from fxsplit_encoder.cli.families import FAMILIES, Family
 from fxsplit_encoder.errors import InputError
 
 
 @dataclass(frozen=True)
-class Family:
-    """A tower's classes in transformers, imported when they are used."""
-
-    module: str
-    """Under `transformers.models`."""
-
-    tower: str
-    config: str
-
-    def make_config(self, settings: Mapping[str, Any]) -> Any:
-        """The configuration of a tower with these sizes; the others are the class's."""
-        return self._load("configuration", self.config)(**settings)
-
-    def make_tower(self, config: Any) -> Any:
-        """The tower on the meta device, without weights."""
-        with torch.device("meta"):
-            return self._load("modeling", self.tower)(config)
-
-    def _load(self, kind: str, name: str) -> Any:
-        return getattr(
-            importlib.import_module(f"transformers.models.{self.module}.{kind}_{self.module}"), name
-        )
-
-
-_GLM4V = Family("glm4v", "Glm4vVisionModel", "Glm4vVisionConfig")
-
-FAMILIES: Mapping[str, Family] = {
-    # Mixture-of-experts models share the dense ones' tower.
-    "qwen3_vl": Family("qwen3_vl", "Qwen3VLVisionModel", "Qwen3VLVisionConfig"),
-    "qwen3_vl_moe": Family("qwen3_vl", "Qwen3VLVisionModel", "Qwen3VLVisionConfig"),
-    "qwen3_5": Family("qwen3_5", "Qwen3_5VisionModel", "Qwen3_5VisionConfig"),
-    "qwen3_5_moe": Family("qwen3_5", "Qwen3_5VisionModel", "Qwen3_5VisionConfig"),
-    "qwen2_5_vl": Family("qwen2_5_vl", "Qwen2_5_VisionTransformerPretrainedModel", "Qwen2_5_VLVisionConfig"),
-    "qwen2_vl": Family("qwen2_vl", "Qwen2VisionTransformerPretrainedModel", "Qwen2VLVisionConfig"),
-    "glm4v": _GLM4V,
-    "glm4v_moe": _GLM4V,
-    "glm46v": _GLM4V,
-}
-"""A checkpoint's model type to its tower."""
-
-
-@dataclass(frozen=True)
 class Architecture:
-    """The tower of a published model, at its true sizes."""
+    """The tower of a published model."""
 
     title: str
-    family: str
+    model_type: str
+    """Of its checkpoint, a key of `FAMILIES`."""
     blocks: int
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    """What differs from the configuration class's own values."""
-    levels: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Settings that are numbers of blocks; with fewer blocks they keep their relative depth."""
-    periods: Mapping[str, int] = field(default_factory=dict)
-    """Settings that are every n-th block, and the last."""
+    vision: Callable[[int], dict[str, Any]]
+    """Its `vision_config` at a depth; what it leaves out is the configuration class's own value."""
+    model: Mapping[str, Any] = field(default_factory=dict)
+    """What else of the model's config.json the tower depends on."""
 
-    def config(self, blocks: int) -> Any:
-        """The configuration at a depth.
+    @property
+    def family(self) -> Family:
+        """How it is built and fed."""
+        return FAMILIES[self.model_type]
+
+    def settings(self, blocks: int | None = None) -> Settings:
+        """The model's config.json, as far as the tower goes, at a depth; None: its own.
 
         Raises:
             InputError: more blocks than the model has, or none.
         """
-        if not 1 <= blocks <= self.blocks:
-            raise InputError(f"blocks: expected 1 to {self.blocks}; got {blocks}")
-        levels = {
-            name: sorted({level * blocks // self.blocks for level in listed})
-            for name, listed in self.levels.items()
-        }
-        periodic = {
-            name: [b for b in range(blocks) if b % period == period - 1 or b == blocks - 1]
-            for name, period in self.periods.items()
-        }
-        settings = {"depth": blocks, **self.settings, **levels, **periodic}
-        return FAMILIES[self.family].make_config(settings)
+        depth = self.blocks if blocks is None else blocks
+        if not 1 <= depth <= self.blocks:
+            raise InputError(f"blocks: expected 1 to {self.blocks}; got {depth}")
+        return {**self.model, "model_type": self.model_type, "vision_config": self.vision(depth)}
 
 
-_QWEN2_5 = {"hidden_size": 1280}
-_FULL_ATTENTION = {"fullatt_block_indexes": 8}
+def _stack(depth: str, **settings: Any) -> Callable[[int], dict[str, Any]]:
+    """A tower whose setting `depth` is its number of blocks."""
+    return lambda blocks: {**settings, depth: blocks}
+
+
+def _qwen3_vl(blocks: int) -> dict[str, Any]:
+    # With fewer blocks the levels of deepstack keep their relative depth.
+    levels = sorted({level * blocks // 27 for level in (8, 16, 24)})
+    return {"depth": blocks, "out_hidden_size": 4096, "deepstack_visual_indexes": levels}
+
+
+def _qwen2_5_vl(out_hidden_size: int) -> Callable[[int], dict[str, Any]]:
+    def vision(blocks: int) -> dict[str, Any]:
+        # Every eighth block attends to whole frames, and the last one.
+        full = [b for b in range(blocks) if b % 8 == 7 or b == blocks - 1]
+        sizes = {"hidden_size": 1280, "out_hidden_size": out_hidden_size}
+        return {"depth": blocks, "fullatt_block_indexes": full, **sizes}
+
+    return vision
+
+
+def _deepseek_ocr(blocks: int) -> dict[str, Any]:
+    # CLIP's blocks are counted; SAM has half as many, every third of which attends to the whole image.
+    layers = (blocks + 1) // 2
+    whole = [b for b in range(layers) if b % 3 == 2 or b == layers - 1]
+    sam = {"layers": layers, "global_attn_indexes": whole}
+    return {"width": {"clip-l-14-224": {"layers": blocks}, "sam_vit_b": sam}}
+
+
+def _text(hidden_size: int) -> dict[str, Any]:
+    return {"text_config": {"hidden_size": hidden_size}}
+
+
+_INTERNVIT_300M = _stack("num_hidden_layers", attention_bias=True)
+_INTERNVIT_6B = _stack(
+    "num_hidden_layers",
+    hidden_size=3200,
+    num_attention_heads=25,
+    intermediate_size=12800,
+    norm_type="rms_norm",
+    use_qk_norm=True,
+)
+_LLAMA4 = _stack(
+    "num_hidden_layers",
+    hidden_size=1408,
+    vision_output_dim=4096,
+    image_size=336,
+    rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+)
+_SIGLIP = _stack(
+    "num_hidden_layers",
+    hidden_size=1152,
+    intermediate_size=4304,
+    num_attention_heads=16,
+    image_size=384,
+    patch_size=14,
+)
+_CLIP = _stack(
+    "num_hidden_layers",
+    hidden_size=1024,
+    intermediate_size=4096,
+    num_attention_heads=16,
+    image_size=336,
+    patch_size=14,
+)
+_DINOV2 = _stack("num_hidden_layers", hidden_size=1024, num_attention_heads=16, image_size=518, patch_size=14)
 
 ARCHITECTURES: Mapping[str, Architecture] = {
-    "qwen3-vl-8b": Architecture(
-        "Qwen3-VL-8B", "qwen3_vl", 27, {"out_hidden_size": 4096}, {"deepstack_visual_indexes": (8, 16, 24)}
+    "qwen3-vl-8b": Architecture("Qwen3-VL-8B", "qwen3_vl", 27, _qwen3_vl),
+    "qwen3.5-9b": Architecture("Qwen3.5-9B", "qwen3_5", 27, _stack("depth", out_hidden_size=4096)),
+    "qwen3.5-27b": Architecture("Qwen3.5-27B", "qwen3_5", 27, _stack("depth", out_hidden_size=5120)),
+    "qwen2.5-vl-3b": Architecture("Qwen2.5-VL-3B", "qwen2_5_vl", 32, _qwen2_5_vl(2048)),
+    "qwen2.5-vl-7b": Architecture("Qwen2.5-VL-7B", "qwen2_5_vl", 32, _qwen2_5_vl(3584)),
+    "qwen2-vl-2b": Architecture("Qwen2-VL-2B", "qwen2_vl", 32, _stack("depth", hidden_size=1536)),
+    "qwen2-vl-7b": Architecture("Qwen2-VL-7B", "qwen2_vl", 32, _stack("depth", hidden_size=3584)),
+    "glm-4.1v-9b": Architecture("GLM-4.1V-9B", "glm4v", 24, _stack("depth", intermediate_size=13696)),
+    "glm-4.6v": Architecture("GLM-4.6V", "glm46v", 24, _stack("depth", intermediate_size=10944)),
+    "kimi-vl-a3b": Architecture("Kimi-VL-A3B", "kimi_vl", 27, _stack("num_hidden_layers"), _text(2048)),
+    "kimi-k2.5": Architecture("Kimi-K2.5", "kimi_k25", 27, _stack("num_hidden_layers")),
+    "internvl3-8b": Architecture("InternVL3-8B", "internvl", 24, _INTERNVIT_300M, _text(3584)),
+    "internvl3-38b": Architecture("InternVL3-38B", "internvl", 45, _INTERNVIT_6B, _text(5120)),
+    "llama4": Architecture("Llama 4", "llama4", 34, _LLAMA4, _text(5120)),
+    "deepseek-ocr": Architecture("DeepSeek-OCR", "DeepseekOCRForCausalLM", 24, _deepseek_ocr),
+    "step3-vl": Architecture(
+        "Step3", "step3_vl", 63, _stack("num_hidden_layers", intermediate_size=15360), _text(7168)
     ),
-    "qwen3.5-9b": Architecture("Qwen3.5-9B", "qwen3_5", 27, {"out_hidden_size": 4096}),
-    "qwen3.5-27b": Architecture("Qwen3.5-27B", "qwen3_5", 27, {"out_hidden_size": 5120}),
-    "qwen2.5-vl-3b": Architecture(
-        "Qwen2.5-VL-3B",
-        "qwen2_5_vl",
-        32,
-        {**_QWEN2_5, "out_hidden_size": 2048},
-        periods=_FULL_ATTENTION,
-    ),
-    "qwen2.5-vl-7b": Architecture(
-        "Qwen2.5-VL-7B",
-        "qwen2_5_vl",
-        32,
-        {**_QWEN2_5, "out_hidden_size": 3584},
-        periods=_FULL_ATTENTION,
-    ),
-    "qwen2-vl-2b": Architecture("Qwen2-VL-2B", "qwen2_vl", 32, {"hidden_size": 1536}),
-    "qwen2-vl-7b": Architecture("Qwen2-VL-7B", "qwen2_vl", 32, {"hidden_size": 3584}),
-    "glm-4.1v-9b": Architecture("GLM-4.1V-9B", "glm4v", 24, {"intermediate_size": 13696}),
-    "glm-4.6v": Architecture("GLM-4.6V", "glm46v", 24, {"intermediate_size": 10944}),
+    "step3p7": Architecture("Step-3.7", "step3p7", 47, _stack("num_hidden_layers"), _text(4096)),
+    "siglip-so400m-384": Architecture("SigLIP-SO400M-384", "siglip_vision_model", 27, _SIGLIP),
+    "clip-l-336": Architecture("CLIP-L-336", "clip_vision_model", 24, _CLIP),
+    "dinov2-l-518": Architecture("DINOv2-L-518", "dinov2", 24, _DINOV2),
 }
-"""By the name that `--model` of the demo takes."""
+"""By the name that `--model` takes."""
 
 
 def architecture(name: str) -> Architecture:

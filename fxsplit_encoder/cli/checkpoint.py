@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fxsplit_encoder.cli.patches import IMAGE_FORMAT, VIDEO_FORMAT, PatchFormat
+from fxsplit_encoder.cli.preparation import ProcessorSettings
 from fxsplit_encoder.errors import InputError
 
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
@@ -65,12 +65,12 @@ class Checkpoint:
             raise InputError(f"{path}: expected a JSON object; got {type(contents).__name__}")
         return contents
 
-    def patch_formats(self) -> tuple[PatchFormat, PatchFormat]:
-        """How its processors cut images and videos; what their files leave out has Qwen3-VL's values."""
+    def processors(self) -> ProcessorSettings:
+        """What the files of its image and video processors set."""
         joint = self.read_json("processor_config.json") or {}
         image = self.read_json("preprocessor_config.json") or joint.get("image_processor") or {}
         video = self.read_json("video_preprocessor_config.json") or joint.get("video_processor") or {}
-        return IMAGE_FORMAT.updated(image), VIDEO_FORMAT.updated(video)
+        return ProcessorSettings(image, video)
 
 
 def _fetch(repository: str, file_name: str) -> Path | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.cli.inputs import EncoderInputs
+from fxsplit_encoder.cli.eager import EagerTower
 from fxsplit_encoder.manager import Plan
 
 FLOAT32_TOLERANCE = 1e-4
@@ -60,32 +61,25 @@ class Comparer:
         reference: the same tower in float32; None: `eager` is in float32 itself.
     """
 
-    def __init__(self, manager: fx.EncoderCudaGraphManager, eager: Any, reference: Any | None) -> None:
+    def __init__(
+        self, manager: fx.EncoderCudaGraphManager, eager: EagerTower, reference: EagerTower | None
+    ) -> None:
         self.manager = manager
         self.eager = eager
         self.reference = reference
-        self.device: torch.device = eager.device
+        self.device: torch.device = manager.device
 
-    def compare(self, inputs: EncoderInputs) -> Comparison:
+    def compare(self, mm_kwargs: dict[str, Any]) -> Comparison:
         """Encode a batch both ways, on a GPU several times."""
-        patches, grids = packed(inputs, self.device)
-        expected, eager_ms = self._timed(lambda: embed(self.eager, patches, grids))
-        outputs, ours_ms = self._timed(lambda: self.manager.execute(inputs.mm_kwargs))
-        ours = torch.cat(outputs)
+        expected, eager_ms = self._timed(lambda: self.eager(mm_kwargs))
+        ours, ours_ms = self._timed(lambda: self.manager.execute(mm_kwargs))
         return Comparison(
-            self.manager.plan(inputs.mm_kwargs),
+            self.manager.plan(mm_kwargs),
             eager_ms,
             ours_ms,
-            (ours.float() - expected.float()).abs().max().item(),
-            self._error_ratio(ours, expected, patches, grids),
+            max_error(ours, expected),
+            None if self.reference is None else error_ratio(ours, expected, self.reference(mm_kwargs)),
         )
-
-    def _error_ratio(self, ours: Tensor, eager: Tensor, patches: Tensor, grids: Tensor) -> float | None:
-        if self.reference is None:
-            return None
-        exact = embed(self.reference, patches.float(), grids)
-        own, allowed = (output.float().sub(exact).square().mean().sqrt().item() for output in (ours, eager))
-        return own / allowed
 
     def _timed(self, call: Callable[[], T]) -> tuple[T, float]:
         """A result, and the median milliseconds to the end of its device work."""
@@ -106,17 +100,17 @@ class Comparer:
             torch.cuda.synchronize(self.device)
 
 
-def packed(inputs: EncoderInputs, device: torch.device) -> tuple[Tensor, Tensor]:
-    """All patches and all grids of a batch, on the device, as an eager tower takes them."""
-    pixels: Sequence[Tensor] = [v for k, v in inputs.mm_kwargs.items() if k.startswith("pixel_values")]
-    grids: Sequence[Tensor] = [v for k, v in inputs.mm_kwargs.items() if k.endswith("_grid_thw")]
-    # To these towers a video is images, one a frame; GLM's takes nothing else.
-    frames = [(1, h, w) for t, h, w in torch.cat(list(grids)).tolist() for _ in range(t)]
-    return torch.cat(list(pixels)), torch.tensor(frames, device=device)
+def max_error(items: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """The largest difference of a value."""
+    return max((a.float() - b.float()).abs().max().item() for a, b in zip(items, expected, strict=True))
 
 
-def embed(tower: Any, patches: Tensor, grids: Tensor) -> Tensor:
-    """The eager embeddings: the main output, then the deepstack levels, along the hidden dimension."""
-    with torch.no_grad():
-        output = tower(patches, grid_thw=grids)
-        return torch.cat([output.pooler_output, *getattr(output, "deepstack_features", ())], dim=1)
+def rms_error(items: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """The root mean square of the differences of all values."""
+    total = sum((a.float() - b.float()).square().sum().item() for a, b in zip(items, expected, strict=True))
+    return math.sqrt(total / sum(b.numel() for b in expected))
+
+
+def error_ratio(ours: Sequence[Tensor], eager: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
+    """Our root mean square error as a multiple of eager's own."""
+    return rms_error(ours, exact) / rms_error(eager, exact)

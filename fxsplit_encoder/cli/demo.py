@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,33 +20,38 @@ from fxsplit_encoder.cli.console import (
     print_facts,
     print_table,
     progress_bars,
+    repository_path,
 )
 from fxsplit_encoder.cli.describe import describe_split, describe_tower
+from fxsplit_encoder.cli.eager import EagerTower, as_tensors, share_weights
+from fxsplit_encoder.cli.families import Family
 from fxsplit_encoder.cli.inputs import EncoderInputs, find_files, load_inputs
-from fxsplit_encoder.cli.models import DEMO_MODEL, demo_config, demo_tower
-from fxsplit_encoder.cli.patches import IMAGE_FORMAT, VIDEO_FORMAT
+from fxsplit_encoder.cli.models import demo_tower
+from fxsplit_encoder.cli.preparation import ProcessorSettings
+from fxsplit_encoder.towers.dense import DenseTower
 
 _CPU_BLOCKS = 2
-_HEADERS = ["item", "size px", "patches", "tokens", "budget", "mode", "served"]
-_HEADERS += ["eager", "ours", "ratio", "|diff|"]
+# Tiles of the budgets, where no configuration is given; on a CPU every tile takes seconds.
+_TILES = {"cpu": (1, 2, 5), "cuda": (1, 2, 4, 8, 16)}
+_WHOLE_VIEWS = {"cpu": (1, 2), "cuda": (1, 2, 4, 8)}
 
 
 def run_demo(
     images: Sequence[Path],
-    config: fx.EncoderConfig,
+    config: fx.EncoderConfig | None,
     blocks: int | None,
     device: torch.device,
     dtype: torch.dtype,
-    model: str = DEMO_MODEL,
+    model: str,
 ) -> bool:
     """Encode every file alone and all of them together, and print the comparison.
 
     Args:
-        images: images, clips, and directories of them.
-        config: budgets and how they are captured.
+        images: images, clips, and directories of them; none: those in examples/ that the model takes.
+        config: budgets and how they are captured; None: configs/demo.yaml, for a tower of tiles a few tiles.
         blocks: the tower's depth; None: all of it on CUDA, a few blocks on a CPU.
         device: where both towers run.
-        dtype: of the weights and the patches.
+        dtype: of the weights and the pixels.
         model: whose tower, a name of `cli.architectures.ARCHITECTURES`.
 
     Returns:
@@ -55,19 +60,26 @@ def run_demo(
     Raises:
         InputError: a file is not usable.
     """
-    patch_size = demo_config(blocks, model).patch_size
-    formats = (replace(form, patch_size=patch_size) for form in (IMAGE_FORMAT, VIDEO_FORMAT))
-    inputs = load_inputs(find_files(images), *formats).to(device, dtype)
+    known = architecture(model)
+    if config is None and known.family.unit == "patches":
+        config = fx.EncoderConfig.from_yaml(repository_path("configs/demo.yaml", "--config YAML"))
+    preparation = known.family.prepare(known.settings(blocks), ProcessorSettings())
+    if not images:
+        kinds = ("images", "videos") if preparation.takes_clips else ("images",)
+        images = [repository_path(f"examples/{kind}", "--images PATH") for kind in kinds]
+    inputs = load_inputs(find_files(images), preparation).to(device, dtype)
     depth = blocks or (None if device.type == "cuda" else _CPU_BLOCKS)
     tower = demo_tower(depth, device, dtype, model=model)
+    wrapped = known.family.wrap(share_weights(tower))
+    config = config or _tile_budgets(wrapped, device)
     print_facts(
         {
-            "tower": f"{architecture(model).title}'s, random weights, {describe_tower(tower)}",
+            "tower": f"{known.title}'s, random weights, {describe_tower(tower)}",
             "device": describe_device(device),
             "replays": describe_replay(device, config),
         }
     )
-    comparer = _comparer(tower, config)
+    comparer = _comparer(known.family, tower, wrapped, config)
     manager = comparer.manager
     with progress_bars() as bar:
         manager.compile(progress=bar("compiling"))
@@ -78,26 +90,41 @@ def run_demo(
     for report in manager.reports:
         print_facts({"note": report})
     print(f"\nThe plan for the whole batch\n{manager.plan(inputs.mm_kwargs)}\n")
-    _print_comparisons(manager, inputs, comparisons)
+    _print_comparisons(manager, inputs, known.family.unit, comparisons)
     print(f"\nWhat the manager served, all runs together\n{manager.stats()}\n")
     return _verdict(inputs, comparisons)
 
 
-def _comparer(tower: torch.nn.Module, config: fx.EncoderConfig) -> Comparer:
-    # The copy shares the weights and nothing else, so it keeps the attention that it came with.
-    eager = copy.deepcopy(tower, {id(parameter): parameter for parameter in tower.parameters()})
+def _tile_budgets(wrapped: Any, device: torch.device) -> fx.EncoderConfig:
+    """Budgets of a few whole tiles, of each path its own."""
+    tiles, whole = _TILES[device.type], _WHOLE_VIEWS[device.type]
+    if isinstance(wrapped, DenseTower):
+        return fx.EncoderConfig(token_budgets=tuple(n * wrapped.tokens_per_tile for n in tiles))
+    counts = {"global": whole, "local": tiles}
+    return fx.EncoderConfig(
+        max_items_per_batch=whole[-1],
+        paths={
+            path: {"token_budgets": tuple(n * view.tokens for n in counts[path])}
+            for path, view in wrapped.views.items()
+        },
+    )
+
+
+def _comparer(family: Family, tower: Any, wrapped: Any, config: fx.EncoderConfig) -> Comparer:
     is_short = next(tower.parameters()).dtype != torch.float32
-    reference = copy.deepcopy(tower).float() if is_short else None
-    return Comparer(fx.EncoderCudaGraphManager(fx.wrap(tower), config), eager, reference)
+    exact = EagerTower(copy.deepcopy(tower).float(), family.eager, family.wrap) if is_short else None
+    eager = EagerTower(tower, family.eager, family.wrap)
+    return Comparer(fx.EncoderCudaGraphManager(wrapped, config), eager, exact)
 
 
 def _compare_all(comparer: Comparer, inputs: EncoderInputs, update: Update) -> list[Comparison]:
     """Every item alone, then the whole batch."""
-    singles = [inputs.select(index) for index in range(len(inputs.items))]
+    select = comparer.eager.adapter.select_encoder_cudagraph_items
+    singles = [as_tensors(select(inputs.mm_kwargs, [index])) for index in range(len(inputs.items))]
     # The first calls of a process are slower than all after them.
-    comparer.compare(min(singles, key=lambda single: single.items[0].patches))
+    comparer.compare(singles[0])
     comparisons: list[Comparison] = []
-    batches = [*singles, inputs]
+    batches = [*singles, inputs.mm_kwargs]
     for batch in batches:
         update(len(comparisons), len(batches))
         comparisons.append(comparer.compare(batch))
@@ -106,17 +133,25 @@ def _compare_all(comparer: Comparer, inputs: EncoderInputs, update: Update) -> l
 
 
 def _print_comparisons(
-    manager: fx.EncoderCudaGraphManager, inputs: EncoderInputs, comparisons: Sequence[Comparison]
+    manager: fx.EncoderCudaGraphManager, inputs: EncoderInputs, unit: str, comparisons: Sequence[Comparison]
 ) -> None:
-    rows = [
-        [Path(item.key).stem, item.pixels, item.patches, item.tokens, *_served(manager, comparison)]
-        for item, comparison in zip(inputs.items, comparisons, strict=False)
+    tokens = [s.output_tokens for s in manager.tower.get_encoder_cudagraph_item_specs(inputs.mm_kwargs)]
+    rows: list[list[object]] = [
+        [_stem(item.key), item.pixels, item.size, count, *_served(manager, comparison)]
+        for item, count, comparison in zip(inputs.items, tokens, comparisons, strict=False)
     ]
-    patches, tokens = (sum(getattr(item, name) for item in inputs.items) for name in ("patches", "tokens"))
     plan = comparisons[-1].plan
-    rows.append([f"all {plan.num_items}", "", patches, tokens, "", "", f"{plan.hits} of {plan.num_items}"])
+    rows.append([f"all {plan.num_items}", "", "", sum(tokens), "", "", f"{plan.hits} of {plan.num_items}"])
     print("Each item alone, then all in one batch; milliseconds, and the largest difference from eager")
-    print_table(_HEADERS, [[*row, *_measured(c)] for row, c in zip(rows, comparisons, strict=True)])
+    headers = ["item", "size px", unit, "tokens", "budget", "mode", "served"]
+    headers += ["eager", "ours", "ratio", "|diff|"]
+    print_table(headers, [[*row, *_measured(c)] for row, c in zip(rows, comparisons, strict=True)])
+
+
+def _stem(key: str) -> str:
+    """A key without the file's extension: `clip.webp[1]` is `clip[1]`."""
+    name, bracket, part = key.partition("[")
+    return f"{Path(name).stem}{bracket}{part}"
 
 
 def _served(manager: fx.EncoderCudaGraphManager, comparison: Comparison) -> list[object]:

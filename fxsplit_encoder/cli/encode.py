@@ -20,7 +20,7 @@ from fxsplit_encoder.cli.console import (
 )
 from fxsplit_encoder.cli.describe import describe_tower
 from fxsplit_encoder.cli.inputs import EncoderInputs, find_files, load_inputs
-from fxsplit_encoder.cli.models import load_tower
+from fxsplit_encoder.cli.models import load_tower, read_family
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.manager import Plan
 
@@ -36,7 +36,7 @@ def run_encode(
     """Encode files and save their embeddings.
 
     The file holds one tensor an item, (tokens, hidden), under the item's key. Its metadata holds, each as
-    JSON, `items` (key to grid, tokens and kind), `config` and `model`.
+    JSON, `items` (key to kind, tokens, and the grid, the tiles or the crops), `config` and `model`.
 
     Raises:
         InputError: an input, the checkpoint or the output's directory is not usable.
@@ -44,7 +44,8 @@ def run_encode(
     if not output.parent.is_dir():
         raise InputError(f"--output {output}: no such directory: {output.parent}")
     checkpoint = Checkpoint.locate(model)
-    inputs = load_inputs(find_files(files), *checkpoint.patch_formats())
+    family, settings = read_family(checkpoint)
+    inputs = load_inputs(find_files(files), family.prepare(settings, checkpoint.processors()))
     tower = load_tower(checkpoint, dtype, device)
     if config is None:
         # Captures pay off over many calls on a GPU. On a CPU they only cost.
@@ -52,33 +53,39 @@ def run_encode(
     print_facts({"tower": describe_tower(tower), "device": describe_device(device)})
     print_facts({"replays": describe_replay(device, config)})
     inputs = inputs.to(device, dtype)
-    manager = fx.EncoderCudaGraphManager(fx.wrap(tower), config)
+    manager = fx.EncoderCudaGraphManager(family.wrap(tower), config)
     with progress_bars() as bar:
         manager.compile(progress=bar("compiling"))
         manager.capture(progress=bar("capturing"))
     embeddings = manager.execute(inputs.mm_kwargs)
     tensors = {i.key: e.cpu().contiguous() for i, e in zip(inputs.items, embeddings, strict=True)}
-    save_file(tensors, output, _metadata(inputs, config, model))
+    save_file(tensors, output, _metadata(inputs, embeddings, config, model))
     for report in manager.reports:
         print_facts({"note": report})
-    _print_items(inputs, manager.plan(inputs.mm_kwargs), embeddings)
+    _print_items(inputs, family.unit, manager.plan(inputs.mm_kwargs), embeddings)
     print(f"\nwrote {output}, {output.stat().st_size / 2**20:.1f} MiB")
 
 
-def _metadata(inputs: EncoderInputs, config: fx.EncoderConfig, model: str) -> dict[str, str]:
+def _metadata(
+    inputs: EncoderInputs, embeddings: Sequence[torch.Tensor], config: fx.EncoderConfig, model: str
+) -> dict[str, str]:
     items = {
-        item.key: {"kind": "video" if item.frames else "image", "grid": item.grid, "tokens": item.tokens}
-        for item in inputs.items
+        item.key: {
+            "kind": "video" if item.frames else "image",
+            **item.layout,
+            "tokens": embedding.shape[0],
+        }
+        for item, embedding in zip(inputs.items, embeddings, strict=True)
     }
     settings = config.model_dump(mode="json", exclude_unset=True)
     return {"items": json.dumps(items), "config": json.dumps(settings), "model": json.dumps(model)}
 
 
-def _print_items(inputs: EncoderInputs, plan: Plan, embeddings: Sequence[torch.Tensor]) -> None:
+def _print_items(inputs: EncoderInputs, unit: str, plan: Plan, embeddings: Sequence[torch.Tensor]) -> None:
     results = {index: str(batch.reason or "hit") for batch in plan.batches for index in batch.indices}
     rows = [
-        [item.key, item.pixels, item.patches, item.tokens, tuple(embedding.shape), results[index]]
+        [item.key, item.pixels, item.size, tuple(embedding.shape), results[index]]
         for index, (item, embedding) in enumerate(zip(inputs.items, embeddings, strict=True))
     ]
     print()
-    print_table(["item", "size px", "patches", "tokens", "embedding", "served"], rows)
+    print_table(["item", "size px", unit, "embedding", "served"], rows)

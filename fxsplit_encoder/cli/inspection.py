@@ -1,10 +1,11 @@
-"""`encoder-cg inspect`: how a tower would be split and captured."""
+"""`encoder-cg inspect`: how a tower would be split and captured, and which pieces may be padded."""
 
 from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,27 +13,55 @@ from torch import fx as torch_fx
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.capture import segment_capacity
+from fxsplit_encoder.cli.architectures import ARCHITECTURES
+from fxsplit_encoder.cli.checkpoint import Checkpoint
 from fxsplit_encoder.cli.console import describe_device, print_facts, print_table, progress_bars
 from fxsplit_encoder.cli.describe import describe_split, describe_tower, operator_name
-from fxsplit_encoder.compile import BoundProgram
+from fxsplit_encoder.cli.families import Family
+from fxsplit_encoder.cli.models import DEMO_MODEL, demo_tower, load_tower, read_family
+from fxsplit_encoder.compile import Program, Step
+from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.manager import Limits
 
-_SHOWN_OPERATORS = 4
+_SHOWN_OPERATORS = 3
 
 
-class PieceRecorder:
-    """A piece compiler that keeps the graph of every distinct piece and runs it as traced."""
+class TracedPiece:
+    """A piece that runs as traced and keeps its graph; as a piece compiler, the class itself."""
 
-    def __init__(self) -> None:
-        self.graphs: list[torch_fx.Graph] = []
+    def __init__(self, module: torch_fx.GraphModule, inputs: Sequence[Any]) -> None:
+        self.graph = module.graph
+        self._forward = module.forward
 
-    def __call__(self, module: torch_fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Record a piece; its position is the number of the distinct piece."""
-        self.graphs.append(module.graph)
-        return module.forward
+    def __call__(self, *args: Any) -> Any:
+        """The piece's results."""
+        return self._forward(*args)
 
 
-def run_inspect(tower: torch.nn.Module, config: fx.EncoderConfig) -> None:
+def find_tower(
+    model: str | None, blocks: int | None, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.nn.Module, Family]:
+    """A published model's tower with random weights, or else that of a checkpoint.
+
+    Args:
+        model: a name of `ARCHITECTURES`, a directory or a hub name; None: the demo's.
+        blocks: the depth of a tower with random weights; None: the model's own.
+        dtype: of the parameters.
+        device: where they go.
+
+    Raises:
+        InputError: there is no such tower, or `blocks` is given for a checkpoint.
+    """
+    model = DEMO_MODEL if model is None else model
+    if model in ARCHITECTURES and not Path(model).is_dir():
+        return demo_tower(blocks, device, dtype, model=model), ARCHITECTURES[model].family
+    if blocks is not None:
+        raise InputError("--blocks: only for a tower with random weights; leave it out, or name one")
+    checkpoint = Checkpoint.locate(model)
+    return load_tower(checkpoint, dtype, device), read_family(checkpoint)[0]
+
+
+def run_inspect(tower: torch.nn.Module, family: Family, config: fx.EncoderConfig) -> None:
     """Trace and split a tower, without compiling its pieces or capturing, and print what came of it.
 
     Raises:
@@ -40,50 +69,63 @@ def run_inspect(tower: torch.nn.Module, config: fx.EncoderConfig) -> None:
     """
     device = next(tower.parameters()).device
     print_facts({"tower": describe_tower(tower), "device": describe_device(device)})
-    recorder = PieceRecorder()
-    wrapped = fx.wrap(tower)
+    wrapped = family.wrap(tower)
     limits = fx.EncoderCudaGraphManager(wrapped, config).limits
     # A split is the same for every size. Two small ones tell which sizes vary, and take no time on a CPU.
-    smallest = min(budgets[0] for budgets in limits.path_budgets.values())
-    small = config.replace(token_budgets=(smallest, 2 * smallest), paths={}, piece_compiler=recorder)
-    manager = fx.EncoderCudaGraphManager(wrapped, small)
+    small = {
+        path: {"token_budgets": (budgets[0], 2 * budgets[0])} for path, budgets in limits.path_budgets.items()
+    }
+    manager = fx.EncoderCudaGraphManager(
+        wrapped, config.replace(token_budgets=(), paths=small, piece_compiler=TracedPiece)
+    )
     with progress_bars() as bar:
         manager.compile(progress=bar("tracing"))
-    graphs = iter(recorder.graphs)
-    for path, bound in manager.programs.items():
+    for path in limits.path_budgets:
+        bound = manager.programs[path]
         print_facts({"split": describe_split(path, bound)})
         if bound is not None:
-            _print_program(bound, [next(graphs) for _ in range(bound.program.num_distinct)])
+            _print_program(bound.program)
     for report in manager.reports:
         print_facts({"note": report})
     _print_budgets(limits)
 
 
-def _print_program(bound: BoundProgram, graphs: Sequence[torch_fx.Graph]) -> None:
-    program = bound.program
+def _print_program(program: Program) -> None:
     kinds = Counter(step.kind for step in program.steps)
     parts = f"{kinds['piece']} pieces, {kinds['split']} splitting ops, {kinds['host']} host ops"
-    print_facts({"steps": f"{len(program.steps)}: {parts}", "padding": _padding(bound)})
-    positions: dict[int, list[int]] = {}
-    for position, step in enumerate(program.pieces):
-        positions.setdefault(step.distinct, []).append(position)
-    rows = [
-        [number, len(positions[number]), *_nodes(graph), _ranges(positions[number])]
-        for number, graph in enumerate(graphs)
-    ]
+    proved = program.padding.proved
+    padding = "proved: no row depends on the rows after it" if proved else "not proved, see the table"
+    print_facts({"steps": f"{len(program.steps)}: {parts}", "padding": padding})
+    rows: list[list[object]] = []
+    for number in range(program.num_distinct):
+        positions = [n for n, step in enumerate(program.pieces) if step.distinct == number]
+        steps = [program.pieces[n] for n in positions]
+        padding = _padding(program, steps)
+        rows.append([f"piece {number}", len(steps), *_nodes(steps[0]), _ranges(positions), padding])
+    for name in dict.fromkeys(operator_name(step.call) for step in program.splits):
+        steps = [step for step in program.splits if operator_name(step.call) == name]
+        rows.append(["splitting op", len(steps), "", name, "", _padding(program, steps)])
     print()
-    print_table(["distinct", "pieces", "nodes", "most frequent operators but views", "positions"], rows)
+    headers = ["distinct", "times", "nodes", "most frequent operators but views", "positions", "padding"]
+    print_table(headers, rows)
+    print()
 
 
-def _padding(bound: BoundProgram) -> str:
-    report = bound.program.padding
-    if report.proved:
-        return "proved: no row depends on the rows after it"
-    return "not proved: " + "; ".join(f"{node}: {reason}" for node, reason in report.reasons)
+def _padding(program: Program, steps: Sequence[Step]) -> str:
+    """Whether the rows of equal steps are proved independent; else at which node they are not, and why."""
+    nodes = {node for step in steps for node in step.nodes}
+    reasons = [f"{node}: {reason}" for node, reason in program.padding.reasons if node in nodes]
+    if reasons:
+        return "; ".join(reasons)
+    if not nodes.isdisjoint(program.padding.mixed):
+        return "reads rows that are not proved"
+    return "proved" if program.padding.proved or program.padding.mixed else "not analysed"
 
 
-def _nodes(graph: torch_fx.Graph) -> tuple[int, str]:
+def _nodes(step: Step) -> tuple[int, str]:
     """How many nodes a piece has, and which operators that are no views are the most frequent."""
+    assert isinstance(step.call, TracedPiece)
+    graph = step.call.graph
     targets = [node.target for node in graph.nodes if node.op == "call_function"]
     operators = Counter(_short_name(target) for target in targets if not _is_view(target))
     shown = [f"{count} {name}" for name, count in operators.most_common(_SHOWN_OPERATORS)]
@@ -112,7 +154,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 def _print_budgets(limits: Limits) -> None:
     items, frames = limits.max_items_per_batch, limits.max_frames_per_batch
-    print(f"\nA replay holds at most {items} items, {frames} video frames, and on each path:")
+    print(f"A replay holds at most {items} items, {frames} video frames, and on each path:")
     rows = [
         [path, budget, segment_capacity(budget, max(items, frames))]
         for path, budgets in limits.path_budgets.items()

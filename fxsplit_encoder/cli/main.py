@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal, ParamSpec
 
-from fxsplit_encoder.errors import FxSplitError, InputError, MissingExtraError
+from fxsplit_encoder.errors import FxSplitError, MissingExtraError
 
 try:
     import typer
@@ -16,10 +16,12 @@ except ModuleNotFoundError:
 
 _PROGRAM = "encoder-cg"
 _MODEL = "A checkpoint, whole or its vision tower: a directory or a hub name."
-_DEMO_MODEL = "Whose tower, at its true width: qwen3-vl-8b, qwen2.5-vl-7b, glm-4.1v-9b, ..."
+_NAMES = "qwen3-vl-8b, internvl3-8b, deepseek-ocr, ... (a wrong one lists them all)"
+_DEMO_MODEL = f"Whose tower, at its true width: {_NAMES}."
+_INSPECTED = f"A name of the demo's ({_NAMES}), or a checkpoint: a directory or a hub name."
 _CONFIG = "The budgets and how they are captured."
 _DTYPE_HELP = "float32, bfloat16 or float16; auto: bfloat16 on CUDA, else float32."
-_BLOCKS_HELP = "Depth of the demo's tower, at most the model's own."
+_BLOCKS_HELP = "Depth of a tower with random weights, at most the model's own."
 _EXTRA_PACKAGES = {"PIL", "huggingface_hub", "rich", "safetensors", "tabulate", "transformers"}
 
 app = typer.Typer(
@@ -76,11 +78,17 @@ def demo(
             "--images",
             metavar="PATH",
             help="An image, a clip, or a directory of them; may be repeated.",
-            show_default="examples/images and examples/videos",
+            show_default="those in examples/",
         ),
     ] = None,
     config: Annotated[
-        Path | None, typer.Option("--config", metavar="YAML", help=_CONFIG, show_default="configs/demo.yaml")
+        Path | None,
+        typer.Option(
+            "--config",
+            metavar="YAML",
+            help=_CONFIG,
+            show_default="configs/demo.yaml; a few whole tiles for a tower of tiles",
+        ),
     ] = None,
     model: Annotated[str, typer.Option("--model", metavar="NAME", help=_DEMO_MODEL)] = "qwen3-vl-8b",
     blocks: BlocksOption = None,
@@ -93,13 +101,12 @@ def demo(
     if an output differs from eager's by more than rounding does.
     """
     import fxsplit_encoder as fx
-    from fxsplit_encoder.cli.console import choose_device, choose_dtype, repository_path
+    from fxsplit_encoder.cli.console import choose_device, choose_dtype
     from fxsplit_encoder.cli.demo import run_demo
 
-    settings = fx.EncoderConfig.from_yaml(config or repository_path("configs/demo.yaml", "--config YAML"))
-    files = images or [repository_path(f"examples/{d}", "--images PATH") for d in ("images", "videos")]
+    settings = fx.EncoderConfig.from_yaml(config) if config else None
     where = choose_device(device)
-    if not run_demo(files, settings, blocks, where, choose_dtype(dtype, where), model):
+    if not run_demo(images or [], settings, blocks, where, choose_dtype(dtype, where), model):
         raise typer.Exit(1)
 
 
@@ -144,31 +151,36 @@ def encode(
 def inspect(
     model: Annotated[
         str | None,
-        typer.Option("--model", metavar="DIR_OR_NAME", help=_MODEL, show_default="the demo's tower"),
+        typer.Option("--model", metavar="NAME_OR_DIR", help=_INSPECTED, show_default="qwen3-vl-8b"),
     ] = None,
     config: Annotated[
         Path | None,
         typer.Option("--config", metavar="YAML", help=_CONFIG, show_default="inferred budgets"),
     ] = None,
     blocks: BlocksOption = None,
+    capture: Annotated[
+        bool, typer.Option("--capture", help="Capture too: modes, graphs, breaks and bytes of every budget.")
+    ] = False,
+    attention: Annotated[
+        bool, typer.Option("--attention", help="The attention kernels: which work, which were chosen.")
+    ] = False,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
 ) -> None:
-    """Show how a tower is split at attention, what may be padded, and its budgets. Captures nothing."""
+    """Show how a tower is split at attention, which pieces may be padded, and its budgets."""
     import fxsplit_encoder as fx
     from fxsplit_encoder.cli.console import choose_device, choose_dtype
-    from fxsplit_encoder.cli.inspection import run_inspect
-    from fxsplit_encoder.cli.models import demo_tower, load_tower
+    from fxsplit_encoder.cli.inspection import find_tower, run_inspect
+    from fxsplit_encoder.cli.measured import print_attention, print_captures
 
-    if model is not None and blocks is not None:
-        raise InputError("--blocks: only for the demo's tower; leave it out, or --model")
     settings = fx.EncoderConfig.from_yaml(config) if config else fx.EncoderConfig()
     where = choose_device(device)
-    if model is not None:
-        tower = load_tower(model, choose_dtype(dtype, where), where)
-    else:
-        tower = demo_tower(blocks, where, choose_dtype(dtype, where))
-    run_inspect(tower, settings)
+    tower, family = find_tower(model, blocks, choose_dtype(dtype, where), where)
+    run_inspect(tower, family, settings)
+    if capture:
+        print_captures(family.wrap(tower), settings)
+    if attention:
+        print_attention(where, settings)
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""Vision towers: out of a checkpoint, or the demo's with random weights."""
+"""Vision towers: out of a checkpoint, or of a published model's size with random weights."""
 
 from __future__ import annotations
 
@@ -9,17 +9,21 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.initialization import no_init_weights
 
-from fxsplit_encoder.cli.architectures import FAMILIES, Architecture, Family, architecture
+from fxsplit_encoder.cli.architectures import architecture
+from fxsplit_encoder.cli.builders import Settings, vision_settings
 from fxsplit_encoder.cli.checkpoint import Checkpoint
+from fxsplit_encoder.cli.checkpoint_names import rename, split_fused
+from fxsplit_encoder.cli.families import FAMILIES, Family
 from fxsplit_encoder.errors import InputError
 
 DEMO_MODEL = "qwen3-vl-8b"
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-_PREFIXES = ("model.visual.", "visual.", "")
 _NAMED = 4
+_INITIALIZER_RANGE = 0.02
 # Learned positions, as the models name them.
 _POSITIONS = re.compile(r"pos(_|ition)")
 
@@ -36,18 +40,23 @@ def load_tower(model: str | Path | Checkpoint, dtype: torch.dtype, device: torch
         InputError: a file is missing or malformed, or the weights are not this tower's.
     """
     checkpoint = model if isinstance(model, Checkpoint) else Checkpoint.locate(model)
-    family, settings = _vision_settings(checkpoint)
-    tower = family.make_tower(family.make_config(settings))
-    expected = tower.state_dict()
-    files = _vision_files(checkpoint, expected.keys())
-    _compare(checkpoint, "missing", expected.keys() - files.keys())
-    _compare(checkpoint, "unexpected", files.keys() - expected.keys())
-    tensors = _read(files)
-    for name, tensor in tensors.items():
-        if tensor.shape != expected[name].shape:
-            shapes = f"{tuple(tensor.shape)}; config.json says {tuple(expected[name].shape)}"
+    family, settings = read_family(checkpoint)
+    tower = _build(family, settings, device)
+    expected = dict(tower.named_parameters())
+    tensors = _read(_vision_files(checkpoint, family, {name.split(".")[0] for name in expected}))
+    if family.renames:
+        renamed = {rename(name, family.renames): tensor for name, tensor in tensors.items()}
+        tensors = split_fused(renamed, vision_settings(settings)["num_attention_heads"])
+    _compare(checkpoint, "missing", expected.keys() - tensors.keys())
+    # Older checkpoints hold buffers too, which towers compute by themselves.
+    buffers = {name for name, _ in tower.named_buffers()}
+    _compare(checkpoint, "unexpected", tensors.keys() - expected.keys() - buffers)
+    for name, parameter in expected.items():
+        if tensors[name].shape != parameter.shape:
+            shapes = f"{tuple(tensors[name].shape)}; config.json says {tuple(parameter.shape)}"
             raise InputError(f"{checkpoint.model}: {name} has the shape {shapes}")
-    return _with_weights(tower, {name: t.to(device, dtype) for name, t in tensors.items()}, device)
+        parameter.data = tensors[name].to(device, dtype)
+    return _finished(tower)
 
 
 def demo_tower(
@@ -61,79 +70,97 @@ def demo_tower(
 
     Args:
         blocks: its depth; None: the model's own.
-        device: where its weights are drawn.
-        dtype: of the parameters.
+        device: where its weights are drawn; on "meta" it has none.
+        dtype: of the parameters. Buffers keep theirs: positions and frequencies are computed in float32.
         seed: the same weights for the same seed, on one kind of device.
         model: a name of `cli.architectures.ARCHITECTURES`.
 
     Raises:
         InputError: no such model, or more blocks than it has, or none.
     """
-    config = demo_config(blocks, model)
-    tower = FAMILIES[architecture(model).family].make_tower(config)
+    known = architecture(model)
     device = torch.device(device)
-    generator = torch.Generator(device).manual_seed(seed)
-    weights = {}
-    for name, meta in tower.state_dict().items():
-        mean, deviation = distribution(name, meta.dim(), config.initializer_range)
-        weight = torch.empty(meta.shape, device=device).normal_(mean, deviation, generator=generator)
-        weights[name] = weight.to(dtype)
-    return _with_weights(tower, weights, device)
+    tower = _build(known.family, known.settings(blocks), device)
+    if device.type != "meta":
+        draw_weights(tower, seed)
+    for parameter in tower.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return _finished(tower)
 
 
-def demo_config(blocks: int | None = None, model: str = DEMO_MODEL) -> Any:
-    """The configuration of `demo_tower`'s tower.
+@torch.no_grad()
+def draw_weights(tower: nn.Module, seed: int) -> None:
+    """Random weights, biases and positions, none of them faint."""
+    generator: torch.Generator | None = None
+    for name, parameter in tower.named_parameters():
+        generator = generator or torch.Generator(parameter.device).manual_seed(seed)
+        mean, deviation = _distribution(name, parameter.dim())
+        parameter.normal_(mean, deviation, generator=generator)
 
-    Raises:
-        InputError: no such model, or more blocks than it has, or none.
-    """
-    known: Architecture = architecture(model)
-    return known.config(known.blocks if blocks is None else blocks)
 
-
-def distribution(name: str, num_dims: int, initializer_range: float) -> tuple[float, float]:
+def _distribution(name: str, num_dims: int) -> tuple[float, float]:
     """Mean and deviation of a parameter. Biases of zero and faint positions, the usual ones, hide faults."""
     if name.endswith(".bias"):
         return 0.0, 0.1
     if num_dims == 1:  # of a norm, or a layer's scale
         return 1.0, 0.1
-    return 0.0, 0.5 if _POSITIONS.search(name) else initializer_range
+    return 0.0, 0.5 if _POSITIONS.search(name) else _INITIALIZER_RANGE
 
 
-def _with_weights(tower: Any, weights: Mapping[str, Tensor], device: torch.device) -> Any:
-    tower.load_state_dict(weights, assign=True)
-    # No checkpoint holds its frequencies; they stay float32 whatever the dtype, as in the model library.
-    tower.rotary_pos_emb = type(tower.rotary_pos_emb)(tower.config).to(device)
-    tower.requires_grad_(False)
-    tower.train(False)
-    return tower
+def read_family(checkpoint: Checkpoint) -> tuple[Family, Settings]:
+    """Which tower a checkpoint has, and what its config.json holds.
 
-
-def _vision_settings(checkpoint: Checkpoint) -> tuple[Family, dict[str, Any]]:
+    Raises:
+        InputError: there is none, or it names none that the command knows.
+    """
     settings = checkpoint.read_json("config.json")
     if settings is None:
         raise InputError(f"{checkpoint.model}: no config.json; expected what save_pretrained writes")
     model_type = str(settings.get("model_type", ""))
-    family = FAMILIES.get(model_type.removesuffix("_vision"))
+    names = [*(settings.get("architectures") or ()), model_type]
+    family = next((FAMILIES[name] for name in names if name in FAMILIES), None)
     if family is None:
-        allowed = ", ".join([*FAMILIES, *(f"{name}_vision" for name in FAMILIES)])
+        allowed = ", ".join(FAMILIES)
         raise InputError(
             f"{checkpoint.model}: model_type {model_type!r} in config.json; expected one of {allowed}"
         )
-    vision = dict(settings.get("vision_config", settings))
-    vision.pop("model_type", None)
-    return family, vision
+    return family, settings
 
 
-def _vision_files(checkpoint: Checkpoint, expected: Collection[str]) -> dict[str, tuple[str, Path]]:
-    """Name of a tensor in the tower -> its name in the checkpoint, and the file that holds it."""
+def _build(family: Family, settings: Settings, device: torch.device) -> nn.Module:
+    """The module, its parameters not yet drawn.
+
+    Not on "meta" first: what no checkpoint holds, towers compute when they are made.
+    """
+    with no_init_weights(), device:
+        return family.build(settings)
+
+
+def _finished(tower: nn.Module) -> nn.Module:
+    return tower.requires_grad_(False).train(False)
+
+
+def _vision_files(
+    checkpoint: Checkpoint, family: Family, modules: Collection[str]
+) -> dict[str, tuple[str, Path]]:
+    """Name of a tensor after its prefix -> its name in the checkpoint, and the file that holds it.
+
+    `modules`: the first parts of the names of the tower's own tensors.
+    """
     where = _tensor_files(checkpoint)
-    for prefix in _PREFIXES:
+    for prefix in family.prefixes:
         names = {name.removeprefix(prefix): name for name in where if name.startswith(prefix)}
-        if not names.keys().isdisjoint(expected):
-            paths = {file: _require(checkpoint, file) for file in {where[name] for name in names.values()}}
-            return {own: (name, paths[where[name]]) for own, name in names.items()}
-    prefixes = ", ".join(repr(prefix) for prefix in _PREFIXES)
+        own = {
+            short: name
+            for short, name in names.items()
+            if rename(short, family.renames).split(".")[0] in modules
+        }
+        if own:
+            if family.is_apart:
+                own = names
+            paths = {file: _require(checkpoint, file) for file in {where[name] for name in own.values()}}
+            return {short: (name, paths[where[name]]) for short, name in own.items()}
+    prefixes = ", ".join(repr(prefix) for prefix in family.prefixes)
     raise InputError(f"{checkpoint.model}: no tensor of a vision tower after any of the prefixes {prefixes}")
 
 

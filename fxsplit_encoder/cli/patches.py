@@ -1,4 +1,4 @@
-"""Pixels to patches, in the order and with the arithmetic of Qwen's processors, without torchvision."""
+"""Pixels to patches, in the orders and with the arithmetic of the models' processors, without torchvision."""
 
 from __future__ import annotations
 
@@ -94,12 +94,14 @@ def video_frame_size(num_frames: int, height: int, width: int, form: PatchFormat
     return rows, columns
 
 
-def normalize_frames(frames: NDArray[np.uint8], form: PatchFormat) -> NDArray[np.float32]:
-    """Bytes (frames, height, width, channels) to values around 0, (frames, channels, height, width)."""
-    # Through float64 and back, as the image processor does, so that the same pixels give the same values.
-    scaled = (frames.astype(np.float64) * (1 / 255)).astype(np.float32)
-    mean, std = (np.array(values, dtype=np.float32) for values in (form.mean, form.std))
-    normalized: NDArray[np.float32] = (scaled - mean) / std
+def normalize_pixels(
+    pixels: NDArray[np.uint8], mean: Sequence[float], std: Sequence[float]
+) -> NDArray[np.float32]:
+    """Bytes (images, height, width, channels) to values around 0, (images, channels, height, width)."""
+    # Through float64 and back, as the image processors do, so that the same pixels give the same values.
+    scaled = (pixels.astype(np.float64) * (1 / 255)).astype(np.float32)
+    means, deviations = (np.array(values, dtype=np.float32) for values in (mean, std))
+    normalized: NDArray[np.float32] = (scaled - means) / deviations
     return normalized.transpose(0, 3, 1, 2)
 
 
@@ -122,3 +124,39 @@ def patchify_video(
     # (t, temporal, C, h, mh, ph, w, mw, pw) -> (t, h, w, mh, mw, C, temporal, ph, pw)
     ordered = split.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8)
     return ordered.reshape(math.prod(grid), -1), grid
+
+
+def patchify_raster(frames: NDArray[np.float32], patch_size: int) -> NDArray[np.float32]:
+    """Cut frames (frames, channels, height, width) into patches, frame by frame and row by row.
+
+    Returns:
+        (frames * height * width / patch_size^2, channels, patch_size, patch_size).
+    """
+    count, channels, height, width = frames.shape
+    rows, columns = height // patch_size, width // patch_size
+    split = frames.reshape(count, channels, rows, patch_size, columns, patch_size)
+    return split.transpose(0, 2, 4, 1, 3, 5).reshape(-1, channels, patch_size, patch_size)
+
+
+def padded_size(
+    height: int, width: int, patch_size: int, merge_size: int, max_patches: int, max_side: int
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """How MoonViT's processors fit an image (transformers' `navit_resize`): it is never enlarged.
+
+    Args:
+        height, width: of the image.
+        patch_size: side of a patch in pixels.
+        merge_size: patches that become one output token along each side.
+        max_patches: the most patches; larger images are shrunk.
+        max_side: the most patches a side.
+
+    Returns:
+        (height, width) to which it is resized, and to which it is padded.
+    """
+    patches = max(1, height // patch_size) * max(1, width // patch_size)
+    longest = max_side * patch_size
+    scale = min(1.0, math.sqrt(max_patches / patches), longest / height, longest / width)
+    sides = [min(max(1, int(side * scale)), longest) for side in (height, width)]
+    factor = merge_size * patch_size
+    rows, columns = (-(-side // factor) * factor for side in sides)
+    return (sides[0], sides[1]), (rows, columns)

@@ -142,6 +142,7 @@ class _Builder:
                     outputs=tuple(self._slot(n) for n in part.outputs),
                     returns_tensor=False,
                     distinct=distinct,
+                    nodes=tuple(node.name for node in part.nodes),
                 )
             )
             if self.options.progress is not None:
@@ -166,6 +167,7 @@ class _Builder:
             kwargs={k: self._argument(v) for k, v in node.kwargs.items()},
             outputs=outputs,
             returns_tensor=returns_tensor,
+            nodes=(node.name,),
         )
 
     def _argument(self, argument: Any) -> Any:

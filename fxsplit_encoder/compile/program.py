@@ -53,6 +53,8 @@ class Step:
     """Slots that no later step reads."""
     distinct: int = -1
     """For a piece: which distinct compilation it calls."""
+    nodes: tuple[str, ...] = ()
+    """The names of the graph's nodes that it stands for."""
 
 
 @dataclass(frozen=True, slots=True)

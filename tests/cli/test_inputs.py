@@ -11,18 +11,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from fxsplit_encoder.cli.inputs import find_files, image_processor, load_inputs, unique_keys
+from fxsplit_encoder.cli.inputs import EncoderInputs, find_files, unique_keys
+from fxsplit_encoder.cli.inputs import load_inputs as load_prepared
+from fxsplit_encoder.cli.packed_inputs import BlockPatches, image_processor
 from fxsplit_encoder.cli.patches import (
     IMAGE_FORMAT,
     VIDEO_FORMAT,
     PatchFormat,
-    normalize_frames,
+    normalize_pixels,
     patchify_video,
     video_frame_size,
 )
 from fxsplit_encoder.errors import InputError
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+PATCHES = BlockPatches(IMAGE_FORMAT, VIDEO_FORMAT)
+
+
+def load_inputs(paths: list[Path]) -> EncoderInputs:
+    return load_prepared(paths, PATCHES)
+
+
+def normalize_frames(frames: np.ndarray, form: PatchFormat) -> np.ndarray:
+    return normalize_pixels(frames, form.mean, form.std)
 
 
 def noise(width: int, height: int, seed: int = 0) -> Image.Image:
@@ -103,10 +116,10 @@ def test_images_come_first_then_clips(tmp_path: Path) -> None:
     inputs = load_inputs([clip, wide, tall])
     assert [item.key for item in inputs.items] == ["wide.png", "tall.png", "clip.webp"]
     assert [item.pixels for item in inputs.items] == ["128x64", "64x128", "3x64x96"]
-    assert [(item.grid, item.tokens) for item in inputs.items] == [
-        ((1, 4, 8), 8),
-        ((1, 8, 4), 8),
-        ((2, 6, 4), 12),
+    assert [(item.layout, item.size) for item in inputs.items] == [
+        ({"grid": (1, 4, 8)}, "32"),
+        ({"grid": (1, 8, 4)}, "32"),
+        ({"grid": (2, 6, 4)}, "48"),
     ]
     assert inputs.mm_kwargs["image_grid_thw"].tolist() == [[1, 4, 8], [1, 8, 4]]
     assert inputs.mm_kwargs["video_grid_thw"].tolist() == [[2, 6, 4]]
@@ -115,26 +128,12 @@ def test_images_come_first_then_clips(tmp_path: Path) -> None:
     assert load_inputs([clip]).mm_kwargs.keys() == {"pixel_values_videos", "video_grid_thw"}
 
 
-def test_an_item_is_selected_with_its_own_rows(tmp_path: Path) -> None:
-    paths = [tmp_path / f"{width}.png" for width in (64, 128, 96)]
-    for path in paths:
-        noise(int(path.stem), 64).save(path)
-    paths.append(save_clip(tmp_path / "clip.webp", [noise(64, 64, seed) for seed in range(2)]))
-    inputs = load_inputs(paths)
-    for index, path in enumerate(paths):
-        alone, selected = load_inputs([path]), inputs.select(index)
-        assert selected.items == alone.items
-        assert selected.mm_kwargs.keys() == alone.mm_kwargs.keys()
-        for name, tensor in alone.mm_kwargs.items():
-            torch.testing.assert_close(selected.mm_kwargs[name], tensor, rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("suffix", [".webp", ".gif", ".png"])
 def test_every_animated_format_is_a_clip(tmp_path: Path, suffix: str) -> None:
     # Animated PNG and lossless WebP keep every pixel, GIF has a palette.
     frames = [noise(64, 64, seed) for seed in range(4)]
     inputs = load_inputs([save_clip(tmp_path / f"clip{suffix}", frames)])
-    assert [(item.frames, item.grid) for item in inputs.items] == [(4, (2, 4, 4))]
+    assert [(item.frames, item.layout["grid"]) for item in inputs.items] == [(4, (2, 4, 4))]
     exact = patchify_video(
         normalize_frames(np.stack([np.asarray(f) for f in frames]), VIDEO_FORMAT), VIDEO_FORMAT
     )
@@ -153,7 +152,7 @@ def test_images_are_turned_upright_and_made_rgb(tmp_path: Path) -> None:
     names = ("upright.png", "turned.png", "alpha.png", "grey.png")
     inputs = load_inputs([tmp_path / name for name in names])
     expected, turned, alpha, grey = inputs.mm_kwargs["pixel_values"].chunk(4)
-    assert {item.grid for item in inputs.items} == {(1, 8, 4)}
+    assert {item.layout["grid"] for item in inputs.items} == {(1, 8, 4)}
     torch.testing.assert_close(turned, expected, rtol=0, atol=0)
     torch.testing.assert_close(alpha, expected, rtol=0, atol=0)
     assert grey.isfinite().all()
@@ -224,7 +223,7 @@ def test_settings_of_a_processor_replace_the_defaults() -> None:
 
 def test_the_examples_keep_their_size() -> None:
     inputs = load_inputs(find_files([EXAMPLES / "images", EXAMPLES / "videos"]))
-    tokens = {item.key: item.tokens for item in inputs.items}
-    assert tokens["cat.jpg"] == 49
-    assert tokens["retina.jpg"] == 576
-    assert tokens["big_buck_bunny.webp"] == 896
+    patches = {item.key: int(item.size) for item in inputs.items}
+    assert patches["cat.jpg"] == 4 * 49
+    assert patches["retina.jpg"] == 4 * 576
+    assert patches["big_buck_bunny.webp"] == 4 * 896

@@ -12,10 +12,13 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 from typer.testing import CliRunner, Result
 
 from fxsplit_encoder.cli import compare, console
-from fxsplit_encoder.cli.compare import embed, packed
+from fxsplit_encoder.cli.eager import packed
 from fxsplit_encoder.cli.inputs import load_inputs
 from fxsplit_encoder.cli.main import app
-from fxsplit_encoder.cli.patches import IMAGE_FORMAT
+from fxsplit_encoder.cli.packed_inputs import BlockPatches
+from fxsplit_encoder.cli.patches import IMAGE_FORMAT, VIDEO_FORMAT
+
+from .test_families import save
 
 SaveCheckpoint = Callable[..., Path]
 
@@ -69,6 +72,19 @@ def test_demo(photographs: list[Path], config: Path) -> None:
     assert "capturing" in result.stderr and "2/2" in result.stderr
 
 
+def test_demo_of_a_tower_of_tiles(photographs: list[Path]) -> None:
+    arguments = ("--model", "clip-l-336", "--blocks", 1, "--device", "cpu")
+    result = run("demo", *arguments, *images(photographs[1:2]))
+    assert result.exit_code == 0, result.output
+    out = result.stdout
+    assert "CLIP-L-336's, random weights, 1 blocks, width 1024" in out
+    rows = {line.split()[0]: line.split() for line in out.splitlines() if line}
+    assert rows["item"][3] == "tiles"
+    assert rows["photo"][1:7] == ["96x64", "1", "576", "576", "full", "hit"]
+    assert "Every output is within 1e-04 of eager's." in out
+    assert max(map(len, out.splitlines())) <= 100
+
+
 def test_demo_in_bfloat16_is_judged_by_its_error(photographs: list[Path], config: Path) -> None:
     arguments = ("--blocks", 1, "--config", config, "--device", "cpu", "--dtype", "bfloat16")
     result = run("demo", *arguments, *images(photographs[:1]))
@@ -111,8 +127,10 @@ def test_encode(
     assert ("hit" in result.stdout) == with_config
     assert ("nothing is captured" in result.stdout) != with_config
     assert ("capturing" in result.stderr) == with_config
-    inputs = load_inputs(photographs, IMAGE_FORMAT.updated({"image_mean": [0.4, 0.5, 0.6]}))
-    expected = embed(tiny_tower, *packed(inputs, torch.device("cpu")))
+    image_format = IMAGE_FORMAT.updated({"image_mean": [0.4, 0.5, 0.6]})
+    inputs = load_inputs(photographs, BlockPatches(image_format, VIDEO_FORMAT))
+    with torch.no_grad():
+        expected = packed(tiny_tower, inputs.mm_kwargs)
     with safe_open(output, framework="pt") as file:
         metadata = {name: json.loads(value) for name, value in file.metadata().items()}
         keys = ["photo.png", "photo.png#2", "clip.webp"]
@@ -129,6 +147,28 @@ def test_encode(
     assert metadata["config"]["mode" if not with_config else "token_budgets"] in ("none", [8, 16])
 
 
+def test_encode_with_two_views(photographs: list[Path], tmp_path: Path) -> None:
+    _, model = save(tmp_path / "deepseek", "DeepseekOCRForCausalLM")
+    output = tmp_path / "embeddings.safetensors"
+    settings = tmp_path / "disabled.yaml"
+    settings.write_text("enabled: false\n", encoding="utf-8")
+    photographs = photographs[1:]
+    Image.new("RGB", (1280, 640)).save(photographs[1])
+    options = ("--output", output, "--device", "cpu", "--config", settings)
+    result = run("encode", *photographs, "--model", model, *options)
+    assert result.exit_code == 0, result.output
+    assert "1 blocks, width 16 and 1 blocks, width 32" in result.stdout
+    with safe_open(output, framework="pt") as file:
+        items = json.loads(file.metadata()["items"])
+        assert {key: file.get_tensor(key).shape[0] for key in file.keys()} == {
+            key: item["tokens"] for key, item in items.items()
+        }
+    assert items == {
+        "photo.png": {"kind": "image", "crops": [0, 0], "tokens": 273},
+        "photo.png#2": {"kind": "image", "crops": [2, 1], "tokens": 273 + 10 * 21},
+    }
+
+
 @pytest.mark.parametrize("with_model", [True, False])
 def test_inspect(config: Path, save_checkpoint: SaveCheckpoint, with_model: bool) -> None:
     source = ["--model", save_checkpoint()] if with_model else ["--blocks", 1]
@@ -139,6 +179,8 @@ def test_inspect(config: Path, save_checkpoint: SaveCheckpoint, with_model: bool
     steps = "5: 3 pieces, 2 splitting ops" if with_model else "3: 2 pieces, 1 splitting ops"
     assert f"{steps}, 0 host ops" in out
     assert "proved: no row depends on the rows after it" in out
+    rows = [line for line in out.splitlines() if line.startswith(("piece", "splitting op"))]
+    assert len(rows) == (4 if with_model else 3) and all(row.endswith("proved") for row in rows)
     assert "A replay holds at most 4 items, 4 video frames" in out
     assert [line.split()[:2] for line in out.splitlines()[-2:]] == [["default", "8"], ["default", "16"]]
     assert max(map(len, out.splitlines())) <= 100
@@ -147,7 +189,7 @@ def test_inspect(config: Path, save_checkpoint: SaveCheckpoint, with_model: bool
 ERRORS = {
     "config": (["inspect", "--config", "absent.yaml"], "absent.yaml: cannot be read"),
     "model": (["inspect", "--model", "absent"], "absent: no such directory"),
-    "both": (["inspect", "--model", "absent", "--blocks", "2"], "--blocks: only for the demo's tower"),
+    "both": (["inspect", "--model", "absent", "--blocks", "2"], "--blocks: only for a tower with random"),
     "device": (["inspect", "--device", "abacus"], "--device abacus: expected auto, cpu, cuda or cuda:N"),
     "meta": (["inspect", "--device", "meta"], "--device meta: expected auto, cpu, cuda or cuda:N"),
     "number": (["inspect", "--device", "cuda:99"], "--device cuda:99: this machine has"),

@@ -10,11 +10,9 @@ from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
-import fxsplit_encoder as fx
-from fxsplit_encoder.cli.architectures import ARCHITECTURES, FAMILIES
 from fxsplit_encoder.cli.checkpoint import Checkpoint
-from fxsplit_encoder.cli.models import demo_config, demo_tower, load_tower
-from fxsplit_encoder.cli.patches import IMAGE_FORMAT, VIDEO_FORMAT
+from fxsplit_encoder.cli.models import load_tower
+from fxsplit_encoder.cli.preparation import ProcessorSettings
 from fxsplit_encoder.errors import InputError
 
 CPU = torch.device("cpu")
@@ -178,101 +176,11 @@ def test_a_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, error: Exce
         load_tower("owner/model", torch.float32, CPU)
 
 
-def test_formats_come_from_the_checkpoint(tmp_path: Path) -> None:
+def test_processor_settings_come_from_the_checkpoint(tmp_path: Path) -> None:
     checkpoint = Checkpoint.locate(tmp_path)
-    assert checkpoint.patch_formats() == (IMAGE_FORMAT, VIDEO_FORMAT)
+    assert checkpoint.processors() == ProcessorSettings()
     joint = {"image_processor": {"patch_size": 14}, "video_processor": {"merge_size": 1}}
     (tmp_path / "processor_config.json").write_text(json.dumps(joint), encoding="utf-8")
-    image, video = checkpoint.patch_formats()
-    assert (image.patch_size, video.merge_size) == (14, 1)
+    assert checkpoint.processors() == ProcessorSettings({"patch_size": 14}, {"merge_size": 1})
     (tmp_path / "preprocessor_config.json").write_text('{"patch_size": 12}', encoding="utf-8")
-    assert checkpoint.patch_formats()[0].patch_size == 12
-
-
-def test_the_demo_tower_is_the_true_one_and_sane() -> None:
-    tower = demo_tower(2)
-    config = tower.config
-    assert (config.hidden_size, config.intermediate_size, config.num_heads) == (1152, 4304, 16)
-    assert (config.out_hidden_size, config.num_position_embeddings) == (4096, 2304)
-    assert all(parameter.std() > 0.01 for parameter in tower.parameters())
-    output = embedding(tower)
-    assert output.shape == (8, 3 * 4096)
-    assert 0.3 < output.std() < 3
-
-
-def test_the_same_seed_gives_the_same_weights() -> None:
-    first, same = (demo_tower(1, dtype=torch.bfloat16).state_dict() for _ in range(2))
-    assert all(torch.equal(tensor, same[name]) for name, tensor in first.items())
-
-
-@pytest.mark.parametrize(("blocks", "levels"), [(1, [0]), (2, [0, 1]), (4, [1, 2, 3]), (27, [8, 16, 24])])
-def test_deepstack_levels_fit_the_depth(blocks: int, levels: list[int]) -> None:
-    assert list(demo_config(blocks).deepstack_visual_indexes) == levels
-
-
-@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_5", "glm4v"])
-def test_a_tower_of_another_family_is_reloaded(name: str, tmp_path: Path) -> None:
-    sizes: dict[str, object] = {"depth": 2, "num_heads": 2, "hidden_size": 32, "intermediate_size": 48}
-    own = {"qwen2_vl": {"embed_dim": 32}, "glm4v": {"image_size": 56}, "qwen2_5_vl": {"out_hidden_size": 24}}
-    sizes.update(own.get(name, {}))
-    if name == "qwen2_vl":
-        del sizes["intermediate_size"]
-    family = FAMILIES[name]
-    saved = family.make_tower(family.make_config(sizes)).to_empty(device="cpu")
-    saved.rotary_pos_emb = type(saved.rotary_pos_emb)(saved.config)
-    with torch.no_grad():
-        for parameter in saved.parameters():
-            parameter.normal_(std=0.1)
-    saved.save_pretrained(tmp_path)
-    tower = load_tower(tmp_path, torch.float32, CPU)
-    features = 3 * 2 * tower.config.patch_size**2
-    patches, grid = torch.randn(16, features), torch.tensor([[1, 4, 4]])
-    with torch.no_grad():
-        assert torch.equal(tower(patches, grid).pooler_output, saved.eval()(patches, grid).pooler_output)
-
-
-# Parameters, in millions.
-@pytest.mark.parametrize(
-    ("model", "blocks", "width", "out", "parameters"),
-    [
-        ("qwen3-vl-8b", 27, 1152, 4096, 576.4),
-        ("qwen3.5-9b", 27, 1152, 4096, 456.0),
-        ("qwen3.5-27b", 27, 1152, 5120, 460.7),
-        ("qwen2.5-vl-3b", 32, 1280, 2048, 668.7),
-        ("qwen2.5-vl-7b", 32, 1280, 3584, 676.6),
-        ("qwen2-vl-2b", 32, 1280, 1536, 665.3),
-        ("qwen2-vl-7b", 32, 1280, 3584, 675.8),
-        ("glm-4.1v-9b", 24, 1536, 4096, 892.5),
-        ("glm-4.6v", 24, 1536, 4096, 858.7),
-    ],
-)
-def test_architectures_have_their_true_sizes(
-    model: str, blocks: int, width: int, out: int, parameters: float
-) -> None:
-    config = demo_config(model=model)
-    tower = FAMILIES[ARCHITECTURES[model].family].make_tower(config)
-    assert len(tower.blocks) == blocks
-    assert tower.patch_embed.embed_dim == width
-    assert getattr(config, "out_hidden_size", config.hidden_size) == out
-    assert sum(p.numel() for p in tower.parameters()) / 1e6 == pytest.approx(parameters, abs=0.06)
-
-
-def test_every_architecture_is_tested_and_has_an_adapter() -> None:
-    assert len(ARCHITECTURES) == 9
-    assert {FAMILIES[known.family].tower for known in ARCHITECTURES.values()} <= set(fx.supported_towers())
-
-
-@pytest.mark.parametrize(("blocks", "full"), [(1, [0]), (2, [1]), (10, [7, 9]), (32, [7, 15, 23, 31])])
-def test_full_attention_is_every_eighth_block_and_the_last(blocks: int, full: list[int]) -> None:
-    assert list(demo_config(blocks, "qwen2.5-vl-7b").fullatt_block_indexes) == full
-
-
-def test_an_unknown_architecture_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(InputError, match=r"--model gpt: expected one of qwen3-vl-8b, .*glm-4\.6v"):
-        demo_tower(1, model="gpt")
-
-
-@pytest.mark.parametrize("blocks", [0, 28])
-def test_the_demo_tower_has_1_to_27_blocks(blocks: int) -> None:
-    with pytest.raises(InputError, match=f"blocks: expected 1 to 27; got {blocks}"):
-        demo_tower(blocks)
+    assert checkpoint.processors().image == {"patch_size": 12}

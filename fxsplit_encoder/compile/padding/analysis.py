@@ -65,6 +65,8 @@ class PaddingReport:
     """(node, reason) for every node that mixed rows itself; empty when padding is proved."""
     may_probe: bool = True
     """Whether a padded run is safe to try; False when pad rows may look up out of range or hold garbage."""
+    mixed: frozenset[str] = frozenset()
+    """Every node that is not proved: those of `reasons`, and what is computed from them."""
 
     @property
     def proved(self) -> bool:
@@ -95,7 +97,8 @@ def analyse(
     if len(analysis.samples) < 2:
         return PaddingReport((("graph", f"the trace holds for {analysis.samples} tokens only"),))
     reasons = [*analysis.check_seeds(), *analysis.visit_all(nodes)]
-    return PaddingReport(tuple(reasons), analysis.may_probe)
+    mixed = frozenset(node.name for node in nodes if isinstance(analysis.states.get(node), Mixed))
+    return PaddingReport(tuple(reasons), analysis.may_probe, mixed)
 
 
 def _sample(accepts: Callable[[int], bool]) -> list[int]:

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fxsplit_encoder as fx
+from fxsplit_encoder.cli.inspection import run_inspect
+from fxsplit_encoder.cli.measured import print_attention, print_captures
+from fxsplit_encoder.towers import DenseTowerSpec
+
+
+class Blocks(nn.Module):
+    """Attention blocks over tiles; `mixed` says behind which one the tiles of a batch are averaged."""
+
+    def __init__(self, mixed: int | None) -> None:
+        super().__init__()
+        self.mixed = mixed
+        self.proj = nn.Linear(4, 4)
+        self.sizes = SimpleNamespace(depth=3, hidden_size=4)
+
+    def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        x = pixel_values.flatten(2).transpose(1, 2)
+        x = F.pad(x, (0, 1))[:, :, None]
+        for block in range(3):
+            y = self.proj(x).transpose(1, 2)
+            x = x + F.scaled_dot_product_attention(y, y, y).transpose(1, 2)
+            if block == self.mixed:
+                x = x - x.mean(0, keepdim=True)
+        return x.flatten(2)
+
+
+class Family:
+    """What `run_inspect` needs of one."""
+
+    @staticmethod
+    def wrap(module: nn.Module) -> Any:
+        return fx.wrap(module, DenseTowerSpec((3, 2, 2), 4, 4, output=lambda features: features))
+
+
+def inspect(mixed: int | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    monkeypatch.setattr("fxsplit_encoder.cli.inspection.describe_tower", lambda tower: "3 blocks")
+    run_inspect(Blocks(mixed).eval(), Family(), fx.EncoderConfig())  # type: ignore[arg-type]
+    return capsys.readouterr().out
+
+
+def test_every_piece_is_proved(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = inspect(None, monkeypatch, capsys).splitlines()
+    assert "padding  proved: no row depends on the rows after it" in lines
+    rows = [line for line in lines if line.startswith(("piece", "splitting op"))]
+    assert len(rows) == 4  # the first piece, those between attentions, the last one; attention
+    assert all(row.endswith("proved") for row in rows)
+
+
+def test_an_unproved_node_and_its_reason_stand_beside_its_piece(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = inspect(1, monkeypatch, capsys)
+    assert "padding  not proved, see the table" in out
+    rows = {line.split("  ")[0]: line for line in out.splitlines() if line.startswith(("piece", "splitting"))}
+    # First piece, behind the first attention, behind the second with the mean, and the last.
+    assert rows["piece 0"].endswith("proved") and rows["piece 1"].endswith("proved")
+    assert "mean: " in rows["piece 2"]
+    assert rows["piece 3"].endswith("reads rows that are not proved")
+    assert rows["splitting op"].endswith("reads rows that are not proved")
+
+
+def test_captures_are_shown_with_their_graphs_and_breaks(capsys: pytest.CaptureFixture[str]) -> None:
+    wrapped = Family.wrap(Blocks(None).eval())
+    for mode, graphs, breaks in (("full", 1, 0), ("piecewise", 4, 3), ("breakable", 4, 3)):
+        print_captures(wrapped, fx.EncoderConfig(mode=mode, token_budgets=(4, 8)))
+        lines = [line.split() for line in capsys.readouterr().out.splitlines() if "default" in line]
+        assert [line[1:6] for line in lines] == [
+            [str(budget), mode, str(graphs), str(breaks), str(graphs + breaks)] for budget in (4, 8)
+        ]
+
+
+def test_kernels_say_why_they_cannot_run(capsys: pytest.CaptureFixture[str]) -> None:
+    print_attention(torch.device("cpu"), fx.EncoderConfig())
+    lines = capsys.readouterr().out.splitlines()
+    (flash,) = [line for line in lines if line.startswith("torch_flash ")]
+    assert "needs CUDA" in flash
+    (segment,) = [line for line in lines if line.startswith("per_segment")]
+    assert "works" in segment
