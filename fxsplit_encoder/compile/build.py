@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 _VARLEN = "varlen_attention"
+TRACING_PHASES = 2
+"""What progress counts beside the pieces: the Python forward traced, its ATen graph traced and split."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,14 @@ class CompileOptions:
     splitting_ops: tuple[str, ...]
     piece_compiler: str | Callable[..., Any]
     progress: Callable[[int, int], None] | None = None
-    """Called with (compiled pieces, pieces) after each piece."""
+    """Called with (done, total) after each phase of the tracing and each piece; until the graph is split the
+    total counts one piece.
+    """
+
+    def report(self, done: int, num_pieces: int = 1) -> None:
+        """Tells that so many phases and pieces are done."""
+        if self.progress is not None:
+            self.progress(done, TRACING_PHASES + num_pieces)
 
 
 def build_program(module: fx.GraphModule, static_inputs: Sequence[int], options: CompileOptions) -> Program:
@@ -126,7 +135,9 @@ class _Builder:
 
     def _steps(self, cache: PieceCache) -> list[Step]:
         steps: list[Step] = []
-        total = sum(1 for part in self.graph.parts if not isinstance(part, Cut))
+        num_pieces = sum(1 for part in self.graph.parts if not isinstance(part, Cut))
+        done = TRACING_PHASES
+        self.options.report(done, num_pieces)
         for part in self.graph.parts:
             if isinstance(part, Cut):
                 steps.append(self._cut_step(part))
@@ -135,7 +146,7 @@ class _Builder:
             steps.append(
                 Step(
                     kind="piece",
-                    name=f"piece_{sum(1 for s in steps if s.kind == 'piece')}",
+                    name=f"piece_{done - TRACING_PHASES}",
                     call=call,
                     args=tuple(self._argument(n) for n in part.inputs),
                     kwargs={},
@@ -145,8 +156,8 @@ class _Builder:
                     nodes=tuple(node.name for node in part.nodes),
                 )
             )
-            if self.options.progress is not None:
-                self.options.progress(sum(1 for s in steps if s.kind == "piece"), total)
+            done += 1
+            self.options.report(done, num_pieces)
         return steps
 
     def _cut_step(self, cut: Cut) -> Step:

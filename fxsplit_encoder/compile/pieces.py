@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from fxsplit_encoder.compile.sizes import expression
+from fxsplit_encoder.compile.sizes import layout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -41,7 +41,7 @@ def signature(piece: Piece) -> tuple[Any, ...]:
         return fx.node.map_arg(value, lambda node: _Reference(numbers[node]))
 
     return (
-        tuple(_layout(node.meta["val"]) for node in piece.inputs),
+        tuple(_input(node.meta["val"]) for node in piece.inputs),
         tuple(
             (str(node.target), repr(describe(node.args)), repr(describe(node.kwargs))) for node in piece.nodes
         ),
@@ -56,12 +56,8 @@ class _Reference(str):
         return f"%{self!s}"
 
 
-def _layout(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        sizes = tuple(str(expression(s)) for s in value.shape)
-        strides = tuple(str(expression(s)) for s in value.stride())
-        return (sizes, strides, value.dtype, value.device)
-    return str(value)
+def _input(value: Any) -> Any:
+    return layout(value) if isinstance(value, torch.Tensor) else str(value)
 
 
 def to_graph_module(piece: Piece) -> fx.GraphModule:

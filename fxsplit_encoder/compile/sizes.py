@@ -72,6 +72,13 @@ def symbol_of(size: int | torch.SymInt) -> str | None:
     return str(next(iter(symbols))) if symbols else None
 
 
+def layout(tensor: Tensor) -> tuple[Any, ...]:
+    """Sizes, strides, dtype and device of a traced tensor, comparable with those of others."""
+    sizes = tuple(expression(s) for s in tensor.shape)
+    strides = tuple(expression(s) for s in tensor.stride())
+    return (sizes, strides, tensor.dtype, tensor.device)
+
+
 def shape_exprs(tensor: Tensor) -> tuple[sympy.Expr, ...]:
     """The sizes of a traced tensor."""
     return tuple(expression(size) for size in tensor.shape)

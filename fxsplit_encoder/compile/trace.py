@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import types
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._dynamo.backends.common import aot_autograd
 
+from fxsplit_encoder.compile.aten import to_aten
+from fxsplit_encoder.compile.blocks import equal_blocks_as_ops, inline_blocks
 from fxsplit_encoder.compile.build import CompileOptions, build_program
 from fxsplit_encoder.compile.program import DIRECT
 from fxsplit_encoder.errors import CompileError, FxSplitError
@@ -18,7 +20,7 @@ from fxsplit_encoder.errors import CompileError, FxSplitError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from torch import Tensor, fx
+    from torch import Tensor, fx, nn
 
     from fxsplit_encoder.compile.program import Program, Runner
 
@@ -38,18 +40,20 @@ def compile_graph(
         context = torch._guards.TracingContext.try_get()
         metadata = context.fw_metadata if context is not None else None
         static = metadata.static_input_indices if metadata is not None else []
+        num_inputs = len(aten_module.graph.find_nodes(op="placeholder"))
+        weights = inline_blocks(aten_module)
+        static = [*static, *range(num_inputs, num_inputs + len(weights))]
         runtime = make_runtime(build_program(aten_module, static, options))
 
         def boxed(args: list[Any]) -> list[Any]:
-            values = list(args)
+            values = [*args, *weights]
             args.clear()
             return runtime(values)
 
         boxed._boxed_call = True  # type: ignore[attr-defined]
         return boxed
 
-    backend = aot_autograd(fw_compiler=compile_inference, inference_compiler=compile_inference)
-    return backend(module, example_inputs)
+    return to_aten(module, example_inputs, compile_inference)
 
 
 @dataclass(frozen=True)
@@ -155,6 +159,7 @@ class BoundProgram:
         return tuple((symbol, name, dim) for symbol, name, dim in found if name is not None)
 
 
+logger = logging.getLogger(__name__)
 _trace_numbers = itertools.count()
 
 
@@ -163,6 +168,7 @@ def trace_forward(
     inputs: Mapping[str, Tensor],
     dynamic_dims: Mapping[str, Sequence[int]],
     options: CompileOptions,
+    module: nn.Module | None = None,
 ) -> BoundProgram:
     """Traces `forward(inputs)` once, for every size of the dimensions named, and builds its program.
 
@@ -170,10 +176,28 @@ def trace_forward(
         forward: from a dictionary of tensors to one tensor.
         inputs: example tensors, with contents that the forward can run on.
         dynamic_dims: per input, the dimensions whose sizes vary.
+        options: how the program is built.
+        module: the module that the forward calls; its equal blocks are traced once.
 
     Raises:
         CompileError: Dynamo cannot trace the forward as one graph, or the graph cannot be split.
     """
+    if module is not None:
+        try:
+            with equal_blocks_as_ops(module) as num_blocks:
+                if num_blocks:
+                    return _trace(forward, inputs, dynamic_dims, options)
+        except Exception as error:
+            logger.info("equal blocks are traced one by one: %s", error)
+    return _trace(forward, inputs, dynamic_dims, options)
+
+
+def _trace(
+    forward: Callable[[dict[str, Tensor]], Tensor],
+    inputs: Mapping[str, Tensor],
+    dynamic_dims: Mapping[str, Sequence[int]],
+    options: CompileOptions,
+) -> BoundProgram:
     found: list[tuple[Program, list[Any], list[Any]]] = []
 
     def make_runtime(program: Program) -> Callable[[Sequence[Any]], list[Any]]:
@@ -185,8 +209,10 @@ def trace_forward(
         return run_and_remember
 
     def backend(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        options.report(1)
         return compile_graph(module, example_inputs, options, make_runtime)
 
+    options.report(0)
     examples = _distinct(inputs)
     for name, dims in dynamic_dims.items():
         for dim in dims:
@@ -196,9 +222,10 @@ def trace_forward(
         with torch.inference_mode(False), torch.no_grad():
             result = compiled(examples)
     except torch._dynamo.exc.TorchDynamoException as error:
+        own = _own_error(error)
+        if own is not None:
+            raise own from None
         cause = getattr(error, "inner_exception", None) or error.__cause__ or error
-        if isinstance(cause, FxSplitError):
-            raise cause from None
         raise CompileError(f"the forward does not trace as one graph: {_first_line(cause)}") from error
     if len(found) != 1 or not isinstance(result, torch.Tensor):
         raise CompileError(
@@ -251,6 +278,13 @@ def _own_code(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     code = call.__code__.replace(co_name=f"encoder_forward_{next(_trace_numbers)}")
     return types.FunctionType(code, call.__globals__, code.co_name, None, call.__closure__)
+
+
+def _own_error(error: BaseException | None) -> FxSplitError | None:
+    """The error of ours that Dynamo's is about, however deep: it raises some "from None"."""
+    while error is not None and not isinstance(error, FxSplitError):
+        error = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__
+    return error
 
 
 def _first_line(error: BaseException) -> str:

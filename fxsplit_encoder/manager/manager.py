@@ -169,7 +169,9 @@ class EncoderCudaGraphManager:
         return plan_captures(self.routes.values(), self.limits)
 
     def compile(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Traces and compiles every path's forward; `progress` gets (pieces done, pieces) of each path."""
+        """Traces and compiles every path's forward; `progress` gets (done, total) of each path, where two
+        phases of the tracing and every piece count.
+        """
         with self._lock:
             for path in self.routes.values():
                 if path.budgets:  # else nothing tells at which size to trace it, and it runs eagerly

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from fxsplit_encoder.capture import StaticParameters
 from fxsplit_encoder.compile import BoundProgram, CompileOptions, to_device, trace_forward
@@ -129,7 +130,10 @@ class PathForward:
             return f"not compiled: {error}"
         options = CompileOptions(self.options.splitting_ops, self.options.piece_compiler, progress)
         try:
-            program = trace_forward(self.__call__, inputs, self._dynamic_dims(inputs, budgets), options)
+            module = self.tower if isinstance(self.tower, nn.Module) else None
+            program = trace_forward(
+                self.__call__, inputs, self._dynamic_dims(inputs, budgets), options, module
+            )
             if program.program.token_symbol is None:
                 raise CompileError(
                     "it has no splitting op, so nothing tells which of its sizes counts tokens"

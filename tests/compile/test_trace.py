@@ -144,11 +144,11 @@ def test_pieces_decomposed_for_inductor_give_the_same(tower: Any, wrapped: Any) 
         torch.testing.assert_close(got, encode_in_eager(tower, pixels, grids), rtol=0, atol=1e-5)
 
 
-def test_progress_is_told_piece_by_piece(trace: Any) -> None:
+def test_progress_is_told_phase_by_phase_and_piece_by_piece(trace: Any) -> None:
     told: list[tuple[int, int]] = []
     options = CompileOptions(OPTIONS, "eager", lambda done, total: told.append((done, total)))
     trace(lambda y, i: y * 2, options=options)
-    assert told == [(1, 2), (2, 2)]
+    assert told == [(0, 3), (1, 3), (2, 4), (3, 4), (4, 4)]
 
 
 def test_inputs_of_equal_content_and_shape_are_told_apart() -> None:

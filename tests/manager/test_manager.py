@@ -255,9 +255,10 @@ def test_progress_is_reported_while_compiling_and_capturing(tiny_towers: Any) ->
     captured: list[tuple[int, int]] = []
     manager.compile(lambda *done: compiled.append(done))
     pieces = len(manager.programs["default"].program.pieces)
-    assert compiled == [(n, pieces) for n in range(1, pieces + 1)]
+    steps = [(n, pieces + 2) for n in range(2, pieces + 3)]
+    assert compiled == [(0, 3), (1, 3), *steps]
     manager.compile(lambda *done: compiled.append(done))
-    assert len(compiled) == pieces
+    assert len(compiled) == pieces + 3
     manager.capture(lambda *done: captured.append(done))
     assert captured == [(1, 3), (2, 3), (3, 3)]
 

@@ -1,0 +1,113 @@
+"""Which modules of a model are equal: the same computation on parameters of the same layout.
+
+Two modules are equal if their trees are: the same classes, parameters and buffers of the same layouts, and
+attributes of the same values. What cannot be compared by value is compared by identity, so that doubt makes
+modules unequal, which costs time but never a result.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type)
+_TENSOR_TYPES = (torch.Tensor, nn.Parameter, nn.Buffer)
+_TENSORS = ("_parameters", "_buffers")
+_HOOKS = (
+    "_backward_pre_hooks",
+    "_backward_hooks",
+    "_forward_hooks",
+    "_forward_pre_hooks",
+)
+
+
+def equal_modules(root: nn.Module) -> list[list[nn.Module]]:
+    """The groups of equal modules, two or more each, among the members of each `ModuleList` of a model.
+
+    Members that lie in a module of another group are left out.
+    """
+    groups: list[list[nn.Module]] = []
+    inside: set[nn.Module] = set()
+    for container in root.modules():
+        if not isinstance(container, nn.ModuleList) or container in inside:
+            continue
+        alike: dict[Any, list[nn.Module]] = {}
+        for member in dict.fromkeys(container):
+            if _is_plain(member):
+                alike.setdefault(_description(member), []).append(member)
+        found = [members for members in alike.values() if len(members) > 1]
+        inside.update(module for members in found for member in members for module in member.modules())
+        groups += found
+    return groups
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether its forward is its class's, no submodule has hooks, and no weight is more than a tensor.
+
+    Hooks may keep what they see, as those that collect hidden states do, and a trace of one module cannot do
+    that for another. The module's own hooks run where it is called.
+    """
+    if "forward" in vars(module):
+        return False
+    inner = (submodule for submodule in module.modules() if submodule is not module)
+    return not any(getattr(m, hooks, None) for m in inner for hooks in _HOOKS) and all(
+        type(tensor) in _TENSOR_TYPES for tensor in (*module.parameters(), *module.buffers())
+    )
+
+
+def _description(module: nn.Module) -> Any:
+    """What equal modules share, and others do not."""
+    # Tied weights have one name.
+    names = tuple(name for name, _ in (*module.named_parameters(), *module.named_buffers()))
+    return names, tuple(
+        (
+            name,
+            type(submodule),
+            tuple((key, _layout(value)) for key, value in _own_tensors(submodule)),
+            tuple(
+                (key, _constant(value))
+                for key, value in sorted(vars(submodule).items())
+                if key not in (*_TENSORS, *_HOOKS, "_modules")
+            ),
+        )
+        for name, submodule in module.named_modules(remove_duplicate=False)
+    )
+
+
+def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:
+    for kind in _TENSORS:
+        yield from vars(module)[kind].items()
+
+
+def _layout(tensor: torch.Tensor | None) -> Any:
+    if tensor is None:
+        return None
+    return (
+        type(tensor),
+        tensor.shape,
+        tensor.stride(),
+        tensor.dtype,
+        tensor.device,
+        tensor.requires_grad,
+    )
+
+
+def _constant(value: Any) -> Any:
+    """A hashable stand-in for a value: equal only for values that any code treats alike."""
+    if isinstance(value, _PLAIN):
+        return (type(value), value)
+    if type(value) is functools.partial:
+        return ("partial", value.func, _constant(value.args), _constant(value.keywords))
+    if type(value) in (list, tuple):
+        return (type(value), tuple(_constant(v) for v in value))
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return (type(value), tuple((key, _constant(v)) for key, v in value.items()))
+    if isinstance(value, (set, frozenset)) and not value:
+        return type(value)
+    return ("object", id(value))
