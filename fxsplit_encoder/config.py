@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 import yaml
 from pydantic import (
@@ -28,6 +28,8 @@ from fxsplit_encoder.errors import ConfigError
 Mode = Literal["auto", "full", "piecewise", "breakable", "exact", "none"]
 Packing = Literal["cost", "greedy", "greedy_defer"]
 PieceCompiler = Literal["auto", "inductor", "aot_eager", "eager"]
+GraphPass = Literal["conv_to_linear", "contiguous_rows", "pad_mlp_width", "gelu_epilogue"]
+Precision = Literal["auto", "fp8"]
 
 # The names above are the whole vocabulary; these are the ones that work. What is missing here is refused
 # by name rather than replaced by something else.
@@ -50,6 +52,8 @@ IMPLEMENTED_ATTENTION: tuple[str, ...] = (
     "per_segment",
     "masked",
 )
+
+GRAPH_PASSES: tuple[GraphPass, ...] = get_args(GraphPass)
 
 _BYTE_UNITS = {"B": 1} | {
     prefix + suffix: base**power
@@ -97,6 +101,22 @@ def _check_operator(name: str) -> str:
     if not _OPERATOR.fullmatch(name):
         raise ValueError("not an operator's name; allowed: namespace::name or namespace::name.overload")
     return name
+
+
+def _check_passes(names: object) -> object:
+    if names == "auto":
+        return names
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        raise ValueError(f"allowed: auto, or a list of: {', '.join(GRAPH_PASSES)}")
+    names = tuple(names)
+    for name in names:
+        if name not in GRAPH_PASSES:
+            raise ValueError(
+                f"no pass is called {name!r}; allowed: auto, or a list of: {', '.join(GRAPH_PASSES)}"
+            )
+        if names.count(name) > 1:
+            raise ValueError(f"{name} is listed twice; allowed: each pass once")
+    return names
 
 
 def _parse_bytes(value: object) -> object:
@@ -204,6 +224,14 @@ class EncoderConfig(_Settings):
     ] = "auto"
     """What compiles the pieces between splitting ops. auto: inductor on CUDA, eager on a CPU. In Python, any
     callable that takes a graph module and its example inputs and returns a callable."""
+
+    passes: Annotated[Literal["auto"] | tuple[GraphPass, ...], BeforeValidator(_check_passes)] = "auto"
+    """Which exact rewrites of the graph are made, as a list of names (docs/passes.md). auto: those that were
+    measured to pay on the device."""
+
+    precision: Precision = "auto"
+    """What the linear layers of the blocks multiply in. auto: the tower's own dtype; fp8: 8-bit floating
+    point with a scale for every row and every output channel, which adds an error to the results."""
 
     attention: Annotated[str | Mapping[str, str], BeforeValidator(_check_attention)] = "auto"
     """The attention kernel. auto: for each class of shapes the fastest that was measured; a kernel's name:

@@ -49,6 +49,11 @@ BAD: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"splitting_ops": "aten::add"}, ("splitting_ops: ", "'aten::add'", "list")),
     ({"splitting_ops": ["add"]}, ("splitting_ops.0: ", "'add'", "namespace::name")),
     ({"piece_compiler": "nvcc"}, ("piece_compiler: ", "'nvcc'", "inductor", "callable")),
+    ({"passes": "all"}, ("passes: ", "'all'", "auto", "conv_to_linear")),
+    ({"passes": ["fuse"]}, ("passes: ", "no pass is called 'fuse'", "gelu_epilogue", "pad_mlp_width")),
+    ({"passes": ["gelu_epilogue"] * 2}, ("passes: ", "gelu_epilogue is listed twice", "once")),
+    ({"passes": 3}, ("passes: ", "got 3", "auto", "conv_to_linear")),
+    ({"precision": "int8"}, ("precision: ", "'int8'", "'auto' or 'fp8'")),
     ({"attention": "fa3"}, ("attention: ", "'fa3'", "auto", "flash_attn_3")),
     ({"attention": {"windowed": "cudnn"}}, ("attention: ", "'cudnn'", "auto", "cudnn_dense")),
     ({"max_graph_bytes": "4 gigs"}, ("max_graph_bytes: ", "'4 gigs'", "GiB")),
@@ -133,13 +138,16 @@ def test_configurations_are_shipped() -> None:
 def test_yaml_sets_every_kind_of_field(yaml_file: Callable[[str], Path]) -> None:
     path = yaml_file(
         "enabled: false\ntoken_budgets: [8, 16]\nmax_frames_per_batch: null\nmode: none\n"
-        "max_graph_bytes: 1.5 GiB\npaths:\n  local: {token_budgets: [4], mode: full}\n"
+        "max_graph_bytes: 1.5 GiB\npasses: [gelu_epilogue]\nprecision: fp8\n"
+        "paths:\n  local: {token_budgets: [4], mode: full}\n"
     )
     expected = EncoderConfig(
         enabled=False,
         token_budgets=(8, 16),
         mode="none",
         max_graph_bytes=3 * 2**29,
+        passes=("gelu_epilogue",),
+        precision="fp8",
         paths={"local": PathConfig(token_budgets=(4,), mode="full")},
     )
     assert EncoderConfig.from_yaml(path) == expected

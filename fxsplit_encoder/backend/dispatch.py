@@ -288,7 +288,7 @@ class BudgetDispatcher:
     def _template(self, frame: Frame) -> Frame:
         """What every capture of these other sizes shares."""
         template = Frame([None] * self.program.num_slots, dict(frame.symbols))
-        for slot in (*self.program.static_inputs, *self.program.constants):
+        for slot in self.program.fixed_slots:
             template.slots[slot] = frame.slots[slot]
         return template
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,8 +54,9 @@ def encoder_cg(
             "graphs; call under torch.no_grad() or torch.inference_mode()"
         )
         return module.forward
-    compiler = "eager" if config.mode == "breakable" else config.piece_compiler
-    compile_options = CompileOptions(config.splitting_ops, compiler)
+    compile_options = CompileOptions.of(config)
+    if config.mode == "breakable":
+        compile_options = replace(compile_options, piece_compiler="eager")
 
     def dispatcher(program: Program) -> Callable[[Sequence[Any]], list[Any]]:
         return BudgetDispatcher(program, config)

@@ -9,12 +9,14 @@ import torch
 from torch import fx
 
 from fxsplit_encoder.compile import padding
+from fxsplit_encoder.compile.derived import DerivedParameter, DerivedParameters
 from fxsplit_encoder.compile.host import host_op
 from fxsplit_encoder.compile.masks import mask_pad_rows
-from fxsplit_encoder.compile.passes import PASSES
+from fxsplit_encoder.compile.passes import run_passes
 from fxsplit_encoder.compile.permute import permute_rows
 from fxsplit_encoder.compile.pieces import PieceCache, piece_compiler
 from fxsplit_encoder.compile.program import Program, Ref, RegionInput, Step, TensorInfo
+from fxsplit_encoder.compile.rewriting import derivation, mark_parameters
 from fxsplit_encoder.compile.sizes import Size, SymbolValues, expression, shape_exprs, symbol_of
 from fxsplit_encoder.compile.split import (
     Cut,
@@ -27,7 +29,9 @@ from fxsplit_encoder.compile.split import (
 from fxsplit_encoder.errors import CompileError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from fxsplit_encoder.config import EncoderConfig
 
 _VARLEN = "varlen_attention"
 TRACING_PHASES = 2
@@ -44,6 +48,16 @@ class CompileOptions:
     """Called with (done, total) after each phase of the tracing and each piece; until the graph is split the
     total counts one piece.
     """
+    passes: tuple[str, ...] | None = None
+    """Names of `compile.passes.PASSES`; None: those that pay on the graph's device."""
+    precision: str = "auto"
+    """"auto" or "fp8", see `EncoderConfig.precision`."""
+
+    @classmethod
+    def of(cls, config: EncoderConfig) -> CompileOptions:
+        """What a configuration says of building."""
+        passes = None if config.passes == "auto" else config.passes
+        return cls(config.splitting_ops, config.piece_compiler, passes=passes, precision=config.precision)
 
     def report(self, done: int, num_pieces: int = 1) -> None:
         """Tells that so many phases and pieces are done."""
@@ -52,7 +66,8 @@ class CompileOptions:
 
 
 def build_program(module: fx.GraphModule, static_inputs: Sequence[int], options: CompileOptions) -> Program:
-    """Applies the passes, splits the graph, compiles its distinct pieces, and proves what may be padded.
+    """Masks pad rows, applies the passes, splits the graph, compiles its distinct pieces, and proves what may
+    be padded.
 
     Args:
         module: an ATen inference graph whose nodes carry traced values in `meta["val"]`.
@@ -60,15 +75,17 @@ def build_program(module: fx.GraphModule, static_inputs: Sequence[int], options:
 
     Raises:
         CompileError: the graph cannot be split; its message says at which node.
+        ConfigError: a pass or the precision is not possible.
     """
-    for run_pass in PASSES.values():
-        run_pass(module)
+    mark_parameters(module.graph, static_inputs)
     targets = splitting_targets(options.splitting_ops)
     num_rows = mask_pad_rows(
         module, [n for n in module.graph.nodes if n.target in targets and _VARLEN in str(n.target)]
     )
+    device = _device(module.graph.output_node().args[0])  # type: ignore[arg-type]
+    report = run_passes(module, options.passes, options.precision, device)
     graph = split_graph(module, targets)
-    return _Builder(module, graph, frozenset(static_inputs), num_rows, options).build()
+    return _Builder(module, graph, frozenset(static_inputs), num_rows, options).build(device, report)
 
 
 class _Builder:
@@ -84,15 +101,16 @@ class _Builder:
         self.graph = graph
         self.static_inputs = static_inputs
         self.num_rows = num_rows
-        self.graph_inputs = [n for n in graph.placeholders if n is not num_rows]
+        self.derived = [n for n in graph.placeholders if derivation(n) is not None]
+        made_here = {num_rows, *self.derived}
+        self.graph_inputs = [n for n in graph.placeholders if n not in made_here]
         self.options = options
         self.slots: dict[fx.Node, int] = {}
 
-    def build(self) -> Program:
+    def build(self, device: torch.device, pass_report: Mapping[str, int]) -> Program:
         graph = self.graph
-        for node in (*self.graph_inputs, *graph.constants):
+        for node in (*self.graph_inputs, *graph.constants, *self.derived):
             self._slot(node)
-        device = self._device()
         steps = self._free_slots(self._steps(PieceCache(piece_compiler(self.options.piece_compiler, device))))
         token_symbol = self._token_symbol()
         region_start = max((i + 1 for i, step in enumerate(steps) if step.kind == "host"), default=0)
@@ -118,18 +136,18 @@ class _Builder:
             device=device,
             padding=report,
             accepts=_accepts(self.graph_inputs, token_symbol if report.proved else None),
+            derived=DerivedParameters(self._recipe(node) for node in self.derived),
+            pass_report=pass_report,
         )
 
     def _slot(self, node: fx.Node) -> int:
         return self.slots.setdefault(node, len(self.slots))
 
-    def _device(self) -> torch.device:
-        """The device of the outputs; mixed devices are the capture's business to refuse."""
-        for argument in self.graph.output_args:
-            value = node_value(argument) if isinstance(argument, fx.Node) else None
-            if isinstance(value, torch.Tensor):
-                return value.device
-        return torch.device("cpu")
+    def _recipe(self, node: fx.Node) -> DerivedParameter:
+        found = derivation(node)
+        assert found is not None
+        make, sources = found
+        return DerivedParameter(self._slot(node), tuple(self._slot(source) for source in sources), make)
 
     # --- steps
 
@@ -256,6 +274,7 @@ class _Builder:
                 orders.update(n.args[1] for n in part.nodes if n.target is permute_rows)
         read.update((a, None) for a in self.graph.output_args if isinstance(a, fx.Node))
         fixed = {self.graph_inputs[i] for i in self.static_inputs} | {*self.graph.constants, self.num_rows}
+        fixed.update(self.derived)
         return tuple(
             RegionInput(
                 self.slots[node],
@@ -309,6 +328,15 @@ class _Builder:
         for part in self._region_parts(region_start):
             nodes += [part.node, *part.unpacked] if isinstance(part, Cut) else list(part.nodes)
         return padding.analyse(nodes, seeds, token_symbol, accepts)
+
+
+def _device(outputs: Iterable[Any]) -> torch.device:
+    """The device of a graph's outputs; mixed devices are the capture's business to refuse."""
+    for argument in outputs:
+        value = node_value(argument) if isinstance(argument, fx.Node) else None
+        if isinstance(value, torch.Tensor):
+            return value.device
+    return torch.device("cpu")
 
 
 def _refs(argument: Any) -> list[int]:

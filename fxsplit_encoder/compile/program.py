@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from fxsplit_encoder.attention import varlen_attention
+from fxsplit_encoder.compile.derived import DerivedParameters
 from fxsplit_encoder.compile.sizes import Size, SymbolValues
 
 if TYPE_CHECKING:
@@ -165,6 +166,15 @@ class Program:
     padding: PaddingReport
     accepts: Callable[[SymbolValues], bool]
     """Whether the assumptions made while tracing and compiling hold for these symbol values."""
+    derived: DerivedParameters = field(default_factory=DerivedParameters)
+    """Parameters that passes keep in another form."""
+    pass_report: Mapping[str, int] = field(default_factory=dict)
+    """At how many places each pass that ran changed the graph, see `compile.passes.pass_rows`."""
+
+    @property
+    def fixed_slots(self) -> list[int]:
+        """The slots that hold the same from run to run: parameters, constants, derived parameters."""
+        return [*self.static_inputs, *self.constants, *(recipe.slot for recipe in self.derived.recipes)]
 
     def begin(self, args: Sequence[Any]) -> Frame:
         """Binds the graph's inputs and runs the prologue at the true shape. What host ops made is still on
@@ -173,6 +183,7 @@ class Program:
         frame = Frame([*args, *([None] * (self.num_slots - len(args)))])
         for slot, constant in self.constants.items():
             frame.slots[slot] = constant
+        self.derived.fill(frame.slots)
         for symbol, index, dim in self.symbol_sources:
             frame.symbols.setdefault(symbol, args[index] if dim < 0 else args[index].shape[dim])
         if self.num_rows_slot is not None and self.token_symbol is not None:

@@ -75,7 +75,7 @@ class EncoderPath:
         self.device = device
         path_config = config.paths.get(name)
         self.mode = (path_config.mode if path_config is not None else None) or config.mode
-        options = CompileOptions(config.splitting_ops, config.piece_compiler)
+        options = CompileOptions.of(config)
         self.forward = PathForward(name, self.label, tower, limits, device, dtype, axis_keys, options)
         self.padding_logics = tower.get_encoder_cudagraph_config().padding_logics
         self.notes: list[str] = []
@@ -363,6 +363,8 @@ class EncoderPath:
         Raises:
             ReplayError: the batch does not fit the capture; nothing was copied then (capture rule 3).
         """
+        if self.program is not None:
+            self.program.program.derived.refresh()
         captured.load(values, self.forward.rows(values))
 
     def run_exact(

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fxsplit_encoder.capture import StaticParameters
-from fxsplit_encoder.compile import BoundProgram, CompileOptions, to_device, trace_forward
+from fxsplit_encoder.compile import BoundProgram, to_device, trace_forward
 from fxsplit_encoder.errors import CompileError, InputError
 from fxsplit_encoder.manager.tensor_parallel import agreement_of
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fxsplit_encoder.capture.buffers import StaticValue
+    from fxsplit_encoder.compile import CompileOptions
     from fxsplit_encoder.manager.budgets import Limits
     from fxsplit_encoder.manager.protocol import SupportsEncoderCudaGraph
 
@@ -128,7 +129,7 @@ class PathForward:
             inputs = self._traced_values(budgets)
         except InputError as error:
             return f"not compiled: {error}"
-        options = CompileOptions(self.options.splitting_ops, self.options.piece_compiler, progress)
+        options = replace(self.options, progress=progress)
         try:
             module = self.tower if isinstance(self.tower, nn.Module) else None
             program = trace_forward(

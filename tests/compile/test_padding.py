@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fxsplit_encoder.compile import BoundProgram, CompileOptions, Frame, trace_forward
+from fxsplit_encoder.compile.passes.fp8_linear import quantise_rows
 from fxsplit_encoder.compile.permute import permute_rows
 from fxsplit_encoder.errors import CompileError
 
@@ -25,11 +26,21 @@ TABLE = torch.randn(5, WIDTH)
 KERNEL_1D = torch.randn(3, 2, 3)
 KERNEL_TOKENS = torch.randn(WIDTH, WIDTH, 3)
 IMAGES = torch.randn(2, 4, 4)
+FP8_WEIGHT, FP8_SCALES = quantise_rows(WEIGHT)
+
+
+def linear_fp8(rows: Tensor, bias: Tensor | None = BIAS) -> Tensor:
+    quantised, scales = torch.ops.fxsplit.quantise_rows(rows)
+    return torch.ops.fxsplit.linear_fp8(quantised, scales, FP8_WEIGHT, FP8_SCALES, bias, torch.float32)
+
 
 PROVED: dict[str, Forward] = {
     "nothing": lambda y, i: y,
     "linear": lambda y, i: F.linear(y, WEIGHT, BIAS),
     "linear of three dimensions": lambda y, i: F.linear(y.view(-1, 1, WIDTH), WEIGHT),
+    "linear with its gelu": lambda y, i: torch.ops.fxsplit.addmm_gelu(BIAS, y, WEIGHT),
+    "linear in fp8": lambda y, i: linear_fp8(y) + linear_fp8(y, bias=None),
+    "rows quantised": lambda y, i: torch.ops.fxsplit.quantise_rows(y.view(-1, 2, 4))[1],
     "layer norm over features": lambda y, i: F.layer_norm(y, (WIDTH,), BIAS, BIAS),
     "rms norm over features": lambda y, i: F.rms_norm(y, (WIDTH,), BIAS),
     "group norm of every row": lambda y, i: F.group_norm(y, 2, BIAS, BIAS),
@@ -101,6 +112,16 @@ REFUSED: dict[str, tuple[Forward, str]] = {
     "layer norm over tokens": (
         lambda y, i: F.layer_norm(y.t().softmax(0).view(1, -1), (y.shape[0] * 8,)),
         "joins",
+    ),
+    "tokens as the weight before a gelu": (
+        lambda y, i: torch.ops.fxsplit.addmm_gelu(y[:, 0], WEIGHT, y.t()),
+        "depends on the tokens",
+    ),
+    "tokens as the weight in fp8": (
+        lambda y, i: torch.ops.fxsplit.linear_fp8(
+            FP8_WEIGHT, FP8_SCALES, *torch.ops.fxsplit.quantise_rows(y), None, torch.float32
+        ),
+        "depends on the tokens",
     ),
     "softmax over tokens": (lambda y, i: y.softmax(0), "along the token dimension"),
     "softmax over tokens, transposed": (lambda y, i: y.t().softmax(-1), "along the token dimension"),

@@ -170,6 +170,21 @@ def _addmm(view: NodeView) -> State:
     return Rows(0)
 
 
+def _linear_fp8(view: NodeView) -> State:
+    """linear_fp8(rows, row_scales, weight, weight_scales, bias): rows with a scale each, shared weights."""
+    view.require_shared(2, 3, 4)
+    if view.rows(0) != 0 or view.rows(1) != 0:
+        raise view.fail("contracts the token dimension")
+    return Rows(0)
+
+
+def _quantise_rows(view: NodeView) -> State:
+    """One scale for the last dimension."""
+    if view.rows() == view.rank() - 1:
+        raise view.fail("scales tokens together")
+    return [Rows(view.rows())] * 2
+
+
 def _batched_matmul(view: NodeView) -> State:
     """bmm(a, b): tokens as the batch of both, or as the rows of a with b shared."""
     first = 1 if view.name == "baddbmm" else 0
@@ -389,7 +404,9 @@ def _table() -> dict[str, Callable[[NodeView], State]]:
         (_unbind, ("unbind",)),
         (_cat, ("cat", "stack")),
         (_linear, ("mm", "matmul", "linear")),
-        (_addmm, ("addmm",)),
+        (_addmm, ("addmm", "fxsplit::addmm_gelu")),
+        (_linear_fp8, ("fxsplit::linear_fp8",)),
+        (_quantise_rows, ("fxsplit::quantise_rows",)),
         (_batched_matmul, ("bmm", "baddbmm")),
         (_batched, ("convolution", "conv1d", "conv2d", "conv3d", "avg_pool2d", "max_pool2d_with_indices")),
         (

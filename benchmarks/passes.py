@@ -1,0 +1,277 @@
+"""What graph passes, compiler settings and kinds of matrix product gain, in the Qwen3-VL-8B vision tower.
+
+    python benchmarks/passes.py --output benchmarks/results/passes_h200.json
+
+27 blocks, 1152 wide, bf16, seeded random weights. "Replays": milliseconds of one full graph replay at 196,
+784, 3136 and 7056 patches, a row for each candidate: every pass alone, all together, fp8, and settings of
+Inductor. "Products": microseconds of the four linear layers of a block, by several ways, with TFLOP/s and
+GB/s; on a GPU twenty calls in one CUDA graph. Errors are `relative_rms` against float32; "default" has that
+of bf16.
+
+A candidate that fails has its error in the table; the others go on. `--only` takes part of a candidate's
+name. `--small` runs a tiny tower, on a CPU too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import json
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp()
+
+import torch
+from environment import describe
+from matrix_products import blas_library, ways
+from tabulate import tabulate
+from timing import gpu_ms
+from torch import Tensor
+from torch._inductor.choices import InductorChoices
+from torch._inductor.runtime.hints import ReductionHint
+from torch._inductor.virtualized import V
+
+import fxsplit_encoder as fx
+from fxsplit_encoder.capture.forward import measure_ms
+from fxsplit_encoder.cli.models import demo_tower
+from fxsplit_encoder.compile.passes import PASSES, relative_rms
+from fxsplit_encoder.compile.pieces import compile_inductor
+
+PATCHES = (196, 784, 3136, 7056)
+ROWS = (196, 256, 784, 1024, 3136)
+SMALL_PATCHES = SMALL_ROWS = (16, 64)
+LAYERS = {"qkv": (1152, 3456), "proj": (1152, 1152), "fc1": (1152, 4304), "fc2": (4304, 1152)}
+SMALL_LAYERS = {"fc1": (32, 120), "fc2": (120, 32)}
+PADDED = {4304: 4352, 120: 128}
+CALLS = 20
+LONGEST_PERSISTENT_ROW = 4096
+
+
+class PersistentRows(InductorChoices):
+    """Inductor's heuristics, but a row of up to 4096 entries stays in registers: its limit is 1024, and a
+    longer one is read twice by every layer norm.
+    """
+
+    def uuid(self) -> str:
+        return f"{type(self).__name__}-{LONGEST_PERSISTENT_ROW}"
+
+    @staticmethod
+    def should_use_persistent_reduction(features: Any, cooperative_reduction: bool) -> bool:
+        if InductorChoices.should_use_persistent_reduction(features, cooperative_reduction):
+            return True
+        return features.get_reduction_hint() == ReductionHint.INNER and V.graph.sizevars.statically_known_leq(
+            features.reduction_numel, LONGEST_PERSISTENT_ROW
+        )
+
+
+def inductor(choices: type[InductorChoices] = InductorChoices, **settings: Any) -> Callable[..., Any]:
+    """A piece compiler: Inductor with other settings, past its caches."""
+
+    def compile_piece(module: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
+        with torch._inductor.config.patch(fx_graph_cache=False, **settings):
+            with V.set_choices_handler(choices()):
+                return compile_inductor(module, inputs)
+
+    return compile_piece
+
+
+def for_each_size(**settings: Any) -> Callable[..., Any]:
+    """A piece compiler that makes a version of its own for every budget, when it is warmed up."""
+
+    def compile_piece(module: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return torch.compile(module, dynamic=False, options=settings or None)
+
+    return compile_piece
+
+
+@dataclass(frozen=True)
+class Candidate:
+    settings: dict[str, Any] = field(default_factory=dict)
+    around: Callable[[], Any] = contextlib.nullcontext
+
+
+AUTOTUNE = {"max_autotune_gemm": True, "max_autotune_gemm_backends": "ATEN,TRITON"}
+
+
+def candidates(*, small: bool) -> dict[str, Candidate]:
+    exact = {"default": Candidate(), "no passes": Candidate({"passes": ()})}
+    exact |= {f"pass {name}": Candidate({"passes": ("conv_to_linear", name)}) for name in [*PASSES][1:]}
+    exact["all passes"] = Candidate({"passes": tuple(PASSES)})
+    exact["fp8"] = Candidate({"precision": "fp8"})
+    exact["fp8, all passes"] = Candidate({"precision": "fp8", "passes": tuple(PASSES)})
+    if small:
+        return exact
+    compilers: dict[str, Any] = {
+        "persistent rows": inductor(PersistentRows),
+        "multi_kernel": inductor(**{"triton.multi_kernel": 1}),
+        "coordinate descent": inductor(coordinate_descent_tuning=True),
+        "epilogue_fusion off": inductor(epilogue_fusion=False),
+        "max_autotune_gemm": inductor(**AUTOTUNE),
+        "a version for each size": for_each_size(),
+        "a version for each size, max_autotune_gemm": for_each_size(**AUTOTUNE),
+    }
+    found = {name: Candidate({"piece_compiler": compiler}) for name, compiler in compilers.items()}
+    for library in ("cublas", "cublaslt"):
+        found[f"blas {library}"] = Candidate(around=lambda library=library: blas_library(library))
+    together = {"piece_compiler": compilers["persistent rows"], "passes": tuple(PASSES)}
+    return {**exact, **found, "all passes, persistent rows": Candidate(together)}
+
+
+def make_tower(*, small: bool, device: str) -> Any:
+    if not small:
+        return demo_tower(27, device, torch.bfloat16)
+    from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
+    from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
+
+    sizes = {"hidden_size": 32, "intermediate_size": 120, "num_heads": 2, "out_hidden_size": 32}
+    config = Qwen3VLVisionConfig(depth=2, deepstack_visual_indexes=[0], **sizes)
+    return Qwen3VLVisionModel(config).requires_grad_(False).train(False).to(device, torch.bfloat16)
+
+
+def grid_of(patches: int) -> Tensor:
+    side = int(patches**0.5)
+    return torch.tensor([[1, side, side]])
+
+
+def replays(
+    name: str, candidate: Candidate, tower: Any, patches: Sequence[int], exact: Any
+) -> dict[str, Any]:
+    """One row: milliseconds at every size, what passes changed, and the error at the smallest size."""
+    budgets = tuple(count // 4 for count in patches)
+    limits = {"token_budgets": budgets, "max_items_per_batch": 1, "max_frames_per_batch": 1, "mode": "full"}
+    row: dict[str, Any] = {"candidate": name}
+    with candidate.around():
+        manager = fx.EncoderCudaGraphManager(
+            fx.wrap(copy.deepcopy(tower)), fx.EncoderConfig(**limits, **candidate.settings)
+        )
+        manager.capture()
+        bound = manager.programs["default"]
+        if bound is None:
+            raise RuntimeError("; ".join(manager.reports))
+        row["changed"] = dict(bound.program.pass_report)
+        row["derived MiB"] = bound.program.derived.num_bytes / 2**20
+        for count in patches:
+            captured = manager.paths["default"].ladder.best(count // 4, 1)
+            row[str(count)] = milliseconds(captured.replay, manager.device)
+        grid = grid_of(patches[0])
+        torch.manual_seed(0)
+        pixels = torch.randn(patches[0], 1536, device=manager.device)
+        output = manager.execute({"pixel_values": pixels, "image_grid_thw": grid})[0]
+        reference = exact(pixels, grid.to(manager.device))
+        packed = torch.cat([reference.pooler_output, *reference.deepstack_features], dim=1)
+        row["error"] = relative_rms(output, packed)
+        manager.clear()
+    return row
+
+
+def milliseconds(call: Callable[[], Any], device: torch.device) -> float:
+    return gpu_ms(call) if device.type == "cuda" else measure_ms(call, device)
+
+
+def products(rows: Sequence[int], layers: dict[str, tuple[int, int]], device: str) -> list[dict[str, Any]]:
+    """A row for every layer, number of rows and way."""
+    found = []
+    for layer, (in_features, out_features) in layers.items():
+        for count in rows:
+            made = torch.randn(out_features, in_features, device=device).bfloat16() * in_features**-0.5
+            given = torch.randn(count, in_features, device=device).bfloat16()
+            bias = torch.randn(out_features, device=device).bfloat16()
+            padded = PADDED.get(out_features if layer == "fc1" else in_features)
+            if layer not in ("fc1", "fc2"):
+                padded = None
+            for way, call in ways(given, made, bias, gelu=layer == "fc1", padded=padded).items():
+                size = {"layer": layer, "rows": count, "way": way}
+                found.append(
+                    {**size, **attempt(lambda call=call, made=made, given=given: rates(call, given, made))}
+                )
+    return found
+
+
+def rates(call: Callable[[], Tensor], rows: Tensor, weight: Tensor) -> dict[str, Any]:
+    """Microseconds, and what the layer's own arithmetic and bytes in bf16 come to in them."""
+    seconds = (twenty_in_a_graph(call) if rows.is_cuda else wall(call)) / 1e3
+    count, (out_features, in_features) = rows.shape[0], weight.shape
+    values = count * in_features + weight.numel() + count * out_features
+    flops = 2 * count * out_features * in_features
+    return {"us": 1e6 * seconds, "TFLOP/s": flops / seconds / 1e12, "GB/s": 2 * values / seconds / 1e9}
+
+
+def wall(call: Callable[[], Any]) -> float:
+    return measure_ms(call, torch.device("cpu"))
+
+
+def twenty_in_a_graph(call: Callable[[], Any]) -> float:
+    """Milliseconds of one call, past launches."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(CALLS):
+            call()
+    return gpu_ms(graph.replay) / CALLS
+
+
+def attempt(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What was measured, or why it was not."""
+    try:
+        return measure()
+    except Exception as error:
+        return {
+            "failed": f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+        }
+
+
+@torch.no_grad()
+def main() -> None:
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    parser.add_argument("--output", type=Path, help="JSON file for the results")
+    parser.add_argument("--only", default="", help="run the candidates whose name contains this")
+    parser.add_argument("--no-products", action="store_true", help="leave out the single products")
+    parser.add_argument("--small", action="store_true", help="a tiny tower, on a CPU too")
+    arguments = parser.parse_args()
+    small = arguments.small
+    if not small and not torch.cuda.is_available():
+        parser.exit(2, "passes.py needs a CUDA device, or --small\n")
+    torch._dynamo.config.recompile_limit = 64
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    patches = SMALL_PATCHES if small else PATCHES
+    tower = make_tower(small=small, device=device)
+    exact = copy.deepcopy(tower).float()
+    results: dict[str, Any] = {**describe(), "replays": [], "products": []}
+
+    def save() -> None:
+        if arguments.output is not None:
+            arguments.output.parent.mkdir(parents=True, exist_ok=True)
+            arguments.output.write_text(json.dumps(results, indent=1) + "\n")
+
+    for name, candidate in candidates(small=small).items():
+        if arguments.only in name:
+            row = attempt(lambda n=name, c=candidate: replays(n, c, tower, patches, exact))
+            results["replays"].append({"candidate": name, **row})
+            torch._dynamo.reset()
+            save()  # a run that is cut short keeps what it has
+    columns = ["candidate", *map(str, patches), "error", "derived MiB", "failed"]
+    print(
+        tabulate([[row.get(c) for c in columns] for row in results["replays"]], columns, floatfmt=".3g"), "\n"
+    )
+    if not arguments.no_products:
+        rows, layers = (SMALL_ROWS, SMALL_LAYERS) if small else (ROWS, LAYERS)
+        results["products"] = products(rows, layers, device)
+        columns = ["layer", "rows", "way", "us", "TFLOP/s", "GB/s", "failed"]
+        table = [[row.get(c) for c in columns] for row in results["products"]]
+        print(tabulate(table, columns, floatfmt=".3g"))
+        save()
+
+
+if __name__ == "__main__":
+    main()

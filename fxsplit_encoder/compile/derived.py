@@ -1,0 +1,95 @@
+"""Parameters in another form (padded, quantised), computed once and kept where captured graphs find them.
+
+A derived parameter has one address for the life of its program. Whenever the parameters that it comes from
+are others than at the last look (another address, or another version, which every change in place raises), it
+is computed again, into the same memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fxsplit_encoder.errors import InputError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DerivedParameter:
+    """What fills a slot of a program from other slots."""
+
+    slot: int
+    sources: tuple[int, ...]
+    """Slots of parameters, or of parameters derived before this one."""
+    make: Callable[..., Tensor]
+    """A function of the sources' tensors."""
+
+
+class DerivedParameters:
+    """The derived parameters of one program, on the parameters that it was last run with.
+
+    A change that leaves no trace is not seen: one through `parameter.data`, which has a version of its own.
+    """
+
+    def __init__(self, recipes: Iterable[DerivedParameter] = ()) -> None:
+        self.recipes = tuple(recipes)
+        made = {recipe.slot for recipe in self.recipes}
+        self._given = sorted({slot for recipe in self.recipes for slot in recipe.sources} - made)
+        self._sources: dict[int, Tensor] = {}
+        self._seen: list[tuple[int, int]] = []
+        self._values: dict[int, Tensor] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that the derived parameters take beside those they come from."""
+        return sum(value.numel() * value.element_size() for value in self._values.values())
+
+    def fill(self, slots: list[Any]) -> None:
+        """Fills the slots of the derived parameters of a run from those of its parameters.
+
+        Raises:
+            InputError: a parameter is an inference tensor, whose changes cannot be seen.
+        """
+        if not self.recipes:
+            return
+        self._sources = {slot: slots[slot] for slot in self._given}
+        self.refresh()
+        for slot, value in self._values.items():
+            slots[slot] = value
+
+    def refresh(self) -> None:
+        """Computes anew what the parameters of the last run have outdated. About 100 nanoseconds a parameter
+        that has derived ones.
+
+        Raises:
+            InputError: a parameter is an inference tensor, whose changes cannot be seen.
+        """
+        try:
+            # An inference tensor raises when asked for its version.
+            seen = [(tensor.data_ptr(), tensor._version) for tensor in self._sources.values()]
+        except RuntimeError as error:
+            raise InputError(
+                "parameters: expected tensors that were made outside of torch.inference_mode(), since passes "
+                "and fp8 keep other forms of them and must see when they change; got an inference tensor. "
+                "Load the tower under torch.no_grad() instead"
+            ) from error
+        if seen != self._seen:
+            self._compute()
+            self._seen = seen
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _compute(self) -> None:
+        available = dict(self._sources)
+        for recipe in self.recipes:
+            made = recipe.make(*(available[slot] for slot in recipe.sources))
+            kept = self._values.setdefault(recipe.slot, made)
+            if kept is not made:
+                kept.copy_(made)
+            available[recipe.slot] = kept

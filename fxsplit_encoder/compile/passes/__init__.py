@@ -1,0 +1,85 @@
+"""Graph passes: rewrites of the ATen graph before it is split, each in a file of its own.
+
+A pass is a function of a graph module that returns at how many places it changed the graph; its docstring
+says why the results stay the same.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fxsplit_encoder.compile.passes.contiguous_rows import contiguous_rows
+from fxsplit_encoder.compile.passes.conv_to_linear import conv_to_linear
+from fxsplit_encoder.compile.passes.fp8_linear import fp8_linear, relative_rms
+from fxsplit_encoder.compile.passes.gelu_epilogue import gelu_epilogue
+from fxsplit_encoder.compile.passes.pad_mlp_width import pad_mlp_width
+from fxsplit_encoder.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    import torch
+    from torch import fx
+
+    Pass = Callable[[fx.GraphModule], int]
+
+__all__ = ["DEFAULT_PASSES", "PASSES", "pass_rows", "relative_rms", "run_passes"]
+
+PASSES: Mapping[str, Pass] = {
+    "conv_to_linear": conv_to_linear,
+    "contiguous_rows": contiguous_rows,
+    "pad_mlp_width": pad_mlp_width,
+    "gelu_epilogue": gelu_epilogue,
+}
+"""The exact passes, by the names that `EncoderConfig.passes` takes, in the order in which they run."""
+
+DEFAULT_PASSES: Mapping[str, tuple[str, ...]] = {"cpu": ("conv_to_linear",), "cuda": ("conv_to_linear",)}
+"""What `passes: auto` stands for, by the type of the device; on others nothing."""
+
+# fp8 takes layers of the width that is run, and before a GELU makes another operation of them.
+_FP8_BEFORE = "gelu_epilogue"
+
+
+def run_passes(
+    module: fx.GraphModule, names: Sequence[str] | None, precision: str, device: torch.device
+) -> dict[str, int]:
+    """Runs passes over a graph, in the order of `PASSES`.
+
+    Args:
+        names: of `PASSES`; None: those that pay on this device.
+        precision: "fp8" quantises the linear layers too; "auto" does not.
+        device: that of the graph.
+
+    Returns:
+        At how many places each pass that ran changed the graph.
+
+    Raises:
+        ConfigError: no such pass, or the device cannot multiply in fp8.
+    """
+    chosen = DEFAULT_PASSES.get(device.type, ()) if names is None else names
+    if unknown := [name for name in chosen if name not in PASSES]:
+        raise ConfigError(f"passes: no pass is called {', '.join(unknown)}; allowed: {', '.join(PASSES)}")
+    changed: dict[str, int] = {}
+    for name, run in PASSES.items():
+        if precision == "fp8" and name == _FP8_BEFORE:
+            changed["fp8_linear"] = fp8_linear(module)
+        if name in chosen:
+            changed[name] = run(module)
+    if any(changed.values()):
+        module.graph.eliminate_dead_code()
+    return changed
+
+
+def pass_rows(report: Mapping[str, int]) -> list[list[str]]:
+    """What passes changed in a graph, as rows of a table: name, number of places, what it looks for.
+
+    An exact pass that did not run is listed as "off".
+    """
+    known = {**PASSES, "fp8_linear": fp8_linear}
+    names = [name for name in known if name in report or name in PASSES]
+    return [[name, str(report.get(name, "off")), _what(known[name])] for name in names]
+
+
+def _what(run: Pass) -> str:
+    """The first sentence of a pass's docstring."""
+    return " ".join((run.__doc__ or "").split("\n\n")[0].split()).rstrip(".")

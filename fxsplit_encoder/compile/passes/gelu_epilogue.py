@@ -1,0 +1,75 @@
+"""A linear layer and the GELU behind it become one operation, `fxsplit::addmm_gelu`.
+
+Torch has `aten._addmm_activation`, but every decomposition table takes it apart again, and on a CPU it
+applies the other GELU.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+
+from fxsplit_encoder.compile.passes.products import is_reshape, linear_of
+from fxsplit_encoder.compile.rewriting import call_function
+
+if TYPE_CHECKING:
+    from torch import Tensor, fx
+
+aten = torch.ops.aten
+
+_library: Any = torch.library.Library("fxsplit", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define("addmm_gelu(Tensor bias, Tensor rows, Tensor matrix) -> Tensor")
+
+
+def _reference(bias: Tensor, rows: Tensor, matrix: Tensor) -> Tensor:
+    """gelu_tanh(rows @ matrix + bias)."""
+    return F.gelu(torch.addmm(bias, rows, matrix), approximate="tanh")
+
+
+def _epilogue(bias: Tensor, rows: Tensor, matrix: Tensor) -> Tensor:
+    result: Tensor = aten._addmm_activation(bias, rows, matrix, use_gelu=True)
+    return result
+
+
+def _fake(bias: Tensor, rows: Tensor, matrix: Tensor) -> Tensor:
+    return rows.new_empty(rows.shape[0], matrix.shape[1])
+
+
+_library.impl("addmm_gelu", _reference, "CPU")
+_library.impl("addmm_gelu", _epilogue, "CUDA")
+torch.library.register_fake("fxsplit::addmm_gelu", _fake, lib=_library)
+
+addmm_gelu = torch.ops.fxsplit.addmm_gelu.default
+
+
+def gelu_epilogue(module: fx.GraphModule) -> int:
+    """A linear layer with a bias whose result only a GELU of the tanh form reads.
+
+    Exact: cuBLAS's epilogue is the tanh form too (so the erf form stays as it is), and is applied before the
+    result is rounded to 16 bits, once instead of twice. On a CPU the operation is the two that it replaces.
+    """
+    changed = 0
+    for node in module.graph.find_nodes(op="call_function", target=aten.gelu.default):
+        linear = linear_of(_behind_reshapes(node.args[0]))
+        if node.kwargs.get("approximate") != "tanh" or linear is None or linear.bias is None:
+            continue
+        bias, rows, matrix = linear.node.args
+        with module.graph.inserting_before(linear.node):
+            fused = call_function(module.graph, addmm_gelu, bias, rows, matrix)
+        linear.node.replace_all_uses_with(fused)
+        node.replace_all_uses_with(node.args[0])
+        module.graph.erase_node(node)
+        module.graph.erase_node(linear.node)
+        changed += 1
+    return changed
+
+
+def _behind_reshapes(node: Any) -> Any:
+    """What a node reads through reshapes that nobody else reads; None if somebody reads what is between."""
+    while len(node.users) == 1:
+        if not is_reshape(node):
+            return node
+        node = node.args[0]
+    return None

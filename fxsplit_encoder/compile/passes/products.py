@@ -1,0 +1,85 @@
+"""How passes see a linear layer in an ATen graph: a product of rows with a transposed parameter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxsplit_encoder.compile.rewriting import call_function, is_parameter
+from fxsplit_encoder.compile.sizes import expression
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """`rows @ weight.T + bias`, as `mm` or `addmm`."""
+
+    node: fx.Node
+    rows: fx.Node
+    """(rows, in_features)."""
+    weight: fx.Node
+    """(out_features, in_features), a parameter."""
+    bias: fx.Node | None
+    """(out_features,), a parameter."""
+
+    @property
+    def in_features(self) -> int:
+        """The width of its input."""
+        return int(self.weight.meta["val"].shape[1])
+
+    @property
+    def out_features(self) -> int:
+        """The width of its output."""
+        return int(self.weight.meta["val"].shape[0])
+
+    def replace_parameters(self, weight: fx.Node, bias: fx.Node | None) -> None:
+        """Computes with other parameters; the traced value is the caller's to redo."""
+        graph = self.node.graph
+        with graph.inserting_before(self.node):
+            matrix = call_function(graph, aten.t.default, weight)
+        self.node.args = (self.rows, matrix) if bias is None else (bias, self.rows, matrix)
+
+
+def linear_of(node: Any) -> Linear | None:
+    """The linear layer that a node is; None if it is none, or scales what it adds."""
+    if not isinstance(node, fx.Node):
+        return None
+    if node.target is aten.mm.default:
+        bias, (rows, matrix) = None, _arguments(node)
+    elif node.target is aten.addmm.default and not node.kwargs and len(node.args) == 3:
+        bias, rows, matrix = _arguments(node)
+    else:
+        return None
+    if matrix.target is not aten.t.default or not is_parameter(matrix.args[0]):
+        return None
+    if bias is not None and not (is_parameter(bias) and bias.meta["val"].dim() == 1):
+        return None
+    return Linear(node, rows, matrix.args[0], bias)
+
+
+def _arguments(node: fx.Node) -> tuple[Any, ...]:
+    return tuple(node.args)
+
+
+def linears(graph: fx.Graph) -> list[Linear]:
+    """Every linear layer of a graph, in order."""
+    return [linear for node in graph.nodes if (linear := linear_of(node)) is not None]
+
+
+_RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+
+
+def is_reshape(node: fx.Node) -> bool:
+    """Whether a node reads its input in another shape."""
+    return node.target in _RESHAPES
+
+
+def keeps_features(node: fx.Node) -> bool:
+    """Whether a reshape leaves the last dimension as it is."""
+    source: Any = node.args[0]
+    sizes = (n.meta["val"].shape for n in (node, source))
+    return is_reshape(node) and len({expression(shape[-1]) for shape in sizes}) == 1

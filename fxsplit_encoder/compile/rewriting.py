@@ -1,0 +1,87 @@
+"""What rewrites of an ATen graph share: nodes with traced values, and nodes that are parameters."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable
+
+    from torch import Tensor
+
+aten = torch.ops.aten
+
+_PARAMETER = "is_parameter"
+
+
+def mark_parameters(graph: fx.Graph, positions: Iterable[int]) -> None:
+    """Marks the graph's inputs at these positions as parameters or buffers of the traced module."""
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    for position in positions:
+        inputs[position].meta[_PARAMETER] = True
+
+
+def is_parameter(argument: Any) -> bool:
+    """Whether an argument is a parameter, or derived from parameters alone."""
+    return isinstance(argument, fx.Node) and bool(argument.meta.get(_PARAMETER))
+
+
+def call_function(graph: fx.Graph, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    """A new call, with its traced value."""
+    node = graph.call_function(target, args, kwargs)
+    retrace(node)
+    return node
+
+
+def retrace(node: fx.Node) -> None:
+    """The traced value of a call whose arguments have changed, from theirs."""
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    fake_mode: Any = torch._guards.detect_fake_mode((args, kwargs))
+    assert callable(node.target)
+    with fake_mode, torch.no_grad():
+        node.meta["val"] = node.target(*args, **kwargs)
+
+
+def retrace_users(changed: Collection[fx.Node]) -> None:
+    """The traced values of everything behind nodes whose traced layouts have changed."""
+    outdated = {user for node in changed for user in node.users}
+    for node in next(iter(changed)).graph.nodes:
+        if node in outdated and node.op == "call_function":
+            before = _layouts(node)
+            retrace(node)
+            if _layouts(node) != before:
+                outdated.update(node.users)
+
+
+def _layouts(node: fx.Node) -> list[str]:
+    values = node.meta["val"] if isinstance(node.meta["val"], list | tuple) else [node.meta["val"]]
+    return [f"{v.shape} {v.stride()}" if isinstance(v, torch.Tensor) else str(v) for v in values]
+
+
+def derived_parameter(graph: fx.Graph, make: Callable[..., Tensor], *sources: fx.Node) -> fx.Node:
+    """A new input of the graph that the program computes from parameters, see `compile.derived`.
+
+    Args:
+        make: a function of the sources' tensors, importable by name (or a `functools.partial` of one).
+        sources: nodes for which `is_parameter` holds.
+    """
+    assert all(is_parameter(source) for source in sources)
+    inputs = [n for n in graph.nodes if n.op == "placeholder"]
+    number = sum(1 for n in inputs if derivation(n) is not None)
+    with graph.inserting_after(inputs[-1]):
+        node = graph.placeholder(f"derived_{number}")
+    values = [source.meta["val"] for source in sources]
+    with values[0].fake_mode, torch.no_grad():
+        node.meta["val"] = make(*values)
+    node.meta[_PARAMETER] = True
+    node.meta["derived"] = (make, sources)
+    return node
+
+
+def derivation(node: fx.Node) -> tuple[Callable[..., Tensor], tuple[fx.Node, ...]] | None:
+    """How an input of the graph is derived (`make`, sources); None: it is given."""
+    found: tuple[Callable[..., Tensor], tuple[fx.Node, ...]] | None = node.meta.get("derived")
+    return found

@@ -1,0 +1,141 @@
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from fxsplit_encoder.compile import padding
+from fxsplit_encoder.compile.passes.fp8_linear import (
+    FP8,
+    fp8_linear,
+    linear_fp8,
+    quantise_rows,
+    relative_rms,
+)
+from fxsplit_encoder.compile.rewriting import call_function
+
+from .aten_graphs import Mlp, aten_graph
+
+QUANTISE, T = torch.ops.fxsplit.quantise_rows.default, torch.ops.aten.t.default
+
+
+class Tower(nn.Module):
+    """Patch embedding, blocks of two layers, and a merger of four rows."""
+
+    def __init__(self, width: int = 64, hidden: int = 128) -> None:
+        super().__init__()
+        self.embedding = nn.Linear(48, width)
+        self.blocks = nn.ModuleList(Mlp(F.gelu, width, hidden) for _ in range(3))
+        self.norm = nn.LayerNorm(width)
+        self.merger = nn.Linear(4 * width, 96)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embedding(x)
+        for block in self.blocks:
+            hidden = hidden + block(self.norm(hidden))
+        return self.merger(hidden.view(-1, 256))
+
+
+def test_the_layers_of_the_blocks_are_quantised_and_no_others() -> None:
+    tower, x = Tower(), torch.randn(16, 48)
+    graph = aten_graph(tower, x)
+    assert fp8_linear(graph.module, 64) == 6
+    assert graph.count(linear_fp8) == 6
+    weights = [tuple(node.meta["val"].shape) for node in graph.derived if node.meta["val"].dtype == FP8]
+    assert weights == [(128, 64), (64, 128)] * 3
+    assert graph.count(torch.ops.aten.addmm.default) == 2
+    error = relative_rms(graph.run(), tower(x))
+    assert 1e-4 < error < 0.05
+
+
+@pytest.mark.parametrize(("least", "expected"), [(128, 0), (65, 0), (64, 6)])
+def test_small_layers_stay(least: int, expected: int) -> None:
+    graph = aten_graph(Tower(), torch.randn(16, 48))
+    assert fp8_linear(graph.module, least) == expected
+
+
+def test_widths_that_the_kernels_do_not_take_stay() -> None:
+    graph = aten_graph(Tower(hidden=120), torch.randn(16, 48))
+    assert fp8_linear(graph.module, 16) == 0
+
+
+def test_a_graph_without_layers_stays() -> None:
+    graph = aten_graph(lambda x: x * 2, torch.randn(4, 8))
+    assert fp8_linear(graph.module, 1) == 0
+
+
+class SharedRows(Tower):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embedding(x)
+        both = self.blocks[0].up(hidden) * self.blocks[1].up(hidden)
+        return self.blocks[0].down(self.blocks[2].down(both).repeat(1, 2))
+
+
+def test_rows_that_two_layers_read_are_quantised_once() -> None:
+    tower, x = SharedRows(), torch.randn(16, 48)
+    graph = aten_graph(tower, x)
+    assert fp8_linear(graph.module, 64) == 3
+    assert graph.count(QUANTISE) == 2
+    assert relative_rms(graph.run(), tower(x)) < 0.1
+
+
+@pytest.mark.parametrize("by_rows", [True, False])
+def test_the_proof_of_padding_knows_what_a_scale_is_of(by_rows: bool) -> None:
+    graph = aten_graph(lambda x: x.t(), torch.randn(4, 8)).module.graph
+    rows, transposed = next(iter(graph.nodes)), graph.find_nodes(op="call_function", target=T)[0]
+    with graph.inserting_after(transposed):
+        quantised = call_function(graph, QUANTISE, rows if by_rows else transposed)
+    tokens = str(rows.meta["val"].shape[0])
+    report = padding.analyse([transposed, quantised], {rows: padding.Rows(0)}, tokens)
+    assert report.proved == by_rows
+    assert by_rows or "scales tokens together" in str(report)
+
+
+floats = st.floats(-1e4, 1e4, width=32)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.lists(floats, min_size=8, max_size=8), min_size=1, max_size=4))
+def test_a_row_keeps_four_significant_bits_of_what_is_not_small(rows: list[list[float]]) -> None:
+    matrix = torch.tensor(rows)
+    quantised, scales = quantise_rows(matrix)
+    assert (quantised.dtype, scales.dtype, scales.shape) == (FP8, torch.float32, (len(rows), 1))
+    assert torch.isfinite(quantised.float()).all()
+    error = (quantised.float() * scales - matrix).abs()
+    # Half a unit of the last of four bits; below the smallest normal number, 2 ** -6, half of 2 ** -9.
+    assert (error <= matrix.abs() * 2**-4 + scales * 2**-10 * 1.001).all()
+
+
+def test_rows_of_other_rows_do_not_matter() -> None:
+    matrix = torch.randn(6, 16)
+    alone = quantise_rows(matrix[:3])
+    beside = quantise_rows(torch.cat([matrix[:3], torch.full((2, 16), float("nan"))]))
+    for a, b in zip(alone, beside, strict=True):
+        assert torch.equal(a.float(), b[:3].float())
+
+
+def test_the_operation_multiplies_what_was_quantised() -> None:
+    rows, weight, bias = torch.randn(5, 32), torch.randn(16, 32), torch.randn(16)
+    (a, a_scales), (b, b_scales) = quantise_rows(rows), quantise_rows(weight)
+    result = linear_fp8(a, a_scales, b, b_scales, bias, torch.float32)
+    expected = F.linear(a.float() * a_scales, b.float() * b_scales, bias)
+    torch.testing.assert_close(result, expected)
+    without = linear_fp8(a, a_scales, b, b_scales, None, torch.bfloat16)
+    torch.testing.assert_close(without, (expected - bias).bfloat16(), rtol=1e-2, atol=2e-2)
+
+
+def test_the_operation_is_well_formed() -> None:
+    (a, a_scales), (b, b_scales) = quantise_rows(torch.randn(5, 32)), quantise_rows(torch.randn(16, 32))
+    for bias in (None, torch.randn(16)):
+        inputs: Any = (a, a_scales, b, b_scales, bias, torch.float32)
+        # The check of the schema compares inputs by operations that float8 lacks.
+        torch.library.opcheck(linear_fp8, inputs, test_utils="test_faketensor")
+
+
+def test_the_relative_error() -> None:
+    reference = torch.tensor([3.0, -4.0])
+    assert relative_rms(reference * 1.1, reference) == pytest.approx(0.1, rel=1e-5)
+    assert relative_rms(reference, reference) == 0.0

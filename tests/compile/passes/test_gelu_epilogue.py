@@ -1,0 +1,71 @@
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fxsplit_encoder.compile.passes.gelu_epilogue import addmm_gelu, gelu_epilogue
+
+from .aten_graphs import Mlp, aten_graph
+
+ADDMM, GELU = torch.ops.aten.addmm.default, torch.ops.aten.gelu.default
+
+
+def tanh_gelu(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+@pytest.mark.parametrize("shape", [(7, 12), (3, 5, 12)], ids=["rows", "images"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_linear_and_its_tanh_gelu_become_one(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    mlp, x = Mlp(tanh_gelu).to(dtype), torch.randn(shape).to(dtype)
+    graph = aten_graph(mlp, x)
+    assert gelu_epilogue(graph.module) == 1
+    assert (graph.count(addmm_gelu), graph.count(ADDMM), graph.count(GELU)) == (1, 1, 0)
+    assert torch.equal(graph.run(), mlp(x))
+
+
+def test_every_such_pair_is_changed() -> None:
+    blocks, x = nn.Sequential(*(Mlp(tanh_gelu) for _ in range(3))), torch.randn(7, 12)
+    graph = aten_graph(blocks, x)
+    assert gelu_epilogue(graph.module) == 3
+    assert torch.equal(graph.run(), blocks(x))
+
+
+class ReadTwice(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(x)
+        return self.down(self.activation(hidden) + hidden)
+
+
+class SummedBefore(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.activation(torch.addmm(x.repeat(1, 10), x, self.up.weight.t())))
+
+
+@pytest.mark.parametrize(
+    "module",
+    [Mlp(F.gelu), Mlp(F.relu), Mlp(tanh_gelu, bias=False), ReadTwice(tanh_gelu), SummedBefore(tanh_gelu)],
+    ids=["erf", "another function", "no bias", "read twice", "another sum"],
+)
+def test_others_stay(module: Any) -> None:
+    x = torch.randn(7, 12)
+    graph = aten_graph(module, x)
+    assert gelu_epilogue(graph.module) == 0
+    assert graph.count(addmm_gelu) == 0
+    torch.testing.assert_close(graph.run(), module(x))
+
+
+def test_the_operation_on_a_cpu_is_the_two_that_it_replaces() -> None:
+    bias, rows, matrix = torch.randn(8), torch.randn(5, 6), torch.randn(6, 8)
+    expected = tanh_gelu(torch.addmm(bias, rows, matrix))
+    assert torch.equal(addmm_gelu(bias, rows, matrix), expected)
+    # ATen's own fused operation applies the other form here, so it would be wrong.
+    other = torch.ops.aten._addmm_activation(bias, rows, matrix, use_gelu=True)
+    assert not torch.equal(other, expected)
+
+
+def test_the_operation_is_well_formed() -> None:
+    inputs = (torch.randn(8), torch.randn(5, 6), torch.randn(8, 6).t())
+    torch.library.opcheck(addmm_gelu, inputs, test_utils=("test_schema", "test_faketensor"))

@@ -1,0 +1,144 @@
+"""The registry, and passes inside whole programs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fxsplit_encoder.compile import BoundProgram, CompileOptions
+from fxsplit_encoder.compile.passes import DEFAULT_PASSES, PASSES, pass_rows, run_passes
+from fxsplit_encoder.config import GRAPH_PASSES, EncoderConfig
+from fxsplit_encoder.errors import ConfigError
+
+from ..packed_forwards import SPLITTING_OPS, WIDTH, trace_packed
+from .aten_graphs import Mlp, aten_graph
+
+CPU = torch.device("cpu")
+COMPILERS = ("eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow))
+
+
+def tanh_gelu(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def options(passes: tuple[str, ...] | None, compiler: Any = "eager") -> CompileOptions:
+    return CompileOptions(SPLITTING_OPS, compiler, passes=passes)
+
+
+def traced_mlp(compiler: str = "eager") -> tuple[Mlp, BoundProgram]:
+    mlp = Mlp(tanh_gelu, width=WIDTH).requires_grad_(False)
+    bound = trace_packed(lambda y, i: y + mlp(y), options=options(tuple(PASSES), compiler))
+    return mlp, bound
+
+
+def test_the_configuration_knows_every_pass() -> None:
+    assert tuple(PASSES) == GRAPH_PASSES
+    assert {name for names in DEFAULT_PASSES.values() for name in names} <= PASSES.keys()
+
+
+def test_every_pass_says_why_it_is_exact() -> None:
+    assert all("Exact: " in str(run.__doc__) for run in PASSES.values())
+
+
+def test_options_follow_the_configuration() -> None:
+    assert CompileOptions.of(EncoderConfig()).passes is None
+    config = EncoderConfig(passes=("gelu_epilogue",), precision="fp8", piece_compiler="eager")
+    made = CompileOptions.of(config)
+    assert (made.passes, made.precision, made.piece_compiler) == (("gelu_epilogue",), "fp8", "eager")
+
+
+@pytest.mark.parametrize(
+    ("names", "report"),
+    [
+        (None, {"conv_to_linear": 0}),
+        ((), {}),
+        (("gelu_epilogue",), {"gelu_epilogue": 1}),
+        (
+            ("gelu_epilogue", "pad_mlp_width", "conv_to_linear"),
+            {"conv_to_linear": 0, "pad_mlp_width": 1, "gelu_epilogue": 1},
+        ),
+    ],
+)
+def test_what_is_asked_for_runs_in_the_order_of_the_registry(names: Any, report: dict[str, int]) -> None:
+    mlp, x = Mlp(tanh_gelu), torch.randn(5, 12)
+    graph = aten_graph(mlp, x)
+    changed = run_passes(graph.module, names, "auto", CPU)
+    assert list(changed.items()) == list(report.items())
+    torch.testing.assert_close(graph.run(), mlp(x))
+
+
+def test_an_unknown_pass_is_refused() -> None:
+    graph = aten_graph(Mlp(tanh_gelu), torch.randn(5, 12))
+    with pytest.raises(
+        ConfigError, match="no pass is called fuse_all; allowed: conv_to_linear, contiguous_rows"
+    ):
+        run_passes(graph.module, ("fuse_all",), "auto", CPU)
+
+
+def test_rows_for_a_table() -> None:
+    rows = pass_rows({"conv_to_linear": 1, "fp8_linear": 8})
+    assert [row[:2] for row in rows] == [
+        ["conv_to_linear", "1"],
+        ["contiguous_rows", "off"],
+        ["pad_mlp_width", "off"],
+        ["gelu_epilogue", "off"],
+        ["fp8_linear", "8"],
+    ]
+    assert all(len(row[2]) > 20 and "\n" not in row[2] for row in rows)
+    assert [row[0] for row in pass_rows({})] == list(PASSES)
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_a_program_with_every_pass_gives_the_same(compiler: str, inputs: Callable[..., Any]) -> None:
+    mlp, bound = traced_mlp(compiler)
+    changed = {name: int(name in ("pad_mlp_width", "gelu_epilogue")) for name in PASSES}
+    assert bound.program.pass_report == changed
+    assert bound.program.padding.proved
+    assert bound.program.derived.num_bytes > 4 * WIDTH * 128
+    attention = trace_packed(lambda y, i: y * 1)
+    for tokens in (12, 20):
+        y = attention(inputs(tokens))
+        torch.testing.assert_close(bound(inputs(tokens)), y + mlp(y))
+
+
+def test_weights_that_change_in_place_are_seen(inputs: Callable[..., Any]) -> None:
+    mlp, bound = traced_mlp()
+    before = bound(inputs(12))
+    other = Mlp(tanh_gelu, width=WIDTH)
+    mlp.load_state_dict(other.state_dict())
+    y = trace_packed(lambda y, i: y * 1)(inputs(12))
+    assert not torch.allclose(bound(inputs(12)), before)
+    torch.testing.assert_close(bound(inputs(12)), y + mlp(y))
+
+
+def test_the_mask_of_pad_rows_stays_behind_the_residual_addition() -> None:
+    projection = torch.nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+    seen: list[list[str]] = []
+
+    def compile_piece(module: Any, values: Any) -> Any:
+        seen.append([str(node.target) for node in module.graph.nodes if node.op == "call_function"])
+        return module.forward
+
+    for names in ((), tuple(PASSES)):
+        trace_packed(lambda y, i: projection(y) + i["x"], options=options(names, compile_piece))
+    for targets in seen:
+        if "aten.masked_fill.Scalar" in targets:
+            assert targets.index("aten.add.Tensor") < targets.index("aten.masked_fill.Scalar")
+    assert sum("aten.masked_fill.Scalar" in targets for targets in seen) == 2
+
+
+def test_a_convolution_is_changed_by_default(inputs: Callable[..., Any]) -> None:
+    weight = torch.randn(6, 2, 2, 2)
+
+    def forward(y: Tensor, i: Any) -> Tensor:
+        return F.conv2d(y.view(-1, 2, 2, 2), weight).flatten(1)
+
+    assert trace_packed(forward).program.pass_report == {"conv_to_linear": 1}
+    assert trace_packed(forward, options=options(())).program.pass_report == {}
+    y = trace_packed(lambda y, i: y * 1)(inputs(20))
+    torch.testing.assert_close(trace_packed(forward)(inputs(20)), forward(y, {}))

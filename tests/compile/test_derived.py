@@ -1,0 +1,101 @@
+import functools
+import timeit
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fxsplit_encoder.compile.derived import DerivedParameter, DerivedParameters
+from fxsplit_encoder.errors import InputError
+
+
+def scaled(tensor: Tensor, factor: float) -> Tensor:
+    return tensor * factor
+
+
+def total(one: Tensor, other: Tensor) -> Tensor:
+    return one + other
+
+
+RECIPES = (
+    DerivedParameter(3, (0,), functools.partial(scaled, factor=2.0)),
+    DerivedParameter(4, (3, 1), total),
+)
+
+
+@pytest.fixture
+def parameters() -> list[Any]:
+    return [torch.ones(2, 3), torch.full((2, 3), 10.0), None, None, None]
+
+
+def test_the_slots_are_filled_and_the_others_kept(parameters: list[Any]) -> None:
+    derived = DerivedParameters(RECIPES)
+    assert derived.num_bytes == 0
+    given = list(parameters)
+    derived.fill(parameters)
+    assert all(a is b for a, b in zip(parameters[:3], given[:3], strict=True))
+    assert torch.equal(parameters[3], torch.full((2, 3), 2.0))
+    assert torch.equal(parameters[4], torch.full((2, 3), 12.0))
+    assert derived.num_bytes == 2 * 6 * 4
+
+
+def test_nothing_is_computed_twice(parameters: list[Any]) -> None:
+    calls = []
+
+    def make(tensor: Tensor) -> Tensor:
+        calls.append(tensor)
+        return tensor.clone()
+
+    derived = DerivedParameters([DerivedParameter(3, (0,), make)])
+    for _ in range(3):
+        derived.fill(list(parameters))
+        derived.refresh()
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("grad_mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_a_change_in_place_is_seen_at_the_same_address(parameters: list[Any], grad_mode: Any) -> None:
+    derived = DerivedParameters(RECIPES)
+    with grad_mode():
+        derived.fill(parameters)
+        addresses = [t.data_ptr() for t in parameters[3:]]
+        parameters[0].add_(1)
+        derived.refresh()
+    assert torch.equal(parameters[4], torch.full((2, 3), 14.0))
+    parameters[1].zero_()
+    derived.refresh()
+    assert torch.equal(parameters[4], torch.full((2, 3), 4.0))
+    assert [t.data_ptr() for t in parameters[3:]] == addresses
+
+
+def test_other_parameters_are_seen_at_the_same_address(parameters: list[Any]) -> None:
+    derived = DerivedParameters(RECIPES)
+    derived.fill(parameters)
+    others: list[Any] = [torch.full((2, 3), 5.0), *parameters[1:3], None, None]
+    derived.fill(others)
+    assert others[4].data_ptr() == parameters[4].data_ptr()
+    assert torch.equal(others[4], torch.full((2, 3), 20.0))
+
+
+def test_an_inference_tensor_is_refused(parameters: list[Any]) -> None:
+    with torch.inference_mode():
+        parameters[0] = torch.ones(2, 3)
+    with pytest.raises(InputError, match=r"inference_mode.*got an inference tensor.*no_grad"):
+        DerivedParameters(RECIPES).fill(parameters)
+
+
+def test_without_any_nothing_is_asked_of_parameters() -> None:
+    slots: list[Any] = [object()]
+    DerivedParameters().fill(slots)
+    DerivedParameters().refresh()
+    assert len(slots) == 1
+
+
+def test_looking_costs_little() -> None:
+    count = 200
+    recipes = [DerivedParameter(count + n, (n,), torch.clone) for n in range(count)]
+    derived = DerivedParameters(recipes)
+    derived.fill([torch.ones(1) for _ in range(count)] + [None] * count)
+    best = min(timeit.repeat(derived.refresh, number=20, repeat=5)) / 20
+    assert best / count < 2e-6

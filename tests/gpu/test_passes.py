@@ -1,0 +1,109 @@
+"""Passes and fp8 on the device: what they change must not show, but for the error that fp8 has."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fxsplit_encoder as fx
+from fxsplit_encoder.compile.passes import PASSES, relative_rms
+from fxsplit_encoder.compile.passes.fp8_linear import linear_fp8, quantise_rows
+
+pytestmark = pytest.mark.gpu
+
+GRID = torch.tensor([[1, 28, 28], [1, 12, 20]])
+LIMITS = {"token_budgets": (64, 256, 512), "max_items_per_batch": 4, "max_frames_per_batch": 4}
+
+
+@pytest.fixture(scope="module")
+def needs_fp8() -> None:
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("needs compute capability 9.0")
+
+
+@pytest.fixture
+def pixels(towers: Any) -> torch.Tensor:
+    generator = torch.Generator("cuda").manual_seed(0)
+    rows = int(GRID.prod(1).sum())
+    return torch.randn(rows, towers[2].patch_features, device="cuda", generator=generator)
+
+
+def error(tower: Any, towers: Any, pixels: torch.Tensor, **settings: Any) -> float:
+    """Of a captured tower, relative to float32."""
+    config = fx.EncoderConfig(mode="full", packing="greedy", debug=True, **LIMITS, **settings)
+    manager = fx.EncoderCudaGraphManager(tower, config)
+    manager.capture()
+    result = torch.cat(manager.execute({"pixel_values": pixels, "image_grid_thw": GRID}))
+    assert manager.stats().hits == len(GRID)
+    manager.clear()
+    return relative_rms(result, packed(towers[1](pixels, GRID.cuda())))
+
+
+def packed(output: Any) -> torch.Tensor:
+    return torch.cat([output.pooler_output, *output.deepstack_features], dim=1)
+
+
+@pytest.mark.parametrize("names", [*[(name,) for name in PASSES], tuple(PASSES)], ids="+".join)
+@torch.no_grad()
+def test_an_exact_pass_adds_no_error(names: tuple[str, ...], towers: Any, pixels: torch.Tensor) -> None:
+    eager = relative_rms(
+        packed(towers[0](pixels.bfloat16(), GRID.cuda())), packed(towers[1](pixels, GRID.cuda()))
+    )
+    assert error(towers[2], towers, pixels, passes=names) <= 1.1 * eager
+
+
+@pytest.mark.parametrize("names", ["auto", tuple(PASSES)], ids=["auto", "all"])
+@torch.no_grad()
+def test_fp8_adds_an_error_of_its_own_size(
+    names: Any, towers: Any, pixels: torch.Tensor, needs_fp8: None
+) -> None:
+    plain = error(towers[2], towers, pixels)
+    quantised = error(towers[2], towers, pixels, precision="fp8", passes=names)
+    assert plain < quantised < 0.15
+
+
+@torch.no_grad()
+def test_replays_see_weights_that_change_in_place(towers: Any, pixels: torch.Tensor) -> None:
+    tower, reference = copy.deepcopy(towers[0]), copy.deepcopy(towers[1])
+    config = fx.EncoderConfig(mode="full", packing="greedy", passes=tuple(PASSES), **LIMITS)
+    manager = fx.EncoderCudaGraphManager(fx.wrap(tower), config)
+    manager.capture()
+    inputs = {"pixel_values": pixels, "image_grid_thw": GRID}
+    before = torch.cat(manager.execute(inputs))
+    for module in (tower, reference):
+        for block in module.blocks:
+            block.mlp.linear_fc1.weight.mul_(-2)
+            block.mlp.linear_fc2.bias.add_(1)
+    after = torch.cat(manager.execute(inputs))
+    assert relative_rms(after, before) > 0.1
+    assert relative_rms(after, packed(reference(pixels, GRID.cuda()))) < 0.05
+
+
+@pytest.mark.parametrize("rows", [1, 196, 3136])
+@torch.no_grad()
+def test_the_epilogue_is_the_gelu_behind_the_product(rows: int) -> None:
+    x = torch.randn(rows, 1152, device="cuda").bfloat16()
+    weight = (torch.randn(4304, 1152, device="cuda") * 1152**-0.5).bfloat16()
+    bias = torch.randn(4304, device="cuda").bfloat16()
+    exact = F.gelu(F.linear(x.double(), weight.double(), bias.double()), approximate="tanh")
+    separate = F.gelu(F.linear(x, weight, bias), approximate="tanh")
+    fused = torch.ops.fxsplit.addmm_gelu(bias, x, weight.t())
+    assert relative_rms(fused, exact) <= 1.05 * relative_rms(separate, exact)
+
+
+@pytest.mark.parametrize("rows", [1, 196, 3136])
+@pytest.mark.parametrize("with_bias", [False, True])
+@torch.no_grad()
+def test_the_product_in_fp8_is_that_of_the_reference(rows: int, with_bias: bool, needs_fp8: None) -> None:
+    x = torch.randn(rows, 1152, device="cuda").bfloat16()
+    weight = torch.randn(3456, 1152, device="cuda").bfloat16()
+    bias = torch.randn(3456, device="cuda").bfloat16() if with_bias else None
+    operands = (*quantise_rows(x), *quantise_rows(weight), bias)
+    on_device = linear_fp8(*operands, torch.bfloat16)
+    on_host = linear_fp8(*[None if t is None else t.cpu() for t in operands], torch.bfloat16)
+    assert on_device.dtype == torch.bfloat16
+    assert relative_rms(on_device.cpu(), on_host) < 1e-2

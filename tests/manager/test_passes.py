@@ -1,0 +1,122 @@
+"""Passes and fp8 inside captured towers: derived parameters follow the tower's weights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import fxsplit_encoder as fx
+from fxsplit_encoder.compile.passes import PASSES, relative_rms
+from fxsplit_encoder.compile.passes.fp8_linear import fp8_linear
+
+SETTINGS: dict[str, Any] = {
+    "token_budgets": (4, 16),
+    "max_items_per_batch": 2,
+    "max_frames_per_batch": 2,
+    "passes": tuple(PASSES),
+    "debug": True,
+}
+
+
+def tower(seed: int) -> Any:
+    from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
+    from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
+
+    config = Qwen3VLVisionConfig(
+        depth=2,
+        hidden_size=32,
+        intermediate_size=120,
+        num_heads=2,
+        out_hidden_size=48,
+        deepstack_visual_indexes=[0],
+    )
+    made = Qwen3VLVisionModel(config).requires_grad_(False).train(False)
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in made.parameters():
+        parameter.normal_(0.0, 0.2, generator=generator)
+    return made
+
+
+def assert_same(manager: Any, reference: Any, encode: Any, batch: Any) -> None:
+    for output, expected in zip(manager.execute(batch), encode(reference, batch), strict=True):
+        torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def captured() -> Any:
+    """A captured manager whose program has every pass, and its tower."""
+    inner = tower(0)
+    manager = fx.EncoderCudaGraphManager(fx.wrap(inner), fx.EncoderConfig(mode="full", **SETTINGS))
+    manager.capture()
+    return manager, inner
+
+
+def test_every_pass_changes_the_tower(captured: Any) -> None:
+    program = captured[0].programs["default"].program
+    assert program.pass_report == {
+        "conv_to_linear": 1,
+        "contiguous_rows": 0,
+        "pad_mlp_width": 2,
+        "gelu_epilogue": 2,
+    }
+    assert len(program.derived.recipes) == 6
+    assert program.padding.proved
+
+
+def test_replays_and_exact_runs_see_weights_that_change_in_place(
+    captured: Any, make_batch: Callable[..., Any], encode: Any
+) -> None:
+    manager, inner = captured
+    replayed, exact = make_batch([(1, 4, 6)]), make_batch([(1, 8, 10)])
+    for seed in (0, 1, 2):
+        inner.load_state_dict(tower(seed).state_dict())
+        before = manager.stats()
+        assert_same(manager, tower(seed), encode, replayed)
+        assert manager.stats().hits == before.hits + 1
+        assert_same(manager, tower(seed), encode, exact)
+
+
+def test_weights_that_are_replaced_are_captured_again(
+    captured: Any, make_batch: Callable[..., Any], encode: Any
+) -> None:
+    manager, inner = captured
+    inner.load_state_dict(tower(3).state_dict(), assign=True)
+    manager.clear()
+    manager.capture()
+    assert_same(manager, tower(3), encode, make_batch([(1, 4, 6)]))
+
+
+def test_a_compiled_tower_sees_them_too(make_batch: Callable[..., Any]) -> None:
+    torch._dynamo.reset()
+    inner = tower(0)
+    options = {"mode": "full", **SETTINGS}
+    compiled = torch.compile(fx.wrap(inner), backend="encoder_cg", options=options)
+    batch = make_batch([(1, 4, 6)])
+    with torch.no_grad():
+        for seed in (0, 1):
+            inner.load_state_dict(tower(seed).state_dict())
+            result = compiled(batch["pixel_values"], batch["image_grid_thw"])
+            expected = tower(seed)(batch["pixel_values"], batch["image_grid_thw"])
+            torch.testing.assert_close(result.pooler_output, expected.pooler_output, rtol=1e-4, atol=1e-4)
+
+
+def test_fp8_adds_an_error_of_its_own_size(
+    monkeypatch: pytest.MonkeyPatch, make_batch: Callable[..., Any], encode: Any
+) -> None:
+    monkeypatch.setattr(fp8_linear, "__defaults__", (32,))
+    config = fx.EncoderConfig(mode="full", precision="fp8", **{**SETTINGS, "passes": "auto"})
+    inner = tower(0)
+    reference = copy.deepcopy(inner)
+    manager = fx.EncoderCudaGraphManager(fx.wrap(inner), config)
+    manager.capture()
+    # 120 columns are no multiple of 16, so the MLP stays as it is; the first layers are those of attention.
+    assert manager.programs["default"].program.pass_report == {"conv_to_linear": 1, "fp8_linear": 4}
+    assert manager.programs["default"].program.padding.proved
+    for grids in ([(1, 4, 6)], [(1, 4, 4), (1, 2, 2)], [(1, 8, 10)]):
+        batch = make_batch(grids)
+        for output, expected in zip(manager.execute(batch), encode(reference, batch), strict=True):
+            assert 1e-4 < relative_rms(output, expected) < 0.1
