@@ -95,7 +95,8 @@ def _print_program(program: Program) -> None:
     parts = f"{kinds['piece']} pieces, {kinds['split']} splitting ops, {kinds['host']} host ops"
     proved = program.padding.proved
     padding = "proved: no row depends on the rows after it" if proved else "not proved, see the table"
-    print_facts({"steps": f"{len(program.steps)}: {parts}", "padding": padding})
+    changed = ", ".join(f"{name} {places}" for name, places in program.pass_report.items())
+    print_facts({"steps": f"{len(program.steps)}: {parts}", "padding": padding, "passes": changed or "none"})
     rows: list[list[object]] = []
     for number in range(program.num_distinct):
         positions = [n for n, step in enumerate(program.pieces) if step.distinct == number]

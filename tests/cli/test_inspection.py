@@ -48,6 +48,13 @@ def inspect(mixed: int | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     return capsys.readouterr().out
 
 
+def test_passes_are_shown_with_the_places_they_changed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (line,) = [line for line in inspect(None, monkeypatch, capsys).splitlines() if "passes" in line]
+    assert "conv_to_linear 0" in line
+
+
 def test_every_piece_is_proved(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     lines = inspect(None, monkeypatch, capsys).splitlines()
     assert "padding  proved: no row depends on the rows after it" in lines
