@@ -28,9 +28,19 @@ def borrowed(tensor: Tensor) -> Tensor:
     return alias.set_(borrowed, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor: of a `DTensor` its shard, of the result of a collective its value.
+    Such tensors have no address of their own.
+    """
+    inner = getattr(tensor, "_local_tensor", None)
+    if inner is None:
+        inner = getattr(tensor, "elem", None)
+    return inner if isinstance(inner, torch.Tensor) else tensor
+
+
 def storage_address(tensor: Tensor) -> int:
     """Where the memory behind a tensor and all its views begins."""
-    return tensor.untyped_storage().data_ptr()
+    return local_part(tensor).untyped_storage().data_ptr()
 
 
 def weakly(tensor: Tensor) -> StorageWeakRef:
@@ -46,6 +56,7 @@ def is_dropped(memory: StorageWeakRef) -> bool:
 def copy_results(kept: Any, new: Any) -> None:
     """Writes the results of a repeated call to where those of the first call are."""
     if isinstance(kept, torch.Tensor):
+        kept, new = local_part(kept), local_part(new)
         if kept.data_ptr() != new.data_ptr():
             kept.copy_(new)
     elif isinstance(kept, list | tuple):

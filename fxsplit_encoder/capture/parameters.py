@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from fxsplit_encoder.capture.memory import local_part
 from fxsplit_encoder.errors import ReplayError
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ class StaticParameters:
     def __init__(self, tensors: Iterable[Tensor], module: object = None) -> None:
         self._baked = list(tensors)
         self._addresses = [_address(tensor) for tensor in self._baked]
-        self._sharded = any(_local(tensor) is not tensor for tensor in self._baked)
+        self._sharded = any(local_part(tensor) is not tensor for tensor in self._baked)
         self._names: list[str] = []
         self._places: list[tuple[Mapping[str, Tensor | None], str]] = []
         owned = _owned_tensors(module) if isinstance(module, nn.Module) else {}
@@ -91,10 +92,4 @@ def _identity(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _address(tensor: Tensor) -> int:
-    return _local(tensor).data_ptr()
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's part of a parameter that is sharded (a `DTensor`, which has no address of its own)."""
-    local: Tensor = getattr(tensor, "_local_tensor", tensor)
-    return local
+    return local_part(tensor).data_ptr()

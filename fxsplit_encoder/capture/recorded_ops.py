@@ -45,7 +45,12 @@ class RecordedOps:
     def replay(self) -> None:
         """Repeats every call; its results go to where those of the recording are."""
         for call, args, kwargs, results in self._calls:
-            copy_results(results, call(*args, **kwargs))
+            made = call(*args, **kwargs)
+            if getattr(call, "namespace", None) == "_c10d_functional" and isinstance(made, torch.Tensor):
+                torch.ops._c10d_functional.wait_tensor(
+                    made
+                )  # else its result may come later
+            copy_results(results, made)
 
 
 def _changes_no_data(call: Any, args: Sequence[Any], kwargs: Mapping[str, Any], results: Any) -> bool:

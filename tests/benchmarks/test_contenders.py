@@ -69,9 +69,6 @@ def test_the_backend(make_subject: MakeSubject) -> None:
 def test_one_trace_serves_sizes_that_torch_compile_keeps_symbolic(
     make_subject: MakeSubject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", torch._dynamo.config.recompile_limit)
-    limit = torch._dynamo.config.accumulated_recompile_limit
-    monkeypatch.setattr(torch._dynamo.config, "accumulated_recompile_limit", limit)
     graphs: list[Any] = []
 
     def backend(module: Any, inputs: Any) -> Any:
@@ -79,7 +76,10 @@ def test_one_trace_serves_sizes_that_torch_compile_keeps_symbolic(
         return module.forward
 
     monkeypatch.setattr(Compile, "settings", {"backend": backend})
-    check("compile", make_subject())
+    config = torch._dynamo.config
+    limits = {name: getattr(config, name) for name in ("recompile_limit", "accumulated_recompile_limit")}
+    with config.patch(limits):  # the contender raises them
+        check("compile", make_subject())
     assert len(graphs) == 1
 
 
