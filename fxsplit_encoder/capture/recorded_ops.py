@@ -47,9 +47,7 @@ class RecordedOps:
         for call, args, kwargs, results in self._calls:
             made = call(*args, **kwargs)
             if getattr(call, "namespace", None) == "_c10d_functional" and isinstance(made, torch.Tensor):
-                torch.ops._c10d_functional.wait_tensor(
-                    made
-                )  # else its result may come later
+                torch.ops._c10d_functional.wait_tensor(made)  # else its result may come later
             copy_results(results, made)
 
 
