@@ -274,4 +274,3 @@ def test_budgets_are_accepted_if_and_only_if_strictly_increasing_and_positive(bu
 
 def test_module_names_its_vocabulary() -> None:
     assert config_module.IMPLEMENTED_ATTENTION == ("auto", *KERNEL_NAMES)
-    assert set(config_module.IMPLEMENTED_PIECE_COMPILERS) == set(get_args(config_module.PieceCompiler))

@@ -48,12 +48,11 @@ class _Generation:
 
 
 class ExactShapes:
-    """Captures of one forward at exact sizes.
+    """Captures of one forward at exact sizes, each in the mode that measures cheapest; a size at which the
+    forward without a capture is as fast stays without.
 
     Args:
         request: makes the capture request of a size.
-        mode: how they are captured, as for `BudgetLadder`. With "auto", a size at which the forward without a
-            capture is as fast stays without.
         threshold: what the weights of a size's uses must add up to before it is captured.
         max_captures: at most so many are held.
         max_bytes: the device memory that they may take together, asked before every capture; None: no limit
@@ -68,7 +67,6 @@ class ExactShapes:
         request: Callable[[int], CaptureRequest],
         device: torch.device,
         *,
-        mode: str = "auto",
         threshold: float = 2.0,
         max_captures: int = 64,
         max_bytes: Callable[[], int | None] = lambda: None,
@@ -76,7 +74,6 @@ class ExactShapes:
         handed_out: HandedOut | None = None,
     ) -> None:
         self.device = device
-        self.mode = mode
         self.threshold = threshold
         self.max_captures = max_captures
         self.max_bytes = max_bytes
@@ -204,7 +201,7 @@ class ExactShapes:
         newest = self._generations[-1] if self._generations else None
         if newest is None or len(newest.sizes) >= max(1, self.max_captures // _GENERATIONS):
             pool = GraphPool(self.device, handed_out=self._handed_out)
-            ladder = BudgetLadder(self._take_prepared, self.mode, pool, measured=self._agree is None)
+            ladder = BudgetLadder(self._take_prepared, "auto", pool, measured=self._agree is None)
             newest = _Generation(pool, ladder, self._clock)
             self._generations.append(newest)
         return newest

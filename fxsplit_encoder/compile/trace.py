@@ -188,7 +188,7 @@ def trace_forward(
                 if num_blocks:
                     return _trace(forward, inputs, dynamic_dims, options)
         except Exception as error:
-            logger.info("equal blocks are traced one by one: %s", error)
+            logger.warning("equal blocks are traced one by one, which takes longer: %s", error)
     return _trace(forward, inputs, dynamic_dims, options)
 
 

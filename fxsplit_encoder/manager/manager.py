@@ -224,15 +224,17 @@ class EncoderCudaGraphManager:
         """Gathers what plans depend on, so that a request need not."""
         self._plans: dict[Hashable, Plan] = {}
         routes = self.routes.values()
+        costs = {key: path.costs() for key, path in self.routes.items()}
+        for key, path in self.routes.items():
+            if path.exact is not None and costs[key].measured:
+                path.exact.use_costs(costs[key], path.ladder.capture_ms)
         self._build_plan = functools.partial(
             build_plan,
             limits=self.limits,
             captured=frozenset(p.key(b) for p in routes for b in p.captured) if self._captured else None,
             exact=frozenset(p.key(b) for p in routes for b in p.ladder.exact),
             packing=self.config.packing,
-            costs=CostModel({key: path.costs() for key, path in self.routes.items()}, _PER_BATCH_MS)
-            if self._captured
-            else None,
+            costs=CostModel(costs, _PER_BATCH_MS) if self._captured else None,
         )
         self.statistics.record_input_bytes(sum(path.input_bytes for path in routes))
 

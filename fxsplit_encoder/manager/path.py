@@ -308,10 +308,7 @@ class EncoderPath:
     def costs(self) -> RouteCosts:
         """What was measured, or an order of preference where nothing was."""
         compiled = self.program is not None
-        costs = self._measured.with_captures(self.ladder, self.segment_room, compiled=compiled)
-        if self.exact is not None and costs.measured:
-            self.exact.use_costs(costs, self.ladder.capture_ms)
-        return costs
+        return self._measured.with_captures(self.ladder, self.segment_room, compiled=compiled)
 
     # --- run
 
