@@ -3,11 +3,13 @@
 Knows nothing of CUDA graphs or models.
 """
 
-from fxsplit_encoder.compile.build import CompileOptions, build_program
+from fxsplit_encoder.compile.bound import BoundProgram
+from fxsplit_encoder.compile.build import build_program
 from fxsplit_encoder.compile.host import HostOp, register_host_op
+from fxsplit_encoder.compile.options import CompileOptions
 from fxsplit_encoder.compile.padding import PaddingReport
 from fxsplit_encoder.compile.program import DIRECT, Frame, Program, RegionInput, Runner, Step, to_device
-from fxsplit_encoder.compile.trace import BoundProgram, compile_graph, trace_forward
+from fxsplit_encoder.compile.trace import compile_graph, trace_forward
 
 __all__ = [
     "DIRECT",

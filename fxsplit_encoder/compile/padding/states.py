@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import sympy
 import torch
 from torch import fx
 
 from fxsplit_encoder.compile.sizes import shape_exprs
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +120,11 @@ class NodeView:
         tensor = value[0] if isinstance(value, list | tuple) else value
         assert isinstance(tensor, torch.Tensor)
         return tensor
+
+    def each_result(self, state: State) -> State:
+        """The state of a node all of whose results, one or several, have this one."""
+        value = self.node.meta["val"]
+        return [state] * len(value) if isinstance(value, list | tuple) else state
 
     def require_shared(self, *positions: int) -> None:
         """Raises NotProvedError if one of these arguments depends on the tokens."""

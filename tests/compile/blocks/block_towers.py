@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .packed_forwards import WIDTH, attend
+from ..packed_forwards import WIDTH, attend
 
 
 class Block(nn.Module):

@@ -19,8 +19,8 @@ from fxsplit_encoder.compile.blocks import equal_blocks_as_ops
 from fxsplit_encoder.errors import CompileError
 from fxsplit_encoder.towers import wrap
 
+from ..packed_forwards import SPLITTING_OPS, WIDTH, packed_inputs
 from . import block_towers
-from .packed_forwards import SPLITTING_OPS, WIDTH, packed_inputs
 
 MESSAGE = "one by one"
 Operations = list[list[str]]

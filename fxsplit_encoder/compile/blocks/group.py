@@ -1,0 +1,142 @@
+"""Equal blocks, of which the first is traced for all."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx, nn
+
+from fxsplit_encoder.compile.aten import to_aten
+from fxsplit_encoder.compile.blocks.arguments import put_together
+from fxsplit_encoder.compile.sizes import expression, layout
+from fxsplit_encoder.errors import CompileError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch import Tensor
+
+    from fxsplit_encoder.compile.blocks.arguments import Number
+
+
+class Group:
+    """Equal blocks, of which the first is traced."""
+
+    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+        self.blocks = blocks
+        self._original = _OriginalForward(blocks[0])
+        self._forget(None)
+
+    def _forget(self, fake_mode: Any) -> None:
+        """What was traced belongs to one fake mode; Dynamo takes a new one when it starts a trace again."""
+        self._fake_mode = fake_mode
+        self._weights: list[Tensor] = []
+        self._results: dict[Any, Tensor] = {}
+        self._bodies: dict[Any, fx.GraphModule] = {}
+
+    def result(self, tensors: Sequence[Tensor], numbers: Sequence[Number], structure: str) -> Tensor:
+        """A traced tensor like the one that a block returns for these arguments."""
+        if fake_mode_of(tensors) is not self._fake_mode:
+            self._forget(fake_mode_of(tensors))
+            weights = weights_of(self.blocks[0]).values()
+            self._weights = [fake_weight(self._fake_mode, w) for w in weights]
+        key = _key(tensors, numbers, structure)
+        if key not in self._results:
+            output = self._run(tensors, numbers, structure, self._weights)
+            storages = {t.untyped_storage()._cdata for t in (*tensors, *self._weights)}
+            if output.untyped_storage()._cdata in storages:
+                raise CompileError("a block returns one of its arguments or weights, or a view of it")
+            # Running it may have told that two symbols are equal.
+            key = _key(tensors, numbers, structure)
+            self._results[key] = output
+        return self._results[key]
+
+    def body(self, tensors: Sequence[Tensor], numbers: Sequence[Number], structure: str) -> fx.GraphModule:
+        """A block's ATen graph, after its result. Its inputs are the tensors, those numbers that are symbols,
+        and the weights.
+        """
+        key = _key(tensors, numbers, structure)
+        if key not in self._bodies:
+            self._bodies[key] = self._trace(tensors, numbers, structure)
+        return self._bodies[key]
+
+    def _trace(self, tensors: Sequence[Tensor], numbers: Sequence[Number], structure: str) -> fx.GraphModule:
+        symbols = [n for n in numbers if isinstance(n, torch.SymInt)]
+
+        class Body(nn.Module):
+            def forward(body, *inputs: Any) -> tuple[Tensor]:
+                rest = iter(inputs[len(tensors) :])
+                values = [next(rest) if isinstance(n, torch.SymInt) else n for n in numbers]
+                return (self._run(inputs[: len(tensors)], values, structure, list(rest)),)
+
+        graphs: list[fx.GraphModule] = []
+
+        def keep(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+            graphs.append(graph)
+            return graph.forward
+
+        inputs = [*tensors, *symbols, *self._weights]
+        with torch._guards.tracing(torch._guards.TracingContext(self._fake_mode)), torch.no_grad():
+            to_aten(Body(), inputs, keep)
+        (graph,) = graphs
+        return graph
+
+    def _run(
+        self, tensors: Sequence[Tensor], numbers: Sequence[Number], structure: str, weights: Sequence[Tensor]
+    ) -> Tensor:
+        block = self.blocks[0]
+        args, kwargs = put_together(structure, tensors, numbers)
+        named = {f"block.{name}": w for name, w in zip(weights_of(block), weights, strict=True)}
+        with _unchanged_attributes(block):
+            output = torch.func.functional_call(self._original, named, args, kwargs)
+        if not isinstance(output, torch.Tensor):
+            raise CompileError(f"a block returns a {type(output).__name__}; an op returns a tensor")
+        return output
+
+
+class _OriginalForward(nn.Module):
+    """A block as it was before its stub."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return type(self.block).forward(self.block, *args, **kwargs)
+
+
+def weights_of(block: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name, in the same order for equal blocks."""
+    return dict((*block.named_parameters(), *block.named_buffers()))
+
+
+def fake_weight(fake_mode: Any, weight: Tensor) -> Tensor:
+    """A traced value for a weight, of constant sizes."""
+    value = fake_mode.from_tensor(weight, static_shapes=True)
+    assert isinstance(value, torch.Tensor)
+    return value
+
+
+def fake_mode_of(tensors: Sequence[Tensor]) -> Any:
+    """The fake mode of traced tensors."""
+    return tensors[0].fake_mode  # type: ignore[attr-defined]
+
+
+def _key(tensors: Sequence[Tensor], numbers: Sequence[Number], structure: str) -> Any:
+    """What calls have in common that one trace serves."""
+    return (structure, tuple(layout(t) for t in tensors), tuple(expression(n) for n in numbers))
+
+
+@contextlib.contextmanager
+def _unchanged_attributes(block: nn.Module) -> Iterator[None]:
+    """Raises if a block sets attributes when it is called: what it keeps here are values of the trace."""
+    before = {module: dict(vars(module)) for module in block.modules()}
+    yield
+    for module, attributes in before.items():
+        now = vars(module)
+        if now.keys() != attributes.keys() or any(now[k] is not v for k, v in attributes.items()):
+            now.clear()
+            now.update(attributes)
+            raise CompileError(f"a block's {type(module).__name__} changes its own attributes")

@@ -1,0 +1,41 @@
+"""What a build needs of the configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from fxsplit_encoder.config import EncoderConfig
+
+TRACING_PHASES = 2
+"""What progress counts beside the pieces: the Python forward traced, its ATen graph traced and split."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompileOptions:
+    """What a build needs of the configuration."""
+
+    splitting_ops: tuple[str, ...]
+    piece_compiler: str | Callable[..., Any]
+    progress: Callable[[int, int], None] | None = None
+    """Called with (done, total) after each phase of the tracing and each piece; until the graph is split the
+    total counts one piece.
+    """
+    passes: tuple[str, ...] | None = None
+    """Names of `compile.passes.PASSES`; None: those that pay on the graph's device."""
+    precision: str = "auto"
+    """"auto" or "fp8", see `EncoderConfig.precision`."""
+
+    @classmethod
+    def of(cls, config: EncoderConfig) -> CompileOptions:
+        """What a configuration says of building."""
+        passes = None if config.passes == "auto" else config.passes
+        return cls(config.splitting_ops, config.piece_compiler, passes=passes, precision=config.precision)
+
+    def report(self, done: int, num_pieces: int = 1) -> None:
+        """Tells that so many phases and pieces are done."""
+        if self.progress is not None:
+            self.progress(done, TRACING_PHASES + num_pieces)

@@ -1,0 +1,42 @@
+"""Attention: packed along the tokens, where segments keep rows apart, or dense, where the batch does."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from fxsplit_encoder.compile.padding.rules.registry import DENSE_ATTENTIONS, rule
+from fxsplit_encoder.compile.padding.states import SEGMENTS, SHARED, NodeView, Rows, State, named
+from fxsplit_encoder.compile.sizes import shape_exprs
+
+
+@rule("varlen_attention")
+def _varlen_attention(view: NodeView) -> State:
+    """varlen_attention(query, key, value, cu_seqlens, max_seqlen, scale): rows attend within segments."""
+    if [view.state(view.arg(i)) for i in range(3)] != [Rows(0)] * 3:
+        raise view.fail("takes query, key and value whose tokens are not their first dimension")
+    if view.state(view.arg(3)) is not SEGMENTS:
+        raise view.fail("takes cumulative lengths that do not enter the graph as they are")
+    tokens = shape_exprs(view.tensor())[0]
+    if str(tokens) != view.analysis.symbol:
+        # Pad rows belong to no segment, and masks keep only the tokens' finite.
+        view.analysis.may_probe = False
+        raise view.fail(f"runs over {tokens} rows, which is not the token count {view.analysis.symbol}")
+    if isinstance(view.arg(5), fx.Node):
+        raise view.fail("takes a computed scale")
+    return Rows(0)
+
+
+@rule(*DENSE_ATTENTIONS)
+def _dense_attention(view: NodeView) -> State:
+    """(batch, heads, tokens, head_dim): every entry of the batch attends alone."""
+    if named(view.node, "dropout_p"):
+        raise view.fail("drops entries at random")
+    qkv, others = view.args[:3], [*view.args[3:], *view.node.kwargs.values()]
+    masks = [a for a in others if isinstance(a, fx.Node)]
+    independent = all(view.state(a) == Rows(0) and view.rank(i) > 2 for i, a in enumerate(qkv))
+    for mask in masks:
+        aligned = view.state(mask) == Rows(0) and mask.meta["val"].dim() == view.rank()
+        independent = independent and (aligned or view.state(mask) is SHARED)
+    if not independent:
+        raise view.fail("attends across the dimension that counts tokens")
+    return view.each_result(Rows(0))

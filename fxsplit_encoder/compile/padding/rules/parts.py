@@ -1,0 +1,67 @@
+"""Cutting tensors apart and joining them, along any dimension but that of the tokens."""
+
+from __future__ import annotations
+
+from fxsplit_encoder.compile.padding.rules.registry import rule
+from fxsplit_encoder.compile.padding.states import NodeView, Rows, State
+
+
+@rule("slice")
+def _slice(view: NodeView) -> State:
+    dim, rows = view.dim(view.arg(1, 0)), view.rows()
+    if dim == rows:
+        start, end, step = view.arg(2) or 0, view.arg(3), view.arg(4, 1)
+        whole = start == 0 and step == 1 and (end is None or (isinstance(end, int) and end >= 2**62))
+        if not whole:
+            raise view.fail("cuts the token dimension")
+    return Rows(rows)
+
+
+@rule("select")
+def _select(view: NodeView) -> State:
+    dim, rows = view.dim(view.arg(1)), view.rows()
+    if dim == rows:
+        raise view.fail("takes one token")
+    return Rows(rows - 1 if dim < rows else rows)
+
+
+@rule("split", "split_with_sizes", "chunk")
+def _split(view: NodeView) -> State:
+    dim, rows = view.dim(view.arg(2, 0)), view.rows()
+    if dim == rows:
+        raise view.fail("cuts the token dimension")
+    return view.each_result(Rows(rows))
+
+
+@rule("unbind")
+def _unbind(view: NodeView) -> State:
+    dim, rows = view.dim(view.arg(1, 0)), view.rows()
+    if dim == rows:
+        raise view.fail("takes tokens apart")
+    return view.each_result(Rows(rows - 1 if dim < rows else rows))
+
+
+@rule("cat", "stack")
+def _cat(view: NodeView) -> State:
+    tensors = view.arg(0)
+    states = [view.state(t) for t in tensors]
+    dims = {s.dim for s in states if isinstance(s, Rows)}
+    if len(dims) != 1:
+        raise view.fail("joins tensors whose token dimensions differ")
+    rows = dims.pop()
+    dim = int(view.arg(1, 0)) % view.output().dim()
+    if view.name == "stack":
+        return Rows(rows + 1 if dim <= rows else rows)
+    if dim == rows:
+        raise view.fail("appends along the token dimension")
+    return Rows(rows)
+
+
+@rule("constant_pad_nd")
+def _pad(view: NodeView) -> State:
+    """constant_pad_nd: (input, amounts), a pair for each dimension from the last."""
+    rows, padding = view.rows(), list(view.arg(1))
+    index = 2 * (view.rank() - 1 - rows)
+    if index < len(padding) and (padding[index], padding[index + 1]) != (0, 0):
+        raise view.fail("pads the token dimension")
+    return Rows(rows)

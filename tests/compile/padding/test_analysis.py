@@ -1,0 +1,99 @@
+"""What the analysis refuses whatever the rules say, and what it reports."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fxsplit_encoder.compile import CompileOptions, trace_forward
+
+from ..packed_forwards import WIDTH, trace_packed
+from .checks import WEIGHT, Forward, assert_refused
+
+REFUSED: dict[str, tuple[Forward, str]] = {
+    "maximum with its index": (lambda y, i: y.max(0)[0] + y, "no padding rule"),
+    "rows gathered": (lambda y, i: y.gather(0, i["index"][:, None]), "no padding rule"),
+    "rows scattered": (lambda y, i: torch.zeros_like(y).index_add(0, i["index"], y), "no padding rule"),
+    "roll": (lambda y, i: y.roll(1, 0), "no padding rule"),
+    "sort": (lambda y, i: y.sort(0)[0], "no padding rule"),
+    "topk": (lambda y, i: y.topk(2, 0)[0] + y[:, None], "no padding rule"),
+    "triangle": (lambda y, i: y.tril(), "no padding rule"),
+    "multiplied by the token count": (lambda y, i: y * y.shape[0], "token count"),
+    "filled with the token count": (lambda y, i: y + torch.full_like(y, y.shape[0]), "token count"),
+    "column chosen by the token count": (lambda y, i: y[:, : y.shape[0] // 4].sum(1), "token count"),
+    "relative positions": (lambda y, i: torch.arange(y.shape[0])[:, None] / y.shape[0] + y, "token count"),
+    "multiplied by the number of segments": (lambda y, i: y * i["cu"].shape[0], "number of segments"),
+    "cumulative lengths read": (lambda y, i: y + i["cu"].max(), "cumulative lengths"),
+    "random numbers": (lambda y, i: y + torch.rand_like(y), "random"),
+    "random numbers without an input": (lambda y, i: y + torch.rand(WIDTH), "random"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_no_rule_is_asked_about_is_refused(name: str) -> None:
+    assert_refused(*REFUSED[name])
+
+
+def test_only_the_node_that_mixes_rows_is_reported() -> None:
+    report = trace_packed(lambda y, i: (F.gelu(y.softmax(0)) * 2).softmax(1)).program.padding
+    assert len(report.reasons) == 1
+    assert "softmax" in report.reasons[0][0]
+
+
+def test_a_mixed_tensor_does_not_spoil_the_rest() -> None:
+    report = trace_packed(lambda y, i: y.softmax(0) + y.flip(0)).program.padding
+    assert [reason.split()[0] for _, reason in report.reasons] == ["_softmax", "flip"]
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [lambda y, i: y.softmax(0), lambda y, i: y.flip(0), REFUSED["multiplied by the token count"][0]],
+    ids=["softmax", "flip", "token count"],
+)
+def test_what_is_merely_not_proved_may_be_probed(forward: Forward) -> None:
+    report = trace_packed(forward).program.padding
+    assert not report.proved
+    assert report.may_probe
+
+
+def test_an_input_with_two_token_dimensions_is_refused() -> None:
+    def forward(inputs: dict[str, Tensor]) -> Tensor:
+        q = inputs["x"].view(-1, 2, 4)
+        y = torch.ops.fxsplit.varlen_attention(q, q, q, inputs["cu"], q.shape[0], 1.0)
+        return y.view(-1, WIDTH) + (inputs["mask"] * 2).sum(1, keepdim=True)
+
+    inputs = {
+        "x": torch.randn(12, WIDTH),
+        "cu": torch.tensor([0, 12], dtype=torch.int32),
+        "mask": torch.ones(12, 12),
+    }
+
+    def tied(values: dict[str, Tensor]) -> Tensor:
+        torch._check(values["mask"].shape[0] == values["x"].shape[0])
+        torch._check(values["mask"].shape[1] == values["x"].shape[0])
+        return forward(values)
+
+    options = CompileOptions(("fxsplit::varlen_attention",), "eager")
+    bound = trace_forward(tied, inputs, {"x": [0], "cu": [0], "mask": [0, 1]}, options)
+    assert "changes with the padding" in str(bound.program.padding)
+
+
+def test_an_operation_of_another_library_goes_by_no_rule_of_aten() -> None:
+    library = torch.library.Library("fxsplit_test_rules", "DEF")
+    library.define("relu(Tensor x) -> Tensor")
+    library.define("mm(Tensor x, Tensor y) -> Tensor")
+    library.impl("mm", lambda x, y: x.flip(0) + y[0], "CompositeExplicitAutograd")
+    torch.library.register_fake("fxsplit_test_rules::mm", lambda x, y: torch.empty_like(x), lib=library)
+    report = trace_packed(lambda y, i: torch.ops.fxsplit_test_rules.mm(y, WEIGHT)).program.padding
+    assert "no padding rule for fxsplit_test_rules::mm" in str(report)
+
+
+def test_a_graph_without_symbolic_tokens_is_refused() -> None:
+    def forward(inputs: dict[str, Tensor]) -> Tensor:
+        q = inputs["x"].view(12, 2, 4)
+        return torch.ops.fxsplit.varlen_attention(q, q, q, inputs["cu"], 12, 1.0)
+
+    inputs = {"x": torch.randn(12, WIDTH), "cu": torch.tensor([0, 12], dtype=torch.int32)}
+    options = CompileOptions(("fxsplit::varlen_attention",), "eager")
+    report = trace_forward(forward, inputs, {}, options).program.padding
+    assert "symbolic" in str(report)
