@@ -11,17 +11,16 @@ for either is marked; it measures for itself, on random values of the shape's cl
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from environment import describe
-from tabulate import tabulate
+from storage import make_parser, one_line, store
+from tables.attention import all_rows
+from tables.layout import tabulated
 from timing import cpu_ms
 
 from fxsplit_encoder.attention import KernelChooser, measuring
@@ -69,7 +68,7 @@ def measure(name: str, lengths: list[int], chooser: KernelChooser) -> list[dict[
             row["host"] = 1e3 * cpu_ms(call)
             row["captured"] = microseconds(padded, captured) if works(kernel, captured) else None
         except Exception as error:  # one kernel's failure is a result too
-            row["error"] = f"{type(error).__name__}: {error}"
+            row["error"] = one_line(error)
         row["chosen"] = ", ".join(
             what for what, shape in (("known", known), ("captured", captured)) if chosen[shape] is kernel
         )
@@ -87,23 +86,18 @@ def _first_ms(call: Callable[[], Any]) -> float:
 
 @torch.no_grad()
 def main() -> None:
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
-    parser.add_argument("--output", type=Path, help="JSON file for the results")
+    parser = make_parser(__doc__)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.exit(2, "attention.py needs a CUDA device\n")
     device = torch.device("cuda", torch.cuda.current_device())
     unavailable = {k.name: reason for k in KERNELS if (reason := k.unavailable_reason(device)) is not None}
-    print(tabulate(unavailable.items(), ("not available", "why")))
+    print(tabulated(("not available", "why"), [*unavailable.items()], "simple"))
     chooser = KernelChooser(measurements=Measurements())
     with measuring():
         rows = [row for name, lengths in SEGMENTS.items() for row in measure(name, lengths, chooser)]
-    print(tabulate(rows, "keys", floatfmt=".1f"))
-    if arguments.output is not None:
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        found = {**describe(), "unavailable": unavailable, "rows": rows}
-        arguments.output.write_text(json.dumps(found, indent=1) + "\n")
+    print(all_rows(rows))
+    store(arguments.output, {**describe(), "unavailable": unavailable, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -16,12 +16,10 @@ those of the run with one rank, which comes first.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.mkdtemp())
@@ -31,10 +29,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from environment import describe
-from tabulate import tabulate
+from narrow_tower import narrow_tower
+from storage import make_parser, store
+from tables.layout import by_columns
+from timing import synchronize
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
-from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
-from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.cli.models import demo_tower
@@ -52,18 +51,7 @@ WARMUP = 5
 
 def make_tower(tiny: bool, device: torch.device) -> Any:
     """The same weights on every rank."""
-    if not tiny:
-        return demo_tower(27, device, torch.bfloat16)
-    torch.manual_seed(0)
-    config = Qwen3VLVisionConfig(
-        depth=2,
-        hidden_size=64,
-        intermediate_size=128,
-        num_heads=4,
-        out_hidden_size=96,
-        deepstack_visual_indexes=[0],
-    )
-    return Qwen3VLVisionModel(config).requires_grad_(False).train(False)
+    return narrow_tower(2) if tiny else demo_tower(27, device, torch.bfloat16)
 
 
 def make_inputs(tower: Any, num_images: int) -> dict[str, torch.Tensor]:
@@ -77,11 +65,6 @@ def make_inputs(tower: Any, num_images: int) -> dict[str, torch.Tensor]:
         "pixel_values": pixels.to(tower.device, tower.dtype),
         "image_grid_thw": grid.expand(num_images, 3).contiguous(),
     }
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def run_rank(rank: int, num_ranks: int, folder: str, arguments: argparse.Namespace) -> None:
@@ -108,10 +91,10 @@ def run_rank(rank: int, num_ranks: int, folder: str, arguments: argparse.Namespa
     items: list[torch.Tensor] = []
     for _ in range(WARMUP + arguments.repeats):
         dist.barrier()
-        synchronize(device)
+        synchronize()
         start = time.perf_counter()
         items = manager.execute(inputs)
-        synchronize(device)
+        synchronize()
         times.append((time.perf_counter() - start) * 1e3)
     if rank == 0:
         measured = {
@@ -133,13 +116,11 @@ def measure(num_ranks: int, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="numbers of GPUs")
     parser.add_argument("--images", type=int, default=20, help="images a request")
     parser.add_argument("--repeats", type=int, default=30, help="timed requests")
     parser.add_argument("--tiny", action="store_true", help="a small tower on the CPU")
-    parser.add_argument("--output", type=Path, help="JSON file for the results")
     arguments = parser.parse_args()
     ranks = sorted({1, *arguments.ranks})
     if not arguments.tiny and torch.cuda.device_count() < ranks[-1]:
@@ -165,15 +146,10 @@ def main() -> None:
                 "modes": measured["modes"],
             }
         )
-    columns = [name for name in rows[0] if name != "modes"]
-    print(tabulate([[row[c] for c in columns] for row in rows], columns, floatfmt=".3g"))
-    if arguments.output is not None:
-        tower = (
-            "tiny, on the CPU" if arguments.tiny else "Qwen3-VL-8B vision, 27 blocks, bf16, random weights"
-        )
-        settings = {"tower": tower, "images": arguments.images, "pixels": PIXELS, **LIMITS}
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(json.dumps({**describe(), **settings, "rows": rows}, indent=1) + "\n")
+    print(by_columns({name: name for name in rows[0] if name != "modes"}, rows, "simple"))
+    tower = "tiny, on the CPU" if arguments.tiny else "Qwen3-VL-8B vision, 27 blocks, bf16, random weights"
+    settings = {"tower": tower, "images": arguments.images, "pixels": PIXELS, **LIMITS}
+    store(arguments.output, {**describe(), **settings, "rows": rows})
 
 
 if __name__ == "__main__":

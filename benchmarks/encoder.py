@@ -4,11 +4,11 @@
     python benchmarks/encoder.py --towers qwen3-vl-8b --contenders eager ours-auto graph-exact --output out
     python benchmarks/encoder.py --quick                           # a small version for any machine
     python benchmarks/encoder.py --merge a/encoder.json b/encoder.json --output out
-    python benchmarks/encoder.py --merge out/encoder.json --output out --documents README.md
 
 Towers have their published sizes and seeded random weights. Every contender of every tower runs in a process
 of its own; its outputs are checked against eager's before they are timed. Results are written after every
-row, so a run that is cut off keeps what it has; parts from several GPUs are merged afterwards.
+row, so a run that is cut off keeps what it has; parts from several GPUs are merged afterwards. Copied to
+results/encoder_h200.json, they are what `documents.py` fills the documents' tables with.
 
 Per workload: p50 and p99 of the wall time to the end of the device's work, CPU time (device work not
 awaited), GPU time (between events), device memory beyond the tower's, seconds of first requests (compilation
@@ -34,7 +34,7 @@ from environment import describe
 from our_contenders import CONTENDERS
 from records import FLOOR, Records, merge
 from subjects import DEFAULT_TOWERS, kind_of, takes_flash, tower_names
-from tables import OURS, all_rows, fill_marked, hardware, starts, summary
+from tables.encoder import OURS, all_rows, hardware, starts, summary
 from worker import Job, known_workloads, run_job, start_method
 
 RESULT = "encoder.json"
@@ -60,7 +60,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--quick", action="store_true", help="one tower of two blocks, small images, few samples")
     add("--output", type=Path, default=Path("out"), help=f"folder for {RESULT} and the plots")
     add("--merge", nargs="+", type=Path, metavar="FILE", help="measure nothing; join these results")
-    add("--documents", nargs="+", type=Path, default=[], help="files whose marked tables are written anew")
     add("--blocks", type=int, help="the most blocks of a tower")
     add("--samples", type=int, help="the fewest timed calls of a row (30; quick, on a CPU: 3)")
     add("--timeout", type=float, default=900, help="the most seconds of a contender of a tower")
@@ -159,8 +158,6 @@ def main() -> int:
             return 2
         records = run(jobs, options.timeout, path)
     report(records, options.output)
-    for document in options.documents:
-        document.write_text(fill_marked(document.read_text(), records))
     for failure in records.failures:
         print(f"failed: {failure}", file=sys.stderr)
     return 1 if records.failures else 0

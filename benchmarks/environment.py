@@ -1,10 +1,11 @@
-"""What every stored figure carries: hardware, versions, commit."""
+"""What every stored figure carries: hardware, versions, commit; and how tables say it."""
 
 from __future__ import annotations
 
 import os
 import platform
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,14 @@ def describe() -> dict[str, Any]:
         "python": platform.python_version(),
         "commit": commit,
     }
+
+
+def in_words(stored: Mapping[str, Any], *more: str) -> str:
+    """Where stored figures are from, in one line; `more`: what they are of."""
+    driver = f", driver {stored['driver']}" if stored["driver"] else ""
+    versions = f"torch {stored['torch']}, transformers {stored['transformers']}, Python {stored['python']}"
+    commit = str(stored["commit"] or "unknown")[:9]
+    return ", ".join([f"{stored['gpu'] or 'CPU'}{driver}", *more, versions, f"commit {commit}"])
 
 
 def _output(command: list[str]) -> str | None:

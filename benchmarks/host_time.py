@@ -11,18 +11,16 @@ kept. Nothing else should run on the host.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import random
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 from environment import describe
-from tabulate import tabulate
+from storage import make_parser, store
+from tables.layout import tabulated
 from timing import cpu_ms
 from workloads import random_grid
 
@@ -72,9 +70,7 @@ def measure(manager: fx.EncoderCudaGraphManager, features: int) -> dict[str, flo
 
 @torch.no_grad()
 def main() -> None:
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
-    parser.add_argument("--output", type=Path, help="JSON file for the results")
+    parser = make_parser(__doc__)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.exit(2, "host_time.py needs a CUDA device: there is nothing to replay without one\n")
@@ -85,10 +81,8 @@ def main() -> None:
     manager = fx.EncoderCudaGraphManager(tower, config, log_interval=0)
     manager.capture()
     result = measure(manager, tower.patch_features)
-    print(tabulate(result.items(), ["host", "microseconds"], floatfmt=".0f"))
-    if arguments.output is not None:
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(json.dumps({**describe(), "microseconds": result}, indent=1) + "\n")
+    print(tabulated(["host", "microseconds"], [*result.items()], "simple"))
+    store(arguments.output, {**describe(), "microseconds": result})
 
 
 if __name__ == "__main__":

@@ -15,19 +15,17 @@ all requests have run twice (cuDNN plans a shape when it comes for the second ti
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
 import math
 import random
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 from environment import describe
-from tabulate import tabulate
+from storage import make_parser, store
+from tables.layout import by_columns
 from timing import wall_ms
 from workloads import MOST_IMAGES, random_grid
 
@@ -109,9 +107,7 @@ def summary(rows: list[dict[str, float]]) -> list[dict[str, Any]]:
 
 @torch.no_grad()
 def main() -> None:
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
-    parser.add_argument("--output", type=Path, help="JSON file for the results")
+    parser = make_parser(__doc__)
     parser.add_argument("--requests", type=int, default=100)
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
@@ -124,21 +120,19 @@ def main() -> None:
     requests = make_requests(arguments.requests, tower.patch_features)
     rows = time_requests(requests, hf, managers, arguments.repeats)
     lines = summary(rows)
-    print(tabulate(lines, "keys", floatfmt=".2f"), "\n")
+    print(by_columns({name: name for name in lines[0]}, lines, "simple"), "\n")
     for name, manager in managers.items():
         print(f"{name}: {manager.stats()}\n")
-    if arguments.output is not None:
-        result = {
-            **describe(),
-            "tower": "Qwen3-VL-8B vision, 27 blocks, bf16, random weights",
-            "requests": len(requests),
-            "summary": lines,
-            "stats": {name: manager.stats().as_dict() for name, manager in managers.items()},
-            "grids": [request["image_grid_thw"].tolist() for request in requests],
-            "rows": rows,
-        }
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+    result = {
+        **describe(),
+        "tower": "Qwen3-VL-8B vision, 27 blocks, bf16, random weights",
+        "requests": len(requests),
+        "summary": lines,
+        "stats": {name: manager.stats().as_dict() for name, manager in managers.items()},
+        "grids": [request["image_grid_thw"].tolist() for request in requests],
+        "rows": rows,
+    }
+    store(arguments.output, result)
 
 
 if __name__ == "__main__":

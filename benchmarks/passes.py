@@ -14,15 +14,12 @@ name. `--small` runs a tiny tower, on a CPU too.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import copy
-import json
 import os
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp()
@@ -30,7 +27,9 @@ os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp()
 import torch
 from environment import describe
 from matrix_products import blas_library, ways
-from tabulate import tabulate
+from narrow_tower import HIDDEN, MLP, narrow_tower
+from storage import make_parser, one_line, store
+from tables import passes as tables
 from timing import gpu_ms
 from torch import Tensor
 from torch._inductor.choices import InductorChoices
@@ -47,8 +46,8 @@ PATCHES = (196, 784, 3136, 7056)
 ROWS = (196, 256, 784, 1024, 3136)
 SMALL_PATCHES = SMALL_ROWS = (16, 64)
 LAYERS = {"qkv": (1152, 3456), "proj": (1152, 1152), "fc1": (1152, 4304), "fc2": (4304, 1152)}
-SMALL_LAYERS = {"fc1": (32, 120), "fc2": (120, 32)}
-PADDED = {4304: 4352, 120: 128}
+SMALL_LAYERS = {"fc1": (HIDDEN, MLP), "fc2": (MLP, HIDDEN)}
+PADDED = {4304: 4352, MLP: 128}
 CALLS = 20
 LONGEST_PERSISTENT_ROW = 4096
 
@@ -124,14 +123,7 @@ def candidates(*, small: bool) -> dict[str, Candidate]:
 
 
 def make_tower(*, small: bool, device: str) -> Any:
-    if not small:
-        return demo_tower(27, device, torch.bfloat16)
-    from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
-    from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
-
-    sizes = {"hidden_size": 32, "intermediate_size": 120, "num_heads": 2, "out_hidden_size": 32}
-    config = Qwen3VLVisionConfig(depth=2, deepstack_visual_indexes=[0], **sizes)
-    return Qwen3VLVisionModel(config).requires_grad_(False).train(False).to(device, torch.bfloat16)
+    return narrow_tower(2).to(device, torch.bfloat16) if small else demo_tower(27, device, torch.bfloat16)
 
 
 def grid_of(patches: int) -> Tensor:
@@ -225,16 +217,12 @@ def attempt(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     try:
         return measure()
     except Exception as error:
-        return {
-            "failed": f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
-        }
+        return {"failed": one_line(error)}
 
 
 @torch.no_grad()
 def main() -> None:
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
-    parser.add_argument("--output", type=Path, help="JSON file for the results")
+    parser = make_parser(__doc__)
     parser.add_argument("--only", default="", help="run the candidates whose name contains this")
     parser.add_argument("--no-products", action="store_true", help="leave out the single products")
     parser.add_argument("--small", action="store_true", help="a tiny tower, on a CPU too")
@@ -249,28 +237,18 @@ def main() -> None:
     exact = copy.deepcopy(tower).float()
     results: dict[str, Any] = {**describe(), "replays": [], "products": []}
 
-    def save() -> None:
-        if arguments.output is not None:
-            arguments.output.parent.mkdir(parents=True, exist_ok=True)
-            arguments.output.write_text(json.dumps(results, indent=1) + "\n")
-
     for name, candidate in candidates(small=small).items():
         if arguments.only in name:
             row = attempt(lambda n=name, c=candidate: replays(n, c, tower, patches, exact))
             results["replays"].append({"candidate": name, **row})
             torch._dynamo.reset()
-            save()  # a run that is cut short keeps what it has
-    columns = ["candidate", *map(str, patches), "error", "derived MiB", "failed"]
-    print(
-        tabulate([[row.get(c) for c in columns] for row in results["replays"]], columns, floatfmt=".3g"), "\n"
-    )
+            store(arguments.output, results)  # a run that is cut short keeps what it has
+    print(tables.replays(results["replays"], "simple"), "\n")
     if not arguments.no_products:
         rows, layers = (SMALL_ROWS, SMALL_LAYERS) if small else (ROWS, LAYERS)
         results["products"] = products(rows, layers, device)
-        columns = ["layer", "rows", "way", "us", "TFLOP/s", "GB/s", "failed"]
-        table = [[row.get(c) for c in columns] for row in results["products"]]
-        print(tabulate(table, columns, floatfmt=".3g"))
-        save()
+        print(tables.products(results["products"], "simple"))
+        store(arguments.output, results)
 
 
 if __name__ == "__main__":

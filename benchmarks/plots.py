@@ -7,7 +7,7 @@ from typing import Any
 
 from our_contenders import CONTENDERS
 from records import FLOOR, Records
-from tables import OURS, hardware, title
+from tables.encoder import OURS, hardware, title
 
 _MORE_COLOURS = ("teal", "gold", "navy", "tan", "indigo", "lime", "crimson", "dimgray")
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from storage import load, store
 
 Row = dict[str, Any]
 
@@ -122,20 +123,22 @@ class Records:
         return {**vars(self), "rows": rows}
 
     def save(self, path: Path) -> None:
-        """Writes a file as a whole, so that a run that is cut off leaves the one before."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(self.as_dict(), indent=1) + "\n")
-        partial.replace(path)
+        """Writes everything into a file, as a whole."""
+        store(path, self.as_dict())
 
     @classmethod
     def load(cls, path: Path) -> Records:
         """Reads what `save` wrote."""
-        values = json.loads(path.read_text())
+        return cls.from_dict(load(path))
+
+    @classmethod
+    def from_dict(cls, stored: Mapping[str, Any]) -> Records:
+        """The inverse of `as_dict`."""
         rows = {}
-        for row in values.pop("rows"):
-            rows[Key(*(row.pop(name) for name in Key._fields))] = row
-        return cls(**values, rows=rows)
+        for row in stored["rows"]:
+            key = Key(*(row[name] for name in Key._fields))
+            rows[key] = {name: value for name, value in row.items() if name not in Key._fields}
+        return cls(**{**stored, "rows": rows})
 
 
 def merge(parts: Sequence[Records]) -> Records:

@@ -27,8 +27,9 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
+
+from storage import make_parser, store
 
 BUDGETS = (16, 32, 48, 64, 96, 128, 196, 256, 324, 400, 512, 784, 1024, 1296, 1764, 2304)
 SMALL_BUDGETS = (4, 16, 32, 64)
@@ -49,25 +50,11 @@ def start(small: bool, budgets: Sequence[int]) -> dict[str, Any]:
     """One start in this process: seconds a phase, and what it made."""
     with phase("import"):
         import torch
-        from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
-        from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
+        from narrow_tower import narrow_tower
 
         import fxsplit_encoder as fx
         from fxsplit_encoder.cli.models import demo_tower
         from fxsplit_encoder.compile.pieces import piece_compiler
-
-    def make_tower() -> Any:
-        if not small:
-            return demo_tower(27, "cuda", torch.bfloat16)
-        config = Qwen3VLVisionConfig(
-            depth=27,
-            hidden_size=64,
-            intermediate_size=128,
-            num_heads=4,
-            out_hidden_size=96,
-            deepstack_visual_indexes=[8, 16, 24],
-        )
-        return Qwen3VLVisionModel(config).requires_grad_(False).train(False)
 
     def synchronise() -> None:
         if not small:
@@ -81,7 +68,8 @@ def start(small: bool, budgets: Sequence[int]) -> dict[str, Any]:
             return compiler(module, inputs)
 
     with phase("tower"):
-        tower = fx.wrap(make_tower())
+        made = narrow_tower(27, (8, 16, 24)) if small else demo_tower(27, "cuda", torch.bfloat16)
+        tower = fx.wrap(made)
         synchronise()
     config = fx.EncoderConfig(**LIMITS, token_budgets=tuple(budgets), piece_compiler=compile_piece)
     manager = fx.EncoderCudaGraphManager(tower, config)
@@ -122,34 +110,27 @@ def in_new_process(small: bool, budgets: Sequence[int], cache: str) -> dict[str,
 
 
 def main() -> None:
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--small", action="store_true", help="narrow blocks, on the CPU")
-    parser.add_argument("--output", type=Path, help="JSON file for the results")
     parser.add_argument("--start", type=json.loads, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.start is not None:
         print(json.dumps(start(arguments.small, arguments.start)))
         return
     from environment import describe
-    from tabulate import tabulate
+    from tables.startup import phases, sentences
 
     budgets = SMALL_BUDGETS if arguments.small else BUDGETS
     with tempfile.TemporaryDirectory() as cache:
         starts = {name: in_new_process(arguments.small, budgets, cache) for name in ("cold", "second")}
         largest = in_new_process(arguments.small, budgets[-1:], cache)
-    columns = (*PHASES, "total")
-    rows = [[name, *(s["seconds"][c] for c in columns)] for name, s in starts.items()]
-    print(tabulate(rows, ["start", *columns], floatfmt=".2f"), "\n")
-    second, ratio = starts["second"], starts["second"]["bytes"] / largest["bytes"]
-    print(f"{second['cached']} of {second['distinct']} distinct pieces came from the cache")
-    print(f"{second['captured']} budgets hold {ratio:.2f} times the memory of the largest alone")
-    if arguments.output is not None:
-        tower = f"Qwen3-VL vision, 27 blocks, {'narrow' if arguments.small else '8B, bf16'}, random weights"
-        result = {**describe(), "tower": tower, **LIMITS, "token_budgets": budgets}
-        result |= {"starts": starts, "largest alone": largest, "memory ratio": ratio}
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+    tower = f"Qwen3-VL vision, 27 blocks, {'narrow' if arguments.small else '8B, bf16'}, random weights"
+    result = {**describe(), "tower": tower, **LIMITS, "token_budgets": budgets}
+    result |= {"starts": starts, "largest alone": largest}
+    result["memory ratio"] = starts["second"]["bytes"] / largest["bytes"]
+    print(phases(result, "simple"), "\n")
+    print(sentences(result))
+    store(arguments.output, result)
 
 
 if __name__ == "__main__":

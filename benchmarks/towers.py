@@ -2,9 +2,8 @@
 
     python benchmarks/towers.py --models qwen3-vl-8b internvl3-8b --output a.json
     python benchmarks/towers.py --merge a.json b.json --output benchmarks/results/towers_h200.json
-    python benchmarks/towers.py --document benchmarks/results/towers_h200.json
 
-The first runs on one GPU; the last writes the table in docs/towers.md.
+The first runs on one GPU; after the second, `documents.py` writes the table in docs/towers.md.
 
 Full depth, bf16, seeded random weights, mode `auto`, the tower's configuration in configs/. Sizes are patches
 of packed towers, tiles of towers of equal tiles, and crops of those that also see the image as a whole.
@@ -23,10 +22,8 @@ and the exit code is 1.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import gc
-import json
 import time
 import traceback
 from collections.abc import Sequence
@@ -36,9 +33,9 @@ from typing import Any
 import torch
 from environment import describe
 from poison import poison
-from tabulate import tabulate
+from storage import load, make_parser, store
+from tables.towers import figures
 from timing import synchronize, wall_ms
-from tower_table import rows, update
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.cli.architectures import architecture
@@ -228,7 +225,7 @@ def merge(files: Sequence[Path]) -> dict[str, Any]:
     Raises:
         ValueError: they were not made on the same GPU with the same versions.
     """
-    results = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    results = [load(file) for file in files]
     environments = [{k: v for k, v in result.items() if k != "models"} for result in results]
     if different := [str(file) for file, e in zip(files, environments, strict=True) if e != environments[0]]:
         raise ValueError(f"{', '.join(different)}: other GPU, versions or commit than {files[0]}")
@@ -241,17 +238,11 @@ def merge(files: Sequence[Path]) -> dict[str, Any]:
 
 def report(result: dict[str, Any]) -> int:
     """Prints the table and what failed; the exit code."""
-    print(tabulate(rows(result), "keys", disable_numparse=True))
+    print(figures(result, "simple"))
     failures = {name: model["failure"] for name, model in result["models"].items() if "failure" in model}
     for name, failure in failures.items():
         print(f"\n{name}: {failure}")
     return 1 if failures else 0
-
-
-def write(path: Path | None, result: dict[str, Any]) -> None:
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 @torch.no_grad()
@@ -264,28 +255,21 @@ def run_models(names: Sequence[str], output: Path | None, small: bool) -> dict[s
         start = time.perf_counter()
         model = run_model(name, "cpu" if small else "cuda", small)
         result["models"][name] = {**model, "seconds": time.perf_counter() - start}
-        write(output, result)
+        store(output, result)
         release()
         print(f"{name}: {time.perf_counter() - start:.0f} s", flush=True)
     return result
 
 
 def main() -> int:
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="NAME")
-    parser.add_argument("--output", type=Path, help="JSON file for the results")
     parser.add_argument("--small", action="store_true", help="one block and tiny inputs, on the CPU")
     parser.add_argument("--merge", nargs="+", type=Path, metavar="JSON", help="join results of earlier runs")
-    parser.add_argument("--document", type=Path, metavar="JSON", help="write the table of these results")
-    parser.add_argument("--into", type=Path, default=ROOT / "docs/towers.md", help="where it is written")
     arguments = parser.parse_args()
-    if arguments.document is not None:
-        update(arguments.into, json.loads(arguments.document.read_text(encoding="utf-8")))
-        return 0
     if arguments.merge is not None:
         result = merge(arguments.merge)
-        write(arguments.output, result)
+        store(arguments.output, result)
         return report(result)
     if not (torch.cuda.is_available() or arguments.small):
         parser.exit(2, "towers.py needs a CUDA device, or --small: there is nothing to capture without one\n")

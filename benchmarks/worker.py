@@ -24,6 +24,7 @@ from arithmetic import count_flops, gemm_flops_per_second
 from contenders import Contender
 from our_contenders import CONTENDERS
 from records import FLOOR
+from storage import one_line
 from subjects import Batch, Subject, kind_of, make_subject, rows_of
 from timing import measure
 from torch import Tensor
@@ -127,7 +128,7 @@ def _work(job: Job, sender: Connection, cache: str | None) -> None:
                 sender.send(event)
     except Exception as error:
         traceback.print_exc()
-        failure = _summary(error)
+        failure = one_line(error)
     sender.send({"event": "end", "failure": failure})
 
 
@@ -169,7 +170,7 @@ def _contest(job: Job) -> Iterator[Event]:
             measured = _measure(job, contender, batches[workload.name], expected[workload.name])
         except Exception as error:
             traceback.print_exc()
-            yield {**row, "failure": _summary(error)}
+            yield {**row, "failure": one_line(error)}
             if subject.device.type == "cuda":
                 torch.cuda.synchronize()  # raises if the device is lost to this process, which then ends
         else:
@@ -235,8 +236,3 @@ def _held(before: int | None, subject: Subject) -> int | None:
     """What a contender holds beyond the tower and the inputs."""
     now = _reserved_bytes(subject)
     return None if now is None or before is None else now - before
-
-
-def _summary(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -66,19 +66,16 @@ def test_results_are_written_as_they_come(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert records.failures == [f"{tower} compile: stopped after 7 s"]
 
 
-def test_merging_writes_results_and_documents(
+def test_merging_writes_results_and_says_what_is_slower(
     records: Records, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    part, document = tmp_path / "part.json", tmp_path / "README.md"
+    part = tmp_path / "part.json"
     records.rows = {key: row for key, row in records.rows.items() if "failure" not in row}
     records.save(part)
-    document.write_text("<!-- encoder.py: summary qwen3-vl-8b -->\n<!-- end -->\n")
-    options = ["--merge", str(part), "--output", str(tmp_path / "out"), "--documents", str(document)]
-    monkeypatch.setattr("sys.argv", ["encoder.py", *options])
+    monkeypatch.setattr("sys.argv", ["encoder.py", "--merge", str(part), "--output", str(tmp_path / "out")])
     monkeypatch.setitem(sys.modules, "plots", None)  # as without matplotlib
     assert encoder.main() == 0
     assert Records.load(tmp_path / "out" / encoder.RESULT) == records
-    assert "| 1x224" in document.read_text()
     printed = capsys.readouterr().out
     assert "slower than eager: qwen3-vl-8b, 1x448" in printed
     assert "no plots" in printed

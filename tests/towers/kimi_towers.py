@@ -10,7 +10,7 @@ from torch import Tensor
 
 import fxsplit_encoder as fx
 
-from .tiny_towers import PATCH
+from .tiny_packed import PATCH
 
 MODES = ("auto", "full", "piecewise", "none")
 BUDGETS = (4, 16, 32)

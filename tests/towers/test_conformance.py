@@ -1,102 +1,33 @@
 """What every registered tower must do: a class is tested by being registered.
 
-Towers are those of `tiny_towers.TINY`, in mode `full`; counts are those of `token_counts.COUNTS`.
+Towers are those of `tiny_towers.TINY`, in mode `full`.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.capture.buffers import parts_of
 from fxsplit_encoder.manager.protocol import missing_methods
 
-from . import tiny_towers
-from .tiny_inputs import Inputs, Item, items
+from .conformance import FRAMES, ITEMS, Case, make_case
+from .tiny_inputs import items
 from .tiny_towers import TINY, tiny
 from .token_counts import COUNTS
 
 NAMES = fx.supported_towers()
 CPU = torch.device("cpu")
-ITEMS, FRAMES = 4, 8
-"""Limits of a batch."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """A registered class, wrapped and captured."""
-
-    name: str
-    tower: Any
-    manager: fx.EncoderCudaGraphManager
-    inputs: Inputs
-
-    @property
-    def images(self) -> list[Item]:
-        return items("image", self.inputs.images)
-
-    @property
-    def videos(self) -> list[Item]:
-        return items("video", self.inputs.videos, first_seed=50)
-
-    def alone(self, item: Item) -> Tensor:
-        """The embedding of an item by the tower's eager forward, in a batch of its own."""
-        batch = self.inputs.make([item])
-        (spec,) = self.tower.get_encoder_cudagraph_item_specs(batch)
-        paths = [name for name, count in self.inputs.path_tokens(item).items() if count]
-        outputs = {path: self.tower.encoder_eager_forward(batch, path=path) for path in paths}
-        embeddings: dict[int, Tensor] = {}
-        self.tower.postprocess_encoder_output(
-            outputs, [0], [spec.output_tokens], embeddings, batch_mm_kwargs=batch
-        )
-        return embeddings[0]
-
-    def check(self, batch: Sequence[Item]) -> None:
-        """Every item of a batch is the one that the tower makes of it alone."""
-        got = self.manager.execute(self.inputs.make(batch))
-        assert len(got) == len(batch)
-        for embedding, item in zip(got, batch, strict=True):
-            expected = self.alone(item)
-            assert expected.std() > 0.05
-            torch.testing.assert_close(embedding, expected, rtol=0, atol=1e-5)
-
-    def misses_of(self, batch: Sequence[Item]) -> dict[Any, int]:
-        """Why items of this batch are served by no replay, and how many; they are right all the same."""
-        before = self.manager.stats()
-        self.check(batch)
-        after = self.manager.stats()
-        assert after.items - before.items == len(batch)
-        misses = {why: count - before.misses.get(why, 0) for why, count in after.misses.items()}
-        misses = {why: count for why, count in misses.items() if count}
-        assert after.hits - before.hits == len(batch) - sum(misses.values())
-        return misses
 
 
 @pytest.fixture(scope="module", params=NAMES)
 def case(request: pytest.FixtureRequest) -> Case:
-    name: str = request.param
-    torch._dynamo.reset()
-    model, inputs = tiny_towers.make(name), tiny(name).inputs
-    assert type(model).__name__ == name
-    tower = fx.wrap(model)
-    config = fx.EncoderConfig(
-        mode="full",
-        piece_compiler="eager",
-        paths={path: {"token_budgets": budgets} for path, budgets in inputs.budgets.items()},
-        max_items_per_batch=ITEMS,
-        max_frames_per_batch=FRAMES if inputs.videos else None,
-        debug=True,
-    )
-    manager = fx.EncoderCudaGraphManager(tower, config, log_interval=0)
-    manager.capture()
-    return Case(name, tower, manager, inputs)
+    return make_case(request.param)
 
 
 @pytest.fixture(autouse=True)
@@ -213,22 +144,6 @@ def test_items_have_the_sizes_that_follow_from_their_formula(case: Case) -> None
     for indices in ([len(batch) - 1], list(range(len(batch))), []):
         selected = case.tower.select_encoder_cudagraph_items(made, indices)
         assert case.tower.get_encoder_cudagraph_item_specs(selected) == [specs[i] for i in indices]
-
-
-@pytest.mark.parametrize(
-    ("name", "number"),
-    [(name, number) for name in NAMES for number in range(len(COUNTS.get(name, (None,))))],
-    ids=str,
-)
-def test_items_have_the_tokens_that_the_processor_counts(name: str, number: int) -> None:
-    assert name in COUNTS, f"{name}: add where its token counts come from to COUNTS in token_counts.py"
-    counts = COUNTS[name][number]
-    tower: Any = fx.wrap(counts.tower() if counts.tower is not None else tiny_towers.make(name))
-    inputs, tokens, patches = counts.count()
-    specs = tower.get_encoder_cudagraph_item_specs(inputs)
-    assert [spec.output_tokens for spec in specs] == tokens, counts.source
-    if patches is not None:
-        assert [spec.input_size for spec in specs[: len(patches)]] == patches, counts.source
 
 
 def test_outputs_have_the_declared_rows(case: Case) -> None:

@@ -20,7 +20,7 @@ from fxsplit_encoder.towers.models.deepseek_encoder import DeepseekOcrConfig, De
 from fxsplit_encoder.towers.models.sam import SamConfig
 
 from .random_weights import randomise
-from .tiny_towers import deepseek_ocr_config
+from .tiny_views import deepseek_ocr_config
 from .token_counts import TOKEN, prompts_of
 from .two_views import Crops, Family, TwoViewTests, assert_items, resize_bicubic
 

@@ -10,7 +10,7 @@ import fxsplit_encoder as fx
 
 from .packed_tower_tests import PackedTowerTests, Towers, assert_equal, make_batch
 from .random_weights import randomise
-from .tiny_towers import glm4v
+from .tiny_packed import glm4v
 
 
 def by_frame(grid: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from .dense_models import (
     random_tiles,
 )
 from .random_weights import randomise
-from .tiny_towers import internvl_config, internvl_with_head
+from .tiny_tiles import internvl_config, internvl_with_head
 
 SMALL = {"attention_bias": True}
 LARGE = {"norm_type": "rms_norm", "use_qk_norm": True}

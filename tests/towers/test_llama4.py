@@ -23,7 +23,7 @@ from .dense_models import (
     random_tiles,
 )
 from .random_weights import randomise
-from .tiny_towers import llama4, llama4_sizes
+from .tiny_tiles import llama4, llama4_sizes
 
 
 def make() -> Any:

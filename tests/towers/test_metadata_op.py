@@ -5,27 +5,19 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import vision_utils
-from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
-from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
 from fxsplit_encoder.compile.host import host_op
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.towers import metadata_op, wrap
 from fxsplit_encoder.towers.metadata_op import exact_metadata, vision_metadata
 
+from .tiny_packed import qwen3_vl
+
 GRIDS = [[[1, 4, 4]], [[1, 2, 2]] * 5, [[3, 4, 2], [1, 8, 6]]]
 
 
 def make_tower() -> Any:
-    config = Qwen3VLVisionConfig(
-        depth=1,
-        hidden_size=16,
-        intermediate_size=16,
-        num_heads=2,
-        out_hidden_size=8,
-        deepstack_visual_indexes=[],
-    )
-    return wrap(Qwen3VLVisionModel(config))
+    return wrap(qwen3_vl())
 
 
 @pytest.fixture(scope="module")

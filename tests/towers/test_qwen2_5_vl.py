@@ -13,7 +13,7 @@ from fxsplit_encoder.attention.kernels.generic import PerSegment
 from fxsplit_encoder.errors import ReplayError
 
 from .packed_tower_tests import Grid, PackedTowerTests, Towers, assert_equal, make_batch
-from .tiny_towers import qwen2_5_vl
+from .tiny_packed import qwen2_5_vl
 
 sides = st.integers(1, 10).map(lambda n: 2 * n)
 

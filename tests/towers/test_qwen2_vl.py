@@ -5,7 +5,7 @@ from typing import ClassVar
 from torch import nn
 
 from .packed_tower_tests import PackedTowerTests
-from .tiny_towers import qwen2_vl
+from .tiny_packed import qwen2_vl
 
 
 class TestQwen2VL(PackedTowerTests):

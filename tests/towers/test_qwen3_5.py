@@ -9,7 +9,7 @@ import fxsplit_encoder as fx
 
 from .packed_tower_tests import PackedTowerTests, assert_equal, make_batch
 from .random_weights import randomise
-from .tiny_towers import qwen3_5
+from .tiny_packed import qwen3_5
 
 
 class TestQwen35(PackedTowerTests):

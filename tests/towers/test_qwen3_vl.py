@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.capture.segments import pad_cu_seqlens
 from fxsplit_encoder.errors import InputError
+
+from .packed_tower_tests import padded_forward
 
 CPU = torch.device("cpu")
 
@@ -178,19 +179,9 @@ def test_replay_values_fit_the_buffers_of_a_capture(tiny_towers: Any, make_batch
 
 @torch.no_grad()
 def test_pad_rows_do_not_change_the_real_ones(tiny_towers: Any, make_batch: Any, encode: Any) -> None:
-    """The forward on buffers as captures pad them, without any compiler."""
     wrapped = tiny_towers.wrapped
     inputs = make_batch([(1, 4, 6)], [(2, 4, 4)])
-    buffers = wrapped.prepare_encoder_cudagraph_capture_inputs(24, 4, 8, CPU, torch.float32).values
-    values = wrapped.prepare_encoder_cudagraph_replay_buffers(inputs, 4, 8).values
-    for name, value in values.items():
-        value = joined(value)
-        if name in wrapped.segment_inputs:
-            buffers[name].copy_(pad_cu_seqlens(value, len(buffers[name]), len(buffers["pixel_values"])))
-        else:
-            buffers[name].zero_()
-            buffers[name][: value.shape[0]] = value
-    output = wrapped.encoder_cudagraph_forward(buffers)
+    output = padded_forward(wrapped, inputs, 24)
     assert output.shape == (24, 288)
     expected = torch.cat(encode(tiny_towers.reference, inputs))
     torch.testing.assert_close(output[:14], expected, rtol=0, atol=1e-5)

@@ -15,7 +15,7 @@ from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.towers.models.step3_vision import Step3VisionModel
 
 from .random_weights import randomise
-from .tiny_towers import step3_config
+from .tiny_views import step3_config
 from .two_views import Crops, Family, TwoViewTests, resize_bicubic
 
 CONFIG = step3_config(layers=2)

@@ -34,7 +34,7 @@ from transformers.models.step3p7.processing_step3p7 import Step3p7Processor
 from transformers.video_utils import VideoMetadata
 
 from .tiny_inputs import TileInputs
-from .tiny_towers import PATCH
+from .tiny_packed import PATCH
 
 TOKEN = "#"
 """Stands for the image's or the video's token in a prompt."""

@@ -1,24 +1,24 @@
-"""The results of `encoder.py` as tables, for the terminal and between marks in documents."""
+"""The tables of `encoder.py`, for the terminal and between marks in documents."""
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
+from environment import in_words
 from our_contenders import CONTENDERS
 from records import FLOOR, Key, Records
-from tabulate import tabulate
+from storage import RESULTS, load
+
+from fxsplit_encoder.config import IMPLEMENTED_MODES
+from tables.layout import tabulated
 
 OURS = "ours-auto"
 _COMPARED = ("eager", "graph-exact", "compile-reduce-overhead")
 _SUMMARY = ("eager", "graph-exact", "graph-budgets", "compile", "compile-reduce-overhead")
-_PEER = Path(__file__).with_name("results") / "vllm_h200.json"
-_MARKED = re.compile(
-    r"(?P<begin><!-- encoder\.py: (?P<table>\w+)(?: (?P<tower>[\w.-]+))? -->\n).*?(?P<end><!-- end -->)", re.S
-)
+_PEER = RESULTS / "vllm_h200.json"
+# Of the first page: what a user could run instead.
+_IMAGES = ("eager", "compile-reduce-overhead", "graph-exact", OURS)
 
 
 def title(contender: str) -> str:
@@ -37,7 +37,7 @@ def all_rows(records: Records, tower: str, fmt: str = "simple") -> str:
                 lines.append([workload, contender, *_numbers(records, tower, contender, workload, row)])
     headers = ["workload", "contender", "p50", "p99", "CPU", "GPU", "x floor", "eager /"]
     headers += ["MiB", "first s", "padding %", "error", "note"]
-    return _tabulate(lines, headers, fmt)
+    return tabulated(headers, lines, fmt)
 
 
 def _numbers(
@@ -68,7 +68,7 @@ def starts(records: Records, tower: str, fmt: str = "simple") -> str:
         note = start.get("failure") or start.get("skipped") or parts
         lines.append([contender, title(contender), total, first if rows else None, _mebibytes(start), note])
     headers = ["contender", "what it is", "start s", "first requests s", "MiB", "note"]
-    return _tabulate(lines, headers, fmt)
+    return tabulated(headers, lines, fmt)
 
 
 def summary(records: Records, tower: str, fmt: str = "simple") -> str:
@@ -86,74 +86,63 @@ def summary(records: Records, tower: str, fmt: str = "simple") -> str:
         lines.append(line + [records.ratio(tower, workload, name, OURS) for name in compared])
     headers = ["workload", "patches", "floor", *shown, *([peer] if theirs else [])]
     headers += ["ours", "ours / floor", *(f"{name} / ours" for name in compared)]
-    return _tabulate(lines, headers, fmt)
+    return tabulated(headers, lines, fmt)
 
 
 def _peer(records: Records, tower: str) -> tuple[str, Mapping[str, float]]:
     """What was measured of another engine on this kind of GPU, in another run; nothing for cut towers."""
-    peer = json.loads(_PEER.read_text())
+    peer = load(_PEER)
     comparable = records.environment["gpu"] == peer["gpu"] and records.settings["blocks"] is None
     return peer["title"], peer["towers"].get(tower, {}) if comparable else {}
 
 
+def images(records: Records, tower: str, fmt: str = "simple") -> str:
+    """Median milliseconds of single images, and how many times as fast as eager ours is."""
+    known = records.towers.get(tower, {}).get("workloads", {})
+    lines = []
+    for workload in (name for name in known if known[name]["series"]):
+        times = [records.milliseconds(tower, name, workload) for name in _IMAGES]
+        ratio = records.ratio(tower, workload, "eager", OURS)
+        lines.append([workload, records.patches(tower, workload), *times, ratio])
+    headers = ["one image", "patches", *map(title, _IMAGES), "eager / ours"]
+    return tabulated(headers, lines, fmt)
+
+
+def modes(records: Records, tower: str, fmt: str = "simple") -> str:
+    """Median milliseconds of eager and of our manager in every mode."""
+    shown = {"eager": "eager", **{f"`{mode}`": f"ours-{mode}" for mode in IMPLEMENTED_MODES}}
+    lines = []
+    for workload in records.workloads(tower):
+        times = [records.milliseconds(tower, name, workload) for name in shown.values()]
+        lines.append([workload, records.patches(tower, workload), *times])
+    return tabulated(["workload", "patches", *shown], lines, fmt)
+
+
 def hardware(records: Records) -> str:
     """One line that says where the figures are from."""
-    known = records.environment
-    driver = f", driver {known['driver']}" if known["driver"] else ""
-    versions = f"torch {known['torch']}, transformers {known['transformers']}, Python {known['python']}"
-    what = f"{known['gpu'] or 'CPU'}{driver}, {records.settings['dtype']}, random weights"
-    return f"{what}, {versions}, commit {str(known['commit'])[:9]}"
+    blocks = records.settings["blocks"]
+    cut = [] if blocks is None else [f"at most {blocks} blocks"]
+    return in_words(records.environment, records.settings["dtype"], "random weights", *cut)
 
 
-_TABLES: Mapping[str, Callable[..., str]] = {"all": all_rows, "starts": starts, "summary": summary}
+def marked(table: Callable[..., str], caption: str = "") -> Callable[..., str | None]:
+    """A table for a mark that names a tower; with a caption, that and the hardware stand below it."""
+
+    def text(stored: Mapping[str, Any], tower: str) -> str | None:
+        records = Records.from_dict(stored)
+        if not records.contenders(tower):
+            return None
+        below = f"\n\n{caption} {hardware(records)}." if caption else ""
+        return table(records, tower, "pipe") + below
+
+    return text
 
 
-def fill_marked(text: str, records: Records) -> str:
-    """A document with the tables between its marks written anew.
-
-    A mark is `<!-- encoder.py: summary qwen3-vl-8b -->`, with any table (summary, all, starts) and tower, or
-    `<!-- encoder.py: hardware -->`; what it marks ends at `<!-- end -->`. Tables of towers that were not
-    measured stay as they are.
-
-    Raises:
-        ValueError: a mark names a table that there is not, or there are no marks.
-    """
-
-    def table(match: re.Match[str]) -> str:
-        kind, tower = match["table"], match["tower"]
-        if kind == "hardware":
-            return f"{match['begin']}{hardware(records)}\n{match['end']}"
-        if kind not in _TABLES:
-            raise ValueError(f"encoder.py: {kind}: expected hardware, {', '.join(_TABLES)}")
-        if not records.workloads(tower):
-            return match[0]
-        return f"{match['begin']}\n{_TABLES[kind](records, tower, 'github')}\n\n{match['end']}"
-
-    filled, count = _MARKED.subn(table, text)
-    if not count:
-        raise ValueError("no marks: expected <!-- encoder.py: summary TOWER --> ... <!-- end -->")
-    return filled
+def marked_hardware(stored: Mapping[str, Any]) -> str:
+    """The hardware for a mark of its own, where several tables of a page share it."""
+    return hardware(Records.from_dict(stored))
 
 
 def _mebibytes(values: Mapping[str, Any]) -> float | None:
     held = values.get("bytes")
     return None if held is None else held / 2**20
-
-
-def _tabulate(lines: list[list[Any]], headers: list[str], fmt: str) -> str:
-    numeric = [all(isinstance(line[i], int | float | None) for line in lines) for i in range(len(headers))]
-    return tabulate(
-        [[_shown(value) for value in line] for line in lines],
-        headers,
-        tablefmt=fmt,
-        missingval="-",
-        disable_numparse=True,
-        colalign=["right" if each else "left" for each in numeric] if lines else None,
-    )
-
-
-def _shown(value: Any) -> Any:
-    """Three digits, and all digits of what is larger."""
-    if not isinstance(value, float):
-        return value
-    return f"{value:.0f}" if abs(value) >= 100 else f"{value:#.3g}"

@@ -1,0 +1,1 @@
+"""The tables of the benchmarks: a module for each script, which knows only its own rows."""
