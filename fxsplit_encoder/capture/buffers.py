@@ -142,19 +142,25 @@ class StaticBuffer:
             return
         rows = 0
         for part in parts:
-            count = part.shape[self.token_dim]
-            self.tensor.narrow(self.token_dim, rows, count).copy_(part, non_blocking=True)
-            rows += count
-        self._clear_from(rows)
+            end = rows + part.shape[self.token_dim]
+            self._rows(rows, end).copy_(part, non_blocking=True)
+            rows = end
+        if self._contents.dirty != [(0, rows)]:
+            self._clear_from(rows)
+
+    def _rows(self, start: int, end: int) -> Tensor:
+        if end - start == self.capacity:
+            return self.tensor
+        if self.token_dim == 0:
+            return self.tensor[start:end]  # in less time than `narrow` takes
+        assert self.token_dim is not None
+        return self.tensor.narrow(self.token_dim, start, end - start)
 
     def _clear_from(self, rows: int) -> None:
-        assert self.token_dim is not None
-        if self._contents.dirty == [(0, rows)]:
-            return
         for first, end in self._contents.dirty:
             start, stop = max(first, rows), min(end, self.capacity)
             if start < stop:
-                self.tensor.narrow(self.token_dim, start, stop - start).zero_()
+                self._rows(start, stop).zero_()
         self._mark(rows)
 
     def _mark(self, rows: int) -> None:
@@ -289,7 +295,8 @@ def _shape(value: StaticValue) -> object:
 def _pinned(
     given: Sequence[tuple[StaticBuffer, StaticValue]],
 ) -> Sequence[tuple[StaticBuffer, StaticValue]]:
-    """The values with those on the host in one piece of pinned memory, in the dtype of their buffers.
+    """The values with those on the host in one piece of pinned memory, in the dtype of their buffers; what
+    lies in pinned memory already stays there.
 
     From pageable memory a copy would wait for the device, and converting there would take a copy more. torch
     reuses pinned memory only once the copies out of it are done.
@@ -298,7 +305,7 @@ def _pinned(
     for buffer, value in given:
         if buffer.tensor.is_cuda:
             for part in parts_of(value):
-                if not part.is_cuda:
+                if not _can_be_sent(part, buffer.tensor.dtype):
                     num_bytes += _aligned(part.numel() * buffer.tensor.element_size())
     if num_bytes == 0:
         return given
@@ -308,7 +315,7 @@ def _pinned(
     for buffer, value in given:
         dtype, parts = buffer.tensor.dtype, []
         for part in parts_of(value):
-            if not part.is_cuda:
+            if not _can_be_sent(part, dtype):
                 end = offset + part.numel() * dtype.itemsize
                 place = memory[offset:end].view(dtype).view(part.shape)
                 offset = _aligned(end)
@@ -316,6 +323,11 @@ def _pinned(
             parts.append(part)
         result.append((buffer, parts))
     return result
+
+
+def _can_be_sent(part: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a copy to a device neither waits for it nor makes another on the host first."""
+    return part.is_cuda or (part.dtype == dtype and part.is_contiguous() and part.is_pinned())
 
 
 def parts_of(value: StaticValue) -> Sequence[Tensor]:

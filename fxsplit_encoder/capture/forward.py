@@ -179,9 +179,10 @@ class CapturedForward:
             if given.device.type == "cpu":
                 captured_rows = self._captured_rows(name)
                 padded[name] = pad_cu_seqlens(given, buffer.shape[0], captured_rows)
-                self._real = int(given[-1]), captured_rows
+                lengths = given.tolist()
+                self._real = lengths[-1], captured_rows
                 if self.mode != "full":  # nothing else reads them
-                    known.append(KnownSegments(buffer[: given.shape[0]], given.tolist()))
+                    known.append(KnownSegments(buffer[: len(lengths)], lengths))
             else:
                 padded[name] = pad_cu_seqlens_on_device(given, buffer.shape[0])
         self.inputs.load(padded)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+from operator import eq, getitem
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from fxsplit_encoder.capture.memory import local_part
 from fxsplit_encoder.errors import ReplayError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
-
-    from torch import Tensor
 
 # Names in an error message.
 _NAMED = 4
@@ -30,15 +29,18 @@ class StaticParameters:
     def __init__(self, tensors: Iterable[Tensor], module: object = None) -> None:
         self._baked = list(tensors)
         self._addresses = [_address(tensor) for tensor in self._baked]
-        self._sharded = any(local_part(tensor) is not tensor for tensor in self._baked)
+        sharded = any(local_part(tensor) is not tensor for tensor in self._baked)
+        self._address_of = _address if sharded else Tensor.data_ptr
         self._names: list[str] = []
-        self._places: list[tuple[Mapping[str, Tensor | None], str]] = []
+        self._holders: list[Mapping[str, Tensor | None]] = []
+        self._keys: list[str] = []
         owned = _owned_tensors(module) if isinstance(module, nn.Module) else {}
         for number, tensor in enumerate(self._baked):
             unnamed = f"constant {number} of shape {tuple(tensor.shape)}"
             name, holder, key = owned.get(_identity(tensor), (unnamed, {unnamed: tensor}, unnamed))
             self._names.append(name)
-            self._places.append((holder, key))
+            self._holders.append(holder)
+            self._keys.append(key)
 
     @classmethod
     def of_module(cls, module: object) -> StaticParameters:
@@ -49,15 +51,16 @@ class StaticParameters:
 
     def current(self) -> list[Tensor | None]:
         """The tensors that are now where the baked ones were; None where there is none any more."""
-        return [holder.get(key) for holder, key in self._places]
+        return [holder.get(key) for holder, key in zip(self._holders, self._keys, strict=True)]
 
     def have_moved(self) -> bool:
         """Whether one lies elsewhere than at the capture. About 100 nanoseconds a parameter."""
+        # Each has to be asked: `parameter.data = ...` changes its address and neither its identity nor its
+        # version. Without lists of hundreds of numbers more of the processor's cache is left for others.
+        addresses = map(self._address_of, map(getitem, self._holders, self._keys))  # type: ignore[arg-type]
         try:
-            if self._sharded:
-                return [_address(holder[key]) for holder, key in self._places] != self._addresses  # type: ignore[arg-type]
-            return [holder[key].data_ptr() for holder, key in self._places] != self._addresses  # type: ignore[union-attr]
-        except (AttributeError, KeyError):  # one was removed
+            return not all(map(eq, addresses, self._addresses))
+        except (AttributeError, KeyError, TypeError):  # one was removed
             return True
 
     def check_addresses(self) -> None:

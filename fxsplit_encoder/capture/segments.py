@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -50,6 +51,8 @@ def full_cu_seqlens(room: int, rows: int, segments: int = 1) -> Tensor:
 def pad_cu_seqlens(cu_seqlens: Tensor, length: int, rows: int) -> Tensor:
     """Extends cumulative lengths on the CPU to `length` entries, by empty segments (capture rule 2).
 
+    The result is kept for the next batch of the same lengths: nobody may write to it.
+
     Args:
         cu_seqlens: (segments + 1,) int32 CPU tensor rising from 0; repeated last entries (empty segments) may
             be dropped.
@@ -60,9 +63,14 @@ def pad_cu_seqlens(cu_seqlens: Tensor, length: int, rows: int) -> Tensor:
         InputError: the lengths fall, or do not start at 0.
         ReplayError: more segments or rows than the capture has.
     """
-    given = cu_seqlens.tolist()
+    return _extended(tuple(cu_seqlens.tolist()), length, rows)
+
+
+# A service sees few sizes of images. A batch of a thousand frames takes 8 KiB.
+@lru_cache(maxsize=256)
+def _extended(given: tuple[int, ...], length: int, rows: int) -> Tensor:
     if not given or given[0] != 0 or any(end < start for start, end in itertools.pairwise(given)):
-        raise InputError(f"cu_seqlens: expected entries that rise from 0; got {given[:8]}...")
+        raise InputError(f"cu_seqlens: expected entries that rise from 0; got {list(given[:8])}...")
     real = given[-1]
     segments = bisect.bisect_left(given, real)
     if not fits(segments, real, length, rows):
@@ -70,7 +78,11 @@ def pad_cu_seqlens(cu_seqlens: Tensor, length: int, rows: int) -> Tensor:
             f"cu_seqlens: {segments} segments over {real} rows do not fit a capture of {length - 1} "
             f"segments over {rows} rows"
         )
-    return torch.tensor(given[: segments + 1] + [real] * (length - segments - 1), dtype=torch.int32)
+    # In pinned memory it need not be copied on the host before it goes to a device.
+    pinned = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    padding = (real,) * (length - segments - 1)
+    with torch.inference_mode(False):
+        return torch.tensor(given[: segments + 1] + padding, dtype=torch.int32, pin_memory=pinned)
 
 
 def pad_cu_seqlens_on_device(cu_seqlens: Tensor, length: int) -> Tensor:

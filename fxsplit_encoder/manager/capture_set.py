@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from fxsplit_encoder.capture import GraphPool
     from fxsplit_encoder.manager.budgets import CaptureKey
-    from fxsplit_encoder.manager.path import EncoderPath
+    from fxsplit_encoder.manager.path_captures import PathCaptures
     from fxsplit_encoder.manager.statistics import Statistics
 
 
@@ -26,7 +26,7 @@ class CaptureSet:
 
     def __init__(
         self,
-        routes: Mapping[tuple[str, tuple[Hashable, ...]], EncoderPath],
+        routes: Mapping[tuple[str, tuple[Hashable, ...]], PathCaptures],
         pool: GraphPool,
         statistics: Statistics,
         skippable_paths: frozenset[str],
@@ -114,7 +114,7 @@ class CaptureSet:
         self.release()
         self._capture(kept)
 
-    def _least_useful(self) -> tuple[EncoderPath, int]:
+    def _least_useful(self) -> tuple[PathCaptures, int]:
         found = []
         for path in self.routes.values():
             if budgets := sorted(path.captured):

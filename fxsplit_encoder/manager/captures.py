@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from fxsplit_encoder.manager.budgets import CaptureKey, Limits
     from fxsplit_encoder.manager.costs import RouteCosts
-    from fxsplit_encoder.manager.path import EncoderPath
+    from fxsplit_encoder.manager.path_captures import PathCaptures
 
 
 _UNMEASURED_LAUNCH_TOKENS = 256
@@ -67,7 +67,7 @@ class CapturePlan:
         return f"{summary}\n{tabulate(rows, headers, floatfmt='.2f')}" if rows else summary
 
 
-def plan_captures(paths: Iterable[EncoderPath], limits: Limits) -> CapturePlan:
+def plan_captures(paths: Iterable[PathCaptures], limits: Limits) -> CapturePlan:
     """Every budget of every path, with those that no batch can reach pruned."""
     captures: list[PlannedCapture] = []
     for path in paths:
@@ -83,7 +83,7 @@ def plan_captures(paths: Iterable[EncoderPath], limits: Limits) -> CapturePlan:
     return CapturePlan(tuple(captures))
 
 
-def _input_size(path: EncoderPath) -> tuple[float, float, dict[int, str]]:
+def _input_size(path: PathCaptures) -> tuple[float, float, dict[int, str]]:
     """Bytes a token and bytes beside of a path's static inputs, from the two smallest budgets that the tower
     can make inputs for; and why it cannot for smaller ones.
     """
@@ -103,7 +103,7 @@ def _input_size(path: EncoderPath) -> tuple[float, float, dict[int, str]]:
     return slope, sizes[small] - slope * small, refusals
 
 
-def _unreachable(path: EncoderPath, previous: int, budget: int, max_items: int) -> str | None:
+def _unreachable(path: PathCaptures, previous: int, budget: int, max_items: int) -> str | None:
     """Why no batch needs this budget, where the tower tells how many tokens an item of these keys has.
 
     A batch of n items has between n times the fewest and n times the most tokens of an item; it needs this

@@ -3,58 +3,43 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import logging
 import threading
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fxsplit_encoder.attention import KernelChooser, choosing
-from fxsplit_encoder.capture import GraphPool, MissReason
+from fxsplit_encoder.capture import GraphPool
 from fxsplit_encoder.config import EncoderConfig
-from fxsplit_encoder.errors import InputError, ReplayError
+from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.manager.batch_runner import BatchRunner
 from fxsplit_encoder.manager.budgets import resolve_limits
 from fxsplit_encoder.manager.capture_set import CaptureSet
 from fxsplit_encoder.manager.captures import CapturePlan, plan_captures
-from fxsplit_encoder.manager.costs import CostModel
 from fxsplit_encoder.manager.data_parallel import DataParallel
-from fxsplit_encoder.manager.dual_path import postprocess_of, read_item_specs, read_model_config
-from fxsplit_encoder.manager.item_facts import (
-    axis_keys,
-    item_axis_keys,
-    item_modalities,
-    item_segments,
-    video_frames,
-)
+from fxsplit_encoder.manager.dual_path import read_item_specs, read_model_config
+from fxsplit_encoder.manager.item_facts import item_segments
 from fxsplit_encoder.manager.path import EncoderPath
 from fxsplit_encoder.manager.plan import Plan
-from fxsplit_encoder.manager.planner import build_fallback_plan, build_plan
 from fxsplit_encoder.manager.protocol import BudgetGraphMetadata, missing_methods
+from fxsplit_encoder.manager.request_plans import RequestPlans
 from fxsplit_encoder.manager.statistics import ManagerStats, Statistics
 from fxsplit_encoder.manager.trace import TraceWriter
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Hashable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
 
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
-    from fxsplit_encoder.capture.buffers import StaticValue
     from fxsplit_encoder.compile import BoundProgram
-    from fxsplit_encoder.manager.plan import PathPlan, PlannedBatch
     from fxsplit_encoder.manager.protocol import EncoderItemSpec, SupportsEncoderCudaGraph
 
 logger = logging.getLogger(__name__)
-
-# Plans depend on sizes alone, and the same sizes come again.
-_KEPT_PLANS = 1024
-
-# Host milliseconds that a batch adds, to decide whether it is worth splitting one.
-_PER_BATCH_MS = 0.3
 
 
 class EncoderCudaGraphManager:
@@ -131,7 +116,14 @@ class EncoderCudaGraphManager:
             self.config.max_graph_bytes,
         )
         self.data_parallel = DataParallel(process_group, self.device) if self.config.data_parallel else None
-        self._postprocess = postprocess_of(tower)
+        self._plans = RequestPlans(tower, self.config, self.model_config, self.routes)
+        self._runner = BatchRunner(
+            tower,
+            self.routes,
+            self.pool,
+            self.statistics,
+            has_axes=bool(self.model_config.capture_axes),
+        )
         self._trace = TraceWriter(trace) if trace is not None else None
         self._captured = False
         self._lock = threading.RLock()
@@ -158,7 +150,7 @@ class EncoderCudaGraphManager:
     def budget_graphs(self) -> dict[str, dict[int, BudgetGraphMetadata]]:
         """Every capture, by path and budget; with capture axes, of the first axis keys."""
         return {
-            name: {b: self._metadata(path, b) for b in sorted(path.captured)}
+            name: {budget: path.metadata(budget) for budget in sorted(path.captured)}
             for name, path in self.paths.items()
         }
 
@@ -221,22 +213,9 @@ class EncoderCudaGraphManager:
         data_parallel.share_costs(per_patch, per_pair)
 
     def _use_captures(self) -> None:
-        """Gathers what plans depend on, so that a request need not."""
-        self._plans: dict[Hashable, Plan] = {}
-        routes = self.routes.values()
-        costs = {key: path.costs() for key, path in self.routes.items()}
-        for key, path in self.routes.items():
-            if path.exact is not None and costs[key].measured:
-                path.exact.use_costs(costs[key], path.ladder.capture_ms)
-        self._build_plan = functools.partial(
-            build_plan,
-            limits=self.limits,
-            captured=frozenset(p.key(b) for p in routes for b in p.captured) if self._captured else None,
-            exact=frozenset(p.key(b) for p in routes for b in p.ladder.exact),
-            packing=self.config.packing,
-            costs=CostModel(costs, _PER_BATCH_MS) if self._captured else None,
-        )
-        self.statistics.record_input_bytes(sum(path.input_bytes for path in routes))
+        """Tells of the captures whoever plans, runs and counts."""
+        self._plans.use_captures(self.limits, captured=self._captured)
+        self.statistics.record_input_bytes(sum(path.input_bytes for path in self.routes.values()))
 
     def is_captured(self) -> bool:
         """Whether `capture` has run since the last `clear`."""
@@ -265,7 +244,7 @@ class EncoderCudaGraphManager:
 
         Before `capture`, the plan is that of a full ladder.
         """
-        return self._with_exact_replays(self._plan(mm_kwargs, self._item_specs(mm_kwargs)))
+        return self._plans.as_served(self._plans.of(mm_kwargs, self._item_specs(mm_kwargs)))
 
     def execute(self, mm_kwargs: dict[str, Any]) -> list[Tensor]:
         """Encodes a batch of images and videos.
@@ -293,11 +272,18 @@ class EncoderCudaGraphManager:
         specs = self._item_specs(mm_kwargs)
         if self._trace is not None:
             self._trace.write(specs, item_segments(self.tower, mm_kwargs, len(specs)))
-        plan = self._plan(mm_kwargs, specs)
+        plan = self._plans.of(mm_kwargs, specs)
         tokens = [spec.output_tokens for spec in specs]
         results: dict[int, Tensor] = {}
         for batch in plan.batches:
-            self._run_batch(batch, mm_kwargs, tokens, results)
+            self._runner.run(
+                batch,
+                mm_kwargs,
+                tokens,
+                results,
+                may_replay=self._captured,
+                debug=self.config.debug,
+            )
         return [results[index] for index in range(plan.num_items)]
 
     def stats(self) -> ManagerStats:
@@ -307,163 +293,16 @@ class EncoderCudaGraphManager:
                 self.statistics.record_capture(path.key(0), "exact", path.exact.num_bytes)
         return self.statistics.snapshot()
 
-    # --- one plan
-
     def _item_specs(self, mm_kwargs: dict[str, Any]) -> list[EncoderItemSpec]:
         return read_item_specs(self.tower.get_encoder_cudagraph_item_specs(mm_kwargs))
 
-    def _plan(self, mm_kwargs: dict[str, Any], specs: Sequence[EncoderItemSpec]) -> Plan:
-        if not self.config.enabled or all(path.mode == "none" for path in self.routes.values()):
-            return build_fallback_plan(
-                specs, self.limits.path_budgets, MissReason.DISABLED, self.limits.skippable_paths
-            )
-        modalities = item_modalities(self.tower, mm_kwargs, len(specs))
-        segments = item_segments(self.tower, mm_kwargs, len(specs))
-        frames = video_frames(self.tower, mm_kwargs, modalities, segments)
-        keys = item_axis_keys(self.tower, mm_kwargs, len(specs)) if self.model_config.capture_axes else None
-        sizes = tuple([(s.input_size, s.output_tokens, *s.path_output_tokens.items()) for s in specs])
-        cache_key = (sizes, tuple(segments), tuple(frames), tuple(modalities), tuple(keys or ()))
-        plan = self._plans.get(cache_key)
-        if plan is None:
-            if len(self._plans) >= _KEPT_PLANS:
-                self._plans.clear()
-            plan = self._make_plan(specs, modalities, segments, frames, keys)
-            self._plans[cache_key] = plan
-        return plan
 
-    def _make_plan(
-        self,
-        specs: Sequence[EncoderItemSpec],
-        modalities: Sequence[str],
-        segments: Sequence[int],
-        frames: Sequence[int],
-        keys: Sequence[tuple[Hashable, ...]] | None,
-    ) -> Plan:
-        unsupported = {m for m in modalities if not self.supports_modality(m)}
-        return self._build_plan(
-            specs,
-            item_segments=segments,
-            item_frames=frames if any(frames) else None,
-            item_reasons=[MissReason.UNSUPPORTED_INPUT if m in unsupported else None for m in modalities]
-            if unsupported
-            else None,
-            item_axis_keys=keys,
-        )
-
-    def _with_exact_replays(self, plan: Plan) -> Plan:
-        """The plan with what captures at exact shapes, which come and go, would serve now."""
-        if not self._captured or all(path.exact is None for path in self.routes.values()):
-            return plan
-        batches = []
-        for batch in plan.batches:
-            paths = {
-                name: self.routes[name, batch.axis_keys].as_served(planned)
-                if (name, batch.axis_keys) in self.routes
-                else planned
-                for name, planned in batch.paths.items()
-            }
-            batches.append(replace(batch, paths=paths))
-        return Plan(tuple(batches), plan.num_items)
-
-    # --- one batch
-
-    def _run_batch(
-        self,
-        batch: PlannedBatch,
-        mm_kwargs: dict[str, Any],
-        tokens: list[int],
-        results: dict[int, Tensor],
-    ) -> None:
-        indices = list(batch.indices)
-        everything = indices == list(range(len(tokens))) and not self.model_config.capture_axes
-        selected = mm_kwargs if everything else self.tower.select_encoder_cudagraph_items(mm_kwargs, indices)
-        keys = axis_keys(selected) if self.model_config.capture_axes else ()
-        reason: MissReason | None = None
-        with self.pool.replaying():
-            outputs: dict[str, Tensor] = {}
-            for name, planned in batch.paths.items():
-                if not planned.skipped:
-                    outputs[name], missed = self._run_path(name, keys, planned, selected)
-                    reason = reason or missed
-            self._postprocess(outputs, indices, tokens, results, clone=False, batch_mm_kwargs=selected)
-            self._own(indices, results, outputs)
-            if self.config.debug:
-                self.pool.handed_out.add(results[index] for index in indices)
-        self.statistics.record_items(len(indices), reason)
-
-    def _run_path(
-        self, name: str, keys: tuple[Hashable, ...], planned: PathPlan, selected: dict[str, Any]
-    ) -> tuple[Tensor, MissReason | None]:
-        """The path's output, and why it is no replay's."""
-        path = self.routes.get((name, keys))
-        if path is None:  # items of the same keys make up a batch of others: the tower's own forward serves
-            self.statistics.record_fallback("eager")
-            return self.tower.encoder_eager_forward(selected, path=name), MissReason.NOT_CAPTURED
-        values = None
-        reason = None
-        if self._captured:
-            for key, ladder, size in path.captures_for(planned):
-                values = path.values(selected) if values is None else values
-                captured = path.best_capture(ladder, size, values)
-                try:
-                    path.load(captured, values)
-                except ReplayError as error:
-                    # Raised before anything was copied: the batch is whole.
-                    logger.warning("%s, %d tokens: %s", path.label, size, error)
-                    reason = MissReason.EXTENT_EXCEEDED
-                    continue
-                output = captured.replay(debug=self.config.debug)[0]
-                assert isinstance(output, torch.Tensor)
-                self.statistics.record_replay(key, planned.tokens)
-                return output, None
-        output = self._run_without_replay(path, planned, selected, values)
-        return output, reason or path.miss_reason(planned)
-
-    def _run_without_replay(
-        self,
-        path: EncoderPath,
-        planned: PathPlan,
-        selected: dict[str, Any],
-        values: dict[str, StaticValue | None] | None = None,
-    ) -> Tensor:
-        if planned.eager:
-            output, compiled = path.run_eager(selected), False
-        else:
-            output, compiled = path.run_exact(selected, values)
-        self.statistics.record_fallback("exact" if compiled else "eager")
-        return output
-
-    def _own(self, indices: Sequence[int], results: dict[int, Tensor], outputs: dict[str, Tensor]) -> None:
-        """Copies what still lies in a path's output, so that no replay overwrites it (capture rule 7).
-
-        Every item gets memory of its own: a cache that keeps one image must not keep its batch alive.
-        """
-        storages = {output.untyped_storage().data_ptr() for output in outputs.values()}
-        for index in indices:
-            if results[index].untyped_storage().data_ptr() in storages:
-                results[index] = results[index].clone()
-
-    def _metadata(self, path: EncoderPath, budget: int) -> BudgetGraphMetadata:
-        captured = path.captured[budget]
-        return BudgetGraphMetadata(
-            token_budget=budget,
-            max_batch_size=self.limits.max_items_per_batch,
-            max_frames_per_batch=self.limits.max_frames_per_batch,
-            graph=captured.capture,
-            input_buffers=captured.inputs.tensors,
-            output_buffer=captured.outputs[0],
-            axis_keys=path.axis_keys,
-            mode=captured.mode,
-            graph_bytes=path.ladder.num_bytes(budget),
-        )
+def _without_autograd() -> AbstractContextManager[None]:
+    return _outside_inference_mode() if torch.is_inference_mode_enabled() else torch.no_grad()
 
 
 @contextlib.contextmanager
-def _without_autograd() -> Iterator[None]:
-    if not torch.is_inference_mode_enabled():
-        with torch.no_grad():
-            yield
-        return
+def _outside_inference_mode() -> Iterator[None]:
     # Static buffers are ordinary tensors; inside inference mode they could not be written later outside
     # of it.
     with torch.inference_mode(False), torch.no_grad():

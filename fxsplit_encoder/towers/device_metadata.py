@@ -1,8 +1,10 @@
-"""Host metadata of batches that came lately, kept on the device."""
+"""Host metadata of batches that came lately, kept where replays take it from."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+
+import torch
 
 from fxsplit_encoder.compile import to_device
 from fxsplit_encoder.towers import grid as grids_of
@@ -10,7 +12,6 @@ from fxsplit_encoder.towers import grid as grids_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    import torch
     from torch import Tensor
 
     from fxsplit_encoder.towers.grid import Grid
@@ -21,29 +22,37 @@ _KEPT_PATCHES = 4096
 
 
 class DeviceMetadata:
-    """The per-patch metadata of batches, by their grids, so that a replay need not bring it to the device
-    again. The least recently used batch makes room for another.
+    """The metadata of batches, by their grids, so that neither is it computed again nor its per-patch part
+    brought to the device. The least recently used batch makes room for another.
 
-    An order of rows that comes from here is not checked by the capture that takes it: it is what the tower
-    computed on the host.
+    Nobody may write to what comes from here. An order of rows on a device is not checked by the capture that
+    takes it: it is what the tower computed on the host.
     """
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[Grid, ...], dict[str, Tensor]] = {}
+        self._kept: dict[tuple[torch.device, tuple[Grid, ...]], dict[str, Tensor]] = {}
 
     def of(
         self,
         grids: tuple[Grid, ...],
-        compute: Callable[[Sequence[Grid]], dict[str, Tensor]],
         device: torch.device,
+        per_patch: Callable[[Sequence[Grid]], dict[str, Tensor]],
+        lengths: Callable[[Sequence[Grid]], dict[str, Tensor]],
     ) -> dict[str, Tensor]:
-        """The metadata of a batch: on the device if the batch is small, else as `compute` gives it."""
+        """All metadata of a batch; that of a large batch is not kept, and lies on the CPU.
+
+        Args:
+            per_patch: computes the metadata of every patch, on the CPU.
+            lengths: computes the cumulative lengths of segments, which stay there: the host must know them.
+        """
         if grids_of.count_patches(grids) > _KEPT_PATCHES:
-            return compute(grids)
-        kept = self._kept.pop(grids, None)
-        if kept is None or any(value.device != device for value in kept.values()):
-            kept = {name: to_device(value, device) for name, value in compute(grids).items()}
+            return {**per_patch(grids), **lengths(grids)}
+        kept = self._kept.pop((device, grids), None)
+        if kept is None:
+            with torch.inference_mode(False):  # others may need these tensors outside of it
+                moved = {name: to_device(value, device) for name, value in per_patch(grids).items()}
+                kept = {**moved, **lengths(grids)}
             if len(self._kept) >= _KEPT_BATCHES:
                 self._kept.pop(next(iter(self._kept)))
-        self._kept[grids] = kept
+        self._kept[device, grids] = kept
         return kept

@@ -219,13 +219,9 @@ class PackedTower(PackedItems):
         there.
         """
         grids = tuple(self.item_grids(mm_kwargs))
-        if self.device.type == "cuda":
-            metadata = self._device_metadata.of(grids, self.metadata, self.device)
-        else:
-            metadata = self.metadata(grids)
-        pixels = one_or_several(self.pixels(mm_kwargs))
+        metadata = self._device_metadata.of(grids, self.device, self.metadata, self._cumulative_lengths)
         return EncoderCudaGraphReplayBuffers(
-            {"pixel_values": pixels, **metadata, **self._cumulative_lengths(grids)}
+            {"pixel_values": one_or_several(self.pixels(mm_kwargs)), **metadata}
         )
 
     def encoder_cudagraph_forward(self, inputs: dict[str, Tensor], path: str = "default") -> Tensor:

@@ -126,3 +126,20 @@ def test_tied_parameters_and_constants_beside_a_module_are_told_apart() -> None:
     assert parameters.current()[0] is parameters.current()[2] is module.weight
     assert parameters.current()[1] is constant
     assert parameters.have_moved()
+
+
+def test_another_parameter_over_the_same_memory_has_not_moved() -> None:
+    module = nn.Linear(2, 2)
+    parameters = StaticParameters.of_module(module)
+    module.weight = nn.Parameter(module.weight.data)
+    assert not parameters.have_moved()
+    module.weight.data = module.weight.data.clone()
+    assert parameters.have_moved()
+
+
+def test_a_parameter_that_is_gone_has_moved() -> None:
+    module = nn.Linear(2, 2)
+    parameters = StaticParameters.of_module(module)
+    del module.bias
+    assert parameters.have_moved()
+    assert parameters.current() == [module.weight, None]

@@ -632,7 +632,7 @@ def test_rule_7_a_view_of_the_output_would_not_survive(
     for debug in (False, True):
         manager = make_manager(mode="full", debug=debug)
         manager.capture()
-        monkeypatch.setattr(manager, "_own", lambda *args: None)
+        monkeypatch.setattr(manager._runner, "_own", lambda *args: None)
         (item,) = manager.execute(make_batch([(1, 4, 4)]))
         kept = item.clone()
         if debug:

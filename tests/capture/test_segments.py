@@ -45,6 +45,18 @@ def test_lengths_that_do_not_rise_from_0_are_refused(given_lengths: list[int]) -
         pad_cu_seqlens(torch.tensor(given_lengths, dtype=torch.int32), 8, 100)
 
 
+def test_padded_lengths_are_kept_for_captures_of_the_same_size() -> None:
+    kept = pad_cu_seqlens(cumulative([3, 4]), 5, 9)
+    assert pad_cu_seqlens(cumulative([3, 4]), 5, 9) is kept
+    assert pad_cu_seqlens(cumulative([3, 4]), 6, 9).tolist() == [0, 3, 7, 7, 7, 7]
+    assert kept.tolist() == [0, 3, 7, 7, 7]
+    for _ in range(2):
+        with pytest.raises(ReplayError, match="2 segments over 7 rows do not fit"):
+            pad_cu_seqlens(cumulative([3, 4]), 5, 6)
+    with torch.inference_mode():
+        assert not pad_cu_seqlens(cumulative([1]), 2, 1).is_inference()
+
+
 def test_what_does_not_fit_is_refused() -> None:
     given_lengths = torch.tensor([0, 2, 4, 6], dtype=torch.int32)
     with pytest.raises(ReplayError, match="3 segments over 6 rows do not fit a capture of 2 segments over 9"):

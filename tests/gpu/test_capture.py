@@ -16,8 +16,10 @@ from fxsplit_encoder.capture import (
     CapturedForward,
     GraphPool,
     SegmentedCapture,
+    StaticBuffer,
     StaticInputs,
     StaticParameters,
+    pad_cu_seqlens,
 )
 
 pytestmark = pytest.mark.gpu
@@ -35,6 +37,66 @@ def image(side: int, features: int) -> dict[str, Any]:
         "pixel_values": torch.randn(side * side, features, device="cuda"),
         "image_grid_thw": torch.tensor([(1, side, side)]),
     }
+
+
+def staged(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sizes of the pinned memory that values are copied to on the host, as it is asked for."""
+    sizes: list[int] = []
+    real = torch.empty
+
+    def empty(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if kwargs.get("pin_memory"):
+            sizes.append(args[0])
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    return sizes
+
+
+def test_what_is_pinned_already_is_not_copied_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer = torch.zeros(64, dtype=torch.int32, device="cuda")
+    static = StaticInputs([StaticBuffer("lengths", buffer)])
+    value = torch.arange(48, dtype=torch.int32)
+    sizes = staged(monkeypatch)
+    for given, expected in (
+        (value, 1),
+        (value.pin_memory(), 0),
+        (value.long().pin_memory(), 1),  # of another dtype, which the host converts
+        (value.repeat_interleave(2).pin_memory()[::2], 1),
+    ):
+        sizes.clear()
+        static.load({"lengths": torch.zeros(64, dtype=torch.int32, device="cuda")})
+        static.load({"lengths": given})
+        assert len(sizes) == expected
+        assert torch.equal(buffer[:48].cpu(), value)
+        assert not buffer[48:].any()
+
+
+def test_kept_lengths_reach_the_device_whole_however_fast_they_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    buffer = torch.zeros(512, dtype=torch.int32, device="cuda")
+    static = StaticInputs([StaticBuffer("lengths", buffer, None)])
+    given = [torch.arange(0, 8 * (n + 2), 8, dtype=torch.int32) for n in range(300)]  # more than are kept
+    sizes, seen = staged(monkeypatch), []
+    for lengths in [*given, *given]:
+        static.load({"lengths": pad_cu_seqlens(lengths, 512, 4096)})
+        seen.append(buffer.clone())
+    assert not sizes
+    for lengths, copied in zip([*given, *given], seen, strict=True):
+        assert torch.equal(copied.cpu(), pad_cu_seqlens(lengths, 512, 4096))
+
+
+def test_an_image_of_a_size_that_came_before_needs_nothing_staged(
+    managers: Any, towers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    features = towers[2].patch_features
+    manager = managers["full"]
+    expected = {side: manager.execute(image(side, features))[0].shape for side in (8, 16)}
+    sizes = staged(monkeypatch)
+    for side in (16, 8, 16):
+        assert manager.execute(image(side, features))[0].shape == expected[side]
+    assert not sizes
 
 
 def test_smaller_budgets_share_the_memory_of_the_largest(managers: Any) -> None:

@@ -1,0 +1,144 @@
+"""Runs planned batches on their paths, and gives every item its rows of the outputs."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fxsplit_encoder.capture import GraphPool, MissReason
+from fxsplit_encoder.errors import ReplayError
+from fxsplit_encoder.manager.dual_path import postprocess_of
+from fxsplit_encoder.manager.item_facts import axis_keys
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Mapping, Sequence
+
+    from torch import Tensor
+
+    from fxsplit_encoder.capture.buffers import StaticValue
+    from fxsplit_encoder.manager.path import EncoderPath
+    from fxsplit_encoder.manager.plan import PathPlan, PlannedBatch
+    from fxsplit_encoder.manager.protocol import SupportsEncoderCudaGraph
+    from fxsplit_encoder.manager.statistics import Statistics
+
+logger = logging.getLogger(__name__)
+
+
+class BatchRunner:
+    """Runs batches of one tower, one at a time.
+
+    Args:
+        routes: the paths by (name, axis keys).
+        has_axes: whether the tower has capture axes.
+    """
+
+    def __init__(
+        self,
+        tower: SupportsEncoderCudaGraph,
+        routes: Mapping[tuple[str, tuple[Hashable, ...]], EncoderPath],
+        pool: GraphPool,
+        statistics: Statistics,
+        *,
+        has_axes: bool,
+    ) -> None:
+        self.tower = tower
+        self.routes = routes
+        self.pool = pool
+        self.statistics = statistics
+        self.has_axes = has_axes
+        self._postprocess = postprocess_of(tower)
+
+    def run(
+        self,
+        batch: PlannedBatch,
+        mm_kwargs: dict[str, Any],
+        tokens: list[int],
+        results: dict[int, Tensor],
+        *,
+        may_replay: bool,
+        debug: bool,
+    ) -> None:
+        """Encodes the items of a batch and counts them.
+
+        Args:
+            mm_kwargs: the whole request.
+            tokens: the output tokens of every item of the request.
+            results: receives each item of the batch, in memory of its own.
+            may_replay: whether captures serve; if not, the batch falls back.
+            debug: whether every rule is checked at every replay.
+        """
+        indices = list(batch.indices)
+        everything = indices == list(range(len(tokens))) and not self.has_axes
+        selected = mm_kwargs if everything else self.tower.select_encoder_cudagraph_items(mm_kwargs, indices)
+        keys = axis_keys(selected) if self.has_axes else ()
+        reason: MissReason | None = None
+        with self.pool.replaying():
+            outputs: dict[str, Tensor] = {}
+            for name, planned in batch.paths.items():
+                if not planned.skipped:
+                    path = self.routes.get((name, keys))
+                    if path is None:  # items of the same keys make up a batch of others
+                        outputs[name], missed = self._run_without_captures(name, selected)
+                    else:
+                        outputs[name], missed = self._run_path(path, planned, selected, may_replay, debug)
+                    reason = reason or missed
+            self._postprocess(outputs, indices, tokens, results, clone=False, batch_mm_kwargs=selected)
+            self._own(indices, results, outputs)
+            if debug:
+                self.pool.handed_out.add(results[index] for index in indices)
+        self.statistics.record_items(len(indices), reason)
+
+    def _run_path(
+        self, path: EncoderPath, planned: PathPlan, selected: dict[str, Any], may_replay: bool, debug: bool
+    ) -> tuple[Tensor, MissReason | None]:
+        """The path's output, and why it is no replay's."""
+        values = None
+        reason = None
+        if may_replay:
+            for key, ladder, size in path.captures_for(planned):
+                values = path.values(selected) if values is None else values
+                captured = path.best_capture(ladder, size, values)
+                try:
+                    path.load(captured, values)
+                except ReplayError as error:
+                    # Raised before anything was copied: the batch is whole.
+                    logger.warning("%s, %d tokens: %s", path.label, size, error)
+                    reason = MissReason.EXTENT_EXCEEDED
+                    continue
+                output = captured.replay(debug=debug)[0]
+                assert isinstance(output, torch.Tensor)
+                self.statistics.record_replay(key, planned.tokens)
+                return output, None
+        output = self._run_without_replay(path, planned, selected, values)
+        return output, reason or path.miss_reason(planned)
+
+    def _run_without_captures(self, name: str, selected: dict[str, Any]) -> tuple[Tensor, MissReason | None]:
+        """The same for a path that has nothing at these axis keys: the tower's own forward."""
+        self.statistics.record_fallback("eager")
+        return self.tower.encoder_eager_forward(selected, path=name), MissReason.NOT_CAPTURED
+
+    def _run_without_replay(
+        self,
+        path: EncoderPath,
+        planned: PathPlan,
+        selected: dict[str, Any],
+        values: dict[str, StaticValue | None] | None,
+    ) -> Tensor:
+        if planned.eager:
+            output, compiled = path.run_eager(selected), False
+        else:
+            output, compiled = path.run_exact(selected, values)
+        self.statistics.record_fallback("exact" if compiled else "eager")
+        return output
+
+    def _own(self, indices: Sequence[int], results: dict[int, Tensor], outputs: dict[str, Tensor]) -> None:
+        """Copies what still lies in a path's output, so that no replay overwrites it (capture rule 7).
+
+        Every item gets memory of its own: a cache that keeps one image must not keep its batch alive.
+        """
+        storages = {output.untyped_storage().data_ptr() for output in outputs.values()}
+        for index in indices:
+            if results[index].untyped_storage().data_ptr() in storages:
+                results[index] = results[index].clone()

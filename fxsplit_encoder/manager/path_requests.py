@@ -1,0 +1,140 @@
+"""What a path gives to be captured at one size: of a compiled forward, or of the tower's own as it is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fxsplit_encoder.capture import (
+    CaptureRequest,
+    SharedBuffers,
+    StaticBuffer,
+    StaticInputs,
+    StaticParameters,
+    request_over,
+)
+from fxsplit_encoder.capture.probe import probe_padding
+from fxsplit_encoder.compile import BoundProgram, Step
+from fxsplit_encoder.errors import CaptureError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import Tensor
+
+    from fxsplit_encoder.compile import Runner
+    from fxsplit_encoder.manager.path_forward import PathForward
+    from fxsplit_encoder.manager.protocol import EncoderCudaGraphPaddingLogic
+
+    PaddingLogics = Mapping[str, EncoderCudaGraphPaddingLogic]
+
+
+def request_of_program(
+    program: BoundProgram,
+    values: Mapping[str, Tensor],
+    budget: int,
+    *,
+    parameters: StaticParameters,
+    padding_logics: PaddingLogics,
+    shared: SharedBuffers,
+) -> CaptureRequest:
+    """The request of a compiled forward.
+
+    Args:
+        values: fresh inputs of the captured size.
+        budget: that size in output tokens.
+        shared: where inputs that every batch fills find their memory.
+    """
+    rows = program.tokens(values)
+    buffers = {
+        name: _buffer(program, name, tensor, padding_logics.get(name), shared)
+        for name, tensor in values.items()
+    }
+    device = program.program.device
+    num_rows = torch.full((), rows, dtype=torch.int64, device=device) if rows is not None else None
+
+    def forward(tensors: Mapping[str, Tensor], runner: Runner) -> list[Any]:
+        frame = program.program.begin(program.arguments(tensors))
+        if program.program.num_rows_slot is not None:
+            frame.slots[program.program.num_rows_slot] = num_rows
+        return program.program.finish(frame, runner)
+
+    return request_over(
+        buffers,
+        forward,
+        parameters=parameters,
+        segment_inputs=program.segment_inputs,
+        rows=budget if rows is None else rows,
+        num_rows=num_rows,
+        can_break=bool(program.program.splits),
+        frame_lengths=program.frame_lengths,
+    )
+
+
+def request_of_module(
+    forward: PathForward, values: Mapping[str, Tensor], budget: int, padding_logics: PaddingLogics
+) -> CaptureRequest:
+    """The request of a forward that is captured as it is."""
+    buffers = (StaticBuffer(name, tensor, 0, padding_logics.get(name)) for name, tensor in values.items())
+    return CaptureRequest(
+        StaticInputs(buffers),
+        StaticParameters.of_module(forward.tower),
+        (),
+        budget,
+        None,
+        _as_single_piece(forward, values),
+        can_break=False,
+        compiled=False,
+        splitting_ops=forward.options.splitting_ops,
+    )
+
+
+def check_padding(program: BoundProgram, values: Mapping[str, Tensor]) -> None:
+    """Raises CaptureError unless padding is proved, or the probe found it harmless on half the rows."""
+    padding, rows = program.program.padding, program.tokens(values)
+    if padding.proved:
+        return
+    if rows is None or rows < 2 or not padding.may_probe:
+        raise CaptureError(f"its rows are not known to be independent ({padding})")
+    half = {name: _half(program, name, tensor) for name, tensor in values.items()}
+    refusal = probe_padding(program.program, program.program.begin(program.arguments(half)), rows)
+    if refusal is not None:
+        raise CaptureError(f"padding changes its results ({padding}): {refusal}")
+
+
+def _buffer(
+    program: BoundProgram,
+    name: str,
+    tensor: Tensor,
+    padding_logic: EncoderCudaGraphPaddingLogic | None,
+    shared: SharedBuffers,
+) -> StaticBuffer:
+    """A static input; in shared memory, if it is one that every batch fills."""
+    if name in program.segment_inputs:  # replaced as a whole
+        return shared.share(StaticBuffer(name, tensor, None))
+    dim = program.token_dims.get(name)
+    is_order = name in program.order_inputs
+    buffer = StaticBuffer(name, tensor, 0 if dim is None else dim, padding_logic, is_order=is_order)
+    return buffer if dim is None else shared.share(buffer)
+
+
+def _as_single_piece(forward: PathForward, values: Mapping[str, Tensor]) -> Callable[[Runner], Sequence[Any]]:
+    """The tower's forward as a program of a single piece: what is recorded goes through the runner."""
+    whole = Step(
+        kind="piece",
+        name="forward",
+        call=lambda: (forward(values),),
+        args=(),
+        kwargs={},
+        outputs=(0,),
+        returns_tensor=False,
+    )
+    return lambda runner: runner.run_piece(whole, ())
+
+
+def _half(program: BoundProgram, name: str, tensor: Tensor) -> Tensor:
+    if name in program.segment_inputs:
+        return torch.div(tensor, 2, rounding_mode="floor").to(tensor.dtype)
+    dim = program.token_dims.get(name)
+    return tensor if dim is None else tensor.narrow(dim, 0, tensor.shape[dim] // 2)

@@ -1,0 +1,129 @@
+"""The plans of requests: made from what captures there are and what they cost, and kept by sizes."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from fxsplit_encoder.capture import MissReason
+from fxsplit_encoder.manager.costs import CostModel
+from fxsplit_encoder.manager.item_facts import item_axis_keys, item_modalities, item_segments, video_frames
+from fxsplit_encoder.manager.plan import Plan
+from fxsplit_encoder.manager.planner import build_fallback_plan, build_plan
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Mapping, Sequence
+
+    from fxsplit_encoder.config import EncoderConfig
+    from fxsplit_encoder.manager.budgets import Limits
+    from fxsplit_encoder.manager.path import EncoderPath
+    from fxsplit_encoder.manager.protocol import (
+        EncoderCudaGraphConfig,
+        EncoderItemSpec,
+        SupportsEncoderCudaGraph,
+    )
+
+# Plans depend on sizes alone, and the same sizes come again.
+_KEPT_PLANS = 1024
+
+# Host milliseconds that a batch adds, to decide whether it is worth splitting one.
+_PER_BATCH_MS = 0.3
+
+
+class RequestPlans:
+    """Plans requests of one tower. To be told of its captures by `use_captures` before anything is planned.
+
+    Args:
+        routes: the paths by (name, axis keys).
+    """
+
+    def __init__(
+        self,
+        tower: SupportsEncoderCudaGraph,
+        config: EncoderConfig,
+        model_config: EncoderCudaGraphConfig,
+        routes: Mapping[tuple[str, tuple[Hashable, ...]], EncoderPath],
+    ) -> None:
+        self.tower = tower
+        self.config = config
+        self.model_config = model_config
+        self.routes = routes
+        self._kept: dict[Hashable, Plan] = {}
+
+    def use_captures(self, limits: Limits, *, captured: bool) -> None:
+        """Gathers what plans depend on, so that a request need not; forgets the plans so far.
+
+        Args:
+            captured: whether the paths are captured; if not, plans are those of a full ladder.
+        """
+        self._kept.clear()
+        self._limits = limits
+        self._captured = captured
+        paths = self.routes.values()
+        costs = {key: path.costs() for key, path in self.routes.items()}
+        for key, path in self.routes.items():
+            if path.exact is not None and costs[key].measured:
+                path.exact.use_costs(costs[key], path.ladder.capture_ms)
+        self.build = functools.partial(
+            build_plan,
+            limits=limits,
+            captured=frozenset(path.key(b) for path in paths for b in path.captured) if captured else None,
+            exact=frozenset(path.key(b) for path in paths for b in path.ladder.exact),
+            packing=self.config.packing,
+            costs=CostModel(costs, _PER_BATCH_MS) if captured else None,
+        )
+
+    def of(self, mm_kwargs: dict[str, Any], specs: Sequence[EncoderItemSpec]) -> Plan:
+        """The plan of a request with items of these sizes. Touches no tensor but the grids."""
+        if not self.config.enabled or all(path.mode == "none" for path in self.routes.values()):
+            limits = self._limits
+            return build_fallback_plan(
+                specs, limits.path_budgets, MissReason.DISABLED, limits.skippable_paths
+            )
+        modalities = item_modalities(self.tower, mm_kwargs, len(specs))
+        segments = item_segments(self.tower, mm_kwargs, len(specs))
+        frames = video_frames(self.tower, mm_kwargs, modalities, segments)
+        keys = item_axis_keys(self.tower, mm_kwargs, len(specs)) if self.model_config.capture_axes else None
+        sizes = tuple([(s.input_size, s.output_tokens, *s.path_output_tokens.items()) for s in specs])
+        cache_key = (sizes, tuple(segments), tuple(frames), tuple(modalities), tuple(keys or ()))
+        plan = self._kept.get(cache_key)
+        if plan is None:
+            if len(self._kept) >= _KEPT_PLANS:
+                self._kept.clear()
+            plan = self._kept[cache_key] = self._make(specs, modalities, segments, frames, keys)
+        return plan
+
+    def _make(
+        self,
+        specs: Sequence[EncoderItemSpec],
+        modalities: Sequence[str],
+        segments: Sequence[int],
+        frames: Sequence[int],
+        keys: Sequence[tuple[Hashable, ...]] | None,
+    ) -> Plan:
+        unsupported = {m for m in modalities if m not in self.model_config.modalities}
+        return self.build(
+            specs,
+            item_segments=segments,
+            item_frames=frames if any(frames) else None,
+            item_reasons=[MissReason.UNSUPPORTED_INPUT if m in unsupported else None for m in modalities]
+            if unsupported
+            else None,
+            item_axis_keys=keys,
+        )
+
+    def as_served(self, plan: Plan) -> Plan:
+        """The plan with what captures at exact shapes, which come and go, would serve now."""
+        if not self._captured or all(path.exact is None for path in self.routes.values()):
+            return plan
+        batches = []
+        for batch in plan.batches:
+            paths = {
+                name: self.routes[name, batch.axis_keys].as_served(planned)
+                if (name, batch.axis_keys) in self.routes
+                else planned
+                for name, planned in batch.paths.items()
+            }
+            batches.append(replace(batch, paths=paths))
+        return Plan(tuple(batches), plan.num_items)

@@ -1,0 +1,146 @@
+"""What the host does for a request: times cannot be pinned on any machine, but what is done can."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fxsplit_encoder.capture import segments
+
+aten = torch.ops.aten
+
+NUM_INPUTS = 5
+"""Patches, positions, taps and their weights, cumulative lengths."""
+
+
+class CountedOps(TorchDispatchMode):
+    """Counts the tensor ops that run inside, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture(scope="module")
+def manager(make_manager: Any) -> Iterator[Any]:
+    """A manager whose replays do nothing, so that what runs is the host's work around them."""
+    made = make_manager(mode="full", debug=False)
+    made.capture()
+    for path in made.routes.values():
+        for captured in (*path.ladder.captured.values(), *path.ladder.captured_one_segment.values()):
+            captured.capture.replay = lambda: None
+    return made
+
+
+@pytest.fixture
+def computed(tiny_towers: Any, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often the tower computes host metadata."""
+    counts: Counter[str] = Counter()
+    for name in ("metadata", "_cumulative_lengths"):
+        real = getattr(tiny_towers.wrapped, name)
+
+        def counted(grids: Any, name: str = name, real: Any = real) -> Any:
+            counts[name] += 1
+            return real(grids)
+
+        monkeypatch.setattr(tiny_towers.wrapped, name, counted)
+    return counts
+
+
+def ops_of(manager: Any, inputs: dict[str, Any]) -> Counter[str]:
+    with CountedOps() as counted:
+        manager.execute(inputs)
+    return counted.counts
+
+
+def test_an_image_that_fills_its_budget_costs_one_copy_an_input_and_one_of_its_own(
+    manager: Any, make_batch: Any
+) -> None:
+    manager.execute(make_batch([(1, 8, 8)], seed=1))
+    counts = ops_of(manager, make_batch([(1, 8, 8)], seed=2))
+    # The number of real rows is filled in; the item is cut out of the output, and copied.
+    assert counts == {"copy_": NUM_INPUTS, "fill_": 1, "slice": 1, "clone": 1}
+
+
+def test_a_smaller_image_cuts_buffers_and_clears_what_a_larger_one_left(
+    manager: Any, make_batch: Any
+) -> None:
+    small = make_batch([(1, 6, 8)])  # 12 of 16 tokens
+    manager.execute(small)
+    by_row = NUM_INPUTS - 1  # cumulative lengths are replaced as a whole
+    expected = {"copy_": NUM_INPUTS, "fill_": 1, "slice": by_row + 1, "clone": 1}
+    assert ops_of(manager, small) == expected
+    manager.execute(make_batch([(1, 8, 8)]))
+    assert ops_of(manager, small) == expected | {"slice": 2 * by_row + 1, "zero_": by_row}
+
+
+def test_metadata_of_a_size_that_came_before_is_not_computed_again(
+    manager: Any, make_batch: Any, computed: Counter[str]
+) -> None:
+    grids = [(1, 10, 4), (1, 4, 10)]
+    manager.execute(make_batch(grids, seed=1))
+    assert computed == {"metadata": 1, "_cumulative_lengths": 1}
+    padded = segments._extended.cache_info().misses
+    for seed in range(3):
+        manager.execute(make_batch(grids, seed=seed))
+    assert computed == {"metadata": 1, "_cumulative_lengths": 1}
+    assert segments._extended.cache_info().misses == padded
+    manager.execute(make_batch(grids[::-1]))
+    assert computed == {"metadata": 2, "_cumulative_lengths": 2}
+
+
+def test_metadata_of_many_sizes_is_forgotten_the_least_recently_used_first(
+    tiny_towers: Any, make_batch: Any, computed: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fxsplit_encoder.towers import device_metadata
+
+    tower = tiny_towers.wrapped
+    monkeypatch.setattr(tower, "_device_metadata", device_metadata.DeviceMetadata())
+    monkeypatch.setattr(device_metadata, "_KEPT_BATCHES", 2)
+    monkeypatch.setattr(device_metadata, "_KEPT_PATCHES", 24)
+    first, second, third, large = ([(1, 2, 2 * n)] for n in (1, 2, 3, 7))
+    for grids, misses in ((first, 1), (second, 2), (first, 2), (third, 3), (first, 3), (second, 4)):
+        tower.prepare_encoder_cudagraph_replay_buffers(make_batch(grids), 0, 0)
+        assert computed["metadata"] == misses, grids
+    for misses in (5, 6):
+        tower.prepare_encoder_cudagraph_replay_buffers(make_batch(large), 0, 0)
+        assert computed["metadata"] == misses
+
+
+sides = st.integers(1, 4).map(lambda n: 2 * n)
+grids = st.lists(st.tuples(st.integers(1, 2), sides, sides), min_size=1, max_size=3)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(grids, min_size=1, max_size=3))
+def test_what_is_kept_stays_as_it_was_computed(
+    managers: Any, tiny_towers: Any, make_batch: Any, sequence: Any
+) -> None:
+    tower = tiny_towers.wrapped
+    for images in [*sequence, *sequence]:
+        inputs = make_batch(images)
+        managers["piecewise"].execute(inputs)
+        values = tower.prepare_encoder_cudagraph_replay_buffers(inputs, 0, 0).values
+        for name, expected in tower.host_metadata(images).items():
+            torch.testing.assert_close(values[name], expected, rtol=0, atol=0)
+
+
+def test_what_was_first_asked_for_in_inference_mode_serves_everywhere(
+    tiny_towers: Any, make_batch: Any
+) -> None:
+    inputs = make_batch([(1, 6, 14)])
+    with torch.inference_mode():
+        tiny_towers.wrapped.prepare_encoder_cudagraph_replay_buffers(inputs, 0, 0)
+    values = tiny_towers.wrapped.prepare_encoder_cudagraph_replay_buffers(inputs, 0, 0).values
+    assert not any(values[name].is_inference() for name in tiny_towers.wrapped.metadata_names)
