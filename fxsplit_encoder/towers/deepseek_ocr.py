@@ -29,6 +29,8 @@ class DeepseekOcrTower(TiledTower):
     which the first term is missing without crops.
     """
 
+    attends_with_mask = True  # SAM's relative positions
+
     def __init__(self, tower: DeepseekOcrVisionModel) -> None:
         config = tower.config
         self.crop_side = config.image_size // config.pixels_per_feature

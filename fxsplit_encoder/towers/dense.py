@@ -76,6 +76,8 @@ class DenseTower(TileTower):
     def forward(self, pixel_values: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The wrapped module's own forward: tiles first, its options, its output."""
         if torch.compiler.is_compiling():
+            # InternVL's reshape to -1 divides by the number of tiles.
+            torch._check(pixel_values.shape[0] > 0)  # type: ignore[no-untyped-call]
             pixel_values = tiles(pixel_values, self.tokens_per_tile, self.max_tiles)[0]
         return self.call(pixel_values, *args, **kwargs)
 

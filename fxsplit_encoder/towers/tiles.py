@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from torch.torch_version import TorchVersion
 
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.manager.protocol import (
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping
 
     from torch import Tensor, nn
+
+# torch 2.11 compares the sizes of a mask with 1 while it traces, which it cannot do with a size not known.
+MASKED_ATTENTION_TAKES_UNKNOWN_SIZES = TorchVersion(torch.__version__) >= "2.13"
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,8 @@ class TileTower(WrappedTower):
     """
 
     modalities: ClassVar[tuple[str, ...]] = ("image",)
+    attends_with_mask: ClassVar[bool] = False
+    """Whether `scaled_dot_product_attention` gets a mask or a bias."""
     max_tiles: ClassVar[int]
     """The largest batch worth capturing, in tiles of the first path."""
 
@@ -186,8 +192,11 @@ def _mark_dynamic(
         args = (kwargs.pop(name), *args)
     if args and isinstance(args[0], torch.Tensor) and args[0].dim() == 4 and args[0].shape[0] > 0:
         pixels = args[0].view_as(args[0])
-        # One tile is a number of tiles like any other: a backed size of 1 would be specialised.
-        torch._dynamo.decorators.mark_unbacked(pixels, 0, min=1)
+        if module.attends_with_mask and not MASKED_ATTENTION_TAKES_UNKNOWN_SIZES:
+            torch._dynamo.maybe_mark_dynamic(pixels, 0)  # one tile is traced apart
+        else:
+            # One tile is a number of tiles like any other: a backed size of 1 would be specialised.
+            torch._dynamo.decorators.mark_unbacked(pixels, 0)
         torch._dynamo.mark_static(pixels, [1, 2, 3])
         args = (pixels, *args[1:])
     return args, kwargs
