@@ -31,6 +31,7 @@ from fxsplit_encoder.capture import (
     runner,
 )
 from fxsplit_encoder.compile import build
+from fxsplit_encoder.compile.program import Step
 from fxsplit_encoder.errors import CaptureError, CaptureMemoryError, InputError, ReplayError
 from fxsplit_encoder.manager import path as path_module
 
@@ -138,7 +139,7 @@ def test_rule_1_eager_attention_writes_into_buffers_that_are_finite_everywhere(p
     pool = GraphPool(torch.device("cpu"))
     q = torch.randn(8, 2, 4)
     lengths = torch.tensor([0, 3, 5], dtype=torch.int32)
-    step = build.Step("split", "a", varlen_attention, (), {}, (0,), returns_tensor=True)
+    step = Step("split", "a", varlen_attention, (), {}, (0,), returns_tensor=True)
     live = eager_attention.LiveSegments()
     live.set(5, ())
     with SegmentedCapture(pool) as capture:
@@ -720,7 +721,7 @@ class LazyLayers:
 
 
 def _step(call: Any) -> Any:
-    return build.Step("piece", "p", call, (), {}, (0,), returns_tensor=False)
+    return Step("piece", "p", call, (), {}, (0,), returns_tensor=False)
 
 
 def captured_forward(pool: GraphPool, mode: str = "full") -> CapturedForward:
