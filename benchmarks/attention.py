@@ -6,7 +6,8 @@
 inside of a CUDA graph, medians: "known" with the true segments and bound, "captured" with eight empty
 segments more and the token count as bound, as a budget's graph has them. "host" is what a call keeps the CPU,
 "first ms" what the first call of a shape takes, where kernels are compiled or planned. What the chooser picks
-for either is marked; it measures for itself, on random values of the shape's class.
+for either is marked; it measures for itself, on random values of the shape's class. The file is written after
+each list of segments; `--segments` takes some of them.
 """
 
 from __future__ import annotations
@@ -87,6 +88,7 @@ def _first_ms(call: Callable[[], Any]) -> float:
 @torch.no_grad()
 def main() -> None:
     parser = make_parser(__doc__)
+    parser.add_argument("--segments", nargs="+", choices=SEGMENTS, default=list(SEGMENTS), metavar="NAME")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.exit(2, "attention.py needs a CUDA device\n")
@@ -94,10 +96,13 @@ def main() -> None:
     unavailable = {k.name: reason for k in KERNELS if (reason := k.unavailable_reason(device)) is not None}
     print(tabulated(("not available", "why"), [*unavailable.items()], "simple"))
     chooser = KernelChooser(measurements=Measurements())
-    with measuring():
-        rows = [row for name, lengths in SEGMENTS.items() for row in measure(name, lengths, chooser)]
+    rows: list[dict[str, Any]] = []
+    result = {**describe(), "unavailable": unavailable, "rows": rows}
+    for name in arguments.segments:
+        with measuring():
+            rows += measure(name, SEGMENTS[name], chooser)
+        store(arguments.output, result)
     print(all_rows(rows))
-    store(arguments.output, {**describe(), "unavailable": unavailable, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -125,7 +125,10 @@ def main() -> None:
     ranks = sorted({1, *arguments.ranks})
     if not arguments.tiny and torch.cuda.device_count() < ranks[-1]:
         parser.exit(2, f"{ranks[-1]} ranks need as many GPUs; there are {torch.cuda.device_count()}\n")
+    tower = "tiny, on the CPU" if arguments.tiny else "Qwen3-VL-8B vision, 27 blocks, bf16, random weights"
     rows: list[dict[str, Any]] = []
+    settings = {"tower": tower, "images": arguments.images, "pixels": PIXELS, **LIMITS}
+    result = {**describe(), **settings, "rows": rows}
     reference: dict[str, Any] = {}
     for num_ranks in ranks:
         measured = measure(num_ranks, arguments)
@@ -146,10 +149,8 @@ def main() -> None:
                 "modes": measured["modes"],
             }
         )
+        store(arguments.output, result)
     print(by_columns({name: name for name in rows[0] if name != "modes"}, rows, "simple"))
-    tower = "tiny, on the CPU" if arguments.tiny else "Qwen3-VL-8B vision, 27 blocks, bf16, random weights"
-    settings = {"tower": tower, "images": arguments.images, "pixels": PIXELS, **LIMITS}
-    store(arguments.output, {**describe(), **settings, "rows": rows})
 
 
 if __name__ == "__main__":

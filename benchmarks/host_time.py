@@ -16,6 +16,7 @@ import itertools
 import random
 import statistics
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -47,17 +48,15 @@ def new_sizes(manager: fx.EncoderCudaGraphManager, features: int) -> float:
     return statistics.median(times)
 
 
-def measure(manager: fx.EncoderCudaGraphManager, features: int) -> dict[str, float]:
+def measure(manager: fx.EncoderCudaGraphManager, features: int) -> Iterator[tuple[str, float]]:
+    """What is measured and its microseconds, one after the other."""
     inputs = image(16, 16, features)
     for _ in range(50):
         manager.execute(inputs)
     path = manager.paths["default"]
     captured = path.ladder.best(64, 1)
-    result = {
-        "replay": 1e3 * cpu_ms(captured.replay, 300),
-        "execute": 1e3 * cpu_ms(lambda: manager.execute(inputs), 300),
-    }
-    result["execute beyond replay"] = result["execute"] - result["replay"]
+    replay, execute = (1e3 * cpu_ms(call, 300) for call in (captured.replay, lambda: manager.execute(inputs)))
+    yield from {"replay": replay, "execute": execute, "execute beyond replay": execute - replay}.items()
     specs, values = manager._item_specs(inputs), path.values(inputs)
     parts = {
         "item specs": lambda: manager._item_specs(inputs),
@@ -66,17 +65,17 @@ def measure(manager: fx.EncoderCudaGraphManager, features: int) -> dict[str, flo
         "load": lambda: path.load(captured, values),
         "address check": captured.parameters.check_addresses,
     }
-    result |= {name: 1e3 * cpu_ms(part, 300) for name, part in parts.items()}
-    result["execute, new sizes"] = new_sizes(manager, features)
+    yield from ((name, 1e3 * cpu_ms(part, 300)) for name, part in parts.items())
+    yield "execute, new sizes", new_sizes(manager, features)
     generator = random.Random(1)
     for count in (1, 32, 256):
         grids = torch.tensor([random_grid(generator) for _ in range(count)])
         specs = manager.tower.get_encoder_cudagraph_item_specs({"image_grid_thw": grids})
         segments = [1] * count
-        result[f"plan of {count}"] = 1e3 * cpu_ms(
+        milliseconds = cpu_ms(
             lambda specs=specs, segments=segments: manager._plans.build(specs, item_segments=segments), 100
         )
-    return result
+        yield f"plan of {count}", 1e3 * milliseconds
 
 
 @torch.no_grad()
@@ -91,9 +90,12 @@ def main() -> None:
     )
     manager = fx.EncoderCudaGraphManager(tower, config, log_interval=0)
     manager.capture()
-    result = measure(manager, tower.patch_features)
-    print(tabulated(["host", "microseconds"], [*result.items()], "simple"))
-    store(arguments.output, {**describe(), "microseconds": result})
+    microseconds: dict[str, float] = {}
+    result = {**describe(), "microseconds": microseconds}
+    for what, value in measure(manager, tower.patch_features):
+        microseconds[what] = value
+        store(arguments.output, result)
+    print(tabulated(["host", "microseconds"], [*microseconds.items()], "simple"))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import math
 import random
 import statistics
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -69,8 +70,8 @@ def contenders(tower: Any) -> dict[str, fx.EncoderCudaGraphManager]:
 
 def time_requests(
     requests: list[dict[str, Any]], hf: Any, managers: Any, repeats: int
-) -> list[dict[str, float]]:
-    """The milliseconds of every request, by contender."""
+) -> Iterator[dict[str, float]]:
+    """The milliseconds of one request after the other, by contender."""
     calls: dict[str, Any] = {name: manager.execute for name, manager in managers.items()}
     on_device = [request["image_grid_thw"].cuda() for request in requests]
     for _ in range(2):
@@ -78,13 +79,11 @@ def time_requests(
             hf(request["pixel_values"], grid)
             for call in calls.values():
                 call(request)
-    rows = []
     for request, grid in zip(requests, on_device, strict=True):
         row = {"HF eager": wall_ms(lambda r=request, g=grid: hf(r["pixel_values"], g), repeats, 0)}
         for name, call in calls.items():
             row[name] = wall_ms(lambda c=call, r=request: c(r), repeats, 0)
-        rows.append(row)
-    return rows
+        yield row
 
 
 def summary(rows: list[dict[str, float]]) -> list[dict[str, Any]]:
@@ -118,21 +117,23 @@ def main() -> None:
     tower = fx.wrap(copy.deepcopy(hf))
     managers = contenders(tower)
     requests = make_requests(arguments.requests, tower.patch_features)
-    rows = time_requests(requests, hf, managers, arguments.repeats)
-    lines = summary(rows)
-    print(by_columns({name: name for name in lines[0]}, lines, "simple"), "\n")
-    for name, manager in managers.items():
-        print(f"{name}: {manager.stats()}\n")
+    rows: list[dict[str, float]] = []
     result = {
         **describe(),
         "tower": "Qwen3-VL-8B vision, 27 blocks, bf16, random weights",
         "requests": len(requests),
-        "summary": lines,
-        "stats": {name: manager.stats().as_dict() for name, manager in managers.items()},
         "grids": [request["image_grid_thw"].tolist() for request in requests],
         "rows": rows,
     }
-    store(arguments.output, result)
+    for row in time_requests(requests, hf, managers, arguments.repeats):
+        rows.append(row)
+        store(arguments.output, result)
+    lines = summary(rows)
+    print(by_columns({name: name for name in lines[0]}, lines, "simple"), "\n")
+    for name, manager in managers.items():
+        print(f"{name}: {manager.stats()}\n")
+    stats = {name: manager.stats().as_dict() for name, manager in managers.items()}
+    store(arguments.output, {**result, "summary": lines, "stats": stats})
 
 
 if __name__ == "__main__":

@@ -8,8 +8,9 @@ Inductor. "Products": microseconds of the four linear layers of a block, by seve
 GB/s; on a GPU twenty calls in one CUDA graph. Errors are `relative_rms` against float32; "default" has that
 of bf16.
 
-A candidate that fails has its error in the table; the others go on. `--only` takes part of a candidate's
-name. `--small` runs a tiny tower, on a CPU too.
+A candidate that fails has its error in the table; the others go on. The file is written after every row. On
+an H200 everything takes more than ten minutes, so `--only` takes some candidates, each by a part of its name,
+and `--no-replays` none. `--small` runs a tiny tower, on a CPU too.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import contextlib
 import copy
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -166,9 +167,10 @@ def milliseconds(call: Callable[[], Any], device: torch.device) -> float:
     return gpu_ms(call) if device.type == "cuda" else measure_ms(call, device)
 
 
-def products(rows: Sequence[int], layers: dict[str, tuple[int, int]], device: str) -> list[dict[str, Any]]:
+def products(
+    rows: Sequence[int], layers: dict[str, tuple[int, int]], device: str
+) -> Iterator[dict[str, Any]]:
     """A row for every layer, number of rows and way."""
-    found = []
     for layer, (in_features, out_features) in layers.items():
         for count in rows:
             made = torch.randn(out_features, in_features, device=device).bfloat16() * in_features**-0.5
@@ -179,10 +181,7 @@ def products(rows: Sequence[int], layers: dict[str, tuple[int, int]], device: st
                 padded = None
             for way, call in ways(given, made, bias, gelu=layer == "fc1", padded=padded).items():
                 size = {"layer": layer, "rows": count, "way": way}
-                found.append(
-                    {**size, **attempt(lambda call=call, made=made, given=given: rates(call, given, made))}
-                )
-    return found
+                yield {**size, **attempt(lambda call=call, made=made, given=given: rates(call, given, made))}
 
 
 def rates(call: Callable[[], Tensor], rows: Tensor, weight: Tensor) -> dict[str, Any]:
@@ -223,7 +222,10 @@ def attempt(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 @torch.no_grad()
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--only", default="", help="run the candidates whose name contains this")
+    parser.add_argument(
+        "--only", nargs="+", default=[""], help="the candidates whose names contain one of these"
+    )
+    parser.add_argument("--no-replays", action="store_true", help="leave out the candidates")
     parser.add_argument("--no-products", action="store_true", help="leave out the single products")
     parser.add_argument("--small", action="store_true", help="a tiny tower, on a CPU too")
     arguments = parser.parse_args()
@@ -237,18 +239,20 @@ def main() -> None:
     exact = copy.deepcopy(tower).float()
     results: dict[str, Any] = {**describe(), "replays": [], "products": []}
 
-    for name, candidate in candidates(small=small).items():
-        if arguments.only in name:
+    chosen = {} if arguments.no_replays else candidates(small=small)
+    for name, candidate in chosen.items():
+        if any(part in name for part in arguments.only):
             row = attempt(lambda n=name, c=candidate: replays(n, c, tower, patches, exact))
             results["replays"].append({"candidate": name, **row})
             torch._dynamo.reset()
-            store(arguments.output, results)  # a run that is cut short keeps what it has
+            store(arguments.output, results)
     print(tables.replays(results["replays"], "simple"), "\n")
     if not arguments.no_products:
         rows, layers = (SMALL_ROWS, SMALL_LAYERS) if small else (ROWS, LAYERS)
-        results["products"] = products(rows, layers, device)
+        for row in products(rows, layers, device):
+            results["products"].append(row)
+            store(arguments.output, results)
         print(tables.products(results["products"], "simple"))
-        store(arguments.output, results)
 
 
 if __name__ == "__main__":

@@ -112,6 +112,7 @@ def in_new_process(small: bool, budgets: Sequence[int], cache: str) -> dict[str,
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--small", action="store_true", help="narrow blocks, on the CPU")
+    parser.add_argument("--budgets", type=int, nargs="+", help="other token budgets than the ladder's")
     parser.add_argument("--start", type=json.loads, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.start is not None:
@@ -120,14 +121,17 @@ def main() -> None:
     from environment import describe
     from tables.startup import phases, sentences
 
-    budgets = SMALL_BUDGETS if arguments.small else BUDGETS
-    with tempfile.TemporaryDirectory() as cache:
-        starts = {name: in_new_process(arguments.small, budgets, cache) for name in ("cold", "second")}
-        largest = in_new_process(arguments.small, budgets[-1:], cache)
+    budgets = arguments.budgets or (SMALL_BUDGETS if arguments.small else BUDGETS)
     tower = f"Qwen3-VL vision, 27 blocks, {'narrow' if arguments.small else '8B, bf16'}, random weights"
-    result = {**describe(), "tower": tower, **LIMITS, "token_budgets": budgets}
-    result |= {"starts": starts, "largest alone": largest}
-    result["memory ratio"] = starts["second"]["bytes"] / largest["bytes"]
+    starts: dict[str, Any] = {}
+    result = {**describe(), "tower": tower, **LIMITS, "token_budgets": budgets, "starts": starts}
+    with tempfile.TemporaryDirectory() as cache:
+        for name in ("cold", "second"):
+            starts[name] = in_new_process(arguments.small, budgets, cache)
+            store(arguments.output, result)
+        largest = in_new_process(arguments.small, (max(budgets),), cache)
+    ratio = starts["second"]["bytes"] / largest["bytes"]
+    result |= {"largest alone": largest, "memory ratio": ratio}
     print(phases(result, "simple"), "\n")
     print(sentences(result))
     store(arguments.output, result)

@@ -88,6 +88,8 @@ class ExactShapes:
         self._agree = agree
         self._handed_out = handed_out
         self._generations: list[_Generation] = []
+        self._stream: torch.cuda.Stream | None = None
+        """Where all generations are captured, one capture after the other."""
         self._held: dict[int, _Generation] = {}
         self._uses: OrderedDict[int, float] = OrderedDict()
         self._clock = 0
@@ -200,7 +202,8 @@ class ExactShapes:
         """The newest generation, or a new one if that is full."""
         newest = self._generations[-1] if self._generations else None
         if newest is None or len(newest.sizes) >= max(1, self.max_captures // _GENERATIONS):
-            pool = GraphPool(self.device, handed_out=self._handed_out)
+            pool = GraphPool(self.device, handed_out=self._handed_out, stream=self._stream)
+            self._stream = pool.stream
             ladder = BudgetLadder(self._take_prepared, "auto", pool, measured=self._agree is None)
             newest = _Generation(pool, ladder, self._clock)
             self._generations.append(newest)

@@ -25,10 +25,20 @@ class GraphPool:
     Captures share the memory of their intermediate values, so at most one of them may run at a time:
     `replaying` takes a lock and orders streams. The pool is given back as a whole (`retire`); freeing single
     graphs out of a shared pool has broken peers' shared workspaces.
+
+    Args:
+        max_bytes: what captures may take together (`charge`); None: no limit.
+        handed_out: see the attribute.
+        stream: where captures are made; None: one of its own. Libraries keep a workspace for every stream for
+            good (cuBLAS 32 MiB on Hopper), so pools whose captures are never made at once share one.
     """
 
     def __init__(
-        self, device: torch.device, max_bytes: int | None = None, handed_out: HandedOut | None = None
+        self,
+        device: torch.device,
+        max_bytes: int | None = None,
+        handed_out: HandedOut | None = None,
+        stream: torch.cuda.Stream | None = None,
     ) -> None:
         self.device = (
             torch.device(device.type, torch.cuda.current_device())
@@ -47,7 +57,9 @@ class GraphPool:
         self._ranges: list[range] = []
         # Warm-up and capture share a stream, so that libraries' per-stream workspaces exist before a capture
         # begins.
-        self.stream: Any = torch.cuda.Stream(device) if self.is_cuda else None  # type: ignore[no-untyped-call]
+        self.stream: Any = (
+            torch.cuda.Stream(device) if stream is None and self.is_cuda else stream  # type: ignore[no-untyped-call]
+        )
         self._lock = threading.RLock()
         self._last_replay: torch.cuda.Event | None = None
         self._last_stream: torch.cuda.Stream | None = None

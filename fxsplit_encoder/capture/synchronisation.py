@@ -40,9 +40,11 @@ def refuse_synchronisation(
 
 
 def _depends_on_values(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    if op in _INDEXING:  # by numbers it does not; a single value is written through a mask in place
+    if op in _INDEXING:  # by numbers it does not; a single value of the host is written through a mask
         masks = any(index is not None and index.dtype in _MASKS for index in args[1])
-        return masks and (op is torch.ops.aten.index.Tensor or args[2].numel() != 1)
+        return masks and (
+            op is torch.ops.aten.index.Tensor or args[2].numel() != 1 or args[2].device.type != "cpu"
+        )
     if op is torch.ops.aten.repeat_interleave.Tensor:
         return kwargs.get("output_size") is None
     return any(tag in _READS_VALUES for tag in getattr(op, "tags", ()))

@@ -46,6 +46,14 @@ def test_each_segment_attends_within_itself(lengths: list[int], scale: float) ->
     torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-6)
 
 
+def test_results_are_contiguous_whatever_the_strides_of_the_query() -> None:
+    q, k, v = (torch.randn(HEADS, 6, HEAD_DIM).transpose(0, 1) for _ in range(3))
+    for kernel in (*PACKED, BatchedDense()):
+        result = kernel(q, k, v, cumulative([6]), 6, 0.4)
+        assert result.is_contiguous(), kernel.name
+        torch.testing.assert_close(result.double(), reference(q, k, v, [6], 0.4), rtol=1e-5, atol=1e-6)
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 9), st.integers(1, 6), st.booleans())
 def test_equal_segments_may_be_a_batch(length: int, count: int, into: bool) -> None:

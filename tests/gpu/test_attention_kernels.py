@@ -96,6 +96,16 @@ def test_errors_are_those_of_sixteen_bits(kernel: AttentionKernel, head_dim: int
 
 
 @every_kernel
+@torch.no_grad()
+def test_results_are_contiguous_whatever_the_strides_of_the_query(kernel: AttentionKernel) -> None:
+    values = [torch.randn(HEADS, 784, 72, device="cuda").bfloat16().transpose(0, 1) for _ in range(3)]
+    skip_unless_it_works(kernel, values[0], [784], exact=True)
+    result = kernel(*values, cumulative([784]), 784, 0.1)
+    assert result.is_contiguous()
+    assert error(result, expected(values, [784], 0.1)) < 0.005
+
+
+@every_kernel
 @pytest.mark.parametrize("head_dim", [72, 128])
 @torch.no_grad()
 def test_loose_bounds_and_finite_rows_behind_the_segments_change_nothing(

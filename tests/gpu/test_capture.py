@@ -108,24 +108,22 @@ def test_smaller_budgets_share_the_memory_of_the_largest(managers: Any) -> None:
 
 def test_clear_gives_memory_back_and_recapture_works(towers: Any) -> None:
     wrapped = towers[2]
-    config = fx.EncoderConfig(
-        mode="full", token_budgets=(64, 1024), max_items_per_batch=4, max_frames_per_batch=4
-    )
-    manager = fx.EncoderCudaGraphManager(wrapped, config)
-    manager.compile()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_reserved()
+    manager = fx.EncoderCudaGraphManager(wrapped, fx.EncoderConfig(mode="full", **LIMITS))
     manager.capture()
     inputs = image(16, wrapped.patch_features)
     first = manager.execute(inputs)[0]
+    manager.clear()  # what libraries keep for the stream of captures stays
+    before = torch.cuda.memory_reserved()
+    manager.capture()
+    assert torch.equal(manager.execute(inputs)[0], first)
     held = torch.cuda.memory_reserved() - before
     manager.clear()
-    assert torch.cuda.memory_reserved() - before < 0.35 * held
+    assert torch.cuda.memory_reserved() - before < 0.1 * held
     assert not manager.is_captured()
     manager.capture()
     assert torch.equal(manager.execute(inputs)[0], first)
-    assert manager.stats().hits == 2
+    assert manager.stats().hits == 3
+    manager.clear()
 
 
 def test_a_byte_limit_drops_budgets_with_a_reason(towers: Any) -> None:
@@ -199,6 +197,7 @@ def test_replays_from_two_streams_are_ordered(towers: Any, managers: Any) -> Non
         assert torch.equal(output, expected[number % 2])
 
 
+@pytest.mark.alone
 def test_the_op_costs_little_more_than_its_kernel() -> None:
     q, k, v = torch.randn(64, 3, 16, 72, device="cuda", dtype=torch.bfloat16).unbind(1)
     lengths = torch.tensor([0, 64], dtype=torch.int32, device="cuda")
@@ -320,6 +319,7 @@ def test_threads_share_a_manager(towers: Any, managers: Any) -> None:
         assert all(pool.map(serve, range(64)))
 
 
+@pytest.mark.alone
 def test_costs_are_measured_and_decide(managers: Any) -> None:
     manager = managers["auto"]
     costs = manager.paths["default"].costs()

@@ -16,8 +16,9 @@ from fxsplit_encoder.cli.eager import EagerTower, as_tensors, share_weights
 from fxsplit_encoder.cli.models import demo_tower
 from fxsplit_encoder.cli.random_inputs import random_inputs
 from fxsplit_encoder.towers.packed import PackedTower
+from fxsplit_encoder.towers.tiled import TiledTower
 
-from .test_numerics import poison
+from .support import poison
 
 pytestmark = pytest.mark.gpu
 
@@ -37,7 +38,7 @@ SIZES = {
 def budgets(wrapped: Any) -> dict[str, Any]:
     if isinstance(wrapped, PackedTower):
         return {"token_budgets": (64, 512), "max_items_per_batch": 8, "max_frames_per_batch": 0}
-    if hasattr(wrapped, "views"):
+    if isinstance(wrapped, TiledTower):
         room = {"global": 4, "local": 3}
         return {"paths": {p: {"token_budgets": (room[p] * v.tokens,)} for p, v in wrapped.views.items()}}
     return {"token_budgets": (4 * wrapped.tokens_per_tile,)}
@@ -54,7 +55,7 @@ def assert_as_near_as_eager(
     manager: Any, inputs: dict[str, Any], exact: Sequence[torch.Tensor], allowed: float
 ) -> None:
     for _ in range(2):
-        poison(manager)
+        poison(manager.pool)
         assert rms_error(manager.execute(inputs), exact) <= allowed
 
 
@@ -73,8 +74,7 @@ def test_a_tower_is_as_near_to_float32_as_eager(model: str, monkeypatch: pytest.
         config = fx.EncoderConfig(mode=mode, packing="greedy", **budgets(wrapped))
         manager = fx.EncoderCudaGraphManager(wrapped, config, log_interval=0)
         for name, program in programs.items():  # compiled once for both modes
-            manager.paths[name]._compiled = True
-            manager.paths[name]._bind(program)
+            manager.paths[name].forward.bind(program)
         manager.capture()
         assert not manager.reports
         programs = manager.programs

@@ -112,7 +112,7 @@ class AttentionKernel(ABC):
             target = out_THD[: query_THD.shape[0]]
         result = self._attend(query_THD, key_THD, value_THD, cu_seqlens, max_seqlen, scale, target)
         if out_THD is None or target is None:
-            return result
+            return result.contiguous()  # it may have the query's strides
         if result is not target:
             target.copy_(result)
         return out_THD
@@ -128,7 +128,9 @@ class AttentionKernel(ABC):
         scale: float,
         target: Tensor | None,
     ) -> Tensor:
-        """Returns `target` if it wrote there (same rows as the query), else a result of its own."""
+        """Returns `target` if it wrote there (same rows as the query), else a result of its own, of any
+        strides.
+        """
 
 
 class HalfPrecisionKernel(AttentionKernel):

@@ -48,7 +48,7 @@ class Masked(AttentionKernel):
         mask = segment_of_row[:, None] == segment_of_row[None, :]
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
-        return out.squeeze(0).transpose(0, 1).contiguous()
+        return out.squeeze(0).transpose(0, 1)
 
 
 class PerSegment(AttentionKernel):

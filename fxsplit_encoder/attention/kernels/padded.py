@@ -57,5 +57,4 @@ class PaddedHeads(AttentionKernel):
         head_dim = query.shape[-1]
         missing = (0, self._width(head_dim) - head_dim)
         q, k, v = (F.pad(x, missing) for x in (query, key, value))
-        out = self.kernel(q, k, v, cu_seqlens, max_seqlen, scale)[..., :head_dim]
-        return out if target is not None else out.contiguous()
+        return self.kernel(q, k, v, cu_seqlens, max_seqlen, scale)[..., :head_dim]
