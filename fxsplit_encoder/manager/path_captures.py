@@ -149,7 +149,7 @@ class PathCaptures:
         try:
             values = self.forward.capture_values(half) if half else {}
         except InputError:
-            return
+            return  # no batch is smaller, so nothing is ever padded
         if not values:
             return
         captured = self.captured[budget]

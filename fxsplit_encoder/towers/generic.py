@@ -46,6 +46,11 @@ class DenseTowerSpec:
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of the module's forward, such as `{"output_hidden_states": True}`."""
 
+    attends_with_mask: bool = False
+    """Whether attention gets a mask or a bias of each image's own. Behind `torch.compile` a single image is
+    then traced apart on torch before 2.13, which fails without this.
+    """
+
     def __post_init__(self) -> None:
         sizes = {
             "image_shape": self.image_shape,
@@ -72,6 +77,7 @@ class GenericTower(DenseTower):
             input_name=spec.input_name,
         )
         self.spec = spec
+        self.attends_with_mask = spec.attends_with_mask
         _prepare_hugging_face(tower)
 
     def call(self, tiles: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -61,8 +61,8 @@ class TileTower(WrappedTower):
     """
 
     modalities: ClassVar[tuple[str, ...]] = ("image",)
-    attends_with_mask: ClassVar[bool] = False
-    """Whether `scaled_dot_product_attention` gets a mask or a bias."""
+    attends_with_mask: bool = False
+    """Whether `scaled_dot_product_attention` gets a mask or a bias of each tile's own."""
     max_tiles: ClassVar[int]
     """The largest batch worth capturing, in tiles of the first path."""
 

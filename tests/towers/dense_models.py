@@ -46,6 +46,18 @@ class PlainTower(nn.Module):
         return {"features": x * scale}
 
 
+class BiasedTower(PlainTower):
+    """Attention gets a bias of each image's own, as relative positions make it."""
+
+    def forward(self, images: Tensor, scale: float = 1.0) -> dict[str, Tensor]:
+        x = self.embed(images).flatten(2).transpose(1, 2)
+        for qkv in self.qkv:
+            q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in qkv(x).chunk(3, -1))
+            bias = q @ q.transpose(-1, -2)
+            x = x + F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2).flatten(2)
+        return {"features": x * scale}
+
+
 def random_tiles(count: int, shape: Sequence[int] = SHAPE, seed: int = 0) -> Tensor:
     return torch.randn(count, *shape, generator=torch.Generator().manual_seed(seed))
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from transformers import (
     CLIPVisionConfig,
     CLIPVisionModel,
@@ -17,9 +18,11 @@ from transformers import (
 )
 
 import fxsplit_encoder as fx
+from fxsplit_encoder.towers.tiles import MASKED_ATTENTION_TAKES_UNKNOWN_SIZES
 
 from .dense_models import (
     SHAPE,
+    BiasedTower,
     PlainTower,
     assert_all_modes,
     assert_compiles_once,
@@ -99,6 +102,22 @@ def test_a_convolution_over_any_number_of_images_through_inductor(fresh_dynamo: 
     assert_compiles_once(
         fx.wrap(clip(), CLASS_TOKEN), lambda result: result.pooler_output, piece_compiler="inductor"
     )
+
+
+@torch.no_grad()
+def test_attention_with_a_bias_of_each_image(fresh_dynamo: None) -> None:
+    tower = randomise(BiasedTower())
+    spec = fx.DenseTowerSpec(SHAPE, 4, 16, output=lambda result: result["features"], attends_with_mask=True)
+    wrapped = fx.wrap(tower, spec)
+    compiled = torch.compile(
+        wrapped, backend="encoder_cg", options={"token_budgets": [4, 16], "debug": True}, fullgraph=True
+    )
+    for count in (1, 2, 3, 4, 1):
+        x = random_tiles(count, seed=count)
+        torch.testing.assert_close(compiled(x)["features"], tower(x)["features"], rtol=0, atol=1e-5)
+    apart = not MASKED_ATTENTION_TAKES_UNKNOWN_SIZES  # a single image is traced apart
+    assert counters["stats"]["unique_graphs"] == 1 + apart
+    assert not counters["graph_break"]
 
 
 def test_a_tower_that_came_with_eager_attention_is_split_too(fresh_dynamo: None) -> None:
