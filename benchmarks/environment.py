@@ -20,7 +20,7 @@ def describe() -> dict[str, Any]:
     cuda = torch.cuda.is_available()
     # A host may have the files without the repository; there the variable names the commit.
     commit = os.environ.get("FXSPLIT_COMMIT") or _output(["git", "-C", _HERE, "rev-parse", "HEAD"])
-    driver = _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
+    driver = _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"])
     return {
         "gpu": torch.cuda.get_device_name() if cuda else None,
         "driver": driver if cuda else None,

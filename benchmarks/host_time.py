@@ -4,7 +4,10 @@
 
 27 blocks of the Qwen3-VL-8B vision tower, bf16, seeded random weights; one image, `full` graphs. Microseconds
 that a call keeps the CPU, its device work not awaited, medians. "replay" is the check of captured addresses
-and the launch of the graph. An image of a size that came before finds its metadata on the device; "new
+and the launch of the graph, "replay, piecewise" the same in that mode, with 27 eager calls of attention.
+"torch.compile" is a call of the tower behind `torch.compile(backend="encoder_cg")` with the same budgets, its
+guards included, beside `execute`. "attention op" is a call of `fxsplit::varlen_attention` beyond the one
+of torch's kernel, which it makes. An image of a size that came before finds its metadata on the device; "new
 sizes" are images of sizes that have not come before. "item specs", "kept plan", "metadata" and "load" are
 parts of `execute`, each called by itself, so with warmer caches of the processor than inside of it. "plan of"
 is from item specs, without the plans that are kept. Nothing else should run on the host.
@@ -27,7 +30,14 @@ from timing import cpu_ms
 from workloads import random_grid
 
 import fxsplit_encoder as fx
+from fxsplit_encoder.attention import varlen_attention
 from fxsplit_encoder.cli.models import demo_tower
+
+LIMITS: dict[str, Any] = {
+    "token_budgets": (64, 128, 256),
+    "max_items_per_batch": 16,
+    "max_frames_per_batch": 0,
+}
 
 
 def image(height: int, width: int, features: int) -> dict[str, Any]:
@@ -78,6 +88,38 @@ def measure(manager: fx.EncoderCudaGraphManager, features: int) -> Iterator[tupl
         yield f"plan of {count}", 1e3 * milliseconds
 
 
+def attention_op() -> float:
+    """Microseconds of the op beyond its kernel's call."""
+    query, key, value = torch.randn(64, 3, 16, 72, device="cuda", dtype=torch.bfloat16).unbind(1)
+    lengths = torch.tensor([0, 64], dtype=torch.int32, device="cuda")
+    kernel = torch.ops.aten._flash_attention_forward.default
+    alone = cpu_ms(
+        lambda: kernel(query, key, value, lengths, lengths, 64, 64, 0.0, False, False, scale=0.1), 300
+    )
+    return 1e3 * (cpu_ms(lambda: varlen_attention(query, key, value, lengths, 64, 0.1), 300) - alone)
+
+
+def other_ways(tower: Any, features: int, execute: float) -> Iterator[tuple[str, float]]:
+    """What `piecewise` and the backend keep the CPU; `execute`: microseconds of the manager's call."""
+    inputs = image(16, 16, features)
+    config = fx.EncoderConfig(**LIMITS, mode="piecewise")
+    manager = fx.EncoderCudaGraphManager(tower, config, log_interval=0)
+    manager.capture()
+    for _ in range(50):
+        manager.execute(inputs)
+    captured = manager.paths["default"].ladder.best(64, 1)
+    yield "replay, piecewise", 1e3 * cpu_ms(captured.replay, 100)
+    manager.clear()
+    compiled = torch.compile(tower, backend="encoder_cg", fullgraph=True, options={**LIMITS, "mode": "full"})
+    fx.warmup(compiled)
+    call = lambda: compiled(inputs["pixel_values"], inputs["image_grid_thw"])  # noqa: E731
+    for _ in range(50):
+        call()
+    compiled_us = 1e3 * cpu_ms(call, 300)
+    yield "torch.compile", compiled_us
+    yield "torch.compile beyond execute", compiled_us - execute
+
+
 @torch.no_grad()
 def main() -> None:
     parser = make_parser(__doc__)
@@ -85,14 +127,17 @@ def main() -> None:
     if not torch.cuda.is_available():
         parser.exit(2, "host_time.py needs a CUDA device: there is nothing to replay without one\n")
     tower = fx.wrap(demo_tower(27, "cuda", torch.bfloat16))
-    config = fx.EncoderConfig(
-        token_budgets=(64, 128, 256), mode="full", max_items_per_batch=16, max_frames_per_batch=0
-    )
+    config = fx.EncoderConfig(**LIMITS, mode="full")
     manager = fx.EncoderCudaGraphManager(tower, config, log_interval=0)
     manager.capture()
     microseconds: dict[str, float] = {}
     result = {**describe(), "microseconds": microseconds}
     for what, value in measure(manager, tower.patch_features):
+        microseconds[what] = value
+        store(arguments.output, result)
+    manager.clear()
+    microseconds["attention op"] = attention_op()
+    for what, value in other_ways(tower, tower.patch_features, microseconds["execute"]):
         microseconds[what] = value
         store(arguments.output, result)
     print(tabulated(["host", "microseconds"], [*microseconds.items()], "simple"))

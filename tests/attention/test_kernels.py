@@ -138,15 +138,23 @@ def test_every_kernel_says_whether_it_can_run_and_none_raises() -> None:
         "masked",
     }
     assert all(
-        reasons[name] == "needs CUDA" for name in ("torch_flash", "flash_attn_4_padded", "cudnn_varlen")
+        reasons[name] == "needs CUDA"
+        for name in ("torch_flash", "flash_attn_4_64x128", "triton_64x64", "cudnn_varlen")
     )
 
 
 @pytest.mark.parametrize(
-    "name", ["flash_attn_2", "flash_attn_3", "flash_attn_4", "vllm_flash_attn", "cudnn_varlen"]
+    "name",
+    ["flash_attn_2", "flash_attn_3", "flash_attn_4", "vllm_flash_attn", "cudnn_varlen", "triton_64x64"],
 )
 def test_a_missing_package_is_a_reason(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for package in ("cudnn", "flash_attn", "flash_attn_interface", "vllm"):  # also where they are installed
+    for package in (
+        "cudnn",
+        "flash_attn",
+        "flash_attn_interface",
+        "triton",
+        "vllm",
+    ):  # also where they are installed
         monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.setattr(base, "find", base.find.__wrapped__)
     monkeypatch.setattr(vllm_flash_attn, "find", base.find)
@@ -176,7 +184,7 @@ def test_padded_heads_are_another_candidate_only_where_something_is_padded(head_
     query = torch.zeros(8, 2, head_dim, dtype=torch.bfloat16)
     cuda = shape()
     of_width = type(cuda)(torch.device("cuda"), cuda.dtype, 2, head_dim, len(query), 8, 1)
-    assert BY_NAME["flash_attn_4_padded"].supports(of_width) == (head_dim in (72, 88))
+    assert PaddedHeads(BY_NAME["flash_attn_4"], 16).supports(of_width) == (head_dim in (72, 88))
     assert BY_NAME["vllm_flash_attn_padded"].supports(of_width) == (head_dim < 128)
     assert BY_NAME["flash_attn_4"].supports(of_width) == (head_dim <= 128)
 
@@ -227,8 +235,10 @@ def flash_4(
     max_seqlen_q: int = 0,
     max_seqlen_k: int = 0,
     softmax_scale: float = 0.0,
+    tile_mn: Any = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, None]:
+    assert tile_mn in (None, (64, 128))
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     result = flash_2(q, k, v, *lengths, softmax_scale=softmax_scale)
     return (result, None) if out is None else (out.copy_(result), None)
@@ -248,7 +258,7 @@ def flash_vllm(
 ) -> Tensor:
     assert fa_version == 3
     lengths = (cu_seqlens_q, cu_seqlens_k, None, None, max_seqlen_q, max_seqlen_k)
-    return flash_4(q, k, v, None, *lengths, softmax_scale, out)[0]
+    return flash_4(q, k, v, None, *lengths, softmax_scale, None, out)[0]
 
 
 @pytest.mark.parametrize(
@@ -257,6 +267,7 @@ def flash_vllm(
         (flash_attn.FlashAttention2(), flash_2),
         (flash_attn.FlashAttention3(), flash_3),
         (flash_attn.FlashAttention4(), flash_4),
+        (flash_attn.FlashAttention4((64, 128)), flash_4),
         (PaddedHeads(flash_attn.FlashAttention4(), 16), flash_4),
         (vllm_flash_attn.VllmFlashAttention(), flash_vllm),
     ],

@@ -11,23 +11,26 @@ from fxsplit_encoder.attention.kernels.flash_attn import FlashAttention2, FlashA
 from fxsplit_encoder.attention.kernels.generic import Masked, PerSegment
 from fxsplit_encoder.attention.kernels.padded import PaddedHeads
 from fxsplit_encoder.attention.kernels.torch_flash import TorchFlash
+from fxsplit_encoder.attention.kernels.triton_varlen import TritonVarlen
 from fxsplit_encoder.attention.kernels.vllm_flash_attn import VllmFlashAttention
 
 __all__ = ["KERNELS", "AttentionKernel", "AttentionShape"]
 
-_fa3, _fa4, _vllm = FlashAttention3(), FlashAttention4(), VllmFlashAttention()
+_fa3, _vllm = FlashAttention3(), VllmFlashAttention()
 
 KERNELS: tuple[AttentionKernel, ...] = (
     TorchFlash(),
     CudnnDense(),
     CudnnVarlen(),
-    _fa4,
-    PaddedHeads(_fa4, 16),
+    FlashAttention4(),
+    FlashAttention4((64, 128)),
     _fa3,
     PaddedHeads(_fa3, 128),
     FlashAttention2(),
     _vllm,
     PaddedHeads(_vllm, 128),
+    TritonVarlen(64, 64, num_warps=4),
+    TritonVarlen(128, 64, num_warps=8),
     BatchedDense(),
     PerSegment(),
     Masked(),

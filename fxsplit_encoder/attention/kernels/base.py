@@ -137,7 +137,7 @@ class HalfPrecisionKernel(AttentionKernel):
     """A CUDA kernel for 16-bit values whose head_dim is a multiple of 8."""
 
     max_head_dim: ClassVar[int] = 256
-    architectures: ClassVar[tuple[int, ...]] = (8, 9, 10, 11, 12)
+    architectures: tuple[int, ...] = (8, 9, 10, 11, 12)
     """Major numbers of the compute capabilities that it is built for."""
     module: ClassVar[str]
     attribute: ClassVar[str]

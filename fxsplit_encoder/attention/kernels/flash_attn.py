@@ -43,14 +43,22 @@ class FlashAttention3(FlashAttention2):
 
 
 class FlashAttention4(HalfPrecisionKernel):
-    """`flash-attn-4`: compiled when first called, once for each variant that a shape may need."""
+    """`flash-attn-4`: compiled when first called, once for each variant that a shape may need.
 
-    name = "flash_attn_4"
+    Args:
+        tile: queries and keys of a step, on Hopper; None: the package's own choice, which is made for long
+            segments.
+    """
+
     module = "flash_attn.cute.interface"
     # The public function has no way to say where to write; torch's own adapter calls this one too.
     attribute = "_flash_attn_fwd"
-    architectures = (9, 10, 11)
     max_head_dim = 128
+
+    def __init__(self, tile: tuple[int, int] | None = None) -> None:
+        self.tile = tile
+        self.name = "flash_attn_4" if tile is None else f"flash_attn_4_{tile[0]}x{tile[1]}"
+        self.architectures = (9, 10, 11) if tile is None else (9,)
 
     def _attend(
         self,
@@ -71,6 +79,7 @@ class FlashAttention4(HalfPrecisionKernel):
             max_seqlen_q=max_seqlen,
             max_seqlen_k=max_seqlen,
             softmax_scale=scale,
+            tile_mn=self.tile,
             out=target,
         )[0]
         return result if target is None else target
