@@ -165,7 +165,9 @@ def _abandon(graph: torch.cuda.CUDAGraph, memory: Any) -> None:
     try:
         graph.capture_end()
     except RuntimeError:
-        torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), memory)
+        device = torch.cuda.current_device()
+        torch._C._cuda_endAllocateToPool(device, memory)
+        torch._C._cuda_releasePool(device, memory)  # a graph that did not end does not
         torch.cuda.synchronize()
         scratch = torch.zeros(1, device="cuda")
         with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):

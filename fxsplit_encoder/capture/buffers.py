@@ -23,8 +23,9 @@ _ALIGNMENT = 64
 class _Contents:
     """What buffers over the same memory know of it: the last of them that was filled, and how far."""
 
-    def __init__(self, owner: StaticBuffer, rows: int) -> None:
+    def __init__(self, owner: object, rows: int) -> None:
         self.owner = owner
+        """The `StaticBuffer.token` of the last."""
         self.dirty = [(0, rows)]
         """(first row, end) of what may hold something else than zeros, in order."""
 
@@ -58,7 +59,11 @@ class StaticBuffer:
         self.address = tensor.data_ptr()
         self.capacity = 1 if self.token_dim is None else tensor.shape[self.token_dim]
         """Rows along the token dimension."""
-        self._contents = _Contents(self, self.capacity)
+        self.token = object()
+        """Stands for this buffer where a reference to it would be a cycle: its memory must not wait for the
+        garbage collector.
+        """
+        self._contents = _Contents(self.token, self.capacity)
 
     @property
     def dirty_rows(self) -> int:
@@ -84,7 +89,7 @@ class StaticBuffer:
         view.copy_(like)
         narrow = StaticBuffer(self.name, view, self.token_dim, self.padding_logic, is_order=self.is_order)
         narrow._contents = self._contents
-        narrow._contents.owner = narrow
+        narrow._contents.owner = narrow.token
         return narrow
 
     def check(self, value: StaticValue) -> None:
@@ -130,7 +135,7 @@ class StaticBuffer:
 
     def load(self, value: StaticValue) -> None:
         """Copies `value` into the first rows; clears those an earlier replay filled (capture rule 5)."""
-        self._contents.owner = self
+        self._contents.owner = self.token
         parts = parts_of(value)
         if self.padding_logic is not None:
             self.padding_logic(self.tensor, parts[0] if len(parts) == 1 else torch.cat(list(parts)))
@@ -172,7 +177,7 @@ class StaticBuffer:
 
     def check_kept(self) -> None:
         """Raises ReplayError if another capture has filled the memory since (capture rule 4)."""
-        if self._contents.owner is not self:
+        if self._contents.owner is not self.token:
             raise ReplayError(
                 f"{self.name}: the replay would keep what this buffer holds, but another budget has filled "
                 "its memory since; give a value for every replay"

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import threading
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fxsplit_encoder.capture.checks import HandedOut
+from fxsplit_encoder.capture.disposal import dispose, nothing_is_freed
 from fxsplit_encoder.capture.memory import borrowed, storage_address
 from fxsplit_encoder.errors import CaptureMemoryError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from torch import Tensor
+
+    from fxsplit_encoder.capture.recorded_ops import RecordedOps
 
 
 class GraphPool:
@@ -53,6 +56,7 @@ class GraphPool:
         # Held for as long as the pool is in use: without it the pool would die with the last capture that is
         # released.
         self._memory = torch.cuda.MemPool() if self.is_cuda else None
+        self._anchor: torch.cuda.CUDAGraph | None = None
         self._superseded: list[Any] = []
         self._ranges: list[range] = []
         # Warm-up and capture share a stream, so that libraries' per-stream workspaces exist before a capture
@@ -131,15 +135,27 @@ class GraphPool:
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
         """On the pool's stream, after what the caller has enqueued; the caller's stream then waits for it."""
-        with self._lock:
+        with self._lock, nothing_is_freed():
             if self.stream is None:
                 yield
                 return
             caller = torch.cuda.current_stream(self.device)
             self.stream.wait_stream(caller)
-            with torch.cuda.stream(self.stream), _without_garbage_collection():
+            with torch.cuda.stream(self.stream):
+                self._set_anchor()
                 yield
             caller.wait_stream(self.stream)
+
+    def begin(self, graph: torch.cuda.CUDAGraph | RecordedOps) -> None:
+        """Begins the capture of a graph over this memory, on the current stream."""
+        # Other threads may use CUDA meanwhile; only this thread's unsafe calls are errors.
+        graph.capture_begin(pool=self.handle, capture_error_mode="thread_local")
+
+    def end(self, graph: torch.cuda.CUDAGraph | RecordedOps) -> None:
+        """Ends it. The graph may be empty: nothing may lie between two breaks, or behind the last."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+            graph.capture_end()
 
     def recover_from_failed_capture(self) -> None:
         """Makes allocators and random generators usable after a capture that could not be ended.
@@ -147,19 +163,18 @@ class GraphPool:
         Ending an invalidated capture resets the stream but raises before it tells the allocators, which go on
         recording to the pool, and the generators, which then refuse to run outside of a capture. The device's
         allocator can be told; the host's cannot, so later captures get memory of their own beside what
-        earlier ones hold. A trivial capture that succeeds puts the generators right.
+        earlier ones hold. Capturing their anchor puts the generators right.
         """
         assert self.device.index is not None
-        torch._C._cuda_endAllocateToPool(self.device.index, self.handle)
+        # It no longer records where the capture ended and only its graph could not be made.
+        with contextlib.suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(self.device.index, self.handle)
+            # A graph gives up its hold on the pool only if its capture has ended.
+            torch._C._cuda_releasePool(self.device.index, self.handle)
         torch.cuda.synchronize(self.device)
         self._superseded.append(self._memory)
-        self._memory = torch.cuda.MemPool()
-        self._ranges = []
-        scratch = torch.zeros(1, device=self.device)
-        graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        with torch.cuda.graph(graph, stream=stream):
-            scratch.add_(1)
+        self._renew_memory()
+        self._set_anchor()
 
     def retire(self) -> None:
         """Forgets the pool after its captures are gone; their memory goes back to the device."""
@@ -167,18 +182,26 @@ class GraphPool:
         if self.is_cuda:
             torch.cuda.synchronize(self.device)
             self._superseded.clear()
-            self._memory = torch.cuda.MemPool()
-            self._ranges = []
+            self._renew_memory()
             torch.cuda.empty_cache()
 
+    def _renew_memory(self) -> None:
+        self._anchor = None
+        self._memory = torch.cuda.MemPool()
+        self._ranges = []
 
-@contextlib.contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Collecting an old graph or pool frees device memory, which is an error while this thread captures."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
+    def _set_anchor(self) -> None:
+        """Captures an empty graph, unless there is one, to be held for as long as the memory is.
+
+        The host's allocator counts the graphs of a pool. It never captures to a pool again whose count has
+        come to zero ("use_count > 0 INTERNAL ASSERT FAILED"), as when every capture has been released.
+        """
+        if self._anchor is None:
+            anchor = torch.cuda.CUDAGraph()
+            self.begin(anchor)
+            self.end(anchor)
+            self._anchor = anchor
+
+    # Bound here: at the interpreter's exit a module's names may be gone before its objects.
+    def __del__(self, dispose: Callable[[Iterable[Any]], None] = dispose) -> None:
+        dispose(self.__dict__.values())

@@ -8,16 +8,16 @@ themselves and replays them over the same tensors, so that all but the graph is 
 from __future__ import annotations
 
 import contextlib
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fxsplit_encoder.capture.disposal import dispose
 from fxsplit_encoder.capture.memory import copy_results
 from fxsplit_encoder.errors import CaptureError, ReplayError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from types import TracebackType
     from typing import Self
 
@@ -101,6 +101,7 @@ class SegmentedCapture:
 
     def release(self) -> None:
         """Drops graphs and eager steps; their memory returns to the pool, and the object records again."""
+        dispose(self.segments)
         self.segments.clear()
         self._kept.clear()
         self.num_graphs = self.num_eager_breaks = 0
@@ -112,18 +113,14 @@ class SegmentedCapture:
     def _begin_graph(self) -> None:
         if self._graph is None:
             self._graph = self._new_graph()
-            # Other threads may use CUDA meanwhile; only this thread's unsafe calls are errors.
-            self._graph.capture_begin(pool=self.pool.handle, capture_error_mode="thread_local")
+            self.pool.begin(self._graph)
 
     def _end_graph(self) -> None:
         graph, self._graph = self._graph, None
         if graph is None:
             return
         try:
-            with warnings.catch_warnings():
-                # Nothing may lie between two breaks, or behind the last.
-                warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
-                graph.capture_end()
+            self.pool.end(graph)
         except RuntimeError:
             self.pool.recover_from_failed_capture()
             raise
@@ -135,3 +132,7 @@ class SegmentedCapture:
         with contextlib.suppress(RuntimeError):
             self._end_graph()
         self.release()
+
+    # Bound here: at the interpreter's exit a module's names may be gone before its objects.
+    def __del__(self, dispose: Callable[[Iterable[Any]], None] = dispose) -> None:
+        dispose(self.__dict__.values())

@@ -73,22 +73,37 @@ class BatchRunner:
         everything = indices == list(range(len(tokens))) and not self.has_axes
         selected = mm_kwargs if everything else self.tower.select_encoder_cudagraph_items(mm_kwargs, indices)
         keys = axis_keys(selected) if self.has_axes else ()
-        reason: MissReason | None = None
         with self.pool.replaying():
-            outputs: dict[str, Tensor] = {}
-            for name, planned in batch.paths.items():
-                if not planned.skipped:
-                    path = self.routes.get((name, keys))
-                    if path is None:  # items of the same keys make up a batch of others
-                        outputs[name], missed = self._run_without_captures(name, selected)
-                    else:
-                        outputs[name], missed = self._run_path(path, planned, selected, may_replay, debug)
-                    reason = reason or missed
+            outputs, reason = self._run_paths(batch, keys, selected, may_replay, debug)
             self._postprocess(outputs, indices, tokens, results, clone=False, batch_mm_kwargs=selected)
             self._own(indices, results, outputs)
             if debug:
                 self.pool.handed_out.add(results[index] for index in indices)
         self.statistics.record_items(len(indices), reason)
+
+    def _run_paths(
+        self,
+        batch: PlannedBatch,
+        keys: tuple[Hashable, ...],
+        selected: dict[str, Any],
+        may_replay: bool,
+        debug: bool,
+    ) -> tuple[dict[str, Tensor], MissReason | None]:
+        """The outputs of the paths that are not skipped, and why not all are of replays."""
+        outputs: dict[str, Tensor] = {}
+        reason: MissReason | None = None
+        running = {name: planned for name, planned in batch.paths.items() if not planned.skipped}
+        for name, planned in running.items():
+            path = self.routes.get((name, keys))
+            if path is None:  # items of the same keys make up a batch of others
+                output, missed = self._run_without_captures(name, selected)
+            else:
+                output, missed = self._run_path(path, planned, selected, may_replay, debug)
+            if missed is None and len(outputs) < len(running) - 1:
+                output = output.clone()  # captures share memory: the next path may write to it
+            outputs[name] = output
+            reason = reason or missed
+        return outputs, reason
 
     def _run_path(
         self, path: EncoderPath, planned: PathPlan, selected: dict[str, Any], may_replay: bool, debug: bool

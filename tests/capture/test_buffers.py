@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from fxsplit_encoder.capture import StaticBuffer, StaticInputs, StaticParameters
+from fxsplit_encoder.capture import SharedBuffers, StaticBuffer, StaticInputs, StaticParameters
 from fxsplit_encoder.errors import ReplayError
 
 
@@ -83,6 +86,21 @@ def test_all_buffers_are_checked_before_the_first_is_filled() -> None:
     assert static.tensors["a"].tolist() == [0.0] * 4
     assert static.tensors["b"].tolist() == [1.0, 0.0]
     assert static.num_bytes == 24
+
+
+def test_memory_does_not_wait_for_the_garbage_collector() -> None:
+    shared = SharedBuffers()
+    buffers = [shared.share(StaticBuffer("x", torch.zeros(rows))) for rows in (4, 2)]
+    for buffer in buffers:
+        buffer.load(torch.ones(1))
+    memory = [weakref.ref(buffer) for buffer in buffers]
+    gc.disable()
+    try:
+        shared.clear()
+        del buffer, buffers
+        assert [reference() for reference in memory] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_a_buffer_that_moved_is_found() -> None:

@@ -1,13 +1,12 @@
 from __future__ import annotations
 
-import gc
 import threading
 import time
 
 import pytest
 import torch
 
-from fxsplit_encoder.capture import GraphPool, pool
+from fxsplit_encoder.capture import GraphPool
 from fxsplit_encoder.errors import CaptureMemoryError
 
 
@@ -58,15 +57,3 @@ def test_a_capture_keeps_out_replays_of_other_threads() -> None:
         order.append("captured")
     thread.join()
     assert order == ["captured", "replay"]
-
-
-def test_garbage_is_not_collected_meanwhile_and_the_users_setting_returns() -> None:
-    for enabled in (True, False):
-        (gc.enable if enabled else gc.disable)()
-        try:
-            with pytest.raises(KeyError), pool._without_garbage_collection():
-                assert not gc.isenabled()
-                raise KeyError
-            assert gc.isenabled() is enabled
-        finally:
-            gc.enable()

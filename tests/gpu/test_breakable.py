@@ -173,6 +173,46 @@ def test_evicting_and_capturing_again_keeps_memory_bounded() -> None:
     assert reserved[-1] <= reserved[24] + 4 * MIB
 
 
+def test_what_dies_inside_a_capture_is_freed_after_it(pool: GraphPool) -> None:
+    x = torch.ones(4, device="cuda")
+    for shared in (pool, None):  # the graphs alone; with their pool and its memory
+        for _ in range(4):
+            x.fill_(1)
+            with BreakableCUDAGraphCapture(shared) as capture:  # the name lets go of the one before
+                y = breakable_checks.scaled_by_its_sum(x + 1) + 1
+            x.fill_(2)
+            capture.replay()
+            assert y.tolist() == [37.0] * 4
+
+
+def test_a_pool_is_captured_to_again_after_all_its_captures_are_gone(pool: GraphPool) -> None:
+    x = torch.ones(4, device="cuda")
+    for number in range(3):
+        capture = BreakableCUDAGraphCapture(pool)
+        with capture:
+            y = x + number
+        x.fill_(number)
+        capture.replay()
+        assert y.tolist() == [2.0 * number] * 4
+        capture.release()
+        if number == 1:
+            pool.retire()
+
+
+def test_a_retired_pool_keeps_no_memory(pool: GraphPool) -> None:
+    x = torch.ones(16 * MIB, device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    with BreakableCUDAGraphCapture(pool) as capture:
+        y = x + 1
+    assert torch.cuda.memory_reserved() - before >= 64 * MIB
+    del y
+    capture.release()
+    pool.retire()
+    assert torch.cuda.memory_reserved() - before < 4 * MIB
+
+
 # --- streams
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -54,6 +56,25 @@ def test_other_images_of_the_same_count_replay_the_same_capture(
     assert stats.budgets[EXACT].replays == 2 * len(SAME_COUNT)
     assert stats.budgets[EXACT].mode == "exact"
     assert "exact" in str(stats)
+
+
+def test_clearing_leaves_nothing_to_the_garbage_collector(make_manager: Any, make_batch: Any) -> None:
+    manager = make_manager(mode="exact", exact_min_hits=1)
+    manager.capture()
+    gc.disable()
+    try:
+        for side in (4, 6, 4):
+            manager.execute(make_batch([(1, side, side)]))
+        replays = manager.paths["default"].exact
+        captures = [replays.shapes.find(tokens).captured[tokens] for tokens in replays.shapes.sizes]
+        held = [weakref.ref(each) for each in captures]
+        held += [weakref.ref(buffer) for each in captures for buffer in each.inputs.buffers.values()]
+        del captures
+        assert len(held) > 2
+        manager.clear()
+        assert not any(reference() for reference in held)
+    finally:
+        gc.enable()
 
 
 def test_nothing_is_captured_before_a_count_has_come_often_enough(

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fxsplit_encoder as fx
+from fxsplit_encoder.capture import CapturedForward
 from fxsplit_encoder.errors import ConfigError, ReplayError
 from fxsplit_encoder.manager import CaptureKey
 
@@ -97,6 +98,31 @@ def test_three_paths_are_joined_in_the_towers_order() -> None:
         inputs = items(model, *sizes)
         assert_equal_items(manager.execute(inputs), eagerly(model, inputs))
     assert manager.stats().hits == manager.stats().items == 7
+
+
+@pytest.mark.parametrize("make", [PathsModel, ThreePaths, AlwaysBothPaths, OlderTwoPaths])
+def test_a_replay_may_overwrite_what_every_other_capture_returned(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Captures share the memory of their outputs on a device; here it is made to look so."""
+    model = make()
+    manager = captured(model)
+    captures = [each for path in manager.routes.values() for each in path.captured.values()]
+    replay = CapturedForward.replay
+
+    def overwriting(self: CapturedForward, **options: Any) -> list[Any]:
+        for other in captures:
+            if other is not self:
+                for output in other.outputs:
+                    output.fill_(torch.nan)
+        return replay(self, **options)
+
+    monkeypatch.setattr(CapturedForward, "replay", overwriting)
+    rest = (1,) * (len(model.path_configs) - 2)
+    for sizes in ([(3, 2)], [(3, 2), (4, 0), (1, 6)], [(3, 0)], [(17, 2), (2, 17)]):
+        inputs = items(model, *(size + rest for size in sizes))
+        assert_equal_items(manager.execute(inputs), eagerly(model, inputs))
+    assert {path for path, _ in replays(manager)} == set(model.path_configs)
 
 
 # --- budgets of every path
