@@ -13,11 +13,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from storage import RESULTS
-from tables import attention, data_parallel, encoder, mixed_requests, passes, single_image, startup, towers
+from tables import (
+    attention,
+    data_parallel,
+    encoder,
+    kernel_times,
+    mixed_requests,
+    passes,
+    single_image,
+    startup,
+    towers,
+)
 from tables.marks import Source, fill
 
 ROOT = Path(__file__).resolve().parents[1]
 _ENCODER = "encoder_h200.json"
+_KERNEL_TIMES = "kernel_times_h200.json"
 _SINGLE_IMAGE = "single_image_h200.json"
 
 TABLES: Mapping[str, Sequence[Source]] = {
@@ -35,6 +46,8 @@ TABLES: Mapping[str, Sequence[Source]] = {
     ],
     "encoder.py: starts": [Source(_ENCODER, encoder.marked(encoder.starts))],
     "encoder.py: summary": [Source(_ENCODER, encoder.marked(encoder.summary))],
+    "kernel_times.py: kinds": [Source(_KERNEL_TIMES, kernel_times.marked_kinds)],
+    "kernel_times.py: largest": [Source(_KERNEL_TIMES, kernel_times.marked_largest)],
     "mixed_requests.py: requests": [Source("mixed_requests_h200.json", mixed_requests.requests)],
     "passes.py: products": [Source("passes_h200.json", passes.marked_products)],
     "passes.py: replays": [Source("passes_h200.json", passes.marked_replays)],

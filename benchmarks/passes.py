@@ -3,10 +3,11 @@
     python benchmarks/passes.py --output benchmarks/results/passes_h200.json
 
 27 blocks, 1152 wide, bf16, seeded random weights. "Replays": milliseconds of one full graph replay at 196,
-784, 3136 and 7056 patches, a row for each candidate: every pass alone, all together, fp8, and settings of
-Inductor. "Products": microseconds of the four linear layers of a block, by several ways, with TFLOP/s and
-GB/s; on a GPU twenty calls in one CUDA graph. Errors are `relative_rms` against float32; "default" has that
-of bf16.
+784, 3136 and 7056 patches, a row for each candidate: "default", what `passes: auto` is on CUDA; every pass
+alone; fp8; and settings of Inductor beside the default passes. "persistent rows off" lacks
+`compile.persistent_rows`, and so does "a version for each size", which is compiled by torch.compile.
+"Products": microseconds of the four linear layers of a block, by several ways, with TFLOP/s and GB/s; on a
+GPU twenty calls in one CUDA graph. Errors are `relative_rms` against float32; "default" has that of bf16.
 
 A candidate that fails has its error in the table; the others go on. The file is written after every row. On
 an H200 everything takes more than ten minutes, so `--only` takes some candidates, each by a part of its name,
@@ -31,16 +32,15 @@ from matrix_products import blas_library, ways
 from narrow_tower import HIDDEN, MLP, narrow_tower
 from storage import make_parser, one_line, store
 from tables import passes as tables
-from timing import gpu_ms
+from timing import device_ms, gpu_ms
 from torch import Tensor
 from torch._inductor.choices import InductorChoices
-from torch._inductor.runtime.hints import ReductionHint
 from torch._inductor.virtualized import V
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.capture.forward import measure_ms
 from fxsplit_encoder.cli.models import demo_tower
-from fxsplit_encoder.compile.passes import PASSES, relative_rms
+from fxsplit_encoder.compile.passes import DEFAULT_PASSES, PASSES, relative_rms
 from fxsplit_encoder.compile.pieces import compile_inductor
 
 PATCHES = (196, 784, 3136, 7056)
@@ -50,35 +50,26 @@ LAYERS = {"qkv": (1152, 3456), "proj": (1152, 1152), "fc1": (1152, 4304), "fc2":
 SMALL_LAYERS = {"fc1": (HIDDEN, MLP), "fc2": (MLP, HIDDEN)}
 PADDED = {4304: 4352, MLP: 128}
 CALLS = 20
-LONGEST_PERSISTENT_ROW = 4096
 
 
-class PersistentRows(InductorChoices):
-    """Inductor's heuristics, but a row of up to 4096 entries stays in registers: its limit is 1024, and a
-    longer one is read twice by every layer norm.
-    """
-
-    def uuid(self) -> str:
-        return f"{type(self).__name__}-{LONGEST_PERSISTENT_ROW}"
-
-    @staticmethod
-    def should_use_persistent_reduction(features: Any, cooperative_reduction: bool) -> bool:
-        if InductorChoices.should_use_persistent_reduction(features, cooperative_reduction):
-            return True
-        return features.get_reduction_hint() == ReductionHint.INNER and V.graph.sizevars.statically_known_leq(
-            features.reduction_numel, LONGEST_PERSISTENT_ROW
-        )
+class OwnChoices(InductorChoices):
+    """Inductor's heuristics as they are: `persistent_rows` leaves the choices of a caller alone."""
 
 
-def inductor(choices: type[InductorChoices] = InductorChoices, **settings: Any) -> Callable[..., Any]:
+def inductor(**settings: Any) -> Callable[..., Any]:
     """A piece compiler: Inductor with other settings, past its caches."""
 
     def compile_piece(module: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
         with torch._inductor.config.patch(fx_graph_cache=False, **settings):
-            with V.set_choices_handler(choices()):
-                return compile_inductor(module, inputs)
+            return compile_inductor(module, inputs)
 
     return compile_piece
+
+
+def without_persistent_rows(module: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """A piece compiler: Inductor with its own limit of the rows that stay in registers."""
+    with V.set_choices_handler(OwnChoices()):
+        return inductor()(module, inputs)
 
 
 def for_each_size(**settings: Any) -> Callable[..., Any]:
@@ -100,18 +91,19 @@ AUTOTUNE = {"max_autotune_gemm": True, "max_autotune_gemm_backends": "ATEN,TRITO
 
 
 def candidates(*, small: bool) -> dict[str, Candidate]:
-    exact = {"default": Candidate(), "no passes": Candidate({"passes": ()})}
-    exact |= {f"pass {name}": Candidate({"passes": ("conv_to_linear", name)}) for name in [*PASSES][1:]}
-    exact["all passes"] = Candidate({"passes": tuple(PASSES)})
-    exact["fp8"] = Candidate({"precision": "fp8"})
-    exact["fp8, all passes"] = Candidate({"precision": "fp8", "passes": tuple(PASSES)})
+    default = DEFAULT_PASSES["cuda"]
+    exact = {"default": Candidate({"passes": default}), "no passes": Candidate({"passes": ()})}
+    alone = {name: tuple(dict.fromkeys(("conv_to_linear", name))) for name in PASSES}
+    exact |= {f"pass {name}": Candidate({"passes": names}) for name, names in alone.items()}
+    exact["fp8"] = Candidate({"precision": "fp8", "passes": default})
     if small:
         return exact
     compilers: dict[str, Any] = {
-        "persistent rows": inductor(PersistentRows),
+        "persistent rows off": without_persistent_rows,
         "multi_kernel": inductor(**{"triton.multi_kernel": 1}),
         "coordinate descent": inductor(coordinate_descent_tuning=True),
         "epilogue_fusion off": inductor(epilogue_fusion=False),
+        "pdl": inductor(**{"triton.enable_pdl": True}),
         "max_autotune_gemm": inductor(**AUTOTUNE),
         "a version for each size": for_each_size(),
         "a version for each size, max_autotune_gemm": for_each_size(**AUTOTUNE),
@@ -119,8 +111,7 @@ def candidates(*, small: bool) -> dict[str, Candidate]:
     found = {name: Candidate({"piece_compiler": compiler}) for name, compiler in compilers.items()}
     for library in ("cublas", "cublaslt"):
         found[f"blas {library}"] = Candidate(around=lambda library=library: blas_library(library))
-    together = {"piece_compiler": compilers["persistent rows"], "passes": tuple(PASSES)}
-    return {**exact, **found, "all passes, persistent rows": Candidate(together)}
+    return {**exact, **found}
 
 
 def make_tower(*, small: bool, device: str) -> Any:
@@ -151,7 +142,7 @@ def replays(
         row["derived MiB"] = bound.program.derived.num_bytes / 2**20
         for count in patches:
             captured = manager.paths["default"].ladder.best(count // 4, 1)
-            row[str(count)] = milliseconds(captured.replay, manager.device)
+            row[str(count)] = device_ms(captured.replay, manager.device)
         grid = grid_of(patches[0])
         torch.manual_seed(0)
         pixels = torch.randn(patches[0], 1536, device=manager.device)
@@ -161,10 +152,6 @@ def replays(
         row["error"] = relative_rms(output, packed)
         manager.clear()
     return row
-
-
-def milliseconds(call: Callable[[], Any], device: torch.device) -> float:
-    return gpu_ms(call) if device.type == "cuda" else measure_ms(call, device)
 
 
 def products(

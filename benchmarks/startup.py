@@ -18,17 +18,16 @@ start has an empty Inductor cache, the second one what the first left there. Sec
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from phases import Phases
 from storage import make_parser, store
 
 BUDGETS = (16, 32, 48, 64, 96, 128, 196, 256, 324, 400, 512, 784, 1024, 1296, 1764, 2304)
@@ -36,18 +35,11 @@ SMALL_BUDGETS = (4, 16, 32, 64)
 LIMITS = {"mode": "full", "max_items_per_batch": 4, "max_frames_per_batch": 8}
 PHASES = ("import", "trace", "pieces", "first run", "capture", "first embedding")
 
-_seconds: Counter[str] = Counter()
-
-
-@contextlib.contextmanager
-def phase(name: str) -> Iterator[None]:
-    begin = time.perf_counter()
-    yield
-    _seconds[name] += time.perf_counter() - begin
-
 
 def start(small: bool, budgets: Sequence[int]) -> dict[str, Any]:
     """One start in this process: seconds a phase, and what it made."""
+    phase = Phases()
+    seconds = phase.seconds
     with phase("import"):
         import torch
         from narrow_tower import narrow_tower
@@ -77,8 +69,8 @@ def start(small: bool, budgets: Sequence[int]) -> dict[str, Any]:
     with phase("compile"):
         manager.compile(lambda done, total: reached.append(time.perf_counter()))
         synchronise()
-        _seconds["first run"] = time.perf_counter() - reached[-1]
-    _seconds["trace"] = _seconds["compile"] - _seconds["pieces"] - _seconds["first run"]
+        seconds["first run"] = time.perf_counter() - reached[-1]
+    seconds["trace"] = seconds["compile"] - seconds["pieces"] - seconds["first run"]
     with phase("capture"):
         manager.capture()
         synchronise()
@@ -90,7 +82,7 @@ def start(small: bool, budgets: Sequence[int]) -> dict[str, Any]:
     inductor = torch._dynamo.utils.counters["inductor"]
     program = manager.programs["default"].program
     return {
-        "seconds": {name: _seconds[name] for name in (*PHASES, "tower")},
+        "seconds": {name: seconds[name] for name in (*PHASES, "tower")},
         "pieces": len(program.pieces),
         "distinct": program.num_distinct,
         "cached": inductor["fxgraph_cache_hit"],

@@ -64,6 +64,11 @@ def gpu_ms(call: Callable[[], Any], repeats: int = 30) -> float:
     return statistics.median(_between_events(call) for _ in range(repeats))
 
 
+def device_ms(call: Callable[[], Any], device: torch.device) -> float:
+    """Median milliseconds of a call on its device: between events on a GPU, wall time elsewhere."""
+    return gpu_ms(call) if device.type == "cuda" else wall_ms(call)
+
+
 def wall_ms(call: Callable[[], Any], repeats: int = 30, warmups: int = _WARMUPS) -> float:
     """Median milliseconds of a call up to the end of its device work."""
     for _ in range(warmups):

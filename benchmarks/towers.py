@@ -1,9 +1,16 @@
 """Every tower at its published size: errors and times against eager, seconds to compile and capture, memory.
 
+    export TORCHINDUCTOR_CACHE_DIR=/tmp/inductor
+    python benchmarks/towers.py --compile-only --models qwen3-vl-8b &
+    python benchmarks/towers.py --compile-only --models internvl3-8b & wait
     python benchmarks/towers.py --models qwen3-vl-8b internvl3-8b --output a.json
     python benchmarks/towers.py --merge a.json b.json --output benchmarks/results/towers_h200.json
 
-The first runs on one GPU; after the second, `documents.py` writes the table in docs/towers.md.
+1. `--compile-only` makes each tower's manager, compiles it and stores nothing: several such processes beside
+   one another fill Inductor's cache. The first run of a kernel also chooses its launch by time, and that is
+   cached too, so let each have a GPU of its own where there are several. This step may be left out.
+2. The timed run, alone on its GPU. It stores how many pieces came from the cache, and where its seconds went.
+3. Results of several runs are joined; `documents.py` writes the table in docs/towers.md.
 
 Full depth, bf16, seeded random weights, mode `auto`, the tower's configuration in configs/. Sizes are patches
 of packed towers, tiles of towers of equal tiles, and crops of those that also see the image as a whole.
@@ -15,23 +22,23 @@ of packed towers, tiles of towers of equal tiles, and crops of those that also s
   model's own forward in transformers (sdpa); Kimi-VL, DeepSeek-OCR and Step3 are not in transformers, theirs
   is the eager forward of the model in this library.
 
-Processes may share a host, a GPU each (CUDA_VISIBLE_DEVICES), and the cache of Inductor
-(TORCHINDUCTOR_CACHE_DIR). The file is written after each tower; one that fails leaves its traceback there,
-and the exit code is 1.
+Timed runs may share a host, a GPU each (CUDA_VISIBLE_DEVICES). The file is written after each tower; one that
+fails leaves its traceback there, and the exit code is 1.
 """
 
 from __future__ import annotations
 
 import copy
 import gc
-import time
 import traceback
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from environment import describe
+from phases import Phases
 from poison import poison
 from storage import load, make_parser, store
 from tables.towers import figures
@@ -70,6 +77,7 @@ MODELS = {
 ALLOWED_ERROR = 1.1
 ALLOWED_TIME = 1.05
 _REPEATS, _WARMUPS = 15, 4
+_CACHE_ANSWERS = ("hit", "miss", "bypass")
 
 
 def cases(wrapped: Any, name: str, small: bool) -> dict[str, list[int]]:
@@ -126,24 +134,32 @@ class Bench:
             for case, (sizes, inputs) in self.batches.items()
         }
 
-    def run(self) -> dict[str, Any]:
+    def compile(self, phase: Phases) -> tuple[fx.EncoderCudaGraphManager, dict[str, int]]:
+        """The tower's manager, compiled, and how many distinct pieces that took: all, and from the cache."""
+        before = _cache_counts()
+        with phase("compile"):
+            config = chosen_config(self.name, self.small)
+            manager = fx.EncoderCudaGraphManager(self.wrapped, config, log_interval=0)
+            manager.compile()
+            synchronize()
+        counts = _cache_counts() - before
+        return manager, {"pieces": counts.total(), "cached pieces": counts["fxgraph_cache_hit"]}
+
+    def run(self, phase: Phases) -> dict[str, Any]:
         """What is stored of this tower."""
-        references = self.references()
-        release()
-        config = chosen_config(self.name, self.small)
-        start = time.perf_counter()
-        manager = fx.EncoderCudaGraphManager(self.wrapped, config, log_interval=0)
-        manager.compile()
-        synchronize()
-        compiled = time.perf_counter()
-        manager.capture()
-        synchronize()
-        captured = time.perf_counter()
+        with phase("references"):
+            references = self.references()
+            release()
+        manager, pieces = self.compile(phase)
+        with phase("capture"):
+            manager.capture()
+            synchronize()
+        with phase("cases"):
+            cases = [self._case(manager, case, references.pop(case)) for case in self.batches]
         result: dict[str, Any] = {
             "parameters": sum(parameter.numel() for parameter in self.tower.parameters()),
-            "config": config.model_dump(mode="json", exclude_unset=True),
-            "compile s": compiled - start,
-            "capture s": captured - compiled,
+            "config": manager.config.model_dump(mode="json", exclude_unset=True),
+            **pieces,
             "capture bytes": manager.num_bytes,
             "programs": {path: _program(bound) for path, bound in manager.programs.items()},
             "captured": {
@@ -151,7 +167,7 @@ class Bench:
                 for path, graphs in manager.budget_graphs.items()
             },
             "reports": manager.reports,
-            "cases": [self._case(manager, case, references.pop(case)) for case in self.batches],
+            "cases": cases,
         }
         manager.clear()
         wrong = [case["case"] for case in result["cases"] if case["rms error"] > ALLOWED_ERROR]
@@ -192,6 +208,12 @@ class Bench:
         }
 
 
+def _cache_counts() -> Counter[str]:
+    """What Inductor's cache of graphs has answered so far in this process."""
+    counts = torch._dynamo.utils.counters["inductor"]
+    return Counter({f"fxgraph_cache_{kind}": counts[f"fxgraph_cache_{kind}"] for kind in _CACHE_ANSWERS})
+
+
 def _program(bound: Any) -> dict[str, Any] | None:
     if bound is None:
         return None
@@ -211,12 +233,17 @@ def release() -> None:
         torch.cuda.empty_cache()
 
 
-def run_model(name: str, device: str, small: bool) -> dict[str, Any]:
-    """What is stored of a tower; of one that fails, its traceback."""
+def run_model(name: str, device: str, small: bool, compile_only: bool = False) -> dict[str, Any]:
+    """What is stored of a tower; of one that fails, its traceback; and the seconds of every phase."""
+    phase = Phases()
     try:
-        return Bench(name, device, small).run()
+        with phase("build"):
+            bench = Bench(name, device, small)
+            synchronize()
+        result = bench.compile(phase)[1] if compile_only else bench.run(phase)
     except Exception:
-        return {"failure": traceback.format_exc()}
+        result = {"failure": traceback.format_exc()}
+    return {**result, "seconds": dict(phase.seconds)}
 
 
 def merge(files: Sequence[Path]) -> dict[str, Any]:
@@ -236,9 +263,18 @@ def merge(files: Sequence[Path]) -> dict[str, Any]:
     return {**environments[0], "models": {**known, **models}}
 
 
-def report(result: dict[str, Any]) -> int:
+def progress(name: str, model: dict[str, Any]) -> str:
+    """Where the seconds of a tower went, and its pieces came from."""
+    seconds: dict[str, float] = model["seconds"]
+    parts = ", ".join(f"{phase} {taken:.1f}" for phase, taken in seconds.items())
+    pieces = f"; {model['cached pieces']} of {model['pieces']} pieces cached" if "pieces" in model else ""
+    return f"{name}: {sum(seconds.values()):.0f} s ({parts}{pieces})"
+
+
+def report(result: dict[str, Any], table: bool = True) -> int:
     """Prints the table and what failed; the exit code."""
-    print(figures(result, "simple"))
+    if table:
+        print(figures(result, "simple"))
     failures = {name: model["failure"] for name, model in result["models"].items() if "failure" in model}
     for name, failure in failures.items():
         print(f"\n{name}: {failure}")
@@ -246,18 +282,19 @@ def report(result: dict[str, Any]) -> int:
 
 
 @torch.no_grad()
-def run_models(names: Sequence[str], output: Path | None, small: bool) -> dict[str, Any]:
+def run_models(
+    names: Sequence[str], output: Path | None, small: bool, compile_only: bool = False
+) -> dict[str, Any]:
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
     torch.manual_seed(0)
     result: dict[str, Any] = {**describe(), "models": {}}
     for name in names:
-        start = time.perf_counter()
-        model = run_model(name, "cpu" if small else "cuda", small)
-        result["models"][name] = {**model, "seconds": time.perf_counter() - start}
+        model = run_model(name, "cpu" if small else "cuda", small, compile_only)
+        result["models"][name] = model
         store(output, result)
         release()
-        print(f"{name}: {time.perf_counter() - start:.0f} s", flush=True)
+        print(progress(name, model), flush=True)
     return result
 
 
@@ -265,6 +302,7 @@ def main() -> int:
     parser = make_parser(__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="NAME")
     parser.add_argument("--small", action="store_true", help="one block and tiny inputs, on the CPU")
+    parser.add_argument("--compile-only", action="store_true", help="fill Inductor's cache, store nothing")
     parser.add_argument("--merge", nargs="+", type=Path, metavar="JSON", help="join results of earlier runs")
     arguments = parser.parse_args()
     if arguments.merge is not None:
@@ -273,7 +311,10 @@ def main() -> int:
         return report(result)
     if not (torch.cuda.is_available() or arguments.small):
         parser.exit(2, "towers.py needs a CUDA device, or --small: there is nothing to capture without one\n")
-    return report(run_models(arguments.models, arguments.output, arguments.small))
+    compile_only = arguments.compile_only
+    output = None if compile_only else arguments.output
+    result = run_models(arguments.models, output, arguments.small, compile_only)
+    return report(result, table=not compile_only)
 
 
 if __name__ == "__main__":

@@ -26,8 +26,8 @@ def _row(name: str, model: Mapping[str, Any]) -> dict[str, str]:
     if cases := model.get("cases"):
         row |= {case["case"]: _milliseconds(case) for case in cases}
         row["error"] = f"{max(case['rms error'] for case in cases):.2f}"
-        row["compile s"] = f"{model['compile s']:.0f}"
-        row["capture s"] = f"{model['capture s']:.0f}"
+        row["compile s"] = f"{model['seconds']['compile']:.0f}"
+        row["capture s"] = f"{model['seconds']['capture']:.0f}"
         row["GiB"] = f"{model['capture bytes'] / _GIB:.1f}"
     if "failure" in model:
         row["failed"] = model["failure"].strip().splitlines()[-1]
@@ -53,5 +53,8 @@ def marked(stored: Mapping[str, Any]) -> str:
         if slower
         else "No entry is slower than eager by more than 5 %."
     )
-    caption = f"Eager / `manager.execute` = ratio, medians in milliseconds. {verdict}"
+    models = [model for model in stored["models"].values() if "pieces" in model]
+    cached, pieces = (sum(model[name] for model in models) for name in ("cached pieces", "pieces"))
+    cache = f"{cached} of {pieces} distinct pieces came from Inductor's cache, which shortens `compile s`."
+    caption = f"Eager / `manager.execute` = ratio, medians in milliseconds. {verdict} {cache}"
     return f"{figures(stored)}\n\n{caption} {in_words(stored)}."

@@ -112,6 +112,8 @@ def compile_inductor(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.utils import BoxedBool
 
+    from fxsplit_encoder.compile.persistent_rows import persistent_rows
+
     fake_mode = next(value.fake_mode for value in inputs if hasattr(value, "fake_mode"))
     decomposed = _decompose(module, inputs)
     # On CUDA Inductor keeps convolutions of symbolic sizes as they are. On a CPU it makes them channels-last,
@@ -120,6 +122,7 @@ def compile_inductor(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[
         torch._guards.tracing(torch._guards.TracingContext(fake_mode)),
         fake_mode_context(fake_mode),
         config.patch(layout_optimization=False),
+        persistent_rows(),
     ):
         compiled: Any = compile_fx_inner(
             decomposed, list(inputs), is_inference=True, cudagraphs=BoxedBool(False)

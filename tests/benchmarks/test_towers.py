@@ -44,7 +44,15 @@ def test_a_tower_that_fails_leaves_its_traceback(tmp_path: Path, monkeypatch: py
     stored = towers.run_models(["clip-l-336", "step3p7"], tmp_path / "out.json", small=True)
     assert stored["models"].keys() == {"clip-l-336", "step3p7"}
     assert "RuntimeError: no step3p7" in stored["models"]["step3p7"]["failure"]
+    assert stored["models"]["step3p7"]["seconds"].keys() == {"build"}
     assert json.loads((tmp_path / "out.json").read_text()) == stored
+
+
+def test_the_progress_says_where_seconds_went_and_pieces_came_from() -> None:
+    parts = "build 1.0, references 2.0, compile 10.4, capture 2.6, cases 3.0"
+    assert towers.progress("clip", measured()) == f"clip: 19 s ({parts}; 3 of 4 pieces cached)"
+    failed = {"failure": "Traceback", "seconds": {"build": 0.5}}
+    assert towers.progress("clip", failed) == "clip: 0 s (build 0.5)"
 
 
 def test_every_family_is_measured_with_its_configuration() -> None:
@@ -66,4 +74,23 @@ def test_a_small_run_measures_on_a_cpu(tmp_path: Path) -> None:
     assert model["programs"]["default"]["padding"] == "proved"
     assert [measured["sizes"] for measured in model["cases"]] == [[16], [16, 64]]
     assert all(0.5 < measured["rms error"] <= 1.1 for measured in model["cases"])
+    assert list(model["seconds"]) == ["build", "references", "compile", "capture", "cases"]
     assert stored["torch"] and "kimi-vl-a3b" in done.stdout
+
+
+@pytest.mark.slow
+def test_only_compiling_fills_the_cache_for_the_next_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import fxsplit_encoder as fx
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    with_inductor = fx.EncoderConfig(mode="none", piece_compiler="inductor")
+    monkeypatch.setattr(towers, "chosen_config", lambda name, small: with_inductor)
+    arguments = ["towers.py", "--small", "--compile-only", "--models", "clip-l-336"]
+    monkeypatch.setattr("sys.argv", [*arguments, "--output", str(tmp_path / "none.json")])
+    for cached in (0, 2):
+        assert towers.main() == 0
+        line = capsys.readouterr().out
+        assert f"{cached} of 2 pieces cached" in line and "references" not in line
+    assert not (tmp_path / "none.json").exists()

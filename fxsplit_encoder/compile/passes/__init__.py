@@ -33,8 +33,10 @@ PASSES: Mapping[str, Pass] = {
 }
 """The exact passes, by the names that `EncoderConfig.passes` takes, in the order in which they run."""
 
-DEFAULT_PASSES: Mapping[str, tuple[str, ...]] = {"cpu": ("conv_to_linear",), "cuda": ("conv_to_linear",)}
-"""What `passes: auto` stands for, by the type of the device; on others nothing."""
+DEFAULT_PASSES: Mapping[str, tuple[str, ...]] = {"cpu": ("conv_to_linear",), "cuda": tuple(PASSES)}
+"""What `passes: auto` stands for, by the type of the device; on others nothing. On CUDA each pass that
+changed the tower measured was faster (docs/passes.md); what finds nothing to change costs nothing.
+"""
 
 # fp8 takes layers of the width that is run, and before a GELU makes another operation of them.
 _FP8_BEFORE = "gelu_epilogue"

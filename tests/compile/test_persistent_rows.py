@@ -1,0 +1,109 @@
+"""Which rows Inductor keeps in registers, and that its cache knows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import sympy
+import torch
+from torch import fx
+from torch._inductor import config
+from torch._inductor.choices import InductorChoices
+from torch._inductor.codecache import compiled_fx_graph_hash
+from torch._inductor.runtime.hints import ReductionHint
+from torch._inductor.sizevars import SizeVarAllocator
+from torch._inductor.virtualized import V
+
+from fxsplit_encoder.compile.persistent_rows import LONGEST_ROW, PersistentRows, persistent_rows
+
+TOKENS = sympy.Symbol("s0", integer=True, positive=True)
+
+
+@pytest.fixture(autouse=True)
+def graph() -> Iterator[None]:
+    """What Inductor asks about sizes while it lowers a graph."""
+    with V.set_graph_handler(SimpleNamespace(sizevars=SizeVarAllocator())):  # type: ignore[arg-type]
+        yield
+
+
+def is_persistent(width: Any, hint: ReductionHint = ReductionHint.INNER, cooperative: bool = False) -> bool:
+    features = SimpleNamespace(
+        reduction_numel=sympy.sympify(width), numel=sympy.Integer(7056), get_reduction_hint=lambda: hint
+    )
+    return V.choices.should_use_persistent_reduction(features, cooperative)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("width", "before", "within"),
+    [
+        (768, True, True),
+        (1024, True, True),
+        (1152, False, True),
+        (LONGEST_ROW, False, True),
+        (LONGEST_ROW + 1, False, False),
+        (TOKENS, False, False),
+    ],
+    ids=str,
+)
+def test_the_rows_of_vision_towers_stay_in_registers(width: Any, before: bool, within: bool) -> None:
+    assert is_persistent(width) == before
+    with persistent_rows():
+        assert is_persistent(width) == within
+    assert is_persistent(width) == before
+
+
+def test_what_is_no_row_and_what_is_switched_off_stays_inductors_choice() -> None:
+    with persistent_rows():
+        assert not is_persistent(1152, ReductionHint.OUTER)
+        assert not is_persistent(1152, cooperative=True)
+        with config.patch({"triton.persistent_reductions": False}):
+            assert not is_persistent(1152)
+
+
+def test_the_cache_tells_graphs_with_and_without_apart() -> None:
+    module = fx.symbolic_trace(lambda x: x + 1)
+
+    def key() -> str:
+        return compiled_fx_graph_hash(module, [], {}, [])[0]  # type: ignore[typeddict-item]
+
+    without = key()
+    with persistent_rows():
+        within = key()
+    with persistent_rows():
+        assert key() == within
+    assert key() == without != within
+    assert PersistentRows(4096).uuid() != PersistentRows(2048).uuid()
+
+
+def test_choices_of_the_caller_stay() -> None:
+    class Own(InductorChoices):
+        pass
+
+    with V.set_choices_handler(Own()), persistent_rows():
+        assert type(V.choices) is Own
+        assert config.inductor_choices_class is None
+    with config.patch(inductor_choices_class=Own), persistent_rows():
+        assert config.inductor_choices_class is Own
+
+
+def test_a_torch_that_does_not_ask_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(InductorChoices, "should_use_persistent_reduction")
+    with persistent_rows():
+        assert type(V.choices) is InductorChoices
+
+
+def test_the_piece_compiler_compiles_with_long_rows(trace: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch._inductor.compile_fx as compile_fx
+
+    seen = []
+
+    def compile_inner(module: fx.GraphModule, inputs: Any, **settings: Any) -> Any:
+        seen.append(type(V.choices))
+        return lambda args: module(*args)
+
+    monkeypatch.setattr(compile_fx, "compile_fx_inner", compile_inner)
+    trace(lambda y, i: torch.nn.functional.layer_norm(y, (8,)), piece_compiler="inductor")
+    assert seen and set(seen) == {PersistentRows}
