@@ -6,12 +6,13 @@ import functools
 import gc
 import statistics
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from fxsplit_encoder.attention.examples import make_examples
 from fxsplit_encoder.attention.kernels.generic import PerSegment
+from fxsplit_encoder.failed_capture import end_failed_capture
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -140,17 +141,18 @@ def _elapsed(call: Callable[[], object], calls: int = 1) -> float:
 
 def _record(call: Callable[[], object], calls: int) -> torch.cuda.CUDAGraph:
     """A graph of so many calls; its failure leaves the device as it was."""
-    graph, memory = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+    graph, memory = torch.cuda.CUDAGraph(), torch.cuda.MemPool()
+    uses, handle = memory.use_count(), cast("Any", memory.id)
     collects = gc.isenabled()
     gc.disable()  # collecting an old graph frees device memory, which is an error while this thread captures
     try:
-        graph.capture_begin(pool=memory, capture_error_mode="thread_local")
+        graph.capture_begin(pool=handle, capture_error_mode="thread_local")
         try:
             for _ in range(calls):
                 call()
             graph.capture_end()
         except BaseException:
-            _abandon(graph, memory)
+            _abandon(graph, memory, uses)
             raise
     finally:
         if collects:
@@ -158,17 +160,14 @@ def _record(call: Callable[[], object], calls: int) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def _abandon(graph: torch.cuda.CUDAGraph, memory: Any) -> None:
-    """Ends a capture that failed. The allocator may then still record to its pool, and the random generators
-    refuse to run until another capture succeeds.
+def _abandon(graph: torch.cuda.CUDAGraph, memory: torch.cuda.MemPool, uses: int) -> None:
+    """Ends a capture that failed. If that fails too, the random generators refuse to run until another
+    capture succeeds.
     """
     try:
         graph.capture_end()
     except RuntimeError:
-        device = torch.cuda.current_device()
-        torch._C._cuda_endAllocateToPool(device, memory)
-        torch._C._cuda_releasePool(device, memory)  # a graph that did not end does not
-        torch.cuda.synchronize()
+        end_failed_capture(graph, memory, uses)
         scratch = torch.zeros(1, device="cuda")
         with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
             scratch.add_(1)

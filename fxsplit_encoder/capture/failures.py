@@ -22,13 +22,20 @@ def capture_failure(error: Exception, what: str, running: str | None) -> FxSplit
     """
     place = _place(error.__traceback__, running)
     if isinstance(error, OutOfMemoryError):
-        # The frames hold what was allocated, and whoever keeps the error would keep that.
-        traceback.clear_frames(error.__traceback__)
+        _release_locals(error.__traceback__)
         return CaptureMemoryError(f"out of memory while capturing {what}{place}: {error}")
     if isinstance(error, FxSplitError) and not isinstance(error, CaptureError):
         return error
     reason = str(error) if isinstance(error, CaptureError) else f"{type(error).__name__}: {error}"
     return CaptureError(f"capturing {what} failed{place}: {reason}")
+
+
+def _release_locals(frames: TracebackType | None) -> None:
+    """Lets go of what the frames hold, which whoever keeps the error would keep."""
+    traceback.clear_frames(frames)
+    for frame, _ in traceback.walk_tb(frames):
+        # Before Python 3.13 a frame keeps the dictionary that was asked of it; asking again empties it.
+        _ = frame.f_locals
 
 
 def _place(frames: TracebackType | None, running: str | None) -> str:

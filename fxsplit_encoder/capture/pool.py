@@ -13,6 +13,7 @@ from fxsplit_encoder.capture.checks import HandedOut
 from fxsplit_encoder.capture.disposal import dispose, nothing_is_freed
 from fxsplit_encoder.capture.memory import borrowed, storage_address
 from fxsplit_encoder.errors import CaptureMemoryError
+from fxsplit_encoder.failed_capture import end_failed_capture
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -57,6 +58,8 @@ class GraphPool:
         # released.
         self._memory = torch.cuda.MemPool() if self.is_cuda else None
         self._anchor: torch.cuda.CUDAGraph | None = None
+        self._uses = 0
+        """Of the memory, before the capture that began last."""
         self._superseded: list[Any] = []
         self._ranges: list[range] = []
         # Warm-up and capture share a stream, so that libraries' per-stream workspaces exist before a capture
@@ -148,6 +151,7 @@ class GraphPool:
 
     def begin(self, graph: torch.cuda.CUDAGraph | RecordedOps) -> None:
         """Begins the capture of a graph over this memory, on the current stream."""
+        self._uses = 0 if self._memory is None else self._memory.use_count()
         # Other threads may use CUDA meanwhile; only this thread's unsafe calls are errors.
         graph.capture_begin(pool=self.handle, capture_error_mode="thread_local")
 
@@ -157,21 +161,16 @@ class GraphPool:
             warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
             graph.capture_end()
 
-    def recover_from_failed_capture(self) -> None:
-        """Makes allocators and random generators usable after a capture that could not be ended.
+    def recover_from_failed_capture(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Makes allocators and random generators usable after `end` raised for a graph.
 
-        Ending an invalidated capture resets the stream but raises before it tells the allocators, which go on
-        recording to the pool, and the generators, which then refuse to run outside of a capture. The device's
-        allocator can be told; the host's cannot, so later captures get memory of their own beside what
-        earlier ones hold. Capturing their anchor puts the generators right.
+        The generators refuse to run outside of a capture until another one succeeds: that of the anchor.
+        The host's allocator goes on recording to the pool and cannot be told, so later captures get memory
+        of their own beside what earlier ones hold.
         """
-        assert self.device.index is not None
-        # It no longer records where the capture ended and only its graph could not be made.
-        with contextlib.suppress(RuntimeError):
-            torch._C._cuda_endAllocateToPool(self.device.index, self.handle)
-            # A graph gives up its hold on the pool only if its capture has ended.
-            torch._C._cuda_releasePool(self.device.index, self.handle)
-        torch.cuda.synchronize(self.device)
+        assert self._memory is not None
+        with torch.cuda.device(self.device):
+            end_failed_capture(graph, self._memory, self._uses)
         self._superseded.append(self._memory)
         self._renew_memory()
         self._set_anchor()

@@ -122,7 +122,8 @@ class SegmentedCapture:
         try:
             self.pool.end(graph)
         except RuntimeError:
-            self.pool.recover_from_failed_capture()
+            if isinstance(graph, torch.cuda.CUDAGraph):
+                self.pool.recover_from_failed_capture(graph)
             raise
         self.segments.append(graph.replay)
         self.num_graphs += 1

@@ -1,0 +1,28 @@
+"""What PyTorch leaves undone where the capture of a CUDA graph fails."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+
+
+def end_failed_capture(graph: torch.cuda.CUDAGraph, memory: torch.cuda.MemPool, uses: int) -> None:
+    """Makes the device's allocator forget a capture whose `capture_end` raised.
+
+    Ending an invalidated capture resets the stream, but raises before it tells the allocator, which goes on
+    recording to the pool. And up to torch 2.13 the graph then never gives up its hold on the pool
+    (https://github.com/pytorch/pytorch/pull/190348), whose memory would stay for good.
+
+    Args:
+        graph: what was captured; it is reset.
+        memory: the pool that it was captured to.
+        uses: `memory.use_count()` before the capture began.
+    """
+    device = torch.cuda.current_device()
+    with contextlib.suppress(RuntimeError):  # it does not record where only the graph could not be made
+        torch._C._cuda_endAllocateToPool(device, memory.id)
+    graph.reset()
+    if memory.use_count() > uses:
+        torch._C._cuda_releasePool(device, memory.id)
+    torch.cuda.synchronize(device)
