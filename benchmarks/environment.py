@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
 import os
 import platform
 import subprocess
@@ -12,6 +14,7 @@ from typing import Any
 import torch
 import transformers
 
+_ATTENTION_PACKAGES = ("flash-attn-4", "nvidia-cudnn-frontend", "flash-attn-3", "flash-attn", "vllm")
 _HERE = str(Path(__file__).parent)
 
 
@@ -27,6 +30,7 @@ def describe() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
+        "attention packages": _attention_packages(),
         "python": platform.python_version(),
         "commit": commit,
     }
@@ -35,9 +39,20 @@ def describe() -> dict[str, Any]:
 def in_words(stored: Mapping[str, Any], *more: str) -> str:
     """Where stored figures are from, in one line; `more`: what they are of."""
     driver = f", driver {stored['driver']}" if stored["driver"] else ""
-    versions = f"torch {stored['torch']}, transformers {stored['transformers']}, Python {stored['python']}"
+    packages = {"torch": stored["torch"], "transformers": stored["transformers"]}
+    packages |= {**stored.get("attention packages", {}), "Python": stored["python"]}
+    versions = ", ".join(f"{name} {version}" for name, version in packages.items())
     commit = str(stored["commit"] or "unknown")[:9]
     return ", ".join([f"{stored['gpu'] or 'CPU'}{driver}", *more, versions, f"commit {commit}"])
+
+
+def _attention_packages() -> dict[str, str]:
+    """Those of the optional ones that are installed."""
+    found = {}
+    for name in _ATTENTION_PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def _output(command: list[str]) -> str | None:

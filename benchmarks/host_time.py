@@ -7,8 +7,8 @@ that a call keeps the CPU, its device work not awaited, medians. "replay" is the
 and the launch of the graph, "replay, piecewise" the same in that mode, with 27 eager calls of attention.
 "torch.compile" is a call of the tower behind `torch.compile(backend="encoder_cg")` with the same budgets, its
 guards included, beside `execute`; with "module guards skipped", Dynamo does not look at modules and
-parameters (`options={"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}`), whose addresses
-every replay checks all the same. "attention op" is a call of `fxsplit::varlen_attention` beyond the one of
+parameters (`options={"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}`). Every replay
+checks their addresses all the same. "attention op" is a call of `fxsplit::varlen_attention` beyond the one of
 torch's kernel, which it makes. An image of a size that came before finds its metadata on the device; "new
 sizes" are images of sizes that have not come before. "item specs", "kept plan", "metadata" and "load" are
 parts of `execute`, each called by itself, so with warmer caches of the processor than inside of it. "plan of"
