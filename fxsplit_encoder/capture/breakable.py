@@ -210,6 +210,8 @@ class BreakableCUDAGraphCapture(SegmentedCapture):
         results = call(*args, **kwargs)
         if isinstance(self._graph, RecordedOps):
             self._graph.record(call, args, kwargs, results)
+        else:
+            self.pool.note_allocated(results, (args, kwargs))
         return results
 
     def _new_graph(self) -> torch.cuda.CUDAGraph | RecordedOps:

@@ -64,7 +64,7 @@ def copy_results(kept: Any, new: Any) -> None:
             copy_results(old, value)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Lent:
     buffer: Tensor
     alias: StorageWeakRef

@@ -8,6 +8,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from fxsplit_encoder.capture.checks import HandedOut
 from fxsplit_encoder.capture.disposal import dispose, nothing_is_freed
@@ -61,7 +62,8 @@ class GraphPool:
         self._uses = 0
         """Of the memory, before the capture that began last."""
         self._superseded: list[Any] = []
-        self._ranges: list[range] = []
+        self._allocated: set[int] = set()
+        """Where captured calls allocated. The pool never shrinks while it is in use, so it stays theirs."""
         # Warm-up and capture share a stream, so that libraries' per-stream workspaces exist before a capture
         # begins.
         self.stream: Any = (
@@ -80,20 +82,17 @@ class GraphPool:
         """Device memory held by this process's allocator; differences around a capture are what it added."""
         return torch.cuda.memory_reserved(self.device) if self.is_cuda else 0
 
-    def owns(self, tensor: Tensor) -> bool:
-        """Whether the memory of a tensor is that of the pool; never without CUDA. Not to be asked inside a
-        capture.
+    def note_allocated(self, results: object, arguments: object) -> None:
+        """Remembers what a captured call allocated: the memory of its results that is not an argument's.
+
+        Asking the allocator (`torch.cuda.memory_snapshot`) walks over every block of the device, and up to
+        torch 2.11 releases the numbers of the pool's id once too often, which kills the process later.
         """
-        if self._memory is None or not tensor.is_cuda:
-            return False
-        address = storage_address(tensor)
-        if not any(address in addresses for addresses in self._ranges):
-            # The pool grows and never shrinks while it is in use.
-            self._ranges = [
-                range(segment["address"], segment["address"] + segment["total_size"])
-                for segment in torch.cuda.memory.memory_snapshot(self.handle)  # type: ignore[no-untyped-call]
-            ]
-        return any(address in addresses for addresses in self._ranges)
+        self._allocated.update(_addresses(results) - _addresses(arguments))
+
+    def owns(self, tensor: Tensor) -> bool:
+        """Whether a captured call allocated the memory of a tensor; never without CUDA."""
+        return self.is_cuda and storage_address(tensor) in self._allocated
 
     def hold(self, tensor: Tensor) -> Tensor:
         """The tensor for a step that reads it at every replay: without owning its memory where the pool does,
@@ -187,7 +186,7 @@ class GraphPool:
     def _renew_memory(self) -> None:
         self._anchor = None
         self._memory = torch.cuda.MemPool()
-        self._ranges = []
+        self._allocated.clear()
 
     def _set_anchor(self) -> None:
         """Captures an empty graph, unless there is one, to be held for as long as the memory is.
@@ -204,3 +203,9 @@ class GraphPool:
     # Bound here: at the interpreter's exit a module's names may be gone before its objects.
     def __del__(self, dispose: Callable[[Iterable[Any]], None] = dispose) -> None:
         dispose(self.__dict__.values())
+
+
+def _addresses(values: object) -> set[int]:
+    """Of the memory behind all tensors, empty ones left out."""
+    addresses = {storage_address(leaf) for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)}
+    return addresses - {0}

@@ -70,7 +70,9 @@ class SegmentedCapture:
         if self.pool.is_cuda:
             self._begin_graph()
         if self._graph is not None:
-            return call(*args, **kwargs)
+            result = call(*args, **kwargs)
+            self.pool.note_allocated(result, (args, kwargs))
+            return result
         result = call(*args, **kwargs)
         self._kept.append(result)
         self.segments.append(lambda: copy_results(result, call(*args, **kwargs)))
