@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from environment import describe
 from storage import make_parser, store
-from tables.layout import tabulated
+from tables.host_time import rows
 from timing import cpu_ms
 from torch.compiler import skip_guard_on_all_nn_modules_unsafe
 from workloads import random_grid
@@ -148,7 +148,7 @@ def main() -> None:
     for what, value in other_ways(tower, tower.patch_features, microseconds["execute"]):
         microseconds[what] = value
         store(arguments.output, result)
-    print(tabulated(["host", "microseconds"], [*microseconds.items()], "simple"))
+    print(rows(microseconds, "simple"))
 
 
 if __name__ == "__main__":
