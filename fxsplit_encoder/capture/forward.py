@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -238,20 +238,33 @@ def _num_bytes(values: Sequence[Any]) -> int:
     return sum(value.numel() * value.element_size() for value in values if isinstance(value, torch.Tensor))
 
 
-def measure_ms(call: Callable[[], Any], device: torch.device, repeats: int = 5) -> float:
-    """Median milliseconds of a call after one warm-up, to the end of its device work.
+class MeasuredRun(NamedTuple):
+    """Median milliseconds of a call."""
 
-    Fewer than `repeats` are timed where they take long.
-    """
+    wall: float
+    """To the end of its device work."""
+    host: float
+    """Until it returns."""
+
+
+def measure_run(call: Callable[[], Any], device: torch.device, repeats: int = 5) -> MeasuredRun:
+    """Times a call after one warm-up. Fewer than `repeats` are timed where they take long."""
     call()
-    times: list[float] = []
-    while len(times) < repeats and (len(times) < 2 or sum(times) < _LONG_MS):
+    walls: list[float] = []
+    hosts: list[float] = []
+    while len(walls) < repeats and (len(walls) < 2 or sum(walls) < _LONG_MS):
         _synchronize(device)
         start = time.perf_counter()
         call()
+        hosts.append((time.perf_counter() - start) * 1e3)
         _synchronize(device)
-        times.append((time.perf_counter() - start) * 1e3)
-    return statistics.median_low(times)
+        walls.append((time.perf_counter() - start) * 1e3)
+    return MeasuredRun(statistics.median_low(walls), statistics.median_low(hosts))
+
+
+def measure_ms(call: Callable[[], Any], device: torch.device, repeats: int = 5) -> float:
+    """Median milliseconds of a call after one warm-up, to the end of its device work."""
+    return measure_run(call, device, repeats).wall
 
 
 def _synchronize(device: torch.device) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fxsplit_encoder.attention import KnownSegments, measuring
-from fxsplit_encoder.capture.forward import CapturedForward, measure_ms
+from fxsplit_encoder.capture.forward import CapturedForward, MeasuredRun, measure_run
 from fxsplit_encoder.capture.runner import ExactRunner
 from fxsplit_encoder.errors import CaptureError
 
@@ -28,13 +28,18 @@ logger = logging.getLogger(__name__)
 # replay of a budget costs the same for every smaller batch, the exact shape less.
 _EXACT_TOLERANCE = 1.02
 
+# Where the host needs less than this share of an exact run's time, the device never waits for it, and a
+# replay has nothing to gain: such a budget is not captured to be measured. What a large one would take is
+# most of the time of a whole ladder.
+_HIDDEN_HOST = 0.5
+
 
 @dataclass(slots=True)
 class MeasuredCosts:
     """Milliseconds of one budget, full to its last row by one segment."""
 
     modes: dict[str, float]
-    """Of a replay in each mode that was captured."""
+    """Of a replay in each mode that was captured; none where the exact run alone decided."""
     exact: float
     """Of the forward at its exact shape."""
     one_segment: float | None = None
@@ -137,11 +142,14 @@ class BudgetLadder:
 
     def _capture_cheapest_mode(self, budget: int, request: CaptureRequest) -> MeasuredCosts:
         """Captures in every mode that may be, measures, and keeps the cheapest."""
+        exact = self._measure_exact(request)
+        if self.mode == "auto" and exact.host < _HIDDEN_HOST * exact.wall:
+            logger.info("budget %d: exact shape %.3f ms, of the host %.3f", budget, exact.wall, exact.host)
+            self.exact.add(budget)
+            return MeasuredCosts({}, exact.wall)
         record = self._record_all if self.mode == "auto" else self._record_first
         candidates = record(budget, request)
-        costs = MeasuredCosts(
-            {mode: captured.measure() for mode, captured in candidates.items()}, self._measure_exact(request)
-        )
+        costs = MeasuredCosts({mode: captured.measure() for mode, captured in candidates.items()}, exact.wall)
         logger.info("budget %d: replay ms %s, exact shape %.3f ms", budget, costs.modes, costs.exact)
         exact_wins = self.mode == "auto" and costs.exact <= costs.best * _EXACT_TOLERANCE
         best = min(costs.modes, key=costs.modes.__getitem__)
@@ -154,8 +162,8 @@ class BudgetLadder:
             self.captured[budget] = candidates[best]
         return costs
 
-    def _measure_exact(self, request: CaptureRequest) -> float:
-        """Milliseconds at the exact shape, on one segment as long as the budget."""
+    def _measure_exact(self, request: CaptureRequest) -> MeasuredRun:
+        """A run at the exact shape, on one segment as long as the budget."""
         narrow = request.one_segment() if request.one_segment is not None else request
         lengths = [narrow.inputs.tensors[name] for name in narrow.segment_inputs]
 
@@ -165,9 +173,9 @@ class BudgetLadder:
             return narrow.forward(ExactRunner(known))
 
         try:
-            return measure_ms(run, self.pool.device)
+            return measure_run(run, self.pool.device)
         except torch.OutOfMemoryError:
-            return math.inf
+            return MeasuredRun(math.inf, math.inf)
 
     def _capture_one_segment(self, budget: int, request: CaptureRequest, costs: MeasuredCosts) -> None:
         """Adds a full graph for one segment: beside a full one, or a piecewise one that costs more."""

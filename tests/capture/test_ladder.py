@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from fxsplit_encoder.capture import (
     StaticParameters,
     ladder,
 )
+from fxsplit_encoder.capture.forward import MeasuredRun
 from fxsplit_encoder.errors import CaptureError, ConfigError
 
 
@@ -130,7 +132,8 @@ class Measured:
             return captured
 
         monkeypatch.setattr(BudgetLadder, "_record", record)
-        monkeypatch.setattr(ladder, "measure_ms", lambda call, device: costs["exact"])
+        exact = MeasuredRun(costs["exact"], costs.get("host", costs["exact"]))
+        monkeypatch.setattr(ladder, "measure_run", lambda call, device: exact)
 
 
 def test_auto_keeps_the_cheapest_mode(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,6 +167,21 @@ def test_auto_prefers_the_exact_shape_where_a_replay_gains_nothing(monkeypatch: 
     assert measured.ladder.exact == {8}
     assert sorted(measured.released) == ["full", "piecewise"]
     assert measured.requests == [8]
+
+
+def test_auto_captures_nothing_where_the_device_never_waits_for_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    costs = {"full": 2.0, "piecewise": 1.0, "exact": 3.0, "narrow": 1.0}
+    measured = Measured(monkeypatch, {**costs, "host": 1.4})
+    assert measured.ladder.capture(8) is None
+    assert measured.ladder.exact == {8}
+    assert measured.ladder.costs[8].exact == 3.0
+    assert measured.released == []
+    assert measured.ladder.num_bytes(8) == 0
+    assert Measured(monkeypatch, {**costs, "host": 1.6}).ladder.capture(8) is not None
+    out_of_memory = {"exact": math.inf, "host": math.inf}
+    assert Measured(monkeypatch, {**costs, **out_of_memory}).ladder.capture(8) is not None
 
 
 def test_auto_takes_what_can_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
