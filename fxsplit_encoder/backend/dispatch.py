@@ -118,7 +118,7 @@ class BudgetDispatcher:
 
     def _check_parameters(self, args: Sequence[Any]) -> None:
         """Captures hold parameters by address: where there are others now, it is redone (rule 6)."""
-        addresses = [args[i].data_ptr() for i in self._static_inputs]
+        addresses = list(map(torch.Tensor.data_ptr, map(args.__getitem__, self._static_inputs)))
         if addresses != self._addresses:
             if self._ladders or self._exact:
                 logger.warning("parameters were replaced since the capture; capturing again")

@@ -21,8 +21,8 @@ class HostOp:
     """What the compiler must know of a host op."""
 
     run: Callable[..., Sequence[Tensor]]
-    """The op's work with exact, unpadded outputs, on the CPU. The op's own kernel may pad them to what its
-    fake declares.
+    """The op's work with exact, unpadded outputs, on the CPU, or where they are kept for batches that come
+    again; cumulative lengths always on the CPU. The op's own kernel may pad them to what its fake declares.
     """
     rows_per_output_token: Callable[..., int | Fraction]
     """Tokens (rows) merged into one output token, from the op's arguments: what converts budgets to rows. A

@@ -177,8 +177,8 @@ class Program:
         return [*self.static_inputs, *self.constants, *(recipe.slot for recipe in self.derived.recipes)]
 
     def begin(self, args: Sequence[Any]) -> Frame:
-        """Binds the graph's inputs and runs the prologue at the true shape. What host ops made is still on
-        the CPU.
+        """Binds the graph's inputs and runs the prologue at the true shape. What host ops made may still be
+        on the CPU.
         """
         frame = Frame([*args, *([None] * (self.num_slots - len(args)))])
         for slot, constant in self.constants.items():

@@ -18,8 +18,11 @@ from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.towers import grid as grids_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
+    from fxsplit_encoder.towers.grid import Grid
     from fxsplit_encoder.towers.packed import PackedTower
 
 _towers: weakref.WeakValueDictionary[str, PackedTower] = weakref.WeakValueDictionary()
@@ -34,30 +37,36 @@ def register_tower(tower: PackedTower) -> str:
 
 
 def exact_metadata(pixel_values: Tensor, grid_thw: Tensor, tower_name: str) -> list[Tensor]:
-    """Every per-patch metadata tensor, then the cumulative lengths (segments + 1), on the CPU."""
+    """Every per-patch metadata tensor, on the CPU or kept on the device; then the cumulative lengths
+    (segments + 1), on the CPU. Nobody may write to them.
+    """
     tower = _towers[tower_name]
-    name = tower.input_names[1]
-    grids = tower.read_grids(grid_thw, name)
-    patches = grids_of.count_patches(grids)
-    if patches != pixel_values.shape[0]:
-        raise InputError(f"{name}: describes {patches} patches; got {pixel_values.shape[0]} rows of patches")
-    metadata = tower.host_metadata(grids)
+    metadata = tower.kept_metadata(_read_grids(tower, pixel_values, grid_thw))
     return [metadata[name] for name in tower.metadata_names]
 
 
 def _padded_metadata(pixel_values: Tensor, grid_thw: Tensor, tower_name: str) -> list[Tensor]:
     """What the op's schema promises: cumulative lengths padded, by empty segments, to a length that patches
-    determine.
+    determine. New tensors, which a compiler may write to once it has read them.
     """
     tower, rows = _towers[tower_name], pixel_values.shape[0]
-    metadata = dict(
-        zip(tower.metadata_names, exact_metadata(pixel_values, grid_thw, tower_name), strict=True)
-    )
+    metadata = tower.host_metadata(_read_grids(tower, pixel_values, grid_thw))
     for name in tower.segment_inputs:
         padded = metadata[name].new_full((rows // tower.rows_per_token + 1,), rows)
         padded[: metadata[name].shape[0]] = metadata[name]
         metadata[name] = padded
-    return [to_device(tensor, pixel_values.device) for tensor in metadata.values()]
+    kept = [metadata[name] for name in tower.metadata_names]
+    moved = [to_device(tensor, pixel_values.device) for tensor in kept]
+    return [new.clone() if new is old else new for new, old in zip(moved, kept, strict=True)]
+
+
+def _read_grids(tower: PackedTower, pixel_values: Tensor, grid_thw: Tensor) -> Sequence[Grid]:
+    name = tower.input_names[1]
+    grids = tower.read_grids(grid_thw, name)
+    patches = grids_of.count_patches(grids)
+    if patches != pixel_values.shape[0]:
+        raise InputError(f"{name}: describes {patches} patches; got {pixel_values.shape[0]} rows of patches")
+    return grids
 
 
 _library: Any = torch.library.Library("fxsplit", "FRAGMENT")  # type: ignore[no-untyped-call]

@@ -143,6 +143,12 @@ class PackedTower(PackedItems):
         """All host metadata of a batch at its true size, on the CPU."""
         return {**self.metadata(grids), **self._cumulative_lengths(grids)}
 
+    def kept_metadata(self, grids: Sequence[Grid]) -> dict[str, Tensor]:
+        """The same, kept for batches that come again: per patch on the tower's device then, cumulative
+        lengths on the CPU. Nobody may write to it.
+        """
+        return self._device_metadata.of(tuple(grids), self.device, self.metadata, self._cumulative_lengths)
+
     def _cumulative_lengths(self, grids: Sequence[Grid]) -> dict[str, Tensor]:
         lengths = self.segment_lengths(grids)
         return {
@@ -218,8 +224,7 @@ class PackedTower(PackedItems):
         """The batch's tensors at their true sizes; metadata on the CPU, or on the device where it was kept
         there.
         """
-        grids = tuple(self.item_grids(mm_kwargs))
-        metadata = self._device_metadata.of(grids, self.device, self.metadata, self._cumulative_lengths)
+        metadata = self.kept_metadata(self.item_grids(mm_kwargs))
         return EncoderCudaGraphReplayBuffers(
             {"pixel_values": one_or_several(self.pixels(mm_kwargs)), **metadata}
         )

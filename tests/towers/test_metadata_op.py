@@ -98,3 +98,21 @@ def test_towers_have_names_of_their_own_and_are_not_kept_alive() -> None:
     del one, other
     gc.collect()
     assert not names & set(metadata_op._towers)
+
+
+def test_metadata_of_a_batch_that_comes_again_is_kept(tower: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pixels, grid = torch.zeros(40, tower.patch_features), torch.tensor([[1, 4, 6], [1, 4, 4]])
+    first = exact_metadata(pixels, grid, tower.registered_name)
+    monkeypatch.setattr(tower, "metadata", None)  # nothing is computed again
+    again = exact_metadata(pixels + 1, grid.clone(), tower.registered_name)
+    assert all(a is b for a, b in zip(first, again, strict=True))
+    with pytest.raises(TypeError):
+        exact_metadata(pixels[:24], grid[:1], tower.registered_name)
+
+
+def test_a_compiler_may_write_to_what_the_op_made(tower: Any) -> None:
+    pixels, grid = batch([[1, 8, 6]])
+    for tensor in vision_metadata(pixels, grid, tower.registered_name):
+        tensor.fill_(77)
+    for tensors in (vision_metadata, exact_metadata):
+        assert not any((t == 77).any() for t in tensors(pixels, grid, tower.registered_name))
