@@ -88,7 +88,12 @@ class GraphPool:
         Asking the allocator (`torch.cuda.memory_snapshot`) walks over every block of the device, and up to
         torch 2.11 releases the numbers of the pool's id once too often, which kills the process later.
         """
-        self._allocated.update(_addresses(results) - _addresses(arguments))
+        self._allocated |= self._addresses(results) - self._addresses(arguments)
+
+    def _addresses(self, values: object) -> set[int]:
+        """Of the memory behind all tensors on the device, empty ones left out."""
+        tensors = (leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))
+        return {storage_address(tensor) for tensor in tensors if tensor.device == self.device} - {0}
 
     def owns(self, tensor: Tensor) -> bool:
         """Whether a captured call allocated the memory of a tensor; never without CUDA."""
@@ -203,9 +208,3 @@ class GraphPool:
     # Bound here: at the interpreter's exit a module's names may be gone before its objects.
     def __del__(self, dispose: Callable[[Iterable[Any]], None] = dispose) -> None:
         dispose(self.__dict__.values())
-
-
-def _addresses(values: object) -> set[int]:
-    """Of the memory behind all tensors, empty ones left out."""
-    addresses = {storage_address(leaf) for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)}
-    return addresses - {0}

@@ -64,7 +64,9 @@ def test_a_pool_owns_what_captured_calls_allocated_and_nothing_else() -> None:
     pool.is_cuda = True  # nothing but the addresses is looked at
     given, outside = torch.ones(4), torch.ones(4)
     made = given + 1
-    pool.note_allocated({"view": given[1:], "made": [made], "empty": torch.empty(0)}, ((given,), {}))
+    elsewhere = torch.empty(4, device="meta")
+    results = {"view": given[1:], "made": [made], "empty": torch.empty(0), "elsewhere": elsewhere}
+    pool.note_allocated(results, ((given,), {}))
     assert pool.owns(made)
     assert pool.owns(made[2:])
     assert not pool.owns(given)
