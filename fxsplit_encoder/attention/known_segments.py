@@ -53,9 +53,8 @@ class KnownSegments:
 
     def attend(self, query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, scale: float) -> Tensor:
         """`attention.attend` over these segments."""
-        runs = self._plan(query_THD)
-        if len(runs) == 1 and (runs[0].start, runs[0].end) == (0, query_THD.shape[0]):
-            run = runs[0]
+        run = self._only_run(query_THD)
+        if run is not None:
             return run.kernel(query_THD, key_THD, value_THD, run.cu_seqlens, run.longest, scale)
         out_THD = torch.empty(query_THD.shape, dtype=query_THD.dtype, device=query_THD.device)
         return self.attend_out(query_THD, key_THD, value_THD, scale, out_THD)
@@ -64,11 +63,20 @@ class KnownSegments:
         self, query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, scale: float, out_THD: Tensor
     ) -> Tensor:
         """`attention.attend_out` over these segments."""
+        run = self._only_run(query_THD)
+        if run is not None:  # every view costs the host a microsecond or two, a layer
+            return run.kernel(query_THD, key_THD, value_THD, run.cu_seqlens, run.longest, scale, out_THD)
         for run in self._plan(query_THD):
             rows = slice(run.start, run.end)
             values = (query_THD[rows], key_THD[rows], value_THD[rows])
             run.kernel(*values, run.cu_seqlens, run.longest, scale, out_THD[rows])
         return out_THD
+
+    def _only_run(self, query: Tensor) -> _Run | None:
+        """The run that takes every row; None: there are several, or rows outside of them."""
+        runs = self._plan(query)
+        run = runs[0] if len(runs) == 1 else None
+        return run if run is not None and (run.start, run.end) == (0, query.shape[0]) else None
 
     def _plan(self, query: Tensor) -> list[_Run]:
         """The runs, made when the first layer attends and kept for the others of the batch."""

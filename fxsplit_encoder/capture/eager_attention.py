@@ -80,14 +80,18 @@ def break_at_attention(
     max_seqlen, scale = args[4:]
     live.note(query, cu_seqlens, max_seqlen)
     captured_rows = query.shape[0]
+    real = (query, key, value)  # of the last replay: the same number of rows often comes again
 
     def attend_to_real_rows() -> None:
+        nonlocal real
         known, rows = live.of(cu_seqlens), live.rows
-        real = slice(captured_rows if rows is None else rows)
+        real_rows = captured_rows if rows is None else rows
+        if real[0].shape[0] != real_rows:
+            real = (query[:real_rows], key[:real_rows], value[:real_rows])
         if known is not None:
-            known.attend_out(query[real], key[real], value[real], scale, out)
+            known.attend_out(*real, scale, out)
         else:
-            attend_out(query[real], key[real], value[real], cu_seqlens, max_seqlen, scale, out)
+            attend_out(*real, cu_seqlens, max_seqlen, scale, out)
         end = rows if known is None else known.boundaries[-1]
         if masked and end is not None:
             buffers.clear_behind(out, end)
