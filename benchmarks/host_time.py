@@ -12,7 +12,8 @@ checks their addresses all the same. "attention op" is a call of `fxsplit::varle
 torch's kernel, which it makes. An image of a size that came before finds its metadata on the device; "new
 sizes" are images of sizes that have not come before. "item specs", "kept plan", "metadata" and "load" are
 parts of `execute`, each called by itself, so with warmer caches of the processor than inside of it. "plan of"
-is from item specs, without the plans that are kept. Nothing else should run on the host.
+is from item specs, without the plans that are kept; most of these items are larger than all three budgets,
+and each of those is a batch of its own. Nothing else should run on the host.
 """
 
 from __future__ import annotations

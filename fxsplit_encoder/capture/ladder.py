@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 _EXACT_TOLERANCE = 1.02
 
 # Where the host needs less than this share of an exact run's time, the device never waits for it, and a
-# replay has nothing to gain: such a budget is not captured to be measured. What a large one would take is
-# most of the time of a whole ladder.
+# replay has little to gain: such a budget is not captured to be measured, which would take longest where the
+# budget is large. The share is a choice, not a measurement.
 _HIDDEN_HOST = 0.5
 
 

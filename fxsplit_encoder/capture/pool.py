@@ -85,8 +85,9 @@ class GraphPool:
     def note_allocated(self, results: object, arguments: object) -> None:
         """Remembers what a captured call allocated: the memory of its results that is not an argument's.
 
-        Asking the allocator (`torch.cuda.memory_snapshot`) walks over every block of the device, and up to
-        torch 2.11 releases the numbers of the pool's id once too often, which kills the process later.
+        Asking the allocator (`torch.cuda.memory_snapshot`) walks over every block, and with torch 2.11 on
+        Python 3.12 the process died in what reads the answer once there had been some hundred pools, as if
+        the numbers of the pool's id had been released once too often.
         """
         self._allocated |= self._addresses(results) - self._addresses(arguments)
 
