@@ -35,7 +35,7 @@ PASSES: Mapping[str, Pass] = {
 
 DEFAULT_PASSES: Mapping[str, tuple[str, ...]] = {"cpu": ("conv_to_linear",), "cuda": tuple(PASSES)}
 """What `passes: auto` stands for, by the type of the device; on others nothing. On CUDA each pass that
-changed the tower measured was faster (docs/passes.md names the run); what finds nothing to change costs nothing.
+changed the tower measured was faster (docs/passes.md names the run); one that finds nothing costs nothing.
 """
 
 # fp8 takes layers of the width that is run, and before a GELU makes another operation of them.
