@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-_MEGABYTES = (256, 64, 32, 16, 8, 4, 2, 1)
+from fxsplit_encoder.capture import GraphPool
+
 _EACH = 4
 
 
-def poison(manager: Any) -> None:
-    """Fills free blocks of the caching allocator with NaN, and those of a manager's graph pool."""
+def poison(pool: GraphPool, largest: int = 256) -> None:
+    """Fills free blocks of the caching allocator, and those of a graph pool, with NaN.
+
+    Args:
+        largest: MiB of the largest blocks, a power of two.
+    """
     torch.cuda.synchronize()
-    _fill()
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        graph.capture_begin(pool=manager.pool.handle)
-        _fill()
-        graph.capture_end()
+    _fill(largest)
+    graph = torch.cuda.CUDAGraph()
+    with pool.capturing():
+        pool.begin(graph)
+        _fill(largest)
+        pool.end(graph)
     graph.replay()
     torch.cuda.synchronize()
 
 
-def _fill() -> None:
+def _fill(largest: int) -> None:
     kept = [
-        torch.full((megabytes * 2**19,), float("nan"), device="cuda", dtype=torch.bfloat16)
-        for megabytes in _MEGABYTES
+        torch.full(((largest >> halvings) * 2**19,), float("nan"), device="cuda", dtype=torch.bfloat16)
+        for halvings in range(largest.bit_length())
         for _ in range(_EACH)
     ]
     del kept

@@ -178,7 +178,7 @@ class Bench:
     def _case(self, manager: Any, case: str, reference: list[torch.Tensor]) -> dict[str, Any]:
         sizes, inputs = self.batches[case]
         if torch.cuda.is_available():
-            poison(manager)
+            poison(manager.pool)
         ours, eager = manager.execute(inputs), self.eager(inputs)
         plan = manager.plan(inputs)
         errors = {

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-from fxsplit_encoder.capture import GraphPool
-
 Grid = tuple[int, int, int]
 
 
@@ -44,22 +42,6 @@ def random_batch(source: random.Random, features: int) -> dict[str, Any]:
     images = [(1, side(), side()) for _ in range(source.randint(0, 6))]
     videos = [(source.randint(1, 6), side(), side()) for _ in range(source.choice([0, 0, 1, 2]))]
     return batch(images or [(1, side(), side())], videos, features)
-
-
-def poison(pool: GraphPool) -> None:
-    """Fills the free memory of a pool with NaN, by a graph of that pool."""
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    kept = []
-    torch.cuda.synchronize()
-    with torch.cuda.stream(stream):
-        graph.capture_begin(pool=pool.handle)
-        for size in (64, 32, 16, 8, 4, 2, 1):
-            for _ in range(4):
-                rows = size * 2**19
-                kept.append(torch.full((rows,), float("nan"), device="cuda", dtype=torch.bfloat16))
-        graph.capture_end()
-    graph.replay()
-    torch.cuda.synchronize()
 
 
 def errors(output: list[torch.Tensor], reference: list[torch.Tensor]) -> float:

@@ -11,6 +11,7 @@ from timing import device_ms
 pytestmark = pytest.mark.gpu
 
 
+@pytest.mark.alone
 def test_the_kernels_inside_a_graph_are_seen() -> None:
     matrix = torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16)
     torch.mm(matrix, matrix)
