@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fxsplit_encoder.errors import ReplayError
+from fxsplit_encoder.host_memory import copy_on_host
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -126,7 +127,8 @@ class StaticBuffer:
         for part in parts:
             if part.device.type != "cpu" or not part.numel():
                 continue
-            first, last = int(part.min()), int(part.max())
+            entries = part.numpy()  # by this thread alone, see `host_memory`
+            first, last = int(entries.min()), int(entries.max())
             if first < 0 or last >= rows:
                 raise ReplayError(
                     f"{self.name}: got an order of {rows} rows with entries from {first} to {last}; every "
@@ -324,7 +326,7 @@ def _pinned(
                 end = offset + part.numel() * dtype.itemsize
                 place = memory[offset:end].view(dtype).view(part.shape)
                 offset = _aligned(end)
-                part = place.copy_(part)
+                part = copy_on_host(place, part)
             parts.append(part)
         result.append((buffer, parts))
     return result

@@ -8,7 +8,7 @@ from fxsplit_encoder.compile.build import build_program
 from fxsplit_encoder.compile.host import HostOp, register_host_op
 from fxsplit_encoder.compile.options import CompileOptions
 from fxsplit_encoder.compile.padding import PaddingReport
-from fxsplit_encoder.compile.program import DIRECT, Frame, Program, RegionInput, Runner, Step, to_device
+from fxsplit_encoder.compile.program import DIRECT, Frame, Program, RegionInput, Runner, Step
 from fxsplit_encoder.compile.trace import compile_graph, trace_forward
 
 __all__ = [
@@ -25,6 +25,5 @@ __all__ = [
     "build_program",
     "compile_graph",
     "register_host_op",
-    "to_device",
     "trace_forward",
 ]

@@ -15,6 +15,7 @@ import torch
 from fxsplit_encoder.attention import varlen_attention
 from fxsplit_encoder.compile.derived import DerivedParameters
 from fxsplit_encoder.compile.sizes import Size, SymbolValues
+from fxsplit_encoder.host_memory import to_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -113,13 +114,6 @@ class Frame:
 
     slots: list[Any]
     symbols: SymbolValues = field(default_factory=dict)
-
-
-def to_device(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """The tensor on a device, without waiting for it: from pageable memory a copy to CUDA would."""
-    if device.type == "cuda" and not tensor.is_cuda:
-        tensor = tensor.pin_memory()
-    return tensor.to(device=device, dtype=dtype, non_blocking=True)
 
 
 def resolve(argument: Argument, frame: Frame) -> Any:

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from fxsplit_encoder.capture import StaticParameters
-from fxsplit_encoder.compile import BoundProgram, to_device, trace_forward
+from fxsplit_encoder.compile import BoundProgram, trace_forward
 from fxsplit_encoder.errors import CompileError, InputError
+from fxsplit_encoder.host_memory import to_device
 from fxsplit_encoder.manager.tensor_parallel import agreement_of
 
 if TYPE_CHECKING:

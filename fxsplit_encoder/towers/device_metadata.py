@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fxsplit_encoder.compile import to_device
+from fxsplit_encoder.host_memory import to_device
 from fxsplit_encoder.towers import grid as grids_of
 
 if TYPE_CHECKING:

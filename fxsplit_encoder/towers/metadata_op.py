@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fxsplit_encoder.compile import HostOp, register_host_op
-from fxsplit_encoder.compile.program import to_device
 from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.host_memory import to_device
 from fxsplit_encoder.towers import grid as grids_of
 
 if TYPE_CHECKING:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 import torch
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
@@ -51,12 +52,13 @@ class Qwen25VLTower(PackedTower):
 
     def metadata(self, grids: Sequence[Grid]) -> dict[str, Tensor]:
         """Rotary positions in the order of windows, that order, and the way back."""
-        order = grids_of.window_order(grids, self.merge_size, self.window)
-        return {
-            "position_ids": grids_of.positions(grids, self.merge_size)[order],
-            "window_order": order,
-            "original_order": order.argsort(),
-        }
+        # NumPy works in this thread alone, see `host_memory`.
+        order = grids_of.window_order(grids, self.merge_size, self.window).numpy()
+        back = np.empty_like(order)
+        back[order] = np.arange(order.shape[0])
+        positions = grids_of.positions(grids, self.merge_size).numpy()[order]
+        by_name = {"position_ids": positions, "window_order": order, "original_order": back}
+        return {name: torch.from_numpy(array) for name, array in by_name.items()}
 
     def segment_lengths(self, grids: Sequence[Grid]) -> dict[str, list[int]]:
         """The patches of every window and of every frame."""

@@ -1,0 +1,40 @@
+"""Copies on the host and from there to a device.
+
+Small copies are made by the calling thread alone. torch shares a copy of more than 32768 elements among
+OpenMP's threads, and where a container may use fewer processors than it sees, waiting for them has taken 8 to
+18 ms for 50 000 elements, while the GPU stood still.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+# One thread copies so many bytes in about a tenth of a millisecond.
+_ONE_THREAD_BYTES = 1 << 20
+
+# Those that NumPy does not have go as integers of their size.
+_AS_INTEGERS = {torch.bfloat16: torch.int16}
+
+
+def copy_on_host(target: Tensor, source: Tensor) -> Tensor:
+    """`target.copy_(source)`, for tensors of one shape on the CPU. Returns the target."""
+    if target.nbytes > _ONE_THREAD_BYTES or target.shape != source.shape:
+        return target.copy_(source)
+    integers = _AS_INTEGERS.get(target.dtype) if target.dtype == source.dtype else None
+    if integers is not None:
+        np.copyto(target.view(integers).numpy(), source.detach().view(integers).numpy())
+    elif target.dtype in _AS_INTEGERS or source.dtype in _AS_INTEGERS:
+        target.copy_(source)
+    else:
+        np.copyto(target.numpy(), source.detach().numpy(), casting="unsafe")
+    return target
+
+
+def to_device(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """The tensor on a device, without waiting for it: from pageable memory a copy to CUDA would."""
+    if device.type == "cuda" and not tensor.is_cuda and not tensor.is_pinned():
+        memory = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        tensor = copy_on_host(memory, tensor)
+    return tensor.to(device=device, dtype=dtype, non_blocking=True)

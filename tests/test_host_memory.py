@@ -1,0 +1,57 @@
+"""Copies on the host: right for every dtype, and small ones without torch's threads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fxsplit_encoder.host_memory import copy_on_host, to_device
+
+
+class _Called(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.int32, torch.bool])
+@pytest.mark.parametrize("shape", [(), (0, 4), (7,), (16384, 4)])
+def test_a_small_copy_has_the_values_and_is_made_by_one_thread(
+    dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    source = torch.randint(0, 2, shape).to(dtype)
+    target = torch.full_like(source, 1)
+    with _Called() as called:
+        assert copy_on_host(target, source) is target
+    assert torch.equal(target, source)
+    assert "copy_" not in called.names
+
+
+def test_a_small_copy_converts_and_takes_any_strides() -> None:
+    source = torch.arange(-6, 6).view(3, 4).t()
+    for dtype in (torch.int32, torch.float32, torch.bfloat16):
+        target = torch.empty(4, 3, dtype=dtype)
+        assert torch.equal(copy_on_host(target, source), source.to(dtype))
+    halves = torch.randn(4, 6).bfloat16()[:, ::2]
+    assert torch.equal(copy_on_host(torch.empty(4, 3, dtype=torch.bfloat16), halves), halves)
+    assert torch.equal(copy_on_host(torch.empty(4, 3), halves), halves.float())
+
+
+def test_a_large_copy_is_torchs() -> None:
+    source = torch.randn(1 << 19, requires_grad=True)
+    with torch.no_grad(), _Called() as called:
+        assert torch.equal(copy_on_host(torch.empty(1 << 19), source), source)
+    assert "copy_" in called.names
+
+
+def test_a_tensor_that_is_there_stays() -> None:
+    tensor = torch.randn(3)
+    assert to_device(tensor, torch.device("cpu")) is tensor
+    assert to_device(tensor, torch.device("cpu"), torch.float64).dtype == torch.float64
