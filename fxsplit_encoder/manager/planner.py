@@ -178,13 +178,13 @@ class _Route:
             if cost <= fallback if by_prices else not self._exact_serves(tokens, budget):
                 milliseconds = cost + attention if table.route.measured else None
                 return PathPlan(tokens, budget, milliseconds=milliseconds)
-        milliseconds = fallback + attention if table.predicts_fallbacks and tokens else None
+        milliseconds = fallback + attention if tokens and table.predicts_fallbacks else None
         return PathPlan(
             tokens, None, self._reason(tokens, frames_fit, found is not None, eager), eager, milliseconds
         )
 
     def _exact_serves(self, tokens: int, below: float) -> bool:
-        return any(tokens <= budget < below for budget in self.exact)
+        return bool(self.exact) and any(tokens <= budget < below for budget in self.exact)
 
     def _reason(self, tokens: int, frames_fit: bool, fits: bool, eager: bool) -> MissReason:
         if not fits:
@@ -337,7 +337,7 @@ class _Group:
             if milliseconds is not None and planned is not _SKIPPED:
                 known = planned.milliseconds
                 milliseconds = milliseconds + known if known is not None else None
-        indices = tuple(map(self._indices.__getitem__, positions))
+        indices = tuple([self._indices[position] for position in positions])
         return PlannedBatch(indices, paths, _sum(self._totals, positions), self._axis_keys, milliseconds)
 
 
@@ -345,7 +345,8 @@ _T = TypeVar("_T", int, float)
 
 
 def _sum(values: Sequence[_T], positions: Sequence[int]) -> _T:
-    return sum(map(values.__getitem__, positions))
+    # Items above the largest budget are batches of their own, which a request may have many of.
+    return values[positions[0]] if len(positions) == 1 else sum(map(values.__getitem__, positions))
 
 
 def _choose(entries: Any, indices: Sequence[int]) -> Any:
