@@ -46,7 +46,7 @@ _QUICK_CONFIG: dict[str, dict[str, Any]] = {
     "pages": {"paths": {"global": {"token_budgets": (272,)}, "local": {"token_budgets": (100,)}}},
 }
 # What the results of several runs must have in common.
-_SETTINGS = ("quick", "dtype", "blocks", "samples", "shared_cache")
+_SETTINGS = ("quick", "dtype", "blocks", "samples", "shared_cache", "seconds")
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -62,6 +62,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--merge", nargs="+", type=Path, metavar="FILE", help="measure nothing; join these results")
     add("--blocks", type=int, help="the most blocks of a tower")
     add("--samples", type=int, help="the fewest timed calls of a row (30; quick, on a CPU: 3)")
+    add("--seconds", type=float, default=1.0, help="how long a row's calls are timed at least, of up to 200")
     add("--timeout", type=float, default=900, help="the most seconds of a contender of a tower")
     add("--config", type=Path, help="YAML with settings of EncoderConfig for the managers")
     add("--shared-cache", action="store_true", help="let Inductor find what it compiled before")
@@ -91,6 +92,7 @@ def make_jobs(options: argparse.Namespace, device: str) -> list[Job]:
                         options.samples or (quick_samples if options.quick else 30),
                         config,
                         options.shared_cache,
+                        options.seconds,
                     )
                 )
     return jobs

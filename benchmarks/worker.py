@@ -34,8 +34,6 @@ from workloads import QUICK_WORKLOADS, WORKLOADS, Workload
 # relative to that output.
 _ERROR_LIMITS = {"bfloat16": 0.1, "float32": 1e-3}
 
-# Fast rows get more samples than asked for, as many as take a second.
-_SECONDS_A_ROW = 1.0
 _MOST_SAMPLES = 200
 
 _SECONDS_TO_END = 30
@@ -60,6 +58,8 @@ class Job:
     """Settings of managers that differ from `EncoderConfig`'s own values."""
     shared_cache: bool = False
     """Whether Inductor may find what earlier processes compiled."""
+    seconds: float = 1.0
+    """Fast rows get more samples than asked for, as many as take so long."""
 
 
 def known_workloads(tower: str, quick: bool) -> Mapping[str, Workload]:
@@ -191,7 +191,7 @@ def _measure(job: Job, contender: Contender, batches: Sequence[Batch], expected:
     samples = job.samples
     if not job.quick:
         seconds_a_call = measure(calls, device, len(calls)).p50 * 1e-3
-        samples = max(samples, min(_MOST_SAMPLES, int(_SECONDS_A_ROW / seconds_a_call)))
+        samples = max(samples, min(_MOST_SAMPLES, int(job.seconds / seconds_a_call)))
     return {
         "prepare_seconds": seconds,
         "error": error,
