@@ -9,7 +9,7 @@ told in `tables/marks.py`. A test fails where a table is not what is stored.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from storage import RESULTS
@@ -21,7 +21,6 @@ from tables import (
     kernel_times,
     mixed_requests,
     passes,
-    single_image,
     startup,
     towers,
 )
@@ -30,33 +29,26 @@ from tables.marks import Source, fill
 ROOT = Path(__file__).resolve().parents[1]
 _ENCODER = "encoder_h200.json"
 _KERNEL_TIMES = "kernel_times_h200.json"
-_SINGLE_IMAGE = "single_image_h200.json"
 
-TABLES: Mapping[str, Sequence[Source]] = {
-    "attention.py: kernels": [Source("attention_h200.json", attention.marked)],
-    "data_parallel.py: ranks": [Source("data_parallel_h200.json", data_parallel.ranks)],
-    "encoder.py: all": [Source(_ENCODER, encoder.marked(encoder.all_rows))],
-    "encoder.py: hardware": [Source(_ENCODER, encoder.marked_hardware)],
-    "encoder.py: images": [
-        Source(_ENCODER, encoder.marked(encoder.images, "Milliseconds, medians.")),
-        Source(_SINGLE_IMAGE, single_image.images),
-    ],
-    "encoder.py: modes": [
-        Source(_ENCODER, encoder.marked(encoder.modes, "Milliseconds, medians. -: not measured yet.")),
-        Source(_SINGLE_IMAGE, single_image.modes),
-    ],
-    "encoder.py: starts": [Source(_ENCODER, encoder.marked(encoder.starts))],
-    "encoder.py: summary": [Source(_ENCODER, encoder.marked(encoder.summary))],
-    "host_time.py: host": [Source("host_time_h200.json", host_time.marked)],
-    "kernel_times.py: kinds": [Source(_KERNEL_TIMES, kernel_times.marked_kinds)],
-    "kernel_times.py: largest": [Source(_KERNEL_TIMES, kernel_times.marked_largest)],
-    "mixed_requests.py: requests": [Source("mixed_requests_h200.json", mixed_requests.requests)],
-    "passes.py: products": [Source("passes_h200.json", passes.marked_products)],
-    "passes.py: replays": [Source("passes_h200.json", passes.marked_replays)],
-    "startup.py: phases": [Source("startup_h200.json", startup.marked)],
-    "towers.py: figures": [Source("towers_h200.json", towers.marked)],
+TABLES: Mapping[str, Source] = {
+    "attention.py: kernels": Source("attention_h200.json", attention.marked),
+    "data_parallel.py: ranks": Source("data_parallel_h200.json", data_parallel.ranks),
+    "encoder.py: all": Source(_ENCODER, encoder.marked(encoder.all_rows)),
+    "encoder.py: hardware": Source(_ENCODER, encoder.marked_hardware),
+    "encoder.py: images": Source(_ENCODER, encoder.marked(encoder.images, "Milliseconds, medians.")),
+    "encoder.py: modes": Source(_ENCODER, encoder.marked(encoder.modes, "Milliseconds, medians.")),
+    "encoder.py: starts": Source(_ENCODER, encoder.marked(encoder.starts)),
+    "encoder.py: summary": Source(_ENCODER, encoder.marked(encoder.summary)),
+    "host_time.py: host": Source("host_time_h200.json", host_time.marked),
+    "kernel_times.py: kinds": Source(_KERNEL_TIMES, kernel_times.marked_kinds),
+    "kernel_times.py: largest": Source(_KERNEL_TIMES, kernel_times.marked_largest),
+    "mixed_requests.py: requests": Source("mixed_requests_h200.json", mixed_requests.requests),
+    "passes.py: products": Source("passes_h200.json", passes.marked_products),
+    "passes.py: replays": Source("passes_h200.json", passes.marked_replays),
+    "startup.py: phases": Source("startup_h200.json", startup.marked),
+    "towers.py: figures": Source("towers_h200.json", towers.marked),
 }
-"""By mark: the results that a table is made of; of several the first that has its figures."""
+"""By mark: the results that a table is made of."""
 
 
 def documents() -> list[Path]:

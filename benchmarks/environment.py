@@ -42,8 +42,8 @@ def in_words(stored: Mapping[str, Any], *more: str) -> str:
     packages = {"torch": stored["torch"], "transformers": stored["transformers"]}
     packages |= {**stored.get("attention packages", {}), "Python": stored["python"]}
     versions = ", ".join(f"{name} {version}" for name, version in packages.items())
-    commit = str(stored["commit"] or "unknown")[:9]
-    return ", ".join([f"{stored['gpu'] or 'CPU'}{driver}", *more, versions, f"commit {commit}"])
+    commits = " and ".join(commit[:9] for commit in str(stored["commit"] or "unknown").split(", "))
+    return ", ".join([f"{stored['gpu'] or 'CPU'}{driver}", *more, versions, f"commit {commits}"])
 
 
 def _attention_packages() -> dict[str, str]:

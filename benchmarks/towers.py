@@ -247,20 +247,21 @@ def run_model(name: str, device: str, small: bool, compile_only: bool = False) -
 
 
 def merge(files: Sequence[Path]) -> dict[str, Any]:
-    """The results of several runs as one.
+    """The results of several runs as one. Each model keeps the commit that it was measured at.
 
     Raises:
         ValueError: they were not made on the same GPU with the same versions.
     """
     results = [load(file) for file in files]
-    environments = [{k: v for k, v in result.items() if k != "models"} for result in results]
-    if different := [str(file) for file, e in zip(files, environments, strict=True) if e != environments[0]]:
-        raise ValueError(f"{', '.join(different)}: other GPU, versions or commit than {files[0]}")
+    machines = [{k: v for k, v in result.items() if k not in ("models", "commit")} for result in results]
+    if different := [str(file) for file, e in zip(files, machines, strict=True) if e != machines[0]]:
+        raise ValueError(f"{', '.join(different)}: other GPU or versions than {files[0]}")
     models: dict[str, Any] = {}
     for result in results:
-        models.update(result["models"])
+        models |= {name: {"commit": result["commit"], **model} for name, model in result["models"].items()}
     known = {name: models.pop(name) for name in MODELS if name in models}
-    return {**environments[0], "models": {**known, **models}}
+    commits = dict.fromkeys(model["commit"] for model in (*known.values(), *models.values()))
+    return {**machines[0], "commit": ", ".join(commits), "models": {**known, **models}}
 
 
 def progress(name: str, model: dict[str, Any]) -> str:

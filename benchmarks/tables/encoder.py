@@ -18,7 +18,7 @@ _COMPARED = ("eager", "graph-exact", "compile-reduce-overhead")
 _SUMMARY = ("eager", "graph-exact", "graph-budgets", "compile", "compile-reduce-overhead")
 _PEER = RESULTS / "vllm_h200.json"
 # Of the first page: what a user could run instead.
-_IMAGES = ("eager", "compile-reduce-overhead", "graph-exact", OURS)
+_IMAGES = ("eager", "compile-reduce-overhead", "graph-exact")
 
 
 def title(contender: str) -> str:
@@ -99,13 +99,16 @@ def _peer(records: Records, tower: str) -> tuple[str, Mapping[str, float]]:
 def images(records: Records, tower: str, fmt: str = "simple") -> str:
     """Median milliseconds of single images, and how many times as fast as eager ours is."""
     known = records.towers.get(tower, {}).get("workloads", {})
+    shown = [name for name in _IMAGES if name in records.contenders(tower)]
+    peer, theirs = _peer(records, tower)
     lines = []
     for workload in (name for name in known if known[name]["series"]):
-        times = [records.milliseconds(tower, name, workload) for name in _IMAGES]
+        times = [records.milliseconds(tower, name, workload) for name in (*shown, OURS)]
+        times[-1:-1] = [theirs.get(workload)] if theirs else []
         ratio = records.ratio(tower, workload, "eager", OURS)
         lines.append([workload, records.patches(tower, workload), *times, ratio])
-    headers = ["one image", "patches", *map(title, _IMAGES), "eager / ours"]
-    return tabulated(headers, lines, fmt)
+    headers = ["one image", "patches", *map(title, shown), *([peer] if theirs else []), title(OURS)]
+    return tabulated([*headers, "eager / ours"], lines, fmt)
 
 
 def modes(records: Records, tower: str, fmt: str = "simple") -> str:

@@ -27,12 +27,12 @@ class Source(NamedTuple):
     """Markdown from what the file holds and the arguments of the mark; None if it holds nothing of those."""
 
 
-def fill(document: str, tables: Mapping[str, Sequence[Source]], results: Path) -> str:
+def fill(document: str, tables: Mapping[str, Source], results: Path) -> str:
     """The document with its marked tables written anew.
 
     Args:
         document: its text.
-        tables: by "SCRIPT.py: TABLE"; of several sources the first that has the figures counts.
+        tables: by "SCRIPT.py: TABLE".
         results: the folder of stored results. A table of which it has no figures says that.
 
     Raises:
@@ -45,8 +45,8 @@ def fill(document: str, tables: Mapping[str, Sequence[Source]], results: Path) -
         name = f"{match['script']}: {match['table']}"
         if name not in tables:
             raise ValueError(f"{name}: no such table; there are {', '.join(tables)}")
-        found = (_text(source, match["arguments"].split(), results) for source in tables[name])
-        text = next(filter(None, found), f"Not measured yet; `benchmarks/{match['script']}` measures it.")
+        text = _text(tables[name], match["arguments"].split(), results)
+        text = text or f"Not measured yet; `benchmarks/{match['script']}` measures it."
         return f"{match['begin']}\n{text}\n\n{match['end']}"
 
     return _MARKED.sub(written, document)

@@ -45,15 +45,15 @@ class Limits:
 
 
 def default_budgets(minimum: int, maximum: int) -> list[int]:
-    """The ladder where none is listed: 1, 2, 3, 4, 6, 8, 12, ... times `minimum`, and `maximum` as the last.
+    """The ladder where none is listed: 1 to 8, 10, 12, 14, 16, 20, ... times `minimum`, `maximum` the last.
 
-    These are the powers of two times `minimum`, and the numbers halfway between them; all are multiples of
-    `minimum`, so a path whose minimum is one image holds whole images.
+    These are the powers of two times `minimum`, and the quarters between them as far as they are multiples of
+    `minimum`, so that a path whose minimum is one image holds whole images.
 
-    Let the tokens of a batch be uniform between two powers of two, M and 2M (M at least twice the minimum).
-    Powers of two alone replay 2M for each, M / 2 of padding on average: 25 % of what is replayed. With 1.5 M
-    between them the average padding is M / 4 in either half, so exactly half as much, and the average budget
-    1.75 M: padding is 1/7 (14.3 %) of what is replayed.
+    Let the tokens of a batch be uniform between two powers of two, M and 2M (M at least 4 times the minimum).
+    Powers of two alone replay 2M for each, M / 2 of padding on average: 25 % of what is replayed. With 1.25,
+    1.5 and 1.75 M between them the average padding is M / 8, a quarter as much, and the average budget
+    1.625 M: padding is 1/13 (7.7 %) of what is replayed. With 1.5 M alone it would be 1/7 (14.3 %).
 
     Args:
         minimum: the smallest budget in output tokens.
@@ -63,8 +63,9 @@ def default_budgets(minimum: int, maximum: int) -> list[int]:
         InputError: not 1 <= minimum <= maximum.
     """
     powers = generate_budgets(minimum, maximum)
-    halfway = (3 * power // 2 for power in powers[1:])
-    return sorted({*powers, *(budget for budget in halfway if budget < maximum)})
+    quarters = (power * part // 4 for power in powers for part in (5, 6, 7))
+    whole = (budget for budget in quarters if budget % minimum == 0 and budget < maximum)
+    return sorted({*powers, *whole})
 
 
 def resolve_limits(

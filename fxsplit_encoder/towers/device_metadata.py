@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
     from fxsplit_encoder.towers.grid import Grid
 
-# So many batches of at most so many patches, 48 bytes each in Qwen3-VL: 12 MiB in all.
-_KEPT_BATCHES = 64
-_KEPT_PATCHES = 4096
+# So many patches are kept in all, 48 bytes each in Qwen3-VL: 12 MiB; of a single batch a sixteenth of that.
+_KEPT_PATCHES = 1 << 18
+_MOST_PATCHES = _KEPT_PATCHES // 16
 
 
 class DeviceMetadata:
@@ -31,6 +31,7 @@ class DeviceMetadata:
 
     def __init__(self) -> None:
         self._kept: dict[tuple[torch.device, tuple[Grid, ...]], dict[str, Tensor]] = {}
+        self._patches = 0
 
     def of(
         self,
@@ -45,14 +46,18 @@ class DeviceMetadata:
             per_patch: computes the metadata of every patch, on the CPU.
             lengths: computes the cumulative lengths of segments, which stay there: the host must know them.
         """
-        if grids_of.count_patches(grids) > _KEPT_PATCHES:
+        patches = grids_of.count_patches(grids)
+        if patches > _MOST_PATCHES:
             return {**per_patch(grids), **lengths(grids)}
         kept = self._kept.pop((device, grids), None)
         if kept is None:
             with torch.inference_mode(False):  # others may need these tensors outside of it
                 moved = {name: to_device(value, device) for name, value in per_patch(grids).items()}
                 kept = {**moved, **lengths(grids)}
-            if len(self._kept) >= _KEPT_BATCHES:
-                self._kept.pop(next(iter(self._kept)))
+            self._patches += patches
+            while self._patches > _KEPT_PATCHES:
+                oldest = next(iter(self._kept))
+                self._patches -= grids_of.count_patches(oldest[1])
+                del self._kept[oldest]
         self._kept[device, grids] = kept
         return kept

@@ -32,8 +32,21 @@ def test_results_are_merged_and_failures_kept(tmp_path: Path, capsys: pytest.Cap
     assert "RuntimeError: out of it" in capsys.readouterr().out
     assert towers.report(second) == 0
     (tmp_path / "b").write_text(json.dumps({**second, "torch": "3"}), encoding="utf-8")
-    with pytest.raises(ValueError, match="b: other GPU, versions or commit"):
+    with pytest.raises(ValueError, match="b: other GPU or versions"):
         towers.merge([tmp_path / "a", tmp_path / "b"])
+
+
+def test_every_tower_keeps_the_commit_that_it_was_measured_at(tmp_path: Path) -> None:
+    models = {"old": "clip-l-336", "new": "step3p7", "newest": "dinov2-l-518"}
+    for commit, model in models.items():
+        stored = {**result(**{model: measured()}), "commit": commit}
+        (tmp_path / commit).write_text(json.dumps(stored), encoding="utf-8")
+    (tmp_path / "two").write_text(json.dumps(towers.merge([tmp_path / "old", tmp_path / "new"])), "utf-8")
+    merged = towers.merge([tmp_path / "two", tmp_path / "newest"])
+    assert {name: model["commit"] for name, model in merged["models"].items()} == {
+        model: commit for commit, model in models.items()
+    }
+    assert set(merged["commit"].split(", ")) == set(models)
 
 
 def test_a_tower_that_fails_leaves_its_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

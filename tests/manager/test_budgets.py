@@ -56,17 +56,16 @@ def test_generated_budgets_are_increasing_and_never_more_than_double(minimum: in
 @pytest.mark.parametrize(
     ("minimum", "maximum", "expected"),
     [
-        (64, 512, [64, 128, 192, 256, 384, 512]),
-        (64, 500, [64, 128, 192, 256, 384, 500]),
-        (272, 1700, [272, 544, 816, 1088, 1632, 1700]),
+        (64, 512, [64, 128, 192, 256, 320, 384, 448, 512]),
+        (64, 500, [64, 128, 192, 256, 320, 384, 448, 500]),
+        (272, 1700, [272, 544, 816, 1088, 1360, 1632, 1700]),
+        (8, 80, [8, 16, 24, 32, 40, 48, 56, 64, 80]),
         (64, 192, [64, 128, 192]),
         (64, 64, [64]),
         (1, 3, [1, 2, 3]),
     ],
 )
-def test_default_budgets_lie_halfway_between_powers_too(
-    minimum: int, maximum: int, expected: list[int]
-) -> None:
+def test_default_budgets_lie_between_powers_too(minimum: int, maximum: int, expected: list[int]) -> None:
     assert default_budgets(minimum, maximum) == expected
 
 
@@ -77,19 +76,19 @@ def test_default_budgets_are_multiples_of_the_minimum(minimum: int, extra: int) 
     assert budgets == sorted(set(budgets))
     assert set(generate_budgets(minimum, minimum + extra)) <= set(budgets)
     assert all(budget % minimum == 0 for budget in budgets[:-1])
-    assert all(2 * larger <= 3 * smaller for smaller, larger in itertools.pairwise(budgets[1:]))
+    assert all(4 * larger <= 5 * smaller for smaller, larger in itertools.pairwise(budgets[3:]))
 
 
-def test_default_budgets_halve_the_padding_of_uniform_sizes() -> None:
+def test_default_budgets_quarter_the_padding_of_uniform_sizes() -> None:
     def padding(budgets: list[int]) -> tuple[float, float]:
         sizes = range(2**14 + 1, 2**15 + 1)
         replayed = [smallest_fitting(budgets, size) or 0 for size in sizes]
         return sum(replayed) - sum(sizes), sum(replayed)
 
-    powers, doubled = padding(generate_budgets(64, 2**16)), padding(default_budgets(64, 2**16))
+    powers, finer = padding(generate_budgets(64, 2**16)), padding(default_budgets(64, 2**16))
     assert powers[0] / powers[1] == pytest.approx(1 / 4, rel=1e-3)
-    assert doubled[0] / doubled[1] == pytest.approx(1 / 7, rel=1e-3)
-    assert doubled[0] / powers[0] == pytest.approx(1 / 2, rel=1e-3)
+    assert finer[0] / finer[1] == pytest.approx(1 / 13, rel=1e-3)
+    assert finer[0] / powers[0] == pytest.approx(1 / 4, rel=1e-3)
 
 
 @pytest.mark.parametrize(("minimum", "maximum"), [(0, 8), (-1, 8), (9, 8)])
@@ -107,7 +106,16 @@ def test_smallest_fitting_agrees_with_a_search(budgets: list[int], tokens: int) 
 
 def test_everything_is_inferred_from_the_range() -> None:
     assert limits({}, (64, 4096), max_frames_per_video=16) == Limits(
-        {"default": (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)}, 64, 1024
+        {
+            "default": (
+                *range(64, 512, 64),
+                *range(512, 1024, 128),
+                *range(1024, 2048, 256),
+                *range(2048, 4097, 512),
+            )
+        },
+        64,
+        1024,
     )
 
 
@@ -125,7 +133,10 @@ def test_a_narrow_range_does_not_force_items_one_by_one(budget_range: tuple[int,
 
 def test_the_users_items_raise_the_smallest_generated_budget() -> None:
     found = limits({"max_items_per_batch": 100}, (64, 4096))
-    assert found.path_budgets["default"] == (100, 200, 300, 400, 600, 800, 1200, 1600, 2400, 3200, 4096)
+    assert found.path_budgets["default"] == (
+        *(100, 200, 300, 400, 500, 600, 700, 800, 1000, 1200, 1400, 1600),
+        *(2000, 2400, 2800, 3200, 4000, 4096),
+    )
     assert found.max_items_per_batch == 100
     with pytest.raises(ConfigError, match=r"max_items_per_batch: .*allowed: 0 to 4096; got 5000"):
         limits({"max_items_per_batch": 5000}, (64, 4096))
@@ -142,7 +153,7 @@ def test_frames_are_the_users_or_follow_from_the_items() -> None:
 
 def test_listed_budgets_hold_on_every_path_unless_it_lists_its_own() -> None:
     generated = limits({}, (64, 800), paths=PATHS)
-    assert generated.path_budgets == {"global": (272, 544, 800), "local": (100, 200, 300, 400, 600, 800)}
+    assert generated.path_budgets == {"global": (272, 544, 800), "local": tuple(range(100, 801, 100))}
     everywhere = limits({"token_budgets": [10, 20]}, (64, 800), paths=PATHS)
     assert everywhere.path_budgets == {"global": (10, 20), "local": (10, 20)}
     one = {"paths": {"local": {"token_budgets": [30]}}}

@@ -107,8 +107,8 @@ def test_metadata_of_many_sizes_is_forgotten_the_least_recently_used_first(
 
     tower = tiny_towers.wrapped
     monkeypatch.setattr(tower, "_device_metadata", device_metadata.DeviceMetadata())
-    monkeypatch.setattr(device_metadata, "_KEPT_BATCHES", 2)
-    monkeypatch.setattr(device_metadata, "_KEPT_PATCHES", 24)
+    monkeypatch.setattr(device_metadata, "_KEPT_PATCHES", 20)
+    monkeypatch.setattr(device_metadata, "_MOST_PATCHES", 24)
     first, second, third, large = ([(1, 2, 2 * n)] for n in (1, 2, 3, 7))
     for grids, misses in ((first, 1), (second, 2), (first, 2), (third, 3), (first, 3), (second, 4)):
         tower.prepare_encoder_cudagraph_replay_buffers(make_batch(grids), 0, 0)

@@ -50,9 +50,12 @@ def test_modes_that_were_not_measured_have_their_columns(records: Records) -> No
 def test_the_first_page_shows_single_images(records: Records) -> None:
     shape = {"series": False, "patches": [980], "items": [2], "flops": [10**12]}
     records.add(TOWER, "floor", {"event": "workload", "workload": "mixed8", **shape})
-    _, small, large = cells(images(records, TOWER, "pipe"))
+    header, small, large = cells(images(records, TOWER, "pipe"))
     assert large[0] == "1x448", "and no other"
-    assert small == ["1x224", "196", "15.0", "-", "3.00", "1.50", "10.0"]
+    assert small == ["1x224", "196", "15.0", "3.00", "2.44", "1.50", "10.0"]
+    assert "vLLM 0.33" in header and not any("reduce-overhead" in name for name in header)
+    records.environment["gpu"] = "NVIDIA L4"
+    assert "vLLM" not in images(records, TOWER, "pipe")
 
 
 def test_below_a_marked_table_stands_the_hardware(records: Records) -> None:

@@ -22,8 +22,8 @@ def sizes(stored: dict[str, Any], name: str) -> str | None:
 
 
 TABLES = {
-    "bench.py: sizes": [Source("new.json", sizes), Source("old.json", sizes)],
-    "bench.py: hardware": [Source("new.json", lambda stored: stored["gpu"])],
+    "bench.py: sizes": Source("new.json", sizes),
+    "bench.py: hardware": Source("new.json", lambda stored: stored["gpu"]),
 }
 
 
@@ -45,15 +45,6 @@ def test_only_what_is_marked_is_written_anew(tmp_path: Path) -> None:
         "<!-- bench.py: hardware -->\n\nH200\n\n<!-- end -->\n"
     )
     assert fill(filled, TABLES, tmp_path) == filled
-
-
-def test_an_earlier_result_counts_until_there_is_a_new_one(tmp_path: Path) -> None:
-    store(tmp_path / "old.json", {"sizes": {"small": "| old |"}})
-    assert "| old |" in fill(DOCUMENT, TABLES, tmp_path)
-    store(tmp_path / "new.json", {"gpu": "H200", "sizes": {}})
-    assert "| old |" in fill(DOCUMENT, TABLES, tmp_path), "the new one holds other sizes"
-    store(tmp_path / "new.json", {"gpu": "H200", "sizes": {"small": "| new |"}})
-    assert "| new |" in fill(DOCUMENT, TABLES, tmp_path)
 
 
 @pytest.mark.parametrize(
