@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import statistics
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
@@ -12,6 +11,7 @@ import torch
 
 from fxsplit_encoder.attention.examples import make_examples
 from fxsplit_encoder.attention.kernels.generic import PerSegment
+from fxsplit_encoder.disposal import nothing_is_freed
 from fxsplit_encoder.failed_capture import end_failed_capture
 
 if TYPE_CHECKING:
@@ -143,9 +143,7 @@ def _record(call: Callable[[], object], calls: int) -> torch.cuda.CUDAGraph:
     """A graph of so many calls; its failure leaves the device as it was."""
     graph, memory = torch.cuda.CUDAGraph(), torch.cuda.MemPool()
     uses, handle = memory.use_count(), cast("Any", memory.id)
-    collects = gc.isenabled()
-    gc.disable()  # collecting an old graph frees device memory, which is an error while this thread captures
-    try:
+    with nothing_is_freed():
         graph.capture_begin(pool=handle, capture_error_mode="thread_local")
         try:
             for _ in range(calls):
@@ -154,9 +152,6 @@ def _record(call: Callable[[], object], calls: int) -> torch.cuda.CUDAGraph:
         except BaseException:
             _abandon(graph, memory, uses)
             raise
-    finally:
-        if collects:
-            gc.enable()
     return graph
 
 

@@ -11,8 +11,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from fxsplit_encoder.capture.checks import HandedOut
-from fxsplit_encoder.capture.disposal import dispose, nothing_is_freed
 from fxsplit_encoder.capture.memory import borrowed, storage_address
+from fxsplit_encoder.disposal import dispose, nothing_is_freed
 from fxsplit_encoder.errors import CaptureMemoryError
 from fxsplit_encoder.failed_capture import end_failed_capture
 

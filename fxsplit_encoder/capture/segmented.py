@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fxsplit_encoder.capture.disposal import dispose
 from fxsplit_encoder.capture.memory import copy_results
+from fxsplit_encoder.disposal import dispose
 from fxsplit_encoder.errors import CaptureError, ReplayError
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fxsplit_encoder.capture import BreakableCUDAGraphCapture, GraphPool, SegmentedCapture
-from fxsplit_encoder.capture.disposal import dispose, nothing_is_freed
+from fxsplit_encoder.disposal import dispose, nothing_is_freed
 
 CPU = torch.device("cpu")
 
