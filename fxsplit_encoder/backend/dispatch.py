@@ -192,7 +192,7 @@ class BudgetDispatcher:
                 self.program.device,
                 threshold=self.config.exact_min_hits,
                 max_captures=self.config.exact_max_graphs,
-                max_bytes=lambda: self.config.max_graph_bytes,
+                max_bytes=lambda: self._bytes_left(key),
             )
         shapes = self._exact[key]
         ladder = shapes.find(tokens)
@@ -201,6 +201,13 @@ class BudgetDispatcher:
         if not self._segments_fit(frame, tokens, math.ceil(tokens / rows_per_token), rows_per_token):
             return None, MissReason.TOO_MANY_SEGMENTS
         return ladder.best(tokens, self._num_segments(frame)), None
+
+    def _bytes_left(self, key: tuple[int, ...]) -> int | None:
+        """What captures at exact shapes with these other sizes may take, beside those with others."""
+        limit = self.config.max_graph_bytes
+        if limit is None:
+            return None
+        return limit - sum(shapes.num_bytes for other, shapes in self._exact.items() if other != key)
 
     def _budgets(self, frame: Frame) -> tuple[list[int], int | Fraction]:
         """The budgets, and how many rows of the token dimension one token of a budget stands for."""

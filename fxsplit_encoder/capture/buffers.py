@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from torch import Tensor
 
+from fxsplit_encoder.capture.memory import is_dropped, weakly
 from fxsplit_encoder.errors import ReplayError
 from fxsplit_encoder.host_memory import copy_on_host
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
+
+    from torch.multiprocessing.reductions import StorageWeakRef
 
 StaticValue: TypeAlias = Tensor | Sequence[Tensor]
 """What goes into a static buffer: a tensor, or several whose rows follow one another."""
@@ -189,7 +192,7 @@ class StaticBuffer:
         """Raises ReplayError if the captured tensor has moved (capture rule 6)."""
         if self.tensor.data_ptr() != self.address:
             raise ReplayError(
-                f"{self.name}: its captured buffer moved from {self.address:#x} to "
+                f"capture rule 6: {self.name}: its captured buffer moved from {self.address:#x} to "
                 f"{self.tensor.data_ptr():#x}; static buffers must not be resized or replaced"
             )
 
@@ -208,6 +211,8 @@ class SharedBuffers:
     def __init__(self, growth: int = 1) -> None:
         self.growth = growth
         self._largest: dict[str, StaticBuffer] = {}
+        self._memory: dict[StorageWeakRef, int] = {}
+        """All that was the largest once, which earlier captures may still read, and its bytes."""
 
     def share(self, buffer: StaticBuffer) -> StaticBuffer:
         """A buffer as this one in shared memory, where that fits; else this one, for others to share."""
@@ -217,6 +222,7 @@ class SharedBuffers:
             return shared
         if largest is None or largest.num_bytes < buffer.num_bytes:
             self._largest[buffer.name] = grown = self._grown(buffer, largest)
+            self._memory[weakly(grown.tensor)] = grown.tensor.untyped_storage().nbytes()
             if grown is not buffer:
                 return grown.first_rows(buffer.tensor) or buffer
         return buffer
@@ -234,8 +240,9 @@ class SharedBuffers:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that is shared."""
-        return sum(buffer.num_bytes for buffer in self._largest.values())
+        """Memory that is shared, and what earlier captures still hold of what was."""
+        self._memory = {place: size for place, size in self._memory.items() if not is_dropped(place)}
+        return sum(self._memory.values())
 
     def clear(self) -> None:
         """Forgets the memory; captures that read it keep it alive."""

@@ -17,7 +17,6 @@ import torch
 from fxsplit_encoder.capture.ladder import BudgetLadder
 from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.capture.reasons import MissReason
-from fxsplit_encoder.errors import CaptureError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -163,8 +162,8 @@ class ExactShapes:
         if not self._agreed(self._prepare(tokens)):
             self._refuse(generation, tokens, "another rank has no inputs of this size")
             return None
-        captured = generation.ladder.capture(tokens)
-        if not self._agreed(captured is not None or tokens in generation.ladder.exact):
+        captured = self._try(generation, tokens)
+        if not self._agreed(captured or tokens in generation.ladder.exact):
             self._refuse(generation, tokens, "another rank could not capture it")
         elif tokens in generation.ladder.exact:
             generation.ladder.exact.discard(tokens)
@@ -180,11 +179,27 @@ class ExactShapes:
         """Makes the capture request of a size; False: that failed, and the reason is remembered."""
         try:
             self._prepared = self._request(tokens)
-        except (CaptureError, torch.OutOfMemoryError) as error:
-            logger.warning("%d tokens are not captured: %s", tokens, error)
-            self.refused[tokens] = str(error)
+        except AssertionError:
+            raise
+        except Exception as error:
+            self._remember_failure(tokens, error)
             return False
         return True
+
+    def _try(self, generation: _Generation, tokens: int) -> bool:
+        """Whether a size could be captured; if not, the reason is remembered."""
+        try:
+            return generation.ladder.capture(tokens) is not None
+        except AssertionError:
+            raise
+        except Exception as error:
+            self._remember_failure(tokens, error)
+            return False
+
+    def _remember_failure(self, tokens: int, error: Exception) -> None:
+        # Whatever it is: the batch in hand is served without a capture, and other ranks wait for a vote.
+        logger.warning("%d tokens are not captured: %s: %s", tokens, type(error).__name__, error)
+        self.refused[tokens] = str(error)
 
     def _refuse(self, generation: _Generation, tokens: int, reason: str) -> None:
         """Remembers why a size is not captured: what its own capture failed with, or `reason`."""

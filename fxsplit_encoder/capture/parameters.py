@@ -72,9 +72,9 @@ class StaticParameters:
         moved = [name for name, address, baked in pairs if address != baked]
         more = f" and {len(moved) - _NAMED} more" if len(moved) > _NAMED else ""
         raise ReplayError(
-            f"{', '.join(moved[:_NAMED])}{more}: moved since the capture ({len(moved)} of {len(self._names)} "
-            "parameters and constants); copy new weights in place (load_state_dict does), or call clear() "
-            "and capture again"
+            f"capture rule 6: {', '.join(moved[:_NAMED])}{more}: moved since the capture ({len(moved)} of "
+            f"{len(self._names)} parameters and constants); copy new weights in place (load_state_dict "
+            "does), or call clear() and capture again"
         )
 
 

@@ -82,7 +82,11 @@ class SegmentedCapture:
     def eager(self, call: Callable[[], Any], first: Callable[[], Any] | None = None) -> Any:
         """Breaks the graph: `call` runs at every replay in its place, and owns what it writes. Now `first`
         runs if there is one, else `call`; returns its result.
+
+        Raises:
+            CaptureError: the current stream is another than the one that is captured.
         """
+        self._check_stream()
         self._end_graph()
         result = (first or call)()
         self.segments.append(call)
@@ -108,6 +112,14 @@ class SegmentedCapture:
         self._kept.clear()
         self.num_graphs = self.num_eager_breaks = 0
         self._is_complete = False
+
+    def _check_stream(self) -> None:
+        """A graph ends on the stream that it began on, and a replay runs its steps on one stream."""
+        if self.pool.is_cuda and torch.cuda.current_stream(self.pool.device) != self.pool.stream:
+            raise CaptureError(
+                "a break was reached on another stream than the captured one; let the captured stream wait "
+                "for the other, and leave it, before what breaks"
+            )
 
     def _new_graph(self) -> torch.cuda.CUDAGraph | RecordedOps:
         return torch.cuda.CUDAGraph()

@@ -50,6 +50,8 @@ class _Entry:
         self.forward.inputs.load(dict(zip(self.names, tensors, strict=True)))
         outputs = self.forward.replay(debug=debug)
         owned = [output.clone() if isinstance(output, torch.Tensor) else output for output in outputs]
+        if debug:
+            self.forward.pool.handed_out.add(each for each in owned if isinstance(each, torch.Tensor))
         return tree_unflatten(owned, self.structure)
 
 

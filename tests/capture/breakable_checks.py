@@ -293,7 +293,7 @@ def another_thread_is_not_disturbed(device: str) -> None:
 
     def work() -> None:
         assert opened.wait(60)
-        own = ones("cpu") * 3
+        own = ones(device) * 3
         results["plain"] = scaled_by_its_sum(own).tolist()
         results["active"] = active_capture()
         called.set()

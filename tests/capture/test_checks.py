@@ -95,7 +95,7 @@ def test_inputs_and_outputs_stay_where_they_are(captured: CapturedForward) -> No
     tensor.set_(kept)
     captured.replay(debug=True)
     captured.inputs.tensors["x"].set_(torch.zeros(ROWS, 2, 4))
-    with pytest.raises(ReplayError, match=r"^x: its captured buffer moved"):
+    with pytest.raises(ReplayError, match=r"^capture rule 6: x: its captured buffer moved"):
         captured.replay(debug=True)
 
 

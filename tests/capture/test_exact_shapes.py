@@ -96,6 +96,27 @@ def test_a_size_that_failed_is_not_captured_twice(caplog: pytest.LogCaptureFixtu
     assert forward.requested == [5, 6, 5]
 
 
+@pytest.mark.parametrize("where", ["request", "measure"])
+def test_whatever_a_capture_fails_with_is_remembered(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = Forward()
+    shapes = ExactShapes(forward.request, CPU, threshold=1)
+
+    def fail(*arguments: Any) -> None:
+        raise ValueError("nobody expected this")
+
+    with monkeypatch.context() as patch:
+        if where == "request":
+            patch.setattr(shapes, "_request", fail)
+        else:
+            patch.setattr(exact_shapes.BudgetLadder, "capture", fail)
+        for _ in range(3):
+            assert shapes.find(5) is None
+    assert shapes.refused == {5: "nobody expected this"}
+    assert shapes.sizes == [] and shapes._generations == []
+    assert shapes.find(5) is None, "not tried again"
+    assert replayed(shapes, 6) is not None
+
+
 def test_the_least_recently_used_generation_is_evicted_as_a_whole() -> None:
     shapes = ExactShapes(Forward().request, CPU, threshold=1, max_captures=8)  # generations of two
     for tokens in range(1, 9):
@@ -174,7 +195,7 @@ def test_larger_inputs_grow_geometrically_and_older_captures_stay_valid() -> Non
     assert replayed(shapes, 4) is not None
     assert replayed(shapes, 5) is not None
     grown = forward.inputs.num_bytes
-    assert grown == 8 * 4
+    assert grown == (4 + 8) * 4, "the smaller one is held by what was captured over it"
     for tokens in (6, 7, 8):
         assert replayed(shapes, tokens) is not None
     assert forward.inputs.num_bytes == grown
@@ -182,6 +203,8 @@ def test_larger_inputs_grow_geometrically_and_older_captures_stay_valid() -> Non
         output = replayed(shapes, tokens)
         assert output is not None
         assert torch.equal(output, torch.full((tokens,), 2.0))
+    shapes.clear()
+    assert forward.inputs.num_bytes == 8 * 4
 
 
 @pytest.mark.parametrize("threshold", [1, 2])

@@ -477,7 +477,9 @@ def test_rule_6_a_parameter_elsewhere_is_an_error_that_names_it(
     manager, module = captured_pair
     manager.execute(make_batch([(1, 4, 4)]))
     change(module)
-    with pytest.raises(ReplayError, match=r"^tower\.blocks\.2\.mlp\.linear_fc1\.weight: moved .*\(1 of "):
+    with pytest.raises(
+        ReplayError, match=r"^capture rule 6: tower\.blocks\.2\.mlp\.linear_fc1\.weight: moved .*\(1 of "
+    ):
         manager.execute(make_batch([(1, 4, 4)]))
 
 
@@ -534,7 +536,9 @@ def test_rule_6_buffers_and_removed_parameters_count() -> None:
     parameters.check_addresses()
     module.running_mean = torch.ones(3)
     module.bias = None
-    with pytest.raises(ReplayError, match=r"^bias, running_mean: moved since the capture \(2 of 5 "):
+    with pytest.raises(
+        ReplayError, match=r"^capture rule 6: bias, running_mean: moved since the capture \(2 of 5 "
+    ):
         parameters.check_addresses()
 
 
@@ -656,7 +660,7 @@ def test_rule_7_the_backend_returns_the_callers_own(fresh_dynamo: None) -> None:
     assert torch.equal(compiled(x), kept)
 
 
-# --- 8: nothing compiles or allocates lazily inside a capture. tests/gpu shows it on a device.
+# --- 8: nothing compiles or allocates lazily inside a capture. On a device: tests/gpu/test_lazy_kernels.py.
 
 
 class Events(list[str]):

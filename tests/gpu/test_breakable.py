@@ -205,7 +205,8 @@ def test_a_retired_pool_keeps_no_memory(pool: GraphPool) -> None:
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
     with BreakableCUDAGraphCapture(pool) as capture:
-        y = x + 1
+        y = breakable_checks.scaled_by_its_sum(x + 1) + 1  # a break that holds what the pool owns
+    assert capture.num_eager_breaks == 1
     assert torch.cuda.memory_reserved() - before >= 64 * MIB
     del y
     capture.release()
@@ -268,6 +269,31 @@ def test_replays_on_another_stream(pool: GraphPool) -> None:
     assert y.unique().tolist() == [4.0 * 4000 + 1]
 
 
+def test_a_break_on_another_stream_is_refused(pool: GraphPool) -> None:
+    x, side = torch.ones(4, device="cuda"), torch.cuda.Stream()
+    capture = BreakableCUDAGraphCapture(pool)
+    with pytest.raises(CaptureError, match="another stream"), capture:
+        y = x + 1
+        current = torch.cuda.current_stream()
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            breakable_checks.scaled_by_its_sum(y)
+    breakable_checks.assert_nothing_is_left(capture, pool, x)
+
+
+def test_a_fork_that_is_open_at_a_break_is_an_error(pool: GraphPool) -> None:
+    x, side = torch.ones(4, device="cuda"), torch.cuda.Stream()
+    capture = BreakableCUDAGraphCapture(pool)
+    with pytest.raises((CaptureError, RuntimeError)), capture:
+        y = x + 1
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            z = y * 2
+        breakable_checks.scaled_by_its_sum(y)
+        assert z is not None
+    breakable_checks.assert_nothing_is_left(capture, pool, x)
+
+
 # --- failures that only CUDA has
 
 
@@ -286,6 +312,28 @@ def a_new_constant(x: Tensor) -> object:
 def synchronise(x: Tensor) -> object:
     torch.cuda.synchronize()
     return x
+
+
+class Inner(nn.Module):
+    def __init__(self, call: Any) -> None:
+        super().__init__()
+        self.call = call
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.call(x + 1)
+        return x * 2
+
+
+@pytest.mark.parametrize("call", [to_the_host, from_pageable_memory, a_new_constant, synchronise])
+def test_what_cannot_be_captured_is_served_and_names_its_module(call: Any, pool: GraphPool) -> None:
+    wrapper = BreakableCUDAGraphWrapper(nn.Sequential(Inner(call)), pool=pool)
+    x = torch.ones(4, device="cuda")
+    with torch.no_grad():
+        assert [wrapper(x).tolist() for _ in range(2)] == [[2.0] * 4] * 2
+    assert wrapper.hits == 0
+    ((reason, count),) = wrapper.misses.items()
+    assert count == 2
+    assert "in Inner (0)" in reason
 
 
 @pytest.mark.parametrize("call", [to_the_host, from_pageable_memory, a_new_constant, synchronise])
