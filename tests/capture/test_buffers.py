@@ -130,7 +130,7 @@ def test_the_names_of_many_moved_parameters_are_cut_short() -> None:
     for parameter in module.parameters():
         parameter.data = parameter.data.clone()
     with pytest.raises(
-        ReplayError, match=r"^capture rule 6: 0\.weight, 0\.bias, 1\.weight, 1\.bias and 4 more: moved .*\(8 of 8"
+        ReplayError, match=r"^capture rule 6: 0\.weight, 0\.bias, 1\.weight, 1\.bias and 4 more: moved"
     ):
         parameters.check_addresses()
     assert parameters.current() == list(module.parameters())
