@@ -86,6 +86,11 @@ def test_captures_are_shown_with_their_graphs_and_breaks(capsys: pytest.CaptureF
         ]
 
 
+def test_captures_that_come_later_are_announced(capsys: pytest.CaptureFixture[str]) -> None:
+    print_captures(Family.wrap(Blocks(None).eval()), fx.EncoderConfig(mode="exact"))
+    assert "default: token counts are captured when they come" in " ".join(capsys.readouterr().out.split())
+
+
 def test_kernels_say_why_they_cannot_run(capsys: pytest.CaptureFixture[str]) -> None:
     print_attention(torch.device("cpu"), fx.EncoderConfig())
     lines = capsys.readouterr().out.splitlines()
