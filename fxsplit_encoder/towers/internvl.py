@@ -36,8 +36,9 @@ class InternVLTower(DenseTower):
         # Not a submodule: the language model's parameters are none of this module's.
         object.__setattr__(self, "model", inner)
         use_dense_attention(inner.vision_tower)
-        if config.vision_feature_layer != -1:
-            install_output_hooks(inner.vision_tower)
+        # Here rather than in the first forward, which would take a lock that Dynamo does not trace: from
+        # transformers 5.23 on every forward looks for them, whatever layer it returns.
+        install_output_hooks(inner.vision_tower)
 
     def call(self, tiles: Tensor, *args: Any, **kwargs: Any) -> Any:
         """`InternVLModel.get_image_features`."""

@@ -99,10 +99,9 @@ class Step3p7Tower(TiledTower):
         """(2, side * side, head_dim): cosines and sines of every position's row and column."""
         position = torch.arange(side, device=frequencies.device)
         rows, columns = torch.meshgrid(position, position, indexing="ij")
-        angles = torch.stack((rows, columns), dim=-1).flatten(0, 1)[..., None].float() * frequencies.float()
-        halves = angles.flatten(1).repeat(1, 2)
-        scaling: float = self.tower.rotary_emb.attention_scaling
-        return torch.stack((halves.cos() * scaling, halves.sin() * scaling))
+        positions = torch.stack((rows, columns), dim=-1).flatten(0, 1)
+        # The order of frequencies is the library's: it has changed between its versions.
+        return torch.stack(self.tower.rotary_emb(frequencies, positions))
 
 
 def _view(input_name: str, size: int, patch_size: int) -> View:
