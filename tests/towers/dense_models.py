@@ -17,7 +17,7 @@ import fxsplit_encoder as fx
 
 from .one_graph import only_dispatcher
 
-MODES = ("auto", "full", "piecewise", "none")
+MODES = ("auto", "full", "piecewise", "exact", "breakable", "none")
 SHAPE = (3, 16, 16)
 
 Encode = Callable[[Tensor], Tensor]
@@ -63,22 +63,29 @@ def random_tiles(count: int, shape: Sequence[int] = SHAPE, seed: int = 0) -> Ten
 
 
 def managers(wrapped: Any, budgets: Sequence[int], **settings: Any) -> dict[str, fx.EncoderCudaGraphManager]:
-    """A captured manager in each mode; the forward is traced once for all of them."""
+    """A captured manager in each mode; the forward is traced once for all of them, but in `breakable`, which
+    runs the untouched module.
+    """
     made: dict[str, fx.EncoderCudaGraphManager] = {}
     program = None
     before = counters["stats"]["unique_graphs"]
     for mode in MODES:
-        limits = {"token_budgets": tuple(budgets), "max_items_per_batch": 4, "debug": True}
+        limits = {
+            "token_budgets": tuple(budgets),
+            "max_items_per_batch": 4,
+            "exact_min_hits": 1,
+            "debug": True,
+        }
         config = fx.EncoderConfig(**{**limits, "mode": mode, **settings})
         manager = fx.EncoderCudaGraphManager(wrapped, config, log_interval=0)
         path = manager.paths["default"]
-        if program is not None:
+        if program is not None and mode != "breakable":
             path.forward.bind(program)
         manager.capture()
         assert manager.reports == []
-        program = path.program
-        assert program is not None
-        assert set(path.captured) == (set(budgets) if mode != "none" else set())
+        assert (path.program is None) == (mode == "breakable")
+        program = program or path.program
+        assert set(path.captured) == (set() if mode in ("exact", "none") else set(budgets))
         made[mode] = manager
     assert counters["stats"]["unique_graphs"] == before + 1
     return made

@@ -12,7 +12,7 @@ import fxsplit_encoder as fx
 
 from .tiny_packed import PATCH
 
-MODES = ("auto", "full", "piecewise", "none")
+MODES = ("auto", "full", "piecewise", "exact", "breakable", "none")
 BUDGETS = (4, 16, 32)
 
 
@@ -21,15 +21,20 @@ def patches(count: int, seed: int = 0) -> Tensor:
 
 
 def make_managers(wrapped: Any) -> dict[str, fx.EncoderCudaGraphManager]:
-    """A captured manager in each mode; they share one trace."""
+    """A captured manager in each mode; they share one trace, but `breakable` runs the untouched module."""
     managers: dict[str, fx.EncoderCudaGraphManager] = {}
     for mode in MODES:
         config = fx.EncoderConfig(
-            mode=mode, token_budgets=BUDGETS, max_items_per_batch=4, max_frames_per_batch=8, debug=True
+            mode=mode,
+            token_budgets=BUDGETS,
+            max_items_per_batch=4,
+            max_frames_per_batch=8,
+            exact_min_hits=1,
+            debug=True,
         )
         manager = fx.EncoderCudaGraphManager(wrapped, config, log_interval=0)
         path = manager.paths["default"]
-        if managers:
+        if managers and mode != "breakable":
             path.forward.bind(next(iter(managers.values())).paths["default"].program)
         manager.capture()
         managers[mode] = manager

@@ -19,7 +19,7 @@ from fxsplit_encoder.towers.tiles import MASKED_ATTENTION_TAKES_UNKNOWN_SIZES
 
 from .random_weights import randomise
 
-MODES = ["auto", "full", "piecewise", "none"]
+MODES = ["auto", "full", "piecewise", "exact", "breakable", "none"]
 Crops = tuple[int, int]
 
 batches = st.lists(st.sampled_from([(0, 0), (1, 2), (2, 1), (2, 2), (3, 1)]), max_size=5)
@@ -51,10 +51,16 @@ class Family:
 
     def manager(self, **config: Any) -> Any:
         paths = {name: {**own, **config.pop(name, {})} for name, own in self.budgets.items()}
-        values: dict[str, Any] = {"paths": paths, "max_items_per_batch": 4, "debug": True, **config}
+        values: dict[str, Any] = {
+            "paths": paths,
+            "max_items_per_batch": 4,
+            "exact_min_hits": 1,
+            "debug": True,
+            **config,
+        }
         manager = fx.EncoderCudaGraphManager(self.wrapped, fx.EncoderConfig(**values), log_interval=0)
         for name, path in manager.paths.items():
-            if name in self.traced:
+            if name in self.traced and values.get("mode") != "breakable":  # that is of the untouched module
                 path.forward.bind(self.traced[name])
         manager.capture()
         self.traced.update(
