@@ -94,6 +94,7 @@ class StaticBuffer:
         narrow = StaticBuffer(self.name, view, self.token_dim, self.padding_logic, is_order=self.is_order)
         narrow._contents = self._contents
         narrow._contents.owner = narrow.token
+        narrow._mark(narrow.capacity)
         return narrow
 
     def check(self, value: StaticValue) -> None:

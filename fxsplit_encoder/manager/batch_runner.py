@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from fxsplit_encoder.capture import BudgetLadder
     from fxsplit_encoder.capture.buffers import StaticValue
+    from fxsplit_encoder.manager.budgets import CaptureKey
     from fxsplit_encoder.manager.path import EncoderPath
     from fxsplit_encoder.manager.plan import PathPlan, PlannedBatch
     from fxsplit_encoder.manager.protocol import SupportsEncoderCudaGraph
@@ -31,7 +33,7 @@ class BatchRunner:
 
     Args:
         routes: the paths by (name, axis keys).
-        has_axes: whether the tower has capture axes.
+        num_axes: how many capture axes the tower has.
     """
 
     def __init__(
@@ -41,13 +43,13 @@ class BatchRunner:
         pool: GraphPool,
         statistics: Statistics,
         *,
-        has_axes: bool,
+        num_axes: int,
     ) -> None:
         self.tower = tower
         self.routes = routes
         self.pool = pool
         self.statistics = statistics
-        self.has_axes = has_axes
+        self.num_axes = num_axes
         self._postprocess = postprocess_of(tower)
 
     def run(
@@ -70,9 +72,9 @@ class BatchRunner:
             debug: whether every rule is checked at every replay.
         """
         indices = list(batch.indices)
-        everything = indices == list(range(len(tokens))) and not self.has_axes
+        everything = indices == list(range(len(tokens))) and not self.num_axes
         selected = mm_kwargs if everything else self.tower.select_encoder_cudagraph_items(mm_kwargs, indices)
-        keys = axis_keys(selected) if self.has_axes else ()
+        keys = axis_keys(selected, self.num_axes) if self.num_axes else ()
         with self.pool.replaying():
             outputs, reason = self._run_paths(batch, keys, selected, may_replay, debug)
             self._postprocess(outputs, indices, tokens, results, clone=False, batch_mm_kwargs=selected)
@@ -109,25 +111,49 @@ class BatchRunner:
         self, path: EncoderPath, planned: PathPlan, selected: dict[str, Any], may_replay: bool, debug: bool
     ) -> tuple[Tensor, MissReason | None]:
         """The path's output, and why it is no replay's."""
+        captures = list(path.captures_for(planned)) if may_replay else []
         values = None
-        reason = None
-        if may_replay:
-            for key, ladder, size in path.captures_for(planned):
-                values = path.values(selected) if values is None else values
-                captured = path.best_capture(ladder, size, values)
-                try:
-                    path.load(captured, values)
-                except ReplayError as error:
-                    # Raised before anything was copied: the batch is whole.
-                    logger.warning("%s, %d tokens: %s", path.label, size, error)
-                    reason = MissReason.EXTENT_EXCEEDED
-                    continue
-                output = captured.replay(debug=debug)[0]
-                assert isinstance(output, torch.Tensor)
-                self.statistics.record_replay(key, planned.tokens)
+        if captures or path.runs_compiled(planned):
+            values = self._values(path, planned, selected)
+        if values is not None:
+            output = self._replay(path, captures, planned, values, debug)
+            if output is not None:
                 return output, None
-        output = self._run_without_replay(path, planned, selected, values)
-        return output, reason or path.miss_reason(planned)
+        reason = MissReason.EXTENT_EXCEEDED if captures else path.miss_reason(planned)
+        return self._run_without_replay(path, planned, selected, values), reason
+
+    def _values(
+        self, path: EncoderPath, planned: PathPlan, selected: dict[str, Any]
+    ) -> dict[str, StaticValue | None] | None:
+        """What the path needs of a batch; None: the tower refuses it, and only its own forward is left."""
+        try:
+            return path.values(selected)
+        except ReplayError as error:
+            logger.warning("%s, %d tokens: %s", path.label, planned.tokens, error)
+            return None
+
+    def _replay(
+        self,
+        path: EncoderPath,
+        captures: Sequence[tuple[CaptureKey, BudgetLadder, int]],
+        planned: PathPlan,
+        values: Mapping[str, StaticValue | None],
+        debug: bool,
+    ) -> Tensor | None:
+        """The output of the first capture that the batch fits into; None: there is none."""
+        for key, ladder, size in captures:
+            captured = path.best_capture(ladder, size, values)
+            try:
+                path.load(captured, values)
+            except ReplayError as error:
+                # Raised before anything was copied: the batch is whole.
+                logger.warning("%s, %d tokens: %s", path.label, size, error)
+                continue
+            output = captured.replay(debug=debug)[0]
+            assert isinstance(output, torch.Tensor)
+            self.statistics.record_replay(key, planned.tokens)
+            return output
+        return None
 
     def _run_without_captures(self, name: str, selected: dict[str, Any]) -> tuple[Tensor, MissReason | None]:
         """The same for a path that has nothing at these axis keys: the tower's own forward."""
@@ -141,7 +167,7 @@ class BatchRunner:
         selected: dict[str, Any],
         values: dict[str, StaticValue | None] | None,
     ) -> Tensor:
-        if planned.eager:
+        if planned.eager or values is None:
             output, compiled = path.run_eager(selected), False
         else:
             output, compiled = path.run_exact(selected, values)

@@ -68,10 +68,16 @@ def default_budgets(minimum: int, maximum: int) -> list[int]:
     return sorted({*powers, *whole})
 
 
+def needs_budget_range(config: EncoderConfig, model_config: EncoderCudaGraphConfig) -> bool:
+    """Whether the tower's range decides anything: the budgets of a path, or the items of a batch."""
+    listed = all(_listed_budgets(name, config) for name in model_config.paths)
+    return not (listed and config.max_items_per_batch)
+
+
 def resolve_limits(
     config: EncoderConfig,
     model_config: EncoderCudaGraphConfig,
-    budget_range: tuple[int, int],
+    budget_range: tuple[int, int] | None,
     has_video: bool,
 ) -> Limits:
     """What to capture: the user's settings where there are any, else what follows from the tower.
@@ -85,7 +91,8 @@ def resolve_limits(
     Args:
         config: the user's settings.
         model_config: the tower's `get_encoder_cudagraph_config()`.
-        budget_range: the tower's `get_encoder_cudagraph_budget_range()`, in output tokens.
+        budget_range: the tower's `get_encoder_cudagraph_budget_range()`, in output tokens; None: unknown,
+            see `needs_budget_range`.
         has_video: whether videos are encoded at all; if not, `max_frames_per_batch` is 0.
 
     Raises:
@@ -97,7 +104,10 @@ def resolve_limits(
         name: _path_budgets(name, path, config, budget_range) for name, path in model_config.paths.items()
     }
     smallest = [budgets[0] for budgets in path_budgets.values() if budgets]
-    items = config.max_items_per_batch or min([_inferred_items(budget_range), *smallest])
+    items = config.max_items_per_batch
+    if not items:
+        assert budget_range is not None
+        items = min([_inferred_items(budget_range), *smallest])
     frames = config.max_frames_per_batch
     if frames is None:
         frames = items * model_config.max_frames_per_video
@@ -106,10 +116,10 @@ def resolve_limits(
 
 
 def _check(
-    config: EncoderConfig, model_config: EncoderCudaGraphConfig, budget_range: tuple[int, int]
+    config: EncoderConfig, model_config: EncoderCudaGraphConfig, budget_range: tuple[int, int] | None
 ) -> None:
-    minimum, maximum = budget_range
-    if not 1 <= minimum <= maximum:
+    if budget_range is not None and not 1 <= budget_range[0] <= budget_range[1]:
+        minimum, maximum = budget_range
         raise InputError(
             f"the tower's budget range must satisfy 1 <= minimum <= maximum; got {minimum}, {maximum}"
         )
@@ -123,16 +133,17 @@ def _check(
 
 
 def _path_budgets(
-    name: str, path: EncoderCudaGraphPathConfig, config: EncoderConfig, budget_range: tuple[int, int]
+    name: str, path: EncoderCudaGraphPathConfig, config: EncoderConfig, budget_range: tuple[int, int] | None
 ) -> tuple[int, ...]:
-    own = config.paths[name].token_budgets if name in config.paths else ()
-    if 0 in own and not path.allow_zero_tokens:
+    listed = _listed_budgets(name, config)
+    if 0 in listed and not path.allow_zero_tokens:
         raise ConfigError(
             f"paths.{name}.token_budgets: 0 is listed, but the tower encodes this path for every batch and "
-            f"never skips it; allowed: integers of at least 1; got {list(own)}"
+            f"never skips it; allowed: integers of at least 1; got {list(listed)}"
         )
-    if listed := own or config.token_budgets:
+    if listed:
         return tuple(budget for budget in listed if budget)
+    assert budget_range is not None
     minimum, maximum = budget_range
     if path.min_token_budget is not None:
         minimum = path.min_token_budget
@@ -147,6 +158,12 @@ def _path_budgets(
             f"allowed: 0 to {maximum}; got {config.max_items_per_batch}"
         )
     return tuple(default_budgets(max(minimum, config.max_items_per_batch), maximum))
+
+
+def _listed_budgets(name: str, config: EncoderConfig) -> tuple[int, ...]:
+    """What the user lists for a path, or else for all of them."""
+    own = config.paths[name].token_budgets if name in config.paths else ()
+    return own or config.token_budgets
 
 
 def _inferred_items(budget_range: tuple[int, int]) -> int:

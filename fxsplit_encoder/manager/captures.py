@@ -27,7 +27,9 @@ class PlannedCapture:
 
     key: CaptureKey
     input_bytes: int
-    """Static input buffers at this size. Budgets of a path share those of the largest, where they can."""
+    """Static input buffers at this size."""
+    own_bytes: int
+    """Of these, what no other budget shares: inputs that are of one size for all budgets."""
     pruned: str | None = None
     """Why it is not captured; None: it is."""
 
@@ -45,13 +47,17 @@ class CapturePlan:
 
     @property
     def input_bytes(self) -> int:
-        """Static input buffers of all of them: of each path, those of its largest budget."""
-        largest: dict[tuple[Any, ...], int] = {}
+        """Static input buffers of all of them: of each path, what its largest budget shares with the others,
+        and what each has for itself.
+        """
+        shared: dict[tuple[Any, ...], int] = {}
+        own = 0
         for capture in self.captures:
             if capture.pruned is None:
                 route = (capture.key.path, capture.key.axis_keys)
-                largest[route] = max(largest.get(route, 0), capture.input_bytes)
-        return sum(largest.values())
+                shared[route] = max(shared.get(route, 0), capture.input_bytes - capture.own_bytes)
+                own += capture.own_bytes
+        return sum(shared.values()) + own
 
     def __str__(self) -> str:
         pruned = len(self.captures) - self.num_graphs
@@ -73,34 +79,39 @@ def plan_captures(paths: Iterable[PathCaptures], limits: Limits) -> CapturePlan:
     for path in paths:
         if path.mode in ("none", "exact"):
             continue
-        per_token, fixed, refusals = _input_size(path)
+        per_token, fixed, own, refusals = _input_size(path)
         previous = 0
         for budget in path.budgets:
             reason = refusals.get(budget) or _unreachable(path, previous, budget, limits.max_items_per_batch)
-            captures.append(PlannedCapture(path.key(budget), int(per_token * budget + fixed), reason))
+            num_bytes = int(per_token * budget + fixed)
+            captures.append(PlannedCapture(path.key(budget), num_bytes, own, reason))
             if reason is None:
                 previous = budget
     return CapturePlan(tuple(captures))
 
 
-def _input_size(path: PathCaptures) -> tuple[float, float, dict[int, str]]:
+def _input_size(path: PathCaptures) -> tuple[float, float, int, dict[int, str]]:
     """Bytes a token and bytes beside of a path's static inputs, from the two smallest budgets that the tower
-    can make inputs for; and why it cannot for smaller ones.
+    can make inputs for; the bytes of those that do not grow; and why it cannot for smaller ones.
     """
     sizes: dict[int, int] = {}
     refusals: dict[int, str] = {}
+    own = 0
     for budget in path.budgets:
         try:
-            sizes[budget] = path.num_input_bytes(budget)
+            by_name = path.input_bytes_by_name(budget)
+            growing = path.forward.growing_inputs(path.budgets)
+            sizes[budget] = sum(by_name.values())
+            own = sum(num_bytes for name, num_bytes in by_name.items() if name not in growing)
         except InputError as error:
             refusals[budget] = str(error)
         if len(sizes) == 2:
             break
     if not sizes:
-        return 0.0, 0.0, refusals
+        return 0.0, 0.0, 0, refusals
     small, large = min(sizes), max(sizes)
     slope = (sizes[large] - sizes[small]) / (large - small) if len(sizes) > 1 else sizes[small] / small
-    return slope, sizes[small] - slope * small, refusals
+    return slope, sizes[small] - slope * small, own, refusals
 
 
 def _unreachable(path: PathCaptures, previous: int, budget: int, max_items: int) -> str | None:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from fxsplit_encoder.errors import ConfigError, InputError, RankError
+from fxsplit_encoder.manager.dual_path import read_item_specs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -207,7 +208,7 @@ class DataParallel:
         encode_local: Callable[[dict[str, Any]], list[Tensor]],
         tower: SupportsEncoderCudaGraph,
     ) -> _Share:
-        specs = tower.get_encoder_cudagraph_item_specs(mm_kwargs)
+        specs = read_item_specs(tower, mm_kwargs)
         assignment = self.assignment(specs)
         own = assignment[self.rank]
         if not own:

@@ -16,7 +16,7 @@ from fxsplit_encoder.manager.protocol import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
     from torch import Tensor
 
@@ -44,8 +44,10 @@ def read_model_config(tower: Any) -> EncoderCudaGraphConfig:
     )
 
 
-def read_item_specs(given: Sequence[Any]) -> list[EncoderItemSpec]:
-    """The sizes of items, with the path tokens that `global_output_tokens` and `local_output_tokens` are."""
+def read_item_specs(tower: Any, mm_kwargs: dict[str, Any]) -> list[EncoderItemSpec]:
+    """The sizes of a batch's items, with the path tokens that `global_output_tokens` and
+    `local_output_tokens` stand for.
+    """
     return [
         spec
         if hasattr(spec, "get_path_output_tokens")
@@ -55,7 +57,7 @@ def read_item_specs(given: Sequence[Any]) -> list[EncoderItemSpec]:
             global_output_tokens=getattr(spec, "global_output_tokens", None),
             local_output_tokens=getattr(spec, "local_output_tokens", None),
         )
-        for spec in given
+        for spec in tower.get_encoder_cudagraph_item_specs(mm_kwargs)
     ]
 
 

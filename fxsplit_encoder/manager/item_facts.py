@@ -42,22 +42,30 @@ def video_frames(
 
 
 def item_axis_keys(
-    tower: SupportsEncoderCudaGraph, mm_kwargs: dict[str, Any], num_items: int
+    tower: SupportsEncoderCudaGraph, mm_kwargs: dict[str, Any], num_items: int, num_axes: int
 ) -> list[tuple[Hashable, ...]]:
     """The axis keys of every item, which a tower with capture axes tells of any selection of items."""
-    return [axis_keys(tower.select_encoder_cudagraph_items(mm_kwargs, [index])) for index in range(num_items)]
+    return [
+        axis_keys(tower.select_encoder_cudagraph_items(mm_kwargs, [index]), num_axes)
+        for index in range(num_items)
+    ]
 
 
-def axis_keys(mm_kwargs: Mapping[str, Any]) -> tuple[Hashable, ...]:
-    """What a tower with capture axes says of a selection of items.
+def axis_keys(mm_kwargs: Mapping[str, Any], num_axes: int) -> tuple[Hashable, ...]:
+    """What a tower with so many capture axes says of a selection of items.
 
     Raises:
-        InputError: it says nothing.
+        InputError: it says nothing, or not one key an axis.
     """
     keys = mm_kwargs.get(ENCODER_CUDAGRAPH_AXIS_KEYS_KWARG)
     if keys is None:
         raise InputError(
             f"select_encoder_cudagraph_items gave no {ENCODER_CUDAGRAPH_AXIS_KEYS_KWARG!r}; a tower with "
             "capture_axes must give one key an axis there"
+        )
+    if not isinstance(keys, tuple | list) or len(keys) != num_axes:
+        raise InputError(
+            f"select_encoder_cudagraph_items gave {keys!r} as {ENCODER_CUDAGRAPH_AXIS_KEYS_KWARG!r}; "
+            f"expected a tuple of {num_axes}, one key for each of the tower's capture_axes"
         )
     return tuple(keys)

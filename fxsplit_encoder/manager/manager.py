@@ -15,7 +15,7 @@ from fxsplit_encoder.capture import GraphPool
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.manager.batch_runner import BatchRunner
-from fxsplit_encoder.manager.budgets import resolve_limits
+from fxsplit_encoder.manager.budgets import needs_budget_range, resolve_limits
 from fxsplit_encoder.manager.capture_set import CaptureSet
 from fxsplit_encoder.manager.captures import CapturePlan, plan_captures
 from fxsplit_encoder.manager.data_parallel import DataParallel
@@ -50,6 +50,9 @@ class EncoderCudaGraphManager:
         config: budgets, modes, limits.
         device, dtype: where and in what the tower computes; by default those of its parameters.
         log_interval: items between two log lines of statistics; 0: none.
+        vllm_config: passed to the tower's `get_encoder_cudagraph_budget_range`, from which towers written for
+            vLLM read the scheduler's limits. A tower is asked for its range only where the settings leave
+            the budgets of a path, or the items of a batch, to it.
         process_group: the ranks that share the items if `config.data_parallel` is set; None: the default
             group.
         trace: a file to which the item sizes of every request are appended, for `encoder-cg tune`.
@@ -70,6 +73,7 @@ class EncoderCudaGraphManager:
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         log_interval: int = 100,
+        vllm_config: Any = None,
         process_group: ProcessGroup | None = None,
         trace: str | os.PathLike[str] | None = None,
     ) -> None:
@@ -85,7 +89,9 @@ class EncoderCudaGraphManager:
         self.limits = resolve_limits(
             self.config,
             self.model_config,
-            tower.get_encoder_cudagraph_budget_range(None),
+            tower.get_encoder_cudagraph_budget_range(vllm_config)
+            if needs_budget_range(self.config, self.model_config)
+            else None,
             has_video="video" in self.model_config.modalities,
         )
         self.pool = GraphPool(self.device)
@@ -122,10 +128,12 @@ class EncoderCudaGraphManager:
             self.routes,
             self.pool,
             self.statistics,
-            has_axes=bool(self.model_config.capture_axes),
+            num_axes=len(self.model_config.capture_axes),
         )
         self._trace = TraceWriter(trace) if trace is not None else None
         self._captured = False
+        self._missed_capture = not self._is_idle
+        """Whether an execution before the first capture is still to be warned of."""
         self._lock = threading.RLock()
         self._use_captures()
 
@@ -174,10 +182,10 @@ class EncoderCudaGraphManager:
 
         A budget that cannot be captured is dropped, with its reason in `reports`; the others serve. On a
         device every way to run is timed, for `packing: cost`. `progress` is called with (budgets done,
-        budgets).
+        budgets). What is captured already stays until `clear`.
         """
         with self._lock, choosing(self.kernels):
-            if not self.config.enabled:
+            if not self.config.enabled or self._captured:
                 return
             planned = self.planned_captures()
             logger.info("%s", planned)
@@ -192,15 +200,30 @@ class EncoderCudaGraphManager:
                 for path in self.routes.values():
                     path.measure()
             self._captured = True
+            self._missed_capture = False
             self._use_captures()
-            if wanted and not any(path.captured or path.ladder.exact for path in self.routes.values()):
-                logger.error(
-                    "encoder CUDA graphs are enabled, but no budget could be captured; every item will fall "
-                    "back: %s",
-                    "; ".join(self.reports),
-                )
+            self._check_captures()
             if self.data_parallel is not None and self.pool.is_cuda:
                 self._share_costs(self.data_parallel)
+
+    def _check_captures(self) -> None:
+        """An encoder that is enabled and can replay nothing says so."""
+        useful = (path.captured or path.ladder.exact or path.mode == "exact" for path in self.routes.values())
+        if self._is_idle or (self.model_config.modalities and any(useful)):
+            return
+        if not self.model_config.modalities:
+            reason = "the tower declares no modality for them"
+        else:
+            reason = "; ".join(self.reports) or "no path has a budget"
+        logger.error(
+            "encoder CUDA graphs are enabled, but no budget could be captured; every item will fall back: %s",
+            reason,
+        )
+
+    @property
+    def _is_idle(self) -> bool:
+        """Whether the settings ask for no captures."""
+        return not self.config.enabled or all(path.mode == "none" for path in self.routes.values())
 
     def _share_costs(self, data_parallel: DataParallel) -> None:
         """So that ranks get items of equal cost, not just of equal size."""
@@ -225,6 +248,8 @@ class EncoderCudaGraphManager:
         """Releases every capture and its memory; `capture` may be called again."""
         with self._lock:
             self._captures.release()
+            for path in self.routes.values():
+                path.notes.clear()
             self._captured = False
             self._use_captures()
 
@@ -263,6 +288,12 @@ class EncoderCudaGraphManager:
             RankError: with `config.data_parallel`, another rank failed or got other inputs.
         """
         with self._lock, choosing(self.kernels), _without_autograd():
+            if self._missed_capture:
+                self._missed_capture = False
+                logger.warning(
+                    "encoder CUDA graphs are enabled, but nothing has been captured: every item falls back; "
+                    "call capture() before execute(), or set enabled: false"
+                )
             if self.data_parallel is not None:
                 return self.data_parallel.execute(mm_kwargs, self._encode, self.tower)
             return self._encode(mm_kwargs)
@@ -289,12 +320,16 @@ class EncoderCudaGraphManager:
     def stats(self) -> ManagerStats:
         """Hits, misses by reason, padding and bytes so far."""
         for path in self.routes.values():
-            if path.exact is not None and path.exact.shapes.sizes:
+            if path.exact is None:
+                continue
+            if path.exact.shapes.sizes:
                 self.statistics.record_capture(path.key(0), "exact", path.exact.num_bytes)
+            else:
+                self.statistics.record_release(path.key(0))
         return self.statistics.snapshot()
 
     def _item_specs(self, mm_kwargs: dict[str, Any]) -> list[EncoderItemSpec]:
-        return read_item_specs(self.tower.get_encoder_cudagraph_item_specs(mm_kwargs))
+        return read_item_specs(self.tower, mm_kwargs)
 
 
 def _without_autograd() -> AbstractContextManager[None]:

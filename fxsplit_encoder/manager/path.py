@@ -10,6 +10,7 @@ import torch
 from fxsplit_encoder.attention import KnownSegments
 from fxsplit_encoder.capture import MissReason
 from fxsplit_encoder.capture.runner import ExactRunner
+from fxsplit_encoder.errors import FxSplitError, ReplayError
 from fxsplit_encoder.manager.path_captures import PathCaptures
 from fxsplit_encoder.manager.plan import PathPlan
 
@@ -28,10 +29,23 @@ class EncoderPath(PathCaptures):
     """One path, for items of one combination of axis keys: its captures, and how a batch runs on it."""
 
     def values(self, mm_kwargs: dict[str, Any]) -> dict[str, StaticValue | None]:
-        """What a replay, or a run at the exact shape, needs of a batch."""
-        prepared = self.tower.prepare_encoder_cudagraph_replay_buffers(
-            mm_kwargs, self.limits.max_items_per_batch, self.limits.max_frames_per_batch, path=self.name
-        )
+        """What a replay, or a run at the exact shape, needs of a batch.
+
+        Raises:
+            ReplayError: the tower cannot make it within the captured extents, of a video of more frames say.
+        """
+        items, frames = self.limits.max_items_per_batch, self.limits.max_frames_per_batch
+        try:
+            prepared = self.tower.prepare_encoder_cudagraph_replay_buffers(
+                mm_kwargs, items, frames, path=self.name
+            )
+        except (FxSplitError, torch.OutOfMemoryError):
+            raise
+        except (RuntimeError, ValueError) as error:  # of a copy into a tensor of that extent, say
+            raise ReplayError(
+                f"the tower makes no inputs of this batch within {items} items and {frames} video frames: "
+                f"{type(error).__name__}: {error}"
+            ) from error
         return dict(prepared.values)
 
     def captures_for(self, planned: PathPlan) -> Iterator[tuple[CaptureKey, BudgetLadder, int]]:
@@ -79,21 +93,24 @@ class EncoderPath(PathCaptures):
             self.program.program.derived.refresh()
         captured.load(values, self.forward.rows(values))
 
+    def runs_compiled(self, planned: PathPlan) -> bool:
+        """Whether a planned batch that is not replayed goes through the compiled program."""
+        return not planned.eager and self.forward.current_program() is not None
+
     def run_exact(
-        self, mm_kwargs: dict[str, Any], values: dict[str, StaticValue | None] | None = None
+        self, mm_kwargs: dict[str, Any], values: Mapping[str, StaticValue | None]
     ) -> tuple[Tensor, bool]:
         """The batch at its exact shape, and whether the compiled program ran: where its assumptions do not
         hold, the tower runs eagerly.
         """
         program = self.forward.current_program()
         if program is not None:
-            given = self.values(mm_kwargs) if values is None else values
-            inputs = self.forward.inputs(program, given)
+            inputs = self.forward.inputs(program, values)
             if inputs.keys() >= set(program.names) - {None} and self._accepts(program, inputs):
                 segments = [
                     KnownSegments(inputs[name], cu_seqlens.tolist())
                     for name in program.segment_inputs
-                    if isinstance(cu_seqlens := given[name], torch.Tensor) and not cu_seqlens.is_cuda
+                    if isinstance(cu_seqlens := values[name], torch.Tensor) and not cu_seqlens.is_cuda
                 ]
                 return program(inputs, ExactRunner(segments)), True
         return self.run_eager(mm_kwargs), False

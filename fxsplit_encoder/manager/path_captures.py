@@ -112,14 +112,14 @@ class PathCaptures:
         if refusal is not None:
             self.note(f"{self.label}: {refusal}")
 
-    def num_input_bytes(self, budget: int) -> int:
-        """Memory of the static inputs of a budget.
+    def input_bytes_by_name(self, budget: int) -> dict[str, int]:
+        """Memory of every static input of a budget.
 
         Raises:
             InputError: the tower cannot make inputs of this size for these axis keys.
         """
         values = self.forward.capture_values(budget)
-        return sum(tensor.numel() * tensor.element_size() for tensor in values.values())
+        return {name: tensor.numel() * tensor.element_size() for name, tensor in values.items()}
 
     def item_token_range(self) -> tuple[int, int] | None:
         """The fewest and the most output tokens of one item on this path with these axis keys, from the
@@ -168,14 +168,23 @@ class PathCaptures:
     @property
     def input_bytes(self) -> int:
         """Memory of the static inputs of all captures, shared or not."""
-        return sum(_input_storages(self.captured.values()).values())
+        return sum(
+            {
+                storage.data_ptr(): storage.nbytes()
+                for captured in self.captured.values()
+                for tensor in captured.inputs.tensors.values()
+                if (storage := tensor.untyped_storage()).data_ptr()
+            }.values()
+        )
 
     def num_bytes(self, budget: int) -> int:
-        """Memory that one captured budget holds alone: its graphs, and static inputs that no other reads."""
-        others = _input_storages(captured for other, captured in self.captured.items() if other != budget)
-        own = _input_storages([self.captured[budget]])
-        unshared = sum(num_bytes for address, num_bytes in own.items() if address not in others)
-        return self.ladder.num_bytes(budget) + unshared
+        """Memory that captures would need less without this budget: its graphs, and what no other reads of
+        its static inputs.
+        """
+        others = _read_bytes(captured for other, captured in self.captured.items() if other != budget)
+        own = _read_bytes([self.captured[budget]])
+        unshared = (max(0, num_bytes - others.get(address, 0)) for address, num_bytes in own.items())
+        return self.ladder.num_bytes(budget) + sum(unshared)
 
     @property
     def exact_bytes(self) -> int:
@@ -205,12 +214,20 @@ class PathCaptures:
     def _request(self, budget: int, shared: SharedBuffers) -> CaptureRequest:
         """The request of a budget over the inputs that budgets share, or of an exact shape over others."""
         try:
+            growing = self.forward.growing_inputs(self.budgets)
             values = self.forward.capture_values(budget)
         except InputError as error:
             raise CaptureError(str(error)) from error
         program = self.program
         if program is None:
-            return request_of_module(self.forward, values, budget, self.padding_logics)
+            return request_of_module(
+                self.forward,
+                values,
+                budget,
+                padding_logics=self.padding_logics,
+                growing=growing,
+                shared=shared,
+            )
         rows = program.tokens(values)
         if rows is not None:
             self.rows_per_token = rows / budget
@@ -251,16 +268,16 @@ class PathCaptures:
         self.forward.refresh()
 
     def note(self, note: str) -> None:
-        """Remembers what was dropped or runs in another way than asked, and warns of it."""
-        self.notes.append(note)
-        logger.warning("%s", note)
+        """Remembers what was dropped or runs in another way than asked, and warns of it, once."""
+        if note not in self.notes:
+            self.notes.append(note)
+            logger.warning("%s", note)
 
 
-def _input_storages(captures: Iterable[CapturedForward]) -> dict[int, int]:
-    """The memory of the static inputs of some captures: address -> bytes."""
-    return {
-        storage.data_ptr(): storage.nbytes()
-        for captured in captures
-        for tensor in captured.inputs.tensors.values()
-        if (storage := tensor.untyped_storage()).data_ptr()
-    }
+def _read_bytes(captures: Iterable[CapturedForward]) -> dict[int, int]:
+    """What some captures read of the memory of static inputs: address -> bytes."""
+    read: dict[int, int] = {}
+    for captured in captures:
+        for buffer in captured.inputs.buffers.values():
+            read[buffer.address] = max(read.get(buffer.address, 0), buffer.num_bytes)
+    return read

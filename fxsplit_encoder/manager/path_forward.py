@@ -62,6 +62,9 @@ class PathForward:
         self.parameters = StaticParameters(())
         """Those that the program is bound to."""
         self._compiled = False
+        self._refusal: str | None = None
+        """Why it does not compile."""
+        self._growing: frozenset[str] | None = None
 
     def __call__(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """The tower's own forward."""
@@ -115,15 +118,34 @@ class PathForward:
                 inputs[name] = to_device(tensor, self.device, dtype).contiguous()
         return inputs
 
+    def growing_inputs(self, budgets: Sequence[int]) -> frozenset[str]:
+        """Names of the inputs that have more rows for the largest budget than for the smallest. With fewer
+        than two budgets nothing tells.
+
+        Raises:
+            InputError: the tower cannot make inputs of any of these sizes.
+        """
+        if len(budgets) < 2:
+            return frozenset()
+        if self._growing is None:
+            small, large = self.first_values(budgets), self.first_values(budgets[::-1])
+            self._growing = frozenset(
+                name for name, tensor in small.items() if tensor.shape[:1] < large[name].shape[:1]
+            )
+        return self._growing
+
     # --- compile
 
     def compile(
         self, budgets: Sequence[int], progress: Callable[[int, int], None] | None = None
     ) -> str | None:
         """Traces and compiles the forward once, for all sizes; why it stays as it is, or None."""
-        if self._compiled:
-            return None
-        self._compiled = True
+        if not self._compiled:
+            self._compiled = True
+            self._refusal = self._compile(budgets, progress)
+        return self._refusal
+
+    def _compile(self, budgets: Sequence[int], progress: Callable[[int, int], None] | None) -> str | None:
         if agreement_of(self.tower) is not None:
             return "captured without compiling: its parameters are sharded among ranks (DTensor)"
         try:

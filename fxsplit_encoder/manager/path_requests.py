@@ -19,7 +19,7 @@ from fxsplit_encoder.compile import BoundProgram, Step
 from fxsplit_encoder.errors import CaptureError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from torch import Tensor
 
@@ -73,17 +73,30 @@ def request_of_program(
 
 
 def request_of_module(
-    forward: PathForward, values: Mapping[str, Tensor], budget: int, padding_logics: PaddingLogics
+    forward: PathForward,
+    values: Mapping[str, Tensor],
+    budget: int,
+    *,
+    padding_logics: PaddingLogics,
+    growing: Collection[str],
+    shared: SharedBuffers,
 ) -> CaptureRequest:
-    """The request of a forward that is captured as it is."""
-    buffers = (StaticBuffer(name, tensor, 0, padding_logics.get(name)) for name, tensor in values.items())
+    """The request of a forward that is captured as it is.
+
+    Args:
+        growing: the inputs whose rows depend on the size. They are shared: every batch fills them. What
+            always has the same size may be a constant, which a tower need not give again.
+        values, budget, padding_logics, shared: as for `request_of_program`.
+    """
+    own = (StaticBuffer(name, tensor, 0, padding_logics.get(name)) for name, tensor in values.items())
+    inputs = StaticInputs(shared.share(buffer) if buffer.name in growing else buffer for buffer in own)
     return CaptureRequest(
-        StaticInputs(buffers),
+        inputs,
         StaticParameters.of_module(forward.tower),
         (),
         budget,
         None,
-        _as_single_piece(forward, values),
+        _as_single_piece(forward, inputs.tensors),
         can_break=False,
         compiled=False,
         splitting_ops=forward.options.splitting_ops,

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from fxsplit_encoder.capture.reasons import MissReason
 from fxsplit_encoder.errors import InputError, MissingExtraError
+from fxsplit_encoder.manager.statistics import FALLBACK_KINDS
 
 try:
     from prometheus_client import REGISTRY
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 _PREFIX = "encoder_cudagraph"
 _BUDGET_LABELS = ("path", "token_budget", "axis_keys")
-_OWN_LABELS = {"reason", *_BUDGET_LABELS}
+_OWN_LABELS = {"reason", "kind", *_BUDGET_LABELS}
 
 
 class StatsSource(Protocol):
@@ -43,13 +44,15 @@ class PrometheusCollector(Collector):
     | `encoder_cudagraph_item_hits_total` | counter | | images and videos that replays alone served |
     | `encoder_cudagraph_item_misses_total` | counter | `reason` | those that fell back on some path |
     | `encoder_cudagraph_replays_total` | counter | budget | replays |
+    | `encoder_cudagraph_fallback_runs_total` | counter | `kind` | runs without one: `exact` or `eager` |
+    | `encoder_cudagraph_input_bytes` | gauge | | device memory of the captures' static inputs |
     | `encoder_cudagraph_real_tokens_total` | counter | budget | output tokens of items in replays |
     | `encoder_cudagraph_padded_tokens_total` | counter | budget | output tokens of padding in replays |
     | `encoder_cudagraph_graph_bytes` | gauge | budget | device memory that the capture holds |
     | `encoder_cudagraph_mean_replay_seconds` | gauge | budget | mean time of the timed replays |
 
     The budget labels are `path`, `token_budget` and `axis_keys`, which is empty for a tower without capture
-    axes. All counters of items are there from the start, so that a rate sees the first miss.
+    axes. All counters of items and fallbacks are there from the start, so that a rate sees the first miss.
 
     Args:
         source: the manager.
@@ -84,6 +87,7 @@ class PrometheusCollector(Collector):
         """The metric families of this moment; Prometheus' client calls it at each scrape."""
         stats = self._source.stats()
         yield from self._items(stats)
+        yield from self._paths(stats)
         yield from self._budgets(stats)
 
     def describe(self) -> list[Metric]:
@@ -105,6 +109,22 @@ class PrometheusCollector(Collector):
         for reason in MissReason:
             misses.add_metric([*shared, str(reason)], stats.misses.get(reason, 0))
         yield misses
+
+    def _paths(self, stats: ManagerStats) -> Iterator[Metric]:
+        shared = list(self._labels.values())
+        fallbacks = CounterMetricFamily(
+            f"{_PREFIX}_fallback_runs",
+            "Runs of a path without a replay.",
+            labels=[*self._labels, "kind"],
+        )
+        for kind in FALLBACK_KINDS:
+            fallbacks.add_metric([*shared, kind], stats.fallback_runs.get(kind, 0))
+        yield fallbacks
+        inputs = GaugeMetricFamily(
+            f"{_PREFIX}_input_bytes", "Device memory of static inputs.", labels=list(self._labels)
+        )
+        inputs.add_metric(shared, stats.input_bytes)
+        yield inputs
 
     def _budgets(self, stats: ManagerStats) -> Iterator[Metric]:
         names = [*self._labels, *_BUDGET_LABELS]

@@ -84,7 +84,8 @@ class RequestPlans:
         modalities = item_modalities(self.tower, mm_kwargs, len(specs))
         segments = item_segments(self.tower, mm_kwargs, len(specs))
         frames = video_frames(self.tower, mm_kwargs, modalities, segments)
-        keys = item_axis_keys(self.tower, mm_kwargs, len(specs)) if self.model_config.capture_axes else None
+        num_axes = len(self.model_config.capture_axes)
+        keys = item_axis_keys(self.tower, mm_kwargs, len(specs), num_axes) if num_axes else None
         sizes = tuple([(s.input_size, s.output_tokens, *s.path_output_tokens.items()) for s in specs])
         cache_key = (sizes, tuple(segments), tuple(frames), tuple(modalities), tuple(keys or ()))
         plan = self._kept.get(cache_key)

@@ -14,6 +14,9 @@ from fxsplit_encoder.manager.budgets import CaptureKey
 
 logger = logging.getLogger(__name__)
 
+FALLBACK_KINDS = ("exact", "eager")
+"""How a path runs without a replay: compiled at its exact shape, or by the tower's own forward."""
+
 
 @dataclass
 class BudgetStats:
@@ -66,7 +69,7 @@ class ManagerStats:
     """What each capture has done, by path, token budget and axis keys."""
 
     fallback_runs: Mapping[str, int] = field(default_factory=dict)
-    """How often a path of a batch ran without a replay: "exact", compiled at its exact shape, or "eager"."""
+    """How often a path of a batch ran without a replay, by `FALLBACK_KINDS`."""
 
     input_bytes: int = 0
     """Device memory of the captures' static inputs."""
@@ -173,7 +176,7 @@ class Statistics:
             stats.padded_tokens += max(key.budget - tokens, 0)
 
     def record_fallback(self, kind: str) -> None:
-        """Count one run of a path without a replay, "exact" or "eager"."""
+        """Count one run of a path without a replay, one of `FALLBACK_KINDS`."""
         with self._lock:
             self._fallback_runs[kind] += 1
 
@@ -194,6 +197,12 @@ class Statistics:
         """Note the device memory of all static inputs."""
         with self._lock:
             self._input_bytes = num_bytes
+
+    def record_release(self, key: CaptureKey) -> None:
+        """Note that a capture is no more; what it served stays counted."""
+        with self._lock:
+            if (stats := self._budgets.get(key)) is not None:
+                stats.mode, stats.graph_bytes = "", 0
 
     def record_clear(self) -> None:
         """Note that all captures were released; what they served stays counted."""

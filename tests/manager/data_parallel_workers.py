@@ -17,6 +17,8 @@ import fxsplit_encoder as fx
 from fxsplit_encoder.manager.data_parallel import DataParallel
 from fxsplit_encoder.manager.protocol import EncoderItemSpec
 
+from .mock_towers import OlderTwoPaths
+
 LIMITS = {
     "token_budgets": (4, 16, 32, 64),
     "max_items_per_batch": 4,
@@ -155,6 +157,17 @@ def _fake_towers(rank: int, num_ranks: int, job: dict[str, Any]) -> dict[str, An
     return results
 
 
+def _older_paths(rank: int, num_ranks: int, job: dict[str, Any]) -> dict[str, Any]:
+    """A tower in the older spelling of two paths."""
+    config = fx.EncoderConfig(
+        mode="breakable", token_budgets=(4, 8, 16), max_items_per_batch=4, data_parallel=True
+    )
+    manager = fx.EncoderCudaGraphManager(OlderTwoPaths(), config, log_interval=0)
+    manager.capture()
+    output = _attempt(lambda: manager.execute(job["inputs"]))
+    return {"older paths": output, "older paths: stats": manager.stats()}
+
+
 def _lost_ranks(rank: int, num_ranks: int, job: dict[str, Any]) -> dict[str, Any]:
     """A rank that does not call, then one that dies. A group each: after either, it is of no more use."""
     late_group, dying_group = (dist.new_group(timeout=SHORT) for _ in range(2))
@@ -178,4 +191,10 @@ def _lost_ranks(rank: int, num_ranks: int, job: dict[str, Any]) -> dict[str, Any
     return results
 
 
-PARTS = {"requests": _requests, "faults": _faults, "fake towers": _fake_towers, "lost ranks": _lost_ranks}
+PARTS = {
+    "requests": _requests,
+    "faults": _faults,
+    "fake towers": _fake_towers,
+    "older paths": _older_paths,
+    "lost ranks": _lost_ranks,
+}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import re
 from typing import Any, ClassVar
 
 import pytest
@@ -286,7 +287,10 @@ def test_captures_and_their_bytes_are_known_before_anything_is_captured(
         columns, copies = capture.key.axis_keys
         # float32 patches, int64 item numbers, float32 copies
         assert capture.input_bytes == capture.key.budget * (4 * columns + 8) + 4 * copies
-    assert planned.input_bytes == sum(8 * (4 * columns + 8) + 4 * copies for columns, copies in COMBINATIONS)
+    # What grows is shared by both budgets, the copies are not.
+    assert planned.input_bytes == sum(
+        8 * (4 * columns + 8) + 2 * 4 * copies for columns, copies in COMBINATIONS
+    )
 
     summary, header, _, *rows = str(planned).splitlines()
     assert summary == "8 captures, 0.0 MiB of static inputs"
@@ -300,6 +304,22 @@ def test_captures_and_their_bytes_are_known_before_anything_is_captured(
         for budget, capture in path.captured.items():
             (said,) = (c.input_bytes for c in planned.captures if c.key == path.key(budget))
             assert capture.inputs.num_bytes == said
+
+
+@pytest.mark.parametrize("keys", [(4,), (4, 1, 1), (), 4, "41"])
+def test_a_tower_must_give_one_key_an_axis(manager: Any, keys: Any) -> None:
+    class OtherKeys(AxesModel):
+        def select_encoder_cudagraph_items(self, *args: Any) -> dict[str, Any]:
+            selected = super().select_encoder_cudagraph_items(*args)
+            return selected | {"encoder_cudagraph_axis_keys": keys}
+
+    model = OtherKeys()
+    inputs = items(model, (3,), keys=[(4, 1)])
+    expected = re.escape(f"gave {keys!r} as 'encoder_cudagraph_axis_keys'; expected a tuple of 2")
+    with pytest.raises(InputError, match=expected):
+        make(model).execute(inputs)
+    with pytest.raises(InputError, match=expected):
+        make(model, enabled=False).execute(inputs)
 
 
 def test_nothing_is_planned_where_nothing_is_captured() -> None:

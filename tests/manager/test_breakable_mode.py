@@ -69,6 +69,17 @@ def test_nothing_is_compiled_and_attention_breaks(breakable: Any, tiny_towers: A
         assert len(graph.graph.segments) == 2 * layers + 1
 
 
+def test_budgets_share_their_inputs_as_planned(breakable: Any) -> None:
+    captures = breakable.paths["default"].captured
+    largest = captures[64].inputs.tensors["pixel_values"]
+    for budget in (4, 16, 32):
+        tensor = captures[budget].inputs.tensors["pixel_values"]
+        assert tensor.data_ptr() == largest.data_ptr()
+        assert tensor.is_contiguous()
+        assert len(tensor) < len(largest)
+    assert breakable.stats().input_bytes == breakable.planned_captures().input_bytes
+
+
 def test_pixels_left_by_a_larger_batch_do_not_reach_a_smaller_one(
     breakable: Any, make_batch: Any, encode: Any, tiny_towers: Any
 ) -> None:

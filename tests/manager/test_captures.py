@@ -17,7 +17,19 @@ from fxsplit_encoder.errors import ReplayError
 from fxsplit_encoder.manager import CaptureKey, RouteCosts
 from fxsplit_encoder.manager.captures import CapturePlan, PlannedCapture, least_useful, plan_captures
 
-from .mock_towers import PathsModel, SplitModel, Values, alone, assert_equal_items, batch, eagerly, items
+from .mock_towers import (
+    AlwaysSkipped,
+    AxesModel,
+    PackedModel,
+    PathsModel,
+    SplitModel,
+    Values,
+    alone,
+    assert_equal_items,
+    batch,
+    eagerly,
+    items,
+)
 
 
 def make(model: Any, **options: Any) -> fx.EncoderCudaGraphManager:
@@ -52,19 +64,51 @@ def test_a_plan_lists_every_budget_of_every_path() -> None:
     for capture in plan.captures:
         made = manager.paths[capture.key.path].captured[capture.key.budget]
         assert made.inputs.num_bytes == capture.input_bytes
+    assert manager.stats().input_bytes == plan.input_bytes
+
+
+@pytest.mark.parametrize("make_model", [PathsModel, AxesModel, PackedModel, SplitModel])
+@pytest.mark.parametrize("mode", ["full", "breakable"])
+def test_the_planned_bytes_are_held(make_model: Any, mode: str) -> None:
+    manager = make(make_model(), mode=mode)
+    planned = manager.planned_captures().input_bytes
+    manager.capture()
+    assert manager.stats().input_bytes == planned
+    single = make(make_model(), mode=mode, token_budgets=(16,)).planned_captures().input_bytes
+    # Smaller budgets add what is of one size for all of them, a few numbers, and nothing else.
+    assert single <= planned <= single + 2 * 8 * len(manager.routes)
+
+
+def test_an_input_of_one_size_may_be_given_once_and_kept() -> None:
+    model = PathsModel()
+    manager = captured(model, mode="breakable")
+    prepare = model.prepare_encoder_cudagraph_replay_buffers
+    constant = {"copies": None}
+
+    def prepared(*args: Any, **kwargs: Any) -> Values:
+        return Values(prepare(*args, **kwargs).values | constant)
+
+    requests = [items(model, (3, 2)), items(model, (7, 5)), items(model, (16, 9)), items(model, (2, 2))]
+    expected = [eagerly(model, inputs) for inputs in requests]
+    model.prepare_encoder_cudagraph_replay_buffers = prepared
+    for inputs, wanted in zip(requests, expected, strict=True):
+        assert_equal_items(manager.execute(inputs), wanted)
+    assert manager.stats().hit_rate == 1
 
 
 def test_pruned_captures_take_no_memory_and_say_why() -> None:
     plan = CapturePlan(
         (
-            PlannedCapture(CaptureKey("a", 4), 2**20),
-            PlannedCapture(CaptureKey("a", 8), 2**21, "no batch has so many tokens"),
-            PlannedCapture(CaptureKey("b", 4), 2**20),
+            PlannedCapture(CaptureKey("a", 4), 2**20, 0),
+            PlannedCapture(CaptureKey("a", 8), 2**21, 0, "no batch has so many tokens"),
+            PlannedCapture(CaptureKey("b", 4), 2**20, 2**19),
+            PlannedCapture(CaptureKey("b", 8), 2**21, 2**19),
         )
     )
-    assert (plan.num_graphs, plan.input_bytes) == (2, 2**21)
+    # One MiB of "a"; of "b" what the larger shares, and half a MiB of each.
+    assert (plan.num_graphs, plan.input_bytes) == (3, 2**20 + 3 * 2**19 + 2 * 2**19)
     shown = str(plan).splitlines()
-    assert shown[0] == "2 captures, 2.0 MiB of static inputs; 1 pruned"
+    assert shown[0] == "3 captures, 3.5 MiB of static inputs; 1 pruned"
     assert "no batch has so many tokens" in shown[4]
     assert str(CapturePlan(())) == "0 captures, 0.0 MiB of static inputs"
 
@@ -194,7 +238,101 @@ def test_nothing_captured_is_one_error(caplog: pytest.LogCaptureFixture) -> None
     assert manager.stats().misses == {fx.MissReason.NOT_CAPTURED: 2}
 
 
+class RefusingPaths(PathsModel):
+    """It can make inputs of no size up to `refused`."""
+
+    refused = 16
+
+    def prepare_encoder_cudagraph_capture_inputs(
+        self, token_budget: int, *args: Any, **kwargs: Any
+    ) -> Values:
+        if token_budget <= self.refused:
+            raise ValueError(f"{token_budget} tokens are too few")
+        return super().prepare_encoder_cudagraph_capture_inputs(token_budget, *args, **kwargs)
+
+
+class NoModality(PathsModel):
+    def get_encoder_cudagraph_config(self) -> Any:
+        config = super().get_encoder_cudagraph_config()
+        config.modalities = []
+        return config
+
+
+def said(caplog: pytest.LogCaptureFixture, level: int) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno == level]
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "reason"),
+    [
+        (RefusingPaths(), {}, "path local: budget 16 is not captured: path local: no inputs for 16 tokens"),
+        (NoModality(), {}, "the tower declares no modality for them"),
+        (NoModality(), {"mode": "exact"}, "the tower declares no modality for them"),
+        (
+            AlwaysSkipped(),
+            {"paths": {name: {"token_budgets": [0]} for name in AlwaysSkipped.path_configs}},
+            "no path has a budget",
+        ),
+    ],
+)
+def test_an_enabled_manager_without_captures_is_one_error(
+    model: Any, options: Any, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "fxsplit_encoder"):
+        manager = captured(model, **options)
+        reports = list(manager.reports)
+        manager.capture()
+    (message,) = said(caplog, logging.ERROR)
+    assert message.startswith("encoder CUDA graphs are enabled, but no budget could be captured")
+    assert reason in message
+    assert manager.reports == reports
+    assert len(set(reports)) == len(reports)
+
+
+def test_an_idle_manager_without_captures_is_silent(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "fxsplit_encoder"):
+        for options in ({"mode": "none"}, {"enabled": False}):
+            model = RefusingPaths()
+            manager = captured(model, **options)
+            manager.execute(items(model, (3, 2)))
+            make(model, **options).execute(items(model, (3, 2)))
+        captured(PathsModel(), mode="exact")
+    assert not said(caplog, logging.ERROR)
+    assert not any("nothing has been captured" in message for message in said(caplog, logging.WARNING))
+
+
+def test_the_first_execution_without_a_capture_warns(caplog: pytest.LogCaptureFixture) -> None:
+    model = PathsModel()
+    manager, inputs = make(model), items(model, (3, 2))
+    with caplog.at_level(logging.WARNING, "fxsplit_encoder"):
+        for _ in range(3):
+            assert_equal_items(manager.execute(inputs), eagerly(model, inputs))
+        assert sum("nothing has been captured" in message for message in said(caplog, logging.WARNING)) == 1
+        caplog.clear()
+        after = captured(model)
+        after.execute(inputs)
+        after.clear()
+        after.execute(inputs)  # it was captured once: whoever cleared it knows
+    assert not any("nothing has been captured" in message for message in said(caplog, logging.WARNING))
+
+
 # --- clear, and capture again
+
+
+def test_reports_are_those_of_the_last_capture() -> None:
+    model = RefusingPaths()
+    model.refused = 4
+    manager = captured(model)
+    before = list(manager.reports)
+    assert sum("budget 4 is not captured" in report for report in before) == 2
+    manager.clear()
+    assert manager.reports == []
+    manager.capture()
+    assert manager.reports == before
+    manager.clear()
+    model.refused = 0
+    manager.capture()
+    assert manager.reports == [report for report in before if "captured without compiling" in report]
 
 
 def test_after_clear_everything_is_released_and_can_be_captured_again() -> None:
@@ -325,6 +463,16 @@ def test_shared_buffers_hold_the_last_value_and_zeros(loads: list[tuple[int, int
         for other in others:
             with pytest.raises(ReplayError, match="x: the replay would keep"):
                 StaticInputs([other]).check({"x": None})
+
+
+def test_what_is_shared_after_a_batch_is_cleared_behind_the_next() -> None:
+    memory = SharedBuffers()
+    large = memory.share(StaticBuffer("x", torch.ones(8, 3)))
+    large.load(torch.ones(2, 3))
+    small = memory.share(StaticBuffer("x", torch.full((5, 3), 7.0)))
+    assert small.tensor.eq(7).all()
+    small.load(torch.ones(1, 3))
+    assert small.tensor[1:].eq(0).all()
 
 
 def test_what_differs_in_more_than_its_rows_has_memory_of_its_own() -> None:

@@ -19,6 +19,7 @@ from fxsplit_encoder.manager.data_parallel import DataParallel, assign_items, it
 from fxsplit_encoder.manager.protocol import EncoderItemSpec
 
 from .data_parallel_workers import CPU, FAILING_RANK, LIMITS, SHORT, FakeTower, run_ranks
+from .mock_towers import OlderTwoPaths, assert_equal_items, eagerly, items
 
 MODES = ("full", "piecewise", "none")
 
@@ -136,12 +137,20 @@ def inputs(make_batch: Any) -> dict[str, dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def two_ranks(make_tower: Any, inputs: Any, make_batch: Any, tmp_path_factory: Any) -> list[dict[str, Any]]:
+def older_paths() -> dict[str, Any]:
+    return items(OlderTwoPaths(), (3, 2), (7, 0), (9, 12), (4, 4), (3, 0))
+
+
+@pytest.fixture(scope="module")
+def two_ranks(
+    make_tower: Any, inputs: Any, make_batch: Any, older_paths: Any, tmp_path_factory: Any
+) -> list[dict[str, Any]]:
     good = make_batch([(1, 4, 4), (1, 8, 8), (1, 4, 6)])
     job = {
         "requests": {"tower": make_tower(), "modes": MODES, "inputs": inputs},
         "faults": {"tower": make_tower(), "good": good, "other": make_batch([(1, 4, 4)])},
         "fake towers": {},
+        "older paths": {"inputs": older_paths},
         "lost ranks": {"tower": make_tower(), "good": good, "num_items": 3},
     }
     return run_ranks(2, tmp_path_factory.mktemp("two"), job)
@@ -190,6 +199,14 @@ def test_every_rank_returns_what_one_process_returns_bit_for_bit(ranks: Any, sin
                 assert all(map(torch.equal, rank[key], expected)), key
                 checked += len(expected)
     assert checked == 25 * (2 * len(MODES) if len(ranks) == 2 else 4)
+
+
+def test_a_tower_in_the_older_spelling_of_two_paths_is_shared(two_ranks: Any, older_paths: Any) -> None:
+    for rank in two_ranks:
+        assert_equal_items(rank["older paths"], eagerly(OlderTwoPaths(), older_paths))
+    stats = [rank["older paths: stats"] for rank in two_ranks]
+    assert [counts.hit_rate for counts in stats] == [1, 1]
+    assert sum(counts.items for counts in stats) == 5
 
 
 def test_every_item_has_memory_of_its_own(ranks: Any) -> None:

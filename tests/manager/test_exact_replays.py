@@ -58,6 +58,18 @@ def test_other_images_of_the_same_count_replay_the_same_capture(
     assert "exact" in str(stats)
 
 
+def test_captures_that_are_gone_hold_no_memory_in_the_statistics(make_manager: Any, make_batch: Any) -> None:
+    manager = make_manager(mode="exact", exact_min_hits=1)
+    manager.capture()
+    manager.execute(make_batch([(1, 4, 4)]))
+    before = manager.stats().budgets[EXACT]
+    assert (before.mode, before.replays) == ("exact", 1)
+    assert before.graph_bytes > 0
+    manager.paths["default"].exact.clear()
+    gone = manager.stats().budgets[EXACT]
+    assert (gone.mode, gone.replays, gone.graph_bytes) == ("", 1, 0)
+
+
 def test_clearing_leaves_nothing_to_the_garbage_collector(make_manager: Any, make_batch: Any) -> None:
     manager = make_manager(mode="exact", exact_min_hits=1)
     manager.capture()

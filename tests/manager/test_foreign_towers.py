@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.errors import ReplayError
+from fxsplit_encoder.errors import InputError, ReplayError
 
 from .mock_towers import (
     WIDTH,
+    CompiledCountsFrames,
+    CountsFrames,
     PackedModel,
+    ReadsScheduler,
     SplitModel,
     UntraceableModel,
     Values,
@@ -135,3 +140,88 @@ def test_a_missing_buffer_is_an_error_and_none_keeps_it(model: Any) -> None:
     model.prepare_encoder_cudagraph_replay_buffers = incomplete
     with pytest.raises(ReplayError, match="divisor: the replay needs this buffer"):
         manager.execute(inputs)
+
+
+def videos(lengths: tuple[int, ...], frames: tuple[int, ...]) -> dict[str, Any]:
+    return batch(*lengths) | {"frames": list(frames)}
+
+
+@pytest.mark.parametrize("make", [CountsFrames, CompiledCountsFrames])
+@pytest.mark.parametrize("mode", ["full", "exact"])
+def test_a_batch_that_the_tower_has_no_room_for_falls_back_whole(
+    make: Any, mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make()
+    config = fx.EncoderConfig(
+        mode=mode, token_budgets=(4, 8), max_items_per_batch=4, max_frames_per_batch=4, exact_min_hits=1
+    )
+    manager = fx.EncoderCudaGraphManager(model, config)
+    manager.capture()
+    for lengths, frames, misses in (
+        ((3, 5), (2, 2), {}),
+        ((3, 5), (3, 3), {fx.MissReason.EXTENT_EXCEEDED: 2}),  # planned as two frames: nothing tells of six
+        ((3, 5), (1, 1), {fx.MissReason.EXTENT_EXCEEDED: 2}),
+    ):
+        inputs = videos(lengths, frames)
+        assert len(manager.plan(inputs).batches) == 1
+        with caplog.at_level(logging.WARNING, "fxsplit_encoder"):
+            output = manager.execute(inputs)
+        for got, wanted in zip(output, alone(model, inputs), strict=True):
+            torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5)
+        assert manager.stats().misses == misses
+    assert manager.stats().hits == 4
+    assert manager.stats().fallback_runs == {"eager": 1}
+    (warning,) = [message for message in caplog.messages if "the tower makes no inputs" in message]
+    assert warning.startswith(
+        "path default, 8 tokens: the tower makes no inputs of this batch within 4 items and 4 video frames: "
+        "RuntimeError: The size of tensor a (5) must match"
+    )
+
+
+@pytest.mark.parametrize("make", [CountsFrames, CompiledCountsFrames])
+def test_what_is_not_replayed_anyway_keeps_its_reason(make: Any) -> None:
+    model = make()
+    config = fx.EncoderConfig(
+        mode="full", token_budgets=(4, 8), max_items_per_batch=4, max_frames_per_batch=4
+    )
+    manager = fx.EncoderCudaGraphManager(model, config)
+    manager.capture()
+    inputs = videos((9,), (6,))
+    torch.testing.assert_close(manager.execute(inputs), alone(model, inputs), rtol=0, atol=1e-5)
+    assert manager.stats().misses == {fx.MissReason.OVER_LARGEST_BUDGET: 1}
+
+
+@pytest.mark.parametrize("error", [ValueError("too many"), InputError("lengths: expected 3, got 2")], ids=str)
+def test_bad_input_reaches_the_user_and_a_refusal_does_not(error: ValueError, model: Any) -> None:
+    manager = fx.EncoderCudaGraphManager(
+        model, fx.EncoderConfig(mode="full", token_budgets=(8,), max_items_per_batch=2)
+    )
+    manager.capture()
+    expected = alone(model, batch(3))
+
+    def refuse(*args: Any, **kwargs: Any) -> Values:
+        raise error
+
+    model.prepare_encoder_cudagraph_replay_buffers = refuse
+    model.encoder_eager_forward = lambda mm_kwargs, path="default": expected[0]
+    if isinstance(error, InputError):
+        with pytest.raises(InputError, match="expected 3, got 2"):
+            manager.execute(batch(3))
+    else:
+        assert torch.equal(manager.execute(batch(3))[0], expected[0])
+        assert manager.stats().misses == {fx.MissReason.EXTENT_EXCEEDED: 1}
+
+
+def test_the_engines_configuration_reaches_the_tower() -> None:
+    engine = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=32))
+    manager = fx.EncoderCudaGraphManager(ReadsScheduler(), vllm_config=engine)
+    assert manager.limits.path_budgets["default"][-1] == 32
+    assert manager.limits.max_items_per_batch == 4
+
+
+def test_a_tower_is_not_asked_for_what_the_settings_say() -> None:
+    config = fx.EncoderConfig(token_budgets=(4, 8), max_items_per_batch=2)
+    assert fx.EncoderCudaGraphManager(ReadsScheduler(), config).limits.path_budgets == {"default": (4, 8)}
+    for settings in ({"token_budgets": (4, 8)}, {"max_items_per_batch": 2}):
+        with pytest.raises(AttributeError, match="scheduler_config"):
+            fx.EncoderCudaGraphManager(ReadsScheduler(), fx.EncoderConfig(**settings))

@@ -60,6 +60,13 @@ def test_a_scrape_shows_the_counts() -> None:
     assert [sample(scraped, name, **large) for name in BUDGETS[:-1]] == [1, 128, 0, 0]
     assert ("mean_replay_seconds", frozenset(large.items())) not in scraped
 
+    for kind in ("eager", "exact", "eager"):
+        source.statistics.record_fallback(kind)
+    source.statistics.record_input_bytes(2**10)
+    scraped = scrape(registry)
+    assert [sample(scraped, "fallback_runs_total", kind=kind) for kind in ("exact", "eager")] == [1, 2]
+    assert sample(scraped, "input_bytes") == 2**10
+
     source.statistics.record_items(4)
     assert sample(scrape(registry), "item_hits_total") == 7
 
@@ -68,7 +75,9 @@ def test_counters_of_items_start_at_zero() -> None:
     registry = CollectorRegistry()
     PrometheusCollector(Source(), registry=registry)
     scraped = scrape(registry)
-    assert len(scraped) == 1 + len(MissReason)
+    assert len(scraped) == 1 + len(MissReason) + 2 + 1
+    assert [sample(scraped, "fallback_runs_total", kind=kind) for kind in ("exact", "eager")] == [0, 0]
+    assert sample(scraped, "input_bytes") == 0
     assert all(sample(scraped, "item_misses_total", reason=str(reason)) == 0 for reason in MissReason)
 
 
@@ -77,10 +86,11 @@ def test_types_and_names_are_prometheus_own() -> None:
     source.statistics.record_time(CaptureKey("default", 64), 1.5)
     PrometheusCollector(source, registry=registry)
     types = {family.name: family.type for family in registry.collect()}
-    counters = {"item_hits", "item_misses", "replays", "real_tokens", "padded_tokens"}
+    counters = {"item_hits", "item_misses", "replays", "real_tokens", "padded_tokens", "fallback_runs"}
     assert types == {
         **{f"encoder_cudagraph_{name}": "counter" for name in counters},
         "encoder_cudagraph_graph_bytes": "gauge",
+        "encoder_cudagraph_input_bytes": "gauge",
         "encoder_cudagraph_mean_replay_seconds": "gauge",
     }
     assert all(family.documentation for family in registry.collect())
@@ -115,6 +125,8 @@ def test_every_sample_carries_the_users_labels() -> None:
     assert all(("model", "qwen") in labels for _, labels in scraped)
     with pytest.raises(InputError, match="other names than the metrics' own; got path, reason"):
         PrometheusCollector(source, {"path": "a", "reason": "b", "c": "d"}, registry=registry)
+    with pytest.raises(InputError, match="got kind"):
+        PrometheusCollector(source, {"kind": "a"}, registry=registry)
 
 
 def test_it_registers_itself_where_it_is_told_and_by_default_globally() -> None:

@@ -57,6 +57,18 @@ def test_released_captures_hold_no_memory_but_stay_counted() -> None:
     assert statistics.snapshot().budgets == {CaptureKey("default", 64): BudgetStats(1, 64, 0)}
 
 
+def test_one_capture_may_be_released() -> None:
+    statistics = Statistics()
+    statistics.record_capture(CaptureKey("default", 0), "exact", 7)
+    statistics.record_capture(CaptureKey("default", 64), "full", 9)
+    statistics.record_release(CaptureKey("default", 0))
+    statistics.record_release(CaptureKey("local", 0))  # there was none
+    assert statistics.snapshot().budgets == {
+        CaptureKey("default", 0): BudgetStats(),
+        CaptureKey("default", 64): BudgetStats(graph_bytes=9, mode="full"),
+    }
+
+
 def test_a_snapshot_does_not_change() -> None:
     statistics = Statistics()
     statistics.record_items(1, MissReason.DISABLED)
