@@ -8,6 +8,7 @@ sizes alone, nothing of what was encoded.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import threading
@@ -146,6 +147,22 @@ def trace_demands(
                 if total := sum(tokens[index][path] for index in batch):
                     path_demands.append(total)
     return demands
+
+
+def batch_loads(requests: Sequence[TracedRequest], max_items_per_batch: int) -> set[int]:
+    """The output tokens that batches of a trace may have on a path, wherever requests are cut; 0 is left out.
+
+    A batch is a run of a request's items by ascending size. Of several paths, one may be too large for an
+    item in the middle of a run; runs without such items are not listed.
+    """
+    loads: set[int] = set()
+    for request in requests:
+        specs = sorted(request.item_specs, key=lambda spec: spec.output_tokens)
+        for path in traced_paths([request]) if any(spec.output_tokens for spec in specs) else ():
+            sums = [0, *itertools.accumulate(spec.get_path_output_tokens(path) for spec in specs)]
+            for start, before in enumerate(sums[:-1]):
+                loads.update(total - before for total in sums[start + 1 : start + 1 + max_items_per_batch])
+    return loads - {0}
 
 
 def _as_json(spec: EncoderItemSpec, segments: int) -> dict[str, Any]:

@@ -18,13 +18,18 @@ from fxsplit_encoder.capture.budgets import generate_budgets
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.manager.ladder_search import LadderSearch, candidate_budgets, cheapest_ladders, round_up
-from fxsplit_encoder.manager.trace import TracedRequest, trace_demands, traced_paths
+from fxsplit_encoder.manager.trace import TracedRequest, batch_loads, trace_demands, traced_paths
 from fxsplit_encoder.manager.tuning_costs import BatchCosts, MemoryModel
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from numpy.typing import NDArray
+
 _BUDGETS_COLUMN_WIDTH = 24
+
+# Each takes a search of its own.
+_MAX_CUTS = 64
 
 
 @dataclass(frozen=True)
@@ -119,10 +124,12 @@ def tune_trace(
 ) -> Tuning:
     """The ladders that serve the requests of a trace at the least cost.
 
-    The manager cuts a request into batches for the largest budget, so the demands depend on it. Therefore
-    every ladder ends with the largest demand: with it, the manager makes the very batches that were tuned
-    for. Where `max_bytes` rules that out, the requests are cut smaller, once for each number of graphs, and
-    the cheapest outcome is taken.
+    The manager cuts a request into batches for the largest budget, so the demands depend on it: every largest
+    budget is tuned by itself, for the very batches that the manager then makes. A smaller one than the
+    largest request pays where requests are cut at little cost, or where what alone is above it is as cheap at
+    its exact shape. A largest budget between two could be lowered to what the largest batch has, so the loads
+    that batches may have are all that is worth considering. Of more than 64 of them, 64 spread evenly are
+    tuned, the largest always; several paths are cut at one number of tokens.
 
     Args:
         requests: the trace.
@@ -152,22 +159,32 @@ def tune_trace(
             f"maximum: expected at least {smallest} output tokens, one for each of {items} items and the "
             f"smallest item of every path; got {largest}"
         )
-    tunings = [
-        tune_budgets(
-            trace_demands(requests, maximum=cut, max_items_per_batch=items),
-            max_graphs=max_graphs,
-            max_bytes=max_bytes,
-            maximum=cut,
-            minimum=items,
-            granularity=granularity,
-            costs=costs,
-            memory=memory,
-            serve_largest=True,
+    path_costs = _costs_by_path(costs, paths)
+    tunings: list[Tuning] = []
+    loads = candidate_budgets([*batch_loads(requests, items), largest], smallest, largest, granularity)
+    for cut in _cuts(loads, len(paths), max_bytes, memory):
+        demands = trace_demands(requests, maximum=cut, max_items_per_batch=items)
+        floor = sum(_floor(demands[path], items, path_costs[path]) for path in paths)
+        if tunings and floor >= min(tuning.cost for tuning in tunings):
+            continue  # not even with a budget for every demand
+        tunings.append(
+            tune_budgets(
+                demands,
+                max_graphs=max_graphs,
+                max_bytes=max_bytes,
+                maximum=cut,
+                minimum=items,
+                granularity=granularity,
+                costs=path_costs,
+                memory=memory,
+                serve_largest=True,
+            )
         )
-        for cut in _cuts(largest, smallest, len(paths), max_graphs, max_bytes, granularity, memory)
-    ]
     best = min(tunings, key=lambda tuning: tuning.cost)
-    return Tuning(best.paths, best.unit, items, max_bytes)
+    # Powers of two are judged by the batches that they would make themselves: up to the largest.
+    reference = tunings[0].paths
+    tuned = {path: PathTuning(best.paths[path].tuned, reference[path].powers_of_two) for path in paths}
+    return Tuning(tuned, best.unit, items, max_bytes)
 
 
 def tune_budgets(
@@ -264,29 +281,22 @@ def forecast(budgets: Sequence[int], demands: Sequence[int], costs: BatchCosts) 
     )
 
 
-def _cuts(
-    largest: int,
-    smallest: int,
-    num_paths: int,
-    max_graphs: int,
-    max_bytes: int | None,
-    granularity: int,
-    memory: MemoryModel,
-) -> list[int]:
-    """The largest budgets for which requests are worth cutting: for each number of graphs, what fits."""
-    if max_bytes is None:
-        return [largest]
-    fitting = [
-        memory.largest_budget(max_bytes, graphs) for graphs in range(num_paths, num_paths * max_graphs + 1)
-    ]
-    cuts = {largest if fit >= largest else fit - fit % granularity for fit in fitting}
-    usable = sorted((cut for cut in cuts if cut >= max(smallest, 1)), reverse=True)
-    if not usable:
+def _cuts(loads: NDArray[np.int64], num_paths: int, max_bytes: int | None, memory: MemoryModel) -> list[int]:
+    """The tokens to cut requests at, decreasing: loads with room for a graph a path, at most `_MAX_CUTS`."""
+    fitting = loads if max_bytes is None else loads[loads <= memory.largest_budget(max_bytes, num_paths)]
+    if not len(fitting):
         raise InputError(
-            f"max_bytes: expected room for {num_paths} graphs of at least {smallest} output tokens, "
-            f"{memory.num_bytes(smallest, num_paths)} bytes by the memory model; got {max_bytes}"
+            f"max_bytes: expected room for {num_paths} graphs of at least {loads[0]} output tokens, "
+            f"{memory.num_bytes(int(loads[0]), num_paths)} bytes by the memory model; got {max_bytes}"
         )
-    return usable
+    spread = np.unique(np.linspace(0, len(fitting) - 1, _MAX_CUTS).round().astype(int))
+    return fitting[spread][::-1].tolist()  # type: ignore[no-any-return]
+
+
+def _floor(demands: Sequence[int], minimum: int, costs: BatchCosts) -> float:
+    """What a ladder could cost at the least: if every demand had a budget of its own."""
+    tokens = np.asarray(demands)
+    return float(np.minimum(costs.replay(np.maximum(tokens, minimum)), costs.exact(tokens)).sum())
 
 
 def _check_positive(**counts: int) -> None:

@@ -13,9 +13,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from fxsplit_encoder.capture.buffers import parts_of
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.manager.protocol import EncoderItemSpec
 from fxsplit_encoder.towers.base import given_batch
+from fxsplit_encoder.towers.grid import cumulative_lengths
+from fxsplit_encoder.towers.rows import one_or_several, rows_of
 from fxsplit_encoder.towers.tiles import TileTower, View
 
 if TYPE_CHECKING:
@@ -91,17 +94,13 @@ class TiledTower(TileTower):
 
     def select_encoder_cudagraph_items(self, mm_kwargs: dict[str, Any], indices: list[int]) -> dict[str, Any]:
         """The batch of some images, in the order of `indices`."""
-        grids = self.crop_grids(mm_kwargs)
-        starts = [0]
-        for columns, rows in grids:
-            starts.append(starts[-1] + columns * rows)
-        (whole,), (crop,) = (self.tiles(mm_kwargs, path) for path in self.views)
-        crops = [crop[starts[i] : starts[i + 1]] for i in indices]
-        return {
-            **self.select_grids(mm_kwargs, indices),
-            self.views["global"].input_name: whole[indices],
-            self.views["local"].input_name: torch.cat(crops) if crops else crop[:0],
-        }
+        selected = self.select_grids(mm_kwargs, indices)
+        crops = [columns * rows for columns, rows in self.crop_grids(mm_kwargs)]
+        for path, counts in (("global", [1] * len(crops)), ("local", crops)):
+            starts = cumulative_lengths(counts).tolist()
+            parts = rows_of(self.tiles(mm_kwargs, path), starts, indices)
+            selected[self.views[path].input_name] = one_or_several(parts)
+        return selected
 
     def postprocess_encoder_output(
         self,
@@ -131,7 +130,7 @@ class TiledTower(TileTower):
     # --- inputs
 
     def tiles(self, mm_kwargs: dict[str, Any], path: str) -> list[Tensor]:
-        """The tiles of a view.
+        """The tiles of a view, which may be given in several tensors.
 
         Raises:
             InputError: there are more or fewer of them than the images have, or they have another shape.
@@ -139,18 +138,19 @@ class TiledTower(TileTower):
         view = self.views[path]
         grids = self.crop_grids(mm_kwargs)
         expected = len(grids) if path == "global" else sum(columns * rows for columns, rows in grids)
-        tiles = mm_kwargs.get(view.input_name)
+        given = mm_kwargs.get(view.input_name)
+        tiles = [] if given is None else list(parts_of(given))
         if expected == 0:
             # Processors fill the place of crops that do not exist with zeros.
-            return [torch.zeros(0, *view.shape) if tiles is None else tiles[:0]]
-        shape = (expected, *view.shape)
-        if tiles is None or tuple(tiles.shape) != shape:
+            return [tiles[0][:0] if tiles else torch.zeros(0, *view.shape)]
+        shapes = [tuple(part.shape) for part in tiles]
+        if any(shape[1:] != view.shape for shape in shapes) or sum(shape[0] for shape in shapes) != expected:
             raise InputError(
-                f"{view.input_name}: expected {shape} for {len(grids)} images; got "
-                f"{None if tiles is None else tuple(tiles.shape)}; pass what the model's processor makes at "
+                f"{view.input_name}: expected {(expected, *view.shape)} for {len(grids)} images; got "
+                f"{', '.join(map(str, shapes)) or None}; pass what the model's processor makes at "
                 f"{view.shape[-1]} pixels"
             )
-        return [tiles]
+        return tiles
 
 
 def read_counts(values: Any, name: str, length: int) -> list[tuple[int, ...]]:
@@ -180,7 +180,7 @@ def crops_in_a_row(mm_kwargs: dict[str, Any], name: str, whole_name: str) -> lis
     if counts is not None:
         return [(count, 1) if count else (0, 0) for (count,) in read_counts(counts, name, 1)]
     whole = mm_kwargs.get(whole_name)
-    return [] if whole is None else [(0, 0)] * len(whole)
+    return [] if whole is None else [(0, 0)] * sum(part.shape[0] for part in parts_of(whole))
 
 
 def square_view(input_name: str, size: int, patches: int, tokens: int) -> View:

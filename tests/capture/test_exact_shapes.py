@@ -143,7 +143,7 @@ def test_bytes_are_bounded_by_evicting_the_others() -> None:
     assert shapes.num_bytes == 0
 
 
-def test_free_memory_is_checked_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sglang_omni_973_free_memory_is_checked_first(monkeypatch: pytest.MonkeyPatch) -> None:
     forward = Forward()
     shapes = ExactShapes(forward.request, CPU, threshold=1, max_captures=4)
     assert replayed(shapes, 10) is not None
@@ -214,7 +214,7 @@ def test_larger_inputs_grow_geometrically_and_older_captures_stay_valid() -> Non
     limit=st.none() | st.integers(8, 200),
 )
 @settings(max_examples=60, deadline=None)
-def test_limits_hold_and_results_are_right_whatever_comes(
+def test_sglang_omni_523_limits_hold_and_results_are_right_whatever_comes(
     threshold: int, sizes: list[int], max_captures: int, limit: int | None
 ) -> None:
     forward = Forward(frozenset({3}))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -184,17 +186,57 @@ def test_breaks_run_between_graphs() -> None:
     assert seen[-1] == 20.0
 
 
-def test_replays_from_two_streams_are_ordered(towers: Any, managers: Any) -> None:
-    manager, features = managers["full"], towers[2].patch_features
+@pytest.fixture(scope="module")
+def unwatched(towers: Any) -> Iterator[fx.EncoderCudaGraphManager]:
+    """A manager without `debug`, which reads the device after every replay and so waits for it."""
+    manager = fx.EncoderCudaGraphManager(towers[2], fx.EncoderConfig(mode="full", **LIMITS))
+    manager.capture()
+    yield manager
+    manager.clear()
+
+
+def test_replays_from_two_streams_are_ordered(towers: Any, unwatched: fx.EncoderCudaGraphManager) -> None:
+    manager, features = unwatched, towers[2].patch_features
     inputs = [image(32, features), image(16, features)]
     expected = [manager.execute(i)[0] for i in inputs]
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     torch.cuda.synchronize()
+    outputs = []
     for number in range(20):
         with torch.cuda.stream(streams[number % 2]):
-            output = manager.execute(inputs[number % 2])[0]
-        torch.cuda.synchronize()
+            outputs.append(manager.execute(inputs[number % 2])[0])
+    torch.cuda.synchronize()  # not before: nothing but the manager keeps the replays apart
+    for number, output in enumerate(outputs):
         assert torch.equal(output, expected[number % 2])
+
+
+@contextlib.contextmanager
+def synchronising_is_an_error() -> Iterator[None]:
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def test_images_are_encoded_without_waiting_for_the_device(
+    towers: Any, managers: Any, unwatched: fx.EncoderCudaGraphManager
+) -> None:
+    """Grids on the host, pixels on the device: a size that came before, and one that never did."""
+    sizes = (16, 16, 34)  # no other test has images of the last one, and the tower keeps what it has met
+    batches = [image(side, towers[2].patch_features) for side in sizes]
+    unwatched.execute(batches[0])
+    hits = unwatched.stats().hits
+    torch.cuda.synchronize()
+    with synchronising_is_an_error():
+        with pytest.raises(RuntimeError, match="synchroniz"):
+            batches[0]["pixel_values"][0, 0].item()
+        outputs = [unwatched.execute(inputs)[0] for inputs in batches]
+    assert unwatched.stats().hits == hits + len(sizes)
+    for output, inputs in zip(outputs, batches, strict=True):
+        (expected,) = managers["none"].execute(inputs)
+        torch.testing.assert_close(output.float(), expected.float(), rtol=0.1, atol=0.1)
 
 
 @pytest.mark.alone

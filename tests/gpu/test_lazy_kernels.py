@@ -21,7 +21,7 @@ def nothing_is_compiled() -> None:
     forget_compiled()
 
 
-def test_a_capture_that_was_not_warmed_up_holds_the_kernel_or_leaves_nothing() -> None:
+def test_sglang_19490_a_capture_that_was_not_warmed_up_holds_the_kernel_or_leaves_nothing() -> None:
     x = torch.ones(256, device="cuda")
     pool = GraphPool(x.device)
     capture = BreakableCUDAGraphCapture(pool)
@@ -36,7 +36,7 @@ def test_a_capture_that_was_not_warmed_up_holds_the_kernel_or_leaves_nothing() -
         assert y.tolist() == [13.0] * 256
 
 
-def test_a_module_is_warmed_up_before_it_is_captured() -> None:
+def test_sglang_24834_sglang_24847_sglang_25121_a_module_is_warmed_up_before_it_is_captured() -> None:
     class Lazy(torch.nn.Module):
         def forward(self, x: Any) -> Any:
             return add_number(x, 4) * 2

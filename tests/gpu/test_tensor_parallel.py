@@ -27,7 +27,7 @@ def batch(grids: list[tuple[int, int, int]], seed: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("mode", ["exact", "full"])
-def test_a_sharded_tower_is_captured_with_its_collectives(mode: str, tmp_path: Path) -> None:
+def test_sglang_17255_a_sharded_tower_is_captured_with_its_collectives(mode: str, tmp_path: Path) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices")
     tower = demo_tower(4, "cpu", torch.bfloat16)

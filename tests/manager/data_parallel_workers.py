@@ -1,4 +1,4 @@
-"""What the processes of `test_data_parallel.py` run; a module that they can import by its name."""
+"""What the processes of the data-parallel tests run, over gloo on a CPU and NCCL on GPUs."""
 
 from __future__ import annotations
 
@@ -40,18 +40,25 @@ class FakeTower:
         return {"items": [mm_kwargs["items"][i] for i in indices]}
 
 
-def run_ranks(num_ranks: int, folder: Path, job: dict[str, Any]) -> list[dict[str, Any]]:
+def run_ranks(
+    num_ranks: int, folder: Path, job: dict[str, Any], backend: str = "gloo"
+) -> list[dict[str, Any]]:
     """Runs the parts that `job` names in `num_ranks` processes; what each has to say of those it finished."""
     torch.save(job, folder / "job.pt")
-    mp.spawn(_rank, args=(num_ranks, folder), nprocs=num_ranks)
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(num_ranks)]
+    mp.spawn(_rank, args=(num_ranks, folder, backend), nprocs=num_ranks)
+    results = [folder / f"rank{rank}.pt" for rank in range(num_ranks)]
+    return [torch.load(result, map_location=CPU, weights_only=False) for result in results]
 
 
-def _rank(rank: int, num_ranks: int, folder: Path) -> None:
+def _rank(rank: int, num_ranks: int, folder: Path, backend: str) -> None:
     torch.set_num_threads(1)
-    job = torch.load(folder / "job.pt", weights_only=False)
+    device = CPU
+    if backend == "nccl":
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+    job = torch.load(folder / "job.pt", map_location=device, weights_only=False)
     dist.init_process_group(
-        "gloo",
+        backend,
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=num_ranks,

@@ -1,8 +1,9 @@
 """Faults that other encoder CUDA graphs had, each as a test that would show it here.
 
 A name holds the project and the number of its public issue or pull request: vllm is vllm-project/vllm, omni
-vllm-project/vllm-omni, ascend vllm-project/vllm-ascend, sglang sgl-project/sglang, trtllm
-NVIDIA/TensorRT-LLM.
+vllm-project/vllm-omni, ascend vllm-project/vllm-ascend, sglang sgl-project/sglang, sglang_omni
+sgl-project/sglang-omni, trtllm NVIDIA/TensorRT-LLM. A fault that one part alone keeps away is tested beside
+that part, under the same kind of name.
 `found` are faults that were found by reading those projects; no issue is known. What happens on a device is
 played by the replay on a CPU, which runs the recorded calls over the same static buffers.
 """
@@ -18,7 +19,7 @@ from torch import Tensor
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.attention.kernels import generic
-from fxsplit_encoder.capture import GraphPool
+from fxsplit_encoder.capture import GraphPool, SegmentedCapture
 from fxsplit_encoder.errors import InputError, ReplayError
 from fxsplit_encoder.manager import CostModel, RouteCosts, build_plan
 from fxsplit_encoder.manager.budgets import resolve_limits
@@ -182,11 +183,30 @@ def test_vllm_58122_budgets_below_one_image_are_left_out() -> None:
     assert manager.stats().hits == 1
 
 
-def test_vllm_49224_captures_keep_the_byte_limit() -> None:
+def test_vllm_49224_vllm_49233_captures_keep_the_byte_limit() -> None:
     whole = captured(PathsModel()).num_bytes
     manager = captured(PathsModel(), max_graph_bytes=whole * 2 // 3)
     assert 0 < manager.num_bytes <= whole * 2 // 3
     assert any("max_graph_bytes" in report for report in manager.reports)
+
+
+def test_vllm_52509_vllm_57475_a_budget_that_runs_out_of_memory_costs_no_other() -> None:
+    class Large(PathsModel):
+        def encoder_cudagraph_forward(self, inputs: dict[str, Tensor], path: str = "default") -> Tensor:
+            if path == "global" and len(inputs["patches"]) > 8:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 TiB.")
+            return super().encoder_cudagraph_forward(inputs, path)
+
+    model = Large()
+    manager = captured(model)
+    assert {name: sorted(graphs) for name, graphs in manager.budget_graphs.items()} == {
+        "global": [4, 8],
+        "local": [4, 8, 16],
+    }
+    assert any("memory" in report for report in manager.reports)
+    inputs = items(model, (8, 16), (12, 2))
+    assert_equal_items(manager.execute(inputs), eagerly(model, inputs))
+    assert manager.stats().hits == 1
 
 
 def test_vllm_51461_every_path_gives_the_tower_a_tensor_by_name() -> None:
@@ -230,7 +250,7 @@ def test_vllm_52376_packing_in_another_order_keeps_items_apart() -> None:
 
 
 @pytest.mark.parametrize("model_class", [PackedModel, SplitModel])
-def test_vllm_40576_vllm_42224_a_replay_equals_eager(model_class: Any) -> None:
+def test_vllm_40576_a_replay_equals_eager(model_class: Any) -> None:
     model = model_class()
     manager = captured(model)
     for lengths in ((3,), (2, 5), (1, 1, 1, 1), (8, 8)):
@@ -306,6 +326,36 @@ def test_sglang_16902_sglang_37043_one_capture_serves_every_composition_of_a_bat
     assert list(manager.budget_graphs["default"]) == [16]
 
 
+def test_sglang_17871_sglang_19490_what_a_tower_compiles_itself_is_not_compiled_inside_a_capture(
+    monkeypatch: pytest.MonkeyPatch, fresh_dynamo: None
+) -> None:
+    inside: list[SegmentedCapture] = []
+    compiled_inside: list[bool] = []
+    enter, leave = SegmentedCapture.__enter__, SegmentedCapture.__exit__
+    monkeypatch.setattr(SegmentedCapture, "__enter__", lambda self: (inside.append(self), enter(self))[1])
+    monkeypatch.setattr(SegmentedCapture, "__exit__", lambda self, *e: (inside.pop(), leave(self, *e))[1])
+
+    def lazy(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        compiled_inside.append(bool(inside))
+        return graph
+
+    rotate = torch.compile(lambda x: x.flip(-1) * 2, backend=lazy)
+
+    class CompiledRotary(SplitModel):
+        def encoder_cudagraph_forward(self, inputs: dict[str, Tensor], path: str = "default") -> Tensor:
+            return super().encoder_cudagraph_forward({**inputs, "patches": rotate(inputs["patches"])}, path)
+
+    model = CompiledRotary()
+    manager = captured(model)
+    assert len(manager.budget_graphs["default"]) == 3
+    for lengths in ((3,), (2, 5), (8, 8)):
+        inputs = batch(*lengths)
+        assert_equal_items(manager.execute(inputs), alone(model, inputs))
+    assert manager.stats().misses == {}
+    assert compiled_inside, "the eager forward compiles it"
+    assert not any(compiled_inside)
+
+
 def test_sglang_29216_what_a_capture_reads_is_watched() -> None:
     model = SplitModel()
     manager = captured(model)
@@ -335,7 +385,7 @@ def test_sglang_cached_embeddings_survive_the_next_replay_of_the_same_budget() -
     assert first.untyped_storage().nbytes() == first.nbytes
 
 
-def test_trtllm_14829_a_batch_need_not_have_as_many_items_as_the_capture() -> None:
+def test_trtllm_14829_trtllm_17030_a_batch_need_not_have_as_many_items_as_the_capture() -> None:
     model = SplitModel()
     manager = captured(model, token_budgets=(8,))
     for lengths in ((8,), (4, 4), (2, 2, 2), (1, 1, 1, 1)):

@@ -31,7 +31,7 @@ def batches(make_batch: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("mode", "sizes"), [("exact", [12, 16]), ("full", [16, 32]), ("auto", [16, 32])])
-def test_a_sharded_tower_gives_the_results_of_the_whole_one(
+def test_sglang_17255_a_sharded_tower_gives_the_results_of_the_whole_one(
     mode: str, sizes: list[int], batches: Any, make_tower: Any, tmp_path: Any
 ) -> None:
     job = {"tower": make_tower(3), "mode": mode, "limits": LIMITS, "batches": batches}

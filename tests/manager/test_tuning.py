@@ -210,6 +210,66 @@ def test_the_manager_makes_the_batches_that_were_tuned_for(
     assert tuned.cost == pytest.approx(cost_of(tuned.budgets, batches, BatchCosts()))
 
 
+traces = st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=4), min_size=1, max_size=4)
+
+
+def greedy_cost(
+    ladder: tuple[int, ...], requests: Sequence[TracedRequest], max_items: int, costs: BatchCosts
+) -> float:
+    """Of the batches that the manager makes of the requests with this very ladder."""
+    limits = Limits({"default": ladder}, max_items, 0)
+    plans = [build_plan(traced.item_specs, limits, packing="greedy") for traced in requests]
+    batches = [batch.output_tokens for plan in plans for batch in plan.batches]
+    return cost_of(ladder, batches, costs)
+
+
+@settings(max_examples=80, deadline=None)
+@given(traces, st.integers(1, 3), st.integers(1, 4), cost_models, memories, st.none() | st.integers(10, 60))
+def test_no_ladder_costs_less_for_the_batches_that_the_manager_makes_with_it(
+    sizes: list[list[int]],
+    max_graphs: int,
+    max_items: int,
+    costs: BatchCosts,
+    memory: MemoryModel,
+    max_bytes: int | None,
+) -> None:
+    """Also with a largest budget below the largest request, which is then cut, or below the largest item."""
+    requests = [request(*tokens) for tokens in sizes]
+    smallest = max(max_items, min(map(min, sizes)))
+    largest = max(smallest, *map(sum, sizes))
+    allowed = [
+        ladder
+        for ladder in ladders(largest, max_graphs)
+        if ladder[0] >= max_items
+        and ladder[-1] >= smallest
+        and (max_bytes is None or memory.num_bytes(ladder[-1], len(ladder)) <= max_bytes)
+    ]
+    if not allowed:
+        return
+    tuned = tune_trace(
+        requests,
+        max_graphs=max_graphs,
+        max_bytes=max_bytes,
+        maximum=largest,
+        max_items_per_batch=max_items,
+        costs=costs,
+        memory=memory,
+    ).paths["default"]
+    assert tuned.tuned.budgets in allowed
+    assert tuned.tuned.cost == pytest.approx(greedy_cost(tuned.tuned.budgets, requests, max_items, costs))
+    best = min(greedy_cost(ladder, requests, max_items, costs) for ladder in allowed)
+    assert tuned.tuned.cost == pytest.approx(best)
+
+
+def test_a_largest_budget_below_the_largest_request_is_found() -> None:
+    """Two graphs serve the small ones without padding; the large one is as cheap at its exact shape."""
+    requests = [request(100)] * 5 + [request(200)] * 5 + [request(1000)]
+    tuning = tune_trace(requests, max_graphs=2).paths["default"]
+    assert tuning.tuned.budgets == (100, 200)
+    assert tuning.tuned.hit_fraction == 10 / 11
+    assert tuning.powers_of_two.budgets == (100, 200, 400, 800, 1000)
+
+
 def test_memory_is_better_spent_on_the_largest_budget_or_on_more_graphs() -> None:
     requests = [request(1000)] * 50 + [request(100), request(200), request(300)]
     memory = MemoryModel(bytes_per_token=1, bytes_per_graph=100)

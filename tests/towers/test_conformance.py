@@ -116,6 +116,32 @@ def test_captures_and_replays_name_the_same_tensors(case: Case) -> None:
     assert names == set(tower.get_encoder_cudagraph_config().buffer_keys)
 
 
+def test_pixels_are_not_joined_before_they_are_copied(case: Case) -> None:
+    """A selection, in whatever order, is made of views of what the caller gave."""
+    tower, inputs = case.tower, case.inputs
+    batch, images = [*case.images, *case.videos], len(case.images)
+    order = [*reversed(range(images)), *reversed(range(images, len(batch)))]
+    made = inputs.make(batch)
+    given = {part.untyped_storage().data_ptr() for value in made.values() for part in parts_of(value)}
+    selected = tower.select_encoder_cudagraph_items(made, order)
+    straight = inputs.make([batch[index] for index in order])
+    for path, budgets in inputs.budgets.items():
+        captured = tower.prepare_encoder_cudagraph_capture_inputs(
+            budgets[-1], ITEMS, FRAMES, torch.device("meta"), torch.bfloat16, path=path
+        )
+        (pixels,) = (name for name, buffer in captured.values.items() if buffer.dtype == torch.bfloat16)
+        parts, expected = (
+            parts_of(replayed.values[pixels])
+            for replayed in (
+                tower.prepare_encoder_cudagraph_replay_buffers(of, ITEMS, FRAMES, path=path)
+                for of in (selected, straight)
+            )
+        )
+        assert len(parts) > 1
+        assert {part.untyped_storage().data_ptr() for part in parts} <= given
+        assert torch.equal(torch.cat(list(parts)), torch.cat(list(expected)))
+
+
 def test_the_captured_forward_fills_a_budget(case: Case) -> None:
     hidden = case.tower.get_encoder_cudagraph_config().out_hidden_size
     for path, budgets in case.inputs.budgets.items():

@@ -31,7 +31,7 @@ class TestQwen25VL(PackedTowerTests):
     def make_tower(cls) -> nn.Module:
         return qwen2_5_vl(blocks=3)
 
-    def test_windows_and_frames_share_a_budgets_segments(self, towers: Towers) -> None:
+    def test_vllm_42787_windows_and_frames_share_a_budgets_segments(self, towers: Towers) -> None:
         wrapped = towers.wrapped
         inputs = make_batch([(1, 2, 2), (1, 8, 8), (1, 24, 24), (1, 2, 34)], [(5, 8, 8), (3, 12, 10)])
         assert wrapped.item_frames(inputs) == [1, 1, 1, 1, 5, 3]
@@ -40,7 +40,7 @@ class TestQwen25VL(PackedTowerTests):
 
     @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(grids=st.lists(st.tuples(st.integers(1, 3), sides, sides), min_size=1, max_size=5))
-    def test_a_capture_has_room_for_every_batch_that_is_planned_for_it(
+    def test_vllm_42796_a_capture_has_room_for_every_batch_that_is_planned_for_it(
         self, grids: list[Grid], managers: Any, towers: Towers
     ) -> None:
         manager = managers["full"]

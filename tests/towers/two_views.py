@@ -116,7 +116,7 @@ class TwoViewTests:
         [[(0, 0)], [(2, 1)], [(0, 0), (2, 2), (1, 2)], [(3, 3), (0, 0)], [(1, 2)] * 5 + [(0, 0)]],
         ids=str,
     )
-    def test_images_equal_the_reference(
+    def test_vllm_42224_vllm_46034_images_equal_the_reference(
         self, family: Family, managers: Any, mode: str, crops: list[Crops]
     ) -> None:
         inputs = family.make_inputs(crops, len(crops))
