@@ -35,7 +35,7 @@ from fxsplit_encoder.manager import (
     SupportsEncoderCudaGraph,
     scatter_output_slices,
 )
-from fxsplit_encoder.towers import DenseTowerSpec, supported_towers, wrap
+from fxsplit_encoder.towers import DenseTowerSpec, PackedTower, supported_towers, wrap
 
 __version__ = "0.1.0"
 
@@ -61,6 +61,7 @@ __all__ = [
     "ManagerStats",
     "MissReason",
     "MissingExtraError",
+    "PackedTower",
     "PathConfig",
     "Plan",
     "RankError",

@@ -22,6 +22,7 @@ NAMES = [
     "ManagerStats",
     "MissReason",
     "MissingExtraError",
+    "PackedTower",
     "PathConfig",
     "Plan",
     "RankError",

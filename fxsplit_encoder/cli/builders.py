@@ -106,7 +106,11 @@ def build_step3(settings: Settings) -> nn.Module:
 
 
 def build_deepseek_ocr(settings: Settings) -> nn.Module:
-    """Ours; config.json lists both encoders under `vision_config.width`."""
+    """Ours; config.json lists both encoders under `vision_config.width`.
+
+    `base_size` and `image_size`, arguments of the published model's `infer`, are read beside `vision_config`,
+    whose own `image_size` is the size that SAM's positions are stored for.
+    """
     from fxsplit_encoder.towers.models.clip_encoder import ClipConfig
     from fxsplit_encoder.towers.models.deepseek_encoder import DeepseekOcrConfig, DeepseekOcrVisionModel
     from fxsplit_encoder.towers.models.sam import SamConfig
@@ -117,6 +121,7 @@ def build_deepseek_ocr(settings: Settings) -> nn.Module:
     projector = settings.get("projector_config", {})
     return DeepseekOcrVisionModel(
         DeepseekOcrConfig(
+            **_taken(settings, "base_size", "image_size"),
             out_hidden_size=projector.get("n_embed", DeepseekOcrConfig.out_hidden_size),
             sam=SamConfig(
                 **_transformer_sizes(sam),

@@ -21,7 +21,7 @@ from fxsplit_encoder.cli.preparation import (
     ProcessorSettings,
     frames_of,
 )
-from fxsplit_encoder.cli.tiling import deepseek_crops, llama4_tiles, step3_views
+from fxsplit_encoder.cli.tiling import DEEPSEEK_SMALL, deepseek_crops, llama4_tiles, step3_views
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,11 @@ class Llama4Tiles(Preparation):
 
 @dataclass(frozen=True)
 class DeepseekOcrViews(Preparation):
-    """A page as a whole, on grey, and if it is larger than a crop, as 2 to 9 crops."""
+    """A page as a whole and, if it is large and the mode has crops, as 2 to 9 of them.
+
+    The model's modes are two sizes; those with two equal ones have no crops. The whole page keeps its aspect
+    ratio, on grey; small modes without crops stretch it.
+    """
 
     whole: int
     crop: int
@@ -134,16 +138,24 @@ class DeepseekOcrViews(Preparation):
 
     @classmethod
     def read(cls, settings: Settings, processor: ProcessorSettings) -> DeepseekOcrViews:
-        """Those of the mode "Gundam"."""
-        return cls(1024, 640, 9, HALF.updated(processor.image))
+        """Those of the checkpoint's `base_size` and `image_size`; of the mode "Gundam" without."""
+        from fxsplit_encoder.towers.models.deepseek_encoder import DeepseekOcrConfig
+
+        whole = settings.get("base_size", DeepseekOcrConfig.base_size)
+        crop = settings.get("image_size", DeepseekOcrConfig.image_size)
+        return cls(whole, crop, 9, HALF.updated(processor.image))
 
     def image(self, image: Image.Image) -> Prepared:
         """Both views."""
-        grid, crops = deepseek_crops(image, self.crop, self.max_crops)
-        grey = tuple(int(255 * mean) for mean in self.normalization.mean)
-        padded = ImageOps.pad(image, (self.whole, self.whole), Image.Resampling.BICUBIC, color=grey)
+        has_crops, size = self.crop != self.whole, (self.whole, self.whole)
+        grid, crops = deepseek_crops(image, self.crop, self.max_crops) if has_crops else ((1, 1), [])
+        if has_crops or self.whole > DEEPSEEK_SMALL:
+            grey = tuple(int(255 * mean) for mean in self.normalization.mean)
+            whole = ImageOps.pad(image, size, Image.Resampling.BICUBIC, color=grey)
+        else:
+            whole = image.resize(size, Image.Resampling.BICUBIC)
         return _views(
-            {"pixel_values": self.normalization([padded]), "images_spatial_crop": torch.tensor([grid])},
+            {"pixel_values": self.normalization([whole]), "images_spatial_crop": torch.tensor([grid])},
             "images_crop",
             _normalized(crops, self.crop, self.normalization),
             grid,

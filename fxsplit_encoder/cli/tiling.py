@@ -60,11 +60,15 @@ def llama4_tiles(image: Image.Image, tile: int, max_tiles: int) -> tuple[Grid, l
 # --- DeepSeek-OCR (its model's own `infer`; the grid is InternVL's)
 
 
+DEEPSEEK_SMALL = 640
+"""Pixels a side: images up to it have no crops, and modes up to it that have no crops stretch images."""
+
+
 def deepseek_crops(image: Image.Image, side: int, max_crops: int) -> tuple[Grid, list[Image.Image]]:
-    """The grid and its crops, of the image stretched over them; an image that one crop holds has none."""
+    """The grid and its crops, of the image stretched over them; a small image has none, whatever `side`."""
     from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import get_optimal_tiled_canvas
 
-    if max(image.size) <= side:
+    if max(image.size) <= DEEPSEEK_SMALL:
         return (1, 1), []
     columns, rows = get_optimal_tiled_canvas((image.height, image.width), (side, side), 2, max_crops)
     return (columns, rows), list(cut(image.resize((columns * side, rows * side), _BICUBIC), side, side))

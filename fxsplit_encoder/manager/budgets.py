@@ -83,10 +83,11 @@ def resolve_limits(
     """What to capture: the user's settings where there are any, else what follows from the tower.
 
     A path has the budgets that the user lists for it, else those listed for all paths, else
-    `default_budgets` from its own minimum (or the range's) to the range's maximum. A listed 0 only states
-    that a batch without tokens skips the path: it is dropped, and a path that lists nothing else is never
-    captured. Items default to the smallest ones that the range's maximum holds, frames to those of as many
-    of the longest videos.
+    `default_budgets` from its own minimum (or the range's) to the range's maximum. A path's own minimum is
+    one tile: its largest budget is rounded down to whole ones, and where the user's items raise the smallest,
+    it is rounded up. A listed 0 only states that a batch without tokens skips the path: it is dropped, and a
+    path that lists nothing else is never captured. Items default to the smallest ones that the range's
+    maximum holds, frames to those of as many of the longest videos.
 
     Args:
         config: the user's settings.
@@ -145,19 +146,22 @@ def _path_budgets(
         return tuple(budget for budget in listed if budget)
     assert budget_range is not None
     minimum, maximum = budget_range
+    tile = 1
     if path.min_token_budget is not None:
-        minimum = path.min_token_budget
+        minimum = tile = path.min_token_budget
     if not 1 <= minimum <= maximum:
         raise InputError(
             f"path {name!r} declares a smallest budget of {minimum} tokens; expected 1 to {maximum}, where "
             f"the tower's range ends; list budgets under paths.{name}.token_budgets instead"
         )
+    maximum -= maximum % tile
     if config.max_items_per_batch > maximum:
         raise ConfigError(
             f"max_items_per_batch: above the largest budget that the tower's range gives path {name!r}; "
             f"allowed: 0 to {maximum}; got {config.max_items_per_batch}"
         )
-    return tuple(default_budgets(max(minimum, config.max_items_per_batch), maximum))
+    for_items = -(-config.max_items_per_batch // tile) * tile
+    return tuple(default_budgets(max(minimum, for_items), maximum))
 
 
 def _listed_budgets(name: str, config: EncoderConfig) -> tuple[int, ...]:

@@ -55,7 +55,8 @@ class EncoderCudaGraphPathConfig:
     """How one independently captured path is budgeted."""
 
     min_token_budget: int | None = None
-    """Smallest budget worth capturing, in output tokens; None: the lower end of the tower's range."""
+    """Output tokens of one tile: the smallest budget worth capturing, of which inferred ones are multiples.
+    None: the lower end of the tower's range, and budgets need not be multiples of it."""
 
     allow_zero_tokens: bool = False
     """Whether a batch may have no tokens on this path, which is then skipped."""

@@ -79,6 +79,11 @@ def given_batch(batch_mm_kwargs: dict[str, Any] | None) -> dict[str, Any]:
     return batch_mm_kwargs
 
 
+def is_hugging_face(tower: nn.Module) -> bool:
+    """Whether a configuration may choose a tower's attention; one without needs no transformers."""
+    return any(hasattr(module, "config") for module in tower.modules())
+
+
 def _first_parameter(module: nn.Module) -> tuple[dict[str, nn.Parameter | None], str]:
     """Where the first parameter of a module is: the dictionary that holds it, and its key there."""
     for submodule in module.modules():

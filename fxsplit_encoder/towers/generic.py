@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.towers.base import is_hugging_face
 from fxsplit_encoder.towers.dense import DenseTower
 
 if TYPE_CHECKING:
@@ -93,8 +94,8 @@ class GenericTower(DenseTower):
 
 
 def _prepare_hugging_face(tower: nn.Module) -> None:
-    """Chooses attention where a module is Hugging Face's; another one needs no transformers."""
-    if any(hasattr(module, "config") for module in tower.modules()):
+    """Chooses attention where a module is Hugging Face's."""
+    if is_hugging_face(tower):
         from fxsplit_encoder.attention.hugging_face import install_output_hooks, use_dense_attention
 
         use_dense_attention(tower)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from fxsplit_encoder.attention.hugging_face import use_varlen_attention
 from fxsplit_encoder.capture.segments import full_cu_seqlens, segment_capacity
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.manager.protocol import (
@@ -16,6 +15,7 @@ from fxsplit_encoder.manager.protocol import (
     EncoderCudaGraphReplayBuffers,
 )
 from fxsplit_encoder.towers import grid as grids_of
+from fxsplit_encoder.towers.base import is_hugging_face
 from fxsplit_encoder.towers.device_metadata import DeviceMetadata
 from fxsplit_encoder.towers.metadata_op import register_tower, vision_metadata
 from fxsplit_encoder.towers.packed_items import PackedItems
@@ -36,7 +36,10 @@ _PRECOMPUTED = (
 
 
 class PackedTower(PackedItems):
-    """A Hugging Face tower behind the manager's protocol, and still a module with the tower's own forward.
+    """A packed tower behind the manager's protocol, and still a module with the tower's own forward.
+
+    Attention of a Hugging Face module is set to `fxsplit::varlen_attention`; a module of another origin calls
+    `fxsplit_encoder.attention.varlen_attention` itself.
 
     An adapter gives `metadata_columns`, `metadata` and the numbers below; one whose tower attends over other
     segments than frames, or whose own forward does not take all its metadata from outside, also gives
@@ -70,7 +73,10 @@ class PackedTower(PackedItems):
         super().__init__(tower, merge_size=merge_size, patch_features=patch_features)
         self.out_hidden_size = out_hidden_size
         self._device_metadata = DeviceMetadata()
-        use_varlen_attention(tower)
+        if is_hugging_face(tower):
+            from fxsplit_encoder.attention.hugging_face import use_varlen_attention
+
+            use_varlen_attention(tower)
         self.registered_name = register_tower(self)
         self.register_forward_pre_hook(_mark_dynamic, with_kwargs=True)
 

@@ -68,15 +68,15 @@ def wrap(tower: nn.Module, spec: DenseTowerSpec | None = None) -> PackedTower | 
         raise UnsupportedTowerError(
             f"wrap: no adapter for {type(tower).__name__}; expected one of {', '.join(supported_towers())} "
             "(pass the vision tower itself, such as model.visual). Declare a module that encodes a batch of "
-            "images of one size by wrap(module, DenseTowerSpec(...)); torch.compile(module, "
-            "backend='encoder_cg') works without an adapter"
+            "images of one size by wrap(module, DenseTowerSpec(...)), and derive the adapter of one that "
+            "packs patches from PackedTower; torch.compile(module, backend='encoder_cg') needs no adapter"
         )
     module_name, class_name = _ADAPTERS[name]
     try:
         module = importlib.import_module(f"fxsplit_encoder.towers.{module_name}")
+        adapter: PackedTower | DenseTower | TiledTower = getattr(module, class_name)(tower)
     except ModuleNotFoundError as error:
         if error.name != "transformers":
             raise
         raise MissingExtraError("wrap", "hf") from error
-    adapter: PackedTower | DenseTower | TiledTower = getattr(module, class_name)(tower)
     return adapter

@@ -117,14 +117,21 @@ def test_step3_views_are_squares_of_their_sizes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "grid"),
-    [((640, 640), (1, 1)), ((1280, 640), (2, 1)), ((2000, 2000), (3, 3)), ((500, 4000), (1, 8))],
+    ("size", "side", "grid"),
+    [
+        ((640, 640), 640, (1, 1)),
+        ((1280, 640), 640, (2, 1)),
+        ((2000, 2000), 640, (3, 3)),
+        ((500, 4000), 640, (1, 8)),
+        ((640, 640), 1024, (1, 1)),
+        ((1000, 500), 1024, (2, 1)),
+    ],
 )
-def test_pages_larger_than_a_crop_are_cut(size: tuple[int, int], grid: tuple[int, int]) -> None:
-    found, crops = deepseek_crops(noise(*size), 640, 9)
+def test_large_pages_are_cut(size: tuple[int, int], side: int, grid: tuple[int, int]) -> None:
+    found, crops = deepseek_crops(noise(*size), side, 9)
     assert found == grid
     assert len(crops) == (grid[0] * grid[1] if grid != (1, 1) else 0)
-    assert {crop.size for crop in crops} <= {(640, 640)}
+    assert {crop.size for crop in crops} <= {(side, side)}
 
 
 def test_tiles_are_cut_row_by_row() -> None:

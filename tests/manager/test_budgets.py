@@ -153,13 +153,38 @@ def test_frames_are_the_users_or_follow_from_the_items() -> None:
 
 def test_listed_budgets_hold_on_every_path_unless_it_lists_its_own() -> None:
     generated = limits({}, (64, 800), paths=PATHS)
-    assert generated.path_budgets == {"global": (272, 544, 800), "local": tuple(range(100, 801, 100))}
+    assert generated.path_budgets == {"global": (272, 544), "local": tuple(range(100, 801, 100))}
     everywhere = limits({"token_budgets": [10, 20]}, (64, 800), paths=PATHS)
     assert everywhere.path_budgets == {"global": (10, 20), "local": (10, 20)}
     one = {"paths": {"local": {"token_budgets": [30]}}}
-    assert limits(one, (64, 800), paths=PATHS).path_budgets == {"global": (272, 544, 800), "local": (30,)}
+    assert limits(one, (64, 800), paths=PATHS).path_budgets == {"global": (272, 544), "local": (30,)}
     both = limits({"token_budgets": [10, 20], **one}, (64, 800), paths=PATHS)
     assert both.path_budgets == {"global": (10, 20), "local": (30,)}
+
+
+def test_budgets_of_a_path_with_a_minimum_of_its_own_are_whole_tiles() -> None:
+    """As DeepSeek-OCR's: eight whole pages of 272 tokens, and crops of 100 in as many tokens."""
+    found = limits({}, (272, 2176), paths=PATHS)
+    assert found.path_budgets == {
+        "global": tuple(272 * n for n in range(1, 9)),
+        "local": tuple(100 * n for n in (*range(1, 9), 10, 12, 14, 16, 20, 21)),
+    }
+    many = limits({"max_items_per_batch": 150}, (272, 2176), paths=PATHS)
+    assert many.path_budgets["local"] == (*range(200, 1601, 200), 2000, 2100)
+    assert many.max_items_per_batch == 150
+    with pytest.raises(ConfigError, match=r"max_items_per_batch: .*'local'; allowed: 0 to 2100; got 2150"):
+        limits({"max_items_per_batch": 2150}, (272, 2176), paths={"local": PATHS["local"]})
+
+
+@given(st.integers(1, 400), st.integers(0, 4000), st.integers(0, 400))
+def test_whole_tiles_hold_the_items_and_reach_the_range(tile: int, extra: int, items: int) -> None:
+    maximum = tile + extra
+    items = min(items, maximum - maximum % tile)
+    paths = {"default": EncoderCudaGraphPathConfig(tile)}
+    budgets = limits({"max_items_per_batch": items}, (1, maximum), paths=paths).path_budgets["default"]
+    assert all(budget % tile == 0 for budget in budgets)
+    assert max(items, tile) <= budgets[0] < items + tile + (items == 0)
+    assert maximum - tile < budgets[-1] <= maximum
 
 
 def test_a_path_may_be_skipped_if_the_tower_says_so() -> None:

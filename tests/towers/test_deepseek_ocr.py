@@ -167,13 +167,13 @@ def resize_linear(table: Tensor, length: int) -> Tensor:
 # --- the family
 
 
-def make_inputs(crops: list[Crops], seed: int) -> dict[str, Any]:
+def make_inputs(crops: list[Crops], seed: int, config: DeepseekOcrConfig = CONFIG) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(seed)
     count = sum(columns * rows for columns, rows in crops)
     grids = [grid if grid != (0, 0) else (1, 1) for grid in crops]
     return {
-        "pixel_values": torch.randn(len(crops), 3, 64, 64, generator=generator),
-        "images_crop": torch.randn(count, 3, 48, 48, generator=generator),
+        "pixel_values": torch.randn(len(crops), 3, config.base_size, config.base_size, generator=generator),
+        "images_crop": torch.randn(count, 3, config.image_size, config.image_size, generator=generator),
         "images_spatial_crop": torch.tensor(grids, dtype=torch.int64).view(-1, 2),
     }
 
@@ -208,10 +208,19 @@ def eager(model: DeepseekOcrVisionModel, inputs: dict[str, Any]) -> list[Tensor]
     return items
 
 
+def make_family(config: DeepseekOcrConfig, kind: type[Family] = Family) -> Family:
+    model = make_model(config)
+    return kind(
+        fx.wrap(model),
+        lambda crops, seed: make_inputs(crops, seed, config),
+        lambda inputs: eager(model, inputs),
+        lambda output: output,
+    )
+
+
 @pytest.fixture(scope="module")
 def family() -> Family:
-    model = make_model()
-    return Family(fx.wrap(model), make_inputs, lambda inputs: eager(model, inputs), lambda output: output)
+    return make_family(CONFIG)
 
 
 class TestDeepseekOcr(TwoViewTests):
@@ -257,12 +266,8 @@ PUBLISHED_MODES = [
 """Pixels of a whole image and of a crop, and the rows of each."""
 
 
-@pytest.mark.parametrize(("base_size", "image_size", "whole", "crop"), PUBLISHED_MODES)
-@torch.no_grad()
-def test_published_modes_encode_images_of_their_own_sizes(
-    base_size: int, image_size: int, whole: int, crop: int
-) -> None:
-    """A narrow model of the published patches and windows."""
+def narrow_config(base_size: int, image_size: int) -> DeepseekOcrConfig:
+    """A model of the published patches and windows."""
     sam = SamConfig(
         hidden_size=8,
         num_layers=2,
@@ -273,22 +278,53 @@ def test_published_modes_encode_images_of_their_own_sizes(
         downsample_channels=(4, 8),
     )
     clip = ClipConfig(hidden_size=8, num_layers=1, num_heads=1, mlp_size=8)
-    config = DeepseekOcrConfig(
+    return DeepseekOcrConfig(
         base_size=base_size, image_size=image_size, out_hidden_size=4, sam=sam, clip=clip
     )
+
+
+@pytest.mark.parametrize(("base_size", "image_size", "whole", "crop"), PUBLISHED_MODES)
+@torch.no_grad()
+def test_published_modes_encode_images_of_their_own_sizes(
+    base_size: int, image_size: int, whole: int, crop: int
+) -> None:
+    config = narrow_config(base_size, image_size)
     manager = fx.EncoderCudaGraphManager(fx.wrap(make_model(config)), fx.EncoderConfig(mode="none"))
-    generator = torch.Generator().manual_seed(0)
-    inputs = {
-        "pixel_values": torch.randn(2, 3, base_size, base_size, generator=generator),
-        "images_crop": torch.randn(2, 3, image_size, image_size, generator=generator),
-        "images_spatial_crop": [(1, 1), (2, 1)],
-    }
-    small, large = manager.execute(inputs)
+    small, large = manager.execute(make_inputs([(0, 0), (2, 1)], 0, config))
     side = round(crop**0.5)
     assert (small.shape, large.shape) == ((whole + 1, 4), (whole + 1 + 2 * crop + side, 4))
     assert small.isfinite().all()
     assert large.isfinite().all()
     assert large.std() > 0.05
+
+
+class GreedyFamily(Family):
+    """Whose plans do not depend on what a token costs."""
+
+    def manager(self, **config: Any) -> Any:
+        return super().manager(packing="greedy", **config)
+
+
+@pytest.mark.slow
+class TestPublishedTokens:
+    """The ways in which two paths are served, with 272 tokens a whole image and 100 a crop."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def family(cls) -> Family:
+        return make_family(narrow_config(1024, 640), GreedyFamily)
+
+    def test_budgets(self, family: Family) -> None:
+        assert family.budgets == {
+            "global": {"token_budgets": [272, 544, 1088]},
+            "local": {"token_budgets": [200, 600]},
+        }
+
+    replays = staticmethod(TwoViewTests.replays)
+    test_hit_and_hit = TwoViewTests.test_both_views_are_replayed
+    test_hit_and_skipped = TwoViewTests.test_without_crops_their_view_is_skipped
+    test_fallback_and_hit = TwoViewTests.test_a_view_without_captures_runs_at_its_exact_shape_beside_a_replay
+    test_fallback_and_fallback = TwoViewTests.test_both_views_fall_back
 
 
 @pytest.mark.parametrize(("base_size", "image_size", "whole", "crop"), PUBLISHED_MODES)
