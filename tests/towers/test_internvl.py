@@ -11,11 +11,11 @@ from transformers.models.internvl.modeling_internvl import InternVLModel
 import fxsplit_encoder as fx
 
 from .dense_models import (
-    MODES,
     SHAPE,
     assert_all_modes,
     assert_close,
     assert_compiles_once,
+    managers,
     random_tiles,
 )
 from .random_weights import randomise
@@ -101,13 +101,9 @@ def test_the_published_sizes_give_256_tokens_a_tile() -> None:
     assert wrapped.get_encoder_cudagraph_budget_range(None) == (256, 4096)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_frames_of_a_video_are_tiles(mode: str, fresh_dynamo: None) -> None:
+def test_frames_of_a_video_are_tiles(fresh_dynamo: None) -> None:
     """As the video processor gives them: (videos, frames, 3, height, width)."""
     reference = make()
-    config_ = fx.EncoderConfig(mode=mode, token_budgets=(4, 8, 16), exact_min_hits=1)
-    manager = fx.EncoderCudaGraphManager(fx.wrap(make()), config_, log_interval=0)
-    manager.capture()
     images, videos = random_tiles(3), random_tiles(6, seed=5)
     inputs: dict[str, Tensor | list[int]] = {
         "pixel_values": images,
@@ -115,5 +111,6 @@ def test_frames_of_a_video_are_tiles(mode: str, fresh_dynamo: None) -> None:
         "pixel_values_videos": videos.view(2, 3, *SHAPE),
     }
     expected = reference.get_image_features(torch.cat([images, videos])).pooler_output.flatten(0, 1)
-    assert_close(manager.execute(inputs), expected.split([8, 4, 12, 12]))
-    assert manager.stats().hits == (0 if mode == "none" else 4)
+    for mode, manager in managers(fx.wrap(make()), (4, 8, 16)).items():
+        assert_close(manager.execute(inputs), expected.split([8, 4, 12, 12]))
+        assert manager.stats().hits == (0 if mode == "none" else 4)

@@ -81,7 +81,7 @@ def test_it_computes_the_same_in_every_mode(example: Any, mode: str, fresh_dynam
         for item, wanted in zip(
             manager.execute(batch), expected(tower, batch["pixel_values"], grids), strict=True
         ):
-            torch.testing.assert_close(item, wanted, rtol=0, atol=1e-5)
+            torch.testing.assert_close(item, wanted, rtol=1e-5, atol=1e-5)
     assert not counters["stats"]
     assert not counters["graph_break"]
 
@@ -94,7 +94,7 @@ def test_it_compiles_once(example: Any, fresh_dynamo: None) -> None:
     for seed, grids in enumerate((GRIDS, GRIDS[:1], [(1, 24, 24)])):
         patches = inputs(seed, grids)["pixel_values"]
         wanted = torch.cat(expected(tower, patches, grids))
-        torch.testing.assert_close(compiled(patches, torch.tensor(grids)), wanted, rtol=0, atol=1e-5)
+        torch.testing.assert_close(compiled(patches, torch.tensor(grids)), wanted, rtol=1e-5, atol=1e-5)
     assert counters["stats"]["unique_graphs"] == 1
 
 
