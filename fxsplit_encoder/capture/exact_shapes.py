@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from fxsplit_encoder.capture.requests import CaptureRequest
 
 logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 # Generations at the limit of captures: evicting one then drops a quarter of them.
 _GENERATIONS = 4
@@ -162,8 +164,8 @@ class ExactShapes:
         if not self._agreed(self._prepare(tokens)):
             self._refuse(generation, tokens, "another rank has no inputs of this size")
             return None
-        captured = self._try(generation, tokens)
-        if not self._agreed(captured or tokens in generation.ladder.exact):
+        captured = self._attempt(tokens, generation.ladder.capture)
+        if not self._agreed(captured is not None or tokens in generation.ladder.exact):
             self._refuse(generation, tokens, "another rank could not capture it")
         elif tokens in generation.ladder.exact:
             generation.ladder.exact.discard(tokens)
@@ -176,30 +178,22 @@ class ExactShapes:
         return self._held.get(tokens)
 
     def _prepare(self, tokens: int) -> bool:
-        """Makes the capture request of a size; False: that failed, and the reason is remembered."""
+        """Makes the capture request of a size; False: that failed."""
+        self._prepared = self._attempt(tokens, self._request)
+        return self._prepared is not None
+
+    def _attempt(self, tokens: int, make: Callable[[int], _T]) -> _T | None:
+        """What is made for a size; None: it failed, and the reason is remembered, whatever it is. The batch
+        in hand is served without a capture, and other ranks wait for a vote.
+        """
         try:
-            self._prepared = self._request(tokens)
-        except AssertionError:
+            return make(tokens)
+        except AssertionError:  # of this library's own
             raise
         except Exception as error:
-            self._remember_failure(tokens, error)
-            return False
-        return True
-
-    def _try(self, generation: _Generation, tokens: int) -> bool:
-        """Whether a size could be captured; if not, the reason is remembered."""
-        try:
-            return generation.ladder.capture(tokens) is not None
-        except AssertionError:
-            raise
-        except Exception as error:
-            self._remember_failure(tokens, error)
-            return False
-
-    def _remember_failure(self, tokens: int, error: Exception) -> None:
-        # Whatever it is: the batch in hand is served without a capture, and other ranks wait for a vote.
-        logger.warning("%d tokens are not captured: %s: %s", tokens, type(error).__name__, error)
-        self.refused[tokens] = str(error)
+            logger.warning("%d tokens are not captured: %s: %s", tokens, type(error).__name__, error)
+            self.refused[tokens] = str(error)
+            return None
 
     def _refuse(self, generation: _Generation, tokens: int, reason: str) -> None:
         """Remembers why a size is not captured: what its own capture failed with, or `reason`."""
