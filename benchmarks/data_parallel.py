@@ -101,6 +101,7 @@ def run_rank(rank: int, num_ranks: int, folder: str, arguments: argparse.Namespa
             "times": times[WARMUP:],
             "own items": manager.stats().items // len(times),
             "modes": {b: graph.mode for b, graph in manager.budget_graphs["default"].items()},
+            "misses": {str(reason): count for reason, count in manager.stats().misses.items()},
             "items": torch.stack(items).cpu(),
         }
         torch.save(measured, f"{folder}/rank0.pt")
@@ -147,10 +148,12 @@ def main() -> None:
                 "largest difference": difference,
                 "largest value": reference["items"].float().abs().max().item(),
                 "modes": measured["modes"],
+                "misses of rank 0": measured["misses"],
             }
         )
         store(arguments.output, result)
-    print(by_columns({name: name for name in rows[0] if name != "modes"}, rows, "simple"))
+    shown = {name: name for name in rows[0] if not isinstance(rows[0][name], dict)}
+    print(by_columns(shown, rows, "simple"))
 
 
 if __name__ == "__main__":

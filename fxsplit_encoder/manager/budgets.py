@@ -44,27 +44,29 @@ class Limits:
     """The paths that a batch without tokens there skips; any other path is encoded for every batch."""
 
 
-def default_budgets(minimum: int, maximum: int) -> list[int]:
-    """The ladder where none is listed: 1 to 8, 10, 12, 14, 16, 20, ... times `minimum`, `maximum` the last.
+def default_budgets(minimum: int, maximum: int, tile: int = 1) -> list[int]:
+    """The ladder where none is listed: 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, ... quarters of `minimum`, and
+    `maximum`.
 
     These are the powers of two times `minimum`, and the quarters between them as far as they are multiples of
-    `minimum`, so that a path whose minimum is one image holds whole images.
+    `tile`.
 
-    Let the tokens of a batch be uniform between two powers of two, M and 2M (M at least 4 times the minimum).
-    Powers of two alone replay 2M for each, M / 2 of padding on average: 25 % of what is replayed. With 1.25,
-    1.5 and 1.75 M between them the average padding is M / 8, a quarter as much, and the average budget
-    1.625 M: padding is 1/13 (7.7 %) of what is replayed. With 1.5 M alone it would be 1/7 (14.3 %).
+    Let the tokens of a batch be uniform between two powers of two, M and 2M (M at least 4 tiles). Powers of
+    two alone replay 2M for each, M / 2 of padding on average: 25 % of what is replayed. With 1.25, 1.5 and
+    1.75 M between them the average padding is M / 8, a quarter as much, and the average budget 1.625 M:
+    padding is 1/13 (7.7 %) of what is replayed. With 1.5 M alone it would be 1/7 (14.3 %).
 
     Args:
         minimum: the smallest budget in output tokens.
         maximum: the largest budget in output tokens.
+        tile: the tokens of the smallest unit that is encoded, so that budgets hold whole ones.
 
     Raises:
         InputError: not 1 <= minimum <= maximum.
     """
     powers = generate_budgets(minimum, maximum)
     quarters = (power * part // 4 for power in powers for part in (5, 6, 7))
-    whole = (budget for budget in quarters if budget % minimum == 0 and budget < maximum)
+    whole = (budget for budget in quarters if budget % tile == 0 and budget < maximum)
     return sorted({*powers, *whole})
 
 
@@ -161,7 +163,7 @@ def _path_budgets(
             f"allowed: 0 to {maximum}; got {config.max_items_per_batch}"
         )
     for_items = -(-config.max_items_per_batch // tile) * tile
-    return tuple(default_budgets(max(minimum, for_items), maximum))
+    return tuple(default_budgets(max(minimum, for_items), maximum, tile))
 
 
 def _listed_budgets(name: str, config: EncoderConfig) -> tuple[int, ...]:

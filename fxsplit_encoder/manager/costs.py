@@ -50,9 +50,9 @@ class RouteCosts:
     """The same for batches of one attention segment, where a capture of their own exists."""
 
     exact: Points = ()
-    """Measured times of the compiled program at its exact shape. Linear between the points, level before the
-    first, the last slope after the last (after a single point: in proportion). Empty: it cannot run, or was
-    not measured."""
+    """What the compiled program costs at its exact shape: measured times, 5 % more where they keep the host
+    busy all along. Linear between the points, level before the first, the last slope after the last (after a
+    single point: in proportion). Empty: it cannot run, or was not measured."""
 
     eager: Points = ()
     """The same for the eager forward."""

@@ -54,7 +54,9 @@ class PathCosts:
         measured = ladder.costs
         if not measured:
             return RouteCosts.unmeasured(budgets, room)
-        exact = tuple((b, self._beside_attention(b, costs.exact)) for b, costs in sorted(measured.items()))
+        exact = tuple(
+            (b, self._beside_attention(b, costs.exact_price)) for b, costs in sorted(measured.items())
+        )
         return RouteCosts(
             replay={b: self._beside_attention(b, measured[b].best) for b in budgets},
             one_segment={

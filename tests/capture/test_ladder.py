@@ -161,12 +161,27 @@ def test_auto_adds_a_graph_for_one_segment_where_it_is_cheaper(monkeypatch: pyte
 
 
 def test_auto_prefers_the_exact_shape_where_a_replay_gains_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    measured = Measured(monkeypatch, {"full": 2.0, "piecewise": 1.0, "exact": 1.01, "narrow": 1.0})
+    costs = {"full": 2.0, "piecewise": 1.0, "exact": 1.01, "narrow": 1.0}
+    measured = Measured(monkeypatch, {**costs, "host": 0.7})
     assert measured.ladder.capture(8) is None
     assert measured.ladder.capture(8) is None
     assert measured.ladder.exact == {8}
     assert sorted(measured.released) == ["full", "piecewise"]
     assert measured.requests == [8]
+
+
+def test_auto_replays_rather_than_keep_the_host_as_busy_as_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    costs = {"full": 2.0, "piecewise": 1.0, "exact": 1.0, "narrow": 1.0}
+    busy = Measured(monkeypatch, {**costs, "host": 0.8}).ladder
+    assert busy.capture(8) is not None
+    assert busy.costs[8].exact == 1.0
+    assert busy.costs[8].exact_price == pytest.approx(1.05)
+    # Where a replay costs more than that, the host's time is worth it.
+    slower = Measured(monkeypatch, {**costs, "piecewise": 1.1, "host": 0.8}).ladder
+    assert slower.capture(8) is None
+    assert slower.exact == {8}
 
 
 def test_auto_captures_nothing_where_the_device_never_waits_for_the_host(

@@ -326,7 +326,7 @@ class Inner(nn.Module):
 
 @pytest.mark.parametrize("call", [to_the_host, from_pageable_memory, a_new_constant, synchronise])
 def test_what_cannot_be_captured_is_served_and_names_its_module(call: Any, pool: GraphPool) -> None:
-    wrapper = BreakableCUDAGraphWrapper(nn.Sequential(Inner(call)), pool=pool)
+    wrapper = BreakableCUDAGraphWrapper(nn.Sequential(Inner(call)).eval(), pool=pool)
     x = torch.ones(4, device="cuda")
     with torch.no_grad():
         assert [wrapper(x).tolist() for _ in range(2)] == [[2.0] * 4] * 2

@@ -41,7 +41,7 @@ def test_sglang_24834_sglang_24847_sglang_25121_a_module_is_warmed_up_before_it_
         def forward(self, x: Any) -> Any:
             return add_number(x, 4) * 2
 
-    wrapper = BreakableCUDAGraphWrapper(Lazy())
+    wrapper = BreakableCUDAGraphWrapper(Lazy().eval())
     with torch.no_grad():
         for value in (1.0, 2.0):
             assert wrapper(torch.full((256,), value, device="cuda")).tolist() == [2 * (value + 4)] * 256

@@ -54,29 +54,38 @@ def test_generated_budgets_are_increasing_and_never_more_than_double(minimum: in
 
 
 @pytest.mark.parametrize(
-    ("minimum", "maximum", "expected"),
+    ("minimum", "maximum", "tile", "expected"),
     [
-        (64, 512, [64, 128, 192, 256, 320, 384, 448, 512]),
-        (64, 500, [64, 128, 192, 256, 320, 384, 448, 500]),
-        (272, 1700, [272, 544, 816, 1088, 1360, 1632, 1700]),
-        (8, 80, [8, 16, 24, 32, 40, 48, 56, 64, 80]),
-        (64, 192, [64, 128, 192]),
-        (64, 64, [64]),
-        (1, 3, [1, 2, 3]),
+        (64, 200, 1, [64, 80, 96, 112, 128, 160, 192, 200]),
+        (272, 1700, 272, [272, 544, 816, 1088, 1360, 1632, 1700]),
+        (544, 1632, 272, [544, 816, 1088, 1360, 1632]),
+        (8, 30, 1, [8, 10, 12, 14, 16, 20, 24, 28, 30]),
+        (64, 64, 1, [64]),
+        (1, 3, 1, [1, 2, 3]),
     ],
 )
-def test_default_budgets_lie_between_powers_too(minimum: int, maximum: int, expected: list[int]) -> None:
-    assert default_budgets(minimum, maximum) == expected
+def test_default_budgets_lie_between_powers_too(
+    minimum: int, maximum: int, tile: int, expected: list[int]
+) -> None:
+    assert default_budgets(minimum, maximum, tile) == expected
 
 
 @given(st.integers(1, 10**6), st.integers(0, 10**6))
-def test_default_budgets_are_multiples_of_the_minimum(minimum: int, extra: int) -> None:
-    budgets = default_budgets(minimum, minimum + extra)
-    assert (budgets[0], budgets[-1]) == (minimum, minimum + extra)
+def test_default_budgets_of_tiles_hold_whole_ones(tile: int, extra: int) -> None:
+    budgets = default_budgets(tile, tile + extra, tile)
+    assert (budgets[0], budgets[-1]) == (tile, tile + extra)
     assert budgets == sorted(set(budgets))
-    assert set(generate_budgets(minimum, minimum + extra)) <= set(budgets)
-    assert all(budget % minimum == 0 for budget in budgets[:-1])
+    assert set(generate_budgets(tile, tile + extra)) <= set(budgets)
+    assert all(budget % tile == 0 for budget in budgets[:-1])
     assert all(4 * larger <= 5 * smaller for smaller, larger in itertools.pairwise(budgets[3:]))
+
+
+@given(st.integers(4, 10**6), st.integers(0, 10**6))
+def test_default_budgets_of_any_size_grow_by_a_quarter_at_most(minimum: int, extra: int) -> None:
+    budgets = default_budgets(minimum, minimum + extra)
+    assert budgets == sorted(set(budgets))
+    # A quarter of less than 4 is rounded.
+    assert all(larger <= 5 * smaller / 4 + 1 for smaller, larger in itertools.pairwise(budgets))
 
 
 def test_default_budgets_quarter_the_padding_of_uniform_sizes() -> None:
@@ -108,7 +117,9 @@ def test_everything_is_inferred_from_the_range() -> None:
     assert limits({}, (64, 4096), max_frames_per_video=16) == Limits(
         {
             "default": (
-                *range(64, 512, 64),
+                *range(64, 128, 16),
+                *range(128, 256, 32),
+                *range(256, 512, 64),
                 *range(512, 1024, 128),
                 *range(1024, 2048, 256),
                 *range(2048, 4097, 512),
@@ -134,7 +145,7 @@ def test_a_narrow_range_does_not_force_items_one_by_one(budget_range: tuple[int,
 def test_the_users_items_raise_the_smallest_generated_budget() -> None:
     found = limits({"max_items_per_batch": 100}, (64, 4096))
     assert found.path_budgets["default"] == (
-        *(100, 200, 300, 400, 500, 600, 700, 800, 1000, 1200, 1400, 1600),
+        *(100, 125, 150, 175, 200, 250, 300, 350, 400, 500, 600, 700, 800, 1000, 1200, 1400, 1600),
         *(2000, 2400, 2800, 3200, 4000, 4096),
     )
     assert found.max_items_per_batch == 100
@@ -170,7 +181,7 @@ def test_budgets_of_a_path_with_a_minimum_of_its_own_are_whole_tiles() -> None:
         "local": tuple(100 * n for n in (*range(1, 9), 10, 12, 14, 16, 20, 21)),
     }
     many = limits({"max_items_per_batch": 150}, (272, 2176), paths=PATHS)
-    assert many.path_budgets["local"] == (*range(200, 1601, 200), 2000, 2100)
+    assert many.path_budgets["local"] == (200, 300, 400, 500, 600, 700, *range(800, 1601, 200), 2000, 2100)
     assert many.max_items_per_batch == 150
     with pytest.raises(ConfigError, match=r"max_items_per_batch: .*'local'; allowed: 0 to 2100; got 2150"):
         limits({"max_items_per_batch": 2150}, (272, 2176), paths={"local": PATHS["local"]})
