@@ -8,23 +8,18 @@ import torch
 
 
 def end_failed_capture(graph: torch.cuda.CUDAGraph, memory: torch.cuda.MemPool, uses: int) -> None:
-    """Makes the stream and the device's allocator forget a capture whose `capture_end` raised.
+    """Makes the device's allocator forget a capture whose `capture_end` raised.
 
-    A capture with a forked stream that was not joined goes on after its end has failed, until it is ended as
-    an invalid one. Ending an invalidated capture resets the stream, but raises before it tells the allocator,
-    which goes on recording to the pool. And up to torch 2.13 the graph then never gives up its hold on the
-    pool (https://github.com/pytorch/pytorch/pull/190348), whose memory would stay for good.
+    Ending an invalidated capture resets the stream, but raises before it tells the allocator, which goes on
+    recording to the pool. And up to torch 2.13 the graph then never gives up its hold on the pool
+    (https://github.com/pytorch/pytorch/pull/190348), whose memory would stay for good.
 
     Args:
-        graph: what was captured, on the current stream; it is reset.
+        graph: what was captured; it is reset.
         memory: the pool that it was captured to.
         uses: `memory.use_count()` before the capture began.
     """
     device = torch.cuda.current_device()
-    if torch.cuda.is_current_stream_capturing():
-        for call in (torch.cuda.synchronize, graph.capture_end):  # the first invalidates it
-            with contextlib.suppress(RuntimeError):
-                call()
     with contextlib.suppress(RuntimeError):  # it does not record where only the graph could not be made
         torch._C._cuda_endAllocateToPool(device, memory.id)
     graph.reset()

@@ -95,22 +95,27 @@ class RecordedBreak:
             "strings, in tuples, lists and dicts"
         )
 
+    # What takes a result must not hold the step: in a cycle, buffers would outlive a release until garbage is
+    # collected.
+
     def _expecting(self, expected: Any, aspect: Callable[[Any], Any]) -> Callable[[Any], None]:
+        name = self.name
+
         def compare(result: Any) -> None:
             got = aspect(result)
             # A NaN differs from itself, and is what it was.
             if got != expected and not (got != got and expected != expected):
-                raise ReplayError(
-                    f"{self.name}: returned {got!r}; the capture was recorded with {expected!r}"
-                )
+                raise ReplayError(f"{name}: returned {got!r}; the capture was recorded with {expected!r}")
 
         return compare
 
     def _copying_into(self, buffer: Tensor) -> Callable[[Any], None]:
+        name = self.name
+
         def copy(result: Any) -> None:
             if _kind(result) != _kind(buffer):
                 raise ReplayError(
-                    f"{self.name}: returned {_kind(result)}; the capture was recorded with {_kind(buffer)}"
+                    f"{name}: returned {_kind(result)}; the capture was recorded with {_kind(buffer)}"
                 )
             buffer.copy_(result)
 

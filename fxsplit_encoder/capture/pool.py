@@ -149,10 +149,14 @@ class GraphPool:
                 return
             caller = torch.cuda.current_stream(self.device)
             self.stream.wait_stream(caller)
-            with torch.cuda.stream(self.stream):
+            with self.on_stream():
                 self._set_anchor()
                 yield
             caller.wait_stream(self.stream)
+
+    def on_stream(self) -> contextlib.AbstractContextManager[object]:
+        """Makes the pool's stream the current one; nothing without CUDA."""
+        return contextlib.nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     def begin(self, graph: torch.cuda.CUDAGraph | RecordedOps) -> None:
         """Begins the capture of a graph over this memory, on the current stream."""

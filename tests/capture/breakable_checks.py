@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -335,6 +336,30 @@ def results_outlive_the_capture(device: str) -> None:
     assert len(others) == 64
 
 
+def a_release_does_not_wait_for_the_garbage_collector(device: str) -> None:
+    x = ones(device)
+    held: list[weakref.ref[Tensor]] = []
+
+    @eager_break_during_capture
+    def made_each_time(value: Tensor) -> tuple[Tensor, Tensor, str]:
+        table = value + 1
+        held.append(weakref.ref(table))
+        return table, value.neg_(), "constant"
+
+    gc.disable()
+    try:
+        with BreakableCUDAGraphCapture(pool_on(device)) as capture:
+            results = made_each_time(x * 2)
+        capture.replay()
+        held += [weakref.ref(entry.buffer) for lent in capture._buffers._lent.values() for entry in lent]
+        del results
+        capture.release()
+        assert len(held) == 3
+        assert [reference() for reference in held] == [None] * 3
+    finally:
+        gc.enable()
+
+
 def what_only_a_break_holds_stays_valid(device: str) -> None:
     """An argument that was made outside of the capture, and the result of an earlier break."""
     x = ones(device)
@@ -454,6 +479,7 @@ CHECKS = [
     one_capture_is_open_in_a_thread,
     another_thread_is_not_disturbed,
     results_outlive_the_capture,
+    a_release_does_not_wait_for_the_garbage_collector,
     what_only_a_break_holds_stays_valid,
     an_untouched_tower_breaks_at_attention,
     in_mode_full_an_untouched_tower_is_one_graph,

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -7,7 +9,13 @@ import torch
 from torch import Tensor
 
 from fxsplit_encoder.attention import KnownSegments, varlen_attention
-from fxsplit_encoder.capture import GraphPool, SegmentedCapture, StaticInputs, StaticParameters
+from fxsplit_encoder.capture import (
+    BreakableCUDAGraphCapture,
+    GraphPool,
+    SegmentedCapture,
+    StaticInputs,
+    StaticParameters,
+)
 from fxsplit_encoder.capture.eager_attention import LiveSegments
 from fxsplit_encoder.capture.forward import CapturedForward
 from fxsplit_encoder.capture.runner import ExactRunner, RecordingRunner
@@ -144,3 +152,58 @@ def test_the_reason_of_a_failure_names_the_piece(pool: GraphPool) -> None:
         captured.record(forward)
     with pytest.raises(ReplayError, match="nothing to replay"):
         captured.replay()
+
+
+class Streams:
+    """CUDA as far as a capture's streams go: a graph ends only on the stream that it began on."""
+
+    class Stream:
+        def wait_stream(self, other: object) -> None: ...
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.current: object = self.Stream()
+        self.open: list[object] = []
+        streams = self
+
+        class Graph:
+            def capture_begin(self, **_: object) -> None:
+                streams.open.append(streams.current)
+
+            def capture_end(self) -> None:
+                if streams.open[-1] is not streams.current:
+                    raise RuntimeError("Capture must end on the same stream it began on.")
+                streams.open.pop()
+
+            def replay(self) -> None: ...
+
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+        monkeypatch.setattr(torch.cuda, "stream", self.stream)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: self.current)
+
+    @contextlib.contextmanager
+    def stream(self, stream: object) -> Iterator[None]:
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def pool(self) -> GraphPool:
+        pool = GraphPool(torch.device("cpu"), stream=self.Stream())  # type: ignore[arg-type]
+        pool.is_cuda = True
+        return pool
+
+
+@pytest.mark.parametrize("captured", [SegmentedCapture, BreakableCUDAGraphCapture])
+def test_what_is_refused_on_another_stream_ends_the_graph_on_its_own(
+    captured: type[SegmentedCapture], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams = Streams(monkeypatch)
+    capture = captured(streams.pool())
+    side = Streams.Stream()
+    with pytest.raises(CaptureError, match="another stream"), capture:
+        capture.captured(torch.neg, torch.ones(2))
+        with streams.stream(side):
+            capture.eager(lambda: None)
+    assert streams.open == []
+    assert capture.segments == []
