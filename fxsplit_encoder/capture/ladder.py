@@ -29,9 +29,9 @@ logger = logging.getLogger(__name__)
 # replay of a budget costs the same for every smaller batch, the exact shape less.
 _EXACT_TOLERANCE = 1.02
 
-# Where the host needs less than this share of an exact run's time, the device never waits for it, and a
-# replay has little to gain: such a budget is not captured to be measured, which would take longest where the
-# budget is large. The share is a choice, not a measurement.
+# Where the host needs less than this share of the time that an exact run keeps the device busy, the device
+# never waits for it, and a replay has little to gain: such a budget is not captured to be measured, which
+# would take longest where the budget is large. The share is a choice, not a measurement.
 _HIDDEN_HOST = 0.5
 
 # Where it needs more than this share, the host hardly keeps ahead of the device: the run takes that long only
@@ -50,16 +50,24 @@ class MeasuredCosts:
     exact: float
     """Of the forward at its exact shape."""
     host: float = 0.0
-    """Of these, what the host needs to launch it."""
+    """What the host needs to launch it."""
+    attention: float = 0.0
+    """Of `exact`, the attention over the one segment, which a batch of many short ones does without."""
     one_segment: float | None = None
     """Of a replay of the capture for one segment, where there is one."""
 
     @property
+    def hides_host(self) -> bool:
+        """Whether the device works so long that it never waits for the host."""
+        return self.host < _HIDDEN_HOST * (self.exact - self.attention)
+
+    @property
     def exact_price(self) -> float:
-        """What an exact run counts when it is compared with a replay: up to 5 % more than it took, where the
-        host is as busy as the device.
+        """What an exact run counts when it is compared with a replay: 5 % more than it took, where the host
+        is about as busy as the device.
         """
-        return self.exact * (_BUSY_HOST_PRICE if self.host > _BUSY_HOST * self.exact else 1.0)
+        busy = self.host > _BUSY_HOST * (self.exact - self.attention)
+        return self.exact * (_BUSY_HOST_PRICE if busy else 1.0)
 
     @property
     def best(self) -> float:
@@ -74,6 +82,7 @@ class BudgetLadder:
         request: makes the capture request of a budget; its tensors become the capture's own.
         mode: "auto", "full", "piecewise" or "breakable".
         measured: whether every way of running is timed, to choose by it; only on a device.
+        attention_ms: what attention takes over one segment as long as a budget, as far as it is known.
     """
 
     def __init__(
@@ -83,6 +92,7 @@ class BudgetLadder:
         pool: GraphPool,
         *,
         measured: bool = True,
+        attention_ms: Callable[[int], float] = lambda budget: 0.0,
     ) -> None:
         self.pool = pool
         self.mode = mode
@@ -100,6 +110,7 @@ class BudgetLadder:
         """What was measured on a device, of budgets in `captured` and `exact`."""
         self._capture_ms: list[float] = []
         self._request = request
+        self._attention_ms = attention_ms
         self._num_bytes: Counter[int] = Counter()
 
     def capture(self, budget: int) -> CapturedForward | None:
@@ -163,13 +174,14 @@ class BudgetLadder:
     def _capture_cheapest_mode(self, budget: int, request: CaptureRequest) -> MeasuredCosts:
         """Captures in every mode that may be, measures, and keeps the cheapest."""
         exact = self._measure_exact(request)
-        if self.mode == "auto" and exact.host < _HIDDEN_HOST * exact.wall:
-            logger.info("budget %d: exact shape %.3f ms, of the host %.3f", budget, exact.wall, exact.host)
+        costs = MeasuredCosts({}, *exact, self._attention_ms(budget))
+        if self.mode == "auto" and costs.hides_host:
+            logger.info("budget %d: exact shape %.3f ms, of the host %.3f", budget, *exact)
             self.exact.add(budget)
-            return MeasuredCosts({}, *exact)
+            return costs
         record = self._record_all if self.mode == "auto" else self._record_first
         candidates = record(budget, request)
-        costs = MeasuredCosts({mode: captured.measure() for mode, captured in candidates.items()}, *exact)
+        costs.modes = {mode: captured.measure() for mode, captured in candidates.items()}
         logger.info(
             "budget %d: replay ms %s, exact shape %.3f ms, of the host %.3f", budget, costs.modes, *exact
         )

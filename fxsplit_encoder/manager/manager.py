@@ -195,10 +195,10 @@ class EncoderCudaGraphManager:
                     path = self.routes[capture.key.path, capture.key.axis_keys]
                     path.note(f"{path.label}: budget {capture.key.budget} is not captured: {capture.pruned}")
             wanted = [capture.key for capture in planned.captures if capture.pruned is None]
-            self._captures.capture(wanted, progress)
             if self.config.packing == "cost":
                 for path in self.routes.values():
                     path.measure()
+            self._captures.capture(wanted, progress)
             self._captured = True
             self._missed_capture = False
             self._use_captures()

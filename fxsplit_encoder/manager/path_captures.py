@@ -67,7 +67,11 @@ class PathCaptures:
         # The ranks of a sharded tower must capture and run the same, and their times differ.
         self.measured = agree is None and pool.is_cuda
         self.ladder = BudgetLadder(
-            lambda budget: self._request(budget, self.shared), self.mode, pool, measured=self.measured
+            lambda budget: self._request(budget, self.shared),
+            self.mode,
+            pool,
+            measured=self.measured,
+            attention_ms=lambda budget: self._measured.attention_ms(budget),
         )
         self.shared = SharedBuffers()
         self.exact: ExactReplays | None = None
@@ -247,10 +251,12 @@ class PathCaptures:
     # --- costs
 
     def measure(self) -> None:
-        """Times what no capture is needed for: the tower's own forward over a few sizes, and attention."""
+        """Times what no capture is needed for, and captures are judged by: the tower's own forward over a few
+        sizes, and attention.
+        """
         if not self.measured:
             return
-        self._measured = measure_path(self.forward, self.budgets, self.rows_per_token)
+        self._measured = measure_path(self.forward, self.budgets)
         if self._measured.out_of_memory is not None:
             self.note(f"{self.label}: out of memory while {self._measured.out_of_memory} tokens were timed")
 

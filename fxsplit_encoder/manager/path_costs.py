@@ -54,8 +54,10 @@ class PathCosts:
         measured = ladder.costs
         if not measured:
             return RouteCosts.unmeasured(budgets, room)
+        # A batch of short segments has less attention to hide the host behind.
         exact = tuple(
-            (b, self._beside_attention(b, costs.exact_price)) for b, costs in sorted(measured.items())
+            (b, max(costs.host, self._beside_attention(b, costs.exact_price)))
+            for b, costs in sorted(measured.items())
         )
         return RouteCosts(
             replay={b: self._beside_attention(b, measured[b].best) for b in budgets},
@@ -70,21 +72,27 @@ class PathCosts:
             room=room,
         )
 
+    def attention_ms(self, budget: int) -> float:
+        """Milliseconds of attention over one segment as long as a budget."""
+        return self.attention * (budget * self.rows_per_token) ** 2
+
     def _beside_attention(self, budget: int, milliseconds: float) -> float:
-        pairs = (budget * self.rows_per_token) ** 2
-        return max(0.0, milliseconds - self.attention * pairs)
+        return max(0.0, milliseconds - self.attention_ms(budget))
 
 
 @torch.no_grad()
 @measuring()
-def measure_path(forward: PathForward, budgets: Sequence[int], rows_per_token: float) -> PathCosts:
+def measure_path(forward: PathForward, budgets: Sequence[int]) -> PathCosts:
     """Times the tower's own forward at the smallest, the middle and the largest budget, and attention."""
     eager: list[tuple[int, float]] = []
-    attention, out_of_memory = 0.0, None
+    attention, rows_per_token, out_of_memory = 0.0, 1.0, None
     for budget in sorted({budgets[0], budgets[len(budgets) // 2], budgets[-1]}):
         try:
             values = forward.capture_values(budget)
             eager.append((budget, measure_ms(lambda v=values: forward(v), forward.device)))  # type: ignore[misc]
+            rows = forward.program.tokens(values) if forward.program is not None else None
+            if rows is not None:
+                rows_per_token = rows / budget
             attention = _attention_cost(forward, values, attention)
         except InputError:  # the tower has no inputs of this size
             continue

@@ -199,6 +199,20 @@ def test_auto_captures_nothing_where_the_device_never_waits_for_the_host(
     assert Measured(monkeypatch, {**costs, **out_of_memory}).ladder.capture(8) is not None
 
 
+def test_attention_over_one_segment_does_not_hide_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch of many short segments has hardly any of it."""
+    costs = {"full": 10.0, "piecewise": 10.5, "exact": 10.0, "narrow": 10.0, "host": 4.0}
+    assert Measured(monkeypatch, costs).ladder.capture(8) is None
+    attending = Measured(monkeypatch, costs).ladder
+    attending._attention_ms = {8: 5.0}.__getitem__
+    captured = attending.capture(8)
+    assert captured is not None
+    assert captured.mode == "full"
+    measured = attending.costs[8]
+    assert (measured.exact, measured.host, measured.attention) == (10.0, 4.0, 5.0)
+    assert measured.exact_price == pytest.approx(10.5)
+
+
 def test_auto_takes_what_can_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     costs = {"full": 2.0, "piecewise": 1.0, "exact": 9.0, "narrow": 1.0}
     captured = Measured(monkeypatch, costs, fails=("piecewise",)).ladder.capture(8)
