@@ -130,7 +130,7 @@ def run(jobs: Sequence[Job], timeout: float, path: Path) -> Records:
 def report(records: Records, folder: Path) -> None:
     """Prints every table and draws the plots."""
     for tower in records.towers:
-        print(f"\n{tower}: {hardware(records)}\n")
+        print(f"\n{tower}: {hardware(records, tower)}\n")
         for table in (all_rows, starts, summary):
             print(table(records, tower), "\n")
     if records.environment["gpu"] is None:
@@ -152,6 +152,8 @@ def main() -> int:
     path = options.output / RESULT
     if options.merge:
         records = merge([Records.load(part) for part in options.merge])
+        for tower in records.towers:
+            records.sort_workloads(tower, known_workloads(tower, records.settings["quick"]))
         records.save(path)
     else:
         jobs = make_jobs(options, "cuda" if torch.cuda.is_available() else "cpu")

@@ -64,6 +64,13 @@ class Records:
         """Notes why a contender does not run."""
         self.starts[f"{tower} {contender}"] = {"skipped": reason}
 
+    def sort_workloads(self, tower: str, order: Iterable[str]) -> None:
+        """Brings a tower's workloads into an order; those that it lacks stay behind."""
+        measured = self.towers[tower]["workloads"]
+        self.towers[tower]["workloads"] = {
+            name: measured[name] for name in dict.fromkeys([*order, *measured]) if name in measured
+        }
+
     # --- what follows
 
     def milliseconds(self, tower: str, contender: str, workload: str) -> float | None:
@@ -142,25 +149,37 @@ class Records:
 
 
 def merge(parts: Sequence[Records]) -> Records:
-    """The results of several runs as one; of what several hold, the last one's.
+    """The results of several runs as one; of what several hold, the last one's. Each tower keeps the commit
+    that it was measured at.
 
     Raises:
-        ValueError: they come from other kinds of machine, versions or settings.
+        ValueError: they come from other kinds of machine, versions or settings, or those of one tower from
+            several commits.
     """
     first = parts[0]
-    merged = Records(first.environment, first.settings)
+    merged = Records(dict(first.environment), first.settings)
     for part in parts:
         for name in ("environment", "settings"):
-            if differing := _differences(getattr(first, name), getattr(part, name)):
-                raise ValueError(f"these results cannot be merged; they differ in {', '.join(differing)}")
+            differing = _differences(getattr(first, name), getattr(part, name)) - {"commit"}
+            if differing:
+                raise ValueError(
+                    f"these results cannot be merged; they differ in {', '.join(sorted(differing))}"
+                )
         for tower, known in part.towers.items():
-            mine = merged.towers.setdefault(tower, {"workloads": {}})
+            commit = known.get("commit", part.environment.get("commit"))
+            mine = merged.towers.setdefault(tower, {"workloads": {}, "commit": commit})
+            if mine["commit"] != commit:
+                raise ValueError(
+                    f"these results cannot be merged; {tower} was measured at {mine['commit']} and {commit}"
+                )
             workloads = {**mine["workloads"], **known["workloads"]}
-            mine.update({**known, "workloads": workloads})
+            mine.update({**known, "workloads": workloads, "commit": commit})
         merged.starts.update(part.starts)
         merged.rows.update(part.rows)
+    commits = dict.fromkeys(str(known["commit"]) for known in merged.towers.values())
+    merged.environment["commit"] = ", ".join(commits)
     return merged
 
 
-def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterable[str]:
-    return sorted(name for name in {*one, *other} if one.get(name) != other.get(name))
+def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> set[str]:
+    return {name for name in {*one, *other} if one.get(name) != other.get(name)}

@@ -121,11 +121,15 @@ def modes(records: Records, tower: str, fmt: str = "simple") -> str:
     return tabulated(["workload", "patches", *shown], lines, fmt)
 
 
-def hardware(records: Records) -> str:
-    """One line that says where the figures are from."""
+def hardware(records: Records, tower: str | None = None) -> str:
+    """One line that says where the figures are from: those of a tower, or all."""
     blocks = records.settings["blocks"]
     cut = [] if blocks is None else [f"at most {blocks} blocks"]
-    return in_words(records.environment, records.settings["dtype"], "random weights", *cut)
+    environment = records.environment
+    if tower is not None:
+        commit = records.towers[tower].get("commit", environment["commit"])
+        environment = {**environment, "commit": commit}
+    return in_words(environment, records.settings["dtype"], "random weights", *cut)
 
 
 def marked(table: Callable[..., str], caption: str = "") -> Callable[..., str | None]:
@@ -135,7 +139,7 @@ def marked(table: Callable[..., str], caption: str = "") -> Callable[..., str | 
         records = Records.from_dict(stored)
         if not records.contenders(tower):
             return None
-        below = f"\n\n{caption} {hardware(records)}." if caption else ""
+        below = f"\n\n{caption} {hardware(records, tower)}." if caption else ""
         return table(records, tower, "pipe") + below
 
     return text

@@ -49,6 +49,28 @@ def test_parts_are_joined(records: Records) -> None:
     assert merged.towers[TOWER]["gemm_flops_per_second"] == 8e14
 
 
+def test_towers_keep_their_commits_and_have_one_each(records: Records) -> None:
+    records.environment["commit"] = "abc"
+    later = Records({**records.environment, "commit": "def"}, records.settings)
+    later.add("internvl3-8b", "eager", {"event": "row", "workload": "tiles1", "p50": 9.0})
+    merged = merge([merge([records]), later])
+    assert {name: tower["commit"] for name, tower in merged.towers.items()} == {
+        TOWER: "abc",
+        "internvl3-8b": "def",
+    }
+    assert merged.environment["commit"] == "abc, def"
+    assert records.environment["commit"] == "abc"
+    later.add(TOWER, "eager", {"event": "row", "workload": "1x224", "p50": 9.0})
+    with pytest.raises(ValueError, match=f"{TOWER} was measured at abc and def"):
+        merge([records, later])
+
+
+def test_workloads_are_sorted(records: Records) -> None:
+    before = records.workloads(TOWER)
+    records.sort_workloads(TOWER, ["1x448", "absent"])
+    assert records.workloads(TOWER) == ["1x448", *(name for name in before if name != "1x448")]
+
+
 @pytest.mark.parametrize("name", ["environment", "settings"])
 def test_other_machines_and_settings_are_not_joined(name: str, records: Records) -> None:
     other = copy.deepcopy(records)
