@@ -90,10 +90,11 @@ def cumulative_lengths(lengths: Sequence[int]) -> NDArray[np.int32]:
 @lru_cache(maxsize=1024)
 def frame_positions(height: int, width: int, merge_size: int) -> NDArray[np.int64]:
     """(height * width, 2): row and column of every patch of one frame, in merge-block order."""
-    rows, columns = np.meshgrid(np.arange(height), np.arange(width), indexing="ij")
-    blocks = (height // merge_size, merge_size, width // merge_size, merge_size)
-    ordered = [a.reshape(blocks).transpose(0, 2, 1, 3).reshape(-1) for a in (rows, columns)]
-    return np.stack(ordered, axis=-1).astype(np.int64)
+    block_rows, block_columns = height // merge_size, width // merge_size
+    result = np.empty((block_rows, block_columns, merge_size, merge_size, 2), dtype=np.int64)
+    result[..., 0] = np.arange(height).reshape(block_rows, 1, merge_size, 1)
+    result[..., 1] = np.arange(width).reshape(1, block_columns, 1, merge_size)
+    return result.reshape(-1, 2)
 
 
 @lru_cache(maxsize=1024)

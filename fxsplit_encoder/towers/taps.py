@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import torch.nn.functional as F
 
-from fxsplit_encoder.towers.grid import concatenate, frame_positions
+from fxsplit_encoder.towers.grid import concatenate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -63,27 +63,28 @@ def frame_interpolation(
     height: int, width: int, table: tuple[int, int], merge_size: int, align_corners: bool, mode: Mode
 ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
     """The taps of one frame, (height * width, taps), in merge-block order."""
-    positions = frame_positions(height, width, merge_size)
-    (row_taps, row_weights), (column_taps, column_weights) = (
-        _axis_taps(positions[:, axis], size, table[axis], align_corners, mode)
-        for axis, size in ((0, height), (1, width))
-    )
-    indices = row_taps[:, :, None] * table[1] + column_taps[:, None, :]
-    weights = row_weights[:, :, None] * column_weights[:, None, :]
-    shape = (height * width, TAPS[mode])
-    return indices.reshape(shape).astype(np.int32), weights.reshape(shape)
+    row_taps, row_weights = axis_taps(height, table[0], align_corners, mode)
+    column_taps, column_weights = axis_taps(width, table[1], align_corners, mode)
+    # (block row, block column, row, column, tap of the row, tap of the column)
+    of_rows = (height // merge_size, 1, merge_size, 1, -1, 1)
+    of_columns = (1, width // merge_size, 1, merge_size, 1, row_taps.shape[1])
+    indices = (row_taps * np.int32(table[1])).reshape(of_rows) + column_taps.reshape(of_columns)
+    weights = row_weights.reshape(of_rows) * column_weights.reshape(of_columns)
+    return indices.reshape(-1, TAPS[mode]), weights.reshape(-1, TAPS[mode])
 
 
-def _axis_taps(
-    index: NDArray[np.int64], size: int, side: int, align_corners: bool, mode: Mode
-) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """The nearest table positions of every target position along one axis, and their weights; positions
-    outside the table are those at its border.
+# Sides of images come again where whole sizes do not.
+@lru_cache(maxsize=1024)
+def axis_taps(
+    size: int, side: int, align_corners: bool, mode: Mode
+) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """The nearest of `side` table positions for each of `size` target positions along one axis, and their
+    weights, (size, taps of the axis); positions outside the table are those at its border.
 
     In float32 and in the order of operations of `torch.nn.functional.interpolate`, so that the weights are
     its own.
     """
-    target = index.astype(np.float32)
+    target = np.arange(size, dtype=np.float32)
     if align_corners:
         source = target * np.float32(side - 1) / np.float32(max(size - 1, 1))
     else:
@@ -92,7 +93,8 @@ def _axis_taps(
     offsets = np.arange(2) if mode == "bilinear" else np.arange(-1, 3)
     taps = np.clip(floor.astype(np.int64)[:, None] + offsets, 0, side - 1)
     distance = np.abs(source[:, None] - floor[:, None] - offsets.astype(np.float32))
-    return taps, _linear_kernel(distance) if mode == "bilinear" else _cubic_kernel(distance)
+    weights = _linear_kernel(distance) if mode == "bilinear" else _cubic_kernel(distance)
+    return taps.astype(np.int32), weights
 
 
 def _linear_kernel(distance: NDArray[np.float32]) -> NDArray[np.float32]:
