@@ -154,6 +154,8 @@ class PathTable:
         # Entry i: which of budgets[i:] is cheapest. Measured times need not rise with the budget.
         self._cheapest = {one: _cheapest_of_rest(prices) for one, prices in self._prices.items()}
         self.has_one_segment = single != several
+        self.predicts_fallbacks = bool(route.exact or route.eager)
+        """Whether the cost of a fallback is a time."""
 
     # --- one batch
 
@@ -185,11 +187,6 @@ class PathTable:
             return _UNMEASURED_FALLBACK * (tokens + 1), False
         exact, eager = (cost_at(points, tokens) for points in (self.route.exact, self.route.eager))
         return min(exact, eager), eager < exact
-
-    @property
-    def predicts_fallbacks(self) -> bool:
-        """Whether the cost of a fallback is a time."""
-        return bool(self.route.exact or self.route.eager)
 
     def _first_with_room(self, segments: int) -> int:
         """The position of the first budget from which on every one holds so many segments."""

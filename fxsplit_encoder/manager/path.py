@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -76,7 +75,7 @@ class EncoderPath(PathCaptures):
             return planned
         if planned.tokens in self.exact.shapes:
             return PathPlan(planned.tokens, planned.tokens)
-        return planned if planned.budget is not None else replace(planned, reason=self.miss_reason(planned))
+        return planned if planned.budget is not None else planned._replace(reason=self.miss_reason(planned))
 
     def miss_reason(self, planned: PathPlan) -> MissReason:
         """Why a planned batch that nothing served counts as a miss."""

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tabulate import tabulate
 
@@ -11,8 +12,8 @@ from fxsplit_encoder.capture.reasons import MissReason
 _SHOWN_ITEMS = 8
 
 
-@dataclass(frozen=True, slots=True)
-class PathPlan:
+# A tuple is made in a quarter of the time of a frozen dataclass, and a request may have a hundred batches.
+class PathPlan(NamedTuple):
     """How one path of a batch is encoded."""
 
     tokens: int
@@ -41,8 +42,7 @@ class PathPlan:
         return self.reason or ("skipped" if self.skipped else "hit")
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedBatch:
+class PlannedBatch(NamedTuple):
     """Items that are encoded together."""
 
     indices: tuple[int, ...]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fxsplit_encoder.capture import MissReason
@@ -126,5 +125,5 @@ class RequestPlans:
                 else planned
                 for name, planned in batch.paths.items()
             }
-            batches.append(replace(batch, paths=paths))
+            batches.append(batch._replace(paths=paths))
         return Plan(tuple(batches), plan.num_items)
