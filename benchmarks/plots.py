@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from our_contenders import CONTENDERS
 from records import FLOOR, Records
 from tables.encoder import OURS, hardware, title
 
+_HEADING_WIDTH = 130
 _MORE_COLOURS = ("teal", "gold", "navy", "tan", "indigo", "lime", "crimson", "dimgray")
 
 
@@ -21,6 +23,7 @@ def plot(records: Records, folder: Path) -> list[Path]:
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
     """
+    import matplotlib
     import matplotlib.figure
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -28,7 +31,7 @@ def plot(records: Records, folder: Path) -> list[Path]:
     for tower in records.towers:
         if not records.contenders(tower):
             continue
-        figure = matplotlib.figure.Figure(figsize=(13, 5.5), layout="constrained")
+        figure = matplotlib.figure.Figure(figsize=(11, 6.5), layout="constrained")
         latency, ratio = figure.subplots(1, 2)
         for contender in (FLOOR, *CONTENDERS):
             _draw(latency, records, tower, contender, over_floor=False)
@@ -37,11 +40,15 @@ def plot(records: Records, folder: Path) -> list[Path]:
         for axes, label in ((latency, "median wall time, ms"), (ratio, "times the arithmetic floor")):
             axes.set(xscale="log", yscale="log", xlabel="patches a request", ylabel=label)
             axes.grid(visible=True, which="both", alpha=0.25)
-        figure.legend(*latency.get_legend_handles_labels(), loc="outside right upper", fontsize="small")
-        figure.suptitle(f"{tower}: {hardware(records)}", fontsize="small", x=0.01, ha="left")
+        handles = latency.get_legend_handles_labels()
+        figure.legend(*handles, loc="outside lower center", ncols=3, fontsize="small")
+        heading = textwrap.fill(f"{tower}: {hardware(records, tower)}", _HEADING_WIDTH)
+        figure.suptitle(heading, fontsize="small", x=0.01, ha="left")
         for suffix in (".png", ".svg"):
             files.append(folder / f"encoder_{tower}{suffix}")
-            figure.savefig(files[-1], dpi=150)
+            # The same file from the same results, its words as text.
+            with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": tower}):
+                figure.savefig(files[-1], dpi=150, metadata={"Date": None} if suffix == ".svg" else None)
     return files
 
 
