@@ -15,7 +15,8 @@ awaited), GPU time (between events), device memory beyond the tower's, seconds o
 and capture, where they are lazy), padding, error. "x floor" is the ratio to the arithmetic floor: the
 operations of the matrix products, convolutions and attention over the rate of a large matrix product, which
 each tower's run measures first. What every contender is, is told in `contenders.py` and `our_contenders.py`.
-Inductor's cache is empty when a contender starts, so its seconds are those of a cold start.
+Inductor's cache is empty when a contender starts, so its seconds are those of a cold start; not with
+`--shared-cache`.
 """
 
 from __future__ import annotations
