@@ -136,8 +136,8 @@ def dynamo_alone(tower: Any, inputs: dict[str, Any], options: dict[str, Any]) ->
     torch._dynamo.reset()
 
     def same(graph: torch.fx.GraphModule, example_inputs: Any, **_: Any) -> Any:
-        outputs = [node.meta["example_value"] for node in graph.graph.output_node().all_input_nodes]
-        made = [torch.zeros(1, device="cuda").expand([1] * output.dim()) for output in outputs]
+        (outputs,) = graph.graph.output_node().args
+        made = [torch.zeros([1] * node.meta["example_value"].dim(), device="cuda") for node in outputs]
         return lambda *args: made
 
     compiled = torch.compile(tower, backend=same, fullgraph=True, options=options)

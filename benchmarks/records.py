@@ -176,8 +176,8 @@ def merge(parts: Sequence[Records]) -> Records:
             mine.update({**known, "workloads": workloads, "commit": commit})
         merged.starts.update(part.starts)
         merged.rows.update(part.rows)
-    commits = dict.fromkeys(str(known["commit"]) for known in merged.towers.values())
-    merged.environment["commit"] = ", ".join(commits)
+    commits = dict.fromkeys(known["commit"] for known in merged.towers.values() if known["commit"])
+    merged.environment["commit"] = ", ".join(commits) or None
     return merged
 
 

@@ -185,7 +185,8 @@ class EncoderConfig(_Settings):
 
     token_budgets: _Budgets = ()
     """Output tokens of each captured budget, increasing; they hold on every path that does not list its
-    own. Empty: powers of two and the numbers halfway between them, over the range that the tower declares."""
+    own. Empty: powers of two times the smallest and the quarters between them, over the range that the
+    tower declares."""
 
     max_items_per_batch: _Count = 0
     """Images and videos that one replay encodes at most; not above the smallest budget. 0: inferred from

@@ -127,8 +127,10 @@ def hardware(records: Records, tower: str | None = None) -> str:
     cut = [] if blocks is None else [f"at most {blocks} blocks"]
     environment = records.environment
     if tower is not None:
-        commit = records.towers[tower].get("commit", environment["commit"])
-        environment = {**environment, "commit": commit}
+        environment = {
+            **environment,
+            "commit": records.towers[tower].get("commit", environment.get("commit")),
+        }
     return in_words(environment, records.settings["dtype"], "random weights", *cut)
 
 

@@ -61,6 +61,7 @@ class ExactShapes:
         agree: for a forward with collectives, which all its ranks must capture at the same use: whether
             every rank says yes. Times differ between ranks, so nothing is measured then.
         handed_out: what callers hold, for debugged replays.
+        attention_ms: as for `BudgetLadder`.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class ExactShapes:
         max_bytes: Callable[[], int | None] = lambda: None,
         agree: Callable[[bool], bool] | None = None,
         handed_out: HandedOut | None = None,
+        attention_ms: Callable[[int], float] = lambda tokens: 0.0,
     ) -> None:
         self.device = device
         self.threshold = threshold
@@ -88,6 +90,7 @@ class ExactShapes:
         self._prepared: CaptureRequest | None = None
         self._agree = agree
         self._handed_out = handed_out
+        self._attention_ms = attention_ms
         self._generations: list[_Generation] = []
         self._stream: torch.cuda.Stream | None = None
         """Where all generations are captured, one capture after the other."""
@@ -213,7 +216,13 @@ class ExactShapes:
         if newest is None or len(newest.sizes) >= max(1, self.max_captures // _GENERATIONS):
             pool = GraphPool(self.device, handed_out=self._handed_out, stream=self._stream)
             self._stream = pool.stream
-            ladder = BudgetLadder(self._take_prepared, "auto", pool, measured=self._agree is None)
+            ladder = BudgetLadder(
+                self._take_prepared,
+                "auto",
+                pool,
+                measured=self._agree is None,
+                attention_ms=self._attention_ms,
+            )
             newest = _Generation(pool, ladder, self._clock)
             self._generations.append(newest)
         return newest

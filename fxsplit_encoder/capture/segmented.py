@@ -58,6 +58,7 @@ class SegmentedCapture:
     ) -> None:
         try:
             if error is None:
+                self._check_stream()
                 self._end_graph()
                 self._is_complete = True
         finally:
@@ -115,10 +116,11 @@ class SegmentedCapture:
 
     def _check_stream(self) -> None:
         """A graph ends on the stream that it began on, and a replay runs its steps on one stream."""
-        if self.pool.is_cuda and torch.cuda.current_stream(self.pool.device) != self.pool.stream:
+        own = self.pool.stream
+        if own is not None and torch.cuda.current_stream(self.pool.device) != own:
             raise CaptureError(
-                "a break was reached on another stream than the captured one; let the captured stream wait "
-                "for the other, and leave it, before what breaks"
+                "a break or the end of the capture was reached on another stream than the captured one; let "
+                "the captured stream wait for the other, and leave it, before that"
             )
 
     def _new_graph(self) -> torch.cuda.CUDAGraph | RecordedOps:
@@ -126,6 +128,7 @@ class SegmentedCapture:
 
     def _begin_graph(self) -> None:
         if self._graph is None:
+            self._check_stream()
             self._graph = self._new_graph()
             self.pool.begin(self._graph)
 

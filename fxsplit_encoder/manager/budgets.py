@@ -48,8 +48,8 @@ def default_budgets(minimum: int, maximum: int, tile: int = 1) -> list[int]:
     """The ladder where none is listed: 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, ... quarters of `minimum`, and
     `maximum`.
 
-    These are the powers of two times `minimum`, and the quarters between them as far as they are multiples of
-    `tile`.
+    These are the powers of two times `minimum`, and the quarters between them, rounded down, as far as they
+    are multiples of `tile`.
 
     Let the tokens of a batch be uniform between two powers of two, M and 2M (M at least 4 tiles). Powers of
     two alone replay 2M for each, M / 2 of padding on average: 25 % of what is replayed. With 1.25, 1.5 and

@@ -51,8 +51,9 @@ class RouteCosts:
 
     exact: Points = ()
     """What the compiled program costs at its exact shape: measured times, 5 % more where they keep the host
-    busy all along. Linear between the points, level before the first, the last slope after the last (after a
-    single point: in proportion). Empty: it cannot run, or was not measured."""
+    busy all along, and no less than the host needs. Linear between the points, level before the first, the
+    last slope after the last (after a single point: in proportion). Empty: it cannot run, or was not
+    measured."""
 
     eager: Points = ()
     """The same for the eager forward."""

@@ -32,7 +32,7 @@ class ExactReplays:
     Args:
         request: makes the capture request of a size over shared inputs.
         remaining_bytes: what the memory limit leaves for more captures; None: there is no limit.
-        agree, handed_out: as for `ExactShapes`.
+        agree, handed_out, attention_ms: as for `ExactShapes`.
     """
 
     def __init__(
@@ -45,6 +45,7 @@ class ExactReplays:
         remaining_bytes: Callable[[], int | None],
         agree: Callable[[bool], bool] | None = None,
         handed_out: HandedOut | None = None,
+        attention_ms: Callable[[int], float] = lambda tokens: 0.0,
     ) -> None:
         self.by_cost = by_cost
         self.inputs = SharedBuffers(_GROWTH)
@@ -56,6 +57,7 @@ class ExactReplays:
             max_bytes=self._allowance,
             agree=agree,
             handed_out=handed_out,
+            attention_ms=attention_ms,
         )
         self._remaining_bytes = remaining_bytes
         self._costs = RouteCosts()

@@ -172,7 +172,7 @@ class EncoderCudaGraphManager:
         """Traces and compiles every path's forward; `progress` gets (done, total) of each path, where two
         phases of the tracing and every piece count.
         """
-        with self._lock:
+        with self._lock, _without_autograd():
             for path in self.routes.values():
                 if path.budgets:  # else nothing tells at which size to trace it, and it runs eagerly
                     path.compile(progress)
@@ -184,7 +184,7 @@ class EncoderCudaGraphManager:
         device every way to run is timed, for `packing: cost`. `progress` is called with (budgets done,
         budgets). What is captured already stays until `clear`.
         """
-        with self._lock, choosing(self.kernels):
+        with self._lock, choosing(self.kernels), _without_autograd():
             if not self.config.enabled or self._captured:
                 return
             planned = self.planned_captures()
@@ -196,8 +196,8 @@ class EncoderCudaGraphManager:
                     path.note(f"{path.label}: budget {capture.key.budget} is not captured: {capture.pruned}")
             wanted = [capture.key for capture in planned.captures if capture.pruned is None]
             if self.config.packing == "cost":
-                for path in self.routes.values():
-                    path.measure()
+                for route in dict.fromkeys((key.path, key.axis_keys) for key in wanted):
+                    self.routes[route].measure()
             self._captures.capture(wanted, progress)
             self._captured = True
             self._missed_capture = False

@@ -66,12 +66,16 @@ class PathCaptures:
         agree = agreement_of(tower)
         # The ranks of a sharded tower must capture and run the same, and their times differ.
         self.measured = agree is None and pool.is_cuda
+
+        def attention_ms(tokens: int) -> float:
+            return self._measured.attention_ms(tokens)
+
         self.ladder = BudgetLadder(
             lambda budget: self._request(budget, self.shared),
             self.mode,
             pool,
             measured=self.measured,
-            attention_ms=lambda budget: self._measured.attention_ms(budget),
+            attention_ms=attention_ms,
         )
         self.shared = SharedBuffers()
         self.exact: ExactReplays | None = None
@@ -85,9 +89,8 @@ class PathCaptures:
                 remaining_bytes=remaining_bytes,
                 agree=agree,
                 handed_out=pool.handed_out,
+                attention_ms=attention_ms,
             )
-        self.rows_per_token = 1.0
-        """Rows of the attended sequence for an output token."""
         self.segment_room: dict[int, int] = {}
         """The attention segments that a captured budget holds; not there for a forward without any."""
         self._measured = PathCosts()
@@ -96,6 +99,11 @@ class PathCaptures:
     def label(self) -> str:
         """The path and its axis keys, for messages."""
         return f"path {self.name}" + (f" {self.axis_keys}" if self.axis_keys else "")
+
+    @property
+    def rows_per_token(self) -> float:
+        """Rows of the attended sequence for an output token, as far as it was measured."""
+        return self._measured.rows_per_token
 
     @property
     def program(self) -> BoundProgram | None:
@@ -232,9 +240,6 @@ class PathCaptures:
                 growing=growing,
                 shared=shared,
             )
-        rows = program.tokens(values)
-        if rows is not None:
-            self.rows_per_token = rows / budget
         if shared is self.shared:
             check_padding(program, values)
             if program.segment_inputs:
@@ -257,6 +262,8 @@ class PathCaptures:
         if not self.measured:
             return
         self._measured = measure_path(self.forward, self.budgets)
+        # While a capture is open torch frees none of the blocks that it keeps for later.
+        torch.cuda.empty_cache()
         if self._measured.out_of_memory is not None:
             self.note(f"{self.label}: out of memory while {self._measured.out_of_memory} tokens were timed")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -58,6 +59,7 @@ class PathCosts:
         exact = tuple(
             (b, max(costs.host, self._beside_attention(b, costs.exact_price)))
             for b, costs in sorted(measured.items())
+            if math.isfinite(costs.exact)  # else memory ran out
         )
         return RouteCosts(
             replay={b: self._beside_attention(b, measured[b].best) for b in budgets},

@@ -29,7 +29,8 @@ class PathPlan(NamedTuple):
     """Whether a fallback is the eager forward, and not the compiled program at the exact shape."""
 
     milliseconds: float | None = None
-    """The predicted time on the device; None if it is not known."""
+    """The predicted time on the device; None if it is not known. At an exact shape it is a price, which may
+    be some percent more (`RouteCosts.exact`)."""
 
     @property
     def skipped(self) -> bool:

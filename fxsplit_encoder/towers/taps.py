@@ -63,8 +63,8 @@ def frame_interpolation(
     height: int, width: int, table: tuple[int, int], merge_size: int, align_corners: bool, mode: Mode
 ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
     """The taps of one frame, (height * width, taps), in merge-block order."""
-    row_taps, row_weights = axis_taps(height, table[0], align_corners, mode)
-    column_taps, column_weights = axis_taps(width, table[1], align_corners, mode)
+    row_taps, row_weights = _axis_taps(height, table[0], align_corners, mode)
+    column_taps, column_weights = _axis_taps(width, table[1], align_corners, mode)
     # (block row, block column, row, column, tap of the row, tap of the column)
     of_rows = (height // merge_size, 1, merge_size, 1, -1, 1)
     of_columns = (1, width // merge_size, 1, merge_size, 1, row_taps.shape[1])
@@ -75,7 +75,7 @@ def frame_interpolation(
 
 # Sides of images come again where whole sizes do not.
 @lru_cache(maxsize=1024)
-def axis_taps(
+def _axis_taps(
     size: int, side: int, align_corners: bool, mode: Mode
 ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
     """The nearest of `side` table positions for each of `size` target positions along one axis, and their

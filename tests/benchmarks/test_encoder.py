@@ -71,11 +71,16 @@ def test_merging_writes_results_and_says_what_is_slower(
 ) -> None:
     part = tmp_path / "part.json"
     records.rows = {key: row for key, row in records.rows.items() if "failure" not in row}
+    records.towers["qwen3-vl-8b"]["workloads"] = dict(
+        reversed(records.towers["qwen3-vl-8b"]["workloads"].items())
+    )
     records.save(part)
     monkeypatch.setattr("sys.argv", ["encoder.py", "--merge", str(part), "--output", str(tmp_path / "out")])
     monkeypatch.setitem(sys.modules, "plots", None)  # as without matplotlib
     assert encoder.main() == 0
-    assert Records.load(tmp_path / "out" / encoder.RESULT) == merge([records])
+    written = Records.load(tmp_path / "out" / encoder.RESULT)
+    assert written == merge([records])
+    assert written.workloads("qwen3-vl-8b")[:2] == ["1x224", "1x448"]
     printed = capsys.readouterr().out
     assert "slower than eager: qwen3-vl-8b, 1x448" in printed
     assert "no plots" in printed

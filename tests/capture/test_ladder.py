@@ -43,12 +43,17 @@ def requests() -> list[int]:
     return []
 
 
-def make_ladder(mode: str, requests: list[int], make: Callable[[], CaptureRequest] = request) -> BudgetLadder:
+def make_ladder(
+    mode: str,
+    requests: list[int],
+    make: Callable[[], CaptureRequest] = request,
+    attention_ms: Callable[[int], float] = lambda budget: 0.0,
+) -> BudgetLadder:
     def count(budget: int) -> CaptureRequest:
         requests.append(budget)
         return make()
 
-    return BudgetLadder(count, mode, GraphPool(torch.device("cpu")))
+    return BudgetLadder(count, mode, GraphPool(torch.device("cpu")), attention_ms=attention_ms)
 
 
 @pytest.mark.parametrize(
@@ -111,11 +116,19 @@ def test_errors_that_are_not_about_capturing_are_not_hidden(requests: list[int])
 class Measured:
     """`auto` on a device: what each way of running is said to cost."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, costs: dict[str, float], fails: tuple[str, ...] = ()):
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        costs: dict[str, float],
+        fails: tuple[str, ...] = (),
+        attention_ms: Callable[[int], float] = lambda budget: 0.0,
+    ):
         self.released: list[str] = []
         self.requests: list[int] = []
         one_segment = lambda: request()  # noqa: E731
-        self.ladder = make_ladder("auto", self.requests, lambda: request(one_segment=one_segment))
+        self.ladder = make_ladder(
+            "auto", self.requests, lambda: request(one_segment=one_segment), attention_ms
+        )
         self.ladder.pool.is_cuda = True
         narrow = "narrow"
 
@@ -203,8 +216,7 @@ def test_attention_over_one_segment_does_not_hide_the_host(monkeypatch: pytest.M
     """A batch of many short segments has hardly any of it."""
     costs = {"full": 10.0, "piecewise": 10.5, "exact": 10.0, "narrow": 10.0, "host": 4.0}
     assert Measured(monkeypatch, costs).ladder.capture(8) is None
-    attending = Measured(monkeypatch, costs).ladder
-    attending._attention_ms = {8: 5.0}.__getitem__
+    attending = Measured(monkeypatch, costs, attention_ms={8: 5.0}.__getitem__).ladder
     captured = attending.capture(8)
     assert captured is not None
     assert captured.mode == "full"

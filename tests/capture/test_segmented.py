@@ -194,16 +194,32 @@ class Streams:
         return pool
 
 
+def a_break_there(capture: SegmentedCapture, streams: Streams) -> None:
+    with streams.stream(Streams.Stream()):
+        capture.eager(lambda: None)
+
+
+def a_break_that_leaves_it_current(capture: SegmentedCapture, streams: Streams) -> None:
+    def leave() -> None:
+        streams.current = Streams.Stream()
+
+    capture.eager(leave)
+    capture.captured(torch.neg, torch.ones(2))
+
+
+def an_end_there(capture: SegmentedCapture, streams: Streams) -> None:
+    streams.current = Streams.Stream()
+
+
 @pytest.mark.parametrize("captured", [SegmentedCapture, BreakableCUDAGraphCapture])
-def test_what_is_refused_on_another_stream_ends_the_graph_on_its_own(
-    captured: type[SegmentedCapture], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("wrong", [a_break_there, a_break_that_leaves_it_current, an_end_there])
+def test_another_stream_is_refused_and_the_graph_ends_on_its_own(
+    captured: type[SegmentedCapture], wrong: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     streams = Streams(monkeypatch)
     capture = captured(streams.pool())
-    side = Streams.Stream()
     with pytest.raises(CaptureError, match="another stream"), capture:
         capture.captured(torch.neg, torch.ones(2))
-        with streams.stream(side):
-            capture.eager(lambda: None)
+        wrong(capture, streams)
     assert streams.open == []
     assert capture.segments == []

@@ -501,6 +501,19 @@ def test_pixels_may_have_any_dtype(
     assert {o.dtype for o in output} == {torch.float32}
 
 
+def test_what_was_captured_in_inference_mode_serves_everywhere(make_manager: Any, make_batch: Any) -> None:
+    manager = make_manager(mode="full")
+    with torch.inference_mode():
+        manager.capture()
+    batch = make_batch([(1, 4, 4), (1, 8, 8)])
+    outside = manager.execute(batch)
+    with torch.inference_mode():
+        inside = manager.execute(batch)
+    assert_equal_items(inside, outside)
+    assert manager.stats().hits == 4
+    manager.clear()
+
+
 @pytest.mark.parametrize("mode", ["full", "none"])
 def test_pixels_and_grids_may_be_strided_and_of_inference_mode(
     mode: str, managers: Any, make_batch: Any, encode: Any, tiny_towers: Any

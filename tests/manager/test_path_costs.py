@@ -5,9 +5,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from fxsplit_encoder.capture.ladder import MeasuredCosts
-from fxsplit_encoder.manager.path_costs import PathCosts
+from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.manager.path_costs import PathCosts, measure_path
 
 # Attention takes 1 ms over 10 tokens in one segment, 4 ms over 20.
 MEASURED = PathCosts(eager=((10, 9.0),), attention=1 / 1600, rows_per_token=4.0)
@@ -44,6 +46,55 @@ def test_what_did_not_compile_has_no_exact_shape() -> None:
     route = MEASURED.with_captures(ladder(costs), {}, compiled=False)
     assert route.exact == ()
     assert route.eager
+
+
+def test_where_memory_ran_out_no_time_is_known() -> None:
+    costs = {
+        10: MeasuredCosts({"full": 2.0}, exact=4.0),
+        20: MeasuredCosts({"full": 5.0}, exact=math.inf, host=math.inf),
+    }
+    route = MEASURED.with_captures(ladder(costs), {}, compiled=True)
+    assert [tokens for tokens, _ in route.exact] == [10]
+    assert math.isfinite(route.table((10, 20), (None, None), 20, False).fallback(15)[0])
+
+
+class Forward:
+    """A forward of four rows a token, which takes as many milliseconds as it has tokens."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, fails: dict[int, Exception] | None = None, compiled: bool = True) -> None:
+        self.fails = fails or {}
+        self.program = SimpleNamespace(tokens=lambda rows: 4 * rows, frame_lengths=None) if compiled else None
+
+    def capture_values(self, budget: int) -> int:
+        return budget
+
+    def __call__(self, tokens: int) -> int:
+        if tokens in self.fails:
+            raise self.fails[tokens]
+        return tokens
+
+
+@pytest.fixture
+def as_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fxsplit_encoder.manager.path_costs.measure_ms", lambda call, device: float(call()))
+
+
+@pytest.mark.usefixtures("as_told")
+def test_the_towers_own_forward_is_timed_at_three_sizes() -> None:
+    found = measure_path(Forward(), (10, 20, 30, 40, 50))  # type: ignore[arg-type]
+    assert found == PathCosts(((10, 10.0), (30, 30.0), (50, 50.0)), 0.0, rows_per_token=4.0)
+    assert measure_path(Forward(compiled=False), (10,)).rows_per_token == 1.0  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("as_told")
+def test_sizes_that_a_tower_refuses_are_left_out_and_memory_may_run_out() -> None:
+    refused: Any = Forward({10: InputError("too small")})
+    assert [tokens for tokens, _ in measure_path(refused, (10, 20, 30)).eager] == [20, 30]
+    full: Any = Forward({20: torch.OutOfMemoryError()})
+    found = measure_path(full, (10, 20, 30))
+    assert (found.eager, found.out_of_memory) == (((10, 10.0),), 20)
 
 
 def test_unmeasured_captures_are_only_preferred_to_one_another() -> None:

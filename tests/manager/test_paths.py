@@ -15,6 +15,8 @@ import fxsplit_encoder as fx
 from fxsplit_encoder.capture import CapturedForward
 from fxsplit_encoder.errors import ConfigError, ReplayError
 from fxsplit_encoder.manager import CaptureKey
+from fxsplit_encoder.manager.path_captures import PathCaptures
+from fxsplit_encoder.manager.path_costs import PathCosts
 
 from .mock_towers import (
     AlwaysBothPaths,
@@ -174,6 +176,29 @@ def test_a_path_that_lists_zero_alone_is_never_captured() -> None:
         inputs = items(model, size)
         assert_equal_items(manager.execute(inputs), eagerly(model, inputs))
     assert (manager.stats().hits, manager.stats().misses) == (1, {NOT_CAPTURED: 1})
+
+
+def test_what_is_captured_is_measured_first_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    happened: list[object] = []
+
+    def capture(path: PathCaptures, budget: int) -> None:
+        happened.append((path.name, budget))
+
+    monkeypatch.setattr(PathCaptures, "measure", lambda path: happened.append(path.name))
+    monkeypatch.setattr(PathCaptures, "capture", capture)
+    captured(PathsModel(), paths={"local": {"token_budgets": [0]}})
+    assert happened == ["global", ("global", 16), ("global", 8), ("global", 4)]
+    happened.clear()
+    captured(PathsModel(), mode="none")
+    captured(PathsModel(), mode="exact")
+    assert happened == []
+
+
+def test_captures_are_judged_by_the_attention_that_was_measured() -> None:
+    path = captured(PathsModel()).paths["global"]
+    path._measured = PathCosts(attention=0.5, rows_per_token=4.0)
+    assert path.ladder._attention_ms(2) == 0.5 * 8**2
+    assert path.rows_per_token == 4.0
 
 
 def test_a_budget_of_zero_is_refused_where_the_path_is_never_skipped() -> None:
