@@ -14,8 +14,8 @@ import importlib.util
 import shutil
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from subjects import Batch, Prepared, Subject
@@ -223,6 +223,17 @@ class CompileMaxAutotune(_CompileStatic):
     slow = True
 
 
+class _Captured(NamedTuple):
+    """A graph of the eager model for one layout."""
+
+    graph: torch.cuda.CUDAGraph
+    static: Mapping[str, Tensor]
+    """What the graph reads; nothing else keeps its memory."""
+    sources: Mapping[str, Tensor]
+    """What is copied there before every replay."""
+    output: Tensor
+
+
 class ExactGraph(_OnPrepared):
     """One CUDA graph of the eager model for every layout of segments, as SGLang's runner keys them."""
 
@@ -231,7 +242,7 @@ class ExactGraph(_OnPrepared):
     needs_cuda = True
 
     def start(self) -> None:
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Sequence[tuple[Tensor, Tensor]], Tensor]] = {}
+        self._graphs: dict[int, _Captured] = {}
         self._stream = torch.cuda.Stream()
         self._pool = torch.cuda.graph_pool_handle()
         # What a layout determines is captured with it; only the pixels of a batch are copied.
@@ -241,15 +252,13 @@ class ExactGraph(_OnPrepared):
         key = id(values)
         if key not in self._graphs:
             self._graphs[key] = self._capture(path, values)
-        graph, copies, output = self._graphs[key]
-        for target, source in copies:
-            target.copy_(source)
-        graph.replay()
-        return output
+        captured = self._graphs[key]
+        for name, source in captured.sources.items():
+            captured.static[name].copy_(source)
+        captured.graph.replay()
+        return captured.output
 
-    def _capture(
-        self, path: str, values: Mapping[str, Tensor]
-    ) -> tuple[torch.cuda.CUDAGraph, Sequence[tuple[Tensor, Tensor]], Tensor]:
+    def _capture(self, path: str, values: Mapping[str, Tensor]) -> _Captured:
         static = {name: tensor.clone() for name, tensor in values.items()}
         forward = self.subject.adapter.encoder_cudagraph_forward
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -260,5 +269,5 @@ class ExactGraph(_OnPrepared):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             output = forward(dict(static), path=path)
-        copies = [(static[name], values[name]) for name in values if name not in self._metadata]
-        return graph, copies, output
+        sources = {name: value for name, value in values.items() if name not in self._metadata}
+        return _Captured(graph, static, sources, output)

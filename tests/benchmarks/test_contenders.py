@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import contenders
@@ -81,6 +83,26 @@ def test_one_trace_serves_sizes_that_torch_compile_keeps_symbolic(
     with config.patch(limits):  # the contender raises them
         check("compile", make_subject())
     assert len(graphs) == 1
+
+
+def test_a_graph_of_a_layout_keeps_all_that_it_reads(
+    make_subject: MakeSubject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Graph:
+        def replay(self) -> None: ...
+
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, **_: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    for name, value in {"Stream": stream, "current_stream": stream, "graph_pool_handle": 0}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    contender: Any = check("graph-exact", make_subject())
+    assert len(contender._graphs) == len(REQUESTS)
+    for captured in contender._graphs.values():
+        assert set(captured.sources) == {"pixel_values"}
+        assert {"pixel_values", "position_ids", "cu_seqlens"} <= set(captured.static)
 
 
 def test_what_cannot_run_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
