@@ -99,3 +99,21 @@ def test_sizes_that_a_tower_refuses_are_left_out_and_memory_may_run_out() -> Non
 
 def test_unmeasured_captures_are_only_preferred_to_one_another() -> None:
     assert not MEASURED.with_captures(ladder({}), {}, compiled=True).measured
+
+
+def test_a_traced_tower_is_measured_before_it_is_captured(make_manager: Any) -> None:
+    manager = make_manager(mode="full")
+    path = manager.paths["default"]
+    path.measured = True
+    manager.capture()
+    found = path._measured
+    budgets = path.budgets
+    assert [tokens for tokens, _ in found.eager] == sorted(
+        {budgets[0], budgets[len(budgets) // 2], budgets[-1]}
+    )
+    assert all(milliseconds > 0 for _, milliseconds in found.eager)
+    assert found.rows_per_token == path.rows_per_token == 4
+    assert found.attention >= 0
+    assert found.out_of_memory is None
+    assert not path.costs().measured, "captures were not timed, so nothing is compared with them"
+    manager.clear()
