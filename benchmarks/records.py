@@ -173,7 +173,7 @@ def merge(parts: Sequence[Records]) -> Records:
                     f"these results cannot be merged; {tower} was measured at {mine['commit']} and {commit}"
                 )
             workloads = {**mine["workloads"], **known["workloads"]}
-            mine.update({**known, "workloads": workloads, "commit": commit})
+            mine.update({**known, "workloads": workloads})
         merged.starts.update(part.starts)
         merged.rows.update(part.rows)
     commits = dict.fromkeys(known["commit"] for known in merged.towers.values() if known["commit"])

@@ -12,7 +12,7 @@ from fxsplit_encoder.capture.reasons import MissReason
 _SHOWN_ITEMS = 8
 
 
-# A tuple is made in a quarter of the time of a frozen dataclass, and a request may have a hundred batches.
+# A tuple is made in less than half of the time of a frozen dataclass, and a request may have many batches.
 class PathPlan(NamedTuple):
     """How one path of a batch is encoded."""
 
