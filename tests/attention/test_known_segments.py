@@ -34,13 +34,13 @@ def work(shape: AttentionShape) -> int:
 class Device:
     """Where a dense kernel takes half of the packed one's time for segments of 5 and more, and must plan."""
 
-    def __init__(self, dense_us: float = 500.0) -> None:
+    def __init__(self, dense_us: float = 500.0, packed_us: float = 1000.0) -> None:
         self.packed = FakeKernel("packed")
         self.dense = FakeKernel("dense", dense=True, plans=True)
         meter = FakeMeter(
             {
-                "packed": lambda shape: 1000.0 * work(shape),
-                "dense": lambda shape: (dense_us if shape.longest >= 5 else 2000.0) * work(shape),
+                "packed": lambda shape: packed_us * work(shape),
+                "dense": lambda shape: (dense_us if shape.longest >= 5 else 2 * packed_us) * work(shape),
             }
         )
         self.chooser = KernelChooser(measurements=Measurements([self.packed, self.dense], meter))
@@ -101,6 +101,17 @@ def test_all_go_to_one_kernel_where_several_would_take_longer() -> None:
         packed, dense = device.calls()
         assert (len(dense) > 0) == are_shared
         assert are_shared or packed == [(len(lengths), 5)]
+
+
+@pytest.mark.parametrize(("microseconds", "are_shared"), [(1.0, False), (1000.0, True)])
+def test_kernels_share_the_segments_where_that_gains_more_than_their_calls_cost(
+    microseconds: float, are_shared: bool
+) -> None:
+    device, lengths = Device(dense_us=0.5 * microseconds, packed_us=microseconds), [6, 6, 2, 7, 7, 2, 9]
+    device.run(lengths)
+    device.calls()
+    device.run(lengths)
+    assert bool(device.calls()[1]) == are_shared
 
 
 def test_only_so_many_shapes_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:

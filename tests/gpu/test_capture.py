@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.attention import KnownSegments, attend, varlen_attention
+from fxsplit_encoder.attention import KernelChooser, KnownSegments, attend, choosing, varlen_attention
 from fxsplit_encoder.capture import (
     CapturedForward,
     GraphPool,
@@ -255,7 +255,8 @@ def test_the_op_costs_little_more_than_its_kernel() -> None:
             best = min(best, (time.perf_counter() - start) / 200 * 1e6)
         return best
 
-    with torch.no_grad():
+    # Another kernel may have been found faster on the device, whatever its call costs the host.
+    with torch.no_grad(), choosing(KernelChooser("torch_flash")):
         alone = cpu_microseconds(
             lambda: kernel(q, k, v, lengths, lengths, 64, 64, 0.0, False, False, scale=0.1)
         )
