@@ -5,7 +5,7 @@
 27 blocks, 1152 wide, bf16, seeded random weights. "Replays": milliseconds of one full graph replay at 196,
 784, 3136 and 7056 patches, a row for each candidate: "default", what `passes: auto` is on CUDA; every pass
 alone; fp8; and settings of Inductor beside the default passes. "persistent rows off" lacks
-`compile.persistent_rows`, and so does "a version for each size", which is compiled by torch.compile.
+`compile.persistent_rows`; "a version for each size" has every size compiled for itself.
 "Products": microseconds of the four linear layers of a block, by several ways, with TFLOP/s and GB/s; on a
 GPU twenty calls in one CUDA graph. Errors are `relative_rms` against float32; "default" has that of bf16.
 
@@ -36,6 +36,8 @@ from timing import device_ms, gpu_ms
 from torch import Tensor
 from torch._inductor.choices import InductorChoices
 from torch._inductor.virtualized import V
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.capture.forward import measure_ms
@@ -73,10 +75,32 @@ def without_persistent_rows(module: Any, inputs: Sequence[Any]) -> Callable[...,
 
 
 def for_each_size(**settings: Any) -> Callable[..., Any]:
-    """A piece compiler that makes a version of its own for every budget, when it is warmed up."""
+    """A piece compiler that makes a version of its own for every budget, when it is warmed up.
+
+    Not by torch.compile: the first call comes inside of the tower's trace, where Dynamo skips its frames, for
+    good.
+    """
+    compile_version = inductor(**settings)
 
     def compile_piece(module: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
-        return torch.compile(module, dynamic=False, options=settings or None)
+        versions: dict[Any, Callable[..., Any]] = {}
+
+        def call(*args: Any) -> Any:
+            tensors = [arg for arg in args if isinstance(arg, Tensor)]
+            sizes = tuple((*arg.shape, *arg.stride()) if isinstance(arg, Tensor) else arg for arg in args)
+            if sizes not in versions:
+
+                def fixed(*tensors: Any) -> Any:
+                    rest = iter(tensors)
+                    return module(*(next(rest) if isinstance(arg, Tensor) else arg for arg in args))
+
+                with _disable_current_modes():
+                    mode = FakeTensorMode()
+                    fake = [mode.from_tensor(tensor, static_shapes=True) for tensor in tensors]
+                    versions[sizes] = compile_version(fixed, fake)
+            return versions[sizes](*tensors)
+
+        return call
 
     return compile_piece
 

@@ -114,7 +114,7 @@ def compile_inductor(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[
 
     from fxsplit_encoder.compile.persistent_rows import persistent_rows
 
-    fake_mode = next(value.fake_mode for value in inputs if hasattr(value, "fake_mode"))
+    fake_mode = _fake_mode(inputs)
     decomposed = _decompose(module, inputs)
     # On CUDA Inductor keeps convolutions of symbolic sizes as they are. On a CPU it makes them channels-last,
     # and where the batch is unbacked it then expects other strides than the kernel returns.
@@ -138,8 +138,12 @@ def _decompose(module: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    with torch.no_grad():
+    with torch.no_grad(), _fake_mode(inputs):  # active for tensors that the piece makes itself
         return make_fx(module, decomposition_table=select_decomp_table(), tracing_mode="real")(*inputs)
+
+
+def _fake_mode(inputs: Sequence[Any]) -> Any:
+    return next(value.fake_mode for value in inputs if hasattr(value, "fake_mode"))
 
 
 def fake_mode_context(fake_mode: Any) -> Any:
