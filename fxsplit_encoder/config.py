@@ -225,8 +225,9 @@ class EncoderConfig(_Settings):
         PieceCompiler | Callable[..., Any], _one_of(IMPLEMENTED_PIECE_COMPILERS, or_callable=True)
     ] = "auto"
     """What compiles the pieces between splitting ops. auto: inductor on CUDA, eager on a CPU. In Python, any
-    callable that takes a graph module and its example inputs and returns a callable. torch.compile will not do:
-    Dynamo skips a frame, without a word and for good, whose first call is inside of another compilation."""
+    callable that takes a graph module and its example inputs and returns a callable. torch.compile will not
+    do: Dynamo skips a frame, without a word and for good, if its first call is inside of another compilation.
+    """
 
     passes: Annotated[Literal["auto"] | tuple[GraphPass, ...], BeforeValidator(_check_passes)] = "auto"
     """Which exact rewrites of the graph are made, as a list of names (docs/passes.md). auto: those that were

@@ -186,8 +186,8 @@ class PathTable:
             return self._fallbacks.item(tokens), self._eager_is_cheaper.item(tokens)
         if not self.predicts_fallbacks:
             return _UNMEASURED_FALLBACK * (tokens + 1), False
-        exact, eager = (cost_at(points, tokens) for points in (self.route.exact, self.route.eager))
-        return min(exact, eager), eager < exact
+        exact, eager = cost_at(self.route.exact, tokens), cost_at(self.route.eager, tokens)
+        return (eager, True) if eager < exact else (exact, False)
 
     def _first_with_room(self, segments: int) -> int:
         """The position of the first budget from which on every one holds so many segments."""
