@@ -28,7 +28,7 @@ from fxsplit_encoder.errors import ConfigError
 Mode = Literal["auto", "full", "piecewise", "breakable", "exact", "none"]
 Packing = Literal["cost", "greedy", "greedy_defer"]
 PieceCompiler = Literal["auto", "inductor", "aot_eager", "eager"]
-GraphPass = Literal["conv_to_linear", "contiguous_rows", "pad_mlp_width", "gelu_epilogue"]
+GraphPass = Literal["conv_to_linear", "contiguous_rows", "pad_mlp_width", "gelu_epilogue", "decomposed_bias"]
 Precision = Literal["auto", "fp8"]
 
 # The same names for messages and benchmarks.
@@ -231,7 +231,7 @@ class EncoderConfig(_Settings):
 
     passes: Annotated[Literal["auto"] | tuple[GraphPass, ...], BeforeValidator(_check_passes)] = "auto"
     """Which exact rewrites of the graph are made, as a list of names (docs/passes.md). auto: those that were
-    measured to pay on the device; on CUDA all of them, of which `pad_mlp_width` takes memory."""
+    measured to pay on the device; on CUDA all but `decomposed_bias`. `pad_mlp_width` takes memory."""
 
     precision: Precision = "auto"
     """What the linear layers of the blocks multiply in. auto: the tower's own dtype; fp8: 8-bit floating

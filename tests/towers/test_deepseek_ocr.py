@@ -242,6 +242,18 @@ def test_the_manager_equals_the_plain_loops(family: Family) -> None:
     assert manager.stats().hits == 1
 
 
+@torch.no_grad()
+def test_relative_positions_may_be_features_of_queries_and_keys() -> None:
+    family = make_family(CONFIG)
+    inputs = make_inputs([(2, 2), (0, 0)], 3)
+    manager = family.manager(mode="full", passes=("decomposed_bias",))
+    assert_items(manager.execute(inputs), family.expected(inputs))
+    assert manager.stats().hits == 2
+    for bound in manager.programs.values():
+        assert bound.program.pass_report == {"decomposed_bias": CONFIG.sam.num_layers}
+        assert bound.program.padding.proved
+
+
 # --- sizes
 
 

@@ -1,0 +1,219 @@
+"""A bias of attention that a query has for the rows and the columns of a grid goes into queries and keys.
+
+Relative positions as in ViTDet (arXiv 2203.16527) give every score of a query and a key one term for the
+row of the key and one for its column. Added up they are as large as the scores, and a kernel that takes them
+is not flash attention: SAM's global blocks write and read 400 MB of them for one image of 1024 pixels.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxsplit_encoder.compile.rewriting import call_function
+from fxsplit_encoder.compile.sizes import shape_exprs
+
+aten = torch.ops.aten
+
+# What AOT makes of an attention with a bias, and the kernel without one on the same device.
+_FLASH = {
+    aten._scaled_dot_product_flash_attention_for_cpu.default: (
+        aten._scaled_dot_product_flash_attention_for_cpu.default
+    ),
+    aten._scaled_dot_product_efficient_attention.default: aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default: aten._scaled_dot_product_flash_attention.default,
+}
+_FLASH_DTYPES = (torch.float16, torch.bfloat16)
+
+# Flash attention takes heads whose width is a multiple of 8, up to 256.
+_WIDTH_STEP, _MOST_WIDTH = 8, 256
+
+
+def decomposed_bias(module: fx.GraphModule) -> int:
+    """Attention over a grid with a bias that is a term for the key's row and one for its column.
+
+    Exact: a query that has its terms among its features, divided by the scale, a power of two, and a key
+    that has a one at its row and at its column there have the biased score for their product. The sum of the
+    terms is not rounded to 16 bits in between.
+    """
+    changed = 0
+    for node in list(module.graph.nodes):
+        biased = _biased(node) if node.target in _FLASH else None
+        if biased is not None:
+            _replace(module.graph, node, biased)
+            changed += 1
+    return changed
+
+
+@dataclass(frozen=True, slots=True)
+class _Biased:
+    """An attention whose bias is `rows + columns`, each of so many dimensions, the last two of a key."""
+
+    query: fx.Node
+    key: fx.Node
+    value: fx.Node
+    """(batch, heads, tokens, head_dim), each of the three."""
+    rows: fx.Node
+    """(..., grid rows, 1), batch, heads and queries in front."""
+    columns: fx.Node
+    """(..., 1, grid columns)."""
+    scale: float
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        return self.rows.meta["val"].shape[-2], self.columns.meta["val"].shape[-1]
+
+    @property
+    def width(self) -> int:
+        """Of the new heads."""
+        head_dim: int = self.query.meta["val"].shape[-1]
+        return -(-(head_dim + sum(self.grid)) // _WIDTH_STEP) * _WIDTH_STEP
+
+
+def _biased(node: fx.Node) -> _Biased | None:
+    given = _arguments(node)
+    bias = given.get("attn_bias", given.get("attn_mask"))
+    if bias is None or given["dropout_p"] or given["is_causal"] or not _only_result(node):
+        return None
+    query, key, value = given["query"], given["key"], given["value"]
+    if shape_exprs(_value(bias))[:3] != shape_exprs(_value(query))[:3]:
+        return None  # it is broadcast
+    summed = _in_order(bias)
+    if summed.target is not aten.add.Tensor or summed.kwargs:
+        return None
+    first, second = summed.args
+    terms = next((t for t in ((first, second), (second, first)) if _are_terms(*t, key)), None)
+    if terms is None:
+        return None
+    scale = given["scale"] if given["scale"] is not None else _value(query).shape[-1] ** -0.5
+    found = _Biased(query, key, value, *terms, scale)
+    is_exact = math.frexp(scale)[0] == 0.5
+    fits = found.width <= _MOST_WIDTH and value.meta["val"].shape[-1] <= found.width
+    runs = _value(query).device.type == "cpu" or _value(query).dtype in _FLASH_DTYPES
+    return found if is_exact and fits and runs else None
+
+
+def _arguments(node: fx.Node) -> dict[str, Any]:
+    """All arguments of a call by name, defaults included."""
+    declared = node.target._schema.arguments  # type: ignore[union-attr]
+    defaults = {argument.name: argument.default_value for argument in declared}
+    names = (argument.name for argument in declared)
+    return {**defaults, **dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
+def _only_result(node: fx.Node) -> bool:
+    """Whether nobody reads what a kernel returns beside the attention."""
+    read = [user for user in node.users if user.users or user.target is not operator.getitem]
+    return all(user.target is operator.getitem and user.args[1] == 0 for user in read)
+
+
+def _in_order(node: Any) -> Any:
+    """What a node's values come from, in the same order, without copies and shapes in between."""
+    while True:
+        source: Any = node.args[0] if node.args else None
+        if node.target in (aten.view.default, aten._unsafe_view.default, aten.clone.default):
+            node = source
+        elif node.target is aten.expand.default and shape_exprs(_value(node)) == shape_exprs(_value(source)):
+            node = source
+        elif node.target is aten.slice.Tensor and source.target is aten.constant_pad_nd.default:
+            # The efficient kernel wants its bias aligned: padded, and cut again.
+            unpadded = source.args[0]
+            if shape_exprs(_value(node)) != shape_exprs(_value(unpadded)) or not _starts_alike(source, node):
+                return node
+            node = unpadded
+        else:
+            return node
+
+
+def _starts_alike(padded: fx.Node, cut: fx.Node) -> bool:
+    """Whether padding was added behind alone, and the cut begins at the beginning."""
+    before: Any = padded.args[1]
+    start = cut.args[2] if len(cut.args) > 2 else 0
+    step = cut.args[4] if len(cut.args) > 4 else 1
+    return not any(before[::2]) and start in (0, None) and step in (1, None)
+
+
+def _value(node: Any) -> Tensor:
+    value: Tensor = node.meta["val"]
+    return value
+
+
+def _are_terms(rows: Any, columns: Any, key: fx.Node) -> bool:
+    """Whether the sum of two nodes has a term for every row of the keys' grid, and one for every column."""
+    if not (isinstance(rows, fx.Node) and isinstance(columns, fx.Node)):
+        return False
+    of_rows, of_columns = shape_exprs(_value(rows)), shape_exprs(_value(columns))
+    if len(of_rows) < 3 or of_rows[:-2] != of_columns[:-2] or of_rows[-1] != 1 or of_columns[-2] != 1:
+        return False
+    num_keys = shape_exprs(_value(key))[2]
+    return bool(of_rows[-2] * of_columns[-1] == num_keys)
+
+
+def _replace(graph: fx.Graph, node: fx.Node, biased: _Biased) -> None:
+    query, key, value = biased.query, biased.key, biased.value
+    batch, heads, queries, head_dim = _value(query).shape
+    keys, value_dim = _value(value).shape[2:]
+    rows, columns = biased.grid
+    missing = biased.width - head_dim - rows - columns
+    flash: Any = _FLASH[node.target]  # type: ignore[index]
+    with graph.inserting_before(node):
+        count = batch if type(batch) is int else call_function(graph, aten.sym_size.int, query, 0)
+
+        def term(source: fx.Node, width: int) -> fx.Node:
+            scaled = call_function(graph, aten.mul.Tensor, source, 1 / biased.scale)
+            flat = call_function(graph, aten.clone.default, scaled, memory_format=torch.contiguous_format)
+            return call_function(graph, aten.view.default, flat, [count, heads, queries, width])
+
+        def widened(source: fx.Node, by: int) -> fx.Node:
+            return call_function(graph, aten.constant_pad_nd.default, source, [0, by]) if by else source
+
+        terms = [query, term(biased.rows, rows), term(biased.columns, columns)]
+        wide_query = widened(call_function(graph, aten.cat.default, terms, -1), missing)
+        shape = [count, heads, keys, biased.width - head_dim]
+        ones = call_function(graph, aten.expand.default, _positions(graph, biased, missing), shape)
+        wide_key = call_function(graph, aten.cat.default, [key, ones], -1)
+        wide_value = widened(value, biased.width - value_dim)
+        attended = call_function(graph, flash, wide_query, wide_key, wide_value, scale=biased.scale)
+        whole = call_function(graph, operator.getitem, attended, 0)
+        narrow = call_function(graph, aten.slice.Tensor, whole, 3, 0, value_dim)
+        for user in list(node.users):
+            if user.users:
+                user.replace_all_uses_with(_with_layout(graph, narrow, _value(user)))
+            graph.erase_node(user)
+    graph.erase_node(node)
+
+
+def _with_layout(graph: fx.Graph, source: fx.Node, expected: Tensor) -> fx.Node:
+    """A copy that is stored as the result that it replaces was: head by head, or token by token."""
+    by_token = expected.transpose(1, 2).is_contiguous()
+    ordered = call_function(graph, aten.transpose.int, source, 1, 2) if by_token else source
+    copied = call_function(graph, aten.clone.default, ordered, memory_format=torch.contiguous_format)
+    return call_function(graph, aten.transpose.int, copied, 1, 2) if by_token else copied
+
+
+def _positions(graph: fx.Graph, biased: _Biased, missing: int) -> fx.Node:
+    """(keys, grid rows + grid columns + missing): a one at the row and one at the column of every key.
+
+    Made where it is needed: a compiler fuses it into the copy of the keys, and reads no table.
+    """
+    rows, columns = biased.grid
+    key = _value(biased.key)
+
+    def count(to: int) -> fx.Node:
+        return call_function(graph, aten.arange.default, to, device=key.device)
+
+    def is_at(indices: fx.Node, choices: int) -> fx.Node:
+        column = call_function(graph, aten.unsqueeze.default, indices, 1)
+        return call_function(graph, aten.eq.Tensor, column, count(choices))
+
+    with key.fake_mode:  # type: ignore[attr-defined]
+        position = count(rows * columns)
+        row = call_function(graph, aten.div.Tensor_mode, position, columns, rounding_mode="floor")
+        column = call_function(graph, aten.remainder.Scalar, position, columns)
+        both = call_function(graph, aten.cat.default, [is_at(row, rows), is_at(column, columns + missing)], 1)
+    return call_function(graph, aten._to_copy.default, both, dtype=key.dtype)
