@@ -10,8 +10,12 @@ import torch
 import torch.nn.functional as F
 
 import fxsplit_encoder as fx
+from fxsplit_encoder.cli.models import draw_weights
 from fxsplit_encoder.compile.passes import PASSES, relative_rms
 from fxsplit_encoder.compile.passes.fp8_linear import linear_fp8, quantise_rows
+from fxsplit_encoder.towers.models.clip_encoder import ClipConfig
+from fxsplit_encoder.towers.models.deepseek_encoder import DeepseekOcrConfig, DeepseekOcrVisionModel
+from fxsplit_encoder.towers.models.sam import SamConfig
 
 pytestmark = pytest.mark.gpu
 
@@ -81,6 +85,31 @@ def test_replays_see_weights_that_change_in_place(towers: Any, pixels: torch.Ten
     after = torch.cat(manager.execute(inputs))
     assert relative_rms(after, before) > 0.1
     assert relative_rms(after, packed(reference(pixels, GRID.cuda()))) < 0.05
+
+
+@torch.no_grad()
+def test_relative_positions_as_features_add_no_error() -> None:
+    """DeepSeek-OCR at its widths: two windowed blocks and a global one, at 1024 and at 640 pixels."""
+    sam, clip = SamConfig(num_layers=3, global_layers=(2,)), ClipConfig(num_layers=1)
+    reference = DeepseekOcrVisionModel(DeepseekOcrConfig(sam=sam, clip=clip)).cuda().requires_grad_(False)
+    draw_weights(reference, 0)
+    tower = copy.deepcopy(reference).bfloat16()
+    generator = torch.Generator("cuda").manual_seed(0)
+    inputs = {
+        "pixel_values": torch.randn(2, 3, 1024, 1024, device="cuda", generator=generator),
+        "images_crop": torch.randn(4, 3, 640, 640, device="cuda", generator=generator),
+        "images_spatial_crop": torch.tensor([[2, 2], [1, 1]]),
+    }
+    exact, eager = (
+        torch.cat(fx.EncoderCudaGraphManager(fx.wrap(each), fx.EncoderConfig(enabled=False)).execute(inputs))
+        for each in (reference, tower)
+    )
+    config = fx.EncoderConfig(mode="full", passes=("decomposed_bias",))
+    manager = fx.EncoderCudaGraphManager(fx.wrap(tower), config)
+    manager.capture()
+    ours = torch.cat(manager.execute(inputs))
+    assert {bound.program.pass_report["decomposed_bias"] for bound in manager.programs.values()} == {3}
+    assert relative_rms(ours, exact) <= 1.1 * relative_rms(eager, exact)
 
 
 @pytest.mark.parametrize("rows", [1, 196, 3136])
