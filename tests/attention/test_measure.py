@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -98,6 +99,23 @@ def test_a_kernel_that_fails_under_the_clock_is_rejected_too() -> None:
 
     found = Meter(clock).measure([FakeKernel("any")], SMALL)
     assert found.rejected == {"any": "RuntimeError: operation not permitted when stream is capturing"}
+
+
+@pytest.mark.parametrize(("slow_us", "timed"), [(19.0, 2), (21.0, 1)])
+def test_a_kernel_far_behind_is_timed_on_one_batch_alone(slow_us: float, timed: int) -> None:
+    kernels = [FakeKernel("fast"), FakeKernel("slow")]
+    timings: Counter[str] = Counter()
+
+    def clock(call: Callable[[], object], shape: AttentionShape) -> float:
+        before = len(kernels[1].calls)
+        call()
+        name = "fast" if len(kernels[1].calls) == before else "slow"
+        timings[name] += 1
+        return 10.0 if name == "fast" else slow_us
+
+    found = Meter(clock).measure(kernels, SMALL)
+    assert timings == {"fast": 2, "slow": timed}
+    assert found.microseconds == {"fast": 10.0, "slow": slow_us}
 
 
 @settings(max_examples=200, deadline=None)
