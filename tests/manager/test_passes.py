@@ -62,6 +62,7 @@ def test_every_pass_changes_the_tower(captured: Any) -> None:
         "contiguous_rows": 0,
         "pad_mlp_width": 2,
         "gelu_epilogue": 2,
+        "decomposed_bias": 0,
     }
     assert len(program.derived.recipes) == 6
     assert program.padding.proved
