@@ -6,6 +6,7 @@ every budget and every exact shape share it too.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -158,6 +159,18 @@ PIECE_COMPILERS: Mapping[str, Callable[[fx.GraphModule, Sequence[Any]], Callable
     "eager": compile_eager,
     "inductor": compile_inductor,
 }
+
+
+@functools.cache
+def start_compile_workers() -> None:
+    """Starts the processes in which Inductor compiles Triton kernels side by side, once a process.
+
+    They import torch first, for seconds, and until they are ready this process compiles kernel after kernel
+    itself. torch.compile's own backend starts them too, but is not what calls Inductor here.
+    """
+    from torch._inductor.async_compile import maybe_warm_pool
+
+    maybe_warm_pool()
 
 
 def piece_compiler(name: str | Callable[..., Any], device: torch.device) -> Callable[..., Callable[..., Any]]:

@@ -13,10 +13,11 @@ from fxsplit_encoder.compile.aten import to_aten
 from fxsplit_encoder.compile.blocks import equal_blocks_as_ops, inline_blocks
 from fxsplit_encoder.compile.bound import bind
 from fxsplit_encoder.compile.build import build_program
+from fxsplit_encoder.compile.pieces import compile_inductor, piece_compiler, start_compile_workers
 from fxsplit_encoder.errors import CompileError, FxSplitError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch import Tensor, fx, nn
 
@@ -56,7 +57,15 @@ def compile_graph(
         boxed._boxed_call = True  # type: ignore[attr-defined]
         return boxed
 
+    _start_workers(options, example_inputs)
     return to_aten(module, example_inputs, compile_inference)
+
+
+def _start_workers(options: CompileOptions, inputs: Iterable[Any]) -> None:
+    """Starts Inductor's workers if it will compile the pieces: they get ready while the graph is traced."""
+    device = next((value.device for value in inputs if isinstance(value, torch.Tensor)), torch.device("cpu"))
+    if piece_compiler(options.piece_compiler, device) is compile_inductor:
+        start_compile_workers()
 
 
 def trace_forward(
@@ -78,6 +87,7 @@ def trace_forward(
     Raises:
         CompileError: Dynamo cannot trace the forward as one graph, or the graph cannot be split.
     """
+    _start_workers(options, inputs.values())
     if module is not None:
         try:
             with equal_blocks_as_ops(module) as num_blocks:

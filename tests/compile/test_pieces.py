@@ -5,7 +5,12 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from fxsplit_encoder.compile.pieces import PIECE_COMPILERS, compile_eager, piece_compiler
+from fxsplit_encoder.compile.pieces import (
+    PIECE_COMPILERS,
+    compile_eager,
+    piece_compiler,
+    start_compile_workers,
+)
 
 Block = Callable[[Tensor], Tensor]
 
@@ -121,3 +126,13 @@ def test_inductor_compiles_pieces_for_every_token_count(trace: Any, inputs: Any)
     for rows in (8, 12, 40, 1024):
         assert bound.program.accepts({bound.program.token_symbol: rows})
         torch.testing.assert_close(bound(inputs(rows)), expected(inputs(rows)), rtol=1e-4, atol=1e-5)
+
+
+def test_inductors_workers_are_started_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr("torch._inductor.async_compile.maybe_warm_pool", lambda: calls.append("pool"))
+    start_compile_workers.cache_clear()
+    for _ in range(2):
+        start_compile_workers()
+    start_compile_workers.cache_clear()
+    assert calls == ["pool"]

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
-from fxsplit_encoder.compile import BoundProgram, CompileOptions, trace_forward
+from fxsplit_encoder.compile import BoundProgram, CompileOptions, trace, trace_forward
 from fxsplit_encoder.errors import CompileError
 from fxsplit_encoder.towers import wrap
 
@@ -228,3 +228,20 @@ def test_many_traces_of_one_function_do_not_reach_a_limit(trace: Any, inputs: An
     for _ in range(limit + 1):
         bound = trace(lambda y, i: y)
     assert bound(inputs(9)).shape == (9, 8)
+
+
+@pytest.mark.parametrize(("piece_compiler", "starts"), [("inductor", 1), ("eager", 0)])
+def test_inductors_workers_start_before_the_forward_is_traced(
+    piece_compiler: str, starts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[str] = []
+    monkeypatch.setattr(trace, "start_compile_workers", lambda: started.append("workers"))
+    options = CompileOptions(OPTIONS, piece_compiler)
+
+    def untraceable(inputs: dict[str, Tensor]) -> Tensor:
+        torch._dynamo.graph_break()
+        return inputs["x"]
+
+    with pytest.raises(CompileError):
+        trace_forward(untraceable, {"x": torch.ones(4, 2)}, {"x": [0]}, options)
+    assert len(started) == starts
