@@ -15,6 +15,7 @@ from pathlib import Path
 from storage import RESULTS
 from tables import (
     attention,
+    biased_attention,
     data_parallel,
     encoder,
     host_time,
@@ -32,6 +33,7 @@ _KERNEL_TIMES = "kernel_times_h200.json"
 
 TABLES: Mapping[str, Source] = {
     "attention.py: kernels": Source("attention_h200.json", attention.marked),
+    "biased_attention.py: ways": Source("biased_attention_h200.json", biased_attention.marked),
     "data_parallel.py: ranks": Source("data_parallel_h200.json", data_parallel.ranks),
     "encoder.py: all": Source(_ENCODER, encoder.marked(encoder.all_rows)),
     "encoder.py: hardware": Source(_ENCODER, encoder.marked_hardware),

@@ -32,7 +32,7 @@ from matrix_products import blas_library, ways
 from narrow_tower import HIDDEN, MLP, narrow_tower
 from storage import make_parser, one_line, store
 from tables import passes as tables
-from timing import device_ms, gpu_ms
+from timing import captured_ms, device_ms
 from torch import Tensor
 from torch._inductor.choices import InductorChoices
 from torch._inductor.virtualized import V
@@ -51,7 +51,6 @@ SMALL_PATCHES = SMALL_ROWS = (16, 64)
 LAYERS = {"qkv": (1152, 3456), "proj": (1152, 1152), "fc1": (1152, 4304), "fc2": (4304, 1152)}
 SMALL_LAYERS = {"fc1": (HIDDEN, MLP), "fc2": (MLP, HIDDEN)}
 PADDED = {4304: 4352, MLP: 128}
-CALLS = 20
 
 
 class OwnChoices(InductorChoices):
@@ -197,7 +196,7 @@ def products(
 
 def rates(call: Callable[[], Tensor], rows: Tensor, weight: Tensor) -> dict[str, Any]:
     """Microseconds, and what the layer's own arithmetic and bytes in bf16 come to in them."""
-    seconds = (twenty_in_a_graph(call) if rows.is_cuda else wall(call)) / 1e3
+    seconds = (captured_ms(call) if rows.is_cuda else wall(call)) / 1e3
     count, (out_features, in_features) = rows.shape[0], weight.shape
     values = count * in_features + weight.numel() + count * out_features
     flops = 2 * count * out_features * in_features
@@ -206,20 +205,6 @@ def rates(call: Callable[[], Tensor], rows: Tensor, weight: Tensor) -> dict[str,
 
 def wall(call: Callable[[], Any]) -> float:
     return measure_ms(call, torch.device("cpu"))
-
-
-def twenty_in_a_graph(call: Callable[[], Any]) -> float:
-    """Milliseconds of one call, past launches."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for _ in range(CALLS):
-            call()
-    return gpu_ms(graph.replay) / CALLS
 
 
 def attempt(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:

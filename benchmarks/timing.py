@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 _WARMUPS = 5
+_CAPTURED_CALLS = 20
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,20 @@ def gpu_ms(call: Callable[[], Any], repeats: int = 30) -> float:
     for _ in range(_WARMUPS):
         call()
     return statistics.median(_between_events(call) for _ in range(repeats))
+
+
+def captured_ms(call: Callable[[], Any]) -> float:
+    """Milliseconds of one call past launches: of several in one CUDA graph."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(_CAPTURED_CALLS):
+            call()
+    return gpu_ms(graph.replay) / _CAPTURED_CALLS
 
 
 def device_ms(call: Callable[[], Any], device: torch.device) -> float:
