@@ -40,11 +40,17 @@ class PersistentRows(InductorChoices):
         """Whether a reduction keeps its rows in registers, see `InductorChoices`."""
         if super().should_use_persistent_reduction(features, cooperative_reduction):
             return True
-        if cooperative_reduction or not config.triton.persistent_reductions:
+        if cooperative_reduction or not config.triton.persistent_reductions or _is_ordered(features):
             return False
         return features.get_reduction_hint() == ReductionHint.INNER and V.graph.sizevars.statically_known_leq(
             features.reduction_numel, self.longest
         )
+
+
+def _is_ordered(features: Any) -> bool:
+    """Whether a sum has to be added up in blocks of a given size, which torch 2.14 can ask for."""
+    block = getattr(features, "strict_sum_rblock", None)
+    return block is not None and block() is not None
 
 
 @contextmanager

@@ -29,9 +29,19 @@ def graph() -> Iterator[None]:
         yield
 
 
-def is_persistent(width: Any, hint: ReductionHint = ReductionHint.INNER, cooperative: bool = False) -> bool:
+def is_persistent(
+    width: Any,
+    hint: ReductionHint = ReductionHint.INNER,
+    cooperative: bool = False,
+    ordered: int | None = None,
+) -> bool:
     features = SimpleNamespace(
-        reduction_numel=sympy.sympify(width), numel=sympy.Integer(7056), get_reduction_hint=lambda: hint
+        reduction_numel=sympy.sympify(width),
+        numel=sympy.Integer(7056),
+        get_reduction_hint=lambda: hint,
+        # Asked by torch 2.14: in blocks of how many entries a sum has to be added up.
+        strict_sum_rblock=lambda: ordered,
+        has_strict_sum_multirow_reduction=lambda: False,
     )
     return V.choices.should_use_persistent_reduction(features, cooperative)  # type: ignore[arg-type]
 
@@ -59,6 +69,7 @@ def test_what_is_no_row_and_what_is_switched_off_stays_inductors_choice() -> Non
     with persistent_rows():
         assert not is_persistent(1152, ReductionHint.OUTER)
         assert not is_persistent(1152, cooperative=True)
+        assert not is_persistent(1152, ordered=256)
         with config.patch({"triton.persistent_reductions": False}):
             assert not is_persistent(1152)
 
