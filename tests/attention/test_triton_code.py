@@ -5,7 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import numpy
 import pytest
+from packaging.version import Version
 
 CHECK = """
 import itertools, torch
@@ -28,7 +30,9 @@ for head_dim in (8, 64, 72, 88, 128):
 
 
 def test_it_attends_within_segments_and_writes_nothing_else() -> None:
-    pytest.importorskip("triton")
+    triton = pytest.importorskip("triton")
+    if Version(triton.__version__) < Version("3.7") and Version(numpy.__version__) >= Version("2.4"):
+        pytest.skip("the interpreter of Triton before 3.7 takes an array of one entry for a number")
     done = subprocess.run(
         [sys.executable, "-c", CHECK],
         env={"TRITON_INTERPRET": "1", "PYTHONPATH": ":".join(sys.path)},
