@@ -32,11 +32,6 @@ if TYPE_CHECKING:
 # less certain than what was measured.
 _REQUIRED_GAIN = 0.95
 
-# Microseconds of the host for one more call a layer: 48 to 89 for a dense kernel on an H200's (see
-# benchmarks/results/attention_h200.json). The device waits for a slow host, so what several calls gain has to
-# exceed that, hidden or not.
-_CALL_US = 50.0
-
 # cuDNN plans each shape when it is first used, which takes it 35 ms, once a thread. A shape is worth that
 # when it comes again, and so many of them are kept.
 _MOST_SHAPES = 512
@@ -152,8 +147,7 @@ class _Planner:
         apart += [self._estimate(span, equal=False) for span in rest]
         if together is None or None in apart:
             return False
-        more_calls = _CALL_US * (len(apart) - 1)
-        return sum(filter(None, apart)) + more_calls <= _REQUIRED_GAIN * together
+        return sum(filter(None, apart)) <= _REQUIRED_GAIN * together
 
     def _shape(self, span: Span, *, equal: bool) -> AttentionShape:
         first, last = span

@@ -154,8 +154,8 @@ def test_estimates_grow_with_the_pairs_that_attend_but_not_below_what_a_call_cos
     with measuring():
         chooser.ranking(shape(2048, exact=True))
     assert chooser.estimate(shape(2048, exact=True), [2048]) == 100.0
-    assert chooser.estimate(shape(1448, exact=True), [1448]) == pytest.approx(100 * (1448 / 2048) ** 2)
-    assert chooser.estimate(shape(2048, exact=True), [1]) == 20.0
+    assert chooser.estimate(shape(1600, exact=True), [1600]) == pytest.approx(100 * (1600 / 2048) ** 2)
+    assert chooser.estimate(shape(2048, exact=True), [1]) == 50.0
     assert chooser.estimate(shape(2048), [2048]) is None
 
 

@@ -28,7 +28,15 @@ _FLASH = {
     aten._scaled_dot_product_efficient_attention.default: aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_cudnn_attention.default: aten._scaled_dot_product_flash_attention.default,
 }
-_FLASH_DTYPES = (torch.float16, torch.bfloat16)
+
+# Divided by the scale, a large term is no number any more in float16.
+_DTYPES = {"cpu": (torch.bfloat16, torch.float32), "cuda": (torch.bfloat16,)}
+
+_PRODUCTS = (aten.bmm.default, aten.mm.default, aten.addmm.default)
+_VIEWS = (
+    *(aten.view.default, aten._unsafe_view.default, aten.clone.default, aten.expand.default),
+    *(aten.unsqueeze.default, aten.squeeze.dim, aten.permute.default, aten.transpose.int),
+)
 
 # Flash attention takes heads whose width is a multiple of 8, up to 256.
 _WIDTH_STEP, _MOST_WIDTH = 8, 256
@@ -39,7 +47,8 @@ def decomposed_bias(module: fx.GraphModule) -> int:
 
     Exact: a query that has its terms among its features, divided by the scale, a power of two, and a key
     that has a one at its row and at its column there have the biased score for their product. The sum of the
-    terms is not rounded to 16 bits in between.
+    terms is not rounded to 16 bits in between. The terms are products, so they are finite: a mask's minus
+    infinity would be no number once it was multiplied by the zeros of other keys.
     """
     changed = 0
     for node in list(module.graph.nodes):
@@ -66,13 +75,12 @@ class _Biased:
 
     @property
     def grid(self) -> tuple[int, int]:
-        return self.rows.meta["val"].shape[-2], self.columns.meta["val"].shape[-1]
+        return _value(self.rows).shape[-2], _value(self.columns).shape[-1]
 
     @property
     def width(self) -> int:
         """Of the new heads."""
-        head_dim: int = self.query.meta["val"].shape[-1]
-        return -(-(head_dim + sum(self.grid)) // _WIDTH_STEP) * _WIDTH_STEP
+        return -(-(_value(self.query).shape[-1] + sum(self.grid)) // _WIDTH_STEP) * _WIDTH_STEP
 
 
 def _biased(node: fx.Node) -> _Biased | None:
@@ -83,6 +91,8 @@ def _biased(node: fx.Node) -> _Biased | None:
     query, key, value = given["query"], given["key"], given["value"]
     if shape_exprs(_value(bias))[:3] != shape_exprs(_value(query))[:3]:
         return None  # it is broadcast
+    if not all(isinstance(size, int) for each in (query, key, value) for size in _value(each).shape[1:]):
+        return None  # the grid's size is not known
     summed = _in_order(bias)
     if summed.target is not aten.add.Tensor or summed.kwargs:
         return None
@@ -93,8 +103,8 @@ def _biased(node: fx.Node) -> _Biased | None:
     scale = given["scale"] if given["scale"] is not None else _value(query).shape[-1] ** -0.5
     found = _Biased(query, key, value, *terms, scale)
     is_exact = math.frexp(scale)[0] == 0.5
-    fits = found.width <= _MOST_WIDTH and value.meta["val"].shape[-1] <= found.width
-    runs = _value(query).device.type == "cpu" or _value(query).dtype in _FLASH_DTYPES
+    fits = found.width <= _MOST_WIDTH and _value(value).shape[-1] <= found.width
+    runs = _value(query).dtype in _DTYPES.get(_value(query).device.type, ())
     return found if is_exact and fits and runs else None
 
 
@@ -145,13 +155,22 @@ def _value(node: Any) -> Tensor:
 
 def _are_terms(rows: Any, columns: Any, key: fx.Node) -> bool:
     """Whether the sum of two nodes has a term for every row of the keys' grid, and one for every column."""
-    if not (isinstance(rows, fx.Node) and isinstance(columns, fx.Node)):
+    if not (_is_product(rows) and _is_product(columns)):
+        return False
+    if not _value(rows).dtype == _value(columns).dtype == _value(key).dtype:
         return False
     of_rows, of_columns = shape_exprs(_value(rows)), shape_exprs(_value(columns))
     if len(of_rows) < 3 or of_rows[:-2] != of_columns[:-2] or of_rows[-1] != 1 or of_columns[-2] != 1:
         return False
     num_keys = shape_exprs(_value(key))[2]
     return bool(of_rows[-2] * of_columns[-1] == num_keys)
+
+
+def _is_product(node: Any) -> bool:
+    """Whether a node is the result of a matrix product, moved and reshaped."""
+    while isinstance(node, fx.Node) and node.target in _VIEWS:
+        node = node.args[0]
+    return isinstance(node, fx.Node) and node.target in _PRODUCTS
 
 
 def _replace(graph: fx.Graph, node: fx.Node, biased: _Biased) -> None:

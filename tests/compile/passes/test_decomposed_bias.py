@@ -115,6 +115,10 @@ def of_first_head(rows: Tensor, columns: Tensor) -> Tensor:
     return joined(rows, columns)[:, :1]
 
 
+def masked(rows: Tensor, columns: Tensor) -> Tensor:
+    return joined(rows.masked_fill(rows > 1, -torch.inf), columns)
+
+
 def of_rows_alone(rows: Tensor, columns: Tensor) -> Tensor:
     return (rows[..., :, None] + rows[..., :, None].expand(-1, -1, -1, -1, -1, 5)).flatten(4, 5).flatten(2, 3)
 
@@ -122,19 +126,39 @@ def of_rows_alone(rows: Tensor, columns: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "attention",
     [
-        *(GridAttention((5, 5), bias) for bias in (with_more, scaled, turned, of_first_head, of_rows_alone)),
+        *(
+            GridAttention((5, 5), bias)
+            for bias in (with_more, scaled, turned, of_first_head, masked, of_rows_alone)
+        ),
         GridAttention((5, 5), head_dim=12),
         GridAttention((5, 5), scale=0.3),
         GridAttention((121, 120), head_dim=16),
     ],
     ids=[
-        *("a further sum", "another factor", "turned", "broadcast", "no columns"),
+        *("a further sum", "another factor", "turned", "broadcast", "a mask", "no columns"),
         *("no power of two", "no power of two given", "too wide"),
     ],
 )
 def test_others_stay(attention: GridAttention) -> None:
     head_dim = attention.rows.shape[-1]
     graph = aten_graph(attention, example(attention.grid, head_dim, images=2)[:, :, :, :])
+    assert decomposed_bias(graph.module) == 0
+
+
+def test_terms_in_float16_might_overflow() -> None:
+    graph = aten_graph(GridAttention((5, 5)).half(), example((5, 5)).half())
+    assert decomposed_bias(graph.module) == 0
+
+
+def test_a_grid_of_any_number_of_rows_stays() -> None:
+    def attend(x: Tensor) -> Tensor:
+        q = x.flatten(0, 1).unflatten(-1, (HEADS, HEAD_DIM)).transpose(0, 1)[None]
+        rows, columns = (q @ line[:, :HEAD_DIM].t() for line in (x[:, 0], x[0]))
+        mask = (rows[..., :, None] + columns[..., None, :]).flatten(-2)
+        return F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+
+    graph = aten_graph(attend, torch.randn(6, 5, HEADS * HEAD_DIM))
+    assert graph.count(ATTENTION) == 1
     assert decomposed_bias(graph.module) == 0
 
 
@@ -152,7 +176,12 @@ def test_on_cuda_flash_attention_takes_over(kernel: str, dtype: torch.dtype, cha
 
     call = functools.partial(call_function, graph)
     qkv = [given(name, 3, HEADS, 25, HEAD_DIM) for name in "qkv"]
-    rows, columns = given("rows", 3, HEADS, 5, 5, 5, 1), given("columns", 3, HEADS, 5, 5, 1, 5)
+    products = [
+        call(aten.bmm.default, given(f"left_{name}", 6, 25, 16), given(f"right_{name}", 6, 16, 5))
+        for name in ("rows", "columns")
+    ]
+    rows = call(aten.view.default, products[0], [3, HEADS, 5, 5, 5, 1])
+    columns = call(aten.view.default, products[1], [3, HEADS, 5, 5, 1, 5])
     bias = call(aten.view.default, call(aten.add.Tensor, rows, columns), [3, HEADS, 25, 25])
     aligned = call(aten.slice.Tensor, call(aten.constant_pad_nd.default, bias, [0, 7]), -1, 0, 25)
     results = call(getattr(aten, f"_scaled_dot_product_{kernel}_attention").default, *qkv, aligned, False)
