@@ -154,7 +154,7 @@ def test_a_grid_of_any_number_of_rows_stays() -> None:
     def attend(x: Tensor) -> Tensor:
         q = x.flatten(0, 1).unflatten(-1, (HEADS, HEAD_DIM)).transpose(0, 1)[None]
         rows, columns = (q @ line[:, :HEAD_DIM].t() for line in (x[:, 0], x[0]))
-        mask = (rows[..., :, None] + columns[..., None, :]).flatten(-2)
+        mask = (rows.unsqueeze(-1) + columns.unsqueeze(-2)).flatten(-2)
         return F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
 
     graph = aten_graph(attend, torch.randn(6, 5, HEADS * HEAD_DIM))
