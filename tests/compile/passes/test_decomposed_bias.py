@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from packaging.version import Version
 from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
 
@@ -150,6 +151,9 @@ def test_terms_in_float16_might_overflow() -> None:
     assert decomposed_bias(graph.module) == 0
 
 
+@pytest.mark.skipif(
+    Version(torch.__version__) < Version("2.13"), reason="attention with a mask has no trace at unknown sizes"
+)
 def test_a_grid_of_any_number_of_rows_stays() -> None:
     def attend(x: Tensor) -> Tensor:
         q = x.flatten(0, 1).unflatten(-1, (HEADS, HEAD_DIM)).transpose(0, 1)[None]
