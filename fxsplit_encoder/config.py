@@ -28,7 +28,14 @@ from fxsplit_encoder.errors import ConfigError
 Mode = Literal["auto", "full", "piecewise", "breakable", "exact", "none"]
 Packing = Literal["cost", "greedy", "greedy_defer"]
 PieceCompiler = Literal["auto", "inductor", "aot_eager", "eager"]
-GraphPass = Literal["conv_to_linear", "contiguous_rows", "pad_mlp_width", "gelu_epilogue", "decomposed_bias"]
+GraphPass = Literal[
+    "conv_to_linear",
+    "contiguous_rows",
+    "pad_mlp_width",
+    "gelu_epilogue",
+    "decomposed_bias",
+    "dense_attention",
+]
 Precision = Literal["auto", "fp8"]
 
 # The same names for messages and benchmarks.
@@ -42,6 +49,9 @@ IMPLEMENTED_ATTENTION: tuple[str, ...] = (
     "cudnn_varlen",
     "flash_attn_4",
     "flash_attn_4_64x128",
+    "flash_attn_4_128x128",
+    "flash_attn_4_dense",
+    "flash_attn_4_128x128_dense",
     "flash_attn_3",
     "flash_attn_3_padded",
     "flash_attn_2",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fxsplit_encoder.attention.kernels import AttentionShape
+from fxsplit_encoder.attention.kernels import KERNELS, AttentionShape
 from fxsplit_encoder.attention.measure import Measured
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "cudnn": cudnn.version(),
+        "kernels": [kernel.name for kernel in KERNELS],
         "packages": {name: version for name in _PACKAGES if (version := _version(name)) is not None},
     }
 

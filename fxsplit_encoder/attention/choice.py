@@ -233,12 +233,14 @@ class KernelChooser:
         if problems:
             raise ConfigError(*problems)
 
-    def of(self, query_THD: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> AttentionKernel:
-        """The kernel of a call whose segments the host does not know. Costs a dictionary's look-up where such
-        a call has come before.
+    def of(
+        self, query_THD: Tensor, cu_seqlens: Tensor, max_seqlen: int, *, equal: bool = False
+    ) -> AttentionKernel:
+        """The kernel of a call whose segments the host does not know, or that are a batch (`equal`). Costs a
+        dictionary's look-up where such a call has come before.
         """
         call = (
-            *(query_THD.shape, query_THD.dtype, query_THD.device, cu_seqlens.shape, max_seqlen),
+            *(query_THD.shape, query_THD.dtype, query_THD.device, cu_seqlens.shape, max_seqlen, equal),
             _measuring.get(),  # what was chosen without measuring does not count inside
         )
         if self._version != self.measurements.version or len(self._by_call) >= _MOST_CALLS:
@@ -246,7 +248,7 @@ class KernelChooser:
             self._version = self.measurements.version
         kernel = self._by_call.get(call)
         if kernel is None:
-            shape = shape_of(query_THD, max_seqlen, cu_seqlens.shape[0] - 1)
+            shape = shape_of(query_THD, max_seqlen, cu_seqlens.shape[0] - 1, equal=equal)
             kernel = self._by_call[call] = self._ready(shape)
         return kernel
 

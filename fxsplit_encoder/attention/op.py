@@ -1,7 +1,7 @@
-"""`fxsplit::varlen_attention`: the op at which graphs are split.
+"""`fxsplit::varlen_attention`, the op at which graphs are split, and `fxsplit::dense_attention` for batches.
 
-It is registered through `torch.library.Library` rather than `torch.library.custom_op`: the latter adds about
-100 microseconds of Python to every call, this about 10.
+They are registered through `torch.library.Library` rather than `torch.library.custom_op`: the latter adds
+about 100 microseconds of Python to every call, this about 10.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fxsplit_encoder.attention.dense import attend_dense
 from fxsplit_encoder.attention.dispatch import attend, attend_out
 from fxsplit_encoder.attention.gradient import attend_backward
 
@@ -26,9 +27,12 @@ _library.define(
     "attention_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor cu_seqlens, float scale)"
     " -> (Tensor, Tensor, Tensor)"
 )
+# Of a compiled graph alone, which knows no gradients.
+_library.define("dense_attention(Tensor query, Tensor key, Tensor value, float scale) -> Tensor")
 for _device in ("CPU", "CUDA"):
     _library.impl("varlen_attention", attend, _device)
     _library.impl("attention_backward", attend_backward, _device)
+    _library.impl("dense_attention", attend_dense, _device)
 
 
 def _out_impl(
@@ -48,6 +52,13 @@ def _fake(
 
 
 torch.library.register_fake("fxsplit::varlen_attention", _fake, lib=_library)
+
+
+def _fake_dense(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    return torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
+
+
+torch.library.register_fake("fxsplit::dense_attention", _fake_dense, lib=_library)
 
 
 def _fake_out(
@@ -81,5 +92,6 @@ torch.library.register_autograd(
     "fxsplit::varlen_attention", _backward, setup_context=_setup_context, lib=_library
 )
 
+dense_attention = torch.ops.fxsplit.dense_attention.default
 varlen_attention = torch.ops.fxsplit.varlen_attention.default
 varlen_attention_out = torch.ops.fxsplit.varlen_attention.out

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
 DENSE_ATTENTION = "aten::scaled_dot_product_attention"
-# AOT replaces the composite op by the kernel that suits device and dtype.
+# AOT replaces the composite op by the kernel that suits device and dtype, and a pass that by ours.
 _DENSE_ATTENTION_KERNELS = (
+    "fxsplit::dense_attention",
     "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_flash_attention_for_cpu",
     "aten::_scaled_dot_product_efficient_attention",

@@ -9,12 +9,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from fxsplit_encoder.attention import attend, attend_out
-from fxsplit_encoder.attention.kernels import KERNELS, AttentionKernel, base, flash_attn, vllm_flash_attn
+from fxsplit_encoder.attention.kernels import (
+    KERNELS,
+    AttentionKernel,
+    AttentionShape,
+    base,
+    flash_attn,
+    vllm_flash_attn,
+)
 from fxsplit_encoder.attention.kernels.dense import BatchedDense
 from fxsplit_encoder.attention.kernels.generic import Masked, PerSegment
 from fxsplit_encoder.attention.kernels.padded import PaddedHeads
@@ -189,6 +197,18 @@ def test_padded_heads_are_another_candidate_only_where_something_is_padded(head_
     assert BY_NAME["flash_attn_4"].supports(of_width) == (head_dim <= 128)
 
 
+@pytest.mark.parametrize(
+    ("name", "longest"),
+    [("flash_attn_4_64x128", 512), ("flash_attn_4_128x128", 2048), ("flash_attn_4_128x128_dense", 2048)],
+)
+def test_small_tiles_are_tried_for_short_segments_alone(name: str, longest: int) -> None:
+    for tokens in (longest, longest + 1):
+        of_length = AttentionShape(
+            torch.device("cuda"), torch.bfloat16, 2, 64, 2 * tokens, tokens, 2, equal=True
+        )
+        assert BY_NAME[name].supports(of_length) == (tokens == longest)
+
+
 # The signatures of the packages' functions, as far as they are used. The stand-ins compute, so that an
 # argument in the wrong place shows.
 
@@ -236,11 +256,17 @@ def flash_4(
     max_seqlen_k: int = 0,
     softmax_scale: float = 0.0,
     tile_mn: Any = None,
+    mma_pv_is_rs: bool | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, None]:
-    assert tile_mn in (None, (64, 128))
-    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    result = flash_2(q, k, v, *lengths, softmax_scale=softmax_scale)
+    assert (tile_mn, mma_pv_is_rs) in ((None, None), ((64, 128), None), ((128, 128), True))
+    if cu_seqlens_q is None:
+        result = F.scaled_dot_product_attention(
+            *(x.transpose(1, 2) for x in (q, k, v)), scale=softmax_scale
+        ).transpose(1, 2)
+    else:
+        lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        result = flash_2(q, k, v, *lengths, softmax_scale=softmax_scale)
     return (result, None) if out is None else (out.copy_(result), None)
 
 
@@ -258,7 +284,7 @@ def flash_vllm(
 ) -> Tensor:
     assert fa_version == 3
     lengths = (cu_seqlens_q, cu_seqlens_k, None, None, max_seqlen_q, max_seqlen_k)
-    return flash_4(q, k, v, None, *lengths, softmax_scale, None, out)[0]
+    return flash_4(q, k, v, None, *lengths, softmax_scale, None, None, out)[0]
 
 
 @pytest.mark.parametrize(
@@ -268,6 +294,9 @@ def flash_vllm(
         (flash_attn.FlashAttention3(), flash_3),
         (flash_attn.FlashAttention4(), flash_4),
         (flash_attn.FlashAttention4((64, 128)), flash_4),
+        (flash_attn.FlashAttention4((128, 128), probabilities_in_registers=True), flash_4),
+        (flash_attn.DenseFlashAttention4(), flash_4),
+        (flash_attn.DenseFlashAttention4((128, 128), probabilities_in_registers=True), flash_4),
         (PaddedHeads(flash_attn.FlashAttention4(), 16), flash_4),
         (vllm_flash_attn.VllmFlashAttention(), flash_vllm),
     ],
@@ -280,13 +309,14 @@ def test_packages_get_what_their_functions_take(
     monkeypatch.setattr(base, "find", lambda module, attribute: (function, None))
     monkeypatch.setattr(vllm_flash_attn, "_function", lambda version: (function, None))
     monkeypatch.setattr(vllm_flash_attn, "capability", lambda device: (9, 0))
-    lengths: Sequence[int] = [3, 0, 4]
-    q, k, v = fused_qkv(7)
+    lengths: Sequence[int] = [4, 4] if kernel.needs_equal_segments else [3, 0, 4]
+    rows = sum(lengths)
+    q, k, v = fused_qkv(rows)
     expected = reference(q, k, v, lengths, 0.3)
-    out = torch.full((9, HEADS, HEAD_DIM), 5.0)
+    out = torch.full((rows + 2, HEADS, HEAD_DIM), 5.0)
     assert kernel(q, k, v, cumulative(lengths), 4, 0.3, out) is out
-    torch.testing.assert_close(out[:7].double(), expected, rtol=1e-5, atol=1e-6)
-    assert out[7:].eq(5).all()
+    torch.testing.assert_close(out[:rows].double(), expected, rtol=1e-5, atol=1e-6)
+    assert out[rows:].eq(5).all()
     result = kernel(q, k, v, cumulative(lengths), 4, 0.3)
     assert result.is_contiguous()
     torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-6)

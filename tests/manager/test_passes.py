@@ -63,6 +63,7 @@ def test_every_pass_changes_the_tower(captured: Any) -> None:
         "pad_mlp_width": 2,
         "gelu_epilogue": 2,
         "decomposed_bias": 0,
+        "dense_attention": 0,
     }
     assert len(program.derived.recipes) == 6
     assert program.padding.proved

@@ -7,7 +7,12 @@ is measured (`attention.choice`).
 from fxsplit_encoder.attention.kernels.base import AttentionKernel, AttentionShape
 from fxsplit_encoder.attention.kernels.cudnn_varlen import CudnnVarlen
 from fxsplit_encoder.attention.kernels.dense import BatchedDense, CudnnDense
-from fxsplit_encoder.attention.kernels.flash_attn import FlashAttention2, FlashAttention3, FlashAttention4
+from fxsplit_encoder.attention.kernels.flash_attn import (
+    DenseFlashAttention4,
+    FlashAttention2,
+    FlashAttention3,
+    FlashAttention4,
+)
 from fxsplit_encoder.attention.kernels.generic import Masked, PerSegment
 from fxsplit_encoder.attention.kernels.padded import PaddedHeads
 from fxsplit_encoder.attention.kernels.torch_flash import TorchFlash
@@ -18,12 +23,19 @@ __all__ = ["KERNELS", "AttentionKernel", "AttentionShape"]
 
 _fa3, _vllm = FlashAttention3(), VllmFlashAttention()
 
+# Segments up to which FlashAttention 4 may be faster with smaller tiles than its own: on an H200 it is up to
+# 400 and 1764 tokens (docs/attention.md).
+_SHORT, _MEDIUM = 512, 2048
+
 KERNELS: tuple[AttentionKernel, ...] = (
     TorchFlash(),
     CudnnDense(),
     CudnnVarlen(),
     FlashAttention4(),
-    FlashAttention4((64, 128)),
+    FlashAttention4((64, 128), up_to=_SHORT),
+    FlashAttention4((128, 128), up_to=_MEDIUM, probabilities_in_registers=True),
+    DenseFlashAttention4(),
+    DenseFlashAttention4((128, 128), up_to=_MEDIUM, probabilities_in_registers=True),
     _fa3,
     PaddedHeads(_fa3, 128),
     FlashAttention2(),

@@ -38,18 +38,25 @@ class AttentionShape:
     """Whether the host knows the segments. If not, `longest` and `segments` are bounds: the call is, or will
     be, part of a CUDA graph whose segments change from replay to replay."""
     equal: bool = False
-    """Whether the host knows that all segments have `longest` tokens."""
+    """Whether all segments are known to have `longest` tokens. If not `exact`, they are the entries of a
+    batch, in a graph too."""
 
     def rounded(self) -> AttentionShape:
         """The class: every number rounded up to a power of two, or halfway to the next where the call is
-        captured, since such calls are few.
+        captured, since such calls are few. The sequences of a captured batch are as long as the model says:
+        their length stays as it is.
         """
         longest, segments = (_round_up(n, halfway=not self.exact) for n in (self.longest, self.segments))
+        if self.equal and not self.exact:
+            longest = self.longest
         tokens = longest * segments if self.equal else _round_up(self.tokens, halfway=not self.exact)
         return replace(self, tokens=tokens, longest=min(longest, tokens), segments=segments)
 
     def __str__(self) -> str:
-        known = "equal" if self.equal else "known" if self.exact else "captured"
+        if self.exact:
+            known = "equal" if self.equal else "known"
+        else:
+            known = "captured, equal" if self.equal else "captured"
         return (
             f"{str(self.dtype).removeprefix('torch.')} {self.heads}x{self.head_dim}, tokens {self.tokens}, "
             f"longest {self.longest}, segments {self.segments}, {known}"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fxsplit_encoder.attention.kernels.base import HalfPrecisionKernel
+from fxsplit_encoder.attention.kernels.base import HalfPrecisionKernel, as_batch
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from fxsplit_encoder.attention.kernels.base import AttentionShape
 
 
 class FlashAttention2(HalfPrecisionKernel):
@@ -48,6 +50,10 @@ class FlashAttention4(HalfPrecisionKernel):
     Args:
         tile: queries and keys of a step, on Hopper; None: the package's own choice, which is made for long
             segments.
+        up_to: segments for which these tiles may be faster are at most so long, in tokens; None: any. What
+            cannot win is neither compiled nor measured.
+        probabilities_in_registers: whether the second product takes them from there rather than from shared
+            memory; None: the package's own choice, which depends on head_dim alone.
     """
 
     module = "flash_attn.cute.interface"
@@ -55,10 +61,21 @@ class FlashAttention4(HalfPrecisionKernel):
     attribute = "_flash_attn_fwd"
     max_head_dim = 128
 
-    def __init__(self, tile: tuple[int, int] | None = None) -> None:
-        self.tile = tile
+    def __init__(
+        self,
+        tile: tuple[int, int] | None = None,
+        *,
+        up_to: int | None = None,
+        probabilities_in_registers: bool | None = None,
+    ) -> None:
+        self.up_to = up_to
         self.name = "flash_attn_4" if tile is None else f"flash_attn_4_{tile[0]}x{tile[1]}"
         self.architectures = (9, 10, 11) if tile is None else (9,)
+        self._variant = {"tile_mn": tile, "mma_pv_is_rs": probabilities_in_registers}
+
+    def supports(self, shape: AttentionShape) -> bool:
+        """Segments that are not too long for its tiles."""
+        return super().supports(shape) and (self.up_to is None or shape.longest <= self.up_to)
 
     def _attend(
         self,
@@ -79,7 +96,39 @@ class FlashAttention4(HalfPrecisionKernel):
             max_seqlen_q=max_seqlen,
             max_seqlen_k=max_seqlen,
             softmax_scale=scale,
-            tile_mn=self.tile,
             out=target,
+            **self._variant,
         )[0]
         return result if target is None else target
+
+
+class DenseFlashAttention4(FlashAttention4):
+    """The same kernels over a batch: they look for no segments, and know how many tiles each one has."""
+
+    needs_equal_segments = True
+
+    def __init__(
+        self,
+        tile: tuple[int, int] | None = None,
+        *,
+        up_to: int | None = None,
+        probabilities_in_registers: bool | None = None,
+    ) -> None:
+        super().__init__(tile, up_to=up_to, probabilities_in_registers=probabilities_in_registers)
+        self.name += "_dense"
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        scale: float,
+        target: Tensor | None,
+    ) -> Tensor:
+        count = cu_seqlens.shape[0] - 1
+        q, k, v = (as_batch(tensor, count).transpose(1, 2) for tensor in (query, key, value))
+        out = None if target is None else target.view(q.shape)
+        result: Tensor = self.function(q, k, v, softmax_scale=scale, out=out, **self._variant)[0]
+        return result.view(query.shape) if target is None else target

@@ -143,13 +143,16 @@ class NodeView:
         return NotProvedError(f"{self.name} {why}")
 
 
+_OUR_ATTENTIONS = ("varlen_attention", "dense_attention")
+
+
 def operation(node: fx.Node) -> str:
     """The name that rules go by: that of the ATen operation, qualified for operations of other libraries."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return getattr(target, "__name__", str(target))
     name: str = target.overloadpacket.__name__
-    known = target.namespace == "aten" or (target.namespace == "fxsplit" and name == "varlen_attention")
+    known = target.namespace == "aten" or (target.namespace == "fxsplit" and name in _OUR_ATTENTIONS)
     return name if known else f"{target.namespace}::{name}"
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from fxsplit_encoder.compile.passes.contiguous_rows import contiguous_rows
 from fxsplit_encoder.compile.passes.conv_to_linear import conv_to_linear
 from fxsplit_encoder.compile.passes.decomposed_bias import decomposed_bias
+from fxsplit_encoder.compile.passes.dense_attention import dense_attention
 from fxsplit_encoder.compile.passes.fp8_linear import fp8_linear, relative_rms
 from fxsplit_encoder.compile.passes.gelu_epilogue import gelu_epilogue
 from fxsplit_encoder.compile.passes.pad_mlp_width import pad_mlp_width
@@ -32,12 +33,13 @@ PASSES: Mapping[str, Pass] = {
     "pad_mlp_width": pad_mlp_width,
     "gelu_epilogue": gelu_epilogue,
     "decomposed_bias": decomposed_bias,
+    "dense_attention": dense_attention,
 }
 """The exact passes, by the names that `EncoderConfig.passes` takes, in the order in which they run."""
 
 DEFAULT_PASSES: Mapping[str, tuple[str, ...]] = {
     "cpu": ("conv_to_linear",),
-    "cuda": ("conv_to_linear", "contiguous_rows", "pad_mlp_width", "gelu_epilogue"),
+    "cuda": ("conv_to_linear", "contiguous_rows", "pad_mlp_width", "gelu_epilogue", "dense_attention"),
 }
 """What `passes: auto` stands for, by the type of the device; on others nothing. On CUDA each pass that
 changed the tower measured was faster (docs/passes.md names the run); one that finds nothing costs nothing.

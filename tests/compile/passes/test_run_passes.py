@@ -88,6 +88,7 @@ def test_rows_for_a_table() -> None:
         ["pad_mlp_width", "off"],
         ["gelu_epilogue", "off"],
         ["decomposed_bias", "off"],
+        ["dense_attention", "off"],
         ["fp8_linear", "8"],
     ]
     assert all(len(row[2]) > 20 and "\n" not in row[2] for row in rows)

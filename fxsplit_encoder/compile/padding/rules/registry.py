@@ -29,6 +29,7 @@ def rule(*operations: str) -> Callable[[Rule], Rule]:
 
 
 DENSE_ATTENTIONS = (
+    "dense_attention",
     "scaled_dot_product_attention",
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_flash_attention_for_cpu",

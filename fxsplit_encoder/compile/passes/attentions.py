@@ -1,0 +1,23 @@
+"""How passes see a call of dense attention in an ATen graph."""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import fx
+
+
+def arguments_of(node: fx.Node) -> dict[str, Any]:
+    """All arguments of a call by name, defaults included."""
+    declared = node.target._schema.arguments  # type: ignore[union-attr]
+    defaults = {argument.name: argument.default_value for argument in declared}
+    names = (argument.name for argument in declared)
+    return {**defaults, **dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
+def is_only_result(node: fx.Node) -> bool:
+    """Whether nobody reads what a kernel returns beside the attention."""
+    read = [user for user in node.users if user.users or user.target is not operator.getitem]
+    return all(user.target is operator.getitem and user.args[1] == 0 for user in read)

@@ -1,0 +1,75 @@
+"""Attention over a batch becomes an op of ours, behind which there are more kernels than torch has."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fxsplit_encoder.attention import dense_attention as attend
+from fxsplit_encoder.compile.passes.attentions import arguments_of, is_only_result
+from fxsplit_encoder.compile.rewriting import call_function
+from fxsplit_encoder.compile.sizes import shape_exprs
+
+if TYPE_CHECKING:
+    from torch import Tensor, fx
+
+aten = torch.ops.aten
+
+# What AOT makes of scaled_dot_product_attention.
+_KERNELS = (
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+)
+
+
+def dense_attention(module: fx.GraphModule) -> int:
+    """Attention of 16 bits over a batch of equally long sequences, without a mask: its kernel is measured.
+
+    Exact: it is the same attention, and no kernel is chosen that is less accurate than torch's own (see
+    `attention.choice`). What is stored in another order than a linear layer leaves it stays as it is, since
+    most kernels would need copies.
+    """
+    changed = 0
+    for node in list(module.graph.nodes):
+        if node.target in _KERNELS and _is_plain(node):
+            _replace(module.graph, node)
+            changed += 1
+    return changed
+
+
+def _is_plain(node: fx.Node) -> bool:
+    given = arguments_of(node)
+    bias = given.get("attn_bias", given.get("attn_mask"))
+    if bias is not None or given["dropout_p"] or given["is_causal"] or not is_only_result(node):
+        return False
+    query, key, value = (given[name].meta["val"] for name in ("query", "key", "value"))
+    return (
+        query.dtype in (torch.bfloat16, torch.float16)
+        and shape_exprs(query) == shape_exprs(key) == shape_exprs(value)
+        and all(map(_is_packed, (query, key, value, node.meta["val"][0])))
+    )
+
+
+def _is_packed(value_BHTD: Tensor) -> bool:
+    """Whether all tokens of all sequences are rows of one matrix, with the same stride from each to the next.
+    Sizes that vary are not compared: that would be another guard.
+    """
+    tokens, strides = value_BHTD.shape[2], value_BHTD.stride()
+    if not all(isinstance(number, int) for number in (*value_BHTD.shape[1:], *strides)):
+        return False
+    return strides[3] == 1 and strides[0] == tokens * strides[2]
+
+
+def _replace(graph: fx.Graph, node: fx.Node) -> None:
+    given: dict[str, Any] = arguments_of(node)
+    query = given["query"]
+    scale = given["scale"] if given["scale"] is not None else query.meta["val"].shape[-1] ** -0.5
+    with graph.inserting_before(node):
+        attended = call_function(graph, attend, query, given["key"], given["value"], scale)
+    for user in list(node.users):
+        user.replace_all_uses_with(attended)
+        graph.erase_node(user)
+    graph.erase_node(node)

@@ -1,0 +1,85 @@
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fxsplit_encoder.attention import dense_attention as op
+from fxsplit_encoder.compile.passes.dense_attention import dense_attention
+from fxsplit_encoder.compile.split import DENSE_ATTENTION, splitting_targets
+
+from .aten_graphs import aten_graph
+
+ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+HEADS, TOKENS, HEAD_DIM = 2, 5, 8
+
+
+def example(dtype: torch.dtype = torch.bfloat16, batch: int = 3) -> Tensor:
+    return torch.randn(batch, TOKENS, 3 * HEADS * HEAD_DIM, dtype=dtype)
+
+
+def projected(qkv: Tensor) -> list[Tensor]:
+    """Queries, keys and values as a fused linear layer leaves them."""
+    return [part.unflatten(-1, (HEADS, HEAD_DIM)).transpose(1, 2) for part in qkv.chunk(3, dim=-1)]
+
+
+def attention(qkv: Tensor, **options: float) -> Tensor:
+    return F.scaled_dot_product_attention(*projected(qkv), **options).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_attention_over_a_batch_is_replaced(dtype: torch.dtype, scale: float | None) -> None:
+    x = example(dtype)
+    options = {} if scale is None else {"scale": scale}
+    graph = aten_graph(lambda qkv: attention(qkv, **options), x)
+    assert dense_attention(graph.module) == 1
+    assert (graph.count(op), graph.count(ATTENTION)) == (1, 0)
+    result = graph.run().double()
+    exact = attention(x.double(), **options)
+    ours, torchs = ((y - exact).norm() for y in (result, attention(x, **options).double()))
+    assert ours <= 1.1 * torchs
+
+
+def test_every_attention_is_replaced() -> None:
+    graph = aten_graph(lambda qkv: attention(qkv) + attention(2 * qkv), example())
+    assert dense_attention(graph.module) == 2
+
+
+def masked(qkv: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(*projected(qkv), attn_mask=qkv[:, None, :, :TOKENS])
+
+
+def causal(qkv: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(*projected(qkv), is_causal=True)
+
+
+def one_query(qkv: Tensor) -> Tensor:
+    q, k, v = projected(qkv)
+    return F.scaled_dot_product_attention(q[:, :, :1], k, v)
+
+
+def stored_head_by_head(qkv: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(*(part.contiguous() for part in projected(qkv)))
+
+
+def logarithms_too(qkv: Tensor) -> Tensor:
+    attended, logsumexp = ATTENTION(*projected(qkv))
+    return attended * logsumexp[..., None].to(attended.dtype)
+
+
+@pytest.mark.parametrize("forward", [masked, causal, one_query, stored_head_by_head, logarithms_too])
+def test_what_is_not_plain_attention_over_rows_stays(forward: Callable[[Tensor], Tensor]) -> None:
+    graph = aten_graph(forward, example())
+    assert dense_attention(graph.module) == 0
+    assert graph.count(op) == 0
+
+
+def test_float32_stays() -> None:
+    assert dense_attention(aten_graph(attention, example(torch.float32)).module) == 0
+
+
+def test_the_graph_is_split_there_too() -> None:
+    assert op in splitting_targets([DENSE_ATTENTION])
+    assert op not in splitting_targets(["fxsplit::varlen_attention"])
