@@ -371,8 +371,11 @@ class BudgetDispatcher:
         assert isinstance(argument, Ref)
         if frame.slots[argument.slot] is not None:
             return frame.slots[argument.slot]  # made before the region
-        sizes = [size(frame.symbols) for size in info.shape]
-        return output[tuple(slice(0, size) for size in sizes)].clone()
+        true_output = output
+        for dim, (size, captured) in enumerate(zip(info.shape, output.shape, strict=True)):
+            if (true_size := size(frame.symbols)) != captured:
+                true_output = true_output.narrow(dim, 0, true_size)
+        return true_output.clone()
 
     def _exact_runner(self, frame: Frame) -> Runner:
         """Brings the frame to the device; a runner that knows the segments, where a host op has just computed

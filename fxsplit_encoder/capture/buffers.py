@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fxsplit_encoder.capture.memory import is_dropped, weakly
+from fxsplit_encoder.constant_tensors import is_constant
 from fxsplit_encoder.errors import ReplayError
 from fxsplit_encoder.host_memory import copy_on_host
 
@@ -32,6 +34,8 @@ class _Contents:
         """The `StaticBuffer.token` of the last."""
         self.dirty = [(0, rows)]
         """(first row, end) of what may hold something else than zeros, in order."""
+        self.source: weakref.ref[Tensor] | None = None
+        """The constant tensor that the last was filled from."""
 
 
 class StaticBuffer:
@@ -94,6 +98,7 @@ class StaticBuffer:
         narrow = StaticBuffer(self.name, view, self.token_dim, self.padding_logic, is_order=self.is_order)
         narrow._contents = self._contents
         narrow._contents.owner = narrow.token
+        narrow._contents.source = None
         narrow._mark(narrow.capacity)
         return narrow
 
@@ -142,6 +147,7 @@ class StaticBuffer:
     def load(self, value: StaticValue) -> None:
         """Copies `value` into the first rows; clears those an earlier replay filled (capture rule 5)."""
         self._contents.owner = self.token
+        self._contents.source = None
         parts = parts_of(value)
         if self.padding_logic is not None:
             self.padding_logic(self.tensor, parts[0] if len(parts) == 1 else torch.cat(list(parts)))
@@ -158,6 +164,21 @@ class StaticBuffer:
             rows = end
         if self._contents.dirty != [(0, rows)]:
             self._clear_from(rows)
+
+    def remember(self, source: StaticValue | None) -> None:
+        """What the buffer was just filled from, if that is a constant tensor; see `holds`."""
+        if isinstance(source, Tensor) and is_constant(source):
+            self._contents.source = weakref.ref(source)
+
+    def holds(self, value: StaticValue | None) -> bool:
+        """Whether the buffer was filled from this very tensor, which is constant, and from nothing since."""
+        contents = self._contents
+        return (
+            value is not None
+            and contents.source is not None
+            and contents.owner is self.token
+            and contents.source() is value
+        )
 
     def _rows(self, start: int, end: int) -> Tensor:
         if end - start == self.capacity:

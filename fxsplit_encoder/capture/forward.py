@@ -88,6 +88,8 @@ class CapturedForward:
         self.outputs: list[Any] = []
         self.output_addresses: list[int] = []
         self.num_bytes = 0
+        self._boundaries: dict[str, list[int]] = {}
+        """The cumulative lengths that were loaded, of the inputs that the host knows."""
         self._real: tuple[int, int] | None = None
         """Rows of the batch that was loaded, of how many captured ones; None: not known."""
 
@@ -169,31 +171,55 @@ class CapturedForward:
             ReplayError: something does not fit; nothing has been copied then.
         """
         padded: dict[str, StaticValue | None] = dict(values)
-        known: list[KnownSegments] = []
+        held = self._held(values)
+        padded.update(dict.fromkeys(held))  # None keeps what a buffer holds
+        boundaries = {name: known for name, known in self._boundaries.items() if name in held}
         self._real = None
         for name in self.segment_inputs:
             given = values.get(name)
-            if not isinstance(given, torch.Tensor):
-                continue
-            buffer = self.inputs.buffers[name].tensor
-            if given.device.type == "cpu":
-                captured_rows = self._captured_rows(name)
-                padded[name] = pad_cu_seqlens(given, buffer.shape[0], captured_rows)
-                lengths = given.tolist()
-                self._real = lengths[-1], captured_rows
-                if self.mode != "full":  # nothing else reads them
-                    known.append(KnownSegments(buffer[: len(lengths)], lengths))
-            else:
-                padded[name] = pad_cu_seqlens_on_device(given, buffer.shape[0])
+            if isinstance(given, torch.Tensor) and name not in held:
+                entries = self.inputs.buffers[name].tensor.shape[0]
+                if given.device.type == "cpu":
+                    padded[name] = pad_cu_seqlens(given, entries, self._captured_rows(name))
+                    boundaries[name] = given.tolist()
+                else:
+                    padded[name] = pad_cu_seqlens_on_device(given, entries)
         self.inputs.load(padded)
+        self._boundaries = boundaries
+        if self.compiled:
+            self._remember({name: value for name, value in values.items() if name not in held})
+        for name, known in boundaries.items():
+            self._real = known[-1], self._captured_rows(name)
         if self.num_rows is not None and rows is not None:
             self.num_rows.fill_(rows)
-        if len(known) == len(self.segment_inputs):
-            self.live.set(rows, known)
-        else:
-            self.live.clear()
+        if self.mode != "full":  # nothing else reads them
+            self._set_live(rows)
         if rows is not None and self.rows is not None:
             self._real = rows, self.rows
+
+    def _held(self, values: Mapping[str, StaticValue | None]) -> set[str]:
+        """The names of the inputs whose buffers hold these values already. What is captured as it is called
+        may write to its inputs; a program does not.
+        """
+        if not self.compiled:
+            return set()
+        return {name for name, buffer in self.inputs.buffers.items() if buffer.holds(values.get(name))}
+
+    def _remember(self, values: Mapping[str, StaticValue | None]) -> None:
+        for name, value in values.items():
+            if name in self.inputs.buffers:
+                self.inputs.buffers[name].remember(value)
+
+    def _set_live(self, rows: int | None) -> None:
+        """Tells eager attention the segments of the batch, if the host knows those of every input."""
+        if len(self._boundaries) < len(self.segment_inputs):
+            self.live.clear()
+            return
+        known = []
+        for name, boundaries in self._boundaries.items():
+            buffer = self.inputs.buffers[name].tensor
+            known.append(KnownSegments(buffer[: len(boundaries)], boundaries))
+        self.live.set(rows, known)
 
     def replay(self, *, debug: bool = False) -> list[Any]:
         """Runs the captured forward on what the static inputs hold; returns its outputs, which the next

@@ -30,6 +30,7 @@ def probe_padding(program: Program, frame: Frame, rows: int) -> str | None:
     """
     exact = Frame(list(frame.slots), dict(frame.symbols))
     program.move_to_device(exact)
+    program.fill_num_rows(exact)
     poisoned = _padded(program, exact, rows, _nan_rows)
     strangers = _padded(program, exact, rows, _strange_rows)
     for entry in program.region_inputs:

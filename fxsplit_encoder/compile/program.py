@@ -180,17 +180,28 @@ class Program:
         self.derived.fill(frame.slots)
         for symbol, index, dim in self.symbol_sources:
             frame.symbols.setdefault(symbol, args[index] if dim < 0 else args[index].shape[dim])
-        if self.num_rows_slot is not None and self.token_symbol is not None:
-            # A fill is enqueued; a copy from the host would wait for the device.
-            rows = frame.symbols[self.token_symbol]
-            frame.slots[self.num_rows_slot] = torch.full((), rows, dtype=torch.int64, device=self.device)
-        self._run_steps(self.steps[: self.region_start], frame, DIRECT)
+        prologue = self.steps[: self.region_start]
+        if any(step.kind == "split" for step in prologue):
+            self.fill_num_rows(frame)
+        self._run_steps(prologue, frame, DIRECT)
         return frame
 
     def finish(self, frame: Frame, runner: Runner = DIRECT) -> list[Any]:
         """Runs the region and returns the graph's outputs."""
+        self.fill_num_rows(frame)
         self._run_steps(self.steps[self.region_start :], frame, runner)
         return [resolve(output, frame) for output in self.outputs]
+
+    def fill_num_rows(self, frame: Frame) -> None:
+        """Puts the number of rows of this run where the masks of pad rows read it, unless it is there: a
+        capture brings its own.
+        """
+        slot = self.num_rows_slot
+        if slot is None or self.token_symbol is None or frame.slots[slot] is not None:
+            return
+        # A fill is enqueued; a copy from the host would wait for the device.
+        rows = frame.symbols[self.token_symbol]
+        frame.slots[slot] = torch.full((), rows, dtype=torch.int64, device=self.device)
 
     def run(self, args: Sequence[Any], runner: Runner = DIRECT) -> list[Any]:
         """The whole program at the exact shape of its inputs."""

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -428,18 +430,49 @@ def test_rule_5_only_rows_that_the_last_replay_dirtied_are_cleared() -> None:
     assert cleared == [90, 6, 0, 0, 7, 0, 1]
 
 
-def test_rule_5_the_pixels_of_a_batch_are_copied_once(managers: Any, make_batch: Any) -> None:
+def test_rule_5_the_pixels_of_a_batch_are_copied_once_and_metadata_not_again(
+    managers: Any, make_batch: Any
+) -> None:
     manager = managers["full"]
     path = manager.paths["default"]
-    inputs = make_batch([(1, 16, 16)])
-    replay(manager, 64, inputs)
-    with CountWrites() as writes:
-        values = path.values(inputs)
+    first, second, other = make_batch([(1, 16, 16)]), make_batch([(1, 16, 16)]), make_batch([(1, 8, 32)])
+    lengths = len(path.captured[64].inputs.tensors["cu_seqlens"])
+    replay(manager, 64, other)
+    for inputs, has_new_metadata in ((first, True), (second, False), (other, True), (second, True)):
+        with CountWrites() as writes:
+            values = path.values(inputs)
+            path.load(path.captured[64], values)
+        assert writes.cleared == 0
+        copied = {name: joined(value).numel() for name, value in values.items()} | {"cu_seqlens": lengths}
+        assert writes.copied == (sum(copied.values()) if has_new_metadata else copied["pixel_values"])
+
+
+@settings(max_examples=15, deadline=None)
+@given(loads=st.lists(st.tuples(st.sampled_from([16, 64]), st.integers(0, 2)), max_size=8))
+def test_rule_5_what_is_not_copied_again_is_there(
+    loads: list[tuple[int, int]], managers: Any, make_batch: Any
+) -> None:
+    """Captures share their inputs' memory: another one's batch may have been there in between."""
+    path = managers["full"].paths["default"]
+    batches = [make_batch([(1, 4, 4)]), make_batch([(1, 2, 8)]), make_batch([(1, 4, 4), (1, 2, 4)])]
+    for budget, number in loads:
+        captured, values = path.captured[budget], path.values(batches[number])
+        path.load(captured, values)
+        for name, tensor in captured.inputs.tensors.items():
+            given = joined(values[name])
+            assert torch.equal(tensor[: len(given)], given.to(tensor.dtype)), name
+            assert tensor[len(given) :].eq(given[-1] if name == "cu_seqlens" else 0).all(), name
+
+
+def test_rule_5_a_tensor_that_may_change_is_read_again(managers: Any, make_batch: Any) -> None:
+    path = managers["full"].paths["default"]
+    values = {name: joined(value).clone() for name, value in path.values(make_batch([(1, 4, 4)])).items()}
+    tensors = path.captured[64].inputs.tensors
+    name = next(name for name in values if name not in ("pixel_values", "cu_seqlens"))
+    for _ in range(2):
+        values[name].numpy()[...] += 1  # leaves no trace that torch could see
         path.load(path.captured[64], values)
-    assert writes.cleared == 0
-    assert writes.copied == sum(joined(v).numel() for n, v in values.items() if n != "cu_seqlens") + len(
-        path.captured[64].inputs.tensors["cu_seqlens"]
-    )
+        assert torch.equal(tensors[name][:16], values[name])
 
 
 # --- 6: what a capture baked in stays where it is
