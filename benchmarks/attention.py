@@ -6,8 +6,8 @@
 inside of a CUDA graph, medians: "known" with the true segments and bound, "captured" with eight empty
 segments more and the token count as bound, as a budget's graph has them. "host" is what a call keeps the CPU,
 "first ms" what the first call of a shape takes, where kernels are compiled or planned. What the chooser picks
-for either is marked; it measures for itself, on random values of the shape's class. The file is written after
-each list of segments; `--segments` takes some of them.
+for either, and for equal segments as a batch in a graph, is marked; it measures for itself, on random values of
+the shape's class. The file is written after each list of segments; `--segments` takes some of them.
 """
 
 from __future__ import annotations
@@ -55,10 +55,13 @@ def measure(name: str, lengths: list[int], chooser: KernelChooser) -> list[dict[
     equal = len(set(lengths)) == 1
     known = shape_of(values[0], longest, len(lengths), exact=True, equal=equal)
     captured = shape_of(values[0], tokens, len(lengths) + EMPTY_SEGMENTS)
-    chosen = {shape: chooser.ranking(shape)[0] for shape in (known, captured)}
+    shapes = {"known": known, "captured": captured}
+    if equal:
+        shapes["batch"] = shape_of(values[0], longest, len(lengths), equal=True)
+    chosen = {what: chooser.ranking(shape)[0] for what, shape in shapes.items()}
     rows = []
     for kernel in KERNELS:
-        if kernel.is_last_resort or not works(kernel, known):
+        if kernel.is_last_resort or not any(works(kernel, shape) for shape in shapes.values()):
             continue
         call = _call(kernel, values, lengths, longest)
         padded = _call(kernel, values, lengths + [0] * EMPTY_SEGMENTS, tokens)
@@ -70,9 +73,7 @@ def measure(name: str, lengths: list[int], chooser: KernelChooser) -> list[dict[
             row["captured"] = microseconds(padded, captured) if works(kernel, captured) else None
         except Exception as error:  # one kernel's failure is a result too
             row["error"] = one_line(error)
-        row["chosen"] = ", ".join(
-            what for what, shape in (("known", known), ("captured", captured)) if chosen[shape] is kernel
-        )
+        row["chosen"] = ", ".join(what for what in shapes if chosen[what] is kernel)
         rows.append(row)
     return rows
 

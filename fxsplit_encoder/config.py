@@ -241,7 +241,8 @@ class EncoderConfig(_Settings):
 
     passes: Annotated[Literal["auto"] | tuple[GraphPass, ...], BeforeValidator(_check_passes)] = "auto"
     """Which exact rewrites of the graph are made, as a list of names (docs/passes.md). auto: those that were
-    measured to pay on the device; on CUDA all but `decomposed_bias`. `pad_mlp_width` takes memory."""
+    measured to pay on the device; on CUDA all of them, `decomposed_bias` from compute capability 9.0 on.
+    `pad_mlp_width` takes memory."""
 
     precision: Precision = "auto"
     """What the linear layers of the blocks multiply in. auto: the tower's own dtype; fp8: 8-bit floating

@@ -31,15 +31,16 @@ def kernels(rows: Sequence[Row]) -> str:
 def _both(row: Row) -> str:
     """What was chosen is bold; what failed says so."""
     missing = "failed" if "error" in row else "-"
-    cells = []
+    cells, chosen = [], row["chosen"].split(", ")
     for where in ("known", "captured"):
         value = row.get(where)
         text = missing if value is None else f"{value:.1f}"
-        cells.append(f"**{text}**" if where in row["chosen"].split(", ") else text)
+        text = f"**{text}**" if where in chosen else text
+        cells.append(f"{text}†" if where == "known" and "batch" in chosen else text)
     return " / ".join(cells)
 
 
 def marked(stored: Mapping[str, Any]) -> str:
     where = in_words(stored, "bf16", "16 heads of 72")
-    caption = "Microseconds, known lengths / in a graph; bold: what is chosen."
+    caption = "Microseconds, known lengths / in a graph; bold: what is chosen; †: for a batch in a graph."
     return f"{kernels(stored['rows'])}\n\n{caption} {where}."

@@ -30,12 +30,12 @@ _TOLERANCE = 1.1
 _FIRST_ROUNDINGS, _FEWEST_ROUNDINGS = 4.0, 0.25
 
 # Time that the timed calls of one kernel should take, in microseconds, and how often they are timed.
-_ROUND_US = 1000.0
+_ROUND_US = 500.0
 _MOST_CALLS = 20
-_ROUNDS = 5
+_ROUNDS = 3
 
 # A kernel that takes so many times as long as another on the first batch is timed on no further one.
-_FAR_BEHIND = 2.0
+_FAR_BEHIND = 1.5
 
 
 @dataclass(slots=True)

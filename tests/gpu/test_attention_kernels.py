@@ -10,7 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxsplit_encoder.attention import KernelChooser, KnownSegments, attend, choosing, describe, measuring
+from fxsplit_encoder.attention import (
+    KernelChooser,
+    KnownSegments,
+    attend,
+    choosing,
+    dense_attention,
+    describe,
+    measuring,
+)
 from fxsplit_encoder.attention.cache import MeasurementCache, describe_environment
 from fxsplit_encoder.attention.choice import Measurements, shape_of, works
 from fxsplit_encoder.attention.kernels import KERNELS, AttentionKernel
@@ -148,6 +156,34 @@ def test_a_captured_kernel_reads_the_segments_of_the_replay(kernel: AttentionKer
         out.fill_(float("nan"))
         graph.replay()
         assert error(out, expected(values, lengths, scale)) < 0.005
+
+
+@every_kernel
+@pytest.mark.parametrize(("tokens", "head_dim"), [(1025, 64), (729, 72), (257, 80)])
+@torch.no_grad()
+def test_a_batch_in_a_graph(kernel: AttentionKernel, tokens: int, head_dim: int) -> None:
+    """Of InternVL, SigLIP and CLIP; the lengths of a larger batch are made after the capture."""
+    batch, scale = 3, head_dim**-0.5
+    static = projection(batch * tokens, head_dim)
+    reason = kernel.unavailable_reason(static[0].device)
+    shape = shape_of(static[0], tokens, batch, equal=True)
+    if reason is not None or not works(kernel, shape):
+        pytest.skip(reason or f"does not compute {shape}")
+    entries = [x.unflatten(0, (batch, tokens)).transpose(1, 2) for x in static]
+    graph = torch.cuda.CUDAGraph()
+    with choosing(KernelChooser(kernel.name)):
+        dense_attention(*entries, scale)
+        with torch.cuda.graph(graph):
+            out = dense_attention(*entries, scale)
+        dense_attention(*(x.repeat(50, 1, 1, 1) for x in entries), scale)
+    for seed in range(2):
+        values = projection(batch * tokens, head_dim, seed)
+        for mine, new in zip(static, values, strict=True):
+            mine.copy_(new)
+        out.fill_(float("nan"))
+        graph.replay()
+        attended = out.transpose(1, 2).flatten(0, 1)
+        assert error(attended, expected(values, [tokens] * batch, scale)) < 0.005
 
 
 @pytest.fixture

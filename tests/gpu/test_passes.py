@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.cli.models import draw_weights
+from fxsplit_encoder.cli.models import demo_tower, draw_weights
 from fxsplit_encoder.compile.passes import PASSES, relative_rms
 from fxsplit_encoder.compile.passes.fp8_linear import linear_fp8, quantise_rows
 from fxsplit_encoder.towers.models.clip_encoder import ClipConfig
@@ -110,6 +110,37 @@ def test_relative_positions_as_features_add_no_error() -> None:
     ours = torch.cat(manager.execute(inputs))
     assert {bound.program.pass_report["decomposed_bias"] for bound in manager.programs.values()} == {3}
     assert relative_rms(ours, exact) <= 1.1 * relative_rms(eager, exact)
+
+
+@torch.no_grad()
+def test_attention_over_a_batch_has_a_measured_kernel_and_adds_no_error() -> None:
+    """InternVL at its width, whose tiles are 1025 tokens each."""
+    tower = demo_tower(2, "cuda", torch.bfloat16, model="internvl3-8b")
+    reference = copy.deepcopy(tower).float()
+    generator = torch.Generator("cuda").manual_seed(0)
+    inputs = {
+        "pixel_values": torch.randn(5, 3, 448, 448, device="cuda", generator=generator).bfloat16(),
+        "num_patches": [1, 4],
+    }
+    exact, eager = (
+        torch.cat(fx.EncoderCudaGraphManager(fx.wrap(each), fx.EncoderConfig(enabled=False)).execute(given))
+        for each, given in (
+            (reference, {**inputs, "pixel_values": inputs["pixel_values"].float()}),
+            (tower, inputs),
+        )
+    )
+    for mode in ("full", "piecewise", "none"):
+        config = fx.EncoderConfig(
+            mode=mode, packing="greedy", token_budgets=(256, 1024, 2048), passes=("dense_attention",)
+        )
+        manager = fx.EncoderCudaGraphManager(fx.wrap(tower), config)
+        manager.capture()
+        assert manager.programs["default"].program.pass_report == {"dense_attention": 2}
+        for _ in range(2):
+            ours = torch.cat(manager.execute(inputs))
+            assert relative_rms(ours, exact) <= 1.1 * relative_rms(eager, exact)
+        assert manager.stats().hits == (0 if mode == "none" else 4)
+        manager.clear()
 
 
 @pytest.mark.parametrize("rows", [1, 196, 3136])

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from fxsplit_encoder.compile.passes.contiguous_rows import contiguous_rows
 from fxsplit_encoder.compile.passes.conv_to_linear import conv_to_linear
 from fxsplit_encoder.compile.passes.decomposed_bias import decomposed_bias
@@ -20,12 +22,11 @@ from fxsplit_encoder.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    import torch
     from torch import fx
 
     Pass = Callable[[fx.GraphModule], int]
 
-__all__ = ["DEFAULT_PASSES", "PASSES", "pass_rows", "relative_rms", "run_passes"]
+__all__ = ["DEFAULT_PASSES", "PASSES", "default_passes", "pass_rows", "relative_rms", "run_passes"]
 
 PASSES: Mapping[str, Pass] = {
     "conv_to_linear": conv_to_linear,
@@ -39,15 +40,26 @@ PASSES: Mapping[str, Pass] = {
 
 DEFAULT_PASSES: Mapping[str, tuple[str, ...]] = {
     "cpu": ("conv_to_linear",),
-    "cuda": ("conv_to_linear", "contiguous_rows", "pad_mlp_width", "gelu_epilogue", "dense_attention"),
+    "cuda": tuple(PASSES),
 }
 """What `passes: auto` stands for, by the type of the device; on others nothing. On CUDA each pass that
-changed the tower measured was faster (docs/passes.md names the run); one that finds nothing costs nothing.
-`decomposed_bias` has not been measured yet.
+changed a tower measured was faster (docs/passes.md names the runs); one that finds nothing costs nothing.
 """
+
+_LEAST_CAPABILITY = {"decomposed_bias": (9, 0)}
+"""The compute capability below which a pass is no default: cuDNN's kernels for wide heads are of Hopper."""
 
 # fp8 takes layers of the width that is run, and before a GELU makes another operation of them.
 _FP8_BEFORE = "gelu_epilogue"
+
+
+def default_passes(device: torch.device) -> tuple[str, ...]:
+    """What `passes: auto` stands for on a device."""
+    names = DEFAULT_PASSES.get(device.type, ())
+    if device.type != "cuda":
+        return names
+    capability = torch.cuda.get_device_capability(device)
+    return tuple(name for name in names if capability >= _LEAST_CAPABILITY.get(name, (0, 0)))
 
 
 def run_passes(
@@ -66,7 +78,7 @@ def run_passes(
     Raises:
         ConfigError: no such pass, or the device cannot multiply in fp8.
     """
-    chosen = DEFAULT_PASSES.get(device.type, ()) if names is None else names
+    chosen = default_passes(device) if names is None else names
     if unknown := [name for name in chosen if name not in PASSES]:
         raise ConfigError(f"passes: no pass is called {', '.join(unknown)}; allowed: {', '.join(PASSES)}")
     changed: dict[str, int] = {}

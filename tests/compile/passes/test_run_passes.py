@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fxsplit_encoder.compile import BoundProgram, CompileOptions
-from fxsplit_encoder.compile.passes import DEFAULT_PASSES, PASSES, pass_rows, run_passes
+from fxsplit_encoder.compile.passes import DEFAULT_PASSES, PASSES, default_passes, pass_rows, run_passes
 from fxsplit_encoder.config import GRAPH_PASSES, EncoderConfig
 from fxsplit_encoder.errors import ConfigError
 
@@ -70,6 +70,14 @@ def test_what_is_asked_for_runs_in_the_order_of_the_registry(names: Any, report:
     changed = run_passes(graph.module, names, "auto", CPU)
     assert list(changed.items()) == list(report.items())
     torch.testing.assert_close(graph.run(), mlp(x))
+
+
+@pytest.mark.parametrize(("capability", "missing"), [((8, 0), {"decomposed_bias"}), ((9, 0), set())])
+def test_defaults_on_cuda_depend_on_the_architecture(
+    capability: tuple[int, int], missing: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert set(PASSES) - set(default_passes(torch.device("cuda", 0))) == missing
 
 
 def test_an_unknown_pass_is_refused() -> None:
