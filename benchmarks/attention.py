@@ -6,8 +6,9 @@
 inside of a CUDA graph, medians: "known" with the true segments and bound, "captured" with eight empty
 segments more and the token count as bound, as a budget's graph has them. "host" is what a call keeps the CPU,
 "first ms" what the first call of a shape takes, where kernels are compiled or planned. What the chooser picks
-for either, and for equal segments as a batch in a graph, is marked; it measures for itself, on random values of
-the shape's class. The file is written after each list of segments; `--segments` takes some of them.
+for either is marked, and for equal segments what it picks for a batch in a graph; it measures for itself, on
+random values of the shape's class. The file is written after each list of segments; `--segments` takes some
+of them.
 """
 
 from __future__ import annotations
