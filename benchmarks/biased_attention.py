@@ -8,8 +8,8 @@ and the terms of the bias; milliseconds of the device for all that follows, comp
 size, in a CUDA graph:
 
 * "bias": the terms added up, and `scaled_dot_product_attention` with the sum as its mask, as the model does.
-* "features": as the pass `decomposed_bias` does it, by flash attention with wider heads.
-* "features, cuDNN": the same by cuDNN, whose values may be narrower than keys.
+* "features": the terms as features of wider heads, with values as wide, by the kernel that torch chooses.
+* "features, cuDNN": the same by cuDNN, whose values may be narrower than keys: the pass `decomposed_bias`.
 * "flex_attention": torch's, with the terms looked up for every score.
 
 "error" is the relative root mean square of the difference from float64. `--small` takes small grids, on a CPU

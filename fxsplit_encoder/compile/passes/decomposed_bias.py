@@ -2,7 +2,7 @@
 
 Relative positions as in ViTDet (arXiv 2203.16527) give every score of a query and a key one term for the
 row of the key and one for its column. Added up they are as large as the scores, and a kernel that takes them
-is not flash attention: SAM's global blocks write and read 400 MB of them for one image of 1024 pixels.
+is not the fastest: SAM's global blocks write and read 400 MB of them for one image of 1024 pixels.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ _CPU_FLASH = aten._scaled_dot_product_flash_attention_for_cpu.default
 _CUDNN = aten._scaled_dot_product_cudnn_attention.default
 
 # What AOT makes of an attention with a bias, and the kernel that takes over. On CUDA that is cuDNN's, whose
-# values may be narrower than the keys: 0.20 ms for a page of SAM, where FlashAttention 2 takes 0.97 with
-# values as wide as the keys.
+# values may be narrower than the keys (benchmarks/biased_attention.py).
 _KERNELS = {
     _CPU_FLASH: _CPU_FLASH,
     aten._scaled_dot_product_efficient_attention.default: _CUDNN,
