@@ -104,7 +104,8 @@ class Breaks(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.attention(x)
         torch._dynamo.graph_break()
-        y = y - y.mean(0) if y.sum() > 0 else y + y.mean(0)
+        # Behind a layer norm all features together are 0, up to rounding.
+        y = y - y.mean(0) if y[..., 0].sum() > 0 else y + y.mean(0)
         print(end="")
         return y * 2
 

@@ -67,20 +67,25 @@ def ops_of(manager: Any, inputs: dict[str, Any]) -> Counter[str]:
 def test_an_image_that_fills_its_budget_costs_one_copy_an_input_and_one_of_its_own(
     manager: Any, make_batch: Any
 ) -> None:
-    manager.execute(make_batch([(1, 8, 8)], seed=1))
-    counts = ops_of(manager, make_batch([(1, 8, 8)], seed=2))
+    inputs = make_batch([(1, 8, 8)], seed=1)
+    manager.execute(inputs)
+    manager.execute(make_batch([(1, 4, 16)]))
     # The number of real rows is filled in; the item is cut out of the output, and copied.
-    assert counts == {"copy_": NUM_INPUTS, "fill_": 1, "slice": 1, "clone": 1}
+    expected = {"copy_": NUM_INPUTS, "fill_": 1, "slice": 1, "clone": 1}
+    assert ops_of(manager, inputs) == expected
+    # What the buffers hold of the same size is not copied to them again.
+    assert ops_of(manager, make_batch([(1, 8, 8)], seed=2)) == expected | {"copy_": 1}
 
 
 def test_a_smaller_image_cuts_buffers_and_clears_what_a_larger_one_left(
     manager: Any, make_batch: Any
 ) -> None:
-    small = make_batch([(1, 6, 8)])  # 12 of 16 tokens
+    small, other = make_batch([(1, 6, 8)]), make_batch([(1, 8, 6)])  # 12 of 16 tokens
+    manager.execute(other)
     manager.execute(small)
     by_row = NUM_INPUTS - 1  # cumulative lengths are replaced as a whole
     expected = {"copy_": NUM_INPUTS, "fill_": 1, "slice": by_row + 1, "clone": 1}
-    assert ops_of(manager, small) == expected
+    assert ops_of(manager, other) == expected
     manager.execute(make_batch([(1, 8, 8)]))
     assert ops_of(manager, small) == expected | {"slice": 2 * by_row + 1, "zero_": by_row}
 
