@@ -88,8 +88,9 @@ class CapturedForward:
         self.outputs: list[Any] = []
         self.output_addresses: list[int] = []
         self.num_bytes = 0
-        self._boundaries: dict[str, list[int]] = {}
-        """The cumulative lengths that were loaded, of the inputs that the host knows."""
+        self._boundaries: dict[str, tuple[Tensor, list[int]]] = {}
+        """The cumulative lengths that were loaded last, of the inputs that the host knows: as they were
+        given, and their numbers."""
         self._real: tuple[int, int] | None = None
         """Rows of the batch that was loaded, of how many captured ones; None: not known."""
 
@@ -181,15 +182,15 @@ class CapturedForward:
                 entries = self.inputs.buffers[name].tensor.shape[0]
                 if given.device.type == "cpu":
                     padded[name] = pad_cu_seqlens(given, entries, self._captured_rows(name))
-                    boundaries[name] = given.tolist()
+                    boundaries[name] = given, given.tolist()
                 else:
                     padded[name] = pad_cu_seqlens_on_device(given, entries)
         self.inputs.load(padded)
         self._boundaries = boundaries
         if self.compiled:
             self._remember({name: value for name, value in values.items() if name not in held})
-        for name, known in boundaries.items():
-            self._real = known[-1], self._captured_rows(name)
+        for name, (_, lengths) in boundaries.items():
+            self._real = lengths[-1], self._captured_rows(name)
         if self.num_rows is not None and rows is not None:
             self.num_rows.fill_(rows)
         if self.mode != "full":  # nothing else reads them
@@ -203,7 +204,10 @@ class CapturedForward:
         """
         if not self.compiled:
             return set()
-        return {name for name, buffer in self.inputs.buffers.items() if buffer.holds(values.get(name))}
+        held = {name for name, buffer in self.inputs.buffers.items() if buffer.holds(values.get(name))}
+        # Another capture over the same buffer may have loaded lengths that are not known here.
+        known = {name for name, (given, _) in self._boundaries.items() if given is values.get(name)}
+        return held - (set(self.segment_inputs) - known)
 
     def _remember(self, values: Mapping[str, StaticValue | None]) -> None:
         for name, value in values.items():
@@ -216,9 +220,9 @@ class CapturedForward:
             self.live.clear()
             return
         known = []
-        for name, boundaries in self._boundaries.items():
+        for name, (_, lengths) in self._boundaries.items():
             buffer = self.inputs.buffers[name].tensor
-            known.append(KnownSegments(buffer[: len(boundaries)], boundaries))
+            known.append(KnownSegments(buffer[: len(lengths)], lengths))
         self.live.set(rows, known)
 
     def replay(self, *, debug: bool = False) -> list[Any]:

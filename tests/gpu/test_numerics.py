@@ -45,7 +45,8 @@ def test_small_large_image_and_video_replays_in_any_order(mode: str, towers: Any
         batch([(1, 8, 8)] * 6, [(2, 8, 8)], wrapped.patch_features),
     ]
     expected = [encode(reference, b) for b in batches]
-    first = [managers[mode].execute(b) for b in batches]
+    for _ in range(2):  # a kernel that plans each shape serves one that has come before
+        first = [managers[mode].execute(b) for b in batches]
     source = random.Random(0)
     for _ in range(30):
         number = source.randrange(len(batches))

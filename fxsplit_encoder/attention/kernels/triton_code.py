@@ -16,10 +16,14 @@ import triton.language as tl
 if TYPE_CHECKING:
     from torch import Tensor
 
-_MOST_BOUNDARIES = 1024
+# Boundaries that a program reads at once. Every number of them is another compilation, of half a second.
+_BOUNDARIES = (32, 128, 1024)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+# What a compiler would make of one segment, or of a number of them that is a multiple of 16, gains nothing.
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["segments"], do_not_specialize_on_alignment=["cu_seqlens"]
+)
 def _attend_tile(  # type: ignore[no-untyped-def]  # noqa: PLR0915 - one kernel is one function
     query,
     key,
@@ -144,7 +148,7 @@ def attend(
         high,
         block_m,
         block_n,
-        max(16, min(_MOST_BOUNDARIES, triton.next_power_of_2(segments))),
+        next((number for number in _BOUNDARIES if segments <= number), _BOUNDARIES[-1]),
         num_warps=num_warps,
         num_stages=num_stages,
     )
