@@ -33,7 +33,7 @@ from fxsplit_encoder.capture.segments import fits, full_cu_seqlens
 from fxsplit_encoder.compile import Frame, HostOp
 from fxsplit_encoder.compile.program import Ref, resolve
 from fxsplit_encoder.compile.sizes import Size
-from fxsplit_encoder.errors import ConfigError
+from fxsplit_encoder.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -95,6 +95,7 @@ class BudgetDispatcher:
         self._exact: dict[tuple[int, ...], ExactShapes] = {}
         self._static_inputs = sorted(program.static_inputs)
         self._addresses: list[int] = []
+        self._layouts: list[tuple[torch.Size, torch.dtype, torch.device]] = []
         self._frame_lengths = program.frame_lengths_slot
         self._segment_factors: dict[int, int] = {}
         self._lock = threading.RLock()
@@ -120,10 +121,16 @@ class BudgetDispatcher:
         """Captures hold parameters by address: where there are others now, it is redone (rule 6)."""
         addresses = list(map(torch.Tensor.data_ptr, map(args.__getitem__, self._static_inputs)))
         if addresses != self._addresses:
+            layouts = [(t.shape, t.dtype, t.device) for t in map(args.__getitem__, self._static_inputs)]
+            if self._addresses and layouts != self._layouts:
+                raise InputError(
+                    "parameters: expected them in the sizes, dtype and device in which the module was "
+                    "compiled; got others. Compile it again after torch._dynamo.reset()"
+                )
             if self._ladders or self._exact:
                 logger.warning("parameters were replaced since the capture; capturing again")
             self.clear()
-            self._addresses = addresses
+            self._addresses, self._layouts = addresses, layouts
 
     def clear(self) -> None:
         """Releases every capture and its memory; the next calls capture again."""

@@ -11,6 +11,7 @@ import torch
 
 from fxsplit_encoder.backend.dispatch import BudgetDispatcher, capturing_all
 from fxsplit_encoder.compile import CompileOptions, compile_graph
+from fxsplit_encoder.compile.blocks import end_blocks, takes_blocks
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import CompileError, ConfigError, InputError
 
@@ -25,6 +26,7 @@ logger = logging.getLogger(__name__)
 _warned: set[str] = set()
 
 
+@takes_blocks
 def encoder_cg(
     module: fx.GraphModule,
     example_inputs: Sequence[Any],
@@ -42,6 +44,18 @@ def encoder_cg(
     Raises:
         ConfigError: an unknown option or a bad value.
     """
+    try:
+        return _compiled(module, example_inputs, options, mode)
+    finally:
+        end_blocks()
+
+
+def _compiled(
+    module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    options: Mapping[str, Any] | None,
+    mode: str | None,
+) -> Callable[..., Any]:
     if mode is not None:
         raise ConfigError(
             f"mode: torch.compile's modes do not apply to encoder_cg; got {mode!r}; pass "
@@ -66,14 +80,33 @@ def encoder_cg(
     except (ConfigError, torch._dynamo.exc.RestartAnalysis):
         raise  # the second is how AOT asks Dynamo to trace again
     except CompileError as error:
+        _trace_without_blocks(error)
         _warn_once(f"encoder_cg: a graph runs eagerly because it cannot be split: {error}")
     except Exception as error:
+        _trace_without_blocks(error)
         # Whatever Dynamo hands over must give eager's results, so no failure of ours may end a forward.
         logger.exception("compiling a graph failed")
         _warn_once(
             f"encoder_cg: a graph runs eagerly because compiling it failed: {type(error).__name__}: {error}"
         )
     return module.forward
+
+
+class _TraceAgain(
+    torch._dynamo.exc.TensorifyScalarRestartAnalysis, torch._dynamo.exc.UnspecializeRestartAnalysis
+):
+    """Has Dynamo trace again: a backend may raise the first, and with the second Dynamo forgets where its
+    last trace went.
+    """
+
+
+def _trace_without_blocks(error: Exception) -> None:
+    """Lets Dynamo trace again if equal blocks were traced once: they may be at fault, and their ops cannot be
+    run eagerly.
+    """
+    if end_blocks(refused=True):
+        logger.warning("equal blocks are traced one by one, which takes longer: %s", error)
+        raise _TraceAgain(restart_reason="equal blocks are traced one by one")
 
 
 def warmup(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> int:

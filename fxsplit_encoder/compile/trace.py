@@ -50,7 +50,7 @@ def compile_graph(
         runtime = make_runtime(build_program(aten_module, static, options))
 
         def boxed(args: list[Any]) -> list[Any]:
-            values = [*args, *weights]
+            values = [*args, *weights.current()]
             args.clear()
             return runtime(values)
 

@@ -36,6 +36,11 @@ def register_tower(tower: PackedTower) -> str:
     return name
 
 
+def registered_tower(name: str) -> PackedTower:
+    """The tower of that name."""
+    return _towers[name]
+
+
 def exact_metadata(pixel_values: Tensor, grid_thw: Tensor, tower_name: str) -> list[Tensor]:
     """Every per-patch metadata tensor, on the CPU or kept on the device; then the cumulative lengths
     (segments + 1), on the CPU. Nobody may write to them.

@@ -9,9 +9,12 @@ by select).
 
 A block that cannot be such an op ends the trace with an error, and the caller traces plainly: one that
 returns anything but a new tensor, writes to its arguments, or leaves something behind in its attributes.
+
+Where somebody else traces, `torch.compile` with a backend of ours, a tower says when it is traced
+(`begin_blocks`), and the backend when it is done (`end_blocks`).
 """
 
 from fxsplit_encoder.compile.blocks.inlining import inline_blocks
-from fxsplit_encoder.compile.blocks.op import equal_blocks_as_ops
+from fxsplit_encoder.compile.blocks.op import begin_blocks, end_blocks, equal_blocks_as_ops, takes_blocks
 
-__all__ = ["equal_blocks_as_ops", "inline_blocks"]
+__all__ = ["begin_blocks", "end_blocks", "equal_blocks_as_ops", "inline_blocks", "takes_blocks"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from operator import getitem
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,10 +12,10 @@ from torch import fx, nn
 from fxsplit_encoder.compile.aten import to_aten
 from fxsplit_encoder.compile.blocks.arguments import put_together
 from fxsplit_encoder.compile.sizes import expression, layout
-from fxsplit_encoder.errors import CompileError
+from fxsplit_encoder.errors import CompileError, InputError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -110,6 +111,38 @@ class _OriginalForward(nn.Module):
 def weights_of(block: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers by name, in the same order for equal blocks."""
     return dict((*block.named_parameters(), *block.named_buffers()))
+
+
+class LiveWeights:
+    """Weights of blocks, looked up at every call where their modules hold them: one may be replaced."""
+
+    def __init__(self) -> None:
+        self._holders: list[Mapping[str, Tensor | None]] = []
+        self._keys: list[str] = []
+
+    def add(self, block: nn.Module, name: str) -> None:
+        """Another one, by its name in a block."""
+        path, _, key = name.rpartition(".")
+        module = block.get_submodule(path)
+        self._holders.append(module._parameters if key in module._parameters else module._buffers)
+        self._keys.append(key)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def current(self) -> list[Tensor]:
+        """What the modules hold now, in the order in which it was added.
+
+        Raises:
+            InputError: one was removed.
+        """
+        try:
+            return list(map(getitem, self._holders, self._keys))  # type: ignore[arg-type]
+        except KeyError as error:
+            raise InputError(
+                f"parameters: {error} of a compiled block was removed since; put it back, or compile again "
+                "after torch._dynamo.reset()"
+            ) from None
 
 
 def fake_weight(fake_mode: Any, weight: Tensor) -> Tensor:

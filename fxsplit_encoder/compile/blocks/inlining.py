@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from fxsplit_encoder.compile.blocks.group import fake_mode_of, fake_weight, weights_of
+from fxsplit_encoder.compile.blocks.group import LiveWeights, fake_mode_of, fake_weight, weights_of
 from fxsplit_encoder.compile.blocks.op import block_op, group_of
 from fxsplit_encoder.compile.sizes import expression, layout
 from fxsplit_encoder.errors import CompileError
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def inline_blocks(module: fx.GraphModule) -> list[Tensor]:
+def inline_blocks(module: fx.GraphModule) -> LiveWeights:
     """Puts the graph of its block in the place of each op.
 
     Args:
@@ -40,7 +40,7 @@ class _Inlining:
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
-        self.weights: list[Tensor] = []
+        self.weights = LiveWeights()
         inputs = graph.find_nodes(op="placeholder")
         self._last_input: fx.Node | None = inputs[-1] if inputs else None
         self._weight_nodes: dict[tuple[int, int, str], fx.Node] = {}
@@ -65,6 +65,7 @@ class _Inlining:
                 key = (number, index, name)
                 if key not in self._weight_nodes:
                     self._weight_nodes[key] = self._add_weight(weight, fake_mode)
+                    self.weights.add(group.blocks[index], name)
                 copies[node] = self._weight_nodes[key]
         output = self._copy_body(call, body, copies)
         if layout(output.meta["val"]) != layout(call.meta["val"]):
@@ -79,7 +80,6 @@ class _Inlining:
         with self.graph.inserting_after(self._last_input):
             self._last_input = self.graph.placeholder(f"weight_{len(self.weights)}")
         self._last_input.meta["val"] = fake_weight(fake_mode, weight)
-        self.weights.append(weight)
         return self._last_input
 
     def _copy_body(self, call: fx.Node, body: fx.GraphModule, copies: dict[fx.Node, fx.Node]) -> fx.Node:

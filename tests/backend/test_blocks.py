@@ -1,0 +1,181 @@
+"""Equal blocks of a tower behind torch.compile: one is traced for all, and nobody else notices."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxsplit_encoder as fx
+from fxsplit_encoder.backend import dispatchers
+from fxsplit_encoder.compile import trace
+from fxsplit_encoder.compile.blocks import op
+from fxsplit_encoder.errors import CompileError, InputError
+
+GRID = torch.tensor([[1, 4, 6]])
+OPTIONS = {"token_budgets": [8, 16], "mode": "full"}
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+@pytest.fixture
+def inner(make_tower: Callable[..., Any]) -> Any:
+    return make_tower()
+
+
+@pytest.fixture
+def pixels(inner: Any) -> Tensor:
+    return torch.randn(24, fx.wrap(inner).patch_features, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def inlined(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """How many weights of blocks each graph got."""
+    counts: list[int] = []
+    real = trace.inline_blocks
+
+    def counted(module: Any) -> Any:
+        weights = real(module)
+        counts.append(len(weights))
+        return weights
+
+    monkeypatch.setattr(trace, "inline_blocks", counted)
+    yield counts
+    assert not op._groups
+    assert not op._open.modules
+
+
+def num_weights(inner: Any) -> int:
+    """Of the blocks, and of the mergers behind two of them, which are equal too."""
+    return sum(len(list(part.parameters())) for part in (*inner.blocks, *inner.deepstack_merger_list))
+
+
+def compiled(tower: Any, **options: Any) -> Any:
+    return torch.compile(tower, backend="encoder_cg", fullgraph=True, options={**OPTIONS, **options})
+
+
+def features(tower: Any, pixels: Tensor) -> Tensor:
+    with torch.no_grad():
+        output = tower(pixels, GRID)
+    return torch.cat([output.pooler_output, *output.deepstack_features], dim=1)
+
+
+def test_one_block_is_traced_for_all(inner: Any, pixels: Tensor, inlined: list[int]) -> None:
+    expected = features(inner, pixels)
+    module = compiled(fx.wrap(inner))
+    for _ in range(2):
+        torch.testing.assert_close(features(module, pixels), expected, rtol=1e-4, atol=1e-5)
+    assert inlined == [num_weights(inner)]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert dispatchers()[-1].hits > 0
+
+
+def test_weights_are_looked_up_at_every_call(inner: Any, pixels: Tensor, inlined: list[int]) -> None:
+    module = compiled(fx.wrap(inner))
+    before = features(module, pixels)
+    block = inner.blocks[2]
+    block.mlp.linear_fc1.weight.data = block.mlp.linear_fc1.weight.data * 3
+    block.attn.proj.bias = nn.Parameter(block.attn.proj.bias + 1, requires_grad=False)
+    for change in (lambda: None, lambda: block.norm1.weight.mul_(2)):
+        change()
+        after = features(module, pixels)
+        torch.testing.assert_close(after, features(inner, pixels), rtol=1e-4, atol=1e-5)
+        assert (after - before).abs().max() > 0.01
+    del block.mlp.linear_fc1._parameters["weight"]
+    with pytest.raises(InputError, match="parameters: 'weight' of a compiled block was removed"):
+        features(module, pixels)
+    assert len(inlined) == 1
+
+
+def test_weights_of_another_dtype_are_refused(inner: Any, pixels: Tensor) -> None:
+    module = compiled(fx.wrap(inner))
+    features(module, pixels)
+    inner.blocks[1].mlp.linear_fc2.double()
+    with pytest.raises(InputError, match="expected them in the sizes, dtype and device in which the module"):
+        features(module, pixels)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "eager"])
+def test_other_backends_see_the_blocks_own_code(
+    inner: Any, pixels: Tensor, backend: str, inlined: list[int]
+) -> None:
+    tower = fx.wrap(inner)
+    features(compiled(tower), pixels)
+    expected = features(inner, pixels)
+    torch._dynamo.reset()
+    other = torch.compile(tower, backend=backend)
+    torch.testing.assert_close(features(other, pixels), expected, rtol=1e-4, atol=1e-5)
+    assert len(inlined) == 1
+    manager = fx.EncoderCudaGraphManager(tower, fx.EncoderConfig(**OPTIONS), log_interval=0)
+    manager.capture()
+    (item,) = manager.execute({"pixel_values": pixels, "image_grid_thw": GRID})
+    torch.testing.assert_close(item, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_copies_and_pickles_have_blocks_of_their_own(inner: Any, pixels: Tensor) -> None:
+    expected = features(inner, pixels)
+    features(compiled(fx.wrap(inner)), pixels)
+    twin = copy.deepcopy(inner)
+    loaded = pickle.loads(pickle.dumps(inner.blocks[0]))
+    for block in twin.blocks:
+        block.mlp.linear_fc1.weight.mul_(3)
+    assert (features(twin, pixels) - expected).abs().max() > 0.01
+    torch.testing.assert_close(features(inner, pixels), expected)
+    module = compiled(fx.wrap(twin))
+    torch.testing.assert_close(features(module, pixels), features(twin, pixels), rtol=1e-4, atol=1e-5)
+    assert loaded.forward.__func__ is type(loaded).forward
+
+
+def test_with_gradients_and_in_training_the_tower_runs_as_it_is(
+    inner: Any, pixels: Tensor, inlined: list[int]
+) -> None:
+    module = compiled(fx.wrap(inner))
+    patches = pixels.clone().requires_grad_()
+    with pytest.warns(UserWarning, match="runs eagerly"):
+        module(patches, GRID).pooler_output.sum().backward()
+    assert patches.grad is not None
+    assert inlined == []
+    inner.train()
+    features(module, pixels)
+    assert inlined == [0]
+    inner.eval()
+    features(module, pixels)
+    assert inlined[1:] == [num_weights(inner)]
+
+
+def test_blocks_that_cannot_be_ops_are_traced_one_by_one(
+    inner: Any, pixels: Tensor, inlined: list[int], monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    real = trace.inline_blocks
+
+    def refusing(module: Any) -> Any:
+        if real(module):
+            raise CompileError("a block writes to its arguments")
+        return real(module)
+
+    monkeypatch.setattr(trace, "inline_blocks", refusing)
+    module = compiled(fx.wrap(inner))
+    torch.testing.assert_close(features(module, pixels), features(inner, pixels), rtol=1e-4, atol=1e-5)
+    assert "equal blocks are traced one by one, which takes longer: a block writes" in caplog.text
+    assert dispatchers()[-1].hits == 1
+
+
+def test_what_a_failed_trace_began_is_ended_by_the_next(
+    inner: Any, pixels: Tensor, inlined: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        torch._dynamo.graph_break()
+
+    merger = inner.merger.forward
+    monkeypatch.setattr(inner.merger, "forward", fails)
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        features(compiled(fx.wrap(inner)), pixels)
+    monkeypatch.setattr(inner.merger, "forward", merger)
+    torch._dynamo.reset()
+    features(compiled(fx.wrap(inner)), pixels)
+    assert len(inlined) == 1
