@@ -111,10 +111,23 @@ def test_other_backends_see_the_blocks_own_code(
     other = torch.compile(tower, backend=backend)
     torch.testing.assert_close(features(other, pixels), expected, rtol=1e-4, atol=1e-5)
     assert len(inlined) == 1
+
+
+def test_every_trace_of_ours_has_the_same_blocks(inner: Any, pixels: Tensor, inlined: list[int]) -> None:
+    tower = fx.wrap(inner)
+    expected = features(inner, pixels)
+    first = compiled(tower)
+    features(first, pixels)
     manager = fx.EncoderCudaGraphManager(tower, fx.EncoderConfig(**OPTIONS), log_interval=0)
     manager.capture()
     (item,) = manager.execute({"pixel_values": pixels, "image_grid_thw": GRID})
     torch.testing.assert_close(item, expected, rtol=1e-4, atol=1e-5)
+    assert inlined == [num_weights(inner)] * 2
+    features(first, pixels)
+    assert len(inlined) == 2  # its guards still hold
+    torch._dynamo.reset()
+    torch.testing.assert_close(features(compiled(tower), pixels), expected, rtol=1e-4, atol=1e-5)
+    assert inlined == [num_weights(inner)] * 3
 
 
 def test_copies_and_pickles_have_blocks_of_their_own(inner: Any, pixels: Tensor) -> None:

@@ -131,11 +131,25 @@ def _backend_takes_blocks() -> bool:
 
 def _numbered_groups(module: nn.Module) -> dict[int, Group]:
     groups = {}
-    for blocks in equal_modules(module):
+    with _uninstalled(module):
+        found = equal_modules(module)
+    for blocks in found:
         if blocks[0] not in _numbers:
             _numbers[blocks[0]] = next(_next_number)
         groups[_numbers[blocks[0]]] = Group(blocks)
     return groups
+
+
+@contextlib.contextmanager
+def _uninstalled(module: nn.Module) -> Iterator[None]:
+    """What `_install` gave to blocks is not there: by it no two of them are equal."""
+    installed = [vars(block) for block in module.modules() if _PLACE in vars(block)]
+    given = [(own.pop("forward"), own.pop(_PLACE)) for own in installed]
+    try:
+        yield
+    finally:
+        for own, (own_forward, place) in zip(installed, given, strict=True):
+            own["forward"], own[_PLACE] = own_forward, place
 
 
 def _install(groups: Mapping[int, Group]) -> None:
