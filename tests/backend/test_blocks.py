@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import fxsplit_encoder as fx
 from fxsplit_encoder.backend import dispatchers
 from fxsplit_encoder.compile import trace
-from fxsplit_encoder.compile.blocks import op
+from fxsplit_encoder.compile.blocks import dynamo, op
 from fxsplit_encoder.errors import CompileError, InputError
 
 GRID = torch.tensor([[1, 4, 6]])
@@ -47,7 +47,7 @@ def inlined(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     monkeypatch.setattr(trace, "inline_blocks", counted)
     yield counts
     assert not op._groups
-    assert not op._open.modules
+    assert not dynamo._open.modules
 
 
 def num_weights(inner: Any) -> int:

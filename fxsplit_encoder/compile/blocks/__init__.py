@@ -14,7 +14,8 @@ Where somebody else traces, `torch.compile` with a backend of ours, a tower says
 (`begin_blocks`), and the backend when it is done (`end_blocks`).
 """
 
+from fxsplit_encoder.compile.blocks.dynamo import begin_blocks, end_blocks, takes_blocks
 from fxsplit_encoder.compile.blocks.inlining import inline_blocks
-from fxsplit_encoder.compile.blocks.op import begin_blocks, end_blocks, equal_blocks_as_ops, takes_blocks
+from fxsplit_encoder.compile.blocks.op import equal_blocks_as_ops
 
 __all__ = ["begin_blocks", "end_blocks", "equal_blocks_as_ops", "inline_blocks", "takes_blocks"]

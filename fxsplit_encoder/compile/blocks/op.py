@@ -16,7 +16,7 @@ from fxsplit_encoder.compile.equal_modules import equal_modules
 from fxsplit_encoder.errors import CompileError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor, nn
 
@@ -40,93 +40,29 @@ _PLACE = "_fxsplit_place"
 @contextlib.contextmanager
 def equal_blocks_as_ops(module: nn.Module) -> Iterator[int]:
     """Makes the equal blocks of a module ops, for as long as the context lasts; yields how many blocks."""
+    untouched = [block for block in module.modules() if _PLACE not in vars(block)]
+    numbers = make_ops(module)
+    try:
+        yield sum(len(_groups[number].blocks) for number in numbers)
+    finally:
+        end_ops(numbers)
+        for block in untouched:
+            if _PLACE in vars(block):
+                del block.forward, block._fxsplit_place
+
+
+def make_ops(module: nn.Module) -> list[int]:
+    """Makes the equal blocks of a module ops; returns the numbers of their groups."""
     groups = _numbered_groups(module)
-    blocks = [block for group in groups.values() for block in group.blocks]
-    untouched = [block for block in blocks if _PLACE not in vars(block)]
     _install(groups)
     _groups.update(groups)
-    try:
-        yield len(blocks)
-    finally:
-        for number in groups:
-            del _groups[number]
-        for block in untouched:
-            del block.forward, block._fxsplit_place
+    return list(groups)
 
 
-def begin_blocks(module: nn.Module) -> bool:
-    """Makes the equal blocks of a module ops until `end_blocks`, if Dynamo traces it now for a backend that
-    takes them. Called in the midst of a trace, from outside of it. Returns whether it did.
-
-    Not with gradients or under autocast, of which the trace of a block knows nothing. The blocks keep a
-    `forward` of ours from then on, since Dynamo's guards look at it at every call; it calls their own.
-    """
-    compilation = torch._guards.CompileContext.current_compile_id()
-    if _open.compilation != compilation:  # of a trace that failed before its backend was called
-        end_blocks()
-    autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
-    if torch.is_grad_enabled() or autocast or module in _refused or not _backend_takes_blocks():
-        return False
-    if module not in _open.modules:
-        groups = _numbered_groups(module)
-        _install(groups)
-        _groups.update(groups)
-        _open.groups += groups
-        _open.modules.append(module)
-        _open.compilation = compilation
-    return True
-
-
-def end_blocks(*, refused: bool = False) -> bool:
-    """Lets no block be an op any more; returns whether any was.
-
-    Args:
-        refused: whether the blocks of these modules shall never be ops again.
-    """
-    had_blocks = bool(_open.groups)
-    for number in _open.groups:
+def end_ops(numbers: Iterable[int]) -> None:
+    """Makes the blocks of these groups what they were, but for a `forward` that calls their own."""
+    for number in numbers:
         del _groups[number]
-    if refused:
-        _refused.update(_open.modules)
-    _open.groups.clear()
-    _open.modules.clear()
-    return had_blocks
-
-
-def takes_blocks(backend: Callable[..., Any]) -> Callable[..., Any]:
-    """Marks a backend of torch.compile that puts the graphs of blocks in the places of their ops, and calls
-    `end_blocks` when it is done.
-    """
-    backend._takes_blocks = True  # type: ignore[attr-defined]
-    return backend
-
-
-class _Open:
-    """What `begin_blocks` began. Dynamo traces one frame at a time in a process."""
-
-    def __init__(self) -> None:
-        self.compilation: Any = None
-        self.modules: list[nn.Module] = []
-        self.groups: list[int] = []
-
-
-_open = _Open()
-_refused: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-
-# Attributes under which Dynamo's wrappers of a backend have what they wrap.
-_WRAPPED = ("compiler_fn", "__wrapped__", "_torchdynamo_orig_backend")
-
-
-def _backend_takes_blocks() -> bool:
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
-    backend: Any = InstructionTranslator.current_tx().output.compiler_fn
-    while backend is not None:
-        if getattr(backend, "_takes_blocks", False):
-            return True
-        inner = (getattr(backend, name, None) for name in _WRAPPED)
-        backend = next((each for each in inner if each is not None), None)
-    return False
 
 
 def _numbered_groups(module: nn.Module) -> dict[int, Group]:
@@ -159,7 +95,8 @@ def _install(groups: Mapping[int, Group]) -> None:
     for number, group in groups.items():
         for index, block in enumerate(group.blocks):
             place = number, index
-            if vars(block).get(_PLACE) != place:
+            own = vars(block)
+            if own.get(_PLACE) != place or getattr(own.get("forward"), "__func__", None) is not forward:
                 block.forward = types.MethodType(forward, block)
                 block._fxsplit_place = place  # type: ignore[assignment]
 
