@@ -143,7 +143,8 @@ class PackedTower(PackedItems):
             return self.tower(hidden_states, grid_thw, **kwargs)
         values = vision_metadata(hidden_states, grid_thw, self.registered_name)
         metadata = dict(zip(self.metadata_names, values, strict=True))
-        if self.has_plain_blocks and not self.tower.training and torch.compiler.is_dynamo_compiling():
+        plain = self.has_plain_blocks and not self.tower.training and not kwargs
+        if plain and torch.compiler.is_dynamo_compiling():
             _trace_equal_blocks_once(self.registered_name)
         return self.core(hidden_states, metadata.pop("cu_seqlens"), metadata, **kwargs)
 

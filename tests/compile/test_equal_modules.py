@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers.utils.output_capturing import install_output_capuring_hook
 
 from fxsplit_encoder.compile.equal_modules import equal_modules
 
@@ -142,3 +143,11 @@ def test_a_hook_of_the_block_itself_runs_where_it_is_called() -> None:
     blocks = [Block(), Block()]
     blocks[0].register_forward_hook(lambda module, args, output: None)
     assert equal_modules(model(*blocks)) == [blocks]
+
+
+@pytest.mark.parametrize(("key", "groups"), [("attentions", 1), ("hidden_states", 0)])
+def test_the_hooks_by_which_transformers_collects_attention_do_nothing_here(key: str, groups: int) -> None:
+    blocks = [Block(), Block()]
+    for block in blocks:
+        install_output_capuring_hook(block.linear, key, 0)
+    assert len(equal_modules(model(*blocks))) == groups
