@@ -63,7 +63,7 @@ class FlashAttention4(HalfPrecisionKernel):
     # The public function has no way to say where to write; torch's own adapter calls this one too.
     attribute = "_flash_attn_fwd"
     max_head_dim = 128
-    plain_name: ClassVar[str] = "flash_attn_4"
+    suffix: ClassVar[str] = ""
 
     def __init__(
         self,
@@ -73,13 +73,13 @@ class FlashAttention4(HalfPrecisionKernel):
         probabilities_in_registers: bool | None = None,
     ) -> None:
         self.up_to = up_to
-        self.name = self.plain_name if tile is None else f"{self.plain_name}_{tile[0]}x{tile[1]}"
+        self.name = "flash_attn_4" + (f"_{tile[0]}x{tile[1]}" if tile else "") + self.suffix
         self.architectures = (9, 10, 11) if tile is None else (9,)
         self._variant = {"tile_mn": tile, "mma_pv_is_rs": probabilities_in_registers}
 
     def supports(self, shape: AttentionShape) -> bool:
         """Segments that are not too long for its tiles; of the variants, in graphs."""
-        if self.name != FlashAttention4.plain_name and shape.exact:
+        if self.name != "flash_attn_4" and shape.exact:
             return False
         return super().supports(shape) and (self.up_to is None or shape.longest <= self.up_to)
 
@@ -112,16 +112,7 @@ class DenseFlashAttention4(FlashAttention4):
     """The same kernels over a batch: they look for no segments, and know how many tiles each one has."""
 
     needs_equal_segments = True
-
-    def __init__(
-        self,
-        tile: tuple[int, int] | None = None,
-        *,
-        up_to: int | None = None,
-        probabilities_in_registers: bool | None = None,
-    ) -> None:
-        super().__init__(tile, up_to=up_to, probabilities_in_registers=probabilities_in_registers)
-        self.name += "_dense"
+    suffix = "_dense"
 
     def _attend(
         self,
