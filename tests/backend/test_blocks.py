@@ -55,6 +55,10 @@ def num_weights(inner: Any) -> int:
     return sum(len(list(part.parameters())) for part in (*inner.blocks, *inner.deepstack_merger_list))
 
 
+def hits_of_others_than(before: list[Any]) -> int:
+    return sum(dispatcher.hits for dispatcher in dispatchers() if dispatcher not in before)
+
+
 def compiled(tower: Any, **options: Any) -> Any:
     return torch.compile(tower, backend="encoder_cg", fullgraph=True, options={**OPTIONS, **options})
 
@@ -66,13 +70,13 @@ def features(tower: Any, pixels: Tensor) -> Tensor:
 
 
 def test_one_block_is_traced_for_all(inner: Any, pixels: Tensor, inlined: list[int]) -> None:
-    expected = features(inner, pixels)
+    expected, before = features(inner, pixels), dispatchers()
     module = compiled(fx.wrap(inner))
     for _ in range(2):
         torch.testing.assert_close(features(module, pixels), expected, rtol=1e-4, atol=1e-5)
     assert inlined == [num_weights(inner)]
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-    assert dispatchers()[-1].hits > 0
+    assert hits_of_others_than(before) == 2
 
 
 def test_weights_are_looked_up_at_every_call(inner: Any, pixels: Tensor, inlined: list[int]) -> None:
@@ -164,7 +168,7 @@ def test_with_gradients_and_in_training_the_tower_runs_as_it_is(
 def test_blocks_that_cannot_be_ops_are_traced_one_by_one(
     inner: Any, pixels: Tensor, inlined: list[int], monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    real = trace.inline_blocks
+    real, before = trace.inline_blocks, dispatchers()
 
     def refusing(module: Any) -> Any:
         if real(module):
@@ -175,7 +179,7 @@ def test_blocks_that_cannot_be_ops_are_traced_one_by_one(
     module = compiled(fx.wrap(inner))
     torch.testing.assert_close(features(module, pixels), features(inner, pixels), rtol=1e-4, atol=1e-5)
     assert "equal blocks are traced one by one, which takes longer: a block writes" in caplog.text
-    assert dispatchers()[-1].hits == 1
+    assert hits_of_others_than(before) == 1
 
 
 def test_what_a_failed_trace_began_is_ended_by_the_next(
