@@ -8,13 +8,13 @@ and the launch of the graph, "replay, piecewise" the same in that mode, with 27 
 "torch.compile" is a call of the tower behind `torch.compile(backend="encoder_cg")` with the same budgets, its
 guards included, beside `execute`; with "module guards skipped", Dynamo does not look at modules and
 parameters (`options={"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}`). Every replay
-checks their addresses all the same. "Dynamo alone" is the same call with a backend that does nothing.
-"attention op" is a call of `fxsplit::varlen_attention`, pinned to torch's kernel, beyond a call of that. An
-image of a size that came before finds its metadata on the device; "new sizes" are images of sizes that have
-not come before. "item specs", "kept plan", "metadata" and "load" are parts of `execute`, each called by
-itself, so with warmer caches of the processor than inside of it. "plan of" is from item specs, without the
-plans that are kept; most of these items are larger than all three budgets, and each of those is a batch of
-its own. Nothing else should run on the host.
+checks their addresses all the same. "Dynamo alone" is the same call with a backend that does nothing but take
+equal blocks as ours does. "attention op" is a call of `fxsplit::varlen_attention`, pinned to torch's kernel,
+beyond a call of that. An image of a size that came before finds its metadata on the device; "new sizes" are
+images of sizes that have not come before. "item specs", "kept plan", "metadata" and "load" are parts of
+`execute`, each called by itself, so with warmer caches of the processor than inside of it. "plan of" is from
+item specs, without the plans that are kept; most of these items are larger than all three budgets, and each
+of those is a batch of its own. Nothing else should run on the host.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from workloads import random_grid
 import fxsplit_encoder as fx
 from fxsplit_encoder.attention import KernelChooser, choosing, varlen_attention
 from fxsplit_encoder.cli.models import demo_tower
+from fxsplit_encoder.compile.blocks import end_blocks, takes_blocks
 
 LIMITS: dict[str, Any] = {
     "token_budgets": (64, 128, 256),
@@ -137,7 +138,9 @@ def dynamo_alone(tower: Any, inputs: dict[str, Any], options: dict[str, Any]) ->
     """Microseconds of a call through a backend that returns the same tensors every time."""
     torch._dynamo.reset()
 
+    @takes_blocks
     def same(graph: torch.fx.GraphModule, example_inputs: Any, **_: Any) -> Any:
+        end_blocks()
         (outputs,) = graph.graph.output_node().args
         made = [torch.zeros([1] * node.meta["example_value"].dim(), device="cuda") for node in outputs]
         return lambda *args: made

@@ -98,6 +98,7 @@ class BudgetDispatcher:
         self._layouts: list[tuple[torch.Size, torch.dtype, torch.device]] = []
         self._frame_lengths = program.frame_lengths_slot
         self._segment_factors: dict[int, int] = {}
+        self._known_budgets: tuple[list[int], int | Fraction] | None = None
         self._lock = threading.RLock()
         _dispatchers.add(self)
 
@@ -217,7 +218,14 @@ class BudgetDispatcher:
         return limit - sum(shapes.num_bytes for other, shapes in self._exact.items() if other != key)
 
     def _budgets(self, frame: Frame) -> tuple[list[int], int | Fraction]:
-        """The budgets, and how many rows of the token dimension one token of a budget stands for."""
+        """The budgets, and how many rows of the token dimension one token of a budget stands for: host ops
+        tell them of their tower, once.
+        """
+        if self._known_budgets is None:
+            self._known_budgets = self._ask_for_budgets(frame)
+        return self._known_budgets
+
+    def _ask_for_budgets(self, frame: Frame) -> tuple[list[int], int | Fraction]:
         rows_per_token: int | Fraction = 1
         low, high = _UNKNOWN_RANGE
         for step in self.program.host_steps:
