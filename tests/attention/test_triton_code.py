@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -53,3 +54,70 @@ def test_heads_are_split_in_two_powers_of_two() -> None:
         assert all(part == 0 or (part >= 16 and part & (part - 1) == 0) for part in (low, high))
         assert low > 0
     assert [split_head(n) for n in (64, 72, 80, 88, 128)] == [(64, 0), (64, 16), (64, 16), (64, 32), (128, 0)]
+
+
+# A driver for a GPU that is not there: versions are compiled for it, and launches are noted.
+LAUNCHES = """
+import itertools, torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+launched, loaded = [], itertools.count()
+
+class Launcher:
+    def __init__(self, source, metadata): pass
+    def __call__(self, x, y, z, stream, function, packed, metadata, enter, leave, *args):
+        launched.append((function, (x, y, z), args))
+
+class Utilities:
+    def load_binary(self, *_): return 0, next(loaded), 1, 0, 1024
+    def get_device_properties(self, device): return {"max_shared_mem": 232448}
+
+class Driver:
+    launcher_cls, utils = Launcher, Utilities()
+    def get_current_device(self): return 0
+    def get_current_stream(self, device): return 0
+    def get_current_target(self): return GPUTarget("cuda", 90, 32)
+
+driver.set_active(Driver())
+from fxsplit_encoder.attention.kernels import triton_code
+
+def tensors(tokens, heads, head_dim, offset=0, dtype=torch.float16):
+    memory = torch.zeros(tokens * 3 * heads * head_dim + offset, dtype=dtype)[offset:]
+    out = torch.zeros(tokens, heads, head_dim, dtype=dtype)
+    return *memory.view(tokens, 3, heads, head_dim).unbind(1), out
+
+def launch(lengths, scale, *shape, **more):
+    q, k, v, out = tensors(*shape, **more)
+    boundaries = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    launched.clear()
+    for _ in range(2):
+        triton_code.attend(q, k, v, boundaries, scale, out, block_m=32, block_n=16, num_warps=4, num_stages=2)
+    triton_code._compiled.clear()
+    triton_code.attend(q, k, v, boundaries, scale, out, block_m=32, block_n=16, num_warps=4, num_stages=2)
+    first, again, by_triton = launched
+    for ours in (first, again):
+        assert ours[:2] == by_triton[:2], (ours[:2], by_triton[:2])
+        assert len(ours[2]) == len(by_triton[2])
+        assert all(a is b or a == b for a, b in zip(ours[2], by_triton[2])), (ours[2], by_triton[2])
+    return again[0]
+
+plain = launch([33, 7], 0.3, 40, 2, 64)
+assert plain == launch([40], 0.5, 40, 2, 64) == launch([16, 16], 0.3, 32, 2, 64)
+others = [
+    launch([40], 0.3, 40, 2, 64, offset=1),
+    launch([40], 0.3, 40, 2, 64, dtype=torch.bfloat16),
+    launch([1] * 40, 0.3, 40, 2, 64),
+    launch([1], 0.3, 1, 1, 72),
+]
+assert len({plain, *others}) == 5
+"""
+
+
+def test_a_version_is_launched_again_as_triton_would() -> None:
+    pytest.importorskip("triton")
+    environment = {"PYTHONPATH": ":".join(sys.path), "PATH": os.environ["PATH"]}
+    done = subprocess.run(
+        [sys.executable, "-c", LAUNCHES], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

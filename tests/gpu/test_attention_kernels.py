@@ -22,6 +22,7 @@ from fxsplit_encoder.attention import (
 from fxsplit_encoder.attention.cache import MeasurementCache, describe_environment
 from fxsplit_encoder.attention.choice import Measurements, shape_of, works
 from fxsplit_encoder.attention.kernels import KERNELS, AttentionKernel
+from fxsplit_encoder.attention.kernels.triton_varlen import TritonVarlen
 
 pytestmark = pytest.mark.gpu
 
@@ -111,6 +112,20 @@ def test_results_are_contiguous_whatever_the_strides_of_the_query(kernel: Attent
     result = kernel(*values, cumulative([784]), 784, 0.1)
     assert result.is_contiguous()
     assert error(result, expected(values, [784], 0.1)) < 0.005
+
+
+@pytest.mark.parametrize("kernel", [k for k in KERNELS if isinstance(k, TritonVarlen)], ids=lambda k: k.name)
+@torch.no_grad()
+def test_a_triton_kernel_takes_values_of_any_alignment_in_turn(kernel: TritonVarlen) -> None:
+    rows, head_dim = sum(RAGGED), 72
+    values = projection(rows, head_dim)
+    skip_unless_it_works(kernel, values[0], RAGGED, exact=True)
+    reference = expected(values, RAGGED, 0.1)
+    memory = torch.empty(3, rows * HEADS * head_dim + 8, device="cuda", dtype=torch.bfloat16)
+    for offset in (0, 1, 8, 0, 1):
+        parts = memory[:, offset : offset + rows * HEADS * head_dim].view(3, rows, HEADS, head_dim)
+        moved = [part.copy_(value) for part, value in zip(parts, values, strict=True)]
+        assert error(kernel(*moved, cumulative(RAGGED), max(RAGGED), 0.1), reference) < 0.005
 
 
 @every_kernel

@@ -7,17 +7,25 @@ loose bound of the longest segment nor empty segments cost more than programs th
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import triton
 import triton.language as tl
+from triton.runtime import driver
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 # Boundaries that a program reads at once. Every number of them is another compilation, of half a second.
 _BOUNDARIES = (32, 128, 1024)
+
+# Bytes that a pointer may be known to be aligned to.
+_ALIGNMENT = 16
+
+# Versions of the kernel that were launched before. Finding one again takes Triton longer than launching it.
+_compiled: dict[tuple[Any, ...], Any] = {}
 
 
 # What a compiler would make of one segment, or of a number of them that is a multiple of 16, gains nothing.
@@ -133,27 +141,36 @@ def attend(
     tokens, heads, head_dim = query_THD.shape
     segments = cu_seqlens.shape[0] - 1
     low, high = split_head(head_dim)
-    _attend_tile[(tokens // block_m + segments, heads)](
-        query_THD,
-        key_THD,
-        value_THD,
-        out_THD,
-        cu_seqlens,
-        segments,
-        scale * math.log2(math.e),
-        *(tensor.stride(0) for tensor in (query_THD, key_THD, value_THD, out_THD)),
-        *(tensor.stride(1) for tensor in (query_THD, key_THD, value_THD, out_THD)),
-        head_dim,
-        low,
-        high,
-        block_m,
-        block_n,
+    tensors = (query_THD, key_THD, value_THD, out_THD)
+    strides = [tensor.stride() for tensor in tensors]
+    constants = (
+        *(head_stride for _, head_stride, _ in strides),
+        *(head_dim, low, high, block_m, block_n),
         next((number for number in _BOUNDARIES if segments <= number), _BOUNDARIES[-1]),
-        num_warps=num_warps,
-        num_stages=num_stages,
     )
+    row_strides = [row_stride for row_stride, _, _ in strides]
+    args = (*tensors, cu_seqlens, segments, scale * math.log2(math.e), *row_strides, *constants)
+    grid = (tokens // block_m + segments, heads, 1)
+    if not isinstance(_attend_tile, triton.JITFunction):  # in Triton's interpreter
+        _attend_tile[grid](*args)
+        return
+    # All that Triton tells versions of the kernel apart by.
+    version = (
+        driver.active.get_current_device(),
+        *(tensor.dtype for tensor in tensors),
+        *(tensor.data_ptr() % _ALIGNMENT for tensor in tensors),
+        *row_strides,
+        *constants,
+        *(num_warps, num_stages),
+    )
+    compiled = _compiled.get(version)
+    if compiled is None:
+        _compiled[version] = _attend_tile[grid](*args, num_warps=num_warps, num_stages=num_stages)
+    else:
+        compiled[grid](*args)
 
 
+@functools.cache
 def split_head(head_dim: int) -> tuple[int, int]:
     """Two powers of two, at least 16, that cover a head with few columns to spare; the second may be 0.
 
