@@ -12,6 +12,8 @@ from torch import Tensor
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.backend import entry
+from fxsplit_encoder.compile import trace
+from fxsplit_encoder.compile.blocks import dynamo, op
 
 Grid = tuple[int, int, int]
 INPUTS = (("pixel_values", "image_grid_thw"), ("pixel_values_videos", "video_grid_thw"))
@@ -160,3 +162,20 @@ def _forget() -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     entry._warned.clear()
+
+
+@pytest.fixture
+def inlined(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """How many weights of blocks each graph got."""
+    counts: list[int] = []
+    real = trace.inline_blocks
+
+    def counted(module: Any) -> Any:
+        weights = real(module)
+        counts.append(len(weights))
+        return weights
+
+    monkeypatch.setattr(trace, "inline_blocks", counted)
+    yield counts
+    assert not op._groups
+    assert not dynamo._open.modules

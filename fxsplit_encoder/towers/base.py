@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+import torch
 from torch import nn
 
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.manager.protocol import scatter_output_slices
+from fxsplit_encoder.towers.tracing import register_tower, trace_equal_blocks_once
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 VIDEOS = "pixel_values_videos"
@@ -25,9 +26,14 @@ class WrappedTower(nn.Module):
 
     supports_encoder_cudagraph: ClassVar[Literal[True]] = True
 
+    has_plain_blocks: bool = False
+    """Whether every block takes tensors, numbers and names alone and returns one tensor, so that
+    torch.compile may trace one of them for all that are equal."""
+
     def __init__(self, tower: nn.Module) -> None:
         super().__init__()
         self.tower = tower
+        self.registered_name = register_tower(self)
         self._first_parameters, self._first_name = _first_parameter(tower)
 
     def __getattr__(self, name: str) -> Any:
@@ -49,6 +55,13 @@ class WrappedTower(nn.Module):
     def dtype(self) -> torch.dtype:
         """The dtype of the tower's parameters."""
         return next(self.tower.parameters()).dtype
+
+    def trace_plain_blocks_once(self) -> None:
+        """In a forward that asks nothing of its blocks but their results: lets Dynamo, where it traces that,
+        trace one of the equal ones for all.
+        """
+        if self.has_plain_blocks and not self.tower.training and torch.compiler.is_dynamo_compiling():
+            trace_equal_blocks_once(self.registered_name)
 
     def postprocess_encoder_output(
         self,

@@ -30,6 +30,7 @@ class DeepseekOcrTower(TiledTower):
     """
 
     attends_with_mask = True  # SAM's relative positions
+    has_plain_blocks = True
 
     def __init__(self, tower: DeepseekOcrVisionModel) -> None:
         config = tower.config

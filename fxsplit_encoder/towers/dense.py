@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 _VIDEO_COUNTS = "video_num_patches"
 
+# Options with which a tower does not look into its blocks.
+_PLAIN = frozenset({"return_dict"})
+
 
 class DenseTower(TileTower):
     """A tower of tiles of one size. An adapter gives `features` and `call`.
@@ -79,6 +82,8 @@ class DenseTower(TileTower):
             # InternVL's reshape to -1 divides by the number of tiles.
             torch._check(pixel_values.shape[0] > 0)  # type: ignore[no-untyped-call]
             pixel_values = tiles(pixel_values, self.tokens_per_tile, self.max_tiles)[0]
+            if not args and kwargs.keys() <= _PLAIN:
+                self.trace_plain_blocks_once()
         return self.call(pixel_values, *args, **kwargs)
 
     def encode(self, tiles: Tensor, path: str) -> Tensor:

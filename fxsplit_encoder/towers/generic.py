@@ -52,6 +52,11 @@ class DenseTowerSpec:
     then traced apart on torch before 2.13, which fails without this.
     """
 
+    has_plain_blocks: bool = False
+    """Whether every block in a `ModuleList` takes tensors, numbers and names alone and returns one tensor.
+    `torch.compile` traces one of the equal ones for all then.
+    """
+
     def __post_init__(self) -> None:
         sizes = {
             "image_shape": self.image_shape,
@@ -79,6 +84,7 @@ class GenericTower(DenseTower):
         )
         self.spec = spec
         self.attends_with_mask = spec.attends_with_mask
+        self.has_plain_blocks = spec.has_plain_blocks
         _prepare_hugging_face(tower)
 
     def call(self, tiles: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -29,7 +29,7 @@ class Glm4vTower(PackedTower):
     Here the taps come from the host, and a video may also be one grid of several frames.
     """
 
-    has_plain_blocks: ClassVar[bool] = True
+    has_plain_blocks = True
     metadata_columns: ClassVar[dict[str, tuple[int, torch.dtype]]] = {
         "position_ids": (2, torch.int64),
         "interp_indices": (TAPS["bicubic"], torch.int32),

@@ -18,6 +18,7 @@ class InternVLTower(DenseTower):
     """
 
     modalities: ClassVar[tuple[str, ...]] = ("image", "video")
+    has_plain_blocks = True
 
     def __init__(self, model: nn.Module) -> None:
         inner: Any = getattr(model, "model", model)  # of InternVLForConditionalGeneration

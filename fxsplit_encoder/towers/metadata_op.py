@@ -6,8 +6,6 @@ patches, and what it reads on the host stays out of the trace.
 
 from __future__ import annotations
 
-import itertools
-import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +14,7 @@ from fxsplit_encoder.compile import HostOp, register_host_op
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.host_memory import to_device
 from fxsplit_encoder.towers import grid as grids_of
+from fxsplit_encoder.towers.tracing import registered_tower
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,27 +24,12 @@ if TYPE_CHECKING:
     from fxsplit_encoder.towers.grid import Grid
     from fxsplit_encoder.towers.packed import PackedTower
 
-_towers: weakref.WeakValueDictionary[str, PackedTower] = weakref.WeakValueDictionary()
-_numbers = itertools.count()
-
-
-def register_tower(tower: PackedTower) -> str:
-    """Makes a tower known to the op; returns the name under which the op finds it."""
-    name = f"{type(tower).__name__}_{next(_numbers)}"
-    _towers[name] = tower
-    return name
-
-
-def registered_tower(name: str) -> PackedTower:
-    """The tower of that name."""
-    return _towers[name]
-
 
 def exact_metadata(pixel_values: Tensor, grid_thw: Tensor, tower_name: str) -> list[Tensor]:
     """Every per-patch metadata tensor, on the CPU or kept on the device; then the cumulative lengths
     (segments + 1), on the CPU. Nobody may write to them.
     """
-    tower = _towers[tower_name]
+    tower = registered_tower(tower_name)
     metadata = tower.kept_metadata(_read_grids(tower, pixel_values, grid_thw))
     return [metadata[name] for name in tower.metadata_names]
 
@@ -54,7 +38,7 @@ def _padded_metadata(pixel_values: Tensor, grid_thw: Tensor, tower_name: str) ->
     """What the op's schema promises: cumulative lengths padded, by empty segments, to a length that patches
     determine. New tensors, which a compiler may write to once it has read them.
     """
-    tower, rows = _towers[tower_name], pixel_values.shape[0]
+    tower, rows = registered_tower(tower_name), pixel_values.shape[0]
     metadata = tower.host_metadata(_read_grids(tower, pixel_values, grid_thw))
     for name in tower.segment_inputs:
         padded = metadata[name].new_full((rows // tower.rows_per_token + 1,), rows)
@@ -80,7 +64,7 @@ _library.impl("vision_metadata", _padded_metadata, "CompositeExplicitAutograd")
 
 
 def _fake(pixel_values: Tensor, grid_thw: Tensor, tower_name: str) -> list[Tensor]:
-    tower = _towers[tower_name]
+    tower = registered_tower(tower_name)
     rows = pixel_values.shape[0]
     shapes: list[tuple[tuple[int, ...], torch.dtype]] = [
         ((rows, columns) if columns else (rows,), dtype) for columns, dtype in tower.metadata_columns.values()
@@ -98,10 +82,14 @@ register_host_op(
     vision_metadata,
     HostOp(
         run=exact_metadata,
-        rows_per_output_token=lambda pixels, grid, name: _towers[name].rows_per_token,
-        budget_range=lambda pixels, grid, name: _towers[name].get_encoder_cudagraph_budget_range(None),
-        segment_factors=lambda pixels, grid, name: [
-            _towers[name].segment_inputs.get(output, 1) for output in _towers[name].metadata_names
-        ],
+        rows_per_output_token=lambda pixels, grid, name: registered_tower(name).rows_per_token,
+        budget_range=lambda pixels, grid, name: registered_tower(name).get_encoder_cudagraph_budget_range(
+            None
+        ),
+        segment_factors=lambda pixels, grid, name: _segment_factors(registered_tower(name)),
     ),
 )
+
+
+def _segment_factors(tower: PackedTower) -> list[int]:
+    return [tower.segment_inputs.get(name, 1) for name in tower.metadata_names]

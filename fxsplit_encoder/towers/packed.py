@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from fxsplit_encoder.capture.segments import full_cu_seqlens, segment_capacity
-from fxsplit_encoder.compile.blocks import begin_blocks
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.manager.protocol import (
     EncoderCudaGraphCaptureInputs,
@@ -18,7 +17,7 @@ from fxsplit_encoder.manager.protocol import (
 from fxsplit_encoder.towers import grid as grids_of
 from fxsplit_encoder.towers.base import is_hugging_face
 from fxsplit_encoder.towers.device_metadata import DeviceMetadata
-from fxsplit_encoder.towers.metadata_op import register_tower, registered_tower, vision_metadata
+from fxsplit_encoder.towers.metadata_op import vision_metadata
 from fxsplit_encoder.towers.packed_items import PackedItems
 from fxsplit_encoder.towers.rows import one_or_several
 
@@ -64,10 +63,6 @@ class PackedTower(PackedItems):
     max_budget: ClassVar[int] = 4096
     """The largest batch worth capturing; on one H200 the exact shape is as fast from about 800 tokens on."""
 
-    has_plain_blocks: ClassVar[bool] = False
-    """Whether every block takes tensors, numbers and names alone and returns one tensor, so that
-    torch.compile may trace one of them for all that are equal."""
-
     modalities: Sequence[str] = ("image", "video")
     """What captures serve. Leave "video" out where tokens of videos are pruned by their content, so that
     their number is not known before they are encoded; nothing is captured for them then."""
@@ -82,7 +77,6 @@ class PackedTower(PackedItems):
             from fxsplit_encoder.attention.hugging_face import use_varlen_attention
 
             use_varlen_attention(tower)
-        self.registered_name = register_tower(self)
         self.register_forward_pre_hook(_mark_dynamic, with_kwargs=True)
 
     # --- what an adapter gives
@@ -143,9 +137,8 @@ class PackedTower(PackedItems):
             return self.tower(hidden_states, grid_thw, **kwargs)
         values = vision_metadata(hidden_states, grid_thw, self.registered_name)
         metadata = dict(zip(self.metadata_names, values, strict=True))
-        plain = self.has_plain_blocks and not self.tower.training and not kwargs
-        if plain and torch.compiler.is_dynamo_compiling():
-            _trace_equal_blocks_once(self.registered_name)
+        if not kwargs:
+            self.trace_plain_blocks_once()
         return self.core(hidden_states, metadata.pop("cu_seqlens"), metadata, **kwargs)
 
     @property
@@ -257,12 +250,6 @@ class PackedTower(PackedItems):
             if value is not None
         }
         return self.encoder_cudagraph_forward(inputs)
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _trace_equal_blocks_once(tower_name: str) -> bool:
-    """Called while Dynamo traces, and not traced itself."""
-    return begin_blocks(registered_tower(tower_name).tower)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

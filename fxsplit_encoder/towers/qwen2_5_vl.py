@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class Qwen25VLTower(PackedTower):
     """Wraps `Qwen2_5_VisionTransformerPretrainedModel`."""
 
-    has_plain_blocks: ClassVar[bool] = True
+    has_plain_blocks = True
     metadata_columns: ClassVar[dict[str, tuple[int, torch.dtype]]] = {
         "position_ids": (2, torch.int64),
         "window_order": (0, torch.int64),

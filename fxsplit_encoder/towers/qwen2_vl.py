@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class Qwen2VLTower(PackedTower):
     """Wraps `Qwen2VisionTransformerPretrainedModel`."""
 
-    has_plain_blocks: ClassVar[bool] = True
+    has_plain_blocks = True
     metadata_columns: ClassVar[dict[str, tuple[int, torch.dtype]]] = {"position_ids": (2, torch.int64)}
 
     def __init__(self, tower: nn.Module) -> None:

@@ -27,7 +27,7 @@ class Qwen3VLTower(PackedTower):
     every deepstack level, along the hidden dimension.
     """
 
-    has_plain_blocks: ClassVar[bool] = True
+    has_plain_blocks = True
     metadata_columns: ClassVar[dict[str, tuple[int, torch.dtype]]] = {
         "position_ids": (2, torch.int64),
         "interp_indices": (TAPS["bilinear"], torch.int32),

@@ -28,7 +28,7 @@ class RasterTower(PackedTower):
     the order that its callers know.
     """
 
-    has_plain_blocks: ClassVar[bool] = True
+    has_plain_blocks = True
     metadata_columns: ClassVar[dict[str, tuple[int, torch.dtype]]] = {
         "position_ids": (2, torch.int64),
         "interp_indices": (TAPS["bicubic"], torch.int32),

@@ -21,6 +21,8 @@ class Step3VLTower(TiledTower):
     81 each, then the 169 of the whole image.
     """
 
+    has_plain_blocks = True
+
     def __init__(self, tower: Step3VisionModel) -> None:
         config = tower.config
         super().__init__(

@@ -35,6 +35,8 @@ class Step3p7Tower(TiledTower):
         crop_size: pixels a side of a crop.
     """
 
+    has_plain_blocks = True
+
     def __init__(self, model: nn.Module, *, crop_size: int = CROP_SIZE) -> None:
         tower: Any = getattr(model, "vision_model", model)
         config = tower.config
@@ -76,6 +78,7 @@ class Step3p7Tower(TiledTower):
         side = pixel_values.shape[-1] // self.tower.config.patch_size
         if kwargs or side not in self.positions.sides or pixel_values.shape[-1] != pixel_values.shape[-2]:
             return self.tower(pixel_values, **kwargs)
+        self.trace_plain_blocks_once()
         features: Any = self._features(pixel_values)
         return BaseModelOutput(last_hidden_state=features)
 

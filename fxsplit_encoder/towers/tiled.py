@@ -72,6 +72,7 @@ class TiledTower(TileTower):
 
     def forward(self, pixel_values: Tensor) -> Any:
         """The tower's forward on the tiles of one view, with the tower's own output type."""
+        self.trace_plain_blocks_once()
         return self.tower(pixel_values)
 
     # --- the manager's protocol

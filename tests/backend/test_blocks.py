@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 import fxsplit_encoder as fx
 from fxsplit_encoder.backend import dispatchers
 from fxsplit_encoder.compile import trace
-from fxsplit_encoder.compile.blocks import dynamo, op
 from fxsplit_encoder.errors import CompileError, InputError
 
 GRID = torch.tensor([[1, 4, 6]])
@@ -31,23 +30,6 @@ def inner(make_tower: Callable[..., Any]) -> Any:
 @pytest.fixture
 def pixels(inner: Any) -> Tensor:
     return torch.randn(24, fx.wrap(inner).patch_features, generator=torch.Generator().manual_seed(0))
-
-
-@pytest.fixture
-def inlined(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """How many weights of blocks each graph got."""
-    counts: list[int] = []
-    real = trace.inline_blocks
-
-    def counted(module: Any) -> Any:
-        weights = real(module)
-        counts.append(len(weights))
-        return weights
-
-    monkeypatch.setattr(trace, "inline_blocks", counted)
-    yield counts
-    assert not op._groups
-    assert not dynamo._open.modules
 
 
 def num_weights(inner: Any) -> int:

@@ -1,4 +1,3 @@
-import gc
 from typing import Any
 
 import pytest
@@ -8,7 +7,7 @@ from transformers import vision_utils
 
 from fxsplit_encoder.compile.host import host_op
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.towers import metadata_op, wrap
+from fxsplit_encoder.towers import wrap
 from fxsplit_encoder.towers.metadata_op import exact_metadata, vision_metadata
 
 from .tiny_packed import qwen3_vl
@@ -88,16 +87,6 @@ def test_the_compiler_knows_the_op_as_a_host_op(tower: Any) -> None:
     assert op.budget_range(*arguments) == tower.get_encoder_cudagraph_budget_range(None)
     assert op.segment_factors is not None
     assert list(op.segment_factors(*arguments)) == [1, 1, 1, 1]
-
-
-def test_towers_have_names_of_their_own_and_are_not_kept_alive() -> None:
-    one, other = make_tower(), make_tower()
-    names = {one.registered_name, other.registered_name}
-    assert len(names) == 2
-    assert names <= set(metadata_op._towers)
-    del one, other
-    gc.collect()
-    assert not names & set(metadata_op._towers)
 
 
 def test_metadata_of_a_batch_that_comes_again_is_kept(tower: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,124 @@
+"""Towers by name; towers of tiles behind torch.compile, where one of the equal blocks is traced for all."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from transformers import SiglipVisionConfig, SiglipVisionModel
+
+import fxsplit_encoder as fx
+from fxsplit_encoder.compile.blocks.group import weights_of
+from fxsplit_encoder.compile.equal_modules import equal_modules
+from fxsplit_encoder.towers import tracing
+from fxsplit_encoder.towers.models.deepseek_encoder import DeepseekOcrVisionModel
+from fxsplit_encoder.towers.models.step3_vision import Step3VisionModel
+from fxsplit_encoder.towers.tracing import registered_tower
+
+from .random_weights import randomise
+from .tiny_tiles import internvl, llama4_tower
+from .tiny_views import deepseek_ocr_config, step3_config, step3p7_tower
+
+SIZES = {"hidden_size": 16, "num_attention_heads": 2, "image_size": 16, "patch_size": 4}
+SPEC = fx.DenseTowerSpec((3, 16, 16), 16, 16, has_plain_blocks=True)
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+def siglip(spec: fx.DenseTowerSpec = SPEC) -> Any:
+    config = SiglipVisionConfig(**SIZES, num_hidden_layers=3, intermediate_size=24)
+    return fx.wrap(randomise(SiglipVisionModel(config)), spec)
+
+
+TOWERS = {
+    "siglip": siglip,
+    "internvl": lambda: fx.wrap(randomise(internvl(3))),
+    "deepseek-ocr": lambda: fx.wrap(randomise(DeepseekOcrVisionModel(deepseek_ocr_config(3)))),
+    "step3": lambda: fx.wrap(randomise(Step3VisionModel(step3_config(3)))),
+    "step3p7": lambda: fx.wrap(randomise(step3p7_tower(3))),
+}
+
+
+def num_block_weights(tower: nn.Module) -> int:
+    return sum(len(weights_of(block)) for blocks in equal_modules(tower) for block in blocks)
+
+
+def compiled(tower: Any) -> Any:
+    tokens = tower.first_view.tokens
+    options = {"token_budgets": [tokens, 3 * tokens], "mode": "full", "piece_compiler": "eager"}
+    return torch.compile(tower, backend="encoder_cg", fullgraph=True, options=options)
+
+
+@torch.no_grad()
+def outputs(tower: Any, tiles: Tensor, **options: Any) -> list[Tensor]:
+    output = tower(tiles, **options)
+    return [each for each in tree_leaves(getattr(output, "to_tuple", lambda: output)()) if each is not None]
+
+
+def assert_equal_outputs(module: Any, tower: Any, counts: list[int], **options: Any) -> None:
+    for count in counts:
+        tiles = torch.randn(count, *tower.first_view.shape, generator=torch.Generator().manual_seed(count))
+        for got, expected in zip(
+            outputs(module, tiles, **options), outputs(tower, tiles, **options), strict=True
+        ):
+            torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_one_block_is_traced_for_all(name: str, inlined: list[int]) -> None:
+    tower = TOWERS[name]()
+    expected = num_block_weights(tower.tower)
+    assert expected > 0
+    assert_equal_outputs(compiled(tower), tower, [2, 1, 3])
+    assert set(inlined) == {expected}
+
+
+def test_weights_may_change_in_place_and_be_replaced(inlined: list[int]) -> None:
+    tower = siglip()
+    layers: Any = equal_modules(tower.tower)[0]
+    module = compiled(tower)
+    assert_equal_outputs(module, tower, [2])
+    with torch.no_grad():
+        layers[0].mlp.fc1.weight.mul_(0.5)
+    layers[-1].mlp.fc2.weight = nn.Parameter(layers[-1].mlp.fc2.weight.detach() + 1.0)
+    assert_equal_outputs(module, tower, [2])
+    assert len(inlined) == 1
+
+
+def test_a_call_that_looks_into_blocks_is_traced_whole(inlined: list[int]) -> None:
+    tower = siglip()
+    assert_equal_outputs(compiled(tower), tower, [2], output_hidden_states=True)
+    assert set(inlined) == {0}
+
+
+def test_a_tower_in_training_is_traced_whole(inlined: list[int]) -> None:
+    tower = siglip().train()
+    assert_equal_outputs(compiled(tower), tower, [2])
+    assert set(inlined) == {0}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: siglip(replace(SPEC, has_plain_blocks=False)), lambda: fx.wrap(randomise(llama4_tower(2)))],
+    ids=["by default", "llama4"],
+)
+def test_towers_that_do_not_say_so_are_traced_whole(make: Any, inlined: list[int]) -> None:
+    tower = make()
+    assert_equal_outputs(compiled(tower), tower, [2])
+    assert set(inlined) == {0}
+
+
+def test_towers_have_names_of_their_own_and_are_not_kept_alive() -> None:
+    one, other = siglip(), siglip()
+    names = {one.registered_name, other.registered_name}
+    assert len(names) == 2
+    assert names <= set(tracing._towers)
+    assert registered_tower(one.registered_name) is one
+    del one, other
+    gc.collect()
+    assert not names & set(tracing._towers)
