@@ -21,6 +21,7 @@ from fxsplit_encoder.capture import (
     ExactShapes,
     GraphPool,
     MissReason,
+    RowCount,
     StaticBuffer,
     StaticParameters,
     generate_budgets,
@@ -326,10 +327,10 @@ class BudgetDispatcher:
                 entry.token_dim,
                 is_order=entry.is_order,
             )
+        num_rows = None
         if program.num_rows_slot is not None:
-            static.slots[program.num_rows_slot] = torch.full(
-                (), rows, dtype=torch.int64, device=program.device
-            )
+            num_rows = RowCount(rows, program.device)
+            static.slots[program.num_rows_slot] = num_rows.tensor
         frames = self._frame_lengths
 
         def forward(tensors: Mapping[str, Tensor], runner: Runner) -> list[Any]:
@@ -344,7 +345,7 @@ class BudgetDispatcher:
             parameters=StaticParameters(()),  # `_check_parameters` has seen every call's own
             segment_inputs=[_name(entry.slot) for entry in program.region_inputs if entry.is_segments],
             rows=rows,
-            num_rows=None if program.num_rows_slot is None else static.slots[program.num_rows_slot],
+            num_rows=num_rows,
             can_break=bool(program.splits),
             frame_lengths=None if frames is None else _name(frames),
         )

@@ -19,6 +19,7 @@ from fxsplit_encoder.capture.parameters import StaticParameters
 from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.capture.reasons import MissReason
 from fxsplit_encoder.capture.requests import CaptureRequest, request_over
+from fxsplit_encoder.capture.row_count import RowCount
 from fxsplit_encoder.capture.segmented import SegmentedCapture
 from fxsplit_encoder.capture.segments import pad_cu_seqlens, segment_capacity
 from fxsplit_encoder.capture.wrapper import BreakableCUDAGraphWrapper
@@ -33,6 +34,7 @@ __all__ = [
     "GraphPool",
     "HandedOut",
     "MissReason",
+    "RowCount",
     "SegmentedCapture",
     "SharedBuffers",
     "StaticBuffer",

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from fxsplit_encoder.capture.buffers import StaticInputs, StaticValue
     from fxsplit_encoder.capture.parameters import StaticParameters
     from fxsplit_encoder.capture.pool import GraphPool
+    from fxsplit_encoder.capture.row_count import RowCount
     from fxsplit_encoder.compile import Runner
 
     Forward = Callable[[Runner], Sequence[Any]]
@@ -58,7 +59,7 @@ class CapturedForward:
         parameters: StaticParameters,
         segment_inputs: Sequence[str],
         rows: int | None,
-        num_rows: Tensor | None,
+        num_rows: RowCount | None,
         mode: str,
         pool: GraphPool,
         *,
@@ -192,7 +193,7 @@ class CapturedForward:
         for name, (_, lengths) in boundaries.items():
             self._real = lengths[-1], self._captured_rows(name)
         if self.num_rows is not None and rows is not None:
-            self.num_rows.fill_(rows)
+            self.num_rows.set(rows)
         if self.mode != "full":  # nothing else reads them
             self._set_live(rows)
         if rows is not None and self.rows is not None:

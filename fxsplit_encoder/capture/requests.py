@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fxsplit_encoder.capture.parameters import StaticParameters
+    from fxsplit_encoder.capture.row_count import RowCount
     from fxsplit_encoder.compile import Runner
 
 
@@ -26,7 +27,7 @@ class CaptureRequest:
     parameters: StaticParameters
     segment_inputs: Sequence[str]
     rows: int
-    num_rows: Tensor | None
+    num_rows: RowCount | None
     """Where the forward's masks read the number of real rows."""
     forward: Callable[[Runner], Sequence[Any]]
     """Runs over the tensors of `inputs`."""
@@ -56,7 +57,7 @@ def request_over(
     parameters: StaticParameters,
     segment_inputs: Sequence[str],
     rows: int,
-    num_rows: Tensor | None,
+    num_rows: RowCount | None,
     can_break: bool,
     frame_lengths: str | None,
 ) -> CaptureRequest:

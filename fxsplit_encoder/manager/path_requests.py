@@ -8,6 +8,7 @@ import torch
 
 from fxsplit_encoder.capture import (
     CaptureRequest,
+    RowCount,
     SharedBuffers,
     StaticBuffer,
     StaticInputs,
@@ -51,13 +52,12 @@ def request_of_program(
         name: _buffer(program, name, tensor, padding_logics.get(name), shared)
         for name, tensor in values.items()
     }
-    device = program.program.device
-    num_rows = torch.full((), rows, dtype=torch.int64, device=device) if rows is not None else None
+    num_rows = RowCount(rows, program.program.device) if rows is not None else None
 
     def forward(tensors: Mapping[str, Tensor], runner: Runner) -> list[Any]:
         frame = program.program.begin(program.arguments(tensors))
-        if program.program.num_rows_slot is not None:
-            frame.slots[program.program.num_rows_slot] = num_rows
+        if program.program.num_rows_slot is not None and num_rows is not None:
+            frame.slots[program.program.num_rows_slot] = num_rows.tensor
         return program.program.finish(frame, runner)
 
     return request_over(

@@ -319,13 +319,13 @@ def test_rule_3_what_does_not_fit_leaves_every_buffer_untouched(
     inputs = make_batch([(1, 6, 4)])
     captured = path.captured[16]
     path.load(captured, path.values(inputs))
-    before, rows = snapshot(captured), captured.num_rows.item()
+    before, rows = snapshot(captured), captured.num_rows.tensor.item()
     values = {n: joined(v) for n, v in path.values(make_batch([(1, 4, 4)], seed=1)).items()}
     values[name] = OVERSIZE[name](values[name])
     with pytest.raises(ReplayError, match=name):
         path.load(captured, values)
     assert_unchanged(captured, before)
-    assert captured.num_rows.item() == rows
+    assert captured.num_rows.tensor.item() == rows
     assert captured.inputs.buffers["pixel_values"].dirty_rows == 24
 
 
