@@ -106,7 +106,8 @@ if [[ $1 == quiet ]]; then
 else
     share=$(($(nproc) / ${#gpus[@]}))
     for i in "${!gpus[@]}"; do
-        serve "${gpus[i]}" "$((i * share))-$(((i + 1) * share - 1))" &
+        own="$((i * share))-$(((i + 1) * share - 1))"
+        serve "${gpus[i]}" "$( ((share > 0)) && echo "$own" || echo "$all")" &
     done
     wait
     if ((${#gpus[@]} > 1)); then

@@ -47,10 +47,14 @@ class PersistentRows(InductorChoices):
         )
 
 
+# What torch calls the question in which blocks a row is to be reduced: 2.14 of sums alone, and later ones.
+_BLOCKS = ("strict_sum_rblock", "strict_reduction_rblock")
+
+
 def _is_ordered(features: Any) -> bool:
-    """Whether a sum has to be added up in blocks of a given size, which torch 2.14 can ask for."""
-    block = getattr(features, "strict_sum_rblock", None)
-    return block is not None and block() is not None
+    """Whether rows have to be reduced in blocks of a given size, which torch can ask for since 2.14."""
+    asked = (getattr(features, name, None) for name in _BLOCKS)
+    return any(block is not None and block() is not None for block in asked)
 
 
 @contextmanager

@@ -53,6 +53,19 @@ def test_every_gpu_test_runs_once(run: Run, tmp_path: Path) -> None:
     assert {log.split(":")[0] for log in quiet.values()} == {"0"}
 
 
+def test_what_is_done_does_not_run_again(run: Run, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    jobs, logs = run("spread", str(out))
+    kept = [job for job in jobs if not job.startswith(("kernel_times", "tests_parallel"))]
+    (out / "jobs").write_text("\n".join([*kept, "kernel_times: failed (124), 5 s on GPU 0", ""]))
+    for log in out.glob("*.log"):
+        log.unlink()
+    again, missing = run("spread", str(out))
+    assert set(missing) == {"kernel_times", "tests_parallel"}
+    assert len(again) == len(kept) + 3
+    assert len(logs) == len(jobs)
+
+
 def test_after_the_time_nothing_begins(run: Run, tmp_path: Path) -> None:
     jobs, logs = run("spread", str(tmp_path / "out"), "0")
     assert jobs

@@ -39,9 +39,11 @@ def is_persistent(
         reduction_numel=sympy.sympify(width),
         numel=sympy.Integer(7056),
         get_reduction_hint=lambda: hint,
-        # Asked by torch 2.14: in blocks of how many entries a sum has to be added up.
-        strict_sum_rblock=lambda: ordered,
-        has_strict_sum_multirow_reduction=lambda: False,
+        # Asked since torch 2.14: in blocks of how many entries a row has to be reduced.
+        **dict.fromkeys(("strict_sum_rblock", "strict_reduction_rblock"), lambda: ordered),
+        **dict.fromkeys(
+            ("has_strict_sum_multirow_reduction", "has_strict_multirow_reduction"), lambda: False
+        ),
     )
     return V.choices.should_use_persistent_reduction(features, cooperative)  # type: ignore[arg-type]
 
