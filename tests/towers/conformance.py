@@ -55,7 +55,7 @@ class Case:
         for embedding, item in zip(got, batch, strict=True):
             expected = self.alone(item)
             assert expected.std() > 0.05
-            torch.testing.assert_close(embedding, expected, rtol=0, atol=1e-5)
+            torch.testing.assert_close(embedding, expected, rtol=1e-5, atol=1e-5)
 
     def misses_of(self, batch: Sequence[Item]) -> dict[Any, int]:
         """Why items of this batch are served by no replay, and how many; they are right all the same."""
