@@ -12,6 +12,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from fxsplit_encoder.towers import grid as grids_of
 from fxsplit_encoder.towers.packed import PackedTower
+from fxsplit_encoder.towers.rotary import cosines_and_sines, gives_angles
 from fxsplit_encoder.towers.taps import TAPS, interpolation, resample
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class Glm4vTower(PackedTower):
         )
         side = config.image_size // config.patch_size
         self.table_shape = (side, side)
+        self.from_angles = gives_angles(self.tower.rotary_pos_emb)  # type: ignore[arg-type]
 
     def metadata(self, grids: Sequence[Grid]) -> dict[str, Tensor]:
         """Positions for the rotary embedding, and taps into the learned position table."""
@@ -67,7 +69,9 @@ class Glm4vTower(PackedTower):
         """The tower's forward with its position table sampled by taps."""
         tower: Any = self.tower
         hidden: Any = tower.post_conv_layernorm(tower.patch_embed(pixel_values))
-        rotary = tower.rotary_pos_emb(hidden, metadata["position_ids"])
+        rotary = cosines_and_sines(
+            tower.rotary_pos_emb, hidden, metadata["position_ids"], from_angles=self.from_angles
+        )
         hidden = hidden + self._positions(metadata["interp_indices"], metadata["interp_weights"])
         for block in tower.blocks:
             hidden = block(

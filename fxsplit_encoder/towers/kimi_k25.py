@@ -52,6 +52,8 @@ class KimiK25Tower(RasterTower):
             out_hidden_size=config.merge_kernel_size[0] * config.merge_kernel_size[1] * config.hidden_size,
         )
         self.max_frames_per_video = config.pos_emb_time
+        # Before transformers 5.17 the rotary embedding takes (2, patches), columns first.
+        self.transposes_positions = not hasattr(tower.rotary_emb, "recomposition_frequencies")
         self.register_forward_hook(_pool_frames, with_kwargs=True)
 
     def read_grids(self, grids: Any, name: str) -> list[Grid]:
@@ -86,7 +88,10 @@ class KimiK25Tower(RasterTower):
         pos = pos + F.embedding(metadata["frame_index"], positions.time_position_embeddings)
         hidden = tower.patch_embed.proj(self.as_images(pixel_values)).flatten(1)
         hidden = hidden + pos.to(hidden.dtype)
-        rotary = tower.rotary_emb(hidden, metadata["position_ids"])
+        position_ids = metadata["position_ids"]
+        if self.transposes_positions:
+            position_ids = position_ids.transpose(0, 1).flip(0)
+        rotary = tower.rotary_emb(hidden, position_ids)
         for layer in tower.layers:
             # The patch count bounds every segment, whatever the batch.
             hidden = layer(

@@ -15,6 +15,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from fxsplit_encoder.compile.permute import permute_rows
 from fxsplit_encoder.towers import grid as grids_of
 from fxsplit_encoder.towers.packed import PackedTower
+from fxsplit_encoder.towers.rotary import cosines_and_sines, gives_angles
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,6 +51,7 @@ class Qwen25VLTower(PackedTower):
         self.window: int = config.window_size // config.patch_size // config.spatial_merge_size
         """Output tokens along a window's side."""
         self.full_attention = frozenset(config.fullatt_block_indexes)
+        self.from_angles = gives_angles(self.tower.rotary_pos_emb)  # type: ignore[arg-type]
 
     def metadata(self, grids: Sequence[Grid]) -> dict[str, Tensor]:
         """Rotary positions in the order of windows, that order, and the way back."""
@@ -76,7 +78,9 @@ class Qwen25VLTower(PackedTower):
         """
         tower: Any = self.tower
         hidden = permute_rows(tower.patch_embed(pixel_values), metadata["window_order"])
-        rotary = tower.rotary_pos_emb(hidden, metadata["position_ids"])
+        rotary = cosines_and_sines(
+            tower.rotary_pos_emb, hidden, metadata["position_ids"], from_angles=self.from_angles
+        )
         frames = {"cu_seqlens": cu_seqlens, "max_seqlen": pixel_values.shape[0]}
         windows = {
             "cu_seqlens": metadata["cu_window_seqlens"],
