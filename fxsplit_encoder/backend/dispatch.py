@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import threading
 import weakref
 from collections import Counter
-from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fxsplit_encoder.attention import KernelChooser, KnownSegments, choosing
+from fxsplit_encoder.backend.budgets import ProgramBudgets
+from fxsplit_encoder.backend.requests import input_name, request_of_program, template_of
 from fxsplit_encoder.capture import (
     BudgetLadder,
     CapturedForward,
@@ -21,35 +21,21 @@ from fxsplit_encoder.capture import (
     ExactShapes,
     GraphPool,
     MissReason,
-    RowCount,
-    StaticBuffer,
-    StaticParameters,
-    generate_budgets,
-    request_over,
-    segment_capacity,
 )
-from fxsplit_encoder.capture.probe import padded_symbols, probe_padding
+from fxsplit_encoder.capture.probe import probe_padding
 from fxsplit_encoder.capture.runner import ExactRunner
-from fxsplit_encoder.capture.segments import fits, full_cu_seqlens
-from fxsplit_encoder.compile import Frame, HostOp
-from fxsplit_encoder.compile.program import Ref, resolve
-from fxsplit_encoder.compile.sizes import Size
-from fxsplit_encoder.errors import ConfigError, InputError
+from fxsplit_encoder.capture.segments import fits
+from fxsplit_encoder.compile.program import Ref
+from fxsplit_encoder.compile.sizes import Size, layout
+from fxsplit_encoder.errors import InputError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
-    from torch import Tensor
-
-    from fxsplit_encoder.compile import Program, Runner
-    from fxsplit_encoder.compile.program import RegionInput
+    from fxsplit_encoder.compile import Frame, Program, Runner
     from fxsplit_encoder.config import EncoderConfig
 
 logger = logging.getLogger(__name__)
-
-# Without an adapter nothing says how large batches get; captures are lazy, so a long ladder costs nothing
-# until used.
-_UNKNOWN_RANGE = (1, 16384)
 
 # Forwards of other sizes than the token count whose captures are held, before all of them are given up.
 _MOST_LADDERS = 32
@@ -96,10 +82,9 @@ class BudgetDispatcher:
         self._exact: dict[tuple[int, ...], ExactShapes] = {}
         self._static_inputs = sorted(program.static_inputs)
         self._addresses: list[int] = []
-        self._layouts: list[tuple[torch.Size, torch.dtype, torch.device]] = []
+        self._layouts: list[tuple[Any, ...]] = []
         self._frame_lengths = program.frame_lengths_slot
-        self._segment_factors: dict[int, int] = {}
-        self._known_budgets: tuple[list[int], int | Fraction] | None = None
+        self._known_budgets: ProgramBudgets | None = None
         self._lock = threading.RLock()
         _dispatchers.add(self)
 
@@ -121,13 +106,19 @@ class BudgetDispatcher:
 
     def _check_parameters(self, args: Sequence[Any]) -> None:
         """Captures hold parameters by address: where there are others now, it is redone (rule 6)."""
-        addresses = list(map(torch.Tensor.data_ptr, map(args.__getitem__, self._static_inputs)))
+        try:
+            addresses = list(map(torch.Tensor.data_ptr, map(args.__getitem__, self._static_inputs)))
+        except TypeError:
+            raise InputError(
+                "parameters: expected those with which the module was compiled; got None in the place of "
+                "one. Put it back, or compile again after torch._dynamo.reset()"
+            ) from None
         if addresses != self._addresses:
-            layouts = [(t.shape, t.dtype, t.device) for t in map(args.__getitem__, self._static_inputs)]
+            layouts = list(map(layout, map(args.__getitem__, self._static_inputs)))
             if self._addresses and layouts != self._layouts:
                 raise InputError(
-                    "parameters: expected them in the sizes, dtype and device in which the module was "
-                    "compiled; got others. Compile it again after torch._dynamo.reset()"
+                    "parameters: expected them in the sizes, strides, dtype and device in which the module "
+                    "was compiled; got others. Compile it again after torch._dynamo.reset()"
                 )
             if self._ladders or self._exact:
                 logger.warning("parameters were replaced since the capture; capturing again")
@@ -159,28 +150,28 @@ class BudgetDispatcher:
         tokens = self.program.tokens(frame)
         if tokens is None:
             return None, MissReason.STATIC_SHAPE
-        budgets, rows_per_token = self._budgets(frame)
+        budgets = self._budgets(frame)
         if self.config.mode == "exact":
-            return self._find_exact(frame, tokens, rows_per_token)
-        if capture_all and self._may_pad(frame, budgets, rows_per_token):
-            ladder = self._ladder(frame, rows_per_token)
-            for budget in reversed(budgets):
+            return self._find_exact(frame, tokens)
+        if capture_all and self._may_pad(frame):
+            ladder = self._ladder(frame)
+            for budget in reversed(budgets.tokens):
                 ladder.capture(budget)
-        if tokens > budgets[-1] * rows_per_token:
+        if tokens > budgets.rows(budgets.tokens[-1]):
             return None, MissReason.OVER_LARGEST_BUDGET
-        if not self._may_pad(frame, budgets, rows_per_token):
+        if not self._may_pad(frame):
             return None, MissReason.PADDING_UNPROVED
-        roomy = [budget for budget in budgets if budget * rows_per_token >= tokens]
-        return self._smallest(frame, tokens, roomy, rows_per_token)
+        roomy = [budget for budget in budgets.tokens if budgets.rows(budget) >= tokens]
+        return self._smallest(frame, tokens, roomy)
 
     def _smallest(
-        self, frame: Frame, tokens: int, budgets: Sequence[int], rows_per_token: int | Fraction
+        self, frame: Frame, tokens: int, roomy: Sequence[int]
     ) -> tuple[CapturedForward | None, MissReason | None]:
         """The capture of the smallest of the budgets with room for the tokens that can serve the call."""
-        ladder = self._ladder(frame, rows_per_token)
+        ladder = self._ladder(frame)
         reason = MissReason.NOT_CAPTURED
-        for budget in budgets:
-            if not self._segments_fit(frame, tokens, budget, rows_per_token):
+        for budget in roomy:
+            if not self._segments_fit(frame, tokens, budget):
                 reason = MissReason.TOO_MANY_SEGMENTS
                 continue
             if ladder.capture(budget) is not None:
@@ -189,16 +180,15 @@ class BudgetDispatcher:
                 return None, MissReason.EXACT_IS_FASTER
         return None, reason
 
-    def _find_exact(
-        self, frame: Frame, tokens: int, rows_per_token: int | Fraction
-    ) -> tuple[CapturedForward | None, MissReason | None]:
+    def _find_exact(self, frame: Frame, tokens: int) -> tuple[CapturedForward | None, MissReason | None]:
         """The capture of exactly so many tokens. Nothing is padded, so nothing need be proved."""
+        program, budgets = self.program, self._budgets(frame)
         key = self._other_sizes(frame)
         if key not in self._exact:
-            template = self._template(frame)
+            template = template_of(program, frame)
             self._exact[key] = ExactShapes(
-                lambda rows: self._request(template, rows, math.ceil(rows / rows_per_token)),
-                self.program.device,
+                lambda rows: request_of_program(program, template, rows, budgets.tokens_of(rows), budgets),
+                program.device,
                 threshold=self.config.exact_min_hits,
                 max_captures=self.config.exact_max_graphs,
                 max_bytes=lambda: self._bytes_left(key),
@@ -207,7 +197,7 @@ class BudgetDispatcher:
         ladder = shapes.find(tokens)
         if ladder is None:
             return None, shapes.reason(tokens)
-        if not self._segments_fit(frame, tokens, math.ceil(tokens / rows_per_token), rows_per_token):
+        if not self._segments_fit(frame, tokens, budgets.tokens_of(tokens)):
             return None, MissReason.TOO_MANY_SEGMENTS
         return ladder.best(tokens, self._num_segments(frame)), None
 
@@ -218,38 +208,19 @@ class BudgetDispatcher:
             return None
         return limit - sum(shapes.num_bytes for other, shapes in self._exact.items() if other != key)
 
-    def _budgets(self, frame: Frame) -> tuple[list[int], int | Fraction]:
-        """The budgets, and how many rows of the token dimension one token of a budget stands for: host ops
-        tell them of their tower, once.
-        """
+    def _budgets(self, frame: Frame) -> ProgramBudgets:
         if self._known_budgets is None:
-            self._known_budgets = self._ask_for_budgets(frame)
+            self._known_budgets = ProgramBudgets.of(self.program, self.config, frame)
         return self._known_budgets
 
-    def _ask_for_budgets(self, frame: Frame) -> tuple[list[int], int | Fraction]:
-        rows_per_token: int | Fraction = 1
-        low, high = _UNKNOWN_RANGE
-        for step in self.program.host_steps:
-            assert isinstance(step.call, HostOp)
-            args = [resolve(a, frame) for a in step.args]
-            rows_per_token = step.call.rows_per_output_token(*args)
-            low, high = step.call.budget_range(*args)
-            if step.call.segment_factors is not None:
-                factors = step.call.segment_factors(*args)
-                self._segment_factors = dict(zip(step.outputs, factors, strict=True))
-        budgets = list(self.config.token_budgets) or generate_budgets(low, high)
-        if budgets[0] * rows_per_token < 1:
-            raise ConfigError(
-                f"token_budgets: {budgets[0]} has no room for an image; allowed: at least "
-                f"{math.ceil(1 / rows_per_token)} output tokens"
-            )
-        return budgets, rows_per_token
-
-    def _segments_fit(self, frame: Frame, tokens: int, budget: int, rows_per_token: int | Fraction) -> bool:
-        rows = int(budget * rows_per_token)
+    def _segments_fit(self, frame: Frame, tokens: int, budget: int) -> bool:
+        budgets = self._budgets(frame)
         return all(
             fits(
-                frame.slots[entry.slot].shape[0] - 1, tokens, self._segment_entries(entry.slot, budget), rows
+                frame.slots[entry.slot].shape[0] - 1,
+                tokens,
+                budgets.segment_entries(entry.slot, budget),
+                budgets.rows(budget),
             )
             for entry in self.program.region_inputs
             if entry.is_segments
@@ -260,13 +231,7 @@ class BudgetDispatcher:
         slot = self._frame_lengths
         return frame.slots[slot].shape[0] - 1 if slot is not None else None
 
-    def _segment_entries(self, slot: int, budget: int) -> int:
-        """Entries of captured cumulative lengths. Only the number of images or frames is configured."""
-        factor = self._segment_factors.get(slot, 1)
-        most = self.config.max_items_per_batch if factor == 1 else 0
-        return factor * segment_capacity(budget, most or budget) + 1
-
-    def _may_pad(self, frame: Frame, budgets: Sequence[int], rows_per_token: int | Fraction) -> bool:
+    def _may_pad(self, frame: Frame) -> bool:
         """Whether padding is proved, or harmless by the probe, which runs once, below some budget."""
         if self._padding_allowed or self.padding_refusal is not None:
             return self._padding_allowed
@@ -275,7 +240,8 @@ class BudgetDispatcher:
             return False
         tokens = self.program.tokens(frame)
         assert tokens is not None
-        above = next((int(b * rows_per_token) for b in budgets if int(b * rows_per_token) > tokens), None)
+        budgets = self._budgets(frame)
+        above = next((rows for rows in map(budgets.rows, budgets.tokens) if rows > tokens), None)
         if above is None:
             return False
         self.padding_refusal = probe_padding(self.program, frame, above)
@@ -286,13 +252,14 @@ class BudgetDispatcher:
 
     # --- capture and replay
 
-    def _ladder(self, frame: Frame, rows_per_token: int | Fraction) -> BudgetLadder:
+    def _ladder(self, frame: Frame) -> BudgetLadder:
+        program, budgets = self.program, self._budgets(frame)
         key = self._other_sizes(frame)
         if key not in self._ladders:
-            template = self._template(frame)
+            template = template_of(program, frame)
 
             def request(budget: int) -> CaptureRequest:
-                return self._request(template, int(budget * rows_per_token), budget)
+                return request_of_program(program, template, budgets.rows(budget), budget, budgets)
 
             # There is a graph to break at its splitting ops already, and no untouched module any more.
             mode = "piecewise" if self.config.mode == "breakable" else self.config.mode
@@ -308,66 +275,12 @@ class BudgetDispatcher:
                 self.clear()
         return key
 
-    def _template(self, frame: Frame) -> Frame:
-        """What every capture of these other sizes shares."""
-        template = Frame([None] * self.program.num_slots, dict(frame.symbols))
-        for slot in self.program.fixed_slots:
-            template.slots[slot] = frame.slots[slot]
-        return template
-
-    def _request(self, template: Frame, rows: int, budget: int) -> CaptureRequest:
-        """Of so many rows, with room for the segments of a budget."""
-        program = self.program
-        static = Frame(list(template.slots), padded_symbols(program, template, rows))
-        buffers: dict[int, StaticBuffer] = {}
-        for entry in program.region_inputs:
-            buffers[entry.slot] = StaticBuffer(
-                _name(entry.slot),
-                self._example(entry, static, budget, rows),
-                entry.token_dim,
-                is_order=entry.is_order,
-            )
-        num_rows = None
-        if program.num_rows_slot is not None:
-            num_rows = RowCount(rows, program.device)
-            static.slots[program.num_rows_slot] = num_rows.tensor
-        frames = self._frame_lengths
-
-        def forward(tensors: Mapping[str, Tensor], runner: Runner) -> list[Any]:
-            slots = list(static.slots)
-            for slot in buffers:
-                slots[slot] = tensors[_name(slot)]
-            return program.finish(Frame(slots, dict(static.symbols)), runner)
-
-        return request_over(
-            {buffer.name: buffer for buffer in buffers.values()},
-            forward,
-            parameters=StaticParameters(()),  # `_check_parameters` has seen every call's own
-            segment_inputs=[_name(entry.slot) for entry in program.region_inputs if entry.is_segments],
-            rows=rows,
-            num_rows=num_rows,
-            can_break=bool(program.splits),
-            frame_lengths=None if frames is None else _name(frames),
-        )
-
-    def _example(self, entry: RegionInput, static: Frame, budget: int, rows: int) -> Tensor:
-        """A tensor of the captured size, with contents to record and to time the capture with."""
-        device, dtype = self.program.device, entry.info.dtype
-        if entry.is_segments:
-            room = self._segment_entries(entry.slot, budget) - 1
-            segments = 1 if self._segment_factors.get(entry.slot, 1) == 1 else room
-            return full_cu_seqlens(room, rows, segments).to(device, dtype)
-        tensor = torch.zeros([s(static.symbols) for s in entry.info.shape], dtype=dtype, device=device)
-        if tensor.is_floating_point():
-            tensor.normal_()  # zeros would make the times that `auto` compares too short
-        return tensor
-
     def _replay(self, captured: CapturedForward, frame: Frame) -> list[Any]:
         program = self.program
         tokens = program.tokens(frame)
         assert tokens is not None
         with self.pool.replaying():
-            values = {_name(entry.slot): frame.slots[entry.slot] for entry in program.region_inputs}
+            values = {input_name(entry.slot): frame.slots[entry.slot] for entry in program.region_inputs}
             captured.load(values, tokens)
             outputs = captured.replay(debug=self.config.debug)
             own = [
@@ -401,7 +314,3 @@ class BudgetDispatcher:
         known = {s: frame.slots[s].tolist() for s in slots if frame.slots[s].device.type == "cpu"}
         self.program.move_to_device(frame)
         return ExactRunner(KnownSegments(frame.slots[slot], lengths) for slot, lengths in known.items())
-
-
-def _name(slot: int) -> str:
-    return f"input {slot}"

@@ -83,12 +83,14 @@ register_host_op(
     HostOp(
         run=exact_metadata,
         rows_per_output_token=lambda pixels, grid, name: registered_tower(name).rows_per_token,
-        budget_range=lambda pixels, grid, name: registered_tower(name).get_encoder_cudagraph_budget_range(
-            None
-        ),
+        budget_range=lambda pixels, grid, name: _budget_range(registered_tower(name)),
         segment_factors=lambda pixels, grid, name: _segment_factors(registered_tower(name)),
     ),
 )
+
+
+def _budget_range(tower: PackedTower) -> tuple[int, int]:
+    return tower.get_encoder_cudagraph_budget_range(None)
 
 
 def _segment_factors(tower: PackedTower) -> list[int]:

@@ -78,11 +78,26 @@ def test_weights_are_looked_up_at_every_call(inner: Any, pixels: Tensor, inlined
     assert len(inlined) == 1
 
 
-def test_weights_of_another_dtype_are_refused(inner: Any, pixels: Tensor) -> None:
+def transpose_memory(linear: nn.Linear) -> None:
+    linear.weight = nn.Parameter(linear.weight.t().contiguous().t(), requires_grad=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (nn.Linear.double, "expected them in the sizes, strides, dtype and device in which the module"),
+        (transpose_memory, "expected them in the sizes, strides, dtype and device in which the module"),
+        (lambda linear: setattr(linear, "bias", None), "got None in the place of one"),
+    ],
+    ids=["dtype", "strides", "none"],
+)
+def test_weights_of_another_layout_are_refused(
+    inner: Any, pixels: Tensor, change: Callable[[Any], Any], message: str
+) -> None:
     module = compiled(fx.wrap(inner))
     features(module, pixels)
-    inner.blocks[1].mlp.linear_fc2.double()
-    with pytest.raises(InputError, match="expected them in the sizes, dtype and device in which the module"):
+    change(inner.blocks[1].mlp.linear_fc2)
+    with pytest.raises(InputError, match=message):
         features(module, pixels)
 
 

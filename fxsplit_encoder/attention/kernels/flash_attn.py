@@ -47,8 +47,8 @@ class FlashAttention3(FlashAttention2):
 class FlashAttention4(HalfPrecisionKernel):
     """`flash-attn-4`: compiled when first called, once for each variant that a shape may need.
 
-    Its call keeps the host for 80 microseconds (one H200's), whatever the variant: those that win by less are
-    for graphs alone.
+    Its call keeps the host of an H200 for 80 to 100 microseconds, whatever the variant
+    (benchmarks/results/attention_h200.json): variants, which win by less, are for graphs alone.
 
     Args:
         tile: queries and keys of a step, on Hopper; None: the package's own choice, which is made for long
@@ -74,12 +74,13 @@ class FlashAttention4(HalfPrecisionKernel):
     ) -> None:
         self.up_to = up_to
         self.name = "flash_attn_4" + (f"_{tile[0]}x{tile[1]}" if tile else "") + self.suffix
+        self._in_graphs_alone = tile is not None or self.needs_equal_segments
         self.architectures = (9, 10, 11) if tile is None else (9,)
         self._variant = {"tile_mn": tile, "mma_pv_is_rs": probabilities_in_registers}
 
     def supports(self, shape: AttentionShape) -> bool:
         """Segments that are not too long for its tiles; of the variants, in graphs."""
-        if self.name != "flash_attn_4" and shape.exact:
+        if self._in_graphs_alone and shape.exact:
             return False
         return super().supports(shape) and (self.up_to is None or shape.longest <= self.up_to)
 

@@ -18,7 +18,7 @@ from triton.runtime import driver
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Boundaries that a program reads at once. Every number of them is another compilation, of half a second.
+# Boundaries that a program reads at once. Every number of them is another compilation.
 _BOUNDARIES = (32, 128, 1024)
 
 # Bytes that a pointer may be known to be aligned to.
@@ -26,6 +26,22 @@ _ALIGNMENT = 16
 
 # Versions of the kernel that were launched before. Finding one again takes Triton longer than launching it.
 _compiled: dict[tuple[Any, ...], Any] = {}
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _segment_of(tile, cu_seqlens, segments, BLOCK_M: tl.constexpr, BOUNDARIES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The segment that owns a tile.
+
+    Segment s owns the tiles from cu_seqlens[s] // BLOCK_M + s on: no two segments share one, and where they
+    begin follows from one boundary, without the lengths of those before.
+    """
+    segment = -1
+    for first in range(0, segments, BOUNDARIES):
+        number = first + tl.arange(0, BOUNDARIES)
+        boundary = tl.load(cu_seqlens + number, mask=number < segments, other=0)
+        begun = (boundary // BLOCK_M + number <= tile) & (number < segments)
+        segment += tl.sum(begun.to(tl.int32), axis=0)
+    return segment
 
 
 # What a compiler would make of one segment, or of a number of them that is a multiple of 16, gains nothing.
@@ -55,21 +71,13 @@ def _attend_tile(  # type: ignore[no-untyped-def]  # noqa: PLR0915 - one kernel 
     BLOCK_N: tl.constexpr,
     BOUNDARIES: tl.constexpr,
 ):
-    """One tile of BLOCK_M queries of one head. `scale` includes log2(e).
-
-    Segment s owns the tiles from cu_seqlens[s] // BLOCK_M + s on: no two segments share one, and where they
-    begin follows from one boundary, without the lengths of those before. Tiles past a segment do nothing.
+    """One tile of BLOCK_M queries of one head. `scale` includes log2(e). Tiles past a segment do nothing.
 
     A head is split in LOW and HIGH columns (HIGH may be 0), powers of two: 72 costs 80 columns, not 128.
     """
     tile = tl.program_id(0)
     head = tl.program_id(1)
-    segment = -1
-    for first in range(0, segments, BOUNDARIES):
-        number = first + tl.arange(0, BOUNDARIES)
-        boundary = tl.load(cu_seqlens + number, mask=number < segments, other=0)
-        begun = (boundary // BLOCK_M + number <= tile) & (number < segments)
-        segment += tl.sum(begun.to(tl.int32), axis=0)
+    segment = _segment_of(tile, cu_seqlens, segments, BLOCK_M, BOUNDARIES)
     start = tl.load(cu_seqlens + segment)
     length = tl.load(cu_seqlens + segment + 1) - start
     row = (tile - start // BLOCK_M - segment) * BLOCK_M
@@ -151,21 +159,36 @@ def attend(
     row_strides = [row_stride for row_stride, _, _ in strides]
     args = (*tensors, cu_seqlens, segments, scale * math.log2(math.e), *row_strides, *constants)
     grid = (tokens // block_m + segments, heads, 1)
-    if not isinstance(_attend_tile, triton.JITFunction):  # in Triton's interpreter
-        _attend_tile[grid](*args)
-        return
-    # All that Triton tells versions of the kernel apart by.
+    options = {"num_warps": num_warps, "num_stages": num_stages}
+    if isinstance(_attend_tile, triton.JITFunction):
+        _launch(grid, args, (*row_strides, *constants), tensors, options)
+    else:  # in Triton's interpreter
+        _attend_tile[grid](*args, **options)
+
+
+def _launch(
+    grid: tuple[int, int, int],
+    args: tuple[Any, ...],
+    numbers: tuple[int, ...],
+    tensors: tuple[Tensor, ...],
+    options: dict[str, int],
+) -> None:
+    """Launches the kernel, past Triton's search for the version if that has run before.
+
+    Args:
+        numbers, tensors: those of the arguments by which Triton tells versions apart: numbers by value,
+            tensors by dtype and alignment.
+    """
     version = (
         driver.active.get_current_device(),
         *(tensor.dtype for tensor in tensors),
         *(tensor.data_ptr() % _ALIGNMENT for tensor in tensors),
-        *row_strides,
-        *constants,
-        *(num_warps, num_stages),
+        *numbers,
+        *options.values(),
     )
     compiled = _compiled.get(version)
     if compiled is None:
-        _compiled[version] = _attend_tile[grid](*args, num_warps=num_warps, num_stages=num_stages)
+        _compiled[version] = _attend_tile[grid](*args, **options)
     else:
         compiled[grid](*args)
 

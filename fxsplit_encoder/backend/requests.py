@@ -1,0 +1,86 @@
+"""What a program gives to be captured at one size."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fxsplit_encoder.capture import CaptureRequest, RowCount, StaticBuffer, StaticParameters, request_over
+from fxsplit_encoder.capture.probe import padded_symbols
+from fxsplit_encoder.capture.segments import full_cu_seqlens
+from fxsplit_encoder.compile import Frame
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from fxsplit_encoder.backend.budgets import ProgramBudgets
+    from fxsplit_encoder.compile import Program, Runner
+    from fxsplit_encoder.compile.program import RegionInput
+
+
+def input_name(slot: int) -> str:
+    """What the static input of a slot is called."""
+    return f"input {slot}"
+
+
+def template_of(program: Program, frame: Frame) -> Frame:
+    """What all captures share that have a call's sizes but for the token count: parameters and constants."""
+    template = Frame([None] * program.num_slots, dict(frame.symbols))
+    for slot in program.fixed_slots:
+        template.slots[slot] = frame.slots[slot]
+    return template
+
+
+def request_of_program(
+    program: Program, template: Frame, rows: int, budget: int, budgets: ProgramBudgets
+) -> CaptureRequest:
+    """Of so many rows, with room for the segments of a budget."""
+    static = Frame(list(template.slots), padded_symbols(program, template, rows))
+    buffers: dict[int, StaticBuffer] = {}
+    for entry in program.region_inputs:
+        buffers[entry.slot] = StaticBuffer(
+            input_name(entry.slot),
+            _example(program, entry, static, budget, rows, budgets),
+            entry.token_dim,
+            is_order=entry.is_order,
+        )
+    num_rows = None
+    if program.num_rows_slot is not None:
+        num_rows = RowCount(rows, program.device)
+        static.slots[program.num_rows_slot] = num_rows.tensor
+    frames = program.frame_lengths_slot
+
+    def forward(tensors: Mapping[str, Tensor], runner: Runner) -> list[Any]:
+        slots = list(static.slots)
+        for slot in buffers:
+            slots[slot] = tensors[input_name(slot)]
+        return program.finish(Frame(slots, dict(static.symbols)), runner)
+
+    return request_over(
+        {buffer.name: buffer for buffer in buffers.values()},
+        forward,
+        parameters=StaticParameters(()),  # the dispatcher has seen every call's own
+        segment_inputs=[input_name(entry.slot) for entry in program.region_inputs if entry.is_segments],
+        rows=rows,
+        num_rows=num_rows,
+        can_break=bool(program.splits),
+        frame_lengths=None if frames is None else input_name(frames),
+    )
+
+
+def _example(
+    program: Program, entry: RegionInput, static: Frame, budget: int, rows: int, budgets: ProgramBudgets
+) -> Tensor:
+    """A tensor of the captured size, with contents to record and to time the capture with."""
+    device, dtype = program.device, entry.info.dtype
+    if entry.is_segments:
+        room = budgets.segment_entries(entry.slot, budget) - 1
+        segments = 1 if budgets.counts_items(entry.slot) else room
+        return full_cu_seqlens(room, rows, segments).to(device, dtype)
+    tensor = torch.zeros([s(static.symbols) for s in entry.info.shape], dtype=dtype, device=device)
+    if tensor.is_floating_point():
+        tensor.normal_()  # zeros would make the times that `auto` compares too short
+    return tensor

@@ -1,0 +1,37 @@
+"""What budgets have room for."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fxsplit_encoder.backend.budgets import ProgramBudgets
+
+ratios = st.one_of(st.integers(1, 16), st.integers(1, 300).map(lambda tokens: Fraction(1, tokens)))
+
+
+def budgets(rows_per_token: int | Fraction, factors: dict[int, int], max_items: int) -> ProgramBudgets:
+    return ProgramBudgets((512,), rows_per_token, factors, max_items)
+
+
+@given(ratios, st.integers(1, 5000))
+def test_a_budget_holds_the_rows_of_its_tokens_and_no_more(ratio: int | Fraction, tokens: int) -> None:
+    known = budgets(ratio, {}, 0)
+    assert known.rows(tokens) == math.floor(tokens * ratio)
+    for rows in (known.rows(tokens), known.rows(tokens) + 1):
+        assert (known.tokens_of(rows) <= tokens) == (rows <= tokens * ratio)
+
+
+def test_entries_for_images_are_limited_and_those_for_windows_are_not() -> None:
+    limited = budgets(4, {3: 1, 5: 4}, 8)
+    assert limited.counts_items(3)
+    assert limited.counts_items(9)  # no host op made it
+    assert not limited.counts_items(5)
+    assert limited.segment_entries(3, 512) == limited.segment_entries(9, 512)
+    unlimited = budgets(4, {3: 1, 5: 4}, 0)
+    assert limited.segment_entries(3, 512) < unlimited.segment_entries(3, 512)
+    assert limited.segment_entries(5, 512) == unlimited.segment_entries(5, 512)
+    assert limited.segment_entries(5, 512) - 1 == 4 * (unlimited.segment_entries(3, 512) - 1)
