@@ -3,18 +3,20 @@
     python benchmarks/host_time.py --output benchmarks/results/host_time_h200.json
 
 27 blocks of the Qwen3-VL-8B vision tower, bf16, seeded random weights; one image, `full` graphs. Microseconds
-that a call keeps the CPU, its device work not awaited, medians. "replay" is the check of captured addresses
-and the launch of the graph, "replay, piecewise" the same in that mode, with 27 eager calls of attention.
-"torch.compile" is a call of the tower behind `torch.compile(backend="encoder_cg")` with the same budgets, its
-guards included, beside `execute`; with "module guards skipped", Dynamo does not look at modules and
-parameters (`options={"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}`). Every replay
-checks their addresses all the same. "Dynamo alone" is the same call with a backend that does nothing but take
-equal blocks as ours does. "attention op" is a call of `fxsplit::varlen_attention`, pinned to torch's kernel,
-beyond a call of that. An image of a size that came before finds its metadata on the device; "new sizes" are
-images of sizes that have not come before. "item specs", "kept plan", "metadata" and "load" are parts of
-`execute`, each called by itself, so with warmer caches of the processor than inside of it. "plan of" is from
-item specs, without the plans that are kept; most of these items are larger than all three budgets, and each
-of those is a batch of its own. Nothing else should run on the host.
+that a call keeps the CPU, its device work not awaited, medians. "replay" is the launch of the graph and the
+check of captured addresses, which runs beside it; "replay, piecewise" the same in that mode, with 27 eager
+calls of attention. "torch.compile" is a call of the tower behind `torch.compile(backend="encoder_cg")` with
+the same budgets, its guards included, beside `execute`; with "module guards skipped", Dynamo does not look at
+modules and parameters
+(`options={"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}`). Every replay checks their
+addresses all the same. "Dynamo alone" is the same call with a backend that does nothing but take equal blocks
+as ours does. "attention op" is a call of `fxsplit::varlen_attention`, pinned to torch's kernel, beyond a call
+of that. An image of a size that came before finds its metadata on the device; "new sizes" are images of sizes
+that have not come before. "item specs", "kept plan", "metadata", "load" and the checks are parts of
+`execute`, each called by itself, so with warmer caches of the processor than inside of it; "version check"
+looks for changes in parameters of which other forms are kept. "plan of" is from item specs, without the plans
+that are kept; most of these items are larger than all three budgets, and each of those is a batch of its own.
+Nothing else should run on the host.
 """
 
 from __future__ import annotations
@@ -81,6 +83,7 @@ def measure(manager: fx.EncoderCudaGraphManager, features: int) -> Iterator[tupl
         "metadata": lambda: path.values(inputs),
         "load": lambda: path.load(captured, values),
         "address check": captured.parameters.check_addresses,
+        "version check": path.program.program.derived.refresh,
     }
     yield from ((name, 1e3 * cpu_ms(part, 300)) for name, part in parts.items())
     yield "execute, new sizes", new_sizes(manager, features)

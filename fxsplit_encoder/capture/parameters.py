@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from operator import eq, getitem
 from typing import TYPE_CHECKING, Any
 
@@ -11,10 +12,14 @@ from fxsplit_encoder.capture.memory import local_part
 from fxsplit_encoder.errors import ReplayError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 # Names in an error message.
 _NAMED = 4
+
+
+class _Memory(list[Tensor]):
+    """Other tensors over the same memory. A list has no weak references."""
 
 
 class StaticParameters:
@@ -31,6 +36,7 @@ class StaticParameters:
         self._addresses = [_address(tensor) for tensor in self._baked]
         sharded = any(local_part(tensor) is not tensor for tensor in self._baked)
         self._address_of = _address if sharded else Tensor.data_ptr
+        self._memory: Callable[[], _Memory | None] = lambda: None
         self._names: list[str] = []
         self._holders: list[Mapping[str, Tensor | None]] = []
         self._keys: list[str] = []
@@ -48,6 +54,14 @@ class StaticParameters:
         if not isinstance(module, nn.Module):
             return cls(())
         return cls([*module.parameters(), *module.buffers()], module)
+
+    def memory(self) -> Sequence[Tensor]:
+        """What keeps the memory that was baked in from being freed, whatever becomes of the parameters."""
+        memory = self._memory()
+        if memory is None:
+            memory = _Memory(tensor.detach() for tensor in self._baked)
+            self._memory = weakref.ref(memory)
+        return memory
 
     def current(self) -> list[Tensor | None]:
         """The tensors that are now where the baked ones were; None where there is none any more."""

@@ -8,6 +8,7 @@ is computed again, into the same memory.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from torch import Tensor
+
+_version = attrgetter("_version")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,7 @@ class DerivedParameters:
         made = {recipe.slot for recipe in self.recipes}
         self._given = sorted({slot for recipe in self.recipes for slot in recipe.sources} - made)
         self._sources: dict[int, Tensor] = {}
-        self._seen: list[tuple[int, int]] = []
+        self._seen: list[int] = []
         self._values: dict[int, Tensor] = {}
 
     @property
@@ -63,25 +66,28 @@ class DerivedParameters:
         for slot, value in self._values.items():
             slots[slot] = value
 
-    def refresh(self) -> None:
-        """Computes anew what the parameters of the last run have outdated. About 100 nanoseconds a parameter
-        that has derived ones.
+    def refresh(self) -> bool:
+        """Computes anew what the parameters of the last run have outdated; returns whether anything was.
+        About 100 nanoseconds a parameter that has derived ones.
 
         Raises:
             InputError: a parameter is an inference tensor, whose changes cannot be seen.
         """
         try:
             # An inference tensor raises when asked for its version.
-            seen = [(tensor.data_ptr(), tensor._version) for tensor in self._sources.values()]
+            sources = self._sources.values()
+            seen = [*map(torch.Tensor.data_ptr, sources), *map(_version, sources)]
         except RuntimeError as error:
             raise InputError(
                 "parameters: expected tensors that were made outside of torch.inference_mode(), since passes "
                 "and fp8 keep other forms of them and must see when they change; got an inference tensor. "
                 "Load the tower under torch.no_grad() instead"
             ) from error
-        if seen != self._seen:
-            self._compute()
-            self._seen = seen
+        if seen == self._seen:
+            return False
+        self._compute()
+        self._seen = seen
+        return True
 
     @torch.inference_mode(False)
     @torch.no_grad()

@@ -149,7 +149,7 @@ class BatchRunner:
                 # Raised before anything was copied: the batch is whole.
                 logger.warning("%s, %d tokens: %s", path.label, size, error)
                 continue
-            output = captured.replay(debug=debug)[0]
+            output = path.replay(captured, debug=debug)[0]
             assert isinstance(output, torch.Tensor)
             self.statistics.record_replay(key, planned.tokens)
             return output

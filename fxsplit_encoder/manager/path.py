@@ -88,9 +88,25 @@ class EncoderPath(PathCaptures):
         Raises:
             ReplayError: the batch does not fit the capture; nothing was copied then (capture rule 3).
         """
-        if self.program is not None:
-            self.program.program.derived.refresh()
         captured.load(values, self.forward.rows(values))
+
+    def replay(self, captured: CapturedForward, *, debug: bool = False) -> list[Any]:
+        """Runs a capture on what was loaded; returns its outputs, which the next replay overwrites.
+
+        Parameters are looked at while the device works: where other forms of them are kept, and they have
+        changed, the capture runs once more on the new ones.
+
+        Raises:
+            InputError: parameters are inference tensors, whose changes cannot be seen.
+            ReplayError: a captured address has changed, or another rule was found broken.
+        """
+        derived = self.program.program.derived if self.program is not None else None
+        if debug and derived is not None:
+            derived.refresh()
+        outputs = captured.replay(debug=debug)
+        if derived is not None and derived.refresh():
+            outputs = captured.replay(debug=debug)
+        return outputs
 
     def runs_compiled(self, planned: PathPlan) -> bool:
         """Whether a planned batch that is not replayed goes through the compiled program."""

@@ -155,6 +155,20 @@ def test_another_parameter_over_the_same_memory_has_not_moved() -> None:
     assert parameters.have_moved()
 
 
+def test_memory_outlives_a_parameter_that_moved_for_as_long_as_it_is_held() -> None:
+    module = nn.Linear(2, 2)
+    parameters = StaticParameters.of_module(module)
+    memory = parameters.memory()
+    assert parameters.memory() is memory
+    baked, expected = module.weight.data_ptr(), module.weight.detach().clone()
+    module.weight.data = torch.zeros(2, 2)
+    held = next(tensor for tensor in memory if tensor.data_ptr() == baked)
+    assert torch.equal(held, expected)
+    reference = weakref.ref(held)
+    del held, memory
+    assert reference() is None
+
+
 def test_a_parameter_that_is_gone_has_moved() -> None:
     module = nn.Linear(2, 2)
     parameters = StaticParameters.of_module(module)

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 # Boundaries that a program reads at once. Every number of them is another compilation.
 _BOUNDARIES = (32, 128, 1024)
 
+_LOG2_E = math.log2(math.e)
+
 # Bytes that a pointer may be known to be aligned to.
 _ALIGNMENT = 16
 
@@ -148,49 +150,53 @@ def attend(
     """Writes the attention of every segment to `out_THD`; rows outside every segment stay as they are."""
     tokens, heads, head_dim = query_THD.shape
     segments = cu_seqlens.shape[0] - 1
-    low, high = split_head(head_dim)
-    tensors = (query_THD, key_THD, value_THD, out_THD)
-    strides = [tensor.stride() for tensor in tensors]
-    constants = (
-        *(head_stride for _, head_stride, _ in strides),
-        *(head_dim, low, high, block_m, block_n),
-        next((number for number in _BOUNDARIES if segments <= number), _BOUNDARIES[-1]),
+    query_row, query_head, _ = query_THD.stride()
+    key_row, key_head, _ = key_THD.stride()
+    value_row, value_head, _ = value_THD.stride()
+    out_row, out_head, _ = out_THD.stride()
+    boundaries = next((number for number in _BOUNDARIES if segments <= number), _BOUNDARIES[-1])
+    numbers = (
+        *(query_row, key_row, value_row, out_row),
+        *(query_head, key_head, value_head, out_head),
+        *(head_dim, *split_head(head_dim), block_m, block_n, boundaries),
     )
-    row_strides = [row_stride for row_stride, _, _ in strides]
-    args = (*tensors, cu_seqlens, segments, scale * math.log2(math.e), *row_strides, *constants)
     grid = (tokens // block_m + segments, heads, 1)
-    options = {"num_warps": num_warps, "num_stages": num_stages}
+    args = (query_THD, key_THD, value_THD, out_THD, cu_seqlens, segments, scale * _LOG2_E, *numbers)
     if isinstance(_attend_tile, triton.JITFunction):
-        _launch(grid, args, (*row_strides, *constants), tensors, options)
+        _launch(grid, args, numbers, num_warps, num_stages)
     else:  # in Triton's interpreter
-        _attend_tile[grid](*args, **options)
+        _attend_tile[grid](*args, num_warps=num_warps, num_stages=num_stages)
 
 
 def _launch(
     grid: tuple[int, int, int],
     args: tuple[Any, ...],
     numbers: tuple[int, ...],
-    tensors: tuple[Tensor, ...],
-    options: dict[str, int],
+    num_warps: int,
+    num_stages: int,
 ) -> None:
     """Launches the kernel, past Triton's search for the version if that has run before.
 
+    Between the graphs of a piecewise capture every microsecond of this counts once a layer.
+
     Args:
-        numbers, tensors: those of the arguments by which Triton tells versions apart: numbers by value,
-            tensors by dtype and alignment.
+        args: of the kernel; the first four are the tensors by whose dtype and alignment Triton tells versions
+            apart.
+        numbers: those arguments by whose value it does.
     """
+    query, key, value, out = args[:4]
+    device = driver.active.get_current_device()
     version = (
-        driver.active.get_current_device(),
-        *(tensor.dtype for tensor in tensors),
-        *(tensor.data_ptr() % _ALIGNMENT for tensor in tensors),
-        *numbers,
-        *options.values(),
+        *(device, numbers, num_warps, num_stages),
+        *(query.dtype, key.dtype, value.dtype, out.dtype),
+        *(query.data_ptr() % _ALIGNMENT, key.data_ptr() % _ALIGNMENT),
+        *(value.data_ptr() % _ALIGNMENT, out.data_ptr() % _ALIGNMENT),
     )
     compiled = _compiled.get(version)
     if compiled is None:
-        _compiled[version] = _attend_tile[grid](*args, **options)
+        _compiled[version] = _attend_tile[grid](*args, num_warps=num_warps, num_stages=num_stages)
     else:
-        compiled[grid](*args)
+        compiled[grid](*args, stream=driver.active.get_current_stream(device))
 
 
 @functools.cache
