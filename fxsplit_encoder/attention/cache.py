@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Changes when what is measured, or how it is written, does.
-_FORMAT = 1
+_FORMAT = 2
 
 _PACKAGES = (
     "flash-attn",

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 _WARMUPS = 2
 
-# Times that one thing is timed, and the milliseconds after which two are enough: half of what capturing takes
-# is waiting for what is timed.
+# Times that one thing is timed, and the milliseconds after which two are enough: a good part of capturing a
+# ladder is waiting for what is timed.
 _REPEATS = 3
 _LONG_MS = 30.0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -514,6 +515,34 @@ def test_rule_6_a_parameter_elsewhere_is_an_error_that_names_it(
         ReplayError, match=r"^capture rule 6: tower\.blocks\.2\.mlp\.linear_fc1\.weight: moved .*\(1 of "
     ):
         manager.execute(make_batch([(1, 4, 4)]))
+
+
+def test_rule_6_what_a_replay_reads_is_held_until_clear(captured_pair: Any, make_batch: Any) -> None:
+    manager, module = captured_pair
+    address, expected = module.weight.data_ptr(), module.weight.detach().clone()
+    memory = manager.paths["default"].forward.parameters.memory()
+    (held,) = [weakref.ref(tensor) for tensor in memory if tensor.data_ptr() == address]
+    del memory
+    move(module)
+    with pytest.raises(ReplayError):
+        manager.execute(make_batch([(1, 4, 4)]))
+    assert torch.equal(held(), expected)
+    manager.clear()
+    assert held() is None
+
+
+@pytest.mark.parametrize(
+    ("debug", "expected"), [(False, ["launch", "look"]), (True, ["look", "launch", "look"])]
+)
+def test_rule_6_the_look_at_parameters_does_not_keep_the_device_waiting(
+    captured_pair: Any, monkeypatch: pytest.MonkeyPatch, debug: bool, expected: list[str]
+) -> None:
+    captured = captured_pair[0].paths["default"].captured[4]
+    order: list[str] = []
+    monkeypatch.setattr(SegmentedCapture, "replay", lambda self: order.append("launch"))
+    monkeypatch.setattr(StaticParameters, "check_addresses", lambda self: order.append("look"))
+    captured.replay(debug=debug)
+    assert order == expected
 
 
 def test_rule_6_after_clear_the_new_parameters_are_captured(

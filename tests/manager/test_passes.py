@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import fxsplit_encoder as fx
+from fxsplit_encoder.capture import CapturedForward
 from fxsplit_encoder.compile.passes import PASSES, relative_rms
 from fxsplit_encoder.compile.passes.fp8_linear import fp8_linear
 
@@ -80,6 +81,34 @@ def test_replays_and_exact_runs_see_weights_that_change_in_place(
         assert_same(manager, tower(seed), encode, replayed)
         assert manager.stats().hits == before.hits + 1
         assert_same(manager, tower(seed), encode, exact)
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_a_replay_is_made_again_only_where_weights_have_changed(
+    make_batch: Callable[..., Any], encode: Any, monkeypatch: pytest.MonkeyPatch, debug: bool
+) -> None:
+    inner = tower(0)
+    # Without CUDA a replay of mode `full` begins its program anew, and looks at the weights itself.
+    config = fx.EncoderConfig(**SETTINGS | {"mode": "piecewise", "debug": debug})
+    manager = fx.EncoderCudaGraphManager(fx.wrap(inner), config)
+    manager.capture()
+    replays: list[CapturedForward] = []
+    original = CapturedForward.replay
+
+    def replay(self: CapturedForward, **options: Any) -> Any:
+        replays.append(self)
+        return original(self, **options)
+
+    monkeypatch.setattr(CapturedForward, "replay", replay)
+    batch = make_batch([(1, 4, 6)])
+    for seed in (4, 5):
+        inner.load_state_dict(tower(seed).state_dict())
+        for changed in (True, False):
+            replays.clear()
+            before = manager.stats().hits
+            assert_same(manager, tower(seed), encode, batch)
+            assert len(replays) == (2 if changed and not debug else 1)
+            assert manager.stats().hits == before + 1
 
 
 def test_weights_that_are_replaced_are_captured_again(
