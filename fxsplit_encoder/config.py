@@ -37,11 +37,13 @@ GraphPass = Literal[
     "dense_attention",
 ]
 Precision = Literal["auto", "fp8"]
+Padding = Literal["proved", "probed"]
 
 # The same names for messages and benchmarks.
 IMPLEMENTED_MODES: tuple[Mode, ...] = get_args(Mode)
 IMPLEMENTED_PACKINGS: tuple[Packing, ...] = get_args(Packing)
 IMPLEMENTED_PIECE_COMPILERS: tuple[PieceCompiler, ...] = get_args(PieceCompiler)
+IMPLEMENTED_PADDING: tuple[Padding, ...] = get_args(Padding)
 IMPLEMENTED_ATTENTION: tuple[str, ...] = (
     "auto",
     "torch_flash",
@@ -212,6 +214,13 @@ class EncoderConfig(_Settings):
     exact: no budgets, but the very token counts that come, once they have come `exact_min_hits` times; none:
     nothing, all run at their exact shape; auto: what measures cheapest for each budget, and token counts for
     which padding has cost more than their own capture would."""
+
+    padding: Annotated[Padding, _one_of(IMPLEMENTED_PADDING)] = "proved"
+    """When `torch.compile(..., backend="encoder_cg")` may pad a call up to a budget. proved: where an
+    analysis of the graph proves that real rows do not depend on pad rows, or the tower declares it; any other
+    call runs at its exact shape, which is captured if it repeats. probed: also where the analysis knows
+    nothing, and two padded runs on one call's data changed no real row; such a padding may be wrong on other
+    data. The manager's towers declare their padding."""
 
     exact_min_hits: Annotated[int, Field(strict=True, ge=1)] = 2
     """With `mode: exact`: how often a token count has to come before it is captured."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 import weakref
 from collections import Counter
@@ -77,7 +78,7 @@ class BudgetDispatcher:
         self.misses: Counter[MissReason] = Counter()
         self.padding_refusal: str | None = None
         """Why the region is never padded; None: it is, or it was not decided yet."""
-        self._padding_allowed = program.padding.proved
+        self._padding_allowed = program.padding.allowed
         self._ladders: dict[tuple[int, ...], BudgetLadder] = {}
         self._exact: dict[tuple[int, ...], ExactShapes] = {}
         self._static_inputs = sorted(program.static_inputs)
@@ -150,17 +151,16 @@ class BudgetDispatcher:
         tokens = self.program.tokens(frame)
         if tokens is None:
             return None, MissReason.STATIC_SHAPE
-        budgets = self._budgets(frame)
         if self.config.mode == "exact":
-            return self._find_exact(frame, tokens)
-        if capture_all and self._may_pad(frame):
-            ladder = self._ladder(frame)
+            return self._find_exact(frame, tokens, capture_now=capture_all)
+        budgets = self._budgets(frame)
+        if not self._may_pad(frame):
+            return self._find_unpadded(frame, tokens, capture_now=capture_all)
+        if capture_all:
             for budget in reversed(budgets.tokens):
-                ladder.capture(budget)
+                self._capture(frame, budget)
         if tokens > budgets.rows(budgets.tokens[-1]):
             return None, MissReason.OVER_LARGEST_BUDGET
-        if not self._may_pad(frame):
-            return None, MissReason.PADDING_UNPROVED
         roomy = [budget for budget in budgets.tokens if budgets.rows(budget) >= tokens]
         return self._smallest(frame, tokens, roomy)
 
@@ -174,14 +174,44 @@ class BudgetDispatcher:
             if not self._segments_fit(frame, tokens, budget):
                 reason = MissReason.TOO_MANY_SEGMENTS
                 continue
-            if ladder.capture(budget) is not None:
+            if self._capture(frame, budget) is not None:
                 return ladder.best(budget, self._num_segments(frame)), None
             if budget in ladder.exact:
                 return None, MissReason.EXACT_IS_FASTER
         return None, reason
 
-    def _find_exact(self, frame: Frame, tokens: int) -> tuple[CapturedForward | None, MissReason | None]:
-        """The capture of exactly so many tokens. Nothing is padded, so nothing need be proved."""
+    def _capture(self, frame: Frame, budget: int) -> CapturedForward | None:
+        """The capture of a budget, made on first use; None: there is none."""
+        ladder = self._ladder(frame)
+        is_new = budget not in ladder.captured
+        captured = ladder.capture(budget)
+        if is_new and captured is not None and self.config.debug and not self.program.padding.proved:
+            self._check_declaration(frame, budget)
+        return ladder.captured.get(budget)
+
+    def _check_declaration(self, frame: Frame, budget: int) -> None:
+        """Drops the capture of a tower that declares its padding if padding changes this call's results."""
+        rows, tokens = self._budgets(frame).rows(budget), self.program.tokens(frame)
+        if tokens is not None and tokens < rows:
+            change = probe_padding(self.program, frame, rows)
+            if change is not None:
+                self._ladder(frame).drop(budget, f"the tower declares that it may be padded, but {change}")
+
+    def _find_unpadded(
+        self, frame: Frame, tokens: int, *, capture_now: bool
+    ) -> tuple[CapturedForward | None, MissReason | None]:
+        """The capture of a call that may not be padded: of a budget that it fills, or of its own size."""
+        budgets = self._budgets(frame)
+        filled = [budget for budget in budgets.tokens if budgets.rows(budget) == tokens]
+        captured, reason = self._smallest(frame, tokens, filled) if filled else (None, None)
+        if captured is None and reason is not MissReason.EXACT_IS_FASTER:
+            captured, reason = self._find_exact(frame, tokens, capture_now=capture_now)
+        return captured, MissReason.PADDING_UNPROVED if reason is MissReason.NEW_SHAPE else reason
+
+    def _find_exact(
+        self, frame: Frame, tokens: int, *, capture_now: bool
+    ) -> tuple[CapturedForward | None, MissReason | None]:
+        """The capture of exactly so many tokens. No token is padded, so nothing need be proved of tokens."""
         program, budgets = self.program, self._budgets(frame)
         key = self._other_sizes(frame)
         if key not in self._exact:
@@ -194,7 +224,7 @@ class BudgetDispatcher:
                 max_bytes=lambda: self._bytes_left(key),
             )
         shapes = self._exact[key]
-        ladder = shapes.find(tokens)
+        ladder = shapes.find(tokens, math.inf if capture_now else 1.0)
         if ladder is None:
             return None, shapes.reason(tokens)
         if not self._segments_fit(frame, tokens, budgets.tokens_of(tokens)):
@@ -214,6 +244,8 @@ class BudgetDispatcher:
         return self._known_budgets
 
     def _segments_fit(self, frame: Frame, tokens: int, budget: int) -> bool:
+        if not self.program.padding.segments_may_grow:
+            return True  # captures have just as many as the call, which selects its ladder by their number
         budgets = self._budgets(frame)
         return all(
             fits(
@@ -232,22 +264,46 @@ class BudgetDispatcher:
         return frame.slots[slot].shape[0] - 1 if slot is not None else None
 
     def _may_pad(self, frame: Frame) -> bool:
-        """Whether padding is proved, or harmless by the probe, which runs once, below some budget."""
+        """Whether padding is proved or declared; or, where the user asks for that, was seen to be harmless.
+
+        Says once why it is not.
+        """
         if self._padding_allowed or self.padding_refusal is not None:
             return self._padding_allowed
-        if not self.program.padding.may_probe:
-            self.padding_refusal = str(self.program.padding)
-            return False
+        padding = self.program.padding
+        if self.config.padding == "probed" and padding.may_probe and not padding.refuted:
+            return self._probe(frame)
+        self.padding_refusal = str(padding)
+        where = f" ({padding.source})" if padding.source else ""
+        logger.warning(
+            "a graph is never padded, so only calls that fill a budget or repeat a size are replayed: real "
+            "rows may depend on pad rows at %s%s",
+            self.padding_refusal,
+            where,
+        )
+        return False
+
+    def _probe(self, frame: Frame) -> bool:
+        """Whether padding changed no real row of this call, below some budget; decided once."""
         tokens = self.program.tokens(frame)
         assert tokens is not None
         budgets = self._budgets(frame)
         above = next((rows for rows in map(budgets.rows, budgets.tokens) if rows > tokens), None)
         if above is None:
             return False
+        padding = self.program.padding
         self.padding_refusal = probe_padding(self.program, frame, above)
         self._padding_allowed = self.padding_refusal is None
-        if self.padding_refusal is not None:
-            logger.warning("never padded (%s): %s", self.program.padding, self.padding_refusal)
+        if self._padding_allowed:
+            logger.warning(
+                "padding: probed: a graph is padded since that changed no row of one call (%d tokens to %d); "
+                "other data may give wrong results: nothing is known of %s",
+                tokens,
+                above,
+                padding,
+            )
+        else:
+            logger.warning("a graph is never padded (%s): %s", padding, self.padding_refusal)
         return self._padding_allowed
 
     # --- capture and replay

@@ -10,6 +10,7 @@ from fxsplit_encoder.capture import CaptureRequest, RowCount, StaticBuffer, Stat
 from fxsplit_encoder.capture.probe import padded_symbols
 from fxsplit_encoder.capture.segments import full_cu_seqlens
 from fxsplit_encoder.compile import Frame
+from fxsplit_encoder.errors import CaptureError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -37,8 +38,14 @@ def template_of(program: Program, frame: Frame) -> Frame:
 def request_of_program(
     program: Program, template: Frame, rows: int, budget: int, budgets: ProgramBudgets
 ) -> CaptureRequest:
-    """Of so many rows, with room for the segments of a budget."""
+    """Of so many rows, with room for the segments of a budget.
+
+    Raises:
+        CaptureError: the trace does not hold for so many rows.
+    """
     static = Frame(list(template.slots), padded_symbols(program, template, rows))
+    if not program.accepts(static.symbols):
+        raise CaptureError(f"the trace does not hold for {rows} tokens: the code was traced for other sizes")
     buffers: dict[int, StaticBuffer] = {}
     for entry in program.region_inputs:
         buffers[entry.slot] = StaticBuffer(
@@ -51,7 +58,7 @@ def request_of_program(
     if program.num_rows_slot is not None:
         num_rows = RowCount(rows, program.device)
         static.slots[program.num_rows_slot] = num_rows.tensor
-    frames = program.frame_lengths_slot
+    frames = program.frame_lengths_slot if program.padding.segments_may_grow else None
 
     def forward(tensors: Mapping[str, Tensor], runner: Runner) -> list[Any]:
         slots = list(static.slots)
@@ -76,6 +83,8 @@ def _example(
 ) -> Tensor:
     """A tensor of the captured size, with contents to record and to time the capture with."""
     device, dtype = program.device, entry.info.dtype
+    if entry.is_segments and not program.padding.segments_may_grow:
+        return full_cu_seqlens(entry.info.shape[0](static.symbols) - 1, rows, 1).to(device, dtype)
     if entry.is_segments:
         room = budgets.segment_entries(entry.slot, budget) - 1
         segments = 1 if budgets.counts_items(entry.slot) else room

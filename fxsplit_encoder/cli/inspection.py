@@ -20,6 +20,7 @@ from fxsplit_encoder.cli.describe import describe_split, describe_tower, operato
 from fxsplit_encoder.cli.families import Family
 from fxsplit_encoder.cli.models import DEMO_MODEL, demo_tower, load_tower, read_family
 from fxsplit_encoder.compile import Program, Step
+from fxsplit_encoder.compile.padding import PaddingReport
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.manager import Limits
 
@@ -84,17 +85,16 @@ def run_inspect(tower: torch.nn.Module, family: Family, config: fx.EncoderConfig
         bound = manager.programs[path]
         print_facts({"split": describe_split(path, bound)})
         if bound is not None:
-            _print_program(bound.program)
+            _print_program(bound.program, declared=getattr(wrapped, "declares_padding", True))
     for report in manager.reports:
         print_facts({"note": report})
     _print_budgets(limits)
 
 
-def _print_program(program: Program) -> None:
+def _print_program(program: Program, *, declared: bool) -> None:
     kinds = Counter(step.kind for step in program.steps)
     parts = f"{kinds['piece']} pieces, {kinds['split']} splitting ops, {kinds['host']} host ops"
-    proved = program.padding.proved
-    padding = "proved: no row depends on the rows after it" if proved else "not proved, see the table"
+    padding = _verdict(program.padding, declared)
     changed = ", ".join(f"{name} {places}" for name, places in program.pass_report.items())
     print_facts({"steps": f"{len(program.steps)}: {parts}", "padding": padding, "passes": changed or "none"})
     rows: list[list[object]] = []
@@ -110,6 +110,15 @@ def _print_program(program: Program) -> None:
     headers = ["distinct", "times", "nodes", "most frequent operators but views", "positions", "padding"]
     print_table(headers, rows)
     print()
+
+
+def _verdict(padding: PaddingReport, declared: bool) -> str:
+    """Whether padding is proved; if not, the first node at which it is not, and the line of code."""
+    if padding.proved:
+        return f"proved over {padding.num_nodes} nodes: no real row depends on pad rows"
+    node, reason = padding.reasons[0]
+    word = "declared by the tower, not proved" if declared else "not proved"
+    return f"{word}: {node}: {reason}" + (f", at {padding.source}" if padding.source else "")
 
 
 def _padding(program: Program, steps: Sequence[Step]) -> str:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 
 from fxsplit_encoder.compile.derived import DerivedParameter, DerivedParameters
-from fxsplit_encoder.compile.guards import guards_of
+from fxsplit_encoder.compile.guards import assumptions_of, guards_of
+from fxsplit_encoder.compile.host import host_op
 from fxsplit_encoder.compile.masks import mask_pad_rows
 from fxsplit_encoder.compile.passes import run_passes
 from fxsplit_encoder.compile.pieces import PieceCache, piece_compiler
@@ -16,7 +18,14 @@ from fxsplit_encoder.compile.program import Program
 from fxsplit_encoder.compile.region import Region, is_packed_attention, token_symbol_of
 from fxsplit_encoder.compile.rewriting import derivation, mark_parameters
 from fxsplit_encoder.compile.sizes import expression, shape_exprs
-from fxsplit_encoder.compile.split import SplitGraph, is_scalar, node_value, split_graph, splitting_targets
+from fxsplit_encoder.compile.split import (
+    Cut,
+    SplitGraph,
+    is_scalar,
+    node_value,
+    split_graph,
+    splitting_targets,
+)
 from fxsplit_encoder.compile.steps import Slots, make_steps, slots_in, tensor_info, with_frees
 from fxsplit_encoder.errors import CompileError
 
@@ -72,7 +81,10 @@ def _assemble(
     region_start = max((i + 1 for i, step in enumerate(steps) if step.kind == "host"), default=0)
     fixed = {*made_here, *graph.constants, *(inputs[i] for i in static_inputs)}
     region = Region(graph.parts[region_start:], graph.output_args, fixed, slots, token_symbol)
-    report = region.prove(guards_of(inputs))
+    report = region.prove(assumptions_of(inputs))
+    hosts = (host_op(part.node.target) for part in graph.parts if isinstance(part, Cut))
+    if any(op is not None and op.declares_padding for op in hosts):
+        report = replace(report, declared=True)
     return Program(
         steps=tuple(with_frees(steps, kept)),
         num_inputs=len(inputs),
@@ -89,7 +101,7 @@ def _assemble(
         token_symbol=token_symbol,
         region_start=region_start,
         region_inputs=tuple(region.inputs.values()),
-        region_symbols=region.symbols(),
+        region_symbols=region.symbols(with_segments=not report.segments_may_grow),
         device=device,
         padding=report,
         accepts=guards_of(inputs, token_symbol if report.proved else None),

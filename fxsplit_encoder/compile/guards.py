@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fxsplit_encoder.compile.sizes import Size, SymbolValues
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    import sympy
     from torch import fx
+
+
+def assumptions_of(inputs: Sequence[fx.Node]) -> list[sympy.Basic]:
+    """What a trace assumes of its symbols, as expressions.
+
+    Args:
+        inputs: the inputs of the traced graph.
+    """
+    shape_env = _shape_env(inputs)
+    # Of symbols that are known to be equal the graph uses one.
+    return [] if shape_env is None else [shape_env.replace(guard.expr) for guard in shape_env.guards]
+
+
+def _shape_env(inputs: Sequence[fx.Node]) -> Any:
+    """Where the trace keeps its symbols; None for a graph whose inputs have none."""
+    return next(
+        (n.meta["val"].fake_mode.shape_env for n in inputs if hasattr(n.meta["val"], "fake_mode")), None
+    )
 
 
 def guards_of(inputs: Sequence[fx.Node], independent: str | None = None) -> Callable[[SymbolValues], bool]:
@@ -22,9 +41,7 @@ def guards_of(inputs: Sequence[fx.Node], independent: str | None = None) -> Call
         inputs: the inputs of the traced graph.
         independent: the symbol that counts independent rows, if any.
     """
-    shape_env = next(
-        (n.meta["val"].fake_mode.shape_env for n in inputs if hasattr(n.meta["val"], "fake_mode")), None
-    )
+    shape_env = _shape_env(inputs)
     if shape_env is None:
         return lambda values: True
     bounds = {str(symbol): (bound.lower, bound.upper) for symbol, bound in shape_env.var_to_range.items()}
@@ -38,6 +55,10 @@ def guards_of(inputs: Sequence[fx.Node], independent: str | None = None) -> Call
             for symbol, value in values.items()
             if symbol in bounds
         )
-        return within and all(bool(c(values)) for c in conditions if set(c.symbols) <= values.keys())
+        known = (condition for condition in conditions if set(condition.symbols) <= values.keys())
+        try:
+            return within and all(bool(condition(values)) for condition in known)
+        except ZeroDivisionError:  # s % (s // 4) == 0, of fewer than four
+            return False
 
     return accepts

@@ -30,6 +30,10 @@ class HostOp:
     """
     budget_range: Callable[..., tuple[int, int]]
     """The tower's range of budgets in output tokens, from the op's arguments."""
+    declares_padding: bool = False
+    """Whether the tower that the op is of declares that its rows may be padded: the images of a batch do not
+    see one another.
+    """
     segment_factors: Callable[..., Sequence[int]] | None = None
     """For every output, from the op's arguments: how many segments it has beside each image or frame, if it
     is cumulative lengths. None: one.

@@ -10,13 +10,15 @@ from torch import fx
 from fxsplit_encoder.compile import padding
 from fxsplit_encoder.compile.permute import permute_rows
 from fxsplit_encoder.compile.program import RegionInput
-from fxsplit_encoder.compile.sizes import SymbolValues, symbol_of
+from fxsplit_encoder.compile.sizes import symbol_of
 from fxsplit_encoder.compile.split import Cut, is_scalar
 from fxsplit_encoder.compile.steps import tensor_info
 from fxsplit_encoder.errors import CompileError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Collection, Sequence
+
+    import sympy
 
     from fxsplit_encoder.compile.pieces import Piece
     from fxsplit_encoder.compile.steps import Slots
@@ -101,10 +103,13 @@ class Region:
             return None
         return padding.token_dim(node.meta["val"], self._token_symbol)
 
-    def symbols(self) -> tuple[str, ...]:
+    def symbols(self, *, with_segments: bool) -> tuple[str, ...]:
         """The symbols that sizes and numbers inside the region use, beside the token symbol.
 
         Pieces get others as inputs too, for their compilers; those do not count.
+
+        Args:
+            with_segments: whether those count that say how many segments there are, whatever reads them.
         """
         values = [
             n.meta["val"]
@@ -112,20 +117,21 @@ class Region:
             for n in (node, *(i for i in node.all_input_nodes if is_scalar(i)))
         ]
         used = {symbol for value in values for symbol in _symbols_in(value)}
-        sizes = [s for entry in self.inputs.values() if not entry.is_segments for s in entry.info.shape]
+        counted = [entry for entry in self.inputs.values() if with_segments or not entry.is_segments]
+        sizes = [size for entry in counted for size in entry.info.shape]
         used |= {symbol for size in sizes for symbol in size.symbols}
         return tuple(sorted(used - {self._token_symbol or ""}))
 
-    def prove(self, accepts: Callable[[SymbolValues], bool]) -> padding.PaddingReport:
+    def prove(self, assumptions: Sequence[sympy.Basic]) -> padding.PaddingReport:
         """Whether the region may be padded, see `compile.padding`.
 
         Args:
-            accepts: whether the trace holds for these values of symbols.
+            assumptions: what the trace assumes of its symbols.
         """
         if self._token_symbol is None:
             return padding.PaddingReport((("graph", "no dimension of a splitting op's query is symbolic"),))
         seeds = {node: _seed(entry) for node, entry in self.inputs.items()}
-        return padding.analyse(self._nodes, seeds, self._token_symbol, accepts)
+        return padding.analyse(self._nodes, seeds, self._token_symbol, assumptions)
 
 
 def _seed(entry: RegionInput) -> padding.State:

@@ -80,7 +80,10 @@ class EncoderPath(PathCaptures):
     def miss_reason(self, planned: PathPlan) -> MissReason:
         """Why a planned batch that nothing served counts as a miss."""
         reason = self.exact.reason(planned) if self.exact is not None else None
-        return reason or planned.reason or MissReason.NOT_CAPTURED
+        reason = reason or planned.reason or MissReason.NOT_CAPTURED
+        if reason is MissReason.NOT_CAPTURED and self.padding_refused:
+            return MissReason.PADDING_UNPROVED
+        return reason
 
     def load(self, captured: CapturedForward, values: Mapping[str, StaticValue | None]) -> None:
         """Fills a capture's buffers with a batch.

@@ -15,7 +15,7 @@ from fxsplit_encoder.manager.budgets import CaptureKey
 from fxsplit_encoder.manager.exact_replays import ExactReplays
 from fxsplit_encoder.manager.path_costs import PathCosts, measure_path
 from fxsplit_encoder.manager.path_forward import PathForward
-from fxsplit_encoder.manager.path_requests import check_padding, request_of_module, request_of_program
+from fxsplit_encoder.manager.path_requests import request_of_module, request_of_program
 from fxsplit_encoder.manager.protocol import BudgetGraphMetadata
 from fxsplit_encoder.manager.tensor_parallel import agreement_of
 
@@ -62,6 +62,10 @@ class PathCaptures:
         options = CompileOptions.of(config)
         self.forward = PathForward(name, self.label, tower, limits, device, dtype, axis_keys, options)
         self.padding_logics = tower.get_encoder_cudagraph_config().padding_logics
+        self.declares_padding: bool = getattr(tower, "declares_padding", True)
+        """Whether the tower's word is taken that padding leaves its real rows alone: that of any that
+        implements the protocol itself, since padded replays are what the protocol describes."""
+        self._debug = config.debug
         self.notes: list[str] = []
         agree = agreement_of(tower)
         # The ranks of a sharded tower must capture and run the same, and their times differ.
@@ -145,18 +149,32 @@ class PathCaptures:
     def capture(self, budget: int) -> None:
         """Captures one budget, or notes why it is dropped."""
         self.ladder.capture(budget)
-        if budget in self.captured and self.program is None:
-            self._probe(budget)
+        if budget in self.captured and self._must_compare():
+            self._compare_with_exact(budget)
         if budget in self.ladder.replaced:
             self.note(f"{self.label}: budget {budget} is {self.ladder.replaced[budget]}")
         if budget in self.ladder.dropped:
             self.note(f"{self.label}: budget {budget} is dropped: {self.ladder.dropped[budget]}")
 
-    @torch.no_grad()
-    def _probe(self, budget: int) -> None:
-        """Drops the capture of a forward that nobody could analyse if padding changes its results, by a batch
-        of half its tokens.
+    @property
+    def padding_refused(self) -> bool:
+        """Whether nothing is padded: a compiled forward is not proved to keep rows apart, nor declared to."""
+        compiled = self.program is not None
+        return compiled and not self._is_proved and not self.declares_padding
+
+    @property
+    def _is_proved(self) -> bool:
+        return self.program is not None and self.program.program.padding.proved
+
+    def _must_compare(self) -> bool:
+        """Whether a capture has to show that padding leaves its results alone: where only the tower's word
+        says so, with `debug`; where nothing does, since nobody could analyse the forward, always.
         """
+        return not self._is_proved and (self._debug or not self.declares_padding)
+
+    @torch.no_grad()
+    def _compare_with_exact(self, budget: int) -> None:
+        """Drops the capture of a budget if padding changes the results of a batch of half its tokens."""
         half = budget // 2
         try:
             values = self.forward.capture_values(half) if half else {}
@@ -164,9 +182,10 @@ class PathCaptures:
             return  # no batch is smaller, so nothing is ever padded
         if not values:
             return
+        values = {name: _with_contents(tensor) for name, tensor in values.items()}
         captured = self.captured[budget]
         expected = self.forward(values)
-        captured.load(values, None)
+        captured.load(values, self.forward.rows(values))
         output = captured.replay()[0]
         refusal = difference([expected], [output], "other")
         if refusal is not None:
@@ -240,8 +259,9 @@ class PathCaptures:
                 growing=growing,
                 shared=shared,
             )
+        if self.padding_refused and (shared is self.shared or not program.program.padding.segments_may_grow):
+            raise CaptureError(f"its rows are not known to be independent ({program.program.padding})")
         if shared is self.shared:
-            check_padding(program, values)
             if program.segment_inputs:
                 self.segment_room[budget] = min(values[name].shape[0] - 1 for name in program.segment_inputs)
         return request_of_program(
@@ -285,6 +305,14 @@ class PathCaptures:
         if note not in self.notes:
             self.notes.append(note)
             logger.warning("%s", note)
+
+
+def _with_contents(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that tells something: zeros are the same wherever they come from."""
+    if not tensor.is_floating_point() or bool(tensor.any()):
+        return tensor
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(tensor.shape, generator=generator).to(tensor)
 
 
 def _read_bytes(captures: Iterable[CapturedForward]) -> dict[int, int]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from fxsplit_encoder.capture import (
     CaptureRequest,
     RowCount,
@@ -15,7 +13,6 @@ from fxsplit_encoder.capture import (
     StaticParameters,
     request_over,
 )
-from fxsplit_encoder.capture.probe import probe_padding
 from fxsplit_encoder.compile import BoundProgram, Step
 from fxsplit_encoder.errors import CaptureError
 
@@ -46,7 +43,14 @@ def request_of_program(
         values: fresh inputs of the captured size.
         budget: that size in output tokens.
         shared: where inputs that every batch fills find their memory.
+
+    Raises:
+        CaptureError: the trace does not hold for inputs of these sizes.
     """
+    if not program.program.accepts(program.symbols(values)):
+        raise CaptureError(
+            f"the trace does not hold for {budget} tokens: the code was traced for other sizes"
+        )
     rows = program.tokens(values)
     buffers = {
         name: _buffer(program, name, tensor, padding_logics.get(name), shared)
@@ -103,19 +107,6 @@ def request_of_module(
     )
 
 
-def check_padding(program: BoundProgram, values: Mapping[str, Tensor]) -> None:
-    """Raises CaptureError unless padding is proved, or the probe found it harmless on half the rows."""
-    padding, rows = program.program.padding, program.tokens(values)
-    if padding.proved:
-        return
-    if rows is None or rows < 2 or not padding.may_probe:
-        raise CaptureError(f"its rows are not known to be independent ({padding})")
-    half = {name: _half(program, name, tensor) for name, tensor in values.items()}
-    refusal = probe_padding(program.program, program.program.begin(program.arguments(half)), rows)
-    if refusal is not None:
-        raise CaptureError(f"padding changes its results ({padding}): {refusal}")
-
-
 def _buffer(
     program: BoundProgram,
     name: str,
@@ -144,10 +135,3 @@ def _as_single_piece(forward: PathForward, values: Mapping[str, Tensor]) -> Call
         returns_tensor=False,
     )
     return lambda runner: runner.run_piece(whole, ())
-
-
-def _half(program: BoundProgram, name: str, tensor: Tensor) -> Tensor:
-    if name in program.segment_inputs:
-        return torch.div(tensor, 2, rounding_mode="floor").to(tensor.dtype)
-    dim = program.token_dims.get(name)
-    return tensor if dim is None else tensor.narrow(dim, 0, tensor.shape[dim] // 2)

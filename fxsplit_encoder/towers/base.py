@@ -26,6 +26,9 @@ class WrappedTower(nn.Module):
 
     supports_encoder_cudagraph: ClassVar[Literal[True]] = True
 
+    declares_padding: bool = False
+    """Whether padding is taken to leave real rows alone without a proof."""
+
     has_plain_blocks: bool = False
     """Whether every block takes tensors, numbers and names alone and returns one tensor, so that
     torch.compile may trace one of them for all that are equal."""

@@ -83,6 +83,7 @@ class GenericTower(DenseTower):
             input_name=spec.input_name,
         )
         self.spec = spec
+        self.declares_padding = True  # a spec says that images are encoded one by one
         self.attends_with_mask = spec.attends_with_mask
         self.has_plain_blocks = spec.has_plain_blocks
         _prepare_hugging_face(tower)

@@ -44,5 +44,6 @@ register_host_op(
             tokens_per_tile,
             tokens_per_tile * max_tiles,
         ),
+        declares_padding=True,
     ),
 )

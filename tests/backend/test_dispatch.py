@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.backend import BudgetDispatcher, dispatch, dispatchers
+from fxsplit_encoder.towers.tiles_op import tiles
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -274,35 +275,146 @@ class SortsColumns(ClipLike):
         return super().forward(images).sort(dim=1).values
 
 
-@torch.no_grad()
-def test_rows_that_depend_on_one_another_are_never_padded() -> None:
-    module = MeanOverImages()
+def compiled_with_dispatcher(module: nn.Module, first: Tensor, **settings: Any) -> tuple[Any, Any]:
+    """The compiled module, traced by a first call, and its dispatcher."""
     known = set(dispatchers())
-    compiled = compile_it(module, dynamic=True, token_budgets=[4, 8])
-    for count in (5, 3, 8, 2):
-        x = images(count)
-        torch.testing.assert_close(compiled(x), module(x))
+    compiled = compile_it(module, dynamic=True, **settings)
+    assert_equal(compiled(first), module(first))
     (dispatcher,) = set(dispatchers()) - known
-    assert dispatcher.misses == {fx.MissReason.PADDING_UNPROVED: 4}
-    assert "output 0 changes" in dispatcher.padding_refusal
-    assert dispatcher.num_captured == 0
+    return compiled, dispatcher
 
 
 @torch.no_grad()
-def test_what_no_rule_knows_is_probed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_depend_on_one_another_are_never_padded(caplog: pytest.LogCaptureFixture) -> None:
+    module = MeanOverImages()
+    compiled, dispatcher = compiled_with_dispatcher(module, images(5), token_budgets=[4, 8])
+    for count in (3, 8, 2):
+        batch = images(count)
+        assert_equal(compiled(batch), module(batch))
+    # Eight images fill a budget, so that nothing is padded.
+    assert (dispatcher.hits, dispatcher.misses) == (1, {fx.MissReason.PADDING_UNPROVED: 3})
+    assert dispatcher.num_captured == 1
+    (warning,) = [record.getMessage() for record in caplog.records if "never padded" in record.getMessage()]
+    assert "amax: amax reduces over tokens" in warning
+    assert "in forward: return y - y.amax(0)" in warning
+
+
+@torch.no_grad()
+def test_what_may_not_be_padded_is_captured_where_its_size_repeats() -> None:
+    module = MeanOverImages()
+    compiled, dispatcher = compiled_with_dispatcher(module, images(5), token_budgets=[4, 8])
+    for count in (3, 5, 3, 5, 3):
+        batch = images(count)
+        assert_equal(compiled(batch), module(batch))
+    assert (dispatcher.hits, dispatcher.misses) == (4, {fx.MissReason.PADDING_UNPROVED: 2})
+    assert dispatcher.num_captured == 2
+
+
+@torch.no_grad()
+def test_warm_up_captures_the_size_of_what_may_not_be_padded() -> None:
+    module = MeanOverImages()
+    compiled, dispatcher = compiled_with_dispatcher(module, images(5), token_budgets=[4, 8])
+    assert fx.warmup(compiled, torch.zeros_like(images(3))) == 1
+    assert dispatcher.num_captured == 1
+    batch = images(3)
+    assert_equal(compiled(batch), module(batch))
+    assert dispatcher.hits == 2  # the warm-up's own call is one
+
+
+@torch.no_grad()
+def test_what_no_rule_knows_is_probed_once_where_that_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     probes = []
     probe = dispatch.probe_padding
     monkeypatch.setattr(dispatch, "probe_padding", lambda *args: probes.append(args[2]) or probe(*args))
     module = SortsColumns()
-    known = set(dispatchers())
-    compiled = compile_it(module, dynamic=True, token_budgets=[4, 9])
+    compiled, dispatcher = compiled_with_dispatcher(module, images(9), token_budgets=[4, 9], padding="probed")
     # A full budget tells nothing of padding; the next size does.
-    for count in (9, 5, 3, 7):
+    for count in (5, 3, 7):
         x = images(count)
         torch.testing.assert_close(compiled(x), module(x))
-    (dispatcher,) = set(dispatchers()) - known
     assert probes == [9]
-    assert (dispatcher.hits, dispatcher.misses) == (3, {fx.MissReason.PADDING_UNPROVED: 1})
+    assert (dispatcher.hits, dispatcher.misses) == (4, {})
+    assert any("other data may give wrong results" in record.getMessage() for record in caplog.records)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("make", "padding"), [(SortsColumns, "proved"), (MeanOverImages, "probed")])
+def test_nothing_is_probed_by_default_nor_where_rows_are_known_to_be_mixed(
+    make: Callable[[], nn.Module], padding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(dispatch, "probe_padding")
+    module = make()
+    compiled, dispatcher = compiled_with_dispatcher(module, images(5), token_budgets=[8], padding=padding)
+    for count in (3, 7):
+        batch = images(count)
+        assert_equal(compiled(batch), module(batch))
+    assert (dispatcher.hits, dispatcher.misses) == (0, {fx.MissReason.PADDING_UNPROVED: 3})
+
+
+@torch.no_grad()
+def test_the_number_of_segments_is_exact_where_the_code_reads_it() -> None:
+    class MeanOfLengths(nn.Module):
+        def forward(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
+            q = x.view(-1, 2, 4)
+            y = torch.ops.fxsplit.varlen_attention(q, q, q, cu_seqlens, x.shape[0], 0.5).view(-1, 8)
+            return y * cu_seqlens.diff().float().mean()
+
+    module = MeanOfLengths()
+    known = set(dispatchers())
+    compiled = compile_it(module, dynamic=True, mode="exact", exact_min_hits=1)
+    for ends in ([5, 12], [3, 7, 12], [4, 12], [2, 6, 12], [6, 12], [1, 3, 7, 9, 12]):
+        x, cu_seqlens = torch.randn(12, 8), torch.tensor([0, *ends], dtype=torch.int32)
+        assert_equal(compiled(x, cu_seqlens), module(x, cu_seqlens))
+    made = set(dispatchers()) - known
+    assert not any(dispatcher.program.padding.segments_may_grow for dispatcher in made)
+    assert sum(dispatcher.hits for dispatcher in made) == 6
+    assert sum(dispatcher.num_captured for dispatcher in made) == 3
+
+
+@torch.no_grad()
+def test_a_budget_that_the_trace_does_not_hold_for_is_dropped() -> None:
+    class ByLength(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.clip = ClipLike()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.clip(x) * (2 if x.shape[0] > 6 else 3)
+
+    module = ByLength()
+    compiled, dispatcher = compiled_with_dispatcher(module, images(5), token_budgets=[6, 16])
+    for count in (3, 6, 4):
+        batch = images(count)
+        assert_equal(compiled(batch), module(batch))
+    assert (dispatcher.hits, dispatcher.misses) == (4, {})
+    (ladder,) = dispatcher._ladders.values()
+    with pytest.raises(fx.CaptureError, match="the trace does not hold for 16 tokens"):
+        ladder._request(16)
+    batch = images(9)
+    assert_equal(compiled(batch), module(batch))
+
+
+@torch.no_grad()
+def test_debug_checks_a_declared_padding_against_the_exact_shape() -> None:
+    spec = fx.DenseTowerSpec((3, 8, 8), tokens_per_image=4, hidden_size=16, output=lambda result: result)
+    tower = fx.wrap(MeanOverImages(), spec)
+    assert tower.declares_padding
+
+    class Tiles(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return tower.call(tiles(x, 4, 8)[0])
+
+    known = set(dispatchers())
+    compiled = compile_it(Tiles(), dynamic=True, token_budgets=[32], debug=True)
+    batch = images(5)
+    assert_equal(compiled(batch), tower.call(batch))
+    (dispatcher,) = set(dispatchers()) - known
+    assert dispatcher.program.padding.declared
+    assert dispatcher.misses == {fx.MissReason.NOT_CAPTURED: 1}
+    (ladder,) = dispatcher._ladders.values()
+    assert "the tower declares that it may be padded, but output 0 changes" in ladder.dropped[32]
 
 
 @torch.no_grad()

@@ -178,7 +178,7 @@ def test_inspect(config: Path, save_checkpoint: SaveCheckpoint, with_model: bool
     assert "width 32" in out if with_model else "width 1152" in out
     steps = "5: 3 pieces, 2 splitting ops" if with_model else "3: 2 pieces, 1 splitting ops"
     assert f"{steps}, 0 host ops" in out
-    assert "proved: no row depends on the rows after it" in out
+    assert "no real row depends on pad rows" in out
     rows = [line for line in out.splitlines() if line.startswith(("piece", "splitting op"))]
     assert len(rows) == (4 if with_model else 3) and all(row.endswith("proved") for row in rows)
     assert "A replay holds at most 4 items, 4 video frames" in out

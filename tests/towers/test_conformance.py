@@ -17,6 +17,7 @@ from fxsplit_encoder.capture.buffers import parts_of
 from fxsplit_encoder.manager.protocol import missing_methods
 
 from .conformance import FRAMES, ITEMS, Case, make_case
+from .padding_table import documented, rows_of
 from .tiny_inputs import items
 from .tiny_towers import TINY, tiny
 from .token_counts import COUNTS
@@ -61,6 +62,15 @@ def test_padding_is_proved_and_every_budget_is_captured(case: Case) -> None:
         assert program.program.splits, "nothing tells where tokens attend"
         assert tuple(case.manager.budget_graphs[path]) == budgets
     assert case.manager.reports == []
+
+
+def test_the_document_says_what_is_proved(case: Case) -> None:
+    said = documented()
+    for name, path, padding, nodes in rows_of(case.name, case.manager):
+        assert (name, path) in said, "add it: python -m tests.towers.padding_table"
+        assert said[name, path][0] == padding
+        if torch.__version__.startswith("2.13."):  # traces of other versions differ by some nodes
+            assert said[name, path][1] == nodes
 
 
 # --- the protocol

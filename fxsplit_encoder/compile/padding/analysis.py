@@ -1,28 +1,27 @@
-"""Which pieces may be padded: a proof that their rows are independent along the token dimension.
+"""Which graphs may be padded: a proof that their real rows do not depend on pad rows.
 
-Every tensor of the region is given a state by one pass over its ATen nodes:
+Take one graph with n tokens, and with B >= n tokens of which the first n are the same and the others
+anything. Every tensor of the graph is given a state by one pass over its ATen nodes, and each state is a
+statement about the two runs:
 
-* `Rows(dim)`: entry j along `dim` is computed from the tokens of group j alone (a group is one token, or the
-  few that a spatial merge joins). Tokens appended at the end therefore append entries and change none before
-  them. The last is all that the proof rests on, so `fxsplit::permute_rows` keeps the state: it permutes the
-  real rows among themselves, whatever is appended.
-* `SHARED`: the same whatever the tokens are (weights, tables, scalars).
-* `SEGMENTS`: cumulative lengths, which only attention may read; the capture extends them by empty segments.
-* `Mixed(reason)`: anything else; rows may depend on one another, or no rule is known.
+* `Rows(dim)`: the size along `dim` is E(n) in one run and E(B) >= E(n) in the other, all other sizes are
+  equal, and the first E(n) entries along `dim` are equal.
+* `SHARED`: sizes and values are equal.
+* `SEGMENTS`: cumulative lengths, which the capture extends by empty segments; only attention may read them.
+* `Mixed(reason)`: nothing is known.
 
-A region without `Mixed` may be padded: its real rows equal those of the unpadded run. Rules are by operation;
-pointwise operations are recognised by their tag, so most need none. Whatever the rule says, a tensor may
-depend on the padded sizes (the token count, the number of segments) only through the size of its one token
-dimension.
+What enters a region has its state by how captures fill their inputs. A rule for each operation says which
+state its result has, given those of its arguments, and states in its docstring why (the lemma). Pointwise
+operations are recognised by torch's tag, so most need no rule of their own. Sizes are decided by algebra, see
+`TokenSizes`. So a region without `Mixed` may be padded: the real rows of its outputs equal those of the exact
+run, but for rounding where a kernel adds in another order at another size.
 """
 
 from __future__ import annotations
 
-import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import sympy
 import torch
 from torch import fx
 
@@ -35,6 +34,7 @@ from fxsplit_encoder.compile.padding.rules import (
     MOVERS,
     RULES,
     SIZED,
+    SIZED_WITH_ROWS,
     pointwise,
 )
 from fxsplit_encoder.compile.padding.states import (
@@ -43,6 +43,7 @@ from fxsplit_encoder.compile.padding.states import (
     Mixed,
     NodeView,
     NotProvedError,
+    RefutedError,
     Rows,
     State,
     draws_random_numbers,
@@ -51,10 +52,14 @@ from fxsplit_encoder.compile.padding.states import (
     operation,
     symbols_of,
 )
-from fxsplit_encoder.compile.sizes import Size, SymbolValues, shape_exprs
+from fxsplit_encoder.compile.padding.token_sizes import TokenSizes
+from fxsplit_encoder.compile.sizes import shape_exprs
+from fxsplit_encoder.compile.split import node_value
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
+
+    import sympy
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +72,26 @@ class PaddingReport:
     """Whether a padded run is safe to try; False when pad rows may look up out of range or hold garbage."""
     mixed: frozenset[str] = frozenset()
     """Every node that is not proved: those of `reasons`, and what is computed from them."""
+    refuted: bool = False
+    """Whether some node is known to mix rows, rather than merely not known to keep them apart."""
+    segments_may_grow: bool = True
+    """Whether empty segments may be appended: nothing but attention reads the cumulative lengths."""
+    declared: bool = False
+    """Whether the tower declares that padding leaves its real rows alone."""
+    num_nodes: int = field(default=0, compare=False)
+    """How many nodes were looked at."""
+    source: str = field(default="", compare=False)
+    """The line of the module's code that the first reason is about, where the trace knows it."""
 
     @property
     def proved(self) -> bool:
-        """Whether the region may be padded."""
+        """Whether the region is proved to keep its real rows apart from pad rows."""
         return not self.reasons
+
+    @property
+    def allowed(self) -> bool:
+        """Whether the region may be padded: it is proved, or the tower declares it."""
+        return self.proved or self.declared
 
     def __str__(self) -> str:
         return (
@@ -83,49 +103,66 @@ def analyse(
     nodes: Sequence[fx.Node],
     seeds: Mapping[fx.Node, State],
     token_symbol: str,
-    accepts: Callable[[SymbolValues], bool] = lambda values: True,
+    assumptions: Iterable[sympy.Basic] = (),
 ) -> PaddingReport:
-    """Proves or refutes row independence of a region.
+    """Proves that a region may be padded, or says where the proof fails.
 
     Args:
         nodes: the region's nodes in order, each with its traced value in `meta["val"]`.
         seeds: the states of the tensors that enter the region.
         token_symbol: the name of the symbol that counts tokens.
-        accepts: whether the trace holds for these values of symbols.
+        assumptions: what the trace assumes of its symbols, as expressions.
     """
-    analysis = Analysis(dict(seeds), token_symbol, accepts)
-    if len(analysis.samples) < 2:
-        return PaddingReport((("graph", f"the trace holds for {analysis.samples} tokens only"),))
-    reasons = [*analysis.check_seeds(), *analysis.visit_all(nodes)]
-    mixed = frozenset(node.name for node in nodes if isinstance(analysis.states.get(node), Mixed))
-    return PaddingReport(tuple(reasons), analysis.may_probe, mixed)
+    segments = {
+        symbol
+        for node, state in seeds.items()
+        if state is SEGMENTS
+        for size in shape_exprs(node.meta["val"])
+        for symbol in symbols_of(size)
+    }
+    analysis = Analysis(dict(seeds), TokenSizes(token_symbol, segments, assumptions))
+    reasons = [*analysis.check_trace(), *analysis.check_seeds(), *analysis.visit_all(nodes)]
+    mixed = [node for node in nodes if isinstance(analysis.states.get(node), Mixed)]
+    return PaddingReport(
+        tuple(reasons),
+        may_probe=analysis.may_probe,
+        mixed=frozenset(node.name for node in mixed),
+        refuted=analysis.refuted,
+        segments_may_grow=not analysis.reads_segments,
+        num_nodes=len(nodes),
+        source=_source_line(mixed[0]) if mixed else "",
+    )
 
 
-def _sample(accepts: Callable[[int], bool]) -> list[int]:
-    """Token counts that the trace holds for, at which sizes are compared."""
-    samples = [n for n in range(2, 4097) if accepts(n)]
-    if len(samples) < 2:
-        samples = list(itertools.islice((n for n in range(2, 2**18) if accepts(n)), 2))
-    return samples
+def _source_line(node: fx.Node) -> str:
+    """The innermost line of the module's code that made a node: `file:line, in function: code`."""
+    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip()]
+    at = next((i for i in reversed(range(len(lines))) if lines[i].startswith("File ")), None)
+    if at is None:
+        return ""
+    _, path, rest = lines[at].split('"', 2)
+    code = f": {lines[at + 1]}" if at + 1 < len(lines) else ""
+    return f"{path}:{rest.removeprefix(', line ')}{code}"
 
 
 class Analysis:
     """One pass over a region."""
 
-    def __init__(
-        self, states: dict[fx.Node, State], token_symbol: str, accepts: Callable[[SymbolValues], bool]
-    ) -> None:
+    def __init__(self, states: dict[fx.Node, State], sizes: TokenSizes) -> None:
         self.states = states
         self.seeds = frozenset(states)
-        self.symbol = token_symbol
+        self.sizes = sizes
         self.may_probe = True
-        self.samples = _sample(lambda tokens: accepts({token_symbol: tokens}))
-        self._varying: dict[sympy.Expr, bool] = {}
-        # The symbols whose values differ between a padded run and the exact one.
-        self.padded_symbols = {token_symbol}
-        for node, state in states.items():
-            if state is SEGMENTS:
-                self.padded_symbols.update(s for e in shape_exprs(node.meta["val"]) for s in symbols_of(e))
+        self.refuted = False
+        self.reads_segments = False
+
+    def check_trace(self) -> Iterable[tuple[str, str]]:
+        """What the trace assumes of the token count that is not known of every one."""
+        for guard in self.sizes.unmet:
+            yield (
+                "graph",
+                f"the trace assumes {guard.lhs} == {guard.rhs}, which may hold for few token counts",
+            )
 
     def check_seeds(self) -> Iterable[tuple[str, str]]:
         """The inputs whose sizes padding changes in more than one dimension, and why that is refused."""
@@ -142,6 +179,7 @@ class Analysis:
         """Gives every node a state; yields those that mix rows themselves, and why."""
         for node in nodes:
             inputs = [self.states[n] for n in node.all_input_nodes if n in self.states]
+            self.reads_segments |= self._reads_segments(node, inputs)
             if operation(node) in LOOKUPS and not self.looks_up_safely(node):
                 self.may_probe = False
             inherited = next((s for s in inputs if isinstance(s, Mixed)), None)
@@ -150,9 +188,12 @@ class Analysis:
                 continue
             try:
                 state = self.state_of(node, inputs)
-                self.check_extents(node.meta["val"], state)
+                if isinstance(state, Mixed):  # one of several results
+                    raise NotProvedError(state.reason)
+                self.check_extents(node.meta.get("val"), state)
                 self.states[node] = state
             except NotProvedError as error:
+                self.refuted |= isinstance(error, RefutedError)
                 self.states[node] = Mixed(str(error))
                 yield node.name, str(error)
 
@@ -164,12 +205,14 @@ class Analysis:
             state = self.states[source]  # type: ignore[index]
             return state[index] if isinstance(state, list) else state  # type: ignore[index]
         if name not in DENSE_ATTENTIONS and draws_random_numbers(node):
-            raise NotProvedError(f"{name} draws random numbers, whose order depends on the token count")
+            raise RefutedError(f"{name} draws random numbers, whose order depends on the token count")
         if SEGMENTS in inputs and name not in ATTENTIONS:
-            raise NotProvedError(f"{name} reads the segments' cumulative lengths; only attention may")
-        if name not in SIZED and self.reads_token_count(node):
-            raise NotProvedError(f"{name} computes with the token count or the number of segments")
-        if not any(isinstance(s, Rows | list) for s in inputs) and name not in CONSTRUCTORS | COPIES:
+            raise RefutedError(f"{name} reads the segments' cumulative lengths; only attention may")
+        takes_rows = any(isinstance(s, Rows | list) for s in inputs)
+        is_sized = name in SIZED or (takes_rows and name in SIZED_WITH_ROWS)
+        if not is_sized and self.reads_token_count(node):
+            raise RefutedError(f"{name} computes with the token count or the number of segments")
+        if not takes_rows and name not in CONSTRUCTORS | COPIES:
             return SHARED
         rule = RULES.get(name) or (pointwise if is_pointwise(node) else None)
         if rule is None:
@@ -178,55 +221,29 @@ class Analysis:
 
     def reads_token_count(self, node: fx.Node) -> bool:
         """Whether a scalar argument depends on a size that padding changes."""
-        values = (n.meta.get("val") for n in node.all_input_nodes)
-        return any(
-            not self.padded_symbols.isdisjoint(str(s) for s in v.node.expr.free_symbols)
-            for v in values
-            if isinstance(v, torch.SymInt | torch.SymFloat | torch.SymBool)
-        )
+        return any(self.sizes.varies(expr) for expr in _scalar_arguments(node))
 
     def check_extents(self, value: Any, state: State) -> None:
         """No size but that along the token dimension may depend on what padding changes."""
         values = value if isinstance(value, list | tuple) else [value]
         states = state if isinstance(state, list) else [state] * len(values)
+        if len(states) != len(values):
+            raise NotProvedError("it has another number of results than its rule knows")
         for tensor, tensor_state in zip(values, states, strict=True):
             if not isinstance(tensor, torch.Tensor):
                 continue
             rows = tensor_state.dim if isinstance(tensor_state, Rows) else None
+            if rows is not None and rows >= tensor.dim():
+                raise NotProvedError(f"one of its results, {tuple(tensor.shape)}, does not count tokens")
             for dim, expr in enumerate(shape_exprs(tensor)):
-                varies = self.varies(expr)
-                if varies and dim != rows:
-                    raise NotProvedError(
-                        f"dimension {dim} of {tuple(tensor.shape)} changes with the padding too"
-                    )
-                if not varies and dim == rows:
+                if dim == rows and not self.sizes.counts_rows(expr):
                     raise NotProvedError(
                         f"dimension {dim} of {tuple(tensor.shape)} does not count tokens any more"
                     )
-
-    def varies(self, expr: sympy.Expr) -> bool:
-        """Whether padding changes a size. Some that name the token symbol do not: s // (s // 4) is 4 where it
-        is traced.
-        """
-        if expr not in self._varying:
-            symbols = symbols_of(expr)
-            varies = not self.padded_symbols.isdisjoint(symbols)
-            if varies and symbols == {self.symbol}:
-                size = Size(expr)
-                varies = len({size({self.symbol: n}) for n in self.samples}) > 1
-            self._varying[expr] = varies
-        return self._varying[expr]
-
-    def are_equal(self, one: sympy.Expr, other: sympy.Expr) -> bool:
-        """Whether two sizes are always the same. Some are spelled in two ways: 4 * (s // 4) is s where it is
-        traced.
-        """
-        if one == other:
-            return True
-        if symbols_of(one) | symbols_of(other) != {self.symbol}:
-            return False
-        a, b = Size(one), Size(other)
-        return all(a({self.symbol: n}) == b({self.symbol: n}) for n in self.samples)
+                if dim != rows and self.sizes.varies(expr):
+                    raise RefutedError(
+                        f"dimension {dim} of {tuple(tensor.shape)} changes with the padding too"
+                    )
 
     def looks_up_safely(self, node: fx.Node) -> bool:
         """Whether the indices of pad rows are in range: they are the zeros of an input's pad rows, not
@@ -236,8 +253,29 @@ class Analysis:
         return all(self._is_an_input(index) for index in indices)
 
     def _is_an_input(self, node: fx.Node) -> bool:
-        while node not in self.seeds and self.states.get(node, SHARED) is not SHARED:
-            if operation(node) not in MOVERS:
-                return False
-            node = node.all_input_nodes[0]
-        return True
+        if self.states.get(node, SHARED) is SHARED:
+            return True
+        if node in self.seeds:
+            return not node.meta["val"].is_floating_point()
+        return operation(node) in MOVERS and all(map(self._is_an_input, node.all_input_nodes))
+
+    def _reads_segments(self, node: fx.Node, inputs: Sequence[State]) -> bool:
+        """Whether more segments would show in a node's result: it is not attention and takes their
+        cumulative lengths, or a number or a size that says how many there are.
+        """
+        if SEGMENTS in inputs and operation(node) not in ATTENTIONS:
+            return True
+        values = node.meta.get("val")
+        tensors = values if isinstance(values, list | tuple) else [values]
+        sizes = [size for t in tensors if isinstance(t, torch.Tensor) for size in shape_exprs(t)]
+        return any(
+            not self.sizes.segment_symbols.isdisjoint(symbols_of(expr))
+            for expr in (*_scalar_arguments(node), *sizes)
+        )
+
+
+def _scalar_arguments(node: fx.Node) -> list[sympy.Expr]:
+    """The numbers that a node takes from other nodes, as expressions."""
+    values = (node_value(n) for n in node.all_input_nodes)
+    kinds = torch.SymInt | torch.SymFloat | torch.SymBool
+    return [value.node.expr for value in values if isinstance(value, kinds)]

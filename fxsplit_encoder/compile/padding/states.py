@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import sympy
 import torch
@@ -12,17 +12,20 @@ from torch import fx
 
 from fxsplit_encoder.compile.sizes import shape_exprs
 
+if TYPE_CHECKING:
+    from fxsplit_encoder.compile.padding.token_sizes import TokenSizes
+
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Independent along `dim`."""
+    """The first entries along `dim` are those of the exact run, see `compile.padding.analysis`."""
 
     dim: int
 
 
 @dataclass(frozen=True, slots=True)
 class Mixed:
-    """Not proved independent, and why."""
+    """Real entries may depend on pad rows, and why."""
 
     reason: str
 
@@ -39,7 +42,11 @@ State = Any
 
 
 class NotProvedError(Exception):
-    """Raised by a rule that finds rows mixed; the pass turns it into `Mixed`."""
+    """Raised by a rule that cannot tell whether rows stay apart; the pass turns it into `Mixed`."""
+
+
+class RefutedError(NotProvedError):
+    """Raised by a rule that finds rows mixed: real rows would depend on pad rows or on their number."""
 
 
 def token_dim(value: torch.Tensor, token_symbol: str) -> int | None:
@@ -59,14 +66,8 @@ class Facts(Protocol):
 
     states: dict[fx.Node, State]
     seeds: frozenset[fx.Node]
-    symbol: str
+    sizes: TokenSizes
     may_probe: bool
-
-    def are_equal(self, one: sympy.Expr, other: sympy.Expr) -> bool:
-        """Whether two sizes are always the same."""
-
-    def varies(self, expr: sympy.Expr) -> bool:
-        """Whether padding changes a size."""
 
     def reads_token_count(self, node: fx.Node) -> bool:
         """Whether a scalar argument depends on a size that padding changes."""
@@ -126,20 +127,29 @@ class NodeView:
         value = self.node.meta["val"]
         return [state] * len(value) if isinstance(value, list | tuple) else state
 
+    def varying_dim(self) -> int | None:
+        """The first dimension of the result whose size padding changes."""
+        sizes = enumerate(shape_exprs(self.output()))
+        return next((dim for dim, size in sizes if self.analysis.sizes.varies(size)), None)
+
     def require_shared(self, *positions: int) -> None:
         """Raises NotProvedError if one of these arguments depends on the tokens."""
         for position in positions:
             argument = self.arg(position)
             if argument is not None and self.state(argument) is not SHARED:
-                raise NotProvedError(f"argument {position} of {self.name} depends on the tokens")
+                raise RefutedError(f"argument {position} of {self.name} depends on the tokens")
 
     def require_safe_lookup(self) -> None:
         """Raises NotProvedError if pad rows could look up something out of range."""
         if not self.analysis.looks_up_safely(self.node):
-            raise self.fail("looks up computed indices, which may be out of range in pad rows")
+            raise self.unknown("looks up computed indices, which may be out of range in pad rows")
 
-    def fail(self, why: str) -> NotProvedError:
-        """The error that says why this operation is not proved."""
+    def fail(self, why: str) -> RefutedError:
+        """The error that says why this operation mixes rows."""
+        return RefutedError(f"{self.name} {why}")
+
+    def unknown(self, why: str) -> NotProvedError:
+        """The error that says why nothing is known of this operation."""
         return NotProvedError(f"{self.name} {why}")
 
 

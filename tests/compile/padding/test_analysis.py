@@ -1,5 +1,7 @@
 """What the analysis refuses whatever the rules say, and what it reports."""
 
+from collections.abc import Mapping
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,12 +16,16 @@ REFUSED: dict[str, tuple[Forward, str]] = {
     "maximum with its index": (lambda y, i: y.max(0)[0] + y, "no padding rule"),
     "rows gathered": (lambda y, i: y.gather(0, i["index"][:, None]), "no padding rule"),
     "rows scattered": (lambda y, i: torch.zeros_like(y).index_add(0, i["index"], y), "no padding rule"),
-    "roll": (lambda y, i: y.roll(1, 0), "no padding rule"),
     "sort": (lambda y, i: y.sort(0)[0], "no padding rule"),
     "topk": (lambda y, i: y.topk(2, 0)[0] + y[:, None], "no padding rule"),
-    "triangle": (lambda y, i: y.tril(), "no padding rule"),
     "multiplied by the token count": (lambda y, i: y * y.shape[0], "token count"),
     "filled with the token count": (lambda y, i: y + torch.full_like(y, y.shape[0]), "token count"),
+    "multiplied by steps of the token count": (lambda y, i: y * (1 + y.shape[0] // 64), "token count"),
+    "multiplied by a power of the token count": (lambda y, i: y * y.shape[0] ** 0.1, "computed value"),
+    "sum of copies beyond every sample": (
+        lambda y, i: y + torch.ones(1).expand(y.shape[0] // 5000 + 1, 1).sum(),
+        "in no way that is known",
+    ),
     "column chosen by the token count": (lambda y, i: y[:, : y.shape[0] // 4].sum(1), "token count"),
     "relative positions": (lambda y, i: torch.arange(y.shape[0])[:, None] / y.shape[0] + y, "token count"),
     "multiplied by the number of segments": (lambda y, i: y * i["cu"].shape[0], "number of segments"),
@@ -46,14 +52,48 @@ def test_a_mixed_tensor_does_not_spoil_the_rest() -> None:
 
 
 @pytest.mark.parametrize(
-    "forward",
-    [lambda y, i: y.softmax(0), lambda y, i: y.flip(0), REFUSED["multiplied by the token count"][0]],
-    ids=["softmax", "flip", "token count"],
+    ("forward", "refuted"),
+    [
+        (lambda y, i: y.softmax(0), True),
+        (lambda y, i: y.flip(0), True),
+        (REFUSED["multiplied by the token count"][0], True),
+        (lambda y, i: y[1:], True),
+        (lambda y, i: y.sort(1)[0], False),
+        (REFUSED["sum of copies beyond every sample"][0], False),
+    ],
+    ids=["softmax", "flip", "token count", "cut", "no rule", "undecided size"],
 )
-def test_what_is_merely_not_proved_may_be_probed(forward: Forward) -> None:
+def test_what_is_refuted_differs_from_what_is_not_known(forward: Forward, refuted: bool) -> None:
     report = trace_packed(forward).program.padding
     assert not report.proved
     assert report.may_probe
+    assert report.refuted is refuted
+
+
+def test_the_report_names_the_line_of_code_and_counts_nodes() -> None:
+    def subtract_mean(y: Tensor, i: Mapping[str, Tensor]) -> Tensor:
+        return y - y.mean(0)
+
+    report = trace_packed(subtract_mean).program.padding
+    assert report.source.endswith("in subtract_mean: return y - y.mean(0)")
+    assert "test_analysis.py:" in report.source
+    assert report.num_nodes > 2
+    assert trace_packed(lambda y, i: y * 2).program.padding.source == ""
+
+
+@pytest.mark.parametrize(
+    ("forward", "may_grow"),
+    [
+        (lambda y, i: y * 2, True),
+        (lambda y, i: y - y.mean(0), True),
+        (lambda y, i: y + i["cu"][0], False),
+        (lambda y, i: y * i["cu"].shape[0], False),
+        (lambda y, i: y.softmax(0) + i["cu"].diff().float().mean(), False),
+    ],
+    ids=["attention alone", "mixed rows", "a length", "their number", "lengths, after a mixed row"],
+)
+def test_segments_may_grow_where_only_attention_reads_them(forward: Forward, may_grow: bool) -> None:
+    assert trace_packed(forward).program.padding.segments_may_grow is may_grow
 
 
 def test_an_input_with_two_token_dimensions_is_refused() -> None:

@@ -22,6 +22,7 @@ from fxsplit_encoder.compile.padding.rules.registry import (
     MOVERS,
     RULES,
     SIZED,
+    SIZED_WITH_ROWS,
 )
 
 __all__ = [
@@ -33,5 +34,6 @@ __all__ = [
     "MOVERS",
     "RULES",
     "SIZED",
+    "SIZED_WITH_ROWS",
     "pointwise",
 ]

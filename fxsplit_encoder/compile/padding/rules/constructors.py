@@ -5,13 +5,15 @@ from __future__ import annotations
 from torch import fx
 
 from fxsplit_encoder.compile.padding.rules.registry import CONSTRUCTORS, rule
-from fxsplit_encoder.compile.padding.states import SHARED, NodeView, Rows, State, token_dim
+from fxsplit_encoder.compile.padding.states import SHARED, NodeView, Rows, State
 
 
 @rule(*CONSTRUCTORS)
 def _constructor(view: NodeView) -> State:
-    """arange, zeros, full...: a longer one begins with the shorter one."""
-    dim = token_dim(view.output(), view.analysis.symbol)
+    """arange, zeros, full...: an entry is a constant, or for arange start + step times its place; so a longer
+    tensor begins with the shorter one, unless start, step or the constant were made from the count.
+    """
+    dim = view.varying_dim()
     fill = {"full": 1, "new_full": 2, "scalar_tensor": 0}.get(view.name)
     if fill is not None and isinstance(view.arg(fill), fx.Node):
         raise view.fail("fills with a computed value")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from fxsplit_encoder.compile.padding.rules.registry import rule
 from fxsplit_encoder.compile.padding.states import SHARED, NodeView, Rows, State
-from fxsplit_encoder.compile.sizes import shape_exprs
 
 
 @rule("expand")
 def _expand(view: NodeView) -> State:
+    """expand(x, sizes): entry (..., i, ...) is that of x at the same place, or at 0 where x has one. Rows
+    stay where they were, counted from the last dimension; of what is shared, more copies begin with fewer.
+    """
     if view.state(view.arg(0)) is SHARED:
         return _copies(view)
     return Rows(view.rows() + view.output().dim() - view.rank())
@@ -16,6 +18,9 @@ def _expand(view: NodeView) -> State:
 
 @rule("repeat")
 def _repeat(view: NodeView) -> State:
+    """repeat(x, counts): entry i along a dimension of size c is that of x at i % c, so rows may be repeated
+    along any dimension but their own; of what is shared, more copies begin with fewer.
+    """
     if view.state(view.arg(0)) is SHARED:
         return _copies(view)
     counts = view.arg(1)
@@ -25,9 +30,18 @@ def _repeat(view: NodeView) -> State:
     return Rows(dim)
 
 
-def _copies(view: NodeView) -> State:
-    """What the tokens do not change, once a token (a class token) or once in all: more copies begin with
-    fewer.
+@rule("unfold")
+def _unfold(view: NodeView) -> State:
+    """unfold(x, dim, size, step): windows along `dim`, whose entries become the last dimension. Each row of
+    another dimension is cut into windows of its own.
     """
-    varying = [dim for dim, size in enumerate(shape_exprs(view.output())) if view.analysis.varies(size)]
-    return Rows(varying[0]) if varying else SHARED
+    dim, rows = view.dim(view.arg(1)), view.rows()
+    if dim == rows or view.rank() == 0:
+        raise view.fail("cuts windows along the token dimension")
+    return Rows(rows)
+
+
+def _copies(view: NodeView) -> State:
+    """What the tokens do not change, once a token (a class token) or once in all."""
+    dim = view.varying_dim()
+    return SHARED if dim is None else Rows(dim)

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import torch
+from torch import fx
 
 from fxsplit_encoder.compile.padding.rules.registry import rule
 from fxsplit_encoder.compile.padding.states import SHARED, NodeView, Rows, State
 from fxsplit_encoder.compile.sizes import expression
 
+_DIVISIONS = frozenset(("div", "divide", "floor_divide", "remainder", "fmod"))
 
+
+@rule("floor_divide")  # which torch does not tag
 def pointwise(view: NodeView) -> State:
-    """All arguments with rows have them along one dimension, and none is broadcast along it.
+    """An entry of the result is computed from one entry of each argument: the one at the same place, or the
+    one at 0 of a dimension that is broadcast. So with rows along one dimension in all arguments that have
+    any, none of them broadcast, and the others shared, the result has rows there.
 
     This is the rule of operations that torch tags as pointwise, so they are not registered by name.
     """
@@ -18,17 +24,49 @@ def pointwise(view: NodeView) -> State:
     dims = set()
     for node in view.node.all_input_nodes:
         state, value = view.analysis.states.get(node, SHARED), node.meta.get("val")
+        if isinstance(state, list):
+            raise view.unknown("takes several tensors as one argument")
         if isinstance(state, Rows) and isinstance(value, torch.Tensor):
+            assert state.dim < value.dim(), node
             dim = state.dim + output.dim() - value.dim()
-            if not view.analysis.are_equal(expression(value.shape[state.dim]), expression(output.shape[dim])):
+            if not view.analysis.sizes.are_equal(
+                expression(value.shape[state.dim]), expression(output.shape[dim])
+            ):
                 raise view.fail("broadcasts along the token dimension")
             dims.add(dim)
     if len(dims) != 1:
         raise view.fail(f"combines tensors whose token dimensions differ: {sorted(dims)}")
-    return Rows(dims.pop())
+    _require_safe_division(view)
+    return view.each_result(Rows(dims.pop()))
+
+
+def _require_safe_division(view: NodeView) -> None:
+    """Integers may be divided by what is not 0 only, and pad rows of integers are zeros: a CPU raises."""
+    divisor = view.arg(1)
+    if view.name not in _DIVISIONS or not isinstance(divisor, fx.Node):
+        return
+    value = divisor.meta["val"]
+    by_rows = isinstance(view.state(divisor), Rows) and isinstance(value, torch.Tensor)
+    if by_rows and not view.output().is_floating_point():
+        raise view.unknown("divides integers by those of the tokens, which may be 0 in pad rows")
 
 
 @rule("alias", "clone", "contiguous", "detach", "_to_copy", "to", "lift_fresh_copy")
 @rule("zeros_like", "ones_like", "empty_like", "full_like", "view_as_real", "view_as_complex")
 def _same(view: NodeView) -> State:
+    """The same entries, in another dtype or memory, or constants of the same shape. Of a complex number's two
+    parts the dimension is the last, behind that of the rows.
+    """
+    if view.name == "view_as_complex" and view.rows() == view.rank() - 1:
+        raise view.fail("takes tokens for the parts of complex numbers")
+    return Rows(view.rows())
+
+
+@rule("tril", "triu")
+def _triangle(view: NodeView) -> State:
+    """tril(x, diagonal): an entry is kept or zeroed by its place in the last two dimensions, whose sizes
+    padding does not change where the rows lie before them.
+    """
+    if view.rows() >= view.rank() - 2:
+        raise view.unknown("keeps entries by their place among the tokens")
     return Rows(view.rows())

@@ -8,16 +8,20 @@ from fxsplit_encoder.compile.padding.states import SHARED, NodeView, Rows, State
 
 @rule("mm", "matmul", "linear")
 def _linear(view: NodeView) -> State:
-    """mm(x, w), linear(x, w, b): rows of x, shared weights; the contracted dimension is the last."""
+    """mm(x, w), linear(x, w, b): a row of the result is a row of x times a shared matrix. The sum runs over
+    the last dimension of x, which must not be that of the rows.
+    """
     view.require_shared(1, 2)
     if view.rows() == view.rank() - 1:
         raise view.fail("contracts the token dimension")
+    if view.name == "matmul" and view.rank(1) > 2:
+        raise view.unknown("multiplies with several matrices")
     return Rows(view.rows())
 
 
 @rule("addmm", "fxsplit::addmm_gelu")
 def _addmm(view: NodeView) -> State:
-    """addmm(b, x, w): rows of x, shared weights and bias."""
+    """addmm(b, x, w): rows of x times a shared matrix, and a shared bias."""
     view.require_shared(0, 2)
     if view.rows(1) != 0:
         raise view.fail("contracts the token dimension")
@@ -35,19 +39,31 @@ def _linear_fp8(view: NodeView) -> State:
 
 @rule("fxsplit::quantise_rows")
 def _quantise_rows(view: NodeView) -> State:
-    """One scale for the last dimension."""
+    """quantise_rows(x): one scale for the last dimension, which is the largest entry there."""
     if view.rows() == view.rank() - 1:
         raise view.fail("scales tokens together")
     return view.each_result(Rows(view.rows()))
 
 
-@rule("bmm", "baddbmm")
-def _batched_matmul(view: NodeView) -> State:
-    """bmm(a, b): tokens as the batch of both, or as the rows of a with b shared."""
-    first = 1 if view.name == "baddbmm" else 0
-    a, b = view.state(view.arg(first)), view.state(view.arg(first + 1))
-    if view.name == "baddbmm" and view.state(view.arg(0)) not in (SHARED, Rows(0)):
-        raise view.fail("adds a tensor whose rows are not its batch")
+@rule("bmm")
+def _batched_product(view: NodeView) -> State:
+    """bmm(a, b): entry i of the result is a[i] @ b[i], so tokens may be the batch of both; or row j of every
+    product comes from row j of a, so they may be the rows of a with b shared.
+    """
+    return _product(view, view.state(view.arg(0)), view.state(view.arg(1)))
+
+
+@rule("baddbmm")
+def _batched_product_and_sum(view: NodeView) -> State:
+    """baddbmm(c, a, b): as bmm, with c shared or added along the same dimension."""
+    product = _product(view, view.state(view.arg(1)), view.state(view.arg(2)))
+    added = view.state(view.arg(0))
+    if added is not SHARED and Rows(view.rows() + 3 - view.rank()) != product:
+        raise view.fail("adds a tensor whose rows are not those of the product")
+    return product
+
+
+def _product(view: NodeView, a: State, b: State) -> State:
     if (a == Rows(0) and b in (Rows(0), SHARED)) or (a is SHARED and b == Rows(0)):
         return Rows(0)
     if a == Rows(1) and b is SHARED:

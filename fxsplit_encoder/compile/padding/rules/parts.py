@@ -8,17 +8,18 @@ from fxsplit_encoder.compile.padding.states import NodeView, Rows, State
 
 @rule("slice")
 def _slice(view: NodeView) -> State:
+    """slice(x, dim, start, end, step): the same entries of every row; or all rows."""
     dim, rows = view.dim(view.arg(1, 0)), view.rows()
-    if dim == rows:
-        start, end, step = view.arg(2) or 0, view.arg(3), view.arg(4, 1)
-        whole = start == 0 and step == 1 and (end is None or (isinstance(end, int) and end >= 2**62))
-        if not whole:
-            raise view.fail("cuts the token dimension")
+    start, end, step = view.arg(2, 0), view.arg(3), view.arg(4, 1)
+    is_whole = start == 0 and step == 1 and (end is None or (isinstance(end, int) and end >= 2**62))
+    if dim == rows and not is_whole:
+        raise view.fail("cuts the token dimension")
     return Rows(rows)
 
 
 @rule("select")
 def _select(view: NodeView) -> State:
+    """select(x, dim, index): the same entry of every row."""
     dim, rows = view.dim(view.arg(1)), view.rows()
     if dim == rows:
         raise view.fail("takes one token")
@@ -27,6 +28,7 @@ def _select(view: NodeView) -> State:
 
 @rule("split", "split_with_sizes", "chunk")
 def _split(view: NodeView) -> State:
+    """split(x, sizes, dim): parts of every row."""
     dim, rows = view.dim(view.arg(2, 0)), view.rows()
     if dim == rows:
         raise view.fail("cuts the token dimension")
@@ -35,6 +37,7 @@ def _split(view: NodeView) -> State:
 
 @rule("unbind")
 def _unbind(view: NodeView) -> State:
+    """unbind(x, dim): every entry of each row as a tensor of its own."""
     dim, rows = view.dim(view.arg(1, 0)), view.rows()
     if dim == rows:
         raise view.fail("takes tokens apart")
@@ -43,6 +46,10 @@ def _unbind(view: NodeView) -> State:
 
 @rule("cat", "stack")
 def _cat(view: NodeView) -> State:
+    """cat(tensors, dim), stack: a row of the result is made of the rows with its number, where the tensors
+    are not joined along the rows themselves. A tensor without rows could have as many only by chance, which
+    the trace would have made a fixed size.
+    """
     tensors = view.arg(0)
     states = [view.state(t) for t in tensors]
     dims = {s.dim for s in states if isinstance(s, Rows)}
@@ -59,7 +66,7 @@ def _cat(view: NodeView) -> State:
 
 @rule("constant_pad_nd")
 def _pad(view: NodeView) -> State:
-    """constant_pad_nd: (input, amounts), a pair for each dimension from the last."""
+    """constant_pad_nd(x, amounts), a pair for each dimension from the last: constants around every row."""
     rows, padding = view.rows(), list(view.arg(1))
     index = 2 * (view.rank() - 1 - rows)
     if index < len(padding) and (padding[index], padding[index + 1]) != (0, 0):

@@ -47,11 +47,14 @@ COPIES = frozenset(("expand", "repeat"))
 
 RESHAPES = ("view", "_unsafe_view", "reshape", "flatten", "unflatten")
 
-SIZED = frozenset((*CONSTRUCTORS, *COPIES, *RESHAPES, "native_group_norm", "varlen_attention"))
+SIZED = frozenset((*CONSTRUCTORS, *COPIES, *RESHAPES, "varlen_attention"))
 """These take sizes, which may follow the token count: their rules and the sizes of their results decide."""
 
+SIZED_WITH_ROWS = frozenset(("native_group_norm",))
+"""So do these, where they take rows and their rule is asked."""
+
 PERMUTE_ROWS = "fxsplit::permute_rows"
-_READS = ("embedding", "index", "index_select", "gather", "take", PERMUTE_ROWS)
+_READS = ("embedding", "index", "_unsafe_index", "index_select", "gather", "take", PERMUTE_ROWS)
 _SCATTERS = ("index_put", "index_add", "scatter")
 LOOKUPS = frozenset((*_READS, *_SCATTERS))
 """These take indices, which may be out of range."""

@@ -31,7 +31,7 @@ REFUSED: dict[str, tuple[Forward, str]] = {
         lambda y, i: torch.ops.fxsplit.varlen_attention(
             y[:, None], y[:, None], y[:, None], i["cu"], y.shape[0], 1.0 / y.shape[0]
         ),
-        "holds for",
+        "may hold for few token counts",
     ),
     "attention over merged rows": (
         lambda y, i: torch.ops.fxsplit.varlen_attention(

@@ -17,7 +17,7 @@ REFUSED: dict[str, tuple[Forward, str]] = {
     "constants of the token count": (lambda y, i: y + torch.full((8,), y.shape[0]), "computed value"),
     "steps of the token count": (
         lambda y, i: y + torch.arange(0, y.shape[0] * y.shape[0], y.shape[0])[:, None],
-        "computed steps",
+        "follows the token count in no way that is known",
     ),
     "positions from the end": (lambda y, i: y + torch.arange(-y.shape[0], 0)[:, None], "start that is not 0"),
     "positions from 5": (lambda y, i: torch.arange(5, y.shape[0] + 5) + y[:, 0], "start that is not 0"),

@@ -11,6 +11,7 @@ PROVED: dict[str, Forward] = {
     ),
     "a shared row repeated": lambda y, i: y + BIAS.repeat(y.shape[0], 1),
     "shared rows repeated in turn": lambda y, i: y + WEIGHT[:4].repeat(y.shape[0] // 4, 1),
+    "windows of features": lambda y, i: y.unfold(1, 3, 2).sum(2),
     "features repeated": lambda y, i: y.repeat(1, 3),
     "a new dimension repeated": lambda y, i: y.repeat(2, 1, 1).sum(0),
     "expand of features": lambda y, i: y[:, None, :].expand(-1, 3, -1) * 2,
@@ -22,6 +23,7 @@ REFUSED: dict[str, tuple[Forward, str]] = {
         lambda y, i: y.repeat(1, y.shape[0]).sum(1),
         "changes with the padding too",
     ),
+    "windows of rows": (lambda y, i: y.unfold(0, 2, 2).sum(2), "along the token dimension"),
     "a square by expansion": (
         lambda y, i: y[:, :1].expand(-1, y.shape[0]).sum(1),
         "changes with the padding",

@@ -14,11 +14,18 @@ PROVED: dict[str, Forward] = {
     "masked fill of rows": lambda y, i: y.masked_fill(i["x"] > 0, 1.0),
     "conversion": lambda y, i: y.to(torch.float64).float(),
     "complex numbers": lambda y, i: torch.view_as_real(torch.view_as_complex(y.view(-1, 4, 2)) * 1j),
+    "triangle of features": lambda y, i: y.view(-1, 2, 4).triu(1) * 2,
+    "integers divided": lambda y, i: y * (i["index"] // 2)[:, None],
     "merged rows beside others": lambda y, i: y.view(-1, 4 * WIDTH).relu().view(-1, WIDTH) + i["x"],
 }
 
 REFUSED: dict[str, tuple[Forward, str]] = {
     "every row with every row": (lambda y, i: (y[:, :1] - y[:, 0]).sum(1), "differ"),
+    "triangle of rows": (lambda y, i: y.tril(), "their place among the tokens"),
+    "integers divided by those of the tokens": (
+        lambda y, i: y * (7 // (i["index"] + 1))[:, None],
+        "may be 0 in pad rows",
+    ),
     "every row with every row by positions": (
         lambda y, i: (y[:, :1] - torch.arange(y.shape[0])).sum(1),
         "differ",

@@ -9,6 +9,7 @@ from fxsplit_encoder.compile.permute import permute_rows
 from ...packed_forwards import trace_packed
 from ..checks import WIDTH, Forward, assert_proved, assert_refused
 
+FEATURES = torch.tensor([3, 0, 2])
 TABLE = torch.linspace(-1, 1, 5 * WIDTH).view(5, WIDTH)
 
 PROVED: dict[str, Forward] = {
@@ -16,13 +17,27 @@ PROVED: dict[str, Forward] = {
     "table lookup": lambda y, i: y + TABLE[i["index"]],
     "table lookup by two indices": lambda y, i: y + TABLE[i["index"], i["index"]][:, None],
     "index_select of a table": lambda y, i: y + TABLE.index_select(0, i["index"]),
+    "features chosen": lambda y, i: y[:, FEATURES] * 2,
+    "features chosen on two dimensions": lambda y, i: y.view(-1, 2, 4)[:, FEATURES % 2, FEATURES],
+    "features chosen before the tokens": lambda y, i: (
+        y.view(-1, 2, 4).permute(1, 2, 0)[FEATURES % 2, FEATURES].t()
+    ),
+    "features chosen on both sides": lambda y, i: (
+        y.view(-1, 2, 4).transpose(0, 1)[FEATURES % 2, :, FEATURES].t()
+    ),
+    "features selected": lambda y, i: y.index_select(1, FEATURES),
     "rows permuted": lambda y, i: permute_rows(y, i["index"]) + i["x"],
     "rows permuted twice": lambda y, i: permute_rows(permute_rows(y, i["index"]) * 2, i["index"]),
 }
 
 REFUSED: dict[str, tuple[Forward, str]] = {
-    "rows gathered by index": (lambda y, i: y[i["index"]], "depends on the tokens"),
-    "rows selected by index": (lambda y, i: y.index_select(0, i["index"]), "depends on the tokens"),
+    "rows gathered by index": (lambda y, i: y[i["index"]], "gathers tokens"),
+    "rows selected by index": (lambda y, i: y.index_select(0, i["index"]), "gathers tokens"),
+    "rows chosen": (lambda y, i: y[FEATURES].sum(0) + y, "gathers tokens"),
+    "features chosen by each row": (
+        lambda y, i: y.view(-1, 2, 4).permute(1, 0, 2)[(y[:, 0] > 0).long()].sum(0)[:, :4] + y[:, :4],
+        "by indices of its own",
+    ),
     "rows permuted by a computed order": (lambda y, i: permute_rows(y, i["index"] * 1), "as it is"),
     "rows permuted by their positions": (lambda y, i: permute_rows(y, torch.arange(y.shape[0])), "as it is"),
     "features gathered by index": (

@@ -1,4 +1,4 @@
-"""Reductions, normalisations and scans: what is proved, and what is refused."""
+"""Reductions, normalizations and scans: what is proved, and what is refused."""
 
 import pytest
 import torch
@@ -12,6 +12,8 @@ PROVED: dict[str, Forward] = {
     "softmax over features": lambda y, i: y.softmax(-1),
     "log softmax over features": lambda y, i: y.log_softmax(1),
     "cumsum over features": lambda y, i: y.cumsum(1),
+    "cumsum over tokens": lambda y, i: y.cumsum(0),
+    "cumulated exponentials of tokens": lambda y, i: y.logcumsumexp(0),
     "mean over features": lambda y, i: y - y.mean(1, keepdim=True),
     "sum that drops a dimension": lambda y, i: y.view(-1, 2, 4).sum(1),
     "variance over features": lambda y, i: torch.var_mean(y, 1)[0],
@@ -27,7 +29,6 @@ REFUSED: dict[str, tuple[Forward, str]] = {
     ),
     "softmax over tokens": (lambda y, i: y.softmax(0), "along the token dimension"),
     "softmax over tokens, transposed": (lambda y, i: y.t().softmax(-1), "along the token dimension"),
-    "cumsum over tokens": (lambda y, i: y.cumsum(0), "along the token dimension"),
     "mean over tokens": (lambda y, i: y - y.mean(0), "reduces over tokens"),
     "sum of everything": (lambda y, i: y / y.sum(), "reduces over tokens"),
     "maximum over tokens": (lambda y, i: y.amax(0, keepdim=True) + y, "reduces over tokens"),

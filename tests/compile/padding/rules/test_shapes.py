@@ -15,6 +15,7 @@ PROVED: dict[str, Forward] = {
     "permute": lambda y, i: y.view(-1, 2, 4).permute(2, 0, 1) * 2,
     "spatial merge": lambda y, i: F.layer_norm(y.view(-1, 4 * WIDTH), (4 * WIDTH,)),
     "spatial merge and back": lambda y, i: y.view(-1, 4 * WIDTH).relu().view(-1, WIDTH) + y,
+    "features rolled": lambda y, i: y.view(-1, 2, 4).roll((1, -1), (1, 2)),
     "features reversed": lambda y, i: y.view(-1, 2, 4).flip(-1, 1),
 }
 
@@ -24,6 +25,8 @@ REFUSED: dict[str, tuple[Forward, str]] = {
         "joins tokens",
     ),
     "tokens made inner": (lambda y, i: y.view(4, -1, WIDTH), "joins tokens"),
+    "roll": (lambda y, i: y.roll(1, 0), "moves the tokens"),
+    "roll of everything": (lambda y, i: y.roll(1), "moves the tokens"),
     "flip": (lambda y, i: y.flip(0), "reverses the tokens"),
     "flip of tokens and features": (lambda y, i: y.flip(1, -2), "reverses the tokens"),
 }

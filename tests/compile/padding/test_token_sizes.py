@@ -1,0 +1,101 @@
+"""Sizes as polynomials of the token count."""
+
+import pytest
+import sympy
+from torch.utils._sympy.functions import FloorDiv, Max, Mod, PythonMod
+
+from fxsplit_encoder.compile.padding.states import NotProvedError
+from fxsplit_encoder.compile.padding.token_sizes import TokenSizes
+
+S = sympy.Symbol("s0", integer=True, positive=True)
+T = sympy.Symbol("s1", integer=True, positive=True)
+SEGMENTS = sympy.Symbol("s2", integer=True, positive=True)
+BY_4 = sympy.Eq(Mod(S, 4), 0)
+
+
+def sizes(*guards: sympy.Basic) -> TokenSizes:
+    return TokenSizes("s0", {"s2"}, guards)
+
+
+@pytest.mark.parametrize(
+    ("guard", "divisor"),
+    [
+        (BY_4, 4),
+        (sympy.Eq(PythonMod(S, 4), 0), 4),
+        (sympy.Eq(Mod(6 * S, 4), 0), 2),
+        (sympy.Eq(4 * FloorDiv(S, 4), S), 4),
+        (sympy.Eq(Mod(S, T), 0), 1),
+        (sympy.Eq(Mod(S, 4), 1), 1),
+        (sympy.Ne(Mod(S, 4), 0), 1),
+        (sympy.Eq(Mod(T, 4), 0), 1),
+        (S < 100, 1),
+    ],
+)
+def test_a_guard_may_say_what_divides_the_token_count(guard: sympy.Basic, divisor: int) -> None:
+    assert sizes(guard).divisor == divisor
+
+
+def test_divisors_are_combined() -> None:
+    assert sizes(BY_4, sympy.Eq(Mod(S, 6), 0)).divisor == 12
+
+
+def test_a_guard_of_single_counts_is_unmet() -> None:
+    assert sizes(BY_4, sympy.Ne(S, 8), S < 100).unmet == []
+    assert sizes(sympy.Eq(S, 12)).unmet == [sympy.Eq(S, 12)]
+    odd = sympy.Eq(Mod(S, 4), 1)
+    assert sizes(odd).unmet == [odd]
+
+
+@pytest.mark.parametrize(
+    ("size", "varies"),
+    [
+        (sympy.Integer(7), False),
+        (T, False),
+        (FloorDiv(T, 5000), False),
+        (S, True),
+        (3 * S + 1, True),
+        (S * T, True),
+        (FloorDiv(S, 4), True),
+        (FloorDiv(S + 3, 4), True),
+        (FloorDiv(S, FloorDiv(S, 4)), False),
+        (4 * FloorDiv(S, 4) - S, False),
+        (Mod(S, 2), False),
+        (SEGMENTS - 1, True),
+    ],
+)
+def test_whether_padding_changes_a_size(size: sympy.Expr, varies: bool) -> None:
+    assert sizes(BY_4).varies(size) is varies
+
+
+@pytest.mark.parametrize(
+    "size", [FloorDiv(S, 5000) + 1, FloorDiv(S, 8), Mod(S, 3), Max(7, S), FloorDiv(100, S)]
+)
+def test_a_size_that_is_no_polynomial_is_undecided(size: sympy.Expr) -> None:
+    with pytest.raises(NotProvedError, match="in no way that is known"):
+        sizes(BY_4).varies(size)
+
+
+@pytest.mark.parametrize(
+    ("size", "counts"),
+    [
+        (S, True),
+        (2 * S - 1, True),
+        (FloorDiv(S, 2), True),
+        (S * T, True),
+        (S**2, True),
+        (S**2 - S, False),
+        (100 - S, False),
+        (sympy.Integer(4), False),
+        (SEGMENTS, False),
+        (S * SEGMENTS, False),
+    ],
+)
+def test_rows_are_counted_by_what_grows_with_the_tokens(size: sympy.Expr, counts: bool) -> None:
+    assert sizes(BY_4).counts_rows(size) is counts
+
+
+def test_equality_needs_the_guards() -> None:
+    assert sizes(BY_4).are_equal(4 * FloorDiv(S, 4), S)
+    assert not sizes().are_equal(4 * FloorDiv(S, 4), S)
+    assert not sizes(BY_4).are_equal(8 * FloorDiv(S, 8), S)
+    assert not sizes(BY_4).are_equal(S, T)
