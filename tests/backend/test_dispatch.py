@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -209,7 +209,7 @@ def clip() -> Any:
 
 
 @torch.no_grad()
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40)
 @given(st.lists(st.integers(2, 12), min_size=1, max_size=4), st.integers(0, 99))
 def test_any_batch_of_a_dense_module_is_padded_to_a_budget(clip: Any, counts: list[int], seed: int) -> None:
     module, compiled, dispatcher = clip
