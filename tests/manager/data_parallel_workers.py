@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
 import fxsplit_encoder as fx
@@ -17,6 +16,7 @@ from fxsplit_encoder.manager.data_parallel import DataParallel
 from fxsplit_encoder.manager.protocol import EncoderItemSpec
 
 from .mock_towers import OlderTwoPaths
+from .rank_processes import start_ranks
 
 LIMITS = {
     "token_budgets": (4, 16, 32, 64),
@@ -44,7 +44,7 @@ def run_ranks(
 ) -> list[dict[str, Any]]:
     """Runs the parts that `job` names in `num_ranks` processes; what each has to say of those it finished."""
     torch.save(job, folder / "job.pt")
-    mp.spawn(_rank, args=(num_ranks, folder, backend), nprocs=num_ranks)
+    start_ranks(_rank, num_ranks, backend, num_ranks, folder, backend)
     results = [folder / f"rank{rank}.pt" for rank in range(num_ranks)]
     return [torch.load(result, map_location=CPU, weights_only=False) for result in results]
 
