@@ -82,6 +82,7 @@ def transpose_memory(linear: nn.Linear) -> None:
     linear.weight = nn.Parameter(linear.weight.t().contiguous().t(), requires_grad=False)
 
 
+@pytest.mark.slow
 def test_weights_of_another_layout_are_refused(inner: Any, pixels: Tensor) -> None:
     module = compiled(fx.wrap(inner))
     expected = features(module, pixels)
@@ -101,6 +102,7 @@ def test_weights_of_another_layout_are_refused(inner: Any, pixels: Tensor) -> No
     torch.testing.assert_close(features(module, pixels), expected)
 
 
+@pytest.mark.slow
 def test_other_backends_see_the_blocks_own_code(inner: Any, pixels: Tensor, inlined: list[int]) -> None:
     tower = fx.wrap(inner)
     features(compiled(tower), pixels)
@@ -112,6 +114,7 @@ def test_other_backends_see_the_blocks_own_code(inner: Any, pixels: Tensor, inli
     assert len(inlined) == 1
 
 
+@pytest.mark.slow
 def test_every_trace_of_ours_has_the_same_blocks(inner: Any, pixels: Tensor, inlined: list[int]) -> None:
     tower = fx.wrap(inner)
     expected = features(inner, pixels)
@@ -129,6 +132,7 @@ def test_every_trace_of_ours_has_the_same_blocks(inner: Any, pixels: Tensor, inl
     assert inlined == [num_weights(inner)] * 3
 
 
+@pytest.mark.slow
 def test_copies_and_pickles_have_blocks_of_their_own(inner: Any, pixels: Tensor) -> None:
     expected = features(inner, pixels)
     features(compiled(fx.wrap(inner)), pixels)
@@ -143,6 +147,7 @@ def test_copies_and_pickles_have_blocks_of_their_own(inner: Any, pixels: Tensor)
     assert loaded.forward.__func__ is type(loaded).forward
 
 
+@pytest.mark.slow
 def test_with_gradients_and_in_training_the_tower_runs_as_it_is(
     inner: Any, pixels: Tensor, inlined: list[int]
 ) -> None:
@@ -160,6 +165,7 @@ def test_with_gradients_and_in_training_the_tower_runs_as_it_is(
     assert inlined[1:] == [num_weights(inner)]
 
 
+@pytest.mark.slow
 def test_blocks_that_cannot_be_ops_are_traced_one_by_one(
     inner: Any, pixels: Tensor, inlined: list[int], monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
@@ -177,6 +183,7 @@ def test_blocks_that_cannot_be_ops_are_traced_one_by_one(
     assert hits_of_others_than(before) == 1
 
 
+@pytest.mark.slow
 def test_what_a_failed_trace_began_is_ended_by_the_next(
     inner: Any, pixels: Tensor, inlined: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

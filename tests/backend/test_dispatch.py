@@ -142,7 +142,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
 }
 
 
-@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("inference", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CASES)
 def test_any_module_gives_eagers_results(name: str, inference: bool) -> None:
     make, make_input = CASES[name]
@@ -166,6 +166,7 @@ def test_any_module_gives_eagers_results(name: str, inference: bool) -> None:
         torch.testing.assert_close(value, expected, msg=key)
 
 
+@pytest.mark.slow
 def test_inference_mode_and_no_grad_take_turns() -> None:
     module = ClipLike()
     compiled = compile_it(module, dynamic=True, token_budgets=[4])
@@ -179,6 +180,7 @@ def test_inference_mode_and_no_grad_take_turns() -> None:
         assert not got.requires_grad
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_inputs_of_other_layouts_and_dtypes() -> None:
     module = ClipLike()

@@ -120,6 +120,7 @@ def masked_less(module: Any, attentions: Any) -> None:
     return None
 
 
+@pytest.mark.slow
 def test_rule_1_without_masks_a_pad_row_would_reach_real_ones(
     leaky: LeakyAttention,
     monkeypatch: pytest.MonkeyPatch,

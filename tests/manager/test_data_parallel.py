@@ -167,7 +167,7 @@ def four_ranks(make_tower: Any, inputs: Any, make_batch: Any, tmp_path_factory: 
     return run_ranks(4, tmp_path_factory.mktemp("four"), job)
 
 
-@pytest.fixture(params=["two_ranks", "four_ranks"])
+@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.slow) for name in ("two_ranks", "four_ranks")])
 def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     return request.getfixturevalue(request.param)
 
@@ -210,6 +210,7 @@ def test_every_rank_returns_what_one_process_returns(ranks: Any, single: Any, in
     assert checked == 25 * (2 * len(MODES) if len(ranks) == 2 else 4)
 
 
+@pytest.mark.slow
 def test_a_tower_in_the_older_spelling_of_two_paths_is_shared(two_ranks: Any, older_paths: Any) -> None:
     for rank in two_ranks:
         assert_equal_items(rank["older paths"], eagerly(OlderTwoPaths(), older_paths))
@@ -247,6 +248,7 @@ def test_one_failing_rank_raises_its_own_error_and_the_others_name_it(ranks: Any
                 assert message.startswith(f"rank {FAILING_RANK} could not encode its share of the items")
 
 
+@pytest.mark.slow
 def test_an_error_of_all_is_raised_by_all(two_ranks: Any) -> None:
     for rank in two_ranks:
         assert rank["malformed on all"][0] is InputError

@@ -38,6 +38,7 @@ def ranks(batches: Any, make_tower: Any, tmp_path_factory: Any) -> list[dict[str
     return run_ranks(2, "gloo", tmp_path_factory.mktemp("ranks"), job)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "sizes"), [("exact", [12, 16]), ("full", [16, 32]), ("auto", [16, 32])])
 def test_sglang_17255_a_sharded_tower_gives_the_results_of_the_whole_one(
     mode: str, sizes: list[int], ranks: Any
@@ -53,6 +54,7 @@ def test_sglang_17255_a_sharded_tower_gives_the_results_of_the_whole_one(
             assert result["hits"] == 7
 
 
+@pytest.mark.slow
 def test_what_one_rank_cannot_capture_none_captures(ranks: Any) -> None:
     results = [rank["refusing"] for rank in ranks]
     for result in results:

@@ -224,6 +224,7 @@ def greedy_cost(
     return cost_of(ladder, batches, costs)
 
 
+@pytest.mark.slow
 @settings(max_examples=80)
 @given(traces, st.integers(1, 3), st.integers(1, 4), cost_models, memories, st.none() | st.integers(10, 60))
 def test_no_ladder_costs_less_for_the_batches_that_the_manager_makes_with_it(

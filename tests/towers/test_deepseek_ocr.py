@@ -223,10 +223,12 @@ def family() -> Family:
     return make_family(CONFIG)
 
 
+@pytest.mark.slow
 class TestDeepseekOcr(TwoViewTests):
     pass
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_the_manager_equals_the_plain_loops(family: Family) -> None:
     model = family.wrapped.tower
@@ -242,6 +244,7 @@ def test_the_manager_equals_the_plain_loops(family: Family) -> None:
     assert manager.stats().hits == 1
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_relative_positions_may_be_features_of_queries_and_keys() -> None:
     family = make_family(CONFIG)
@@ -295,6 +298,7 @@ def narrow_config(base_size: int, image_size: int) -> DeepseekOcrConfig:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("base_size", "image_size", "whole", "crop"), PUBLISHED_MODES)
 @torch.no_grad()
 def test_published_modes_encode_images_of_their_own_sizes(

@@ -71,6 +71,7 @@ TOWERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TOWERS)
 def test_every_mode_and_batch(name: str, fresh_dynamo: None) -> None:
     make, spec = TOWERS[name]
@@ -90,6 +91,7 @@ def test_every_mode_and_batch(name: str, fresh_dynamo: None) -> None:
     assert program.program.num_distinct == min(blocks + 1, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["siglip", "clip", "dinov2"])
 def test_one_trace_through_torch_compile(name: str, fresh_dynamo: None) -> None:
     """The whole output, with SigLIP's attention pooling."""

@@ -18,6 +18,7 @@ from .tiny_packed import qwen2_5_vl
 sides = st.integers(1, 10).map(lambda n: 2 * n)
 
 
+@pytest.mark.slow
 class TestQwen25VL(PackedTowerTests):
     metadata: ClassVar[list[str]] = [
         "position_ids",
