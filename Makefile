@@ -6,13 +6,17 @@ STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := test
 .DELETE_ON_ERROR:
-.PHONY: demo test lint types bench clean
+.PHONY: demo test quick lint types bench clean
 
 demo: $(STAMP)
 	$(BIN)/encoder-cg demo
 
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --maxprocesses 8 --dist loadfile
+
+# What a change needs first: all tests but those marked `slow`.
+quick: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --maxprocesses 8 --dist loadfile -m "not slow and not gpu"
 
 lint: $(STAMP)
 	$(BIN)/ruff check

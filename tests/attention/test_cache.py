@@ -5,7 +5,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxsplit_encoder.attention import cache
@@ -27,7 +27,7 @@ tables = st.dictionaries(
 )
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15)
 @given(first=tables, second=tables)
 def test_what_is_stored_is_loaded(
     first: cache.Table, second: cache.Table, tmp_path_factory: pytest.TempPathFactory

@@ -61,7 +61,7 @@ def chosen(chooser: KernelChooser, of: AttentionShape) -> str:
     return chooser.ranking(of)[0].name
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(shapes, min_size=1, max_size=8), st.integers(0, 8))
 def test_what_is_chosen_supports_the_shape_is_there_and_is_accurate(
     of: list[AttentionShape], warm: int
@@ -169,7 +169,7 @@ def test_shapes_are_rounded_up_to_their_class() -> None:
     assert (equal.tokens, equal.longest, equal.segments) == (16384, 512, 32)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(shapes)
 def test_a_class_holds_its_shapes_and_is_its_own(of: AttentionShape) -> None:
     rounded = of.rounded()

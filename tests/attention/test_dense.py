@@ -25,7 +25,7 @@ def batch(size: int, tokens: int, *, fused: bool = True) -> tuple[torch.Tensor, 
     return tuple(parts if fused else [part.contiguous() for part in parts])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(1, 5), st.integers(1, 9), st.booleans())
 def test_every_entry_attends_alone(size: int, tokens: int, fused: bool) -> None:
     values = batch(size, tokens, fused=fused)

@@ -40,7 +40,7 @@ PACKED: list[AttentionKernel] = [
 BY_NAME = {kernel.name: kernel for kernel in KERNELS}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=6), st.sampled_from([0.1, 0.35, 1.0]))
 def test_each_segment_attends_within_itself(lengths: list[int], scale: float) -> None:
     rows = sum(lengths)
@@ -62,7 +62,7 @@ def test_results_are_contiguous_whatever_the_strides_of_the_query() -> None:
         torch.testing.assert_close(result.double(), reference(q, k, v, [6], 0.4), rtol=1e-5, atol=1e-6)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(1, 9), st.integers(1, 6), st.booleans())
 def test_equal_segments_may_be_a_batch(length: int, count: int, into: bool) -> None:
     rows, lengths = length * count, [length] * count

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -67,7 +67,7 @@ def no_shape_has_come(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 @given(st.lists(st.sampled_from([0, 1, 3, 5, 6, 9]), max_size=8), st.booleans())
 def test_kernels_that_share_the_segments_equal_one(lengths: list[int], has_come_before: bool) -> None:
     device, rows = Device(), sum(lengths)

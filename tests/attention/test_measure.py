@@ -136,7 +136,7 @@ def test_a_kernel_far_behind_is_timed_on_one_batch_alone(slow_us: float, timed: 
     assert found.microseconds == {"fast": 10.0, "slow": slow_us}
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     *(st.integers(1, 3000), st.integers(1, 3000), st.integers(1, 50), st.booleans(), st.booleans()),
 )

@@ -82,38 +82,39 @@ def transpose_memory(linear: nn.Linear) -> None:
     linear.weight = nn.Parameter(linear.weight.t().contiguous().t(), requires_grad=False)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (nn.Linear.double, "expected them in the sizes, strides, dtype and device in which the module"),
-        (transpose_memory, "expected them in the sizes, strides, dtype and device in which the module"),
-        (lambda linear: setattr(linear, "bias", None), "got None in the place of one"),
-    ],
-    ids=["dtype", "strides", "none"],
-)
-def test_weights_of_another_layout_are_refused(
-    inner: Any, pixels: Tensor, change: Callable[[Any], Any], message: str
-) -> None:
+@pytest.mark.slow
+def test_weights_of_another_layout_are_refused(inner: Any, pixels: Tensor) -> None:
     module = compiled(fx.wrap(inner))
-    features(module, pixels)
-    change(inner.blocks[1].mlp.linear_fc2)
-    with pytest.raises(InputError, match=message):
-        features(module, pixels)
+    expected = features(module, pixels)
+    layout = "expected them in the sizes, strides, dtype and device in which the module"
+    changes: list[tuple[Callable[[nn.Linear], Any], str]] = [
+        (nn.Linear.double, layout),
+        (transpose_memory, layout),
+        (lambda linear: setattr(linear, "bias", None), "got None in the place of one"),
+    ]
+    linear = inner.blocks[1].mlp.linear_fc2
+    for change, message in changes:
+        weights = copy.deepcopy(linear._parameters)
+        change(linear)
+        with pytest.raises(InputError, match=message):
+            features(module, pixels)
+        linear._parameters.update(weights)
+    torch.testing.assert_close(features(module, pixels), expected)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "eager"])
-def test_other_backends_see_the_blocks_own_code(
-    inner: Any, pixels: Tensor, backend: str, inlined: list[int]
-) -> None:
+@pytest.mark.slow
+def test_other_backends_see_the_blocks_own_code(inner: Any, pixels: Tensor, inlined: list[int]) -> None:
     tower = fx.wrap(inner)
     features(compiled(tower), pixels)
     expected = features(inner, pixels)
-    torch._dynamo.reset()
-    other = torch.compile(tower, backend=backend)
-    torch.testing.assert_close(features(other, pixels), expected, rtol=1e-4, atol=1e-5)
+    for backend in ("aot_eager", "eager"):
+        torch._dynamo.reset()
+        other = torch.compile(tower, backend=backend)
+        torch.testing.assert_close(features(other, pixels), expected, rtol=1e-4, atol=1e-5)
     assert len(inlined) == 1
 
 
+@pytest.mark.slow
 def test_every_trace_of_ours_has_the_same_blocks(inner: Any, pixels: Tensor, inlined: list[int]) -> None:
     tower = fx.wrap(inner)
     expected = features(inner, pixels)
@@ -131,6 +132,7 @@ def test_every_trace_of_ours_has_the_same_blocks(inner: Any, pixels: Tensor, inl
     assert inlined == [num_weights(inner)] * 3
 
 
+@pytest.mark.slow
 def test_copies_and_pickles_have_blocks_of_their_own(inner: Any, pixels: Tensor) -> None:
     expected = features(inner, pixels)
     features(compiled(fx.wrap(inner)), pixels)
@@ -145,6 +147,7 @@ def test_copies_and_pickles_have_blocks_of_their_own(inner: Any, pixels: Tensor)
     assert loaded.forward.__func__ is type(loaded).forward
 
 
+@pytest.mark.slow
 def test_with_gradients_and_in_training_the_tower_runs_as_it_is(
     inner: Any, pixels: Tensor, inlined: list[int]
 ) -> None:
@@ -162,6 +165,7 @@ def test_with_gradients_and_in_training_the_tower_runs_as_it_is(
     assert inlined[1:] == [num_weights(inner)]
 
 
+@pytest.mark.slow
 def test_blocks_that_cannot_be_ops_are_traced_one_by_one(
     inner: Any, pixels: Tensor, inlined: list[int], monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
@@ -179,6 +183,7 @@ def test_blocks_that_cannot_be_ops_are_traced_one_by_one(
     assert hits_of_others_than(before) == 1
 
 
+@pytest.mark.slow
 def test_what_a_failed_trace_began_is_ended_by_the_next(
     inner: Any, pixels: Tensor, inlined: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -143,7 +143,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
 }
 
 
-@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("inference", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CASES)
 def test_any_module_gives_eagers_results(name: str, inference: bool) -> None:
     make, make_input = CASES[name]
@@ -167,6 +167,7 @@ def test_any_module_gives_eagers_results(name: str, inference: bool) -> None:
         torch.testing.assert_close(value, expected, msg=key)
 
 
+@pytest.mark.slow
 def test_inference_mode_and_no_grad_take_turns() -> None:
     module = ClipLike()
     compiled = compile_it(module, dynamic=True, token_budgets=[4])
@@ -180,6 +181,7 @@ def test_inference_mode_and_no_grad_take_turns() -> None:
         assert not got.requires_grad
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_inputs_of_other_layouts_and_dtypes() -> None:
     module = ClipLike()
@@ -210,7 +212,7 @@ def clip() -> Any:
 
 
 @torch.no_grad()
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40)
 @given(st.lists(st.integers(2, 12), min_size=1, max_size=4), st.integers(0, 99))
 def test_any_batch_of_a_dense_module_is_padded_to_a_budget(clip: Any, counts: list[int], seed: int) -> None:
     module, compiled, dispatcher = clip

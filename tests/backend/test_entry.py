@@ -52,6 +52,7 @@ def assert_same_output(got: Any, expected: Any) -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_backend_is_found_by_name_without_an_import() -> None:
     program = """
 import sys, torch
@@ -68,7 +69,14 @@ assert "fxsplit_encoder" in sys.modules
 
 
 @pytest.mark.parametrize(
-    ("mode", "dynamic"), [("full", None), ("full", True), ("piecewise", None), ("none", True), ("auto", None)]
+    ("mode", "dynamic"),
+    [
+        ("full", None),
+        *(
+            pytest.param(mode, dynamic, marks=pytest.mark.slow)
+            for mode, dynamic in (("full", True), ("piecewise", None), ("none", None), ("auto", None))
+        ),
+    ],
 )
 @torch.no_grad()
 def test_one_compilation_serves_every_size_and_count(
@@ -95,6 +103,7 @@ def test_one_compilation_serves_every_size_and_count(
         assert dispatcher.num_captured == len(BUDGETS)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_an_image_of_one_output_token_is_served(tiny_towers: Any) -> None:
     compiled = torch.compile(

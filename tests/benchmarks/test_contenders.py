@@ -36,6 +36,7 @@ def check(name: str, subject: PackedSubject) -> contenders.Contender:
     return contender
 
 
+@pytest.mark.slow
 def test_ours_in_each_mode(make_subject: MakeSubject) -> None:
     assert [name for name in CONTENDERS if name.startswith("ours-") and name != "ours-backend"] == [
         f"ours-{mode}" for mode in IMPLEMENTED_MODES
@@ -45,6 +46,7 @@ def test_ours_in_each_mode(make_subject: MakeSubject) -> None:
     assert contender.manager.config.mode == "piecewise"
 
 
+@pytest.mark.slow
 def test_budgets_are_powers_of_two_and_padding_is_told(make_subject: MakeSubject) -> None:
     subject = make_subject()
     contender: Any = check("graph-budgets", subject)
@@ -62,11 +64,13 @@ def test_eager_pads_nothing_and_has_nothing_to_note(make_subject: MakeSubject) -
     assert (contender.padding(batch), contender.note(batch)) == (0.0, "")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_the_backend(make_subject: MakeSubject) -> None:
     assert "compile and capture" in check("ours-backend", make_subject()).seconds
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_one_trace_serves_sizes_that_torch_compile_keeps_symbolic(
     make_subject: MakeSubject, monkeypatch: pytest.MonkeyPatch

@@ -213,7 +213,7 @@ def test_larger_inputs_grow_geometrically_and_older_captures_stay_valid() -> Non
     max_captures=st.integers(1, 6),
     limit=st.none() | st.integers(8, 200),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_sglang_omni_523_limits_hold_and_results_are_right_whatever_comes(
     threshold: int, sizes: list[int], max_captures: int, limit: int | None
 ) -> None:

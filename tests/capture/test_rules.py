@@ -120,6 +120,7 @@ def masked_less(module: Any, attentions: Any) -> None:
     return None
 
 
+@pytest.mark.slow
 def test_rule_1_without_masks_a_pad_row_would_reach_real_ones(
     leaky: LeakyAttention,
     monkeypatch: pytest.MonkeyPatch,
@@ -448,7 +449,7 @@ def test_rule_5_the_pixels_of_a_batch_are_copied_once_and_metadata_not_again(
         assert writes.copied == (sum(copied.values()) if has_new_metadata else copied["pixel_values"])
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(loads=st.lists(st.tuples(st.sampled_from([16, 64]), st.integers(0, 2)), max_size=8))
 def test_rule_5_what_is_not_copied_again_is_there(
     loads: list[tuple[int, int]], managers: Any, make_batch: Any

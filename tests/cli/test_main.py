@@ -54,6 +54,7 @@ def images(paths: Sequence[Path]) -> list[object]:
     return [argument for path in paths for argument in ("--images", path)]
 
 
+@pytest.mark.slow
 def test_demo(photographs: list[Path], config: Path) -> None:
     result = run("demo", "--blocks", 2, "--config", config, "--device", "cpu", *images(photographs))
     assert result.exit_code == 0, result.output
@@ -72,6 +73,7 @@ def test_demo(photographs: list[Path], config: Path) -> None:
     assert "capturing" in result.stderr and "2/2" in result.stderr
 
 
+@pytest.mark.slow
 def test_demo_of_a_tower_of_tiles(photographs: list[Path]) -> None:
     arguments = ("--model", "clip-l-336", "--blocks", 1, "--device", "cpu")
     result = run("demo", *arguments, *images(photographs[1:2]))
@@ -85,6 +87,7 @@ def test_demo_of_a_tower_of_tiles(photographs: list[Path]) -> None:
     assert max(map(len, out.splitlines())) <= 100
 
 
+@pytest.mark.slow
 def test_demo_in_bfloat16_is_judged_by_its_error(photographs: list[Path], config: Path) -> None:
     arguments = ("--blocks", 1, "--config", config, "--device", "cpu", "--dtype", "bfloat16")
     result = run("demo", *arguments, *images(photographs[:1]))
@@ -92,6 +95,7 @@ def test_demo_in_bfloat16_is_judged_by_its_error(photographs: list[Path], config
     assert "times eager's own (allowed: 1.1)" in result.stdout
 
 
+@pytest.mark.slow
 def test_demo_counts_misses_and_fails_on_a_difference(
     photographs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,6 +151,7 @@ def test_encode(
     assert metadata["config"]["mode" if not with_config else "token_budgets"] in ("none", [8, 16])
 
 
+@pytest.mark.slow
 def test_encode_with_two_views(photographs: list[Path], tmp_path: Path) -> None:
     _, model = save(tmp_path / "deepseek", "DeepseekOCRForCausalLM")
     output = tmp_path / "embeddings.safetensors"
@@ -248,6 +253,7 @@ def test_help(arguments: list[str]) -> None:
     assert "Usage:" in result.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("package", ["typer", "transformers"])
 def test_a_missing_package_names_the_extra(package: str) -> None:
     script = (

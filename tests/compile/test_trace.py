@@ -136,6 +136,7 @@ def test_sizes_that_the_trace_takes_to_exceed_one_do_unless_rows_are_independent
     assert accepted == [False, independent, True, True, True]
 
 
+@pytest.mark.slow
 def test_pieces_decomposed_for_inductor_give_the_same(tower: Any, wrapped: Any) -> None:
     bound = trace_tower(wrapped, "aot_eager")
     for grids in (GRIDS[2], GRIDS[5]):
@@ -223,6 +224,7 @@ def test_a_forward_without_attention_is_one_piece() -> None:
     torch.testing.assert_close(bound({"x": x}), F.relu(x))
 
 
+@pytest.mark.slow
 def test_many_traces_of_one_function_do_not_reach_a_limit(trace: Any, inputs: Any) -> None:
     limit = torch._dynamo.config.recompile_limit
     for _ in range(limit + 1):

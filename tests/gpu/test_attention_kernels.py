@@ -206,6 +206,7 @@ def measurements(tmp_path: Path) -> Iterator[Measurements]:
     yield Measurements(cache=lambda device: MeasurementCache(describe_environment(device), tmp_path))
 
 
+@pytest.mark.alone
 def test_measuring_chooses_per_class_and_says_what_it_found(measurements: Measurements) -> None:
     chooser = KernelChooser(measurements=measurements)
     device = torch.device("cuda", torch.cuda.current_device())

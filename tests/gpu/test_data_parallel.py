@@ -77,7 +77,7 @@ def test_every_rank_returns_what_one_process_returns(
 def test_a_rank_that_is_late_or_dead_is_an_error_within_the_timeout(ranks: list[dict[str, Any]]) -> None:
     assert "dead" not in ranks[FAILING_RANK]
     for name in ("late", "dead"):
-        kind, message, seconds = ranks[1 - FAILING_RANK][name]
+        kind, message = ranks[1 - FAILING_RANK][name]
         assert kind is RankError
         assert "lost the others" in message
-        assert seconds < SHORT.total_seconds() + 10
+        assert f"within {SHORT}" in message

@@ -40,8 +40,9 @@ def test_sglang_17255_a_sharded_tower_is_captured_with_its_collectives(mode: str
         [(1, 16, 16)],
     )
     batches = [batch(images, seed) for seed, images in enumerate(grids)]
-    job = {"tower": tower, "mode": mode, "limits": LIMITS, "batches": batches}
-    for result in run_ranks(2, "nccl", tmp_path, job):
+    job = {"tower": tower, "limits": LIMITS, "batches": batches, "runs": {mode: {"mode": mode}}}
+    for rank in run_ranks(2, "nccl", tmp_path, job):
+        result = rank[mode]
         assert max(result["errors"]) < 0.05
         assert result["sizes"] == ([48, 64] if mode == "exact" else [64, 256])
         assert result["hits"] == (5 if mode == "exact" else 7)

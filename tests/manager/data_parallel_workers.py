@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
 import fxsplit_encoder as fx
@@ -18,6 +16,7 @@ from fxsplit_encoder.manager.data_parallel import DataParallel
 from fxsplit_encoder.manager.protocol import EncoderItemSpec
 
 from .mock_towers import OlderTwoPaths
+from .rank_processes import start_ranks
 
 LIMITS = {
     "token_budgets": (4, 16, 32, 64),
@@ -26,7 +25,7 @@ LIMITS = {
     "piece_compiler": "eager",
 }
 CPU = torch.device("cpu")
-SHORT = timedelta(seconds=5)
+SHORT = timedelta(seconds=10)
 FAILING_RANK = 1
 
 
@@ -45,7 +44,7 @@ def run_ranks(
 ) -> list[dict[str, Any]]:
     """Runs the parts that `job` names in `num_ranks` processes; what each has to say of those it finished."""
     torch.save(job, folder / "job.pt")
-    mp.spawn(_rank, args=(num_ranks, folder, backend), nprocs=num_ranks)
+    start_ranks(_rank, num_ranks, backend, num_ranks, folder, backend)
     results = [folder / f"rank{rank}.pt" for rank in range(num_ranks)]
     return [torch.load(result, map_location=CPU, weights_only=False) for result in results]
 
@@ -74,12 +73,11 @@ def _rank(rank: int, num_ranks: int, folder: Path, backend: str) -> None:
 
 
 def _attempt(call: Any) -> Any:
-    """What a call returns, or (type, message, seconds) of what it raises."""
-    start = time.monotonic()
+    """What a call returns, or (type, message) of what it raises."""
     try:
         return call()
     except Exception as error:
-        return type(error), str(error), time.monotonic() - start
+        return type(error), str(error)
 
 
 def _requests(rank: int, num_ranks: int, job: dict[str, Any]) -> dict[str, Any]:
@@ -176,7 +174,11 @@ def _older_paths(rank: int, num_ranks: int, job: dict[str, Any]) -> dict[str, An
 
 
 def _lost_ranks(rank: int, num_ranks: int, job: dict[str, Any]) -> dict[str, Any]:
-    """A rank that does not call, then one that dies. A group each: after either, it is of no more use."""
+    """A rank that does not call, then one that dies. A group each: after either, it is of no more use.
+
+    A rank that does not call waits for the others in the default group: they must give up long before that
+    group does.
+    """
     late_group, dying_group = (dist.new_group(timeout=SHORT) for _ in range(2))
     config = fx.EncoderConfig(**LIMITS, mode="none", data_parallel=True)
     tower = fx.wrap(job["tower"])

@@ -10,20 +10,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.errors import CaptureError
 
+from .rank_processes import start_ranks
+
 REFUSED = "this rank has no room"
 
 
 def run_ranks(num_ranks: int, backend: str, folder: Path, job: dict[str, Any]) -> list[dict[str, Any]]:
-    """Encodes `job["batches"]` by a sharded `job["tower"]` in so many processes; what each reports."""
+    """Encodes `job["batches"]` by a sharded `job["tower"]` in so many processes, once in each of
+    `job["runs"]`; what each rank reports of each run.
+    """
     torch.save(job, folder / "job.pt")
-    mp.spawn(_rank, args=(num_ranks, backend, folder), nprocs=num_ranks)
+    start_ranks(_rank, num_ranks, backend, num_ranks, backend, folder)
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(num_ranks)]
 
 
@@ -58,15 +61,26 @@ def _encode(rank: int, num_ranks: int, device: torch.device, job: dict[str, Any]
     tower = job["tower"].to(device)
     whole = fx.wrap(copy.deepcopy(tower))
     shard(tower, device.type, num_ranks)
-    config = fx.EncoderConfig(mode=job["mode"], exact_min_hits=2, packing="greedy", **job["limits"])
-    manager = fx.EncoderCudaGraphManager(fx.wrap(tower), config, log_interval=0)
+    sharded, results, program = fx.wrap(tower), {}, None
+    for name, run in job["runs"].items():
+        config = fx.EncoderConfig(mode=run["mode"], exact_min_hits=2, packing="greedy", **job["limits"])
+        manager = fx.EncoderCudaGraphManager(sharded, config, log_interval=0)
+        path = manager.paths["default"]
+        if program is not None:  # traced once, for all runs
+            path.forward.bind(program)
+        if rank == run.get("refusing_rank"):
+            _refuse(path, run["refused_tokens"])
+        manager.capture()
+        program = path.program
+        results[name] = _report(manager, whole, job["batches"])
+    return results
+
+
+def _report(manager: fx.EncoderCudaGraphManager, whole: Any, batches: list[dict[str, Any]]) -> dict[str, Any]:
     path = manager.paths["default"]
-    if rank == job.get("refusing_rank"):
-        _refuse(path, job["refused_tokens"])
-    manager.capture()
     errors = []
-    for batch in job["batches"]:
-        inputs = dict(batch, pixel_values=batch["pixel_values"].to(device, tower.dtype))
+    for batch in batches:
+        inputs = dict(batch, pixel_values=batch["pixel_values"].to(whole.device, whole.dtype))
         with torch.no_grad():
             expected = whole.encoder_eager_forward(inputs)
         output = torch.cat(manager.execute(inputs))

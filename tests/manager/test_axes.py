@@ -109,7 +109,7 @@ def test_axes_and_paths_are_combined(with_paths: fx.EncoderCudaGraphManager) -> 
 requests = st.lists(st.tuples(st.integers(1, 10), st.sampled_from(COMBINATIONS)), max_size=7)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(requests, max_size=3))
 def test_any_sequence_of_batches_equals_eager(manager: Any, sequence: Any) -> None:
     for seed, request in enumerate(sequence):
@@ -119,7 +119,7 @@ def test_any_sequence_of_batches_equals_eager(manager: Any, sequence: Any) -> No
         assert manager.stats().items == before + len(request)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.lists(
         st.tuples(st.integers(1, 9), st.integers(0, 9), st.sampled_from([(4,), (8,)])), min_size=1, max_size=6
@@ -131,7 +131,7 @@ def test_any_batch_of_several_paths_equals_eager(with_paths: Any, request_items:
     assert_equal_items(with_paths.execute(inputs), eagerly(with_paths.tower, inputs))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(requests, st.sampled_from(["cost", "greedy", "greedy_defer"]))
 def test_items_of_different_keys_never_share_a_batch(manager: Any, request_items: Any, packing: str) -> None:
     planner = make(manager.tower, packing=packing)
@@ -199,7 +199,7 @@ def test_what_no_batch_can_reach_is_pruned_by_the_tokens_of_an_item() -> None:
     assert manager.stats().hits == 5
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.tuples(st.integers(1, 30), st.integers(0, 20)).map(lambda pair: (pair[0], sum(pair))),
     st.lists(st.integers(3, 40), min_size=1, max_size=5, unique=True).map(sorted),

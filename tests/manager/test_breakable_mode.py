@@ -129,6 +129,7 @@ def read(output: Tensor) -> Tensor:
     return torch.full((), 1.0 if output.isfinite().all().item() else 2.0)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_captured_names_the_op_and_the_rest_serves(
     make_batch: Any, encode: Any, tiny_towers: Any
 ) -> None:

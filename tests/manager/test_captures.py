@@ -125,7 +125,7 @@ def test_the_least_useful_budget_saves_least_for_its_bytes() -> None:
     assert least_useful(costs, (4, 8, 9, 16), (1, 1, 1, 1000), skippable=False)[0] == 16
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(st.integers(1, 40), min_size=1, max_size=5, unique=True).map(sorted),
     st.lists(st.integers(1, 1000), min_size=5, max_size=5),
@@ -166,7 +166,7 @@ def unlimited() -> fx.EncoderCudaGraphManager:
     return captured(PathsModel())
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(share=st.floats(0.01, 1.2))
 def test_what_is_kept_fits_the_limit_and_serves(unlimited: Any, share: float) -> None:
     limit = int(unlimited.num_bytes * share)
@@ -395,7 +395,7 @@ def test_smaller_budgets_read_the_memory_of_the_largest(shared: fx.EncoderCudaGr
     assert shared.stats().input_bytes == captures[16].inputs.num_bytes
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.tuples(st.sampled_from([4, 8, 16]), st.integers(1, 16)), min_size=1, max_size=6))
 def test_alternating_budgets_over_shared_memory_equal_eager(
     shared: Any, sequence: list[tuple[int, int]]
@@ -445,7 +445,7 @@ def test_a_value_may_be_kept_only_until_another_budget_fills_the_memory() -> Non
         manager.paths["default"].load(capture, manager.paths["default"].values(small))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 8)), max_size=12))
 def test_shared_buffers_hold_the_last_value_and_zeros(loads: list[tuple[int, int]]) -> None:
     memory = SharedBuffers()

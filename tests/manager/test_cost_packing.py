@@ -186,7 +186,7 @@ def routes(draw: st.DrawFn) -> RouteCosts:
 item = st.tuples(st.integers(0, 65), st.integers(0, 5), st.integers(1, 5))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(routes(), min_size=1, max_size=2),
     st.lists(st.tuples(item, st.integers(0, 65)), max_size=24),

@@ -167,7 +167,7 @@ def four_ranks(make_tower: Any, inputs: Any, make_batch: Any, tmp_path_factory: 
     return run_ranks(4, tmp_path_factory.mktemp("four"), job)
 
 
-@pytest.fixture(params=["two_ranks", "four_ranks"])
+@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.slow) for name in ("two_ranks", "four_ranks")])
 def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     return request.getfixturevalue(request.param)
 
@@ -210,6 +210,7 @@ def test_every_rank_returns_what_one_process_returns(ranks: Any, single: Any, in
     assert checked == 25 * (2 * len(MODES) if len(ranks) == 2 else 4)
 
 
+@pytest.mark.slow
 def test_a_tower_in_the_older_spelling_of_two_paths_is_shared(two_ranks: Any, older_paths: Any) -> None:
     for rank in two_ranks:
         assert_equal_items(rank["older paths"], eagerly(OlderTwoPaths(), older_paths))
@@ -238,7 +239,7 @@ def test_statistics_count_the_items_of_this_rank(ranks: Any) -> None:
 def test_one_failing_rank_raises_its_own_error_and_the_others_name_it(ranks: Any) -> None:
     for name in ("malformed on one", "no sizes on one"):
         for number, rank in enumerate(ranks):
-            kind, message, _ = rank[name]
+            kind, message = rank[name]
             if number == FAILING_RANK:
                 assert kind is InputError
                 assert "_thw" in message
@@ -247,6 +248,7 @@ def test_one_failing_rank_raises_its_own_error_and_the_others_name_it(ranks: Any
                 assert message.startswith(f"rank {FAILING_RANK} could not encode its share of the items")
 
 
+@pytest.mark.slow
 def test_an_error_of_all_is_raised_by_all(two_ranks: Any) -> None:
     for rank in two_ranks:
         assert rank["malformed on all"][0] is InputError
@@ -257,11 +259,11 @@ def test_different_inputs_are_the_same_error_on_every_rank(ranks: Any) -> None:
         ("other items on one", "1 items, 16 patches"),
         ("no items on one", "0 items, 0 patches"),
     ):
-        kind, message, _ = ranks[0][name]
+        kind, message = ranks[0][name]
         assert kind is InputError
         assert message.startswith("the ranks were given different inputs")
         assert f"rank 0: 3 items, 104 patches; rank {FAILING_RANK}: {seen}" in message
-        assert all(rank[name][:2] == (kind, message) for rank in ranks)
+        assert all(rank[name] == (kind, message) for rank in ranks)
 
 
 def test_after_an_error_the_ranks_are_still_in_step(ranks: Any) -> None:
@@ -307,12 +309,12 @@ def test_rows_that_differ_on_one_rank_are_cut_where_they_end(ranks: Any) -> None
 def test_items_that_cannot_be_exchanged_are_refused(ranks: Any) -> None:
     for rank in ranks:
         for name, expected in (("three dimensions", "(rows, columns)"), ("int32", "torch.int32")):
-            kind, message, _ = rank[name]
+            kind, message = rank[name]
             assert kind is InputError
             assert expected in message
         assert rank["two widths"][0] is InputError
         assert "this rank's items have 1 columns of torch.float32, 2 columns" in rank["two widths"][1]
-        kind, message, _ = rank["other dtype on one"]
+        kind, message = rank["other dtype on one"]
         assert kind is InputError
         assert f"rank {FAILING_RANK}: 3 of torch.float64" in message
 
@@ -345,11 +347,10 @@ def test_a_rank_that_is_late_or_dead_is_an_error_within_the_timeout(ranks: Any) 
         if number == FAILING_RANK:
             continue
         for name in ("late", "dead"):
-            kind, message, seconds = rank[name]
+            kind, message = rank[name]
             assert kind is RankError
             assert message.startswith(f"rank {number} of {len(ranks)} lost the others")
-            assert seconds < SHORT.total_seconds() + 10  # a busy machine; the default group waits for 120
-        assert rank["late"][2] > SHORT.total_seconds() - 1
+            assert f"within {SHORT}" in message
 
 
 def test_the_fake_tower_is_read_as_a_real_one() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -128,7 +128,7 @@ sides = st.integers(1, 4).map(lambda n: 2 * n)
 grids = st.lists(st.tuples(st.integers(1, 2), sides, sides), min_size=1, max_size=3)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25)
 @given(st.lists(grids, min_size=1, max_size=3))
 def test_what_is_kept_stays_as_it_was_computed(
     managers: Any, tiny_towers: Any, make_batch: Any, sequence: Any

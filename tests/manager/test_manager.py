@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -86,7 +86,7 @@ def test_an_item_equals_eager_on_every_budget_that_fits(
     assert used == [b for b in (4, 16, 32, 64) if b >= len(expected)]
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25)
 @given(st.sampled_from(["full", "piecewise"]), st.lists(batches, min_size=1, max_size=3), st.integers(0, 99))
 def test_any_sequence_of_batches_equals_eager(
     managers: Any, make_batch: Any, encode: Any, tiny_towers: Any, mode: str, sequence: Any, seed: int
@@ -98,7 +98,7 @@ def test_any_sequence_of_batches_equals_eager(
         assert managers[mode].stats().items == before + len(images) + len(videos)
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10)
 @given(st.permutations(range(5)))
 def test_items_may_come_in_any_order(managers: Any, make_batch: Any, order: list[int]) -> None:
     grids = [(1, 2, 2), (1, 8, 8), (1, 4, 6), (1, 4, 6), (1, 16, 18)]
@@ -203,7 +203,7 @@ def test_a_plan_before_the_capture_is_that_of_a_full_ladder(make_manager: Any, m
     assert manager.plan(inputs).hits == 0
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15)
 @given(batches)
 def test_execution_does_what_was_planned(managers: Any, make_batch: Any, batch: Any) -> None:
     manager = managers["full"]
@@ -329,7 +329,7 @@ def unmeasured_cost(plan: Any) -> float:
     )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40)
 @given(batches)
 def test_packing_by_cost_never_costs_more_than_greedy(packers: Any, batch: Any) -> None:
     images, videos = batch

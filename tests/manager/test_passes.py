@@ -83,6 +83,7 @@ def test_replays_and_exact_runs_see_weights_that_change_in_place(
         assert_same(manager, tower(seed), encode, exact)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("debug", [False, True])
 def test_a_replay_is_made_again_only_where_weights_have_changed(
     make_batch: Callable[..., Any], encode: Any, monkeypatch: pytest.MonkeyPatch, debug: bool
@@ -121,6 +122,7 @@ def test_weights_that_are_replaced_are_captured_again(
     assert_same(manager, tower(3), encode, make_batch([(1, 4, 6)]))
 
 
+@pytest.mark.slow
 def test_a_compiled_tower_sees_them_too(make_batch: Callable[..., Any]) -> None:
     torch._dynamo.reset()
     inner = tower(0)
@@ -135,6 +137,7 @@ def test_a_compiled_tower_sees_them_too(make_batch: Callable[..., Any]) -> None:
             torch.testing.assert_close(result.pooler_output, expected.pooler_output, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_fp8_adds_an_error_of_its_own_size(
     monkeypatch: pytest.MonkeyPatch, make_batch: Callable[..., Any], encode: Any
 ) -> None:

@@ -347,7 +347,7 @@ rows = st.integers(0, 20)
 requests = st.lists(st.tuples(st.integers(1, 20), rows, rows), max_size=7)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.sampled_from(["two", "three", "always", "older", "defer"]), st.lists(requests, max_size=3))
 def test_any_sequence_of_batches_equals_eager(managers: Any, name: str, sequence: Any) -> None:
     manager = managers[name]
@@ -360,7 +360,7 @@ def test_any_sequence_of_batches_equals_eager(managers: Any, name: str, sequence
         assert after.hits == before.hits + manager.plan(inputs).hits
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.sampled_from(["two", "three", "always", "older", "defer"]), requests)
 def test_a_plan_has_every_item_once_and_exceeds_no_budget(managers: Any, name: str, sizes: Any) -> None:
     manager = managers[name]
@@ -380,7 +380,7 @@ def test_a_plan_has_every_item_once_and_exceeds_no_budget(managers: Any, name: s
             assert (planned.reason is OVER) == (tokens > largest)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.permutations(range(5)))
 def test_permuted_items_give_permuted_results(managers: Any, order: list[int]) -> None:
     manager = managers["two"]

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import random
-import timeit
 from collections import Counter
 from typing import Any, get_args
 
@@ -17,6 +16,8 @@ from fxsplit_encoder.manager.costs import CostModel, RouteCosts
 from fxsplit_encoder.manager.plan import PathPlan, Plan, PlannedBatch
 from fxsplit_encoder.manager.planner import build_fallback_plan, build_plan
 from fxsplit_encoder.manager.protocol import EncoderItemSpec
+
+from ..instructions import instructions
 
 LIMITS = Limits({"default": (64, 128, 256)}, max_items_per_batch=4, max_frames_per_batch=8)
 TWO_PATHS = Limits({"global": (100, 200), "local": (50, 100)}, 8, 0, frozenset({"local"}))
@@ -370,8 +371,8 @@ def test_cost_packing_gains_over_the_greedy_rules() -> None:
     assert totals["cost"] < 0.9 * totals["greedy_defer"]
 
 
-@pytest.mark.parametrize(("num_items", "microseconds"), [(1, 25), (32, 200), (256, 2000)])
-def test_planning_is_fast(num_items: int, microseconds: int) -> None:
+@pytest.mark.parametrize(("num_items", "most"), [(1, 1500), (10, 5000), (32, 10_000), (256, 60_000)])
+def test_planning_takes_few_instructions(num_items: int, most: int) -> None:
     generator = random.Random(0)
     items = images(*(generator.randint(4, 600) for _ in range(num_items)))
     captured = keys(*H200_LIMITS.path_budgets["default"])
@@ -389,8 +390,7 @@ def test_planning_is_fast(num_items: int, microseconds: int) -> None:
 
     costs = model(H200)
     plan()
-    # The machine that runs the tests may be slow, or shared.
-    assert min(timeit.repeat(plan, number=1, repeat=50)) < 5e-6 * microseconds
+    assert instructions(plan) < most
 
 
 # --- properties
@@ -401,7 +401,7 @@ path_tokens = st.tuples(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(path_tokens, max_size=16), st.sampled_from(get_args(Packing)), st.booleans(), st.data())
 def test_every_item_is_planned_once_and_every_limit_kept(
     items: list[tuple[int, int, int, int, str]], packing: Packing, measured: bool, data: st.DataObject
@@ -466,7 +466,7 @@ def test_every_item_is_planned_once_and_every_limit_kept(
                 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.integers(1, 1900), max_size=20), st.floats(0, 5), st.booleans())
 def test_cost_packing_is_never_dearer_than_the_greedy_rules(
     tokens: list[int], per_batch: float, can_run_exactly: bool

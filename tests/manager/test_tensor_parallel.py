@@ -13,7 +13,6 @@ from fxsplit_encoder.manager.tensor_parallel import agreement_of
 from .tensor_parallel_workers import REFUSED, run_ranks
 
 LIMITS = {"token_budgets": (16, 32), "max_items_per_batch": 4, "max_frames_per_batch": 8}
-RANKS = range(2)
 
 
 @pytest.fixture(scope="module")
@@ -30,12 +29,22 @@ def batches(make_batch: Any) -> list[dict[str, Any]]:
     return [make_batch(images, seed=number) for number, images in enumerate(grids)]
 
 
+@pytest.fixture(scope="module")
+def ranks(batches: Any, make_tower: Any, tmp_path_factory: Any) -> list[dict[str, Any]]:
+    """What each rank reports of each run; one start of the processes serves all tests."""
+    runs = {mode: {"mode": mode} for mode in ("exact", "full", "auto")}
+    runs["refusing"] = {"mode": "exact", "refusing_rank": 1, "refused_tokens": 12}
+    job = {"tower": make_tower(3), "limits": LIMITS, "batches": batches, "runs": runs}
+    return run_ranks(2, "gloo", tmp_path_factory.mktemp("ranks"), job)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "sizes"), [("exact", [12, 16]), ("full", [16, 32]), ("auto", [16, 32])])
 def test_sglang_17255_a_sharded_tower_gives_the_results_of_the_whole_one(
-    mode: str, sizes: list[int], batches: Any, make_tower: Any, tmp_path: Any
+    mode: str, sizes: list[int], ranks: Any
 ) -> None:
-    job = {"tower": make_tower(3), "mode": mode, "limits": LIMITS, "batches": batches}
-    for result in run_ranks(2, "gloo", tmp_path, job):
+    for rank in ranks:
+        result = rank[mode]
         assert max(result["errors"]) < 1e-5
         assert result["sizes"] == sizes
         assert any("sharded" in report for report in result["reports"])
@@ -45,16 +54,9 @@ def test_sglang_17255_a_sharded_tower_gives_the_results_of_the_whole_one(
             assert result["hits"] == 7
 
 
-def test_what_one_rank_cannot_capture_none_captures(batches: Any, make_tower: Any, tmp_path: Any) -> None:
-    job = {
-        "tower": make_tower(3),
-        "mode": "exact",
-        "limits": LIMITS,
-        "batches": batches,
-        "refusing_rank": 1,
-        "refused_tokens": 12,
-    }
-    results = run_ranks(2, "gloo", tmp_path, job)
+@pytest.mark.slow
+def test_what_one_rank_cannot_capture_none_captures(ranks: Any) -> None:
+    results = [rank["refusing"] for rank in ranks]
     for result in results:
         assert max(result["errors"]) < 1e-5
         assert result["sizes"] == [16]

@@ -26,7 +26,14 @@ NAMES = fx.supported_towers()
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module", params=NAMES)
+# A tower of each kind: packed patches, tiles, two views. The others take the same steps, and longer.
+QUICK = ("InternVLModel", "Qwen3VLVisionModel", "Step3VisionModel")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in NAMES],
+)
 def case(request: pytest.FixtureRequest) -> Case:
     return make_case(request.param)
 

@@ -223,10 +223,12 @@ def family() -> Family:
     return make_family(CONFIG)
 
 
+@pytest.mark.slow
 class TestDeepseekOcr(TwoViewTests):
     pass
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_the_manager_equals_the_plain_loops(family: Family) -> None:
     model = family.wrapped.tower
@@ -242,6 +244,7 @@ def test_the_manager_equals_the_plain_loops(family: Family) -> None:
     assert manager.stats().hits == 1
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_relative_positions_may_be_features_of_queries_and_keys() -> None:
     family = make_family(CONFIG)
@@ -295,6 +298,7 @@ def narrow_config(base_size: int, image_size: int) -> DeepseekOcrConfig:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("base_size", "image_size", "whole", "crop"), PUBLISHED_MODES)
 @torch.no_grad()
 def test_published_modes_encode_images_of_their_own_sizes(
@@ -319,16 +323,18 @@ class GreedyFamily(Family):
 
 @pytest.mark.slow
 class TestPublishedTokens:
-    """The ways in which two paths are served, with 272 tokens a whole image and 100 a crop."""
+    """The ways in which two paths are served, with the 110 tokens of a whole image of 640 pixels and the 100
+    of a crop: that of 1024 pixels takes 2.56 times the patches, and six times the attention, to tell no more.
+    """
 
     @pytest.fixture(scope="class")
     @classmethod
     def family(cls) -> Family:
-        return make_family(narrow_config(1024, 640), GreedyFamily)
+        return make_family(narrow_config(640, 640), GreedyFamily)
 
     def test_budgets(self, family: Family) -> None:
         assert family.budgets == {
-            "global": {"token_budgets": [272, 544, 1088]},
+            "global": {"token_budgets": [110, 220, 440]},
             "local": {"token_budgets": [200, 600]},
         }
 

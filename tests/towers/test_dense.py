@@ -233,7 +233,7 @@ def test_neighbouring_images_are_selected_without_a_copy(wrapped: Any) -> None:
         lambda c: st.tuples(st.just(c), st.permutations(range(len(c))))
     )
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_any_selection_keeps_the_tiles_of_its_items(counts_and_order: Any) -> None:
     counts, order = counts_and_order
     tower = clip_tower()

@@ -18,6 +18,7 @@ def by_frame(grid: Tensor) -> Tensor:
     return torch.tensor([[1, h, w] for t, h, w in grid.tolist() for _ in range(t)])
 
 
+@pytest.mark.slow
 class TestGlm4v(PackedTowerTests):
     metadata: ClassVar[list[str]] = ["position_ids", "interp_indices", "interp_weights", "cu_seqlens"]
 

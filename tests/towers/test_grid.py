@@ -29,7 +29,7 @@ def batches(draw: st.DrawFn, merge: int = 2) -> Grids:
     return draw(st.lists(st.tuples(st.integers(1, 4), sides, sides), min_size=1, max_size=4))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.sampled_from([1, 2, 3]).flatmap(lambda m: st.tuples(st.just(m), batches(merge=m))))
 def test_positions_are_those_of_transformers(case: tuple[int, Grids]) -> None:
     merge, grids = case
@@ -39,7 +39,7 @@ def test_positions_are_those_of_transformers(case: tuple[int, Grids]) -> None:
     assert torch.equal(result, expected)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     st.sampled_from([1, 2, 3]).flatmap(lambda m: st.tuples(st.just(m), batches(merge=m))), st.integers(1, 5)
 )
@@ -55,7 +55,7 @@ def test_windows_are_those_of_transformers(case: tuple[int, Grids], window: int)
     assert cumulative_lengths(window_lengths(grids, merge, window)).tolist() == boundaries.tolist()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(batches())
 def test_a_permutation_by_windows_stays_within_frames(grids: Grids) -> None:
     start = 0
@@ -64,7 +64,7 @@ def test_a_permutation_by_windows_stays_within_frames(grids: Grids) -> None:
         start += len(frame)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 60), st.integers(1, 60))
 def test_a_frame_has_no_more_windows_than_a_narrow_one(rows: int, columns: int) -> None:
     _, lengths = frame_windows(2 * rows, 2 * columns, 2, 4)
@@ -74,7 +74,7 @@ def test_a_frame_has_no_more_windows_than_a_narrow_one(rows: int, columns: int) 
     assert max(lengths) <= 64
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(batches())
 def test_segments_are_those_of_transformers(grids: Grids) -> None:
     expected = vision_utils.get_vision_cu_seqlens(torch.tensor(grids))

@@ -30,6 +30,7 @@ def make(vision: dict[str, Any] = SMALL, **options: Any) -> Any:
     return randomise(InternVLModel(internvl_config(vision, blocks=2, **options)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("vision", "options"),
     [(SMALL, {}), (LARGE, {}), (SMALL, {"vision_feature_layer": -2})],

@@ -117,6 +117,7 @@ def test_options_of_the_tower_run_its_own_forward(reference: Any) -> None:
     torch.testing.assert_close(output.pooler_output, expected.pooler_output, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_every_item_is_that_of_the_tower(mode: str, managers: Any, reference: Any) -> None:
     manager = managers[mode]
@@ -132,10 +133,12 @@ def test_every_item_is_that_of_the_tower(mode: str, managers: Any, reference: An
     assert manager.stats().hits - hits == {"none": 0, "exact": num_items}.get(mode, num_items - 2)
 
 
+@pytest.mark.slow
 def test_the_trace_is_one(managers: Any) -> None:
     assert_traced_once(managers, BLOCKS)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_dynamo")
 @torch.no_grad()
 def test_one_compilation_serves_every_size_and_count(wrapped: Any, reference: Any) -> None:
@@ -181,6 +184,7 @@ def test_budgets_count_frames_and_specs_count_rows(wrapped: Any) -> None:
     assert wrapped(x, grid).pooler_output.shape == (64, 4, HIDDEN)
 
 
+@pytest.mark.slow
 def test_a_clip_that_is_too_long_is_refused(wrapped: Any, managers: Any) -> None:
     inputs = make_batch([], [(5, 2, 2)])
     with pytest.raises(

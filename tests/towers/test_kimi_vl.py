@@ -132,6 +132,7 @@ def test_the_forward_is_the_references(sizes: Any, wrapped: Any, weights: Any) -
     torch.testing.assert_close(wrapped.encoder_eager_forward(inputs), expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_every_item_is_the_references(mode: str, managers: Any, weights: Any) -> None:
     manager = managers[mode]
@@ -144,10 +145,12 @@ def test_every_item_is_the_references(mode: str, managers: Any, weights: Any) ->
     assert manager.stats().hits - hits == {"none": 0, "exact": items}.get(mode, items - 2)
 
 
+@pytest.mark.slow
 def test_the_trace_is_one(managers: Any) -> None:
     assert_traced_once(managers, BLOCKS)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_dynamo")
 @torch.no_grad()
 def test_one_compilation_serves_every_size_and_count(wrapped: Any, weights: Any) -> None:
@@ -228,6 +231,7 @@ def test_what_the_protocol_says_of_images(wrapped: Any) -> None:
     assert wrapped(x, sizes).shape == (64, TEXT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [

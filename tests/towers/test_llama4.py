@@ -35,6 +35,7 @@ def encode(model: Any, x: Tensor) -> Tensor:
     return features
 
 
+@pytest.mark.slow
 def test_every_mode_and_batch(fresh_dynamo: None) -> None:
     reference = make()
     manager = assert_all_modes(fx.wrap(make()), lambda x: encode(reference, x))
@@ -47,6 +48,7 @@ def test_every_mode_and_batch(fresh_dynamo: None) -> None:
     )
 
 
+@pytest.mark.slow
 def test_no_complex_number_is_in_the_graph(fresh_dynamo: None) -> None:
     config = fx.EncoderConfig(token_budgets=(4, 8))
     manager = fx.EncoderCudaGraphManager(fx.wrap(make()), config, log_interval=0)
@@ -59,6 +61,7 @@ def test_no_complex_number_is_in_the_graph(fresh_dynamo: None) -> None:
             assert "complex" not in str(node.target)
 
 
+@pytest.mark.slow
 def test_one_trace_through_torch_compile(fresh_dynamo: None) -> None:
     assert_compiles_once(fx.wrap(make()), lambda output: output.last_hidden_state)
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from fxsplit_encoder.towers.merge import merge, merge_order
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.lists(st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(1, 5)), max_size=4),
     st.integers(1, 3),

@@ -4,7 +4,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -18,6 +18,7 @@ from .tiny_packed import qwen2_5_vl
 sides = st.integers(1, 10).map(lambda n: 2 * n)
 
 
+@pytest.mark.slow
 class TestQwen25VL(PackedTowerTests):
     metadata: ClassVar[list[str]] = [
         "position_ids",
@@ -38,7 +39,7 @@ class TestQwen25VL(PackedTowerTests):
         # 1, 1, 9, 5, 5 and 12 windows, of which 4 take a frame's place.
         assert wrapped.item_segments(inputs) == [1, 1, 3, 2, 5, 3]
 
-    @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @settings(max_examples=40)
     @given(grids=st.lists(st.tuples(st.integers(1, 3), sides, sides), min_size=1, max_size=5))
     def test_vllm_42796_a_capture_has_room_for_every_batch_that_is_planned_for_it(
         self, grids: list[Grid], managers: Any, towers: Towers

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import pytest
 import torch
 from torch import nn
 
@@ -12,6 +13,7 @@ from .random_weights import randomise
 from .tiny_packed import qwen3_5
 
 
+@pytest.mark.slow
 class TestQwen35(PackedTowerTests):
     metadata: ClassVar[list[str]] = ["position_ids", "interp_indices", "interp_weights", "cu_seqlens"]
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -37,7 +37,7 @@ sides = st.integers(1, 6).map(lambda n: 2 * n)
 grids = st.lists(st.tuples(st.integers(1, 3), sides, sides), min_size=1, max_size=4)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25)
 @given(grids)
 @torch.no_grad()
 def test_the_forward_is_that_of_the_tower(tiny_towers: Any, make_batch: Any, listed: Any) -> None:

@@ -91,6 +91,7 @@ def family() -> Family:
     )
 
 
+@pytest.mark.slow
 class TestStep3VL(TwoViewTests):
     pass
 

@@ -79,6 +79,7 @@ def family() -> Family:
     return Family(wrapped, make_inputs, expected, lambda output: output.last_hidden_state)
 
 
+@pytest.mark.slow
 class TestStep3p7(TwoViewTests):
     pass
 

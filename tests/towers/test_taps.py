@@ -18,7 +18,7 @@ even_sides = st.integers(1, 20).map(lambda n: 2 * n)
 batches = st.lists(st.tuples(st.integers(1, 4), even_sides, even_sides), min_size=1, max_size=4)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(batches, st.sampled_from([4, 9, 48]), st.booleans(), st.sampled_from(list(TAPS)))
 def test_taps_are_bit_equal_to_those_of_transformers(
     grids: Grids, side: int, align_corners: bool, mode: Any
@@ -43,7 +43,7 @@ def test_taps_of_a_single_frame_are_bit_equal(size: tuple[int, int], align_corne
     assert np.array_equal(mine[1], weights.numpy())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(sides, sides, st.sampled_from([(8, 8), (64, 64), (6, 11)]), st.sampled_from(list(TAPS)))
 def test_a_resampled_table_is_that_of_interpolate(
     height: int, width: int, table: tuple[int, int], mode: Any

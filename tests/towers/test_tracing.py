@@ -69,6 +69,7 @@ def assert_equal_outputs(module: Any, tower: Any, counts: list[int], **options: 
             torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TOWERS)
 def test_one_block_is_traced_for_all(name: str, inlined: list[int]) -> None:
     tower = TOWERS[name]()
@@ -90,18 +91,21 @@ def test_weights_may_change_in_place_and_be_replaced(inlined: list[int]) -> None
     assert len(inlined) == 1
 
 
+@pytest.mark.slow
 def test_a_call_that_looks_into_blocks_is_traced_whole(inlined: list[int]) -> None:
     tower = siglip()
     assert_equal_outputs(compiled(tower), tower, [2], output_hidden_states=True)
     assert set(inlined) == {0}
 
 
+@pytest.mark.slow
 def test_a_tower_in_training_is_traced_whole(inlined: list[int]) -> None:
     tower = siglip().train()
     assert_equal_outputs(compiled(tower), tower, [2])
     assert set(inlined) == {0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
     [lambda: siglip(replace(SPEC, has_plain_blocks=False)), lambda: fx.wrap(randomise(llama4_tower(2)))],

@@ -123,7 +123,7 @@ class TwoViewTests:
         inputs = family.make_inputs(crops, len(crops))
         assert_items(managers[mode].execute(inputs), family.expected(inputs))
 
-    @settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=6, suppress_health_check=list(HealthCheck))
     @given(
         st.sampled_from(["full", "piecewise"]), st.lists(batches, min_size=2, max_size=2), st.integers(0, 9)
     )

@@ -105,6 +105,7 @@ def qwen2_5_vl() -> Any:
     return randomise(Qwen2_5_VisionTransformerPretrainedModel(config))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "num_weights"), [(qwen3_vl, 5 * 12 + 2 * 6), (qwen2_5_vl, 4 * 12)])
 def test_towers_of_hugging_face_become_the_program_of_a_plain_trace(
     make: Callable[[], Any], num_weights: int, inlined: list[int], fresh_dynamo: None

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, event, given, settings
@@ -128,6 +129,7 @@ def _runnable(layout: int, steps: list[Step]) -> list[Step]:
     return kept
 
 
+@pytest.mark.slow
 @settings(
     max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None
 )

@@ -83,7 +83,7 @@ def test_the_patches_of_an_image_are_rows_of_one_product(
     torch.testing.assert_close(result, embedding(graph.args[-1]), rtol=1e-5, atol=1e-5)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(1, 5), st.integers(0, 9))
 def test_filters_are_rows_with_zeros_behind_them(channels: int, more: int) -> None:
     weight = torch.randn(4, channels, 2, 3)

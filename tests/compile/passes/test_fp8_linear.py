@@ -97,7 +97,7 @@ def test_the_proof_of_padding_knows_what_a_scale_is_of(by_rows: bool) -> None:
 floats = st.floats(-1e4, 1e4, width=32)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.lists(floats, min_size=8, max_size=8), min_size=1, max_size=4))
 def test_a_row_keeps_four_significant_bits_of_what_is_not_small(rows: list[list[float]]) -> None:
     matrix = torch.tensor(rows)

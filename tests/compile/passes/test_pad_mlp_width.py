@@ -52,7 +52,7 @@ def test_images_of_rows(gated: bool, bias: bool) -> None:
     torch.testing.assert_close(graph.run(), mlp(x))
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(st.integers(1, 40).map(lambda n: 8 * n), st.sampled_from(sorted(ACTIVATIONS)), st.booleans())
 def test_only_widths_that_need_little_are_padded(hidden: int, name: str, gated: bool) -> None:
     mlp, x = Mlp(ACTIVATIONS[name], hidden=hidden, gated=gated), torch.randn(3, 12)
