@@ -30,7 +30,7 @@ from fxsplit_encoder.manager.trace import TraceWriter
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from torch import Tensor
@@ -267,7 +267,11 @@ class EncoderCudaGraphManager:
     def plan(self, mm_kwargs: dict[str, Any]) -> Plan:
         """How `execute` would encode these inputs now. Touches no tensor but the grids; needs no GPU.
 
-        Before `capture`, the plan is that of a full ladder.
+        Before `capture`, the plan is that of a full ladder. Pixels may be left out; those that are given must
+        be what the grids describe.
+
+        Raises:
+            InputError: as `execute`.
         """
         return self._plans.as_served(self._plans.of(mm_kwargs, self._item_specs(mm_kwargs)))
 
@@ -277,16 +281,20 @@ class EncoderCudaGraphManager:
         Args:
             mm_kwargs: what the model's processor makes; for packed towers `pixel_values` with
                 `image_grid_thw` and `pixel_values_videos` with `video_grid_thw`, in any dtype and on any
-                device. No items is a valid batch. Pinned tensors are copied asynchronously: do not overwrite
-                them before the current stream has passed.
+                device. No items is a valid batch, given as tensors without rows. Pinned tensors are copied
+                asynchronously: do not overwrite them before the current stream has passed.
 
         Returns:
             One tensor an item, (output tokens, hidden), images first, then videos. They are the caller's own.
 
         Raises:
-            InputError: the inputs contradict one another; nothing was encoded.
+            InputError: an input is missing, not what it should be, or contradicts another; nothing was
+                encoded, and nobody waited for it.
             RankError: with `config.data_parallel`, another rank failed or got other inputs.
         """
+        # Before the lock is taken: whoever sends bad inputs holds up nobody else. Ranks have to tell one
+        # another that theirs are bad, in the order of their calls.
+        specs = self._item_specs(mm_kwargs) if self.data_parallel is None else None
         with self._lock, choosing(self.kernels), _without_autograd():
             if self._missed_capture:
                 self._missed_capture = False
@@ -296,13 +304,14 @@ class EncoderCudaGraphManager:
                 )
             if self.data_parallel is not None:
                 return self.data_parallel.execute(mm_kwargs, self._encode, self.tower)
-            return self._encode(mm_kwargs)
+            return self._encode(mm_kwargs, specs)
 
-    def _encode(self, mm_kwargs: dict[str, Any]) -> list[Tensor]:
-        """The items of a batch, all of them on this device."""
-        specs = self._item_specs(mm_kwargs)
-        if self._trace is not None:
-            self._trace.write(specs, item_segments(self.tower, mm_kwargs, len(specs)))
+    def _encode(
+        self, mm_kwargs: dict[str, Any], specs: Sequence[EncoderItemSpec] | None = None
+    ) -> list[Tensor]:
+        """The items of a batch, all of them on this device; `specs`, if their sizes were read before."""
+        if specs is None:
+            specs = self._item_specs(mm_kwargs)
         plan = self._plans.of(mm_kwargs, specs)
         tokens = [spec.output_tokens for spec in specs]
         results: dict[int, Tensor] = {}
@@ -315,6 +324,8 @@ class EncoderCudaGraphManager:
                 may_replay=self._captured,
                 debug=self.config.debug,
             )
+        if self._trace is not None:  # of what was encoded: a request that was refused is no load to tune for
+            self._trace.write(specs, item_segments(self.tower, mm_kwargs, len(specs)))
         return [results[index] for index in range(plan.num_items)]
 
     def stats(self) -> ManagerStats:
