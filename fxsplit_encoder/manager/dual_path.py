@@ -51,7 +51,7 @@ def read_model_config(tower: Any) -> EncoderCudaGraphConfig:
     )
 
 
-def read_item_specs(tower: Any, mm_kwargs: dict[str, Any]) -> list[EncoderItemSpec]:
+def read_item_specs(tower: Any, mm_kwargs: Any) -> list[EncoderItemSpec]:
     """The sizes of a batch's items, with the path tokens that `global_output_tokens` and
     `local_output_tokens` stand for.
 

@@ -15,6 +15,7 @@ from fxsplit_encoder.capture import GraphPool
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.manager.batch_runner import BatchRunner
+from fxsplit_encoder.manager.budget_memory import check_budgets
 from fxsplit_encoder.manager.budgets import needs_budget_range, resolve_limits
 from fxsplit_encoder.manager.capture_set import CaptureSet
 from fxsplit_encoder.manager.captures import CapturePlan, plan_captures
@@ -62,7 +63,8 @@ class EncoderCudaGraphManager:
 
     Raises:
         InputError: the tower lacks methods of the protocol, or declares an impossible range.
-        ConfigError: the settings do not suit the tower, or there is no process group for `data_parallel`.
+        ConfigError: the settings do not suit the tower, the device has no memory for a budget, or there is no
+            process group for `data_parallel`.
     """
 
     def __init__(
@@ -111,6 +113,7 @@ class EncoderCudaGraphManager:
             for keys in itertools.product(*self.model_config.capture_axes)
         }
         """Every path at every combination of axis keys."""
+        self._check_budgets()
         self.kernels = KernelChooser(self.config.attention)
         self.kernels.check(self.device)
         self.statistics = Statistics(log_interval)
@@ -136,6 +139,18 @@ class EncoderCudaGraphManager:
         """Whether an execution before the first capture is still to be warned of."""
         self._lock = threading.RLock()
         self._use_captures()
+
+    def _check_budgets(self) -> None:
+        """Raises ConfigError for budgets that the device cannot hold."""
+        for path in self.routes.values():
+            own = self.config.paths.get(path.name)
+            check_budgets(
+                path.forward,
+                path.budgets,
+                tile=self.model_config.paths[path.name].min_token_budget,
+                out_hidden_size=self.model_config.out_hidden_size,
+                field=f"paths.{path.name}.token_budgets" if own and own.token_budgets else "token_budgets",
+            )
 
     # --- compile and capture
 
