@@ -7,10 +7,8 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
-import yaml
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -24,6 +22,8 @@ from pydantic import (
 )
 
 from fxsplit_encoder.errors import ConfigError
+from fxsplit_encoder.messages import name_of, shown
+from fxsplit_encoder.settings_file import read_settings
 
 Mode = Literal["auto", "full", "piecewise", "breakable", "exact", "none"]
 Packing = Literal["cost", "greedy", "greedy_defer"]
@@ -76,12 +76,22 @@ _BYTE_UNITS = {"B": 1} | {
 _BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)\s*")
 _OPERATOR = re.compile(r"\w+::\w+(\.\w+)?")
 
+# Cumulative lengths are 32-bit integers, memory is counted in 64 bits.
+_MOST = 2**31 - 1
+_MOST_MEMORY = 2**63 - 1
+
+# What is looked at, and told of: a wrong list of a million entries is one mistake.
+_MOST_VALUES = 4096
+_DEEPEST = 8
+_MOST_CHARACTERS = 1024
+_MOST_PROBLEMS = 20
+
 
 def _one_of(implemented: Sequence[object], *, or_callable: bool = False) -> BeforeValidator:
     names = ", ".join(map(str, implemented)) + (", or a callable" if or_callable else "")
 
     def check(value: object) -> object:
-        if value in implemented or (or_callable and callable(value)):
+        if (isinstance(value, str) and value in implemented) or (or_callable and callable(value)):
             return value
         raise ValueError(f"not one of the allowed: {names}")
 
@@ -91,7 +101,7 @@ def _one_of(implemented: Sequence[object], *, or_callable: bool = False) -> Befo
 def _check_attention(value: object) -> object:
     """The conditions that select shapes are read where shapes are known, in `attention.pins`."""
     for name in value.values() if isinstance(value, Mapping) else [value]:
-        if name not in IMPLEMENTED_ATTENTION:
+        if not isinstance(name, str) or name not in IMPLEMENTED_ATTENTION:
             allowed = ", ".join(IMPLEMENTED_ATTENTION)
             raise ValueError(f"not a kernel; allowed: {allowed}, or a mapping of conditions to these")
     return value
@@ -101,7 +111,9 @@ def _check_budgets(budgets: tuple[int, ...], smallest: int = 1) -> tuple[int, ..
     for budget in budgets:
         if budget < smallest:
             wrong = "not positive" if smallest else "negative"
-            raise ValueError(f"{budget} is {wrong}; allowed: integers of at least {smallest}")
+            raise ValueError(f"{shown(budget)} is {wrong}; allowed: integers of at least {smallest}")
+        if budget > _MOST:
+            raise ValueError(f"{shown(budget)} is more than cumulative lengths count; allowed: up to {_MOST}")
     for smaller, larger in itertools.pairwise(budgets):
         if smaller == larger:
             raise ValueError(f"{larger} is listed twice; allowed: each budget once")
@@ -117,15 +129,15 @@ def _check_operator(name: str) -> str:
 
 
 def _check_passes(names: object) -> object:
-    if names == "auto":
+    if isinstance(names, str) and names == "auto":
         return names
-    if isinstance(names, str) or not isinstance(names, Iterable):
+    if not isinstance(names, list | tuple | set | frozenset):
         raise ValueError(f"allowed: auto, or a list of: {', '.join(GRAPH_PASSES)}")
     names = tuple(names)
     for name in names:
-        if name not in GRAPH_PASSES:
+        if not isinstance(name, str) or name not in GRAPH_PASSES:
             raise ValueError(
-                f"no pass is called {name!r}; allowed: auto, or a list of: {', '.join(GRAPH_PASSES)}"
+                f"no pass is called {shown(name)}; allowed: auto, or a list of: {', '.join(GRAPH_PASSES)}"
             )
         if names.count(name) > 1:
             raise ValueError(f"{name} is listed twice; allowed: each pass once")
@@ -136,17 +148,18 @@ def _parse_bytes(value: object) -> object:
     if not isinstance(value, str):
         return value
     match = _BYTES.fullmatch(value)
-    size = math.floor(float(match[1]) * _BYTE_UNITS[match[2]]) if match else 0
-    if size < 1:
+    size = float(match[1]) * _BYTE_UNITS[match[2]] if match else 0.0
+    if not 1 <= size <= _MOST_MEMORY:
         raise ValueError(f"not a size; allowed: bytes, or a number with one of: {', '.join(_BYTE_UNITS)}")
-    return size
+    return math.floor(size)
 
 
 _Mode = Annotated[Mode, _one_of(IMPLEMENTED_MODES)]
 _Budgets = Annotated[tuple[StrictInt, ...], AfterValidator(_check_budgets)]
 _PathBudgets = Annotated[tuple[StrictInt, ...], AfterValidator(functools.partial(_check_budgets, smallest=0))]
-_Bytes = Annotated[int, Field(strict=True, ge=1)]
-_Count = Annotated[int, Field(strict=True, ge=0)]
+_Bytes = Annotated[int, Field(strict=True, ge=1, le=_MOST_MEMORY)]
+_Count = Annotated[int, Field(strict=True, ge=0, le=_MOST)]
+_Number = Annotated[int, Field(strict=True, ge=1, le=_MOST)]
 
 
 class _Settings(BaseModel):
@@ -155,6 +168,7 @@ class _Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     def __init__(self, **values: Any) -> None:
+        _check_extent(values, "")
         try:
             super().__init__(**values)
         except ValidationError as error:
@@ -222,10 +236,10 @@ class EncoderConfig(_Settings):
     nothing, and two padded runs on one call's data changed no real row; such a padding may be wrong on other
     data. The manager's towers declare their padding."""
 
-    exact_min_hits: Annotated[int, Field(strict=True, ge=1)] = 2
+    exact_min_hits: _Number = 2
     """With `mode: exact`: how often a token count has to come before it is captured."""
 
-    exact_max_graphs: Annotated[int, Field(strict=True, ge=1)] = 64
+    exact_max_graphs: _Number = 64
     """Token counts of each path that are captured at exact shapes at most; those that were not used for
     longest give way."""
 
@@ -295,9 +309,9 @@ class EncoderConfig(_Settings):
             ConfigError: the file cannot be read, is not YAML (with line and column), or holds bad settings.
         """
         try:
-            return cls._from_mapping(_read_yaml(Path(path)))
+            return cls._from_mapping(read_settings(path))
         except ConfigError as error:
-            raise ConfigError(*(f"{os.fspath(path)}: {problem}" for problem in error.problems)) from None
+            raise ConfigError(*(f"{path!s}: {problem}" for problem in error.problems)) from None
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> Self:
@@ -310,8 +324,9 @@ class EncoderConfig(_Settings):
             ConfigError: an option is unknown, or holds a bad setting.
         """
         allowed = ("config", *cls.model_fields)
+        _check_extent(options, "options")
         if unknown := [name for name in options if name not in allowed]:
-            raise ConfigError(*(_unknown(str(name), allowed) for name in unknown))
+            raise ConfigError(*(_unknown(name, allowed) for name in unknown[:_MOST_PROBLEMS]))
         overrides = dict(options)
         base = overrides.pop("config", {})
         if isinstance(base, (str, os.PathLike)):
@@ -320,7 +335,9 @@ class EncoderConfig(_Settings):
             return base.replace(**overrides)
         if isinstance(base, Mapping):
             return cls._from_mapping({**base, **overrides})
-        raise ConfigError(f"config: allowed: a YAML file's path, a mapping or an EncoderConfig; got {base!r}")
+        raise ConfigError(
+            f"config: allowed: a YAML file's path, a mapping or an EncoderConfig; got {shown(base)}"
+        )
 
     def replace(self, **changes: Any) -> Self:
         """A copy with `changes`, validated as a whole.
@@ -332,20 +349,59 @@ class EncoderConfig(_Settings):
 
     @classmethod
     def _from_mapping(cls, values: Mapping[Any, Any]) -> Self:
-        return cls(**{str(name): value for name, value in values.items()})
+        _check_extent(values, "")
+        return cls(**{name_of(name): value for name, value in values.items()})
 
 
-def _unknown(name: str, allowed: Iterable[str]) -> str:
-    allowed = list(allowed)
-    nearest = difflib.get_close_matches(name, allowed, n=1)
+def _check_extent(value: object, where: str, depth: int = 0) -> int:
+    """How many values a setting has, those inside of its lists and mappings included.
+
+    Raises:
+        ConfigError: too many, or too deep inside of one another; or an iterator, which may never end.
+    """
+    if isinstance(value, str | bytes | bytearray):
+        return _check_length(value, where)
+    if isinstance(value, Iterator):
+        raise ConfigError(f"{where}: an iterator, which may never end; allowed: a list; got {shown(value)}")
+    if not isinstance(value, list | tuple | set | frozenset | Mapping):
+        return 1
+    if depth > _DEEPEST:
+        raise ConfigError(f"{where}: nested too deep; allowed: lists and mappings {_DEEPEST} deep at most")
+    pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
+    total = len(value)
+    for key, entry in pairs if total <= _MOST_VALUES else ():
+        field = name_of(key) if isinstance(key, str) else shown(key)
+        total += _check_extent(entry, f"{where}.{field}" if where else field, depth + 1) - 1
+        if total > _MOST_VALUES:
+            break
+    if total > _MOST_VALUES:
+        what = f"{where}: " if where else ""
+        raise ConfigError(
+            f"{what}{total} values or more; allowed: at most {_MOST_VALUES}; got {shown(value)}"
+        )
+    return total + 1
+
+
+def _check_length(text: str | bytes | bytearray, where: str) -> int:
+    if len(text) > _MOST_CHARACTERS:
+        raise ConfigError(
+            f"{where}: {len(text)} characters; allowed: at most {_MOST_CHARACTERS}; got {shown(text)}"
+        )
+    return 1
+
+
+def _unknown(name: object, allowed: Iterable[str]) -> str:
+    allowed, text = list(allowed), name_of(name)
+    nearest = difflib.get_close_matches(text, allowed, n=1)
     hint = f"did you mean {nearest[0]}? " if nearest else ""
-    return f"{name}: unknown option; {hint}allowed: {', '.join(allowed)}"
+    return f"{text}: unknown option; {hint}allowed: {', '.join(allowed)}"
 
 
 def _problems(error: ValidationError, allowed: Iterable[str]) -> Iterator[str]:
     """One line for each wrong field, a nested model's own lines under the name of the field it is in."""
-    for detail in error.errors(include_url=False):
-        field = ".".join(map(str, detail["loc"]))
+    allowed, count = list(allowed), error.error_count()
+    for detail in itertools.islice(error.errors(include_url=False), _MOST_PROBLEMS):
+        field = ".".join(map(name_of, detail["loc"]))
         cause = detail.get("ctx", {}).get("error")
         if detail["type"] == "extra_forbidden":
             yield _unknown(field, allowed)
@@ -353,35 +409,6 @@ def _problems(error: ValidationError, allowed: Iterable[str]) -> Iterator[str]:
             yield from (f"{field}.{problem}" if field else problem for problem in cause.problems)
         else:
             allowed_values = detail["msg"].replace("Input should be", "allowed:").replace("tuple", "list")
-            yield f"{field}: {cause or allowed_values}; got {detail['input']!r}"
-
-
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """YAML's safe loader, but a key given twice is an error instead of the last one winning."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key, _ in node.value:
-            name = str(key.value)
-            if name in seen:
-                raise yaml.MarkedYAMLError(problem=f"{name!r} is set twice", problem_mark=key.start_mark)
-            seen.add(name)
-        return super().construct_mapping(node, deep)
-
-
-def _read_yaml(path: Path) -> Mapping[Any, Any]:
-    try:
-        values = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot be read: {error}") from None
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        raise ConfigError(f"{where}not valid YAML: {error.problem}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"not valid YAML: {error}") from None
-    if values is None:
-        return {}
-    if not isinstance(values, dict):
-        raise ConfigError(f"allowed: a mapping of settings at the top level; got {values!r}")
-    return values
+            yield f"{field}: {cause or allowed_values}; got {shown(detail['input'])}"
+    if count > _MOST_PROBLEMS:
+        yield f"and {count - _MOST_PROBLEMS} settings more"

@@ -80,9 +80,9 @@ def _make_batch(
     generator = torch.Generator().manual_seed(seed)
     inputs: dict[str, Any] = {}
     for grids, (pixels, key) in zip((images, videos), INPUTS, strict=True):
-        if grids:
+        if grids or (not videos and pixels == "pixel_values"):  # no items are tensors without rows
             rows = sum(t * h * w for t, h, w in grids)
-            inputs[key] = torch.tensor(grids)
+            inputs[key] = torch.tensor(grids, dtype=torch.int64).view(-1, 3)
             inputs[pixels] = torch.randn(rows, features, generator=generator)
     return inputs
 
@@ -90,7 +90,7 @@ def _make_batch(
 def _encode(tower: Any, inputs: dict[str, Any]) -> list[Tensor]:
     items: list[Tensor] = []
     for pixels, key in INPUTS:
-        if key in inputs:
+        if len(inputs.get(key, ())):
             with torch.no_grad():
                 output = tower(inputs[pixels], inputs[key])
             packed = torch.cat([output.pooler_output, *output.deepstack_features], dim=1)

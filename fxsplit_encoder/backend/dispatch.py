@@ -14,7 +14,7 @@ import torch
 
 from fxsplit_encoder.attention import KernelChooser, KnownSegments, choosing
 from fxsplit_encoder.backend.budgets import ProgramBudgets
-from fxsplit_encoder.backend.requests import input_name, request_of_program, template_of
+from fxsplit_encoder.backend.requests import has_room, input_name, request_of_program, template_of
 from fxsplit_encoder.capture import (
     BudgetLadder,
     CapturedForward,
@@ -289,7 +289,7 @@ class BudgetDispatcher:
         assert tokens is not None
         budgets = self._budgets(frame)
         above = next((rows for rows in map(budgets.rows, budgets.tokens) if rows > tokens), None)
-        if above is None:
+        if above is None or not has_room(self.program, frame, above):
             return False
         padding = self.program.padding
         self.padding_refusal = probe_padding(self.program, frame, above)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fxsplit_encoder.capture import CaptureRequest, RowCount, StaticBuffer, StaticParameters, request_over
 from fxsplit_encoder.capture.probe import padded_symbols
+from fxsplit_encoder.capture.room import gibibytes, memory_of
 from fxsplit_encoder.capture.segments import full_cu_seqlens
 from fxsplit_encoder.compile import Frame
-from fxsplit_encoder.errors import CaptureError
+from fxsplit_encoder.errors import CaptureError, CaptureMemoryError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -42,10 +44,12 @@ def request_of_program(
 
     Raises:
         CaptureError: the trace does not hold for so many rows.
+        CaptureMemoryError: the device's memory does not hold its inputs; none was made.
     """
     static = Frame(list(template.slots), padded_symbols(program, template, rows))
     if not program.accepts(static.symbols):
         raise CaptureError(f"the trace does not hold for {rows} tokens: the code was traced for other sizes")
+    _check_memory(program, static.symbols, budget)
     buffers: dict[int, StaticBuffer] = {}
     for entry in program.region_inputs:
         buffers[entry.slot] = StaticBuffer(
@@ -75,6 +79,29 @@ def request_of_program(
         num_rows=num_rows,
         can_break=bool(program.splits),
         frame_lengths=None if frames is None else input_name(frames),
+    )
+
+
+def has_room(program: Program, frame: Frame, rows: int) -> bool:
+    """Whether the device's memory holds the region's inputs padded to so many rows."""
+    return _input_bytes(program, padded_symbols(program, frame, rows)) <= memory_of(program.device)
+
+
+def _check_memory(program: Program, symbols: Mapping[str, int], budget: int) -> None:
+    needed, memory = _input_bytes(program, symbols), memory_of(program.device)
+    if needed > memory:
+        raise CaptureMemoryError(
+            f"token_budgets: {budget} output tokens take {gibibytes(needed)} of static inputs, and "
+            f"{program.device} has {gibibytes(memory)}; list smaller budgets"
+        )
+
+
+def _input_bytes(program: Program, symbols: Mapping[str, int]) -> int:
+    """Memory of the region's inputs at these sizes, but for the lengths of segments."""
+    return sum(
+        math.prod(size(symbols) for size in entry.info.shape) * entry.info.dtype.itemsize
+        for entry in program.region_inputs
+        if not entry.is_segments
     )
 
 

@@ -73,11 +73,14 @@ def run_inspect(tower: torch.nn.Module, family: Family, config: fx.EncoderConfig
     wrapped = family.wrap(tower)
     limits = fx.EncoderCudaGraphManager(wrapped, config).limits
     # A split is the same for every size. Two small ones tell which sizes vary, and take no time on a CPU.
-    small = {
-        path: {"token_budgets": (budgets[0], 2 * budgets[0])} for path, budgets in limits.path_budgets.items()
-    }
     manager = fx.EncoderCudaGraphManager(
-        wrapped, config.replace(token_budgets=(), paths=small, piece_compiler=TracedPiece)
+        wrapped,
+        config.replace(
+            token_budgets=(),
+            paths=_small_budgets(wrapped, limits),
+            max_items_per_batch=0,
+            piece_compiler=TracedPiece,
+        ),
     )
     with progress_bars() as bar:
         manager.compile(progress=bar("tracing"))
@@ -89,6 +92,13 @@ def run_inspect(tower: torch.nn.Module, family: Family, config: fx.EncoderConfig
     for report in manager.reports:
         print_facts({"note": report})
     _print_budgets(limits)
+
+
+def _small_budgets(wrapped: Any, limits: Limits) -> dict[str, fx.PathConfig]:
+    """Two budgets of every path: those of the settings may be of any size, the tower's own begin small."""
+    own = fx.EncoderCudaGraphManager(wrapped).limits.path_budgets
+    smallest = {path: min([own[path][0], *budgets[:1]]) for path, budgets in limits.path_budgets.items()}
+    return {path: fx.PathConfig(token_budgets=(size, 2 * size)) for path, size in smallest.items()}
 
 
 def _print_program(program: Program, *, declared: bool) -> None:

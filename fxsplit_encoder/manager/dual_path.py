@@ -7,20 +7,27 @@ specs, and a `local_output` argument. Towers written that way, or without what c
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
+from fxsplit_encoder.errors import FxSplitError, InputError
 from fxsplit_encoder.manager.protocol import (
     EncoderCudaGraphConfig,
     EncoderCudaGraphPathConfig,
     EncoderItemSpec,
 )
+from fxsplit_encoder.messages import names_of, shown
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
 GLOBAL, LOCAL = "global", "local"
+
+# Tables of costs count in 64 bits, and sums of a request's items must fit.
+_MOST_TOKENS = 2**48
 
 
 def read_model_config(tower: Any) -> EncoderCudaGraphConfig:
@@ -44,11 +51,19 @@ def read_model_config(tower: Any) -> EncoderCudaGraphConfig:
     )
 
 
-def read_item_specs(tower: Any, mm_kwargs: dict[str, Any]) -> list[EncoderItemSpec]:
+def read_item_specs(tower: Any, mm_kwargs: Any) -> list[EncoderItemSpec]:
     """The sizes of a batch's items, with the path tokens that `global_output_tokens` and
     `local_output_tokens` stand for.
+
+    Raises:
+        InputError: the inputs are no mapping with anything in it, or the tower does not read them as items
+            of sizes that can be.
     """
-    return [
+    if not isinstance(mm_kwargs, Mapping) or not mm_kwargs:
+        raise InputError(
+            f"mm_kwargs: expected a mapping from names to the inputs of a batch; got {shown(mm_kwargs)}"
+        )
+    specs = [
         spec
         if hasattr(spec, "get_path_output_tokens")
         else EncoderItemSpec(
@@ -57,8 +72,38 @@ def read_item_specs(tower: Any, mm_kwargs: dict[str, Any]) -> list[EncoderItemSp
             global_output_tokens=getattr(spec, "global_output_tokens", None),
             local_output_tokens=getattr(spec, "local_output_tokens", None),
         )
-        for spec in tower.get_encoder_cudagraph_item_specs(mm_kwargs)
+        for spec in _specs_of(tower, mm_kwargs)
     ]
+    for index, spec in enumerate(specs):
+        for tokens in (spec.input_size, spec.output_tokens, *spec.path_output_tokens.values()):
+            if not _is_size(tokens):
+                raise InputError(
+                    f"mm_kwargs: {type(tower).__name__} reads item {index} as one of {shown(tokens)} rows; "
+                    f"expected an integer from 0 to {_MOST_TOKENS}; got {shown(spec)}"
+                )
+    return specs
+
+
+def _specs_of(tower: Any, mm_kwargs: Mapping[str, Any]) -> Sequence[Any]:
+    """The item specs as the tower gives them."""
+    try:
+        specs: Sequence[Any] = tower.get_encoder_cudagraph_item_specs(mm_kwargs)
+        return specs
+    except FxSplitError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise InputError(
+            f"mm_kwargs: {type(tower).__name__} does not read {names_of(mm_kwargs)} as items: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _is_size(value: Any) -> bool:
+    """Whether an item may have so many rows. The type of Python's own integers is compared first: asking for
+    a number's class takes a microsecond.
+    """
+    whole = type(value) is int or (isinstance(value, Integral) and type(value).__name__ != "bool")
+    return whole and 0 <= value <= _MOST_TOKENS
 
 
 def postprocess_of(tower: Any) -> Callable[..., None]:

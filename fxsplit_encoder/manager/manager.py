@@ -15,6 +15,7 @@ from fxsplit_encoder.capture import GraphPool
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.manager.batch_runner import BatchRunner
+from fxsplit_encoder.manager.budget_memory import check_budgets
 from fxsplit_encoder.manager.budgets import needs_budget_range, resolve_limits
 from fxsplit_encoder.manager.capture_set import CaptureSet
 from fxsplit_encoder.manager.captures import CapturePlan, plan_captures
@@ -30,7 +31,7 @@ from fxsplit_encoder.manager.trace import TraceWriter
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from torch import Tensor
@@ -62,7 +63,8 @@ class EncoderCudaGraphManager:
 
     Raises:
         InputError: the tower lacks methods of the protocol, or declares an impossible range.
-        ConfigError: the settings do not suit the tower, or there is no process group for `data_parallel`.
+        ConfigError: the settings do not suit the tower, the device has no memory for a budget, or there is no
+            process group for `data_parallel`.
     """
 
     def __init__(
@@ -111,6 +113,7 @@ class EncoderCudaGraphManager:
             for keys in itertools.product(*self.model_config.capture_axes)
         }
         """Every path at every combination of axis keys."""
+        self._check_budgets()
         self.kernels = KernelChooser(self.config.attention)
         self.kernels.check(self.device)
         self.statistics = Statistics(log_interval)
@@ -136,6 +139,18 @@ class EncoderCudaGraphManager:
         """Whether an execution before the first capture is still to be warned of."""
         self._lock = threading.RLock()
         self._use_captures()
+
+    def _check_budgets(self) -> None:
+        """Raises ConfigError for budgets that the device cannot hold."""
+        for path in self.routes.values():
+            own = self.config.paths.get(path.name)
+            check_budgets(
+                path.forward,
+                path.budgets,
+                tile=self.model_config.paths[path.name].min_token_budget,
+                out_hidden_size=self.model_config.out_hidden_size,
+                field=f"paths.{path.name}.token_budgets" if own and own.token_budgets else "token_budgets",
+            )
 
     # --- compile and capture
 
@@ -267,7 +282,11 @@ class EncoderCudaGraphManager:
     def plan(self, mm_kwargs: dict[str, Any]) -> Plan:
         """How `execute` would encode these inputs now. Touches no tensor but the grids; needs no GPU.
 
-        Before `capture`, the plan is that of a full ladder.
+        Before `capture`, the plan is that of a full ladder. Pixels may be left out; those that are given must
+        be what the grids describe.
+
+        Raises:
+            InputError: as `execute`.
         """
         return self._plans.as_served(self._plans.of(mm_kwargs, self._item_specs(mm_kwargs)))
 
@@ -277,16 +296,20 @@ class EncoderCudaGraphManager:
         Args:
             mm_kwargs: what the model's processor makes; for packed towers `pixel_values` with
                 `image_grid_thw` and `pixel_values_videos` with `video_grid_thw`, in any dtype and on any
-                device. No items is a valid batch. Pinned tensors are copied asynchronously: do not overwrite
-                them before the current stream has passed.
+                device. No items is a valid batch, given as tensors without rows. Pinned tensors are copied
+                asynchronously: do not overwrite them before the current stream has passed.
 
         Returns:
             One tensor an item, (output tokens, hidden), images first, then videos. They are the caller's own.
 
         Raises:
-            InputError: the inputs contradict one another; nothing was encoded.
+            InputError: an input is missing, not what it should be, or contradicts another; nothing was
+                encoded, and nobody waited for it.
             RankError: with `config.data_parallel`, another rank failed or got other inputs.
         """
+        # Before the lock is taken: whoever sends bad inputs holds up nobody else. Ranks have to tell one
+        # another that theirs are bad, in the order of their calls.
+        specs = self._item_specs(mm_kwargs) if self.data_parallel is None else None
         with self._lock, choosing(self.kernels), _without_autograd():
             if self._missed_capture:
                 self._missed_capture = False
@@ -296,13 +319,14 @@ class EncoderCudaGraphManager:
                 )
             if self.data_parallel is not None:
                 return self.data_parallel.execute(mm_kwargs, self._encode, self.tower)
-            return self._encode(mm_kwargs)
+            return self._encode(mm_kwargs, specs)
 
-    def _encode(self, mm_kwargs: dict[str, Any]) -> list[Tensor]:
-        """The items of a batch, all of them on this device."""
-        specs = self._item_specs(mm_kwargs)
-        if self._trace is not None:
-            self._trace.write(specs, item_segments(self.tower, mm_kwargs, len(specs)))
+    def _encode(
+        self, mm_kwargs: dict[str, Any], specs: Sequence[EncoderItemSpec] | None = None
+    ) -> list[Tensor]:
+        """The items of a batch, all of them on this device; `specs`, if their sizes were read before."""
+        if specs is None:
+            specs = self._item_specs(mm_kwargs)
         plan = self._plans.of(mm_kwargs, specs)
         tokens = [spec.output_tokens for spec in specs]
         results: dict[int, Tensor] = {}
@@ -315,6 +339,8 @@ class EncoderCudaGraphManager:
                 may_replay=self._captured,
                 debug=self.config.debug,
             )
+        if self._trace is not None:  # of what was encoded: a request that was refused is no load to tune for
+            self._trace.write(specs, item_segments(self.tower, mm_kwargs, len(specs)))
         return [results[index] for index in range(plan.num_items)]
 
     def stats(self) -> ManagerStats:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 
+from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.towers.tiled import CropGrid, TiledTower, read_counts, square_view
 from fxsplit_encoder.towers.tiles import View
 
@@ -31,6 +32,7 @@ class DeepseekOcrTower(TiledTower):
 
     attends_with_mask = True  # SAM's relative positions
     has_plain_blocks = True
+    count_key: ClassVar[str] = "images_spatial_crop"
 
     def __init__(self, tower: DeepseekOcrVisionModel) -> None:
         config = tower.config
@@ -45,18 +47,21 @@ class DeepseekOcrTower(TiledTower):
 
     def crop_grids(self, mm_kwargs: dict[str, Any]) -> list[CropGrid]:
         """The crops of every image; a single one is the image itself, and is not encoded."""
-        crops = mm_kwargs.get("images_spatial_crop")
+        crops = mm_kwargs.get(self.count_key)
         if crops is None:
-            return []
+            raise InputError(
+                f"{self.count_key}: expected the columns and rows of crops of every image in pixel_values; "
+                "got None; pass both"
+            )
         return [
             (columns, rows) if columns * rows > 1 else (0, 0)
-            for columns, rows in read_counts(crops, "images_spatial_crop", 2)
+            for columns, rows in read_counts(crops, self.count_key, 2)
         ]
 
     def select_grids(self, mm_kwargs: dict[str, Any], indices: list[int]) -> dict[str, Any]:
         """`images_spatial_crop` of some images."""
-        crops = read_counts(mm_kwargs["images_spatial_crop"], "images_spatial_crop", 2)
-        return {"images_spatial_crop": [crops[i] for i in indices]}
+        crops = read_counts(mm_kwargs[self.count_key], self.count_key, 2)
+        return {self.count_key: [crops[i] for i in indices]}
 
     def num_tokens(self, crops: CropGrid) -> int:
         """Rows of an image's embedding, newlines and separator included."""

@@ -10,20 +10,23 @@ height, width), a list of (frames, channels, height, width), or one such tensor 
 from __future__ import annotations
 
 from abc import abstractmethod
-from numbers import Integral
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.manager.protocol import EncoderItemSpec
+from fxsplit_encoder.messages import shown
 from fxsplit_encoder.towers.base import VIDEOS
 from fxsplit_encoder.towers.grid import cumulative_lengths
+from fxsplit_encoder.towers.inputs import check_given, check_pixels, integer_rows, number_of, pixel_parts
 from fxsplit_encoder.towers.rows import one_or_several, rows_of
 from fxsplit_encoder.towers.tiles import TileTower, View
 from fxsplit_encoder.towers.tiles_op import tiles
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor, nn
 
 _VIDEO_COUNTS = "video_num_patches"
@@ -136,14 +139,18 @@ class DenseTower(TileTower):
 
     def _read(self, mm_kwargs: dict[str, Any]) -> tuple[list[Tensor], list[int]]:
         """The tiles of a batch, and how many every item has: the images', then the videos'."""
+        takes_videos = "video" in self.modalities
+        if not takes_videos:
+            self.refuse_videos(mm_kwargs)
+        names = (self.input_name, VIDEOS) if takes_videos else (self.input_name,)
+        check_given(mm_kwargs, names, type(self).__name__)
+        images, videos = mm_kwargs.get(self.input_name), mm_kwargs.get(VIDEOS)
         tensors: list[Tensor] = []
         counts: list[int] = []
-        images, videos = mm_kwargs.get(self.input_name), mm_kwargs.get(VIDEOS)
         if images is not None:
-            given = [images] if isinstance(images, torch.Tensor) else images
-            tensors += [self._checked(self.input_name, part) for part in given]
+            tensors = self._checked(self.input_name, images)
             total = sum(part.shape[0] for part in tensors)
-            counts += _counts(self.input_name, self.image_counts(mm_kwargs), total)
+            counts = _counts(self.input_name, self.image_counts(mm_kwargs), total)
         if videos is not None:
             clips, frames = self._read_videos(videos, mm_kwargs.get(_VIDEO_COUNTS))
             tensors += clips
@@ -151,35 +158,41 @@ class DenseTower(TileTower):
         return tensors or [torch.zeros(0, *self.tile_shape)], counts
 
     def _read_videos(self, videos: Any, frames: Any) -> tuple[list[Tensor], list[int]]:
-        if "video" not in self.modalities:
-            self.refuse_videos({VIDEOS: videos})
         if isinstance(videos, list | tuple):
-            clips = [self._checked(VIDEOS, clip) for clip in videos]
+            clips = self._checked(VIDEOS, videos)
             return clips, [clip.shape[0] for clip in clips]
+        check_pixels(videos, VIDEOS)
         if videos.dim() == 5:
-            return [self._checked(VIDEOS, videos.flatten(0, 1))], [videos.shape[1]] * videos.shape[0]
+            self._check_tile(VIDEOS, videos.shape, videos.shape[2:])
+            return [videos.flatten(0, 1)], [videos.shape[1]] * videos.shape[0]
         if frames is None:
             raise InputError(
                 f"{VIDEOS}: a tensor of {videos.dim()} dimensions needs {_VIDEO_COUNTS}, their frames; "
                 "pass them, or (videos, frames, channels, height, width)"
             )
-        return [self._checked(VIDEOS, videos)], _counts(VIDEOS, frames, videos.shape[0])
+        return self._checked(VIDEOS, videos), _counts(VIDEOS, frames, videos.shape[0])
 
-    def _checked(self, name: str, pixels: Tensor) -> Tensor:
-        if tuple(pixels.shape[1:]) != self.tile_shape:
+    def _checked(self, name: str, given: Any) -> list[Tensor]:
+        """The tensors of an input, each of whole tiles."""
+        parts = pixel_parts(given, name)
+        for part in parts:
+            self._check_tile(name, part.shape, part.shape[1:])
+        return parts
+
+    def _check_tile(self, name: str, shape: Sequence[int], tile: Sequence[int]) -> None:
+        if tuple(tile) != self.tile_shape:
             c, h, w = self.tile_shape
-            raise InputError(f"{name}: expected (tiles, {c}, {h}, {w}); got {tuple(pixels.shape)}")
-        return pixels
+            raise InputError(f"{name}: expected (tiles, {c}, {h}, {w}); got {tuple(shape)}")
 
 
 def _counts(name: str, given: Any, total: int) -> list[int]:
     """The tiles of every item; one each where nothing is given."""
     if given is None:
         return [1] * total
-    listed = given.tolist() if hasattr(given, "tolist") else list(given)
-    valid = all(isinstance(count, Integral) and int(count) >= 1 for count in listed)
-    if not valid or sum(listed) != total:
-        raise InputError(
-            f"{name}: expected tile counts of at least 1 that add up to its {total} tiles; got {listed}"
-        )
-    return [int(count) for count in listed]
+    expected = f"tile counts of at least 1 that add up to its {total} tiles"
+    if number_of(given) > total:
+        raise InputError(f"{name}: expected {expected}; got {number_of(given)} counts")
+    counts = [count for (count,) in integer_rows(given, name, 1, expected)]
+    if any(count < 1 for count in counts) or sum(counts) != total:
+        raise InputError(f"{name}: expected {expected}; got {shown(counts)}")
+    return counts

@@ -7,13 +7,13 @@ of merge x merge patches, so that the patches of one output token follow one ano
 from __future__ import annotations
 
 from functools import lru_cache
-from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.towers.inputs import integer_rows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,39 +35,20 @@ def read_grids(grid_thw: Any, merge_size: int, name: str = "grid_thw") -> list[G
     Raises:
         InputError: another shape, or sizes that are not positive multiples of `merge_size`.
     """
-    if isinstance(grid_thw, torch.Tensor) and grid_thw.dim() == 2 and grid_thw.shape[1] == 3:
-        if not grid_thw.is_floating_point():
-            grids = [(t, h, w) for t, h, w in grid_thw.tolist()]
-            for grid in grids:
-                _check_grid(grid, merge_size, name)
-            return grids
-    listed = _as_list(grid_thw)
-    rows = [_as_list(row) for row in listed] if isinstance(listed, list | tuple) else [listed]
-    for row in rows:
-        if not isinstance(row, list | tuple) or len(row) != 3 or not _are_integers(row):
-            raise InputError(
-                f"{name}: expected rows of three integers (frames, height, width) in patches; got {row!r}"
-            )
-        _check_grid(row, merge_size, name)
-    return [(int(t), int(h), int(w)) for t, h, w in rows]
+    rows = integer_rows(grid_thw, name, 3, "rows of three integers (frames, height, width) in patches")
+    grids = [(t, h, w) for t, h, w in rows]
+    for grid in grids:
+        _check_grid(grid, merge_size, name)
+    return grids
 
 
-def _check_grid(grid: Sequence[int], merge_size: int, name: str) -> None:
+def _check_grid(grid: Grid, merge_size: int, name: str) -> None:
     t, h, w = grid
     if t < 1 or h < 1 or w < 1 or h % merge_size or w % merge_size:
         raise InputError(
             f"{name}: expected at least 1 frame and a height and width that are positive multiples of "
-            f"the merge size {merge_size} in patches; got {tuple(grid)}"
+            f"the merge size {merge_size} in patches; got {grid}"
         )
-
-
-def _are_integers(row: Sequence[Any]) -> bool:
-    # The type of Python's own integers is compared first: asking for a number's class takes a microsecond.
-    return all(type(n) is int or isinstance(n, Integral) for n in row)
-
-
-def _as_list(value: Any) -> Any:
-    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def count_patches(grids: Sequence[Grid]) -> int:

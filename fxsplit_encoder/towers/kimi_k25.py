@@ -71,6 +71,10 @@ class KimiK25Tower(RasterTower):
         """The patches of every image or clip."""
         return {"cu_seqlens": [t * h * w for t, h, w in grids]}
 
+    def num_segments(self, grid: Grid) -> dict[str, int]:
+        """One: the frames of a clip attend to one another."""
+        return {"cu_seqlens": 1}
+
     def metadata(self, grids: Sequence[Grid]) -> dict[str, Tensor]:
         """What every raster tower has, and each patch's row of the time table, which is zero for images."""
         frames = np.array([frame + (t > 1) for t, _, _ in grids for frame in range(t)], np.int64)

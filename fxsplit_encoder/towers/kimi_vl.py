@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.towers import grid as grids_of
+from fxsplit_encoder.towers.inputs import integer_rows
 from fxsplit_encoder.towers.raster import RasterTower
 
 if TYPE_CHECKING:
@@ -40,12 +40,7 @@ class KimiVLTower(RasterTower):
 
     def read_grids(self, grids: Any, name: str) -> list[Grid]:
         """Images as grids of one frame, from (images, 2) heights and widths."""
-        rows = [row.tolist() if hasattr(row, "tolist") else row for row in grids]
-        for row in rows:
-            if not isinstance(row, list | tuple) or len(row) != 2:
-                raise InputError(
-                    f"{name}: expected rows of two integers (height, width) in patches; got {row!r}"
-                )
+        rows = integer_rows(grids, name, 2, "rows of two integers (height, width) in patches")
         return grids_of.read_grids([(1, *row) for row in rows], self.merge_size, name)
 
     def select_encoder_cudagraph_items(self, mm_kwargs: dict[str, Any], indices: list[int]) -> dict[str, Any]:

@@ -8,7 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.towers.dense import DenseTower
+from fxsplit_encoder.towers.inputs import integer_rows, number_of, pixel_parts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,7 +60,12 @@ class Llama4Tower(DenseTower):
         counts, ratios = super().image_counts(mm_kwargs), mm_kwargs.get("aspect_ratios")
         if counts is not None or ratios is None:
             return counts
-        listed = ratios.tolist() if hasattr(ratios, "tolist") else ratios
+        total = sum(part.shape[0] for part in pixel_parts(mm_kwargs.get(self.input_name), self.input_name))
+        if number_of(ratios) > total:
+            raise InputError(
+                f"aspect_ratios: expected one an image; got {number_of(ratios)} for {total} tiles"
+            )
+        listed = integer_rows(ratios, "aspect_ratios", 2, "rows of two integers (rows, columns of tiles)")
         return [rows * columns + (rows * columns > 1) for rows, columns in listed]
 
 

@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fxsplit_encoder.compile import HostOp, register_host_op
-from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.host_memory import to_device
-from fxsplit_encoder.towers import grid as grids_of
 from fxsplit_encoder.towers.tracing import registered_tower
 
 if TYPE_CHECKING:
@@ -51,11 +49,7 @@ def _padded_metadata(pixel_values: Tensor, grid_thw: Tensor, tower_name: str) ->
 
 def _read_grids(tower: PackedTower, pixel_values: Tensor, grid_thw: Tensor) -> Sequence[Grid]:
     name = tower.input_names[1]
-    grids = tower.read_grids(grid_thw, name)
-    patches = grids_of.count_patches(grids)
-    if patches != pixel_values.shape[0]:
-        raise InputError(f"{name}: describes {patches} patches; got {pixel_values.shape[0]} rows of patches")
-    return grids
+    return tower.grids_of_rows(grid_thw, name, pixel_values.shape[0], f"{name}: describes")
 
 
 _library: Any = torch.library.Library("fxsplit", "FRAGMENT")  # type: ignore[no-untyped-call]

@@ -17,12 +17,13 @@ from fxsplit_encoder.manager.protocol import (
 from fxsplit_encoder.towers import grid as grids_of
 from fxsplit_encoder.towers.base import is_hugging_face
 from fxsplit_encoder.towers.device_metadata import DeviceMetadata
+from fxsplit_encoder.towers.inputs import check_integers
 from fxsplit_encoder.towers.metadata_op import vision_metadata
 from fxsplit_encoder.towers.packed_items import PackedItems
 from fxsplit_encoder.towers.rows import one_or_several
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Hashable, Mapping, Sequence
 
     from torch import Tensor, nn
 
@@ -91,6 +92,16 @@ class PackedTower(PackedItems):
         """The patches of every segment of a batch, for each of `segment_inputs`: its frames."""
         return {"cu_seqlens": grids_of.frame_lengths(grids)}
 
+    def num_segments(self, grid: Grid) -> dict[str, int]:
+        """How many segments an item has, for each of `segment_inputs`: as many as `segment_lengths` has
+        entries.
+
+        An adapter that gives `segment_lengths` may count them without making them, which plans then do.
+        """
+        if type(self).segment_lengths is PackedTower.segment_lengths:
+            return {"cu_seqlens": grid[0]}
+        return {name: len(lengths) for name, lengths in self.segment_lengths([grid]).items()}
+
     def core(
         self, pixel_values: Tensor, cu_seqlens: Tensor, metadata: dict[str, Tensor], **kwargs: Any
     ) -> Any:
@@ -129,17 +140,28 @@ class PackedTower(PackedItems):
         Called as a module, it also takes the names of the tower's own forward, `input_names`.
 
         Raises:
-            InputError: the grids do not describe the patches.
+            InputError: one of them is no such tensor, or the grids do not describe the patches.
         """
-        if kwargs.get("return_dict"):
-            del kwargs["return_dict"]
-        if any(name in _PRECOMPUTED for name in kwargs) or (kwargs and not self.takes_options):
+        kwargs = _without_return_dict(kwargs)
+        if self._calls_the_tower(kwargs):
             return self.tower(hidden_states, grid_thw, **kwargs)
         values = vision_metadata(hidden_states, grid_thw, self.registered_name)
         metadata = dict(zip(self.metadata_names, values, strict=True))
         if not kwargs:
             self.trace_plain_blocks_once()
         return self.core(hidden_states, metadata.pop("cu_seqlens"), metadata, **kwargs)
+
+    def _calls_the_tower(self, options: Mapping[str, Any]) -> bool:
+        """Whether a forward with these options is the tower's own."""
+        return any(name in _PRECOMPUTED for name in options) or bool(options and not self.takes_options)
+
+    def check_own_inputs(self, patches: Any, grids: Any) -> None:
+        """Raises InputError unless they are tensors as `forward` takes. Values are not read: grids are
+        compared with the patches where they are read, which is once a call.
+        """
+        names = self.input_names
+        self.check_patches(patches, names[0])
+        check_integers(grids, names[1])
 
     @property
     def metadata_names(self) -> list[str]:
@@ -192,10 +214,7 @@ class PackedTower(PackedItems):
         another of its inputs of cumulative lengths needs more.
         """
         return [
-            max(
-                -(-len(lengths) // self.segment_inputs[name])
-                for name, lengths in self.segment_lengths([grid]).items()
-            )
+            max(-(-count // self.segment_inputs[name]) for name, count in self.num_segments(grid).items())
             for grid in self.item_grids(mm_kwargs)
         ]
 
@@ -231,10 +250,10 @@ class PackedTower(PackedItems):
         """The batch's tensors at their true sizes; metadata on the CPU, or on the device where it was kept
         there.
         """
-        metadata = self.kept_metadata(self.item_grids(mm_kwargs))
-        return EncoderCudaGraphReplayBuffers(
-            {"pixel_values": one_or_several(self.pixels(mm_kwargs)), **metadata}
-        )
+        request = self.read_request(mm_kwargs)
+        metadata = self.kept_metadata(request.grids)
+        pixels = one_or_several(self.flat_patches(request.patches))
+        return EncoderCudaGraphReplayBuffers({"pixel_values": pixels, **metadata})
 
     def encoder_cudagraph_forward(self, inputs: dict[str, Tensor], path: str = "default") -> Tensor:
         """The forward on prepared tensors: what is traced and captured."""
@@ -252,6 +271,11 @@ class PackedTower(PackedItems):
         return self.encoder_cudagraph_forward(inputs)
 
 
+def _without_return_dict(options: dict[str, Any]) -> dict[str, Any]:
+    """The options but for `return_dict=True`, which says what is done anyway."""
+    return {name: value for name, value in options.items() if name != "return_dict" or not value}
+
+
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _mark_dynamic(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -263,9 +287,10 @@ def _mark_dynamic(
     assert isinstance(module, PackedTower)
     patches, grid = module.own_inputs(args, kwargs)
     options = {name: value for name, value in kwargs.items() if name not in module.input_names}
-    if not (isinstance(patches, torch.Tensor) and isinstance(grid, torch.Tensor)):
+    if module._calls_the_tower(_without_return_dict(options)):
         return (patches, grid), options
-    if patches.dim() > 1 and patches.shape[0] > 1:
+    module.check_own_inputs(patches, grid)
+    if patches.shape[0] > 1:
         patches = patches.view_as(patches)
         torch._dynamo.mark_dynamic(patches, 0)
         torch._dynamo.mark_static(patches, list(range(1, patches.dim())))

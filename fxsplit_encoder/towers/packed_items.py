@@ -7,7 +7,8 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any, ClassVar
+import math
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
@@ -15,14 +16,34 @@ from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.manager.protocol import EncoderItemSpec
 from fxsplit_encoder.towers import grid as grids_of
 from fxsplit_encoder.towers.base import WrappedTower
+from fxsplit_encoder.towers.inputs import (
+    MOST_PLANNED_ITEMS,
+    MOST_ROWS,
+    check_given,
+    check_pixels,
+    number_of,
+    pixel_parts,
+)
 from fxsplit_encoder.towers.rows import one_or_several, rows_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor, nn
 
     from fxsplit_encoder.towers.grid import Grid
 
 _EMBEDDINGS = ("image_embeds", "video_embeds")
+
+
+class _Request(NamedTuple):
+    """What the inputs of a batch say, once they have been found to agree."""
+
+    grids: list[Grid]
+    """Of the images, then of the videos."""
+    num_images: int
+    patches: list[Tensor]
+    """As they were given; their rows follow one another. Empty where a plan is made without any."""
 
 
 class PackedItems(WrappedTower):
@@ -51,6 +72,104 @@ class PackedItems(WrappedTower):
         """A batch's grids as numbers; raises InputError for grids that this tower does not take."""
         return grids_of.read_grids(grids, self.merge_size, name)
 
+    # --- reading
+
+    def read_request(self, mm_kwargs: dict[str, Any], *, planned: bool = False) -> _Request:
+        """The grids and the patches of a batch. Each input of grids is read once, and its claims are compared
+        with the rows of patches before anything else looks at them.
+
+        Args:
+            mm_kwargs: the batch.
+            planned: whether patches may be missing, since only the sizes are asked for.
+
+        Raises:
+            InputError: an input is missing or not what it should be, the grids do not describe the patches,
+                the items are embeddings already, or videos for a tower of images.
+        """
+        if len(self.input_keys) == 1:
+            self.refuse_videos(mm_kwargs)
+        for key in _EMBEDDINGS:
+            if mm_kwargs.get(key) is not None:
+                raise InputError(
+                    f"{key}: these are embeddings already, expected pixels; leave them out and encode the "
+                    "other items"
+                )
+        check_given(mm_kwargs, itertools.chain(*self.input_keys), type(self).__name__)
+        grids: list[Grid] = []
+        counts: list[int] = []
+        patches: list[Tensor] = []
+        for key, grid_key in self.input_keys:
+            own: list[Grid] = []
+            if mm_kwargs.get(grid_key) is not None:
+                parts, own = self._read_modality(mm_kwargs, key, grid_key, planned)
+                patches += parts
+            grids += own
+            counts.append(len(own))
+        for key, grid_key in self.input_keys:
+            if mm_kwargs.get(key) is not None and mm_kwargs.get(grid_key) is None:
+                raise InputError(f"{grid_key}: expected the grids of {key}; got None; pass both or neither")
+        return _Request(grids, counts[0], patches)
+
+    def _read_modality(
+        self, mm_kwargs: dict[str, Any], key: str, grid_key: str, planned: bool
+    ) -> tuple[list[Tensor], list[Grid]]:
+        """The patches and the grids of all images, or of all videos."""
+        patches = mm_kwargs.get(key)
+        parts = pixel_parts(patches, key)
+        for part in parts:
+            self.check_patches(part, key)
+        if patches is None and not planned:
+            raise InputError(
+                f"{key}: expected the patches that {grid_key} describes; got 0 rows, it is missing"
+            )
+        rows = None if patches is None else sum(part.shape[0] for part in parts)
+        return parts, self.grids_of_rows(mm_kwargs[grid_key], grid_key, rows, f"{key}: {grid_key} describes")
+
+    def check_patches(self, patches: Any, name: str) -> None:
+        """Raises InputError unless patches are a tensor of (patches, features), whatever shape the features
+        have.
+        """
+        check_pixels(patches, name)
+        if patches.dim() < 2 or math.prod(patches.shape[1:]) != self.patch_features:
+            raise InputError(
+                f"{name}: expected (patches, {self.patch_features}); got {tuple(patches.shape)}; "
+                "pass the flattened patches that the tower's image processor makes"
+            )
+
+    def grids_of_rows(self, grids: Any, name: str, rows: int | None, claim: str) -> list[Grid]:
+        """The grids that describe so many rows of patches (None: any number, for a plan).
+
+        Args:
+            grids: as they were given.
+            name: where they were found.
+            rows: of patches.
+            claim: how a message begins that goes on with what they describe.
+
+        Raises:
+            InputError: they describe another number, or are not grids of this tower.
+        """
+        room = MOST_PLANNED_ITEMS if rows is None else rows // self.rows_per_token
+        if number_of(grids) > room:
+            got = "a plan without pixels has room" if rows is None else f"got {rows} rows, room"
+            raise InputError(f"{claim} {number_of(grids)} items; {got} for {room} at most")
+        result = self.read_grids(grids, name)
+        patches = grids_of.count_patches(result)
+        if patches > MOST_ROWS and rows is None:
+            raise InputError(f"{claim} {patches} patches; a batch has {MOST_ROWS} at most")
+        if patches != rows and rows is not None:
+            raise InputError(f"{claim} {patches} patches; got {rows} rows")
+        return result
+
+    def item_grids(self, mm_kwargs: dict[str, Any]) -> list[Grid]:
+        """The grids of a batch: the images', then the videos'; patches may be missing.
+
+        Raises:
+            InputError: as `read_request`.
+        """
+        return self.read_request(mm_kwargs, planned=True).grids
+
+    # --- the manager's protocol
+
     def get_input_modality(self, mm_kwargs: dict[str, Any]) -> str:
         """ "video" if there are videos, else "image"."""
         return "video" if mm_kwargs.get("video_grid_thw") is not None else "image"
@@ -77,9 +196,9 @@ class PackedItems(WrappedTower):
 
     def select_encoder_cudagraph_items(self, mm_kwargs: dict[str, Any], indices: list[int]) -> dict[str, Any]:
         """The batch of some items, in the order of `indices`."""
-        grids = self.item_grids(mm_kwargs)
+        grids, num_images, patches = self.read_request(mm_kwargs)
         starts = grids_of.cumulative_lengths([t * h * w for t, h, w in grids]).tolist()
-        pixels, num_images = self.pixels(mm_kwargs), self.item_modalities(mm_kwargs).count("image")
+        pixels = self.flat_patches(patches)
         images = list(itertools.takewhile(lambda index: index < num_images, indices))
         videos = indices[len(images) :]
         if min(videos, default=num_images) < num_images:
@@ -92,49 +211,7 @@ class PackedItems(WrappedTower):
                 selected[grid_key] = [grids[index] for index in items]
         return selected
 
-    def item_grids(self, mm_kwargs: dict[str, Any]) -> list[Grid]:
-        """The grids of a batch: the images', then the videos'.
-
-        Raises:
-            InputError: a grid is not one of this tower, the items are embeddings already, or videos for a
-                tower of images.
-        """
-        if len(self.input_keys) == 1:
-            self.refuse_videos(mm_kwargs)
-        for key in _EMBEDDINGS:
-            if mm_kwargs.get(key) is not None:
-                raise InputError(
-                    f"{key}: these are embeddings already, expected pixels; leave them out and encode the "
-                    "other items"
-                )
-        return [
-            grid
-            for _, key in self.input_keys
-            if mm_kwargs.get(key) is not None
-            for grid in self.read_grids(mm_kwargs[key], key)
-        ]
-
-    def pixels(self, mm_kwargs: dict[str, Any]) -> list[Tensor]:
-        """The patches of a batch, as they were given but flat: their rows follow one another.
-
-        Raises:
-            InputError: they are not those that the grids describe, or of another size.
-        """
-        parts: list[Tensor] = []
-        for key, grid_key in self.input_keys:
-            value, grid = mm_kwargs.get(key), mm_kwargs.get(grid_key)
-            given = [] if value is None else [value] if isinstance(value, torch.Tensor) else list(value)
-            given = [tensor.flatten(1) if tensor.dim() > 2 else tensor for tensor in given]
-            for tensor in given:
-                if tensor.dim() != 2 or tensor.shape[1] != self.patch_features:
-                    raise InputError(
-                        f"{key}: expected (patches, {self.patch_features}); got {tuple(tensor.shape)}; "
-                        "pass the flattened patches that the tower's image processor makes"
-                    )
-            rows = sum(tensor.shape[0] for tensor in given)
-            grids = [] if grid is None else self.read_grids(grid, grid_key)
-            expected = grids_of.count_patches(grids)
-            if rows != expected:
-                raise InputError(f"{key}: {grid_key} describes {expected} patches; got {rows} rows")
-            parts += given
-        return parts or [torch.zeros(0, self.patch_features)]
+    def flat_patches(self, patches: Sequence[Tensor]) -> list[Tensor]:
+        """(patches, features) of every tensor of a request; one without rows if there is none."""
+        flat = [part.flatten(1) if part.dim() > 2 else part for part in patches]
+        return flat or [torch.zeros(0, self.patch_features)]

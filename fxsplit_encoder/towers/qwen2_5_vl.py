@@ -68,6 +68,12 @@ class Qwen25VLTower(PackedTower):
         windows = grids_of.window_lengths(grids, self.merge_size, self.window)
         return {"cu_window_seqlens": windows, **super().segment_lengths(grids)}
 
+    def num_segments(self, grid: Grid) -> dict[str, int]:
+        """The windows and the frames of an item."""
+        frames, *sides = grid
+        rows, columns = (-(-side // self.merge_size // self.window) for side in sides)
+        return {"cu_window_seqlens": frames * rows * columns, "cu_seqlens": frames}
+
     def core(
         self, pixel_values: Tensor, cu_seqlens: Tensor, metadata: dict[str, Tensor], **kwargs: Any
     ) -> BaseModelOutputWithPooling:

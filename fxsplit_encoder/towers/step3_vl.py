@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from fxsplit_encoder.towers.tiled import CropGrid, TiledTower, crops_in_a_row, downsampled, square_view
 from fxsplit_encoder.towers.tiles import View
@@ -22,6 +22,7 @@ class Step3VLTower(TiledTower):
     """
 
     has_plain_blocks = True
+    count_key: ClassVar[str] = "num_patches"
 
     def __init__(self, tower: Step3VisionModel) -> None:
         config = tower.config
@@ -34,12 +35,12 @@ class Step3VLTower(TiledTower):
 
     def crop_grids(self, mm_kwargs: dict[str, Any]) -> list[CropGrid]:
         """The crops of every image, in a row."""
-        return crops_in_a_row(mm_kwargs, "num_patches", self.views["global"].input_name)
+        return crops_in_a_row(mm_kwargs, self.count_key, self.views["global"].input_name)
 
     def select_grids(self, mm_kwargs: dict[str, Any], indices: list[int]) -> dict[str, Any]:
         """`num_patches` of some images."""
         grids = self.crop_grids(mm_kwargs)
-        return {"num_patches": [grids[i][0] for i in indices]}
+        return {self.count_key: [grids[i][0] for i in indices]}
 
     def encode(self, tiles: Tensor, path: str) -> Tensor:
         """The features of tiles."""

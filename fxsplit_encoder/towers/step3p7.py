@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -36,6 +36,7 @@ class Step3p7Tower(TiledTower):
     """
 
     has_plain_blocks = True
+    count_key: ClassVar[str] = "num_local_patches"
 
     def __init__(self, model: nn.Module, *, crop_size: int = CROP_SIZE) -> None:
         tower: Any = getattr(model, "vision_model", model)
@@ -57,12 +58,12 @@ class Step3p7Tower(TiledTower):
 
     def crop_grids(self, mm_kwargs: dict[str, Any]) -> list[CropGrid]:
         """The crops of every image, in a row."""
-        return crops_in_a_row(mm_kwargs, "num_local_patches", self.views["global"].input_name)
+        return crops_in_a_row(mm_kwargs, self.count_key, self.views["global"].input_name)
 
     def select_grids(self, mm_kwargs: dict[str, Any], indices: list[int]) -> dict[str, Any]:
         """`num_local_patches` of some images."""
         grids = self.crop_grids(mm_kwargs)
-        return {"num_local_patches": [grids[i][0] for i in indices]}
+        return {self.count_key: [grids[i][0] for i in indices]}
 
     def encode(self, tiles: Tensor, path: str) -> Tensor:
         """The features of tiles, projected where there is a projector."""

@@ -13,15 +13,24 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from fxsplit_encoder.capture.buffers import parts_of
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.manager.protocol import EncoderItemSpec
 from fxsplit_encoder.towers.base import given_batch
 from fxsplit_encoder.towers.grid import cumulative_lengths
+from fxsplit_encoder.towers.inputs import (
+    MOST_PLANNED_ITEMS,
+    MOST_ROWS,
+    check_given,
+    integer_rows,
+    number_of,
+    pixel_parts,
+)
 from fxsplit_encoder.towers.rows import one_or_several, rows_of
 from fxsplit_encoder.towers.tiles import TileTower, View
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor, nn
 
 CropGrid = tuple[int, int]
@@ -34,12 +43,14 @@ class TiledTower(TileTower):
     Every image has one tile in the "global" view and any number in the "local" one. `mm_kwargs` holds the
     whole images in order, and the crops of all images one after the other (left out where no image has any).
 
-    An adapter gives `crop_grids`, `select_grids`, `encode`, and where an image is more than the rows of its
-    tiles, `num_tokens` and `assemble`.
+    An adapter gives `count_key`, `crop_grids`, `select_grids`, `encode`, and where an image is more than the
+    rows of its tiles, `num_tokens` and `assemble`.
     """
 
     tower: Any
     max_tiles: ClassVar[int] = 8
+    count_key: ClassVar[str]
+    """Where `mm_kwargs` say how many crops every image has."""
 
     def __init__(self, tower: nn.Module, *, whole: View, crop: View, out_hidden_size: int) -> None:
         super().__init__(tower, {"global": whole, "local": replace(crop, optional=True)}, out_hidden_size)
@@ -78,15 +89,22 @@ class TiledTower(TileTower):
     # --- the manager's protocol
 
     def get_encoder_cudagraph_item_specs(self, mm_kwargs: dict[str, Any]) -> list[EncoderItemSpec]:
-        """The patches and output rows of every image, and the rows that each path makes of it.
+        """The patches and output rows of every image, and the rows that each path makes of it. Tiles may be
+        missing, of all views: sizes follow from the counts.
 
         Raises:
-            InputError: there are videos.
+            InputError: the inputs contradict one another, or there are videos.
         """
         self.refuse_videos(mm_kwargs)
+        names = [view.input_name for view in self.views.values()]
+        check_given(mm_kwargs, [*names, self.count_key], type(self).__name__)
+        grids = self._read_grids(mm_kwargs)
+        if any(mm_kwargs.get(name) is not None for name in names):
+            for path in self.views:
+                self._tiles_of(mm_kwargs, path, grids)
         whole, crop = self.views["global"], self.views["local"]
         specs = []
-        for grid in self.crop_grids(mm_kwargs):
+        for grid in grids:
             tiles = grid[0] * grid[1]
             paths = {"global": whole.tokens, "local": tiles * crop.tokens}
             size = whole.input_size + tiles * crop.input_size
@@ -95,11 +113,12 @@ class TiledTower(TileTower):
 
     def select_encoder_cudagraph_items(self, mm_kwargs: dict[str, Any], indices: list[int]) -> dict[str, Any]:
         """The batch of some images, in the order of `indices`."""
+        grids = self._read_grids(mm_kwargs)
         selected = self.select_grids(mm_kwargs, indices)
-        crops = [columns * rows for columns, rows in self.crop_grids(mm_kwargs)]
+        crops = [columns * rows for columns, rows in grids]
         for path, counts in (("global", [1] * len(crops)), ("local", crops)):
             starts = cumulative_lengths(counts).tolist()
-            parts = rows_of(self.tiles(mm_kwargs, path), starts, indices)
+            parts = rows_of(self._tiles_of(mm_kwargs, path, grids), starts, indices)
             selected[self.views[path].input_name] = one_or_several(parts)
         return selected
 
@@ -136,22 +155,48 @@ class TiledTower(TileTower):
         Raises:
             InputError: there are more or fewer of them than the images have, or they have another shape.
         """
-        view = self.views[path]
+        return self._tiles_of(mm_kwargs, path, self._read_grids(mm_kwargs))
+
+    def _read_grids(self, mm_kwargs: dict[str, Any]) -> list[CropGrid]:
+        """The crops of every image, of which there are no more than there are whole images, or a plan
+        without any takes.
+        """
+        name, given = self.first_view.input_name, mm_kwargs.get(self.first_view.input_name)
+        images = None if given is None else sum(part.shape[0] for part in pixel_parts(given, name))
+        described = number_of(mm_kwargs.get(self.count_key))
+        if described > (MOST_PLANNED_ITEMS if images is None else images):
+            raise InputError(
+                f"{name}: expected {(described, *self.first_view.shape)} for the {described} images of "
+                f"{self.count_key}; got {images}"
+            )
         grids = self.crop_grids(mm_kwargs)
+        crops = sum(columns * rows for columns, rows in grids)
+        if crops * self.views["local"].tokens > MOST_ROWS:
+            raise InputError(f"{self.count_key}: describes {crops} crops, more than a batch has rows for")
+        return grids
+
+    def _tiles_of(self, mm_kwargs: dict[str, Any], path: str, grids: list[CropGrid]) -> list[Tensor]:
+        view = self.views[path]
         expected = len(grids) if path == "global" else sum(columns * rows for columns, rows in grids)
-        given = mm_kwargs.get(view.input_name)
-        tiles = [] if given is None else list(parts_of(given))
-        if expected == 0:
+        tiles = pixel_parts(mm_kwargs.get(view.input_name), view.input_name)
+        if expected == 0 and (path == "local" or not tiles):
+            if tiles and mm_kwargs.get(self.count_key) is None:
+                self._check_unused(tiles, view.input_name)
             # Processors fill the place of crops that do not exist with zeros.
             return [tiles[0][:0] if tiles else torch.zeros(0, *view.shape)]
         shapes = [tuple(part.shape) for part in tiles]
         if any(shape[1:] != view.shape for shape in shapes) or sum(shape[0] for shape in shapes) != expected:
             raise InputError(
                 f"{view.input_name}: expected {(expected, *view.shape)} for {len(grids)} images; got "
-                f"{', '.join(map(str, shapes)) or None}; pass what the model's processor makes at "
+                f"{', '.join(map(str, shapes[:8])) or None}; pass what the model's processor makes at "
                 f"{view.shape[-1]} pixels"
             )
         return tiles
+
+    def _check_unused(self, crops: Sequence[Tensor], name: str) -> None:
+        """Raises InputError for crops of which nothing says to which images they belong."""
+        if any(part.shape[0] for part in crops):
+            raise InputError(f"{self.count_key}: expected the crops of every image in {name}; got None")
 
 
 def read_counts(values: Any, name: str, length: int) -> list[tuple[int, ...]]:
@@ -160,12 +205,11 @@ def read_counts(values: Any, name: str, length: int) -> list[tuple[int, ...]]:
     Raises:
         InputError: anything else.
     """
-    listed = values.tolist() if hasattr(values, "tolist") else values
-    numbers = [row.tolist() if hasattr(row, "tolist") else row for row in listed]
-    rows = [tuple(row) if isinstance(row, list | tuple) else (row,) for row in numbers]
+    expected = f"{length} non-negative integers for each image"
+    rows = integer_rows(values, name, length, expected)
     for row in rows:
-        if len(row) != length or not all(isinstance(n, int) and n >= 0 for n in row):
-            raise InputError(f"{name}: expected {length} non-negative integers for each image; got {row}")
+        if min(row) < 0:
+            raise InputError(f"{name}: expected {expected}; got {row}")
     return rows
 
 
@@ -180,8 +224,7 @@ def crops_in_a_row(mm_kwargs: dict[str, Any], name: str, whole_name: str) -> lis
     counts = mm_kwargs.get(name)
     if counts is not None:
         return [(count, 1) if count else (0, 0) for (count,) in read_counts(counts, name, 1)]
-    whole = mm_kwargs.get(whole_name)
-    return [] if whole is None else [(0, 0)] * sum(part.shape[0] for part in parts_of(whole))
+    return [(0, 0)] * sum(part.shape[0] for part in pixel_parts(mm_kwargs.get(whole_name), whole_name))
 
 
 def square_view(input_name: str, size: int, patches: int, tokens: int) -> View:

@@ -21,6 +21,7 @@ from fxsplit_encoder.manager.protocol import (
     EncoderCudaGraphReplayBuffers,
 )
 from fxsplit_encoder.towers.base import WrappedTower
+from fxsplit_encoder.towers.inputs import check_pixels
 from fxsplit_encoder.towers.models.folded import refresh_tables, tables_of
 from fxsplit_encoder.towers.rows import one_or_several
 
@@ -175,6 +176,12 @@ class TileTower(WrappedTower):
         return self.encode(torch.cat(self.tiles(mm_kwargs, path)).to(self.device, self.dtype), path)
 
 
+def _check_tiles(tiles: Any, name: str) -> None:
+    check_pixels(tiles, name)
+    if tiles.dim() != 4:
+        raise InputError(f"{name}: expected (tiles, channels, height, width); got {tuple(tiles.shape)}")
+
+
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _mark_dynamic(
     module: TileTower, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -190,7 +197,9 @@ def _mark_dynamic(
     if name in kwargs:
         kwargs = dict(kwargs)
         args = (kwargs.pop(name), *args)
-    if args and isinstance(args[0], torch.Tensor) and args[0].dim() == 4 and args[0].shape[0] > 0:
+    if args:
+        _check_tiles(args[0], name)
+    if args and args[0].shape[0] > 0:
         pixels = args[0].view_as(args[0])
         if module.attends_with_mask and not MASKED_ATTENTION_TAKES_UNKNOWN_SIZES:
             torch._dynamo.maybe_mark_dynamic(pixels, 0)  # one tile is traced apart

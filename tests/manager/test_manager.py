@@ -116,9 +116,8 @@ def test_no_items_are_a_valid_batch(managers: Any) -> None:
     nothing = {"pixel_values": torch.zeros(0, 1536), "image_grid_thw": torch.zeros(0, 3, dtype=torch.int64)}
     for mode in MODES:
         before = managers[mode].stats().items
-        assert managers[mode].execute({}) == []
         assert managers[mode].execute(nothing) == []
-        assert managers[mode].plan({}).num_items == 0
+        assert managers[mode].plan(nothing).num_items == 0
         assert managers[mode].stats().items == before
 
 
@@ -225,8 +224,9 @@ def test_execution_does_what_was_planned(managers: Any, make_batch: Any, batch: 
 
 
 def test_a_plan_touches_no_pixels(managers: Any) -> None:
-    plan = managers["full"].plan({"image_grid_thw": [[1, 4, 4]], "pixel_values": "not a tensor"})
-    assert plan.hits == 1
+    pixels = torch.zeros(1, 1).expand(16, 1536)  # of a few bytes, which a copy of them has not
+    for inputs in ({}, {"pixel_values": pixels}):
+        assert managers["full"].plan({"image_grid_thw": [[1, 4, 4]], **inputs}).hits == 1
 
 
 def test_statistics_count_tokens_and_bytes(full: Any, make_batch: Any) -> None:
@@ -411,7 +411,9 @@ def test_every_request_is_a_line_of_the_trace(tiny_towers: Any, make_batch: Any,
     manager = fx.EncoderCudaGraphManager(tiny_towers.wrapped, config, trace=tmp_path / "trace.jsonl")
     manager.execute(make_batch([(1, 4, 4), (1, 2, 2)], [(3, 2, 4)]))
     manager.plan(make_batch([(1, 8, 8)]))  # encodes nothing
-    manager.execute({})
+    with pytest.raises(InputError, match="image_grid_thw describes 16 patches"):
+        manager.execute({**make_batch([(1, 4, 4)]), "pixel_values": torch.zeros(15, 1536)})
+    manager.execute({"pixel_values": torch.zeros(0, 1536), "image_grid_thw": torch.zeros(0, 3).long()})
     manager.execute(make_batch([(1, 2, 4)]))
     read = read_trace(tmp_path / "trace.jsonl")
     sizes = [[(s.input_size, s.output_tokens) for s in request.item_specs] for request in read]

@@ -1,0 +1,188 @@
+"""Settings from a YAML file, of which no more is made than settings need.
+
+What a few lines of YAML stand for may be of any size (aliases of aliases) and of any depth. So the events of
+the file are counted before anything is made of them.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from fxsplit_encoder.errors import ConfigError
+from fxsplit_encoder.messages import shown
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+MOST_BYTES = 1 << 16
+"""Of a file."""
+MOST_VALUES = 4096
+"""Keys, values and lists that a file stands for, each alias counted as what it stands for."""
+DEEPEST = 16
+"""Mappings and lists inside of one another."""
+MOST_CHARACTERS = 1024
+"""Of a single value."""
+
+# Its parser in C takes a tenth of the time; PyYAML may be built without it.
+_Parser: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+def read_settings(path: str | os.PathLike[str]) -> Mapping[Any, Any]:
+    """The mapping in a YAML file; an empty file holds none.
+
+    Raises:
+        ConfigError: it cannot be read, is not YAML (with line and column), is no mapping, or is larger or
+            deeper than settings are. Nothing of its size is made then.
+    """
+    text = _read_text(path)
+    try:
+        _check_extent(text)
+        values = yaml.load(text, Loader=_SettingsLoader)
+    except yaml.MarkedYAMLError as error:
+        raise ConfigError(f"{_place(error.problem_mark)}not valid YAML: {error.problem}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"not valid YAML: {error}") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"allowed: a mapping of settings at the top level; got {shown(values)}")
+    return values
+
+
+def _read_text(path: str | os.PathLike[str]) -> str:
+    try:
+        file = Path(path)
+        if stat.S_ISFIFO(file.stat().st_mode):
+            raise ConfigError("cannot be read: it is a pipe, which may never end; pass a file")
+        with file.open("rb") as stream:
+            data = stream.read(MOST_BYTES + 1)
+        if len(data) > MOST_BYTES:
+            raise ConfigError(f"larger than settings are; allowed: at most {MOST_BYTES} bytes")
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"cannot be read: {error.reason} at byte {error.start}; allowed: UTF-8") from None
+    except (OSError, TypeError, ValueError) as error:  # the last: a path with a zero character
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"cannot be read: {error}") from None
+
+
+# --- how much a file stands for
+
+
+class _Anchor:
+    """What an alias of it stands for: values, and how deep they are inside of one another."""
+
+    def __init__(self, name: str | None) -> None:
+        self.name = name
+        self.values = 1
+        self.depth = 0
+
+    def add(self, values: int, depth: int) -> None:
+        self.values += values
+        self.depth = max(self.depth, depth + 1)
+
+
+def _check_extent(text: str) -> None:
+    """Raises ConfigError for a stream of events with too many values, or too deep.
+
+    Every alias counts as what it stands for: of a hundred lines that may be more than any memory holds.
+    """
+    anchors: dict[str, _Anchor] = {}
+    opened = [_Anchor(None)]
+    for event in yaml.parse(text, Loader=_Parser):
+        if isinstance(event, yaml.CollectionStartEvent):
+            opened.append(_Anchor(event.anchor))
+            if event.anchor is not None:
+                anchors.pop(event.anchor, None)  # until it is whole
+            _check(opened, 0, event)
+        elif isinstance(event, yaml.CollectionEndEvent):
+            done = opened.pop()
+            opened[-1].add(done.values, done.depth)
+            if done.name is not None:
+                anchors[done.name] = done
+        elif isinstance(event, yaml.ScalarEvent):
+            _check_scalar(event)
+            opened[-1].add(1, 0)
+            if event.anchor is not None:
+                anchors[event.anchor] = _Anchor(event.anchor)
+            _check(opened, 0, event)
+        elif isinstance(event, yaml.AliasEvent):
+            found = _anchor_of(event, anchors, opened)
+            opened[-1].add(found.values, found.depth)
+            _check(opened, found.depth, event)
+
+
+def _anchor_of(event: yaml.AliasEvent, anchors: dict[str, _Anchor], opened: list[_Anchor]) -> _Anchor:
+    if any(outer.name == event.anchor for outer in opened):
+        raise ConfigError(f"{_place(event.start_mark)}alias {shown(event.anchor)} is inside of what it names")
+    # One that was never set is the parser's to refuse.
+    return anchors.get(event.anchor or "") or _Anchor(None)
+
+
+def _check(opened: list[_Anchor], depth: int, event: Any) -> None:
+    if len(opened) - 1 + depth > DEEPEST:
+        raise ConfigError(
+            f"{_place(event.start_mark)}nested too deep; allowed: at most {DEEPEST} mappings and lists "
+            "inside of one another"
+        )
+    if sum(outer.values for outer in opened) > MOST_VALUES:
+        alias = f", alias {shown(event.anchor)} included" if isinstance(event, yaml.AliasEvent) else ""
+        raise ConfigError(
+            f"{_place(event.start_mark)}too many values{alias}; allowed: at most {MOST_VALUES}, every alias "
+            "counted as what it stands for"
+        )
+
+
+def _check_scalar(event: yaml.ScalarEvent) -> None:
+    if len(event.value) > MOST_CHARACTERS:
+        raise ConfigError(
+            f"{_place(event.start_mark)}a value of {len(event.value)} characters, {shown(event.value[:20])}"
+            f"...; allowed: at most {MOST_CHARACTERS}"
+        )
+
+
+def _place(mark: Any) -> str:
+    return f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+
+
+# --- what it stands for
+
+
+class _SettingsLoader(_Parser):  # type: ignore[misc]
+    """YAML's safe loader, but a key given twice is an error instead of the last one winning, and so is a
+    value that is not what its tag says.
+    """
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key in _keys(node):
+            if key.value in seen:
+                raise yaml.MarkedYAMLError(
+                    problem=f"{shown(key.value)} is set twice", problem_mark=key.start_mark
+                )
+            seen.add(key.value)
+        values: dict[Any, Any] = super().construct_mapping(node, deep)
+        return values
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            # Of a date with a thirteenth month, an integer of too many digits, a tag on other text.
+            kind = node.tag.rpartition(":")[2]
+            what = shown(node.value) if isinstance(node, yaml.ScalarNode) else "it"
+            raise yaml.MarkedYAMLError(
+                problem=f"{what} is no {kind}: {error}", problem_mark=node.start_mark
+            ) from None
+
+
+def _keys(node: Any) -> Iterator[yaml.ScalarNode]:
+    """The keys of a mapping that are plain values; others are no keys, which PyYAML says."""
+    pairs = node.value if isinstance(node, yaml.MappingNode) else ()
+    return (key for key, _ in pairs if isinstance(key, yaml.ScalarNode))

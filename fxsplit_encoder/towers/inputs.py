@@ -1,0 +1,172 @@
+"""Reading what a request holds: tensors of pixels, and the integers that say what they are.
+
+Every tower reads its inputs through these functions. They look at types, dtypes and sizes, and at no values
+but integers, in rows of a known width. A tower asks `number_of` how many rows there are before it reads them,
+so that an input of any claim is refused before anything of that claim's size exists.
+"""
+
+from __future__ import annotations
+
+from numbers import Integral
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+import torch
+
+from fxsplit_encoder.capture.room import gibibytes, memory_of
+from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.messages import names_of, shown
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from torch import Tensor
+
+MOST_ROWS = 2**31 - 1
+"""Rows of a batch: cumulative lengths count them in 32 bits."""
+
+MOST_PLANNED_ITEMS = 1 << 14
+"""Items of a plan that is made without pixels, which else limit them."""
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_INTEGERS = frozenset((torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64))
+_REAL = _INTEGERS.union(_FLOATS)
+
+# A wrong tensor of so few entries is shown with them.
+_FEW = 16
+
+
+def check_given(mm_kwargs: Mapping[str, Any], names: Iterable[str], tower: str) -> None:
+    """Raises InputError for a request that has none of the inputs `names` of a tower, but others."""
+    names = tuple(names)
+    if mm_kwargs and all(mm_kwargs.get(name) is None for name in names):
+        raise InputError(
+            f"mm_kwargs: expected at least one of {', '.join(names)}, the inputs of {tower}; got "
+            f"{names_of(name for name, value in mm_kwargs.items() if value is not None)}; for a batch "
+            "without items pass tensors without rows"
+        )
+
+
+# --- pixels
+
+
+def pixel_parts(value: Any, name: str) -> list[Tensor]:
+    """The tensors of an input of pixels, which is one or a list of them; None are none.
+
+    Raises:
+        InputError: it is something else, see `check_pixels`.
+    """
+    if value is None:
+        return []
+    parts = value if isinstance(value, list | tuple) else (value,)
+    for part in parts:
+        check_pixels(part, name)
+    return list(parts)
+
+
+def check_pixels(value: Any, name: str) -> None:
+    """Raises InputError unless an input is a tensor of real numbers, in rows, whose data is at hand."""
+    if not isinstance(value, torch.Tensor):
+        hint = "; pass torch.from_numpy of it" if isinstance(value, np.ndarray) else ""
+        raise InputError(f"{name}: expected a tensor; got {shown(value)}{hint}")
+    if value.layout != torch.strided or value.is_nested:
+        raise InputError(
+            f"{name}: expected a dense tensor; got one of layout {value.layout}; pass to_dense()"
+        )
+    if value.dtype not in _REAL:
+        raise InputError(
+            f"{name}: expected floating point numbers of 16 bits or more, or integers of 8 to 64 bits with a "
+            f"sign or uint8; got {value.dtype}"
+        )
+    if value.dim() == 0:
+        raise InputError(f"{name}: expected rows of pixels; got a tensor without dimensions")
+    if value.device.type == "meta":
+        raise InputError(f"{name}: expected pixels; got a tensor on the meta device, which has no data")
+    # An expanded tensor may have more elements than any memory. What is made of it may not.
+    if value.shape[0] > MOST_ROWS or value.nbytes > memory_of(value.device):
+        raise InputError(
+            f"{name}: expected at most {MOST_ROWS} rows, and {gibibytes(memory_of(value.device))} in all, "
+            f"the memory of {value.device}; got {tuple(value.shape)} in {value.dtype}"
+        )
+
+
+# --- integers
+
+
+def number_of(value: Any) -> int:
+    """How many rows an input of integers has, without reading it; 0 for what is no such input."""
+    if isinstance(value, torch.Tensor) and value.is_nested:
+        return 0
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return int(value.shape[0]) if len(value.shape) else 0
+    return len(value) if isinstance(value, list | tuple) else 0
+
+
+def check_integers(value: Any, name: str) -> None:
+    """Raises InputError unless an input is a tensor of integers. Its values are not read."""
+    if not isinstance(value, torch.Tensor):
+        raise InputError(f"{name}: expected a tensor of integers; got {shown(value)}")
+    if value.dtype not in _INTEGERS or not _is_readable(value):
+        raise InputError(f"{name}: expected a tensor of integers; got {value.dtype}, {value.layout}")
+
+
+def integer_rows(value: Any, name: str, columns: int, expected: str) -> list[tuple[int, ...]]:
+    """Rows of integers as Python's own. A tensor on a device costs one synchronization.
+
+    Args:
+        value: (rows, columns): a tensor, an array or nested sequences; (rows,) is enough for one column.
+        name: where it was found.
+        columns: integers in a row. Longer rows are refused unread.
+        expected: what the message says is expected.
+
+    Raises:
+        InputError: it is something else, or a number is none of 64 bits.
+    """
+    if isinstance(value, torch.Tensor) and value.dtype in _INTEGERS and _is_readable(value):
+        if value.shape[1:] == (columns,):
+            return [tuple(row) for row in value.tolist()]
+    listed = _listed(value, number_of(value) * columns, name, expected)
+    if not isinstance(listed, list | tuple):
+        _refuse(listed, name, expected)
+    rows = []
+    for given in listed:
+        row = _listed(given, columns, name, expected)
+        if columns == 1 and not isinstance(row, list | tuple):
+            row = (row,)
+        if not isinstance(row, list | tuple) or len(row) != columns:
+            _refuse(row, name, expected)
+        shown_with = row if columns > 1 else listed
+        rows.append(tuple([_integer(number, shown_with, name, expected) for number in row]))
+    return rows
+
+
+def _listed(value: Any, most: int, name: str, expected: str) -> Any:
+    """What a tensor or an array holds, as lists, unless there is more than wanted; anything else as it is."""
+    if isinstance(value, torch.Tensor):
+        if not _is_readable(value) or value.numel() > max(most, _FEW):
+            _refuse(value, name, expected)
+        return value.tolist()
+    if isinstance(value, np.ndarray | np.generic):
+        if value.size > max(most, _FEW):
+            _refuse(value, name, expected)
+        return value.tolist()
+    return value
+
+
+def _is_readable(value: Tensor) -> bool:
+    return value.layout == torch.strided and not value.is_nested and value.device.type != "meta"
+
+
+def _integer(number: Any, row: Sequence[Any], name: str, expected: str) -> int:
+    # The type of Python's own integers is compared first: asking for a number's class takes a microsecond.
+    kind = type(number)
+    if kind is bool or (kind is not int and not isinstance(number, Integral)):
+        _refuse(row, name, expected)
+    value = int(number)
+    if not -(2**63) <= value < 2**63:
+        raise InputError(f"{name}: expected {expected}, each of 64 bits; got {shown(row)}")
+    return value
+
+
+def _refuse(value: Any, name: str, expected: str) -> NoReturn:
+    raise InputError(f"{name}: expected {expected}; got {shown(value)}")

@@ -1,0 +1,482 @@
+"""Requests that no processor makes: refused by name, before anything of the size that they claim is made."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import tracemalloc
+from collections import UserDict
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from itertools import count
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fxsplit_encoder as fx
+from fxsplit_encoder.errors import InputError
+
+from ..towers.tiny_inputs import items
+from ..towers.tiny_towers import make, tiny
+from .mock_towers import PackedModel, assert_equal_items, batch
+
+MEBIBYTE = 1 << 20
+FAR = 1 << 40
+QWEN, KIMI_VL, KIMI_K25 = "Qwen3VLVisionModel", "KimiVLVisionModel", "Kimi_K25VisionModel"
+QWEN25, GLM = "Qwen2_5_VisionTransformerPretrainedModel", "Glm4vVisionModel"
+INTERN, LLAMA = "InternVLModel", "Llama4VisionModel"
+DEEPSEEK, STEP3, MOCK = "DeepseekOcrVisionModel", "Step3VisionModel", "mock"
+PACKED = (QWEN, QWEN25, GLM, KIMI_K25)
+
+
+@functools.cache
+def manager_of(name: str) -> Any:
+    tower = PackedModel() if name == MOCK else fx.wrap(make(name))
+    return fx.EncoderCudaGraphManager(tower, fx.EncoderConfig(mode="none"), log_interval=0)  # type: ignore[arg-type]
+
+
+def good_request(name: str) -> dict[str, Any]:
+    if name == MOCK:
+        return batch(3, 2)
+    inputs = tiny(name).inputs
+    request: dict[str, Any] = inputs.make(items("image", inputs.images[:2]))
+    return request
+
+
+@functools.cache
+def expected_items(name: str) -> list[Tensor]:
+    result: list[Tensor] = manager_of(name).execute(good_request(name))
+    return result
+
+
+class Allocations(TorchDispatchMode):
+    """Bytes that operators of torch have returned."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            self.num_bytes += result.untyped_storage().nbytes()
+        return result
+
+
+@contextlib.contextmanager
+def idle(manager: Any) -> Iterator[None]:
+    """A tower that neither computes metadata nor encodes."""
+
+    def work(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("the tower was put to work")
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("metadata", "segment_lengths", "core", "encode", "encoder_cudagraph_forward"):
+            if hasattr(manager.tower, name):
+                patch.setattr(manager.tower, name, work)
+        yield
+
+
+def assert_refused(call: Callable[[], Any], message: str) -> None:
+    """An error of the tree that matches, and less than 10 MiB on the way to it."""
+    allocations = Allocations()
+    tracemalloc.start()
+    try:
+        with allocations, pytest.raises(InputError, match=message) as raised:
+            call()
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(str(raised.value)) < 1000
+    assert peak < 10 * MEBIBYTE
+    assert allocations.num_bytes < 10 * MEBIBYTE
+
+
+# --- the requests
+
+
+class Raises:
+    """Whatever is asked of it."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no")
+
+    def __len__(self) -> int:
+        raise RuntimeError("no")
+
+    def tolist(self) -> Any:
+        raise RuntimeError("no")
+
+
+def nested(depth: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def endless() -> list[Any]:
+    value: list[Any] = []
+    value.append(value)
+    return value
+
+
+Case = tuple[str, Callable[[dict[str, Any]], Any], str]
+
+# A name, what becomes of a good request, and what the message says.
+CASES: dict[str, Case] = {}
+
+
+def add(label: str, tower: str, change: Callable[[dict[str, Any]], Any], message: str) -> None:
+    label = f"{tower}-{label}"
+    assert label not in CASES
+    CASES[label] = (tower, change, message)
+
+
+def replacing(**values: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return lambda request: {**request, **values}
+
+
+# What is no request at all.
+for label, value in {
+    "nothing": {},
+    "None": None,
+    "a list": [1, 2],
+    "text": "pixel_values",
+    "a tensor": torch.zeros(3),
+    "a number": 3,
+    "an iterator": count(),
+}.items():
+    for tower in (QWEN, MOCK):
+        add(
+            f"request is {label}", tower, lambda request, value=value: value, "^mm_kwargs: expected a mapping"
+        )
+for tower in (QWEN, KIMI_VL, INTERN, LLAMA, DEEPSEEK, STEP3):
+    add("misspelt", tower, lambda request: {"pixels": request["pixel_values"]}, "pixel_values.*got pixels")
+    add("all None", tower, lambda request: dict.fromkeys(request), "pixel_values.*got nothing")
+add(
+    "other keys",
+    MOCK,
+    lambda request: {"pixel_values": torch.zeros(3, 8)},
+    "PackedModel.* KeyError: 'lengths'",
+)
+add("a mapping of numbers", QWEN, lambda request: {3: 4}, "pixel_values, .*got 3")
+add("a mapping of another class", QWEN, lambda request: UserDict(pixels=3), "pixel_values, .*got pixels")
+
+# Pixels.
+PIXELS: dict[str, tuple[Any, str]] = {
+    "NumPy": (np.zeros((28, 4), np.float32), r"expected a tensor; got ndarray of \(28, 4\).*from_numpy"),
+    "a list of NumPy": ([np.zeros((28, 4), np.float32)], "expected a tensor; got ndarray"),
+    "text": ("x" * 10**6, "expected a tensor; got 'xxx"),
+    "a number": (3.5, "expected a tensor; got 3.5"),
+    "a list of None": ([None], "expected a tensor; got None"),
+    "a list of a million": ([1] * 10**6, "expected a tensor; got 1"),
+    "nested lists": (nested(10**4), "expected a tensor; got "),
+    "a list in itself": (endless(), "expected a tensor; got "),
+    "a dictionary": ({"a": 1}, "expected a tensor; got {'a': 1}"),
+    "a hostile object": (Raises(), "expected a tensor; got an object of Raises"),
+    "an iterator": (count(), "expected a tensor; got count"),
+    "complex": (torch.zeros(28, 4, dtype=torch.complex64), "expected floating point.* got torch.complex64"),
+    "boolean": (torch.zeros(28, 4, dtype=torch.bool), "expected floating point.* got torch.bool"),
+    "without dimensions": (torch.tensor(3.0), "tensor without dimensions"),
+    "sparse": (torch.zeros(28, 4).to_sparse(), "dense tensor; got one of layout torch.sparse_coo"),
+    "on the meta device": (torch.zeros(28, 4, device="meta"), "meta device"),
+    "of one dimension": (torch.zeros(28), r"expected \(.*; got \(28,\)"),
+    "of another width": (torch.zeros(28, 5), r"expected \(.*; got \(28, 5\)"),
+    "wide without data": (torch.zeros(1, 1).expand(28, FAR), "pixel_values: expected"),
+    "long without data": (torch.zeros(1, 1).expand(FAR, 4), "expected at most 2147483647 rows"),
+}
+for label, (value, message) in PIXELS.items():
+    add(f"pixels are {label}", QWEN, replacing(pixel_values=value), f"^pixel_values: .*{message}|{message}")
+for label in ("NumPy", "complex", "a number", "of another width", "long without data", "sparse"):
+    value, message = PIXELS[label]
+    for tower in (KIMI_VL, INTERN, LLAMA, DEEPSEEK, STEP3):
+        add(f"pixels are {label}", tower, replacing(pixel_values=value), "^pixel_values: expected")
+for tower in (QWEN25, GLM, KIMI_K25, KIMI_VL):
+    add("no pixels", tower, replacing(pixel_values=None), "^pixel_values: expected .*got 0 rows")
+
+# Grids.
+GRIDS: dict[str, tuple[Any, str]] = {
+    "missing": (None, "image_grid_thw: expected the grids of pixel_values; got None"),
+    "larger than pixels": (torch.tensor([[1, 4096, 4096]]), "describes 16777216 patches; got 28 rows"),
+    "of very many frames": (torch.tensor([[FAR, 2, 2]]), "describes 4398046511104 patches; got 28 rows"),
+    "a product beyond 64 bits": ([[2**40, 2**40, 2**40]], "patches; got 28 rows"),
+    "a product that wraps to 28": (torch.tensor([[2**62 + 7, 2, 2]]), "patches; got 28 rows"),
+    "beyond 64 bits": ([[1, 2**70, 2]], "each of 64 bits"),
+    "of endless digits": ([[1, 10**5000, 2]], "each of 64 bits; got .*an integer of 16610 bits"),
+    "unsigned beyond 64 bits": (np.array([[1, 2**63 + 2, 2]], np.uint64), "each of 64 bits"),
+    "complex": (torch.ones(1, 3, dtype=torch.complex64), "rows of three integers"),
+    "boolean": (torch.ones(1, 3, dtype=torch.bool), "rows of three integers .*True"),
+    "floats": (torch.tensor([[1.0, 4.0, 7.0]]), "rows of three integers .*1.0"),
+    "not a number": ([[1, float("nan"), 2]], "rows of three integers .*nan"),
+    "infinite": ([[1, float("inf"), 2]], "rows of three integers .*inf"),
+    "a fraction": ([[1, Fraction(4), 7]], "rows of three integers"),
+    "negative": ([[-1, -4, 7]], "at least 1 frame"),
+    "negative twice": (torch.tensor([[1, -2, -14]]), "at least 1 frame"),
+    "zero": (torch.tensor([[0, 4, 8]]), "at least 1 frame"),
+    "odd": ([[1, 4, 7]], "multiples of the merge size 2"),
+    "one row": (torch.tensor([1, 4, 7]), "rows of three integers"),
+    "of four columns": (torch.ones(1, 4).long(), "rows of three integers"),
+    "very wide": (torch.ones(1, 1).long().expand(1, FAR), "rows of three integers .*Tensor of"),
+    "very many": (torch.ones(1, 1).long().expand(FAR, 3), "describes 1099511627776 items"),
+    "very many of an array": (np.broadcast_to(np.int64(1), (FAR, 3)), "describes 1099511627776 items"),
+    "lists of wide tensors": ([torch.ones(1).long().expand(FAR)], "rows of three integers"),
+    "on the meta device": (torch.ones(1, 3, device="meta").long(), "rows of three integers"),
+    "sparse": (torch.ones(1, 3).long().to_sparse(), "rows of three integers"),
+    "text": ("1, 4, 7", "rows of three integers .*'1, 4, 7'"),
+    "objects": (np.array([[None, "a", 3]], dtype=object), "rows of three integers"),
+    "a dictionary": ({"t": 1}, "rows of three integers"),
+    "a hostile object": (Raises(), "rows of three integers .*an object of Raises"),
+    "rows of hostile objects": ([Raises()], "rows of three integers .*an object of Raises"),
+    "an iterator": (count(), "rows of three integers"),
+    "nested lists": (nested(10**4), "rows of three integers"),
+    "a list in itself": (endless(), "rows of three integers"),
+    "none": ([], "describes 0 patches; got 28 rows"),
+}
+for label, (value, message) in GRIDS.items():
+    add(
+        f"grids are {label}",
+        QWEN,
+        replacing(image_grid_thw=value),
+        f"image_grid_thw:? .*{message}|^{message}",
+    )
+for label in ("larger than pixels", "of very many frames", "very many", "complex", "missing"):
+    value, message = GRIDS[label]
+    for tower in (QWEN25, GLM, KIMI_K25):
+        add(f"grids are {label}", tower, replacing(image_grid_thw=value), "image_grid_thw")
+for label, value in {
+    "larger than pixels": [[4096, 4096]],
+    "a product that wraps": torch.tensor([[2**62, 2**62]]),
+    "of three columns": [[1, 4, 7]],
+    "complex": torch.ones(1, 2, dtype=torch.complex64),
+    "very many": torch.ones(1, 1).long().expand(FAR, 2),
+    "None": None,
+    "a number": 4,
+}.items():
+    add(f"sizes are {label}", KIMI_VL, replacing(image_grid_hws=value), "image_grid_hws")
+add("a clip too long", KIMI_K25, replacing(image_grid_thw=[[7, 2, 2]]), "at most 4 frames a clip")
+add("embeddings", QWEN, replacing(image_embeds=torch.zeros(4, 8)), "^image_embeds: these are embeddings")
+add(
+    *("videos without grids", QWEN, replacing(pixel_values_videos=torch.zeros(28, 24))),
+    "^video_grid_thw: expected the grids of pixel_values_videos; got None",
+)
+add(
+    *("videos without pixels", QWEN, replacing(video_grid_thw=[[FAR, 2, 2]])),
+    "^pixel_values_videos: |^video_grid_thw|a batch has",
+)
+
+# Tiles and their counts.
+COUNTS: dict[str, Any] = {
+    "too many": [2, 2**40],
+    "beyond 64 bits": [2**70],
+    "of endless digits": [10**5000],
+    "negative": [-1, 4],
+    "zero": [0, 3],
+    "floats": [1.5, 1.5],
+    "boolean": torch.ones(3, dtype=torch.bool),
+    "complex": torch.ones(3, dtype=torch.complex64),
+    "very many": torch.ones(1).long().expand(FAR),
+    "text": "3",
+    "an iterator": count(),
+    "a dictionary": {"a": 3},
+    "nested lists": nested(10**4),
+    "a hostile object": Raises(),
+}
+for label, value in COUNTS.items():
+    add(f"counts are {label}", INTERN, replacing(num_patches=value), "^pixel_values: expected tile counts")
+    add(
+        f"counts are {label}",
+        STEP3,
+        replacing(num_patches=value),
+        "num_patches|patch_pixel_values|pixel_values",
+    )
+for label in ("too many", "very many", "text", "complex", "an iterator"):
+    grid = [[2**40, 2**40], [1, 1]] if label == "too many" else COUNTS[label]
+    add(f"counts are {label}", DEEPSEEK, replacing(images_spatial_crop=grid), "images_spatial_crop")
+add("counts are missing", DEEPSEEK, replacing(images_spatial_crop=None), "^images_spatial_crop: .*got None")
+add("counts are missing", STEP3, replacing(num_patches=None), "^num_patches: .*got None")
+add(
+    "crops are missing", STEP3, replacing(patch_pixel_values=None), "^patch_pixel_values: expected .*got None"
+)
+add("crops are NumPy", DEEPSEEK, replacing(images_crop=np.zeros(3)), "^images_crop: expected a tensor")
+ratios = {"num_patches": None, "aspect_ratios": torch.tensor([[2**40, 2**40]])}
+add("aspect ratios too large", LLAMA, replacing(**ratios), "^pixel_values: expected tile counts")
+ratios = {"num_patches": None, "aspect_ratios": torch.ones(1, 1).long().expand(FAR, 2)}
+add("aspect ratios too many", LLAMA, replacing(**ratios), "^aspect_ratios: expected one an image")
+ratios = {"num_patches": None, "aspect_ratios": "1:2"}
+add("aspect ratios are text", LLAMA, replacing(**ratios), "^aspect_ratios: expected rows of two integers")
+add("videos", LLAMA, replacing(pixel_values_videos=torch.zeros(1)), "^pixel_values_videos: .*images only")
+VIDEOS = {
+    "NumPy": np.zeros((2, 3, 16, 16)),
+    "a list of numbers": [1, 2],
+    "without data": torch.zeros(1, 1, 1, 1, 1).expand(FAR, 2, 3, 16, 16),
+    "without counts": torch.zeros(2, 3, 16, 16),
+    "of another size": torch.zeros(1, 2, 3, 8, 8),
+}
+for label, value in VIDEOS.items():
+    add(f"videos are {label}", INTERN, replacing(pixel_values_videos=value), "^pixel_values_videos: ")
+
+# Towers that know nothing of this library.
+for label, lengths in {
+    "negative": [-3],
+    "beyond 64 bits": [2**70],
+    "text": ["a"],
+    "a boolean": [True],
+}.items():
+    add(f"lengths are {label}", MOCK, replacing(lengths=lengths), "PackedModel reads item 0 as one of")
+for label, lengths in {"a number": 3, "None": None}.items():
+    add(f"lengths are {label}", MOCK, replacing(lengths=lengths), "PackedModel does not read .*TypeError")
+
+
+# --- what becomes of them
+
+
+def hostile(request: dict[str, Any], tower: str, change: Callable[[dict[str, Any]], Any]) -> Any:
+    """The request with the change; where the tower packs patches, it has 28 rows of them in one image."""
+    if tower in (*PACKED, KIMI_VL):
+        grid = [[2, 14]] if tower == KIMI_VL else [[1, 2, 14]]
+        shape = request["pixel_values"].shape[1:]
+        request = {"pixel_values": torch.zeros(28, *shape), next(k for k in request if "grid" in k): grid}
+    return change(request)
+
+
+def test_there_are_enough() -> None:
+    assert len(CASES) >= 100
+
+
+@pytest.mark.parametrize("label", CASES)
+def test_it_is_refused_by_name_and_the_manager_goes_on(label: str) -> None:
+    tower, change, message = CASES[label]
+    manager, expected = manager_of(tower), expected_items(tower)
+    request = hostile(good_request(tower), tower, change)
+    before = manager.stats()
+    with idle(manager):
+        assert_refused(lambda: manager.execute(request), message)
+        if not label.endswith("no pixels"):  # a plan does without
+            assert_refused(lambda: manager.plan(request), message)
+    assert manager.stats() == before
+    assert_equal_items(manager.execute(good_request(tower)), expected)
+
+
+def test_who_sends_bad_inputs_waits_for_nobody_and_holds_up_nobody() -> None:
+    manager = manager_of(QWEN)
+    request = hostile(good_request(QWEN), QWEN, replacing(image_grid_thw=[[FAR, 2, 2]]))
+    with manager._lock:
+        refused = []
+
+        def send() -> None:
+            with pytest.raises(InputError) as raised:
+                manager.execute(request)
+            refused.append(raised.value)
+
+        sender = threading.Thread(target=send, daemon=True)
+        sender.start()
+        sender.join(60)
+        assert refused, "it waited for the lock"
+
+
+@pytest.mark.parametrize("tower", [QWEN, QWEN25, GLM, KIMI_K25, KIMI_VL])
+def test_a_plan_by_grids_alone_counts_without_making(tower: str) -> None:
+    """Pixels, which else say how large grids may be, are missing; so nothing of the grids' size is made."""
+    manager = manager_of(tower)
+    key, grid = "image_grid_thw", [4 if tower == KIMI_K25 else 1 << 20, 16, 16]
+    if tower == KIMI_VL:
+        key, grid = "image_grid_hws", [1 << 14, 1 << 14]
+    allocations = Allocations()
+    with idle(manager), allocations:
+        tracemalloc.start()
+        plan = manager.plan({key: [grid]})
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert plan.num_items == 1
+    assert max(peak, allocations.num_bytes) < 10 * MEBIBYTE
+    with pytest.raises(InputError, match=r"patches; a batch has 2147483647 at most|at most 4 frames"):
+        manager.plan({key: [[FAR] * len(grid)]})
+
+
+OWN_FORWARD = {
+    "larger than pixels": lambda x, g: (x, g * 2),
+    "of very many frames": lambda x, g: (x, g + FAR),
+    "a product that wraps": lambda x, g: (x, g + 2**62),
+    "very many": lambda x, g: (x, g[:1].expand(FAR, -1)),
+    "very wide": lambda x, g: (x, g[:, :1].expand(-1, FAR)),
+    "complex": lambda x, g: (x, g + 0j),
+    "floats": lambda x, g: (x, g.double()),
+    "boolean": lambda x, g: (x, g > 0),
+    "a list": lambda x, g: (x, g.tolist()),
+    "NumPy": lambda x, g: (x, g.numpy()),
+    "None": lambda x, g: (x, None),
+    "without dimensions": lambda x, g: (x, g.sum()),
+    "of NumPy patches": lambda x, g: (x.numpy(), g),
+    "of complex patches": lambda x, g: (x + 0j, g),
+    "of patches of another width": lambda x, g: (x.flatten(1)[:, 1:], g),
+    "of patches in one dimension": lambda x, g: (x.flatten(), g),
+    "of patches on the meta device": lambda x, g: (x.to("meta"), g),
+    "of no patches": lambda x, g: (None, g),
+}
+
+
+@pytest.mark.parametrize("label", OWN_FORWARD)
+@pytest.mark.parametrize("tower", [QWEN, QWEN25, GLM, KIMI_K25, KIMI_VL])
+def test_the_towers_own_forward_refuses_alike(label: str, tower: str) -> None:
+    wrapped = manager_of(tower).tower
+    patches, grids = wrapped.example_inputs()
+    given = OWN_FORWARD[label](patches, grids)
+    names = "|".join(wrapped.input_names)
+    with idle(manager_of(tower)):
+        assert_refused(lambda: wrapped(*given), f"^({names}): ")
+    assert wrapped(patches, grids) is not None
+
+
+@pytest.mark.parametrize(
+    "value", [np.zeros((1, 3, 16, 16)), torch.zeros(1, 3, 16, 16) + 0j, torch.zeros(3), None]
+)
+@pytest.mark.parametrize("tower", [INTERN, LLAMA, STEP3])
+def test_the_own_forward_of_towers_of_tiles_refuses_too(value: Any, tower: str) -> None:
+    assert_refused(lambda: manager_of(tower).tower(value), "^pixel_values: expected")
+
+
+def test_behind_the_compiler_grids_are_compared_before_metadata_are_made(
+    fresh_dynamo: None, tiny_towers: Any, make_batch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrapped = tiny_towers.wrapped
+    compiled = torch.compile(
+        wrapped, backend="encoder_cg", options={"token_budgets": [4, 16], "piece_compiler": "eager"}
+    )
+    inputs = make_batch([(1, 4, 4)])
+    x, grid = inputs["pixel_values"], inputs["image_grid_thw"]
+    computed: list[int] = []
+    kept = wrapped._device_metadata.of
+
+    def counted(grids: Any, *args: Any) -> Any:
+        computed.append(len(grids))
+        return kept(grids, *args)
+
+    monkeypatch.setattr(wrapped._device_metadata, "of", counted)
+    with torch.no_grad():
+        expected = compiled(x, grid).pooler_output
+        # No mode that counts allocations: Dynamo does not compile under one.
+        for bad in ([[1, 4096, 4096]], [[FAR, 2, 2]], [[2**62 + 4, 2, 2]], [[1, 4, 4]] * 5):
+            with pytest.raises(InputError, match=r"^grid_thw: describes .* got 16 rows"):
+                compiled(x, torch.tensor(bad))
+            assert computed == [1]
+        for bad_x in (x + 0j, x[:, 1:], x.numpy()):
+            with pytest.raises(InputError, match=r"^hidden_states: expected"):
+                compiled(bad_x, grid)
+        torch.testing.assert_close(compiled(x, grid).pooler_output, expected)
+
+
+def test_a_request_without_items_is_no_error() -> None:
+    for tower in (QWEN, KIMI_VL, INTERN, DEEPSEEK, STEP3):
+        assert manager_of(tower).execute(tiny(tower).inputs.make([])) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.float64, torch.bfloat16])
+def test_pixels_may_have_any_dtype_of_real_numbers(dtype: torch.dtype) -> None:
+    request = good_request(QWEN)
+    pixels = (request["pixel_values"] * 8).round().abs()
+    expected = manager_of(QWEN).execute({**request, "pixel_values": pixels})
+    assert_equal_items(manager_of(QWEN).execute({**request, "pixel_values": pixels.to(dtype)}), expected)
