@@ -83,7 +83,8 @@ class Region:
                 self._nodes += part.nodes
                 read.update(dict.fromkeys(part.inputs))
                 orders.update(n.args[1] for n in part.nodes if n.target is permute_rows)
-        read.update(dict.fromkeys(a for a in outputs if isinstance(a, fx.Node)))
+        self._outputs = [output for output in outputs if isinstance(output, fx.Node)]
+        read.update(dict.fromkeys(self._outputs))
         known = {*self._nodes, *fixed}
         self.inputs = {
             node: RegionInput(
@@ -131,7 +132,7 @@ class Region:
         if self._token_symbol is None:
             return padding.PaddingReport((("graph", "no dimension of a splitting op's query is symbolic"),))
         seeds = {node: _seed(entry) for node, entry in self.inputs.items()}
-        return padding.analyse(self._nodes, seeds, self._token_symbol, assumptions)
+        return padding.analyse(self._nodes, seeds, self._token_symbol, assumptions, self._outputs)
 
 
 def _seed(entry: RegionInput) -> padding.State:

@@ -5,7 +5,8 @@ anything. Every tensor of the graph is given a state by one pass over its ATen n
 statement about the two runs:
 
 * `Rows(dim)`: the size along `dim` is E(n) in one run and E(B) >= E(n) in the other, all other sizes are
-  equal, and the first E(n) entries along `dim` are equal.
+  equal, and the first E(n) entries along `dim` are equal. `Rows(dim, blocks)`: the same of each of so many
+  equal blocks of that dimension; such rows may not leave the graph.
 * `SHARED`: sizes and values are equal.
 * `SEGMENTS`: cumulative lengths, which the capture extends by empty segments; only attention may read them.
 * `Mixed(reason)`: nothing is known.
@@ -104,6 +105,7 @@ def analyse(
     seeds: Mapping[fx.Node, State],
     token_symbol: str,
     assumptions: Iterable[sympy.Basic] = (),
+    outputs: Iterable[fx.Node] = (),
 ) -> PaddingReport:
     """Proves that a region may be padded, or says where the proof fails.
 
@@ -112,6 +114,7 @@ def analyse(
         seeds: the states of the tensors that enter the region.
         token_symbol: the name of the symbol that counts tokens.
         assumptions: what the trace assumes of its symbols, as expressions.
+        outputs: what leaves the region, and is cut there to the size of the exact run.
     """
     segments = {
         symbol
@@ -122,6 +125,7 @@ def analyse(
     }
     analysis = Analysis(dict(seeds), TokenSizes(token_symbol, segments, assumptions))
     reasons = [*analysis.check_trace(), *analysis.check_seeds(), *analysis.visit_all(nodes)]
+    reasons += analysis.check_outputs(outputs)
     mixed = [node for node in nodes if isinstance(analysis.states.get(node), Mixed)]
     return PaddingReport(
         tuple(reasons),
@@ -196,6 +200,13 @@ class Analysis:
                 self.refuted |= isinstance(error, RefutedError)
                 self.states[node] = Mixed(str(error))
                 yield node.name, str(error)
+
+    def check_outputs(self, outputs: Iterable[fx.Node]) -> Iterable[tuple[str, str]]:
+        """The outputs whose first entries are not the real rows."""
+        for node in outputs:
+            state = self.states.get(node)
+            if isinstance(state, Rows) and state.blocks != 1:
+                yield node.name, "tokens leave the graph joined with an outer dimension"
 
     def state_of(self, node: fx.Node, inputs: Sequence[State]) -> State:
         """The state of a node whose inputs have these; raises NotProvedError where it mixes rows."""

@@ -21,6 +21,13 @@ class Rows:
     """The first entries along `dim` are those of the exact run, see `compile.padding.analysis`."""
 
     dim: int
+    blocks: sympy.Expr | int = 1
+    """Into how many equal blocks the dimension falls, the first entries of each of which are meant: tokens
+    that were made the inner of two dimensions, and joined with the outer one."""
+
+    def at(self, dim: int) -> Rows:
+        """The same rows along another dimension."""
+        return Rows(dim, self.blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +101,19 @@ class NodeView:
         """The state of an argument; constants are shared."""
         return self.analysis.states.get(argument, SHARED) if isinstance(argument, fx.Node) else SHARED
 
-    def rows(self, position: int = 0) -> int:
-        """The token dimension of an argument, which must have one."""
+    def rows_of(self, position: int = 0) -> Rows:
+        """The rows of an argument, which must have some; perhaps in several blocks."""
         state = self.state(self.arg(position))
         if not isinstance(state, Rows):
             raise NotProvedError(f"{self.name} takes rows where none were expected (argument {position})")
-        return state.dim
+        return state
+
+    def rows(self, position: int = 0) -> int:
+        """The token dimension of an argument, which must have one, in one block."""
+        rows = self.rows_of(position)
+        if rows.blocks != 1:
+            raise NotProvedError(f"{self.name} takes tokens that are joined with an outer dimension")
+        return rows.dim
 
     def rank(self, position: int = 0) -> int:
         """Dimensions of a tensor argument."""

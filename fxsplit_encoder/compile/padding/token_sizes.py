@@ -73,6 +73,11 @@ class TokenSizes:
         """Whether two sizes are the same at every token count that the trace holds for; undecided is no."""
         return bool(one == other or sympy.expand(self._normal_form(one) - self._normal_form(other)) == 0)
 
+    def quotient(self, size: sympy.Expr, divisor: sympy.Expr | int) -> sympy.Expr | None:
+        """`size / divisor` where that is an integer at every token count; None where not, or undecided."""
+        result = sympy.cancel(self._normal_form(size) / self._normal_form(sympy.sympify(divisor)))
+        return result if sympy.fraction(result)[1] == 1 else None
+
     def _normal_form(self, expr: sympy.Expr) -> sympy.Expr:
         if expr not in self._normal:
             self._normal[expr] = sympy.expand(self._with_divisor(expr))

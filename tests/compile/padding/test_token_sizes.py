@@ -99,3 +99,13 @@ def test_equality_needs_the_guards() -> None:
     assert not sizes().are_equal(4 * FloorDiv(S, 4), S)
     assert not sizes(BY_4).are_equal(8 * FloorDiv(S, 8), S)
     assert not sizes(BY_4).are_equal(S, T)
+
+
+def test_a_quotient_is_an_integer_at_every_count() -> None:
+    known = sizes(BY_4)
+    assert known.quotient(6 * T, 3) == 2 * T
+    assert known.quotient(T**2, T) == T
+    assert known.quotient(S, 4) is not None
+    assert known.quotient(S, 8) is None
+    assert known.quotient(sympy.Integer(2), sympy.Integer(4)) is None
+    assert known.quotient(FloorDiv(S, 5000), 2) is None

@@ -45,20 +45,22 @@ def _dense_attention(view: NodeView) -> State:
         raise view.fail("drops entries at random")
     qkv, others = view.args[:3], [*view.args[3:], *view.node.kwargs.values()]
     masks = [a for a in others if isinstance(a, fx.Node)]
-    independent = all(view.state(a) == Rows(0) and view.rank(i) > 2 for i, a in enumerate(qkv))
-    for mask in masks:
-        aligned = view.state(mask) == Rows(0) and mask.meta["val"].dim() == view.rank()
-        independent = independent and (aligned or view.state(mask) is SHARED)
-    if not independent:
+    state = view.state(qkv[0])
+    batches_tokens = isinstance(state, Rows) and state.dim == 0
+    if not batches_tokens or any(view.state(a) != state or view.rank(i) < 3 for i, a in enumerate(qkv)):
         raise view.fail("attends across the dimension that counts tokens")
+    for mask in masks:
+        aligned = view.state(mask) == state and mask.meta["val"].dim() == view.rank()
+        if not aligned and view.state(mask) is not SHARED:
+            raise view.fail("attends across the dimension that counts tokens")
     results: Any = view.node.meta["val"]
     if isinstance(results, torch.Tensor):
-        return Rows(0)
-    return [_result_state(view, result) for result in results]
+        return state
+    return [_result_state(view, state, result) for result in results]
 
 
-def _result_state(view: NodeView, result: Any) -> State:
+def _result_state(view: NodeView, state: Rows, result: Any) -> State:
     counts_rows = isinstance(result, torch.Tensor) and result.dim() > 0
     if counts_rows and view.analysis.sizes.counts_rows(shape_exprs(result)[0]):
-        return Rows(0)
+        return state
     return Mixed(f"{view.name} gives nothing that is known beside what was attended to")

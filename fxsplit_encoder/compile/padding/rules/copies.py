@@ -13,7 +13,8 @@ def _expand(view: NodeView) -> State:
     """
     if view.state(view.arg(0)) is SHARED:
         return _copies(view)
-    return Rows(view.rows() + view.output().dim() - view.rank())
+    rows = view.rows_of()
+    return rows.at(rows.dim + view.output().dim() - view.rank())
 
 
 @rule("repeat")

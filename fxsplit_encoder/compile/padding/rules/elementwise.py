@@ -33,11 +33,11 @@ def pointwise(view: NodeView) -> State:
                 expression(value.shape[state.dim]), expression(output.shape[dim])
             ):
                 raise view.fail("broadcasts along the token dimension")
-            dims.add(dim)
+            dims.add(state.at(dim))
     if len(dims) != 1:
-        raise view.fail(f"combines tensors whose token dimensions differ: {sorted(dims)}")
+        raise view.fail(f"combines tensors whose token dimensions differ: {sorted(d.dim for d in dims)}")
     _require_safe_division(view)
-    return view.each_result(Rows(dims.pop()))
+    return view.each_result(dims.pop())
 
 
 def _require_safe_division(view: NodeView) -> None:
@@ -57,9 +57,10 @@ def _same(view: NodeView) -> State:
     """The same entries, in another dtype or memory, or constants of the same shape. Of a complex number's two
     parts the dimension is the last, behind that of the rows.
     """
-    if view.name == "view_as_complex" and view.rows() == view.rank() - 1:
+    rows = view.rows_of()
+    if view.name == "view_as_complex" and rows.dim == view.rank() - 1:
         raise view.fail("takes tokens for the parts of complex numbers")
-    return Rows(view.rows())
+    return rows
 
 
 @rule("tril", "triu")

@@ -12,20 +12,20 @@ def _linear(view: NodeView) -> State:
     the last dimension of x, which must not be that of the rows.
     """
     view.require_shared(1, 2)
-    if view.rows() == view.rank() - 1:
+    if view.rows_of().dim == view.rank() - 1:
         raise view.fail("contracts the token dimension")
     if view.name == "matmul" and view.rank(1) > 2:
         raise view.unknown("multiplies with several matrices")
-    return Rows(view.rows())
+    return view.rows_of()
 
 
 @rule("addmm", "fxsplit::addmm_gelu")
 def _addmm(view: NodeView) -> State:
     """addmm(b, x, w): rows of x times a shared matrix, and a shared bias."""
     view.require_shared(0, 2)
-    if view.rows(1) != 0:
+    if view.rows_of(1).dim != 0:
         raise view.fail("contracts the token dimension")
-    return Rows(0)
+    return view.rows_of(1)
 
 
 @rule("fxsplit::linear_fp8")
@@ -58,14 +58,17 @@ def _batched_product_and_sum(view: NodeView) -> State:
     """baddbmm(c, a, b): as bmm, with c shared or added along the same dimension."""
     product = _product(view, view.state(view.arg(1)), view.state(view.arg(2)))
     added = view.state(view.arg(0))
-    if added is not SHARED and Rows(view.rows() + 3 - view.rank()) != product:
+    if added is not SHARED and view.rows_of().at(view.rows_of().dim + 3 - view.rank()) != product:
         raise view.fail("adds a tensor whose rows are not those of the product")
     return product
 
 
 def _product(view: NodeView, a: State, b: State) -> State:
-    if (a == Rows(0) and b in (Rows(0), SHARED)) or (a is SHARED and b == Rows(0)):
-        return Rows(0)
-    if a == Rows(1) and b is SHARED:
-        return Rows(1)
+    a_dim, b_dim = (state.dim if isinstance(state, Rows) else None for state in (a, b))
+    if a_dim == 0 and (b is SHARED or b == a):
+        return a
+    if a is SHARED and b_dim == 0:
+        return b
+    if a_dim == 1 and b is SHARED:
+        return a
     raise view.fail("multiplies along the token dimension")

@@ -9,39 +9,39 @@ from fxsplit_encoder.compile.padding.states import NodeView, Rows, State
 @rule("slice")
 def _slice(view: NodeView) -> State:
     """slice(x, dim, start, end, step): the same entries of every row; or all rows."""
-    dim, rows = view.dim(view.arg(1, 0)), view.rows()
+    dim, rows = view.dim(view.arg(1, 0)), view.rows_of()
     start, end, step = view.arg(2, 0), view.arg(3), view.arg(4, 1)
     is_whole = start == 0 and step == 1 and (end is None or (isinstance(end, int) and end >= 2**62))
-    if dim == rows and not is_whole:
+    if dim == rows.dim and not is_whole:
         raise view.fail("cuts the token dimension")
-    return Rows(rows)
+    return rows
 
 
 @rule("select")
 def _select(view: NodeView) -> State:
     """select(x, dim, index): the same entry of every row."""
-    dim, rows = view.dim(view.arg(1)), view.rows()
-    if dim == rows:
+    dim, rows = view.dim(view.arg(1)), view.rows_of()
+    if dim == rows.dim:
         raise view.fail("takes one token")
-    return Rows(rows - 1 if dim < rows else rows)
+    return rows.at(rows.dim - 1) if dim < rows.dim else rows
 
 
 @rule("split", "split_with_sizes", "chunk")
 def _split(view: NodeView) -> State:
     """split(x, sizes, dim): parts of every row."""
-    dim, rows = view.dim(view.arg(2, 0)), view.rows()
-    if dim == rows:
+    dim, rows = view.dim(view.arg(2, 0)), view.rows_of()
+    if dim == rows.dim:
         raise view.fail("cuts the token dimension")
-    return view.each_result(Rows(rows))
+    return view.each_result(rows)
 
 
 @rule("unbind")
 def _unbind(view: NodeView) -> State:
     """unbind(x, dim): every entry of each row as a tensor of its own."""
-    dim, rows = view.dim(view.arg(1, 0)), view.rows()
-    if dim == rows:
+    dim, rows = view.dim(view.arg(1, 0)), view.rows_of()
+    if dim == rows.dim:
         raise view.fail("takes tokens apart")
-    return view.each_result(Rows(rows - 1 if dim < rows else rows))
+    return view.each_result(rows.at(rows.dim - 1) if dim < rows.dim else rows)
 
 
 @rule("cat", "stack")
@@ -52,16 +52,16 @@ def _cat(view: NodeView) -> State:
     """
     tensors = view.arg(0)
     states = [view.state(t) for t in tensors]
-    dims = {s.dim for s in states if isinstance(s, Rows)}
-    if len(dims) != 1:
+    all_rows = {s for s in states if isinstance(s, Rows)}
+    if len(all_rows) != 1:
         raise view.fail("joins tensors whose token dimensions differ")
-    rows = dims.pop()
+    rows = all_rows.pop()
     dim = int(view.arg(1, 0)) % view.output().dim()
     if view.name == "stack":
-        return Rows(rows + 1 if dim <= rows else rows)
-    if dim == rows:
+        return rows.at(rows.dim + 1) if dim <= rows.dim else rows
+    if dim == rows.dim:
         raise view.fail("appends along the token dimension")
-    return Rows(rows)
+    return rows
 
 
 @rule("constant_pad_nd")

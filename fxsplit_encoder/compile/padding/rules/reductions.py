@@ -13,17 +13,17 @@ def _normalize_trailing(view: NodeView) -> State:
     come with the result keep those dimensions, of size 1.
     """
     view.require_shared(2, 3)
-    if view.rows() >= view.rank() - len(view.arg(1)):
+    if view.rows_of().dim >= view.rank() - len(view.arg(1)):
         raise view.fail("normalizes over tokens")
-    return view.each_result(Rows(view.rows()))
+    return view.each_result(view.rows_of())
 
 
 @rule("_softmax", "_log_softmax", "softmax")
 def _softmax(view: NodeView) -> State:
     """softmax(x, dim): an entry is divided by a sum along `dim`, which is in its own row."""
-    if view.dim(view.arg(1)) == view.rows():
+    if view.dim(view.arg(1)) == view.rows_of().dim:
         raise view.fail("runs along the token dimension")
-    return Rows(view.rows())
+    return view.rows_of()
 
 
 @rule("cumsum", "cumprod", "logcumsumexp")
@@ -50,8 +50,9 @@ def _reduce(view: NodeView) -> State:
         else [dims]
     )
     reduced = {view.dim(d) for d in listed}
-    rows = view.rows()
-    if rows in reduced:
+    rows = view.rows_of()
+    if rows.dim in reduced:
         raise view.fail("reduces over tokens")
     kept = view.output().dim() == view.rank()
-    return view.each_result(Rows(rows if kept else rows - sum(1 for d in reduced if d < rows)))
+    gone = 0 if kept else sum(1 for d in reduced if d < rows.dim)
+    return view.each_result(rows.at(rows.dim - gone))

@@ -11,16 +11,21 @@ from fxsplit_encoder.compile.sizes import shape_exprs
 
 @rule(*RESHAPES)
 def _reshape(view: NodeView) -> State:
-    """view(x, sizes): entries keep their order in memory, the last dimension running fastest. Where as many
-    entries lie before the rows' dimension as before a dimension of the result that counts rows too, each
-    block of them begins with what the real rows hold, which is as much of the one dimension as of the other.
+    """view(x, sizes): entries keep their order in memory, the last dimension running fastest. Rows along
+    `dim` are, in memory, as many blocks as the dimensions before `dim` have entries, times those within it;
+    each begins with what the real rows hold. The one dimension of the result that counts tokens falls into
+    those of these blocks that the dimensions before it do not tell apart: none but one, or it was joined with
+    them.
     """
-    dim, sizes = view.rows(), view.analysis.sizes
+    rows, sizes = view.rows_of(), view.analysis.sizes
     before, after = shape_exprs(view.tensor()), shape_exprs(view.output())
-    leading = sympy.Mul(*before[:dim])
-    for candidate in range(len(after)):
-        if sizes.varies(after[candidate]) and sizes.are_equal(sympy.Mul(*after[:candidate]), leading):
-            return Rows(candidate)
+    all_blocks = sympy.Mul(*before[: rows.dim], rows.blocks)
+    for dim, size in enumerate(after):
+        if sizes.varies(size):
+            blocks = sizes.quotient(all_blocks, sympy.Mul(*after[:dim]))
+            if blocks is None or sizes.quotient(size, blocks) is None:
+                break
+            return Rows(dim, blocks)
     raise view.fail(f"from {tuple(before)} to {tuple(after)} joins tokens with an outer dimension")
 
 
@@ -28,23 +33,23 @@ def _reshape(view: NodeView) -> State:
 def _permute(view: NodeView) -> State:
     """permute(x, dims): dimension i of the result is dimension dims[i] of x."""
     order = [view.dim(d) for d in view.arg(1)]
-    return Rows(order.index(view.rows()))
+    return view.rows_of().at(order.index(view.rows_of().dim))
 
 
 @rule("transpose", "t")
 def _transpose(view: NodeView) -> State:
     """transpose(x, a, b), t: two dimensions change places."""
     first, second = (0, 1) if view.name == "t" else (view.dim(view.arg(1)), view.dim(view.arg(2)))
-    dim = view.rows()
-    return Rows({first: second, second: first}.get(dim, dim)) if view.rank() > 1 else Rows(dim)
+    rows = view.rows_of()
+    return rows.at({first: second, second: first}.get(rows.dim, rows.dim)) if view.rank() > 1 else rows
 
 
 @rule("unsqueeze")
 def _unsqueeze(view: NodeView) -> State:
     """unsqueeze(x, at): a dimension of size 1 more, before or behind that of the rows."""
     at = int(view.arg(1)) % (view.rank() + 1)
-    dim = view.rows()
-    return Rows(dim + 1 if at <= dim else dim)
+    rows = view.rows_of()
+    return rows.at(rows.dim + 1) if at <= rows.dim else rows
 
 
 @rule("squeeze")
@@ -58,8 +63,8 @@ def _squeeze(view: NodeView) -> State:
     sizes = shape_exprs(view.tensor())
     if any(not sizes[d].is_Integer for d in at):
         raise view.unknown("drops dimensions whose sizes are not fixed")
-    dim = view.rows()
-    return Rows(dim - sum(1 for d in at if sizes[d] == 1 and d < dim))
+    rows = view.rows_of()
+    return rows.at(rows.dim - sum(1 for d in at if sizes[d] == 1 and d < rows.dim))
 
 
 @rule("flip")
