@@ -25,7 +25,7 @@ PROVED: dict[str, Forward] = {
 REFUSED: dict[str, tuple[Forward, str]] = {
     "layer norm over tokens": (
         lambda y, i: F.layer_norm(y.t().softmax(0).view(1, -1), (y.shape[0] * 8,)),
-        "normalizes over tokens",
+        "computes with the token count",
     ),
     "softmax over tokens": (lambda y, i: y.softmax(0), "along the token dimension"),
     "softmax over tokens, transposed": (lambda y, i: y.t().softmax(-1), "along the token dimension"),
