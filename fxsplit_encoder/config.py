@@ -6,8 +6,9 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal, Self, get_args
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence, ValuesView
+from typing import Annotated, Any, Literal, NoReturn, Self, get_args
 
 from pydantic import (
     AfterValidator,
@@ -79,6 +80,9 @@ _OPERATOR = re.compile(r"\w+::\w+(\.\w+)?")
 # Cumulative lengths are 32-bit integers, memory is counted in 64 bits.
 _MOST = 2**31 - 1
 _MOST_MEMORY = 2**63 - 1
+
+# Of other classes nothing says how many values there are.
+_CONTAINERS = (list, tuple, set, frozenset, deque, range, KeysView, ValuesView, Mapping)
 
 # What is looked at, and told of: a wrong list of a million entries is one mistake.
 _MOST_VALUES = 4096
@@ -324,7 +328,7 @@ class EncoderConfig(_Settings):
             ConfigError: an option is unknown, or holds a bad setting.
         """
         allowed = ("config", *cls.model_fields)
-        _check_extent(options, "options")
+        _check_number(options, "options")
         if unknown := [name for name in options if name not in allowed]:
             raise ConfigError(*(_unknown(name, allowed) for name in unknown[:_MOST_PROBLEMS]))
         overrides = dict(options)
@@ -357,29 +361,40 @@ def _check_extent(value: object, where: str, depth: int = 0) -> int:
     """How many values a setting has, those inside of its lists and mappings included.
 
     Raises:
-        ConfigError: too many, or too deep inside of one another; or an iterator, which may never end.
+        ConfigError: too many, or too deep inside of one another; or what may be iterated over without end.
     """
     if isinstance(value, str | bytes | bytearray):
         return _check_length(value, where)
-    if isinstance(value, Iterator):
-        raise ConfigError(f"{where}: an iterator, which may never end; allowed: a list; got {shown(value)}")
-    if not isinstance(value, list | tuple | set | frozenset | Mapping):
+    if not isinstance(value, _CONTAINERS):
+        if isinstance(value, Iterable) and not isinstance(value, BaseModel) and not callable(value):
+            raise ConfigError(
+                f"{where}: not a setting; allowed: a single value or a list; got {shown(value)}"
+            )
         return 1
     if depth > _DEEPEST:
         raise ConfigError(f"{where}: nested too deep; allowed: lists and mappings {_DEEPEST} deep at most")
-    pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
-    total = len(value)
-    for key, entry in pairs if total <= _MOST_VALUES else ():
+    total = _check_number(value, where)
+    for key, entry in value.items() if isinstance(value, Mapping) else enumerate(value):
         field = name_of(key) if isinstance(key, str) else shown(key)
         total += _check_extent(entry, f"{where}.{field}" if where else field, depth + 1) - 1
         if total > _MOST_VALUES:
-            break
-    if total > _MOST_VALUES:
-        what = f"{where}: " if where else ""
-        raise ConfigError(
-            f"{what}{total} values or more; allowed: at most {_MOST_VALUES}; got {shown(value)}"
-        )
+            _refuse_number(total, value, where)
     return total + 1
+
+
+def _check_number(value: Any, where: str) -> int:
+    """How many entries a container has."""
+    # The length of a range may be no length of Python's.
+    total = _MOST_VALUES + 1 if isinstance(value, range) and value[_MOST_VALUES:] else len(value)
+    if total > _MOST_VALUES:
+        _refuse_number(total, value, where)
+    return total
+
+
+def _refuse_number(total: int, value: object, where: str) -> NoReturn:
+    raise ConfigError(
+        f"{where or 'settings'}: {total} values or more; allowed: at most {_MOST_VALUES}; got {shown(value)}"
+    )
 
 
 def _check_length(text: str | bytes | bytearray, where: str) -> int:

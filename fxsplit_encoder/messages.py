@@ -47,6 +47,8 @@ def shown(value: object, depth: int = 0) -> str:
     if _is_array(value):
         return f"{kind.__name__} of {tuple(value.shape)} {value.dtype}"  # type: ignore[attr-defined]
     try:
+        if hasattr(kind, "__len__") and len(value) > _MOST_ENTRIES and not isinstance(value, range):  # type: ignore[arg-type]
+            return f"{kind.__name__} of {len(value)} entries"  # type: ignore[arg-type]
         return _cut(repr(value))
     except Exception:
         return f"an object of {kind.__name__}"

@@ -35,6 +35,11 @@ _REAL = _INTEGERS.union(_FLOATS)
 # A wrong tensor of so few entries is shown with them.
 _FEW = 16
 
+# Up to so many elements nobody asks how much memory there is.
+_MANY = 1 << 24
+
+_ONLY_INTEGERS = {int}
+
 
 def check_given(mm_kwargs: Mapping[str, Any], names: Iterable[str], tower: str) -> None:
     """Raises InputError for a request that has none of the inputs `names` of a tower, but others."""
@@ -80,10 +85,10 @@ def check_pixels(value: Any, name: str) -> None:
         )
     if value.dim() == 0:
         raise InputError(f"{name}: expected rows of pixels; got a tensor without dimensions")
-    if value.device.type == "meta":
+    if value.is_meta and value.device.type == "meta":
         raise InputError(f"{name}: expected pixels; got a tensor on the meta device, which has no data")
     # An expanded tensor may have more elements than any memory. What is made of it may not.
-    if value.shape[0] > MOST_ROWS or value.nbytes > memory_of(value.device):
+    if value.numel() > _MANY and (value.shape[0] > MOST_ROWS or value.nbytes > memory_of(value.device)):
         raise InputError(
             f"{name}: expected at most {MOST_ROWS} rows, and {gibibytes(memory_of(value.device))} in all, "
             f"the memory of {value.device}; got {tuple(value.shape)} in {value.dtype}"
@@ -95,11 +100,14 @@ def check_pixels(value: Any, name: str) -> None:
 
 def number_of(value: Any) -> int:
     """How many rows an input of integers has, without reading it; 0 for what is no such input."""
-    if isinstance(value, torch.Tensor) and value.is_nested:
+    if isinstance(value, list | tuple):
+        return len(value)
+    if not isinstance(value, torch.Tensor | np.ndarray) or (
+        isinstance(value, torch.Tensor) and value.is_nested
+    ):
         return 0
-    if isinstance(value, torch.Tensor | np.ndarray):
-        return int(value.shape[0]) if len(value.shape) else 0
-    return len(value) if isinstance(value, list | tuple) else 0
+    shape = value.shape
+    return int(shape[0]) if shape else 0
 
 
 def check_integers(value: Any, name: str) -> None:
@@ -128,8 +136,11 @@ def integer_rows(value: Any, name: str, columns: int, expected: str) -> list[tup
     listed = _listed(value, number_of(value) * columns, name, expected)
     if not isinstance(listed, list | tuple):
         _refuse(listed, name, expected)
-    rows = []
+    rows: list[tuple[int, ...]] = []
     for given in listed:
+        if type(given) is tuple and len(given) == columns and _are_integers(given):
+            rows.append(given)
+            continue
         row = _listed(given, columns, name, expected)
         if columns == 1 and not isinstance(row, list | tuple):
             row = (row,)
@@ -154,11 +165,17 @@ def _listed(value: Any, most: int, name: str, expected: str) -> Any:
 
 
 def _is_readable(value: Tensor) -> bool:
-    return value.layout == torch.strided and not value.is_nested and value.device.type != "meta"
+    # A fake tensor is a meta tensor that says it is on another device.
+    is_meta = value.is_meta and value.device.type == "meta"
+    return value.layout == torch.strided and not value.is_nested and not is_meta
+
+
+def _are_integers(numbers: Sequence[Any]) -> bool:
+    """Whether all are Python's own integers of 64 bits: not one at a time, since that takes longer."""
+    return set(map(type, numbers)) == _ONLY_INTEGERS and -(2**63) <= min(numbers) and max(numbers) < 2**63
 
 
 def _integer(number: Any, row: Sequence[Any], name: str, expected: str) -> int:
-    # The type of Python's own integers is compared first: asking for a number's class takes a microsecond.
     kind = type(number)
     if kind is bool or (kind is not int and not isinstance(number, Integral)):
         _refuse(row, name, expected)

@@ -114,14 +114,11 @@ class KimiK25Tower(RasterTower):
         tokens: Tensor = output.pooler_output.flatten(1)
         return tokens
 
-    def get_encoder_cudagraph_item_specs(self, mm_kwargs: dict[str, Any]) -> list[EncoderItemSpec]:
-        """The patches and output tokens of every item; on the path, each frame's tokens count."""
-        return [
-            EncoderItemSpec(
-                t * h * w, h * w // self.rows_per_token, {"default": t * h * w // self.rows_per_token}
-            )
-            for t, h, w in self.item_grids(mm_kwargs)
-        ]
+    def item_spec(self, grid: Grid) -> EncoderItemSpec:
+        """The patches and output tokens of an item; on the path, each frame's tokens count."""
+        t, h, w = grid
+        tokens = h * w // self.rows_per_token
+        return EncoderItemSpec(t * h * w, tokens, {"default": t * tokens})
 
     def postprocess_encoder_output(
         self,

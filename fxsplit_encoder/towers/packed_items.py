@@ -130,9 +130,10 @@ class PackedItems(WrappedTower):
         have.
         """
         check_pixels(patches, name)
-        if patches.dim() < 2 or math.prod(patches.shape[1:]) != self.patch_features:
+        shape = patches.shape
+        if len(shape) < 2 or math.prod(shape[1:]) != self.patch_features:
             raise InputError(
-                f"{name}: expected (patches, {self.patch_features}); got {tuple(patches.shape)}; "
+                f"{name}: expected (patches, {self.patch_features}); got {tuple(shape)}; "
                 "pass the flattened patches that the tower's image processor makes"
             )
 
@@ -161,12 +162,15 @@ class PackedItems(WrappedTower):
         return result
 
     def item_grids(self, mm_kwargs: dict[str, Any]) -> list[Grid]:
-        """The grids of a batch: the images', then the videos'; patches may be missing.
-
-        Raises:
-            InputError: as `read_request`.
+        """The grids of a batch: the images', then the videos'. They are not compared with the patches, which
+        `get_encoder_cudagraph_item_specs` has done before anyone asks for more.
         """
-        return self.read_request(mm_kwargs, planned=True).grids
+        return [
+            grid
+            for _, key in self.input_keys
+            if mm_kwargs.get(key) is not None
+            for grid in self.read_grids(mm_kwargs[key], key)
+        ]
 
     # --- the manager's protocol
 
@@ -175,11 +179,17 @@ class PackedItems(WrappedTower):
         return "video" if mm_kwargs.get("video_grid_thw") is not None else "image"
 
     def get_encoder_cudagraph_item_specs(self, mm_kwargs: dict[str, Any]) -> list[EncoderItemSpec]:
-        """The patches and output tokens of every item."""
-        return [
-            EncoderItemSpec(input_size=t * h * w, output_tokens=t * h * w // self.rows_per_token)
-            for t, h, w in self.item_grids(mm_kwargs)
-        ]
+        """The patches and output tokens of every item. Patches may be missing.
+
+        Raises:
+            InputError: as `read_request`.
+        """
+        return [self.item_spec(grid) for grid in self.read_request(mm_kwargs, planned=True).grids]
+
+    def item_spec(self, grid: Grid) -> EncoderItemSpec:
+        """The patches and output tokens of an item."""
+        t, h, w = grid
+        return EncoderItemSpec(input_size=t * h * w, output_tokens=t * h * w // self.rows_per_token)
 
     def item_modalities(self, mm_kwargs: dict[str, Any]) -> list[str]:
         """ "image" or "video" for every item."""

@@ -1,0 +1,411 @@
+"""Settings that nobody means: refused by name, before anything of the size that they claim is made."""
+
+from __future__ import annotations
+
+import os
+import tracemalloc
+from collections import UserDict, deque
+from collections.abc import Callable
+from itertools import count, repeat
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+import fxsplit_encoder as fx
+from fxsplit_encoder import settings_file
+from fxsplit_encoder.backend.dispatch import dispatchers
+from fxsplit_encoder.cli.inspection import run_inspect
+from fxsplit_encoder.errors import ConfigError
+from fxsplit_encoder.manager.path_forward import PathForward
+
+from .cli.test_inspection import Blocks, Family
+
+MEBIBYTE = 1 << 20
+MILLION = 10**6
+
+
+def assert_refused(call: Callable[[], Any], message: str) -> None:
+    """An error of the tree that matches, and less than 10 MiB on the way to it."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(ConfigError, match=message) as raised:
+            call()
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(str(raised.value)) < 20_000
+    assert peak < 10 * MEBIBYTE
+
+
+# --- files
+
+
+def bomb(levels: int, width: int = 10) -> str:
+    """Each line names the one before so many times."""
+    lines = ["a0: &a0 [1, 2]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * width)}]" for n in range(1, levels)]
+    return "\n".join(lines)
+
+
+def mapping_bomb(levels: int) -> str:
+    lines = ["a0: &a0 {b: 1}"]
+    lines += [f"a{n}: &a{n} {{x: *a{n - 1}, y: *a{n - 1}, z: *a{n - 1}}}" for n in range(1, levels)]
+    return "\n".join(lines)
+
+
+def merge_bomb(levels: int) -> str:
+    lines = ["a0: &a0 {b: 1}"]
+    lines += [f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 9)}]}}" for n in range(1, levels)]
+    return "\n".join(lines)
+
+
+FILES: dict[str, tuple[str | bytes, str]] = {
+    "an alias bomb": (bomb(12), "line 5, column 10: too many values, alias 'a3' included.*at most 4096"),
+    "a long alias bomb": (bomb(500, 2), "too many values|nested too deep"),
+    "an alias bomb of mappings": (mapping_bomb(40), "too many values"),
+    "an alias bomb of merges": (merge_bomb(30), "too many values"),
+    "an alias chain": (
+        "\n".join(["a0: &a0 []", *(f"a{n}: &a{n} [*a{n - 1}]" for n in range(1, 99))]),
+        "too deep",
+    ),
+    "an alias in itself": ("a: &a [*a]", "line 1, column 8: alias 'a' is inside of what it names"),
+    "a mapping in itself": ("a: &a {b: *a}", "alias 'a' is inside of what it names"),
+    "an alias of nothing": ("a: *b", "not valid YAML: found undefined alias"),
+    "deep lists": ("a: " + "[" * 20_000, "line 1, column 19: nested too deep; allowed: at most 16"),
+    "deep lists that end": ("a: " + "[" * 20_000 + "]" * 20_000, "nested too deep"),
+    "deep mappings": ("{a: " * 10_000, "nested too deep"),
+    "deep blocks": ("\n".join(" " * n + "a:" for n in range(300)), "nested too deep"),
+    "deep dashes": ("- " * 20_000 + "a", "nested too deep"),
+    "deep keys": ("? " * 20_000 + "a", "nested too deep"),
+    "a file too large": ("# " + "x" * (1 << 17), "larger than settings are; allowed: at most 65536 bytes"),
+    "a value too long": ("mode: " + "x" * 60_000, "line 1, column 7: a value of 60000 characters"),
+    "a number too long": ("max_items_per_batch: " + "9" * 60_000, "a value of 60000 characters"),
+    "many values": ("token_budgets: [" + "1," * 20_000 + "1]", "too many values; allowed: at most 4096"),
+    "many keys": ("\n".join(f"a{n}: 1" for n in range(5000)), "too many values"),
+    "a key twice": ("mode: full\nmode: auto", "line 2, column 1: not valid YAML: 'mode' is set twice"),
+    "several documents": ("mode: full\n---\nmode: auto", "line 2, column 1: not valid YAML: .*document"),
+    "a tab": ("paths:\n\tdefault: {}", "line 2, column 1: not valid YAML"),
+    "an open bracket": ("token_budgets: [1, 2", "not valid YAML"),
+    "a tag of Python": (
+        "mode: !!python/object/apply:os.system [ls]",
+        "line 1, column 7: not valid YAML: .*python",
+    ),
+    "an unknown tag": ("mode: !secret a", "not valid YAML: .*!secret"),
+    "a date that is none": (
+        "mode: 2024-13-45",
+        "line 1, column 7: not valid YAML: '2024-13-45' is no timestamp",
+    ),
+    "a tag on other text": ("max_items_per_batch: !!int abc", "'abc' is no int"),
+    "a tag on no text": ('max_items_per_batch: !!int ""', "'' is no int"),
+    "a time that is none": ("mode: !!timestamp soon", "'soon' is no timestamp"),
+    "a truth that is none": ("debug: !!bool perhaps", "'perhaps' is no bool"),
+    "a list as a key": ("? [a, b]\n: 1", "not valid YAML: found unhashable key"),
+    "a directive": ("%YAML 3.0\n---\nmode: full", "not valid YAML|YAML"),
+    "a zero character": ("mode: a\0b", "not valid YAML"),
+    "Latin-1": ("mode: \xfc".encode("latin-1"), "cannot be read: .* at byte 6; allowed: UTF-8"),
+    "UTF-16": ("mode: full".encode("utf-16"), "cannot be read: .*UTF-8"),
+    "bytes": (bytes(range(128, 256)), "cannot be read: .*UTF-8"),
+    "a list": ("- mode", r"allowed: a mapping of settings at the top level; got \['mode'\]"),
+    "text": ("auto", "allowed: a mapping of settings at the top level; got 'auto'"),
+    "a number": ("3", "allowed: a mapping of settings at the top level; got 3"),
+    "not a number": ("max_items_per_batch: .nan", "max_items_per_batch: allowed: .*integer; got nan"),
+    "infinity": ("token_budgets: [.inf]", "token_budgets.0: allowed: .*integer; got inf"),
+    "a float budget": ("token_budgets: [64.0]", "token_budgets.0: allowed: .*integer; got 64.0"),
+    "a text budget": ("token_budgets: ['64']", "token_budgets.0: allowed: .*integer; got '64'"),
+    "a truth for a budget": ("token_budgets: [yes]", "token_budgets.0: allowed: .*integer; got True"),
+    "a key that is null": ("~: 1", "None: unknown option"),
+    "a key that is a number": ("64: 1", "64: unknown option"),
+    "a budget in hexadecimal": ("token_budgets: [0x" + "f" * 900 + "]", "got .*an integer of 3600 bits"),
+}
+
+
+@pytest.mark.parametrize("label", FILES)
+def test_a_file_is_refused_by_name(label: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text, message = FILES[label]
+    path = tmp_path / "tower.yaml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    constructed = []
+    real = yaml.constructor.BaseConstructor.construct_document
+
+    def counted(self: Any, node: Any) -> Any:
+        constructed.append(node)
+        return real(self, node)
+
+    monkeypatch.setattr(yaml.constructor.BaseConstructor, "construct_document", counted)
+    assert_refused(lambda: fx.EncoderConfig.from_yaml(path), rf"(?s)tower\.yaml: .*({message})")
+    if any(words in message for words in ("too many", "too deep", "characters", "larger", "inside of")):
+        assert constructed == []
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("absent.yaml", "absent.yaml: cannot be read: .*No such file"),
+        (".", "cannot be read: .*Is a directory"),
+        ("a\0b", "cannot be read: .*null"),
+        ("x" * 5000, "cannot be read: .*too long"),
+        (3, "3: cannot be read"),
+        (None, "None: cannot be read"),
+        (b"absent.yaml", "cannot be read"),
+        ("/dev/zero", "/dev/zero: larger than settings are"),
+    ],
+)
+def test_what_is_no_file_is_refused_by_name(
+    path: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert_refused(lambda: fx.EncoderConfig.from_yaml(path), message)
+
+
+def test_a_pipe_without_a_writer_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    assert_refused(
+        lambda: fx.EncoderConfig.from_yaml(tmp_path / "pipe"), "pipe: cannot be read: it is a pipe"
+    )
+
+
+def test_files_that_are_empty_or_have_anchors_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "tower.yaml"
+    for text in ("", "\n", "---\n", "# nothing\n", "\ufeff"):
+        path.write_text(text, encoding="utf-8")
+        assert fx.EncoderConfig.from_yaml(path) == fx.EncoderConfig()
+    path.write_text("token_budgets: &b [8, 16]\npaths: {a: {token_budgets: *b}}\n", encoding="utf-8")
+    assert fx.EncoderConfig.from_yaml(path).paths["a"].token_budgets == (8, 16)
+    budgets = list(range(1, settings_file.MOST_VALUES - 10))
+    path.write_text(yaml.safe_dump({"token_budgets": budgets}), encoding="utf-8")
+    assert fx.EncoderConfig.from_yaml(path).token_budgets == tuple(budgets)
+
+
+def test_without_the_parser_in_c_files_are_refused_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(settings_file, "_Parser", yaml.SafeLoader)
+    path = tmp_path / "tower.yaml"
+    for label in ("an alias bomb", "an alias in itself", "deep lists", "deep blocks", "many values"):
+        text, message = FILES[label]
+        assert isinstance(text, str)
+        path.write_text(text, encoding="utf-8")
+        assert_refused(lambda: fx.EncoderConfig.from_yaml(path), message)
+
+
+# --- values
+
+
+class Raises:
+    """Whatever is asked of it."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no")
+
+
+def nested(depth: int) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for _ in range(depth):
+        value = {"paths": value}
+    return value
+
+
+def in_itself() -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    value["paths"] = value
+    return value
+
+
+def shared(levels: int) -> list[Any]:
+    """A list that is short only until it is written out."""
+    value: list[Any] = [1]
+    for _ in range(levels):
+        value = [value] * 100
+    return value
+
+
+HUGE = 10**5000
+VALUES: dict[str, tuple[dict[str, Any], str]] = {
+    "a huge budget": ({"token_budgets": [HUGE]}, "^token_budgets: an integer of 16610 bits is more than"),
+    "a budget beyond 32 bits": ({"token_budgets": [2**31]}, "^token_budgets: 2147483648 is more than"),
+    "a huge path budget": ({"paths": {"a": {"token_budgets": [HUGE]}}}, r"^paths\.a\.token_budgets: "),
+    "a huge negative budget": (
+        {"token_budgets": [-HUGE]},
+        "^token_budgets: an integer of .* is not positive",
+    ),
+    "huge items": ({"max_items_per_batch": HUGE}, "^max_items_per_batch: .*an integer of"),
+    "items beyond 32 bits": ({"max_items_per_batch": 2**31}, "^max_items_per_batch: .*2147483647; got"),
+    "huge frames": ({"max_frames_per_batch": HUGE}, "^max_frames_per_batch: .*an integer of"),
+    "frames not a number": ({"max_frames_per_batch": float("nan")}, "^max_frames_per_batch: .*nan"),
+    "infinite frames": ({"max_frames_per_batch": float("inf")}, "^max_frames_per_batch: .*inf"),
+    "huge hits": ({"exact_min_hits": HUGE}, "^exact_min_hits: .*an integer of"),
+    "huge graphs": ({"exact_max_graphs": 2**64}, "^exact_max_graphs: "),
+    "no graphs": ({"exact_max_graphs": 0}, "^exact_max_graphs: .*got 0"),
+    "huge bytes": ({"max_graph_bytes": HUGE}, "^max_graph_bytes: .*an integer of"),
+    "huge text of bytes": ({"max_graph_bytes": "9" * 400 + "TiB"}, "^max_graph_bytes: not a size"),
+    "bytes beyond 64 bits": ({"max_graph_bytes": "99999999TiB"}, "^max_graph_bytes: not a size"),
+    "infinite bytes": ({"max_graph_bytes": float("inf")}, "^max_graph_bytes: .*got inf"),
+    "bytes not a number": ({"max_graph_bytes": "nanGiB"}, "^max_graph_bytes: not a size"),
+    "negative bytes": ({"max_graph_bytes": "-1GiB"}, "^max_graph_bytes: not a size"),
+    "a truth for bytes": ({"max_graph_bytes": True}, "^max_graph_bytes: .*got True"),
+    "a truth for items": ({"max_items_per_batch": True}, "^max_items_per_batch: .*got True"),
+    "a number for a truth": ({"enabled": 1}, "^enabled: .*got 1"),
+    "a tensor for a truth": ({"enabled": torch.tensor(True)}, "^enabled: .*got Tensor of"),
+    "an array for a number": ({"max_items_per_batch": np.zeros(9)}, "^max_items_per_batch: .*got ndarray of"),
+    "a tensor of budgets": (
+        {"token_budgets": torch.zeros(1, 1).expand(10**9, 9)},
+        "^token_budgets: .*Tensor of",
+    ),
+    "a million budgets": (
+        {"token_budgets": list(range(1, MILLION))},
+        "^token_budgets: 999999 values or more",
+    ),
+    "a million words": ({"token_budgets": ["a"] * MILLION}, "^token_budgets: 1000000 values or more"),
+    "a million duplicates": ({"token_budgets": [64] * MILLION}, "^token_budgets: 1000000 values or more"),
+    "thousands of words": ({"token_budgets": ["a"] * 4000}, "and 3980 settings more"),
+    "endless budgets": ({"token_budgets": count(1)}, "^token_budgets: not a setting.*count"),
+    "endless passes": ({"passes": repeat("conv_to_linear")}, "^passes: not a setting.*repeat"),
+    "a generator of budgets": (
+        {"token_budgets": (n for n in range(9))},
+        "^token_budgets: not a setting.*generator",
+    ),
+    "a long range": ({"token_budgets": range(10**12)}, r"^token_budgets: 4097 values or more.*range\(0"),
+    "a longer range": ({"token_budgets": range(10**30)}, "^token_budgets: 4097 values or more.*range"),
+    "a long queue": ({"token_budgets": deque([1] * MILLION)}, "^token_budgets: 1000000 values"),
+    "a million passes": ({"passes": ["conv_to_linear"] * MILLION}, "^passes: 1000000 values"),
+    "a million operators": ({"splitting_ops": ["aten::add"] * MILLION}, "^splitting_ops: 1000000 values"),
+    "a million paths": ({"paths": {str(n): {} for n in range(MILLION)}}, "^paths: 1000000 values"),
+    "a million pins": ({"attention": {f"tokens>{n}": "auto" for n in range(MILLION)}}, "^attention: "),
+    "a million options": ({f"a{n}": n for n in range(20_000)}, "^settings: 20000 values or more"),
+    "nested paths": ({"paths": nested(10**4)}, "^paths.*nested too deep"),
+    "paths in themselves": ({"paths": in_itself()}, "^paths.*nested too deep"),
+    "lists that share lists": ({"token_budgets": shared(6)}, "^token_budgets.* values or more"),
+    "a long mode": ({"mode": "x" * MILLION}, "^mode: 1000000 characters"),
+    "a long name": ({"x" * MILLION: 1}, "'xxx.*unknown option"),
+    "a long path name": ({"paths": {"x" * MILLION: 3}}, "^paths.'x"),
+    "a long operator": ({"splitting_ops": ["a::" + "b" * MILLION]}, r"^splitting_ops\.0: 1000003 characters"),
+    "a list for a mode": ({"mode": [["full"]]}, "^mode: not one of the allowed"),
+    "an array for a mode": ({"mode": np.array(["full", "auto"])}, "^mode: not a setting.*ndarray of"),
+    "an array for attention": ({"attention": np.array(["auto"])}, "^attention: not a setting"),
+    "an object": ({"mode": Raises()}, "^mode: .*an object of Raises"),
+    "an object for paths": ({"paths": Raises()}, "^paths: .*an object of Raises"),
+    "numbers for path names": ({"paths": {3: {}}}, "^paths.3"),
+    "a pass that is a list": ({"passes": [["conv_to_linear"]]}, "^passes: no pass is called"),
+    "bytes for a mode": ({"mode": b"full"}, "^mode: not one of the allowed"),
+    "lone surrogates": ({"paths": {"a": {"mode": "\ud800"}}}, r"^paths\.a\.mode: "),
+    "negative paths": (
+        {"paths": {"a": {"token_budgets": [-1]}}},
+        r"^paths\.a\.token_budgets: -1 is negative",
+    ),
+}
+
+
+@pytest.mark.parametrize("label", VALUES)
+def test_values_are_refused_by_name(label: str) -> None:
+    values, message = VALUES[label]
+    assert_refused(lambda: fx.EncoderConfig(**values), message)
+    assert_refused(lambda: fx.EncoderConfig.from_options({"config": values}), message)
+    if all(name in fx.EncoderConfig.model_fields for name in values):
+        assert_refused(lambda: fx.EncoderConfig().replace(**values), message)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"config": 10**5000}, "^config: .*an integer of"),
+        ({"config": ["mode"] * MILLION}, "values or more|^config: "),
+        ({"config": Raises()}, "^config: .*an object of Raises"),
+        ({"config": UserDict(mod="full")}, "^mod: unknown option; did you mean mode"),
+        ({"x" * MILLION: 1}, "unknown option"),
+        ({f"a{n}": n for n in range(10**5)}, "^options: 100000 values or more"),
+    ],
+)
+def test_options_are_refused_by_name(options: dict[str, Any], message: str) -> None:
+    assert_refused(lambda: fx.EncoderConfig.from_options(options), message)
+
+
+def test_there_are_enough() -> None:
+    assert len(FILES) + len(VALUES) >= 60
+
+
+# --- budgets that no memory holds
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The budgets of which inputs are made."""
+    budgets: list[int] = []
+    real = PathForward.capture_values
+
+    def recorded(self: PathForward, budget: int) -> Any:
+        budgets.append(budget)
+        assert budget < 10**5
+        return real(self, budget)
+
+    monkeypatch.setattr(PathForward, "capture_values", recorded)
+    return budgets
+
+
+@pytest.mark.parametrize("budgets", [(10**8,), (64, 10**8), (2**31 - 1,)])
+@pytest.mark.parametrize("mode", ["auto", "exact", "none"])
+def test_the_manager_refuses_such_a_budget(
+    budgets: Any, mode: Any, made: list[int], tiny_towers: Any
+) -> None:
+    for settings, field in (
+        ({"token_budgets": budgets}, "^token_budgets"),
+        ({"paths": {"default": {"token_budgets": budgets}}}, r"^paths\.default\.token_budgets"),
+    ):
+        config = fx.EncoderConfig(mode=mode, **settings)
+        message = rf"{field}: {budgets[-1]} output tokens take [\d,.]+ GiB .*allowed: budgets of at most \d+"
+        assert_refused(lambda config=config: fx.EncoderCudaGraphManager(tiny_towers.wrapped, config), message)
+    assert made == [16, 32] * 2
+
+
+def test_what_the_message_allows_is_taken(tiny_towers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fxsplit_encoder.manager.budget_memory.memory_of", lambda device: 10 * MEBIBYTE)
+    with pytest.raises(ConfigError) as raised:
+        fx.EncoderCudaGraphManager(tiny_towers.wrapped, fx.EncoderConfig(token_budgets=(10**4,)))
+    fitting = int(str(raised.value).split("at most ")[1].split(",")[0])
+    assert 300 < fitting < 10 * MEBIBYTE // (4 * 1536 * 4)
+    assert fx.EncoderCudaGraphManager(tiny_towers.wrapped, fx.EncoderConfig(token_budgets=(fitting,)))
+    with pytest.raises(ConfigError):
+        fx.EncoderCudaGraphManager(tiny_towers.wrapped, fx.EncoderConfig(token_budgets=(fitting + 2,)))
+
+
+def test_ordinary_budgets_are_not_tried_out(made: list[int], tiny_towers: Any) -> None:
+    fx.EncoderCudaGraphManager(tiny_towers.wrapped)
+    assert made == []
+
+
+def test_inspect_refuses_such_a_budget_and_traces_small_ones(
+    made: list[int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("fxsplit_encoder.cli.inspection.describe_tower", lambda tower: "3 blocks")
+    blocks, family = Blocks(None).eval(), Family()
+    too_large = fx.EncoderConfig(token_budgets=(2**31 - 1,))
+    assert_refused(lambda: run_inspect(blocks, family, too_large), "^token_budgets: 2147483647")  # type: ignore[arg-type]
+    made.clear()
+    run_inspect(blocks, family, fx.EncoderConfig(token_budgets=(10**6,), max_items_per_batch=9))  # type: ignore[arg-type]
+    assert "1000000" in capsys.readouterr().out
+    assert made and max(made) <= 64
+
+
+def test_the_backend_drops_such_a_budget_with_its_reason(
+    fresh_dynamo: None, tiny_towers: Any, make_batch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"token_budgets": [16, 10**8], "piece_compiler": "eager"}
+    compiled = torch.compile(tiny_towers.wrapped, backend="encoder_cg", options=options)
+    small, large = make_batch([(1, 4, 4)]), make_batch([(1, 16, 16)])
+    known = set(dispatchers())
+    with torch.no_grad():
+        for inputs in (small, large):
+            arguments = inputs["pixel_values"], inputs["image_grid_thw"]
+            expected = tiny_towers.reference(*arguments).pooler_output
+            torch.testing.assert_close(compiled(*arguments).pooler_output, expected, rtol=0, atol=1e-4)
+        assert fx.warmup(compiled) == 1
+    (dispatcher,) = set(dispatchers()) - known
+    assert dispatcher.hits == 1
+    assert dispatcher.misses == {fx.MissReason.NOT_CAPTURED: 2}
+    (ladder,) = dispatcher._ladders.values()
+    assert list(ladder.captured) == [16]
+    assert list(ladder.dropped) == [10**8]
+    assert "token_budgets: 100000000 output tokens take" in ladder.dropped[10**8]
