@@ -229,7 +229,7 @@ class Builder:
         node = self.choice(symbolic) if symbolic else self.rows([0, 3], 0)
         n = self.size(node, self.choice(self.token_dims(node)))
         k = self.choice((1, 2, 3, 4))
-        kinds: list[Callable[[], Any]] = [
+        plain: list[Callable[[], Any]] = [
             lambda: n,
             lambda: n,
             lambda: self.number(operator.floordiv, n, k),
@@ -237,11 +237,14 @@ class Builder:
             lambda: self.number(operator.add, n, k),
             lambda: self.number(operator.sub, n, 1),
             lambda: self.number(operator.mod, n, k + 1),
+            lambda: self.number(operator.sub, n, self.number(operator.floordiv, n, 2)),
+        ]
+        limited: list[Callable[[], Any]] = [
             lambda: self.number(torch.sym_max, n, self.limit()),
             lambda: self.number(torch.sym_min, n, self.limit()),
             lambda: self.number(operator.add, self.number(operator.floordiv, n, self.limit()), 1),
-            lambda: self.number(operator.sub, n, self.number(operator.floordiv, n, 2)),
         ]
+        kinds = limited if self.chance(0.3) else plain
         return self.choice(kinds)()
 
     def limit(self) -> int:

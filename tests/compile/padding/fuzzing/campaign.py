@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -23,12 +23,20 @@ from .inputs import GARBAGE
 from .pointwise import POINTWISE, call_pointwise
 
 _SMALL = (2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 15, 16, 20, 24, 30, 36, 40, 48, 60, 64, 72, 96, 120, 144)
-_LARGE = (4992, 4999, 5000, 5003, 5016, 10007, 10008)
-_LARGEST = 300_000
+# Around the largest constant of graphs.
+_BELOW = (4992, 4999)
+_ABOVE = (5000, 5003, 5016, 10007, 10008)
+_MOST_ENTRIES = 300_000
 _ATTEMPTS = 6
 
 FOCUSES = (*CALLS, *POINTWISE)
 """What graphs are made around, one after another."""
+
+
+def seeds_around(name: str, count: int) -> list[int]:
+    """Seeds of graphs that all call an operation."""
+    first = FOCUSES.index(name)
+    return list(range(first, first + count * len(FOCUSES), len(FOCUSES)))
 
 
 @dataclass(frozen=True)
@@ -154,14 +162,16 @@ def _names(node: fx.Node) -> tuple[str, ...]:
     return (operation(node), overload)
 
 
-def _counts(b: Builder, accepts: object) -> list[int]:
+def _counts(b: Builder, accepts: Callable[[int], bool]) -> list[int]:
     """Token counts for which the trace holds, some of them larger than any constant of the graph."""
     chance = random.Random(b.seed)
-    small = [count for count in _SMALL if accepts(count)]  # type: ignore[operator]
+    small = [count for count in _SMALL if accepts(count)]
     chosen = chance.sample(small, min(3, len(small)))
     if (b.large_constants or len(small) < 2 or chance.random() < 0.1) and not _grows_large(b):
-        large = [count for count in _LARGE if accepts(count)]  # type: ignore[operator]
-        chosen = chosen[:1] + chance.sample(large, min(2, len(large)))
+        below, above = ([c for c in counts if accepts(c)] for counts in (_BELOW, _ABOVE))
+        chosen = [*chosen[:1], *chance.sample(above, min(2, len(above)))]
+        if len(chosen) < 3:
+            chosen += below[:1]
     return sorted(chosen)
 
 
@@ -169,11 +179,16 @@ def _grows_large(b: Builder) -> bool:
     """Whether thousands of tokens make tensors too large to run many graphs, inside of an operation too."""
     for node in b.values:
         shape = node.meta["val"].shape
-        entries = math.prod(size if isinstance(size, int) else _LARGE[-1] for size in shape)
         attends = "attention" in str(node.target) and isinstance(shape[-2], torch.SymInt)
-        if entries > _LARGEST or attends:
+        if attends or math.prod(_largest_size(b, size) for size in shape) > _MOST_ENTRIES:
             return True
     return False
+
+
+def _largest_size(b: Builder, size: int | torch.SymInt) -> int:
+    if isinstance(size, int):
+        return size
+    return int(size.node.expr.subs({symbol: _ABOVE[-1] for symbol in size.node.expr.free_symbols}))
 
 
 def _search(b: Builder, counts: list[int], mixed: frozenset[str]) -> Wrong | None:

@@ -1,8 +1,8 @@
 """The padded run of a graph next to the exact one, node by node.
 
 What the proof says of a tensor is that its first entries along one dimension are those of the exact run.
-Each call gets the exact entries in front of the garbage, so that what is compared is this one call's rounding:
-no tolerance grows along a chain, and none hides what a call mixes.
+Each call gets the exact entries in front of the garbage, so only the rounding of this one call is tolerated:
+no tolerance grows along a chain.
 """
 
 from __future__ import annotations

@@ -89,6 +89,6 @@ def _fp8(b: Builder, name: str) -> fx.Node | None:
     if weight is None:
         return None
     matrix, factors = b.values[-2:]
-    bias = b.shared([3]) if b.flag() else None
-    arguments = (rows, scales, matrix, factors, bias, torch.float64)
+    bias = b.shared([3], torch.float32) if b.flag() else None
+    arguments = (rows, scales, matrix, factors, bias, torch.float32)
     return b.call(torch.ops.fxsplit.linear_fp8.default, *arguments)
