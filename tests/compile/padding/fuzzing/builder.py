@@ -25,7 +25,7 @@ aten = torch.ops.aten
 logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
 
 # Divisible by much, so that views that merge tokens trace; the last is larger than any constant of a graph.
-_TRACED_COUNTS = (72, 120, 24 * 43, 24 * 43, 24 * 43, 24 * 1009)
+_TRACED_COUNTS = (72, 120, 24 * 43, 24 * 43, 24 * 1009, 24 * 1009)
 LARGE = (4096, 5000)
 """Constants that only large token counts exceed."""
 
