@@ -12,9 +12,8 @@ import torch
 from torch import fx
 
 from fxsplit_encoder.compile import padding
-from fxsplit_encoder.compile.guards import guards_of
+from fxsplit_encoder.compile.guards import assumptions_of, guards_of
 from fxsplit_encoder.compile.padding.states import operation
-from fxsplit_encoder.compile.sizes import SymbolValues
 
 from .builder import Builder, SpecialisedError
 from .calls import CALLS, WITHOUT_RULES
@@ -128,28 +127,23 @@ def _attempt(seed: int, graph_seed: int) -> Outcome | None:
     b = build(seed, graph_seed)
     if b is None:
         return None
-    holds = guards_of(list(b.sources))
-
-    def accepts(values: SymbolValues) -> bool:
-        try:
-            return holds(values)
-        except ZeroDivisionError:
-            return False
-
+    accepts = guards_of(list(b.sources))
     counts = _counts(b, lambda count: accepts({b.symbol: count}))
     if len(counts) < 2:
         return None
     try:
-        report = padding.analyse(b.nodes, b.seeds, b.symbol, accepts)
+        report = padding.analyse(b.nodes, b.seeds, b.symbol, assumptions_of(list(b.sources)))
     except Exception as error:
         wrong = Wrong(b.nodes[-1], f"the analysis fails: {error!r}", counts[0], counts[-1], "no")
         return Outcome(seed, False, frozenset(), frozenset(), wrong, _described(b, wrong))
+    whole = any(node == "graph" for node, _ in report.reasons)
+    mixed = frozenset(node.name for node in b.nodes) if whole else report.mixed
     try:
-        wrong = _search(b, counts, report.mixed)
+        wrong = _search(b, counts, mixed)
     except NotRunnableError:
         return None
     names = {node: _names(node) for node in b.nodes}
-    accepted = frozenset(n for node in b.nodes if node.name not in report.mixed for n in names[node])
+    accepted = frozenset(n for node in b.nodes if node.name not in mixed for n in names[node])
     generated = frozenset(n for node in b.nodes for n in names[node])
     return Outcome(seed, report.proved, generated, accepted, wrong, _described(b, wrong) if wrong else "")
 

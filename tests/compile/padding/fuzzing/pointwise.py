@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from .builder import Builder
+from .calls.registry import call_of
 
 aten = torch.ops.aten
 
@@ -112,3 +113,9 @@ def _operand(b: Builder, other: fx.Node) -> fx.Node:
     if kind < 0.8:
         return b.call(aten.unsqueeze.default, other, b.dim(other, 0.5, extra=1)) or other
     return b.pick(lambda v: v.dtype == value.dtype) or other
+
+
+@call_of("floor_divide")
+def _floor_divide(b: Builder, name: str) -> fx.Node | None:
+    """Pointwise too, though torch does not tag it."""
+    return call_pointwise(b, b.choice((aten.floor_divide.default, aten.floor_divide.Scalar)))

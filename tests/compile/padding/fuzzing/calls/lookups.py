@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
@@ -60,19 +62,34 @@ def _embedding(b: Builder, name: str) -> fx.Node | None:
     return b.call(aten.embedding.default, _table(b, 2), indices(b), *([0] if b.chance(0.2) else []))
 
 
-@call_of("index")
+@call_of("index", "_unsafe_index")
 def _index(b: Builder, name: str) -> fx.Node | None:
+    if b.chance(0.4):
+        return _entries_of_rows(b, name)
     kinds: list[list[str]] = [["i"], ["i"], ["i", "i"], ["i", "-", "i"], ["-", "i"], ["i", "s"], ["m"]]
     kind = b.choice(kinds)
     made = {"i": lambda: indices(b), "-": lambda: None, "s": lambda: _shared_ids(b), "m": lambda: _mask(b)}
     given = [made[letter]() for letter in kind]
     rank = max(len(kind), b.choice((1, 2, 3)))
     table = b.shared([NUM_IDS] * rank) if b.chance(0.85) else b.floats()
-    return b.call(aten.index.Tensor, table, given)
+    return b.call(getattr(aten, name).Tensor, table, given)
 
 
-def _shared_ids(b: Builder) -> fx.Node:
-    return b.shared(b.choice(([1], [], [2, 1])), torch.int64)
+def _entries_of_rows(b: Builder, name: str) -> fx.Node | None:
+    """Shared indices in some of the dimensions of rows, or of one row with its neighbours."""
+    rank = b.choice((2, 3, 4))
+    x = b.rows([NUM_IDS if rank < 4 else 3] * rank, b.random.randrange(rank))
+    tokens = b.token_dims(x)
+    given = []
+    for dim in range(b.random.randint(1, rank)):
+        kept = b.chance(0.9) if dim in tokens else b.chance(0.3)
+        given.append(None if kept else _shared_ids(b, x.meta["val"].shape[dim]))
+    return b.call(getattr(aten, name).Tensor, x, given) if any(i is not None for i in given) else None
+
+
+def _shared_ids(b: Builder, size: Any = NUM_IDS) -> fx.Node:
+    ids = b.shared(b.choice(([1], [], [2, 1], [3])), torch.int64)
+    return ids if size == NUM_IDS else b.call(aten.remainder.Scalar, ids, 3) or ids
 
 
 def _mask(b: Builder) -> fx.Node:
@@ -81,6 +98,9 @@ def _mask(b: Builder) -> fx.Node:
 
 @call_of("index_select")
 def _index_select(b: Builder, name: str) -> fx.Node | None:
+    if b.chance(0.4):
+        x = b.rows([NUM_IDS] * 3, b.random.randrange(3))
+        return b.call(aten.index_select.default, x, b.dim(x), b.shared([2], torch.int64))
     table = _table(b, b.choice((1, 2, 3)))
     return b.call(aten.index_select.default, table, b.choice((0, 0, 0, -1)), indices(b))
 

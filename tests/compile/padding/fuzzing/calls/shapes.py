@@ -161,3 +161,18 @@ def _repeat(b: Builder, name: str) -> fx.Node | None:
 
 def _times(b: Builder) -> Any:
     return b.count() if b.chance(0.25) else b.choice((1, 1, 1, 2, 3))
+
+
+@call_of("unfold", "roll", "tril", "triu")
+def _moved(b: Builder, name: str) -> fx.Node | None:
+    x = b.floats(at_least=2)
+    if name == "unfold":
+        return b.call(aten.unfold.default, x, b.dim(x), b.choice((1, 2)), b.choice((1, 2)))
+    if name == "roll":
+        dims = b.choice(([], b.dims(x), [b.dim(x)]))
+        shifts = [b.count() if b.chance(0.05) else b.choice((1, -1, 2)) for _ in dims or [0]]
+        return b.call(aten.roll.default, x, shifts, dims)
+    if b.chance(0.5):
+        x = b.rows([0, 3, 4], b.choice((0, 0, 1)))
+    diagonal = b.count() if b.chance(0.05) else b.choice((0, 1, -1))
+    return b.call(getattr(aten, name).default, x, diagonal)

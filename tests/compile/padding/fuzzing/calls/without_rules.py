@@ -6,6 +6,7 @@ import torch
 from torch import fx
 
 from ..builder import Builder
+from .batched import convolution
 from .lookups import indices
 from .registry import call_without_rule
 
@@ -18,16 +19,13 @@ def _along(b: Builder) -> fx.Node | None:
     dim = b.dim(x, 0.5)
     return b.choice(
         (
-            lambda: b.call(aten.roll.default, x, [1], [dim]),
             lambda: b.call(aten.sort.default, x, dim),
             lambda: b.call(aten.topk.default, x, 1, dim),
             lambda: b.call(aten.max.dim, x, dim, b.flag()),
             lambda: b.call(aten.median.dim, x, dim),
             lambda: b.call(aten.logsumexp.default, x, [dim]),
             lambda: b.call(aten.cummax.default, x, dim),
-            lambda: b.call(aten.logcumsumexp.default, x, dim),
             lambda: b.call(aten.renorm.default, x, 2, dim, 1.0),
-            lambda: b.call(aten.unfold.default, x, dim, 2, 1),
         )
     )()
 
@@ -35,7 +33,7 @@ def _along(b: Builder) -> fx.Node | None:
 @call_without_rule("whole")
 def _whole(b: Builder) -> fx.Node | None:
     x = b.floats()
-    targets = (aten.max.default, aten.min.default, aten.tril.default, aten.triu.default, aten.median.default)
+    targets = (aten.max.default, aten.min.default, aten.median.default)
     return b.call(b.choice(targets), x)
 
 
@@ -67,3 +65,9 @@ def _moved(b: Builder) -> fx.Node | None:
             lambda: b.call(aten.diagonal.default, x),
         )
     )()
+
+
+@call_without_rule("convolutions")
+def _convolutions(b: Builder) -> fx.Node | None:
+    spatial = b.choice((1, 2, 3))
+    return convolution(b, f"conv{spatial}d", spatial)
