@@ -1,0 +1,10 @@
+"""Random graphs of ATen operations, and whether those that the proof accepts may be padded.
+
+inputs      what enters a graph: its values for a token count, exact or with garbage behind
+builder     a graph that grows call by call, traced with a symbolic token count
+calls       every operation with a rule, with random arguments; a file for each kind
+pointwise   every operation that torch tags as pointwise, with arguments made from its schema
+kernels     what runs in place of operations whose results are not determined, or that need a device
+comparison  the padded run next to the exact one, node by node
+campaign    many graphs, and what became of them
+"""

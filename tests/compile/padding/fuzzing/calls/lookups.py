@@ -1,0 +1,116 @@
+"""Lookups: indices that are an input, or computed from one, in tables that are shared or not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxsplit_encoder.compile import permute  # noqa: F401  (registers its op)
+
+from ..builder import Builder
+from ..inputs import NUM_IDS
+from .registry import call_of
+
+aten = torch.ops.aten
+
+
+def indices(b: Builder) -> fx.Node:
+    """Integers in range for a table of NUM_IDS rows, at least those of real rows."""
+    ids = b.integers()
+    for _ in range(b.choice((0, 0, 1, 2))):
+        ids = b.choice((_computed, _moved, _moved))(b, ids) or ids
+    return ids
+
+
+def _computed(b: Builder, ids: fx.Node) -> fx.Node | None:
+    """In range for real rows, which are at least 1, but not for the zeros of pad rows."""
+    shifted = [(aten.sub.Tensor, 1), (aten.rsub.Scalar, NUM_IDS), (aten.add.Scalar, -1)]
+    target, number = b.choice(shifted)
+    return b.call(target, ids, number)
+
+
+def _moved(b: Builder, ids: fx.Node) -> fx.Node | None:
+    other = b.call(aten.sub.Tensor, ids, 1) if b.chance(0.3) else ids
+    tensors = [ids, other or ids]
+    rank = ids.meta["val"].dim()
+    moves = [
+        lambda: b.call(aten.unsqueeze.default, ids, b.dim(ids, 0.5, extra=1)),
+        lambda: b.call(aten.view.default, ids, [-1]),
+        lambda: b.call(aten.view.default, ids, [-1, 2]),
+        lambda: b.call(aten.stack.default, tensors, b.dim(ids, 0.8, extra=1)),
+        lambda: b.call(aten.cat.default, tensors, b.dim(ids)),
+        lambda: b.call(aten.clone.default, ids),
+        lambda: b.call(aten._to_copy.default, ids, dtype=b.choice((torch.int64, torch.int32))),
+        lambda: b.call(aten.select.int, ids, b.dim(ids), 0) if rank > 1 else None,
+        lambda: b.call(aten.expand.default, ids, [2, *b.sizes(ids)]),
+        lambda: b.call(aten.constant_pad_nd.default, ids, b.choice(([1, 0], [0, 1])), 1),
+        lambda: b.call(aten.slice.Tensor, ids, b.dim(ids), 0, 1),
+    ]
+    return b.choice(moves)()
+
+
+def _table(b: Builder, rank: int) -> fx.Node:
+    if b.chance(0.1):
+        return b.floats(rank)
+    return b.shared([NUM_IDS] + [b.choice((1, 3, NUM_IDS)) for _ in range(rank - 1)])
+
+
+@call_of("embedding")
+def _embedding(b: Builder, name: str) -> fx.Node | None:
+    return b.call(aten.embedding.default, _table(b, 2), indices(b), *([0] if b.chance(0.2) else []))
+
+
+@call_of("index", "_unsafe_index")
+def _index(b: Builder, name: str) -> fx.Node | None:
+    if b.chance(0.4):
+        return _entries_of_rows(b, name)
+    kinds: list[list[str]] = [["i"], ["i"], ["i", "i"], ["i", "-", "i"], ["-", "i"], ["i", "s"], ["m"]]
+    kind = b.choice(kinds)
+    made = {"i": lambda: indices(b), "-": lambda: None, "s": lambda: _shared_ids(b), "m": lambda: _mask(b)}
+    given = [made[letter]() for letter in kind]
+    rank = max(len(kind), b.choice((1, 2, 3)))
+    table = b.shared([NUM_IDS] * rank) if b.chance(0.85) else b.floats()
+    return b.call(getattr(aten, name).Tensor, table, given)
+
+
+def _entries_of_rows(b: Builder, name: str) -> fx.Node | None:
+    """Shared indices in some of the dimensions of rows, or of one row with its neighbours."""
+    rank = b.choice((2, 3, 4))
+    x = b.rows([NUM_IDS if rank < 4 else 3] * rank, b.random.randrange(rank))
+    tokens = b.token_dims(x)
+    given = []
+    for dim in range(b.random.randint(1, rank)):
+        kept = b.chance(0.9) if dim in tokens else b.chance(0.3)
+        given.append(None if kept else _shared_ids(b, x.meta["val"].shape[dim]))
+    return b.call(getattr(aten, name).Tensor, x, given) if any(i is not None for i in given) else None
+
+
+def _shared_ids(b: Builder, size: Any = NUM_IDS) -> fx.Node:
+    ids = b.shared(b.choice(([1], [], [2, 1], [3])), torch.int64)
+    return ids if size == NUM_IDS else b.call(aten.remainder.Scalar, ids, 3) or ids
+
+
+def _mask(b: Builder) -> fx.Node:
+    return b.pick(lambda v: v.dtype == torch.bool) or b.rows([0], 0, torch.bool)
+
+
+@call_of("index_select")
+def _index_select(b: Builder, name: str) -> fx.Node | None:
+    if b.chance(0.4):
+        x = b.rows([NUM_IDS] * 3, b.random.randrange(3))
+        return b.call(aten.index_select.default, x, b.dim(x), b.shared([2], torch.int64))
+    table = _table(b, b.choice((1, 2, 3)))
+    return b.call(aten.index_select.default, table, b.choice((0, 0, 0, -1)), indices(b))
+
+
+@call_of("fxsplit::permute_rows")
+def _permute_rows(b: Builder, name: str) -> fx.Node | None:
+    order = b.order()
+    if b.chance(0.15):
+        order = b.call(aten.flip.default, order, [0]) or order
+    rows = b.floats()
+    if b.chance(0.6):
+        rows = b.token_rows([3])
+    return b.call(torch.ops.fxsplit.permute_rows.default, rows, order)

@@ -1,0 +1,220 @@
+"""Many random graphs, and what became of them."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from fxsplit_encoder.compile import padding
+from fxsplit_encoder.compile.guards import assumptions_of, guards_of
+from fxsplit_encoder.compile.padding.states import operation
+
+from .builder import Builder, SpecialisedError
+from .calls import CALLS, WITHOUT_RULES
+from .comparison import NotRunnableError, Wrong, compare, pairs, run_exact
+from .inputs import GARBAGE
+from .pointwise import POINTWISE, call_pointwise
+
+_SMALL = (2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 15, 16, 20, 24, 30, 36, 40, 48, 60, 64, 72, 96, 120, 144)
+# Around the largest constant of graphs.
+_BELOW = (4992, 4999)
+_ABOVE = (5000, 5003, 5016, 10007, 10008)
+_MOST_ENTRIES = 300_000
+_ATTEMPTS = 6
+
+FOCUSES = (*CALLS, *POINTWISE)
+"""What graphs are made around, one after another."""
+# Tracing an interpolation takes as long as ten other calls.
+_QUICK = tuple(name for name in CALLS if "upsample" not in name)
+
+
+def seeds_around(name: str, count: int) -> list[int]:
+    """Seeds of graphs that all call an operation."""
+    first = FOCUSES.index(name)
+    return list(range(first, first + count * len(FOCUSES), len(FOCUSES)))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one graph.
+
+    Args:
+        operations: what it calls: names that rules go by, and pointwise overloads.
+        accepted: those of which some call is proved.
+    """
+
+    seed: int
+    proved: bool
+    operations: frozenset[str]
+    accepted: frozenset[str]
+    wrong: Wrong | None
+    text: str
+
+
+@dataclass
+class Tally:
+    """What became of many graphs."""
+
+    graphs: int = 0
+    proved: int = 0
+    generated: Counter[str] = field(default_factory=Counter)
+    accepted: Counter[str] = field(default_factory=Counter)
+    wrong: list[Outcome] = field(default_factory=list)
+
+    def add(self, outcome: Outcome) -> None:
+        self.graphs += 1
+        self.proved += outcome.proved
+        self.generated.update(outcome.operations)
+        self.accepted.update(outcome.accepted)
+        if outcome.wrong is not None:
+            self.wrong.append(outcome)
+
+    def __str__(self) -> str:
+        refused = self.graphs - self.proved
+        return f"{self.graphs} graphs: {self.proved} proved, {refused} refused, {len(self.wrong)} wrong"
+
+
+def run_campaign(seeds: Iterable[int]) -> Tally:
+    """A graph for every seed."""
+    tally = Tally()
+    for seed in seeds:
+        tally.add(run_seed(seed))
+    return tally
+
+
+def run_seed(seed: int) -> Outcome:
+    """The first graph of a seed that traces and runs."""
+    for attempt in range(1000):
+        outcome = _attempt(seed, 1000 * seed + attempt)
+        if outcome is not None:
+            return outcome
+    raise AssertionError(f"seed {seed} makes no graph around {FOCUSES[seed % len(FOCUSES)]}")
+
+
+def build(seed: int, graph_seed: int) -> Builder | None:
+    """A graph; None if it has no call of what the seed is about."""
+    b = Builder(graph_seed)
+    focus = FOCUSES[seed % len(FOCUSES)]
+    length = b.random.randint(1, 8)
+    at = b.random.randrange(length)
+    try:
+        for step in range(length):
+            if step != at:
+                _any_call(b)
+            elif not any(_call(b, focus) is not None for _ in range(_ATTEMPTS)):
+                return None
+    except SpecialisedError:
+        return None
+    return b
+
+
+def _call(b: Builder, name: str) -> fx.Node | None:
+    return CALLS[name](b) if name in CALLS else call_pointwise(b, POINTWISE[name])
+
+
+def _any_call(b: Builder) -> None:
+    if b.chance(0.03):
+        WITHOUT_RULES[b.choice(tuple(WITHOUT_RULES))](b)
+    else:
+        _call(b, b.choice(_QUICK if b.chance(0.7) else tuple(POINTWISE)))
+
+
+def _attempt(seed: int, graph_seed: int) -> Outcome | None:
+    b = build(seed, graph_seed)
+    if b is None:
+        return None
+    accepts = guards_of(list(b.sources))
+    counts = _counts(b, lambda count: accepts({b.symbol: count}))
+    if len(counts) < 2:
+        return None
+    try:
+        report = padding.analyse(b.nodes, b.seeds, b.symbol, assumptions_of(list(b.sources)))
+    except Exception as error:
+        wrong = Wrong(b.nodes[-1], f"the analysis fails: {error!r}", counts[0], counts[-1], "no")
+        return Outcome(seed, False, frozenset(), frozenset(), wrong, _described(b, wrong))
+    whole = any(node == "graph" for node, _ in report.reasons)
+    mixed = frozenset(node.name for node in b.nodes) if whole else report.mixed
+    try:
+        wrong = _search(b, counts, mixed)
+    except NotRunnableError:
+        return None
+    names = {node: _names(node) for node in b.nodes}
+    accepted = frozenset(n for node in b.nodes if node.name not in mixed for n in names[node])
+    generated = frozenset(n for node in b.nodes for n in names[node])
+    return Outcome(seed, report.proved, generated, accepted, wrong, _described(b, wrong) if wrong else "")
+
+
+def _names(node: fx.Node) -> tuple[str, ...]:
+    target = node.target
+    overload = (
+        f"{target._schema.name.split('::')[1]}.{target._overloadname}" if hasattr(target, "_schema") else ""
+    )
+    return (operation(node), overload)
+
+
+def _counts(b: Builder, accepts: Callable[[int], bool]) -> list[int]:
+    """Token counts for which the trace holds, some of them larger than any constant of the graph."""
+    chance = random.Random(b.seed)
+    small = [count for count in _SMALL if accepts(count)]
+    chosen = chance.sample(small, min(3, len(small)))
+    if (b.large_constants or len(small) < 2 or chance.random() < 0.1) and not _grows_large(b):
+        below, above = ([c for c in counts if accepts(c)] for counts in (_BELOW, _ABOVE))
+        chosen = [*chosen[:1], *chance.sample(above, min(2, len(above)))]
+        if len(chosen) < 3:
+            chosen += below[:1]
+    return sorted(chosen)
+
+
+def _grows_large(b: Builder) -> bool:
+    """Whether thousands of tokens make tensors too large to run many graphs, inside of an operation too."""
+    for node in b.values:
+        shape = node.meta["val"].shape
+        attends = "attention" in str(node.target) and isinstance(shape[-2], torch.SymInt)
+        if attends or math.prod(_largest_size(b, size) for size in shape) > _MOST_ENTRIES:
+            return True
+    return False
+
+
+def _largest_size(b: Builder, size: int | torch.SymInt) -> int:
+    if isinstance(size, int):
+        return size
+    return int(size.node.expr.subs({symbol: _ABOVE[-1] for symbol in size.node.expr.free_symbols}))
+
+
+def _search(b: Builder, counts: list[int], mixed: frozenset[str]) -> Wrong | None:
+    chance = random.Random(b.seed)
+    for source in b.sources.values():
+        source.reserve(counts[-1])
+    with torch.no_grad():
+        exact = {count: run_exact(b.graph, b.sources, count) for count in counts}
+        for pair in pairs(counts):
+            garbage = chance.choice(GARBAGE)
+            wrong = compare(b.graph, b.sources, mixed, exact[pair[0]], pair, garbage)
+            if wrong is not None:
+                return wrong
+    return None
+
+
+def _described(b: Builder, wrong: Wrong) -> str:
+    """The wrong node and what it is computed from."""
+    needed, pending = set(), [wrong.node]
+    while pending:
+        node = pending.pop()
+        if node not in needed:
+            needed.add(node)
+            pending += node.all_input_nodes
+    lines = []
+    for node in b.graph.nodes:
+        if node in needed:
+            value = node.meta["val"]
+            shape = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, torch.Tensor) else value
+            given = f" [{b.seeds.get(node, 'weight')}]" if node in b.sources else f" {node.target}"
+            lines.append(f"    {node.name}:{given} {node.args} {node.kwargs or ''} -> {shape}")
+    counts = f"{wrong.count} of {wrong.padded_count} tokens, {wrong.garbage} garbage"
+    return "\n".join((f"{wrong.node.name} with {counts}: {wrong.why}", *lines))

@@ -1,0 +1,87 @@
+"""A thousand random graphs: what is proved may be padded, and something is proved of every operation.
+
+`python -m tests.compile.padding.fuzzer --graphs 50000` runs more of them.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from fxsplit_encoder.compile.padding.rules import RULES
+from fxsplit_encoder.compile.padding.states import NodeView, Rows, State
+
+from .fuzzing.calls import CALLS
+from .fuzzing.campaign import FOCUSES, run_campaign, run_seed, seeds_around
+from .fuzzing.pointwise import POINTWISE
+
+_GRAPHS = 1000
+_CHUNKS = 20
+_EACH = -(-_GRAPHS // len(FOCUSES))
+_UNTIL_PROVED = 40
+
+
+def _names(chunk: int) -> tuple[str, ...]:
+    return FOCUSES[chunk::_CHUNKS]
+
+
+def test_every_rule_has_its_calls_and_no_call_is_missed() -> None:
+    assert set(CALLS) == set(RULES)
+    assert len(POINTWISE) > 150
+    assert sum(len(_names(chunk)) for chunk in range(_CHUNKS)) * _EACH >= _GRAPHS
+
+
+@pytest.mark.parametrize("chunk", range(_CHUNKS))
+def test_what_is_proved_may_be_padded(chunk: int) -> None:
+    tally = run_campaign(seed for name in _names(chunk) for seed in seeds_around(name, _EACH))
+    assert not tally.wrong, "\n\n".join(outcome.text for outcome in tally.wrong)
+    assert all(tally.generated[name] for name in _names(chunk))
+    never = [name for name in _names(chunk) if not tally.accepted[name] and not _is_ever_proved(name)]
+    assert not never
+
+
+def _is_ever_proved(name: str) -> bool:
+    return any(name in run_seed(seed).accepted for seed in seeds_around(name, _UNTIL_PROVED)[_EACH:])
+
+
+def _rows_whatever(view: NodeView) -> State:
+    """What a wrong rule says: the tokens' dimension stays what it was."""
+    return view.each_result(Rows(view.rows()))
+
+
+def _first_rows(view: NodeView) -> State:
+    """A wrong rule for operations on several tensors."""
+    return Rows(next(s.dim for s in map(view.state, view.arg(0)) if isinstance(s, Rows)))
+
+
+@pytest.fixture(autouse=True)
+def no_logs() -> Iterator[None]:
+    """Traces log much, which pytest would keep."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong_rule"),
+    [
+        ("_softmax", _rows_whatever),
+        ("softmax", _rows_whatever),
+        ("flip", _rows_whatever),
+        ("roll", _rows_whatever),
+        ("constant_pad_nd", _rows_whatever),
+        ("embedding", lambda view: Rows(view.rows(1))),
+        ("index_select", lambda view: Rows(view.rows(2))),
+        ("cat", _first_rows),
+    ],
+)
+def test_a_wrong_rule_is_found(
+    name: str, wrong_rule: Callable[[NodeView], State], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(RULES, name, wrong_rule)
+    wrong = _wrong_graphs(name)
+    assert any(name in outcome for outcome in wrong)
+
+
+def _wrong_graphs(name: str) -> Iterator[str]:
+    return (o.text for o in map(run_seed, seeds_around(name, 60)) if o.wrong is not None)
