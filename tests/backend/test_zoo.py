@@ -1,0 +1,53 @@
+"""Whatever a module makes of its tokens, the backend gives eager's results.
+
+`pytest tests/backend/test_zoo.py -k softmax_over_tokens` runs one; `ZOO_RUNS=20` draws so many cases of each.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from .zoo import INDEPENDENT, MIXING, Entry, Run, draw
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+NUM_RUNS = int(os.environ.get("ZOO_RUNS", "1"))
+
+
+def each_of(zoo: dict[str, Entry]) -> Any:
+    """A test's parameters, with identifiers that `-k` takes."""
+    ids = [re.sub(r"\W+", "_", name) for name in zoo]
+    return pytest.mark.parametrize(("name", "entry"), zoo.items(), ids=ids)
+
+
+@each_of(MIXING)
+def test_whatever_mixes_tokens_gives_eagers_results(name: str, entry: Entry) -> None:
+    for number in range(max(NUM_RUNS, entry.runs)):
+        torch._dynamo.reset()
+        case = draw(name, entry, number)
+        run = Run(entry, case)
+        failure = run.failure()
+        assert failure is None, f"{name}: {failure}\n{case}"
+        assert run.num_compared >= 2, f"{name}: eager refuses nearly all of {case.counts}"
+
+
+@each_of(INDEPENDENT)
+def test_independent_tokens_are_served_by_padded_replays(name: str, entry: Entry) -> None:
+    for number in range(max(NUM_RUNS, 2)):
+        torch._dynamo.reset()
+        case = draw(name, entry, number)
+        run = Run(entry, case)
+        failure = run.failure()
+        assert failure is None, f"{name}: {failure}\n{case}"
+        reports = [str(d.program.padding) for d in run.made]
+        assert sum(d.hits for d in run.made) > 0, f"{name}: never padded: {reports}\n{case}"
+
+
+def test_the_zoo_is_large() -> None:
+    assert len(MIXING) >= 150
+    assert len(INDEPENDENT) >= 20

@@ -1,0 +1,100 @@
+"""What the zoo is made of: a forward on tokens, and how it may be called.
+
+An entry is a function whose parameters name its inputs (`inputs.INPUTS`), or a module whose forward's do:
+
+    "subtracts the mean": lambda x: x - x.mean(0),
+    "pools by id": of(lambda x, ids: x.new_zeros(4, 8).index_add(0, ids, x), least=1),
+    "convolution": made(lambda: Along(nn.Conv1d(8, 8, 3))),
+
+It is put behind attention, before it, or between two (`placing`), so that what it does lies in the region
+that the backend may pad.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+Layout = str
+"""packed: attention over all tokens, kept apart by cumulative lengths; dense: the tokens are a batch, and
+each attends within itself; sequence: the tokens are one sequence of a batch of 1, and nothing counts them; own: the
+entry has its attention, or none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A forward, and what may be drawn for a run of it; see `of`."""
+
+    make: Callable[[], Callable[..., Any]]
+    layouts: tuple[Layout, ...]
+    places: tuple[str, ...]
+    warmups: tuple[str, ...]
+    step: int
+    least: int
+    counts: tuple[int, ...]
+    tolerance: float
+    runs: int
+
+
+def made(
+    make: Callable[[], Callable[..., Any]],
+    *,
+    layout: Layout = "packed dense",
+    place: str = "before after between",
+    warmup: str = "none zeros ones random",
+    step: int = 1,
+    least: int = 0,
+    counts: tuple[int, ...] = (),
+    tolerance: float = 1.0,
+    runs: int = 1,
+) -> Entry:
+    """An entry whose forward is made anew for every run.
+
+    Args:
+        make: returns a module or a function of the inputs that its parameters name; `x` is (tokens, 8).
+        layout: where attention is, any of several words.
+        place: where the forward is, any of several words; only "after" counts if it does not return a tensor
+            like `x`.
+        warmup: with what inputs the module is warmed up, any of several words.
+        step: what a number of tokens is a multiple of.
+        least: the fewest tokens.
+        counts: if any, all numbers of tokens that are drawn.
+        tolerance: factor of the errors that are taken for rounding.
+        runs: how often it is drawn at least, in one dtype after the other.
+    """
+    return Entry(
+        make,
+        tuple(layout.split()),
+        tuple(place.split()),
+        tuple(warmup.split()),
+        step,
+        least,
+        counts,
+        tolerance,
+        runs,
+    )
+
+
+def of(forward: Callable[..., Any], **options: Any) -> Entry:
+    """An entry that is a function; the options are those of `made`."""
+    return made(lambda: forward, **options)
+
+
+def entries(*kinds: Mapping[str, Any]) -> dict[str, Entry]:
+    """All kinds in one, by name; what is a bare function becomes an entry."""
+    collected: dict[str, Entry] = {}
+    for kind in kinds:
+        for name, entry in kind.items():
+            assert name not in collected, name
+            collected[name] = entry if isinstance(entry, Entry) else of(entry)
+    return collected
+
+
+def input_names(forward: Callable[..., Any]) -> list[str]:
+    """The inputs that a forward takes."""
+    function = forward.forward if isinstance(forward, nn.Module) else forward
+    return list(inspect.signature(function).parameters)

@@ -1,0 +1,99 @@
+"""Normalizations whose statistics the tokens make together, and random numbers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .entries import made, of
+
+
+class Along(nn.Module):
+    """A module of (1, 8, tokens)."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x.t()[None])[0].t()
+
+
+class OnRows(nn.Module):
+    """A module of (tokens, 8)."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+def _whitened(x: Tensor) -> Tensor:
+    y = (x - x.mean(0)).float()
+    return (y @ torch.linalg.cholesky(y.t() @ y / x.shape[0] + 0.1 * torch.eye(8))).to(x.dtype)
+
+
+def _where_loud(x: Tensor) -> Tensor:
+    """Normalizes only where the data ask for it."""
+    greatest = x.abs().amax()
+    return torch.where(greatest > 2, x / greatest, x)
+
+
+def _where_uneven(x: Tensor) -> Tensor:
+    deviation = x.std(0, correction=0)
+    return torch.where(deviation > 0.8, x / (deviation + 0.1), x)
+
+
+NORMS = {
+    "softmax over tokens": lambda x: x.softmax(0),
+    "log_softmax over tokens": lambda x: x.log_softmax(0),
+    "softmin over tokens": lambda x: F.softmin(x, 0),
+    "softmax of everything": lambda x: x.flatten().softmax(0).view_as(x),
+    "softmax pooling": lambda x: (x[:, :1].softmax(0) * x).sum(0),
+    "softmax weights": lambda x: x * x[:, :1].softmax(0) * x.shape[0],
+    "softmax in float32": lambda x: x.softmax(0, dtype=torch.float32).to(x.dtype),
+    "sigmoid shares": lambda x: x.sigmoid() / x.sigmoid().sum(0),
+    "entropy over tokens": lambda x: x + (x.softmax(0) * x.log_softmax(0)).sum(0),
+    "standardized": lambda x: (x - x.mean(0)) / (x.std(0, correction=0) + 0.1),
+    "scaled to 0 and 1": lambda x: (x - x.amin(0)) / (x.amax(0) - x.amin(0) + 0.1),
+    "unit features": lambda x: F.normalize(x, dim=0),
+    "unit whole": lambda x: x / (x.square().sum().sqrt() + 0.1),
+    "root mean square of all": lambda x: x * (x.square().mean() + 0.1).rsqrt(),
+    "layer norm over tokens": of(lambda x: F.layer_norm(x.t(), (x.shape[0],)).t(), least=2),
+    "layer norm of everything": of(lambda x: F.layer_norm(x, x.shape), least=1),
+    "rms norm over tokens": of(lambda x: F.rms_norm(x.t(), (x.shape[0],), eps=0.1).t(), least=1),
+    "batch statistics": of(lambda x: F.batch_norm(x, None, None, training=True), least=2),
+    "batch norm in training": made(lambda: OnRows(nn.BatchNorm1d(8)), least=2),
+    "batch norm that counts": made(lambda: OnRows(nn.BatchNorm1d(8, momentum=None)), least=2),
+    "batch norm without buffers": made(
+        lambda: OnRows(nn.BatchNorm1d(8, track_running_stats=False).eval()), least=2
+    ),
+    "instance norm": made(lambda: Along(nn.InstanceNorm1d(8, affine=True)), least=2),
+    "instance norm with buffers": made(
+        lambda: Along(nn.InstanceNorm1d(8, track_running_stats=True)), least=2
+    ),
+    "group norm along tokens": made(lambda: Along(nn.GroupNorm(2, 8)), least=1),
+    "one group along tokens": made(lambda: Along(nn.GroupNorm(1, 8)), least=1),
+    "local response": lambda x: F.local_response_norm(x[None], 3)[0],
+    "whitened": of(_whitened, least=1),
+    "normalized where loud": of(_where_loud, runs=2),
+    "normalized where uneven": _where_uneven,
+    "normalized where loud, warmed with zeros": of(_where_loud, warmup="zeros", runs=2),
+    "normalized where loud, warmed with ones": of(_where_loud, warmup="ones"),
+    "dynamic tanh of the mean": lambda x: torch.tanh(x * x.abs().mean()),
+    "dropout in training": made(lambda: OnRows(nn.Dropout(0.4))),
+    "alpha dropout": made(lambda: OnRows(nn.AlphaDropout(0.4))),
+    "feature dropout": made(lambda: Along(nn.Dropout1d(0.4))),
+    "dropout by hand": lambda x: F.dropout(x, 0.5, training=True),
+    "noise in eval": lambda x: x + torch.rand_like(x),
+    "normal noise": lambda x: x + torch.randn(x.shape, dtype=x.dtype) * 0.1,
+    "bernoulli": lambda x: torch.bernoulli(x.sigmoid()),
+    "shuffled tokens": lambda x: x[torch.randperm(x.shape[0])],
+    "multinomial": of(lambda x: torch.multinomial(x[:, 0].softmax(0).float(), 1), least=1),
+    "one random number": lambda x: x * torch.rand((), dtype=x.dtype) + x.mean(0),
+    "random tokens dropped": lambda x: x * (torch.rand(x.shape[0]) > 0.3)[:, None],
+    "gumbel": lambda x: F.gumbel_softmax(x, dim=0),
+}

@@ -1,0 +1,169 @@
+"""Tokens times tokens: linear attention, distances, masks, transforms, attention of other kinds."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .entries import made, of
+from .norms import OnRows
+
+
+def _band(x: Tensor) -> Tensor:
+    """Attention to tokens at most two away."""
+    rows = torch.arange(x.shape[0])
+    far = (rows[:, None] - rows).abs() > 2
+    return (x @ x.t()).masked_fill(far, -1e4).softmax(-1) @ x
+
+
+def _causal_mask(x: Tensor) -> Tensor:
+    n = x.shape[0]
+    mask = torch.full((n, n), -1e4, dtype=x.dtype).triu(1)
+    return (x @ x.t() + mask).softmax(-1) @ x
+
+
+def _alibi(x: Tensor) -> Tensor:
+    rows = torch.arange(x.shape[0], dtype=x.dtype)
+    return (x @ x.t() - 0.1 * (rows[:, None] - rows).abs()).softmax(-1) @ x
+
+
+def _relative_positions(x: Tensor) -> Tensor:
+    rows = torch.arange(x.shape[0])
+    table = torch.linspace(-1, 1, 400, dtype=x.dtype)
+    return (table[(rows[:, None] - rows) + 200]) @ x
+
+
+def _linear_attention(x: Tensor) -> Tensor:
+    q, k = F.elu(x) + 1, F.elu(x) + 1
+    return (q @ (k.t() @ x)) / (q @ k.sum(0)[:, None] + 1)
+
+
+def _nearest(x: Tensor) -> Tensor:
+    """The mean of the nearest three, itself among them."""
+    distances = (x[:, None] - x).square().sum(-1)
+    return x[distances.topk(3, largest=False).indices].mean(1)
+
+
+def _slots(x: Tensor) -> Tensor:
+    """Slot attention's pooling: shares over slots, means over tokens."""
+    shares = (x @ torch.eye(8, 4, dtype=x.dtype)).softmax(-1)
+    return (shares / (shares.sum(0) + 0.1)).t() @ x
+
+
+class _SelfAttention(nn.Module):
+    def __init__(self, **options: object) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.attention(x[None], x[None], x[None], need_weights=False)[0][0]
+
+
+class _Pooling(nn.Module):
+    """A learned query over all tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Parameter(torch.randn(3, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.query @ x.t()).softmax(-1) @ x
+
+
+class _Recurrent(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x[None])[0][0]
+
+
+def _sdpa(x: Tensor, **options: object) -> Tensor:
+    q = x.view(1, -1, 2, 4).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, q, q, **options).transpose(1, 2).reshape(-1, 8)
+
+
+PRODUCTS = {
+    "linear attention": lambda x: x @ (x.t() @ x),
+    "linear attention, normalized": _linear_attention,
+    "linear attention by softmaxes": lambda x: x.softmax(-1) @ (x.softmax(0).t() @ x),
+    "causal linear attention": lambda x: torch.einsum(
+        "nd,nde->ne", x, (x[:, :, None] * x[:, None]).cumsum(0)
+    ),
+    "Gram matrix": lambda x: x @ x.t(),
+    "matrix of features": lambda x: x.t() @ x,
+    "einsum across tokens": lambda x: torch.einsum("nd,md->nm", x, x),
+    "einsum to features": lambda x: torch.einsum("nd,ne->de", x, x),
+    "einsum through all": lambda x: torch.einsum("nd,md,me->ne", x, x, x),
+    "tensordot over tokens": lambda x: torch.tensordot(x, x, ([0], [0])),
+    "soft attention": lambda x: (x @ x.t()).softmax(-1) @ x,
+    "attention of the mean": lambda x: (x.mean(0, keepdim=True) @ x.t()).softmax(-1) @ x,
+    "attention over tokens as an op": lambda x: _sdpa(x),
+    "causal attention as an op": lambda x: _sdpa(x, is_causal=True),
+    "attention with a mask of the count": lambda x: _sdpa(
+        x, attn_mask=torch.ones(x.shape[0], x.shape[0], dtype=torch.bool).triu()
+    ),
+    "multi-head attention": made(lambda: _SelfAttention()),
+    "multi-head attention with a bias token": made(lambda: _SelfAttention(add_bias_kv=True)),
+    "multi-head attention with a zero token": made(lambda: _SelfAttention(add_zero_attn=True)),
+    "pooling by queries": made(lambda: _Pooling(), least=1),
+    "slots": _slots,
+    "cdist": lambda x: torch.cdist(x.float(), x.float()),
+    "pdist": of(lambda x: F.pdist(x.float()), least=2),
+    "squared distances": lambda x: (x[:, None] - x).square().sum(-1),
+    "cosine similarities": lambda x: F.cosine_similarity(x[:, None], x[None], dim=-1),
+    "similarity to the mean": lambda x: F.cosine_similarity(x, x.mean(0, keepdim=True)),
+    "nearest tokens": of(_nearest, least=3),
+    "distance to the nearest": of(
+        lambda x: x * ((x[:, None] - x).square().sum(-1) + 1).amin(1, keepdim=True)
+    ),
+    "causal mask": _causal_mask,
+    "causal mean": lambda x: torch.ones(x.shape[0], x.shape[0], dtype=x.dtype).tril() @ x,
+    "anticausal sum": lambda x: torch.ones(x.shape[0], x.shape[0], dtype=x.dtype).triu() @ x,
+    "band": _band,
+    "ALiBi": _alibi,
+    "relative positions": _relative_positions,
+    "tril of the Gram matrix": lambda x: (x @ x.t()).tril() @ x,
+    "mask returned": lambda x: (x * 2, torch.ones(x.shape[0], x.shape[0], dtype=torch.bool).tril()),
+    "outer product": lambda x: torch.outer(x[:, 0], x[:, 1]),
+    "Kronecker product": lambda x: torch.kron(x[:, :1], x[:, 1:2]),
+    "identity": lambda x: torch.eye(x.shape[0], dtype=x.dtype) @ x + x.mean(0),
+    "diagonal of the Gram matrix": lambda x: (x @ x.t()).diagonal(),
+    "trace": lambda x: x * (x @ x.t()).trace(),
+    "vander": lambda x: torch.vander(x[:, 0], 3).sum(0),
+    "FFT": lambda x: torch.fft.fft(x.float(), dim=0),
+    "real FFT": of(lambda x: torch.fft.rfft(x.float(), dim=0), least=1),
+    "FNet": of(lambda x: torch.fft.fft2(x.float()).real.to(x.dtype), least=1),
+    "global filter": of(
+        lambda x: torch.fft.irfft(torch.fft.rfft(x.float(), dim=0) * 0.5, n=x.shape[0], dim=0).to(x.dtype),
+        least=1,
+    ),
+    "low pass": of(
+        lambda x: torch.fft.ifft(torch.fft.fft(x.float(), dim=0)[:2], n=x.shape[0], dim=0).real.to(x.dtype),
+        least=2,
+    ),
+    "fftshift": lambda x: torch.fft.fftshift(x, 0),
+    "QR": of(lambda x: torch.linalg.qr(x.float()).R.abs(), least=8),
+    "singular values": of(lambda x: torch.linalg.svdvals(x.float()), least=8, tolerance=10),
+    "ridge regression": lambda x: torch.linalg.solve((x.t() @ x).float() + torch.eye(8), x.t().float()),
+    "determinant": of(lambda x: x * torch.linalg.det((x.t() @ x).float() / 8 + torch.eye(8)).to(x.dtype)),
+    "mixing by features' softmax": lambda x: x @ (x.t() @ x / 8).softmax(-1),
+    "GRU": made(lambda: _Recurrent(nn.GRU(8, 8, batch_first=True)), least=1),
+    "LSTM, both ways": made(lambda: _Recurrent(nn.LSTM(8, 4, batch_first=True, bidirectional=True)), least=1),
+    "RNN from the end": made(
+        lambda: OnRows(nn.Sequential(_Flip(), _Recurrent(nn.RNN(8, 8, batch_first=True)))), least=1
+    ),
+    "product along bmm": lambda x: torch.bmm(x[None].transpose(1, 2), x[None])[0],
+    "addmm of tokens": lambda x: torch.addmm(x[:8].t() @ x[:8], x.t(), x),
+    "logits of contrast": lambda x: F.normalize(x, dim=-1) @ F.normalize(x, dim=-1).t() * 10,
+    "loss of contrast": of(lambda x: F.cross_entropy(x @ x.t(), torch.arange(x.shape[0])), least=1),
+    "mean squared error": of(lambda x: F.mse_loss(x, torch.zeros_like(x)), least=1),
+    "loss without reduction": lambda x: F.mse_loss(x, x.mean(0).expand_as(x), reduction="none"),
+}
+
+
+class _Flip(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.flip(0)

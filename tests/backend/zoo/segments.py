@@ -1,0 +1,121 @@
+"""Cumulative lengths read by more than attention, and attention of other kinds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .entries import of
+from .placing import attend_packed
+
+varlen_attention = torch.ops.fxsplit.varlen_attention
+
+
+def _segment_of(x: Tensor, cu: Tensor) -> Tensor:
+    return torch.searchsorted(cu[1:].contiguous(), torch.arange(x.shape[0], dtype=cu.dtype), right=True)
+
+
+def _mean_of_segments(x: Tensor, cu: Tensor) -> Tensor:
+    segment = _segment_of(x, cu)
+    sums = x.new_zeros(cu.shape[0] - 1, 8).index_add(0, segment, x)
+    return sums / cu.diff().clamp(min=1)[:, None].to(x.dtype)
+
+
+def _place_in_segment(x: Tensor, cu: Tensor) -> Tensor:
+    places = torch.arange(x.shape[0]) - cu[_segment_of(x, cu)]
+    return x + places[:, None].to(x.dtype) / 10
+
+
+def _own(**options: Any) -> dict[str, Any]:
+    return {"layout": "own", **options}
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, scale: float = 0.5) -> Tensor:
+    q, k, v = (t.reshape(t.shape[0], 2, 4) for t in (q, k, v))
+    return varlen_attention(q, k, v, cu, q.shape[0], scale).view(-1, 8)
+
+
+def _one_segment(x: Tensor) -> Tensor:
+    return attend_packed(x, torch.tensor([0, x.shape[0]], dtype=torch.int32))
+
+
+def _segments_from_lengths(x: Tensor, cu: Tensor) -> Tensor:
+    lengths = cu.diff()
+    return attend_packed(x, torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32))
+
+
+def _of_windows(x: Tensor) -> Tensor:
+    """Segments of 4 tokens, as the count makes them."""
+    return attend_packed(x, torch.arange(0, x.shape[0] + 1, 4, dtype=torch.int32))
+
+
+def _two_attentions(x: Tensor, cu: Tensor) -> Tensor:
+    whole = torch.stack([cu[0], cu[-1]])
+    return attend_packed(attend_packed(x, cu) + x, whole)
+
+
+def _quarters(x: Tensor, cu: Tensor) -> Tensor:
+    """Attention among the tokens, and among their groups of 4."""
+    y = attend_packed(x, cu).view(-1, 4, 8).mean(1)
+    return attend_packed(y, torch.tensor([0, y.shape[0]], dtype=torch.int32))
+
+
+def _cu_changed(x: Tensor, cu: Tensor) -> Tensor:
+    y = attend_packed(x, cu)
+    cu.add_(1)
+    return y
+
+
+def _flipped_segments(x: Tensor, cu: Tensor) -> Tensor:
+    return attend_packed(x, cu[-1] - cu.flip(0))
+
+
+SEGMENTS = {
+    "lengths": of(lambda x, cu: (x * 2, cu.diff()), layout="packed"),
+    "total length": of(lambda x, cu: x * cu[-1], layout="packed"),
+    "mean by the total length": of(lambda x, cu: x - x.sum(0) / cu[-1], layout="packed", least=1),
+    "number of segments": of(lambda x, cu: x * cu.shape[0], layout="packed"),
+    "number of segments as ones": of(lambda x, cu: x + torch.ones_like(cu).sum(), layout="packed"),
+    "root of the number of segments": of(lambda x, cu: x * (cu.shape[0] - 1) ** 0.5, layout="packed"),
+    "longest segment": of(lambda x, cu: x * cu.diff().max(), layout="packed"),
+    "shortest segment": of(lambda x, cu: x * cu.diff().min(), layout="packed"),
+    "mean length": of(lambda x, cu: x / (cu.diff().float().mean().to(x.dtype) + 1), layout="packed"),
+    "empty segments": of(lambda x, cu: x + (cu.diff() == 0).sum(), layout="packed"),
+    "sum of lengths": of(lambda x, cu: x + cu.sum(), layout="packed"),
+    "means of segments": of(_mean_of_segments, layout="packed"),
+    "means of segments, given back": of(
+        lambda x, cu: x - _mean_of_segments(x, cu)[_segment_of(x, cu)], layout="packed"
+    ),
+    "segment of every token": of(lambda x, cu: _segment_of(x, cu), layout="packed"),
+    "place in the segment": of(_place_in_segment, layout="packed"),
+    "first of every segment": of(
+        lambda x, cu: x[cu[:-1].long().clamp(max=x.shape[0] - 1)], layout="packed", least=1
+    ),
+    "last of every segment": of(lambda x, cu: x[(cu[1:].long() - 1).clamp(min=0)], layout="packed", least=1),
+    "differences of sums": of(
+        lambda x, cu: torch.nn.functional.pad(x.cumsum(0), (0, 0, 1, 0))[cu.long()].diff(dim=0),
+        layout="packed",
+    ),
+    "lengths repeated": of(
+        lambda x, cu: x * cu.diff().repeat_interleave(cu.diff().long())[:, None], layout="packed"
+    ),
+    "ends by the count": of(lambda x, cu: cu / x.shape[0], layout="packed", least=1),
+    "ends returned": of(lambda x, cu: (x + 1, cu), layout="packed"),
+    "ends returned in part": of(lambda x, cu: (x + 1, cu[1:]), layout="packed"),
+    "ends shifted": of(lambda x, cu: (x + 1, cu - 1), layout="packed"),
+    "ends changed": of(_cu_changed, **_own()),
+    "one segment of all": of(_one_segment, **_own()),
+    "segments from lengths": of(_segments_from_lengths, **_own()),
+    "segments of 4 tokens": of(_of_windows, **_own(step=4)),
+    "segments and the whole": of(_two_attentions, **_own()),
+    "segments of quarters": of(_quarters, **_own(step=4)),
+    "segments in reverse": of(_flipped_segments, **_own()),
+    "keys of the next token": of(lambda x, cu: _attend(x, x.roll(1, 0), x, cu), **_own()),
+    "values in reverse": of(lambda x, cu: _attend(x, x, x.flip(0), cu), **_own()),
+    "queries less their mean": of(lambda x, cu: _attend(x - x.mean(0), x, x, cu), **_own()),
+    "keys scaled by the count": of(lambda x, cu: _attend(x, x / x.shape[0], x, cu), **_own(least=1)),
+    "logits scaled by the count": of(lambda x, cu: _attend(x, x, x, cu, x.shape[0] ** -0.5), **_own(least=1)),
+    "entropy scale": of(lambda x, cu: _attend(x, x, x, cu, 0.1 * x.shape[0]), **_own()),
+}
