@@ -3,5 +3,5 @@
 import os
 
 # Inductor asks the C++ compiler what vectors the CPU knows, which takes seconds with an empty cache and tells
-# nothing of the graphs that it is given here. Before torch is imported; processes that tests start inherit it.
+# nothing of the graphs that it is given here. Set before torch is imported; processes of tests inherit it.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
