@@ -14,9 +14,9 @@ demo: $(STAMP)
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --maxprocesses 8 --dist loadfile
 
-# What a change needs first: all tests but those marked `slow`.
+# What a change needs first: all tests but those marked `slow` and those of a GPU.
 quick: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --maxprocesses 8 --dist loadfile -m "not slow and not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --maxprocesses 8 --dist loadfile -m "not slow" --ignore tests/gpu
 
 lint: $(STAMP)
 	$(BIN)/ruff check

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -21,10 +20,6 @@ Grid = tuple[int, int, int]
 INPUTS = (("pixel_values", "image_grid_thw"), ("pixel_values_videos", "video_grid_thw"))
 FEATURES = 1536
 BUDGETS = (4, 16, 32, 64)
-
-# Inductor asks the C++ compiler what vectors the CPU knows, which takes seconds with an empty cache and tells
-# nothing of the graphs that it is given here. The processes that tests start inherit it.
-os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
 # No property fails for how long it takes, on however busy a machine. Fixtures are made once for all examples
 # of a property, which is what they are for here: its examples share a tower.

@@ -61,6 +61,7 @@ def test_one_block_is_traced_for_all(inner: Any, pixels: Tensor, inlined: list[i
     assert hits_of_others_than(before) == 2
 
 
+@pytest.mark.slow
 def test_weights_are_looked_up_at_every_call(inner: Any, pixels: Tensor, inlined: list[int]) -> None:
     module = compiled(fx.wrap(inner))
     before = features(module, pixels)

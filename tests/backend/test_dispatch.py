@@ -141,10 +141,14 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
     "dense attention": (ClipLike, images),
     "attention with dropout": (lambda: ClipLike(dropout=0.5), images),
 }
+SLOW_CASES = ("graph breaks", "reads values", "attention with dropout")
 
 
 @pytest.mark.parametrize("inference", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW_CASES)) for name in CASES],
+)
 def test_any_module_gives_eagers_results(name: str, inference: bool) -> None:
     make, make_input = CASES[name]
     torch.manual_seed(0)

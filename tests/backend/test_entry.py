@@ -116,6 +116,7 @@ def test_an_image_of_one_output_token_is_served(tiny_towers: Any) -> None:
     assert counters["stats"]["unique_graphs"] == 2
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_static_shapes_give_right_results(tiny_towers: Any) -> None:
     compiled = torch.compile(tiny_towers.wrapped, backend="encoder_cg", fullgraph=True, dynamic=False)
@@ -236,6 +237,7 @@ def test_gradients_run_eagerly_with_one_warning() -> None:
     assert sum(d.hits for d in set(dispatchers()) - known) == 1
 
 
+@pytest.mark.slow
 def test_gradients_of_a_wrapped_tower(make_tower: Any) -> None:
     tower = make_tower()
     eager = copy.deepcopy(tower)

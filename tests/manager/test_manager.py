@@ -248,6 +248,7 @@ def test_statistics_are_logged_every_so_many_items(
     assert "4 items: 4 hit" in caplog.text
 
 
+@pytest.mark.slow
 def test_progress_is_reported_while_compiling_and_capturing(tiny_towers: Any) -> None:
     config = fx.EncoderConfig(mode="full", token_budgets=(4, 8, 16), max_items_per_batch=2)
     manager = fx.EncoderCudaGraphManager(tiny_towers.wrapped, config)

@@ -31,6 +31,7 @@ def two_path_request(*tokens: tuple[int, int]) -> TracedRequest:
     return TracedRequest(specs, (1,) * len(tokens))
 
 
+@pytest.mark.slow
 @settings(max_examples=50)
 @given(st.lists(items, max_size=5))
 def test_what_was_written_is_read(

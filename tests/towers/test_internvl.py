@@ -47,6 +47,7 @@ def test_every_mode_and_batch(vision: Any, options: Any, fresh_dynamo: None) -> 
     assert (len(program.program.splits), len(program.program.pieces)) == (blocks, blocks + 1)
 
 
+@pytest.mark.slow
 def test_one_trace_through_torch_compile(fresh_dynamo: None) -> None:
     assert_compiles_once(fx.wrap(make()), lambda output: output.pooler_output)
 
@@ -102,6 +103,7 @@ def test_the_published_sizes_give_256_tokens_a_tile() -> None:
     assert wrapped.get_encoder_cudagraph_budget_range(None) == (256, 4096)
 
 
+@pytest.mark.slow
 def test_frames_of_a_video_are_tiles(fresh_dynamo: None) -> None:
     """As the video processor gives them: (videos, frames, 3, height, width)."""
     reference = make()

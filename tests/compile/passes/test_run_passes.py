@@ -142,6 +142,7 @@ def test_the_mask_of_pad_rows_stays_behind_the_residual_addition() -> None:
     assert sum("aten.masked_fill.Scalar" in targets for targets in seen) == 2
 
 
+@pytest.mark.slow
 def test_a_convolution_is_changed_by_default(inputs: Callable[..., Any]) -> None:
     weight = torch.randn(6, 2, 2, 2)
 
