@@ -21,8 +21,8 @@ from torch import nn
 
 Layout = str
 """packed: attention over all tokens, kept apart by cumulative lengths; dense: the tokens are a batch, and
-each attends within itself; sequence: the tokens are one sequence of a batch of 1, and nothing counts them; own: the
-entry has its attention, or none."""
+each attends within itself; sequence: the tokens are one sequence of a batch of 1, and nothing counts them;
+own: the entry has its attention, or none."""
 
 
 @dataclass(frozen=True, slots=True)
