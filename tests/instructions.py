@@ -9,7 +9,35 @@ from typing import Any
 
 
 def instructions(call: Callable[[], object]) -> int:
-    """The bytecode instructions that `call` takes; what it does inside C functions counts as one."""
+    """The bytecode instructions that `call` takes; what it does inside C functions counts as one.
+
+    Versions of Python compile to other instructions: by some tens of percent more or less.
+    """
+    return _monitored(call) if sys.version_info >= (3, 12) else _traced(call)
+
+
+def _monitored(call: Callable[[], object]) -> int:
+    count = 0
+
+    def add(code: object, offset: int) -> None:
+        nonlocal count
+        count += 1
+
+    monitoring: Any = sys.monitoring  # type: ignore[attr-defined,unused-ignore]
+    tool, events = monitoring.PROFILER_ID, monitoring.events
+    monitoring.use_tool_id(tool, "instructions")
+    monitoring.register_callback(tool, events.INSTRUCTION, add)
+    monitoring.set_events(tool, events.INSTRUCTION)
+    try:
+        call()
+    finally:
+        monitoring.set_events(tool, events.NO_EVENTS)
+        monitoring.register_callback(tool, events.INSTRUCTION, None)
+        monitoring.free_tool_id(tool)
+    return count
+
+
+def _traced(call: Callable[[], object]) -> int:
     count = 0
 
     def trace(frame: FrameType, event: str, argument: object) -> Any:

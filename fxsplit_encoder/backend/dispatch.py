@@ -151,6 +151,8 @@ class BudgetDispatcher:
         tokens = self.program.tokens(frame)
         if tokens is None:
             return None, MissReason.STATIC_SHAPE
+        if self.program.padding.capture_refusal:
+            return None, MissReason.UNSUPPORTED_GRAPH
         if self.config.mode == "exact":
             return self._find_exact(frame, tokens, capture_now=capture_all)
         budgets = self._budgets(frame)

@@ -47,7 +47,7 @@ def request_of_program(
         CaptureMemoryError: the device's memory does not hold its inputs; none was made.
     """
     static = Frame(list(template.slots), padded_symbols(program, template, rows))
-    if not program.accepts(static.symbols):
+    if not program.may_be_captured(static.symbols):
         raise CaptureError(f"the trace does not hold for {rows} tokens: the code was traced for other sizes")
     _check_memory(program, static.symbols, budget)
     buffers: dict[int, StaticBuffer] = {}

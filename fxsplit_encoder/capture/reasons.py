@@ -38,6 +38,10 @@ class MissReason(StrEnum):
     PADDING_UNPROVED = "padding_unproved"
     """The graph's rows may depend on one another, so it is never padded."""
 
+    UNSUPPORTED_GRAPH = "unsupported_graph"
+    """Nothing of the graph is captured: it draws random numbers, or attends over rows that are not its
+    tokens."""
+
     STATIC_SHAPE = "static_shape"
     """The graph was traced for one shape; there is nothing to pad."""
 

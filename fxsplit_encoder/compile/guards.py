@@ -31,6 +31,22 @@ def _shape_env(inputs: Sequence[fx.Node]) -> Any:
     )
 
 
+def holds_for_capture(
+    accepts: Callable[[SymbolValues], bool], token_symbol: str, divisor: int, values: SymbolValues
+) -> bool:
+    """Whether a graph may be captured at these sizes: its trace holds for them, or for twice the tokens.
+
+    A trace takes no size for 1, which broadcasts and is contiguous in any layout; the graph itself has no
+    such case. Its run of n tokens is what the first n of 2n give, as `compile.padding` shows or the tower
+    declares.
+
+    Args:
+        divisor: what divides the token count wherever the trace holds.
+    """
+    tokens = values[token_symbol]
+    return accepts(values) or (tokens % divisor == 0 and accepts({**values, token_symbol: 2 * tokens}))
+
+
 def guards_of(inputs: Sequence[fx.Node], independent: str | None = None) -> Callable[[SymbolValues], bool]:
     """Whether a trace holds for given values of symbols, as a function of them.
 

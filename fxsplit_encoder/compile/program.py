@@ -14,6 +14,7 @@ import torch
 
 from fxsplit_encoder.attention import varlen_attention
 from fxsplit_encoder.compile.derived import DerivedParameters
+from fxsplit_encoder.compile.guards import holds_for_capture
 from fxsplit_encoder.compile.sizes import Size, SymbolValues
 from fxsplit_encoder.host_memory import to_device
 
@@ -164,6 +165,12 @@ class Program:
     """Parameters that passes keep in another form."""
     pass_report: Mapping[str, int] = field(default_factory=dict)
     """At how many places each pass that ran changed the graph, see `compile.passes.pass_rows`."""
+
+    def may_be_captured(self, symbols: SymbolValues) -> bool:
+        """Whether the graph means the same at these sizes as where it was traced."""
+        if self.token_symbol is None:
+            return self.accepts(symbols)
+        return holds_for_capture(self.accepts, self.token_symbol, self.padding.divisor, symbols)
 
     @property
     def fixed_slots(self) -> list[int]:

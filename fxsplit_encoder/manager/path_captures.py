@@ -259,6 +259,8 @@ class PathCaptures:
                 growing=growing,
                 shared=shared,
             )
+        if program.program.padding.capture_refusal:
+            raise CaptureError(program.program.padding.capture_refusal)
         if self.padding_refused and (shared is self.shared or not program.program.padding.segments_may_grow):
             raise CaptureError(f"its rows are not known to be independent ({program.program.padding})")
         if shared is self.shared:

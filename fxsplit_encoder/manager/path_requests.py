@@ -47,7 +47,7 @@ def request_of_program(
     Raises:
         CaptureError: the trace does not hold for inputs of these sizes.
     """
-    if not program.program.accepts(program.symbols(values)):
+    if not program.program.may_be_captured(program.symbols(values)):
         raise CaptureError(
             f"the trace does not hold for {budget} tokens: the code was traced for other sizes"
         )

@@ -402,6 +402,49 @@ def test_a_budget_that_the_trace_does_not_hold_for_is_dropped() -> None:
     assert_equal(compiled(batch), module(batch))
 
 
+class AddsNoise(ClipLike):
+    def forward(self, images: Tensor) -> Tensor:
+        return super().forward(images) + torch.rand(16)
+
+
+class AttendsOverRepeatedRows(nn.Module):
+    """The rows of attention are four times those of the input that counts."""
+
+    def forward(self, x: Tensor, quarter: Tensor, cu_seqlens: Tensor) -> Tensor:
+        q = (x + quarter.repeat_interleave(4, 0)).view(-1, 2, 4)
+        return torch.ops.fxsplit.varlen_attention(q, q, q, cu_seqlens, q.shape[0], 0.5).view(-1, 8)
+
+
+def repeated_rows() -> tuple[Tensor, ...]:
+    return torch.randn(16, 8), torch.randn(4, 8), torch.tensor([0, 4, 16], dtype=torch.int32)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mode", ["auto", "exact"])
+@pytest.mark.parametrize(
+    ("module", "make_inputs", "why"),
+    [
+        (AddsNoise(), lambda: (images(4),), "draws random numbers"),
+        (AttendsOverRepeatedRows(), repeated_rows, "which are not the"),
+    ],
+    ids=["random numbers", "other rows"],
+)
+def test_some_graphs_are_never_captured(
+    module: nn.Module, make_inputs: Callable[[], Any], why: str, mode: str
+) -> None:
+    known = set(dispatchers())
+    compiled = compile_it(module, dynamic=True, token_budgets=[4], mode=mode, exact_min_hits=1)
+    for _ in range(3):
+        inputs = make_inputs()
+        torch.manual_seed(0)
+        expected = module(*inputs)
+        torch.manual_seed(0)
+        assert_equal(compiled(*inputs), expected)
+    (dispatcher,) = set(dispatchers()) - known
+    assert why in dispatcher.program.padding.capture_refusal
+    assert dispatcher.misses == {fx.MissReason.UNSUPPORTED_GRAPH: 3}
+
+
 @torch.no_grad()
 def test_debug_checks_a_declared_padding_against_the_exact_shape() -> None:
     spec = fx.DenseTowerSpec((3, 8, 8), tokens_per_image=4, hidden_size=16, output=lambda result: result)

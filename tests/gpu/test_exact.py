@@ -115,16 +115,12 @@ def test_a_thousand_batches_stay_within_eagers_error(
             theirs.append(rms_error(plain(inputs), expected))
     assert max(ours) <= 1.5 * max(theirs), "one batch is wrong"
     assert statistics.fmean(ours) <= 1.1 * statistics.fmean(theirs)
+    assert manager.stats().hit_rate == 1
     if mode == "exact":
         shapes = manager.paths["default"].exact.shapes
         assert len(shapes.sizes) <= 32
         assert shapes.num_evicted > 0
-        # The model's code treats a batch of a single token apart, so the trace does not hold for it.
-        assert set(shapes.refused) <= {1}
-        assert set(manager.stats().misses) <= {fx.MissReason.NOT_CAPTURED}
-        assert manager.stats().hit_rate > 0.99
-    else:
-        assert manager.stats().hit_rate == 1
+        assert not shapes.refused
     manager.clear()
 
 

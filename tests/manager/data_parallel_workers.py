@@ -116,7 +116,7 @@ def _faults(rank: int, num_ranks: int, job: dict[str, Any]) -> dict[str, Any]:
     attempt("malformed on one", malformed if rank == FAILING_RANK else good)
     attempt("no sizes on one", {"image_grid_thw": [[1, 3, 3]]} if rank == FAILING_RANK else good)
     attempt("other items on one", job["other"] if rank == FAILING_RANK else good)
-    attempt("no items on one", {} if rank == FAILING_RANK else good)
+    attempt("no items on one", job["none"] if rank == FAILING_RANK else good)
     results["stats"] = manager.stats()
     return results
 

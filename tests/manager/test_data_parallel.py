@@ -122,6 +122,11 @@ def single_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+def no_images(make_batch: Any) -> dict[str, Any]:
+    """A request without any image."""
+    return {name: tensor[:0] for name, tensor in make_batch([(1, 4, 4)]).items()}
+
+
 @pytest.fixture(scope="module")
 def inputs(make_batch: Any) -> dict[str, dict[str, Any]]:
     grids = [(1, 2 * (1 + 5 * n % 6), 2 * (2 + 3 * n % 7)) for n in range(12)]
@@ -131,7 +136,7 @@ def inputs(make_batch: Any) -> dict[str, dict[str, Any]]:
         "videos": make_batch([], [(1, 4, 4), (4, 2, 4), (8, 4, 4)], seed=3),
         "over the largest budget": make_batch([(1, 4, 4), (1, 18, 18), (1, 16, 16)], seed=4),
         "fewer items than ranks": make_batch([(1, 8, 8)], seed=5),
-        "nothing": {},
+        "nothing": no_images(make_batch),
     }
 
 
@@ -147,7 +152,12 @@ def two_ranks(
     good = make_batch([(1, 4, 4), (1, 8, 8), (1, 4, 6)])
     job = {
         "requests": {"tower": make_tower(), "modes": MODES, "inputs": inputs},
-        "faults": {"tower": make_tower(), "good": good, "other": make_batch([(1, 4, 4)])},
+        "faults": {
+            "tower": make_tower(),
+            "good": good,
+            "other": make_batch([(1, 4, 4)]),
+            "none": no_images(make_batch),
+        },
         "fake towers": {},
         "older paths": {"inputs": older_paths},
         "lost ranks": {"tower": make_tower(), "good": good, "num_items": 3},
@@ -160,7 +170,12 @@ def four_ranks(make_tower: Any, inputs: Any, make_batch: Any, tmp_path_factory: 
     good = make_batch([(1, 4, 4), (1, 8, 8), (1, 4, 6)])  # the last rank has none of them
     job = {
         "requests": {"tower": make_tower(), "modes": [], "inputs": inputs},  # a trace a process takes long
-        "faults": {"tower": make_tower(), "good": good, "other": make_batch([(1, 4, 4)])},
+        "faults": {
+            "tower": make_tower(),
+            "good": good,
+            "other": make_batch([(1, 4, 4)]),
+            "none": no_images(make_batch),
+        },
         "fake towers": {},
         "lost ranks": {"tower": make_tower(), "good": good, "num_items": 3},
     }

@@ -50,6 +50,7 @@ from fxsplit_encoder.compile.padding.states import (
     draws_random_numbers,
     indices_of,
     is_pointwise,
+    named,
     operation,
     symbols_of,
 )
@@ -77,6 +78,11 @@ class PaddingReport:
     """Whether some node is known to mix rows, rather than merely not known to keep them apart."""
     segments_may_grow: bool = True
     """Whether empty segments may be appended: nothing but attention reads the cumulative lengths."""
+    capture_refusal: str = ""
+    """Why nothing of the region may be captured at any size: it draws random numbers, of which a capture
+    would take others than eager, or attends over rows that are not its tokens."""
+    divisor: int = 1
+    """What divides the token count wherever the trace holds."""
     declared: bool = False
     """Whether the tower declares that padding leaves its real rows alone."""
     num_nodes: int = field(default=0, compare=False)
@@ -133,6 +139,8 @@ def analyse(
         mixed=frozenset(node.name for node in mixed),
         refuted=analysis.refuted,
         segments_may_grow=not analysis.reads_segments,
+        capture_refusal=analysis.capture_refusal,
+        divisor=analysis.sizes.divisor,
         num_nodes=len(nodes),
         source=_source_line(mixed[0]) if mixed else "",
     )
@@ -159,6 +167,7 @@ class Analysis:
         self.may_probe = True
         self.refuted = False
         self.reads_segments = False
+        self.capture_refusal = ""
 
     def check_trace(self) -> Iterable[tuple[str, str]]:
         """What the trace assumes of the token count that is not known of every one."""
@@ -184,6 +193,7 @@ class Analysis:
         for node in nodes:
             inputs = [self.states[n] for n in node.all_input_nodes if n in self.states]
             self.reads_segments |= self._reads_segments(node, inputs)
+            self.capture_refusal = self.capture_refusal or self._capture_refusal(node)
             if operation(node) in LOOKUPS and not self.looks_up_safely(node):
                 self.may_probe = False
             inherited = next((s for s in inputs if isinstance(s, Mixed)), None)
@@ -269,6 +279,20 @@ class Analysis:
         if node in self.seeds:
             return not node.meta["val"].is_floating_point()
         return operation(node) in MOVERS and all(map(self._is_an_input, node.all_input_nodes))
+
+    def _capture_refusal(self, node: fx.Node) -> str:
+        """Why a node may not be captured at any size; empty where it may."""
+        name = operation(node)
+        is_dense = name in DENSE_ATTENTIONS
+        if draws_random_numbers(node) and not (is_dense and not named(node, "dropout_p")):
+            return f"{name} draws random numbers"
+        if name == "varlen_attention":
+            query = node.args[0]
+            assert isinstance(query, fx.Node)
+            rows = shape_exprs(query.meta["val"])[0]
+            if str(rows) != self.sizes.token_symbol:
+                return f"attention runs over {rows} rows, which are not the {self.sizes.token_symbol} tokens"
+        return ""
 
     def _reads_segments(self, node: fx.Node, inputs: Sequence[State]) -> bool:
         """Whether more segments would show in a node's result: it is not attention and takes their

@@ -52,6 +52,8 @@ class TokenSizes:
         """
         if not self.mentions_padding(expr):
             return False
+        if not isinstance(expr, sympy.Expr):
+            raise NotProvedError(f"{expr} depends on the token count")
         normal = self._normal_form(expr)
         if normal.has(_GROUPS) and not normal.is_polynomial(_GROUPS):
             raise NotProvedError(f"the size {expr} follows the token count in no way that is known")
