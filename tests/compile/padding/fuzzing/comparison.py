@@ -63,8 +63,11 @@ def run_exact(graph: fx.Graph, sources: Mapping[fx.Node, Source], count: int) ->
             values[node] = _computed(node, values)
         except Exception as error:
             raise NotRunnableError(f"{node.format_node()}: {error}") from error
-        if isinstance(values[node], Tensor) and values[node].numel() > _LARGEST_TENSOR:
-            raise NotRunnableError(f"{node}: {values[node].numel()} entries")
+        value = values[node]
+        if isinstance(value, Tensor):
+            assert value.dim() == node.meta["val"].dim(), f"{node.format_node()} is not what was traced"
+            if value.numel() > _LARGEST_TENSOR:
+                raise NotRunnableError(f"{node}: {value.numel()} entries")
     return values
 
 
