@@ -52,7 +52,7 @@ def run_exact(graph: fx.Graph, sources: Mapping[fx.Node, Source], count: int) ->
     """Every value for a token count.
 
     Raises:
-        NotRunnableError: a call fails, or a tensor is too large.
+        NotRunnableError: a call fails, or gives a tensor that is too large or not what was traced.
     """
     values: Values = {}
     for node in graph.nodes:
@@ -65,9 +65,8 @@ def run_exact(graph: fx.Graph, sources: Mapping[fx.Node, Source], count: int) ->
             raise NotRunnableError(f"{node.format_node()}: {error}") from error
         value = values[node]
         if isinstance(value, Tensor):
-            assert value.dim() == node.meta["val"].dim(), f"{node.format_node()} is not what was traced"
-            if value.numel() > _LARGEST_TENSOR:
-                raise NotRunnableError(f"{node}: {value.numel()} entries")
+            if value.dim() != node.meta["val"].dim() or value.numel() > _LARGEST_TENSOR:
+                raise NotRunnableError(f"{node.format_node()}: {tuple(value.shape)}")
     return values
 
 
