@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import dataclasses
 import multiprocessing
 import sys
 import time
@@ -22,9 +23,8 @@ _CHUNK = 250
 def _chunk(bounds: tuple[int, int]) -> Tally:
     torch.set_num_threads(1)
     tally = run_campaign(range(*bounds))
-    for outcome in tally.wrong:
-        # Nodes do not pass between processes; the text says all.
-        object.__setattr__(outcome, "wrong", None)
+    # Nodes do not pass between processes; the text says all.
+    tally.wrong = [dataclasses.replace(outcome, wrong=None) for outcome in tally.wrong]
     return tally
 
 

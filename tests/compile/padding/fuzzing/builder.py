@@ -65,6 +65,7 @@ class Builder:
         self.nodes: list[fx.Node] = []
         """What the proof sees: calls that return tensors."""
         self.large_constants = False
+        self.segment_symbol: str | None = None
         self._segments: fx.Node | None = None
 
     def _symbol(self, name: str, hint: int) -> torch.SymInt:
@@ -143,7 +144,9 @@ class Builder:
     def segments(self) -> fx.Node:
         """Cumulative lengths."""
         if self._segments is None:
-            self._segments = self._placeholder([self._symbol("segments", 3)], torch.int32, SegmentsSource())
+            size = self._symbol("segments", 37)
+            self.segment_symbol = str(size.node.expr)
+            self._segments = self._placeholder([size], torch.int32, SegmentsSource())
             self.seeds[self._segments] = SEGMENTS
         return self._segments
 
@@ -164,8 +167,7 @@ class Builder:
             self._add(node)
         else:
             self.nodes.append(node)
-            # Of attention, graphs read the result and the logits' sums.
-            for index, part in enumerate(value[:2] if "attention" in str(target) else value):
+            for index, part in enumerate(value[: _read(target, value)]):
                 if isinstance(part, torch.Tensor):
                     self._add(self._getitem(node, index, part))
         return node
@@ -228,6 +230,8 @@ class Builder:
         symbolic = [v for v in self.values if self.token_dims(v) and v is not self._segments]
         node = self.choice(symbolic) if symbolic else self.rows([0, 3], 0)
         n = self.size(node, self.choice(self.token_dims(node)))
+        if self._segments is not None and self.chance(0.1):
+            n = self.size(self._segments, 0)
         k = self.choice((1, 2, 3, 4))
         plain: list[Callable[[], Any]] = [
             lambda: n,
@@ -312,3 +316,12 @@ class Builder:
 
     def flag(self) -> bool:
         return self.chance(0.5)
+
+
+def _read(target: Any, results: Sequence[Any]) -> int:
+    """How many results of an operation are read. Of attention, others than flash's sums of logits have shapes
+    that are each kernel's own.
+    """
+    if "attention" not in str(target):
+        return len(results)
+    return 2 if "flash" in str(target) else 1

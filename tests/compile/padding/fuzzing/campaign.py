@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -18,7 +18,7 @@ from fxsplit_encoder.compile.padding.states import operation
 from .builder import Builder, SpecialisedError
 from .calls import CALLS, WITHOUT_RULES
 from .comparison import NotRunnableError, Wrong, compare, pairs, run_exact
-from .inputs import GARBAGE
+from .inputs import GARBAGE, NUM_LENGTHS
 from .pointwise import POINTWISE, call_pointwise
 
 _SMALL = (2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 15, 16, 20, 24, 30, 36, 40, 48, 60, 64, 72, 96, 120, 144)
@@ -119,7 +119,7 @@ def _call(b: Builder, name: str) -> fx.Node | None:
 
 
 def _any_call(b: Builder) -> None:
-    if b.chance(0.03):
+    if b.chance(0.05):
         WITHOUT_RULES[b.choice(tuple(WITHOUT_RULES))](b)
     else:
         _call(b, b.choice(_QUICK if b.chance(0.7) else tuple(POINTWISE)))
@@ -129,8 +129,7 @@ def _attempt(seed: int, graph_seed: int) -> Outcome | None:
     b = build(seed, graph_seed)
     if b is None:
         return None
-    accepts = guards_of(list(b.sources))
-    counts = _counts(b, lambda count: accepts({b.symbol: count}))
+    counts = _counts(b)
     if len(counts) < 2:
         return None
     try:
@@ -158,8 +157,14 @@ def _names(node: fx.Node) -> tuple[str, ...]:
     return (operation(node), overload)
 
 
-def _counts(b: Builder, accepts: Callable[[int], bool]) -> list[int]:
+def _counts(b: Builder) -> list[int]:
     """Token counts for which the trace holds, some of them larger than any constant of the graph."""
+    holds = guards_of(list(b.sources))
+
+    def accepts(count: int) -> bool:
+        others = [{b.segment_symbol: number} for number in NUM_LENGTHS] if b.segment_symbol else [{}]
+        return all(holds({b.symbol: count, **other}) for other in others)
+
     chance = random.Random(b.seed)
     small = [count for count in _SMALL if accepts(count)]
     chosen = chance.sample(small, min(3, len(small)))

@@ -52,7 +52,7 @@ def run_exact(graph: fx.Graph, sources: Mapping[fx.Node, Source], count: int) ->
     """Every value for a token count.
 
     Raises:
-        NotRunnableError: a call fails, or a tensor is too large.
+        NotRunnableError: a call fails, or gives a tensor that is too large or not what was traced.
     """
     values: Values = {}
     for node in graph.nodes:
@@ -63,8 +63,10 @@ def run_exact(graph: fx.Graph, sources: Mapping[fx.Node, Source], count: int) ->
             values[node] = _computed(node, values)
         except Exception as error:
             raise NotRunnableError(f"{node.format_node()}: {error}") from error
-        if isinstance(values[node], Tensor) and values[node].numel() > _LARGEST_TENSOR:
-            raise NotRunnableError(f"{node}: {values[node].numel()} entries")
+        value = values[node]
+        if isinstance(value, Tensor):
+            if value.dim() != node.meta["val"].dim() or value.numel() > _LARGEST_TENSOR:
+                raise NotRunnableError(f"{node.format_node()}: {tuple(value.shape)}")
     return values
 
 

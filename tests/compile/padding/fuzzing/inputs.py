@@ -11,6 +11,9 @@ from torch import Tensor
 NUM_IDS = 7
 """Integers among the inputs lie in 1 .. NUM_IDS - 1: the zeros of pad rows are a value of their own."""
 
+NUM_LENGTHS = (3, 5)
+"""How many cumulative lengths there are, in the exact run and in the padded one."""
+
 GARBAGE = ("nan", "inf", "huge", "normal", "mixed")
 _SPECIAL = torch.tensor([float("nan"), float("inf"), -float("inf"), 1e300, -1e300, 0.0, 1.0, -3.7])
 

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import fxsplit_encoder.attention  # noqa: F401  (registers the ops)
+
 aten = torch.ops.aten
 
 

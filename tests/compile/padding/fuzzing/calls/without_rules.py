@@ -71,3 +71,19 @@ def _moved(b: Builder) -> fx.Node | None:
 def _convolutions(b: Builder) -> fx.Node | None:
     spatial = b.choice((1, 2, 3))
     return convolution(b, f"conv{spatial}d", spatial)
+
+
+@call_without_rule("cumulative lengths")
+def _lengths(b: Builder) -> fx.Node | None:
+    lengths = b.segments()
+    return b.choice(
+        (
+            lambda: b.call(aten.sub.Tensor, lengths, 1),
+            lambda: b.call(aten._to_copy.default, lengths, dtype=torch.float64),
+            lambda: b.call(aten.amax.default, lengths, [0], True),
+            lambda: b.call(aten.slice.Tensor, lengths, 0, 1, 2**63 - 1),
+            lambda: b.call(aten.zeros_like.default, lengths),
+            lambda: b.call(aten.zeros.default, [b.size(lengths, 0), 2]),
+            lambda: b.call(aten.arange.default, b.size(lengths, 0)),
+        )
+    )()
