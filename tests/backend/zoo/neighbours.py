@@ -33,7 +33,7 @@ _LIKE_CONVOLUTIONS = {
 
 
 def _convolution(options: dict[str, object]) -> Entry:
-    return made(lambda: Along(nn.Conv1d(8, 8, **options)), least=7, runs=2)
+    return made(lambda: Along(nn.Conv1d(8, 8, **options)), least=7)
 
 
 def _along(forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -46,22 +46,14 @@ CONVOLUTIONS = {
     "causal convolution": made(lambda: OnRows(nn.Sequential(_Front(2), Along(nn.Conv1d(8, 8, 3))))),
     "anticausal convolution": made(lambda: OnRows(nn.Sequential(_Front(0, 2), Along(nn.Conv1d(8, 8, 3))))),
     "transposed convolution": made(lambda: Along(nn.ConvTranspose1d(8, 8, 2, stride=2)), least=1),
-    "transposed convolution, kernel 3": made(lambda: Along(nn.ConvTranspose1d(8, 8, 3, padding=1)), least=1),
     "convolution over tokens and features": made(lambda: _Plane(nn.Conv2d(1, 1, 3, padding=1)), least=1),
     "convolution over a grid of width 4": made(lambda: _Grid(nn.Conv2d(8, 8, 3, padding=1)), step=4, least=4),
-    "pooling over a grid of width 4": made(lambda: _Grid(nn.AvgPool2d(3, 1, 1)), step=4, least=4),
-    "average pooling": of(_along(lambda x: F.avg_pool1d(x, 2)), least=2),
     "average pooling, ceil": of(_along(lambda x: F.avg_pool1d(x, 3, ceil_mode=True)), least=3, runs=2),
     "average pooling of 4, ceil": of(_along(lambda x: F.avg_pool1d(x, 4, ceil_mode=True)), least=4, runs=2),
-    "average pooling, padded": of(_along(lambda x: F.avg_pool1d(x, 3, 1, 1)), least=1),
     "average pooling, pads not counted": of(
         _along(lambda x: F.avg_pool1d(x, 3, 1, 1, count_include_pad=False)), least=1
     ),
-    "greatest pooling": of(_along(lambda x: F.max_pool1d(x, 2)), least=2),
     "greatest pooling, ceil": of(_along(lambda x: F.max_pool1d(x, 3, ceil_mode=True)), least=3, runs=2),
-    "greatest pooling of 4, ceil": of(
-        _along(lambda x: F.max_pool1d(x - 3, 4, ceil_mode=True)), least=4, runs=2
-    ),
     "greatest pooling, overlapping": of(_along(lambda x: F.max_pool1d(x, 3, 1, 1)), least=1),
     "greatest pooling and where": of(
         lambda x: F.max_pool1d(x.t()[None], 3, 1, 1, return_indices=True), least=1
@@ -69,10 +61,10 @@ CONVOLUTIONS = {
     "lp pooling": of(_along(lambda x: F.lp_pool1d(x, 2, 3, ceil_mode=True)), least=3, runs=2),
     "pooling to 4": of(_along(lambda x: F.adaptive_avg_pool1d(x, 4)), least=1),
     "pooling to 1": of(lambda x: x + F.adaptive_avg_pool1d(x.t()[None], 1)[0].t(), least=1),
-    "greatest pooling to 4": of(_along(lambda x: F.adaptive_max_pool1d(x, 4)), least=1),
-    "interpolated to 16": of(_along(lambda x: F.interpolate(x, 16, mode="linear")), least=1),
-    "interpolated to double": of(_along(lambda x: F.interpolate(x, scale_factor=2, mode="linear")), least=1),
-    "interpolated to half": of(_along(lambda x: F.interpolate(x, scale_factor=0.5, mode="nearest")), least=2),
+    "interpolated to 16": of(_along(lambda x: F.interpolate(x, 16, mode="linear")), least=1, tolerance=4),
+    "interpolated to double": of(
+        _along(lambda x: F.interpolate(x, scale_factor=2, mode="linear")), least=1, tolerance=4
+    ),
     "interpolated to half and back": of(
         _along(lambda x: F.interpolate(F.interpolate(x, scale_factor=0.5), x.shape[2])), least=2
     ),
@@ -174,7 +166,6 @@ def _blocks_less_their_means(x: Tensor) -> Tensor:
 
 WINDOWS = {
     "window attention": of(_window_attention, least=1, runs=2),
-    "window attention over 8": of(lambda x: _windows(x, 8).softmax(1).reshape(-1, 8)[: x.shape[0]], least=1),
     "shifted window attention": of(_shifted_window_attention, least=1, runs=2),
     "window attention as an op": of(_window_sdpa, least=1),
     "masked window attention": of(_masked_window_attention, least=1),
@@ -182,54 +173,35 @@ WINDOWS = {
     "last partial group apart": _last_group_apart,
     "means of blocks of 4": of(_means_of_blocks, least=1, runs=2),
     "means of what is in blocks of 4": of(_real_means_of_blocks, least=1),
-    "less the means of blocks of 4": of(_blocks_less_their_means, least=1),
-    "greatest of blocks of 4": of(lambda x: _windows(x - 3).amax(1), least=1),
     "means of whole blocks": of(lambda x: x.view(-1, 4, 8).mean(1), step=4, least=4),
-    "means of tokens n/2 apart": of(lambda x: x.view(2, -1, 8).mean(0), step=2, least=2),
     "means of the first whole blocks": of(lambda x: x[: x.shape[0] // 4 * 4].view(-1, 4, 8).mean(1), least=4),
-    "sliding windows": of(lambda x: x.unfold(0, 3, 1).mean(-1), least=3),
     "sliding windows, step 2": of(lambda x: x.unfold(0, 3, 2).amax(-1), least=3),
-    "unfold of a plane": of(lambda x: F.unfold(x[None, None], (2, 8)), least=2),
     "shifted down": lambda x: torch.cat([x.new_zeros(1, 8), x[:-1]]),
-    "shifted up": lambda x: torch.cat([x[1:], x.new_zeros(1, 8)]),
     "mixed with the one before": of(lambda x: 0.7 * x + 0.3 * torch.cat([x[:1], x[:-1]]), least=1),
-    "mixed with the one behind": of(lambda x: 0.7 * x + 0.3 * torch.cat([x[1:], x[-1:]]), least=1),
     "half the features shifted": lambda x: torch.cat([x[:, :4], x[:, 4:].roll(1, 0)], 1),
     "neighbours' difference": lambda x: x[1:] - x[:-1],
-    "the tokens but the first": lambda x: x[1:],
     "the tokens but the last": lambda x: x[:-1],
     "first token": of(lambda x: x[0], least=1),
     "last token": of(lambda x: x[-1], least=1),
-    "last two tokens": lambda x: x[-2:],
     "first tokens": lambda x: x[:3],
     "middle token": of(lambda x: x[x.shape[0] // 2], least=1),
-    "less the first token": of(lambda x: x - x[0], least=1),
     "less the last token": of(lambda x: x - x[-1], least=1),
-    "less the middle token": of(lambda x: x - x[x.shape[0] // 2], least=1),
     "first half": lambda x: x[: x.shape[0] // 2],
-    "second half": lambda x: x[x.shape[0] // 2 :],
     "every other": lambda x: x[::2],
-    "every other, from the second": lambda x: x[1::2],
-    "every third": lambda x: x[::3],
     "even less odd": of(lambda x: x[::2] - x[1::2], step=2),
     "chunks": of(lambda x: x.chunk(2), least=2),
-    "tensor_split": of(lambda x: x.tensor_split(3), least=3),
     "split into threes": of(lambda x: x.split(3)[0], least=3),
     "padded with zeros before": lambda x: F.pad(x, (0, 0, 2, 0)),
-    "padded with ones behind": lambda x: F.pad(x, (0, 0, 0, 3), value=1.0),
     "padded to 200": of(lambda x: F.pad(x, (0, 0, 0, 200 - x.shape[0])), least=1),
-    "padded to a multiple of 8": lambda x: F.pad(x, (0, 0, 0, -x.shape[0] % 8)),
+    "padded to a multiple of 8": of(lambda x: F.pad(x, (0, 0, 0, -x.shape[0] % 8)), place="after"),
     "padded by reflection": of(_along(lambda x: F.pad(x, (1, 1), "reflect")), least=2),
     "padded by replication": of(_along(lambda x: F.pad(x, (1, 2), "replicate")), least=1),
     "padded in a circle": of(_along(lambda x: F.pad(x, (1, 1), "circular")), least=1),
-    "cropped": lambda x: F.pad(x, (0, 0, -1, -1)),
     "class token first": lambda x: torch.cat([x.new_ones(1, 8), x]),
     "a token behind": lambda x: torch.cat([x, x.new_ones(1, 8)]),
     "twice the tokens": lambda x: torch.cat([x, x]),
-    "tokens and their flip": lambda x: torch.cat([x, x.flip(0)]),
     "repeated": lambda x: x.repeat(2, 1),
     "each token twice": lambda x: x.repeat_interleave(2, 0),
-    "tile": lambda x: torch.tile(x, (3, 1)),
     "pairs joined": of(lambda x: x.view(-1, 16), step=2),
     "tokens split in two": lambda x: x.view(-1, 4),
 }

@@ -61,7 +61,7 @@ def draw(name: str, entry: Entry, number: int) -> Case:
         warmup=warmup,
         budgets=() if own_ladder else tuple(budgets),
         mode=rng.choice(("auto", "auto", "full", "piecewise")),
-        dynamic=rng.choice(("marked",) * 5 + ("all",) * 4 + ("automatic",)),
+        dynamic=rng.choice(("marked",) * 12 + ("all",) * 7 + ("automatic",)),
         inference=rng.random() < 0.2,
         counts=tuple(counts),
         seed=rng.randrange(10**6),
@@ -69,12 +69,14 @@ def draw(name: str, entry: Entry, number: int) -> Case:
 
 
 def _draw_counts(rng: random.Random, entry: Entry, budgets: list[int]) -> list[int]:
-    """2 to 40 numbers of tokens in any order: some need padding, some fill a budget, some exceed all."""
+    """2 to 40 numbers of tokens in any order: they need padding, fill a budget, exceed all, or repeat."""
     near = [b + d for b in budgets if 8 <= b <= 64 for d in (-1, 0, 1)]
-    counts = [
-        rng.choice((rng.randint(2, 64), rng.randint(2, 20), rng.choice(near), rng.randint(2, 40)))
-        for _ in range(rng.choice(_NUM_CALLS))
-    ]
+    counts: list[int] = []
+    for _ in range(rng.choice(_NUM_CALLS)):
+        if counts and rng.random() < 0.35:
+            counts.append(rng.choice(counts))  # a size that repeats may be captured as it is
+        else:
+            counts.append(rng.choice((rng.randint(2, 64), rng.randint(2, 20), rng.choice(near))))
     if rng.random() < 0.3:
         counts.append(rng.choice(_LARGE))
     if rng.random() < 0.12:  # a trace of its own, so not always

@@ -75,25 +75,18 @@ def _flipped_segments(x: Tensor, cu: Tensor) -> Tensor:
 SEGMENTS = {
     "lengths": of(lambda x, cu: (x * 2, cu.diff()), layout="packed"),
     "total length": of(lambda x, cu: x * cu[-1], layout="packed"),
-    "mean by the total length": of(lambda x, cu: x - x.sum(0) / cu[-1], layout="packed", least=1),
     "number of segments": of(lambda x, cu: x * cu.shape[0], layout="packed"),
-    "number of segments as ones": of(lambda x, cu: x + torch.ones_like(cu).sum(), layout="packed"),
     "root of the number of segments": of(lambda x, cu: x * (cu.shape[0] - 1) ** 0.5, layout="packed"),
     "longest segment": of(lambda x, cu: x * cu.diff().max(), layout="packed"),
-    "shortest segment": of(lambda x, cu: x * cu.diff().min(), layout="packed"),
-    "mean length": of(lambda x, cu: x / (cu.diff().float().mean().to(x.dtype) + 1), layout="packed"),
-    "empty segments": of(lambda x, cu: x + (cu.diff() == 0).sum(), layout="packed"),
-    "sum of lengths": of(lambda x, cu: x + cu.sum(), layout="packed"),
     "means of segments": of(_mean_of_segments, layout="packed"),
     "means of segments, given back": of(
         lambda x, cu: x - _mean_of_segments(x, cu)[_segment_of(x, cu)], layout="packed"
     ),
-    "segment of every token": of(lambda x, cu: _segment_of(x, cu), layout="packed"),
+    "segment of every token": of(lambda x, cu: (x, _segment_of(x, cu)), layout="packed"),
     "place in the segment": of(_place_in_segment, layout="packed"),
     "first of every segment": of(
         lambda x, cu: x[cu[:-1].long().clamp(max=x.shape[0] - 1)], layout="packed", least=1
     ),
-    "last of every segment": of(lambda x, cu: x[(cu[1:].long() - 1).clamp(min=0)], layout="packed", least=1),
     "differences of sums": of(
         lambda x, cu: torch.nn.functional.pad(x.cumsum(0), (0, 0, 1, 0))[cu.long()].diff(dim=0),
         layout="packed",
@@ -101,10 +94,9 @@ SEGMENTS = {
     "lengths repeated": of(
         lambda x, cu: x * cu.diff().repeat_interleave(cu.diff().long())[:, None], layout="packed"
     ),
-    "ends by the count": of(lambda x, cu: cu / x.shape[0], layout="packed", least=1),
+    "ends by the count": of(lambda x, cu: (x, cu / x.shape[0]), layout="packed", least=1),
     "ends returned": of(lambda x, cu: (x + 1, cu), layout="packed"),
     "ends returned in part": of(lambda x, cu: (x + 1, cu[1:]), layout="packed"),
-    "ends shifted": of(lambda x, cu: (x + 1, cu - 1), layout="packed"),
     "ends changed": of(_cu_changed, **_own()),
     "one segment of all": of(_one_segment, **_own()),
     "segments from lengths": of(_segments_from_lengths, **_own()),
@@ -113,9 +105,7 @@ SEGMENTS = {
     "segments of quarters": of(_quarters, **_own(step=4)),
     "segments in reverse": of(_flipped_segments, **_own()),
     "keys of the next token": of(lambda x, cu: _attend(x, x.roll(1, 0), x, cu), **_own()),
-    "values in reverse": of(lambda x, cu: _attend(x, x, x.flip(0), cu), **_own()),
     "queries less their mean": of(lambda x, cu: _attend(x - x.mean(0), x, x, cu), **_own()),
     "keys scaled by the count": of(lambda x, cu: _attend(x, x / x.shape[0], x, cu), **_own(least=1)),
     "logits scaled by the count": of(lambda x, cu: _attend(x, x, x, cu, x.shape[0] ** -0.5), **_own(least=1)),
-    "entropy scale": of(lambda x, cu: _attend(x, x, x, cu, 0.1 * x.shape[0]), **_own()),
 }

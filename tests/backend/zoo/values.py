@@ -53,12 +53,7 @@ def _clipped_at_deviations(x: Tensor) -> Tensor:
 VALUES = {
     "flagged mean": _flagged,
     "flagged mean, warmed with the flag off": of(_flagged, warmup="zeros", runs=2),
-    "flagged mean, warmed with the flag on": of(_flagged, warmup="ones"),
-    "flagged flip": of(lambda x, flag: torch.where(flag, x.flip(0), x), warmup="zeros"),
-    "flag times the mean": of(lambda x, flag: x + flag * x.mean(0), warmup="zeros"),
     "scale times the mean": of(lambda x, scale: x + scale * x.mean(0), warmup="zeros"),
-    "gain times the mean": of(lambda x, gain: x + gain * x.mean(0), warmup="zeros none"),
-    "scale times the flip": of(lambda x, scale: x + scale * x.flip(0), warmup="zeros"),
     "weight of what is hidden": of(lambda x, scale: torch.lerp(x, x.mean(0), scale), warmup="zeros"),
     "threshold between tokens": of(lambda x, scale: x * (x.amax(0) > 1 + scale), warmup="ones zeros"),
     "branch on the sum": _branch_on_the_sum,
@@ -68,19 +63,13 @@ VALUES = {
     "halved until small": _until_small,
     "first rows by a count": _first_rows,
     "rows that are positive": lambda x: x[x[:, 0] > 0],
-    "where positive": lambda x: (x > 0).nonzero(),
     "mean if any": _mean_if_any,
-    "mean if any, warmed with zeros": of(_mean_if_any, warmup="zeros"),
-    "clipped at deviations": _clipped_at_deviations,
     "mean in place of NaN": lambda x: torch.where(x > 1.5, x.mean(0), x),
-    "greatest alone": lambda x: torch.where(x == x.amax(0), x, 0),
-    "above the mean": lambda x: torch.where(x > x.mean(0), x, 0),
     "mean of zero features": of(
         lambda x: torch.where((x == 0).all(0), x + 1, x - x.mean(0)), warmup="zeros none"
     ),
     "tiny share of the mean": lambda x: x + 1e-2 * x.mean(0),
     "share of the sum, in one feature": lambda x: torch.cat([x[:, :7], x[:, 7:] + x[:, 7:].sum(0)], 1),
     "NaN spread": lambda x: x + 0 * torch.where(x.sum() > 2, torch.nan, 0.0),
-    "infinite greatest": lambda x: x + torch.where(x.amax() > 2, torch.inf, 0.0),
     "as a list": lambda x: x * len(x[:, 0].tolist()),
 }
