@@ -74,6 +74,8 @@ class PaddingReport:
     """Whether a padded run is safe to try; False when pad rows may look up out of range or hold garbage."""
     mixed: frozenset[str] = frozenset()
     """Every node that is not proved: those of `reasons`, and what is computed from them."""
+    joined: Mapping[str, Rows] = field(default_factory=dict, compare=False)
+    """The nodes whose rows lie in several blocks, and how: tokens that are joined with an outer dimension."""
     refuted: bool = False
     """Whether some node is known to mix rows, rather than merely not known to keep them apart."""
     segments_may_grow: bool = True
@@ -132,11 +134,14 @@ def analyse(
     analysis = Analysis(dict(seeds), TokenSizes(token_symbol, segments, assumptions))
     reasons = [*analysis.check_trace(), *analysis.check_seeds(), *analysis.visit_all(nodes)]
     reasons += analysis.check_outputs(outputs)
-    mixed = [node for node in nodes if isinstance(analysis.states.get(node), Mixed)]
+    states = {node: analysis.states.get(node) for node in nodes}
+    mixed = [node for node, state in states.items() if isinstance(state, Mixed)]
+    joined = {n.name: s for n, s in states.items() if isinstance(s, Rows) and s.blocks != 1}
     return PaddingReport(
         tuple(reasons),
         may_probe=analysis.may_probe,
         mixed=frozenset(node.name for node in mixed),
+        joined=joined,
         refuted=analysis.refuted,
         segments_may_grow=not analysis.reads_segments,
         capture_refusal=analysis.capture_refusal,

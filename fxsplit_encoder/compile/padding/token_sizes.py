@@ -77,7 +77,10 @@ class TokenSizes:
 
     def quotient(self, size: sympy.Expr, divisor: sympy.Expr | int) -> sympy.Expr | None:
         """`size / divisor` where that is an integer at every token count; None where not, or undecided."""
-        result = sympy.cancel(self._normal_form(size) / self._normal_form(sympy.sympify(divisor)))
+        normal = self._normal_form(sympy.sympify(divisor))
+        if normal == 0:
+            return None
+        result = sympy.cancel(self._normal_form(size) / normal)
         return result if sympy.fraction(result)[1] == 1 else None
 
     def _normal_form(self, expr: sympy.Expr) -> sympy.Expr:

@@ -109,3 +109,4 @@ def test_a_quotient_is_an_integer_at_every_count() -> None:
     assert known.quotient(S, 8) is None
     assert known.quotient(sympy.Integer(2), sympy.Integer(4)) is None
     assert known.quotient(FloorDiv(S, 5000), 2) is None
+    assert known.quotient(sympy.Integer(0), 0) is None

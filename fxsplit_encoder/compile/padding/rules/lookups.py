@@ -34,10 +34,10 @@ def _index(view: NodeView) -> State:
         raise view.unknown("gathers with a pattern that is not one lookup a row")
     view.require_safe_lookup()
     rank = max(i.meta["val"].dim() for i in given)
-    dims = {view.state(i).dim + rank - i.meta["val"].dim() for i in given}
-    if len(dims) != 1:
+    rows = {view.state(i).at(view.state(i).dim + rank - i.meta["val"].dim()) for i in given}
+    if len(rows) != 1:
         raise view.unknown("gathers with a pattern that is not one lookup a row")
-    return Rows(dims.pop())
+    return rows.pop()
 
 
 def _entries_of_rows(view: NodeView, indices: list[Any], given: list[Any]) -> State:

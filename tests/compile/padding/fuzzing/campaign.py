@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -13,6 +13,7 @@ from torch import fx
 
 from fxsplit_encoder.compile import padding
 from fxsplit_encoder.compile.guards import assumptions_of, guards_of
+from fxsplit_encoder.compile.padding import Rows
 from fxsplit_encoder.compile.padding.states import operation
 
 from .builder import Builder, SpecialisedError
@@ -140,7 +141,7 @@ def _attempt(seed: int, graph_seed: int) -> Outcome | None:
     whole = any(node == "graph" for node, _ in report.reasons)
     mixed = frozenset(node.name for node in b.nodes) if whole else report.mixed
     try:
-        wrong = _search(b, counts, mixed)
+        wrong = _search(b, counts, mixed, report.joined)
     except NotRunnableError:
         return None
     names = {node: _names(node) for node in b.nodes}
@@ -192,7 +193,7 @@ def _largest_size(b: Builder, size: int | torch.SymInt) -> int:
     return int(size.node.expr.subs({symbol: _ABOVE[-1] for symbol in size.node.expr.free_symbols}))
 
 
-def _search(b: Builder, counts: list[int], mixed: frozenset[str]) -> Wrong | None:
+def _search(b: Builder, counts: list[int], mixed: frozenset[str], joined: Mapping[str, Rows]) -> Wrong | None:
     chance = random.Random(b.seed)
     for source in b.sources.values():
         source.reserve(counts[-1])
@@ -200,7 +201,7 @@ def _search(b: Builder, counts: list[int], mixed: frozenset[str]) -> Wrong | Non
         exact = {count: run_exact(b.graph, b.sources, count) for count in counts}
         for pair in pairs(counts):
             garbage = chance.choice(GARBAGE)
-            wrong = compare(b.graph, b.sources, mixed, exact[pair[0]], pair, garbage)
+            wrong = compare(b.graph, b.sources, mixed, joined, exact[pair[0]], pair, garbage)
             if wrong is not None:
                 return wrong
     return None

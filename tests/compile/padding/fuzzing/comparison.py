@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fxsplit_encoder.compile.padding import Rows
+
 from .inputs import Source
 from .kernels import run
 
@@ -74,6 +76,7 @@ def compare(
     graph: fx.Graph,
     sources: Mapping[fx.Node, Source],
     mixed: Collection[str],
+    joined: Mapping[str, Rows],
     exact: Values,
     counts: tuple[int, int],
     garbage: str,
@@ -82,6 +85,7 @@ def compare(
 
     Args:
         mixed: the names of nodes of which nothing is claimed.
+        joined: those whose rows lie in several blocks, each of which begins with its exact entries.
         exact: the values for the first of `counts`; the padded run is as long as the second says.
     """
     values: Values = {}
@@ -96,7 +100,7 @@ def compare(
         except Exception as error:
             return Wrong(node, f"fails: {type(error).__name__}: {error}", *counts, garbage)
         try:
-            values[node] = _with_exact(node, values[node], exact)
+            values[node] = _with_exact(node, values[node], exact, joined.get(node.name))
         except _DiffersError as error:
             return Wrong(node, str(error), *counts, garbage)
     return None
@@ -106,7 +110,7 @@ class _DiffersError(Exception):
     """A value does not begin with the exact one."""
 
 
-def _with_exact(node: fx.Node, value: Any, exact: Values) -> Any:
+def _with_exact(node: fx.Node, value: Any, exact: Values, joined: Rows | None) -> Any:
     """The value with its first entries replaced by the exact ones, which they must equal but for rounding."""
     expected = exact[node]
     if isinstance(value, list | tuple):
@@ -114,14 +118,20 @@ def _with_exact(node: fx.Node, value: Any, exact: Values) -> Any:
         return value
     if not isinstance(value, Tensor):
         return value
-    prefix = _prefix(value, expected)
+    blocks, dim = (int(joined.blocks), joined.dim) if joined is not None else (1, 0)
+    parts, expected_parts = _in_blocks(value, blocks, dim), _in_blocks(expected, blocks, dim)
+    prefix = _prefix(parts, expected_parts).reshape(expected.shape)
     if torch.equal(prefix, expected):
         return value
     if not _equal_but_for_rounding(prefix, expected) and not _is_rounding(node, prefix, exact):
         raise _DiffersError(_difference(prefix, expected))
-    value = value.clone()
-    value[tuple(slice(0, size) for size in expected.shape)] = expected
-    return value
+    parts = parts.clone()
+    parts[tuple(slice(0, size) for size in expected_parts.shape)] = expected_parts
+    return parts.reshape(value.shape)
+
+
+def _in_blocks(value: Tensor, blocks: int, dim: int) -> Tensor:
+    return value.unflatten(dim, (blocks, -1)) if blocks != 1 else value
 
 
 def _prefix(value: Tensor, expected: Tensor) -> Tensor:
@@ -156,7 +166,8 @@ def _equal_but_for_rounding(value: Tensor, expected: Tensor) -> bool:
     reach = torch.where(finite, expected, 0).abs()
     reach = reach.flatten(0, -2).amax(0) if reach.dim() > 1 else reach
     difference = torch.where(finite, value - expected, 0).abs()
-    return bool((difference <= _TOLERANCE * reach).all())
+    tolerance = _TOLERANCE if value.dtype.itemsize >= 8 else 100 * torch.finfo(value.dtype).eps
+    return bool((difference <= tolerance * reach).all())
 
 
 def _is_rounding(node: fx.Node, value: Tensor, exact: Values) -> bool:
