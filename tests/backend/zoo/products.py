@@ -7,7 +7,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .entries import made, of
-from .norms import OnRows
 
 
 def _band(x: Tensor) -> Tensor:
