@@ -27,7 +27,8 @@ def each_of(zoo: dict[str, Entry]) -> Any:
 
 
 def failure_of(run: Run) -> str | None:
-    """How a run fails; skips the test where this version of torch cannot trace or compute the module at all."""
+    """How a run fails; skips the test where this version of torch cannot trace or compute the module at
+    all."""
     try:
         return run.failure()
     except (torch._dynamo.exc.TorchRuntimeError, NotImplementedError) as error:
