@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -50,9 +49,7 @@ def test_whatever_mixes_tokens_gives_eagers_results(name: str, entry: Entry) -> 
 def test_independent_tokens_are_served_by_padded_replays(name: str, entry: Entry) -> None:
     for number in range(max(NUM_RUNS, 2)):
         torch._dynamo.reset()
-        case = draw(name, entry, number)
-        if case.layout == "sequence":  # where nothing counts the tokens
-            case = replace(case, layout="dense")
+        case = draw(name, entry, number, captured=True)
         run = Run(entry, case)
         failure = failure_of(run)
         assert failure is None, f"{name}: {failure}\n{case}"

@@ -12,9 +12,6 @@ from .entries import made, of
 from .norms import OnRows
 from .placing import attend_packed
 
-_BFLOAT16_LAYERS = 4.0
-"""What layers one behind the other make of the rounding of one."""
-
 
 class Block(nn.Module):
     """A transformer block of (..., tokens, 8)."""
@@ -53,20 +50,19 @@ class PackedViT(nn.Module):
 
 
 class DenseViT(nn.Module):
-    """Tiles with a class token, positions, two blocks; the class tokens and the means are the results."""
+    """Tiles with a class token, positions, a block; the class tokens and the means are the results."""
 
     def __init__(self) -> None:
         super().__init__()
         self.patch = nn.Conv2d(3, 8, 4, stride=4)
         self.class_token = nn.Parameter(torch.randn(1, 1, 8))
         self.positions = nn.Parameter(torch.randn(1, 5, 8))
-        self.blocks = nn.ModuleList(Block(_dense) for _ in range(2))
+        self.block = Block(_dense)
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
         x = self.patch(images).flatten(2).transpose(1, 2)
         x = torch.cat([self.class_token.expand(x.shape[0], -1, -1), x], 1) + self.positions
-        for block in self.blocks:
-            x = block(x)
+        x = self.block(x)
         return x[:, 0], x[:, 1:].mean(1)
 
 

@@ -22,7 +22,7 @@ from .placing import Placed
 DTYPES = (torch.float32, torch.bfloat16)
 LADDERS = ([8, 16, 32, 64], [4, 64], [12, 48], [8, 16, 32, 64])
 DEFAULT_LADDER = [2**power for power in range(15)]
-_NUM_CALLS = (2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 8, 40)
+_NUM_CALLS = (2, 3, 3, 3, 4, 4, 4, 5, 5, 5, 6, 6, 6, 7, 8, 9, 12, 40)
 _LARGE = (65, 81, 100, 130)
 
 
@@ -43,8 +43,12 @@ class Case:
     seed: int
 
 
-def draw(name: str, entry: Entry, number: int) -> Case:
-    """A case for an entry, the same one for the same name and number; the dtypes take turns."""
+def draw(name: str, entry: Entry, number: int, *, captured: bool = False) -> Case:
+    """A case for an entry, the same one for the same name and number; the dtypes take turns.
+
+    Args:
+        captured: whether it must be such that something counts the tokens, so that they may be padded.
+    """
     rng = random.Random(f"{name} {number}")
     dtype = DTYPES[(len(name) + number) % 2]
     warmup = "none" if entry.counts else rng.choice(entry.warmups)
@@ -54,14 +58,14 @@ def draw(name: str, entry: Entry, number: int) -> Case:
     counts = rng.choices(entry.counts, k=4) if entry.counts else _draw_counts(rng, entry, budgets)
     layout = rng.choice(entry.layouts)
     return Case(
-        layout="sequence" if layout == "dense" and rng.random() < 0.05 else layout,
+        layout="sequence" if layout == "dense" and rng.random() < 0.05 and not captured else layout,
         place=rng.choice(entry.places) if _keeps_shape(entry) else "after",
         lively=rng.random() < 0.8,
         dtype=dtype,
         warmup=warmup,
         budgets=() if own_ladder else tuple(budgets),
         mode=rng.choice(("auto", "auto", "full", "piecewise")),
-        dynamic=rng.choice(("marked",) * 12 + ("all",) * 7 + ("automatic",)),
+        dynamic=rng.choice(("marked",) * 12 + ("all",) * 7 + (() if captured else ("automatic",))),
         inference=rng.random() < 0.2,
         counts=tuple(counts),
         seed=rng.randrange(10**6),
