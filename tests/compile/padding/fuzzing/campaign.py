@@ -179,12 +179,11 @@ def _counts(b: Builder) -> list[int]:
 
 def _grows_large(b: Builder) -> bool:
     """Whether thousands of tokens make tensors too large to run many graphs, inside of an operation too."""
-    for node in b.values:
-        shape = node.meta["val"].shape
-        attends = "attention" in str(node.target) and isinstance(shape[-2], torch.SymInt)
-        if attends or math.prod(_largest_size(b, size) for size in shape) > _MOST_ENTRIES:
-            return True
-    return False
+    attended = [n.args[0] for n in b.nodes if "attention" in str(n.target)]
+    if any(isinstance(query.meta["val"].shape[-2], torch.SymInt) for query in attended):
+        return True
+    shapes = (node.meta["val"].shape for node in b.values)
+    return any(math.prod(_largest_size(b, size) for size in shape) > _MOST_ENTRIES for shape in shapes)
 
 
 def _largest_size(b: Builder, size: int | torch.SymInt) -> int:
