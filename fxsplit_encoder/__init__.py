@@ -22,16 +22,14 @@ from fxsplit_encoder.errors import (
     ReplayError,
     UnsupportedTowerError,
 )
-from fxsplit_encoder.manager import (
+from fxsplit_encoder.manager import EncoderCudaGraphManager, ManagerStats, Plan
+from fxsplit_encoder.protocol import (
     BudgetGraphMetadata,
     EncoderCudaGraphCaptureInputs,
     EncoderCudaGraphConfig,
-    EncoderCudaGraphManager,
     EncoderCudaGraphPathConfig,
     EncoderCudaGraphReplayBuffers,
     EncoderItemSpec,
-    ManagerStats,
-    Plan,
     SupportsEncoderCudaGraph,
     scatter_output_slices,
 )

@@ -9,31 +9,13 @@ from fxsplit_encoder.manager.manager import EncoderCudaGraphManager
 from fxsplit_encoder.manager.packing import pack_greedy
 from fxsplit_encoder.manager.plan import PathPlan, Plan, PlannedBatch
 from fxsplit_encoder.manager.planner import build_fallback_plan, build_plan
-from fxsplit_encoder.manager.protocol import (
-    ENCODER_CUDAGRAPH_AXIS_KEYS_KWARG,
-    BudgetGraphMetadata,
-    EncoderCudaGraphCaptureInputs,
-    EncoderCudaGraphConfig,
-    EncoderCudaGraphPathConfig,
-    EncoderCudaGraphReplayBuffers,
-    EncoderItemSpec,
-    SupportsEncoderCudaGraph,
-    scatter_output_slices,
-)
 from fxsplit_encoder.manager.statistics import BudgetStats, ManagerStats, Statistics
 
 __all__ = [
-    "ENCODER_CUDAGRAPH_AXIS_KEYS_KWARG",
-    "BudgetGraphMetadata",
     "BudgetStats",
     "CaptureKey",
     "CostModel",
-    "EncoderCudaGraphCaptureInputs",
-    "EncoderCudaGraphConfig",
     "EncoderCudaGraphManager",
-    "EncoderCudaGraphPathConfig",
-    "EncoderCudaGraphReplayBuffers",
-    "EncoderItemSpec",
     "Limits",
     "ManagerStats",
     "MissReason",
@@ -44,7 +26,6 @@ __all__ = [
     "PlannedBatch",
     "RouteCosts",
     "Statistics",
-    "SupportsEncoderCudaGraph",
     "build_fallback_plan",
     "build_plan",
     "default_budgets",
@@ -52,6 +33,5 @@ __all__ = [
     "pack_by_cost",
     "pack_greedy",
     "resolve_limits",
-    "scatter_output_slices",
     "smallest_fitting",
 ]

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from fxsplit_encoder.manager.budgets import CaptureKey
     from fxsplit_encoder.manager.path import EncoderPath
     from fxsplit_encoder.manager.plan import PathPlan, PlannedBatch
-    from fxsplit_encoder.manager.protocol import SupportsEncoderCudaGraph
     from fxsplit_encoder.manager.statistics import Statistics
+    from fxsplit_encoder.protocol import SupportsEncoderCudaGraph
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from fxsplit_encoder.capture.budgets import generate_budgets
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import ConfigError, InputError
-from fxsplit_encoder.manager.protocol import EncoderCudaGraphConfig, EncoderCudaGraphPathConfig
+from fxsplit_encoder.protocol import EncoderCudaGraphConfig, EncoderCudaGraphPathConfig
 
 # For a tower whose range has room for one smallest item only. That says how large its items are, not that
 # they should be encoded one by one.

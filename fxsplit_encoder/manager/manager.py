@@ -24,10 +24,10 @@ from fxsplit_encoder.manager.dual_path import read_item_specs, read_model_config
 from fxsplit_encoder.manager.item_facts import item_segments
 from fxsplit_encoder.manager.path import EncoderPath
 from fxsplit_encoder.manager.plan import Plan
-from fxsplit_encoder.manager.protocol import BudgetGraphMetadata, missing_methods
 from fxsplit_encoder.manager.request_plans import RequestPlans
 from fxsplit_encoder.manager.statistics import ManagerStats, Statistics
 from fxsplit_encoder.manager.trace import TraceWriter
+from fxsplit_encoder.protocol import BudgetGraphMetadata, missing_methods
 
 if TYPE_CHECKING:
     import os
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from fxsplit_encoder.compile import BoundProgram
-    from fxsplit_encoder.manager.protocol import EncoderItemSpec, SupportsEncoderCudaGraph
+    from fxsplit_encoder.protocol import EncoderItemSpec, SupportsEncoderCudaGraph
 
 logger = logging.getLogger(__name__)
 

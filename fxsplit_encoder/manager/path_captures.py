@@ -16,8 +16,8 @@ from fxsplit_encoder.manager.exact_replays import ExactReplays
 from fxsplit_encoder.manager.path_costs import PathCosts, measure_path
 from fxsplit_encoder.manager.path_forward import PathForward
 from fxsplit_encoder.manager.path_requests import request_of_module, request_of_program
-from fxsplit_encoder.manager.protocol import BudgetGraphMetadata
 from fxsplit_encoder.manager.tensor_parallel import agreement_of
+from fxsplit_encoder.protocol import BudgetGraphMetadata
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from fxsplit_encoder.config import EncoderConfig
     from fxsplit_encoder.manager.budgets import Limits
     from fxsplit_encoder.manager.costs import RouteCosts
-    from fxsplit_encoder.manager.protocol import SupportsEncoderCudaGraph
+    from fxsplit_encoder.protocol import SupportsEncoderCudaGraph
 
 logger = logging.getLogger(__name__)
 

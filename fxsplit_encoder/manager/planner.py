@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from fxsplit_encoder.config import Packing
     from fxsplit_encoder.manager.costs import CostModel
-    from fxsplit_encoder.manager.protocol import EncoderItemSpec
+    from fxsplit_encoder.protocol import EncoderItemSpec
 
 # Bounds the batches of a path that is never captured: its cost tables must end somewhere.
 _LARGEST_WITHOUT_BUDGETS = 1 << 16

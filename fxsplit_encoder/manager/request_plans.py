@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fxsplit_encoder.config import EncoderConfig
     from fxsplit_encoder.manager.budgets import Limits
     from fxsplit_encoder.manager.path import EncoderPath
-    from fxsplit_encoder.manager.protocol import (
+    from fxsplit_encoder.protocol import (
         EncoderCudaGraphConfig,
         EncoderItemSpec,
         SupportsEncoderCudaGraph,

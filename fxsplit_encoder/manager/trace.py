@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.manager.packing import pack_greedy
-from fxsplit_encoder.manager.protocol import EncoderItemSpec
+from fxsplit_encoder.protocol import EncoderItemSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

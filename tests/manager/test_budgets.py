@@ -9,7 +9,7 @@ from fxsplit_encoder.capture.budgets import generate_budgets, smallest_fitting
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import ConfigError, InputError
 from fxsplit_encoder.manager.budgets import Limits, default_budgets, resolve_limits
-from fxsplit_encoder.manager.protocol import EncoderCudaGraphConfig, EncoderCudaGraphPathConfig
+from fxsplit_encoder.protocol import EncoderCudaGraphConfig, EncoderCudaGraphPathConfig
 
 PATHS = {"global": EncoderCudaGraphPathConfig(272), "local": EncoderCudaGraphPathConfig(100, True)}
 

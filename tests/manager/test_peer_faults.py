@@ -23,7 +23,7 @@ from fxsplit_encoder.capture import GraphPool, SegmentedCapture
 from fxsplit_encoder.errors import InputError, ReplayError
 from fxsplit_encoder.manager import CostModel, RouteCosts, build_plan
 from fxsplit_encoder.manager.budgets import resolve_limits
-from fxsplit_encoder.manager.protocol import EncoderCudaGraphConfig
+from fxsplit_encoder.protocol import EncoderCudaGraphConfig
 
 from .mock_towers import (
     AxesModel,

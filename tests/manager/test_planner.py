@@ -15,7 +15,7 @@ from fxsplit_encoder.manager.budgets import CaptureKey, Limits
 from fxsplit_encoder.manager.costs import CostModel, RouteCosts
 from fxsplit_encoder.manager.plan import PathPlan, Plan, PlannedBatch
 from fxsplit_encoder.manager.planner import build_fallback_plan, build_plan
-from fxsplit_encoder.manager.protocol import EncoderItemSpec
+from fxsplit_encoder.protocol import EncoderItemSpec
 
 from ..instructions import instructions
 

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.manager.protocol import EncoderItemSpec
 from fxsplit_encoder.manager.trace import (
     TracedRequest,
     TraceWriter,
@@ -16,6 +15,7 @@ from fxsplit_encoder.manager.trace import (
     trace_demands,
     traced_paths,
 )
+from fxsplit_encoder.protocol import EncoderItemSpec
 
 counts = st.integers(0, 10_000)
 specs = st.builds(EncoderItemSpec, counts, counts, st.dictionaries(st.text(max_size=8), counts, max_size=2))

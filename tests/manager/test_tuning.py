@@ -12,10 +12,10 @@ from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.manager.budgets import Limits
 from fxsplit_encoder.manager.ladder_search import candidate_budgets
 from fxsplit_encoder.manager.planner import build_plan
-from fxsplit_encoder.manager.protocol import EncoderItemSpec
 from fxsplit_encoder.manager.trace import TracedRequest, trace_demands
 from fxsplit_encoder.manager.tuning import Tuning, forecast, tune_budgets, tune_trace
 from fxsplit_encoder.manager.tuning_costs import BatchCosts, CostCurve, MemoryModel
+from fxsplit_encoder.protocol import EncoderItemSpec
 
 from ..instructions import instructions
 
