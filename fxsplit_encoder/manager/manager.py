@@ -16,17 +16,17 @@ from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.manager.batch_runner import BatchRunner
 from fxsplit_encoder.manager.budget_memory import check_budgets
-from fxsplit_encoder.manager.budgets import needs_budget_range, resolve_limits
 from fxsplit_encoder.manager.capture_set import CaptureSet
 from fxsplit_encoder.manager.captures import CapturePlan, plan_captures
 from fxsplit_encoder.manager.data_parallel import DataParallel
 from fxsplit_encoder.manager.dual_path import read_item_specs, read_model_config
 from fxsplit_encoder.manager.item_facts import item_segments
 from fxsplit_encoder.manager.path import EncoderPath
-from fxsplit_encoder.manager.plan import Plan
 from fxsplit_encoder.manager.request_plans import RequestPlans
 from fxsplit_encoder.manager.statistics import ManagerStats, Statistics
 from fxsplit_encoder.manager.trace import TraceWriter
+from fxsplit_encoder.planning.limits import needs_budget_range, resolve_limits
+from fxsplit_encoder.planning.plan import Plan
 from fxsplit_encoder.protocol import BudgetGraphMetadata, missing_methods
 
 if TYPE_CHECKING:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from fxsplit_encoder.capture import MissReason
-from fxsplit_encoder.manager.costs import CostModel
 from fxsplit_encoder.manager.item_facts import item_axis_keys, item_modalities, item_segments, video_frames
-from fxsplit_encoder.manager.plan import Plan
-from fxsplit_encoder.manager.planner import build_fallback_plan, build_plan
+from fxsplit_encoder.planning import MissReason
+from fxsplit_encoder.planning.costs import CostModel
+from fxsplit_encoder.planning.plan import Plan
+from fxsplit_encoder.planning.planner import build_fallback_plan, build_plan
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping, Sequence
 
     from fxsplit_encoder.config import EncoderConfig
-    from fxsplit_encoder.manager.budgets import Limits
     from fxsplit_encoder.manager.path import EncoderPath
+    from fxsplit_encoder.planning.limits import Limits
     from fxsplit_encoder.protocol import (
         EncoderCudaGraphConfig,
         EncoderItemSpec,

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.manager.packing import pack_greedy
+from fxsplit_encoder.planning.packing import pack_greedy
 from fxsplit_encoder.protocol import EncoderItemSpec
 
 if TYPE_CHECKING:

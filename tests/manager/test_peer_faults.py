@@ -21,8 +21,8 @@ import fxsplit_encoder as fx
 from fxsplit_encoder.attention.kernels import generic
 from fxsplit_encoder.capture import GraphPool, SegmentedCapture
 from fxsplit_encoder.errors import InputError, ReplayError
-from fxsplit_encoder.manager import CostModel, RouteCosts, build_plan
-from fxsplit_encoder.manager.budgets import resolve_limits
+from fxsplit_encoder.planning import CostModel, RouteCosts, build_plan
+from fxsplit_encoder.planning.limits import resolve_limits
 from fxsplit_encoder.protocol import EncoderCudaGraphConfig
 
 from .mock_towers import (

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from fxsplit_encoder.manager.packing import check_items
+from fxsplit_encoder.planning.packing import check_items
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
-    from fxsplit_encoder.manager.costs import PathTable
+    from fxsplit_encoder.planning.costs import PathTable
 
 # Up to so many items the cheapest of all partitions is found. The work grows by a factor of 3 an item.
 _MAX_ITEMS_SOLVED_EXACTLY = 10

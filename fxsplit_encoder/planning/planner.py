@@ -7,19 +7,19 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from fxsplit_encoder.capture.reasons import MissReason
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.manager.budgets import CaptureKey, Limits
-from fxsplit_encoder.manager.cost_packing import PathLoad, pack_by_cost
-from fxsplit_encoder.manager.costs import PathTable, RouteCosts
-from fxsplit_encoder.manager.packing import pack_greedy
-from fxsplit_encoder.manager.plan import PathPlan, Plan, PlannedBatch
+from fxsplit_encoder.planning.cost_packing import PathLoad, pack_by_cost
+from fxsplit_encoder.planning.costs import PathTable, RouteCosts
+from fxsplit_encoder.planning.limits import CaptureKey, Limits
+from fxsplit_encoder.planning.packing import pack_greedy
+from fxsplit_encoder.planning.plan import PathPlan, Plan, PlannedBatch
+from fxsplit_encoder.planning.reasons import MissReason
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 
     from fxsplit_encoder.config import Packing
-    from fxsplit_encoder.manager.costs import CostModel
+    from fxsplit_encoder.planning.costs import CostModel
     from fxsplit_encoder.protocol import EncoderItemSpec
 
 # Bounds the batches of a path that is never captured: its cost tables must end somewhere.

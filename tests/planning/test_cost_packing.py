@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.manager import cost_packing
-from fxsplit_encoder.manager.cost_packing import PathLoad, pack_by_cost
-from fxsplit_encoder.manager.costs import PathTable, RouteCosts
-from fxsplit_encoder.manager.packing import pack_greedy
+from fxsplit_encoder.planning import cost_packing
+from fxsplit_encoder.planning.cost_packing import PathLoad, pack_by_cost
+from fxsplit_encoder.planning.costs import PathTable, RouteCosts
+from fxsplit_encoder.planning.packing import pack_greedy
 
 # A tower of 27 blocks on one H200: milliseconds.
 REPLAY = {64: 1.72, 256: 3.47, 1024: 17.7, 1764: 42.3}

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxsplit_encoder.capture.reasons import MissReason
 from fxsplit_encoder.config import Packing
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.manager.budgets import CaptureKey, Limits
-from fxsplit_encoder.manager.costs import CostModel, RouteCosts
-from fxsplit_encoder.manager.plan import PathPlan, Plan, PlannedBatch
-from fxsplit_encoder.manager.planner import build_fallback_plan, build_plan
+from fxsplit_encoder.planning.costs import CostModel, RouteCosts
+from fxsplit_encoder.planning.limits import CaptureKey, Limits
+from fxsplit_encoder.planning.plan import PathPlan, Plan, PlannedBatch
+from fxsplit_encoder.planning.planner import build_fallback_plan, build_plan
+from fxsplit_encoder.planning.reasons import MissReason
 from fxsplit_encoder.protocol import EncoderItemSpec
 
 from ..instructions import instructions

@@ -5,8 +5,8 @@ from __future__ import annotations
 import operator
 from typing import TYPE_CHECKING
 
-from fxsplit_encoder.capture.budgets import smallest_fitting
 from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.planning.budgets import smallest_fitting
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.manager.packing import pack_greedy
+from fxsplit_encoder.planning.packing import pack_greedy
 
 
 def pack(
