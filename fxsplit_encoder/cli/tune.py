@@ -9,9 +9,7 @@ import yaml
 import fxsplit_encoder as fx
 from fxsplit_encoder.cli.console import print_facts
 from fxsplit_encoder.errors import ConfigError, InputError
-from fxsplit_encoder.manager.trace import read_trace
-from fxsplit_encoder.manager.tuning import tune_trace
-from fxsplit_encoder.manager.tuning_costs import read_costs
+from fxsplit_encoder.tuning import read_costs, read_trace, tune_trace
 
 
 def run_tune(

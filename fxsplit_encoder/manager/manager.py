@@ -24,10 +24,10 @@ from fxsplit_encoder.manager.item_facts import item_segments
 from fxsplit_encoder.manager.path import EncoderPath
 from fxsplit_encoder.manager.request_plans import RequestPlans
 from fxsplit_encoder.manager.statistics import ManagerStats, Statistics
-from fxsplit_encoder.manager.trace import TraceWriter
 from fxsplit_encoder.planning.limits import needs_budget_range, resolve_limits
 from fxsplit_encoder.planning.plan import Plan
 from fxsplit_encoder.protocol import BudgetGraphMetadata, missing_methods
+from fxsplit_encoder.tuning.trace import TraceWriter
 
 if TYPE_CHECKING:
     import os

@@ -6,8 +6,8 @@ from typer.testing import CliRunner, Result
 
 from fxsplit_encoder.cli.main import app
 from fxsplit_encoder.config import EncoderConfig
-from fxsplit_encoder.manager.trace import TraceWriter, read_trace
 from fxsplit_encoder.protocol import EncoderItemSpec
+from fxsplit_encoder.tuning.trace import TraceWriter, read_trace
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "traces" / "chat_images.jsonl"
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.manager.trace import read_trace
 from fxsplit_encoder.planning import CaptureKey
+from fxsplit_encoder.tuning.trace import read_trace
 
 Grid = tuple[int, int, int]
 MODES = ["auto", "full", "piecewise", "none"]

@@ -8,14 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.manager.trace import (
+from fxsplit_encoder.protocol import EncoderItemSpec
+from fxsplit_encoder.tuning.trace import (
     TracedRequest,
     TraceWriter,
     read_trace,
     trace_demands,
     traced_paths,
 )
-from fxsplit_encoder.protocol import EncoderItemSpec
 
 counts = st.integers(0, 10_000)
 specs = st.builds(EncoderItemSpec, counts, counts, st.dictionaries(st.text(max_size=8), counts, max_size=2))

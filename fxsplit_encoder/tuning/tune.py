@@ -16,10 +16,10 @@ from tabulate import tabulate
 
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.manager.ladder_search import LadderSearch, candidate_budgets, cheapest_ladders, round_up
-from fxsplit_encoder.manager.trace import TracedRequest, batch_loads, trace_demands, traced_paths
-from fxsplit_encoder.manager.tuning_costs import BatchCosts, MemoryModel
 from fxsplit_encoder.planning.budgets import generate_budgets
+from fxsplit_encoder.tuning.costs import BatchCosts, MemoryModel
+from fxsplit_encoder.tuning.search import LadderSearch, candidate_budgets, cheapest_ladders, round_up
+from fxsplit_encoder.tuning.trace import TracedRequest, batch_loads, trace_demands, traced_paths
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

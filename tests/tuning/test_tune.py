@@ -8,14 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.manager.ladder_search import candidate_budgets
-from fxsplit_encoder.manager.trace import TracedRequest, trace_demands
-from fxsplit_encoder.manager.tuning import Tuning, forecast, tune_budgets, tune_trace
-from fxsplit_encoder.manager.tuning_costs import BatchCosts, CostCurve, MemoryModel
 from fxsplit_encoder.planning.budgets import generate_budgets
 from fxsplit_encoder.planning.limits import Limits
 from fxsplit_encoder.planning.planner import build_plan
 from fxsplit_encoder.protocol import EncoderItemSpec
+from fxsplit_encoder.tuning.costs import BatchCosts, CostCurve, MemoryModel
+from fxsplit_encoder.tuning.search import candidate_budgets
+from fxsplit_encoder.tuning.trace import TracedRequest, trace_demands
+from fxsplit_encoder.tuning.tune import Tuning, forecast, tune_budgets, tune_trace
 
 from ..instructions import instructions
 
