@@ -41,7 +41,7 @@ def run_tune(
         granularity=granularity,
         costs=read_costs(costs) if costs else None,
     )
-    num_items = sum(len(request.item_specs) for request in requests)
+    num_items = sum(len(request) for request in requests)
     what = f"{len(requests)} requests, {num_items} items"
     print_facts({"trace": f"{trace}, {what}", "costs": str(costs or "estimated")})
     print(f"\n{tuning}")

@@ -24,8 +24,8 @@ from fxsplit_encoder.manager.item_facts import item_segments
 from fxsplit_encoder.manager.path import EncoderPath
 from fxsplit_encoder.manager.request_plans import RequestPlans
 from fxsplit_encoder.manager.statistics import ManagerStats, Statistics
+from fxsplit_encoder.planning import Item, Plan
 from fxsplit_encoder.planning.limits import needs_budget_range, resolve_limits
-from fxsplit_encoder.planning.plan import Plan
 from fxsplit_encoder.protocol import BudgetGraphMetadata, missing_methods
 from fxsplit_encoder.tuning.trace import TraceWriter
 
@@ -340,7 +340,8 @@ class EncoderCudaGraphManager:
                 debug=self.config.debug,
             )
         if self._trace is not None:  # of what was encoded: a request that was refused is no load to tune for
-            self._trace.write(specs, item_segments(self.tower, mm_kwargs, len(specs)))
+            segments = item_segments(self.tower, mm_kwargs, len(specs))
+            self._trace.write([Item(spec, segments=n) for spec, n in zip(specs, segments, strict=True)])
         return [results[index] for index in range(plan.num_items)]
 
     def stats(self) -> ManagerStats:

@@ -5,40 +5,46 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from operator import attrgetter
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.planning.cost_packing import PathLoad, pack_by_cost
+from fxsplit_encoder.planning.cost_packing import pack_by_cost
 from fxsplit_encoder.planning.costs import PathTable, RouteCosts
+from fxsplit_encoder.planning.items import Capacity, Item, Loads
 from fxsplit_encoder.planning.limits import CaptureKey, Limits
 from fxsplit_encoder.planning.packing import pack_greedy
 from fxsplit_encoder.planning.plan import PathPlan, Plan, PlannedBatch
 from fxsplit_encoder.planning.reasons import MissReason
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+    from collections.abc import Collection, Hashable, Iterable, Sequence
 
     from fxsplit_encoder.config import Packing
     from fxsplit_encoder.planning.costs import CostModel
-    from fxsplit_encoder.protocol import EncoderItemSpec
 
 # Bounds the batches of a path that is never captured: its cost tables must end somewhere.
 _LARGEST_WITHOUT_BUDGETS = 1 << 16
 
 _SKIPPED = PathPlan(0)
 
+_KIND = attrgetter("axis_keys", "refusal")
+
+
+class Captured(NamedTuple):
+    """Which of the budgets that limits list can be replayed."""
+
+    budgets: Collection[CaptureKey]
+    """Those that were captured."""
+
+    not_needed: Collection[CaptureKey] = ()
+    """Those that were left out because the exact shape was measured to be as fast."""
+
 
 def build_plan(
-    item_specs: Sequence[EncoderItemSpec],
+    items: Sequence[Item],
     limits: Limits,
-    captured: Collection[CaptureKey] | None = None,
-    item_frames: Sequence[int] | None = None,
-    *,
-    exact: Collection[CaptureKey] = (),
-    item_segments: Sequence[int] | None = None,
-    segment_room: Mapping[CaptureKey, int] | None = None,
-    item_axis_keys: Sequence[tuple[Hashable, ...]] | None = None,
-    item_reasons: Sequence[MissReason | None] | None = None,
+    captured: Captured | None = None,
     packing: Packing = "cost",
     costs: CostModel | None = None,
 ) -> Plan:
@@ -49,52 +55,35 @@ def build_plan(
     room.
 
     Args:
-        item_specs: the size of every item, from the tower.
+        items: the images and videos of a request. Those with a refusal are batches of their own, in the order
+            of the request and apart by reason.
         limits: what the captures have room for.
         captured: what can be replayed; None: everything that `limits` lists.
-        item_frames: the video frames of every item, 0 for an image; None: frames are not limited.
-        exact: the budgets that were not captured because the exact shape was measured to be as fast.
-        item_segments: the attention segments of every item; None: segments are not limited.
-        segment_room: the segments that a capture holds, one that is left out any number; None: what `costs`
-            says.
-        item_axis_keys: the keys of every item on the capture axes; only equal ones share a batch. None: the
-            tower has no capture axes.
-        item_reasons: why an item is never replayed, None for one that may be. Those with a reason are batches
-            of their own, in the order of the request and apart by reason. None: all may be replayed.
         packing: one of the configuration's packings.
-        costs: what batches cost; None: not measured, so padding is minimised (`RouteCosts.unmeasured`).
+        costs: what batches cost, and how many segments each capture holds; None: not measured, so padding is
+            minimised (`RouteCosts.unmeasured`), and segments are not limited.
 
     Raises:
-        InputError: a sequence does not have one entry for every item, or `costs` has no price for a capture.
+        InputError: `costs` has no price for a capture.
     """
-    per_item = (item_frames, item_segments, item_axis_keys, item_reasons)
-    if wrong := [
-        len(entries) for entries in per_item if entries is not None and len(entries) != len(item_specs)
-    ]:
-        raise InputError(
-            f"frames, segments, axis keys and reasons must have one entry an item; got {wrong} entries for "
-            f"{len(item_specs)} items"
-        )
-    make_route = functools.partial(
-        _route, limits, captured=captured, exact=exact, segment_room=segment_room, costs=costs
-    )
     per_batch = costs.per_batch if costs is not None else None
     batches: list[PlannedBatch] = []
-    for axis_keys, reason, indices in _groups(len(item_specs), item_axis_keys, item_reasons):
+    for axis_keys, reason, indices in _groups(items):
+        chosen = items if len(indices) == len(items) else [items[index] for index in indices]
         if reason is not None:
-            batches += _fall_back(item_specs, limits, indices, axis_keys, reason)
+            batches += _fall_back(chosen, indices, limits, reason)
             continue
-        routes = [make_route(path, axis_keys) for path in limits.path_budgets]
-        group = _Group(indices, axis_keys, item_specs, item_frames, item_segments, routes)
+        routes = [_route(limits, path, axis_keys, captured, costs) for path in limits.path_budgets]
+        group = _Group(chosen, indices, routes)
         batches += [
             group.plan(positions, limits.max_frames_per_batch, packing == "cost", per_batch)
             for positions in group.pack(limits, packing, per_batch or 0.0)
         ]
-    return Plan(tuple(batches), len(item_specs))
+    return Plan(tuple(batches), len(items))
 
 
 def build_fallback_plan(
-    item_specs: Sequence[EncoderItemSpec],
+    items: Sequence[Item],
     paths: Iterable[str],
     reason: MissReason,
     skippable_paths: Collection[str] | None = None,
@@ -102,35 +91,30 @@ def build_fallback_plan(
     """One batch of all items, in order, that replays nothing and counts every item under `reason`.
 
     Args:
-        item_specs: the size of every item, from the tower.
+        items: the images and videos of a request; their axis keys do not matter.
         paths: the names of the tower's paths.
         reason: why nothing is replayed.
         skippable_paths: the paths that are skipped where the items have no tokens; None: any.
     """
-    if not item_specs:
+    if not items:
         return Plan((), 0)
     names = tuple(paths)
     skippable = frozenset(names if skippable_paths is None else skippable_paths)
-    limits = Limits(dict.fromkeys(names, ()), len(item_specs), 0, skippable)
-    batches = _fall_back(item_specs, limits, range(len(item_specs)), (), reason)
-    return Plan(tuple(batches), len(item_specs))
+    limits = Limits(dict.fromkeys(names, ()), len(items), 0, skippable)
+    return Plan(tuple(_fall_back(items, range(len(items)), limits, reason)), len(items))
 
 
 def _groups(
-    num_items: int,
-    item_axis_keys: Sequence[tuple[Hashable, ...]] | None,
-    item_reasons: Sequence[MissReason | None] | None,
+    items: Sequence[Item],
 ) -> Iterable[tuple[tuple[Hashable, ...], MissReason | None, Sequence[int]]]:
     """The items that may share batches: their axis keys, why they are not replayed, their positions."""
-    if num_items == 0:
-        return []
-    if item_axis_keys is None and item_reasons is None:
-        return [((), None, range(num_items))]
+    kinds = list(map(_KIND, items))
+    if len(set(kinds)) <= 1:
+        return [(*kind, range(len(items))) for kind in kinds[:1]]
     groups: defaultdict[tuple[tuple[Hashable, ...], MissReason | None], list[int]] = defaultdict(list)
-    for index in range(num_items):
-        axis_keys = item_axis_keys[index] if item_axis_keys is not None else ()
-        groups[axis_keys, item_reasons[index] if item_reasons is not None else None].append(index)
-    return [(axis_keys, reason, indices) for (axis_keys, reason), indices in groups.items()]
+    for index, kind in enumerate(kinds):
+        groups[kind].append(index)
+    return [(*kind, indices) for kind, indices in groups.items()]
 
 
 # --- one path
@@ -145,7 +129,7 @@ class _Route:
     listed: tuple[int, ...]
     """All budgets of the path, captured or not."""
 
-    exact: tuple[int, ...]
+    not_needed: tuple[int, ...]
     """Those at which the exact shape was measured to be as fast."""
 
     table: PathTable
@@ -154,7 +138,8 @@ class _Route:
     @property
     def budgets(self) -> tuple[int, ...]:
         """What the greedy packings pack for: budgets that were captured, or not for being no faster."""
-        return tuple(sorted((*self.table.budgets, *self.exact))) if self.exact else self.table.budgets
+        captured = self.table.budgets
+        return tuple(sorted((*captured, *self.not_needed))) if self.not_needed else captured
 
     @property
     def greedy_maximum(self) -> int:
@@ -162,9 +147,7 @@ class _Route:
         # A path without captures falls back anyway: there only the configured budgets bound a batch.
         return self.budgets[-1] if self.budgets else self.table.largest
 
-    def plan(
-        self, tokens: int, segments: int | None, frames_fit: bool, by_cost: bool, pairs: float
-    ) -> PathPlan:
+    def plan(self, tokens: int, segments: int, frames_fit: bool, by_cost: bool, pairs: float) -> PathPlan:
         """How a batch is encoded: its tokens, segments, and attended pairs."""
         table = self.table
         if tokens == 0 and table.skippable:
@@ -184,7 +167,7 @@ class _Route:
         )
 
     def _exact_serves(self, tokens: int, below: float) -> bool:
-        return bool(self.exact) and any(tokens <= budget < below for budget in self.exact)
+        return bool(self.not_needed) and any(tokens <= budget < below for budget in self.not_needed)
 
     def _reason(self, tokens: int, frames_fit: bool, fits: bool, eager: bool) -> MissReason:
         if not fits:
@@ -202,30 +185,26 @@ def _route(
     limits: Limits,
     path: str,
     axis_keys: tuple[Hashable, ...],
-    *,
-    captured: Collection[CaptureKey] | None,
-    exact: Collection[CaptureKey],
-    segment_room: Mapping[CaptureKey, int] | None,
+    captured: Captured | None,
     costs: CostModel | None,
 ) -> _Route:
     listed = limits.path_budgets[path]
-    keys = [CaptureKey(path, budget, axis_keys) for budget in listed]
-    ready = [key for key in keys if (captured is None or key in captured) and key not in exact]
-    budgets = tuple([key.budget for key in ready])
-    priced = costs.routes.get((path, axis_keys), _NO_COSTS) if costs is not None else _unmeasured(budgets)
-    if segment_room is not None:
-        room = tuple([segment_room.get(key) for key in ready])
-    else:
-        room = tuple([priced.room.get(budget) for budget in budgets])
-    for budget in budgets:
+    ready, not_needed = listed, tuple[int, ...]()
+    if captured is not None:
+        keys = [CaptureKey(path, budget, axis_keys) for budget in listed]
+        not_needed = tuple([key.budget for key in keys if key in captured.not_needed])
+        ready = tuple([k.budget for k in keys if k in captured.budgets and k.budget not in not_needed])
+    priced = costs.routes.get((path, axis_keys), _NO_COSTS) if costs is not None else _unmeasured(ready)
+    for budget in ready:
         if budget not in priced.replay:
             raise InputError(
                 f"costs: path {path!r}, axis keys {axis_keys}: budget {budget} can be replayed; expected its "
                 f"milliseconds, got those of {sorted(priced.replay)}"
             )
+    room = tuple([priced.room.get(budget) for budget in ready])
     largest = listed[-1] if listed else _LARGEST_WITHOUT_BUDGETS
-    table = priced.table(budgets, room, largest, path in limits.skippable_paths)
-    return _Route(path, listed, tuple([key.budget for key in keys if key in exact]), table)
+    table = priced.table(ready, room, largest, path in limits.skippable_paths)
+    return _Route(path, listed, not_needed, table)
 
 
 # What a route without measurements costs beside others that have some.
@@ -241,104 +220,76 @@ def _unmeasured(budgets: tuple[int, ...]) -> RouteCosts:
 
 
 def _fall_back(
-    specs: Sequence[EncoderItemSpec],
-    limits: Limits,
-    indices: Sequence[int],
-    axis_keys: tuple[Hashable, ...],
-    reason: MissReason,
+    items: Sequence[Item], indices: Sequence[int], limits: Limits, reason: MissReason
 ) -> list[PlannedBatch]:
-    """Batches of as many of the items `indices` as allowed, in order, that replay nothing."""
+    """Batches of as many of the items, which have the positions `indices`, as allowed, in order, that replay
+    nothing.
+    """
     batches = []
-    for start in range(0, len(indices), limits.max_items_per_batch):
-        batch = tuple(indices[start : start + limits.max_items_per_batch])
+    for start in range(0, len(items), limits.max_items_per_batch):
+        end = start + limits.max_items_per_batch
+        loads = Loads(items[start:end], limits.path_budgets)
         paths = {}
-        for path in limits.path_budgets:
-            tokens = sum(specs[index].get_path_output_tokens(path) for index in batch)
+        for path, counts in loads.tokens.items():
+            tokens = sum(counts)
             skipped = tokens == 0 and path in limits.skippable_paths
             paths[path] = _SKIPPED if skipped else PathPlan(tokens, reason=reason)
-        batches.append(
-            PlannedBatch(batch, paths, sum(specs[index].output_tokens for index in batch), axis_keys)
-        )
+        planned = PlannedBatch(tuple(indices[start:end]), paths, sum(loads.totals), items[start].axis_keys)
+        batches.append(planned)
     return batches
 
 
 class _Group:
-    """Items that may share batches: those of a request at the positions `indices`, with equal axis keys."""
+    """Items that may share batches, with equal axis keys: those of a request at the positions `indices`."""
 
-    def __init__(
-        self,
-        indices: Sequence[int],
-        axis_keys: tuple[Hashable, ...],
-        specs: Sequence[EncoderItemSpec],
-        frames: Sequence[int] | None,
-        segments: Sequence[int] | None,
-        routes: Sequence[_Route],
-    ) -> None:
-        if len(indices) < len(specs):
-            specs, frames, segments = (_choose(entries, indices) for entries in (specs, frames, segments))
+    def __init__(self, items: Sequence[Item], indices: Sequence[int], routes: Sequence[_Route]) -> None:
         self._indices = indices
-        self._axis_keys = axis_keys
-        self._totals = [spec.output_tokens for spec in specs]
-        self._tokens = [
-            (route, [spec.get_path_output_tokens(route.name) for spec in specs]) for route in routes
-        ]
-        self._frames = frames
-        self._segments = segments
+        self._axis_keys = items[0].axis_keys
+        self._routes = routes
+        self._loads = Loads(items, [route.name for route in routes])
+        self._has_frames = any(self._loads.frames)
         self._pairs: list[float] | None = None
         if any([route.table.route.attention for route in routes]):
             # An item's segments are taken as equally long.
-            counts = [1] * len(specs) if segments is None else segments
-            self._pairs = [spec.input_size**2 / count for spec, count in zip(specs, counts, strict=True)]
+            self._pairs = [item.spec.input_size**2 / max(item.segments, 1) for item in items]
 
     def pack(self, limits: Limits, packing: Packing, per_batch: float) -> list[list[int]]:
         """The positions in this group of the items of every batch."""
-        if len(self._totals) == 1:
+        if len(self._loads) == 1:
             return [[0]]
-        rooms = [room for route, _ in self._tokens for room in route.table.room if room is not None]
-        max_segments = max(rooms, default=0)
-        if packing == "cost":
-            loads = [PathLoad(counts, route.greedy_maximum, route.table) for route, counts in self._tokens]
-            return pack_by_cost(
-                loads,
-                self._totals,
-                limits.max_items_per_batch,
-                self._frames,
-                limits.max_frames_per_batch,
-                self._segments,
-                max_segments,
-                per_batch,
-            )
-        positions = range(len(self._totals))
-        return pack_greedy(
-            [{route.name: counts[position] for route, counts in self._tokens} for position in positions],
-            self._totals,
-            {route.name: route.greedy_maximum for route, _ in self._tokens},
+        rooms = [room for route in self._routes for room in route.table.room if room is not None]
+        capacity = Capacity(
+            {route.name: route.greedy_maximum for route in self._routes},
             limits.max_items_per_batch,
-            self._frames,
             limits.max_frames_per_batch,
-            self._segments if rooms else None,
-            max_segments,
-            {route.name: route.budgets for route, _ in self._tokens} if packing == "greedy_defer" else None,
+            max(rooms, default=None),
         )
+        if packing == "cost":
+            tables = {route.name: route.table for route in self._routes}
+            return pack_by_cost(self._loads, tables, capacity, per_batch)
+        deferring = packing == "greedy_defer"
+        budgets = {route.name: route.budgets for route in self._routes} if deferring else None
+        return pack_greedy(self._loads, capacity, budgets)
 
     def plan(
         self, positions: Sequence[int], max_frames: int, by_cost: bool, per_batch: float | None
     ) -> PlannedBatch:
         """How a batch is encoded; `per_batch` is its host time, None if it is not known."""
-        frames_fit = self._frames is None or _sum(self._frames, positions) <= max_frames
-        segments = _sum(self._segments, positions) if self._segments is not None else None
+        loads = self._loads
+        frames_fit = not self._has_frames or _sum(loads.frames, positions) <= max_frames
+        segments = _sum(loads.segments, positions)
         pairs = _sum(self._pairs, positions) if self._pairs is not None else 0.0
         paths = {}
         milliseconds = per_batch
-        for route, counts in self._tokens:
-            tokens = _sum(counts, positions)
+        for route in self._routes:
+            tokens = _sum(loads.tokens[route.name], positions)
             planned = route.plan(tokens, segments, frames_fit, by_cost, pairs)
             paths[route.name] = planned
             if milliseconds is not None and planned is not _SKIPPED:
                 known = planned.milliseconds
                 milliseconds = milliseconds + known if known is not None else None
         indices = tuple([self._indices[position] for position in positions])
-        return PlannedBatch(indices, paths, _sum(self._totals, positions), self._axis_keys, milliseconds)
+        return PlannedBatch(indices, paths, _sum(loads.totals, positions), self._axis_keys, milliseconds)
 
 
 _T = TypeVar("_T", int, float)
@@ -347,7 +298,3 @@ _T = TypeVar("_T", int, float)
 def _sum(values: Sequence[_T], positions: Sequence[int]) -> _T:
     # Items above the largest budget are batches of their own, which a request may have many of.
     return values[positions[0]] if len(positions) == 1 else sum(map(values.__getitem__, positions))
-
-
-def _choose(entries: Any, indices: Sequence[int]) -> Any:
-    return None if entries is None else [entries[index] for index in indices]

@@ -17,12 +17,13 @@ WITHOUT_TORCH = """
     package.__path__ = [sys.argv[1]]
     sys.modules["fxsplit_encoder"] = package
 
-    from fxsplit_encoder.planning import Limits, build_plan
+    from fxsplit_encoder.planning import Item, Limits, build_plan
     from fxsplit_encoder.protocol import EncoderItemSpec
 
     limits = Limits({"default": (64, 128)}, max_items_per_batch=4, max_frames_per_batch=0)
+    items = [Item(EncoderItemSpec(400, 100)), Item(EncoderItemSpec(80, 20))]
     for packing in ("cost", "greedy", "greedy_defer"):
-        plan = build_plan([EncoderItemSpec(400, 100), EncoderItemSpec(80, 20)], limits, packing=packing)
+        plan = build_plan(items, limits, packing=packing)
         print(plan.batches[0].paths["default"].budget)
 """
 
