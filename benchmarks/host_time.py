@@ -41,6 +41,7 @@ import fxsplit_encoder as fx
 from fxsplit_encoder.attention import KernelChooser, choosing, varlen_attention
 from fxsplit_encoder.cli.models import demo_tower
 from fxsplit_encoder.compile.blocks import end_blocks, takes_blocks
+from fxsplit_encoder.planning import Item
 
 LIMITS: dict[str, Any] = {
     "token_budgets": (64, 128, 256),
@@ -91,10 +92,8 @@ def measure(manager: fx.EncoderCudaGraphManager, features: int) -> Iterator[tupl
     for count in (1, 32, 256):
         grids = torch.tensor([random_grid(generator) for _ in range(count)])
         specs = manager.tower.get_encoder_cudagraph_item_specs({"image_grid_thw": grids})
-        segments = [1] * count
-        milliseconds = cpu_ms(
-            lambda specs=specs, segments=segments: manager._plans.build(specs, item_segments=segments), 100
-        )
+        items = [Item(spec) for spec in specs]
+        milliseconds = cpu_ms(lambda items=items: manager._plans.build(items), 100)
         yield f"plan of {count}", 1e3 * milliseconds
 
 

@@ -5,9 +5,7 @@ from fxsplit_encoder.capture import (
     BreakableCUDAGraphCapture,
     BreakableCUDAGraphWrapper,
     GraphPool,
-    MissReason,
     eager_break_during_capture,
-    generate_budgets,
 )
 from fxsplit_encoder.config import EncoderConfig, PathConfig
 from fxsplit_encoder.errors import (
@@ -22,16 +20,15 @@ from fxsplit_encoder.errors import (
     ReplayError,
     UnsupportedTowerError,
 )
-from fxsplit_encoder.manager import (
+from fxsplit_encoder.manager import EncoderCudaGraphManager, ManagerStats
+from fxsplit_encoder.planning import MissReason, Plan, generate_budgets
+from fxsplit_encoder.protocol import (
     BudgetGraphMetadata,
     EncoderCudaGraphCaptureInputs,
     EncoderCudaGraphConfig,
-    EncoderCudaGraphManager,
     EncoderCudaGraphPathConfig,
     EncoderCudaGraphReplayBuffers,
     EncoderItemSpec,
-    ManagerStats,
-    Plan,
     SupportsEncoderCudaGraph,
     scatter_output_slices,
 )

@@ -11,7 +11,7 @@ from towers import MODELS
 import fxsplit_encoder as fx
 from fxsplit_encoder.cli.architectures import architecture
 from fxsplit_encoder.cli.models import DEMO_MODEL, demo_tower
-from fxsplit_encoder.manager.budgets import resolve_limits
+from fxsplit_encoder.planning.limits import resolve_limits
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 TOWERS = [*MODELS.items(), (DEMO_MODEL, "demo")]

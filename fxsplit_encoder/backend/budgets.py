@@ -6,10 +6,11 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fxsplit_encoder.capture import generate_budgets, segment_capacity
+from fxsplit_encoder.capture import segment_capacity
 from fxsplit_encoder.compile import HostOp
 from fxsplit_encoder.compile.program import resolve
 from fxsplit_encoder.errors import ConfigError
+from fxsplit_encoder.planning import generate_budgets
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

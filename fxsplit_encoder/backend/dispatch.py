@@ -21,7 +21,6 @@ from fxsplit_encoder.capture import (
     CaptureRequest,
     ExactShapes,
     GraphPool,
-    MissReason,
 )
 from fxsplit_encoder.capture.probe import probe_padding
 from fxsplit_encoder.capture.runner import ExactRunner
@@ -29,6 +28,7 @@ from fxsplit_encoder.capture.segments import fits
 from fxsplit_encoder.compile.program import Ref
 from fxsplit_encoder.compile.sizes import Size, layout
 from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.planning import MissReason
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

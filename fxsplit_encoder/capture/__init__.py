@@ -5,7 +5,6 @@ from fxsplit_encoder.capture.breakable import (
     active_capture,
     eager_break_during_capture,
 )
-from fxsplit_encoder.capture.budgets import generate_budgets, smallest_fitting
 from fxsplit_encoder.capture.buffers import (
     SharedBuffers,
     StaticBuffer,
@@ -17,7 +16,6 @@ from fxsplit_encoder.capture.forward import CapturedForward, measure_ms
 from fxsplit_encoder.capture.ladder import BudgetLadder
 from fxsplit_encoder.capture.parameters import StaticParameters
 from fxsplit_encoder.capture.pool import GraphPool
-from fxsplit_encoder.capture.reasons import MissReason
 from fxsplit_encoder.capture.requests import CaptureRequest, request_over
 from fxsplit_encoder.capture.row_count import RowCount
 from fxsplit_encoder.capture.segmented import SegmentedCapture
@@ -33,7 +31,6 @@ __all__ = [
     "ExactShapes",
     "GraphPool",
     "HandedOut",
-    "MissReason",
     "RowCount",
     "SegmentedCapture",
     "SharedBuffers",
@@ -42,10 +39,8 @@ __all__ = [
     "StaticParameters",
     "active_capture",
     "eager_break_during_capture",
-    "generate_budgets",
     "measure_ms",
     "pad_cu_seqlens",
     "request_over",
     "segment_capacity",
-    "smallest_fitting",
 ]

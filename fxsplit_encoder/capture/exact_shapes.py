@@ -16,7 +16,7 @@ import torch
 
 from fxsplit_encoder.capture.ladder import BudgetLadder
 from fxsplit_encoder.capture.pool import GraphPool
-from fxsplit_encoder.capture.reasons import MissReason
+from fxsplit_encoder.planning.reasons import MissReason
 
 if TYPE_CHECKING:
     from collections.abc import Callable

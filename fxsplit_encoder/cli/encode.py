@@ -22,7 +22,7 @@ from fxsplit_encoder.cli.describe import describe_tower
 from fxsplit_encoder.cli.inputs import EncoderInputs, find_files, load_inputs
 from fxsplit_encoder.cli.models import load_tower, read_family
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.manager import Plan
+from fxsplit_encoder.planning import Plan
 
 
 def run_encode(

@@ -22,7 +22,7 @@ from fxsplit_encoder.cli.models import DEMO_MODEL, demo_tower, load_tower, read_
 from fxsplit_encoder.compile import Program, Step
 from fxsplit_encoder.compile.padding import PaddingReport
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.manager import Limits
+from fxsplit_encoder.planning import Limits
 
 _SHOWN_OPERATORS = 3
 

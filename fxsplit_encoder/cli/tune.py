@@ -9,9 +9,7 @@ import yaml
 import fxsplit_encoder as fx
 from fxsplit_encoder.cli.console import print_facts
 from fxsplit_encoder.errors import ConfigError, InputError
-from fxsplit_encoder.manager.trace import read_trace
-from fxsplit_encoder.manager.tuning import tune_trace
-from fxsplit_encoder.manager.tuning_costs import read_costs
+from fxsplit_encoder.tuning import read_costs, read_trace, tune_trace
 
 
 def run_tune(
@@ -43,7 +41,7 @@ def run_tune(
         granularity=granularity,
         costs=read_costs(costs) if costs else None,
     )
-    num_items = sum(len(request.item_specs) for request in requests)
+    num_items = sum(len(request) for request in requests)
     what = f"{len(requests)} requests, {num_items} items"
     print_facts({"trace": f"{trace}, {what}", "costs": str(costs or "estimated")})
     print(f"\n{tuning}")

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fxsplit_encoder.capture import GraphPool, MissReason
+from fxsplit_encoder.capture import GraphPool
 from fxsplit_encoder.errors import ReplayError
 from fxsplit_encoder.manager.dual_path import postprocess_of
 from fxsplit_encoder.manager.item_facts import axis_keys
+from fxsplit_encoder.planning import MissReason
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping, Sequence
@@ -19,11 +20,11 @@ if TYPE_CHECKING:
 
     from fxsplit_encoder.capture import BudgetLadder
     from fxsplit_encoder.capture.buffers import StaticValue
-    from fxsplit_encoder.manager.budgets import CaptureKey
     from fxsplit_encoder.manager.path import EncoderPath
-    from fxsplit_encoder.manager.plan import PathPlan, PlannedBatch
-    from fxsplit_encoder.manager.protocol import SupportsEncoderCudaGraph
     from fxsplit_encoder.manager.statistics import Statistics
+    from fxsplit_encoder.planning.limits import CaptureKey
+    from fxsplit_encoder.planning.plan import PathPlan, PlannedBatch
+    from fxsplit_encoder.protocol import SupportsEncoderCudaGraph
 
 logger = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Mapping
 
     from fxsplit_encoder.capture import GraphPool
-    from fxsplit_encoder.manager.budgets import CaptureKey
     from fxsplit_encoder.manager.path_captures import PathCaptures
     from fxsplit_encoder.manager.statistics import Statistics
+    from fxsplit_encoder.planning.limits import CaptureKey
 
 
 class CaptureSet:

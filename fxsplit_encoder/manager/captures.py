@@ -13,9 +13,9 @@ from fxsplit_encoder.errors import InputError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from fxsplit_encoder.manager.budgets import CaptureKey, Limits
-    from fxsplit_encoder.manager.costs import RouteCosts
     from fxsplit_encoder.manager.path_captures import PathCaptures
+    from fxsplit_encoder.planning.costs import RouteCosts
+    from fxsplit_encoder.planning.limits import CaptureKey, Limits
 
 
 _UNMEASURED_LAUNCH_TOKENS = 256

@@ -12,12 +12,12 @@ from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from fxsplit_encoder.errors import FxSplitError, InputError
-from fxsplit_encoder.manager.protocol import (
+from fxsplit_encoder.messages import names_of, shown
+from fxsplit_encoder.protocol import (
     EncoderCudaGraphConfig,
     EncoderCudaGraphPathConfig,
     EncoderItemSpec,
 )
-from fxsplit_encoder.messages import names_of, shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

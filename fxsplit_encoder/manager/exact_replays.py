@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fxsplit_encoder.capture import ExactShapes, MissReason, SharedBuffers
-from fxsplit_encoder.manager.costs import RouteCosts, cost_at
+from fxsplit_encoder.capture import ExactShapes, SharedBuffers
+from fxsplit_encoder.planning import MissReason
+from fxsplit_encoder.planning.costs import RouteCosts, cost_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
     from fxsplit_encoder.capture import BudgetLadder, CaptureRequest, HandedOut
     from fxsplit_encoder.config import EncoderConfig
-    from fxsplit_encoder.manager.plan import PathPlan
+    from fxsplit_encoder.planning.plan import PathPlan
 
 # Inputs of larger captures than any before get as many rows again to spare: sizes come in no order.
 _GROWTH = 2

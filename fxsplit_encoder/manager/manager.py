@@ -16,18 +16,18 @@ from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.manager.batch_runner import BatchRunner
 from fxsplit_encoder.manager.budget_memory import check_budgets
-from fxsplit_encoder.manager.budgets import needs_budget_range, resolve_limits
 from fxsplit_encoder.manager.capture_set import CaptureSet
 from fxsplit_encoder.manager.captures import CapturePlan, plan_captures
 from fxsplit_encoder.manager.data_parallel import DataParallel
 from fxsplit_encoder.manager.dual_path import read_item_specs, read_model_config
 from fxsplit_encoder.manager.item_facts import item_segments
 from fxsplit_encoder.manager.path import EncoderPath
-from fxsplit_encoder.manager.plan import Plan
-from fxsplit_encoder.manager.protocol import BudgetGraphMetadata, missing_methods
 from fxsplit_encoder.manager.request_plans import RequestPlans
 from fxsplit_encoder.manager.statistics import ManagerStats, Statistics
-from fxsplit_encoder.manager.trace import TraceWriter
+from fxsplit_encoder.planning import Item, Plan
+from fxsplit_encoder.planning.limits import needs_budget_range, resolve_limits
+from fxsplit_encoder.protocol import BudgetGraphMetadata, missing_methods
+from fxsplit_encoder.tuning.trace import TraceWriter
 
 if TYPE_CHECKING:
     import os
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from fxsplit_encoder.compile import BoundProgram
-    from fxsplit_encoder.manager.protocol import EncoderItemSpec, SupportsEncoderCudaGraph
+    from fxsplit_encoder.protocol import EncoderItemSpec, SupportsEncoderCudaGraph
 
 logger = logging.getLogger(__name__)
 
@@ -340,7 +340,8 @@ class EncoderCudaGraphManager:
                 debug=self.config.debug,
             )
         if self._trace is not None:  # of what was encoded: a request that was refused is no load to tune for
-            self._trace.write(specs, item_segments(self.tower, mm_kwargs, len(specs)))
+            segments = item_segments(self.tower, mm_kwargs, len(specs))
+            self._trace.write([Item(spec, segments=n) for spec, n in zip(specs, segments, strict=True)])
         return [results[index] for index in range(plan.num_items)]
 
     def stats(self) -> ManagerStats:

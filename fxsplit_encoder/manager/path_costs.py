@@ -12,7 +12,7 @@ from fxsplit_encoder.attention import KnownSegments, measuring
 from fxsplit_encoder.capture import measure_ms
 from fxsplit_encoder.capture.runner import ExactRunner
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.manager.costs import RouteCosts
+from fxsplit_encoder.planning.costs import RouteCosts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fxsplit_encoder.capture import BudgetLadder
-    from fxsplit_encoder.manager.costs import Points
     from fxsplit_encoder.manager.path_forward import PathForward
+    from fxsplit_encoder.planning.costs import Points
 
 # Equal segments that a full budget is cut into to find what attention costs.
 _MEASURED_SEGMENTS = 8

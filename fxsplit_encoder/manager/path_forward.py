@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from fxsplit_encoder.capture.buffers import StaticValue
     from fxsplit_encoder.compile import CompileOptions
-    from fxsplit_encoder.manager.budgets import Limits
-    from fxsplit_encoder.manager.protocol import SupportsEncoderCudaGraph
+    from fxsplit_encoder.planning.limits import Limits
+    from fxsplit_encoder.protocol import SupportsEncoderCudaGraph
 
 # The trace runs the forward once, so it is made at a moderate size; the size is also Inductor's hint for its
 # kernels.

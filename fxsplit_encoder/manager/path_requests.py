@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from fxsplit_encoder.compile import Runner
     from fxsplit_encoder.manager.path_forward import PathForward
-    from fxsplit_encoder.manager.protocol import EncoderCudaGraphPaddingLogic
+    from fxsplit_encoder.protocol import EncoderCudaGraphPaddingLogic
 
     PaddingLogics = Mapping[str, EncoderCudaGraphPaddingLogic]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
-from fxsplit_encoder.capture.reasons import MissReason
 from fxsplit_encoder.errors import InputError, MissingExtraError
 from fxsplit_encoder.manager.statistics import FALLBACK_KINDS
+from fxsplit_encoder.planning.reasons import MissReason
 
 try:
     from prometheus_client import REGISTRY

@@ -5,19 +5,24 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from fxsplit_encoder.capture import MissReason
-from fxsplit_encoder.manager.costs import CostModel
-from fxsplit_encoder.manager.item_facts import item_axis_keys, item_modalities, item_segments, video_frames
-from fxsplit_encoder.manager.plan import Plan
-from fxsplit_encoder.manager.planner import build_fallback_plan, build_plan
+from fxsplit_encoder.manager.item_facts import ItemFacts
+from fxsplit_encoder.planning import (
+    Captured,
+    CostModel,
+    Item,
+    MissReason,
+    Plan,
+    build_fallback_plan,
+    build_plan,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping, Sequence
 
     from fxsplit_encoder.config import EncoderConfig
-    from fxsplit_encoder.manager.budgets import Limits
     from fxsplit_encoder.manager.path import EncoderPath
-    from fxsplit_encoder.manager.protocol import (
+    from fxsplit_encoder.planning import Limits
+    from fxsplit_encoder.protocol import (
         EncoderCudaGraphConfig,
         EncoderItemSpec,
         SupportsEncoderCudaGraph,
@@ -67,8 +72,12 @@ class RequestPlans:
         self.build = functools.partial(
             build_plan,
             limits=limits,
-            captured=frozenset(path.key(b) for path in paths for b in path.captured) if captured else None,
-            exact=frozenset(path.key(b) for path in paths for b in path.ladder.exact),
+            captured=Captured(
+                frozenset(path.key(b) for path in paths for b in path.captured),
+                frozenset(path.key(b) for path in paths for b in path.ladder.exact),
+            )
+            if captured
+            else None,
             packing=self.config.packing,
             costs=CostModel(costs, _PER_BATCH_MS) if captured else None,
         )
@@ -76,42 +85,24 @@ class RequestPlans:
     def of(self, mm_kwargs: dict[str, Any], specs: Sequence[EncoderItemSpec]) -> Plan:
         """The plan of a request with items of these sizes. Touches no tensor but the grids."""
         if not self.config.enabled or all(path.mode == "none" for path in self.routes.values()):
-            limits = self._limits
-            return build_fallback_plan(
-                specs, limits.path_budgets, MissReason.DISABLED, limits.skippable_paths
-            )
-        modalities = item_modalities(self.tower, mm_kwargs, len(specs))
-        segments = item_segments(self.tower, mm_kwargs, len(specs))
-        frames = video_frames(self.tower, mm_kwargs, modalities, segments)
-        num_axes = len(self.model_config.capture_axes)
-        keys = item_axis_keys(self.tower, mm_kwargs, len(specs), num_axes) if num_axes else None
+            items = list(map(Item, specs))
+            paths, skippable = self._limits.path_budgets, self._limits.skippable_paths
+            return build_fallback_plan(items, paths, MissReason.DISABLED, skippable)
+        facts = ItemFacts.read(self.tower, mm_kwargs, len(specs), self.model_config)
         sizes = tuple([(s.input_size, s.output_tokens, *s.path_output_tokens.items()) for s in specs])
-        cache_key = (sizes, tuple(segments), tuple(frames), tuple(modalities), tuple(keys or ()))
-        plan = self._kept.get(cache_key)
+        key = (
+            sizes,
+            tuple(facts.frames),
+            tuple(facts.segments),
+            tuple(facts.axis_keys),
+            tuple(facts.refusals),
+        )
+        plan = self._kept.get(key)
         if plan is None:
             if len(self._kept) >= _KEPT_PLANS:
                 self._kept.clear()
-            plan = self._kept[cache_key] = self._make(specs, modalities, segments, frames, keys)
+            plan = self._kept[key] = self.build(facts.items(specs))
         return plan
-
-    def _make(
-        self,
-        specs: Sequence[EncoderItemSpec],
-        modalities: Sequence[str],
-        segments: Sequence[int],
-        frames: Sequence[int],
-        keys: Sequence[tuple[Hashable, ...]] | None,
-    ) -> Plan:
-        unsupported = {m for m in modalities if m not in self.model_config.modalities}
-        return self.build(
-            specs,
-            item_segments=segments,
-            item_frames=frames if any(frames) else None,
-            item_reasons=[MissReason.UNSUPPORTED_INPUT if m in unsupported else None for m in modalities]
-            if unsupported
-            else None,
-            item_axis_keys=keys,
-        )
 
     def as_served(self, plan: Plan) -> Plan:
         """The plan with what captures at exact shapes, which come and go, would serve now."""

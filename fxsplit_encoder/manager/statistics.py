@@ -9,8 +9,8 @@ from typing import Any
 
 from tabulate import tabulate
 
-from fxsplit_encoder.capture.reasons import MissReason
-from fxsplit_encoder.manager.budgets import CaptureKey
+from fxsplit_encoder.planning.limits import CaptureKey
+from fxsplit_encoder.planning.reasons import MissReason
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.manager.protocol import scatter_output_slices
+from fxsplit_encoder.protocol import scatter_output_slices
 from fxsplit_encoder.towers.tracing import register_tower, trace_equal_blocks_once
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.manager.protocol import EncoderItemSpec
 from fxsplit_encoder.messages import shown
+from fxsplit_encoder.protocol import EncoderItemSpec
 from fxsplit_encoder.towers.base import VIDEOS
 from fxsplit_encoder.towers.grid import cumulative_lengths
 from fxsplit_encoder.towers.inputs import check_given, check_pixels, integer_rows, number_of, pixel_parts

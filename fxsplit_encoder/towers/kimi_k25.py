@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.manager.protocol import EncoderItemSpec
+from fxsplit_encoder.protocol import EncoderItemSpec
 from fxsplit_encoder.towers import grid as grids_of
 from fxsplit_encoder.towers.base import given_batch
 from fxsplit_encoder.towers.merge import mean_frames, merge

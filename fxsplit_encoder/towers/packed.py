@@ -9,7 +9,7 @@ import torch
 
 from fxsplit_encoder.capture.segments import full_cu_seqlens, segment_capacity
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.manager.protocol import (
+from fxsplit_encoder.protocol import (
     EncoderCudaGraphCaptureInputs,
     EncoderCudaGraphConfig,
     EncoderCudaGraphReplayBuffers,

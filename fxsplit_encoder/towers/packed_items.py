@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.manager.protocol import EncoderItemSpec
+from fxsplit_encoder.protocol import EncoderItemSpec
 from fxsplit_encoder.towers import grid as grids_of
 from fxsplit_encoder.towers.base import WrappedTower
 from fxsplit_encoder.towers.inputs import (

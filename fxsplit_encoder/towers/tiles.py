@@ -14,7 +14,7 @@ import torch
 from torch.torch_version import TorchVersion
 
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.manager.protocol import (
+from fxsplit_encoder.protocol import (
     EncoderCudaGraphCaptureInputs,
     EncoderCudaGraphConfig,
     EncoderCudaGraphPathConfig,

@@ -14,13 +14,13 @@ from torch import Tensor
 from fxsplit_encoder.capture import (
     CaptureRequest,
     ExactShapes,
-    MissReason,
     SharedBuffers,
     StaticBuffer,
     StaticInputs,
     StaticParameters,
     exact_shapes,
 )
+from fxsplit_encoder.planning import MissReason
 
 CPU = torch.device("cpu")
 OUTPUT_BYTES = 4

@@ -6,8 +6,9 @@ from typer.testing import CliRunner, Result
 
 from fxsplit_encoder.cli.main import app
 from fxsplit_encoder.config import EncoderConfig
-from fxsplit_encoder.manager.protocol import EncoderItemSpec
-from fxsplit_encoder.manager.trace import TraceWriter, read_trace
+from fxsplit_encoder.planning import Item
+from fxsplit_encoder.protocol import EncoderItemSpec
+from fxsplit_encoder.tuning.trace import TraceWriter, read_trace
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "traces" / "chat_images.jsonl"
 
@@ -19,7 +20,7 @@ def tune(*arguments: object) -> Result:
 def write_trace(path: Path, *requests: list[EncoderItemSpec]) -> Path:
     with TraceWriter(path) as writer:
         for specs in requests:
-            writer.write(specs, [1] * len(specs))
+            writer.write(list(map(Item, specs)))
     return path
 
 
@@ -108,10 +109,10 @@ def test_help() -> None:
 
 def test_the_example_trace_is_what_its_description_says() -> None:
     requests = read_trace(EXAMPLE)
-    counts = [len(request.item_specs) for request in requests]
+    counts = [len(request) for request in requests]
     assert (len(requests), min(counts), max(counts)) == (200, 1, 16)
     for request in requests:
-        for spec in request.item_specs:
+        for spec in (item.spec for item in request):
             # 16 x 16 pixel patches, 2 x 2 of them a token, images from 256 x 256 pixels on.
             assert spec.input_size == 4 * spec.output_tokens
             assert spec.output_tokens >= 64

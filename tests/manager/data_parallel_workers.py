@@ -13,7 +13,7 @@ from torch import Tensor
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.manager.data_parallel import DataParallel
-from fxsplit_encoder.manager.protocol import EncoderItemSpec
+from fxsplit_encoder.protocol import EncoderItemSpec
 
 from .mock_towers import OlderTwoPaths
 from .rank_processes import start_ranks

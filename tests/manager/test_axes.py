@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.manager import CaptureKey
+from fxsplit_encoder.planning import CaptureKey
 
 from .mock_towers import AxesAndPaths, AxesModel, Values, assert_equal_items, eagerly, items
 

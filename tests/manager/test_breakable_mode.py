@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.manager import CaptureKey
+from fxsplit_encoder.planning import CaptureKey
 
 TOLERANCE = 1e-5
 BATCHES = (

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 import fxsplit_encoder as fx
 from fxsplit_encoder.capture import SharedBuffers, StaticBuffer, StaticInputs
 from fxsplit_encoder.errors import ReplayError
-from fxsplit_encoder.manager import CaptureKey, RouteCosts
 from fxsplit_encoder.manager.captures import CapturePlan, PlannedCapture, least_useful, plan_captures
+from fxsplit_encoder.planning import CaptureKey, RouteCosts
 
 from .mock_towers import (
     AlwaysSkipped,

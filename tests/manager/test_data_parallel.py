@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import fxsplit_encoder as fx
 from fxsplit_encoder.errors import ConfigError, InputError, RankError
 from fxsplit_encoder.manager.data_parallel import DataParallel, assign_items, item_weights
-from fxsplit_encoder.manager.protocol import EncoderItemSpec
+from fxsplit_encoder.protocol import EncoderItemSpec
 
 from .data_parallel_workers import CPU, FAILING_RANK, LIMITS, SHORT, FakeTower, run_ranks
 from .mock_towers import OlderTwoPaths, assert_equal_items, eagerly, items

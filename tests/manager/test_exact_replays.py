@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.manager import CaptureKey, PathPlan
-from fxsplit_encoder.manager.costs import RouteCosts
 from fxsplit_encoder.manager.exact_replays import ExactReplays
+from fxsplit_encoder.planning import CaptureKey, PathPlan
+from fxsplit_encoder.planning.costs import RouteCosts
 
 TOLERANCE = 1e-5
 EXACT = CaptureKey("default", 0)

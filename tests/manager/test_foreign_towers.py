@@ -225,3 +225,12 @@ def test_a_tower_is_not_asked_for_what_the_settings_say() -> None:
     for settings in ({"token_budgets": (4, 8)}, {"max_items_per_batch": 2}):
         with pytest.raises(AttributeError, match="scheduler_config"):
             fx.EncoderCudaGraphManager(ReadsScheduler(), fx.EncoderConfig(**settings))
+
+
+@pytest.mark.parametrize("method", ["item_modalities", "item_segments"])
+def test_what_a_tower_tells_of_its_items_it_tells_of_each(method: str) -> None:
+    tower = PackedModel()
+    setattr(tower, method, lambda mm_kwargs: ["image"])
+    manager = fx.EncoderCudaGraphManager(tower, fx.EncoderConfig(), log_interval=0)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=rf"PackedModel\.{method}: expected one entry an item, 2; got 1"):
+        manager.plan(batch(3, 2))

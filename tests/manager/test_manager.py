@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.manager import CaptureKey
-from fxsplit_encoder.manager.trace import read_trace
+from fxsplit_encoder.planning import CaptureKey
+from fxsplit_encoder.tuning.trace import read_trace
 
 Grid = tuple[int, int, int]
 MODES = ["auto", "full", "piecewise", "none"]
@@ -417,9 +417,9 @@ def test_every_request_is_a_line_of_the_trace(tiny_towers: Any, make_batch: Any,
     manager.execute({"pixel_values": torch.zeros(0, 1536), "image_grid_thw": torch.zeros(0, 3).long()})
     manager.execute(make_batch([(1, 2, 4)]))
     read = read_trace(tmp_path / "trace.jsonl")
-    sizes = [[(s.input_size, s.output_tokens) for s in request.item_specs] for request in read]
+    sizes = [[(item.spec.input_size, item.spec.output_tokens) for item in request] for request in read]
     assert sizes == [[(16, 4), (4, 1), (24, 6)], [], [(8, 2)]]
-    assert [request.item_segments for request in read] == [(1, 1, 3), (), (1,)]
+    assert [tuple(item.segments for item in request) for request in read] == [(1, 1, 3), (), (1,)]
 
 
 # --- inputs

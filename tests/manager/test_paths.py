@@ -14,9 +14,9 @@ from torch import Tensor
 import fxsplit_encoder as fx
 from fxsplit_encoder.capture import CapturedForward
 from fxsplit_encoder.errors import ConfigError, ReplayError
-from fxsplit_encoder.manager import CaptureKey
 from fxsplit_encoder.manager.path_captures import PathCaptures
 from fxsplit_encoder.manager.path_costs import PathCosts
+from fxsplit_encoder.planning import CaptureKey
 
 from .mock_towers import (
     AlwaysBothPaths,

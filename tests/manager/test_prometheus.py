@@ -8,11 +8,11 @@ import pytest
 from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from fxsplit_encoder.capture.reasons import MissReason
 from fxsplit_encoder.errors import InputError, MissingExtraError
-from fxsplit_encoder.manager.budgets import CaptureKey
 from fxsplit_encoder.manager.prometheus import PrometheusCollector
 from fxsplit_encoder.manager.statistics import ManagerStats, Statistics
+from fxsplit_encoder.planning.limits import CaptureKey
+from fxsplit_encoder.planning.reasons import MissReason
 
 BUDGETS = ("replays_total", "real_tokens_total", "padded_tokens_total", "graph_bytes", "mean_replay_seconds")
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.capture.buffers import parts_of
-from fxsplit_encoder.manager.protocol import missing_methods
+from fxsplit_encoder.protocol import missing_methods
 
 from .conformance import FRAMES, ITEMS, Case, make_case
 from .padding_table import documented, rows_of

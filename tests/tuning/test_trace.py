@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.manager.protocol import EncoderItemSpec
-from fxsplit_encoder.manager.trace import (
-    TracedRequest,
+from fxsplit_encoder.planning.items import Item
+from fxsplit_encoder.protocol import EncoderItemSpec
+from fxsplit_encoder.tuning.trace import (
+    Request,
     TraceWriter,
     read_trace,
     trace_demands,
@@ -19,38 +20,36 @@ from fxsplit_encoder.manager.trace import (
 
 counts = st.integers(0, 10_000)
 specs = st.builds(EncoderItemSpec, counts, counts, st.dictionaries(st.text(max_size=8), counts, max_size=2))
-items = st.lists(st.tuples(specs, st.integers(0, 64)), max_size=4)
+items = st.lists(st.builds(Item, specs, segments=st.integers(0, 64)), max_size=4)
 
 
-def request(*tokens: int) -> TracedRequest:
-    return TracedRequest(tuple(EncoderItemSpec(4 * n, n) for n in tokens), (1,) * len(tokens))
+def request(*tokens: int) -> Request:
+    return tuple(Item(EncoderItemSpec(4 * n, n)) for n in tokens)
 
 
-def two_path_request(*tokens: tuple[int, int]) -> TracedRequest:
-    specs = tuple(EncoderItemSpec(4 * (a + b), a + b, {"global": a, "local": b}) for a, b in tokens)
-    return TracedRequest(specs, (1,) * len(tokens))
+def two_path_request(*tokens: tuple[int, int]) -> Request:
+    return tuple(Item(EncoderItemSpec(4 * (a + b), a + b, {"global": a, "local": b})) for a, b in tokens)
 
 
 @pytest.mark.slow
 @settings(max_examples=50)
 @given(st.lists(items, max_size=5))
 def test_what_was_written_is_read(
-    tmp_path_factory: pytest.TempPathFactory, written: list[list[tuple[EncoderItemSpec, int]]]
+    tmp_path_factory: pytest.TempPathFactory, written: list[list[Item]]
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "written.jsonl"
     path.unlink(missing_ok=True)
     with TraceWriter(path) as writer:
-        for pairs in written:
-            writer.write([spec for spec, _ in pairs], [segments for _, segments in pairs])
-    expected = [TracedRequest(tuple(s for s, _ in pairs), tuple(n for _, n in pairs)) for pairs in written]
-    assert read_trace(path) == expected
+        for request_items in written:
+            writer.write(request_items)
+    assert read_trace(path) == list(map(tuple, written))
 
 
 def test_defaults_are_left_out(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     image = EncoderItemSpec(np.int64(1024), np.int64(256))  # type: ignore[arg-type]
     with TraceWriter(path) as writer:
-        writer.write([image, EncoderItemSpec(8, 2, {"global": 2})], [1, 4])
+        writer.write([Item(image), Item(EncoderItemSpec(8, 2, {"global": 2}), segments=4)])
     assert json.loads(path.read_text(encoding="utf-8")) == {
         "items": [
             {"input_size": 1024, "output_tokens": 256},
@@ -62,37 +61,30 @@ def test_defaults_are_left_out(tmp_path: Path) -> None:
 def test_a_line_is_there_at_once_and_a_second_writer_appends(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     first = TraceWriter(path)
-    first.write([EncoderItemSpec(4, 1)], [1])
+    first.write(request(1))
     assert read_trace(path) == [request(1)]
     first.close()
     first.close()
     with TraceWriter(path) as second:
-        second.write([EncoderItemSpec(8, 2)], [1])
+        second.write(request(2))
     assert read_trace(path) == [request(1), request(2)]
     with pytest.raises(InputError, match=r"trace\.jsonl: the writer is closed"):
-        first.write([], [])
+        first.write([])
 
 
 def test_threads_do_not_mix_their_lines(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     with TraceWriter(path) as writer, ThreadPoolExecutor(8) as pool:
-        for future in [
-            pool.submit(writer.write, [EncoderItemSpec(4 * n, n)] * 50, [1] * 50) for n in range(200)
-        ]:
+        for future in [pool.submit(writer.write, request(*[n] * 50)) for n in range(200)]:
             future.result()
     read = read_trace(path)
-    assert sorted(r.item_specs[0].output_tokens for r in read) == list(range(200))
-    assert all(len(set(r.item_specs[n].output_tokens for n in range(50))) == 1 for r in read)
+    assert sorted(r[0].spec.output_tokens for r in read) == list(range(200))
+    assert all(len({item.spec.output_tokens for item in r}) == 1 and len(r) == 50 for r in read)
 
 
-def test_a_writer_refuses_what_it_cannot_write(tmp_path: Path) -> None:
+def test_a_writer_refuses_a_file_that_it_cannot_write(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"absent/trace\.jsonl: cannot be written: No such file"):
         TraceWriter(tmp_path / "absent" / "trace.jsonl")
-    with (
-        TraceWriter(tmp_path / "trace.jsonl") as writer,
-        pytest.raises(InputError, match="expected one number an item, 1; got 2"),
-    ):
-        writer.write([EncoderItemSpec(4, 1)], [1, 1])
 
 
 GOOD = '{"items": [{"input_size": 4, "output_tokens": 1}]}'
@@ -170,6 +162,6 @@ def test_paths_have_demands_of_their_own_and_none_where_they_are_skipped() -> No
 
 
 @pytest.mark.parametrize("requests", [[], [request()], [two_path_request((0, 0))]])
-def test_a_trace_without_tokens_has_no_paths(requests: list[TracedRequest]) -> None:
+def test_a_trace_without_tokens_has_no_paths(requests: list[Request]) -> None:
     with pytest.raises(InputError, match="at least one item that has output tokens"):
         traced_paths(requests)

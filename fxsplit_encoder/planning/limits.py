@@ -4,10 +4,10 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fxsplit_encoder.capture.budgets import generate_budgets
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import ConfigError, InputError
-from fxsplit_encoder.manager.protocol import EncoderCudaGraphConfig, EncoderCudaGraphPathConfig
+from fxsplit_encoder.planning.budgets import default_budgets
+from fxsplit_encoder.protocol import EncoderCudaGraphConfig, EncoderCudaGraphPathConfig
 
 # For a tower whose range has room for one smallest item only. That says how large its items are, not that
 # they should be encoded one by one.
@@ -42,32 +42,6 @@ class Limits:
 
     skippable_paths: frozenset[str] = frozenset()
     """The paths that a batch without tokens there skips; any other path is encoded for every batch."""
-
-
-def default_budgets(minimum: int, maximum: int, tile: int = 1) -> list[int]:
-    """The ladder where none is listed: 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, ... quarters of `minimum`, and
-    `maximum`.
-
-    These are the powers of two times `minimum`, and the quarters between them, rounded down, as far as they
-    are multiples of `tile`.
-
-    Let the tokens of a batch be uniform between two powers of two, M and 2M (M at least 4 tiles). Powers of
-    two alone replay 2M for each, M / 2 of padding on average: 25 % of what is replayed. With 1.25, 1.5 and
-    1.75 M between them the average padding is M / 8, a quarter as much, and the average budget 1.625 M:
-    padding is 1/13 (7.7 %) of what is replayed. With 1.5 M alone it would be 1/7 (14.3 %).
-
-    Args:
-        minimum: the smallest budget in output tokens.
-        maximum: the largest budget in output tokens.
-        tile: the tokens of the smallest unit that is encoded, so that budgets hold whole ones.
-
-    Raises:
-        InputError: not 1 <= minimum <= maximum.
-    """
-    powers = generate_budgets(minimum, maximum)
-    quarters = (power * part // 4 for power in powers for part in (5, 6, 7))
-    whole = (budget for budget in quarters if budget % tile == 0 and budget < maximum)
-    return sorted({*powers, *whole})
 
 
 def needs_budget_range(config: EncoderConfig, model_config: EncoderCudaGraphConfig) -> bool:

@@ -8,10 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.manager import cost_packing
-from fxsplit_encoder.manager.cost_packing import PathLoad, pack_by_cost
-from fxsplit_encoder.manager.costs import PathTable, RouteCosts
-from fxsplit_encoder.manager.packing import pack_greedy
+from fxsplit_encoder.planning import cost_packing
+from fxsplit_encoder.planning.cost_packing import pack_by_cost
+from fxsplit_encoder.planning.costs import PathTable, RouteCosts
+from fxsplit_encoder.planning.items import Capacity, Item, Loads
+from fxsplit_encoder.planning.packing import pack_greedy
+from fxsplit_encoder.protocol import EncoderItemSpec
 
 # A tower of 27 blocks on one H200: milliseconds.
 REPLAY = {64: 1.72, 256: 3.47, 1024: 17.7, 1764: 42.3}
@@ -64,35 +66,29 @@ class Problem:
         fits = all(count <= table.largest for table, count in zip(self.tables, tokens, strict=True))
         return len(batch) == 1 or (fits and len(batch) <= self.max_items)
 
-    def pack(self) -> list[list[int]]:
-        columns = list(zip(*(item[0] for item in self.items), strict=True)) or [()] * len(self.tables)
-        return pack_by_cost(
+    @property
+    def loads(self) -> Loads:
+        names = [str(path) for path in range(len(self.tables))]
+        return Loads(
             [
-                PathLoad(column, table.budgets[-1], table)
-                for column, table in zip(columns, self.tables, strict=True)
+                Item(EncoderItemSpec(1, sum(tokens), dict(zip(names, tokens, strict=True))), frames, segments)
+                for tokens, frames, segments in self.items
             ],
-            [sum(item[0]) for item in self.items],
-            self.max_items,
-            [item[1] for item in self.items],
-            self.max_frames,
-            [item[2] for item in self.items],
-            self.max_segments,
-            self.per_batch,
+            names,
         )
 
+    @property
+    def capacity(self) -> Capacity:
+        largest = {str(path): table.budgets[-1] for path, table in enumerate(self.tables)}
+        return Capacity(largest, self.max_items, self.max_frames, self.max_segments or None)
+
+    def pack(self) -> list[list[int]]:
+        tables = {str(path): table for path, table in enumerate(self.tables)}
+        return pack_by_cost(self.loads, tables, self.capacity, self.per_batch)
+
     def greedy(self, defer: bool) -> list[list[int]]:
-        budgets = {str(number): table.budgets for number, table in enumerate(self.tables)}
-        return pack_greedy(
-            [{str(path): count for path, count in enumerate(item[0])} for item in self.items],
-            [sum(item[0]) for item in self.items],
-            {path: listed[-1] for path, listed in budgets.items()},
-            self.max_items,
-            [item[1] for item in self.items],
-            self.max_frames,
-            [item[2] for item in self.items] if self.max_segments else None,
-            self.max_segments,
-            budgets if defer else None,
-        )
+        budgets = {str(path): table.budgets for path, table in enumerate(self.tables)}
+        return pack_greedy(self.loads, self.capacity, budgets if defer else None)
 
 
 def partitions(items: Sequence[int]) -> Iterator[list[list[int]]]:
@@ -159,12 +155,9 @@ def test_no_items_make_no_batch() -> None:
     assert Problem(ONE_PATH, []).pack() == []
 
 
-def test_bad_arguments_are_named() -> None:
-    load = PathLoad([1, 2], 1764, tables(ONE_PATH)[0])
-    with pytest.raises(InputError, match=r"one entry an item; got \(2, 1, 1, 1\)"):
-        pack_by_cost([load], [1], 4)
+def test_a_batch_has_room_for_an_item() -> None:
     with pytest.raises(InputError, match="max_items must be at least 1; got 0"):
-        pack_by_cost([load], [1, 2], 0)
+        Problem(ONE_PATH, [((1,), 0, 1)], max_items=0).pack()
 
 
 ladders = st.dictionaries(st.integers(1, 60), st.floats(0.1, 50), min_size=1, max_size=5).map(

@@ -4,15 +4,18 @@ The names are those of vLLM 0.33, so a model written for its encoder CUDA graphs
 manager only reads attributes: objects of vLLM's own classes serve as well as these.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
-
-import torch
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
 
 from fxsplit_encoder.errors import InputError
 
-EncoderCudaGraphPaddingLogic = Callable[[torch.Tensor, torch.Tensor], None]
+if TYPE_CHECKING:
+    import torch  # for annotations alone: planning, which needs no torch, reads item sizes
+
+EncoderCudaGraphPaddingLogic: TypeAlias = "Callable[[torch.Tensor, torch.Tensor], None]"
 """Copies a replay's value (second) into the captured buffer (first) and sets the rows that it leaves."""
 
 ENCODER_CUDAGRAPH_AXIS_KEYS_KWARG = "encoder_cudagraph_axis_keys"

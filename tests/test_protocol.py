@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.manager.protocol import (
+from fxsplit_encoder.protocol import (
     ENCODER_CUDAGRAPH_AXIS_KEYS_KWARG,
     BudgetGraphMetadata,
     EncoderCudaGraphConfig,

@@ -6,18 +6,19 @@ import functools
 import itertools
 import operator
 from bisect import bisect_right
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fxsplit_encoder.manager.packing import check_items
+from fxsplit_encoder.planning.packing import check_capacity
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
-    from fxsplit_encoder.manager.costs import PathTable
+    from fxsplit_encoder.planning.costs import PathTable
+    from fxsplit_encoder.planning.items import Capacity, Loads
 
 # Up to so many items the cheapest of all partitions is found. The work grows by a factor of 3 an item.
 _MAX_ITEMS_SOLVED_EXACTLY = 10
@@ -26,28 +27,8 @@ _MAX_ITEMS_SOLVED_EXACTLY = 10
 _BEYOND_THE_END = 1 << 60
 
 
-class PathLoad(NamedTuple):
-    """The items' tokens on one path, and what batches of them cost."""
-
-    tokens: Sequence[int]
-    """Output tokens of every item."""
-
-    maximum: int
-    """Output tokens that a batch of `pack_greedy` may have."""
-
-    table: PathTable
-    """The path's costs; no batch has more tokens than `table.largest`."""
-
-
 def pack_by_cost(
-    paths: Sequence[PathLoad],
-    totals: Sequence[int],
-    max_items: int,
-    item_frames: Sequence[int] | None = None,
-    max_frames: int = 0,
-    item_segments: Sequence[int] | None = None,
-    max_segments: int = 0,
-    per_batch: float = 0.0,
+    loads: Loads, tables: Mapping[str, PathTable], capacity: Capacity, per_batch: float = 0.0
 ) -> list[list[int]]:
     """The batches whose predicted costs add up to the least.
 
@@ -57,15 +38,11 @@ def pack_by_cost(
     so it never costs less.
 
     Args:
-        paths: the items' tokens and costs on each path. An item above the largest batch of a path is a batch
-            of its own.
-        totals: the output tokens of every item over all paths.
-        max_items: the items that a batch may have.
-        item_frames: the video frames of every item, 0 for an image; None: frames are not limited.
-        max_frames: the video frames above which a batch is not replayed.
-        item_segments: the attention segments of every item; None: they are not known, and not limited.
-        max_segments: the attention segments that a batch of `pack_greedy` may have; 0: any number. By how
-            many a budget is ruled out, `paths` tells.
+        loads: what the items take up. An item above the largest batch of a path is a batch of its own.
+        tables: the costs of each path; no batch has more tokens there than its `largest`, and no budget is
+            replayed with more segments than it has room for.
+        capacity: what a batch of `pack_greedy` may have. Of this, a batch here keeps to `max_items`, and is
+            not replayed with more than `max_frames`.
         per_batch: the cost that every batch adds.
 
     Returns:
@@ -73,22 +50,20 @@ def pack_by_cost(
         do the first ones of the batches.
 
     Raises:
-        InputError: the sequences differ in length, or `max_items` is not positive.
+        InputError: a batch may not have any items.
     """
-    frames = [0] * len(totals) if item_frames is None else item_frames
-    segments = [0] * len(totals) if item_segments is None else item_segments
-    check_items(max_items, *(len(path.tokens) for path in paths), len(totals), len(frames), len(segments))
-    prices = _Prices(paths, totals, frames, max_frames, segments, max_segments, per_batch)
+    check_capacity(capacity)
+    prices = _Prices(loads, tables, capacity, per_batch)
     alone = prices.oversize()
     if not alone:
-        return sorted(_pack(prices, max_items)) if totals else []
-    kept = sorted(set(range(len(totals))) - alone)
-    packed = _pack(prices.of_items(kept), max_items) if kept else []
+        return sorted(_pack(prices, capacity.max_items)) if len(loads) else []
+    kept = sorted(set(range(len(loads))) - alone)
+    packed = _pack(prices.of_items(kept), capacity.max_items) if kept else []
     return sorted([*([kept[item] for item in batch] for batch in packed), *([item] for item in alone)])
 
 
 def _pack(prices: _Prices, max_items: int) -> list[list[int]]:
-    num_items = len(prices.totals)
+    num_items = len(prices.items)
     if num_items <= _MAX_ITEMS_SOLVED_EXACTLY:
         return _cheapest_partition(prices, max_items)
     ascending = prices.greedy_order()
@@ -107,91 +82,74 @@ class _Prices:
     """
 
     def __init__(
-        self,
-        paths: Sequence[PathLoad],
-        totals: Sequence[int],
-        frames: Sequence[int],
-        max_frames: int,
-        segments: Sequence[int],
-        max_segments: int,
-        per_batch: float,
+        self, loads: Loads, tables: Mapping[str, PathTable], capacity: Capacity, per_batch: float
     ) -> None:
-        self.paths = paths
-        self.totals = totals
-        self._frames = frames
-        self._max_frames = max_frames
-        self._segments = segments
-        self._max_segments = max_segments
+        self.items = loads
+        self.paths = [(loads.tokens[path], table) for path, table in tables.items()]
+        self._tables = tables
+        self._capacity = capacity
         self._per_batch = per_batch
         # A limit that all items together keep is left out: it would cost time at every sum.
-        rooms = [path.table.min_room for path in paths if path.table.min_room is not None]
-        self._limits_frames = sum(frames) > max_frames
-        self._limits_segments = bool(rooms) and sum(segments) > min(rooms)
-        rows = [path.tokens for path in paths]
-        rows += [frames] * self._limits_frames + [segments] * self._limits_segments
+        rooms = [table.min_room for _, table in self.paths if table.min_room is not None]
+        self._limits_frames = sum(loads.frames) > capacity.max_frames
+        self._limits_segments = bool(rooms) and sum(loads.segments) > min(rooms)
+        rows = [tokens for tokens, _ in self.paths]
+        rows += [loads.frames] * self._limits_frames + [loads.segments] * self._limits_segments
         self.loads = np.array(rows, dtype=np.int64)
         """(rows, items): what `of_sums` takes the sums of."""
 
     def of_items(self, items: Sequence[int]) -> _Prices:
         """The prices of some of the items."""
-        return _Prices(
-            [path._replace(tokens=[path.tokens[item] for item in items]) for path in self.paths],
-            [self.totals[item] for item in items],
-            [self._frames[item] for item in items],
-            self._max_frames,
-            [self._segments[item] for item in items],
-            self._max_segments,
-            self._per_batch,
-        )
+        return _Prices(self.items.of(items), self._tables, self._capacity, self._per_batch)
 
     def oversize(self) -> set[int]:
         """The items above the largest batch of a path."""
-        return {
-            item
-            for path in self.paths
-            if max(path.tokens, default=0) > path.table.largest
-            for item, tokens in enumerate(path.tokens)
-            if tokens > path.table.largest
-        }
+        return _above((tokens, table.largest) for tokens, table in self.paths)
 
     def of_sums(self, sums: NDArray[np.int64], *, one_segment: bool = False) -> NDArray[np.float64]:
         """The costs of batches by the sums of their loads, (rows, ...); infinite above the largest batch."""
         segments = sums[-1] if self._limits_segments else None
-        replayable = sums[len(self.paths)] <= self._max_frames if self._limits_frames else None
+        replayable = sums[len(self.paths)] <= self._capacity.max_frames if self._limits_frames else None
         costs: NDArray[np.float64] = np.array(self._per_batch)
-        for path, tokens in zip(self.paths, sums, strict=False):
-            costs = costs + path.table.costs(tokens, segments, replayable, one_segment=one_segment)
+        for (_, table), tokens in zip(self.paths, sums, strict=False):
+            costs = costs + table.costs(tokens, segments, replayable, one_segment=one_segment)
         return costs
 
     def of_singles(self) -> tuple[NDArray[np.intp], NDArray[np.float64]]:
         """The items for which there are captures of a single segment, and what each costs alone."""
-        if not any(path.table.has_one_segment for path in self.paths):
+        if not any(table.has_one_segment for _, table in self.paths):
             return np.empty(0, dtype=np.intp), np.empty(0)
-        items = np.flatnonzero(np.equal(self._segments, 1))
+        items = np.flatnonzero(np.equal(self.items.segments, 1))
         return items, self.of_sums(self.loads[:, items], one_segment=True)
 
     def greedy_order(self) -> list[int]:
         """By total tokens, but items that exceed a limit of `pack_greedy` by themselves come last."""
-        limits = [(path.tokens, path.maximum) for path in self.paths]
-        limits.append((self._frames, self._max_frames))
-        if self._max_segments:
-            limits.append((self._segments, self._max_segments))
-        last = {
-            item
-            for loads, maximum in limits
-            if max(loads) > maximum
-            for item, load in enumerate(loads)
-            if load > maximum
-        }
-        order = sorted(range(len(self.totals)), key=self.totals.__getitem__)
+        capacity = self._capacity
+        limits = [(self.items.tokens[path], most) for path, most in capacity.tokens.items()]
+        limits.append((self.items.frames, capacity.max_frames))
+        if capacity.max_segments is not None:
+            limits.append((self.items.segments, capacity.max_segments))
+        last = _above(limits)
+        order = sorted(range(len(self.items)), key=self.items.totals.__getitem__)
         if not last:
             return order
         return [item for item in order if item not in last] + [item for item in order if item in last]
 
     def longest_run(self) -> int:
         """No batch has more items than this: as many of the smallest as all paths together hold."""
-        sizes = sorted(map(sum, zip(*(path.tokens for path in self.paths), strict=True)))
-        return bisect_right(list(itertools.accumulate(sizes)), sum(path.table.largest for path in self.paths))
+        sizes = sorted(map(sum, zip(*(tokens for tokens, _ in self.paths), strict=True)))
+        return bisect_right(list(itertools.accumulate(sizes)), sum(table.largest for _, table in self.paths))
+
+
+def _above(limits: Iterable[tuple[Sequence[int], int]]) -> set[int]:
+    """The positions of the items with more of something, (of each item, at most), than a batch may have."""
+    return {
+        item
+        for loads, maximum in limits
+        if max(loads, default=0) > maximum
+        for item, load in enumerate(loads)
+        if load > maximum
+    }
 
 
 def _cheapest_cut(prices: _Prices, order: list[int], max_items: int) -> tuple[float, list[list[int]]]:
@@ -238,7 +196,7 @@ def _ends(num_items: int, longest: int) -> NDArray[np.intp]:
 
 
 def _cheapest_partition(prices: _Prices, max_items: int) -> list[list[int]]:
-    num_items = len(prices.totals)
+    num_items = len(prices.items)
     sums = np.zeros((len(prices.loads), 1 << num_items), dtype=np.int64)
     for item in range(num_items):
         bit = 1 << item

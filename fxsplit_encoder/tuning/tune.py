@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 from tabulate import tabulate
 
-from fxsplit_encoder.capture.budgets import generate_budgets
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.manager.ladder_search import LadderSearch, candidate_budgets, cheapest_ladders, round_up
-from fxsplit_encoder.manager.trace import TracedRequest, batch_loads, trace_demands, traced_paths
-from fxsplit_encoder.manager.tuning_costs import BatchCosts, MemoryModel
+from fxsplit_encoder.planning.budgets import generate_budgets
+from fxsplit_encoder.tuning.costs import BatchCosts, MemoryModel
+from fxsplit_encoder.tuning.search import LadderSearch, candidate_budgets, cheapest_ladders, round_up
+from fxsplit_encoder.tuning.trace import Request, batch_loads, trace_demands, traced_paths
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -112,7 +112,7 @@ class Tuning:
 
 
 def tune_trace(
-    requests: Sequence[TracedRequest],
+    requests: Sequence[Request],
     *,
     max_graphs: int,
     max_bytes: int | None = None,
@@ -149,7 +149,7 @@ def tune_trace(
     _check_positive(max_graphs=max_graphs, granularity=granularity)
     memory = memory or MemoryModel()
     paths = traced_paths(requests)
-    items = max_items_per_batch or max(len(request.item_specs) for request in requests)
+    items = max_items_per_batch or max(len(request) for request in requests)
     sizes = {path: [_path_tokens(request, path) for request in requests] for path in paths}
     largest = maximum or round_up(max(sum(size) for listed in sizes.values() for size in listed), granularity)
     # Below this, a path would have nothing to serve, or its smallest budget less than a token an item.
@@ -305,8 +305,8 @@ def _check_positive(**counts: int) -> None:
             raise InputError(f"{name}: expected at least 1; got {count}")
 
 
-def _path_tokens(request: TracedRequest, path: str) -> list[int]:
-    return [spec.get_path_output_tokens(path) for spec in request.item_specs]
+def _path_tokens(request: Request, path: str) -> list[int]:
+    return [item.spec.get_path_output_tokens(path) for item in request]
 
 
 def _costs_by_path(

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from tabulate import tabulate
 
-from fxsplit_encoder.capture.reasons import MissReason
+from fxsplit_encoder.planning.reasons import MissReason
 
 _SHOWN_ITEMS = 8
 

@@ -8,14 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxsplit_encoder.capture.reasons import MissReason
 from fxsplit_encoder.config import Packing
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.manager.budgets import CaptureKey, Limits
-from fxsplit_encoder.manager.costs import CostModel, RouteCosts
-from fxsplit_encoder.manager.plan import PathPlan, Plan, PlannedBatch
-from fxsplit_encoder.manager.planner import build_fallback_plan, build_plan
-from fxsplit_encoder.manager.protocol import EncoderItemSpec
+from fxsplit_encoder.planning.costs import CostModel, RouteCosts
+from fxsplit_encoder.planning.items import Item
+from fxsplit_encoder.planning.limits import CaptureKey, Limits
+from fxsplit_encoder.planning.plan import PathPlan, Plan, PlannedBatch
+from fxsplit_encoder.planning.planner import Captured, build_fallback_plan, build_plan
+from fxsplit_encoder.planning.reasons import MissReason
+from fxsplit_encoder.protocol import EncoderItemSpec
 
 from ..instructions import instructions
 
@@ -27,16 +28,25 @@ H200_LIMITS = Limits({"default": (64, 256, 1024, 1764)}, 64, 8)
 H200 = RouteCosts({64: 1.72, 256: 3.47, 1024: 17.7, 1764: 42.3}, exact=((256, 4.5), (268, 4.5), (1764, 29.6)))
 
 
-def images(*tokens: int) -> list[EncoderItemSpec]:
-    return [EncoderItemSpec(4 * count, count) for count in tokens]
+def image(tokens: int, **facts: Any) -> Item:
+    return Item(EncoderItemSpec(4 * tokens, tokens), **facts)
 
 
-def two_path_image(over_global: int, over_local: int) -> EncoderItemSpec:
-    return EncoderItemSpec(1, over_global + over_local, {"global": over_global, "local": over_local})
+def images(*tokens: int) -> list[Item]:
+    return list(map(image, tokens))
+
+
+def two_path_image(over_global: int, over_local: int, **facts: Any) -> Item:
+    tokens = {"global": over_global, "local": over_local}
+    return Item(EncoderItemSpec(1, over_global + over_local, tokens), **facts)
 
 
 def keys(*budgets: int, path: str = "default", axis_keys: tuple[Any, ...] = ()) -> set[CaptureKey]:
     return {CaptureKey(path, budget, axis_keys) for budget in budgets}
+
+
+def captured(*budgets: int, **options: Any) -> Captured:
+    return Captured(keys(*budgets, **options))
 
 
 def model(route: RouteCosts, per_batch: float = 0.15) -> CostModel:
@@ -54,7 +64,6 @@ def results(plan: Plan) -> list[tuple[tuple[int, ...], int | None, str]]:
 def test_no_items_make_an_empty_plan() -> None:
     for packing in get_args(Packing):
         assert build_plan([], LIMITS, packing=packing) == Plan((), 0)
-    assert build_plan([], LIMITS, item_axis_keys=[], item_reasons=[]) == Plan((), 0)
 
 
 def test_each_batch_gets_the_smallest_budget_with_room() -> None:
@@ -92,46 +101,44 @@ def test_an_item_over_the_largest_budget_is_a_miss_of_its_own() -> None:
 
 def test_a_video_with_too_many_frames_is_a_miss_of_its_own() -> None:
     for packing in get_args(Packing):
-        plan = build_plan(images(10, 20, 90), LIMITS, item_frames=[8, 0, 9], packing=packing)
+        items = [image(10, frames=8), image(20), image(90, frames=9)]
+        plan = build_plan(items, LIMITS, packing=packing)
         assert results(plan) == [((0, 1), 64, "hit"), ((2,), None, "too_many_frames")]
     images_only = Limits(LIMITS.path_budgets, 4, 0)
-    plan = build_plan(images(90, 10), images_only, item_frames=[1, 0])
+    plan = build_plan([image(90, frames=1), image(10)], images_only)
     assert plan.misses == {MissReason.TOO_MANY_FRAMES: 1}
 
 
 def test_more_segments_than_a_capture_holds_need_a_larger_one() -> None:
-    room = {CaptureKey("default", 64): 2, CaptureKey("default", 128): 4, CaptureKey("default", 256): 6}
+    costs = model(RouteCosts.unmeasured((64, 128, 256), {64: 2, 128: 4, 256: 6}))
     for packing in get_args(Packing):
 
         def budget(segments: int, packing: Packing = packing) -> tuple[int | None, str]:
-            plan = build_plan(
-                images(10), LIMITS, item_segments=[segments], segment_room=room, packing=packing
-            )
+            plan = build_plan([image(10, segments=segments)], LIMITS, packing=packing, costs=costs)
             return results(plan)[0][1:]
 
         assert [budget(n) for n in (2, 3, 6)] == [(64, "hit"), (128, "hit"), (256, "hit")]
         assert budget(7) == (None, "too_many_segments")
-        several = build_plan(
-            images(10, 10, 10), LIMITS, item_segments=[3, 3, 1], segment_room=room, packing=packing
-        )
+        items = [image(10, segments=segments) for segments in (3, 3, 1)]
+        several = build_plan(items, LIMITS, packing=packing, costs=costs)
         assert several.misses == {}
 
 
 def test_a_dropped_budget_gives_way_to_the_next_larger() -> None:
-    captured = keys(64, 256) | keys(128, path="other")
+    without_128 = Captured(keys(64, 256) | keys(128, path="other"))
     for packing in get_args(Packing):
-        assert results(build_plan(images(100), LIMITS, captured, packing=packing)) == [((0,), 256, "hit")]
+        assert results(build_plan(images(100), LIMITS, without_128, packing)) == [((0,), 256, "hit")]
 
 
 def test_items_are_packed_for_the_budgets_that_were_captured() -> None:
     for packing in get_args(Packing):
-        plan = build_plan(images(60, 60, 60, 200), LIMITS, keys(64, 128), packing=packing)
+        plan = build_plan(images(60, 60, 60, 200), LIMITS, captured(64, 128), packing)
         assert [result for _, _, result in results(plan)].count("not_captured") == 1
         assert (plan.hits, plan.misses) == (3, {MissReason.NOT_CAPTURED: 1})
 
 
 def test_nothing_captured_is_a_counted_miss() -> None:
-    plan = build_plan(images(60, 60, 300), LIMITS, captured=())
+    plan = build_plan(images(60, 60, 300), LIMITS, captured())
     assert plan.hits == 0
     assert plan.misses == {MissReason.NOT_CAPTURED: 2, MissReason.OVER_LARGEST_BUDGET: 1}
     assert [batch.indices for batch in plan.batches] == [(0, 1), (2,)]
@@ -139,21 +146,10 @@ def test_nothing_captured_is_a_counted_miss() -> None:
 
 def test_budgets_at_which_the_exact_shape_is_as_fast_are_not_replayed() -> None:
     for packing in get_args(Packing):
-        plan = build_plan(images(100), LIMITS, keys(64, 256), exact=keys(128), packing=packing)
+        plan = build_plan(images(100), LIMITS, Captured(keys(64, 256), keys(128)), packing)
         assert results(plan) == [((0,), None, "exact_is_faster")]
-        plan = build_plan(images(200), LIMITS, keys(64, 256), exact=keys(128), packing=packing)
+        plan = build_plan(images(200), LIMITS, Captured(keys(64, 256), keys(128)), packing)
         assert results(plan) == [((0,), 256, "hit")]
-
-
-def test_sequences_must_match_the_items() -> None:
-    for wrong in (
-        {"item_frames": [1]},
-        {"item_segments": [1, 1, 1]},
-        {"item_axis_keys": [()]},
-        {"item_reasons": []},
-    ):
-        with pytest.raises(InputError, match=r"one entry an item; got .* entries for 2 items"):
-            build_plan(images(1, 2), LIMITS, **wrong)  # type: ignore[arg-type]
 
 
 # --- two paths
@@ -209,7 +205,7 @@ def test_a_path_that_is_never_skipped_replays_padding() -> None:
         (batch,) = build_plan([two_path_image(80, 0)], limits, packing=packing).batches
         assert batch.paths["local"] == PathPlan(0, 50)
         assert batch.reason is None
-        plan = build_plan([two_path_image(80, 0)], limits, keys(100, path="global"), packing=packing)
+        plan = build_plan([two_path_image(80, 0)], limits, captured(100, path="global"), packing)
         assert plan.batches[0].paths["local"] == PathPlan(0, None, MissReason.NOT_CAPTURED)
 
 
@@ -225,7 +221,7 @@ def test_a_path_without_budgets_is_never_captured() -> None:
 
 def test_a_path_without_captures_leaves_the_others_their_replays() -> None:
     for packing in get_args(Packing):
-        plan = build_plan([two_path_image(80, 60)] * 2, TWO_PATHS, keys(200, path="global"), packing=packing)
+        plan = build_plan([two_path_image(80, 60)] * 2, TWO_PATHS, captured(200, path="global"), packing)
         assert [batch.indices for batch in plan.batches] == [(0,), (1,)]
         assert [batch.paths["global"].budget for batch in plan.batches] == [200, 200]
         assert plan.misses == {MissReason.NOT_CAPTURED: 2}
@@ -235,10 +231,8 @@ def test_a_path_without_captures_leaves_the_others_their_replays() -> None:
 
 
 def test_items_of_different_axis_keys_never_share_a_batch() -> None:
-    captured = keys(64, 128, axis_keys=("a",)) | keys(256, axis_keys=("b",))
-    plan = build_plan(
-        images(30, 30, 30, 30), LIMITS, captured, item_axis_keys=[("a",), ("b",), ("a",), ("c",)]
-    )
+    budgets = keys(64, 128, axis_keys=("a",)) | keys(256, axis_keys=("b",))
+    plan = build_plan([image(30, axis_keys=(key,)) for key in "abac"], LIMITS, Captured(budgets))
     assert [(batch.axis_keys, *row) for batch, row in zip(plan.batches, results(plan), strict=True)] == [
         (("a",), (0, 2), 64, "hit"),
         (("b",), (1,), 256, "hit"),
@@ -253,21 +247,24 @@ def test_room_and_costs_are_those_of_the_axis_keys() -> None:
             ("default", (2,)): RouteCosts({64: 1.0}, exact=((64, 0.5),)),
         }
     )
-    captured = keys(64, axis_keys=(1,)) | keys(64, axis_keys=(2,))
-    plan = build_plan(images(30, 30), LIMITS, captured, item_axis_keys=[(1,), (2,)], costs=costs)
+    both = Captured(keys(64, axis_keys=(1,)) | keys(64, axis_keys=(2,)))
+    plan = build_plan([image(30, axis_keys=(key,)) for key in (1, 2)], LIMITS, both, costs=costs)
     assert results(plan) == [((0,), 64, "hit"), ((1,), None, "exact_is_faster")]
 
-    room = {CaptureKey("default", 64, (1,)): 1, CaptureKey("default", 64, (2,)): 5}
-    plan = build_plan(
-        images(9, 9), LIMITS, captured, item_segments=[3, 3], segment_room=room, item_axis_keys=[(1,), (2,)]
+    rooms = {1: 1, 2: 5}
+    costs = CostModel(
+        {("default", (key,)): RouteCosts.unmeasured((64,), {64: room}) for key, room in rooms.items()}
     )
+    items = [image(9, segments=3, axis_keys=(key,)) for key in rooms]
+    plan = build_plan(items, LIMITS, both, costs=costs)
     assert [result for _, _, result in results(plan)] == ["too_many_segments", "hit"]
 
 
 def test_items_with_a_reason_fall_back_apart_by_reason() -> None:
     unsupported, disabled = MissReason.UNSUPPORTED_INPUT, MissReason.DISABLED
     reasons = [unsupported, None, disabled, *[unsupported] * 5, None]
-    plan = build_plan(images(*range(10, 19)), LIMITS, item_reasons=reasons)
+    items = [image(tokens, refusal=reason) for tokens, reason in enumerate(reasons, start=10)]
+    plan = build_plan(items, LIMITS)
     assert results(plan) == [
         ((0, 3, 4, 5), None, "unsupported_input"),
         ((6, 7), None, "unsupported_input"),
@@ -278,10 +275,10 @@ def test_items_with_a_reason_fall_back_apart_by_reason() -> None:
 
 
 def test_items_that_fall_back_skip_what_may_be_skipped() -> None:
-    reasons = [MissReason.UNSUPPORTED_INPUT]
+    refused = two_path_image(80, 0, refusal=MissReason.UNSUPPORTED_INPUT)
     never = Limits(TWO_PATHS.path_budgets, 8, 0)
     for limits, skipped in ((TWO_PATHS, True), (never, False)):
-        (batch,) = build_plan([two_path_image(80, 0)], limits, item_reasons=reasons).batches
+        (batch,) = build_plan([refused], limits).batches
         assert batch.paths["local"].skipped is skipped
         assert batch.reason is MissReason.UNSUPPORTED_INPUT
 
@@ -317,17 +314,17 @@ def test_the_cheapest_way_is_taken_and_its_time_predicted() -> None:
 
 def test_an_exact_budget_is_named_even_if_nothing_else_was_captured() -> None:
     route = RouteCosts({64: 1.72}, exact=H200.exact)
-    plan = build_plan(images(1500), H200_LIMITS, keys(64), exact=keys(1764), costs=model(route))
+    plan = build_plan(images(1500), H200_LIMITS, Captured(keys(64), keys(1764)), costs=model(route))
     assert results(plan) == [((0,), None, "exact_is_faster")]
-    plan = build_plan(images(1500), H200_LIMITS, keys(64), costs=model(route))
+    plan = build_plan(images(1500), H200_LIMITS, captured(64), costs=model(route))
     assert results(plan) == [((0,), None, "not_captured")]
 
 
 def test_attention_is_predicted_and_decides_nothing() -> None:
     route = RouteCosts(H200.replay, exact=H200.exact, attention=1e-6)
-    video = [EncoderItemSpec(800, 200), EncoderItemSpec(400, 100)]
-    plain = build_plan(video, H200_LIMITS, item_segments=[2, 1], costs=model(H200))
-    plan = build_plan(video, H200_LIMITS, item_segments=[2, 1], costs=model(route))
+    video = [image(200, segments=2), image(100)]
+    plain = build_plan(video, H200_LIMITS, costs=model(H200))
+    plan = build_plan(video, H200_LIMITS, costs=model(route))
     assert results(plan) == results(plain)
     assert plain.milliseconds is not None
     assert plan.milliseconds == pytest.approx(plain.milliseconds + 1e-6 * (2 * 400**2 + 400**2))
@@ -349,8 +346,9 @@ def test_a_capture_without_a_price_is_an_error() -> None:
     with pytest.raises(
         InputError, match=r"path 'default', axis keys \(\): budget 128 .* got those of \[64\]"
     ):
-        build_plan(images(10), LIMITS, keys(64, 128), costs=model(RouteCosts({64: 1.0})))
-    assert results(build_plan(images(10), LIMITS, (), costs=CostModel({}))) == [((0,), None, "not_captured")]
+        build_plan(images(10), LIMITS, captured(64, 128), costs=model(RouteCosts({64: 1.0})))
+    plan = build_plan(images(10), LIMITS, captured(), costs=CostModel({}))
+    assert results(plan) == [((0,), None, "not_captured")]
 
 
 def test_cost_packing_gains_over_the_greedy_rules() -> None:
@@ -375,20 +373,13 @@ def test_cost_packing_gains_over_the_greedy_rules() -> None:
 def test_planning_takes_few_instructions(num_items: int, most: int) -> None:
     generator = random.Random(0)
     items = images(*(generator.randint(4, 600) for _ in range(num_items)))
-    captured = keys(*H200_LIMITS.path_budgets["default"])
-    room = dict.fromkeys(captured, 64)
+    budgets = H200_LIMITS.path_budgets["default"]
+    costs = model(RouteCosts(H200.replay, exact=H200.exact, room=dict.fromkeys(budgets, 64)))
+    every = captured(*budgets)
 
     def plan() -> None:
-        build_plan(
-            items,
-            H200_LIMITS,
-            captured,
-            item_segments=[1] * num_items,
-            segment_room=room,
-            costs=costs,
-        )
+        build_plan(items, H200_LIMITS, every, costs=costs)
 
-    costs = model(H200)
     plan()
     assert instructions(plan) < most
 
@@ -418,38 +409,34 @@ def test_every_item_is_planned_once_and_every_limit_kept(
         for path, budgets in limits.path_budgets.items()
         for budget in budgets
     ]
-    captured = data.draw(st.sets(st.sampled_from(every)))
+    replayed = data.draw(st.sets(st.sampled_from(every)))
     room = data.draw(st.dictionaries(st.sampled_from(every), st.integers(1, 9)))
     reasons = [data.draw(st.sampled_from([None, None, MissReason.UNSUPPORTED_INPUT])) for _ in items]
-    specs = [two_path_image(a, b) for a, b, *_ in items]
-    frames, segments, axes = ([item[column] for item in items] for column in (2, 3, 4))
-    routes = {
-        (path, (axis,)): RouteCosts({b: 1 + b / 50 for b in budgets}, exact=((1, 3.0), (300, 9.0)))
-        for axis in "ab"
-        for path, budgets in limits.path_budgets.items()
-    }
-    plan = build_plan(
-        specs,
-        limits,
-        captured,
-        frames,
-        item_segments=segments,
-        segment_room=room,
-        item_axis_keys=[(axis,) for axis in axes],
-        item_reasons=reasons,
-        packing=packing,
-        costs=CostModel(routes, 0.1) if measured else None,
-    )
+    drawn = [
+        two_path_image(a, b, frames=frames, segments=segments, axis_keys=(axis,), refusal=reason)
+        for (a, b, frames, segments, axis), reason in zip(items, reasons, strict=True)
+    ]
+    routes = {}
+    for axis in "ab":
+        for path, budgets in limits.path_budgets.items():
+            prices = {b: 1 + b / 50 for b in budgets}
+            rooms = {b: room[key] for b in budgets if (key := CaptureKey(path, b, (axis,))) in room}
+            routes[path, (axis,)] = (
+                RouteCosts(prices, exact=((1, 3.0), (300, 9.0)), room=rooms)
+                if measured
+                else RouteCosts.unmeasured(budgets, rooms)
+            )
+    plan = build_plan(drawn, limits, Captured(replayed), packing, CostModel(routes, 0.1))
 
     assert Counter(i for batch in plan.batches for i in batch.indices) == Counter(range(len(items)))
     assert plan.hits + sum(plan.misses.values()) == plan.num_items == len(items)
     for batch in plan.batches:
         assert len(batch.indices) <= limits.max_items_per_batch
-        assert batch.output_tokens == sum(specs[i].output_tokens for i in batch.indices)
-        assert {(axes[i],) for i in batch.indices} == {batch.axis_keys}
+        assert batch.output_tokens == sum(drawn[i].spec.output_tokens for i in batch.indices)
+        assert {drawn[i].axis_keys for i in batch.indices} == {batch.axis_keys}
         assert len({reasons[i] for i in batch.indices}) == 1
         for path, planned in batch.paths.items():
-            counts = [specs[i].get_path_output_tokens(path) for i in batch.indices]
+            counts = [drawn[i].spec.get_path_output_tokens(path) for i in batch.indices]
             assert planned.tokens == sum(counts)
             if reasons[batch.indices[0]] is not None:
                 assert planned.reason is MissReason.UNSUPPORTED_INPUT or planned.skipped
@@ -459,9 +446,9 @@ def test_every_item_is_planned_once_and_every_limit_kept(
             assert (planned.budget is None) == (planned.reason is not None or planned.skipped)
             if planned.budget is not None:
                 assert planned.tokens <= planned.budget
-                assert CaptureKey(path, planned.budget, batch.axis_keys) in captured
-                assert sum(frames[i] for i in batch.indices) <= limits.max_frames_per_batch
-                assert sum(segments[i] for i in batch.indices) <= room.get(
+                assert CaptureKey(path, planned.budget, batch.axis_keys) in replayed
+                assert sum(drawn[i].frames for i in batch.indices) <= limits.max_frames_per_batch
+                assert sum(drawn[i].segments for i in batch.indices) <= room.get(
                     CaptureKey(path, planned.budget, batch.axis_keys), 99
                 )
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import ArrayLike, NDArray
 
-    from fxsplit_encoder.manager.tuning_costs import BatchCosts, MemoryModel
+    from fxsplit_encoder.tuning.costs import BatchCosts, MemoryModel
 
 # Sums of the same costs in another order differ by rounding; that is no reason for another graph.
 _ROUNDING = 1e-12

@@ -1,18 +1,35 @@
 import itertools
+from collections.abc import Mapping, Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.manager.packing import pack_greedy
+from fxsplit_encoder.planning.items import Capacity, Item, Loads
+from fxsplit_encoder.planning.packing import pack_greedy
+from fxsplit_encoder.protocol import EncoderItemSpec
+
+
+def item(tokens: Mapping[str, int], frames: int = 0) -> Item:
+    return Item(EncoderItemSpec(1, sum(tokens.values()), dict(tokens)), frames)
 
 
 def pack(
     totals: list[int], maximum: int, max_items: int, frames: list[int] | None = None, max_frames: int = 0
 ) -> list[list[int]]:
-    tokens = [{"default": total} for total in totals]
-    return pack_greedy(tokens, totals, {"default": maximum}, max_items, frames, max_frames)
+    counts = frames or [0] * len(totals)
+    items = [item({"default": total}, count) for total, count in zip(totals, counts, strict=True)]
+    return pack_greedy(Loads(items, ["default"]), Capacity({"default": maximum}, max_items, max_frames))
+
+
+def pack_paths(
+    tokens: Sequence[Mapping[str, int]],
+    maxima: Mapping[str, int],
+    max_items: int = 8,
+    budgets: Mapping[str, Sequence[int]] | None = None,
+) -> list[list[int]]:
+    return pack_greedy(Loads([item(each) for each in tokens], maxima), Capacity(maxima, max_items), budgets)
 
 
 def test_no_items_make_no_batch() -> None:
@@ -45,21 +62,21 @@ def test_the_number_of_frames_is_limited() -> None:
 
 def test_every_path_is_limited() -> None:
     tokens = [{"global": 10, "local": 60}, {"global": 10}, {"global": 10, "local": 50}]
-    assert pack_greedy(tokens, [70, 10, 60], {"global": 100, "local": 100}, 8) == [[1, 2], [0]]
-    assert pack_greedy(tokens, [70, 10, 60], {"global": 19, "local": 1000}, 8) == [[1], [2], [0]]
+    assert pack_paths(tokens, {"global": 100, "local": 100}) == [[1, 2], [0]]
+    assert pack_paths(tokens, {"global": 19, "local": 1000}) == [[1], [2], [0]]
 
 
 def test_an_oversize_item_is_alone_at_the_end_and_interrupts_nothing() -> None:
     # By its total the second item comes between the others, but it exceeds one path's budget.
     tokens = [{"a": 1, "b": 1}, {"a": 9, "b": 0}, {"a": 5, "b": 5}]
-    assert pack_greedy(tokens, [2, 9, 10], {"a": 8, "b": 8}, 4) == [[0, 2], [1]]
+    assert pack_paths(tokens, {"a": 8, "b": 8}, 4) == [[0, 2], [1]]
     assert pack([300, 10, 200], 100, 4) == [[1], [2], [0]]
 
 
 def test_deferring_starts_a_batch_where_the_budgets_then_add_up_to_less() -> None:
     def defer(totals: list[int], *budgets: int) -> list[list[int]]:
         tokens = [{"default": total} for total in totals]
-        return pack_greedy(tokens, totals, {"default": budgets[-1]}, 8, defer_budgets={"default": budgets})
+        return pack_paths(tokens, {"default": budgets[-1]}, budgets={"default": budgets})
 
     # 64 + 128 is below the 256 that 60 and 100 need together; 64 + 64 is not below 128.
     assert defer([60, 100], 64, 128, 256) == [[0], [1]]
@@ -71,22 +88,20 @@ def test_deferring_starts_a_batch_where_the_budgets_then_add_up_to_less() -> Non
 
 def test_a_path_without_tokens_of_the_item_does_not_defer() -> None:
     budgets = {"a": (10, 100), "b": (10, 20, 100)}
-    tokens = [{"a": 1, "b": 10}, {"a": 1}, {"a": 1, "b": 20}]
-    packed = pack_greedy(tokens, [11, 11, 21], {"a": 100, "b": 100}, 8, defer_budgets=budgets)
-    assert packed == [[0, 1], [2]]
+    tokens = [{"a": 1, "b": 10}, {"a": 11}, {"a": 1, "b": 20}]
+    assert pack_paths(tokens, {"a": 100, "b": 100}, budgets=budgets) == [[0, 1], [2]]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (([{}], [1, 2], {}, 1), r"one entry an item; got \(1, 2, 2, 2\)"),
-        (([{}], [1], {}, 1, [1, 2]), r"one entry an item; got \(1, 1, 2, 1\)"),
-        (([{}], [1], {}, 0), "max_items must be at least 1; got 0"),
-    ],
-)
-def test_bad_arguments_are_named(arguments: tuple[object, ...], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        pack_greedy(*arguments)  # type: ignore[arg-type]
+def test_the_number_of_segments_is_limited() -> None:
+    video, image = Item(EncoderItemSpec(4, 1), 3, 3), Item(EncoderItemSpec(8, 2))
+    loads = Loads([video, image, image], ["default"])
+    assert pack_greedy(loads, Capacity({"default": 100}, 8, 8, 4)) == [[0, 1], [2]]
+    assert pack_greedy(loads, Capacity({"default": 100}, 8, 8)) == [[0, 1, 2]]
+
+
+def test_a_batch_has_room_for_an_item() -> None:
+    with pytest.raises(InputError, match="max_items must be at least 1; got 0"):
+        pack([1], 100, 0)
 
 
 items = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60), st.integers(0, 5)), max_size=30)
@@ -97,14 +112,8 @@ def test_batches_keep_every_limit_and_are_as_full_as_next_fit_makes_them(
     items: list[tuple[int, int, int]], max_a: int, max_b: int, max_items: int, max_frames: int
 ) -> None:
     totals = [a + b for a, b, _ in items]
-    batches = pack_greedy(
-        [{"a": a, "b": b} for a, b, _ in items],
-        totals,
-        {"a": max_a, "b": max_b},
-        max_items,
-        [frames for _, _, frames in items],
-        max_frames,
-    )
+    loads = Loads([item({"a": a, "b": b}, frames) for a, b, frames in items], "ab")
+    batches = pack_greedy(loads, Capacity({"a": max_a, "b": max_b}, max_items, max_frames))
 
     def fits(batch: list[int]) -> bool:
         a, b, frames = (sum(items[i][axis] for i in batch) for axis in range(3))
@@ -163,11 +172,10 @@ ladders = st.lists(st.integers(1, 40), min_size=1, max_size=5, unique=True).map(
 def test_deferring_follows_the_rule(
     items: list[tuple[int, int]], budgets: tuple[list[int], list[int]], max_items: int
 ) -> None:
-    packed = pack_greedy(
+    packed = pack_paths(
         [{"a": a, "b": b} for a, b in items],
-        [a + b for a, b in items],
         {"a": budgets[0][-1], "b": budgets[1][-1]},
         max_items,
-        defer_budgets={"a": budgets[0], "b": budgets[1]},
+        {"a": budgets[0], "b": budgets[1]},
     )
     assert packed == defer_by_the_rule(items, budgets, max_items)

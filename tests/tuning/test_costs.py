@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.manager.tuning_costs import BatchCosts, CostCurve, MemoryModel, read_costs
+from fxsplit_encoder.tuning.costs import BatchCosts, CostCurve, MemoryModel, read_costs
 
 POINTS = {"64": 1.7, "256": 3.5, "1024": 17.7}
 

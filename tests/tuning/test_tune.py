@@ -7,15 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxsplit_encoder.capture.budgets import generate_budgets
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.manager.budgets import Limits
-from fxsplit_encoder.manager.ladder_search import candidate_budgets
-from fxsplit_encoder.manager.planner import build_plan
-from fxsplit_encoder.manager.protocol import EncoderItemSpec
-from fxsplit_encoder.manager.trace import TracedRequest, trace_demands
-from fxsplit_encoder.manager.tuning import Tuning, forecast, tune_budgets, tune_trace
-from fxsplit_encoder.manager.tuning_costs import BatchCosts, CostCurve, MemoryModel
+from fxsplit_encoder.planning.budgets import generate_budgets
+from fxsplit_encoder.planning.items import Item
+from fxsplit_encoder.planning.limits import Limits
+from fxsplit_encoder.planning.planner import build_plan
+from fxsplit_encoder.protocol import EncoderItemSpec
+from fxsplit_encoder.tuning.costs import BatchCosts, CostCurve, MemoryModel
+from fxsplit_encoder.tuning.search import candidate_budgets
+from fxsplit_encoder.tuning.trace import Request, trace_demands
+from fxsplit_encoder.tuning.tune import Tuning, forecast, tune_budgets, tune_trace
 
 from ..instructions import instructions
 
@@ -46,16 +47,15 @@ def cost_of(ladder: Sequence[int], demands: Sequence[int], costs: BatchCosts) ->
     return total
 
 
-def request(*tokens: int) -> TracedRequest:
-    return TracedRequest(tuple(EncoderItemSpec(4 * n, n) for n in tokens), (1,) * len(tokens))
+def request(*tokens: int) -> Request:
+    return tuple(Item(EncoderItemSpec(4 * n, n)) for n in tokens)
 
 
-def two_path_request(*tokens: tuple[int, int]) -> TracedRequest:
-    specs = tuple(EncoderItemSpec(4 * (a + b), a + b, {"global": a, "local": b}) for a, b in tokens)
-    return TracedRequest(specs, (1,) * len(tokens))
+def two_path_request(*tokens: tuple[int, int]) -> Request:
+    return tuple(Item(EncoderItemSpec(4 * (a + b), a + b, {"global": a, "local": b})) for a, b in tokens)
 
 
-def images(rng: random.Random, num_requests: int) -> list[TracedRequest]:
+def images(rng: random.Random, num_requests: int) -> list[Request]:
     return [
         request(*(max(16, round(rng.lognormvariate(6.2, 0.6))) for _ in range(rng.randint(1, 6))))
         for _ in range(num_requests)
@@ -206,7 +206,7 @@ def test_the_manager_makes_the_batches_that_were_tuned_for(
     if most is not None:
         assert memory.num_bytes(tuned.budgets[-1], len(tuned.budgets)) <= most
     limits = Limits({"default": tuned.budgets}, tuning.max_items_per_batch, 0)
-    plans = [build_plan(r.item_specs, limits, packing="greedy") for r in requests]
+    plans = [build_plan(r, limits, packing="greedy") for r in requests]
     batches = [batch.output_tokens for plan in plans for batch in plan.batches]
     assert tuned.cost == pytest.approx(cost_of(tuned.budgets, batches, BatchCosts()))
 
@@ -215,11 +215,11 @@ traces = st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=4), min_size=
 
 
 def greedy_cost(
-    ladder: tuple[int, ...], requests: Sequence[TracedRequest], max_items: int, costs: BatchCosts
+    ladder: tuple[int, ...], requests: Sequence[Request], max_items: int, costs: BatchCosts
 ) -> float:
     """Of the batches that the manager makes of the requests with this very ladder."""
     limits = Limits({"default": ladder}, max_items, 0)
-    plans = [build_plan(traced.item_specs, limits, packing="greedy") for traced in requests]
+    plans = [build_plan(traced, limits, packing="greedy") for traced in requests]
     batches = [batch.output_tokens for plan in plans for batch in plan.batches]
     return cost_of(ladder, batches, costs)
 

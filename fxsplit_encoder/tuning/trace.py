@@ -12,13 +12,12 @@ import itertools
 import json
 import os
 import threading
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.manager.packing import pack_greedy
-from fxsplit_encoder.manager.protocol import EncoderItemSpec
+from fxsplit_encoder.planning import Capacity, Item, Loads, pack_greedy
+from fxsplit_encoder.protocol import EncoderItemSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -28,15 +27,8 @@ _ITEM_KEYS = ("input_size", "output_tokens", "segments", "path_output_tokens")
 _SHOWN_CHARACTERS = 60
 
 
-@dataclass(frozen=True)
-class TracedRequest:
-    """The items of one request."""
-
-    item_specs: tuple[EncoderItemSpec, ...]
-    """The size of every item, in order."""
-
-    item_segments: tuple[int, ...]
-    """Attention segments of every item: 1 for an image, the frames of a video."""
+Request = tuple[Item, ...]
+"""The items of one request, in order. A trace knows their sizes and segments."""
 
 
 class TraceWriter:
@@ -57,22 +49,13 @@ class TraceWriter:
         except OSError as error:
             raise InputError(f"trace {self.path}: cannot be written: {error.strerror}") from None
 
-    def write(self, item_specs: Sequence[EncoderItemSpec], item_segments: Sequence[int]) -> None:
-        """Append one request.
-
-        Args:
-            item_specs: the size of every item.
-            item_segments: the attention segments of every item.
+    def write(self, items: Sequence[Item]) -> None:
+        """Append one request: the sizes and segments of its items.
 
         Raises:
-            InputError: the sequences differ in length, or the writer is closed.
+            InputError: the writer is closed.
         """
-        if len(item_specs) != len(item_segments):
-            raise InputError(
-                f"item_segments: expected one number an item, {len(item_specs)}; got {len(item_segments)}"
-            )
-        items = [_as_json(spec, count) for spec, count in zip(item_specs, item_segments, strict=True)]
-        line = json.dumps({"items": items}) + "\n"
+        line = json.dumps({"items": [_as_json(item) for item in items]}) + "\n"
         with self._lock:
             if self._file.closed:
                 raise InputError(f"trace {self.path}: the writer is closed; open another to append to it")
@@ -92,7 +75,7 @@ class TraceWriter:
         self.close()
 
 
-def read_trace(path: str | os.PathLike[str]) -> list[TracedRequest]:
+def read_trace(path: str | os.PathLike[str]) -> list[Request]:
     """The requests of a trace, in order; an empty file and empty lines hold none.
 
     Raises:
@@ -112,7 +95,7 @@ def read_trace(path: str | os.PathLike[str]) -> list[TracedRequest]:
     return requests
 
 
-def traced_paths(requests: Sequence[TracedRequest]) -> list[str]:
+def traced_paths(requests: Sequence[Request]) -> list[str]:
     """The paths on which a trace has output tokens, in order of appearance.
 
     Raises:
@@ -120,7 +103,7 @@ def traced_paths(requests: Sequence[TracedRequest]) -> list[str]:
     """
     names: dict[str, None] = {}
     for request in requests:
-        for spec in request.item_specs:
+        for spec in (item.spec for item in request):
             for path in spec.path_output_tokens or ("default",):
                 if spec.get_path_output_tokens(path):
                     names[path] = None
@@ -130,7 +113,7 @@ def traced_paths(requests: Sequence[TracedRequest]) -> list[str]:
 
 
 def trace_demands(
-    requests: Sequence[TracedRequest], *, maximum: int, max_items_per_batch: int
+    requests: Sequence[Request], *, maximum: int, max_items_per_batch: int
 ) -> dict[str, list[int]]:
     """The demands of a trace by path: the output tokens of every batch that has any there.
 
@@ -140,16 +123,16 @@ def trace_demands(
     """
     demands: dict[str, list[int]] = {path: [] for path in traced_paths(requests)}
     for request in requests:
-        tokens = [{p: spec.get_path_output_tokens(p) for p in demands} for spec in request.item_specs]
-        totals = [spec.output_tokens for spec in request.item_specs]
-        for batch in pack_greedy(tokens, totals, dict.fromkeys(demands, maximum), max_items_per_batch):
+        loads = Loads(request, demands)
+        capacity = Capacity(dict.fromkeys(demands, maximum), max_items_per_batch)
+        for batch in pack_greedy(loads, capacity):
             for path, path_demands in demands.items():
-                if total := sum(tokens[index][path] for index in batch):
+                if total := sum(loads.tokens[path][index] for index in batch):
                     path_demands.append(total)
     return demands
 
 
-def batch_loads(requests: Sequence[TracedRequest], max_items_per_batch: int) -> set[int]:
+def batch_loads(requests: Sequence[Request], max_items_per_batch: int) -> set[int]:
     """The output tokens that batches of a trace may have on a path, wherever requests are cut; 0 is left out.
 
     A batch is a run of a request's items by ascending size. Of several paths, one may be too large for an
@@ -157,7 +140,7 @@ def batch_loads(requests: Sequence[TracedRequest], max_items_per_batch: int) -> 
     """
     loads: set[int] = set()
     for request in requests:
-        specs = sorted(request.item_specs, key=lambda spec: spec.output_tokens)
+        specs = sorted((item.spec for item in request), key=lambda spec: spec.output_tokens)
         for path in traced_paths([request]) if any(spec.output_tokens for spec in specs) else ():
             sums = [0, *itertools.accumulate(spec.get_path_output_tokens(path) for spec in specs)]
             for start, before in enumerate(sums[:-1]):
@@ -165,17 +148,18 @@ def batch_loads(requests: Sequence[TracedRequest], max_items_per_batch: int) -> 
     return loads - {0}
 
 
-def _as_json(spec: EncoderItemSpec, segments: int) -> dict[str, Any]:
+def _as_json(item: Item) -> dict[str, Any]:
     # Sizes may be NumPy's integers, which JSON does not know.
-    item: dict[str, Any] = {"input_size": int(spec.input_size), "output_tokens": int(spec.output_tokens)}
-    if segments != 1:
-        item["segments"] = int(segments)
+    spec = item.spec
+    sizes: dict[str, Any] = {"input_size": int(spec.input_size), "output_tokens": int(spec.output_tokens)}
+    if item.segments != 1:
+        sizes["segments"] = int(item.segments)
     if spec.path_output_tokens:
-        item["path_output_tokens"] = {name: int(count) for name, count in spec.path_output_tokens.items()}
-    return item
+        sizes["path_output_tokens"] = {name: int(count) for name, count in spec.path_output_tokens.items()}
+    return sizes
 
 
-def _read_line(line: str, where: str) -> TracedRequest:
+def _read_line(line: str, where: str) -> Request:
     try:
         value = json.loads(line)
     except json.JSONDecodeError as error:
@@ -186,11 +170,10 @@ def _read_line(line: str, where: str) -> TracedRequest:
     request = _object(value, where, required=("items",), allowed=("items",))
     if not isinstance(request["items"], list):
         raise InputError(f"{where}, items: expected a list; got {request['items']!r}")
-    items = [_read_item(item, f"{where}, items[{n}]") for n, item in enumerate(request["items"])]
-    return TracedRequest(tuple(spec for spec, _ in items), tuple(segments for _, segments in items))
+    return tuple(_read_item(item, f"{where}, items[{n}]") for n, item in enumerate(request["items"]))
 
 
-def _read_item(value: Any, where: str) -> tuple[EncoderItemSpec, int]:
+def _read_item(value: Any, where: str) -> Item:
     item = _object(value, where, required=_ITEM_KEYS[:2], allowed=_ITEM_KEYS)
     paths = item.get("path_output_tokens", {})
     if not isinstance(paths, dict):
@@ -200,7 +183,7 @@ def _read_item(value: Any, where: str) -> tuple[EncoderItemSpec, int]:
         _count(item["output_tokens"], f"{where}.output_tokens"),
         {name: _count(tokens, f"{where}.path_output_tokens.{name}") for name, tokens in paths.items()},
     )
-    return spec, _count(item.get("segments", 1), f"{where}.segments")
+    return Item(spec, segments=_count(item.get("segments", 1), f"{where}.segments"))
 
 
 def _object(value: Any, where: str, required: Sequence[str], allowed: Sequence[str]) -> Mapping[str, Any]:

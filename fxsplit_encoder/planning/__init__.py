@@ -1,0 +1,35 @@
+"""Which items share a batch and how each batch runs, decided from sizes and costs alone. Needs no torch."""
+
+from fxsplit_encoder.planning.budgets import default_budgets, generate_budgets, smallest_fitting
+from fxsplit_encoder.planning.cost_packing import pack_by_cost
+from fxsplit_encoder.planning.costs import CostModel, PathTable, RouteCosts
+from fxsplit_encoder.planning.items import Capacity, Item, Loads
+from fxsplit_encoder.planning.limits import CaptureKey, Limits, resolve_limits
+from fxsplit_encoder.planning.packing import pack_greedy
+from fxsplit_encoder.planning.plan import PathPlan, Plan, PlannedBatch
+from fxsplit_encoder.planning.planner import Captured, build_fallback_plan, build_plan
+from fxsplit_encoder.planning.reasons import MissReason
+
+__all__ = [
+    "Capacity",
+    "CaptureKey",
+    "Captured",
+    "CostModel",
+    "Item",
+    "Limits",
+    "Loads",
+    "MissReason",
+    "PathPlan",
+    "PathTable",
+    "Plan",
+    "PlannedBatch",
+    "RouteCosts",
+    "build_fallback_plan",
+    "build_plan",
+    "default_budgets",
+    "generate_budgets",
+    "pack_by_cost",
+    "pack_greedy",
+    "resolve_limits",
+    "smallest_fitting",
+]

@@ -1,0 +1,300 @@
+"""From item sizes to a plan: which items share a batch, and how each path of it is encoded."""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.planning.cost_packing import pack_by_cost
+from fxsplit_encoder.planning.costs import PathTable, RouteCosts
+from fxsplit_encoder.planning.items import Capacity, Item, Loads
+from fxsplit_encoder.planning.limits import CaptureKey, Limits
+from fxsplit_encoder.planning.packing import pack_greedy
+from fxsplit_encoder.planning.plan import PathPlan, Plan, PlannedBatch
+from fxsplit_encoder.planning.reasons import MissReason
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Hashable, Iterable, Sequence
+
+    from fxsplit_encoder.config import Packing
+    from fxsplit_encoder.planning.costs import CostModel
+
+# Bounds the batches of a path that is never captured: its cost tables must end somewhere.
+_LARGEST_WITHOUT_BUDGETS = 1 << 16
+
+_SKIPPED = PathPlan(0)
+
+_KIND = attrgetter("axis_keys", "refusal")
+
+
+class Captured(NamedTuple):
+    """Which of the budgets that limits list can be replayed."""
+
+    budgets: Collection[CaptureKey]
+    """Those that were captured."""
+
+    not_needed: Collection[CaptureKey] = ()
+    """Those that were left out because the exact shape was measured to be as fast."""
+
+
+def build_plan(
+    items: Sequence[Item],
+    limits: Limits,
+    captured: Captured | None = None,
+    packing: Packing = "cost",
+    costs: CostModel | None = None,
+) -> Plan:
+    """Pack items into batches and decide how each path of a batch is encoded.
+
+    With `cost` packing the predicted costs of all batches add up to the least (see `pack_by_cost`), and each
+    path takes the cheapest of its replays and fallbacks. The greedy packings take the smallest budget with
+    room.
+
+    Args:
+        items: the images and videos of a request. Those with a refusal are batches of their own, in the order
+            of the request and apart by reason.
+        limits: what the captures have room for.
+        captured: what can be replayed; None: everything that `limits` lists.
+        packing: one of the configuration's packings.
+        costs: what batches cost, and how many segments each capture holds; None: not measured, so padding is
+            minimised (`RouteCosts.unmeasured`), and segments are not limited.
+
+    Raises:
+        InputError: `costs` has no price for a capture.
+    """
+    per_batch = costs.per_batch if costs is not None else None
+    batches: list[PlannedBatch] = []
+    for axis_keys, reason, indices in _groups(items):
+        chosen = items if len(indices) == len(items) else [items[index] for index in indices]
+        if reason is not None:
+            batches += _fall_back(chosen, indices, limits, reason)
+            continue
+        routes = [_route(limits, path, axis_keys, captured, costs) for path in limits.path_budgets]
+        group = _Group(chosen, indices, routes)
+        batches += [
+            group.plan(positions, limits.max_frames_per_batch, packing == "cost", per_batch)
+            for positions in group.pack(limits, packing, per_batch or 0.0)
+        ]
+    return Plan(tuple(batches), len(items))
+
+
+def build_fallback_plan(
+    items: Sequence[Item],
+    paths: Iterable[str],
+    reason: MissReason,
+    skippable_paths: Collection[str] | None = None,
+) -> Plan:
+    """One batch of all items, in order, that replays nothing and counts every item under `reason`.
+
+    Args:
+        items: the images and videos of a request; their axis keys do not matter.
+        paths: the names of the tower's paths.
+        reason: why nothing is replayed.
+        skippable_paths: the paths that are skipped where the items have no tokens; None: any.
+    """
+    if not items:
+        return Plan((), 0)
+    names = tuple(paths)
+    skippable = frozenset(names if skippable_paths is None else skippable_paths)
+    limits = Limits(dict.fromkeys(names, ()), len(items), 0, skippable)
+    return Plan(tuple(_fall_back(items, range(len(items)), limits, reason)), len(items))
+
+
+def _groups(
+    items: Sequence[Item],
+) -> Iterable[tuple[tuple[Hashable, ...], MissReason | None, Sequence[int]]]:
+    """The items that may share batches: their axis keys, why they are not replayed, their positions."""
+    kinds = list(map(_KIND, items))
+    if len(set(kinds)) <= 1:
+        return [(*kind, range(len(items))) for kind in kinds[:1]]
+    groups: defaultdict[tuple[tuple[Hashable, ...], MissReason | None], list[int]] = defaultdict(list)
+    for index, kind in enumerate(kinds):
+        groups[kind].append(index)
+    return [(*kind, indices) for kind, indices in groups.items()]
+
+
+# --- one path
+
+
+@dataclass(slots=True)
+class _Route:
+    """One path at one combination of axis keys."""
+
+    name: str
+
+    listed: tuple[int, ...]
+    """All budgets of the path, captured or not."""
+
+    not_needed: tuple[int, ...]
+    """Those at which the exact shape was measured to be as fast."""
+
+    table: PathTable
+    """The costs, with the budgets that are captured."""
+
+    @property
+    def budgets(self) -> tuple[int, ...]:
+        """What the greedy packings pack for: budgets that were captured, or not for being no faster."""
+        captured = self.table.budgets
+        return tuple(sorted((*captured, *self.not_needed))) if self.not_needed else captured
+
+    @property
+    def greedy_maximum(self) -> int:
+        """The tokens that a batch of the greedy packings may have."""
+        # A path without captures falls back anyway: there only the configured budgets bound a batch.
+        return self.budgets[-1] if self.budgets else self.table.largest
+
+    def plan(self, tokens: int, segments: int, frames_fit: bool, by_cost: bool, pairs: float) -> PathPlan:
+        """How a batch is encoded: its tokens, segments, and attended pairs."""
+        table = self.table
+        if tokens == 0 and table.skippable:
+            return _SKIPPED
+        attention = table.route.attention * pairs
+        fallback, eager = table.fallback(tokens)
+        found = table.replay(tokens, segments, smallest=not by_cost) if frames_fit else None
+        if found is not None:
+            budget, cost = found
+            by_prices = by_cost and table.route.measured
+            if cost <= fallback if by_prices else not self._exact_serves(tokens, budget):
+                milliseconds = cost + attention if table.route.measured else None
+                return PathPlan(tokens, budget, milliseconds=milliseconds)
+        milliseconds = fallback + attention if tokens and table.predicts_fallbacks else None
+        return PathPlan(
+            tokens, None, self._reason(tokens, frames_fit, found is not None, eager), eager, milliseconds
+        )
+
+    def _exact_serves(self, tokens: int, below: float) -> bool:
+        return bool(self.not_needed) and any(tokens <= budget < below for budget in self.not_needed)
+
+    def _reason(self, tokens: int, frames_fit: bool, fits: bool, eager: bool) -> MissReason:
+        if not fits:
+            if self.listed and tokens > self.listed[-1]:
+                return MissReason.OVER_LARGEST_BUDGET
+            if not frames_fit:
+                return MissReason.TOO_MANY_FRAMES
+            if not self._exact_serves(tokens, float("inf")):
+                captured = bool(self.table.budgets) and tokens <= self.table.budgets[-1]
+                return MissReason.TOO_MANY_SEGMENTS if captured else MissReason.NOT_CAPTURED
+        return MissReason.EAGER_IS_FASTER if eager else MissReason.EXACT_IS_FASTER
+
+
+def _route(
+    limits: Limits,
+    path: str,
+    axis_keys: tuple[Hashable, ...],
+    captured: Captured | None,
+    costs: CostModel | None,
+) -> _Route:
+    listed = limits.path_budgets[path]
+    ready, not_needed = listed, tuple[int, ...]()
+    if captured is not None:
+        keys = [CaptureKey(path, budget, axis_keys) for budget in listed]
+        not_needed = tuple([key.budget for key in keys if key in captured.not_needed])
+        ready = tuple([k.budget for k in keys if k in captured.budgets and k.budget not in not_needed])
+    priced = costs.routes.get((path, axis_keys), _NO_COSTS) if costs is not None else _unmeasured(ready)
+    for budget in ready:
+        if budget not in priced.replay:
+            raise InputError(
+                f"costs: path {path!r}, axis keys {axis_keys}: budget {budget} can be replayed; expected its "
+                f"milliseconds, got those of {sorted(priced.replay)}"
+            )
+    room = tuple([priced.room.get(budget) for budget in ready])
+    largest = listed[-1] if listed else _LARGEST_WITHOUT_BUDGETS
+    table = priced.table(ready, room, largest, path in limits.skippable_paths)
+    return _Route(path, listed, not_needed, table)
+
+
+# What a route without measurements costs beside others that have some.
+_NO_COSTS = RouteCosts()
+
+
+@functools.lru_cache(maxsize=1024)
+def _unmeasured(budgets: tuple[int, ...]) -> RouteCosts:
+    return RouteCosts.unmeasured(budgets)
+
+
+# --- the items of a request
+
+
+def _fall_back(
+    items: Sequence[Item], indices: Sequence[int], limits: Limits, reason: MissReason
+) -> list[PlannedBatch]:
+    """Batches of as many of the items, which have the positions `indices`, as allowed, in order, that replay
+    nothing.
+    """
+    batches = []
+    for start in range(0, len(items), limits.max_items_per_batch):
+        end = start + limits.max_items_per_batch
+        loads = Loads(items[start:end], limits.path_budgets)
+        paths = {}
+        for path, counts in loads.tokens.items():
+            tokens = sum(counts)
+            skipped = tokens == 0 and path in limits.skippable_paths
+            paths[path] = _SKIPPED if skipped else PathPlan(tokens, reason=reason)
+        planned = PlannedBatch(tuple(indices[start:end]), paths, sum(loads.totals), items[start].axis_keys)
+        batches.append(planned)
+    return batches
+
+
+class _Group:
+    """Items that may share batches, with equal axis keys: those of a request at the positions `indices`."""
+
+    def __init__(self, items: Sequence[Item], indices: Sequence[int], routes: Sequence[_Route]) -> None:
+        self._indices = indices
+        self._axis_keys = items[0].axis_keys
+        self._routes = routes
+        self._loads = Loads(items, [route.name for route in routes])
+        self._has_frames = any(self._loads.frames)
+        self._pairs: list[float] | None = None
+        if any([route.table.route.attention for route in routes]):
+            # An item's segments are taken as equally long.
+            self._pairs = [item.spec.input_size**2 / max(item.segments, 1) for item in items]
+
+    def pack(self, limits: Limits, packing: Packing, per_batch: float) -> list[list[int]]:
+        """The positions in this group of the items of every batch."""
+        if len(self._loads) == 1:
+            return [[0]]
+        rooms = [room for route in self._routes for room in route.table.room if room is not None]
+        capacity = Capacity(
+            {route.name: route.greedy_maximum for route in self._routes},
+            limits.max_items_per_batch,
+            limits.max_frames_per_batch,
+            max(rooms, default=None),
+        )
+        if packing == "cost":
+            tables = {route.name: route.table for route in self._routes}
+            return pack_by_cost(self._loads, tables, capacity, per_batch)
+        deferring = packing == "greedy_defer"
+        budgets = {route.name: route.budgets for route in self._routes} if deferring else None
+        return pack_greedy(self._loads, capacity, budgets)
+
+    def plan(
+        self, positions: Sequence[int], max_frames: int, by_cost: bool, per_batch: float | None
+    ) -> PlannedBatch:
+        """How a batch is encoded; `per_batch` is its host time, None if it is not known."""
+        loads = self._loads
+        frames_fit = not self._has_frames or _sum(loads.frames, positions) <= max_frames
+        segments = _sum(loads.segments, positions)
+        pairs = _sum(self._pairs, positions) if self._pairs is not None else 0.0
+        paths = {}
+        milliseconds = per_batch
+        for route in self._routes:
+            tokens = _sum(loads.tokens[route.name], positions)
+            planned = route.plan(tokens, segments, frames_fit, by_cost, pairs)
+            paths[route.name] = planned
+            if milliseconds is not None and planned is not _SKIPPED:
+                known = planned.milliseconds
+                milliseconds = milliseconds + known if known is not None else None
+        indices = tuple([self._indices[position] for position in positions])
+        return PlannedBatch(indices, paths, _sum(loads.totals, positions), self._axis_keys, milliseconds)
+
+
+_T = TypeVar("_T", int, float)
+
+
+def _sum(values: Sequence[_T], positions: Sequence[int]) -> _T:
+    # Items above the largest budget are batches of their own, which a request may have many of.
+    return values[positions[0]] if len(positions) == 1 else sum(map(values.__getitem__, positions))

@@ -1,0 +1,37 @@
+"""Planning without torch: in a process where importing torch fails."""
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import fxsplit_encoder
+
+# The package itself offers what runs on a device, so importing it imports torch. A bare package with the
+# same modules stands in for it.
+WITHOUT_TORCH = """
+    import sys, types
+
+    sys.modules["torch"] = None
+    package = types.ModuleType("fxsplit_encoder")
+    package.__path__ = [sys.argv[1]]
+    sys.modules["fxsplit_encoder"] = package
+
+    from fxsplit_encoder.planning import Item, Limits, build_plan
+    from fxsplit_encoder.protocol import EncoderItemSpec
+
+    limits = Limits({"default": (64, 128)}, max_items_per_batch=4, max_frames_per_batch=0)
+    items = [Item(EncoderItemSpec(400, 100)), Item(EncoderItemSpec(80, 20))]
+    for packing in ("cost", "greedy", "greedy_defer"):
+        plan = build_plan(items, limits, packing=packing)
+        print(plan.batches[0].paths["default"].budget)
+"""
+
+
+def test_a_request_is_planned_where_torch_cannot_be_imported() -> None:
+    package = Path(fxsplit_encoder.__file__).parent
+    finished = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(WITHOUT_TORCH), str(package)], capture_output=True, text=True
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.split() == ["128"] * 3
