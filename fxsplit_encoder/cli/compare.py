@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.cli.eager import EagerTower
 from fxsplit_encoder.manager import Plan
+from fxsplit_encoder.models.eager import EagerTower
 
 FLOAT32_TOLERANCE = 1e-4
 """The largest difference of a value from eager's, in float32."""

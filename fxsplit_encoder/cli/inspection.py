@@ -13,16 +13,16 @@ from torch import fx as torch_fx
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.capture import segment_capacity
-from fxsplit_encoder.cli.architectures import ARCHITECTURES
-from fxsplit_encoder.cli.checkpoint import Checkpoint
 from fxsplit_encoder.cli.console import describe_device, print_facts, print_table, progress_bars
 from fxsplit_encoder.cli.describe import describe_split, describe_tower, operator_name
-from fxsplit_encoder.cli.families import Family
-from fxsplit_encoder.cli.models import DEMO_MODEL, demo_tower, load_tower, read_family
 from fxsplit_encoder.compile import Program, Step
 from fxsplit_encoder.compile.padding import PaddingReport
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.manager import Limits
+from fxsplit_encoder.models.architectures import ARCHITECTURES
+from fxsplit_encoder.models.checkpoint import Checkpoint
+from fxsplit_encoder.models.families import Family
+from fxsplit_encoder.models.load import DEMO_MODEL, demo_tower, load_tower, read_family
 
 _SHOWN_OPERATORS = 3
 

@@ -20,9 +20,9 @@ from fxsplit_encoder.manager.protocol import (
     EncoderCudaGraphPathConfig,
     EncoderCudaGraphReplayBuffers,
 )
+from fxsplit_encoder.modules.folded import refresh_tables, tables_of
 from fxsplit_encoder.towers.base import WrappedTower
 from fxsplit_encoder.towers.inputs import check_pixels
-from fxsplit_encoder.towers.models.folded import refresh_tables, tables_of
 from fxsplit_encoder.towers.rows import one_or_several
 
 if TYPE_CHECKING:

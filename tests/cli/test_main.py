@@ -12,13 +12,13 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 from typer.testing import CliRunner, Result
 
 from fxsplit_encoder.cli import compare, console
-from fxsplit_encoder.cli.eager import packed
-from fxsplit_encoder.cli.inputs import load_inputs
 from fxsplit_encoder.cli.main import app
-from fxsplit_encoder.cli.packed_inputs import BlockPatches
-from fxsplit_encoder.cli.patches import IMAGE_FORMAT, VIDEO_FORMAT
+from fxsplit_encoder.models.eager import packed
+from fxsplit_encoder.models.inputs import load_inputs
+from fxsplit_encoder.models.packed_inputs import BlockPatches
+from fxsplit_encoder.models.patches import IMAGE_FORMAT, VIDEO_FORMAT
 
-from .test_families import save
+from ..models.test_families import save
 
 SaveCheckpoint = Callable[..., Path]
 

@@ -83,14 +83,14 @@ def build_step3p7(settings: Settings) -> nn.Module:
 
 def build_kimi_vl(settings: Settings) -> nn.Module:
     """Ours, with the projector."""
-    from fxsplit_encoder.towers.models.moonvit import KimiVLVisionConfig, KimiVLVisionModel
+    from fxsplit_encoder.modules.moonvit import KimiVLVisionConfig, KimiVLVisionModel
 
     return KimiVLVisionModel(KimiVLVisionConfig.from_checkpoint(settings))
 
 
 def build_step3(settings: Settings) -> nn.Module:
     """Ours; config.json has the names of the encoder's configuration in serving engines."""
-    from fxsplit_encoder.towers.models.step3_vision import Step3VisionConfig, Step3VisionModel
+    from fxsplit_encoder.modules.step3_vision import Step3VisionConfig, Step3VisionModel
 
     names = {
         "num_layers": "num_hidden_layers",
@@ -111,9 +111,9 @@ def build_deepseek_ocr(settings: Settings) -> nn.Module:
     `base_size` and `image_size`, arguments of the published model's `infer`, are read beside `vision_config`,
     whose own `image_size` is the size that SAM's positions are stored for.
     """
-    from fxsplit_encoder.towers.models.clip_encoder import ClipConfig
-    from fxsplit_encoder.towers.models.deepseek_encoder import DeepseekOcrConfig, DeepseekOcrVisionModel
-    from fxsplit_encoder.towers.models.sam import SamConfig
+    from fxsplit_encoder.modules.clip_encoder import ClipConfig
+    from fxsplit_encoder.modules.deepseek_encoder import DeepseekOcrConfig, DeepseekOcrVisionModel
+    from fxsplit_encoder.modules.sam import SamConfig
 
     encoders = vision_settings(settings).get("width", {})
     clip, sam = encoders.get("clip-l-14-224", {}), encoders.get("sam_vit_b", {})

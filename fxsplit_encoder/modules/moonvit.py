@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fxsplit_encoder.attention import varlen_attention
-from fxsplit_encoder.towers.merge import merge
-from fxsplit_encoder.towers.taps import resample
+from fxsplit_encoder.modules.blocks import merge, resample
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fxsplit_encoder.towers.models.blocks import (
+from fxsplit_encoder.modules.blocks import (
     FusedAttention,
     Layers,
     QuickGeluMLP,
     check_tiles,
     tokens_with_class,
 )
-from fxsplit_encoder.towers.models.folded import (
+from fxsplit_encoder.modules.folded import (
     FoldedTable,
     refresh_tables,
     resized_positions,

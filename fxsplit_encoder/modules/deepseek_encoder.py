@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.towers.models.blocks import check_tiles
-from fxsplit_encoder.towers.models.clip_encoder import ClipConfig, ClipEncoder
-from fxsplit_encoder.towers.models.folded import refresh_tables, sides_of, tables_of
-from fxsplit_encoder.towers.models.sam import SamConfig, SamVisionModel
+from fxsplit_encoder.modules.blocks import check_tiles
+from fxsplit_encoder.modules.clip_encoder import ClipConfig, ClipEncoder
+from fxsplit_encoder.modules.folded import refresh_tables, sides_of, tables_of
+from fxsplit_encoder.modules.sam import SamConfig, SamVisionModel
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

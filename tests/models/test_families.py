@@ -13,14 +13,14 @@ from PIL import Image
 from safetensors.torch import save_file
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.cli.checkpoint import Checkpoint
-from fxsplit_encoder.cli.checkpoint_names import KIMI_K25, rename, split_fused
-from fxsplit_encoder.cli.eager import EagerTower, as_tensors, share_weights
-from fxsplit_encoder.cli.families import FAMILIES
-from fxsplit_encoder.cli.inputs import load_inputs
-from fxsplit_encoder.cli.models import draw_weights, load_tower, read_family
-from fxsplit_encoder.cli.preparation import ProcessorSettings
 from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.models.checkpoint import Checkpoint
+from fxsplit_encoder.models.checkpoint_names import KIMI_K25, rename, split_fused
+from fxsplit_encoder.models.eager import EagerTower, as_tensors, share_weights
+from fxsplit_encoder.models.families import FAMILIES
+from fxsplit_encoder.models.inputs import load_inputs
+from fxsplit_encoder.models.load import draw_weights, load_tower, read_family
+from fxsplit_encoder.models.preparation import ProcessorSettings
 
 CPU = torch.device("cpu")
 STACK = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 24}

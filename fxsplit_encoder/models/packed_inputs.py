@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-from fxsplit_encoder.cli.builders import Settings, vision_settings
-from fxsplit_encoder.cli.patches import (
+from fxsplit_encoder.models.builders import Settings, vision_settings
+from fxsplit_encoder.models.patches import (
     IMAGE_FORMAT,
     VIDEO_FORMAT,
     PatchFormat,
@@ -22,7 +22,7 @@ from fxsplit_encoder.cli.patches import (
     patchify_video,
     video_frame_size,
 )
-from fxsplit_encoder.cli.preparation import (
+from fxsplit_encoder.models.preparation import (
     HALF,
     Normalization,
     Preparation,

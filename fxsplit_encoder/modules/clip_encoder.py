@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from fxsplit_encoder.towers.models.blocks import FusedAttention, Layers, QuickGeluMLP, tokens_with_class
-from fxsplit_encoder.towers.models.folded import FoldedTable, resized_positions
+from fxsplit_encoder.modules.blocks import FusedAttention, Layers, QuickGeluMLP, tokens_with_class
+from fxsplit_encoder.modules.folded import FoldedTable, resized_positions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Published models whose tower the command builds with random weights, at its true sizes."""
+"""Published models whose tower can be built with random weights, at its true sizes."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fxsplit_encoder.cli.builders import Settings
-from fxsplit_encoder.cli.families import FAMILIES, Family
 from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.models.builders import Settings
+from fxsplit_encoder.models.families import FAMILIES, Family
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers.initialization import no_init_weights
 
-from fxsplit_encoder.cli.architectures import architecture
-from fxsplit_encoder.cli.builders import Settings, vision_settings
-from fxsplit_encoder.cli.checkpoint import Checkpoint
-from fxsplit_encoder.cli.checkpoint_names import rename, split_fused
-from fxsplit_encoder.cli.families import FAMILIES, Family
 from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.models.architectures import architecture
+from fxsplit_encoder.models.builders import Settings, vision_settings
+from fxsplit_encoder.models.checkpoint import Checkpoint
+from fxsplit_encoder.models.checkpoint_names import rename, split_fused
+from fxsplit_encoder.models.families import FAMILIES, Family
 
 DEMO_MODEL = "qwen3-vl-8b"
 _INDEX = "model.safetensors.index.json"
@@ -73,7 +73,7 @@ def demo_tower(
         device: where its weights are drawn; on "meta" it has none.
         dtype: of the parameters. Buffers keep theirs: positions and frequencies are computed in float32.
         seed: the same weights for the same seed, on one kind of device.
-        model: a name of `cli.architectures.ARCHITECTURES`.
+        model: a name of `models.architectures.ARCHITECTURES`.
 
     Raises:
         InputError: no such model, or more blocks than it has, or none.
@@ -111,7 +111,7 @@ def read_family(checkpoint: Checkpoint) -> tuple[Family, Settings]:
     """Which tower a checkpoint has, and what its config.json holds.
 
     Raises:
-        InputError: there is none, or it names none that the command knows.
+        InputError: there is none, or it names none that is known.
     """
     settings = checkpoint.read_json("config.json")
     if settings is None:

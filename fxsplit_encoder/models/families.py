@@ -1,4 +1,4 @@
-"""The vision towers that the command knows: how each is built, loaded, fed, and run eagerly."""
+"""The vision towers that are known: how each is built, loaded, fed, and run eagerly."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 from torch import nn
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.cli import builders, eager
-from fxsplit_encoder.cli.builders import Build, Settings, hugging_face
-from fxsplit_encoder.cli.checkpoint_names import KIMI_K25, STEP3P7, Renames
-from fxsplit_encoder.cli.eager import EagerForward
-from fxsplit_encoder.cli.packed_inputs import BlockPatches, RasterPatches
-from fxsplit_encoder.cli.preparation import CLIP, HALF, IMAGENET, Preparation, ProcessorSettings
-from fxsplit_encoder.cli.tile_inputs import (
+from fxsplit_encoder.models import builders, eager
+from fxsplit_encoder.models.builders import Build, Settings, hugging_face
+from fxsplit_encoder.models.checkpoint_names import KIMI_K25, STEP3P7, Renames
+from fxsplit_encoder.models.eager import EagerForward
+from fxsplit_encoder.models.packed_inputs import BlockPatches, RasterPatches
+from fxsplit_encoder.models.preparation import CLIP, HALF, IMAGENET, Preparation, ProcessorSettings
+from fxsplit_encoder.models.tile_inputs import (
     DeepseekOcrViews,
     InternVLTiles,
     Llama4Tiles,

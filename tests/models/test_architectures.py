@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from fxsplit_encoder.cli.architectures import ARCHITECTURES, architecture
-from fxsplit_encoder.cli.models import demo_tower
-from fxsplit_encoder.cli.random_inputs import random_inputs
 from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.models.architectures import ARCHITECTURES, architecture
+from fxsplit_encoder.models.load import demo_tower
+from fxsplit_encoder.models.random_inputs import random_inputs
 
 # Blocks, millions of parameters of the tower with its projector, and columns of an embedding.
 SIZES = {

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from PIL import Image
 from transformers.image_utils import SizeDict
 
-from fxsplit_encoder.cli.patches import padded_size, patchify_raster
-from fxsplit_encoder.cli.tiling import (
+from fxsplit_encoder.models.patches import padded_size, patchify_raster
+from fxsplit_encoder.models.tiling import (
     Step3Plan,
     cut,
     deepseek_crops,

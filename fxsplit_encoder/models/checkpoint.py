@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fxsplit_encoder.cli.preparation import ProcessorSettings
 from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.models.preparation import ProcessorSettings
 
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 

@@ -12,8 +12,8 @@ import torch
 from PIL import Image, ImageSequence
 from torch import Tensor
 
-from fxsplit_encoder.cli.patches import normalize_pixels
 from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.models.patches import normalize_pixels
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from fxsplit_encoder.cli.builders import Settings, vision_settings
-from fxsplit_encoder.cli.preparation import (
+from fxsplit_encoder.models.builders import Settings, vision_settings
+from fxsplit_encoder.models.preparation import (
     CLIP,
     HALF,
     IMAGENET,
@@ -21,7 +21,7 @@ from fxsplit_encoder.cli.preparation import (
     ProcessorSettings,
     frames_of,
 )
-from fxsplit_encoder.cli.tiling import DEEPSEEK_SMALL, deepseek_crops, llama4_tiles, step3_views
+from fxsplit_encoder.models.tiling import DEEPSEEK_SMALL, deepseek_crops, llama4_tiles, step3_views
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class DeepseekOcrViews(Preparation):
     @classmethod
     def read(cls, settings: Settings, processor: ProcessorSettings) -> DeepseekOcrViews:
         """Those of the checkpoint's `base_size` and `image_size`; of the mode "Gundam" without."""
-        from fxsplit_encoder.towers.models.deepseek_encoder import DeepseekOcrConfig
+        from fxsplit_encoder.modules.deepseek_encoder import DeepseekOcrConfig
 
         whole = settings.get("base_size", DeepseekOcrConfig.base_size)
         crop = settings.get("image_size", DeepseekOcrConfig.image_size)

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from PIL import Image, ImageOps
 
-from fxsplit_encoder.cli.preparation import Preparation, Prepared, join
 from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.models.preparation import Preparation, Prepared, join
 
 _EXTENSIONS = (".apng", ".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 

@@ -10,10 +10,10 @@ from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
-from fxsplit_encoder.cli.checkpoint import Checkpoint
-from fxsplit_encoder.cli.models import load_tower
-from fxsplit_encoder.cli.preparation import ProcessorSettings
 from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.models.checkpoint import Checkpoint
+from fxsplit_encoder.models.load import load_tower
+from fxsplit_encoder.models.preparation import ProcessorSettings
 
 CPU = torch.device("cpu")
 SaveCheckpoint = Callable[..., Path]

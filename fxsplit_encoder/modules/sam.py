@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fxsplit_encoder.towers.models.folded import FoldedTable, relative_positions, resized_grid, sides_of
+from fxsplit_encoder.modules.folded import FoldedTable, relative_positions, resized_grid, sides_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Parts that the encoders of whole images and crops share."""
+"""Parts that several encoders share."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fxsplit_encoder.compile.permute import permute_rows
 from fxsplit_encoder.errors import InputError
 
 if TYPE_CHECKING:
@@ -87,3 +88,28 @@ def check_tiles(pixel_values: Tensor, sizes: Sequence[int]) -> None:
             f"pixel_values: expected (tiles, 3, size, size) with a size of {named}; got "
             f"{tuple(pixel_values.shape)}; the configuration sets the sizes"
         )
+
+
+def resample(table: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+    """The positions of every patch, (patches, hidden), at the weights' precision.
+
+    Args:
+        table: (entries, hidden).
+        indices, weights: (patches, taps), from `towers.taps.interpolation`.
+    """
+    # A sum of lookups, one a tap, is a single pointwise kernel when compiled; a reduction over all taps would
+    # first write as many rows a patch.
+    result = F.embedding(indices[:, 0], table) * weights[:, :1]
+    for tap in range(1, weights.shape[1]):
+        result = result + F.embedding(indices[:, tap], table) * weights[:, tap : tap + 1]
+    return result
+
+
+def merge(hidden: Tensor, order: Tensor, rows_per_token: int) -> Tensor:
+    """Brings rows together by output token: (patches, hidden) to (tokens, rows_per_token, hidden).
+
+    Args:
+        order: (patches,), from `towers.merge.merge_order`.
+    """
+    rows: Tensor = permute_rows(hidden, order)
+    return rows.view(-1, rows_per_token, hidden.shape[-1])

@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from fxsplit_encoder.cli.inputs import EncoderInputs, find_files, unique_keys
-from fxsplit_encoder.cli.inputs import load_inputs as load_prepared
-from fxsplit_encoder.cli.packed_inputs import BlockPatches, image_processor
-from fxsplit_encoder.cli.patches import (
+from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.models.inputs import EncoderInputs, find_files, unique_keys
+from fxsplit_encoder.models.inputs import load_inputs as load_prepared
+from fxsplit_encoder.models.packed_inputs import BlockPatches, image_processor
+from fxsplit_encoder.models.patches import (
     IMAGE_FORMAT,
     VIDEO_FORMAT,
     PatchFormat,
@@ -22,7 +23,6 @@ from fxsplit_encoder.cli.patches import (
     patchify_video,
     video_frame_size,
 )
-from fxsplit_encoder.errors import InputError
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

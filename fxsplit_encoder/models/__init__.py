@@ -1,0 +1,1 @@
+"""Published models: their vision towers built, loaded and run eagerly, and their images made to inputs."""
