@@ -46,7 +46,7 @@ def start(small: bool, budgets: Sequence[int]) -> dict[str, Any]:
 
         import fxsplit_encoder as fx
         from fxsplit_encoder.compile.pieces import piece_compiler
-        from fxsplit_encoder.models.load import demo_tower
+        from fxsplit_encoder.models.random import demo_tower
 
     def synchronise() -> None:
         if not small:

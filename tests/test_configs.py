@@ -10,8 +10,8 @@ from towers import MODELS
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.manager.budgets import resolve_limits
-from fxsplit_encoder.models.architectures import architecture
-from fxsplit_encoder.models.load import DEMO_MODEL, demo_tower
+from fxsplit_encoder.models.random import DEMO_MODEL, demo_tower
+from fxsplit_encoder.models.registry import architecture
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 TOWERS = [*MODELS.items(), (DEMO_MODEL, "demo")]

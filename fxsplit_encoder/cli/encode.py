@@ -13,16 +13,16 @@ import fxsplit_encoder as fx
 from fxsplit_encoder.cli.console import (
     describe_device,
     describe_replay,
+    describe_tower,
     print_facts,
     print_table,
     progress_bars,
 )
-from fxsplit_encoder.cli.describe import describe_tower
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.manager import Plan
 from fxsplit_encoder.models.checkpoint import Checkpoint
-from fxsplit_encoder.models.inputs import EncoderInputs, find_files, load_inputs
 from fxsplit_encoder.models.load import load_tower, read_family
+from fxsplit_encoder.models.prepare import EncoderInputs, find_files, load_inputs
 
 
 def run_encode(

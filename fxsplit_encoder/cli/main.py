@@ -170,8 +170,7 @@ def inspect(
     """Show how a tower is split at attention, which pieces may be padded, and its budgets."""
     import fxsplit_encoder as fx
     from fxsplit_encoder.cli.console import choose_device, choose_dtype
-    from fxsplit_encoder.cli.inspection import find_tower, run_inspect
-    from fxsplit_encoder.cli.measured import print_attention, print_captures
+    from fxsplit_encoder.cli.inspection import find_tower, print_attention, print_captures, run_inspect
 
     settings = fx.EncoderConfig.from_yaml(config) if config else fx.EncoderConfig()
     where = choose_device(device)

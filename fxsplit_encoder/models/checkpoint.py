@@ -1,16 +1,26 @@
-"""The files of a checkpoint: a local directory, or a repository on the Hugging Face hub."""
+"""The files of a checkpoint, a directory or a repository on the Hugging Face hub, and its tensors' names.
+
+Some checkpoints are published under other names than their tower has, with fused projections and rotary pairs
+in another order. The renamings of the families say what transformers' own loader, which loads whole models
+only, does for these model types (`transformers.conversion_mapping`).
+"""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.models.preparation import ProcessorSettings
+from fxsplit_encoder.models.prepare import ProcessorSettings
+
+Renames = Sequence[tuple[str, str]]
+"""(pattern, replacement), applied one after the other."""
 
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
@@ -90,3 +100,35 @@ def _fetch(repository: str, file_name: str) -> Path | None:
 
 def _first_line(error: Exception) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+# --- names
+
+
+def rename(name: str, renames: Renames) -> str:
+    """A tensor's name in the tower; one that is the tower's already stays."""
+    for pattern, replacement in renames:
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
+def split_fused(tensors: Mapping[str, Tensor], num_heads: int) -> dict[str, Tensor]:
+    """Fused projections (`qkv`) as three, those of queries and keys in the order of split rotary halves.
+
+    The checkpoint rotates neighbouring channels of a head together, the tower the two halves of a head: the
+    even channels come first, then the odd ones.
+    """
+    split: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if ".qkv." not in name:
+            split[name] = tensor
+            continue
+        query, key, value = tensor.chunk(3)
+        parts = {"q_proj": _halves(query, num_heads), "k_proj": _halves(key, num_heads), "v_proj": value}
+        split.update({name.replace(".qkv.", f".{part}."): own for part, own in parts.items()})
+    return split
+
+
+def _halves(projection: Tensor, num_heads: int) -> Tensor:
+    pairs = projection.view(num_heads, -1, 2, *projection.shape[1:])
+    return pairs.transpose(1, 2).reshape(projection.shape)

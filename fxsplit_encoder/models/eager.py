@@ -7,7 +7,8 @@ the adapter's eager forward. All return every item's rows one after the other.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +20,9 @@ Inputs = Mapping[str, Any]
 EagerForward = Callable[[Any, Inputs], Tensor]
 """From a module and `mm_kwargs` to rows, (output tokens, hidden)."""
 
-_PIXELS = ("pixel_values", "pixel_values_videos")
-_GRIDS = ("image_grid_thw", "video_grid_thw")
+PIXELS = ("pixel_values", "pixel_values_videos")
+GRIDS = ("image_grid_thw", "video_grid_thw")
+"""Keys of images and of clips."""
 
 
 def share_weights(module: nn.Module) -> nn.Module:
@@ -74,63 +76,20 @@ def as_tensors(mm_kwargs: Inputs) -> dict[str, Tensor]:
     }
 
 
-def packed(tower: Any, mm_kwargs: Inputs) -> Tensor:
-    """The Qwen line and GLM: the main output, then the deepstack levels, along the hidden dimension."""
-    pixels = torch.cat([mm_kwargs[name] for name in _PIXELS if name in mm_kwargs])
-    grids = torch.cat([mm_kwargs[name] for name in _GRIDS if name in mm_kwargs])
-    # To these towers a video is images, one a frame; GLM's takes nothing else.
-    frames = torch.tensor([(1, h, w) for t, h, w in grids.tolist() for _ in range(t)])
-    output = tower(pixels, grid_thw=frames.to(pixels.device))
-    return torch.cat([output.pooler_output, *getattr(output, "deepstack_features", ())], dim=1)
+def joined(mm_kwargs: Inputs, names: Sequence[str]) -> Tensor:
+    """Images, then clips, as the keys of both name them."""
+    return torch.cat([mm_kwargs[name] for name in names if name in mm_kwargs])
 
 
-def kimi_k25(tower: Any, mm_kwargs: Inputs) -> Tensor:
-    """Kimi-K2.5: clips of different lengths one after the other, since the tower takes one length a call."""
-    rows = []
-    for pixels_name, grids_name in zip(_PIXELS, _GRIDS, strict=True):
-        if pixels_name not in mm_kwargs:
-            continue
-        grids = mm_kwargs[grids_name]
-        parts = mm_kwargs[pixels_name].split(grids.prod(1).tolist())
-        start = 0
-        for length in torch.unique_consecutive(grids[:, 0], return_counts=True)[1].tolist():
-            end = start + length
-            pixels = torch.cat(parts[start:end])
-            pixels = pixels.view(-1, *tower.patch_embed.proj.weight.shape[1:])
-            rows.append(tower(pixels, grids[start:end].to(pixels.device)).pooler_output.flatten(1))
-            start = end
-    return torch.cat(rows)
+# --- how far apart outputs are
 
 
-def internvl(model: Any, mm_kwargs: Inputs) -> Tensor:
-    """InternVL: a frame of a clip is a tile."""
-    tiles = torch.cat([mm_kwargs[name] for name in _PIXELS if name in mm_kwargs])
-    features: Tensor = model.get_image_features(tiles, return_dict=True).pooler_output
-    return features.flatten(0, 1)
+def max_error(items: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """The largest difference of a value."""
+    return max((a.float() - b.float()).abs().max().item() for a, b in zip(items, expected, strict=True))
 
 
-def llama4(model: Any, mm_kwargs: Inputs) -> Tensor:
-    """Llama 4 with its projector, which the model applies past `get_image_features`; a bare tower without."""
-    tower = getattr(model, "vision_model", model)
-    features: Tensor = tower(mm_kwargs["pixel_values"], return_dict=True).last_hidden_state
-    projector = getattr(model, "multi_modal_projector", None)
-    return (features if projector is None else projector(features)).flatten(0, 1)
-
-
-def step3p7(model: Any, mm_kwargs: Inputs) -> Tensor:
-    """Step-3.7; a bare tower has no method for both views."""
-    counts = mm_kwargs["num_local_patches"].tolist()
-    crops = mm_kwargs["pixel_values_local"] if sum(counts) else None
-    if hasattr(model, "get_image_features"):
-        merged = model.get_image_features(mm_kwargs["pixel_values"], crops, counts, return_dict=True)
-        return torch.cat(merged.pooler_output)
-    whole = model(mm_kwargs["pixel_values"]).last_hidden_state
-    parts = iter(model(crops).last_hidden_state if crops is not None else ())
-    rows = [[next(parts) for _ in range(n)] + [image] for n, image in zip(counts, whole, strict=True)]
-    return torch.cat([row for image in rows for row in image])
-
-
-def dense(tower: Any, mm_kwargs: Inputs, rows: slice = slice(None)) -> Tensor:
-    """A tower of one image size; `rows`: those of an image that are kept."""
-    features: Tensor = tower(mm_kwargs["pixel_values"]).last_hidden_state
-    return features[:, rows].flatten(0, 1)
+def rms_error(items: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """The root mean square of the differences of all values."""
+    total = sum((a.float() - b.float()).square().sum().item() for a, b in zip(items, expected, strict=True))
+    return math.sqrt(total / sum(b.numel() for b in expected))

@@ -1,31 +1,23 @@
-"""Vision towers: out of a checkpoint, or of a published model's size with random weights."""
+"""Vision towers out of a checkpoint."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
-from transformers.initialization import no_init_weights
+from torch import Tensor
 
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.models.architectures import architecture
-from fxsplit_encoder.models.builders import Settings, vision_settings
-from fxsplit_encoder.models.checkpoint import Checkpoint
-from fxsplit_encoder.models.checkpoint_names import rename, split_fused
-from fxsplit_encoder.models.families import FAMILIES, Family
+from fxsplit_encoder.models.checkpoint import Checkpoint, rename, split_fused
+from fxsplit_encoder.models.family import Family, Settings, vision_settings
+from fxsplit_encoder.models.registry import FAMILIES
 
-DEMO_MODEL = "qwen3-vl-8b"
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _NAMED = 4
-_INITIALIZER_RANGE = 0.02
-# Learned positions, as the models name them.
-_POSITIONS = re.compile(r"pos(_|ition)")
 
 
 def load_tower(model: str | Path | Checkpoint, dtype: torch.dtype, device: torch.device) -> Any:
@@ -41,7 +33,7 @@ def load_tower(model: str | Path | Checkpoint, dtype: torch.dtype, device: torch
     """
     checkpoint = model if isinstance(model, Checkpoint) else Checkpoint.locate(model)
     family, settings = read_family(checkpoint)
-    tower = _build(family, settings, device)
+    tower = family.empty_tower(settings, device)
     expected = dict(tower.named_parameters())
     tensors = _read(_vision_files(checkpoint, family, {name.split(".")[0] for name in expected}))
     if family.renames:
@@ -56,55 +48,7 @@ def load_tower(model: str | Path | Checkpoint, dtype: torch.dtype, device: torch
             shapes = f"{tuple(tensors[name].shape)}; config.json says {tuple(parameter.shape)}"
             raise InputError(f"{checkpoint.model}: {name} has the shape {shapes}")
         parameter.data = tensors[name].to(device, dtype)
-    return _finished(tower)
-
-
-def demo_tower(
-    blocks: int | None = None,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
-    seed: int = 0,
-    model: str = DEMO_MODEL,
-) -> Any:
-    """Build a model's vision tower with random weights, at its true width.
-
-    Args:
-        blocks: its depth; None: the model's own.
-        device: where its weights are drawn; on "meta" it has none.
-        dtype: of the parameters. Buffers keep theirs: positions and frequencies are computed in float32.
-        seed: the same weights for the same seed, on one kind of device.
-        model: a name of `models.architectures.ARCHITECTURES`.
-
-    Raises:
-        InputError: no such model, or more blocks than it has, or none.
-    """
-    known = architecture(model)
-    device = torch.device(device)
-    tower = _build(known.family, known.settings(blocks), device)
-    if device.type != "meta":
-        draw_weights(tower, seed)
-    for parameter in tower.parameters():
-        parameter.data = parameter.data.to(dtype)
-    return _finished(tower)
-
-
-@torch.no_grad()
-def draw_weights(tower: nn.Module, seed: int) -> None:
-    """Random weights, biases and positions, none of them faint."""
-    generator: torch.Generator | None = None
-    for name, parameter in tower.named_parameters():
-        generator = generator or torch.Generator(parameter.device).manual_seed(seed)
-        mean, deviation = _distribution(name, parameter.dim())
-        parameter.normal_(mean, deviation, generator=generator)
-
-
-def _distribution(name: str, num_dims: int) -> tuple[float, float]:
-    """Mean and deviation of a parameter. Biases of zero and faint positions, the usual ones, hide faults."""
-    if name.endswith(".bias"):
-        return 0.0, 0.1
-    if num_dims == 1:  # of a norm, or a layer's scale
-        return 1.0, 0.1
-    return 0.0, 0.5 if _POSITIONS.search(name) else _INITIALIZER_RANGE
+    return tower
 
 
 def read_family(checkpoint: Checkpoint) -> tuple[Family, Settings]:
@@ -125,19 +69,6 @@ def read_family(checkpoint: Checkpoint) -> tuple[Family, Settings]:
             f"{checkpoint.model}: model_type {model_type!r} in config.json; expected one of {allowed}"
         )
     return family, settings
-
-
-def _build(family: Family, settings: Settings, device: torch.device) -> nn.Module:
-    """The module, its parameters not yet drawn.
-
-    Not on "meta" first: what no checkpoint holds, towers compute when they are made.
-    """
-    with no_init_weights(), device:
-        return family.build(settings)
-
-
-def _finished(tower: nn.Module) -> nn.Module:
-    return tower.requires_grad_(False).train(False)
 
 
 def _vision_files(

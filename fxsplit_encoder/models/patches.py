@@ -1,16 +1,39 @@
-"""Pixels to patches, in the orders and with the arithmetic of the models' processors, without torchvision."""
+"""Images and clips as patches in blocks of those that merge, frames in pairs: the Qwen line and GLM.
+
+Clips are cut with the arithmetic of the models' processors, without torchvision.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
 
 from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.models.eager import GRIDS, PIXELS, Inputs, joined
+from fxsplit_encoder.models.family import Settings, hugging_face_class, vision_settings
+from fxsplit_encoder.models.prepare import (
+    Normalization,
+    Preparation,
+    Prepared,
+    ProcessorSettings,
+    frames_of,
+    normalize_pixels,
+)
+
+Grid = tuple[int, int, int]
+"""(frames, height, width) in patches."""
+
+IMAGE_KEYS = ("pixel_values", "image_grid_thw")
+VIDEO_KEYS = ("pixel_values_videos", "video_grid_thw")
+QWEN2_VL = ("qwen2_vl", "Qwen2VLImageProcessorPil")
 
 _MAX_ASPECT_RATIO = 200
 
@@ -69,6 +92,82 @@ def _channels(values: Sequence[float] | None) -> tuple[float, ...] | None:
     return None if values is None else tuple(values)
 
 
+@dataclass(frozen=True)
+class BlockPatches(Preparation):
+    """Patches in blocks of those that merge, frames in pairs: the Qwen line and GLM.
+
+    Images go through the model's own image processor, the one without torchvision.
+    """
+
+    image_format: PatchFormat
+    video_format: PatchFormat
+    processor: tuple[str, str] = QWEN2_VL
+    """Of images: its module under `transformers.models`, and its class."""
+    takes_clips = True
+
+    @classmethod
+    def reader(
+        cls, patch_size: int, normalization: Normalization, image_processor: tuple[str, str] = QWEN2_VL
+    ) -> Callable[[Settings, ProcessorSettings], BlockPatches]:
+        """From the model's and its processors' settings; the arguments are what they may leave out."""
+
+        def read(settings: Settings, processor: ProcessorSettings) -> BlockPatches:
+            own = vision_settings(settings).get("patch_size", patch_size)
+            changes = {"patch_size": own, "mean": normalization.mean, "std": normalization.std}
+            image, video = (replace(form, **changes) for form in (IMAGE_FORMAT, VIDEO_FORMAT))
+            return cls(image.updated(processor.image), video.updated(processor.video), image_processor)
+
+        return read
+
+    def image(self, image: Image.Image) -> Prepared:
+        """By the model's image processor."""
+        outputs = image_processor(self.image_format, self.processor)(images=[image], return_tensors="pt")
+        t, h, w = outputs["image_grid_thw"][0].tolist()
+        return of_patches(IMAGE_KEYS, outputs["pixel_values"], (t, h, w), (t, h, w))
+
+    def clip(self, clip: Image.Image) -> list[Prepared]:
+        """One item of all frames."""
+        form = self.video_format
+        height, width = video_frame_size(getattr(clip, "n_frames", 1), clip.height, clip.width, form)
+        frames = np.stack([np.asarray(frame) for frame in frames_of(clip, (width, height))])
+        patches, grid = patchify_video(normalize_pixels(frames, form.mean, form.std), form)
+        return [of_patches(VIDEO_KEYS, patches, grid, grid, len(frames))]
+
+
+def image_processor(form: PatchFormat, processor: tuple[str, str] = QWEN2_VL) -> Any:
+    """A family's image processor, the one that needs no torchvision.
+
+    Args:
+        form: its settings.
+        processor: its module under `transformers.models`, and its class.
+    """
+    module, name = processor
+    return hugging_face_class(module, "image_processing_pil", name)(
+        size={"shortest_edge": form.min_pixels, "longest_edge": form.max_pixels},
+        patch_size=form.patch_size,
+        merge_size=form.merge_size,
+        temporal_patch_size=form.temporal_patch_size,
+        image_mean=list(form.mean),
+        image_std=list(form.std),
+    )
+
+
+def of_patches(
+    keys: tuple[str, str], pixels: Any, grid: Grid, sizes: tuple[int, ...], frames: int = 0
+) -> Prepared:
+    """An item of patches.
+
+    Args:
+        keys: of its patches and of its size.
+        pixels: its patches.
+        grid: how it was cut.
+        sizes: its size as the tower takes it.
+        frames: of a clip; 0: an image.
+    """
+    tensors = {keys[0]: torch.as_tensor(pixels), keys[1]: torch.tensor([sizes])}
+    return Prepared(tensors, {"grid": grid}, str(math.prod(grid)), frames)
+
+
 def video_frame_size(num_frames: int, height: int, width: int, form: PatchFormat) -> tuple[int, int]:
     """Height and width to which every frame of a video is resized.
 
@@ -94,17 +193,6 @@ def video_frame_size(num_frames: int, height: int, width: int, form: PatchFormat
     return rows, columns
 
 
-def normalize_pixels(
-    pixels: NDArray[np.uint8], mean: Sequence[float], std: Sequence[float]
-) -> NDArray[np.float32]:
-    """Bytes (images, height, width, channels) to values around 0, (images, channels, height, width)."""
-    # Through float64 and back, as the image processors do, so that the same pixels give the same values.
-    scaled = (pixels.astype(np.float64) * (1 / 255)).astype(np.float32)
-    means, deviations = (np.array(values, dtype=np.float32) for values in (mean, std))
-    normalized: NDArray[np.float32] = (scaled - means) / deviations
-    return normalized.transpose(0, 3, 1, 2)
-
-
 def patchify_video(
     frames: NDArray[np.float32], form: PatchFormat
 ) -> tuple[NDArray[np.float32], tuple[int, int, int]]:
@@ -126,37 +214,10 @@ def patchify_video(
     return ordered.reshape(math.prod(grid), -1), grid
 
 
-def patchify_raster(frames: NDArray[np.float32], patch_size: int) -> NDArray[np.float32]:
-    """Cut frames (frames, channels, height, width) into patches, frame by frame and row by row.
-
-    Returns:
-        (frames * height * width / patch_size^2, channels, patch_size, patch_size).
-    """
-    count, channels, height, width = frames.shape
-    rows, columns = height // patch_size, width // patch_size
-    split = frames.reshape(count, channels, rows, patch_size, columns, patch_size)
-    return split.transpose(0, 2, 4, 1, 3, 5).reshape(-1, channels, patch_size, patch_size)
-
-
-def padded_size(
-    height: int, width: int, patch_size: int, merge_size: int, max_patches: int, max_side: int
-) -> tuple[tuple[int, int], tuple[int, int]]:
-    """How MoonViT's processors fit an image (transformers' `navit_resize`): it is never enlarged.
-
-    Args:
-        height, width: of the image.
-        patch_size: side of a patch in pixels.
-        merge_size: patches that become one output token along each side.
-        max_patches: the most patches; larger images are shrunk.
-        max_side: the most patches a side.
-
-    Returns:
-        (height, width) to which it is resized, and to which it is padded.
-    """
-    patches = max(1, height // patch_size) * max(1, width // patch_size)
-    longest = max_side * patch_size
-    scale = min(1.0, math.sqrt(max_patches / patches), longest / height, longest / width)
-    sides = [min(max(1, int(side * scale)), longest) for side in (height, width)]
-    factor = merge_size * patch_size
-    rows, columns = (-(-side // factor) * factor for side in sides)
-    return (sides[0], sides[1]), (rows, columns)
+def block_eager(tower: Any, mm_kwargs: Inputs) -> Tensor:
+    """The Qwen line and GLM: the main output, then the deepstack levels, along the hidden dimension."""
+    pixels, grids = joined(mm_kwargs, PIXELS), joined(mm_kwargs, GRIDS)
+    # To these towers a video is images, one a frame; GLM's takes nothing else.
+    frames = torch.tensor([(1, h, w) for t, h, w in grids.tolist() for _ in range(t)])
+    output = tower(pixels, grid_thw=frames.to(pixels.device))
+    return torch.cat([output.pooler_output, *getattr(output, "deepstack_features", ())], dim=1)

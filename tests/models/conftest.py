@@ -3,8 +3,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import save_file
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
@@ -56,3 +58,10 @@ def save_checkpoint(tmp_path: Path, tiny_tower: Qwen3VLVisionModel) -> SaveCheck
         return directory
 
     return save
+
+
+@pytest.fixture
+def photograph(tmp_path: Path) -> Path:
+    pixels = np.random.default_rng(0).integers(0, 256, (84, 130, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "photo.png")
+    return tmp_path / "photo.png"

@@ -13,7 +13,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.models.checkpoint import Checkpoint
 from fxsplit_encoder.models.load import load_tower
-from fxsplit_encoder.models.preparation import ProcessorSettings
+from fxsplit_encoder.models.prepare import ProcessorSettings
 
 CPU = torch.device("cpu")
 SaveCheckpoint = Callable[..., Path]

@@ -1,16 +1,73 @@
-"""Random inputs of given sizes for a wrapped tower, for benchmarks and tests."""
+"""Towers of a published model's sizes with random weights, and random inputs for them."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from math import isqrt
 from typing import Any
 
 import torch
+from torch import nn
 
+from fxsplit_encoder.models.registry import architecture
+from fxsplit_encoder.towers.deepseek_ocr import DeepseekOcrTower
 from fxsplit_encoder.towers.dense import DenseTower
 from fxsplit_encoder.towers.packed import PackedTower
 from fxsplit_encoder.towers.tiled import TiledTower
+
+DEMO_MODEL = "qwen3-vl-8b"
+_INITIALIZER_RANGE = 0.02
+# Learned positions, as the models name them.
+_POSITIONS = re.compile(r"pos(_|ition)")
+
+
+def demo_tower(
+    blocks: int | None = None,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    model: str = DEMO_MODEL,
+) -> Any:
+    """Build a model's vision tower with random weights, at its true width.
+
+    Args:
+        blocks: its depth; None: the model's own.
+        device: where its weights are drawn; on "meta" it has none.
+        dtype: of the parameters. Buffers keep theirs: positions and frequencies are computed in float32.
+        seed: the same weights for the same seed, on one kind of device.
+        model: a name of `models.registry.ARCHITECTURES`.
+
+    Raises:
+        InputError: no such model, or more blocks than it has, or none.
+    """
+    known = architecture(model)
+    device = torch.device(device)
+    tower = known.family.empty_tower(known.settings(blocks), device)
+    if device.type != "meta":
+        draw_weights(tower, seed)
+    for parameter in tower.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return tower
+
+
+@torch.no_grad()
+def draw_weights(tower: nn.Module, seed: int) -> None:
+    """Random weights, biases and positions, none of them faint."""
+    generator: torch.Generator | None = None
+    for name, parameter in tower.named_parameters():
+        generator = generator or torch.Generator(parameter.device).manual_seed(seed)
+        mean, deviation = _distribution(name, parameter.dim())
+        parameter.normal_(mean, deviation, generator=generator)
+
+
+def _distribution(name: str, num_dims: int) -> tuple[float, float]:
+    """Mean and deviation of a parameter. Biases of zero and faint positions, the usual ones, hide faults."""
+    if name.endswith(".bias"):
+        return 0.0, 0.1
+    if num_dims == 1:  # of a norm, or a layer's scale
+        return 1.0, 0.1
+    return 0.0, 0.5 if _POSITIONS.search(name) else _INITIALIZER_RANGE
 
 
 def random_inputs(wrapped: Any, sizes: Sequence[int], seed: int = 0) -> dict[str, Any]:
@@ -48,12 +105,11 @@ def _packed(wrapped: PackedTower, grids: list[tuple[int, int]], patches: torch.T
 
 
 def _crops(wrapped: TiledTower, counts: Sequence[int]) -> dict[str, Any]:
-    """What says how many crops every image has, under the names that the adapter reads."""
-    if type(wrapped).__name__ == "DeepseekOcrTower":
+    """What says how many crops every image has, under the name that the adapter reads."""
+    if isinstance(wrapped, DeepseekOcrTower):
         grids = [_most_square(count, 1) if count else (1, 1) for count in counts]
-        return {"images_spatial_crop": torch.tensor(grids)}
-    name = "num_patches" if type(wrapped).__name__ == "Step3VLTower" else "num_local_patches"
-    return {name: torch.tensor(counts)}
+        return {wrapped.count_key: torch.tensor(grids)}
+    return {wrapped.count_key: torch.tensor(counts)}
 
 
 def _most_square(size: int, factor: int) -> tuple[int, int]:

@@ -1,32 +1,23 @@
-import ast
-import importlib.util
-import math
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from PIL import Image
 
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.models.inputs import EncoderInputs, find_files, unique_keys
-from fxsplit_encoder.models.inputs import load_inputs as load_prepared
-from fxsplit_encoder.models.packed_inputs import BlockPatches, image_processor
 from fxsplit_encoder.models.patches import (
     IMAGE_FORMAT,
     VIDEO_FORMAT,
-    PatchFormat,
-    normalize_pixels,
+    BlockPatches,
     patchify_video,
-    video_frame_size,
 )
+from fxsplit_encoder.models.prepare import EncoderInputs, find_files, normalize_pixels, unique_keys
+from fxsplit_encoder.models.prepare import load_inputs as load_prepared
+
+from .processors import noise
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-
-
 PATCHES = BlockPatches(IMAGE_FORMAT, VIDEO_FORMAT)
 
 
@@ -34,78 +25,9 @@ def load_inputs(paths: list[Path]) -> EncoderInputs:
     return load_prepared(paths, PATCHES)
 
 
-def normalize_frames(frames: np.ndarray, form: PatchFormat) -> np.ndarray:
-    return normalize_pixels(frames, form.mean, form.std)
-
-
-def noise(width: int, height: int, seed: int = 0) -> Image.Image:
-    generator = np.random.default_rng(seed)
-    return Image.fromarray(generator.integers(0, 256, (height, width, 3), dtype=np.uint8))
-
-
 def save_clip(path: Path, frames: list[Image.Image]) -> Path:
     frames[0].save(path, save_all=True, append_images=frames[1:], duration=100, loop=0, lossless=True)
     return path
-
-
-def library_smart_resize() -> Callable[..., tuple[int, int]]:
-    """The video processor's own function, out of a module that cannot be imported without torchvision."""
-    spec = importlib.util.find_spec("transformers.models.qwen3_vl.video_processing_qwen3_vl")
-    assert spec is not None and spec.origin is not None
-    tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
-    found = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "smart_resize"]
-    names: dict[str, Callable[..., tuple[int, int]]] = {}
-    exec(compile(ast.Module([*found], []), spec.origin, "exec"), {"math": math}, names)
-    return names["smart_resize"]
-
-
-SMART_RESIZE = library_smart_resize()
-
-
-@given(st.integers(2, 800), st.integers(1, 3000), st.integers(1, 3000), st.sampled_from([4096, 131_072]))
-def test_frames_are_resized_as_the_video_processor_does(
-    frames: int, height: int, width: int, min_pixels: int
-) -> None:
-    form = PatchFormat(min_pixels, 25_165_824)
-    limits = {"factor": 32, "min_pixels": form.min_pixels, "max_pixels": form.max_pixels}
-    try:
-        expected = SMART_RESIZE(frames, height, width, **limits)
-    except ValueError:
-        with pytest.raises(InputError, match="aspect ratio of at most 200"):
-            video_frame_size(frames, height, width, form)
-        return
-    assert video_frame_size(frames, height, width, form) == expected
-
-
-@pytest.mark.parametrize("size", [(64, 64), (96, 160), (300, 200), (40, 500)])
-def test_a_still_repeated_twice_has_the_image_processors_patches(size: tuple[int, int]) -> None:
-    image = noise(*size)
-    expected = image_processor(IMAGE_FORMAT)(images=[image], return_tensors="pt")
-    _, rows, columns = expected["image_grid_thw"][0].tolist()
-    resized = image.resize((columns * 16, rows * 16), Image.Resampling.BICUBIC)
-    frames = normalize_frames(np.stack([np.asarray(resized)] * 2), IMAGE_FORMAT)
-    patches, grid = patchify_video(frames, IMAGE_FORMAT)
-    assert grid == (1, rows, columns)
-    torch.testing.assert_close(torch.from_numpy(patches), expected["pixel_values"], rtol=0, atol=0)
-
-
-def test_patches_of_a_clip_are_those_of_its_pairs() -> None:
-    frames = normalize_frames(np.stack([np.asarray(noise(64, 96, i)) for i in range(4)]), VIDEO_FORMAT)
-    patches, grid = patchify_video(frames, VIDEO_FORMAT)
-    pairs = [patchify_video(frames[start : start + 2], VIDEO_FORMAT)[0] for start in (0, 2)]
-    assert grid == (2, 6, 4)
-    np.testing.assert_array_equal(patches, np.concatenate(pairs))
-    # Each half of a patch's temporal axis is its own frame.
-    first = patches.reshape(-1, 3, 2, 16, 16)[0]
-    np.testing.assert_array_equal(first, frames[:2, :, :16, :16].transpose(1, 0, 2, 3))
-
-
-def test_an_odd_last_frame_is_repeated() -> None:
-    frames = normalize_frames(np.stack([np.asarray(noise(64, 64, i)) for i in range(3)]), VIDEO_FORMAT)
-    patches, grid = patchify_video(frames, VIDEO_FORMAT)
-    repeated, _ = patchify_video(np.concatenate([frames, frames[-1:]]), VIDEO_FORMAT)
-    assert grid == (2, 4, 4)
-    np.testing.assert_array_equal(patches, repeated)
 
 
 def test_images_come_first_then_clips(tmp_path: Path) -> None:
@@ -134,9 +56,8 @@ def test_every_animated_format_is_a_clip(tmp_path: Path, suffix: str) -> None:
     frames = [noise(64, 64, seed) for seed in range(4)]
     inputs = load_inputs([save_clip(tmp_path / f"clip{suffix}", frames)])
     assert [(item.frames, item.layout["grid"]) for item in inputs.items] == [(4, (2, 4, 4))]
-    exact = patchify_video(
-        normalize_frames(np.stack([np.asarray(f) for f in frames]), VIDEO_FORMAT), VIDEO_FORMAT
-    )
+    pixels = normalize_pixels(np.stack([np.asarray(f) for f in frames]), VIDEO_FORMAT.mean, VIDEO_FORMAT.std)
+    exact = patchify_video(pixels, VIDEO_FORMAT)
     if suffix != ".gif":
         np.testing.assert_array_equal(inputs.mm_kwargs["pixel_values_videos"].numpy(), exact[0])
 
@@ -205,20 +126,6 @@ def test_a_truncated_file_is_named(tmp_path: Path) -> None:
     path.write_bytes((EXAMPLES / "images" / "cat.jpg").read_bytes()[:2000])
     with pytest.raises(InputError, match=r"half\.jpg: cannot be read as an image"):
         load_inputs([path])
-
-
-def test_settings_of_a_processor_replace_the_defaults() -> None:
-    settings = {
-        "size": {"shortest_edge": 65536, "longest_edge": 99999},
-        "patch_size": 14,
-        "image_mean": [0.1, 0.2, 0.3],
-        "image_processor_type": "Qwen2VLImageProcessor",
-    }
-    form = IMAGE_FORMAT.updated(settings)
-    assert form == PatchFormat(65536, 99999, patch_size=14, mean=(0.1, 0.2, 0.3))
-    assert form.factor == 28
-    assert IMAGE_FORMAT.updated({"min_pixels": 1, "max_pixels": 2}) == PatchFormat(1, 2)
-    assert IMAGE_FORMAT.updated({}) is not None
 
 
 def test_the_examples_keep_their_size() -> None:
