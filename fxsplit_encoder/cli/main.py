@@ -53,6 +53,8 @@ def _reporting(verb: Callable[P, None]) -> Callable[P, None]:
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
             verb(*args, **kwargs)
+        except MissingExtraError:
+            _fail(MissingExtraError(_PROGRAM, "cli"))  # which brings the packages of `hf`
         except FxSplitError as error:
             _fail(error)
         except ModuleNotFoundError as error:

@@ -253,7 +253,7 @@ def test_help(arguments: list[str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("package", ["typer", "transformers"])
+@pytest.mark.parametrize("package", ["typer", "transformers", "rich"])
 def test_a_missing_package_names_the_extra(package: str) -> None:
     script = (
         f"import sys; sys.modules[{package!r}] = None\n"
