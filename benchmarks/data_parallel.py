@@ -36,7 +36,7 @@ from timing import synchronize
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.cli.models import demo_tower
+from fxsplit_encoder.models.random import demo_tower
 
 PIXELS = 336
 LIMITS = {

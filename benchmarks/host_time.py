@@ -39,8 +39,8 @@ from workloads import random_grid
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.attention import KernelChooser, choosing, varlen_attention
-from fxsplit_encoder.cli.models import demo_tower
 from fxsplit_encoder.compile.blocks import end_blocks, takes_blocks
+from fxsplit_encoder.models.random import demo_tower
 from fxsplit_encoder.planning import Item
 
 LIMITS: dict[str, Any] = {

@@ -25,9 +25,8 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.cli.architectures import ARCHITECTURES, architecture
-from fxsplit_encoder.cli.models import DEMO_MODEL, demo_tower
-from fxsplit_encoder.cli.random_inputs import random_inputs
+from fxsplit_encoder.models.random import DEMO_MODEL, demo_tower, random_inputs
+from fxsplit_encoder.models.registry import ARCHITECTURES, architecture
 from fxsplit_encoder.towers.packed import PackedTower
 
 PATCHES = (196, 784, 3136, 7056)

@@ -31,7 +31,7 @@ from timing import wall_ms
 from workloads import MOST_IMAGES, random_grid
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.cli.models import demo_tower
+from fxsplit_encoder.models.random import demo_tower
 
 ITEMS = 16
 POWERS_OF_TWO = tuple(64 << power for power in range(8))

@@ -41,9 +41,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.capture.forward import measure_ms
-from fxsplit_encoder.cli.models import demo_tower
 from fxsplit_encoder.compile.passes import DEFAULT_PASSES, PASSES, relative_rms
 from fxsplit_encoder.compile.pieces import compile_inductor
+from fxsplit_encoder.models.random import demo_tower
 
 PATCHES = (196, 784, 3136, 7056)
 ROWS = (196, 256, 784, 1024, 3136)

@@ -45,8 +45,8 @@ def start(small: bool, budgets: Sequence[int]) -> dict[str, Any]:
         from narrow_tower import narrow_tower
 
         import fxsplit_encoder as fx
-        from fxsplit_encoder.cli.models import demo_tower
         from fxsplit_encoder.compile.pieces import piece_compiler
+        from fxsplit_encoder.models.random import demo_tower
 
     def synchronise() -> None:
         if not small:

@@ -14,8 +14,8 @@ from torch import Tensor
 from workloads import Request
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.cli.architectures import ARCHITECTURES
-from fxsplit_encoder.cli.models import demo_tower
+from fxsplit_encoder.models.random import demo_tower
+from fxsplit_encoder.models.registry import ARCHITECTURES
 
 DEFAULT_TOWERS = ("qwen3-vl-8b", "qwen2.5-vl-7b", "internvl3-8b", "deepseek-ocr")
 

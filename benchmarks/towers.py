@@ -45,11 +45,9 @@ from tables.towers import figures
 from timing import synchronize, wall_ms
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.cli.architectures import architecture
-from fxsplit_encoder.cli.compare import max_error, rms_error
-from fxsplit_encoder.cli.eager import EagerTower, as_tensors, share_weights
-from fxsplit_encoder.cli.models import demo_tower
-from fxsplit_encoder.cli.random_inputs import random_inputs
+from fxsplit_encoder.models.eager import EagerTower, as_tensors, max_error, rms_error, share_weights
+from fxsplit_encoder.models.random import demo_tower, random_inputs
+from fxsplit_encoder.models.registry import architecture
 from fxsplit_encoder.towers.packed import PackedTower
 from fxsplit_encoder.towers.tiled import TiledTower
 

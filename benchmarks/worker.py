@@ -95,7 +95,7 @@ def run_job(job: Job, timeout: float, on_event: Callable[[Event], None], method:
 def start_method() -> str:
     """A server that has imported everything and forks; plain processes where an import touched CUDA."""
     context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["fxsplit_encoder", "fxsplit_encoder.cli.models"])
+    context.set_forkserver_preload(["fxsplit_encoder", "fxsplit_encoder.models.random"])
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_probe_fork, args=(sender,))
     process.start()

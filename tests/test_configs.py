@@ -9,8 +9,8 @@ import pytest
 from towers import MODELS
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.cli.architectures import architecture
-from fxsplit_encoder.cli.models import DEMO_MODEL, demo_tower
+from fxsplit_encoder.models.random import DEMO_MODEL, demo_tower
+from fxsplit_encoder.models.registry import architecture
 from fxsplit_encoder.planning.limits import resolve_limits
 
 CONFIGS = Path(__file__).parents[1] / "configs"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.cli.eager import EagerTower
+from fxsplit_encoder.models.eager import EagerTower, max_error, rms_error
 from fxsplit_encoder.planning import Plan
 
 FLOAT32_TOLERANCE = 1e-4
@@ -98,17 +97,6 @@ class Comparer:
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-
-
-def max_error(items: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """The largest difference of a value."""
-    return max((a.float() - b.float()).abs().max().item() for a, b in zip(items, expected, strict=True))
-
-
-def rms_error(items: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """The root mean square of the differences of all values."""
-    total = sum((a.float() - b.float()).square().sum().item() for a, b in zip(items, expected, strict=True))
-    return math.sqrt(total / sum(b.numel() for b in expected))
 
 
 def error_ratio(ours: Sequence[Tensor], eager: Sequence[Tensor], exact: Sequence[Tensor]) -> float:

@@ -11,23 +11,23 @@ from typing import Any
 import torch
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.cli.architectures import architecture
 from fxsplit_encoder.cli.compare import ERROR_RATIO_TOLERANCE, FLOAT32_TOLERANCE, Comparer, Comparison
 from fxsplit_encoder.cli.console import (
     Update,
     describe_device,
     describe_replay,
+    describe_split,
+    describe_tower,
     print_facts,
     print_table,
     progress_bars,
     repository_path,
 )
-from fxsplit_encoder.cli.describe import describe_split, describe_tower
-from fxsplit_encoder.cli.eager import EagerTower, as_tensors, share_weights
-from fxsplit_encoder.cli.families import Family
-from fxsplit_encoder.cli.inputs import EncoderInputs, find_files, load_inputs
-from fxsplit_encoder.cli.models import demo_tower
-from fxsplit_encoder.cli.preparation import ProcessorSettings
+from fxsplit_encoder.models.eager import EagerTower, as_tensors, share_weights
+from fxsplit_encoder.models.family import Family
+from fxsplit_encoder.models.prepare import EncoderInputs, ProcessorSettings, find_files, load_inputs
+from fxsplit_encoder.models.random import demo_tower
+from fxsplit_encoder.models.registry import architecture
 from fxsplit_encoder.towers.dense import DenseTower
 
 _CPU_BLOCKS = 2
@@ -52,7 +52,7 @@ def run_demo(
         blocks: the tower's depth; None: all of it on CUDA, a few blocks on a CPU.
         device: where both towers run.
         dtype: of the weights and the pixels.
-        model: whose tower, a name of `cli.architectures.ARCHITECTURES`.
+        model: whose tower, a name of `models.registry.ARCHITECTURES`.
 
     Returns:
         Whether every output is within tolerance of eager's.

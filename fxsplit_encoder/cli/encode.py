@@ -10,18 +10,18 @@ import torch
 from safetensors.torch import save_file
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.cli.checkpoint import Checkpoint
 from fxsplit_encoder.cli.console import (
     describe_device,
     describe_replay,
+    describe_tower,
     print_facts,
     print_table,
     progress_bars,
 )
-from fxsplit_encoder.cli.describe import describe_tower
-from fxsplit_encoder.cli.inputs import EncoderInputs, find_files, load_inputs
-from fxsplit_encoder.cli.models import load_tower, read_family
 from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.models.checkpoint import Checkpoint
+from fxsplit_encoder.models.load import load_tower, read_family
+from fxsplit_encoder.models.prepare import EncoderInputs, find_files, load_inputs
 from fxsplit_encoder.planning import Plan
 
 

@@ -53,6 +53,8 @@ def _reporting(verb: Callable[P, None]) -> Callable[P, None]:
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
             verb(*args, **kwargs)
+        except MissingExtraError:
+            _fail(MissingExtraError(_PROGRAM, "cli"))  # which brings the packages of `hf`
         except FxSplitError as error:
             _fail(error)
         except ModuleNotFoundError as error:
@@ -170,8 +172,7 @@ def inspect(
     """Show how a tower is split at attention, which pieces may be padded, and its budgets."""
     import fxsplit_encoder as fx
     from fxsplit_encoder.cli.console import choose_device, choose_dtype
-    from fxsplit_encoder.cli.inspection import find_tower, run_inspect
-    from fxsplit_encoder.cli.measured import print_attention, print_captures
+    from fxsplit_encoder.cli.inspection import find_tower, print_attention, print_captures, run_inspect
 
     settings = fx.EncoderConfig.from_yaml(config) if config else fx.EncoderConfig()
     where = choose_device(device)

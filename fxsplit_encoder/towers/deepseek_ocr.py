@@ -14,7 +14,7 @@ from fxsplit_encoder.towers.tiles import View
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fxsplit_encoder.towers.models.deepseek_encoder import DeepseekOcrConfig, DeepseekOcrVisionModel
+    from fxsplit_encoder.modules.deepseek_encoder import DeepseekOcrConfig, DeepseekOcrVisionModel
 
 
 class DeepseekOcrTower(TiledTower):

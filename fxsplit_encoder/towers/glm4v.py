@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
+from fxsplit_encoder.modules.blocks import resample
 from fxsplit_encoder.towers import grid as grids_of
 from fxsplit_encoder.towers.packed import PackedTower
 from fxsplit_encoder.towers.rotary import cosines_and_sines, gives_angles
-from fxsplit_encoder.towers.taps import TAPS, interpolation, resample
+from fxsplit_encoder.towers.taps import TAPS, interpolation
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

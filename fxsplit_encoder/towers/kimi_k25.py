@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.modules.blocks import merge, resample
 from fxsplit_encoder.protocol import EncoderItemSpec
 from fxsplit_encoder.towers import grid as grids_of
 from fxsplit_encoder.towers.base import given_batch
-from fxsplit_encoder.towers.merge import mean_frames, merge
+from fxsplit_encoder.towers.merge import mean_frames
 from fxsplit_encoder.towers.raster import RasterTower
-from fxsplit_encoder.towers.taps import resample
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

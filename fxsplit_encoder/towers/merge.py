@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from fxsplit_encoder.compile.permute import permute_rows
 from fxsplit_encoder.towers import grid as grids_of
 
 if TYPE_CHECKING:
@@ -53,13 +52,3 @@ def mean_frames(tokens: Tensor, grids: Sequence[Grid], rows_per_token: int) -> l
         item.view(t, -1, *item.shape[1:]).mean(0) if t > 1 else item
         for item, (t, _, _) in zip(items, grids, strict=True)
     ]
-
-
-def merge(hidden: Tensor, order: Tensor, rows_per_token: int) -> Tensor:
-    """Brings rows together by output token: (patches, hidden) to (tokens, rows_per_token, hidden).
-
-    Args:
-        order: (patches,), from `merge_order`.
-    """
-    rows: Tensor = permute_rows(hidden, order)
-    return rows.view(-1, rows_per_token, hidden.shape[-1])

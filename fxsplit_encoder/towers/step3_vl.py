@@ -10,7 +10,7 @@ from fxsplit_encoder.towers.tiles import View
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fxsplit_encoder.towers.models.step3_vision import Step3VisionConfig, Step3VisionModel
+    from fxsplit_encoder.modules.step3_vision import Step3VisionConfig, Step3VisionModel
 
 
 class Step3VLTower(TiledTower):

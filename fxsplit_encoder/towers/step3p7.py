@@ -10,7 +10,7 @@ from torch import nn
 from transformers.modeling_outputs import BaseModelOutput
 
 from fxsplit_encoder.attention.hugging_face import use_varlen_attention
-from fxsplit_encoder.towers.models.folded import FoldedTable, resized_positions, sides_of
+from fxsplit_encoder.modules.folded import FoldedTable, resized_positions, sides_of
 from fxsplit_encoder.towers.tiled import CropGrid, TiledTower, crops_in_a_row, downsampled, square_view
 from fxsplit_encoder.towers.tiles import View
 

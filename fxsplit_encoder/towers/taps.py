@@ -10,7 +10,6 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-import torch.nn.functional as F
 
 from fxsplit_encoder.towers.grid import concatenate
 
@@ -107,18 +106,3 @@ def _cubic_kernel(distance: NDArray[np.float32]) -> NDArray[np.float32]:
     near = ((a + 2) * d - (a + 3)) * d * d + 1
     far = ((a * d - 5 * a) * d + 8 * a) * d - 4 * a
     return np.where(d <= 1, near, far)
-
-
-def resample(table: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-    """The positions of every patch, (patches, hidden), at the weights' precision.
-
-    Args:
-        table: (entries, hidden).
-        indices, weights: (patches, taps), from `interpolation`.
-    """
-    # A sum of lookups, one a tap, is a single pointwise kernel when compiled; a reduction over all taps would
-    # first write as many rows a patch.
-    result = F.embedding(indices[:, 0], table) * weights[:, :1]
-    for tap in range(1, weights.shape[1]):
-        result = result + F.embedding(indices[:, tap], table) * weights[:, tap : tap + 1]
-    return result

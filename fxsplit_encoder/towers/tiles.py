@@ -14,6 +14,7 @@ import torch
 from torch.torch_version import TorchVersion
 
 from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.modules.folded import refresh_tables, tables_of
 from fxsplit_encoder.protocol import (
     EncoderCudaGraphCaptureInputs,
     EncoderCudaGraphConfig,
@@ -22,7 +23,6 @@ from fxsplit_encoder.protocol import (
 )
 from fxsplit_encoder.towers.base import WrappedTower
 from fxsplit_encoder.towers.inputs import check_pixels
-from fxsplit_encoder.towers.models.folded import refresh_tables, tables_of
 from fxsplit_encoder.towers.rows import one_or_several
 
 if TYPE_CHECKING:

@@ -69,7 +69,7 @@ def test_the_progress_says_where_seconds_went_and_pieces_came_from() -> None:
 
 
 def test_every_family_is_measured_with_its_configuration() -> None:
-    from fxsplit_encoder.cli.architectures import ARCHITECTURES
+    from fxsplit_encoder.models.registry import ARCHITECTURES
 
     measured_types = {ARCHITECTURES[name].model_type for name in towers.MODELS}
     assert {known.model_type for known in ARCHITECTURES.values()} - measured_types == {"glm46v"}

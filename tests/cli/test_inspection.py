@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.cli.inspection import run_inspect
-from fxsplit_encoder.cli.measured import print_attention, print_captures
+from fxsplit_encoder.cli.inspection import print_attention, print_captures, run_inspect
 from fxsplit_encoder.towers import DenseTowerSpec
 
 

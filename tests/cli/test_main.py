@@ -12,13 +12,11 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 from typer.testing import CliRunner, Result
 
 from fxsplit_encoder.cli import compare, console
-from fxsplit_encoder.cli.eager import packed
-from fxsplit_encoder.cli.inputs import load_inputs
 from fxsplit_encoder.cli.main import app
-from fxsplit_encoder.cli.packed_inputs import BlockPatches
-from fxsplit_encoder.cli.patches import IMAGE_FORMAT, VIDEO_FORMAT
+from fxsplit_encoder.models.patches import IMAGE_FORMAT, VIDEO_FORMAT, BlockPatches, block_eager
+from fxsplit_encoder.models.prepare import load_inputs
 
-from .test_families import save
+from ..models.checkpoints import save
 
 SaveCheckpoint = Callable[..., Path]
 
@@ -135,7 +133,7 @@ def test_encode(
     image_format = IMAGE_FORMAT.updated({"image_mean": [0.4, 0.5, 0.6]})
     inputs = load_inputs(photographs, BlockPatches(image_format, VIDEO_FORMAT))
     with torch.no_grad():
-        expected = packed(tiny_tower, inputs.mm_kwargs)
+        expected = block_eager(tiny_tower, inputs.mm_kwargs)
     with safe_open(output, framework="pt") as file:
         metadata = {name: json.loads(value) for name, value in file.metadata().items()}
         keys = ["photo.png", "photo.png#2", "clip.webp"]
@@ -255,7 +253,7 @@ def test_help(arguments: list[str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("package", ["typer", "transformers"])
+@pytest.mark.parametrize("package", ["typer", "transformers", "rich"])
 def test_a_missing_package_names_the_extra(package: str) -> None:
     script = (
         f"import sys; sys.modules[{package!r}] = None\n"

@@ -23,7 +23,7 @@ def towers() -> Any:
     """(Hugging Face tower in bfloat16, the same in float32, a wrapped copy)."""
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    from fxsplit_encoder.cli.models import demo_tower
+    from fxsplit_encoder.models.random import demo_tower
 
     eager = demo_tower(6, "cuda", torch.bfloat16)
     return eager, copy.deepcopy(eager).float(), fx.wrap(copy.deepcopy(eager))

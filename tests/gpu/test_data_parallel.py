@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.cli.models import demo_tower
 from fxsplit_encoder.errors import RankError
+from fxsplit_encoder.models.random import demo_tower
 
 from ..manager.data_parallel_workers import FAILING_RANK, LIMITS, SHORT, run_ranks
 from .support import errors

@@ -17,10 +17,9 @@ from poison import poison
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.capture import GraphPool
-from fxsplit_encoder.cli.architectures import architecture
-from fxsplit_encoder.cli.compare import rms_error
-from fxsplit_encoder.cli.eager import EagerTower
-from fxsplit_encoder.cli.models import demo_tower
+from fxsplit_encoder.models.eager import EagerTower, rms_error
+from fxsplit_encoder.models.random import demo_tower
+from fxsplit_encoder.models.registry import architecture
 
 pytestmark = pytest.mark.gpu
 

@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.cli.models import demo_tower, draw_weights
 from fxsplit_encoder.compile.passes import PASSES, relative_rms
 from fxsplit_encoder.compile.passes.fp8_linear import linear_fp8, quantise_rows
-from fxsplit_encoder.towers.models.clip_encoder import ClipConfig
-from fxsplit_encoder.towers.models.deepseek_encoder import DeepseekOcrConfig, DeepseekOcrVisionModel
-from fxsplit_encoder.towers.models.sam import SamConfig
+from fxsplit_encoder.models.random import demo_tower, draw_weights
+from fxsplit_encoder.modules.clip_encoder import ClipConfig
+from fxsplit_encoder.modules.deepseek_encoder import DeepseekOcrConfig, DeepseekOcrVisionModel
+from fxsplit_encoder.modules.sam import SamConfig
 
 pytestmark = pytest.mark.gpu
 

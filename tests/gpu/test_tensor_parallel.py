@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fxsplit_encoder.cli.models import demo_tower
+from fxsplit_encoder.models.random import demo_tower
 
 from ..manager.tensor_parallel_workers import run_ranks
 

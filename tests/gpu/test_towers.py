@@ -11,11 +11,9 @@ import torch
 from poison import poison
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.cli.architectures import architecture
-from fxsplit_encoder.cli.compare import rms_error
-from fxsplit_encoder.cli.eager import EagerTower, as_tensors, share_weights
-from fxsplit_encoder.cli.models import demo_tower
-from fxsplit_encoder.cli.random_inputs import random_inputs
+from fxsplit_encoder.models.eager import EagerTower, as_tensors, rms_error, share_weights
+from fxsplit_encoder.models.random import demo_tower, random_inputs
+from fxsplit_encoder.models.registry import architecture
 from fxsplit_encoder.towers.packed import PackedTower
 from fxsplit_encoder.towers.tiled import TiledTower
 

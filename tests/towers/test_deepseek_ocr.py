@@ -15,9 +15,9 @@ from torch import Tensor
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.towers.models.clip_encoder import ClipConfig
-from fxsplit_encoder.towers.models.deepseek_encoder import DeepseekOcrConfig, DeepseekOcrVisionModel
-from fxsplit_encoder.towers.models.sam import SamConfig
+from fxsplit_encoder.modules.clip_encoder import ClipConfig
+from fxsplit_encoder.modules.deepseek_encoder import DeepseekOcrConfig, DeepseekOcrVisionModel
+from fxsplit_encoder.modules.sam import SamConfig
 
 from .random_weights import randomise
 from .tiny_views import deepseek_ocr_config

@@ -15,7 +15,7 @@ from torch import Tensor
 import fxsplit_encoder as fx
 from fxsplit_encoder.backend import dispatchers
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.towers.models.moonvit import KimiVLVisionConfig, KimiVLVisionModel
+from fxsplit_encoder.modules.moonvit import KimiVLVisionConfig, KimiVLVisionModel
 
 from .kimi_towers import MODES, assert_same_items, assert_traced_once, make_managers, patches
 from .one_graph import only_dispatcher

@@ -4,7 +4,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxsplit_encoder.towers.merge import merge, merge_order
+from fxsplit_encoder.modules.blocks import merge
+from fxsplit_encoder.towers.merge import merge_order
 
 
 @settings(max_examples=40)

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import vision_utils
 
-from fxsplit_encoder.towers.taps import TAPS, frame_interpolation, interpolation, resample
+from fxsplit_encoder.modules.blocks import resample
+from fxsplit_encoder.towers.taps import TAPS, frame_interpolation, interpolation
 
 Grids = list[tuple[int, int, int]]
 sides = st.integers(1, 70)

@@ -1,0 +1,128 @@
+"""DeepSeek-OCR: a page as a whole and, if it is large, as a grid of crops."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from PIL import Image, ImageOps
+from torch import nn
+
+from fxsplit_encoder.models.family import (
+    WHOLE_MODEL,
+    Architecture,
+    Family,
+    Settings,
+    given,
+    vision_settings,
+)
+from fxsplit_encoder.models.prepare import HALF, Normalization, Preparation, Prepared, ProcessorSettings
+from fxsplit_encoder.models.tiles import Grid, crop_pixels, cut, of_views
+from fxsplit_encoder.modules.clip_encoder import ClipConfig
+from fxsplit_encoder.modules.deepseek_encoder import DeepseekOcrConfig, DeepseekOcrVisionModel
+from fxsplit_encoder.modules.sam import SamConfig
+
+_BICUBIC = Image.Resampling.BICUBIC
+# Pixels a side: images up to it have no crops, and modes up to it that have no crops stretch images.
+_SMALL = 640
+
+
+def _build(settings: Settings) -> nn.Module:
+    """Ours; config.json lists both encoders under `vision_config.width`.
+
+    `base_size` and `image_size`, arguments of the published model's `infer`, are read beside `vision_config`,
+    whose own `image_size` is the size that SAM's positions are stored for.
+    """
+    encoders = vision_settings(settings).get("width", {})
+    clip, sam = encoders.get("clip-l-14-224", {}), encoders.get("sam_vit_b", {})
+    channels = sam.get("downsample_channels", SamConfig.downsample_channels)
+    projector = settings.get("projector_config", {})
+    return DeepseekOcrVisionModel(
+        DeepseekOcrConfig(
+            **given(settings, "base_size", "image_size"),
+            out_hidden_size=projector.get("n_embed", DeepseekOcrConfig.out_hidden_size),
+            sam=SamConfig(
+                **_transformer_sizes(sam),
+                global_layers=tuple(sam.get("global_attn_indexes", SamConfig.global_layers)),
+                downsample_channels=(channels[0], channels[1]),
+            ),
+            clip=ClipConfig(**_transformer_sizes(clip), **given(clip, "image_size", "patch_size")),
+        )
+    )
+
+
+def _transformer_sizes(encoder: Settings) -> dict[str, Any]:
+    names = {"num_layers": "layers", "num_heads": "heads", "hidden_size": "width"}
+    sizes = {own: encoder[name] for own, name in names.items() if name in encoder}
+    # In both encoders an MLP is four times as wide as a block.
+    return {**sizes, **({"mlp_size": 4 * sizes["hidden_size"]} if "hidden_size" in sizes else {})}
+
+
+@dataclass(frozen=True)
+class DeepseekOcrViews(Preparation):
+    """A page as a whole and, if it is large and the mode has crops, as 2 to 9 of them.
+
+    The model's modes are two sizes; those with two equal ones have no crops. The whole page keeps its aspect
+    ratio, on grey; small modes without crops stretch it.
+    """
+
+    whole: int
+    crop: int
+    max_crops: int
+    normalization: Normalization
+
+    @classmethod
+    def read(cls, settings: Settings, processor: ProcessorSettings) -> DeepseekOcrViews:
+        """Those of the checkpoint's `base_size` and `image_size`; of the mode "Gundam" without."""
+        whole = settings.get("base_size", DeepseekOcrConfig.base_size)
+        crop = settings.get("image_size", DeepseekOcrConfig.image_size)
+        return cls(whole, crop, 9, HALF.updated(processor.image))
+
+    def image(self, image: Image.Image) -> Prepared:
+        """Both views."""
+        has_crops, size = self.crop != self.whole, (self.whole, self.whole)
+        grid, crops = deepseek_crops(image, self.crop, self.max_crops) if has_crops else ((1, 1), [])
+        if has_crops or self.whole > _SMALL:
+            grey = tuple(int(255 * mean) for mean in self.normalization.mean)
+            whole = ImageOps.pad(image, size, _BICUBIC, color=grey)
+        else:
+            whole = image.resize(size, _BICUBIC)
+        return of_views(
+            {"pixel_values": self.normalization([whole]), "images_spatial_crop": torch.tensor([grid])},
+            "images_crop",
+            crop_pixels(crops, self.crop, self.normalization),
+            grid,
+        )
+
+
+def deepseek_crops(image: Image.Image, side: int, max_crops: int) -> tuple[Grid, list[Image.Image]]:
+    """The grid and its crops, of the image stretched over them; a small image has none, whatever `side`.
+
+    As the model's own `infer` does it; the grid is InternVL's.
+    """
+    from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import get_optimal_tiled_canvas
+
+    if max(image.size) <= _SMALL:
+        return (1, 1), []
+    columns, rows = get_optimal_tiled_canvas((image.height, image.width), (side, side), 2, max_crops)
+    return (columns, rows), list(cut(image.resize((columns * side, rows * side), _BICUBIC), side, side))
+
+
+_DEEPSEEK_OCR = Family(_build, DeepseekOcrViews.read, "tiles", prefixes=WHOLE_MODEL, is_apart=False)
+
+# Its model type, deepseek_vl_v2, is also that of another model.
+FAMILIES = {"DeepseekOCRForCausalLM": _DEEPSEEK_OCR}
+
+
+def _vision(blocks: int) -> dict[str, Any]:
+    # CLIP's blocks are counted; SAM has half as many, every third of which attends to the whole image.
+    layers = (blocks + 1) // 2
+    whole = [b for b in range(layers) if b % 3 == 2 or b == layers - 1]
+    sam = {"layers": layers, "global_attn_indexes": whole}
+    return {"width": {"clip-l-14-224": {"layers": blocks}, "sam_vit_b": sam}}
+
+
+ARCHITECTURES = {
+    "deepseek-ocr": Architecture("DeepSeek-OCR", "DeepseekOCRForCausalLM", _DEEPSEEK_OCR, 24, _vision)
+}

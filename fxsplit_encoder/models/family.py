@@ -1,0 +1,169 @@
+"""What is known of a kind of vision tower, and of a published model that has one."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.initialization import no_init_weights
+
+import fxsplit_encoder as fx
+from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.models.checkpoint import Renames
+from fxsplit_encoder.models.eager import EagerForward
+from fxsplit_encoder.models.prepare import Preparation, ProcessorSettings
+from fxsplit_encoder.towers import DenseTowerSpec
+
+Settings = Mapping[str, Any]
+"""What a config.json holds: of a whole model, or of its vision tower alone."""
+
+Build = Callable[[Settings], nn.Module]
+Prepare = Callable[[Settings, ProcessorSettings], Preparation]
+
+VISUAL = ("model.visual.", "visual.", "")
+"""Prefixes of the Qwen line and GLM, whose tower is the model's `visual`."""
+
+WHOLE_MODEL = ("model.", "")
+"""Prefixes of families whose connector belongs to the model."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """One kind of tower."""
+
+    build: Build
+    """What `wrap` takes."""
+    prepare: Prepare
+    """Images to inputs, by the model's and its processors' settings."""
+    unit: str
+    """What an item's size counts: patches or tiles."""
+    eager: EagerForward | None = None
+    """How it runs without this library; None: the model is ours, and it runs by its adapter."""
+    prefixes: tuple[str, ...] = ("",)
+    """What may come before the names of the tower's tensors in a checkpoint; the first that any name fits."""
+    is_apart: bool = True
+    """Whether only the tower's tensors begin with the prefix; else those of other modules are left out."""
+    renames: Renames = ()
+    """From a published checkpoint's names; see `checkpoint`."""
+    spec: Callable[[Any], DenseTowerSpec] | None = None
+    """Declares a tower without an adapter."""
+
+    def empty_tower(self, settings: Settings, device: torch.device) -> nn.Module:
+        """What `build` makes on a device, for inference, its parameters not yet drawn.
+
+        Not on "meta" first: what no checkpoint holds, towers compute when they are made.
+        """
+        with no_init_weights(), device:
+            return self.build(settings).requires_grad_(False).eval()
+
+    def wrap(self, module: nn.Module) -> Any:
+        """The tower behind the manager's protocol."""
+        return fx.wrap(module, None if self.spec is None else self.spec(module))
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """The tower of a published model."""
+
+    title: str
+    model_type: str
+    """Of its checkpoint, a key of `registry.FAMILIES`."""
+    family: Family
+    """How it is built and fed."""
+    blocks: int
+    vision: Callable[[int], dict[str, Any]]
+    """Its `vision_config` at a depth; what it leaves out is the configuration class's own value."""
+    model: Mapping[str, Any] = field(default_factory=dict)
+    """What else of the model's config.json the tower depends on."""
+
+    def settings(self, blocks: int | None = None) -> Settings:
+        """The model's config.json, as far as the tower goes, at a depth; None: its own.
+
+        Raises:
+            InputError: more blocks than the model has, or none.
+        """
+        depth = self.blocks if blocks is None else blocks
+        if not 1 <= depth <= self.blocks:
+            raise InputError(f"blocks: expected 1 to {self.blocks}; got {depth}")
+        return {**self.model, "model_type": self.model_type, "vision_config": self.vision(depth)}
+
+
+# --- settings
+
+
+def stack(depth: str, **settings: Any) -> Callable[[int], dict[str, Any]]:
+    """The `vision_config` of a tower whose setting `depth` is its number of blocks."""
+    return lambda blocks: {**settings, depth: blocks}
+
+
+def text_config(hidden_size: int) -> dict[str, Any]:
+    """The part of a config.json that says how wide the language model is."""
+    return {"text_config": {"hidden_size": hidden_size}}
+
+
+def text_width(settings: Settings) -> int:
+    """The width of the language model, in which a projector writes."""
+    width: int = settings["text_config"]["hidden_size"]
+    return width
+
+
+def vision_settings(settings: Settings) -> dict[str, Any]:
+    """The vision tower's own part."""
+    vision = dict(settings.get("vision_config", settings))
+    vision.pop("model_type", None)
+    return vision
+
+
+def given(settings: Settings, *names: str) -> dict[str, Any]:
+    """Those settings of these names that there are."""
+    return {name: settings[name] for name in names if name in settings}
+
+
+# --- towers that transformers has
+
+
+def hugging_face(module: str, tower: str, config: str) -> Build:
+    """Builds a vision tower that transformers has.
+
+    Args:
+        module: under `transformers.models`; imported when a tower is built.
+        tower: the tower's class.
+        config: the class of its configuration.
+    """
+
+    def build(settings: Settings) -> nn.Module:
+        made: nn.Module = hugging_face_class(module, "modeling", tower)(
+            hugging_face_class(module, "configuration", config)(**vision_settings(settings))
+        )
+        return made
+
+    return build
+
+
+def without_language_model(
+    module: str, model: str, config: str, text: Mapping[str, Any], **settings: Any
+) -> nn.Module:
+    """A model of transformers whose connector belongs to it, its language model dropped.
+
+    Args:
+        module: under `transformers.models`.
+        model: the model's class.
+        config: the class of its configuration.
+        text: of the language model: its width, and what its class asks for beside the common settings. It is
+            built as one block, as narrow as they allow.
+        settings: the rest of the configuration.
+    """
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 16}
+    made = hugging_face_class(module, "configuration", config)(text_config={**sizes, **text}, **settings)
+    built: Any = hugging_face_class(module, "modeling", model)(made)
+    built.language_model = nn.Identity()
+    return built  # type: ignore[no-any-return]
+
+
+def hugging_face_class(module: str, kind: str, name: str) -> Any:
+    """A class of transformers, imported when it is asked for: `models.<module>.<kind>_<module>.<name>`."""
+    return getattr(importlib.import_module(f"transformers.models.{module}.{kind}_{module}"), name)

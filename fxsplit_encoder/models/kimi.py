@@ -1,0 +1,207 @@
+"""Kimi-VL and Kimi-K2.5, on MoonViT: patches in raster order of images at their own size."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor, nn
+
+from fxsplit_encoder.models.checkpoint import Renames
+from fxsplit_encoder.models.eager import GRIDS, PIXELS, Inputs
+from fxsplit_encoder.models.family import (
+    WHOLE_MODEL,
+    Architecture,
+    Family,
+    Settings,
+    hugging_face,
+    stack,
+    text_config,
+    vision_settings,
+)
+from fxsplit_encoder.models.patches import IMAGE_KEYS, VIDEO_KEYS, Grid, of_patches
+from fxsplit_encoder.models.prepare import (
+    HALF,
+    Normalization,
+    Preparation,
+    Prepared,
+    ProcessorSettings,
+    frames_of,
+)
+from fxsplit_encoder.modules.moonvit import KimiVLVisionConfig, KimiVLVisionModel
+
+K25_NAMES: Renames = (
+    (r"^encoder\.", ""),
+    (r"^blocks\.(\d+)\.norm1\.", r"layers.\1.norm2."),
+    (r"^blocks\.(\d+)\.norm0\.", r"layers.\1.norm1."),
+    (r"^blocks\.(\d+)\.mlp\.fc1\.", r"layers.\1.mlp.fc2."),
+    (r"^blocks\.(\d+)\.mlp\.fc0\.", r"layers.\1.mlp.fc1."),
+    (r"^blocks\.(\d+)\.wo\.", r"layers.\1.attn.proj."),
+    (r"^blocks\.(\d+)\.wqkv\.", r"layers.\1.attn.qkv."),
+    (r"^blocks\.", "layers."),
+    (r"^patch_embed\.pos_emb\.weight$", "patch_embed.pos_emb.position_embeddings"),
+)
+
+
+@dataclass(frozen=True)
+class RasterPatches(Preparation):
+    """Patches in raster order of images at their own size, on black where a side is no multiple: MoonViT."""
+
+    patch_size: int = 14
+    merge_size: int = 2
+    max_patches: int = 4096
+    max_side: int = 512
+    max_frame_patches: int = 4096
+    """Of each frame of a clip."""
+    frames_per_clip: int = 0
+    """Frames that one item holds; clips are cut. 0: the model takes images only."""
+    normalization: Normalization = HALF
+
+    @property
+    def takes_clips(self) -> bool:  # type: ignore[override]
+        """Whether clips are taken."""
+        return self.frames_per_clip > 0
+
+    @classmethod
+    def of_kimi_vl(cls, settings: Settings, processor: ProcessorSettings) -> RasterPatches:
+        """Kimi-VL's."""
+        given = processor.image
+        return cls(
+            patch_size=vision_settings(settings).get("patch_size", 14),
+            merge_size=_side(vision_settings(settings)),
+            max_patches=given.get("in_token_limit", 4096),
+            normalization=HALF.updated(given),
+        )
+
+    @classmethod
+    def of_kimi_k25(cls, settings: Settings, processor: ProcessorSettings) -> RasterPatches:
+        """Kimi-K2.5's, by the settings of its own processor or of transformers'."""
+        image = {**processor.image, **processor.image.get("media_proc_cfg", {})}
+        return cls(
+            patch_size=vision_settings(settings).get("patch_size", 14),
+            merge_size=_side(vision_settings(settings)),
+            max_patches=image.get("in_patch_limit", image.get("max_patches", 16384)),
+            max_side=image.get("patch_limit_on_one_side", 512),
+            max_frame_patches=image.get("in_patch_limit_each_frame", 4096),
+            frames_per_clip=image.get("temporal_merge_kernel_size", 4),
+            normalization=HALF.updated(image),
+        )
+
+    def image(self, image: Image.Image) -> Prepared:
+        """An image of one frame."""
+        patches, grid = self._patches([image], self.max_patches)
+        if not self.takes_clips:  # Kimi-VL, whose sizes have no frames
+            return of_patches(("pixel_values", "image_grid_hws"), patches, grid, grid[1:])
+        return of_patches(IMAGE_KEYS, patches, grid, grid)
+
+    def clip(self, clip: Image.Image) -> list[Prepared]:
+        """Items of a few frames each."""
+        if not self.takes_clips:
+            return super().clip(clip)
+        frames = list(frames_of(clip, clip.size))
+        parts = (frames[i : i + self.frames_per_clip] for i in range(0, len(frames), self.frames_per_clip))
+        cut = [self._patches(part, self.max_frame_patches) for part in parts]
+        return [of_patches(VIDEO_KEYS, patches, grid, grid, grid[0]) for patches, grid in cut]
+
+    def _patches(self, frames: list[Image.Image], max_patches: int) -> tuple[Any, Grid]:
+        width, height = frames[0].size
+        size, padded = padded_size(
+            height, width, self.patch_size, self.merge_size, max_patches, self.max_side
+        )
+        canvases = []
+        for frame in frames:
+            canvas = Image.new("RGB", padded[::-1])
+            canvas.paste(frame.resize(size[::-1], Image.Resampling.BICUBIC))
+            canvases.append(canvas)
+        pixels = self.normalization(canvases).numpy()
+        grid = (len(frames), padded[0] // self.patch_size, padded[1] // self.patch_size)
+        return patchify_raster(pixels, self.patch_size), grid
+
+
+def _side(vision: dict[str, Any]) -> int:
+    side: int = vision.get("merge_kernel_size", (2, 2))[0]
+    return side
+
+
+def padded_size(
+    height: int, width: int, patch_size: int, merge_size: int, max_patches: int, max_side: int
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """How MoonViT's processors fit an image (transformers' `navit_resize`): it is never enlarged.
+
+    Args:
+        height, width: of the image.
+        patch_size: side of a patch in pixels.
+        merge_size: patches that become one output token along each side.
+        max_patches: the most patches; larger images are shrunk.
+        max_side: the most patches a side.
+
+    Returns:
+        (height, width) to which it is resized, and to which it is padded.
+    """
+    patches = max(1, height // patch_size) * max(1, width // patch_size)
+    longest = max_side * patch_size
+    scale = min(1.0, math.sqrt(max_patches / patches), longest / height, longest / width)
+    sides = [min(max(1, int(side * scale)), longest) for side in (height, width)]
+    factor = merge_size * patch_size
+    rows, columns = (-(-side // factor) * factor for side in sides)
+    return (sides[0], sides[1]), (rows, columns)
+
+
+def patchify_raster(frames: NDArray[np.float32], patch_size: int) -> NDArray[np.float32]:
+    """Cut frames (frames, channels, height, width) into patches, frame by frame and row by row.
+
+    Returns:
+        (frames * height * width / patch_size^2, channels, patch_size, patch_size).
+    """
+    count, channels, height, width = frames.shape
+    rows, columns = height // patch_size, width // patch_size
+    split = frames.reshape(count, channels, rows, patch_size, columns, patch_size)
+    return split.transpose(0, 2, 4, 1, 3, 5).reshape(-1, channels, patch_size, patch_size)
+
+
+def _eager_k25(tower: Any, mm_kwargs: Inputs) -> Tensor:
+    """Clips of different lengths one after the other, since the tower takes one length a call."""
+    rows = []
+    for pixels_name, grids_name in zip(PIXELS, GRIDS, strict=True):
+        if pixels_name not in mm_kwargs:
+            continue
+        grids = mm_kwargs[grids_name]
+        parts = mm_kwargs[pixels_name].split(grids.prod(1).tolist())
+        start = 0
+        for length in torch.unique_consecutive(grids[:, 0], return_counts=True)[1].tolist():
+            end = start + length
+            pixels = torch.cat(parts[start:end])
+            pixels = pixels.view(-1, *tower.patch_embed.proj.weight.shape[1:])
+            rows.append(tower(pixels, grids[start:end].to(pixels.device)).pooler_output.flatten(1))
+            start = end
+    return torch.cat(rows)
+
+
+def _build_vl(settings: Settings) -> nn.Module:
+    """Ours, with the projector."""
+    return KimiVLVisionModel(KimiVLVisionConfig.from_checkpoint(settings))
+
+
+_KIMI_VL = Family(_build_vl, RasterPatches.of_kimi_vl, "patches", prefixes=WHOLE_MODEL, is_apart=False)
+_KIMI_K25 = Family(
+    hugging_face("kimi_k25", "Kimi_K25VisionModel", "Kimi_K25VisionConfig"),
+    RasterPatches.of_kimi_k25,
+    "patches",
+    _eager_k25,
+    ("model.vision_tower.", "vision_tower.", ""),
+    renames=K25_NAMES,
+)
+
+FAMILIES = {"kimi_vl": _KIMI_VL, "kimi_k25": _KIMI_K25, "kimi_k25_vision": _KIMI_K25}
+
+_VISION = stack("num_hidden_layers")
+
+ARCHITECTURES = {
+    "kimi-vl-a3b": Architecture("Kimi-VL-A3B", "kimi_vl", _KIMI_VL, 27, _VISION, text_config(2048)),
+    "kimi-k2.5": Architecture("Kimi-K2.5", "kimi_k25", _KIMI_K25, 27, _VISION),
+}

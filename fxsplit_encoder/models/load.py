@@ -1,0 +1,143 @@
+"""Vision towers out of a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.models.checkpoint import Checkpoint, rename, split_fused
+from fxsplit_encoder.models.family import Family, Settings, vision_settings
+from fxsplit_encoder.models.registry import FAMILIES
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_NAMED = 4
+
+
+def load_tower(model: str | Path | Checkpoint, dtype: torch.dtype, device: torch.device) -> Any:
+    """Build the vision tower of a checkpoint, reading no other weights.
+
+    Args:
+        model: a directory or a hub name, of a whole model or of the vision tower alone.
+        dtype: of the parameters.
+        device: where they go.
+
+    Raises:
+        InputError: a file is missing or malformed, or the weights are not this tower's.
+    """
+    checkpoint = model if isinstance(model, Checkpoint) else Checkpoint.locate(model)
+    family, settings = read_family(checkpoint)
+    tower = family.empty_tower(settings, device)
+    expected = dict(tower.named_parameters())
+    tensors = _read(_vision_files(checkpoint, family, {name.split(".")[0] for name in expected}))
+    if family.renames:
+        renamed = {rename(name, family.renames): tensor for name, tensor in tensors.items()}
+        tensors = split_fused(renamed, vision_settings(settings)["num_attention_heads"])
+    _compare(checkpoint, "missing", expected.keys() - tensors.keys())
+    # Older checkpoints hold buffers too, which towers compute by themselves.
+    buffers = {name for name, _ in tower.named_buffers()}
+    _compare(checkpoint, "unexpected", tensors.keys() - expected.keys() - buffers)
+    for name, parameter in expected.items():
+        if tensors[name].shape != parameter.shape:
+            shapes = f"{tuple(tensors[name].shape)}; config.json says {tuple(parameter.shape)}"
+            raise InputError(f"{checkpoint.model}: {name} has the shape {shapes}")
+        parameter.data = tensors[name].to(device, dtype)
+    return tower
+
+
+def read_family(checkpoint: Checkpoint) -> tuple[Family, Settings]:
+    """Which tower a checkpoint has, and what its config.json holds.
+
+    Raises:
+        InputError: there is none, or it names none that is known.
+    """
+    settings = checkpoint.read_json("config.json")
+    if settings is None:
+        raise InputError(f"{checkpoint.model}: no config.json; expected what save_pretrained writes")
+    model_type = str(settings.get("model_type", ""))
+    names = [*(settings.get("architectures") or ()), model_type]
+    family = next((FAMILIES[name] for name in names if name in FAMILIES), None)
+    if family is None:
+        allowed = ", ".join(FAMILIES)
+        raise InputError(
+            f"{checkpoint.model}: model_type {model_type!r} in config.json; expected one of {allowed}"
+        )
+    return family, settings
+
+
+def _vision_files(
+    checkpoint: Checkpoint, family: Family, modules: Collection[str]
+) -> dict[str, tuple[str, Path]]:
+    """Name of a tensor after its prefix -> its name in the checkpoint, and the file that holds it.
+
+    `modules`: the first parts of the names of the tower's own tensors.
+    """
+    where = _tensor_files(checkpoint)
+    for prefix in family.prefixes:
+        names = {name.removeprefix(prefix): name for name in where if name.startswith(prefix)}
+        own = {
+            short: name
+            for short, name in names.items()
+            if rename(short, family.renames).split(".")[0] in modules
+        }
+        if own:
+            if family.is_apart:
+                own = names
+            paths = {file: _require(checkpoint, file) for file in {where[name] for name in own.values()}}
+            return {short: (name, paths[where[name]]) for short, name in own.items()}
+    prefixes = ", ".join(repr(prefix) for prefix in family.prefixes)
+    raise InputError(f"{checkpoint.model}: no tensor of a vision tower after any of the prefixes {prefixes}")
+
+
+def _tensor_files(checkpoint: Checkpoint) -> Mapping[str, str]:
+    index = checkpoint.read_json(_INDEX)
+    if index is not None:
+        weight_map: Any = index.get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise InputError(f"{checkpoint.model}: {_INDEX} has no weight_map")
+        return weight_map
+    single = checkpoint.find(_SINGLE)
+    if single is None:
+        raise InputError(f"{checkpoint.model}: no weights; expected {_SINGLE}, or {_INDEX} with its shards")
+    with _open(single) as file:
+        return dict.fromkeys(file.keys(), _SINGLE)
+
+
+def _require(checkpoint: Checkpoint, file_name: str) -> Path:
+    path = checkpoint.find(file_name)
+    if path is None:
+        raise InputError(f"{checkpoint.model}: {_INDEX} names {file_name}, which is missing")
+    return path
+
+
+def _read(files: Mapping[str, tuple[str, Path]]) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for path in sorted({path for _, path in files.values()}):
+        with _open(path) as file:
+            held = set(file.keys())
+            for own, (name, at) in files.items():
+                if at == path:
+                    if name not in held:
+                        raise InputError(f"{path}: {_INDEX} says that {name} is here, and it is not")
+                    tensors[own] = file.get_tensor(name)
+    return tensors
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"{path}: cannot be read as safetensors: {error}") from None
+
+
+def _compare(checkpoint: Checkpoint, what: str, names: Collection[str]) -> None:
+    if names:
+        shown = ", ".join(sorted(names)[:_NAMED])
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        raise InputError(f"{checkpoint.model}: {len(names)} tensors {what}: {shown}{more}")

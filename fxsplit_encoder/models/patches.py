@@ -1,0 +1,223 @@
+"""Images and clips as patches in blocks of those that merge, frames in pairs: the Qwen line and GLM.
+
+Clips are cut with the arithmetic of the models' processors, without torchvision.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+
+from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.models.eager import GRIDS, PIXELS, Inputs, joined
+from fxsplit_encoder.models.family import Settings, hugging_face_class, vision_settings
+from fxsplit_encoder.models.prepare import (
+    Normalization,
+    Preparation,
+    Prepared,
+    ProcessorSettings,
+    frames_of,
+    normalize_pixels,
+)
+
+Grid = tuple[int, int, int]
+"""(frames, height, width) in patches."""
+
+IMAGE_KEYS = ("pixel_values", "image_grid_thw")
+VIDEO_KEYS = ("pixel_values_videos", "video_grid_thw")
+QWEN2_VL = ("qwen2_vl", "Qwen2VLImageProcessorPil")
+
+_MAX_ASPECT_RATIO = 200
+
+
+@dataclass(frozen=True)
+class PatchFormat:
+    """How a processor resizes, normalizes and cuts what it gets."""
+
+    min_pixels: int
+    """Smaller inputs are enlarged to this. Of a video it counts the pixels of all frames together."""
+
+    max_pixels: int
+    """Larger inputs are shrunk to this."""
+
+    patch_size: int = 16
+    """Side of a patch in pixels."""
+
+    merge_size: int = 2
+    """Patches that become one output token along each side."""
+
+    temporal_patch_size: int = 2
+    """Frames that become one."""
+
+    mean: tuple[float, ...] = (0.5, 0.5, 0.5)
+    """Subtracted from every channel, whose values are 0 to 1."""
+
+    std: tuple[float, ...] = (0.5, 0.5, 0.5)
+    """Divides every channel afterwards."""
+
+    @property
+    def factor(self) -> int:
+        """Side of an output token in pixels; height and width become multiples of it."""
+        return self.patch_size * self.merge_size
+
+    def updated(self, settings: Mapping[str, Any]) -> PatchFormat:
+        """A copy with what a processor's JSON file sets, under the processor's names."""
+        size = settings.get("size") or {}
+        changes: dict[str, Any] = {
+            "min_pixels": settings.get("min_pixels") or size.get("shortest_edge"),
+            "max_pixels": settings.get("max_pixels") or size.get("longest_edge"),
+            "patch_size": settings.get("patch_size"),
+            "merge_size": settings.get("merge_size"),
+            "temporal_patch_size": settings.get("temporal_patch_size"),
+            "mean": _channels(settings.get("image_mean")),
+            "std": _channels(settings.get("image_std")),
+        }
+        return replace(self, **{name: value for name, value in changes.items() if value is not None})
+
+
+# Published Qwen3-VL checkpoints enlarge images to 65536 pixels; without a checkpoint small ones stay small.
+IMAGE_FORMAT = PatchFormat(min_pixels=56 * 56, max_pixels=16_777_216)
+VIDEO_FORMAT = PatchFormat(min_pixels=4096, max_pixels=25_165_824)
+
+
+def _channels(values: Sequence[float] | None) -> tuple[float, ...] | None:
+    return None if values is None else tuple(values)
+
+
+@dataclass(frozen=True)
+class BlockPatches(Preparation):
+    """Patches in blocks of those that merge, frames in pairs: the Qwen line and GLM.
+
+    Images go through the model's own image processor, the one without torchvision.
+    """
+
+    image_format: PatchFormat
+    video_format: PatchFormat
+    processor: tuple[str, str] = QWEN2_VL
+    """Of images: its module under `transformers.models`, and its class."""
+    takes_clips = True
+
+    @classmethod
+    def reader(
+        cls, patch_size: int, normalization: Normalization, image_processor: tuple[str, str] = QWEN2_VL
+    ) -> Callable[[Settings, ProcessorSettings], BlockPatches]:
+        """From the model's and its processors' settings; the arguments are what they may leave out."""
+
+        def read(settings: Settings, processor: ProcessorSettings) -> BlockPatches:
+            own = vision_settings(settings).get("patch_size", patch_size)
+            changes = {"patch_size": own, "mean": normalization.mean, "std": normalization.std}
+            image, video = (replace(form, **changes) for form in (IMAGE_FORMAT, VIDEO_FORMAT))
+            return cls(image.updated(processor.image), video.updated(processor.video), image_processor)
+
+        return read
+
+    def image(self, image: Image.Image) -> Prepared:
+        """By the model's image processor."""
+        outputs = image_processor(self.image_format, self.processor)(images=[image], return_tensors="pt")
+        t, h, w = outputs["image_grid_thw"][0].tolist()
+        return of_patches(IMAGE_KEYS, outputs["pixel_values"], (t, h, w), (t, h, w))
+
+    def clip(self, clip: Image.Image) -> list[Prepared]:
+        """One item of all frames."""
+        form = self.video_format
+        height, width = video_frame_size(getattr(clip, "n_frames", 1), clip.height, clip.width, form)
+        frames = np.stack([np.asarray(frame) for frame in frames_of(clip, (width, height))])
+        patches, grid = patchify_video(normalize_pixels(frames, form.mean, form.std), form)
+        return [of_patches(VIDEO_KEYS, patches, grid, grid, len(frames))]
+
+
+def image_processor(form: PatchFormat, processor: tuple[str, str] = QWEN2_VL) -> Any:
+    """A family's image processor, the one that needs no torchvision.
+
+    Args:
+        form: its settings.
+        processor: its module under `transformers.models`, and its class.
+    """
+    module, name = processor
+    return hugging_face_class(module, "image_processing_pil", name)(
+        size={"shortest_edge": form.min_pixels, "longest_edge": form.max_pixels},
+        patch_size=form.patch_size,
+        merge_size=form.merge_size,
+        temporal_patch_size=form.temporal_patch_size,
+        image_mean=list(form.mean),
+        image_std=list(form.std),
+    )
+
+
+def of_patches(
+    keys: tuple[str, str], pixels: Any, grid: Grid, sizes: tuple[int, ...], frames: int = 0
+) -> Prepared:
+    """An item of patches.
+
+    Args:
+        keys: of its patches and of its size.
+        pixels: its patches.
+        grid: how it was cut.
+        sizes: its size as the tower takes it.
+        frames: of a clip; 0: an image.
+    """
+    tensors = {keys[0]: torch.as_tensor(pixels), keys[1]: torch.tensor([sizes])}
+    return Prepared(tensors, {"grid": grid}, str(math.prod(grid)), frames)
+
+
+def video_frame_size(num_frames: int, height: int, width: int, form: PatchFormat) -> tuple[int, int]:
+    """Height and width to which every frame of a video is resized.
+
+    Raises:
+        InputError: one side is over 200 times the other.
+    """
+    factor, temporal = form.factor, form.temporal_patch_size
+    if min(height, width) < factor:
+        scale = max(factor / height, factor / width)
+        height, width = int(height * scale), int(width * scale)
+    if max(height, width) > _MAX_ASPECT_RATIO * min(height, width):
+        raise InputError(
+            f"frames of {width} x {height} pixels; expected an aspect ratio of at most {_MAX_ASPECT_RATIO}"
+        )
+    rows, columns = round(height / factor) * factor, round(width / factor) * factor
+    volume = round(num_frames / temporal) * temporal * rows * columns
+    if volume > form.max_pixels:
+        shrink = math.sqrt(num_frames * height * width / form.max_pixels)
+        rows, columns = (max(factor, math.floor(s / shrink / factor) * factor) for s in (height, width))
+    elif volume < form.min_pixels:
+        enlarge = math.sqrt(form.min_pixels / (num_frames * height * width))
+        rows, columns = (math.ceil(s * enlarge / factor) * factor for s in (height, width))
+    return rows, columns
+
+
+def patchify_video(
+    frames: NDArray[np.float32], form: PatchFormat
+) -> tuple[NDArray[np.float32], tuple[int, int, int]]:
+    """Cut frames (frames, channels, height, width) into patches; an odd last frame is repeated.
+
+    Returns:
+        The patches, (t * h * w, channels * temporal * patch * patch), and the grid (t, h, w). Within a frame
+        they go by blocks of merge x merge.
+    """
+    patch, merge, temporal = form.patch_size, form.merge_size, form.temporal_patch_size
+    if missing := -len(frames) % temporal:
+        frames = np.concatenate([frames, np.repeat(frames[-1:], missing, axis=0)])
+    count, channels, height, width = frames.shape
+    grid = (count // temporal, height // patch, width // patch)
+    blocks = (grid[1] // merge, merge, patch, grid[2] // merge, merge, patch)
+    split = frames.reshape(grid[0], temporal, channels, *blocks)
+    # (t, temporal, C, h, mh, ph, w, mw, pw) -> (t, h, w, mh, mw, C, temporal, ph, pw)
+    ordered = split.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8)
+    return ordered.reshape(math.prod(grid), -1), grid
+
+
+def block_eager(tower: Any, mm_kwargs: Inputs) -> Tensor:
+    """The Qwen line and GLM: the main output, then the deepstack levels, along the hidden dimension."""
+    pixels, grids = joined(mm_kwargs, PIXELS), joined(mm_kwargs, GRIDS)
+    # To these towers a video is images, one a frame; GLM's takes nothing else.
+    frames = torch.tensor([(1, h, w) for t, h, w in grids.tolist() for _ in range(t)])
+    output = tower(pixels, grid_thw=frames.to(pixels.device))
+    return torch.cat([output.pooler_output, *getattr(output, "deepstack_features", ())], dim=1)

@@ -1,0 +1,225 @@
+"""Image and clip files to the inputs of a tower: what every family's way has in common."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image, ImageOps, ImageSequence
+from torch import Tensor
+
+from fxsplit_encoder.errors import InputError
+
+_EXTENSIONS = (".apng", ".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
+
+
+@dataclass(frozen=True)
+class ProcessorSettings:
+    """What the JSON files of a checkpoint's image and video processors set; empty: nothing."""
+
+    image: Mapping[str, Any] = field(default_factory=dict)
+    video: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """One item's inputs."""
+
+    tensors: Mapping[str, Tensor]
+    """By their key in `mm_kwargs`; those of several items are joined along the first dimension."""
+
+    layout: Mapping[str, Any]
+    """How it was cut, for the metadata of what is encoded: "grid", "tiles" or "crops"."""
+
+    size: str
+    """The same in few characters: patches, tiles, or whole views + crops."""
+
+    frames: int = 0
+    """Frames of a clip; 0: an image."""
+
+
+class Preparation(ABC):
+    """What a model's own processor does with an image, and with a clip if the model takes any."""
+
+    takes_clips = False
+
+    @abstractmethod
+    def image(self, image: Image.Image) -> Prepared:
+        """The inputs of an upright RGB image."""
+
+    def clip(self, clip: Image.Image) -> list[Prepared]:
+        """The inputs of an animated file: one item, or several of a few frames each.
+
+        Raises:
+            InputError: the model takes images only.
+        """
+        raise InputError("it is a clip, and this model takes images only; leave it out")
+
+
+@dataclass(frozen=True)
+class Normalization:
+    """Subtracted from every channel, whose values are 0 to 1, and divided by."""
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def updated(self, settings: Mapping[str, Any]) -> Normalization:
+        """A copy with what a processor's JSON file sets."""
+        mean, std = settings.get("image_mean"), settings.get("image_std")
+        return Normalization(tuple(mean or self.mean), tuple(std or self.std))
+
+    def as_settings(self) -> dict[str, list[float]]:
+        """What a processor of transformers takes."""
+        return {"image_mean": list(self.mean), "image_std": list(self.std)}
+
+    def __call__(self, images: Sequence[Image.Image]) -> Tensor:
+        """(images, 3, height, width) of images of one size."""
+        pixels = np.stack([np.asarray(image) for image in images])
+        return torch.from_numpy(np.ascontiguousarray(normalize_pixels(pixels, self.mean, self.std)))
+
+
+HALF = Normalization((0.5,) * 3, (0.5,) * 3)
+CLIP = Normalization((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
+IMAGENET = Normalization((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+
+
+def normalize_pixels(
+    pixels: NDArray[np.uint8], mean: Sequence[float], std: Sequence[float]
+) -> NDArray[np.float32]:
+    """Bytes (images, height, width, channels) to values around 0, (images, channels, height, width)."""
+    # Through float64 and back, as the image processors do, so that the same pixels give the same values.
+    scaled = (pixels.astype(np.float64) * (1 / 255)).astype(np.float32)
+    means, deviations = (np.array(values, dtype=np.float32) for values in (mean, std))
+    normalized: NDArray[np.float32] = (scaled - means) / deviations
+    return normalized.transpose(0, 3, 1, 2)
+
+
+def frames_of(clip: Image.Image, size: tuple[int, int]) -> Iterator[Image.Image]:
+    """The frames of an animated file, each resized to (width, height)."""
+    for frame in ImageSequence.Iterator(clip):
+        yield frame.convert("RGB").resize(size, Image.Resampling.BICUBIC)
+
+
+# --- files
+
+
+@dataclass(frozen=True)
+class Item:
+    """One image or clip of a batch, or a part of a clip."""
+
+    key: str
+    """Its file name; from the second file of that name on, with #2, #3, ... in the order given. The items of
+    one clip have [1], [2], ... at the end."""
+
+    width: int
+    height: int
+    """Of the file, before it was resized."""
+
+    frames: int
+    """Frames of a clip; 0: an image."""
+
+    layout: Mapping[str, Any]
+    """How it was cut, see `Prepared.layout`."""
+
+    size: str
+    """The same in few characters."""
+
+    @property
+    def pixels(self) -> str:
+        """Its size as people write it."""
+        size = f"{self.width}x{self.height}"
+        return f"{self.frames}x{size}" if self.frames else size
+
+
+@dataclass(frozen=True)
+class EncoderInputs:
+    """A batch: its items, images first, then clips, and their tensors as the model's processor makes them."""
+
+    items: tuple[Item, ...]
+    mm_kwargs: dict[str, torch.Tensor]
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> EncoderInputs:
+        """The same batch with its pixels on `device`, as `dtype`."""
+        moved = {k: v.to(device, dtype) if v.is_floating_point() else v for k, v in self.mm_kwargs.items()}
+        return EncoderInputs(self.items, moved)
+
+
+def load_inputs(paths: Sequence[Path], preparation: Preparation) -> EncoderInputs:
+    """Read images and clips, the animated files that Pillow decodes: WebP, GIF, APNG. Every frame counts.
+
+    Raises:
+        InputError: a file is missing, is no image, is too elongated, or is a clip for a model without any.
+    """
+    loaded: dict[bool, list[tuple[Item, Prepared]]] = {False: [], True: []}
+    for key, path in zip(unique_keys(paths), paths, strict=True):
+        for item, prepared in _load(key, path, preparation):
+            loaded[item.frames > 0].append((item, prepared))
+    pairs = [*loaded[False], *loaded[True]]
+    return EncoderInputs(tuple(item for item, _ in pairs), _join(prepared for _, prepared in pairs))
+
+
+def find_files(paths: Sequence[Path]) -> list[Path]:
+    """The image and clip files among `paths`, directories searched one level deep, in order of name.
+
+    Raises:
+        InputError: a path does not exist, or a directory holds none.
+    """
+    found: list[Path] = []
+    for path in paths:
+        if not path.is_dir():
+            found.append(path)
+            continue
+        inside = sorted(file for file in path.iterdir() if file.suffix.lower() in _EXTENSIONS)
+        if not inside:
+            raise InputError(f"{path}: no image in this directory; expected {', '.join(_EXTENSIONS)}")
+        found += inside
+    return found
+
+
+def unique_keys(paths: Sequence[Path]) -> list[str]:
+    """The file names; from the second file of a name on, with #2, #3, ... in the order given."""
+    keys: dict[str, None] = {}
+    for path in paths:
+        number = 1
+        key = path.name
+        while key in keys:
+            number += 1
+            key = f"{path.name}#{number}"
+        keys[key] = None
+    return list(keys)
+
+
+def _load(key: str, path: Path, preparation: Preparation) -> list[tuple[Item, Prepared]]:
+    try:
+        with Image.open(path) as image:
+            if getattr(image, "is_animated", False):
+                size, parts = image.size, preparation.clip(image)
+            else:
+                upright = ImageOps.exif_transpose(image).convert("RGB")
+                size, parts = upright.size, [preparation.image(upright)]
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file") from None
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+    except (OSError, ValueError, Image.DecompressionBombError) as error:
+        raise InputError(f"{path}: cannot be read as an image: {error}") from None
+    keys = [key] if len(parts) == 1 else [f"{key}[{n}]" for n in range(1, len(parts) + 1)]
+    return [
+        (Item(name, *size, part.frames, part.layout, part.size), part)
+        for name, part in zip(keys, parts, strict=True)
+    ]
+
+
+def _join(prepared: Iterable[Prepared]) -> dict[str, Tensor]:
+    """The tensors of several items as `mm_kwargs`."""
+    parts: dict[str, list[Tensor]] = {}
+    for item in prepared:
+        for name, tensor in item.tensors.items():
+            parts.setdefault(name, []).append(tensor)
+    return {name: torch.cat(tensors) for name, tensors in parts.items()}

@@ -1,0 +1,74 @@
+"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5: patches in blocks of those that merge, frames in pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fxsplit_encoder.models.family import VISUAL, Architecture, Family, hugging_face, stack
+from fxsplit_encoder.models.patches import BlockPatches, block_eager
+from fxsplit_encoder.models.prepare import CLIP, HALF, Normalization
+
+
+def _family(module: str, tower: str, config: str, patch_size: int, normalization: Normalization) -> Family:
+    prepare = BlockPatches.reader(patch_size, normalization)
+    return Family(hugging_face(module, tower, config), prepare, "patches", block_eager, VISUAL)
+
+
+_QWEN3_VL = _family("qwen3_vl", "Qwen3VLVisionModel", "Qwen3VLVisionConfig", 16, HALF)
+_QWEN3_5 = _family("qwen3_5", "Qwen3_5VisionModel", "Qwen3_5VisionConfig", 16, HALF)
+_QWEN2_5_VL = _family(
+    "qwen2_5_vl", "Qwen2_5_VisionTransformerPretrainedModel", "Qwen2_5_VLVisionConfig", 14, CLIP
+)
+_QWEN2_VL = _family("qwen2_vl", "Qwen2VisionTransformerPretrainedModel", "Qwen2VLVisionConfig", 14, CLIP)
+
+FAMILIES = {
+    # Mixture-of-experts models share the dense ones' tower.
+    "qwen3_vl": _QWEN3_VL,
+    "qwen3_vl_moe": _QWEN3_VL,
+    "qwen3_vl_vision": _QWEN3_VL,
+    "qwen3_vl_moe_vision": _QWEN3_VL,
+    "qwen3_5": _QWEN3_5,
+    "qwen3_5_moe": _QWEN3_5,
+    "qwen3_5_vision": _QWEN3_5,
+    "qwen3_5_moe_vision": _QWEN3_5,
+    "qwen2_5_vl": _QWEN2_5_VL,
+    "qwen2_5_vl_vision": _QWEN2_5_VL,
+    "qwen2_vl": _QWEN2_VL,
+    "qwen2_vl_vision": _QWEN2_VL,
+}
+
+
+def _qwen3_vl(blocks: int) -> dict[str, Any]:
+    # With fewer blocks the levels of deepstack keep their relative depth.
+    levels = sorted({level * blocks // 27 for level in (8, 16, 24)})
+    return {"depth": blocks, "out_hidden_size": 4096, "deepstack_visual_indexes": levels}
+
+
+def _qwen2_5_vl(out_hidden_size: int) -> Callable[[int], dict[str, Any]]:
+    def vision(blocks: int) -> dict[str, Any]:
+        # Every eighth block attends to whole frames, and the last one.
+        full = [b for b in range(blocks) if b % 8 == 7 or b == blocks - 1]
+        sizes = {"hidden_size": 1280, "out_hidden_size": out_hidden_size}
+        return {"depth": blocks, "fullatt_block_indexes": full, **sizes}
+
+    return vision
+
+
+def _qwen3_5(out_hidden_size: int) -> Callable[[int], dict[str, Any]]:
+    return stack("depth", out_hidden_size=out_hidden_size)
+
+
+def _qwen2_vl(hidden_size: int) -> Callable[[int], dict[str, Any]]:
+    return stack("depth", hidden_size=hidden_size)
+
+
+ARCHITECTURES = {
+    "qwen3-vl-8b": Architecture("Qwen3-VL-8B", "qwen3_vl", _QWEN3_VL, 27, _qwen3_vl),
+    "qwen3.5-9b": Architecture("Qwen3.5-9B", "qwen3_5", _QWEN3_5, 27, _qwen3_5(4096)),
+    "qwen3.5-27b": Architecture("Qwen3.5-27B", "qwen3_5", _QWEN3_5, 27, _qwen3_5(5120)),
+    "qwen2.5-vl-3b": Architecture("Qwen2.5-VL-3B", "qwen2_5_vl", _QWEN2_5_VL, 32, _qwen2_5_vl(2048)),
+    "qwen2.5-vl-7b": Architecture("Qwen2.5-VL-7B", "qwen2_5_vl", _QWEN2_5_VL, 32, _qwen2_5_vl(3584)),
+    "qwen2-vl-2b": Architecture("Qwen2-VL-2B", "qwen2_vl", _QWEN2_VL, 32, _qwen2_vl(1536)),
+    "qwen2-vl-7b": Architecture("Qwen2-VL-7B", "qwen2_vl", _QWEN2_VL, 32, _qwen2_vl(3584)),
+}

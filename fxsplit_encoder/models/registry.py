@@ -1,0 +1,44 @@
+"""The families and the published models that are known, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.models import deepseek_ocr, dense, glm4v, internvl, kimi, llama4, qwen_vl, step3
+from fxsplit_encoder.models.family import Architecture, Family
+
+FAMILIES: Mapping[str, Family] = {
+    **qwen_vl.FAMILIES,
+    **glm4v.FAMILIES,
+    **kimi.FAMILIES,
+    **internvl.FAMILIES,
+    **llama4.FAMILIES,
+    **step3.FAMILIES,
+    **deepseek_ocr.FAMILIES,
+    **dense.FAMILIES,
+}
+"""By a checkpoint's model type, of a whole model or of its vision tower; else by its architecture."""
+
+ARCHITECTURES: Mapping[str, Architecture] = {
+    **qwen_vl.ARCHITECTURES,
+    **glm4v.ARCHITECTURES,
+    **kimi.ARCHITECTURES,
+    **internvl.ARCHITECTURES,
+    **llama4.ARCHITECTURES,
+    **deepseek_ocr.ARCHITECTURES,
+    **step3.ARCHITECTURES,
+    **dense.ARCHITECTURES,
+}
+"""Published models, built with random weights at their true sizes; by the name that `--model` takes."""
+
+
+def architecture(name: str) -> Architecture:
+    """The architecture of a name.
+
+    Raises:
+        InputError: no such name.
+    """
+    if name not in ARCHITECTURES:
+        raise InputError(f"--model {name}: expected one of {', '.join(ARCHITECTURES)}")
+    return ARCHITECTURES[name]

@@ -1,0 +1,226 @@
+"""Step3 and Step-3.7: an image as a whole and, if it is large or elongated, as crops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from fxsplit_encoder.models.checkpoint import Renames
+from fxsplit_encoder.models.eager import Inputs
+from fxsplit_encoder.models.family import (
+    WHOLE_MODEL,
+    Architecture,
+    Family,
+    Settings,
+    given,
+    hugging_face,
+    stack,
+    text_config,
+    text_width,
+    vision_settings,
+    without_language_model,
+)
+from fxsplit_encoder.models.prepare import CLIP, Normalization, Preparation, Prepared, ProcessorSettings
+from fxsplit_encoder.models.tiles import Grid, crop_pixels, cut, of_views, tile_side
+from fxsplit_encoder.modules.step3_vision import Step3VisionConfig, Step3VisionModel
+
+_BILINEAR = Image.Resampling.BILINEAR
+_LARGEST_SIDE = 3024
+
+# After the prefix of the vision model, if the checkpoint is that of the whole model.
+_STEP3P7_NAMES: Renames = (
+    (r"^vit_large_projector\.", "multi_modal_projector."),
+    (r"(^|\.)conv1\.weight$", r"\1embeddings.patch_embedding.weight"),
+    (r"(^|\.)positional_embedding$", r"\1embeddings.position_embedding.weight"),
+    (r"(^|\.)transformer\.resblocks\.", r"\1layers."),
+    (r"(^|\.)ln_pre\.", r"\1pre_layernorm."),
+    (r"(^|\.)vit_downsampler([12])\.", r"\1downsampler\2."),
+    (r"\.ls_([12])\.gamma$", r".lambda_\1"),
+    (r"\.mlp\.c_fc\.", ".mlp.fc1."),
+    (r"\.mlp\.c_proj\.", ".mlp.fc2."),
+    (r"\.attn\.in_proj_", ".self_attn.qkv."),
+    (r"\.attn\.", ".self_attn."),
+    (r"\.ln_1\.", ".layernorm_before."),
+    (r"\.ln_2\.", ".layernorm_after."),
+)
+
+
+def _build_step3(settings: Settings) -> nn.Module:
+    """Ours; config.json has the names of the encoder's configuration in serving engines."""
+    names = {
+        "num_layers": "num_hidden_layers",
+        "num_heads": "num_attention_heads",
+        "mlp_size": "intermediate_size",
+        "downsample_channels": "output_hidden_size",
+    }
+    vision = vision_settings(settings)
+    same = ("hidden_size", "image_size", "patch_size", "layer_norm_eps")
+    renamed = {own: vision[name] for own, name in names.items() if name in vision}
+    sizes = {**given(vision, *same), **renamed, **given(settings, "projector_bias")}
+    return Step3VisionModel(Step3VisionConfig(**sizes, out_hidden_size=text_width(settings)))
+
+
+def _build_step3p7(settings: Settings) -> nn.Module:
+    """`Step3p7Model` without its language model."""
+    narrow = {"intermediate_size": 8, "head_dim": 8, "moe_layers_enum": [], "pad_token_id": 0}
+    return without_language_model(
+        "step3p7",
+        "Step3p7Model",
+        "Step3p7Config",
+        {**narrow, "hidden_size": text_width(settings)},
+        vision_config=vision_settings(settings),
+        **given(settings, "projector_bias"),
+    )
+
+
+@dataclass(frozen=True)
+class Step3Views(Preparation):
+    """An image as a whole and, if it is large or elongated, as crops."""
+
+    whole: int
+    crop: int
+    names: tuple[str, str]
+    """The keys of the crops and of their number."""
+    normalization: Normalization
+
+    @classmethod
+    def reader(cls, crops: str, count: str) -> Callable[[Settings, ProcessorSettings], Step3Views]:
+        """Step3's and Step-3.7's, which call the crops and their number differently."""
+
+        def read(settings: Settings, processor: ProcessorSettings) -> Step3Views:
+            side = tile_side(settings, 728)
+            return cls(side, 504, (crops, count), CLIP.updated(processor.image))
+
+        return read
+
+    def image(self, image: Image.Image) -> Prepared:
+        """Both views."""
+        grid, whole, crops = step3_views(image, self.whole, self.crop)
+        name, count = self.names
+        return of_views(
+            {"pixel_values": self.normalization([whole]), count: torch.tensor([len(crops)])},
+            name,
+            crop_pixels(crops, self.crop, self.normalization),
+            grid,
+        )
+
+
+# As transformers' Step3p7ImageProcessor, which needs torchvision, does it.
+
+
+@dataclass(frozen=True)
+class Step3Plan:
+    """How an image is cut."""
+
+    square: bool
+    """Whether it is put on a black square first: a strip under 32 pixels."""
+    size: tuple[int, int]
+    """Width and height to which it is then resized."""
+    crop_size: tuple[int, int]
+    """Width and height to which it is resized before it is cut."""
+    window: int
+    """Side of a crop in pixels; 0: there are none."""
+
+
+def step3_plan(width: int, height: int, image_size: int, crop_size: int) -> Step3Plan:
+    """Images that the whole view holds have crops only if they are elongated; crops cover the image without
+    overlap, and a remainder of less than a fifth of a crop is squeezed in.
+    """
+    square = min(width, height) < 32 and max(width, height) > 4 * min(width, height)
+    if square:
+        width = height = max(width, height)
+    if max(width, height) > _LARGEST_SIDE:
+        scale = _LARGEST_SIDE / max(width, height)
+        width, height = int(width * scale), int(height * scale)
+    short, long = sorted((width, height))
+    if long <= image_size:
+        window = short if long / short > 1.5 else 0
+    else:
+        window = min(short, crop_size) if long / short > 4 else crop_size
+    if not window:
+        return Step3Plan(square, (width, height), (width, height), 0)
+    across, down = (
+        window * (side // window + (side % window > 0.2 * window)) if side >= window else side
+        for side in (width, height)
+    )
+    return Step3Plan(square, (width, height), (across, down), window)
+
+
+def step3_views(
+    image: Image.Image, image_size: int, crop_size: int
+) -> tuple[Grid, Image.Image, list[Image.Image]]:
+    """The grid of crops, the whole view, and the crops; (0, 0) without any."""
+    plan = step3_plan(*image.size, image_size, crop_size)
+    if plan.square:
+        canvas = Image.new("RGB", (max(image.size),) * 2)
+        canvas.paste(image)
+        image = canvas
+    whole = image.resize(plan.size, _BILINEAR).resize((image_size, image_size), _BILINEAR)
+    if not plan.window:
+        return (0, 0), whole, []
+    cropped = image.resize(plan.crop_size, _BILINEAR)
+    # A side shorter than a crop is one crop.
+    width, height = (min(plan.window, side) for side in plan.crop_size)
+    grid = (plan.crop_size[0] // width, plan.crop_size[1] // height)
+    crops = [crop.resize((crop_size, crop_size), _BILINEAR) for crop in cut(cropped, width, height)]
+    return grid, whole, crops
+
+
+def _eager_step3p7(model: Any, mm_kwargs: Inputs) -> Tensor:
+    """A bare tower has no method for both views."""
+    counts = mm_kwargs["num_local_patches"].tolist()
+    crops = mm_kwargs["pixel_values_local"] if sum(counts) else None
+    if hasattr(model, "get_image_features"):
+        merged = model.get_image_features(mm_kwargs["pixel_values"], crops, counts, return_dict=True)
+        return torch.cat(merged.pooler_output)
+    whole = model(mm_kwargs["pixel_values"]).last_hidden_state
+    parts = iter(model(crops).last_hidden_state if crops is not None else ())
+    rows = [[next(parts) for _ in range(n)] + [image] for n, image in zip(counts, whole, strict=True)]
+    return torch.cat([row for image in rows for row in image])
+
+
+_STEP3 = Family(
+    _build_step3,
+    Step3Views.reader("patch_pixel_values", "num_patches"),
+    "tiles",
+    prefixes=WHOLE_MODEL,
+    is_apart=False,
+)
+_STEP3P7_VIEWS = Step3Views.reader("pixel_values_local", "num_local_patches")
+_STEP3P7 = Family(
+    _build_step3p7,
+    _STEP3P7_VIEWS,
+    "tiles",
+    _eager_step3p7,
+    WHOLE_MODEL,
+    is_apart=False,
+    renames=_STEP3P7_NAMES,
+)
+_STEP3P7_VISION = Family(
+    hugging_face("step3p7", "Step3p7VisionModel", "Step3p7VisionConfig"),
+    _STEP3P7_VIEWS,
+    "tiles",
+    _eager_step3p7,
+    renames=_STEP3P7_NAMES,
+)
+
+FAMILIES = {"step3_vl": _STEP3, "step3p7": _STEP3P7, "step3p5_vision": _STEP3P7_VISION}
+
+ARCHITECTURES = {
+    "step3-vl": Architecture(
+        "Step3",
+        "step3_vl",
+        _STEP3,
+        63,
+        stack("num_hidden_layers", intermediate_size=15360),
+        text_config(7168),
+    ),
+    "step3p7": Architecture(
+        "Step-3.7", "step3p7", _STEP3P7, 47, stack("num_hidden_layers"), text_config(4096)
+    ),
+}
