@@ -18,7 +18,7 @@ from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.messages import names_of, shown
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -44,7 +44,10 @@ _ONLY_INTEGERS = {int}
 def check_given(mm_kwargs: Mapping[str, Any], names: Iterable[str], tower: str) -> None:
     """Raises InputError for a request that has none of the inputs `names` of a tower, but others."""
     names = tuple(names)
-    if mm_kwargs and all(mm_kwargs.get(name) is None for name in names):
+    for name in names:
+        if mm_kwargs.get(name) is not None:
+            return
+    if mm_kwargs:
         raise InputError(
             f"mm_kwargs: expected at least one of {', '.join(names)}, the inputs of {tower}; got "
             f"{names_of(name for name, value in mm_kwargs.items() if value is not None)}; for a batch "
@@ -55,17 +58,20 @@ def check_given(mm_kwargs: Mapping[str, Any], names: Iterable[str], tower: str) 
 # --- pixels
 
 
-def pixel_parts(value: Any, name: str) -> list[Tensor]:
+def pixel_parts(value: Any, name: str, check: Callable[[Any, str], None] | None = None) -> list[Tensor]:
     """The tensors of an input of pixels, which is one or a list of them; None are none.
 
+    Args:
+        check: raises InputError for a part that is something else; None: `check_pixels`.
+
     Raises:
-        InputError: it is something else, see `check_pixels`.
+        InputError: from the check.
     """
     if value is None:
         return []
     parts = value if isinstance(value, list | tuple) else (value,)
     for part in parts:
-        check_pixels(part, name)
+        (check or check_pixels)(part, name)
     return list(parts)
 
 

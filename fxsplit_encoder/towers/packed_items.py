@@ -115,9 +115,7 @@ class PackedItems(WrappedTower):
     ) -> tuple[list[Tensor], list[Grid]]:
         """The patches and the grids of all images, or of all videos."""
         patches = mm_kwargs.get(key)
-        parts = pixel_parts(patches, key)
-        for part in parts:
-            self.check_patches(part, key)
+        parts = pixel_parts(patches, key, self.check_patches)
         if patches is None and not planned:
             raise InputError(
                 f"{key}: expected the patches that {grid_key} describes; got 0 rows, it is missing"
