@@ -10,7 +10,7 @@ from fxsplit_encoder.capture import segment_capacity
 from fxsplit_encoder.compile import HostOp
 from fxsplit_encoder.compile.program import resolve
 from fxsplit_encoder.errors import ConfigError
-from fxsplit_encoder.planning import generate_budgets
+from fxsplit_encoder.planning import generate_budgets, inferred_budgets
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from fxsplit_encoder.compile import Frame, Program
     from fxsplit_encoder.config import EncoderConfig
 
-# Without an adapter nothing says how large batches get; captures are lazy, so a long ladder costs nothing
-# until used.
-_UNKNOWN_RANGE = (1, 16384)
+# Without an adapter nothing says how large batches get: powers of two over any size. Captures are lazy, so a
+# long ladder costs nothing until it is used.
+_LADDER_OF_UNKNOWN_RANGE = tuple(generate_budgets(1, 16384))
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +45,19 @@ class ProgramBudgets:
             ConfigError: the smallest budget has no room for an image.
         """
         rows_per_token: int | Fraction = 1
-        low, high = _UNKNOWN_RANGE
+        inferred = _LADDER_OF_UNKNOWN_RANGE
         segment_factors: dict[int, int] = {}
         for step in program.host_steps:
             assert isinstance(step.call, HostOp)
             args = [resolve(a, frame) for a in step.args]
             rows_per_token = step.call.rows_per_output_token(*args)
             low, high = step.call.budget_range(*args)
+            # Where a row gives several output tokens, budgets hold whole rows.
+            tile = 1 if rows_per_token >= 1 else math.ceil(1 / rows_per_token)
+            inferred = inferred_budgets(low, high, tile, config.max_items_per_batch)
             if step.call.segment_factors is not None:
                 segment_factors |= zip(step.outputs, step.call.segment_factors(*args), strict=True)
-        tokens = tuple(config.token_budgets) or tuple(generate_budgets(low, high))
+        tokens = tuple(config.token_budgets) or inferred
         if tokens[0] * rows_per_token < 1:
             raise ConfigError(
                 f"token_budgets: {tokens[0]} has no room for an image; allowed: at least "

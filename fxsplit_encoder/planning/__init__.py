@@ -1,6 +1,11 @@
 """Which items share a batch and how each batch runs, decided from sizes and costs alone. Needs no torch."""
 
-from fxsplit_encoder.planning.budgets import default_budgets, generate_budgets, smallest_fitting
+from fxsplit_encoder.planning.budgets import (
+    default_budgets,
+    generate_budgets,
+    inferred_budgets,
+    smallest_fitting,
+)
 from fxsplit_encoder.planning.cost_packing import pack_by_cost
 from fxsplit_encoder.planning.costs import CostModel, PathTable, RouteCosts
 from fxsplit_encoder.planning.items import Capacity, Item, Loads
@@ -28,6 +33,7 @@ __all__ = [
     "build_plan",
     "default_budgets",
     "generate_budgets",
+    "inferred_budgets",
     "pack_by_cost",
     "pack_greedy",
     "resolve_limits",

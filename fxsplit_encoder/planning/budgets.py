@@ -54,6 +54,22 @@ def default_budgets(minimum: int, maximum: int, tile: int = 1) -> list[int]:
     return sorted({*powers, *whole})
 
 
+def inferred_budgets(minimum: int, maximum: int, tile: int, max_items: int) -> tuple[int, ...]:
+    """The default ladder over a tower's range, whose smallest budget has a unit for each item of a batch.
+
+    Args:
+        minimum: the smallest useful budget in output tokens.
+        maximum: the largest one.
+        tile: as for `default_budgets`.
+        max_items: the items of a batch that are configured; 0: none are.
+
+    Raises:
+        InputError: the range is empty.
+    """
+    for_items = -(-max_items // tile) * tile
+    return tuple(default_budgets(max(minimum, for_items), maximum - maximum % tile, tile))
+
+
 def smallest_fitting(budgets: Sequence[int], tokens: int) -> int | None:
     """The smallest of the increasing `budgets` with room for `tokens`; None if the largest is too small."""
     position = bisect.bisect_left(budgets, tokens)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import ConfigError, InputError
-from fxsplit_encoder.planning.budgets import default_budgets
+from fxsplit_encoder.planning.budgets import inferred_budgets
 from fxsplit_encoder.protocol import EncoderCudaGraphConfig, EncoderCudaGraphPathConfig
 
 # For a tower whose range has room for one smallest item only. That says how large its items are, not that
@@ -136,8 +136,7 @@ def _path_budgets(
             f"max_items_per_batch: above the largest budget that the tower's range gives path {name!r}; "
             f"allowed: 0 to {maximum}; got {config.max_items_per_batch}"
         )
-    for_items = -(-config.max_items_per_batch // tile) * tile
-    return tuple(default_budgets(max(minimum, for_items), maximum, tile))
+    return inferred_budgets(minimum, maximum, tile, config.max_items_per_batch)
 
 
 def _listed_budgets(name: str, config: EncoderConfig) -> tuple[int, ...]:

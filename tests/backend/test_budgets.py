@@ -5,10 +5,17 @@ from __future__ import annotations
 import math
 from fractions import Fraction
 
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import fxsplit_encoder as fx
+from fxsplit_encoder.backend import dispatchers
 from fxsplit_encoder.backend.budgets import ProgramBudgets
+
+from ..towers.tiny_inputs import items
+from ..towers.tiny_towers import tiny
 
 ratios = st.one_of(st.integers(1, 16), st.integers(1, 300).map(lambda tokens: Fraction(1, tokens)))
 
@@ -35,3 +42,21 @@ def test_entries_for_images_are_limited_and_those_for_windows_are_not() -> None:
     assert limited.segment_entries(3, 512) < unlimited.segment_entries(3, 512)
     assert limited.segment_entries(5, 512) == unlimited.segment_entries(5, 512)
     assert limited.segment_entries(5, 512) - 1 == 4 * (unlimited.segment_entries(3, 512) - 1)
+
+
+@pytest.mark.parametrize(("name", "num_arguments"), [("Qwen3VLVisionModel", 2), ("InternVLModel", 1)])
+@pytest.mark.parametrize("max_items", [0, 7])
+@torch.no_grad()
+def test_a_towers_default_ladder_is_the_managers(
+    name: str, num_arguments: int, max_items: int, fresh_dynamo: None
+) -> None:
+    tower, inputs = fx.wrap(tiny(name).make()), tiny(name).inputs
+    config = fx.EncoderConfig(max_items_per_batch=max_items)
+    (listed,) = fx.EncoderCudaGraphManager(tower, config).limits.path_budgets.values()
+    known = set(dispatchers())
+    compiled = torch.compile(tower, backend="encoder_cg", options={"config": config})
+    batch = inputs.make(items("image", inputs.images)[:1])
+    compiled(*list(batch.values())[:num_arguments])
+    (dispatcher,) = set(dispatchers()) - known
+    assert dispatcher._known_budgets is not None
+    assert dispatcher._known_budgets.tokens == listed
