@@ -45,7 +45,7 @@ from tables.towers import figures
 from timing import synchronize, wall_ms
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.models.eager import EagerTower, as_tensors, max_error, rms_error, share_weights
+from fxsplit_encoder.models.eager import as_tensors, max_error, rms_error, share_weights
 from fxsplit_encoder.models.random import demo_tower, random_inputs
 from fxsplit_encoder.models.registry import architecture
 from fxsplit_encoder.towers.packed import PackedTower
@@ -116,7 +116,7 @@ class Bench:
         dtype, blocks = (torch.float32, 1) if small else (torch.bfloat16, None)
         self.tower = demo_tower(blocks, device, dtype, model=name)
         self.wrapped = self.family.wrap(share_weights(self.tower))
-        self.eager = EagerTower(self.tower, self.family.eager, self.family.wrap)
+        self.eager = self.family.eager_tower(self.tower)
         self.batches = {
             case: (sizes, random_inputs(self.wrapped, sizes, seed))
             for seed, (case, sizes) in enumerate(cases(self.wrapped, name, small).items())
@@ -125,7 +125,7 @@ class Bench:
     def references(self) -> dict[str, list[torch.Tensor]]:
         """Every batch in float32, image by image; the float32 copy is released afterwards."""
         wider = torch.float64 if self.small else torch.float32
-        exact = EagerTower(copy.deepcopy(self.tower).to(wider), self.family.eager, self.family.wrap)
+        exact = self.family.eager_tower(copy.deepcopy(self.tower).to(wider))
         select = exact.adapter.select_encoder_cudagraph_items
         return {
             case: [exact(as_tensors(select(inputs, [index])))[0] for index in range(len(sizes))]

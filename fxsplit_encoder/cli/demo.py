@@ -23,7 +23,7 @@ from fxsplit_encoder.cli.console import (
     progress_bars,
     repository_path,
 )
-from fxsplit_encoder.models.eager import EagerTower, as_tensors, share_weights
+from fxsplit_encoder.models.eager import as_tensors, share_weights
 from fxsplit_encoder.models.family import Family
 from fxsplit_encoder.models.prepare import EncoderInputs, ProcessorSettings, find_files, load_inputs
 from fxsplit_encoder.models.random import demo_tower
@@ -112,8 +112,8 @@ def _tile_budgets(wrapped: Any, device: torch.device) -> fx.EncoderConfig:
 
 def _comparer(family: Family, tower: Any, wrapped: Any, config: fx.EncoderConfig) -> Comparer:
     is_short = next(tower.parameters()).dtype != torch.float32
-    exact = EagerTower(copy.deepcopy(tower).float(), family.eager, family.wrap) if is_short else None
-    eager = EagerTower(tower, family.eager, family.wrap)
+    exact = family.eager_tower(copy.deepcopy(tower).float()) if is_short else None
+    eager = family.eager_tower(tower)
     return Comparer(fx.EncoderCudaGraphManager(wrapped, config), eager, exact)
 
 

@@ -14,7 +14,7 @@ from transformers.initialization import no_init_weights
 import fxsplit_encoder as fx
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.models.checkpoint import Renames
-from fxsplit_encoder.models.eager import EagerForward
+from fxsplit_encoder.models.eager import EagerForward, EagerTower
 from fxsplit_encoder.models.prepare import Preparation, ProcessorSettings
 from fxsplit_encoder.towers import DenseTowerSpec
 
@@ -59,6 +59,10 @@ class Family:
         """
         with no_init_weights(), device:
             return self.build(settings).requires_grad_(False).eval()
+
+    def eager_tower(self, module: nn.Module) -> EagerTower:
+        """A tower that nobody wrapped, to compare with."""
+        return EagerTower(module, self.eager, self.wrap)
 
     def wrap(self, module: nn.Module) -> Any:
         """The tower behind the manager's protocol."""

@@ -6,7 +6,7 @@ Clips are cut with the arithmetic of the models' processors, without torchvision
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,12 +20,12 @@ from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.models.eager import GRIDS, PIXELS, Inputs, joined
 from fxsplit_encoder.models.family import Settings, hugging_face_class, vision_settings
 from fxsplit_encoder.models.prepare import (
+    HALF,
     Normalization,
     Preparation,
     Prepared,
     ProcessorSettings,
     frames_of,
-    normalize_pixels,
 )
 
 Grid = tuple[int, int, int]
@@ -57,11 +57,7 @@ class PatchFormat:
     temporal_patch_size: int = 2
     """Frames that become one."""
 
-    mean: tuple[float, ...] = (0.5, 0.5, 0.5)
-    """Subtracted from every channel, whose values are 0 to 1."""
-
-    std: tuple[float, ...] = (0.5, 0.5, 0.5)
-    """Divides every channel afterwards."""
+    normalization: Normalization = HALF
 
     @property
     def factor(self) -> int:
@@ -77,8 +73,7 @@ class PatchFormat:
             "patch_size": settings.get("patch_size"),
             "merge_size": settings.get("merge_size"),
             "temporal_patch_size": settings.get("temporal_patch_size"),
-            "mean": _channels(settings.get("image_mean")),
-            "std": _channels(settings.get("image_std")),
+            "normalization": self.normalization.updated(settings),
         }
         return replace(self, **{name: value for name, value in changes.items() if value is not None})
 
@@ -86,10 +81,6 @@ class PatchFormat:
 # Published Qwen3-VL checkpoints enlarge images to 65536 pixels; without a checkpoint small ones stay small.
 IMAGE_FORMAT = PatchFormat(min_pixels=56 * 56, max_pixels=16_777_216)
 VIDEO_FORMAT = PatchFormat(min_pixels=4096, max_pixels=25_165_824)
-
-
-def _channels(values: Sequence[float] | None) -> tuple[float, ...] | None:
-    return None if values is None else tuple(values)
 
 
 @dataclass(frozen=True)
@@ -113,8 +104,10 @@ class BlockPatches(Preparation):
 
         def read(settings: Settings, processor: ProcessorSettings) -> BlockPatches:
             own = vision_settings(settings).get("patch_size", patch_size)
-            changes = {"patch_size": own, "mean": normalization.mean, "std": normalization.std}
-            image, video = (replace(form, **changes) for form in (IMAGE_FORMAT, VIDEO_FORMAT))
+            image, video = (
+                replace(form, patch_size=own, normalization=normalization)
+                for form in (IMAGE_FORMAT, VIDEO_FORMAT)
+            )
             return cls(image.updated(processor.image), video.updated(processor.video), image_processor)
 
         return read
@@ -129,8 +122,8 @@ class BlockPatches(Preparation):
         """One item of all frames."""
         form = self.video_format
         height, width = video_frame_size(getattr(clip, "n_frames", 1), clip.height, clip.width, form)
-        frames = np.stack([np.asarray(frame) for frame in frames_of(clip, (width, height))])
-        patches, grid = patchify_video(normalize_pixels(frames, form.mean, form.std), form)
+        frames = form.normalization(list(frames_of(clip, (width, height))))
+        patches, grid = patchify_video(frames.numpy(), form)
         return [of_patches(VIDEO_KEYS, patches, grid, grid, len(frames))]
 
 
@@ -147,8 +140,7 @@ def image_processor(form: PatchFormat, processor: tuple[str, str] = QWEN2_VL) ->
         patch_size=form.patch_size,
         merge_size=form.merge_size,
         temporal_patch_size=form.temporal_patch_size,
-        image_mean=list(form.mean),
-        image_std=list(form.std),
+        **form.normalization.as_settings(),
     )
 
 

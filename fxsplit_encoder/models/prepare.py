@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from PIL import Image, ImageOps, ImageSequence
 from torch import Tensor
 
@@ -79,25 +78,18 @@ class Normalization:
         return {"image_mean": list(self.mean), "image_std": list(self.std)}
 
     def __call__(self, images: Sequence[Image.Image]) -> Tensor:
-        """(images, 3, height, width) of images of one size."""
+        """(images, 3, height, width), of images of one size, values around 0."""
         pixels = np.stack([np.asarray(image) for image in images])
-        return torch.from_numpy(np.ascontiguousarray(normalize_pixels(pixels, self.mean, self.std)))
+        # Through float64 and back, as the image processors do, so that the same pixels give the same values.
+        scaled = (pixels.astype(np.float64) * (1 / 255)).astype(np.float32)
+        mean, std = (np.array(values, dtype=np.float32) for values in (self.mean, self.std))
+        normalized = ((scaled - mean) / std).transpose(0, 3, 1, 2)
+        return torch.from_numpy(np.ascontiguousarray(normalized))
 
 
 HALF = Normalization((0.5,) * 3, (0.5,) * 3)
 CLIP = Normalization((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
 IMAGENET = Normalization((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-
-
-def normalize_pixels(
-    pixels: NDArray[np.uint8], mean: Sequence[float], std: Sequence[float]
-) -> NDArray[np.float32]:
-    """Bytes (images, height, width, channels) to values around 0, (images, channels, height, width)."""
-    # Through float64 and back, as the image processors do, so that the same pixels give the same values.
-    scaled = (pixels.astype(np.float64) * (1 / 255)).astype(np.float32)
-    means, deviations = (np.array(values, dtype=np.float32) for values in (mean, std))
-    normalized: NDArray[np.float32] = (scaled - means) / deviations
-    return normalized.transpose(0, 3, 1, 2)
 
 
 def frames_of(clip: Image.Image, size: tuple[int, int]) -> Iterator[Image.Image]:

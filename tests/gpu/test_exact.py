@@ -17,7 +17,7 @@ from poison import poison
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.capture import GraphPool
-from fxsplit_encoder.models.eager import EagerTower, rms_error
+from fxsplit_encoder.models.eager import rms_error
 from fxsplit_encoder.models.random import demo_tower
 from fxsplit_encoder.models.registry import architecture
 
@@ -71,7 +71,7 @@ def family(request: pytest.FixtureRequest) -> Iterator[Any]:
         pytest.skip("needs a CUDA device")
     eager = demo_tower(3, "cuda", torch.bfloat16, model=request.param)
     known = architecture(request.param).family
-    theirs = [EagerTower(copy.deepcopy(eager).to(dtype), known.eager, known.wrap) for dtype in DTYPES]
+    theirs = [known.eager_tower(copy.deepcopy(eager).to(dtype)) for dtype in DTYPES]
     yield fx.wrap(eager), *theirs
     torch.cuda.empty_cache()
 

@@ -11,7 +11,7 @@ import torch
 from poison import poison
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.models.eager import EagerTower, as_tensors, rms_error, share_weights
+from fxsplit_encoder.models.eager import as_tensors, rms_error, share_weights
 from fxsplit_encoder.models.random import demo_tower, random_inputs
 from fxsplit_encoder.models.registry import architecture
 from fxsplit_encoder.towers.packed import PackedTower
@@ -43,7 +43,7 @@ def budgets(wrapped: Any) -> dict[str, Any]:
 
 def exact_items(tower: Any, family: Any, inputs: dict[str, Any], count: int) -> list[torch.Tensor]:
     """In float32, image by image."""
-    exact = EagerTower(copy.deepcopy(tower).float(), family.eager, family.wrap)
+    exact = family.eager_tower(copy.deepcopy(tower).float())
     select = exact.adapter.select_encoder_cudagraph_items
     return [exact(as_tensors(select(inputs, [index])))[0] for index in range(count)]
 
@@ -65,7 +65,7 @@ def test_a_tower_is_as_near_to_float32_as_eager(model: str, monkeypatch: pytest.
     wrapped = family.wrap(share_weights(tower))
     inputs = random_inputs(wrapped, sizes)
     exact = exact_items(tower, family, inputs, len(sizes))
-    allowed = 1.1 * rms_error(EagerTower(tower, family.eager, family.wrap)(inputs), exact)
+    allowed = 1.1 * rms_error(family.eager_tower(tower)(inputs), exact)
     programs: dict[str, Any] = {}
     for mode in ("full", "piecewise"):
         config = fx.EncoderConfig(mode=mode, packing="greedy", **budgets(wrapped))

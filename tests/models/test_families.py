@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 import fxsplit_encoder as fx
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.models.checkpoint import Checkpoint
-from fxsplit_encoder.models.eager import EagerTower, as_tensors, share_weights
+from fxsplit_encoder.models.eager import as_tensors, share_weights
 from fxsplit_encoder.models.load import load_tower, read_family
 from fxsplit_encoder.models.prepare import ProcessorSettings, load_inputs
 from fxsplit_encoder.models.registry import FAMILIES
@@ -34,7 +34,7 @@ def test_from_a_checkpoint_and_a_file_to_embeddings(name: str, photograph: Path,
     wrapped = family.wrap(share_weights(tower))
     manager = fx.EncoderCudaGraphManager(wrapped, fx.EncoderConfig(enabled=False))
     ours = manager.execute(inputs.mm_kwargs)
-    eager = EagerTower(saved, family.eager, family.wrap)
+    eager = family.eager_tower(saved)
     for item, own in zip(ours, eager(inputs.mm_kwargs), strict=True):
         assert item.shape == (CHECKPOINTS[name][2], wrapped.out_hidden_size)
         assert item.std() > 0

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.models.checkpoint import rename, split_fused
-from fxsplit_encoder.models.eager import EagerTower, share_weights
+from fxsplit_encoder.models.eager import share_weights
 from fxsplit_encoder.models.kimi import K25_NAMES, padded_size, patchify_raster
 from fxsplit_encoder.models.load import load_tower
 from fxsplit_encoder.models.prepare import ProcessorSettings, load_inputs
@@ -94,5 +94,5 @@ def test_a_clip_is_cut_for_kimi_k25(photograph: Path, tmp_path: Path) -> None:
     draw_weights(tower, 0)
     wrapped = family.wrap(share_weights(tower))
     ours = fx.EncoderCudaGraphManager(wrapped, fx.EncoderConfig(enabled=False)).execute(inputs.mm_kwargs)
-    for item, own in zip(ours, EagerTower(tower, family.eager, family.wrap)(inputs.mm_kwargs), strict=True):
+    for item, own in zip(ours, family.eager_tower(tower)(inputs.mm_kwargs), strict=True):
         torch.testing.assert_close(item, own, rtol=1e-4, atol=1e-4)

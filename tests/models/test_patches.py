@@ -14,13 +14,13 @@ from fxsplit_encoder.models.patches import (
     patchify_video,
     video_frame_size,
 )
-from fxsplit_encoder.models.prepare import normalize_pixels
+from fxsplit_encoder.models.prepare import Normalization
 
 from .processors import library, noise
 
 
-def normalize_frames(frames: np.ndarray, form: PatchFormat) -> np.ndarray:
-    return normalize_pixels(frames, form.mean, form.std)
+def normalized(frames: list[Image.Image], form: PatchFormat) -> np.ndarray:
+    return form.normalization(frames).numpy()
 
 
 SMART_RESIZE = library("qwen3_vl.video_processing_qwen3_vl", "smart_resize")["smart_resize"]
@@ -47,14 +47,14 @@ def test_a_still_repeated_twice_has_the_image_processors_patches(size: tuple[int
     expected = image_processor(IMAGE_FORMAT)(images=[image], return_tensors="pt")
     _, rows, columns = expected["image_grid_thw"][0].tolist()
     resized = image.resize((columns * 16, rows * 16), Image.Resampling.BICUBIC)
-    frames = normalize_frames(np.stack([np.asarray(resized)] * 2), IMAGE_FORMAT)
+    frames = normalized([resized] * 2, IMAGE_FORMAT)
     patches, grid = patchify_video(frames, IMAGE_FORMAT)
     assert grid == (1, rows, columns)
     torch.testing.assert_close(torch.from_numpy(patches), expected["pixel_values"], rtol=0, atol=0)
 
 
 def test_patches_of_a_clip_are_those_of_its_pairs() -> None:
-    frames = normalize_frames(np.stack([np.asarray(noise(64, 96, i)) for i in range(4)]), VIDEO_FORMAT)
+    frames = normalized([noise(64, 96, i) for i in range(4)], VIDEO_FORMAT)
     patches, grid = patchify_video(frames, VIDEO_FORMAT)
     pairs = [patchify_video(frames[start : start + 2], VIDEO_FORMAT)[0] for start in (0, 2)]
     assert grid == (2, 6, 4)
@@ -65,7 +65,7 @@ def test_patches_of_a_clip_are_those_of_its_pairs() -> None:
 
 
 def test_an_odd_last_frame_is_repeated() -> None:
-    frames = normalize_frames(np.stack([np.asarray(noise(64, 64, i)) for i in range(3)]), VIDEO_FORMAT)
+    frames = normalized([noise(64, 64, i) for i in range(3)], VIDEO_FORMAT)
     patches, grid = patchify_video(frames, VIDEO_FORMAT)
     repeated, _ = patchify_video(np.concatenate([frames, frames[-1:]]), VIDEO_FORMAT)
     assert grid == (2, 4, 4)
@@ -80,7 +80,9 @@ def test_settings_of_a_processor_replace_the_defaults() -> None:
         "image_processor_type": "Qwen2VLImageProcessor",
     }
     form = IMAGE_FORMAT.updated(settings)
-    assert form == PatchFormat(65536, 99999, patch_size=14, mean=(0.1, 0.2, 0.3))
+    assert form == PatchFormat(
+        65536, 99999, patch_size=14, normalization=Normalization((0.1, 0.2, 0.3), (0.5, 0.5, 0.5))
+    )
     assert form.factor == 28
     assert IMAGE_FORMAT.updated({"min_pixels": 1, "max_pixels": 2}) == PatchFormat(1, 2)
     assert IMAGE_FORMAT.updated({}) is not None

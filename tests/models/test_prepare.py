@@ -12,7 +12,7 @@ from fxsplit_encoder.models.patches import (
     BlockPatches,
     patchify_video,
 )
-from fxsplit_encoder.models.prepare import EncoderInputs, find_files, normalize_pixels, unique_keys
+from fxsplit_encoder.models.prepare import EncoderInputs, find_files, unique_keys
 from fxsplit_encoder.models.prepare import load_inputs as load_prepared
 
 from .processors import noise
@@ -56,8 +56,7 @@ def test_every_animated_format_is_a_clip(tmp_path: Path, suffix: str) -> None:
     frames = [noise(64, 64, seed) for seed in range(4)]
     inputs = load_inputs([save_clip(tmp_path / f"clip{suffix}", frames)])
     assert [(item.frames, item.layout["grid"]) for item in inputs.items] == [(4, (2, 4, 4))]
-    pixels = normalize_pixels(np.stack([np.asarray(f) for f in frames]), VIDEO_FORMAT.mean, VIDEO_FORMAT.std)
-    exact = patchify_video(pixels, VIDEO_FORMAT)
+    exact = patchify_video(VIDEO_FORMAT.normalization(frames).numpy(), VIDEO_FORMAT)
     if suffix != ".gif":
         np.testing.assert_array_equal(inputs.mm_kwargs["pixel_values_videos"].numpy(), exact[0])
 
