@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from fxsplit_encoder.compile import padding
 from fxsplit_encoder.compile.guards import assumptions_of, guards_of
@@ -110,8 +111,8 @@ def build(seed: int, graph_seed: int) -> Builder | None:
                 _any_call(b)
             elif not any(_call(b, focus) is not None for _ in range(_ATTEMPTS)):
                 return None
-    except SpecialisedError:
-        return None
+    except (SpecialisedError, GuardOnDataDependentSymNode):
+        return None  # as AOT would not trace it
     return b
 
 
