@@ -15,6 +15,7 @@ from fxsplit_encoder.planning import (
     build_fallback_plan,
     build_plan,
 )
+from fxsplit_encoder.planning.costs import HOST_MS_PER_BATCH
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping, Sequence
@@ -30,9 +31,6 @@ if TYPE_CHECKING:
 
 # Plans depend on sizes alone, and the same sizes come again.
 _KEPT_PLANS = 1024
-
-# Host milliseconds that a batch adds, to decide whether it is worth splitting one.
-_PER_BATCH_MS = 0.3
 
 
 class RequestPlans:
@@ -79,7 +77,7 @@ class RequestPlans:
             if captured
             else None,
             packing=self.config.packing,
-            costs=CostModel(costs, _PER_BATCH_MS) if captured else None,
+            costs=CostModel(costs, HOST_MS_PER_BATCH) if captured else None,
         )
 
     def of(self, mm_kwargs: dict[str, Any], specs: Sequence[EncoderItemSpec]) -> Plan:

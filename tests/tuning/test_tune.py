@@ -13,7 +13,7 @@ from fxsplit_encoder.planning.items import Item
 from fxsplit_encoder.planning.limits import Limits
 from fxsplit_encoder.planning.planner import build_plan
 from fxsplit_encoder.protocol import EncoderItemSpec
-from fxsplit_encoder.tuning.costs import BatchCosts, CostCurve, MemoryModel
+from fxsplit_encoder.tuning.costs import BatchCosts, MemoryModel, RisingCurve
 from fxsplit_encoder.tuning.search import candidate_budgets
 from fxsplit_encoder.tuning.trace import Request, trace_demands
 from fxsplit_encoder.tuning.tune import Tuning, forecast, tune_budgets, tune_trace
@@ -23,8 +23,8 @@ from ..instructions import instructions
 LARGEST = 9
 demand_lists = st.lists(st.integers(1, LARGEST), min_size=1, max_size=8)
 # Small costs, so that every choice matters: a budget or the exact shape, one budget more or less.
-curves = st.builds(CostCurve.linear, st.integers(1, 6).map(float)) | st.builds(
-    CostCurve.from_mapping,
+curves = st.builds(RisingCurve.linear, st.integers(1, 6).map(float)) | st.builds(
+    RisingCurve.from_mapping,
     st.dictionaries(st.integers(0, LARGEST), st.integers(1, 9).map(float), min_size=1, max_size=4),
 )
 cost_models = st.builds(BatchCosts, curves, curves)
@@ -176,7 +176,7 @@ def test_equal_demands_need_one_graph() -> None:
 
 
 def test_a_graph_that_gains_nothing_is_not_taken() -> None:
-    free_exact_shapes = BatchCosts(CostCurve.linear(64), CostCurve.linear(1))
+    free_exact_shapes = BatchCosts(RisingCurve.linear(64), RisingCurve.linear(1))
     tuned = tune_budgets({"default": [10, 20, 30]}, max_graphs=3, costs=free_exact_shapes)
     assert len(tuned.paths["default"].tuned.budgets) == 1
     assert tuned.paths["default"].tuned.hit_fraction == 0.0
@@ -184,7 +184,7 @@ def test_a_graph_that_gains_nothing_is_not_taken() -> None:
 
 def test_a_forecast_is_what_the_definition_says() -> None:
     demands = [100, 50, 101, 250, 1000]
-    costs = BatchCosts(CostCurve.linear(64), CostCurve.linear(160))
+    costs = BatchCosts(RisingCurve.linear(64), RisingCurve.linear(160))
     ladder = forecast((100, 200, 500), demands, costs)
     # 50 costs 164 either way and is replayed; 250 costs less at its exact shape; 1000 has no budget.
     assert ladder.cost == cost_of(ladder.budgets, demands, costs) == 164 + 164 + 261 + 410 + 1160
@@ -278,7 +278,7 @@ def test_memory_is_better_spent_on_the_largest_budget_or_on_more_graphs() -> Non
     tuned = tune_trace(requests, max_graphs=4, max_bytes=1100, memory=memory).paths["default"].tuned
     assert tuned.budgets == (1000,)
     requests = [request(1000)] + [request(100), request(200), request(300)] * 50
-    costs = BatchCosts(CostCurve.linear(1), CostCurve.linear(1000))
+    costs = BatchCosts(RisingCurve.linear(1), RisingCurve.linear(1000))
     tuned = tune_trace(requests, max_graphs=4, max_bytes=1100, memory=memory, costs=costs)
     assert tuned.paths["default"].tuned.budgets == (100, 200, 300)
 
