@@ -9,6 +9,7 @@ import numpy as np
 from tabulate import tabulate
 
 from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.planning.costs import EXACT_LAUNCH_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -16,9 +17,6 @@ if TYPE_CHECKING:
     from fxsplit_encoder.manager.path_captures import PathCaptures
     from fxsplit_encoder.planning.costs import RouteCosts
     from fxsplit_encoder.planning.limits import CaptureKey, Limits
-
-
-_UNMEASURED_LAUNCH_TOKENS = 256
 
 
 @dataclass(frozen=True)
@@ -149,7 +147,7 @@ def least_useful(
     every = tuple(budgets)
     tokens = np.arange(1, every[-1] + 1)
     if not costs.measured:
-        launches = _UNMEASURED_LAUNCH_TOKENS
+        launches = EXACT_LAUNCH_TOKENS
         exact = ((1, 1.0 + launches), (every[-1] + 1, every[-1] + 1.0 + launches))
         costs = replace(costs, exact=exact)
 

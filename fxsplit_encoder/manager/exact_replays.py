@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from fxsplit_encoder.capture import ExactShapes, SharedBuffers
 from fxsplit_encoder.planning import MissReason
-from fxsplit_encoder.planning.costs import RouteCosts, cost_at
+from fxsplit_encoder.planning.costs import CostCurve, RouteCosts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,13 +62,13 @@ class ExactReplays:
         )
         self._remaining_bytes = remaining_bytes
         self._costs = RouteCosts()
-        self._replay_points: tuple[tuple[int, float], ...] = ()
+        self._replay_curve = CostCurve(())
         self._capture_ms = 0.0
 
     def use_costs(self, costs: RouteCosts, capture_ms: float) -> None:
         """What replays, other runs, and a capture of the path cost; for `by_cost`."""
         self._costs = costs
-        self._replay_points = tuple(sorted(costs.replay.items()))
+        self._replay_curve = CostCurve(tuple(sorted(costs.replay.items())))
         self._capture_ms = capture_ms
 
     def find(self, planned: PathPlan) -> BudgetLadder | None:
@@ -101,13 +101,13 @@ class ExactReplays:
     def _weight(self, planned: PathPlan) -> float:
         """What a batch costs more than at its exact shape, as a share of what a capture costs."""
         costs, tokens = self._costs, planned.tokens
-        if not self._capture_ms or not self._replay_points:
+        if not self._capture_ms or not self._replay_curve.points:
             return 0.0
         if planned.budget is not None:
             spent = costs.replay[planned.budget]
         else:
-            spent = min(cost_at(points, tokens) for points in (costs.exact, costs.eager))
-        return max(0.0, spent - cost_at(self._replay_points, tokens)) / self._capture_ms
+            spent = min(costs.exact_curve.at(tokens), costs.eager_curve.at(tokens))
+        return max(0.0, spent - self._replay_curve.at(tokens)) / self._capture_ms
 
     def _allowance(self) -> int | None:
         remaining = self._remaining_bytes()

@@ -1,60 +1,16 @@
-"""The items of a request as planning sees them, and what is assumed of a tower that does not tell."""
+"""What plans need to know of items beside their sizes, and what is assumed of a tower that does not tell."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any
 
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.planning import Item, MissReason
 from fxsplit_encoder.protocol import ENCODER_CUDAGRAPH_AXIS_KEYS_KWARG
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping, Sequence
 
-    from fxsplit_encoder.protocol import EncoderCudaGraphConfig, EncoderItemSpec, SupportsEncoderCudaGraph
-
-
-class ItemFacts(NamedTuple):
-    """What plans need to know of a request's items beside their sizes: the fields of `Item`, each for all."""
-
-    frames: list[int]
-    segments: list[int]
-    axis_keys: list[tuple[Hashable, ...]]
-    refusals: list[MissReason | None]
-
-    @classmethod
-    def read(
-        cls,
-        tower: SupportsEncoderCudaGraph,
-        mm_kwargs: dict[str, Any],
-        num_items: int,
-        model_config: EncoderCudaGraphConfig,
-    ) -> Self:
-        """What the tower tells of the items, or is assumed of them.
-
-        Raises:
-            InputError: the tower does not tell something of every item, or of its capture axes.
-        """
-        modalities = item_modalities(tower, mm_kwargs, num_items)
-        segments = item_segments(tower, mm_kwargs, num_items)
-        num_axes = len(model_config.capture_axes)
-        return cls(
-            video_frames(tower, mm_kwargs, modalities, segments),
-            segments,
-            item_axis_keys(tower, mm_kwargs, num_items, num_axes) if num_axes else [()] * num_items,
-            _refusals(modalities, model_config.modalities),
-        )
-
-    def items(self, specs: Sequence[EncoderItemSpec]) -> list[Item]:
-        """The items, of these sizes."""
-        return list(map(Item, specs, *self))
-
-
-def _refusals(modalities: Sequence[str], served: Sequence[str]) -> list[MissReason | None]:
-    """Why every item is never replayed, None for one that may be."""
-    if set(modalities).issubset(served):
-        return [None] * len(modalities)
-    return [None if modality in served else MissReason.UNSUPPORTED_INPUT for modality in modalities]
+    from fxsplit_encoder.protocol import SupportsEncoderCudaGraph
 
 
 def item_modalities(tower: SupportsEncoderCudaGraph, mm_kwargs: dict[str, Any], num_items: int) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from fxsplit_encoder.manager.item_facts import ItemFacts
+from fxsplit_encoder.manager.item_facts import item_axis_keys, item_modalities, item_segments, video_frames
 from fxsplit_encoder.planning import (
     Captured,
     CostModel,
@@ -15,6 +15,7 @@ from fxsplit_encoder.planning import (
     build_fallback_plan,
     build_plan,
 )
+from fxsplit_encoder.planning.costs import HOST_MS_PER_BATCH
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping, Sequence
@@ -30,9 +31,6 @@ if TYPE_CHECKING:
 
 # Plans depend on sizes alone, and the same sizes come again.
 _KEPT_PLANS = 1024
-
-# Host milliseconds that a batch adds, to decide whether it is worth splitting one.
-_PER_BATCH_MS = 0.3
 
 
 class RequestPlans:
@@ -79,7 +77,7 @@ class RequestPlans:
             if captured
             else None,
             packing=self.config.packing,
-            costs=CostModel(costs, _PER_BATCH_MS) if captured else None,
+            costs=CostModel(costs, HOST_MS_PER_BATCH) if captured else None,
         )
 
     def of(self, mm_kwargs: dict[str, Any], specs: Sequence[EncoderItemSpec]) -> Plan:
@@ -88,20 +86,21 @@ class RequestPlans:
             items = list(map(Item, specs))
             paths, skippable = self._limits.path_budgets, self._limits.skippable_paths
             return build_fallback_plan(items, paths, MissReason.DISABLED, skippable)
-        facts = ItemFacts.read(self.tower, mm_kwargs, len(specs), self.model_config)
+        modalities = item_modalities(self.tower, mm_kwargs, len(specs))
+        segments = item_segments(self.tower, mm_kwargs, len(specs))
+        frames = video_frames(self.tower, mm_kwargs, modalities, segments)
+        num_axes = len(self.model_config.capture_axes)
+        keys = item_axis_keys(self.tower, mm_kwargs, len(specs), num_axes) if num_axes else [()] * len(specs)
         sizes = tuple([(s.input_size, s.output_tokens, *s.path_output_tokens.items()) for s in specs])
-        key = (
-            sizes,
-            tuple(facts.frames),
-            tuple(facts.segments),
-            tuple(facts.axis_keys),
-            tuple(facts.refusals),
-        )
+        key = (sizes, tuple(segments), tuple(frames), tuple(modalities), tuple(keys))
         plan = self._kept.get(key)
         if plan is None:
             if len(self._kept) >= _KEPT_PLANS:
                 self._kept.clear()
-            plan = self._kept[key] = self.build(facts.items(specs))
+            served = self.model_config.modalities
+            refusals = [None if m in served else MissReason.UNSUPPORTED_INPUT for m in modalities]
+            items = list(map(Item, specs, frames, segments, keys, refusals))
+            plan = self._kept[key] = self.build(items)
         return plan
 
     def as_served(self, plan: Plan) -> Plan:

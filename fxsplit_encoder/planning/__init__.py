@@ -7,7 +7,7 @@ from fxsplit_encoder.planning.budgets import (
     smallest_fitting,
 )
 from fxsplit_encoder.planning.cost_packing import pack_by_cost
-from fxsplit_encoder.planning.costs import CostModel, PathTable, RouteCosts
+from fxsplit_encoder.planning.costs import CostCurve, CostModel, PathTable, RouteCosts
 from fxsplit_encoder.planning.items import Capacity, Item, Loads
 from fxsplit_encoder.planning.limits import CaptureKey, Limits, resolve_limits
 from fxsplit_encoder.planning.packing import pack_greedy
@@ -19,6 +19,7 @@ __all__ = [
     "Capacity",
     "CaptureKey",
     "Captured",
+    "CostCurve",
     "CostModel",
     "Item",
     "Limits",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -17,19 +17,65 @@ from fxsplit_encoder.errors import InputError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from numpy.typing import NDArray
+    from numpy.typing import ArrayLike, NDArray
 
 Points = tuple[tuple[int, float], ...]
 """(output tokens, milliseconds), tokens increasing."""
 
-# Without measurements a replay is priced by its tokens and this many more for its launches: one H200 replays
-# 64 and 256 tokens of a 27-block tower in 1.7 and 3.5 ms, so its fixed part is worth about 130 tokens. Half
-# of that keeps the choice near the least padding.
-_LAUNCH_TOKENS = 64
+REPLAY_LAUNCH_TOKENS = 64
+"""Without measurements a replay is priced by its tokens and this many more for its launches."""
+# One H200 replays 64 and 256 tokens of a 27-block tower in 1.7 and 3.5 ms, so its fixed part is worth about
+# 130 tokens. Half of that keeps the choice near the least padding.
+
+EXACT_LAUNCH_TOKENS = 256
+"""The same for the exact shape, whose launches come one by one from the host."""
+# There a small batch takes 5.3 ms: the launches take longer than the arithmetic, at 0.0168 ms a token.
+
+HOST_MS_PER_BATCH = 0.3
+"""Host milliseconds that a batch adds, to decide whether it is worth splitting one."""
 
 # The price of a fallback that nobody measured, a token: above any replay, so that items are replayed where
 # they can be. It grows with the tokens, or a batch that has to fall back would draw others in.
 _UNMEASURED_FALLBACK = 1e6
+
+
+@dataclass(frozen=True)
+class CostCurve:
+    """Costs by token counts, through measured points.
+
+    Level before the first point, straight between them, and with the last slope after the last (after a
+    single point: in proportion). Infinite where there are no points.
+    """
+
+    points: Points
+    """Pairs of (tokens, cost), tokens increasing from 0 or more."""
+
+    def at(self, tokens: int) -> float:
+        """The cost of so many tokens."""
+        starts, bases, slopes = self._pieces
+        piece = bisect_right(starts, tokens) - 1
+        return bases[piece] + slopes[piece] * (tokens - starts[piece])
+
+    def __call__(self, tokens: ArrayLike) -> NDArray[np.float64]:
+        """The costs of so many tokens each, in the same shape."""
+        counts = np.asarray(tokens)
+        starts, bases, slopes = map(np.array, self._pieces)
+        piece = np.searchsorted(starts, counts, side="right") - 1
+        costs: NDArray[np.float64] = bases[piece] + slopes[piece] * (counts - starts[piece])
+        return costs
+
+    @functools.cached_property
+    def _pieces(self) -> tuple[list[int], list[float], list[float]]:
+        """Where each straight piece starts, the cost there, and what a token adds."""
+        if not self.points:
+            return [0], [math.inf], [0.0]
+        counts, costs = map(list, zip(*self.points, strict=True))
+        slopes = [
+            (second - first) / (stop - start)
+            for (start, first), (stop, second) in itertools.pairwise(self.points)
+        ]
+        last = slopes[-1] if slopes else costs[0] / counts[0] if counts[0] else 0.0
+        return [0, *counts], [costs[0], *costs], [0.0, *slopes, last]
 
 
 @dataclass(frozen=True)
@@ -51,8 +97,7 @@ class RouteCosts:
 
     exact: Points = ()
     """What the compiled program costs at its exact shape: measured times, 5 % more where they keep the host
-    busy all along, and no less than the host needs. Linear between the points, level before the first, the
-    last slope after the last (after a single point: in proportion). Empty: it cannot run, or was not
+    busy all along, and no less than the host needs; a `CostCurve`. Empty: it cannot run, or was not
     measured."""
 
     eager: Points = ()
@@ -87,7 +132,7 @@ class RouteCosts:
             budgets: those that can be replayed.
             room: the attention segments that each holds; one that is left out holds any number.
         """
-        replay = {budget: float(budget + _LAUNCH_TOKENS) for budget in budgets}
+        replay = {budget: float(budget + REPLAY_LAUNCH_TOKENS) for budget in budgets}
         return cls(replay, room=dict(room or {}), measured=False)
 
     def table(
@@ -105,6 +150,16 @@ class RouteCosts:
         if (table := self._tables.get(key)) is None:
             table = self._tables[key] = PathTable(self, *key)
         return table
+
+    @functools.cached_property
+    def exact_curve(self) -> CostCurve:
+        """The cost of any size at its exact shape."""
+        return CostCurve(self.exact)
+
+    @functools.cached_property
+    def eager_curve(self) -> CostCurve:
+        """The cost of any size in the eager forward."""
+        return CostCurve(self.eager)
 
     @functools.cached_property
     def _tables(self) -> dict[tuple[tuple[int, ...], tuple[int | None, ...], int, bool], PathTable]:
@@ -186,7 +241,7 @@ class PathTable:
             return self._fallbacks.item(tokens), self._eager_is_cheaper.item(tokens)
         if not self.predicts_fallbacks:
             return _UNMEASURED_FALLBACK * (tokens + 1), False
-        exact, eager = cost_at(self.route.exact, tokens), cost_at(self.route.eager, tokens)
+        exact, eager = self.route.exact_curve.at(tokens), self.route.eager_curve.at(tokens)
         return (eager, True) if eager < exact else (exact, False)
 
     def _first_with_room(self, segments: int) -> int:
@@ -255,7 +310,7 @@ class PathTable:
 
     def _fallbacks_at(self, tokens: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """The costs of the exact shape and of the eager forward; one of them is always finite."""
-        exact, eager = (_interpolate(points, tokens) for points in (self.route.exact, self.route.eager))
+        exact, eager = self.route.exact_curve(tokens), self.route.eager_curve(tokens)
         unmeasured = _UNMEASURED_FALLBACK * (tokens + 1)
         # An empty batch is no shape to run: where a replay of padding alone serves it, that is taken.
         never = (tokens == 0) | (not self.predicts_fallbacks)
@@ -283,28 +338,3 @@ def _cheapest_of_rest(prices: list[float]) -> list[int]:
         last = cheapest[-1] if cheapest else position
         cheapest.append(position if prices[position] <= prices[last] else last)
     return cheapest[::-1]
-
-
-def _interpolate(points: Points, tokens: NDArray[np.int64]) -> NDArray[np.float64]:
-    if not points:
-        return np.full(tokens.shape, np.inf)
-    counts, times = (np.array(column, dtype=np.float64) for column in zip(*points, strict=True))
-    before = (counts[-2], times[-2]) if len(points) > 1 else (0.0, 0.0)
-    slope = (times[-1] - before[1]) / (counts[-1] - before[0])
-    inside: NDArray[np.float64] = np.interp(tokens, counts, times)
-    beyond: NDArray[np.float64] = slope * np.maximum(tokens - counts[-1], 0)
-    return inside + beyond
-
-
-def cost_at(points: Points, tokens: int) -> float:
-    """The cost of so many tokens between measured points; infinite if there are none."""
-    if not points:
-        return math.inf
-    position = bisect_left(points, (tokens,))
-    if position == 0:
-        return points[0][1]
-    if position == len(points) and len(points) == 1:
-        return points[0][1] / points[0][0] * tokens
-    end = min(position, len(points) - 1)
-    (start, first), (stop, second) = points[end - 1], points[end]
-    return first + (second - first) * (tokens - start) / (stop - start)

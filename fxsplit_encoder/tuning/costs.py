@@ -6,23 +6,19 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
-
-import numpy as np
+from typing import Any, Self
 
 from fxsplit_encoder.errors import InputError
-
-if TYPE_CHECKING:
-    from numpy.typing import ArrayLike, NDArray
-
-# In units of what one output token costs in a large batch. Fitted to Qwen3-VL-8B's tower on one H200, where
-# a replay takes about 1.1 ms and 0.0168 ms a token, and a small batch at its exact shape 5.3 ms: there the
-# launches take longer than the arithmetic.
-_REPLAY_TOKENS = 64
-_EXACT_TOKENS = 256
+from fxsplit_encoder.planning.costs import (
+    EXACT_LAUNCH_TOKENS,
+    REPLAY_LAUNCH_TOKENS,
+    CostCurve,
+    Points,
+    RouteCosts,
+)
 
 # Estimated from the widths of the same tower in 16 bits: the values that are alive in a block, 27 blocks of
 # kernel nodes.
@@ -30,12 +26,9 @@ _BYTES_PER_TOKEN = 128 * 2**10
 _BYTES_PER_GRAPH = 8 * 2**20
 
 
-@dataclass(frozen=True)
-class CostCurve:
-    """The cost of a batch by its output tokens, straight between measured points.
-
-    Below the first point the cost is that of the first, above the last it goes on with the last slope. A
-    point below an earlier one is raised to it: more tokens never cost less, so that is noise.
+class RisingCurve(CostCurve):
+    """A curve that never falls: more tokens never cost less, so a point below an earlier one is noise, and
+    raised to it.
 
     Args:
         points: pairs of (output tokens, cost), at least one, tokens increasing from 0 or more, costs above 0.
@@ -44,19 +37,19 @@ class CostCurve:
         InputError: the points are not such.
     """
 
-    points: tuple[tuple[int, float], ...]
-
-    def __post_init__(self) -> None:
-        if not self.points:
+    def __init__(self, points: Points) -> None:
+        if not points:
             raise InputError("costs: expected at least one point, output tokens to cost; got none")
-        for tokens, cost in self.points:
+        for tokens, cost in points:
             if not (tokens >= 0 and cost > 0 and math.isfinite(cost)):
                 raise InputError(
                     f"costs: expected tokens of at least 0 and a finite cost above 0; got {tokens}: {cost}"
                 )
-        for (smaller, _), (larger, _) in itertools.pairwise(self.points):
+        for (smaller, _), (larger, _) in itertools.pairwise(points):
             if smaller >= larger:
                 raise InputError(f"costs: expected increasing tokens; got {larger} after {smaller}")
+        highest = itertools.accumulate((cost for _, cost in points), max)
+        super().__init__(tuple((tokens, cost) for (tokens, _), cost in zip(points, highest, strict=True)))
 
     @classmethod
     def from_mapping(cls, costs: Mapping[int, float]) -> Self:
@@ -68,14 +61,12 @@ class CostCurve:
         """A fixed cost and one for every token."""
         return cls(((0, fixed), (1, fixed + 1)))
 
-    def __call__(self, tokens: ArrayLike) -> NDArray[np.float64]:
-        """The costs of batches of `tokens` output tokens, in the same shape."""
-        at = np.asarray(tokens, dtype=np.float64)
-        known = np.array([point[0] for point in self.points], dtype=np.float64)
-        costs = np.maximum.accumulate(np.array([point[1] for point in self.points], dtype=np.float64))
-        slope = (costs[-1] - costs[-2]) / (known[-1] - known[-2]) if len(known) > 1 else 0.0
-        result: NDArray[np.float64] = np.interp(at, known, costs) + slope * np.maximum(at - known[-1], 0)
-        return result
+    def from_one_token(self) -> Points:
+        """Points that say the same of every positive number of tokens, and nothing of none."""
+        if self.points[0][0] > 0:
+            return self.points
+        later = tuple(point for point in self.points if point[0] > 1)
+        return ((1, self.at(1)), *(later or ((2, self.at(2)),)))
 
 
 @dataclass(frozen=True)
@@ -86,10 +77,10 @@ class BatchCosts:
     shape its own tokens and 256.
     """
 
-    replay: CostCurve = field(default_factory=lambda: CostCurve.linear(_REPLAY_TOKENS))
+    replay: RisingCurve = field(default_factory=lambda: RisingCurve.linear(REPLAY_LAUNCH_TOKENS))
     """By the budget that is replayed."""
 
-    exact: CostCurve = field(default_factory=lambda: CostCurve.linear(_EXACT_TOKENS))
+    exact: RisingCurve = field(default_factory=lambda: RisingCurve.linear(EXACT_LAUNCH_TOKENS))
     """By the batch's own tokens."""
 
     unit: str = "tokens"
@@ -98,7 +89,11 @@ class BatchCosts:
     @classmethod
     def measured(cls, replay_ms: Mapping[int, float], exact_ms: Mapping[int, float]) -> Self:
         """Costs in milliseconds, through measured points: output tokens to milliseconds."""
-        return cls(CostCurve.from_mapping(replay_ms), CostCurve.from_mapping(exact_ms), "ms")
+        return cls(RisingCurve.from_mapping(replay_ms), RisingCurve.from_mapping(exact_ms), "ms")
+
+    def of_ladder(self, budgets: Sequence[int]) -> RouteCosts:
+        """What the manager would find that a path with these budgets costs."""
+        return RouteCosts({b: self.replay.at(b) for b in budgets}, exact=self.exact.from_one_token())
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,13 @@
 A demand is the output tokens of one batch on one path. Each path is tuned alone, because the paths of a batch
 replay independently: each takes the smallest of its own budgets with room for its own tokens. Only the memory
 of all captures ties them together. Limits on frames and attention segments are not modelled.
+
+Which batches the manager makes depends on the ladder. With `packing: cost` it depends on every budget, and no
+search over ladders could plan the trace for each. So the search takes the batches that greedy packing makes,
+which depend on the largest budget alone, and finds the best ladders for these exactly. The manager's planner
+then judges the best few under the configured packing, and what it predicts is what is reported. With one
+ladder, packing by cost never costs more than greedy packing; whether another ladder, which the search did not
+find for greedy's batches, would cost even less, is not known.
 """
 
 from __future__ import annotations
@@ -18,6 +25,8 @@ from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.planning.budgets import generate_budgets
 from fxsplit_encoder.tuning.costs import BatchCosts, MemoryModel
+from fxsplit_encoder.tuning.forecast import LadderForecast, forecast
+from fxsplit_encoder.tuning.judge import Judge
 from fxsplit_encoder.tuning.search import LadderSearch, candidate_budgets, cheapest_ladders, round_up
 from fxsplit_encoder.tuning.trace import Request, batch_loads, trace_demands, traced_paths
 
@@ -26,32 +35,15 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from fxsplit_encoder.config import Packing
+
 _BUDGETS_COLUMN_WIDTH = 24
 
 # Each takes a search of its own.
 _MAX_CUTS = 64
 
-
-@dataclass(frozen=True)
-class LadderForecast:
-    """What a ladder of budgets would do on the demands of one path."""
-
-    budgets: tuple[int, ...]
-    """Output tokens of each budget, increasing."""
-
-    cost: float
-    """Of all demands together."""
-
-    padding_fraction: float
-    """The share of padding in the output tokens of all replays; 0.0 without replays."""
-
-    hit_fraction: float
-    """The share of the demands that are replayed."""
-
-    def row(self) -> tuple[object, ...]:
-        """Budgets, graphs, percent of padding and of hits, and cost: a line of a table."""
-        percents = (100 * self.padding_fraction, 100 * self.hit_fraction)
-        return (", ".join(map(str, self.budgets)), len(self.budgets), *percents, self.cost)
+# Each is planned request by request.
+_MAX_JUDGED = 8
 
 
 @dataclass(frozen=True)
@@ -77,10 +69,21 @@ class Tuning:
     max_bytes: int | None = None
     """The memory limit that the ladders keep; None: none."""
 
+    packing: Packing = "cost"
+    """How the manager was taken to pack."""
+
+    host_cost: float = 0.0
+    """What the batches of the tuned ladders cost the host beside; 0.0 where costs are no times."""
+
     @property
     def cost(self) -> float:
-        """Of all demands of all paths, by the tuned ladders."""
-        return sum(path.tuned.cost for path in self.paths.values())
+        """Of all demands of all paths, by the tuned ladders, and of the host."""
+        return sum(path.tuned.cost for path in self.paths.values()) + self.host_cost
+
+    @property
+    def ladders(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """The tuned budgets of every path, with its name."""
+        return tuple((name, path.tuned.budgets) for name, path in self.paths.items())
 
     def to_config(self) -> EncoderConfig:
         """The settings to capture the ladders with."""
@@ -93,6 +96,8 @@ class Tuning:
             settings["max_items_per_batch"] = self.max_items_per_batch
         if self.max_bytes is not None:
             settings["max_graph_bytes"] = self.max_bytes
+        if self.packing != "cost":
+            settings["packing"] = self.packing
         return EncoderConfig(**settings)
 
     def __str__(self) -> str:
@@ -121,11 +126,14 @@ def tune_trace(
     granularity: int = 1,
     costs: BatchCosts | Mapping[str, BatchCosts] | None = None,
     memory: MemoryModel | None = None,
+    packing: Packing = "cost",
 ) -> Tuning:
     """The ladders that serve the requests of a trace at the least cost.
 
-    The manager cuts a request into batches for the largest budget, so the demands depend on it: every largest
-    budget is tuned by itself, for the very batches that the manager then makes. A smaller one than the
+    Greedy packing cuts a request into batches for the largest budget, so the demands depend on it: every
+    largest budget is tuned by itself, for the very batches that greedy packing then makes. Of the eight
+    cheapest ladders found, the one is taken of which the manager's planner predicts the least under
+    `packing`. A smaller largest budget than the
     largest request pays where requests are cut at little cost, or where what alone is above it is as cheap at
     its exact shape. A largest budget between two could be lowered to what the largest batch has, so the loads
     that batches may have are all that is worth considering. Of more than 64 of them, 64 spread evenly are
@@ -141,6 +149,7 @@ def tune_trace(
         granularity: budgets are multiples of this, but for the largest, which `maximum` bounds.
         costs: of a batch, for every path alike or by path; None: the estimate of `BatchCosts`.
         memory: None: the estimate of `MemoryModel`.
+        packing: how the manager will pack; forecasts are those of its planner.
 
     Raises:
         InputError: there are no requests with tokens, an argument is out of range, or `max_bytes` has no
@@ -180,11 +189,19 @@ def tune_trace(
                 serve_largest=True,
             )
         )
-    best = min(tunings, key=lambda tuning: tuning.cost)
+    judge = Judge(requests, packing, path_costs, items)
+    found = list(dict.fromkeys(tuning.ladders for tuning in sorted(tunings, key=lambda t: t.cost)))
+    judged = [judge.forecast(dict(ladders)) for ladders in found[:_MAX_JUDGED]]
+    tuned, host_cost = min(judged, key=lambda each: _total(*each))
     # Powers of two are judged by the batches that they would make themselves: up to the largest.
-    reference = tunings[0].paths
-    tuned = {path: PathTuning(best.paths[path].tuned, reference[path].powers_of_two) for path in paths}
-    return Tuning(tuned, best.unit, items, max_bytes)
+    powers, _ = judge.forecast({path: tunings[0].paths[path].powers_of_two.budgets for path in paths})
+    compared = {path: PathTuning(tuned[path], powers[path]) for path in paths}
+    unit = next(iter(path_costs.values())).unit
+    return Tuning(compared, unit, items, max_bytes, packing, host_cost)
+
+
+def _total(forecasts: Mapping[str, LadderForecast], host_cost: float) -> float:
+    return sum(forecast.cost for forecast in forecasts.values()) + host_cost
 
 
 def tune_budgets(
@@ -255,29 +272,6 @@ def tune_budgets(
         },
         next(iter(path_costs.values())).unit,
         max_bytes=max_bytes,
-    )
-
-
-def forecast(budgets: Sequence[int], demands: Sequence[int], costs: BatchCosts) -> LadderForecast:
-    """What a ladder does on the demands of a path.
-
-    Args:
-        budgets: output tokens of each budget, increasing, at least one.
-        demands: output tokens of every batch, at least one, each above 0.
-        costs: of a batch.
-    """
-    ladder, tokens = np.asarray(budgets), np.asarray(demands)
-    position = np.searchsorted(ladder, tokens)
-    budget = ladder[np.minimum(position, len(ladder) - 1)]
-    replay = np.where(position < len(ladder), costs.replay(budget), np.inf)
-    exact = costs.exact(tokens)
-    hit = replay <= exact
-    replayed = int(budget[hit].sum())
-    return LadderForecast(
-        tuple(map(int, budgets)),
-        float(np.minimum(replay, exact).sum()),
-        1 - int(tokens[hit].sum()) / replayed if replayed else 0.0,
-        float(hit.mean()),
     )
 
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.planning.costs import PathTable, RouteCosts
+from fxsplit_encoder.planning.costs import CostCurve, PathTable, RouteCosts
 
 # A tower of 27 blocks on one H200: milliseconds.
 REPLAY = {64: 1.72, 256: 3.47, 1024: 17.7, 1764: 42.3}
@@ -145,3 +145,22 @@ def test_tables_agree_with_single_look_ups(
         assert (found is None) == (not usable)
         if found is not None:
             assert found[1] == min(prices_of.get(b, replay[b]) for b in usable)
+
+
+@given(
+    st.dictionaries(st.integers(0, 60), st.floats(0.1, 50), max_size=5),
+    st.lists(st.integers(0, 90), min_size=1),
+)
+def test_a_curve_is_the_same_one_by_one_and_all_at_once(points: dict[int, float], tokens: list[int]) -> None:
+    curve = CostCurve(tuple(sorted(points.items())))
+    assert curve(tokens).tolist() == [curve.at(count) for count in tokens]
+    for count, cost in points.items():
+        assert curve.at(count) == cost
+    if points:
+        ordered = sorted(points)
+        between = [count for count in tokens if ordered[0] <= count <= ordered[-1]]
+        expected = np.interp(between, ordered, [points[count] for count in ordered])
+        assert curve(between) == pytest.approx(expected)
+        assert all(curve.at(count) == points[ordered[0]] for count in range(ordered[0]))
+    else:
+        assert np.isinf(curve(tokens)).all()

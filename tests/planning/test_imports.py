@@ -1,4 +1,4 @@
-"""Planning without torch: in a process where importing torch fails."""
+"""Planning and tuning without torch: in a process where importing torch fails."""
 
 import subprocess
 import sys
@@ -17,6 +17,7 @@ WITHOUT_TORCH = """
     package.__path__ = [sys.argv[1]]
     sys.modules["fxsplit_encoder"] = package
 
+    import fxsplit_encoder.tuning
     from fxsplit_encoder.planning import Item, Limits, build_plan
     from fxsplit_encoder.protocol import EncoderItemSpec
 

@@ -8,21 +8,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.tuning.costs import BatchCosts, CostCurve, MemoryModel, read_costs
+from fxsplit_encoder.tuning.costs import BatchCosts, MemoryModel, RisingCurve, read_costs
 
 POINTS = {"64": 1.7, "256": 3.5, "1024": 17.7}
 
 
 def test_a_curve_is_straight_between_its_points() -> None:
-    curve = CostCurve.from_mapping({200: 4.0, 100: 2.0, 400: 5.0})
+    curve = RisingCurve.from_mapping({200: 4.0, 100: 2.0, 400: 5.0})
     np.testing.assert_allclose(curve([100, 150, 200, 300, 400]), [2, 3, 4, 4.5, 5])
     np.testing.assert_allclose(curve([0, 99]), 2)  # below the first point a replay costs its launches
     np.testing.assert_allclose(curve([600, 800]), [6, 7])  # the last slope goes on
-    assert CostCurve(((100, 2.0),))(5000) == 2.0
+    assert RisingCurve(((100, 2.0),))(5000) == 100.0  # a single point is taken in proportion
+    assert RisingCurve(((0, 2.0),))(5000) == 2.0
 
 
 def test_a_point_that_falls_is_noise() -> None:
-    curve = CostCurve(((64, 2.0), (128, 1.9), (256, 3.0), (512, 2.5)))
+    curve = RisingCurve(((64, 2.0), (128, 1.9), (256, 3.0), (512, 2.5)))
     np.testing.assert_allclose(curve([64, 128, 256, 512, 9000]), [2, 2, 3, 3, 3])
 
 
@@ -31,8 +32,20 @@ def test_a_point_that_falls_is_noise() -> None:
     st.lists(st.integers(0, 10_000), min_size=2, max_size=20),
 )
 def test_more_tokens_never_cost_less(points: dict[int, float], tokens: list[int]) -> None:
-    costs = CostCurve.from_mapping(points)(sorted(tokens))
+    costs = RisingCurve.from_mapping(points)(sorted(tokens))
     assert (np.diff(costs) >= -1e-9 * costs[:-1]).all()
+
+
+@given(
+    st.dictionaries(st.integers(0, 8), st.integers(1, 9).map(float), min_size=1, max_size=5),
+    st.lists(st.integers(1, 20), min_size=1, max_size=9),
+)
+def test_the_planner_prices_batches_by_the_same_curves(points: dict[int, float], tokens: list[int]) -> None:
+    curve = RisingCurve.from_mapping(points)
+    route = BatchCosts(curve, curve).of_ladder(sorted(set(tokens)))
+    for count in tokens:
+        assert route.replay[count] == pytest.approx(float(curve(count)))
+        assert route.exact_curve.at(count) == pytest.approx(float(curve(count)))
 
 
 def test_by_default_the_exact_shape_has_the_larger_fixed_cost() -> None:
@@ -54,7 +67,7 @@ def test_by_default_the_exact_shape_has_the_larger_fixed_cost() -> None:
 )
 def test_impossible_points(points: tuple[tuple[int, float], ...], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        CostCurve(points)
+        RisingCurve(points)
 
 
 @given(st.integers(1, 10**6), st.integers(0, 10**6), st.integers(1, 100), st.integers(0, 10**12))
