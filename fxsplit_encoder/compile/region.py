@@ -113,7 +113,7 @@ class Region:
             with_segments: whether those count that say how many segments there are, whatever reads them.
         """
         values = [
-            n.meta["val"]
+            n.meta.get("val")  # an assertion has none
             for node in self._nodes
             for n in (node, *(i for i in node.all_input_nodes if is_scalar(i)))
         ]

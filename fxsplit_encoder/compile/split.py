@@ -196,7 +196,7 @@ def _backed_symbol(value: Any) -> str | None:
 
 
 def _is_symbolic(node: fx.Node) -> bool:
-    value = node.meta["val"]
+    value = node.meta.get("val")
     tensors = value if isinstance(value, list | tuple) else (value,)
     return any(
         isinstance(size, torch.SymInt) for t in tensors if isinstance(t, torch.Tensor) for size in t.shape
