@@ -49,7 +49,7 @@ class PrometheusCollector(Collector):
     | `encoder_cudagraph_real_tokens_total` | counter | budget | output tokens of items in replays |
     | `encoder_cudagraph_padded_tokens_total` | counter | budget | output tokens of padding in replays |
     | `encoder_cudagraph_graph_bytes` | gauge | budget | device memory that the capture holds |
-    | `encoder_cudagraph_mean_replay_seconds` | gauge | budget | mean time of the timed replays |
+    | `encoder_cudagraph_calibrated_replay_seconds` | gauge | budget | of a replay, at capture |
 
     The budget labels are `path`, `token_budget` and `axis_keys`, which is empty for a tower without capture
     axes. All counters of items and fallbacks are there from the start, so that a rate sees the first miss.
@@ -132,7 +132,9 @@ class PrometheusCollector(Collector):
         real = CounterMetricFamily(f"{_PREFIX}_real_tokens", "Output tokens of items.", labels=names)
         padded = CounterMetricFamily(f"{_PREFIX}_padded_tokens", "Output tokens of padding.", labels=names)
         held = GaugeMetricFamily(f"{_PREFIX}_graph_bytes", "Device memory of the capture.", labels=names)
-        mean = GaugeMetricFamily(f"{_PREFIX}_mean_replay_seconds", "Mean time of a replay.", labels=names)
+        mean = GaugeMetricFamily(
+            f"{_PREFIX}_calibrated_replay_seconds", "Time of a replay, measured at capture.", labels=names
+        )
         budget: BudgetStats
         for key, budget in stats.budgets.items():
             values = [*self._labels.values(), *_budget_values(key)]

@@ -14,7 +14,13 @@ from fxsplit_encoder.manager.statistics import ManagerStats, Statistics
 from fxsplit_encoder.planning.limits import CaptureKey
 from fxsplit_encoder.planning.reasons import MissReason
 
-BUDGETS = ("replays_total", "real_tokens_total", "padded_tokens_total", "graph_bytes", "mean_replay_seconds")
+BUDGETS = (
+    "replays_total",
+    "real_tokens_total",
+    "padded_tokens_total",
+    "graph_bytes",
+    "calibrated_replay_seconds",
+)
 
 
 class Source:
@@ -58,7 +64,7 @@ def test_a_scrape_shows_the_counts() -> None:
     assert [sample(scraped, name, **small) for name in BUDGETS] == [1, 48, 16, 2**20, 0.002]
     large = {"path": "local", "token_budget": "128", "axis_keys": ""}
     assert [sample(scraped, name, **large) for name in BUDGETS[:-1]] == [1, 128, 0, 0]
-    assert ("mean_replay_seconds", frozenset(large.items())) not in scraped
+    assert ("calibrated_replay_seconds", frozenset(large.items())) not in scraped
 
     for kind in ("eager", "exact", "eager"):
         source.statistics.record_fallback(kind)
@@ -91,7 +97,7 @@ def test_types_and_names_are_prometheus_own() -> None:
         **{f"encoder_cudagraph_{name}": "counter" for name in counters},
         "encoder_cudagraph_graph_bytes": "gauge",
         "encoder_cudagraph_input_bytes": "gauge",
-        "encoder_cudagraph_mean_replay_seconds": "gauge",
+        "encoder_cudagraph_calibrated_replay_seconds": "gauge",
     }
     assert all(family.documentation for family in registry.collect())
 
