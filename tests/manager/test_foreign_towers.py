@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.errors import InputError, ReplayError
@@ -234,3 +235,45 @@ def test_what_a_tower_tells_of_its_items_it_tells_of_each(method: str) -> None:
     manager = fx.EncoderCudaGraphManager(tower, fx.EncoderConfig(), log_interval=0)  # type: ignore[arg-type]
     with pytest.raises(InputError, match=rf"PackedModel\.{method}: expected one entry an item, 2; got 1"):
         manager.plan(batch(3, 2))
+
+
+class LessMean(SplitModel):
+    """Every row reads all others."""
+
+    def encoder_cudagraph_forward(self, inputs: dict[str, Tensor], path: str = "default") -> Tensor:
+        output = super().encoder_cudagraph_forward(inputs, path)
+        return output - output.mean(0)
+
+
+class LessMeanUndeclared(LessMean):
+    declares_padding = False
+
+
+@pytest.mark.parametrize(
+    ("model", "debug", "reason", "report"),
+    [
+        (LessMean(), True, fx.MissReason.NOT_CAPTURED, "padding changes its results: output 0 changes by"),
+        (LessMeanUndeclared(), False, fx.MissReason.PADDING_UNPROVED, "mean reduces over tokens"),
+    ],
+    ids=["declared, debugged", "not declared"],
+)
+def test_a_tower_that_mixes_rows_is_found_out(
+    model: Any, debug: bool, reason: fx.MissReason, report: str
+) -> None:
+    config = fx.EncoderConfig(mode="full", token_budgets=(4, 8), max_items_per_batch=1, debug=debug)
+    manager = fx.EncoderCudaGraphManager(model, config)
+    manager.capture()
+    assert manager.budget_graphs["default"] == {}
+    assert len(manager.reports) == 2 and all(report in line for line in manager.reports)
+    for length in (3, 8, 3):
+        inputs = batch(length)
+        (output,), (expected,) = manager.execute(inputs), alone(model, inputs)
+        torch.testing.assert_close(output, expected, rtol=0, atol=1e-5)
+    assert manager.stats().misses == {reason: 3}
+
+
+def test_a_declared_padding_is_not_compared_without_debug() -> None:
+    config = fx.EncoderConfig(mode="full", token_budgets=(4, 8), max_items_per_batch=1)
+    manager = fx.EncoderCudaGraphManager(LessMean(), config)
+    manager.capture()
+    assert sorted(manager.budget_graphs["default"]) == [4, 8]
