@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := test
 .DELETE_ON_ERROR:
-.PHONY: demo test quick lint types bench clean
+.PHONY: demo test quick lint types bench house clean
 
 demo: $(STAMP)
 	$(BIN)/encoder-cg demo
@@ -28,6 +28,10 @@ types: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/encoder.py --quick
+
+# Size, imports, call stacks and private APIs, each with its goal.
+house: $(STAMP)
+	OMP_NUM_THREADS=1 PYTHONPATH=tools $(BIN)/python -m house
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
