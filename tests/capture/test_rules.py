@@ -341,7 +341,7 @@ def test_rule_3_the_manager_falls_back_whole_and_counts_it(
     manager.paths["default"].segment_room.update(dict.fromkeys((16, 32, 64), 1000))
     before = snapshot(manager.paths["default"].captured[16])
     inputs = make_batch([(1, 2, 2)] * 2, [(14, 2, 2)])
-    manager.limits = fx.manager.Limits(manager.limits.path_budgets, 4, 99)
+    manager.limits = fx.planning.Limits(manager.limits.path_budgets, 4, 99)
     manager._use_captures()
     assert_equal_items(manager.execute(inputs), encode(tiny_towers.reference, inputs))
     assert manager.stats().misses == {fx.MissReason.EXTENT_EXCEEDED: 3}
