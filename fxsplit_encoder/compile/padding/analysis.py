@@ -43,8 +43,6 @@ from fxsplit_encoder.compile.padding.states import (
     SHARED,
     Mixed,
     NodeView,
-    NotProvedError,
-    RefutedError,
     Rows,
     State,
     draws_random_numbers,
@@ -52,9 +50,13 @@ from fxsplit_encoder.compile.padding.states import (
     is_pointwise,
     named,
     operation,
+)
+from fxsplit_encoder.compile.padding.token_sizes import (
+    NotProvedError,
+    RefutedError,
+    TokenSizes,
     symbols_of,
 )
-from fxsplit_encoder.compile.padding.token_sizes import TokenSizes
 from fxsplit_encoder.compile.sizes import shape_exprs
 from fxsplit_encoder.compile.split import node_value
 

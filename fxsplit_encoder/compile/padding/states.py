@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import sympy
 import torch
 from torch import fx
 
+from fxsplit_encoder.compile.padding.token_sizes import (
+    NotProvedError,
+    RefutedError,
+    TokenSizes,
+    symbols_of,
+)
 from fxsplit_encoder.compile.sizes import shape_exprs
-
-if TYPE_CHECKING:
-    from fxsplit_encoder.compile.padding.token_sizes import TokenSizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,24 +51,11 @@ State = Any
 """Rows, Mixed, SHARED, SEGMENTS, or a list of them for an operation with several results."""
 
 
-class NotProvedError(Exception):
-    """Raised by a rule that cannot tell whether rows stay apart; the pass turns it into `Mixed`."""
-
-
-class RefutedError(NotProvedError):
-    """Raised by a rule that finds rows mixed: real rows would depend on pad rows or on their number."""
-
-
 def token_dim(value: torch.Tensor, token_symbol: str) -> int | None:
     """The first dimension whose size depends on the token symbol."""
     return next(
         (dim for dim, expr in enumerate(shape_exprs(value)) if token_symbol in symbols_of(expr)), None
     )
-
-
-def symbols_of(expr: sympy.Expr) -> set[str]:
-    """The names of the symbols in a size."""
-    return {str(s) for s in expr.free_symbols}
 
 
 class Facts(Protocol):

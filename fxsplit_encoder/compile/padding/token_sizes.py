@@ -8,10 +8,21 @@ from collections.abc import Iterable
 import sympy
 from torch.utils._sympy.functions import FloorDiv, Mod, PythonMod
 
-from fxsplit_encoder.compile.padding.states import NotProvedError, symbols_of
-
 # The token count is a multiple of the divisor that the trace's guards ask for: `divisor * _GROUPS`.
 _GROUPS = sympy.Symbol("groups", integer=True, positive=True)
+
+
+class NotProvedError(Exception):
+    """Raised by a rule that cannot tell whether rows stay apart; the pass turns it into `Mixed`."""
+
+
+class RefutedError(NotProvedError):
+    """Raised by a rule that finds rows mixed: real rows would depend on pad rows or on their number."""
+
+
+def symbols_of(expr: sympy.Expr) -> set[str]:
+    """The names of the symbols in a size."""
+    return {str(s) for s in expr.free_symbols}
 
 
 class TokenSizes:
