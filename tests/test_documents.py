@@ -1,0 +1,105 @@
+"""What README, docs/ and CONTRIBUTING.md promise a reader: code that runs, links that lead somewhere."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+CONTRIBUTING = ROOT / "CONTRIBUTING.md"
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+DOCUMENTS = [README, CONTRIBUTING, ROOT / "CHANGELOG.md", *PAGES]
+MOST_LINES_OF_THE_README = 90
+
+
+def names(paths: list[Path]) -> list[str]:
+    return [path.stem for path in paths]
+
+
+def text_of(document: Path) -> str:
+    return document.read_text(encoding="utf-8")
+
+
+def prose_of(document: Path) -> str:
+    """Without blocks of code, in which brackets are no links."""
+    return re.sub(r"```.*?```", "", text_of(document), flags=re.DOTALL)
+
+
+@pytest.fixture
+def pasted(tmp_path: Path, fresh_dynamo: None) -> Any:
+    """What is left of the README's blocks, pasted one after another."""
+    blocks = re.findall(r"```python\n(.*?)```", text_of(README), re.DOTALL)
+    file = tmp_path / "pasted.py"  # a file, since Dynamo reads sources
+    file.write_text("".join(blocks), encoding="utf-8")
+    return SimpleNamespace(**runpy.run_path(str(file)))
+
+
+def test_the_code_of_the_readme_runs_as_pasted(pasted: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "2 items: 2 hit" in str(pasted.manager.stats())
+    with torch.no_grad():
+        eager = pasted.visual(pasted.pixels, pasted.grid)
+    torch.testing.assert_close(pasted.features.pooler_output, eager.pooler_output)
+    packed = torch.cat([eager.pooler_output, *eager.deepstack_features], dim=1)
+    assert [len(pasted.first), len(pasted.second)] == [49, 24]
+    torch.testing.assert_close(torch.cat([pasted.first, pasted.second]), packed)
+    assert pasted.result.shape == (4, 8)
+    assert (pasted.fast.captures, pasted.fast.misses.total()) == (1, 0)
+
+
+def test_the_readme_is_short() -> None:
+    assert len(text_of(README).splitlines()) <= MOST_LINES_OF_THE_README
+
+
+def test_the_claim_of_the_readme_is_what_its_table_shows() -> None:
+    text = text_of(README)
+    claim = re.search(r"\*\*.*?([\d.]+) times as fast as in a CUDA graph", text)
+    (row,) = [line for line in text.splitlines() if line.startswith("| 1x224 ")]
+    header = next(line for line in text.splitlines() if line.startswith("| one image "))
+    columns = [cell.strip() for cell in header.split("|")]
+    cells = dict(zip(columns, [cell.strip() for cell in row.split("|")], strict=True))
+    graph = float(cells["eager model in one CUDA graph, exact shape"])
+    assert claim is not None
+    assert claim[1] == f"{graph / float(cells['ours, mode: auto']):.2f}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
+def test_a_page_says_first_whom_it_is_for(page: Path) -> None:
+    title, blank, first, *_ = text_of(page).splitlines()
+    assert title.startswith("# ")
+    assert blank == ""
+    assert first.startswith("For ")
+
+
+def test_the_readme_leads_to_every_page() -> None:
+    linked = set(re.findall(r"\]\(docs/(\w+\.md)", text_of(README)))
+    assert linked == {page.name for page in PAGES}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=names(DOCUMENTS))
+def test_links_lead_to_files_and_sections(document: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose_of(document)):
+        if "://" in target:
+            continue
+        path, _, section = target.partition("#")
+        file = document.parent / path if path else document
+        assert file.exists(), target
+        titles = re.findall(r"^#+ (.*)$", prose_of(file), re.MULTILINE) if section else []
+        assert not section or section in [anchor(title) for title in titles], target
+
+
+def anchor(title: str) -> str:
+    """A section's name in links, as GitHub makes it."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
+def test_the_files_that_contributing_names_exist() -> None:
+    paths = re.findall(r"`([\w/]+/[\w.]*)`", text_of(CONTRIBUTING))
+    assert len(paths) > 20
+    assert [path for path in paths if not (ROOT / path).exists()] == []
