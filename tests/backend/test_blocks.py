@@ -61,6 +61,18 @@ def test_one_block_is_traced_for_all(inner: Any, pixels: Tensor, inlined: list[i
     assert hits_of_others_than(before) == 2
 
 
+def test_a_block_that_is_no_longer_equal_computes_with_its_own_weights(inner: Any, pixels: Tensor) -> None:
+    wrapped = fx.wrap(inner)
+    features(compiled(wrapped), pixels)
+    torch._dynamo.reset()
+    linear = inner.blocks[1].mlp.linear_fc1
+    weight = linear.weight
+    del linear.weight  # put back, it comes after the bias
+    linear.weight = weight
+    module = compiled(wrapped)
+    torch.testing.assert_close(features(module, pixels), features(inner, pixels), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.slow
 def test_weights_are_looked_up_at_every_call(inner: Any, pixels: Tensor, inlined: list[int]) -> None:
     module = compiled(fx.wrap(inner))

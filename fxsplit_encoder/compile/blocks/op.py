@@ -54,6 +54,7 @@ def equal_blocks_as_ops(module: nn.Module) -> Iterator[int]:
 def make_ops(module: nn.Module) -> list[int]:
     """Makes the equal blocks of a module ops; returns the numbers of their groups."""
     groups = _numbered_groups(module)
+    _release_others(module, groups)
     _install(groups)
     _groups.update(groups)
     return list(groups)
@@ -99,6 +100,16 @@ def _install(groups: Mapping[int, Group]) -> None:
             if own.get(_PLACE) != place or getattr(own.get("forward"), "__func__", None) is not forward:
                 block.forward = types.MethodType(forward, block)
                 block._fxsplit_place = place  # type: ignore[assignment]
+
+
+def _release_others(module: nn.Module, groups: Mapping[int, Group]) -> None:
+    """Gives blocks that were equal to others, and are no longer, their own `forward` back: their old places
+    are other blocks' now.
+    """
+    members = {block for group in groups.values() for block in group.blocks}
+    for block in module.modules():
+        if _PLACE in vars(block) and block not in members:
+            del block.forward, block._fxsplit_place
 
 
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
