@@ -82,8 +82,8 @@ def _assemble(
     fixed = {*made_here, *graph.constants, *(inputs[i] for i in static_inputs)}
     region = Region(graph.parts[region_start:], graph.output_args, fixed, slots, token_symbol)
     report = region.prove(assumptions_of(inputs))
-    hosts = (host_op(part.node.target) for part in graph.parts if isinstance(part, Cut))
-    if any(op is not None and op.declares_padding for op in hosts):
+    hosts = ((host_op(part.node.target), part.node) for part in graph.parts if isinstance(part, Cut))
+    if any(op and op.declares_padding and op.declares_padding(*node.args) for op, node in hosts):
         report = replace(report, declared=True)
     return Program(
         steps=tuple(with_frees(steps, kept)),

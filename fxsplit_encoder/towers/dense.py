@@ -84,7 +84,7 @@ class DenseTower(TileTower):
         if torch.compiler.is_compiling():
             # InternVL's reshape to -1 divides by the number of tiles.
             torch._check(pixel_values.shape[0] > 0)  # type: ignore[no-untyped-call]
-            pixel_values = tiles(pixel_values, self.tokens_per_tile, self.max_tiles)[0]
+            pixel_values = tiles(pixel_values, self.tokens_per_tile, self.max_tiles, self.declares_padding)[0]
             if not args and kwargs.keys() <= _PLAIN:
                 self.trace_plain_blocks_once()
         return self.call(pixel_values, *args, **kwargs)

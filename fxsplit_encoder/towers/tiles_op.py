@@ -16,10 +16,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _library: Any = torch.library.Library("fxsplit", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define("tiles(Tensor pixel_values, int tokens_per_tile, int max_tiles) -> Tensor[]")
+_library.define(
+    "tiles(Tensor pixel_values, int tokens_per_tile, int max_tiles, bool declared=False) -> Tensor[]"
+)
 
 
-def _copy(pixel_values: Tensor, tokens_per_tile: int, max_tiles: int) -> list[Tensor]:
+def _copy(pixel_values: Tensor, tokens_per_tile: int, max_tiles: int, declared: bool = False) -> list[Tensor]:
     """Under other backends: an op may not return its own input."""
     return [pixel_values.clone()]
 
@@ -27,7 +29,7 @@ def _copy(pixel_values: Tensor, tokens_per_tile: int, max_tiles: int) -> list[Te
 _library.impl("tiles", _copy, "CompositeExplicitAutograd")
 
 
-def _fake(pixel_values: Tensor, tokens_per_tile: int, max_tiles: int) -> list[Tensor]:
+def _fake(pixel_values: Tensor, tokens_per_tile: int, max_tiles: int, declared: bool = False) -> list[Tensor]:
     return [torch.empty_like(pixel_values)]
 
 
@@ -38,12 +40,14 @@ tiles = torch.ops.fxsplit.tiles.default
 register_host_op(
     tiles,
     HostOp(
-        run=lambda pixel_values, tokens_per_tile, max_tiles: [pixel_values],
-        rows_per_output_token=lambda pixel_values, tokens_per_tile, max_tiles: Fraction(1, tokens_per_tile),
-        budget_range=lambda pixel_values, tokens_per_tile, max_tiles: (
+        run=lambda pixel_values, tokens_per_tile, max_tiles, declared=False: [pixel_values],
+        rows_per_output_token=lambda pixel_values, tokens_per_tile, max_tiles, declared=False: Fraction(
+            1, tokens_per_tile
+        ),
+        budget_range=lambda pixel_values, tokens_per_tile, max_tiles, declared=False: (
             tokens_per_tile,
             tokens_per_tile * max_tiles,
         ),
-        declares_padding=True,
+        declares_padding=lambda pixel_values, tokens_per_tile, max_tiles, declared=False: declared,
     ),
 )

@@ -453,7 +453,7 @@ def test_debug_checks_a_declared_padding_against_the_exact_shape() -> None:
 
     class Tiles(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            return tower.call(tiles(x, 4, 8)[0])
+            return tower.call(tiles(x, 4, 8, tower.declares_padding)[0])
 
     known = set(dispatchers())
     compiled = compile_it(Tiles(), dynamic=True, token_budgets=[32], debug=True)
