@@ -31,8 +31,8 @@ class HostOp:
     budget_range: Callable[..., tuple[int, int]]
     """The tower's range of budgets in output tokens, from the op's arguments."""
     declares_padding: Callable[..., bool] | None = None
-    """From the op's arguments, whether the tower that it is of declares that its rows may be padded: the images
-    of a batch do not see one another. None: it does not.
+    """From the op's arguments, whether the tower that it is of declares that its rows may be padded: the
+    images of a batch do not see one another. None: it does not.
     """
     segment_factors: Callable[..., Sequence[int]] | None = None
     """For every output, from the op's arguments: how many segments it has beside each image or frame, if it
