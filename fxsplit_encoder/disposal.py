@@ -9,10 +9,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 _this_thread = threading.local()
 

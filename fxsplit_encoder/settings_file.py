@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
 from fxsplit_encoder.errors import ConfigError
 from fxsplit_encoder.messages import shown
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
 
 MOST_BYTES = 1 << 16
 """Of a file."""

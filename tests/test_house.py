@@ -5,6 +5,9 @@ from __future__ import annotations
 import ast
 
 import pytest
+
+pytest.importorskip("grimp", reason="a development tool, which a GPU host may lack")
+
 from house import calls, imports, table
 from house.measure import Measure
 from house.private import private_uses

@@ -7,17 +7,15 @@ import json
 import logging
 import os
 import tempfile
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from fxsplit_encoder.attention.kernels import KERNELS, AttentionShape
 from fxsplit_encoder.attention.measure import Measured
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 logger = logging.getLogger(__name__)
 

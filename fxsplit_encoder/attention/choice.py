@@ -12,26 +12,19 @@ import contextlib
 import logging
 import math
 import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
-from fxsplit_encoder.attention.cache import MeasurementCache, describe_environment
+from fxsplit_encoder.attention.cache import MeasurementCache, Table, describe_environment
 from fxsplit_encoder.attention.examples import example_lengths, pairs
-from fxsplit_encoder.attention.kernels import KERNELS, AttentionShape
+from fxsplit_encoder.attention.kernels import KERNELS, AttentionKernel, AttentionShape
 from fxsplit_encoder.attention.measure import Measured, Meter
 from fxsplit_encoder.attention.pins import AUTO, parse_attention
 from fxsplit_encoder.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    from torch import Tensor
-
-    from fxsplit_encoder.attention.cache import Table
-    from fxsplit_encoder.attention.kernels import AttentionKernel
 
 logger = logging.getLogger(__name__)
 

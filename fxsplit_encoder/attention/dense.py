@@ -5,14 +5,11 @@ was measured to be the fastest, whether it is made for a batch or for a packed s
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from fxsplit_encoder.attention.dispatch import current_chooser
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def attend_dense(query_BHTD: Tensor, key_BHTD: Tensor, value_BHTD: Tensor, scale: float) -> Tensor:

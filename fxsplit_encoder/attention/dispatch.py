@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from fxsplit_encoder.attention.choice import KernelChooser
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import Tensor
 
 _of_process = KernelChooser()
 _current: ContextVar[KernelChooser] = ContextVar("fxsplit_encoder_kernel_chooser")

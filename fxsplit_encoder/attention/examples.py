@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from fxsplit_encoder.attention.kernels import AttentionShape
+from fxsplit_encoder.attention.kernels import AttentionShape
 
 
 class Example(NamedTuple):

@@ -7,17 +7,15 @@ implementations whose name contains "flash"; any other name gets one call an ima
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 from fxsplit_encoder.attention.op import varlen_attention
 from fxsplit_encoder.errors import UnsupportedTowerError
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
 
 IMPLEMENTATION = "encoder_cg_flash"
 

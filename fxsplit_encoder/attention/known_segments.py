@@ -10,23 +10,17 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
-from fxsplit_encoder.attention.choice import shape_of
+from fxsplit_encoder.attention.choice import KernelChooser, shape_of
 from fxsplit_encoder.attention.dispatch import current_chooser
+from fxsplit_encoder.attention.kernels import AttentionKernel, AttentionShape
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from fxsplit_encoder.attention.choice import KernelChooser
-    from fxsplit_encoder.attention.kernels import AttentionKernel, AttentionShape
-
-    Span = tuple[int, int]
+Span = tuple[int, int]
 
 # Several kernels must promise to take at most this much of the time of one: what is predicted of a batch is
 # less certain than what was measured.

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import functools
 import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 
-from fxsplit_encoder.attention.examples import make_examples
+from fxsplit_encoder.attention.examples import Example, make_examples
+from fxsplit_encoder.attention.kernels import AttentionKernel, AttentionShape
 from fxsplit_encoder.attention.kernels.generic import PerSegment
 from fxsplit_encoder.disposal import nothing_is_freed
 from fxsplit_encoder.failed_capture import end_failed_capture
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
-
-    from fxsplit_encoder.attention.examples import Example
-    from fxsplit_encoder.attention.kernels import AttentionKernel, AttentionShape
 
 _reference = PerSegment()
 

@@ -6,16 +6,14 @@ times as much Python to every call.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from fxsplit_encoder.attention.dense import attend_dense
 from fxsplit_encoder.attention.dispatch import attend, attend_out
 from fxsplit_encoder.attention.gradient import attend_backward
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _SCHEMA = "(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens, SymInt max_seqlen, float scale"
 

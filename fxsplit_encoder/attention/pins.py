@@ -23,13 +23,10 @@ import difflib
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from fxsplit_encoder.attention.kernels import KERNELS
+from fxsplit_encoder.attention.kernels import KERNELS, AttentionShape
 from fxsplit_encoder.errors import ConfigError
-
-if TYPE_CHECKING:
-    from fxsplit_encoder.attention.kernels import AttentionShape
 
 AUTO = "auto"
 KERNEL_NAMES: tuple[str, ...] = tuple(kernel.name for kernel in KERNELS)

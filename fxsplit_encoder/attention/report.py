@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 
+from fxsplit_encoder.attention.choice import KernelChooser
 from fxsplit_encoder.attention.dispatch import current_chooser
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from fxsplit_encoder.attention.choice import KernelChooser
 
 
 class KernelReport(NamedTuple):

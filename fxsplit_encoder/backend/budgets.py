@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from fractions import Fraction
 
 from fxsplit_encoder.capture import segment_capacity
-from fxsplit_encoder.compile import HostOp
+from fxsplit_encoder.compile import Bindings, HostOp, Program
 from fxsplit_encoder.compile.program import resolve
+from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import ConfigError
 from fxsplit_encoder.planning import generate_budgets, inferred_budgets
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from fractions import Fraction
-
-    from fxsplit_encoder.compile import Frame, Program
-    from fxsplit_encoder.config import EncoderConfig
 
 # Without an adapter nothing says how large batches get: powers of two over any size. Captures are lazy, so a
 # long ladder costs nothing until it is used.
@@ -38,7 +33,7 @@ class ProgramBudgets:
     """Images or frames of a batch; 0: as many as there are tokens."""
 
     @classmethod
-    def of(cls, program: Program, config: EncoderConfig, frame: Frame) -> ProgramBudgets:
+    def of(cls, program: Program, config: EncoderConfig, bindings: Bindings) -> ProgramBudgets:
         """Those of a program, whose frame has what its host ops are called with.
 
         Raises:
@@ -49,7 +44,7 @@ class ProgramBudgets:
         segment_factors: dict[int, int] = {}
         for step in program.host_steps:
             assert isinstance(step.call, HostOp)
-            args = [resolve(a, frame) for a in step.args]
+            args = [resolve(a, bindings) for a in step.args]
             rows_per_token = step.call.rows_per_output_token(*args)
             low, high = step.call.budget_range(*args)
             # Where a row gives several output tokens, budgets hold whole rows.

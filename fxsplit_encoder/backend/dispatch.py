@@ -8,7 +8,8 @@ import math
 import threading
 import weakref
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -25,16 +26,12 @@ from fxsplit_encoder.capture import (
 from fxsplit_encoder.capture.probe import probe_padding
 from fxsplit_encoder.capture.runner import ExactRunner
 from fxsplit_encoder.capture.segments import fits
+from fxsplit_encoder.compile import Bindings, Program, Runner
 from fxsplit_encoder.compile.program import Ref
 from fxsplit_encoder.compile.sizes import Size, layout
+from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.planning import MissReason
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from fxsplit_encoder.compile import Frame, Program, Runner
-    from fxsplit_encoder.config import EncoderConfig
 
 logger = logging.getLogger(__name__)
 
@@ -93,17 +90,17 @@ class BudgetDispatcher:
         """Runs the graph on its inputs; the outputs are the caller's own (capture rule 7)."""
         with self._lock, choosing(self.kernels), torch.inference_mode(False), torch.no_grad():
             self._check_parameters(args)
-            frame = self.program.begin(args)
+            bindings = self.program.begin(args)
             warmed = getattr(_warming, "called", None)
-            captured, reason = self._find(frame, capture_all=warmed is not None)
+            captured, reason = self._find(bindings, capture_all=warmed is not None)
             if warmed is not None:
                 warmed.append(self)
             if captured is None:
                 assert reason is not None
                 self.misses[reason] += 1
-                return self.program.finish(frame, self._exact_runner(frame))
+                return self.program.finish(bindings, self._exact_runner(bindings))
             self.hits += 1
-            return self._replay(captured, frame)
+            return self._replay(captured, bindings)
 
     def _check_parameters(self, args: Sequence[Any]) -> None:
         """Captures hold parameters by address: where there are others now, it is redone (rule 6)."""
@@ -145,79 +142,81 @@ class BudgetDispatcher:
 
     # --- which capture
 
-    def _find(self, frame: Frame, *, capture_all: bool) -> tuple[CapturedForward | None, MissReason | None]:
+    def _find(
+        self, bindings: Bindings, *, capture_all: bool
+    ) -> tuple[CapturedForward | None, MissReason | None]:
         if not self.config.enabled or self.config.mode == "none":
             return None, MissReason.DISABLED
-        tokens = self.program.tokens(frame)
+        tokens = self.program.tokens(bindings)
         if tokens is None:
             return None, MissReason.STATIC_SHAPE
         if self.program.padding.capture_refusal:
             return None, MissReason.UNSUPPORTED_GRAPH
         if self.config.mode == "exact":
-            return self._find_exact(frame, tokens, capture_now=capture_all)
-        budgets = self._budgets(frame)
-        if not self._may_pad(frame):
-            return self._find_unpadded(frame, tokens, capture_now=capture_all)
+            return self._find_exact(bindings, tokens, capture_now=capture_all)
+        budgets = self._budgets(bindings)
+        if not self._may_pad(bindings):
+            return self._find_unpadded(bindings, tokens, capture_now=capture_all)
         if capture_all:
             for budget in reversed(budgets.tokens):
-                self._capture(frame, budget)
+                self._capture(bindings, budget)
         if tokens > budgets.rows(budgets.tokens[-1]):
             return None, MissReason.OVER_LARGEST_BUDGET
         roomy = [budget for budget in budgets.tokens if budgets.rows(budget) >= tokens]
-        return self._smallest(frame, tokens, roomy)
+        return self._smallest(bindings, tokens, roomy)
 
     def _smallest(
-        self, frame: Frame, tokens: int, roomy: Sequence[int]
+        self, bindings: Bindings, tokens: int, roomy: Sequence[int]
     ) -> tuple[CapturedForward | None, MissReason | None]:
         """The capture of the smallest of the budgets with room for the tokens that can serve the call."""
-        ladder = self._ladder(frame)
+        ladder = self._ladder(bindings)
         reason = MissReason.NOT_CAPTURED
         for budget in roomy:
-            if not self._segments_fit(frame, tokens, budget):
+            if not self._segments_fit(bindings, tokens, budget):
                 reason = MissReason.TOO_MANY_SEGMENTS
                 continue
-            if self._capture(frame, budget) is not None:
-                return ladder.best(budget, self._num_segments(frame)), None
+            if self._capture(bindings, budget) is not None:
+                return ladder.best(budget, self._num_segments(bindings)), None
             if budget in ladder.exact:
                 return None, MissReason.EXACT_IS_FASTER
         return None, reason
 
-    def _capture(self, frame: Frame, budget: int) -> CapturedForward | None:
+    def _capture(self, bindings: Bindings, budget: int) -> CapturedForward | None:
         """The capture of a budget, made on first use; None: there is none."""
-        ladder = self._ladder(frame)
+        ladder = self._ladder(bindings)
         is_new = budget not in ladder.captured
         captured = ladder.capture(budget)
         if is_new and captured is not None and self.config.debug and not self.program.padding.proved:
-            self._check_declaration(frame, budget)
+            self._check_declaration(bindings, budget)
         return ladder.captured.get(budget)
 
-    def _check_declaration(self, frame: Frame, budget: int) -> None:
+    def _check_declaration(self, bindings: Bindings, budget: int) -> None:
         """Drops the capture of a tower that declares its padding if padding changes this call's results."""
-        rows, tokens = self._budgets(frame).rows(budget), self.program.tokens(frame)
+        rows, tokens = self._budgets(bindings).rows(budget), self.program.tokens(bindings)
         if tokens is not None and tokens < rows:
-            change = probe_padding(self.program, frame, rows)
+            change = probe_padding(self.program, bindings, rows)
             if change is not None:
-                self._ladder(frame).drop(budget, f"the tower declares that it may be padded, but {change}")
+                self._ladder(bindings).drop(budget, f"the tower declares that it may be padded, but {change}")
 
     def _find_unpadded(
-        self, frame: Frame, tokens: int, *, capture_now: bool
+        self, bindings: Bindings, tokens: int, *, capture_now: bool
     ) -> tuple[CapturedForward | None, MissReason | None]:
         """The capture of a call that may not be padded: of a budget that it fills, or of its own size."""
-        budgets = self._budgets(frame)
+        budgets = self._budgets(bindings)
         filled = [budget for budget in budgets.tokens if budgets.rows(budget) == tokens]
-        captured, reason = self._smallest(frame, tokens, filled) if filled else (None, None)
+        captured, reason = self._smallest(bindings, tokens, filled) if filled else (None, None)
         if captured is None and reason is not MissReason.EXACT_IS_FASTER:
-            captured, reason = self._find_exact(frame, tokens, capture_now=capture_now)
+            captured, reason = self._find_exact(bindings, tokens, capture_now=capture_now)
         return captured, MissReason.PADDING_UNPROVED if reason is MissReason.NEW_SHAPE else reason
 
     def _find_exact(
-        self, frame: Frame, tokens: int, *, capture_now: bool
+        self, bindings: Bindings, tokens: int, *, capture_now: bool
     ) -> tuple[CapturedForward | None, MissReason | None]:
         """The capture of exactly so many tokens. No token is padded, so nothing need be proved of tokens."""
-        program, budgets = self.program, self._budgets(frame)
-        key = self._other_sizes(frame)
+        program, budgets = self.program, self._budgets(bindings)
+        key = self._other_sizes(bindings)
         if key not in self._exact:
-            template = template_of(program, frame)
+            template = template_of(program, bindings)
             self._exact[key] = ExactShapes(
                 lambda rows: request_of_program(program, template, rows, budgets.tokens_of(rows), budgets),
                 program.device,
@@ -229,9 +228,9 @@ class BudgetDispatcher:
         ladder = shapes.find(tokens, math.inf if capture_now else 1.0)
         if ladder is None:
             return None, shapes.reason(tokens)
-        if not self._segments_fit(frame, tokens, budgets.tokens_of(tokens)):
+        if not self._segments_fit(bindings, tokens, budgets.tokens_of(tokens)):
             return None, MissReason.TOO_MANY_SEGMENTS
-        return ladder.best(tokens, self._num_segments(frame)), None
+        return ladder.best(tokens, self._num_segments(bindings)), None
 
     def _bytes_left(self, key: tuple[int, ...]) -> int | None:
         """What captures at exact shapes with these other sizes may take, beside those with others."""
@@ -240,18 +239,18 @@ class BudgetDispatcher:
             return None
         return limit - sum(shapes.num_bytes for other, shapes in self._exact.items() if other != key)
 
-    def _budgets(self, frame: Frame) -> ProgramBudgets:
+    def _budgets(self, bindings: Bindings) -> ProgramBudgets:
         if self._known_budgets is None:
-            self._known_budgets = ProgramBudgets.of(self.program, self.config, frame)
+            self._known_budgets = ProgramBudgets.of(self.program, self.config, bindings)
         return self._known_budgets
 
-    def _segments_fit(self, frame: Frame, tokens: int, budget: int) -> bool:
+    def _segments_fit(self, bindings: Bindings, tokens: int, budget: int) -> bool:
         if not self.program.padding.segments_may_grow:
             return True  # captures have just as many as the call, which selects its ladder by their number
-        budgets = self._budgets(frame)
+        budgets = self._budgets(bindings)
         return all(
             fits(
-                frame.slots[entry.slot].shape[0] - 1,
+                bindings.slots[entry.slot].shape[0] - 1,
                 tokens,
                 budgets.segment_entries(entry.slot, budget),
                 budgets.rows(budget),
@@ -260,12 +259,12 @@ class BudgetDispatcher:
             if entry.is_segments
         )
 
-    def _num_segments(self, frame: Frame) -> int | None:
+    def _num_segments(self, bindings: Bindings) -> int | None:
         """Images or frames of this call; None where no cumulative lengths tell."""
         slot = self._frame_lengths
-        return frame.slots[slot].shape[0] - 1 if slot is not None else None
+        return bindings.slots[slot].shape[0] - 1 if slot is not None else None
 
-    def _may_pad(self, frame: Frame) -> bool:
+    def _may_pad(self, bindings: Bindings) -> bool:
         """Whether padding is proved or declared; or, where the user asks for that, was seen to be harmless.
 
         Says once why it is not.
@@ -274,7 +273,7 @@ class BudgetDispatcher:
             return self._padding_allowed
         padding = self.program.padding
         if self.config.padding == "probed" and padding.may_probe and not padding.refuted:
-            return self._probe(frame)
+            return self._probe(bindings)
         self.padding_refusal = str(padding)
         where = f" ({padding.source})" if padding.source else ""
         logger.warning(
@@ -285,16 +284,16 @@ class BudgetDispatcher:
         )
         return False
 
-    def _probe(self, frame: Frame) -> bool:
+    def _probe(self, bindings: Bindings) -> bool:
         """Whether padding changed no real row of this call, below some budget; decided once."""
-        tokens = self.program.tokens(frame)
+        tokens = self.program.tokens(bindings)
         assert tokens is not None
-        budgets = self._budgets(frame)
+        budgets = self._budgets(bindings)
         above = next((rows for rows in map(budgets.rows, budgets.tokens) if rows > tokens), None)
-        if above is None or not has_room(self.program, frame, above):
+        if above is None or not has_room(self.program, bindings, above):
             return False
         padding = self.program.padding
-        self.padding_refusal = probe_padding(self.program, frame, above)
+        self.padding_refusal = probe_padding(self.program, bindings, above)
         self._padding_allowed = self.padding_refusal is None
         if self._padding_allowed:
             logger.warning(
@@ -310,11 +309,11 @@ class BudgetDispatcher:
 
     # --- capture and replay
 
-    def _ladder(self, frame: Frame) -> BudgetLadder:
-        program, budgets = self.program, self._budgets(frame)
-        key = self._other_sizes(frame)
+    def _ladder(self, bindings: Bindings) -> BudgetLadder:
+        program, budgets = self.program, self._budgets(bindings)
+        key = self._other_sizes(bindings)
         if key not in self._ladders:
-            template = template_of(program, frame)
+            template = template_of(program, bindings)
 
             def request(budget: int) -> CaptureRequest:
                 return request_of_program(program, template, budgets.rows(budget), budget, budgets)
@@ -324,51 +323,51 @@ class BudgetDispatcher:
             self._ladders[key] = BudgetLadder(request, mode, self.pool)
         return self._ladders[key]
 
-    def _other_sizes(self, frame: Frame) -> tuple[int, ...]:
+    def _other_sizes(self, bindings: Bindings) -> tuple[int, ...]:
         """Sizes other than the token count: they are part of a capture's shape, so they select its ladder."""
-        key = tuple(frame.symbols[symbol] for symbol in self.program.region_symbols)
+        key = tuple(bindings.symbols[symbol] for symbol in self.program.region_symbols)
         if key not in self._ladders and key not in self._exact:
             if len(self._ladders) + len(self._exact) >= _MOST_LADDERS:
                 logger.warning("captures of %d other sizes are given up for new ones", _MOST_LADDERS)
                 self.clear()
         return key
 
-    def _replay(self, captured: CapturedForward, frame: Frame) -> list[Any]:
+    def _replay(self, captured: CapturedForward, bindings: Bindings) -> list[Any]:
         program = self.program
-        tokens = program.tokens(frame)
+        tokens = program.tokens(bindings)
         assert tokens is not None
         with self.pool.replaying():
-            values = {input_name(entry.slot): frame.slots[entry.slot] for entry in program.region_inputs}
+            values = {input_name(entry.slot): bindings.slots[entry.slot] for entry in program.region_inputs}
             captured.load(values, tokens)
             outputs = captured.replay(debug=self.config.debug)
             own = [
-                self._true_output(argument, info, output, frame)
+                self._true_output(argument, info, output, bindings)
                 for argument, info, output in zip(program.outputs, program.output_infos, outputs, strict=True)
             ]
             if self.config.debug:
                 captured.pool.handed_out.add(tensor for tensor in own if isinstance(tensor, torch.Tensor))
             return own
 
-    def _true_output(self, argument: Any, info: Any, output: Any, frame: Frame) -> Any:
+    def _true_output(self, argument: Any, info: Any, output: Any, bindings: Bindings) -> Any:
         """An output at its true size, as the caller's own (capture rule 7)."""
         if isinstance(argument, Size):
-            return argument(frame.symbols)
+            return argument(bindings.symbols)
         if not isinstance(output, torch.Tensor):
             return output
         assert isinstance(argument, Ref)
-        if frame.slots[argument.slot] is not None:
-            return frame.slots[argument.slot]  # made before the region
+        if bindings.slots[argument.slot] is not None:
+            return bindings.slots[argument.slot]  # made before the region
         true_output = output
         for dim, (size, captured) in enumerate(zip(info.shape, output.shape, strict=True)):
-            if (true_size := size(frame.symbols)) != captured:
+            if (true_size := size(bindings.symbols)) != captured:
                 true_output = true_output.narrow(dim, 0, true_size)
         return true_output.clone()
 
-    def _exact_runner(self, frame: Frame) -> Runner:
-        """Brings the frame to the device; a runner that knows the segments, where a host op has just computed
-        their lengths.
+    def _exact_runner(self, bindings: Bindings) -> Runner:
+        """Brings the bindings to the device; a runner that knows the segments, where a host op has just
+        computed their lengths.
         """
         slots = [entry.slot for entry in self.program.region_inputs if entry.is_segments]
-        known = {s: frame.slots[s].tolist() for s in slots if frame.slots[s].device.type == "cpu"}
-        self.program.move_to_device(frame)
-        return ExactRunner(KnownSegments(frame.slots[slot], lengths) for slot, lengths in known.items())
+        known = {s: bindings.slots[s].tolist() for s in slots if bindings.slots[s].device.type == "cpu"}
+        self.program.move_to_device(bindings)
+        return ExactRunner(KnownSegments(bindings.slots[slot], lengths) for slot, lengths in known.items())

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import fx
 
 from fxsplit_encoder.backend.dispatch import BudgetDispatcher, capturing_all
-from fxsplit_encoder.compile import CompileOptions, compile_graph
+from fxsplit_encoder.compile import CompileOptions, Program, compile_graph
 from fxsplit_encoder.compile.blocks import end_blocks, takes_blocks
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import CompileError, ConfigError, InputError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from torch import fx
-
-    from fxsplit_encoder.compile import Program
 
 logger = logging.getLogger(__name__)
 _warned: set[str] = set()

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import torch
+from torch import Tensor
 
+from fxsplit_encoder.backend.budgets import ProgramBudgets
 from fxsplit_encoder.capture import CaptureRequest, RowCount, StaticBuffer, StaticParameters, request_over
 from fxsplit_encoder.capture.probe import padded_symbols
 from fxsplit_encoder.capture.room import gibibytes, memory_of
 from fxsplit_encoder.capture.segments import full_cu_seqlens
-from fxsplit_encoder.compile import Frame
+from fxsplit_encoder.compile import Bindings, Program, Runner
+from fxsplit_encoder.compile.program import RegionInput
 from fxsplit_encoder.errors import CaptureError, CaptureMemoryError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch import Tensor
-
-    from fxsplit_encoder.backend.budgets import ProgramBudgets
-    from fxsplit_encoder.compile import Program, Runner
-    from fxsplit_encoder.compile.program import RegionInput
 
 
 def input_name(slot: int) -> str:
@@ -29,16 +24,16 @@ def input_name(slot: int) -> str:
     return f"input {slot}"
 
 
-def template_of(program: Program, frame: Frame) -> Frame:
+def template_of(program: Program, bindings: Bindings) -> Bindings:
     """What all captures share that have a call's sizes but for the token count: parameters and constants."""
-    template = Frame([None] * program.num_slots, dict(frame.symbols))
+    template = Bindings([None] * program.num_slots, dict(bindings.symbols))
     for slot in program.fixed_slots:
-        template.slots[slot] = frame.slots[slot]
+        template.slots[slot] = bindings.slots[slot]
     return template
 
 
 def request_of_program(
-    program: Program, template: Frame, rows: int, budget: int, budgets: ProgramBudgets
+    program: Program, template: Bindings, rows: int, budget: int, budgets: ProgramBudgets
 ) -> CaptureRequest:
     """Of so many rows, with room for the segments of a budget.
 
@@ -46,7 +41,7 @@ def request_of_program(
         CaptureError: the trace does not hold for so many rows.
         CaptureMemoryError: the device's memory does not hold its inputs; none was made.
     """
-    static = Frame(list(template.slots), padded_symbols(program, template, rows))
+    static = Bindings(list(template.slots), padded_symbols(program, template, rows))
     if not program.may_be_captured(static.symbols):
         raise CaptureError(f"the trace does not hold for {rows} tokens: the code was traced for other sizes")
     _check_memory(program, static.symbols, budget)
@@ -56,7 +51,7 @@ def request_of_program(
             input_name(entry.slot),
             _example(program, entry, static, budget, rows, budgets),
             entry.token_dim,
-            is_order=entry.is_order,
+            is_permutation=entry.is_permutation,
         )
     num_rows = None
     if program.num_rows_slot is not None:
@@ -68,7 +63,7 @@ def request_of_program(
         slots = list(static.slots)
         for slot in buffers:
             slots[slot] = tensors[input_name(slot)]
-        return program.finish(Frame(slots, dict(static.symbols)), runner)
+        return program.finish(Bindings(slots, dict(static.symbols)), runner)
 
     return request_over(
         {buffer.name: buffer for buffer in buffers.values()},
@@ -82,9 +77,9 @@ def request_of_program(
     )
 
 
-def has_room(program: Program, frame: Frame, rows: int) -> bool:
+def has_room(program: Program, bindings: Bindings, rows: int) -> bool:
     """Whether the device's memory holds the region's inputs padded to so many rows."""
-    return _input_bytes(program, padded_symbols(program, frame, rows)) <= memory_of(program.device)
+    return _input_bytes(program, padded_symbols(program, bindings, rows)) <= memory_of(program.device)
 
 
 def _check_memory(program: Program, symbols: Mapping[str, int], budget: int) -> None:
@@ -106,7 +101,7 @@ def _input_bytes(program: Program, symbols: Mapping[str, int]) -> int:
 
 
 def _example(
-    program: Program, entry: RegionInput, static: Frame, budget: int, rows: int, budgets: ProgramBudgets
+    program: Program, entry: RegionInput, static: Bindings, budget: int, rows: int, budgets: ProgramBudgets
 ) -> Tensor:
     """A tensor of the captured size, with contents to record and to time the capture with."""
     device, dtype = program.device, entry.info.dtype

@@ -10,10 +10,10 @@ from fxsplit_encoder.capture.buffers import (
     StaticBuffer,
     StaticInputs,
 )
-from fxsplit_encoder.capture.checks import HandedOut
 from fxsplit_encoder.capture.exact_shapes import ExactShapes
 from fxsplit_encoder.capture.forward import CapturedForward, measure_ms
 from fxsplit_encoder.capture.ladder import BudgetLadder
+from fxsplit_encoder.capture.memory import HandedOut
 from fxsplit_encoder.capture.parameters import StaticParameters
 from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.capture.requests import CaptureRequest, request_over

@@ -11,7 +11,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, ParamSpec, Self, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,11 +28,6 @@ from fxsplit_encoder.capture.segmented import SegmentedCapture
 from fxsplit_encoder.capture.synchronisation import refuse_synchronisation
 from fxsplit_encoder.compile.split import DENSE_ATTENTION, splitting_targets
 from fxsplit_encoder.errors import CaptureError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from types import TracebackType
-    from typing import Self
 
 P = ParamSpec("P")
 R = TypeVar("R")

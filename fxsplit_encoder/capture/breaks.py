@@ -9,21 +9,16 @@ A function that breaks a capture may return tensors, None, numbers and strings, 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from fxsplit_encoder.capture.memory import storage_address
+from fxsplit_encoder.capture.memory import OwnedBuffers, storage_address
+from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.errors import CaptureError, ReplayError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from torch import Tensor
-
-    from fxsplit_encoder.capture.memory import OwnedBuffers
-    from fxsplit_encoder.capture.pool import GraphPool
 
 CONSTANTS = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
 """What may be a part of a recording beside tensors."""

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from fxsplit_encoder.capture.memory import is_dropped, weakly
 from fxsplit_encoder.constant_tensors import is_constant
 from fxsplit_encoder.errors import ReplayError
 from fxsplit_encoder.host_memory import copy_on_host
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-
-    from torch.multiprocessing.reductions import StorageWeakRef
 
 StaticValue: TypeAlias = Tensor | Sequence[Tensor]
 """What goes into a static buffer: a tensor, or several whose rows follow one another."""
@@ -47,7 +43,8 @@ class StaticBuffer:
         token_dim: the dimension along which replays fill a part; None: the whole tensor is replaced.
         padding_logic: fills the tensor (first) from a value (second) instead: the rows that the value leaves
             too.
-        is_order: whether it is an order of rows (`compile.permute`), which must stay among its own rows.
+        is_permutation: whether it is a permutation of rows (`compile.permute`), which must stay among its own
+            rows.
     """
 
     def __init__(
@@ -57,13 +54,13 @@ class StaticBuffer:
         token_dim: int | None = 0,
         padding_logic: Callable[[Tensor, Tensor], None] | None = None,
         *,
-        is_order: bool = False,
+        is_permutation: bool = False,
     ) -> None:
         self.name = name
         self.tensor = tensor
         self.padding_logic = padding_logic
         self.token_dim = token_dim if tensor.dim() > 0 else None
-        self.is_order = is_order
+        self.is_permutation = is_permutation
         self.address = tensor.data_ptr()
         self.capacity = 1 if self.token_dim is None else tensor.shape[self.token_dim]
         """Rows along the token dimension."""
@@ -95,7 +92,9 @@ class StaticBuffer:
             return None
         view = own[: like.shape[0]]
         view.copy_(like)
-        narrow = StaticBuffer(self.name, view, self.token_dim, self.padding_logic, is_order=self.is_order)
+        narrow = StaticBuffer(
+            self.name, view, self.token_dim, self.padding_logic, is_permutation=self.is_permutation
+        )
         narrow._contents = self._contents
         narrow._contents.owner = narrow.token
         narrow._contents.source = None
@@ -105,7 +104,7 @@ class StaticBuffer:
     def check(self, value: StaticValue) -> None:
         """Raises ReplayError unless `value` fits: same dimensions, at most as many rows (capture rule 3)."""
         self._check_shape(value)
-        if self.is_order:
+        if self.is_permutation:
             self._check_order(value)
 
     def _check_shape(self, value: StaticValue) -> None:
@@ -257,7 +256,7 @@ class SharedBuffers:
         rows = max(own.shape[0], self.growth * largest.tensor.shape[0])
         tensor = own.new_zeros((rows, *own.shape[1:]))
         return StaticBuffer(
-            buffer.name, tensor, buffer.token_dim, buffer.padding_logic, is_order=buffer.is_order
+            buffer.name, tensor, buffer.token_dim, buffer.padding_logic, is_permutation=buffer.is_permutation
         )
 
     @property

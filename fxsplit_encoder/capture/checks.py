@@ -11,56 +11,15 @@ They read values on the host, so a debugged replay waits for the device.
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from fxsplit_encoder.capture.memory import is_dropped, storage_address, weakly
+from fxsplit_encoder.capture.buffers import StaticBuffer
+from fxsplit_encoder.capture.eager_attention import Attended
 from fxsplit_encoder.errors import ReplayError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from torch import Tensor
-    from torch.multiprocessing.reductions import StorageWeakRef
-
-    from fxsplit_encoder.capture.buffers import StaticBuffer
-    from fxsplit_encoder.capture.eager_attention import Attended
-
-
-class HandedOut:
-    """The memory that callers were handed and still hold, which no replay may overwrite."""
-
-    def __init__(self) -> None:
-        self._held: list[tuple[range, StorageWeakRef, str]] = []
-
-    def add(self, tensors: Iterable[Tensor]) -> None:
-        """Remembers tensors, weakly, for as long as anybody holds their memory."""
-        self._forget_dropped()
-        for tensor in tensors:
-            address = storage_address(tensor)
-            place = range(address, address + tensor.untyped_storage().nbytes())
-            self._held.append((place, weakly(tensor), f"{tuple(tensor.shape)} {tensor.dtype}"))
-
-    def check(self, outputs: Sequence[Any]) -> None:
-        """Raises ReplayError if an output shares memory with what a caller holds (capture rule 7)."""
-        self._forget_dropped()
-        for number, output in enumerate(outputs):
-            if not isinstance(output, torch.Tensor) or not output.numel():
-                continue
-            first = output.data_ptr()
-            last = first + sum((n - 1) * s for n, s in zip(output.shape, output.stride(), strict=True)) * (
-                output.element_size()
-            )
-            for place, _, what in self._held:
-                if first < place.stop and place.start <= last:
-                    raise ReplayError(
-                        f"capture rule 7: output {number} lies in the memory of a tensor {what} that "
-                        "a caller holds, which this replay would overwrite; hand out copies of outputs"
-                    )
-
-    def _forget_dropped(self) -> None:
-        self._held = [entry for entry in self._held if not is_dropped(entry[1])]
 
 
 def check_output_addresses(outputs: Sequence[Any], addresses: Sequence[int]) -> None:

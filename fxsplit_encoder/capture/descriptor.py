@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten
 
 from fxsplit_encoder.errors import InputError
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping, Sequence
 
 # Host code may branch on every value of a tensor on the host. Longer ones are data, and belong on the device.
 _MOST_HOST_VALUES = 4096

@@ -4,21 +4,15 @@ no masks of its own.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
-from fxsplit_encoder.attention import attend_out, varlen_attention
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from torch import Tensor
-
-    from fxsplit_encoder.attention import KnownSegments
-    from fxsplit_encoder.capture.memory import OwnedBuffers
-    from fxsplit_encoder.capture.segmented import SegmentedCapture
+from fxsplit_encoder.attention import KnownSegments, attend_out, varlen_attention
+from fxsplit_encoder.capture.memory import OwnedBuffers
+from fxsplit_encoder.capture.segmented import SegmentedCapture
 
 
 @dataclass(frozen=True, slots=True)

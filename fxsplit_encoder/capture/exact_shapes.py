@@ -9,20 +9,17 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 
 from fxsplit_encoder.capture.ladder import BudgetLadder
+from fxsplit_encoder.capture.memory import HandedOut
 from fxsplit_encoder.capture.pool import GraphPool
+from fxsplit_encoder.capture.requests import CaptureRequest
 from fxsplit_encoder.planning.reasons import MissReason
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from fxsplit_encoder.capture.checks import HandedOut
-    from fxsplit_encoder.capture.requests import CaptureRequest
 
 logger = logging.getLogger(__name__)
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import traceback
-from typing import TYPE_CHECKING
+from types import TracebackType
 
 from torch import OutOfMemoryError, nn
 
 from fxsplit_encoder.errors import CaptureError, CaptureMemoryError, FxSplitError
-
-if TYPE_CHECKING:
-    from types import TracebackType
 
 
 def capture_failure(error: Exception, what: str, running: str | None) -> FxSplitError:

@@ -4,33 +4,28 @@ from __future__ import annotations
 
 import statistics
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from fxsplit_encoder.attention import KnownSegments
 from fxsplit_encoder.capture import checks
 from fxsplit_encoder.capture.breakable import DEFAULT_SPLITTING_OPS, BreakableCUDAGraphCapture
+from fxsplit_encoder.capture.buffers import StaticInputs, StaticValue
 from fxsplit_encoder.capture.eager_attention import Attended, LiveSegments
 from fxsplit_encoder.capture.failures import capture_failure
+from fxsplit_encoder.capture.parameters import StaticParameters
+from fxsplit_encoder.capture.pool import GraphPool
+from fxsplit_encoder.capture.row_count import RowCount
 from fxsplit_encoder.capture.runner import RecordingRunner
 from fxsplit_encoder.capture.segmented import SegmentedCapture
 from fxsplit_encoder.capture.segments import pad_cu_seqlens, pad_cu_seqlens_on_device
-from fxsplit_encoder.compile import DIRECT
+from fxsplit_encoder.compile import DIRECT, Runner
 from fxsplit_encoder.errors import CaptureMemoryError
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from torch import Tensor
-
-    from fxsplit_encoder.capture.buffers import StaticInputs, StaticValue
-    from fxsplit_encoder.capture.parameters import StaticParameters
-    from fxsplit_encoder.capture.pool import GraphPool
-    from fxsplit_encoder.capture.row_count import RowCount
-    from fxsplit_encoder.compile import Runner
-
-    Forward = Callable[[Runner], Sequence[Any]]
+Forward = Callable[[Runner], Sequence[Any]]
 
 _WARMUPS = 2
 

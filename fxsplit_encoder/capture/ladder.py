@@ -7,21 +7,18 @@ import math
 import statistics
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from fxsplit_encoder.attention import KnownSegments, measuring
 from fxsplit_encoder.capture.forward import CapturedForward, MeasuredRun, measure_run
+from fxsplit_encoder.capture.pool import GraphPool
+from fxsplit_encoder.capture.requests import CaptureRequest
 from fxsplit_encoder.capture.runner import ExactRunner
 from fxsplit_encoder.errors import CaptureError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from fxsplit_encoder.capture.pool import GraphPool
-    from fxsplit_encoder.capture.requests import CaptureRequest
 
 logger = logging.getLogger(__name__)
 

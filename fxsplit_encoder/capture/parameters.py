@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import eq, getitem
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
 from fxsplit_encoder.capture.memory import local_part
 from fxsplit_encoder.errors import ReplayError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 # Names in an error message.
 _NAMED = 4

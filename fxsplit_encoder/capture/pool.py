@@ -5,23 +5,18 @@ from __future__ import annotations
 import contextlib
 import threading
 import warnings
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from fxsplit_encoder.capture.checks import HandedOut
-from fxsplit_encoder.capture.memory import borrowed, storage_address
+from fxsplit_encoder.capture.memory import HandedOut, borrowed, storage_address
+from fxsplit_encoder.capture.recorded_ops import RecordedOps
 from fxsplit_encoder.disposal import dispose, nothing_is_freed
 from fxsplit_encoder.errors import CaptureMemoryError
 from fxsplit_encoder.failed_capture import end_failed_capture
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
-    from torch import Tensor
-
-    from fxsplit_encoder.capture.recorded_ops import RecordedOps
 
 
 class GraphPool:

@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from fxsplit_encoder.compile import DIRECT, Frame
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
-
-    from fxsplit_encoder.compile import Program
+from fxsplit_encoder.compile import DIRECT, Bindings, Program
 
 # Relative to the largest output; padding may change the order of sums, never more than rounding.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
-def probe_padding(program: Program, frame: Frame, rows: int) -> str | None:
+def probe_padding(program: Program, bindings: Bindings, rows: int) -> str | None:
     """Why a region may not be padded to `rows` rows, from a run as it is and two padded ones; or None.
 
     Pad rows are NaN outside of every segment, as a replay's may be; then strange but finite rows that count
     as real, in a segment of their own, since masks would hide some of what padding can change (a maximum over
     tokens that are all positive).
 
-    `frame` comes from `program.begin`, with fewer than `rows` tokens; it is not changed.
+    `bindings` comes from `program.begin`, with fewer than `rows` tokens; it is not changed.
     """
-    exact = Frame(list(frame.slots), dict(frame.symbols))
+    exact = Bindings(list(bindings.slots), dict(bindings.symbols))
     program.move_to_device(exact)
     program.fill_num_rows(exact)
     poisoned = _padded(program, exact, rows, _nan_rows)
@@ -48,17 +43,17 @@ def probe_padding(program: Program, frame: Frame, rows: int) -> str | None:
         return f"the padded run failed: {error}"
 
 
-def padded_symbols(program: Program, frame: Frame, rows: int) -> dict[str, int]:
+def padded_symbols(program: Program, bindings: Bindings, rows: int) -> dict[str, int]:
     """The symbols of a run padded to `rows` tokens."""
     assert program.token_symbol is not None
-    return {**frame.symbols, program.token_symbol: rows}
+    return {**bindings.symbols, program.token_symbol: rows}
 
 
 def _padded(
-    program: Program, exact: Frame, rows: int, pad_rows: Callable[[Tensor, int, int], Tensor]
-) -> Frame:
-    """A frame with pad rows; `pad_rows(value, dim, count)` makes those of an input."""
-    padded = Frame(list(exact.slots), padded_symbols(program, exact, rows))
+    program: Program, exact: Bindings, rows: int, pad_rows: Callable[[Tensor, int, int], Tensor]
+) -> Bindings:
+    """A bindings with pad rows; `pad_rows(value, dim, count)` makes those of an input."""
+    padded = Bindings(list(exact.slots), padded_symbols(program, exact, rows))
     for entry in program.region_inputs:
         dim, value = entry.token_dim, exact.slots[entry.slot]
         if dim is not None:

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from fxsplit_encoder.capture.breakable import DEFAULT_SPLITTING_OPS
 from fxsplit_encoder.capture.buffers import StaticBuffer, StaticInputs
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from fxsplit_encoder.capture.parameters import StaticParameters
-    from fxsplit_encoder.capture.row_count import RowCount
-    from fxsplit_encoder.compile import Runner
+from fxsplit_encoder.capture.parameters import StaticParameters
+from fxsplit_encoder.capture.row_count import RowCount
+from fxsplit_encoder.compile import Runner
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-from fxsplit_encoder.attention import varlen_attention
+from fxsplit_encoder.attention import KnownSegments, varlen_attention
 from fxsplit_encoder.capture.breaks import RecordedBreak, name_of
 from fxsplit_encoder.capture.eager_attention import LiveSegments, break_at_attention
 from fxsplit_encoder.capture.memory import OwnedBuffers
+from fxsplit_encoder.capture.segmented import SegmentedCapture
+from fxsplit_encoder.compile import Step
 from fxsplit_encoder.compile.program import DirectRunner
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from fxsplit_encoder.attention import KnownSegments
-    from fxsplit_encoder.capture.segmented import SegmentedCapture
-    from fxsplit_encoder.compile import Step
 
 
 class ExactRunner(DirectRunner):

@@ -8,21 +8,17 @@ themselves and replays them over the same tensors, so that all but the graph is 
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 
 from fxsplit_encoder.capture.memory import copy_results
+from fxsplit_encoder.capture.pool import GraphPool
+from fxsplit_encoder.capture.recorded_ops import RecordedOps
 from fxsplit_encoder.disposal import dispose
 from fxsplit_encoder.errors import CaptureError, ReplayError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-    from types import TracebackType
-    from typing import Self
-
-    from fxsplit_encoder.capture.pool import GraphPool
-    from fxsplit_encoder.capture.recorded_ops import RecordedOps
 
 
 class SegmentedCapture:

@@ -12,14 +12,11 @@ from __future__ import annotations
 import bisect
 import itertools
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from fxsplit_encoder.errors import InputError, ReplayError
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 # An image or frame of a served model seldom has fewer output tokens (224 x 224 pixels in Qwen3-VL have 49).
 # Every segment of a capture costs thread blocks of attention, used or not: with 8 empty segments beside one

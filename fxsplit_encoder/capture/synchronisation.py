@@ -5,15 +5,13 @@ CUDA refuses them too, but after it has invalidated the capture; here they are r
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
 from fxsplit_encoder.errors import CaptureError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 _READS_VALUES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 _COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)

@@ -6,11 +6,12 @@ import itertools
 import logging
 import threading
 from collections import Counter, OrderedDict
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from fxsplit_encoder.capture.breakable import DEFAULT_SPLITTING_OPS, active_capture
@@ -20,14 +21,8 @@ from fxsplit_encoder.capture.descriptor import Batch, describe
 from fxsplit_encoder.capture.forward import CapturedForward
 from fxsplit_encoder.capture.parameters import StaticParameters
 from fxsplit_encoder.capture.pool import GraphPool
+from fxsplit_encoder.compile import Runner
 from fxsplit_encoder.errors import CaptureError, InputError
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
-
-    from torch import Tensor
-
-    from fxsplit_encoder.compile import Runner
 
 logger = logging.getLogger(__name__)
 

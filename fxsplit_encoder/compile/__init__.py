@@ -8,14 +8,14 @@ from fxsplit_encoder.compile.build import build_program
 from fxsplit_encoder.compile.host import HostOp, register_host_op
 from fxsplit_encoder.compile.options import CompileOptions
 from fxsplit_encoder.compile.padding import PaddingReport
-from fxsplit_encoder.compile.program import DIRECT, Frame, Program, RegionInput, Runner, Step
+from fxsplit_encoder.compile.program import DIRECT, Bindings, Program, RegionInput, Runner, Step
 from fxsplit_encoder.compile.trace import compile_graph, trace_forward
 
 __all__ = [
     "DIRECT",
+    "Bindings",
     "BoundProgram",
     "CompileOptions",
-    "Frame",
     "HostOp",
     "PaddingReport",
     "Program",

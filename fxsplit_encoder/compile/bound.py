@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from fxsplit_encoder.compile.program import DIRECT
+from fxsplit_encoder.compile.program import DIRECT, Program, Runner
 from fxsplit_encoder.errors import CompileError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from torch import Tensor
-
-    from fxsplit_encoder.compile.program import Program, Runner
 
 
 @dataclass(frozen=True)
@@ -62,9 +57,9 @@ class BoundProgram:
         )
 
     @cached_property
-    def order_inputs(self) -> frozenset[str]:
-        """The inputs that are orders of rows."""
-        slots = {entry.slot for entry in self.program.region_inputs if entry.is_order}
+    def permutation_inputs(self) -> frozenset[str]:
+        """The inputs that are permutations of rows."""
+        slots = {entry.slot for entry in self.program.region_inputs if entry.is_permutation}
         return frozenset(n for slot, n in enumerate(self.names) if slot in slots and n is not None)
 
     @cached_property

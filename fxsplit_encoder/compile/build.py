@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
@@ -12,6 +13,7 @@ from fxsplit_encoder.compile.derived import DerivedParameter, DerivedParameters
 from fxsplit_encoder.compile.guards import assumptions_of, guards_of
 from fxsplit_encoder.compile.host import host_op
 from fxsplit_encoder.compile.masks import mask_pad_rows
+from fxsplit_encoder.compile.options import CompileOptions
 from fxsplit_encoder.compile.passes import run_passes
 from fxsplit_encoder.compile.pieces import PieceCache, piece_compiler
 from fxsplit_encoder.compile.program import Program
@@ -28,11 +30,6 @@ from fxsplit_encoder.compile.split import (
 )
 from fxsplit_encoder.compile.steps import Slots, make_steps, slots_in, tensor_info, with_frees
 from fxsplit_encoder.errors import CompileError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from fxsplit_encoder.compile.options import CompileOptions
 
 
 def build_program(module: fx.GraphModule, static_inputs: Sequence[int], options: CompileOptions) -> Program:

@@ -8,13 +8,11 @@ modules unequal, which costs time but never a result.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type)
 _TENSOR_TYPES = (torch.Tensor, nn.Parameter, nn.Buffer)

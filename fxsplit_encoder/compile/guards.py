@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import sympy
+from torch import fx
 
 from fxsplit_encoder.compile.sizes import Size, SymbolValues
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    import sympy
-    from torch import fx
 
 
 def assumptions_of(inputs: Sequence[fx.Node]) -> list[sympy.Basic]:

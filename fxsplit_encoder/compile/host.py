@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from torch import Tensor
-    from torch._ops import OpOverload
+from torch import Tensor
+from torch._ops import OpOverload
 
 
 @dataclass(frozen=True, slots=True)

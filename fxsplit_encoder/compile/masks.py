@@ -9,14 +9,12 @@ operations that work row by row are passed.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import fx
 
 from fxsplit_encoder.compile.sizes import expression
-
-if TYPE_CHECKING:
-    from torch import fx
 
 aten = torch.ops.aten
 

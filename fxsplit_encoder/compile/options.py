@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from fxsplit_encoder.config import EncoderConfig
+from fxsplit_encoder.config import EncoderConfig
 
 TRACING_PHASES = 2
 """What progress counts beside the pieces: the Python forward traced, its ATen graph traced and split."""

@@ -11,12 +11,10 @@ a capture refuses one whose entries reach past its own length (`capture.buffers`
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from torch import Tensor
 
 _library: Any = torch.library.Library("fxsplit", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define("permute_rows(Tensor rows, Tensor order) -> Tensor")

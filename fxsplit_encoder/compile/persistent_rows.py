@@ -5,17 +5,15 @@ Importing this loads Inductor.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch._inductor import config
 from torch._inductor.choices import InductorChoices
 from torch._inductor.runtime.hints import ReductionHint
 from torch._inductor.virtualized import V
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 LONGEST_ROW = 4096
 """Entries of a row that stay in registers; blocks of vision towers are 768 to 3200 wide."""

@@ -7,16 +7,14 @@ every budget and every exact shape share it too.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
 
 from fxsplit_encoder.compile.sizes import layout
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
 
 PieceCompiler = "Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Sequence[Any]]]"
 

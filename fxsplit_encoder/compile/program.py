@@ -7,23 +7,19 @@ captured. Who runs a region's steps is a `Runner`: directly here, recording in `
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from fxsplit_encoder.attention import varlen_attention
 from fxsplit_encoder.compile.derived import DerivedParameters
 from fxsplit_encoder.compile.guards import holds_for_capture
+from fxsplit_encoder.compile.padding import PaddingReport
 from fxsplit_encoder.compile.sizes import Size, SymbolValues
 from fxsplit_encoder.host_memory import to_device
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from torch import Tensor
-
-    from fxsplit_encoder.compile.padding import PaddingReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +76,8 @@ class RegionInput:
     """Whether it is the cumulative lengths of a varlen attention."""
     token_dim: int | None
     """The dimension that counts tokens, if any."""
-    is_order: bool = False
-    """Whether it is an order of rows, see `compile.permute`."""
+    is_permutation: bool = False
+    """Whether it is a permutation of rows, see `compile.permute`."""
 
 
 class Runner(Protocol):
@@ -110,21 +106,21 @@ DIRECT = DirectRunner()
 
 
 @dataclass(slots=True)
-class Frame:
+class Bindings:
     """The values of one run: slots and symbols."""
 
     slots: list[Any]
     symbols: SymbolValues = field(default_factory=dict)
 
 
-def resolve(argument: Argument, frame: Frame) -> Any:
+def resolve(argument: Argument, bindings: Bindings) -> Any:
     """The value that an argument has in a run."""
     if isinstance(argument, Ref):
-        return frame.slots[argument.slot]
+        return bindings.slots[argument.slot]
     if isinstance(argument, Size):
-        return argument(frame.symbols)
+        return argument(bindings.symbols)
     if isinstance(argument, list | tuple):
-        return type(argument)(resolve(a, frame) for a in argument)
+        return type(argument)(resolve(a, bindings) for a in argument)
     return argument
 
 
@@ -177,65 +173,65 @@ class Program:
         """The slots that hold the same from run to run: parameters, constants, derived parameters."""
         return [*self.static_inputs, *self.constants, *(recipe.slot for recipe in self.derived.recipes)]
 
-    def begin(self, args: Sequence[Any]) -> Frame:
+    def begin(self, args: Sequence[Any]) -> Bindings:
         """Binds the graph's inputs and runs the prologue at the true shape. What host ops made may still be
         on the CPU.
         """
-        frame = Frame([*args, *([None] * (self.num_slots - len(args)))])
+        bindings = Bindings([*args, *([None] * (self.num_slots - len(args)))])
         for slot, constant in self.constants.items():
-            frame.slots[slot] = constant
-        self.derived.fill(frame.slots)
+            bindings.slots[slot] = constant
+        self.derived.fill(bindings.slots)
         for symbol, index, dim in self.symbol_sources:
-            frame.symbols.setdefault(symbol, args[index] if dim < 0 else args[index].shape[dim])
+            bindings.symbols.setdefault(symbol, args[index] if dim < 0 else args[index].shape[dim])
         prologue = self.steps[: self.region_start]
         if any(step.kind == "split" for step in prologue):
-            self.fill_num_rows(frame)
-        self._run_steps(prologue, frame, DIRECT)
-        return frame
+            self.fill_num_rows(bindings)
+        self._run_steps(prologue, bindings, DIRECT)
+        return bindings
 
-    def finish(self, frame: Frame, runner: Runner = DIRECT) -> list[Any]:
+    def finish(self, bindings: Bindings, runner: Runner = DIRECT) -> list[Any]:
         """Runs the region and returns the graph's outputs."""
-        self.fill_num_rows(frame)
-        self._run_steps(self.steps[self.region_start :], frame, runner)
-        return [resolve(output, frame) for output in self.outputs]
+        self.fill_num_rows(bindings)
+        self._run_steps(self.steps[self.region_start :], bindings, runner)
+        return [resolve(output, bindings) for output in self.outputs]
 
-    def fill_num_rows(self, frame: Frame) -> None:
+    def fill_num_rows(self, bindings: Bindings) -> None:
         """Puts the number of rows of this run where the masks of pad rows read it, unless it is there: a
         capture brings its own.
         """
         slot = self.num_rows_slot
-        if slot is None or self.token_symbol is None or frame.slots[slot] is not None:
+        if slot is None or self.token_symbol is None or bindings.slots[slot] is not None:
             return
         # A fill is enqueued; a copy from the host would wait for the device.
-        rows = frame.symbols[self.token_symbol]
-        frame.slots[slot] = torch.full((), rows, dtype=torch.int64, device=self.device)
+        rows = bindings.symbols[self.token_symbol]
+        bindings.slots[slot] = torch.full((), rows, dtype=torch.int64, device=self.device)
 
     def run(self, args: Sequence[Any], runner: Runner = DIRECT) -> list[Any]:
         """The whole program at the exact shape of its inputs."""
-        frame = self.begin(args)
-        self.move_to_device(frame)
-        return self.finish(frame, runner)
+        bindings = self.begin(args)
+        self.move_to_device(bindings)
+        return self.finish(bindings, runner)
 
-    def move_to_device(self, frame: Frame) -> None:
+    def move_to_device(self, bindings: Bindings) -> None:
         """Brings what host ops made to the region's device."""
         for step in self.steps[: self.region_start]:
             if step.kind == "host":
                 for slot in step.outputs:
-                    if slot >= 0 and isinstance(frame.slots[slot], torch.Tensor):
-                        frame.slots[slot] = to_device(frame.slots[slot], self.device)
+                    if slot >= 0 and isinstance(bindings.slots[slot], torch.Tensor):
+                        bindings.slots[slot] = to_device(bindings.slots[slot], self.device)
 
-    def tokens(self, frame: Frame) -> int | None:
+    def tokens(self, bindings: Bindings) -> int | None:
         """The number of tokens (rows) of this run."""
-        return None if self.token_symbol is None else frame.symbols[self.token_symbol]
+        return None if self.token_symbol is None else bindings.symbols[self.token_symbol]
 
-    def _run_steps(self, steps: Sequence[Step], frame: Frame, runner: Runner) -> None:
-        slots = frame.slots
+    def _run_steps(self, steps: Sequence[Step], bindings: Bindings, runner: Runner) -> None:
+        slots = bindings.slots
         for step in steps:
-            args = [resolve(a, frame) for a in step.args]
+            args = [resolve(a, bindings) for a in step.args]
             if step.kind == "piece":
                 result = runner.run_piece(step, args)
             else:
-                kwargs = {k: resolve(v, frame) for k, v in step.kwargs.items()}
+                kwargs = {k: resolve(v, bindings) for k, v in step.kwargs.items()}
                 run = runner.run_split if step.kind == "split" else DIRECT.run_split
                 result = run(step, args, kwargs)
             for slot, value in zip(step.outputs, (result,) if step.returns_tensor else result, strict=False):

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Sequence
+from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
 from fxsplit_encoder.compile import padding
 from fxsplit_encoder.compile.permute import permute_rows
+from fxsplit_encoder.compile.pieces import Piece
 from fxsplit_encoder.compile.program import RegionInput
 from fxsplit_encoder.compile.sizes import symbol_of
 from fxsplit_encoder.compile.split import Cut, is_scalar
-from fxsplit_encoder.compile.steps import tensor_info
+from fxsplit_encoder.compile.steps import Slots, tensor_info
 from fxsplit_encoder.errors import CompileError
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
-
-    import sympy
-
-    from fxsplit_encoder.compile.pieces import Piece
-    from fxsplit_encoder.compile.steps import Slots
 
 
 def is_packed_attention(target: Any) -> bool:
@@ -92,7 +87,7 @@ class Region:
                 info=tensor_info(node),
                 is_segments=node in segments,
                 token_dim=None if node in segments else self._token_dim(node),
-                is_order=node in orders,
+                is_permutation=node in orders,
             )
             for node in read
             if node not in known and not is_scalar(node)

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
 
 import torch
-from torch import fx
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
-
-    from torch import Tensor
+from torch import Tensor, fx
 
 aten = torch.ops.aten
 

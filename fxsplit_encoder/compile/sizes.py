@@ -8,18 +8,15 @@ sympy: the expression is printed as Python once.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import sympy
 import torch
+from torch import Tensor
 from torch.utils._sympy.printers import PythonPrinter
 
 from fxsplit_encoder.errors import CompileError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from torch import Tensor
 
 SymbolValues = dict[str, int]
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
@@ -13,9 +14,6 @@ from fxsplit_encoder.compile.host import host_op
 from fxsplit_encoder.compile.pieces import Piece
 from fxsplit_encoder.compile.sizes import expression
 from fxsplit_encoder.errors import CompileError, ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
 
 DENSE_ATTENTION = "aten::scaled_dot_product_attention"
 # AOT replaces the composite op by the kernel that suits device and dtype, and a pass that by ours.

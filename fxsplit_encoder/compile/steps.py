@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
 
 from fxsplit_encoder.compile.host import host_op
-from fxsplit_encoder.compile.options import TRACING_PHASES
+from fxsplit_encoder.compile.options import TRACING_PHASES, CompileOptions
+from fxsplit_encoder.compile.pieces import Piece, PieceCache
 from fxsplit_encoder.compile.program import Argument, Ref, Step, TensorInfo
 from fxsplit_encoder.compile.sizes import Size
 from fxsplit_encoder.compile.split import Cut, is_scalar, node_value
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
-
-    from fxsplit_encoder.compile.options import CompileOptions
-    from fxsplit_encoder.compile.pieces import Piece, PieceCache
 
 
 class Slots:

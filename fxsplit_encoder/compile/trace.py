@@ -5,25 +5,20 @@ from __future__ import annotations
 import itertools
 import logging
 import types
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor, fx, nn
 
 from fxsplit_encoder.compile.aten import to_aten
 from fxsplit_encoder.compile.blocks import equal_blocks_as_ops, inline_blocks
-from fxsplit_encoder.compile.bound import bind
+from fxsplit_encoder.compile.bound import BoundProgram, bind
 from fxsplit_encoder.compile.build import build_program
+from fxsplit_encoder.compile.options import CompileOptions
 from fxsplit_encoder.compile.pieces import compile_inductor, piece_compiler, start_compile_workers
+from fxsplit_encoder.compile.program import Program
 from fxsplit_encoder.errors import CompileError, FxSplitError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
-    from torch import Tensor, fx, nn
-
-    from fxsplit_encoder.compile.bound import BoundProgram
-    from fxsplit_encoder.compile.options import CompileOptions
-    from fxsplit_encoder.compile.program import Program
 
 logger = logging.getLogger(__name__)
 _trace_numbers = itertools.count()

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from fxsplit_encoder.capture import GraphPool
+from fxsplit_encoder.capture import BudgetLadder, GraphPool
+from fxsplit_encoder.capture.buffers import StaticValue
 from fxsplit_encoder.errors import ReplayError
 from fxsplit_encoder.manager.dual_path import postprocess_of
 from fxsplit_encoder.manager.item_facts import axis_keys
+from fxsplit_encoder.manager.path import EncoderPath
+from fxsplit_encoder.manager.statistics import Statistics
 from fxsplit_encoder.planning import MissReason
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping, Sequence
-
-    from torch import Tensor
-
-    from fxsplit_encoder.capture import BudgetLadder
-    from fxsplit_encoder.capture.buffers import StaticValue
-    from fxsplit_encoder.manager.path import EncoderPath
-    from fxsplit_encoder.manager.statistics import Statistics
-    from fxsplit_encoder.planning.limits import CaptureKey
-    from fxsplit_encoder.planning.plan import PathPlan, PlannedBatch
-    from fxsplit_encoder.protocol import SupportsEncoderCudaGraph
+from fxsplit_encoder.planning.limits import CaptureKey
+from fxsplit_encoder.planning.plan import PathPlan, PlannedBatch
+from fxsplit_encoder.protocol import SupportsEncoderCudaGraph
 
 logger = logging.getLogger(__name__)
 

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from fxsplit_encoder.capture.room import gibibytes, memory_of
 from fxsplit_encoder.errors import ConfigError, InputError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from fxsplit_encoder.manager.path_forward import PathForward
+from fxsplit_encoder.manager.path_forward import PathForward
 
 # Inputs of a token are seldom larger than this many times its output. Where so many outputs fit, inputs are
 # not made to find out their size.

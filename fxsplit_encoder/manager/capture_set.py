@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Hashable, Iterable, Mapping
 
+from fxsplit_encoder.capture import GraphPool
 from fxsplit_encoder.manager.captures import least_useful
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Mapping
-
-    from fxsplit_encoder.capture import GraphPool
-    from fxsplit_encoder.manager.path_captures import PathCaptures
-    from fxsplit_encoder.manager.statistics import Statistics
-    from fxsplit_encoder.planning.limits import CaptureKey
+from fxsplit_encoder.manager.path_captures import PathCaptures
+from fxsplit_encoder.manager.statistics import Statistics
+from fxsplit_encoder.planning.limits import CaptureKey
 
 
 class CaptureSet:

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from tabulate import tabulate
 
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.planning.costs import EXACT_LAUNCH_TOKENS
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from fxsplit_encoder.manager.path_captures import PathCaptures
-    from fxsplit_encoder.planning.costs import RouteCosts
-    from fxsplit_encoder.planning.limits import CaptureKey, Limits
+from fxsplit_encoder.manager.path_captures import PathCaptures
+from fxsplit_encoder.planning.costs import EXACT_LAUNCH_TOKENS, RouteCosts
+from fxsplit_encoder.planning.limits import CaptureKey, Limits
 
 
 @dataclass(frozen=True)

@@ -11,21 +11,17 @@ import contextlib
 import hashlib
 import itertools
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from fxsplit_encoder.errors import ConfigError, InputError, RankError
 from fxsplit_encoder.manager.dual_path import read_item_specs
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from datetime import timedelta
-
-    from torch import Tensor
-
-    from fxsplit_encoder.protocol import EncoderItemSpec, SupportsEncoderCudaGraph
+from fxsplit_encoder.protocol import EncoderItemSpec, SupportsEncoderCudaGraph
 
 # torch 2.13 renamed it, and warns of the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

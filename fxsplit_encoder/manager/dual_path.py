@@ -7,9 +7,11 @@ specs, and a `local_output` argument. Towers written that way, or without what c
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import Tensor
 
 from fxsplit_encoder.errors import FxSplitError, InputError
 from fxsplit_encoder.messages import names_of, shown
@@ -18,11 +20,6 @@ from fxsplit_encoder.protocol import (
     EncoderCudaGraphPathConfig,
     EncoderItemSpec,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
 
 GLOBAL, LOCAL = "global", "local"
 

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
-from fxsplit_encoder.capture import ExactShapes, SharedBuffers
+import torch
+
+from fxsplit_encoder.capture import BudgetLadder, CaptureRequest, ExactShapes, HandedOut, SharedBuffers
+from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.planning import MissReason
 from fxsplit_encoder.planning.costs import CostCurve, RouteCosts
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import torch
-
-    from fxsplit_encoder.capture import BudgetLadder, CaptureRequest, HandedOut
-    from fxsplit_encoder.config import EncoderConfig
-    from fxsplit_encoder.planning.plan import PathPlan
+from fxsplit_encoder.planning.plan import PathPlan
 
 # Inputs of larger captures than any before get as many rows again to spare: sizes come in no order.
 _GROWTH = 2

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
 
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.protocol import ENCODER_CUDAGRAPH_AXIS_KEYS_KWARG
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping, Sequence
-
-    from fxsplit_encoder.protocol import SupportsEncoderCudaGraph
+from fxsplit_encoder.protocol import ENCODER_CUDAGRAPH_AXIS_KEYS_KWARG, SupportsEncoderCudaGraph
 
 
 def item_modalities(tower: SupportsEncoderCudaGraph, mm_kwargs: dict[str, Any], num_items: int) -> list[str]:

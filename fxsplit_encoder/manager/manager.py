@@ -5,13 +5,19 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import os
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from fxsplit_encoder.attention import KernelChooser, choosing
 from fxsplit_encoder.capture import GraphPool
+from fxsplit_encoder.compile import BoundProgram
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.manager.batch_runner import BatchRunner
@@ -26,19 +32,13 @@ from fxsplit_encoder.manager.request_plans import RequestPlans
 from fxsplit_encoder.manager.statistics import ManagerStats, Statistics
 from fxsplit_encoder.planning import Item, Plan
 from fxsplit_encoder.planning.limits import needs_budget_range, resolve_limits
-from fxsplit_encoder.protocol import BudgetGraphMetadata, missing_methods
+from fxsplit_encoder.protocol import (
+    BudgetGraphMetadata,
+    EncoderItemSpec,
+    SupportsEncoderCudaGraph,
+    missing_methods,
+)
 from fxsplit_encoder.tuning.trace import TraceWriter
-
-if TYPE_CHECKING:
-    import os
-    from collections.abc import Callable, Iterator, Sequence
-    from contextlib import AbstractContextManager
-
-    from torch import Tensor
-    from torch.distributed import ProcessGroup
-
-    from fxsplit_encoder.compile import BoundProgram
-    from fxsplit_encoder.protocol import EncoderItemSpec, SupportsEncoderCudaGraph
 
 logger = logging.getLogger(__name__)
 

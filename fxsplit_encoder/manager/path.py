@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from fxsplit_encoder.attention import KnownSegments
+from fxsplit_encoder.capture import BudgetLadder, CapturedForward
+from fxsplit_encoder.capture.buffers import StaticValue
 from fxsplit_encoder.capture.runner import ExactRunner
+from fxsplit_encoder.compile import BoundProgram
 from fxsplit_encoder.errors import FxSplitError, ReplayError
 from fxsplit_encoder.manager.path_captures import PathCaptures
 from fxsplit_encoder.planning import MissReason
+from fxsplit_encoder.planning.limits import CaptureKey
 from fxsplit_encoder.planning.plan import PathPlan
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from torch import Tensor
-
-    from fxsplit_encoder.capture import BudgetLadder, CapturedForward
-    from fxsplit_encoder.capture.buffers import StaticValue
-    from fxsplit_encoder.compile import BoundProgram
-    from fxsplit_encoder.planning.limits import CaptureKey
 
 
 class EncoderPath(PathCaptures):

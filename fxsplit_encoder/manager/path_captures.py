@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Hashable, Iterable
 
 import torch
 
-from fxsplit_encoder.capture import BudgetLadder, CaptureRequest, GraphPool, SharedBuffers
+from fxsplit_encoder.capture import BudgetLadder, CapturedForward, CaptureRequest, GraphPool, SharedBuffers
 from fxsplit_encoder.capture.probe import difference
 from fxsplit_encoder.compile import BoundProgram, CompileOptions
+from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import CaptureError, InputError
 from fxsplit_encoder.manager.exact_replays import ExactReplays
 from fxsplit_encoder.manager.path_costs import PathCosts, measure_path
 from fxsplit_encoder.manager.path_forward import PathForward
 from fxsplit_encoder.manager.path_requests import request_of_module, request_of_program
 from fxsplit_encoder.manager.tensor_parallel import agreement_of
-from fxsplit_encoder.planning.limits import CaptureKey
-from fxsplit_encoder.protocol import BudgetGraphMetadata
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable
-
-    from fxsplit_encoder.capture import CapturedForward
-    from fxsplit_encoder.config import EncoderConfig
-    from fxsplit_encoder.planning.costs import RouteCosts
-    from fxsplit_encoder.planning.limits import Limits
-    from fxsplit_encoder.protocol import SupportsEncoderCudaGraph
+from fxsplit_encoder.planning.costs import RouteCosts
+from fxsplit_encoder.planning.limits import CaptureKey, Limits
+from fxsplit_encoder.protocol import BudgetGraphMetadata, SupportsEncoderCudaGraph
 
 logger = logging.getLogger(__name__)
 

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from fxsplit_encoder.attention import KnownSegments, measuring
-from fxsplit_encoder.capture import measure_ms
+from fxsplit_encoder.capture import BudgetLadder, measure_ms
 from fxsplit_encoder.capture.runner import ExactRunner
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.planning.costs import RouteCosts
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from torch import Tensor
-
-    from fxsplit_encoder.capture import BudgetLadder
-    from fxsplit_encoder.manager.path_forward import PathForward
-    from fxsplit_encoder.planning.costs import Points
+from fxsplit_encoder.manager.path_forward import PathForward
+from fxsplit_encoder.planning.costs import Points, RouteCosts
 
 # Equal segments that a full budget is cut into to find what attention costs.
 _MEASURED_SEGMENTS = 8

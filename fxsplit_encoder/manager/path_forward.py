@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fxsplit_encoder.capture import StaticParameters
-from fxsplit_encoder.compile import BoundProgram, trace_forward
+from fxsplit_encoder.capture.buffers import StaticValue
+from fxsplit_encoder.compile import BoundProgram, CompileOptions, trace_forward
 from fxsplit_encoder.errors import CompileError, InputError
 from fxsplit_encoder.host_memory import to_device
 from fxsplit_encoder.manager.tensor_parallel import agreement_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping, Sequence
-
-    from torch import Tensor
-
-    from fxsplit_encoder.capture.buffers import StaticValue
-    from fxsplit_encoder.compile import CompileOptions
-    from fxsplit_encoder.planning.limits import Limits
-    from fxsplit_encoder.protocol import SupportsEncoderCudaGraph
+from fxsplit_encoder.planning.limits import Limits
+from fxsplit_encoder.protocol import SupportsEncoderCudaGraph
 
 # The trace runs the forward once, so it is made at a moderate size; the size is also Inductor's hint for its
 # kernels.

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
 
 from fxsplit_encoder.capture import (
     CaptureRequest,
@@ -13,19 +16,12 @@ from fxsplit_encoder.capture import (
     StaticParameters,
     request_over,
 )
-from fxsplit_encoder.compile import BoundProgram, Step
+from fxsplit_encoder.compile import BoundProgram, Runner, Step
 from fxsplit_encoder.errors import CaptureError
+from fxsplit_encoder.manager.path_forward import PathForward
+from fxsplit_encoder.protocol import EncoderCudaGraphPaddingLogic
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
-
-    from torch import Tensor
-
-    from fxsplit_encoder.compile import Runner
-    from fxsplit_encoder.manager.path_forward import PathForward
-    from fxsplit_encoder.protocol import EncoderCudaGraphPaddingLogic
-
-    PaddingLogics = Mapping[str, EncoderCudaGraphPaddingLogic]
+PaddingLogics = Mapping[str, EncoderCudaGraphPaddingLogic]
 
 
 def request_of_program(
@@ -59,10 +55,10 @@ def request_of_program(
     num_rows = RowCount(rows, program.program.device) if rows is not None else None
 
     def forward(tensors: Mapping[str, Tensor], runner: Runner) -> list[Any]:
-        frame = program.program.begin(program.arguments(tensors))
+        bindings = program.program.begin(program.arguments(tensors))
         if program.program.num_rows_slot is not None and num_rows is not None:
-            frame.slots[program.program.num_rows_slot] = num_rows.tensor
-        return program.program.finish(frame, runner)
+            bindings.slots[program.program.num_rows_slot] = num_rows.tensor
+        return program.program.finish(bindings, runner)
 
     return request_over(
         buffers,
@@ -118,8 +114,10 @@ def _buffer(
     if name in program.segment_inputs:  # replaced as a whole
         return shared.share(StaticBuffer(name, tensor, None))
     dim = program.token_dims.get(name)
-    is_order = name in program.order_inputs
-    buffer = StaticBuffer(name, tensor, 0 if dim is None else dim, padding_logic, is_order=is_order)
+    is_permutation = name in program.permutation_inputs
+    buffer = StaticBuffer(
+        name, tensor, 0 if dim is None else dim, padding_logic, is_permutation=is_permutation
+    )
     return buffer if dim is None else shared.share(buffer)
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fxsplit_encoder.errors import InputError, MissingExtraError
-from fxsplit_encoder.manager.statistics import FALLBACK_KINDS
+from fxsplit_encoder.manager.statistics import FALLBACK_KINDS, BudgetStats, ManagerStats
 from fxsplit_encoder.planning.reasons import MissReason
 
 try:
@@ -16,12 +17,8 @@ except ModuleNotFoundError:
     raise MissingExtraError("PrometheusCollector", "prometheus") from None
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
     from prometheus_client import CollectorRegistry
     from prometheus_client.metrics_core import Metric
-
-    from fxsplit_encoder.manager.statistics import BudgetStats, ManagerStats
 
 _PREFIX = "encoder_cudagraph"
 _BUDGET_LABELS = ("path", "token_budget", "axis_keys")

@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
 
+from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.manager.item_facts import item_axis_keys, item_modalities, item_segments, video_frames
+from fxsplit_encoder.manager.path import EncoderPath
 from fxsplit_encoder.planning import (
     Captured,
     CostModel,
     Item,
+    Limits,
     MissReason,
     Plan,
     build_fallback_plan,
     build_plan,
 )
 from fxsplit_encoder.planning.costs import HOST_MS_PER_BATCH
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping, Sequence
-
-    from fxsplit_encoder.config import EncoderConfig
-    from fxsplit_encoder.manager.path import EncoderPath
-    from fxsplit_encoder.planning import Limits
-    from fxsplit_encoder.protocol import (
-        EncoderCudaGraphConfig,
-        EncoderItemSpec,
-        SupportsEncoderCudaGraph,
-    )
+from fxsplit_encoder.protocol import (
+    EncoderCudaGraphConfig,
+    EncoderItemSpec,
+    SupportsEncoderCudaGraph,
+)
 
 # Plans depend on sizes alone, and the same sizes come again.
 _KEPT_PLANS = 1024

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -10,9 +10,6 @@ from torch import Tensor, nn
 
 from fxsplit_encoder.compile.permute import permute_rows
 from fxsplit_encoder.errors import InputError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 
 class Layers(nn.Module):

@@ -6,17 +6,14 @@ Module and parameter names are those of the published checkpoint.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from fxsplit_encoder.modules.blocks import FusedAttention, Layers, QuickGeluMLP, tokens_with_class
 from fxsplit_encoder.modules.folded import FoldedTable, resized_positions
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ tensors load as they are.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,6 @@ from fxsplit_encoder.modules.blocks import check_tiles
 from fxsplit_encoder.modules.clip_encoder import ClipConfig, ClipEncoder
 from fxsplit_encoder.modules.folded import refresh_tables, sides_of, tables_of
 from fxsplit_encoder.modules.sam import SamConfig, SamVisionModel
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 # SAM's two strided convolutions each halve the grid.
 _PATCHES_PER_FEATURE = 4

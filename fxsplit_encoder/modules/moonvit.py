@@ -6,20 +6,16 @@ tensors under `vision_tower.` and `multi_modal_projector.`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from fxsplit_encoder.attention import varlen_attention
 from fxsplit_encoder.modules.blocks import merge, resample
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch import Tensor
 
 _ROTARY_BASE = 10000.0
 

@@ -6,17 +6,14 @@ the attention's scores. Module and parameter names are those of the published ch
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fxsplit_encoder.modules.folded import FoldedTable, relative_positions, resized_grid, sides_of
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 @dataclass(frozen=True)

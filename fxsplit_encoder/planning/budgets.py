@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import bisect
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from fxsplit_encoder.errors import InputError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 def generate_budgets(minimum: int, maximum: int) -> list[int]:

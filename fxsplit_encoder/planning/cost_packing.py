@@ -6,19 +6,14 @@ import functools
 import itertools
 import operator
 from bisect import bisect_right
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
+from fxsplit_encoder.planning.costs import PathTable
+from fxsplit_encoder.planning.items import Capacity, Loads
 from fxsplit_encoder.planning.packing import check_capacity
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from numpy.typing import NDArray
-
-    from fxsplit_encoder.planning.costs import PathTable
-    from fxsplit_encoder.planning.items import Capacity, Loads
 
 # Up to so many items the cheapest of all partitions is found. The work grows by a factor of 3 an item.
 _MAX_ITEMS_SOLVED_EXACTLY = 10

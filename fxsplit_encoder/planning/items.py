@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Mapping, Sequence
-
-    from fxsplit_encoder.planning.reasons import MissReason
-    from fxsplit_encoder.protocol import EncoderItemSpec
+from fxsplit_encoder.planning.reasons import MissReason
+from fxsplit_encoder.protocol import EncoderItemSpec
 
 # Columns are gathered without a line of Python for each item.
 _SPEC, _FRAMES, _SEGMENTS = map(attrgetter, ("spec", "frames", "segments"))

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
 
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.planning.budgets import smallest_fitting
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from fxsplit_encoder.planning.items import Capacity, Loads
+from fxsplit_encoder.planning.items import Capacity, Loads
 
 
 def pack_greedy(

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
+from fxsplit_encoder.config import Packing
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.planning.cost_packing import pack_by_cost
-from fxsplit_encoder.planning.costs import PathTable, RouteCosts
+from fxsplit_encoder.planning.costs import CostModel, PathTable, RouteCosts
 from fxsplit_encoder.planning.items import Capacity, Item, Loads
 from fxsplit_encoder.planning.limits import CaptureKey, Limits
 from fxsplit_encoder.planning.packing import pack_greedy
 from fxsplit_encoder.planning.plan import PathPlan, Plan, PlannedBatch
 from fxsplit_encoder.planning.reasons import MissReason
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Hashable, Iterable, Sequence
-
-    from fxsplit_encoder.config import Packing
-    from fxsplit_encoder.planning.costs import CostModel
 
 # Bounds the batches of a path that is never captured: its cost tables must end somewhere.
 _LARGEST_WITHOUT_BUDGETS = 1 << 16

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+import itertools
+import weakref
+from typing import Any, ClassVar, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from fxsplit_encoder.compile.blocks import begin_blocks
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.protocol import scatter_output_slices
-from fxsplit_encoder.towers.tracing import register_tower, trace_equal_blocks_once
 
-if TYPE_CHECKING:
-    from torch import Tensor
+_towers: weakref.WeakValueDictionary[str, WrappedTower] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
 
 VIDEOS = "pixel_values_videos"
 """Where `mm_kwargs` holds videos."""
@@ -107,3 +109,23 @@ def _first_parameter(module: nn.Module) -> tuple[dict[str, nn.Parameter | None],
             if parameter is not None:
                 return submodule._parameters, name
     raise InputError(f"{type(module).__name__} has no parameters; expected a vision tower")
+
+
+def register_tower(tower: WrappedTower) -> str:
+    """Makes a tower known; returns the name under which it is found."""
+    name = f"{type(tower).__name__}_{next(_numbers)}"
+    _towers[name] = tower
+    return name
+
+
+def registered_tower(name: str) -> Any:
+    """The tower of that name."""
+    return _towers[name]
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def trace_equal_blocks_once(tower_name: str) -> bool:
+    """Makes the equal blocks of a tower ops of the trace that Dynamo makes now, which calls this and does not
+    trace it. Returns whether they are.
+    """
+    return begin_blocks(registered_tower(tower_name).tower)

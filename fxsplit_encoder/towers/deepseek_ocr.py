@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.modules.deepseek_encoder import DeepseekOcrConfig, DeepseekOcrVisionModel
 from fxsplit_encoder.towers.tiled import CropGrid, TiledTower, read_counts, square_view
 from fxsplit_encoder.towers.tiles import View
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from fxsplit_encoder.modules.deepseek_encoder import DeepseekOcrConfig, DeepseekOcrVisionModel
 
 
 class DeepseekOcrTower(TiledTower):

@@ -10,9 +10,11 @@ height, width), a list of (frames, channels, height, width), or one such tensor 
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor, nn
 
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.messages import shown
@@ -23,11 +25,6 @@ from fxsplit_encoder.towers.inputs import check_given, check_pixels, integer_row
 from fxsplit_encoder.towers.rows import one_or_several, rows_of
 from fxsplit_encoder.towers.tiles import TileTower, View
 from fxsplit_encoder.towers.tiles_op import tiles
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor, nn
 
 _VIDEO_COUNTS = "video_num_patches"
 

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 from fxsplit_encoder.constant_tensors import mark_constant
 from fxsplit_encoder.host_memory import to_device
 from fxsplit_encoder.towers import grid as grids_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
-
-    from fxsplit_encoder.towers.grid import Grid
+from fxsplit_encoder.towers.grid import Grid
 
 # So many patches are kept in all, 48 bytes each in Qwen3-VL: 12 MiB; of a single batch a sixteenth of that.
 _KEPT_PATCHES = 1 << 18
@@ -26,8 +21,8 @@ class DeviceMetadata:
     """The metadata of batches, by their grids, so that neither is it computed again nor its per-patch part
     brought to the device. The least recently used batch makes room for another.
 
-    Nobody may write to what comes from here. An order of rows on a device is not checked by the capture that
-    takes it: it is what the tower computed on the host.
+    Nobody may write to what comes from here. A permutation of rows on a device is not checked by the capture
+    that takes it: it is what the tower computed on the host.
     """
 
     def __init__(self) -> None:

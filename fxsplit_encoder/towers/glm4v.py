@@ -4,24 +4,20 @@ and a merge of patches by convolution.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from fxsplit_encoder.modules.blocks import resample
 from fxsplit_encoder.towers import grid as grids_of
+from fxsplit_encoder.towers.grid import Grid
 from fxsplit_encoder.towers.packed import PackedTower
 from fxsplit_encoder.towers.rotary import cosines_and_sines, gives_angles
 from fxsplit_encoder.towers.taps import TAPS, interpolation
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor, nn
-
-    from fxsplit_encoder.towers.grid import Grid
 
 
 class Glm4vTower(PackedTower):

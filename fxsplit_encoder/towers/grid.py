@@ -6,19 +6,16 @@ of merge x merge patches, so that the patches of one output token follow one ano
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.towers.inputs import integer_rows
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
 
 Grid = tuple[int, int, int]
 """(frames after temporal merging, patch rows, patch columns) of an image (one frame) or a video."""

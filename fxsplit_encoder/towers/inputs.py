@@ -7,20 +7,17 @@ so that an input of any claim is refused before anything of that claim's size ex
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from fxsplit_encoder.capture.room import gibibytes, memory_of
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.messages import names_of, shown
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
-    from torch import Tensor
 
 MOST_ROWS = 2**31 - 1
 """Rows of a batch: cumulative lengths count them in 32 bits."""

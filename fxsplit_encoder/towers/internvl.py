@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
 
 from fxsplit_encoder.attention.hugging_face import install_output_hooks, use_dense_attention
 from fxsplit_encoder.towers.dense import DenseTower
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
 
 
 class InternVLTower(DenseTower):

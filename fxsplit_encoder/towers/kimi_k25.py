@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from fxsplit_encoder.errors import InputError
@@ -14,15 +16,9 @@ from fxsplit_encoder.modules.blocks import merge, resample
 from fxsplit_encoder.protocol import EncoderItemSpec
 from fxsplit_encoder.towers import grid as grids_of
 from fxsplit_encoder.towers.base import given_batch
+from fxsplit_encoder.towers.grid import Grid
 from fxsplit_encoder.towers.merge import mean_frames
 from fxsplit_encoder.towers.raster import RasterTower
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor, nn
-
-    from fxsplit_encoder.towers.grid import Grid
 
 
 class KimiK25Tower(RasterTower):

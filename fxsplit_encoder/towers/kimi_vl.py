@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
 
 from fxsplit_encoder.towers import grid as grids_of
+from fxsplit_encoder.towers.grid import Grid
 from fxsplit_encoder.towers.inputs import integer_rows
 from fxsplit_encoder.towers.raster import RasterTower
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor, nn
-
-    from fxsplit_encoder.towers.grid import Grid
 
 
 class KimiVLTower(RasterTower):

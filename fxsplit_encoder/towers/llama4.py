@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.towers.dense import DenseTower
 from fxsplit_encoder.towers.inputs import integer_rows, number_of, pixel_parts
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class Llama4Tower(DenseTower):

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from fxsplit_encoder.towers import grid as grids_of
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
-    from torch import Tensor
-
-    from fxsplit_encoder.towers.grid import Grid
+from fxsplit_encoder.towers.grid import Grid
 
 
 @lru_cache(maxsize=1024)

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import torch
+from torch import Tensor, nn
 
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.protocol import EncoderItemSpec
 from fxsplit_encoder.towers import grid as grids_of
 from fxsplit_encoder.towers.base import WrappedTower
+from fxsplit_encoder.towers.grid import Grid
 from fxsplit_encoder.towers.inputs import (
     MOST_PLANNED_ITEMS,
     MOST_ROWS,
@@ -25,13 +28,6 @@ from fxsplit_encoder.towers.inputs import (
     pixel_parts,
 )
 from fxsplit_encoder.towers.rows import one_or_several, rows_of
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor, nn
-
-    from fxsplit_encoder.towers.grid import Grid
 
 _EMBEDDINGS = ("image_embeds", "video_embeds")
 

@@ -4,20 +4,16 @@ output.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor, nn
 
 from fxsplit_encoder.towers import grid as grids_of
+from fxsplit_encoder.towers.grid import Grid
 from fxsplit_encoder.towers.packed import PackedTower
 from fxsplit_encoder.towers.taps import TAPS, interpolation
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor, nn
-
-    from fxsplit_encoder.towers.grid import Grid
 
 
 class Qwen3VLTower(PackedTower):

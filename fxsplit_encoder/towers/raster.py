@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
+from torch import Tensor, nn
 
 from fxsplit_encoder.errors import UnsupportedTowerError
 from fxsplit_encoder.towers import grid as grids_of
+from fxsplit_encoder.towers.grid import Grid
 from fxsplit_encoder.towers.merge import merge_order
 from fxsplit_encoder.towers.packed import PackedTower
 from fxsplit_encoder.towers.taps import TAPS, interpolation
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor, nn
-
-    from fxsplit_encoder.towers.grid import Grid
 
 
 class RasterTower(PackedTower):

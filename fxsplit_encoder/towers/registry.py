@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING
+
+from torch import nn
 
 from fxsplit_encoder.errors import MissingExtraError, UnsupportedTowerError
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from fxsplit_encoder.towers.dense import DenseTower
-    from fxsplit_encoder.towers.generic import DenseTowerSpec
-    from fxsplit_encoder.towers.packed import PackedTower
-    from fxsplit_encoder.towers.tiled import TiledTower
+from fxsplit_encoder.towers.dense import DenseTower
+from fxsplit_encoder.towers.generic import DenseTowerSpec
+from fxsplit_encoder.towers.packed import PackedTower
+from fxsplit_encoder.towers.tiled import TiledTower
 
 # Class name of the tower -> module and class of its adapter. By name, so that no model family is imported
 # before it is used.

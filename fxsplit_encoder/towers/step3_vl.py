@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
+from torch import Tensor
+
+from fxsplit_encoder.modules.step3_vision import Step3VisionConfig, Step3VisionModel
 from fxsplit_encoder.towers.tiled import CropGrid, TiledTower, crops_in_a_row, downsampled, square_view
 from fxsplit_encoder.towers.tiles import View
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from fxsplit_encoder.modules.step3_vision import Step3VisionConfig, Step3VisionModel
 
 
 class Step3VLTower(TiledTower):

@@ -6,20 +6,15 @@ rows. So no interpolation, and no loop over images, is in the graph.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
 
-from fxsplit_encoder.towers.grid import concatenate
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
-    from torch import Tensor
-
-    from fxsplit_encoder.towers.grid import Grid
+from fxsplit_encoder.towers.grid import Grid, concatenate
 
 Mode = Literal["bilinear", "bicubic"]
 """How a position table is resampled: from 2 or from 4 entries along each axis."""

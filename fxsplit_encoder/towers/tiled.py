@@ -8,10 +8,12 @@ those. The rows of an image's tiles are put together after the replays.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor, nn
 
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.protocol import EncoderItemSpec
@@ -27,11 +29,6 @@ from fxsplit_encoder.towers.inputs import (
 )
 from fxsplit_encoder.towers.rows import one_or_several, rows_of
 from fxsplit_encoder.towers.tiles import TileTower, View
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor, nn
 
 CropGrid = tuple[int, int]
 """(columns, rows) of an image's crops; (0, 0) without any."""

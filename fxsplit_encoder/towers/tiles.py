@@ -7,10 +7,12 @@ another size are another path, captured apart.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
 from fxsplit_encoder.errors import InputError
@@ -24,11 +26,6 @@ from fxsplit_encoder.protocol import (
 from fxsplit_encoder.towers.base import WrappedTower
 from fxsplit_encoder.towers.inputs import check_pixels
 from fxsplit_encoder.towers.rows import one_or_several
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping
-
-    from torch import Tensor, nn
 
 # torch 2.11 compares the sizes of a mask with 1 while it traces, which it cannot do with a size not known.
 MASKED_ATTENTION_TAKES_UNKNOWN_SIZES = TorchVersion(torch.__version__) >= "2.13"

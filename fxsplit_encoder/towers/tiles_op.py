@@ -6,14 +6,12 @@ Without it a budget would count tiles (rows of the batch) there, and output toke
 from __future__ import annotations
 
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from fxsplit_encoder.compile import HostOp, register_host_op
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _library: Any = torch.library.Library("fxsplit", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from fxsplit_encoder.tuning.costs import BatchCosts
+from fxsplit_encoder.tuning.costs import BatchCosts
 
 
 @dataclass(frozen=True)

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Hashable, Mapping, Sequence
 
-from fxsplit_encoder.planning import CostModel, Limits, build_plan
+from fxsplit_encoder.config import Packing
+from fxsplit_encoder.planning import CostModel, Limits, PathPlan, Plan, build_plan
 from fxsplit_encoder.planning.costs import HOST_MS_PER_BATCH
+from fxsplit_encoder.tuning.costs import BatchCosts
 from fxsplit_encoder.tuning.forecast import LadderForecast
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping, Sequence
-
-    from fxsplit_encoder.config import Packing
-    from fxsplit_encoder.planning import PathPlan, Plan
-    from fxsplit_encoder.tuning.costs import BatchCosts
-    from fxsplit_encoder.tuning.trace import Request
+from fxsplit_encoder.tuning.trace import Request
 
 
 class Judge:

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from fxsplit_encoder.errors import InputError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from numpy.typing import ArrayLike, NDArray
-
-    from fxsplit_encoder.tuning.costs import BatchCosts, MemoryModel
+from fxsplit_encoder.tuning.costs import BatchCosts, MemoryModel
 
 # Sums of the same costs in another order differ by rounding; that is no reason for another graph.
 _ROUNDING = 1e-12

@@ -12,16 +12,14 @@ import itertools
 import json
 import os
 import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from types import TracebackType
+from typing import Any, Self
 
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.planning import Capacity, Item, Loads, pack_greedy
 from fxsplit_encoder.protocol import EncoderItemSpec
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from types import TracebackType
 
 _ITEM_KEYS = ("input_size", "output_tokens", "segments", "path_output_tokens")
 _SHOWN_CHARACTERS = 60

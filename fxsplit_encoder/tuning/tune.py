@@ -14,14 +14,14 @@ find for greedy's batches, would cost even less, is not known.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 from tabulate import tabulate
 
-from fxsplit_encoder.config import EncoderConfig
+from fxsplit_encoder.config import EncoderConfig, Packing
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.planning.budgets import generate_budgets
 from fxsplit_encoder.tuning.costs import BatchCosts, MemoryModel
@@ -29,13 +29,6 @@ from fxsplit_encoder.tuning.forecast import LadderForecast, forecast
 from fxsplit_encoder.tuning.judge import Judge
 from fxsplit_encoder.tuning.search import LadderSearch, candidate_budgets, cheapest_ladders, round_up
 from fxsplit_encoder.tuning.trace import Request, batch_loads, trace_demands, traced_paths
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from numpy.typing import NDArray
-
-    from fxsplit_encoder.config import Packing
 
 _BUDGETS_COLUMN_WIDTH = 24
 

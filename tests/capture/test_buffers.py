@@ -44,7 +44,7 @@ def test_what_does_not_fit_is_refused(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("order", [[0], [2, 0, 1], [0, 0, 1, 1], []])
 def test_an_order_among_its_own_rows_is_taken(order: list[int]) -> None:
-    buffer = StaticBuffer("order", torch.arange(4), is_order=True)
+    buffer = StaticBuffer("order", torch.arange(4), is_permutation=True)
     value = torch.tensor(order, dtype=torch.int64)
     buffer.check(value)
     buffer.load(value)
@@ -55,7 +55,7 @@ def test_an_order_among_its_own_rows_is_taken(order: list[int]) -> None:
 def test_an_order_that_reaches_into_pad_rows_is_refused(order: list[int]) -> None:
     StaticBuffer("order", torch.arange(4)).check(torch.tensor(order))
     with pytest.raises(ReplayError, match=f"order: got an order of {len(order)} rows with entries from"):
-        StaticBuffer("order", torch.arange(4), is_order=True).check(torch.tensor(order))
+        StaticBuffer("order", torch.arange(4), is_permutation=True).check(torch.tensor(order))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.uint8, torch.int64])

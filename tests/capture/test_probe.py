@@ -32,10 +32,10 @@ def inputs(rows: int) -> dict[str, Tensor]:
 
 
 def probe(program: BoundProgram, rows: int = 7, padded: int = 16) -> str | None:
-    frame = program.program.begin(program.arguments(inputs(rows)))
-    before = list(frame.slots)
-    refusal = probe_padding(program.program, frame, padded)
-    assert all(a is b for a, b in zip(frame.slots, before, strict=True))
+    bindings = program.program.begin(program.arguments(inputs(rows)))
+    before = list(bindings.slots)
+    refusal = probe_padding(program.program, bindings, padded)
+    assert all(a is b for a, b in zip(bindings.slots, before, strict=True))
     return refusal
 
 
@@ -92,7 +92,7 @@ def test_indices_of_pad_rows_are_in_range() -> None:
 def test_a_padded_run_that_fails_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     bound = trace(sorted_within_rows)
     program = bound.program
-    frame = program.begin(bound.arguments(inputs(7)))
+    bindings = program.begin(bound.arguments(inputs(7)))
     finish, calls = type(program).finish, []
 
     def fail_second(self: Any, *args: Any) -> Any:
@@ -102,13 +102,13 @@ def test_a_padded_run_that_fails_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -
         return finish(self, *args)
 
     monkeypatch.setattr(type(program), "finish", fail_second)
-    assert probe_padding(program, frame, 16) == "the padded run failed: sizes differ"
+    assert probe_padding(program, bindings, 16) == "the padded run failed: sizes differ"
 
 
 def test_only_the_token_count_is_padded() -> None:
     program = trace(sorted_within_rows)
-    frame = program.program.begin(program.arguments(inputs(7)))
-    padded = padded_symbols(program.program, frame, 16)
-    changed = {name for name in padded if padded[name] != frame.symbols[name]}
+    bindings = program.program.begin(program.arguments(inputs(7)))
+    padded = padded_symbols(program.program, bindings, 16)
+    changed = {name for name in padded if padded[name] != bindings.symbols[name]}
     assert changed == {program.program.token_symbol}
     assert padded[program.program.token_symbol] == 16

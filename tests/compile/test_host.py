@@ -71,10 +71,10 @@ def test_a_host_op_ends_the_prologue_and_runs_exactly(registered: HostOp) -> Non
         x = torch.randn(sum(batch), 8)
         inputs = {"x": x, "sizes": torch.tensor(batch)}
         torch.testing.assert_close(bound(inputs), forward(inputs))
-    frame = program.begin(bound.arguments({"x": torch.randn(9, 8), "sizes": torch.tensor([4, 5])}))
+    bindings = program.begin(bound.arguments({"x": torch.randn(9, 8), "sizes": torch.tensor([4, 5])}))
     segments = next(entry for entry in program.region_inputs if entry.is_segments)
     # Not padded to ten entries, as the op's own kernel would.
-    assert frame.slots[segments.slot].tolist() == [0, 4, 9]
+    assert bindings.slots[segments.slot].tolist() == [0, 4, 9]
     assert sorted(entry.token_dim for entry in program.region_inputs if entry.token_dim is not None) == [0, 0]
 
 

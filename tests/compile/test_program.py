@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxsplit_encoder.compile import DIRECT, BoundProgram, Frame
+from fxsplit_encoder.compile import DIRECT, Bindings, BoundProgram
 from fxsplit_encoder.compile.program import Ref, resolve
 from fxsplit_encoder.compile.sizes import Size
 
@@ -57,13 +57,13 @@ def test_no_slot_is_read_after_it_is_freed(bound: BoundProgram) -> None:
 
 def test_every_intermediate_value_is_freed_at_its_last_use(bound: BoundProgram, inputs: Any) -> None:
     program = bound.program
-    frame = program.begin(bound.arguments(inputs(9)))
-    program.finish(frame)
-    kept = {i for i, value in enumerate(frame.slots) if value is not None}
+    bindings = program.begin(bound.arguments(inputs(9)))
+    program.finish(bindings)
+    kept = {i for i, value in enumerate(bindings.slots) if value is not None}
     expected = set(range(program.num_inputs)) | set(program.constants) | set(slots_of(program.outputs))
     if program.num_rows_slot is not None:
         expected.add(program.num_rows_slot)
-    assert kept - {i for i in kept if not isinstance(frame.slots[i], Tensor)} <= expected
+    assert kept - {i for i in kept if not isinstance(bindings.slots[i], Tensor)} <= expected
     assert any(step.frees for step in program.steps[:-1])
 
 
@@ -85,8 +85,8 @@ def test_freeing_releases_the_memory(bound: BoundProgram, inputs: Any) -> None:
             made.append(weakref.ref(result))
             return result
 
-    frame = program.begin(bound.arguments(inputs(9)))
-    outputs = program.finish(frame, Watching())
+    bindings = program.begin(bound.arguments(inputs(9)))
+    outputs = program.finish(bindings, Watching())
     gc.collect()
     alive = [ref() for ref in made if ref() is not None]
     assert len(made) > 6
@@ -127,9 +127,9 @@ def test_the_inputs_of_the_region_say_what_counts_tokens(bound: BoundProgram) ->
 
 
 def test_begin_reads_the_symbols_and_counts_the_tokens(bound: BoundProgram, inputs: Any) -> None:
-    frame = bound.program.begin(bound.arguments(inputs(9)))
-    assert bound.program.tokens(frame) == 9
-    assert 3 in frame.symbols.values()
+    bindings = bound.program.begin(bound.arguments(inputs(9)))
+    assert bound.program.tokens(bindings) == 9
+    assert 3 in bindings.symbols.values()
 
 
 def test_running_does_not_change_the_inputs(bound: BoundProgram, inputs: Any) -> None:
@@ -142,6 +142,6 @@ def test_running_does_not_change_the_inputs(bound: BoundProgram, inputs: Any) ->
 
 
 def test_arguments_resolve_where_they_are_nested() -> None:
-    frame = Frame(["a", "b"], {"T": 7})
+    bindings = Bindings(["a", "b"], {"T": 7})
     size = Size.of(3)
-    assert resolve([Ref(1), (size, Ref(0)), None, 2.5], frame) == ["b", (3, "a"), None, 2.5]
+    assert resolve([Ref(1), (size, Ref(0)), None, 2.5], bindings) == ["b", (3, "a"), None, 2.5]

@@ -20,7 +20,9 @@ from fxsplit_encoder.tuning.trace import (
 
 counts = st.integers(0, 10_000)
 specs = st.builds(EncoderItemSpec, counts, counts, st.dictionaries(st.text(max_size=8), counts, max_size=2))
-items = st.lists(st.builds(Item, specs, segments=st.integers(0, 64)), max_size=4)
+items = st.lists(
+    st.builds(lambda spec, segments: Item(spec, segments=segments), specs, st.integers(0, 64)), max_size=4
+)
 
 
 def request(*tokens: int) -> Request:

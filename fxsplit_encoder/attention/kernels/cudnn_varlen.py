@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import importlib
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from fxsplit_encoder.attention.kernels.base import HalfPrecisionKernel
 from fxsplit_encoder.errors import CaptureError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
 
 # Names of the tensors of a graph, by which they are bound.
 _QUERY, _KEY, _VALUE, _OUT, _QUERY_LENGTHS, _KEY_LENGTHS, _FIRST_OFFSET = range(1, 8)

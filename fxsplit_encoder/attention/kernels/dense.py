@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-from fxsplit_encoder.attention.kernels.base import AttentionKernel, HalfPrecisionKernel, as_batch
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from fxsplit_encoder.attention.kernels.base import AttentionShape
+from fxsplit_encoder.attention.kernels.base import (
+    AttentionKernel,
+    AttentionShape,
+    HalfPrecisionKernel,
+    as_batch,
+)
 
 _cudnn_forward = torch.ops.aten._scaled_dot_product_cudnn_attention.default
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-from fxsplit_encoder.attention.kernels.base import HalfPrecisionKernel, as_batch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from fxsplit_encoder.attention.kernels.base import AttentionShape
+from fxsplit_encoder.attention.kernels.base import AttentionShape, HalfPrecisionKernel, as_batch
 
 
 class FlashAttention2(HalfPrecisionKernel):

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-from fxsplit_encoder.attention.kernels.base import AttentionKernel
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from fxsplit_encoder.attention.kernels.base import AttentionShape
+from fxsplit_encoder.attention.kernels.base import AttentionKernel, AttentionShape
 
 
 class Masked(AttentionKernel):

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor
 
 from fxsplit_encoder.attention.kernels.base import HalfPrecisionKernel
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _forward = torch.ops.aten._flash_attention_forward.default
 # Since torch 2.13 the kernel can write a caller's buffer; before, its result is copied.

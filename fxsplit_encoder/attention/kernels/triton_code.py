@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.runtime import driver
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 # Boundaries that a program reads at once. Every number of them is another compilation.
 _BOUNDARIES = (32, 128, 1024)

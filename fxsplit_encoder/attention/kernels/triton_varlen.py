@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from fxsplit_encoder.attention.kernels.base import HalfPrecisionKernel
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _STAGES = 3
 

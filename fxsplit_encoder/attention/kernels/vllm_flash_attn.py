@@ -7,13 +7,12 @@ import importlib.util
 import sys
 import types
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from fxsplit_encoder.attention.kernels.base import HalfPrecisionKernel, capability, find
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
 
 _ALIAS = "fxsplit_encoder_vllm_flash_attn"
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch import nn
 
 from fxsplit_encoder.compile.blocks.op import end_ops, make_ops
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import nn
 
 
 def takes_blocks(backend: Callable[..., Any]) -> Callable[..., Any]:

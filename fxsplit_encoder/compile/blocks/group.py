@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from operator import getitem
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from fxsplit_encoder.compile.aten import to_aten
-from fxsplit_encoder.compile.blocks.arguments import put_together
+from fxsplit_encoder.compile.blocks.arguments import Number, put_together
 from fxsplit_encoder.compile.sizes import expression, layout
 from fxsplit_encoder.errors import CompileError, InputError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from torch import Tensor
-
-    from fxsplit_encoder.compile.blocks.arguments import Number
 
 
 class Group:

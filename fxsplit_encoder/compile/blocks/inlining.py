@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import sympy
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from fxsplit_encoder.compile.blocks.group import LiveWeights, fake_mode_of, fake_weight, weights_of
 from fxsplit_encoder.compile.blocks.op import block_op, group_of
 from fxsplit_encoder.compile.sizes import expression, layout
 from fxsplit_encoder.errors import CompileError
-
-if TYPE_CHECKING:
-    import sympy
-    from torch import Tensor
 
 
 def inline_blocks(module: fx.GraphModule) -> LiveWeights:

@@ -6,21 +6,16 @@ import contextlib
 import itertools
 import types
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from fxsplit_encoder.compile.blocks.arguments import take_apart
+from fxsplit_encoder.compile.blocks.arguments import Number, take_apart
 from fxsplit_encoder.compile.blocks.group import Group
 from fxsplit_encoder.compile.equal_modules import equal_modules
 from fxsplit_encoder.errors import CompileError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-
-    from torch import Tensor, nn
-
-    from fxsplit_encoder.compile.blocks.arguments import Number
 
 _library: Any = torch.library.Library("fxsplit", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define("block(Tensor[] tensors, SymInt[] numbers, str structure, int group, int index) -> Tensor")

@@ -20,9 +20,11 @@ run, but for rounding where a kernel adds in another order at another size.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
@@ -59,11 +61,6 @@ from fxsplit_encoder.compile.padding.token_sizes import (
 )
 from fxsplit_encoder.compile.sizes import shape_exprs
 from fxsplit_encoder.compile.split import node_value
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    import sympy
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,10 @@ says why the results stay the same.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
+from torch import fx
 
 from fxsplit_encoder.compile.passes.contiguous_rows import contiguous_rows
 from fxsplit_encoder.compile.passes.conv_to_linear import conv_to_linear
@@ -19,12 +20,7 @@ from fxsplit_encoder.compile.passes.gelu_epilogue import gelu_epilogue
 from fxsplit_encoder.compile.passes.pad_mlp_width import pad_mlp_width
 from fxsplit_encoder.errors import ConfigError
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from torch import fx
-
-    Pass = Callable[[fx.GraphModule], int]
+Pass = Callable[[fx.GraphModule], int]
 
 __all__ = ["DEFAULT_PASSES", "PASSES", "default_passes", "pass_rows", "relative_rms", "run_passes"]
 

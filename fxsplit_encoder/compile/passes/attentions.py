@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from torch import fx
+from torch import fx
 
 
 def arguments_of(node: fx.Node) -> dict[str, Any]:

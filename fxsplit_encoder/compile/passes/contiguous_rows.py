@@ -8,15 +8,11 @@ reads and every residual addition writes with the stride of a whole image. SigLI
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+from torch import fx
 
 from fxsplit_encoder.compile.padding.states import is_pointwise
 from fxsplit_encoder.compile.rewriting import call_function, retrace_users
-
-if TYPE_CHECKING:
-    from torch import fx
 
 aten = torch.ops.aten
 

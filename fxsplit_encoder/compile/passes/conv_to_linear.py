@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor, fx
 
 from fxsplit_encoder.compile.rewriting import (
     call_function,
@@ -16,9 +17,6 @@ from fxsplit_encoder.compile.rewriting import (
     is_parameter,
     retrace_users,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor, fx
 
 aten = torch.ops.aten
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor, fx
 
 from fxsplit_encoder.attention import dense_attention as attend
 from fxsplit_encoder.compile.passes.attentions import arguments_of, is_only_result
 from fxsplit_encoder.compile.rewriting import call_function
 from fxsplit_encoder.compile.sizes import shape_exprs
-
-if TYPE_CHECKING:
-    from torch import Tensor, fx
 
 aten = torch.ops.aten
 

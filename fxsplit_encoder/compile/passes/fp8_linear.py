@@ -12,18 +12,15 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor, fx
 
 from fxsplit_encoder.compile.passes.products import Linear, linears
 from fxsplit_encoder.compile.rewriting import call_function, derived_parameter
 from fxsplit_encoder.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
-    from torch import Tensor, fx
 
 aten = torch.ops.aten
 

@@ -6,16 +6,14 @@ applies the other GELU.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor, fx
 
 from fxsplit_encoder.compile.passes.products import is_reshape, linear_of
 from fxsplit_encoder.compile.rewriting import call_function
-
-if TYPE_CHECKING:
-    from torch import Tensor, fx
 
 aten = torch.ops.aten
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from fxsplit_encoder.compile import BoundProgram, Frame
+from fxsplit_encoder.compile import Bindings, BoundProgram
 
 from ..packed_forwards import WIDTH, packed_inputs, trace_packed
 
@@ -42,7 +42,7 @@ def assert_real_rows_unchanged(
     program = bound.program
     exact = program.begin(bound.arguments(inputs))
     assert program.token_symbol is not None
-    padded = Frame(list(exact.slots), {**exact.symbols, program.token_symbol: rows})
+    padded = Bindings(list(exact.slots), {**exact.symbols, program.token_symbol: rows})
     for entry in program.region_inputs:
         value = exact.slots[entry.slot]
         if entry.is_segments:

@@ -77,5 +77,5 @@ def _permute_rows(view: NodeView) -> State:
     promises of a permutation that enters the graph as it is: padding only appends to such a one.
     """
     if view.rows(0) != 0 or view.rows(1) != 0 or view.arg(1) not in view.analysis.seeds:
-        raise view.fail("takes an order of rows that does not enter the graph as it is")
+        raise view.fail("takes a permutation of rows that does not enter the graph as it is")
     return Rows(0)

@@ -17,8 +17,8 @@ from fxsplit_encoder.compile.blocks.group import weights_of
 from fxsplit_encoder.compile.equal_modules import equal_modules
 from fxsplit_encoder.modules.deepseek_encoder import DeepseekOcrVisionModel
 from fxsplit_encoder.modules.step3_vision import Step3VisionModel
-from fxsplit_encoder.towers import tracing
-from fxsplit_encoder.towers.tracing import registered_tower
+from fxsplit_encoder.towers import base
+from fxsplit_encoder.towers.base import registered_tower
 
 from .random_weights import randomise
 from .tiny_tiles import internvl, llama4_tower
@@ -121,8 +121,8 @@ def test_towers_have_names_of_their_own_and_are_not_kept_alive() -> None:
     one, other = siglip(), siglip()
     names = {one.registered_name, other.registered_name}
     assert len(names) == 2
-    assert names <= set(tracing._towers)
+    assert names <= set(base._towers)
     assert registered_tower(one.registered_name) is one
     del one, other
     gc.collect()
-    assert not names & set(tracing._towers)
+    assert not names & set(base._towers)

@@ -8,7 +8,7 @@ from transformers import vision_utils
 from fxsplit_encoder.compile.host import host_op
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.towers import wrap
-from fxsplit_encoder.towers.metadata_op import exact_metadata, vision_metadata
+from fxsplit_encoder.towers.packed import exact_metadata, vision_metadata
 
 from .tiny_packed import qwen3_vl
 
