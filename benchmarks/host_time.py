@@ -82,7 +82,7 @@ def measure(manager: fx.EncoderCudaGraphManager, features: int) -> Iterator[tupl
         "item specs": lambda: manager._item_specs(inputs),
         "kept plan": lambda: manager._plans.of(inputs, specs),
         "metadata": lambda: path.values(inputs),
-        "load": lambda: path.load(captured, values),
+        "load": lambda: captured.load(values, path.forward.rows(values)),
         "address check": captured.parameters.check_addresses,
         "version check": path.program.program.derived.refresh,
     }

@@ -84,7 +84,7 @@ def measure(wrapped: Any, sizes: Sequence[int]) -> Iterator[dict[str, Any]]:
     for size in sizes:
         values = path.values(random_inputs(wrapped, [size]))
         captured = path.best_capture(path.ladder, tokens[size], values)
-        path.load(captured, values)
+        captured.load(values, path.forward.rows(values))
         replay = 1e3 * device_ms(captured.replay, manager.device)
         kernels = kernel_times(captured.replay, manager.device)
         yield {"patches": size, "replay us": replay, "kernels": kernels}

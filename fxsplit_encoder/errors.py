@@ -8,6 +8,7 @@ FxSplitError
 +-- CaptureError (RuntimeError)          a token budget could not be captured
 |   +-- CaptureMemoryError               it did not fit in memory, or in `max_graph_bytes`
 +-- ReplayError (RuntimeError)           a capture rule was broken at replay
+|   +-- WeightsMovedError                parameters lie elsewhere than at the capture
 +-- RankError (RuntimeError)             another rank of the process group failed, or is gone
 +-- MissingExtraError (ImportError)      an optional dependency is not installed
 
@@ -56,6 +57,10 @@ class CaptureMemoryError(CaptureError):
 
 class ReplayError(FxSplitError, RuntimeError):
     """A capture rule was broken at replay: a buffer is missing, has moved, or is too small."""
+
+
+class WeightsMovedError(ReplayError):
+    """Parameters were moved or replaced since the capture, which reads them where they were."""
 
 
 class RankError(FxSplitError, RuntimeError):

@@ -380,7 +380,7 @@ def test_inspect_refuses_such_a_budget_and_traces_small_ones(
     made: list[int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("fxsplit_encoder.cli.inspection.describe_tower", lambda tower: "3 blocks")
-    monkeypatch.setattr("fxsplit_encoder.capture.room._memory_of", lambda device: 16 * 2**30)
+    monkeypatch.setattr("fxsplit_encoder.capture.memory._memory_of", lambda device: 16 * 2**30)
     blocks, family = Blocks(None).eval(), Family()
     too_large = fx.EncoderConfig(token_budgets=(2**31 - 1,))
     assert_refused(lambda: run_inspect(blocks, family, too_large), "^token_budgets: 2147483647")  # type: ignore[arg-type]
@@ -406,7 +406,7 @@ def test_the_backend_drops_such_a_budget_with_its_reason(
     (dispatcher,) = set(dispatchers()) - known
     assert dispatcher.hits == 1
     assert dispatcher.misses == {fx.MissReason.NOT_CAPTURED: 2}
-    (ladder,) = dispatcher._ladders.values()
+    (ladder,) = [program.ladder for program in dispatcher.programs.values()]
     assert list(ladder.captured) == [16]
     assert list(ladder.dropped) == [10**8]
     assert "token_budgets: 100000000 output tokens take" in ladder.dropped[10**8]

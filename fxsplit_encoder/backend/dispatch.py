@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import threading
 import weakref
 from collections import Counter
@@ -14,29 +13,28 @@ from typing import Any
 import torch
 
 from fxsplit_encoder.attention import KernelChooser, KnownSegments, choosing
-from fxsplit_encoder.backend.budgets import ProgramBudgets
-from fxsplit_encoder.backend.requests import has_room, input_name, request_of_program, template_of
-from fxsplit_encoder.capture import (
-    BudgetLadder,
-    CapturedForward,
-    CaptureRequest,
-    ExactShapes,
-    GraphPool,
-)
+from fxsplit_encoder.backend.forward import ProgramBudgets, ProgramForward, region_of
+from fxsplit_encoder.capture import GraphPool
 from fxsplit_encoder.capture.probe import probe_padding
-from fxsplit_encoder.capture.runner import ExactRunner
-from fxsplit_encoder.capture.segments import fits
-from fxsplit_encoder.compile import Bindings, Program, Runner
+from fxsplit_encoder.compile import Bindings, Program
 from fxsplit_encoder.compile.program import Ref
 from fxsplit_encoder.compile.sizes import Size, layout
 from fxsplit_encoder.config import EncoderConfig
-from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.planning import MissReason
+from fxsplit_encoder.errors import InputError, ReplayError
+from fxsplit_encoder.planning import Captured, CaptureKey, CostModel, Item, Limits, MissReason, build_plan
+from fxsplit_encoder.planning.plan import PathPlan
+from fxsplit_encoder.protocol import EncoderItemSpec
+from fxsplit_encoder.runtime import CapturedProgram, CaptureScope, CaptureSet
 
 logger = logging.getLogger(__name__)
 
-# Forwards of other sizes than the token count whose captures are held, before all of them are given up.
-_MOST_LADDERS = 32
+# Forwards of other sizes than the token count whose captures are kept, before all of them are given up.
+_MOST_PROGRAMS = 32
+
+# Plans depend on sizes alone, and the same sizes come again.
+_KEPT_PLANS = 1024
+
+_PATH = "default"
 
 _dispatchers: weakref.WeakSet[BudgetDispatcher] = weakref.WeakSet()
 _warming = threading.local()
@@ -60,29 +58,32 @@ def capturing_all() -> Iterator[list[BudgetDispatcher]]:
 class BudgetDispatcher:
     """Runs one program for whatever sizes come.
 
-    On a call: the smallest fitting budget, captured on first use; pad, replay, cut to the true sizes, clone.
-    Over the largest budget, or where padding is not allowed, the program runs at the exact shape; `misses`
-    counts why.
+    On a call: the cheapest of the captured budgets with capacity for it, the smallest of which is captured on
+    first use; pad, replay, cut to the true sizes, clone. Over the largest budget, or where nothing may be
+    padded, the program runs at the exact shape; `misses` counts why.
     """
 
     def __init__(self, program: Program, config: EncoderConfig) -> None:
         self.program = program
         self.config = config
-        self.pool = GraphPool(program.device, config.max_graph_bytes)
+        self.pool = GraphPool(program.device)
         self.kernels = KernelChooser(config.attention)
         self.kernels.check(program.device)
         self.hits = 0
         self.misses: Counter[MissReason] = Counter()
         self.padding_refusal: str | None = None
         """Why the region is never padded; None: it is, or it was not decided yet."""
+        self.programs: dict[tuple[int, ...], CapturedProgram] = {}
+        """By the sizes other than the token count: they are part of a capture's shape."""
+        self._captures = CaptureSet(self.programs, self.pool, config.max_graph_bytes)
+        self._scope = CaptureScope(config, self.pool, lambda: self._captures.remaining_bytes)
+        self._region = region_of(program)
         self._padding_allowed = program.padding.allowed
-        self._ladders: dict[tuple[int, ...], BudgetLadder] = {}
-        self._exact: dict[tuple[int, ...], ExactShapes] = {}
         self._static_inputs = sorted(program.static_inputs)
         self._addresses: list[int] = []
         self._layouts: list[tuple[Any, ...]] = []
-        self._frame_lengths = program.frame_lengths_slot
         self._known_budgets: ProgramBudgets | None = None
+        self._plans: dict[tuple[Any, ...], PathPlan] = {}
         self._lock = threading.RLock()
         _dispatchers.add(self)
 
@@ -92,18 +93,21 @@ class BudgetDispatcher:
             self._check_parameters(args)
             bindings = self.program.begin(args)
             warmed = getattr(_warming, "called", None)
-            captured, reason = self._find(bindings, capture_all=warmed is not None)
+            reason = self._never_captured(bindings)
+            outputs = None
+            if reason is None:
+                outputs, reason = self._replay(bindings, capture_all=warmed is not None)
             if warmed is not None:
                 warmed.append(self)
-            if captured is None:
-                assert reason is not None
-                self.misses[reason] += 1
-                return self.program.finish(bindings, self._exact_runner(bindings))
-            self.hits += 1
-            return self._replay(captured, bindings)
+            if outputs is not None:
+                self.hits += 1
+                return outputs
+            assert reason is not None
+            self.misses[reason] += 1
+            return self.program.finish(bindings, self._known_segments(bindings))
 
     def _check_parameters(self, args: Sequence[Any]) -> None:
-        """Captures hold parameters by address: where there are others now, it is redone (rule 6)."""
+        """Captures read parameters by address: where there are others now, they are made again (rule 6)."""
         try:
             addresses = list(map(torch.Tensor.data_ptr, map(args.__getitem__, self._static_inputs)))
         except TypeError:
@@ -118,7 +122,7 @@ class BudgetDispatcher:
                     "parameters: expected them in the sizes, strides, dtype and device in which the module "
                     "was compiled; got others. Compile it again after torch._dynamo.reset()"
                 )
-            if self._ladders or self._exact:
+            if self.programs:
                 logger.warning("parameters were replaced since the capture; capturing again")
             self.clear()
             self._addresses, self._layouts = addresses, layouts
@@ -126,145 +130,142 @@ class BudgetDispatcher:
     def clear(self) -> None:
         """Releases every capture and its memory; the next calls capture again."""
         with self._lock:
-            for ladder in self._ladders.values():
-                ladder.clear()
-            self._ladders.clear()
-            for shapes in self._exact.values():
-                shapes.clear()
-            self._exact.clear()
-            self.pool.retire()
+            self._captures.clear()
+            self.programs.clear()
+            self._plans.clear()
 
     @property
     def num_captured(self) -> int:
-        """Captures that are held."""
-        budgets = sum(len(ladder.captured) for ladder in self._ladders.values())
-        return budgets + sum(len(shapes.sizes) for shapes in self._exact.values())
+        """Captures that are kept."""
+        unpadded = sum(len(each.unpadded.captures.sizes) for each in self.programs.values())
+        return self._captures.num_captured + unpadded
 
     # --- which capture
 
-    def _find(
-        self, bindings: Bindings, *, capture_all: bool
-    ) -> tuple[CapturedForward | None, MissReason | None]:
+    def _never_captured(self, bindings: Bindings) -> MissReason | None:
+        """Why no capture serves calls like this one; None: one may."""
         if not self.config.enabled or self.config.mode == "none":
-            return None, MissReason.DISABLED
-        tokens = self.program.tokens(bindings)
-        if tokens is None:
-            return None, MissReason.STATIC_SHAPE
+            return MissReason.DISABLED
+        if self.program.tokens(bindings) is None:
+            return MissReason.STATIC_SHAPE
         if self.program.padding.capture_refusal:
-            return None, MissReason.UNSUPPORTED_GRAPH
-        if self.config.mode == "exact":
-            return self._find_exact(bindings, tokens, capture_now=capture_all)
-        budgets = self._budgets(bindings)
-        if not self._may_pad(bindings):
-            return self._find_unpadded(bindings, tokens, capture_now=capture_all)
-        if capture_all:
-            for budget in reversed(budgets.tokens):
-                self._capture(bindings, budget)
-        if tokens > budgets.rows(budgets.tokens[-1]):
-            return None, MissReason.OVER_LARGEST_BUDGET
-        roomy = [budget for budget in budgets.tokens if budgets.rows(budget) >= tokens]
-        return self._smallest(bindings, tokens, roomy)
-
-    def _smallest(
-        self, bindings: Bindings, tokens: int, roomy: Sequence[int]
-    ) -> tuple[CapturedForward | None, MissReason | None]:
-        """The capture of the smallest of the budgets with room for the tokens that can serve the call."""
-        ladder = self._ladder(bindings)
-        reason = MissReason.NOT_CAPTURED
-        for budget in roomy:
-            if not self._segments_fit(bindings, tokens, budget):
-                reason = MissReason.TOO_MANY_SEGMENTS
-                continue
-            if self._capture(bindings, budget) is not None:
-                return ladder.best(budget, self._num_segments(bindings)), None
-            if budget in ladder.exact:
-                return None, MissReason.EXACT_IS_FASTER
-        return None, reason
-
-    def _capture(self, bindings: Bindings, budget: int) -> CapturedForward | None:
-        """The capture of a budget, made on first use; None: there is none."""
-        ladder = self._ladder(bindings)
-        is_new = budget not in ladder.captured
-        captured = ladder.capture(budget)
-        if is_new and captured is not None and self.config.debug and not self.program.padding.proved:
-            self._check_declaration(bindings, budget)
-        return ladder.captured.get(budget)
-
-    def _check_declaration(self, bindings: Bindings, budget: int) -> None:
-        """Drops the capture of a tower that declares its padding if padding changes this call's results."""
-        rows, tokens = self._budgets(bindings).rows(budget), self.program.tokens(bindings)
-        if tokens is not None and tokens < rows:
-            change = probe_padding(self.program, bindings, rows)
-            if change is not None:
-                self._ladder(bindings).drop(budget, f"the tower declares that it may be padded, but {change}")
-
-    def _find_unpadded(
-        self, bindings: Bindings, tokens: int, *, capture_now: bool
-    ) -> tuple[CapturedForward | None, MissReason | None]:
-        """The capture of a call that may not be padded: of a budget that it fills, or of its own size."""
-        budgets = self._budgets(bindings)
-        filled = [budget for budget in budgets.tokens if budgets.rows(budget) == tokens]
-        captured, reason = self._smallest(bindings, tokens, filled) if filled else (None, None)
-        if captured is None and reason is not MissReason.EXACT_IS_FASTER:
-            captured, reason = self._find_exact(bindings, tokens, capture_now=capture_now)
-        return captured, MissReason.PADDING_UNPROVED if reason is MissReason.NEW_SHAPE else reason
-
-    def _find_exact(
-        self, bindings: Bindings, tokens: int, *, capture_now: bool
-    ) -> tuple[CapturedForward | None, MissReason | None]:
-        """The capture of exactly so many tokens. No token is padded, so nothing need be proved of tokens."""
-        program, budgets = self.program, self._budgets(bindings)
-        key = self._other_sizes(bindings)
-        if key not in self._exact:
-            template = template_of(program, bindings)
-            self._exact[key] = ExactShapes(
-                lambda rows: request_of_program(program, template, rows, budgets.tokens_of(rows), budgets),
-                program.device,
-                threshold=self.config.exact_min_hits,
-                max_captures=self.config.exact_max_graphs,
-                max_bytes=lambda: self._bytes_left(key),
-            )
-        shapes = self._exact[key]
-        ladder = shapes.find(tokens, math.inf if capture_now else 1.0)
-        if ladder is None:
-            return None, shapes.reason(tokens)
-        if not self._segments_fit(bindings, tokens, budgets.tokens_of(tokens)):
-            return None, MissReason.TOO_MANY_SEGMENTS
-        return ladder.best(tokens, self._num_segments(bindings)), None
-
-    def _bytes_left(self, key: tuple[int, ...]) -> int | None:
-        """What captures at exact shapes with these other sizes may take, beside those with others."""
-        limit = self.config.max_graph_bytes
-        if limit is None:
-            return None
-        return limit - sum(shapes.num_bytes for other, shapes in self._exact.items() if other != key)
+            return MissReason.UNSUPPORTED_GRAPH
+        return None
 
     def _budgets(self, bindings: Bindings) -> ProgramBudgets:
         if self._known_budgets is None:
             self._known_budgets = ProgramBudgets.of(self.program, self.config, bindings)
         return self._known_budgets
 
-    def _segments_fit(self, bindings: Bindings, tokens: int, budget: int) -> bool:
-        if not self.program.padding.segments_may_grow:
-            return True  # captures have just as many as the call, which selects its ladder by their number
+    def _captured_program(self, bindings: Bindings) -> CapturedProgram:
+        """What holds the captures for calls of the same other sizes."""
+        key = tuple(bindings.symbols[symbol] for symbol in self.program.region_symbols)
+        if key not in self.programs:
+            if len(self.programs) >= _MOST_PROGRAMS:
+                logger.warning("captures of %d other sizes are given up for new ones", _MOST_PROGRAMS)
+                self.clear()
+            budgets = self._budgets(bindings)
+            forward = ProgramForward(self._region, budgets, bindings)
+            # There is a graph to break at its splitting ops already, and no untouched module any more.
+            mode = "piecewise" if self.config.mode == "breakable" else self.config.mode
+            self.programs[key] = CapturedProgram(forward, "torch.compile", budgets.tokens, mode, self._scope)
+        return self.programs[key]
+
+    def _plan(self, program: CapturedProgram, bindings: Bindings, rows: int) -> PathPlan:
+        """How a call of so many rows is served, after the smallest budget for it has been captured."""
         budgets = self._budgets(bindings)
-        return all(
-            fits(
-                bindings.slots[entry.slot].shape[0] - 1,
-                tokens,
-                budgets.segment_entries(entry.slot, budget),
-                budgets.rows(budget),
+        tokens, segments = budgets.tokens_of(rows), self._num_segments(bindings)
+        key = (id(program), tokens, segments)
+        planned = self._plans.get(key)
+        if planned is None:
+            too_small = self._capture_smallest(program, bindings, tokens, segments)
+            costs = program.costs
+            if costs.measured:
+                program.unpadded.use_costs(costs, program.ladder.capture_ms)
+            plan = build_plan(
+                [Item(EncoderItemSpec(tokens, tokens), segments=segments)],
+                Limits({_PATH: program.budgets}, max_items_per_batch=1, max_frames_per_batch=0),
+                Captured(
+                    frozenset(CaptureKey(_PATH, budget) for budget in program.captured),
+                    frozenset(CaptureKey(_PATH, budget) for budget in program.ladder.no_graph_needed),
+                ),
+                costs=CostModel({(_PATH, ()): costs}),
             )
+            planned = plan.batches[0].paths[_PATH]
+            if planned.reason is MissReason.NOT_CAPTURED and too_small:
+                planned = planned._replace(reason=MissReason.TOO_MANY_SEGMENTS)
+            if len(self._plans) >= _KEPT_PLANS:
+                self._plans.clear()
+            self._plans[key] = planned
+        return planned
+
+    def _capture_smallest(
+        self, program: CapturedProgram, bindings: Bindings, tokens: int, segments: int
+    ) -> bool:
+        """Captures the smallest budget with capacity for a call, unless the exact shape is as fast there;
+        returns whether there were some with capacity for its tokens, and not for its segments.
+        """
+        too_small = False
+        if program.mode == "exact" or program.padding_refused:
+            return too_small
+        for budget in program.budgets:
+            if budget < tokens or budget in program.ladder.dropped:
+                continue
+            if segments > self._segment_capacity(bindings, budget):
+                too_small = True
+                continue
+            self._capture(program, bindings, [budget])
+            if budget in program.captured or budget in program.ladder.no_graph_needed:
+                break
+        return too_small
+
+    def _capture(self, program: CapturedProgram, bindings: Bindings, budgets: Sequence[int]) -> None:
+        key = tuple(bindings.symbols[symbol] for symbol in self.program.region_symbols)
+        done = {*program.captured, *program.ladder.dropped, *program.ladder.no_graph_needed}
+        new = [budget for budget in budgets if budget not in done]
+        if not new:
+            return
+        self._plans.clear()
+        self._captures.capture([(key, budget) for budget in new])
+        if self.config.debug and not program.padding_proved:
+            for budget in program.captured.keys() & set(new):
+                self._check_declaration(program, bindings, budget)
+
+    def _check_declaration(self, program: CapturedProgram, bindings: Bindings, budget: int) -> None:
+        """Drops the capture of a tower that declares its padding if padding changes this call's results."""
+        rows, tokens = self._budgets(bindings).rows(budget), self.program.tokens(bindings)
+        if tokens is not None and tokens < rows:
+            change = probe_padding(self.program, bindings, rows)
+            if change is not None:
+                program.drop(budget, f"the tower declares that it may be padded, but {change}")
+
+    def _num_segments(self, bindings: Bindings) -> int:
+        """Images or frames of this call, as the cumulative lengths tell of which a capture may hold more."""
+        if not self.program.padding.segments_may_grow:
+            return 1  # captures have just as many as the call, which selects its program by their number
+        budgets = self._budgets(bindings)
+        counts = [
+            -(-(bindings.slots[entry.slot].shape[0] - 1) // budgets.segment_factor(entry.slot))
             for entry in self.program.region_inputs
             if entry.is_segments
-        )
+        ]
+        return max(counts, default=1)
 
-    def _num_segments(self, bindings: Bindings) -> int | None:
-        """Images or frames of this call; None where no cumulative lengths tell."""
-        slot = self._frame_lengths
-        return bindings.slots[slot].shape[0] - 1 if slot is not None else None
+    def _segment_capacity(self, bindings: Bindings, budget: int) -> float:
+        """Images or frames that the capture of a budget has capacity for."""
+        if not self.program.padding.segments_may_grow:
+            return float("inf")
+        budgets = self._budgets(bindings)
+        capacities = [
+            (budgets.segment_entries(entry.slot, budget) - 1) // budgets.segment_factor(entry.slot)
+            for entry in self.program.region_inputs
+            if entry.is_segments
+        ]
+        return min(capacities, default=float("inf"))
 
-    def _may_pad(self, bindings: Bindings) -> bool:
+    # --- padding
+
+    def _may_pad(self, bindings: Bindings, forward: ProgramForward) -> bool:
         """Whether padding is proved or declared; or, where the user asks for that, was seen to be harmless.
 
         Says once why it is not.
@@ -273,7 +274,7 @@ class BudgetDispatcher:
             return self._padding_allowed
         padding = self.program.padding
         if self.config.padding == "probed" and padding.may_probe and not padding.refuted:
-            return self._probe(bindings)
+            return self._probe(bindings, forward)
         self.padding_refusal = str(padding)
         where = f" ({padding.source})" if padding.source else ""
         logger.warning(
@@ -284,13 +285,13 @@ class BudgetDispatcher:
         )
         return False
 
-    def _probe(self, bindings: Bindings) -> bool:
+    def _probe(self, bindings: Bindings, forward: ProgramForward) -> bool:
         """Whether padding changed no real row of this call, below some budget; decided once."""
         tokens = self.program.tokens(bindings)
         assert tokens is not None
         budgets = self._budgets(bindings)
         above = next((rows for rows in map(budgets.rows, budgets.tokens) if rows > tokens), None)
-        if above is None or not has_room(self.program, bindings, above):
+        if above is None or not forward.has_memory(above):
             return False
         padding = self.program.padding
         self.padding_refusal = probe_padding(self.program, bindings, above)
@@ -307,46 +308,45 @@ class BudgetDispatcher:
             logger.warning("a graph is never padded (%s): %s", padding, self.padding_refusal)
         return self._padding_allowed
 
-    # --- capture and replay
+    # --- replay
 
-    def _ladder(self, bindings: Bindings) -> BudgetLadder:
-        program, budgets = self.program, self._budgets(bindings)
-        key = self._other_sizes(bindings)
-        if key not in self._ladders:
-            template = template_of(program, bindings)
-
-            def request(budget: int) -> CaptureRequest:
-                return request_of_program(program, template, budgets.rows(budget), budget, budgets)
-
-            # There is a graph to break at its splitting ops already, and no untouched module any more.
-            mode = "piecewise" if self.config.mode == "breakable" else self.config.mode
-            self._ladders[key] = BudgetLadder(request, mode, self.pool)
-        return self._ladders[key]
-
-    def _other_sizes(self, bindings: Bindings) -> tuple[int, ...]:
-        """Sizes other than the token count: they are part of a capture's shape, so they select its ladder."""
-        key = tuple(bindings.symbols[symbol] for symbol in self.program.region_symbols)
-        if key not in self._ladders and key not in self._exact:
-            if len(self._ladders) + len(self._exact) >= _MOST_LADDERS:
-                logger.warning("captures of %d other sizes are given up for new ones", _MOST_LADDERS)
-                self.clear()
-        return key
-
-    def _replay(self, captured: CapturedForward, bindings: Bindings) -> list[Any]:
-        program = self.program
-        tokens = program.tokens(bindings)
-        assert tokens is not None
+    def _replay(self, bindings: Bindings, *, capture_all: bool) -> tuple[list[Any] | None, MissReason | None]:
+        """The outputs of a replay; or none, and why."""
+        rows = self.program.tokens(bindings)
+        assert rows is not None
+        program = self._captured_program(bindings)
+        if program.mode != "exact" and program.padding_refused:
+            forward = program.forward
+            assert isinstance(forward, ProgramForward)
+            forward.declares_padding = self._may_pad(bindings, forward)
+        if capture_all and program.mode != "exact" and not program.padding_refused:
+            self._capture(program, bindings, program.budgets)
+        planned = self._plan(program, bindings, rows)
+        values = {name: bindings.slots[entry.slot] for name, entry in self._region.inputs.items()}
+        reason = None
         with self.pool.replaying():
-            values = {input_name(entry.slot): bindings.slots[entry.slot] for entry in program.region_inputs}
-            captured.load(values, tokens)
-            outputs = captured.replay(debug=self.config.debug)
-            own = [
-                self._true_output(argument, info, output, bindings)
-                for argument, info, output in zip(program.outputs, program.output_infos, outputs, strict=True)
-            ]
-            if self.config.debug:
-                captured.pool.handed_out.add(tensor for tensor in own if isinstance(tensor, torch.Tensor))
-            return own
+            for budget, ladder, size in program.captures_for(planned, capture_now=capture_all):
+                if budget == 0 and self._budgets(bindings).rows(size) != rows:
+                    continue  # rows that are no whole number of output tokens
+                captured = program.best_capture(ladder, size, values)
+                try:
+                    captured.load(values, rows)
+                except ReplayError as error:
+                    # Raised before anything was copied: the call is whole.
+                    logger.warning("%d tokens: %s", size, error)
+                    reason = MissReason.EXTENT_EXCEEDED
+                    continue
+                outputs = captured.replay(debug=self.config.debug)
+                own = [
+                    self._true_output(argument, info, output, bindings)
+                    for argument, info, output in zip(
+                        self.program.outputs, self.program.output_infos, outputs, strict=True
+                    )
+                ]
+                if self.config.debug:
+                    self.pool.handed_out.add(tensor for tensor in own if isinstance(tensor, torch.Tensor))
+                return own, None
+        return None, reason or program.miss_reason(planned)
 
     def _true_output(self, argument: Any, info: Any, output: Any, bindings: Bindings) -> Any:
         """An output at its true size, as the caller's own (capture rule 7)."""
@@ -363,11 +363,11 @@ class BudgetDispatcher:
                 true_output = true_output.narrow(dim, 0, true_size)
         return true_output.clone()
 
-    def _exact_runner(self, bindings: Bindings) -> Runner:
-        """Brings the bindings to the device; a runner that knows the segments, where a host op has just
-        computed their lengths.
+    def _known_segments(self, bindings: Bindings) -> list[KnownSegments]:
+        """Brings the bindings to the device; returns the segments of lengths that a host op has just computed
+        there.
         """
         slots = [entry.slot for entry in self.program.region_inputs if entry.is_segments]
         known = {s: bindings.slots[s].tolist() for s in slots if bindings.slots[s].device.type == "cpu"}
         self.program.move_to_device(bindings)
-        return ExactRunner(KnownSegments(bindings.slots[slot], lengths) for slot, lengths in known.items())
+        return [KnownSegments(bindings.slots[slot], lengths) for slot, lengths in known.items()]

@@ -20,6 +20,9 @@ from fxsplit_encoder.errors import CompileError, ConfigError, InputError
 logger = logging.getLogger(__name__)
 _warned: set[str] = set()
 
+# What decides how items are packed into batches, and on which path and GPU they run.
+_MANAGERS_SETTINGS = ("packing", "paths", "data_parallel", "max_frames_per_batch")
+
 
 @takes_blocks
 def encoder_cg(
@@ -57,6 +60,7 @@ def _compiled(
             "options={'mode': ...} with one of EncoderConfig's modes"
         )
     config = EncoderConfig.from_options(options or {})
+    _check_applies(config)
     if _needs_gradients(example_inputs):
         _warn_once(
             "encoder_cg: called with gradients enabled, so it runs eagerly, without compiled pieces or CUDA "
@@ -85,6 +89,19 @@ def _compiled(
             f"encoder_cg: a graph runs eagerly because compiling it failed: {type(error).__name__}: {error}"
         )
     return module.forward
+
+
+def _check_applies(config: EncoderConfig) -> None:
+    """Raises ConfigError for settings of batches: here the caller makes the batches."""
+    defaults = EncoderConfig()
+    problems = [
+        f"{name}: does not apply behind torch.compile, where a call is one batch; got "
+        f"{getattr(config, name)!r}; leave it out, or give it to EncoderCudaGraphManager"
+        for name in _MANAGERS_SETTINGS
+        if getattr(config, name) != getattr(defaults, name)
+    ]
+    if problems:
+        raise ConfigError(*problems)
 
 
 class _TraceAgain(

@@ -10,16 +10,15 @@ from fxsplit_encoder.capture.buffers import (
     StaticBuffer,
     StaticInputs,
 )
-from fxsplit_encoder.capture.exact_shapes import ExactShapes
 from fxsplit_encoder.capture.forward import CapturedForward, measure_ms
 from fxsplit_encoder.capture.ladder import BudgetLadder
 from fxsplit_encoder.capture.memory import HandedOut
 from fxsplit_encoder.capture.parameters import StaticParameters
 from fxsplit_encoder.capture.pool import GraphPool
-from fxsplit_encoder.capture.requests import CaptureRequest, request_over
-from fxsplit_encoder.capture.row_count import RowCount
+from fxsplit_encoder.capture.requests import CaptureRequest, ProgramBody, RowCount
 from fxsplit_encoder.capture.segmented import SegmentedCapture
 from fxsplit_encoder.capture.segments import pad_cu_seqlens, segment_capacity
+from fxsplit_encoder.capture.unpadded import UnpaddedCaptures
 from fxsplit_encoder.capture.wrapper import BreakableCUDAGraphWrapper
 
 __all__ = [
@@ -28,19 +27,19 @@ __all__ = [
     "BudgetLadder",
     "CaptureRequest",
     "CapturedForward",
-    "ExactShapes",
     "GraphPool",
     "HandedOut",
+    "ProgramBody",
     "RowCount",
     "SegmentedCapture",
     "SharedBuffers",
     "StaticBuffer",
     "StaticInputs",
     "StaticParameters",
+    "UnpaddedCaptures",
     "active_capture",
     "eager_break_during_capture",
     "measure_ms",
     "pad_cu_seqlens",
-    "request_over",
     "segment_capacity",
 ]

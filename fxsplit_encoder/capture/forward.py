@@ -4,28 +4,26 @@ from __future__ import annotations
 
 import statistics
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import OutOfMemoryError, Tensor, nn
 
 from fxsplit_encoder.attention import KnownSegments
 from fxsplit_encoder.capture import checks
-from fxsplit_encoder.capture.breakable import DEFAULT_SPLITTING_OPS, BreakableCUDAGraphCapture
-from fxsplit_encoder.capture.buffers import StaticInputs, StaticValue
+from fxsplit_encoder.capture.breakable import BreakableCUDAGraphCapture
+from fxsplit_encoder.capture.buffers import StaticValue
 from fxsplit_encoder.capture.eager_attention import Attended, LiveSegments
-from fxsplit_encoder.capture.failures import capture_failure
-from fxsplit_encoder.capture.parameters import StaticParameters
 from fxsplit_encoder.capture.pool import GraphPool
-from fxsplit_encoder.capture.row_count import RowCount
-from fxsplit_encoder.capture.runner import RecordingRunner
+from fxsplit_encoder.capture.recorder import StepRecorder
+from fxsplit_encoder.capture.requests import CaptureRequest, ProgramBody
 from fxsplit_encoder.capture.segmented import SegmentedCapture
 from fxsplit_encoder.capture.segments import pad_cu_seqlens, pad_cu_seqlens_on_device
-from fxsplit_encoder.compile import DIRECT, Runner
-from fxsplit_encoder.errors import CaptureMemoryError
-
-Forward = Callable[[Runner], Sequence[Any]]
+from fxsplit_encoder.compile.derived import DerivedParameters
+from fxsplit_encoder.errors import CaptureError, CaptureMemoryError, FxSplitError
 
 _WARMUPS = 2
 
@@ -39,49 +37,35 @@ class CapturedForward:
     """Replays a forward over static inputs.
 
     Args:
-        inputs: the static inputs that the forward reads.
-        segment_inputs: names of the inputs that are cumulative lengths of attention. Those of an uncompiled
-            forward are found when it is captured.
-        rows: tokens (rows) that the capture holds; None: it is never padded.
-        num_rows: where the forward's masks read the number of real rows; None if it has none.
-        mode: "full", "piecewise" (of a compiled forward) or "breakable" (of an uncompiled one).
-        compiled: whether the forward is a program, run step by step; else its ops are captured as they are
-            called, and pad rows are kept finite there.
-        splitting_ops: where an uncompiled forward breaks in mode "breakable".
+        request: what is captured.
+        mode: "full", "piecewise" (of a program) or "breakable" (of a module's own code, the ops of which are
+            captured as they are called, and keep pad rows finite themselves).
     """
 
-    def __init__(
-        self,
-        inputs: StaticInputs,
-        parameters: StaticParameters,
-        segment_inputs: Sequence[str],
-        rows: int | None,
-        num_rows: RowCount | None,
-        mode: str,
-        pool: GraphPool,
-        *,
-        compiled: bool = True,
-        splitting_ops: Sequence[str] = DEFAULT_SPLITTING_OPS,
-    ) -> None:
-        assert not (compiled and mode == "breakable"), "a program breaks in mode piecewise"
-        self.inputs = inputs
-        self.parameters = parameters
-        self.segment_inputs = tuple(segment_inputs)
-        self.rows = rows
-        self.num_rows = num_rows
+    def __init__(self, request: CaptureRequest, mode: str, pool: GraphPool) -> None:
+        self.inputs = request.inputs
+        self.parameters = request.parameters
+        self.segment_inputs = tuple(request.segment_inputs)
+        self.rows = request.rows
+        self.num_rows = request.num_rows
         self.mode = mode
         self.pool = pool
-        self.compiled = compiled
+        self.compiled = isinstance(request.body, ProgramBody)
+        assert not (self.compiled and mode == "breakable"), "a program breaks in mode piecewise"
         self.live = LiveSegments()
         self.capture = (
             SegmentedCapture(pool)
-            if compiled
+            if self.compiled
             else BreakableCUDAGraphCapture(
                 pool,
-                splitting_ops=splitting_ops,
+                splitting_ops=request.splitting_ops,
                 breaks=mode == "breakable",
-                live=None if rows is None else self.live,
+                live=None if self.rows is None else self.live,
             )
+        )
+        self._body = request.body
+        self._derived = (
+            request.body.program.derived if isinstance(request.body, ProgramBody) else DerivedParameters()
         )
         self.outputs: list[Any] = []
         self.output_addresses: list[int] = []
@@ -94,7 +78,7 @@ class CapturedForward:
         self._real: tuple[int, int] | None = None
         """Rows of the batch that was loaded, of how many captured ones; None: not known."""
 
-    def record(self, forward: Forward) -> None:
+    def record(self) -> None:
         """Warms the forward up at full depth, then captures it.
 
         Raises:
@@ -109,11 +93,11 @@ class CapturedForward:
                 if self.pool.is_cuda:
                     with self.pool.capturing():
                         for _ in range(_WARMUPS):
-                            forward(DIRECT)
+                            self._body()
                     torch.cuda.synchronize(self.pool.device)
                     before = self.pool.reserved_bytes()
                 with self.capture:
-                    self.outputs = list(self._record_steps(forward))
+                    self.outputs = list(self._record_steps())
                 self._weights = self.parameters.memory()
         except Exception as error:  # whatever a captured forward raises costs its budget, not the others'
             failure = capture_failure(error, what, self.capture.running)
@@ -135,14 +119,20 @@ class CapturedForward:
             self.release()
             raise
 
-    def _record_steps(self, forward: Forward) -> Sequence[Any]:
-        if not self.compiled:
-            return forward(DIRECT)
+    def _record_steps(self) -> Sequence[Any]:
+        body = self._body
+        if not isinstance(body, ProgramBody):
+            return body()
         if self.mode == "full" and not self.pool.is_cuda:
             # Replaying the forward as one call keeps no intermediate value, as a graph's pool keeps none for
             # others.
-            return self.capture.captured(forward, DIRECT)  # type: ignore[no-any-return]
-        return forward(RecordingRunner(self.capture, breaks=self.mode == "piecewise", live=self.live))
+            return self.capture.captured(body)  # type: ignore[no-any-return]
+        recorder = StepRecorder(self.capture, breaks=self.mode == "piecewise", live=self.live)
+        program, bindings = body.program, body.bindings.copy()
+        program.fill_num_rows(bindings)
+        for step in program.region:
+            bindings.store(step, recorder.record(step, *bindings.arguments(step)))
+        return program.results(bindings)
 
     def _find_segment_inputs(self) -> None:
         """The inputs that attention was captured with, unless the tower pads them itself."""
@@ -234,15 +224,22 @@ class CapturedForward:
             debug: whether every rule is checked (`capture.checks`), which waits for the device.
 
         Raises:
-            ReplayError: a captured address has changed, or another rule was found broken.
+            InputError: parameters are inference tensors, whose changes cannot be seen.
+            WeightsMovedError: parameters lie elsewhere than at the capture.
+            ReplayError: another rule was found broken.
         """
+        derived = self._derived
         if debug:
             self.parameters.check_addresses()
+            derived.refresh()
             self._check_before_replay()
         self.capture.replay()
         # While the device works, which takes longer. Should one have moved, the replay has read what is still
-        # held for it, and its outputs reach nobody.
+        # held for it, and its outputs reach nobody. Should one have changed that is kept in another form, the
+        # capture runs once more on the new one.
         self.parameters.check_addresses()
+        if derived.refresh():
+            self.capture.replay()
         if debug and (real := self._real or self._read_rows()) is not None:
             checks.check_output_padding(self.outputs, *real)
         return self.outputs
@@ -312,3 +309,42 @@ def measure_ms(call: Callable[[], Any], device: torch.device, repeats: int = _RE
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def capture_failure(error: Exception, what: str, running: str | None) -> FxSplitError:
+    """The error of this library for what a forward raised while it was captured.
+
+    Args:
+        what: what was captured, for the message.
+        running: the op or piece that was called last.
+    """
+    place = _place(error.__traceback__, running)
+    if isinstance(error, OutOfMemoryError):
+        _release_locals(error.__traceback__)
+        return CaptureMemoryError(f"out of memory while capturing {what}{place}: {error}")
+    if isinstance(error, FxSplitError) and not isinstance(error, CaptureError):
+        return error
+    reason = str(error) if isinstance(error, CaptureError) else f"{type(error).__name__}: {error}"
+    return CaptureError(f"capturing {what} failed{place}: {reason}")
+
+
+def _release_locals(frames: TracebackType | None) -> None:
+    """Lets go of what the frames hold, which whoever keeps the error would keep."""
+    traceback.clear_frames(frames)
+    for frame, _ in traceback.walk_tb(frames):
+        # Before Python 3.13 a frame keeps the dictionary that was asked of it; asking again empties it.
+        _ = frame.f_locals
+
+
+def _place(frames: TracebackType | None, running: str | None) -> str:
+    modules = [
+        frame.f_locals["self"]
+        for frame, _ in traceback.walk_tb(frames)
+        if isinstance(frame.f_locals.get("self"), nn.Module)
+    ]
+    place = f" at {running}" if running is not None else ""
+    if not modules:
+        return place
+    root, innermost = modules[0], modules[-1]
+    name = next((name for name, module in root.named_modules() if module is innermost), "")
+    return f"{place} in {type(innermost).__name__}" + (f" ({name})" if name else "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import statistics
@@ -9,15 +10,13 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from fxsplit_encoder.attention import KnownSegments, measuring
 from fxsplit_encoder.capture.forward import CapturedForward, MeasuredRun, measure_run
 from fxsplit_encoder.capture.pool import GraphPool
-from fxsplit_encoder.capture.requests import CaptureRequest
-from fxsplit_encoder.capture.runner import ExactRunner
+from fxsplit_encoder.capture.requests import CaptureRequest, ProgramBody
 from fxsplit_encoder.errors import CaptureError
 
 logger = logging.getLogger(__name__)
@@ -37,6 +36,10 @@ _HIDDEN_HOST = 0.5
 _BUSY_HOST = 0.75
 _BUSY_HOST_PRICE = 1.05
 
+# A second graph for batches of one segment is kept where it costs at most this share of the other: less is
+# within the noise of a measurement, and takes memory all the same.
+_SINGLE_SEGMENT_GAIN = 0.98
+
 
 @dataclass(slots=True)
 class MeasuredCosts:
@@ -50,7 +53,7 @@ class MeasuredCosts:
     """What the host needs to launch it."""
     attention: float = 0.0
     """Of `exact`, the attention over the one segment, which a batch of many short ones does without."""
-    one_segment: float | None = None
+    single_segment: float | None = None
     """Of a replay of the capture for one segment, where there is one."""
 
     @property
@@ -95,16 +98,16 @@ class BudgetLadder:
         self.mode = mode
         self.measured = measured
         self.captured: dict[int, CapturedForward] = {}
-        self.captured_one_segment: dict[int, CapturedForward] = {}
+        self.captured_single_segment: dict[int, CapturedForward] = {}
         """Full graphs for batches of one segment, beside those in `captured`."""
-        self.exact: set[int] = set()
+        self.no_graph_needed: set[int] = set()
         """Budgets at whose size `auto` found the exact shape to be as fast."""
         self.dropped: dict[int, str] = {}
         """Budgets that could not be captured, and why."""
         self.replaced: dict[int, str] = {}
         """Budgets that were captured in another mode than the wanted one, and why."""
         self.costs: dict[int, MeasuredCosts] = {}
-        """What was measured on a device, of budgets in `captured` and `exact`."""
+        """What was measured on a device, of budgets in `captured` and `no_graph_needed`."""
         self._capture_ms: list[float] = []
         self._request = request
         self._attention_ms = attention_ms
@@ -112,7 +115,7 @@ class BudgetLadder:
 
     def capture(self, budget: int) -> CapturedForward | None:
         """Captures a budget unless that was done or failed before; None if it is dropped (capture rule 9)."""
-        if budget not in self.captured and budget not in self.dropped and budget not in self.exact:
+        if budget not in self.captured and budget not in self.dropped and budget not in self.no_graph_needed:
             start = time.perf_counter()
             try:
                 with measuring():
@@ -125,8 +128,8 @@ class BudgetLadder:
 
     def best(self, budget: int, num_segments: int | None) -> CapturedForward:
         """The capture of a captured budget for a batch of so many segments (None: unknown)."""
-        narrow = self.captured_one_segment.get(budget) if num_segments == 1 else None
-        return narrow if narrow is not None else self.captured[budget]
+        single = self.captured_single_segment.get(budget) if num_segments == 1 else None
+        return single if single is not None else self.captured[budget]
 
     @property
     def capture_ms(self) -> float:
@@ -141,22 +144,27 @@ class BudgetLadder:
 
     def drop(self, budget: int, reason: str) -> None:
         """Releases the captures of one budget, which is not captured again before `clear`."""
-        for captures in (self.captured, self.captured_one_segment):
+        for captures in (self.captured, self.captured_single_segment):
             if budget in captures:
                 captures.pop(budget).release()
         self.dropped[budget] = reason
 
-    def clear(self) -> None:
-        """Releases every capture; the ladder may be captured again."""
-        for captured in (*self.captured.values(), *self.captured_one_segment.values()):
-            captured.release()
-        self.captured.clear()
-        self.captured_one_segment.clear()
-        self.exact.clear()
-        self.dropped.clear()
+    def release(self) -> None:
+        """Releases every capture, to be made again; what was found out of other budgets stays."""
+        for captures in (self.captured, self.captured_single_segment):
+            for budget, captured in captures.items():
+                captured.release()
+                self.costs.pop(budget, None)
+            captures.clear()
         self.replaced.clear()
-        self.costs.clear()
         self._num_bytes.clear()
+
+    def clear(self) -> None:
+        """Releases every capture and forgets what was found out; the ladder may be captured again."""
+        self.release()
+        self.no_graph_needed.clear()
+        self.dropped.clear()
+        self.costs.clear()
 
     def _capture(self, budget: int) -> None:
         request = self._request(budget)
@@ -165,8 +173,8 @@ class BudgetLadder:
             return
         costs = self._capture_cheapest_mode(budget, request)
         self.costs[budget] = costs
-        if request.one_segment is not None and budget in self.captured:
-            self._capture_one_segment(budget, request.one_segment(), costs)
+        if request.single_segment is not None and budget in self.captured:
+            self._capture_single_segment(budget, request.single_segment(), costs)
 
     def _capture_cheapest_mode(self, budget: int, request: CaptureRequest) -> MeasuredCosts:
         """Captures in every mode that may be, measures, and keeps the cheapest."""
@@ -174,7 +182,7 @@ class BudgetLadder:
         costs = MeasuredCosts({}, *exact, self._attention_ms(budget))
         if self.mode == "auto" and costs.hides_host:
             logger.info("budget %d: exact shape %.3f ms, of the host %.3f", budget, *exact)
-            self.exact.add(budget)
+            self.no_graph_needed.add(budget)
             return costs
         record = self._record_all if self.mode == "auto" else self._record_first
         candidates = record(budget, request)
@@ -188,43 +196,46 @@ class BudgetLadder:
             if mode != best or exact_wins:
                 captured.release()
         if exact_wins:
-            self.exact.add(budget)
+            self.no_graph_needed.add(budget)
         else:
             self.captured[budget] = candidates[best]
         return costs
 
     def _measure_exact(self, request: CaptureRequest) -> MeasuredRun:
         """A run at the exact shape, on one segment as long as the budget."""
-        narrow = request.one_segment() if request.one_segment is not None else request
-        lengths = [narrow.inputs.tensors[name] for name in narrow.segment_inputs]
-
-        def run() -> Any:
+        single = request.single_segment() if request.single_segment is not None else request
+        body = single.body
+        if isinstance(body, ProgramBody):
+            rows = single.rows
+            assert rows is not None
+            lengths = [single.inputs.tensors[name] for name in single.segment_inputs]
             # Of frames, that is: windows, which are cut much finer, keep the bound that was traced.
-            known = (KnownSegments(each, [0, request.rows]) for each in lengths if each.shape[0] == 2)
-            return narrow.forward(ExactRunner(known))
+            body = functools.partial(
+                body, [KnownSegments(each, [0, rows]) for each in lengths if each.shape[0] == 2]
+            )
 
         try:
-            return measure_run(run, self.pool.device)
+            return measure_run(body, self.pool.device)
         except torch.OutOfMemoryError:
             return MeasuredRun(math.inf, math.inf)
 
-    def _capture_one_segment(self, budget: int, request: CaptureRequest, costs: MeasuredCosts) -> None:
-        """Adds a full graph for one segment: beside a full one, or a piecewise one that costs more."""
+    def _capture_single_segment(self, budget: int, request: CaptureRequest, costs: MeasuredCosts) -> None:
+        """Adds a full graph for one segment, where it costs less than the capture for any number."""
         if self.captured[budget].mode != "full" and self.mode != "auto":
             return  # the user wants piecewise, which attends to the true segments anyway
         try:
-            narrow = self._record(budget, request, "full")
+            single = self._record(budget, request, "full")
         except CaptureError as error:
             logger.warning(
                 "budget %d: batches of one segment share the capture of all others: %s", budget, error
             )
             return
-        cost = narrow.measure()
-        if self.captured[budget].mode == "full" or cost < costs.best:
-            self.captured_one_segment[budget] = narrow
-            costs.one_segment = cost
+        cost = single.measure()
+        if cost < costs.best * _SINGLE_SEGMENT_GAIN:
+            self.captured_single_segment[budget] = single
+            costs.single_segment = cost
         else:
-            narrow.release()
+            single.release()
 
     def _record_all(self, budget: int, request: CaptureRequest) -> dict[str, CapturedForward]:
         """Captures in every mode; fails only if all fail."""
@@ -257,17 +268,7 @@ class BudgetLadder:
         raise failures[0]
 
     def _record(self, budget: int, request: CaptureRequest, mode: str) -> CapturedForward:
-        captured = CapturedForward(
-            request.inputs,
-            request.parameters,
-            request.segment_inputs,
-            request.rows,
-            request.num_rows,
-            mode,
-            self.pool,
-            compiled=request.compiled,
-            splitting_ops=request.splitting_ops,
-        )
-        captured.record(request.forward)
+        captured = CapturedForward(request, mode, self.pool)
+        captured.record()
         self._num_bytes[budget] += captured.num_bytes
         return captured

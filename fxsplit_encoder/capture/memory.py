@@ -7,8 +7,11 @@ anything else              held strongly by the step that reads it
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +20,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import dlpack
 
 from fxsplit_encoder.errors import ReplayError
+
+# Where Linux says how much a container may take: of cgroups version 2, and version 1.
+_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
 def borrowed(tensor: Tensor) -> Tensor:
@@ -148,3 +154,28 @@ class HandedOut:
 
     def _forget_dropped(self) -> None:
         self._held = [entry for entry in self._held if not is_dropped(entry[1])]
+
+
+def memory_of(device: torch.device) -> int:
+    """Bytes of a device's memory, used or not; of the CPU, what the host allows this process at most."""
+    return _memory_of(device)
+
+
+@functools.cache
+def _memory_of(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([host, *(limit for limit in map(_read_limit, _LIMITS) if limit is not None)])
+
+
+def _read_limit(path: Path) -> int | None:
+    try:
+        return int(path.read_text(encoding="ascii"))
+    except (OSError, ValueError):  # no such file, or "max"
+        return None
+
+
+def gibibytes(num_bytes: int) -> str:
+    """A number of bytes for a message."""
+    return f"{num_bytes / 2**30:,.1f} GiB"

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fxsplit_encoder.capture.memory import local_part
-from fxsplit_encoder.errors import ReplayError
+from fxsplit_encoder.errors import WeightsMovedError
 
 # Names in an error message.
 _NAMED = 4
@@ -76,14 +76,14 @@ class StaticParameters:
             return True
 
     def check_addresses(self) -> None:
-        """Raises ReplayError if a parameter moved or was replaced, by other weights say (capture rule 6)."""
+        """Raises WeightsMovedError if a parameter moved or was replaced (capture rule 6)."""
         if not self.have_moved():
             return
         now = [None if tensor is None else _address(tensor) for tensor in self.current()]
         pairs = zip(self._names, now, self._addresses, strict=True)
         moved = [name for name, address, baked in pairs if address != baked]
         more = f" and {len(moved) - _NAMED} more" if len(moved) > _NAMED else ""
-        raise ReplayError(
+        raise WeightsMovedError(
             f"capture rule 6: {', '.join(moved[:_NAMED])}{more}: moved since the capture ({len(moved)} of "
             f"{len(self._names)} parameters and constants); copy new weights in place (load_state_dict "
             "does), or call clear() and capture again"

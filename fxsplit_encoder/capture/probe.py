@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxsplit_encoder.compile import DIRECT, Bindings, Program
+from fxsplit_encoder.compile import Bindings, Program
 
 # Relative to the largest output; padding may change the order of sums, never more than rounding.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -23,22 +23,22 @@ def probe_padding(program: Program, bindings: Bindings, rows: int) -> str | None
 
     `bindings` comes from `program.begin`, with fewer than `rows` tokens; it is not changed.
     """
-    exact = Bindings(list(bindings.slots), dict(bindings.symbols))
+    exact = bindings.copy()
     program.move_to_device(exact)
     program.fill_num_rows(exact)
     poisoned = _padded(program, exact, rows, _nan_rows)
-    strangers = _padded(program, exact, rows, _strange_rows)
+    adversarial = _padded(program, exact, rows, _adversarial_rows)
     for entry in program.region_inputs:
         if entry.is_segments:
-            lengths = strangers.slots[entry.slot]
-            strangers.slots[entry.slot] = torch.cat([lengths, lengths.new_full((1,), rows)])
+            lengths = adversarial.slots[entry.slot]
+            adversarial.slots[entry.slot] = torch.cat([lengths, lengths.new_full((1,), rows)])
     if program.num_rows_slot is not None:
-        strangers.slots[program.num_rows_slot] = torch.full_like(exact.slots[program.num_rows_slot], rows)
+        adversarial.slots[program.num_rows_slot] = torch.full_like(exact.slots[program.num_rows_slot], rows)
     try:
         with torch.no_grad():
-            expected = program.finish(exact, DIRECT)
-            refusal = difference(expected, program.finish(poisoned, DIRECT), "NaN")
-            return refusal or difference(expected, program.finish(strangers, DIRECT), "other")
+            expected = program.finish(exact)
+            refusal = difference(expected, program.finish(poisoned), "NaN")
+            return refusal or difference(expected, program.finish(adversarial), "other")
     except (IndexError, RuntimeError) as error:
         return f"the padded run failed: {error}"
 
@@ -68,7 +68,7 @@ def _nan_rows(value: Tensor, dim: int, count: int) -> Tensor:
     return value.new_full(shape, float("nan") if value.is_floating_point() else 0)
 
 
-def _strange_rows(value: Tensor, dim: int, count: int) -> Tensor:
+def _adversarial_rows(value: Tensor, dim: int, count: int) -> Tensor:
     """The real rows again, larger and with both signs; indices as they are."""
     numbers = torch.arange(count, device=value.device)
     rows = value.index_select(dim, numbers % value.shape[dim])

@@ -6,7 +6,7 @@ import itertools
 import logging
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,17 +17,63 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from fxsplit_encoder.capture.breakable import DEFAULT_SPLITTING_OPS, active_capture
 from fxsplit_encoder.capture.breaks import CONSTANTS
 from fxsplit_encoder.capture.buffers import StaticBuffer, StaticInputs
-from fxsplit_encoder.capture.descriptor import Batch, describe
 from fxsplit_encoder.capture.forward import CapturedForward
 from fxsplit_encoder.capture.parameters import StaticParameters
 from fxsplit_encoder.capture.pool import GraphPool
-from fxsplit_encoder.compile import Runner
+from fxsplit_encoder.capture.requests import CaptureRequest
 from fxsplit_encoder.errors import CaptureError, InputError
 
 logger = logging.getLogger(__name__)
 
+# Host code may branch on every value of a tensor on the host. Longer ones are data, and belong on the device.
+_MOST_HOST_VALUES = 4096
+
 # Failures that are remembered, so that what cannot be captured is not tried again.
 _MOST_FAILURES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The arguments of one call."""
+
+    leaves: list[Any]
+    structure: TreeSpec
+    descriptor: Hashable
+    """Equal for calls that one capture serves: of a tensor on the device shape, strides and dtype, of one on
+    the host its values too, and everything else itself."""
+
+
+def describe(args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device) -> Batch:
+    """The batch of a call to a module on `device`.
+
+    Raises:
+        InputError: an argument that is neither a tensor nor hashable, or a long tensor on the host.
+    """
+    leaves, structure = tree_flatten((tuple(args), dict(kwargs)))
+    return Batch(leaves, structure, (structure, *(_describe(leaf, device) for leaf in leaves)))
+
+
+def _describe(leaf: Any, device: torch.device) -> Hashable:
+    if not isinstance(leaf, torch.Tensor):
+        try:
+            hash(leaf)
+        except TypeError as error:
+            raise InputError(
+                f"an argument of type {type(leaf).__name__} is not hashable, so no capture can be found by "
+                "it; pass tensors, numbers, strings, or lists, tuples and dicts of them"
+            ) from error
+        return type(leaf), leaf  # 1, 1.0 and True are equal
+    layout = tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device
+    if leaf.device.type == device.type:
+        return layout
+    if leaf.numel() > _MOST_HOST_VALUES:
+        raise InputError(
+            f"a tensor of shape {tuple(leaf.shape)} on {leaf.device} for a module on {device} has more than "
+            f"{_MOST_HOST_VALUES} values, which would all be part of its capture; move it to {device}"
+        )
+    # As bytes, since a NaN would equal no other.
+    values = leaf.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes() if leaf.numel() else b""
+    return (*layout, values)
 
 
 @dataclass(slots=True)
@@ -169,27 +215,21 @@ class BreakableCUDAGraphWrapper(nn.Module):
             if isinstance(leaf, torch.Tensor)
         ]
         versions = [buffer.tensor._version for buffer in buffers]
-        forward = CapturedForward(
-            StaticInputs(buffers),
-            StaticParameters(()),  # every call has compared them
-            (),
-            None,
-            None,
-            "breakable",
-            pool,
-            compiled=False,
-            splitting_ops=self.splitting_ops,
-        )
         module, structures = self.module, list[TreeSpec]()
 
-        def run(runner: Runner) -> list[Any]:
+        def run() -> list[Any]:
             args, kwargs = tree_unflatten(leaves, batch.structure)
             outputs, structure = tree_flatten(module(*args, **kwargs))
             _check_outputs(outputs)
             structures.append(structure)
             return outputs
 
-        forward.record(run)
+        no_parameters = StaticParameters(())  # every call has compared them
+        request = CaptureRequest(
+            StaticInputs(buffers), run, no_parameters, None, splitting_ops=self.splitting_ops
+        )
+        forward = CapturedForward(request, "breakable", pool)
+        forward.record()
         if [buffer.tensor._version for buffer in buffers] != versions:
             forward.release()
             raise CaptureError("the module writes to an argument, which a replay would do to a copy of it")

@@ -207,11 +207,13 @@ def print_captures(wrapped: fx.SupportsEncoderCudaGraph, config: fx.EncoderConfi
     for name, path in manager.paths.items():
         for budget, captured in sorted(path.captured.items()):
             rows.append([name, budget, *_figures(captured), path.ladder.num_bytes(budget) / 2**20])
-            if one := path.ladder.captured_one_segment.get(budget):
+            if one := path.ladder.captured_single_segment.get(budget):
                 rows.append([name, f"{budget}, one image", *_figures(one), None])
     print()
     print_table(["path", "budget", "mode", "graphs", "breaks", "segments", "MiB"], rows)
-    later = [name for name, path in manager.paths.items() if path.exact is not None and not path.captured]
+    later = [
+        name for name, path in manager.paths.items() if path.recurring_counts == "hits" and not path.captured
+    ]
     notes = [f"{name}: token counts are captured when they come, at their exact size" for name in later]
     for note in [*manager.reports, *notes]:
         print_facts({"note": note})

@@ -3,24 +3,23 @@
 Knows nothing of CUDA graphs or models.
 """
 
-from fxsplit_encoder.compile.bound import BoundProgram
+from fxsplit_encoder.compile.bound import BoundProgram, NamedRegion
 from fxsplit_encoder.compile.build import build_program
 from fxsplit_encoder.compile.host import HostOp, register_host_op
 from fxsplit_encoder.compile.options import CompileOptions
 from fxsplit_encoder.compile.padding import PaddingReport
-from fxsplit_encoder.compile.program import DIRECT, Bindings, Program, RegionInput, Runner, Step
+from fxsplit_encoder.compile.program import Bindings, Program, RegionInput, Step
 from fxsplit_encoder.compile.trace import compile_graph, trace_forward
 
 __all__ = [
-    "DIRECT",
     "Bindings",
     "BoundProgram",
     "CompileOptions",
     "HostOp",
+    "NamedRegion",
     "PaddingReport",
     "Program",
     "RegionInput",
-    "Runner",
     "Step",
     "build_program",
     "compile_graph",

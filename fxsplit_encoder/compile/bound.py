@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -10,16 +10,51 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxsplit_encoder.compile.program import DIRECT, Program, Runner
+from fxsplit_encoder.attention import KnownSegments
+from fxsplit_encoder.compile.program import Bindings, Program, RegionInput
 from fxsplit_encoder.errors import CompileError
+
+
+@dataclass(frozen=True)
+class NamedRegion:
+    """A program's region, the inputs of which have names."""
+
+    program: Program
+    names: Mapping[int, str]
+    """Of the region's inputs, by slot."""
+
+    @cached_property
+    def inputs(self) -> dict[str, RegionInput]:
+        """The region's inputs by name."""
+        entries = self.program.region_inputs
+        return {self.names[entry.slot]: entry for entry in entries if entry.slot in self.names}
+
+    @cached_property
+    def segment_inputs(self) -> tuple[str, ...]:
+        """The inputs that are cumulative lengths of attention."""
+        return tuple(name for name, entry in self.inputs.items() if entry.is_segments)
+
+    @cached_property
+    def frame_lengths(self) -> str | None:
+        """The cumulative lengths of images or frames, see `Program.frame_lengths_slot`."""
+        slot = self.program.frame_lengths_slot
+        return self.names.get(slot) if slot is not None else None
+
+    def bind(self, bindings: Bindings, tensors: Mapping[str, Tensor]) -> Bindings:
+        """A copy of some bindings with these tensors as the region's inputs."""
+        bound = bindings.copy()
+        for entry in self.program.region_inputs:
+            if entry.slot in self.names:
+                bound.slots[entry.slot] = tensors[self.names[entry.slot]]
+        return bound
 
 
 @dataclass(frozen=True)
 class BoundProgram:
     """A program whose inputs are known: each is a named tensor of the forward, a fixed tensor, or a number.
 
-    It stands for `forward(inputs: dict) -> Tensor` and is called past Dynamo's guards, which cost 0.5-1 ms a
-    call.
+    It stands for `forward(inputs: dict) -> Tensor` and is called past Dynamo's guards, which cost 0.5-1 ms
+    per call.
     """
 
     program: Program
@@ -38,53 +73,23 @@ class BoundProgram:
             args[position] = inputs[name].shape[dim]
         return args
 
-    def __call__(self, inputs: Mapping[str, Tensor], runner: Runner = DIRECT) -> Tensor:
-        """The forward on these tensors, at their shapes."""
-        outputs = self.program.run(self.arguments(inputs), runner)
+    def __call__(self, inputs: Mapping[str, Tensor], segments: Iterable[KnownSegments] = ()) -> Tensor:
+        """The forward on these tensors, at their shapes; `segments` as for `Program.finish`."""
+        outputs = self.program.run(self.arguments(inputs), segments)
         result = outputs[0]
         assert isinstance(result, torch.Tensor)
         return result
 
     @cached_property
-    def segment_inputs(self) -> tuple[str, ...]:
-        """The inputs that are cumulative lengths of attention."""
-        return tuple(
-            name
-            for entry in self.program.region_inputs
-            if entry.is_segments
-            and entry.slot < len(self.names)
-            and (name := self.names[entry.slot]) is not None
-        )
-
-    @cached_property
-    def permutation_inputs(self) -> frozenset[str]:
-        """The inputs that are permutations of rows."""
-        slots = {entry.slot for entry in self.program.region_inputs if entry.is_permutation}
-        return frozenset(n for slot, n in enumerate(self.names) if slot in slots and n is not None)
-
-    @cached_property
-    def frame_lengths(self) -> str | None:
-        """The cumulative lengths of images or frames, see `Program.frame_lengths_slot`."""
-        slot = self.program.frame_lengths_slot
-        return self.names[slot] if slot is not None and slot < len(self.names) else None
-
-    @cached_property
-    def token_dims(self) -> dict[str, int | None]:
-        """Per input, the dimension that counts tokens; cumulative lengths and fixed inputs have none."""
-        return {
-            name: entry.token_dim
-            for entry in self.program.region_inputs
-            if entry.slot < len(self.names) and (name := self.names[entry.slot]) is not None
-        }
+    def region(self) -> NamedRegion:
+        """The region, with the names of the forward's inputs."""
+        named = {slot: name for slot, name in enumerate(self.names) if name is not None}
+        return NamedRegion(self.program, named)
 
     @cached_property
     def dtypes(self) -> dict[str, torch.dtype]:
         """Per input, the dtype that it was traced with."""
-        return {
-            name: entry.info.dtype
-            for entry in self.program.region_inputs
-            if entry.slot < len(self.names) and (name := self.names[entry.slot]) is not None
-        }
+        return {name: entry.info.dtype for name, entry in self.region.inputs.items()}
 
     def symbols(self, inputs: Mapping[str, Tensor]) -> dict[str, int]:
         """The values that the trace's symbols take for these inputs."""

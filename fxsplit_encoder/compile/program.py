@@ -1,20 +1,20 @@
 """A `Program`: the ordered steps that one forward became, and how to run them.
 
 Values live in numbered slots. A step reads slots and sizes and fills slots. The steps up to the last host op
-are the *prologue* and always run at the true shape; the rest is the *region*, which may run padded and be
-captured. Who runs a region's steps is a `Runner`: directly here, recording in `capture`.
+are the *prologue* and always run at the true shape; the rest is the *region*, which may run padded. Its steps
+are called here, at the shape of the values, or one by one by `capture`, which records them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fxsplit_encoder.attention import varlen_attention
+from fxsplit_encoder.attention import KnownSegments, varlen_attention
 from fxsplit_encoder.compile.derived import DerivedParameters
 from fxsplit_encoder.compile.guards import holds_for_capture
 from fxsplit_encoder.compile.padding import PaddingReport
@@ -80,31 +80,6 @@ class RegionInput:
     """Whether it is a permutation of rows, see `compile.permute`."""
 
 
-class Runner(Protocol):
-    """Executes the steps of a region."""
-
-    def run_piece(self, step: Step, args: Sequence[Any]) -> Any:
-        """The results of a piece."""
-
-    def run_split(self, step: Step, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The result of a splitting op."""
-
-
-class DirectRunner:
-    """Calls every step as it is, at the shape of its arguments."""
-
-    def run_piece(self, step: Step, args: Sequence[Any]) -> Any:
-        """Calls the piece."""
-        return step.call(*args)
-
-    def run_split(self, step: Step, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Calls the op."""
-        return step.call(*args, **kwargs)
-
-
-DIRECT = DirectRunner()
-
-
 @dataclass(slots=True)
 class Bindings:
     """The values of one run: slots and symbols."""
@@ -112,16 +87,33 @@ class Bindings:
     slots: list[Any]
     symbols: SymbolValues = field(default_factory=dict)
 
+    def copy(self) -> Bindings:
+        """The same values, for a run that leaves these as they are."""
+        return Bindings(list(self.slots), dict(self.symbols))
 
-def resolve(argument: Argument, bindings: Bindings) -> Any:
-    """The value that an argument has in a run."""
-    if isinstance(argument, Ref):
-        return bindings.slots[argument.slot]
-    if isinstance(argument, Size):
-        return argument(bindings.symbols)
-    if isinstance(argument, list | tuple):
-        return type(argument)(resolve(a, bindings) for a in argument)
-    return argument
+    def value(self, argument: Argument) -> Any:
+        """What an argument is in this run."""
+        if isinstance(argument, Ref):
+            return self.slots[argument.slot]
+        if isinstance(argument, Size):
+            return argument(self.symbols)
+        if isinstance(argument, list | tuple):
+            return type(argument)(self.value(each) for each in argument)
+        return argument
+
+    def arguments(self, step: Step) -> tuple[list[Any], dict[str, Any]]:
+        """What a step is called with, positional and by name."""
+        value = self.value
+        return [value(each) for each in step.args], {key: value(each) for key, each in step.kwargs.items()}
+
+    def store(self, step: Step, result: Any) -> None:
+        """Keeps what a step returned, and lets go of what no later step reads."""
+        slots = self.slots
+        for slot, value in zip(step.outputs, (result,) if step.returns_tensor else result, strict=False):
+            if slot >= 0:
+                slots[slot] = value
+        for slot in step.frees:
+            slots[slot] = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,14 +178,36 @@ class Program:
         prologue = self.steps[: self.region_start]
         if any(step.kind == "split" for step in prologue):
             self.fill_num_rows(bindings)
-        self._run_steps(prologue, bindings, DIRECT)
+        for step in prologue:
+            args, kwargs = bindings.arguments(step)
+            bindings.store(step, step.call(*args, **kwargs))
         return bindings
 
-    def finish(self, bindings: Bindings, runner: Runner = DIRECT) -> list[Any]:
-        """Runs the region and returns the graph's outputs."""
+    def finish(self, bindings: Bindings, segments: Iterable[KnownSegments] = ()) -> list[Any]:
+        """Runs the region and returns the graph's outputs.
+
+        Args:
+            bindings: what `begin` returned; values that no later step reads are dropped from it.
+            segments: those whose lengths the host knows. Attention takes them in place of the bound that was
+                traced, which is often the token count: right for every batch, but FlashAttention 2 launches
+                blocks for it.
+        """
         self.fill_num_rows(bindings)
-        self._run_steps(self.steps[self.region_start :], bindings, runner)
-        return [resolve(output, bindings) for output in self.outputs]
+        known = {each.cu_seqlens.data_ptr(): each for each in segments}
+        for step in self.region:
+            args, kwargs = bindings.arguments(step)
+            own = known.get(args[3].data_ptr()) if known and step.call is varlen_attention else None
+            if own is None:
+                result = step.call(*args, **kwargs)
+            else:
+                query, key, value, _, _, scale = args
+                result = own.attend(query, key, value, scale)
+            bindings.store(step, result)
+        return self.results(bindings)
+
+    def results(self, bindings: Bindings) -> list[Any]:
+        """The graph's outputs, after all steps."""
+        return [bindings.value(output) for output in self.outputs]
 
     def fill_num_rows(self, bindings: Bindings) -> None:
         """Puts the number of rows of this run where the masks of pad rows read it, unless it is there: a
@@ -206,11 +220,11 @@ class Program:
         rows = bindings.symbols[self.token_symbol]
         bindings.slots[slot] = torch.full((), rows, dtype=torch.int64, device=self.device)
 
-    def run(self, args: Sequence[Any], runner: Runner = DIRECT) -> list[Any]:
-        """The whole program at the exact shape of its inputs."""
+    def run(self, args: Sequence[Any], segments: Iterable[KnownSegments] = ()) -> list[Any]:
+        """The whole program at the shape of its inputs; `segments` as for `finish`."""
         bindings = self.begin(args)
         self.move_to_device(bindings)
-        return self.finish(bindings, runner)
+        return self.finish(bindings, segments)
 
     def move_to_device(self, bindings: Bindings) -> None:
         """Brings what host ops made to the region's device."""
@@ -224,21 +238,10 @@ class Program:
         """The number of tokens (rows) of this run."""
         return None if self.token_symbol is None else bindings.symbols[self.token_symbol]
 
-    def _run_steps(self, steps: Sequence[Step], bindings: Bindings, runner: Runner) -> None:
-        slots = bindings.slots
-        for step in steps:
-            args = [resolve(a, bindings) for a in step.args]
-            if step.kind == "piece":
-                result = runner.run_piece(step, args)
-            else:
-                kwargs = {k: resolve(v, bindings) for k, v in step.kwargs.items()}
-                run = runner.run_split if step.kind == "split" else DIRECT.run_split
-                result = run(step, args, kwargs)
-            for slot, value in zip(step.outputs, (result,) if step.returns_tensor else result, strict=False):
-                if slot >= 0:
-                    slots[slot] = value
-            for slot in step.frees:
-                slots[slot] = None
+    @property
+    def region(self) -> tuple[Step, ...]:
+        """The steps after the last host op."""
+        return self.steps[self.region_start :]
 
     @property
     def pieces(self) -> list[Step]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 
-from fxsplit_encoder.capture.room import gibibytes, memory_of
+from fxsplit_encoder.capture.memory import gibibytes, memory_of
 from fxsplit_encoder.errors import ConfigError, InputError
 from fxsplit_encoder.manager.path_forward import PathForward
 
@@ -18,22 +18,19 @@ _SMALL_TOKENS = 16
 _DOUBLINGS = 8
 
 
-def check_budgets(
-    forward: PathForward, budgets: Sequence[int], *, tile: int | None, out_hidden_size: int, field: str
-) -> None:
+def check_budgets(forward: PathForward, *, tile: int | None, out_hidden_size: int, field: str) -> None:
     """Raises ConfigError for budgets whose static inputs and output no memory of the device holds.
 
     Nothing of a budget's size is allocated: what inputs take is known from small ones, with which it grows in
     proportion.
 
     Args:
-        forward: of the path.
-        budgets: of the path, increasing.
+        forward: of the path, with its budgets.
         tile: the smallest size that the path can have; None: any.
         out_hidden_size: columns of the output.
         field: where the settings list the budgets.
     """
-    memory = memory_of(forward.device)
+    budgets, memory = forward.budgets, memory_of(forward.device)
     output = out_hidden_size * forward.dtype.itemsize
     if not budgets or budgets[-1] * output * _INPUTS_OF_AN_OUTPUT <= memory:
         return

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from tabulate import tabulate
 
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.manager.path_captures import PathCaptures
-from fxsplit_encoder.planning.costs import EXACT_LAUNCH_TOKENS, RouteCosts
+from fxsplit_encoder.manager.path import EncoderPath
 from fxsplit_encoder.planning.limits import CaptureKey, Limits
 
 
@@ -67,7 +65,7 @@ class CapturePlan:
         return f"{summary}\n{tabulate(rows, headers, floatfmt='.2f')}" if rows else summary
 
 
-def plan_captures(paths: Iterable[PathCaptures], limits: Limits) -> CapturePlan:
+def plan_captures(paths: Iterable[EncoderPath], limits: Limits) -> CapturePlan:
     """Every budget of every path, with those that no batch can reach pruned."""
     captures: list[PlannedCapture] = []
     for path in paths:
@@ -84,7 +82,7 @@ def plan_captures(paths: Iterable[PathCaptures], limits: Limits) -> CapturePlan:
     return CapturePlan(tuple(captures))
 
 
-def _input_size(path: PathCaptures) -> tuple[float, float, int, dict[int, str]]:
+def _input_size(path: EncoderPath) -> tuple[float, float, int, dict[int, str]]:
     """Bytes a token and bytes beside of a path's static inputs, from the two smallest budgets that the tower
     can make inputs for; the bytes of those that do not grow; and why it cannot for smaller ones.
     """
@@ -94,7 +92,7 @@ def _input_size(path: PathCaptures) -> tuple[float, float, int, dict[int, str]]:
     for budget in path.budgets:
         try:
             by_name = path.input_bytes_by_name(budget)
-            growing = path.forward.growing_inputs(path.budgets)
+            growing = path.forward.growing_inputs()
             sizes[budget] = sum(by_name.values())
             own = sum(num_bytes for name, num_bytes in by_name.items() if name not in growing)
         except InputError as error:
@@ -108,7 +106,7 @@ def _input_size(path: PathCaptures) -> tuple[float, float, int, dict[int, str]]:
     return slope, sizes[small] - slope * small, own, refusals
 
 
-def _unreachable(path: PathCaptures, previous: int, budget: int, max_items: int) -> str | None:
+def _unreachable(path: EncoderPath, previous: int, budget: int, max_items: int) -> str | None:
     """Why no batch needs this budget, where the tower tells how many tokens an item of these keys has.
 
     A batch of n items has between n times the fewest and n times the most tokens of an item; it needs this
@@ -123,38 +121,3 @@ def _unreachable(path: PathCaptures, previous: int, budget: int, max_items: int)
     if not any(n * fewest <= budget and n * most > previous for n in range(1, max_items + 1)):
         return f"no {max_items} items of {fewest} to {most} tokens make {previous + 1} to {budget} tokens"
     return None
-
-
-def least_useful(
-    costs: RouteCosts, budgets: Sequence[int], num_bytes: Sequence[int], skippable: bool
-) -> tuple[int, float]:
-    """The budget that gains least for its bytes, and that gain.
-
-    The gain of a budget is what all sizes up to the largest budget, each as likely as another, would cost
-    more without it.
-
-    Args:
-        costs: of the path. Where nothing was measured, the exact shape counts as a few hundred tokens more
-            than its own, for its launches.
-        budgets: those that are captured, increasing.
-        num_bytes: the memory of each.
-        skippable: as for `RouteCosts.table`.
-    """
-    every = tuple(budgets)
-    tokens = np.arange(1, every[-1] + 1)
-    if not costs.measured:
-        launches = EXACT_LAUNCH_TOKENS
-        exact = ((1, 1.0 + launches), (every[-1] + 1, every[-1] + 1.0 + launches))
-        costs = replace(costs, exact=exact)
-
-    def total(kept: tuple[int, ...]) -> float:
-        room = tuple(costs.room.get(budget) for budget in kept)
-        return float(costs.table(kept, room, every[-1], skippable).costs(tokens).mean())
-
-    everything = total(every)
-    gains = {
-        budget: (total(tuple(b for b in every if b != budget)) - everything) / max(size, 1)
-        for budget, size in zip(every, num_bytes, strict=True)
-    }
-    least = min(gains, key=gains.__getitem__)
-    return least, gains[least]

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fxsplit_encoder.errors import ConfigError, InputError, RankError
-from fxsplit_encoder.manager.dual_path import read_item_specs
+from fxsplit_encoder.manager.legacy_dual_path import read_item_specs
 from fxsplit_encoder.protocol import EncoderItemSpec, SupportsEncoderCudaGraph
 
 # torch 2.13 renamed it, and warns of the old name.

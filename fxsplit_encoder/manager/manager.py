@@ -19,17 +19,17 @@ from fxsplit_encoder.attention import KernelChooser, choosing
 from fxsplit_encoder.capture import GraphPool
 from fxsplit_encoder.compile import BoundProgram
 from fxsplit_encoder.config import EncoderConfig
-from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.manager.batch_runner import BatchRunner
+from fxsplit_encoder.errors import InputError, WeightsMovedError
+from fxsplit_encoder.manager.batches import BatchRunner
 from fxsplit_encoder.manager.budget_memory import check_budgets
-from fxsplit_encoder.manager.capture_set import CaptureSet
 from fxsplit_encoder.manager.captures import CapturePlan, plan_captures
 from fxsplit_encoder.manager.data_parallel import DataParallel
-from fxsplit_encoder.manager.dual_path import read_item_specs, read_model_config
 from fxsplit_encoder.manager.item_facts import item_segments
+from fxsplit_encoder.manager.legacy_dual_path import read_item_specs, read_model_config
 from fxsplit_encoder.manager.path import EncoderPath
 from fxsplit_encoder.manager.request_plans import RequestPlans
 from fxsplit_encoder.manager.statistics import ManagerStats, Statistics
+from fxsplit_encoder.manager.tensor_parallel import agreement_of
 from fxsplit_encoder.planning import Item, Plan
 from fxsplit_encoder.planning.limits import needs_budget_range, resolve_limits
 from fxsplit_encoder.protocol import (
@@ -38,6 +38,7 @@ from fxsplit_encoder.protocol import (
     SupportsEncoderCudaGraph,
     missing_methods,
 )
+from fxsplit_encoder.runtime import CaptureScope, CaptureSet
 from fxsplit_encoder.tuning.trace import TraceWriter
 
 logger = logging.getLogger(__name__)
@@ -97,41 +98,30 @@ class EncoderCudaGraphManager:
             has_video="video" in self.model_config.modalities,
         )
         self.pool = GraphPool(self.device)
-        self.routes = {
-            (name, keys): EncoderPath(
-                name,
-                tower,
-                self.config,
-                self.limits,
-                self.pool,
-                self.device,
-                self.dtype,
-                keys,
-                remaining_bytes=lambda: self._captures.remaining_bytes,
-            )
+        self.kernels = KernelChooser(self.config.attention)
+        self.kernels.check(self.device)
+        self._scope = CaptureScope(
+            self.config, self.pool, lambda: self._captures.remaining_bytes, agreement_of(tower)
+        )
+        self.paths_by_key = {
+            (name, keys): EncoderPath(name, tower, self.limits, self._scope, self.dtype, keys)
             for name in self.limits.path_budgets
             for keys in itertools.product(*self.model_config.capture_axes)
         }
         """Every path at every combination of axis keys."""
         self._check_budgets()
-        self.kernels = KernelChooser(self.config.attention)
-        self.kernels.check(self.device)
         self.statistics = Statistics(log_interval)
-        self._captures = CaptureSet(
-            self.routes,
-            self.pool,
-            self.statistics,
-            self.limits.skippable_paths,
-            self.config.max_graph_bytes,
-        )
+        skippable = {key for key in self.paths_by_key if key[0] in self.limits.skippable_paths}
+        self._captures = CaptureSet(self.paths_by_key, self.pool, self.config.max_graph_bytes, skippable)
         self.data_parallel = DataParallel(process_group, self.device) if self.config.data_parallel else None
-        self._plans = RequestPlans(tower, self.config, self.model_config, self.routes)
+        self._plans = RequestPlans(tower, self.config, self.model_config, self.paths_by_key)
         self._runner = BatchRunner(
             tower,
-            self.routes,
+            self.paths_by_key,
             self.pool,
             self.statistics,
             num_axes=len(self.model_config.capture_axes),
+            debug=self.config.debug,
         )
         self._trace = TraceWriter(trace) if trace is not None else None
         self._captured = False
@@ -142,11 +132,10 @@ class EncoderCudaGraphManager:
 
     def _check_budgets(self) -> None:
         """Raises ConfigError for budgets that the device cannot hold."""
-        for path in self.routes.values():
+        for path in self.paths_by_key.values():
             own = self.config.paths.get(path.name)
             check_budgets(
                 path.forward,
-                path.budgets,
                 tile=self.model_config.paths[path.name].min_token_budget,
                 out_hidden_size=self.model_config.out_hidden_size,
                 field=f"paths.{path.name}.token_budgets" if own and own.token_budgets else "token_budgets",
@@ -157,7 +146,7 @@ class EncoderCudaGraphManager:
     @property
     def paths(self) -> dict[str, EncoderPath]:
         """The paths by name, of a tower without capture axes; else those of the first axis keys."""
-        return {name: path for (name, _), path in reversed(self.routes.items())}
+        return {name: path for (name, _), path in reversed(self.paths_by_key.items())}
 
     @property
     def programs(self) -> dict[str, BoundProgram | None]:
@@ -167,7 +156,7 @@ class EncoderCudaGraphManager:
     @property
     def reports(self) -> list[str]:
         """What was dropped or runs in another way than asked, and why."""
-        return [note for path in self.routes.values() for note in path.notes]
+        return [note for path in self.paths_by_key.values() for note in path.notes]
 
     @property
     def budget_graphs(self) -> dict[str, dict[int, BudgetGraphMetadata]]:
@@ -181,14 +170,14 @@ class EncoderCudaGraphManager:
         """What `capture` will capture, and the memory of its static inputs."""
         if not self.config.enabled or not self.model_config.modalities:
             return CapturePlan(())
-        return plan_captures(self.routes.values(), self.limits)
+        return plan_captures(self.paths_by_key.values(), self.limits)
 
     def compile(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Traces and compiles every path's forward; `progress` gets (done, total) of each path, where two
         phases of the tracing and every piece count.
         """
         with self._lock, _without_autograd():
-            for path in self.routes.values():
+            for path in self.paths_by_key.values():
                 if path.budgets:  # else nothing tells at which size to trace it, and it runs eagerly
                     path.compile(progress)
 
@@ -207,13 +196,13 @@ class EncoderCudaGraphManager:
             self.compile()
             for capture in planned.captures:
                 if capture.pruned is not None:
-                    path = self.routes[capture.key.path, capture.key.axis_keys]
+                    path = self.paths_by_key[capture.key.path, capture.key.axis_keys]
                     path.note(f"{path.label}: budget {capture.key.budget} is not captured: {capture.pruned}")
             wanted = [capture.key for capture in planned.captures if capture.pruned is None]
             if self.config.packing == "cost":
-                for route in dict.fromkeys((key.path, key.axis_keys) for key in wanted):
-                    self.routes[route].measure()
-            self._captures.capture(wanted, progress)
+                for key in dict.fromkeys((key.path, key.axis_keys) for key in wanted):
+                    self.paths_by_key[key].measure()
+            self._captures.capture([((key.path, key.axis_keys), key.budget) for key in wanted], progress)
             self._captured = True
             self._missed_capture = False
             self._use_captures()
@@ -223,7 +212,10 @@ class EncoderCudaGraphManager:
 
     def _check_captures(self) -> None:
         """An encoder that is enabled and can replay nothing says so."""
-        useful = (path.captured or path.ladder.exact or path.mode == "exact" for path in self.routes.values())
+        useful = (
+            path.captured or path.ladder.no_graph_needed or path.recurring_counts == "hits"
+            for path in self.paths_by_key.values()
+        )
         if self._is_idle or (self.model_config.modalities and any(useful)):
             return
         if not self.model_config.modalities:
@@ -238,22 +230,29 @@ class EncoderCudaGraphManager:
     @property
     def _is_idle(self) -> bool:
         """Whether the settings ask for no captures."""
-        return not self.config.enabled or all(path.mode == "none" for path in self.routes.values())
+        return not self.config.enabled or all(path.mode == "none" for path in self.paths_by_key.values())
 
     def _share_costs(self, data_parallel: DataParallel) -> None:
         """So that ranks get items of equal cost, not just of equal size."""
         per_patch, per_pair = 1.0, 0.0
-        for path in self.routes.values():
-            costs = path.costs()
+        for path in self.paths_by_key.values():
+            costs = path.costs
             if costs.exact:
                 tokens, milliseconds = costs.exact[-1]
-                per_patch, per_pair = milliseconds / (tokens * path.rows_per_token), costs.attention
+                per_patch, per_pair = milliseconds / (tokens * path.measured.rows_per_token), costs.attention
         data_parallel.share_costs(per_patch, per_pair)
 
     def _use_captures(self) -> None:
         """Tells of the captures whoever plans, runs and counts."""
         self._plans.use_captures(self.limits, captured=self._captured)
-        self.statistics.record_input_bytes(sum(path.input_bytes for path in self.routes.values()))
+        self.statistics.record_clear()
+        for path in self.paths_by_key.values():
+            for budget, captured in path.captured.items():
+                key, costs = path.key(budget), path.ladder.costs.get(budget)
+                self.statistics.record_capture(key, captured.mode, path.ladder.num_bytes(budget))
+                if costs is not None:
+                    self.statistics.record_time(key, costs.best)
+        self.statistics.record_input_bytes(sum(path.input_bytes for path in self.paths_by_key.values()))
 
     def is_captured(self) -> bool:
         """Whether `capture` has run since the last `clear`."""
@@ -262,8 +261,8 @@ class EncoderCudaGraphManager:
     def clear(self) -> None:
         """Releases every capture and its memory; `capture` may be called again."""
         with self._lock:
-            self._captures.release()
-            for path in self.routes.values():
+            self._captures.clear()
+            for path in self.paths_by_key.values():
                 path.notes.clear()
             self._captured = False
             self._use_captures()
@@ -327,30 +326,40 @@ class EncoderCudaGraphManager:
         """The items of a batch, all of them on this device; `specs`, if their sizes were read before."""
         if specs is None:
             specs = self._item_specs(mm_kwargs)
-        plan = self._plans.of(mm_kwargs, specs)
-        tokens = [spec.output_tokens for spec in specs]
-        results: dict[int, Tensor] = {}
-        for batch in plan.batches:
-            self._runner.run(
-                batch,
-                mm_kwargs,
-                tokens,
-                results,
-                may_replay=self._captured,
-                debug=self.config.debug,
-            )
+        plan, captured = self._plans.of(mm_kwargs, specs), self._captured
+        try:
+            results = self._runner.run(plan, mm_kwargs, specs, may_replay=captured)
+        except WeightsMovedError as error:
+            self._capture_again(error)
+            plan = self._plans.of(mm_kwargs, specs)
+            results = self._runner.run(plan, mm_kwargs, specs, may_replay=captured)
         if self._trace is not None:  # of what was encoded: a request that was refused is no load to tune for
             segments = item_segments(self.tower, mm_kwargs, len(specs))
             self._trace.write([Item(spec, segments=n) for spec, n in zip(specs, segments, strict=True)])
-        return [results[index] for index in range(plan.num_items)]
+        return results
+
+    def _capture_again(self, error: WeightsMovedError) -> None:
+        """Captures over the parameters that the tower has now.
+
+        Raises:
+            InputError: the program was compiled for others.
+            WeightsMovedError: the tower's parameters are sharded: its ranks may not have seen it together.
+        """
+        if self._scope.agree is not None:
+            raise error
+        for path in self.paths_by_key.values():
+            path.forward.current_program()
+        logger.warning("capturing again: %s", error)
+        held = self._captures.held()
+        self._captures.clear()
+        self._captures.capture(held)
+        self._use_captures()
 
     def stats(self) -> ManagerStats:
         """Hits, misses by reason, padding and bytes so far."""
-        for path in self.routes.values():
-            if path.exact is None:
-                continue
-            if path.exact.shapes.sizes:
-                self.statistics.record_capture(path.key(0), "exact", path.exact.num_bytes)
+        for path in self.paths_by_key.values():
+            if path.unpadded.captures.sizes:
+                self.statistics.record_capture(path.key(0), "exact", path.unpadded_bytes)
             else:
                 self.statistics.record_release(path.key(0))
         return self.statistics.snapshot()

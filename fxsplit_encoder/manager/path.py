@@ -1,33 +1,165 @@
-"""One path of a tower, at one combination of capture axes: how a batch runs on it."""
+"""One path of a tower, at one combination of capture axes: what is captured of it, and how a batch runs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fxsplit_encoder.attention import KnownSegments
-from fxsplit_encoder.capture import BudgetLadder, CapturedForward
 from fxsplit_encoder.capture.buffers import StaticValue
-from fxsplit_encoder.capture.runner import ExactRunner
-from fxsplit_encoder.compile import BoundProgram
-from fxsplit_encoder.errors import FxSplitError, ReplayError
-from fxsplit_encoder.manager.path_captures import PathCaptures
-from fxsplit_encoder.planning import MissReason
-from fxsplit_encoder.planning.limits import CaptureKey
+from fxsplit_encoder.capture.probe import difference
+from fxsplit_encoder.compile import BoundProgram, CompileOptions
+from fxsplit_encoder.errors import FxSplitError, InputError, ReplayError
+from fxsplit_encoder.manager.path_forward import PathForward
+from fxsplit_encoder.planning.limits import CaptureKey, Limits
 from fxsplit_encoder.planning.plan import PathPlan
+from fxsplit_encoder.protocol import BudgetGraphMetadata, SupportsEncoderCudaGraph
+from fxsplit_encoder.runtime import CapturedProgram, CaptureScope, measure_forward
 
 
-class EncoderPath(PathCaptures):
-    """One path, for items of one combination of axis keys: its captures, and how a batch runs on it."""
+class EncoderPath(CapturedProgram):
+    """One path of a tower, for items of one combination of axis keys.
 
-    def values(self, mm_kwargs: dict[str, Any]) -> dict[str, StaticValue | None]:
-        """What a replay, or a run at the exact shape, needs of a batch.
+    Its forward is the compiled program of the tower's `encoder_cudagraph_forward`; where that does not
+    compile, the method itself, as a whole.
+    """
+
+    forward: PathForward
+
+    def __init__(
+        self,
+        name: str,
+        tower: SupportsEncoderCudaGraph,
+        limits: Limits,
+        scope: CaptureScope,
+        dtype: torch.dtype,
+        axis_keys: tuple[Hashable, ...] = (),
+    ) -> None:
+        self.name = name
+        self.axis_keys = axis_keys
+        self.tower = tower
+        self.limits = limits
+        config = scope.config
+        own = config.paths.get(name)
+        label = f"path {name}" + (f" {axis_keys}" if axis_keys else "")
+        options = CompileOptions.of(config)
+        placement = scope.pool.device, dtype
+        forward = PathForward(name, label, tower, limits, placement, axis_keys, options)
+        mode = (own.mode if own is not None else None) or config.mode
+        super().__init__(forward, label, limits.path_budgets[name], mode, scope)
+
+    @property
+    def program(self) -> BoundProgram | None:
+        """The compiled forward; None before `compile`, and where it does not compile."""
+        return self.forward.program
+
+    def key(self, budget: int) -> CaptureKey:
+        """What one of its budgets is called."""
+        return CaptureKey(self.name, budget, self.axis_keys)
+
+    def compile(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Traces and compiles the forward once, for all budgets; one that does not compile is captured as it
+        is. With mode `breakable` nothing is compiled.
+        """
+        if self.mode == "breakable":
+            return
+        refusal = self.forward.compile(progress)
+        if refusal is not None:
+            self.note(f"{self.label}: {refusal}")
+
+    def input_bytes_by_name(self, budget: int) -> dict[str, int]:
+        """Memory of every static input of a budget.
 
         Raises:
-            ReplayError: the tower cannot make it within the captured extents, of a video of more frames say.
+            InputError: the tower cannot make inputs of this size for these axis keys.
+        """
+        values = self.forward.capture_values(budget)
+        return {name: tensor.numel() * tensor.element_size() for name, tensor in values.items()}
+
+    def item_token_range(self) -> tuple[int, int] | None:
+        """The fewest and the most output tokens of one item on this path with these axis keys, from the
+        tower's optional `get_encoder_cudagraph_item_token_range(path, axis_keys)`; None: not known.
+        """
+        token_range = getattr(self.tower, "get_encoder_cudagraph_item_token_range", None)
+        return None if token_range is None else token_range(path=self.name, axis_keys=self.axis_keys)
+
+    # --- capture
+
+    def capture(self, budget: int) -> None:
+        """Captures one budget, or notes why it is dropped."""
+        super().capture(budget)
+        if budget in self.captured and self._must_compare():
+            self._compare_with_unpadded(budget)
+
+    def _must_compare(self) -> bool:
+        """Whether a capture has to show that padding leaves its results alone: where only the tower's word
+        says so, with `debug`; where nothing does, since nobody could analyze the forward, always.
+        """
+        debug = self.scope.config.debug
+        return not self.padding_proved and (debug or not self.forward.declares_padding)
+
+    @torch.no_grad()
+    def _compare_with_unpadded(self, budget: int) -> None:
+        """Drops the capture of a budget if padding changes the results of a batch of half its tokens."""
+        half = budget // 2
+        try:
+            values = self.forward.capture_values(half) if half else {}
+        except InputError:
+            return  # no batch is smaller, so nothing is ever padded
+        if not values:
+            return
+        values = {name: _with_contents(tensor) for name, tensor in values.items()}
+        captured = self.captured[budget]
+        expected = self.forward(values)
+        captured.load(values, self.forward.rows(values))
+        output = captured.replay()[0]
+        refusal = difference([expected], [output], "other")
+        if refusal is not None:
+            self.drop(budget, f"padding changes its results: {refusal}")
+
+    def metadata(self, budget: int) -> BudgetGraphMetadata:
+        """What one captured budget is, in vLLM's terms."""
+        captured = self.captured[budget]
+        return BudgetGraphMetadata(
+            token_budget=budget,
+            max_batch_size=self.limits.max_items_per_batch,
+            max_frames_per_batch=self.limits.max_frames_per_batch,
+            graph=captured.capture,
+            input_buffers=captured.inputs.tensors,
+            output_buffer=captured.outputs[0],
+            axis_keys=self.axis_keys,
+            mode=captured.mode,
+            graph_bytes=self.ladder.num_bytes(budget),
+        )
+
+    def measure(self) -> None:
+        """Times what no capture is needed for, and captures are judged by: the tower's own forward over a few
+        sizes, and attention.
+        """
+        if not self.scope.measured:
+            return
+        self.measured = measure_forward(self.forward, self.budgets)
+        # While a capture is open torch frees none of the blocks that it keeps for later.
+        torch.cuda.empty_cache()
+        if self.measured.out_of_memory is not None:
+            self.note(f"{self.label}: out of memory while {self.measured.out_of_memory} tokens were timed")
+
+    def clear(self) -> None:
+        """Releases every capture. What is captured next reads the parameters that the tower has then."""
+        super().clear()
+        self.forward.refresh()
+
+    # --- one batch
+
+    def values(self, mm_kwargs: dict[str, Any]) -> dict[str, StaticValue | None]:
+        """What a replay, or a run without padding, needs of a batch.
+
+        Raises:
+            ReplayError: the tower cannot make it within the captured extents, of a video of more frames for
+                example.
         """
         items, frames = self.limits.max_items_per_batch, self.limits.max_frames_per_batch
         try:
@@ -43,75 +175,11 @@ class EncoderPath(PathCaptures):
             ) from error
         return dict(prepared.values)
 
-    def captures_for(self, planned: PathPlan) -> Iterator[tuple[CaptureKey, BudgetLadder, int]]:
-        """What may serve a planned batch, the best first: a capture's key, what holds it, and its size."""
-        if self.exact is not None and (ladder := self.exact.find(planned)) is not None:
-            yield self.key(0), ladder, planned.tokens
-        if planned.budget is not None and planned.budget in self.captured:
-            yield self.key(planned.budget), self.ladder, planned.budget
-
-    def best_capture(
-        self, ladder: BudgetLadder, size: int, values: Mapping[str, StaticValue | None]
-    ) -> CapturedForward:
-        """What to replay of a captured size for a batch.
-
-        Raises:
-            ReplayError: the tower gave no value for a buffer of the capture (capture rule 4).
-        """
-        name = self.program.frame_lengths if self.program is not None else None
-        lengths = values.get(name) if name is not None else None
-        single = isinstance(lengths, torch.Tensor) and lengths.shape[0] == 2
-        captured = ladder.best(size, 1 if single else None)
-        captured.inputs.check_complete(values)
-        return captured
-
-    def as_served(self, planned: PathPlan) -> PathPlan:
-        """A plan with what captures at exact shapes would change of it now."""
-        if self.exact is None or planned.skipped:
-            return planned
-        if planned.tokens in self.exact.shapes:
-            return PathPlan(planned.tokens, planned.tokens)
-        return planned if planned.budget is not None else planned._replace(reason=self.miss_reason(planned))
-
-    def miss_reason(self, planned: PathPlan) -> MissReason:
-        """Why a planned batch that nothing served counts as a miss."""
-        reason = self.exact.reason(planned) if self.exact is not None else None
-        reason = reason or planned.reason or MissReason.NOT_CAPTURED
-        if reason is MissReason.NOT_CAPTURED and self.padding_refused:
-            return MissReason.PADDING_UNPROVED
-        return reason
-
-    def load(self, captured: CapturedForward, values: Mapping[str, StaticValue | None]) -> None:
-        """Fills a capture's buffers with a batch.
-
-        Raises:
-            ReplayError: the batch does not fit the capture; nothing was copied then (capture rule 3).
-        """
-        captured.load(values, self.forward.rows(values))
-
-    def replay(self, captured: CapturedForward, *, debug: bool = False) -> list[Any]:
-        """Runs a capture on what was loaded; returns its outputs, which the next replay overwrites.
-
-        Parameters are looked at while the device works: where other forms of them are kept, and they have
-        changed, the capture runs once more on the new ones.
-
-        Raises:
-            InputError: parameters are inference tensors, whose changes cannot be seen.
-            ReplayError: a captured address has changed, or another rule was found broken.
-        """
-        derived = self.program.program.derived if self.program is not None else None
-        if debug and derived is not None:
-            derived.refresh()
-        outputs = captured.replay(debug=debug)
-        if derived is not None and derived.refresh():
-            outputs = captured.replay(debug=debug)
-        return outputs
-
     def runs_compiled(self, planned: PathPlan) -> bool:
         """Whether a planned batch that is not replayed goes through the compiled program."""
         return not planned.eager and self.forward.current_program() is not None
 
-    def run_exact(
+    def run_unpadded(
         self, mm_kwargs: dict[str, Any], values: Mapping[str, StaticValue | None]
     ) -> tuple[Tensor, bool]:
         """The batch at its exact shape, and whether the compiled program ran: where its assumptions do not
@@ -120,18 +188,24 @@ class EncoderPath(PathCaptures):
         program = self.forward.current_program()
         if program is not None:
             inputs = self.forward.inputs(program, values)
-            if inputs.keys() >= set(program.names) - {None} and self._accepts(program, inputs):
+            given = inputs.keys() >= set(program.names) - {None}
+            if given and program.program.accepts(program.symbols(inputs)):
                 segments = [
                     KnownSegments(inputs[name], cu_seqlens.tolist())
-                    for name in program.segment_inputs
+                    for name in program.region.segment_inputs
                     if isinstance(cu_seqlens := values[name], torch.Tensor) and not cu_seqlens.is_cuda
                 ]
-                return program(inputs, ExactRunner(segments)), True
+                return program(inputs, segments), True
         return self.run_eager(mm_kwargs), False
 
     def run_eager(self, mm_kwargs: dict[str, Any]) -> Tensor:
         """The batch through the tower itself."""
         return self.tower.encoder_eager_forward(mm_kwargs, path=self.name)
 
-    def _accepts(self, program: BoundProgram, inputs: Mapping[str, Tensor]) -> bool:
-        return program.program.accepts(program.symbols(inputs))
+
+def _with_contents(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that tells something: zeros are the same wherever they come from."""
+    if not tensor.is_floating_point() or bool(tensor.any()):
+        return tensor
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(tensor.shape, generator=generator).to(tensor)

@@ -10,14 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxsplit_encoder.capture import StaticParameters
+from fxsplit_encoder.capture import CaptureRequest, SharedBuffers, StaticParameters
 from fxsplit_encoder.capture.buffers import StaticValue
-from fxsplit_encoder.compile import BoundProgram, CompileOptions, trace_forward
-from fxsplit_encoder.errors import CompileError, InputError
+from fxsplit_encoder.compile import BoundProgram, CompileOptions, NamedRegion, trace_forward
+from fxsplit_encoder.errors import CaptureError, CompileError, InputError
 from fxsplit_encoder.host_memory import to_device
 from fxsplit_encoder.manager.tensor_parallel import agreement_of
 from fxsplit_encoder.planning.limits import Limits
 from fxsplit_encoder.protocol import SupportsEncoderCudaGraph
+from fxsplit_encoder.runtime import FreshInputs, request_of_module, request_of_program
 
 # The trace runs the forward once, so it is made at a moderate size; the size is also Inductor's hint for its
 # kernels.
@@ -30,6 +31,7 @@ class PathForward:
     Args:
         name: the path's.
         label: the path and its axis keys, for messages.
+        placement: the device and dtype of inputs.
     """
 
     def __init__(
@@ -38,8 +40,7 @@ class PathForward:
         label: str,
         tower: SupportsEncoderCudaGraph,
         limits: Limits,
-        device: torch.device,
-        dtype: torch.dtype,
+        placement: tuple[torch.device, torch.dtype],
         axis_keys: tuple[Hashable, ...],
         options: CompileOptions,
     ) -> None:
@@ -47,10 +48,14 @@ class PathForward:
         self.label = label
         self.tower = tower
         self.limits = limits
-        self.device = device
-        self.dtype = dtype
+        self.budgets = limits.path_budgets[name]
+        self.device, self.dtype = placement
         self.axis_keys = axis_keys
         self.options = options
+        self.padding_logics = tower.get_encoder_cudagraph_config().padding_logics
+        self.declares_padding: bool = getattr(tower, "declares_padding", True)
+        """Whether the tower's word is taken that padding leaves its real rows alone: that of any that
+        implements the protocol itself, since padded replays are what the protocol describes."""
         self.program: BoundProgram | None = None
         """None before `compile`, and where the forward does not compile."""
         self.parameters = StaticParameters(())
@@ -59,6 +64,11 @@ class PathForward:
         self._refusal: str | None = None
         """Why it does not compile."""
         self._growing: frozenset[str] | None = None
+
+    @property
+    def region(self) -> NamedRegion | None:
+        """The program's region."""
+        return self.program.region if self.program is not None else None
 
     def __call__(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """The tower's own forward."""
@@ -112,13 +122,14 @@ class PathForward:
                 inputs[name] = to_device(tensor, self.device, dtype).contiguous()
         return inputs
 
-    def growing_inputs(self, budgets: Sequence[int]) -> frozenset[str]:
+    def growing_inputs(self) -> frozenset[str]:
         """Names of the inputs that have more rows for the largest budget than for the smallest. With fewer
         than two budgets nothing tells.
 
         Raises:
             InputError: the tower cannot make inputs of any of these sizes.
         """
+        budgets = self.budgets
         if len(budgets) < 2:
             return frozenset()
         if self._growing is None:
@@ -128,30 +139,52 @@ class PathForward:
             )
         return self._growing
 
+    def request(self, tokens: int, shared: SharedBuffers) -> CaptureRequest:
+        """A capture of so many output tokens, whose inputs that every batch fills lie in `shared`.
+
+        Raises:
+            CaptureError: the tower makes no inputs of this size, or the trace does not hold for it.
+        """
+        try:
+            growing = self.growing_inputs()
+            values = self.capture_values(tokens)
+        except InputError as error:
+            raise CaptureError(str(error)) from error
+        program, logics = self.program, self.padding_logics
+        if program is None:
+            return request_of_module(
+                self,
+                FreshInputs(tokens, values),
+                StaticParameters.of_module(self.tower),
+                shared,
+                growing=growing,
+                splitting_ops=self.options.splitting_ops,
+                padding_logics=logics,
+            )
+        bindings = program.program.begin(program.arguments(values))
+        fresh = FreshInputs(tokens, values, program.tokens(values), bindings)
+        return request_of_program(program.region, fresh, self.parameters, shared, logics)
+
     # --- compile
 
-    def compile(
-        self, budgets: Sequence[int], progress: Callable[[int, int], None] | None = None
-    ) -> str | None:
+    def compile(self, progress: Callable[[int, int], None] | None = None) -> str | None:
         """Traces and compiles the forward once, for all sizes; why it stays as it is, or None."""
         if not self._compiled:
             self._compiled = True
-            self._refusal = self._compile(budgets, progress)
+            self._refusal = self._compile(progress)
         return self._refusal
 
-    def _compile(self, budgets: Sequence[int], progress: Callable[[int, int], None] | None) -> str | None:
+    def _compile(self, progress: Callable[[int, int], None] | None) -> str | None:
         if agreement_of(self.tower) is not None:
             return "captured without compiling: its parameters are sharded among ranks (DTensor)"
         try:
-            inputs = self._traced_values(budgets)
+            inputs = self._traced_values()
         except InputError as error:
             return f"not compiled: {error}"
         options = replace(self.options, progress=progress)
         try:
             module = self.tower if isinstance(self.tower, nn.Module) else None
-            program = trace_forward(
-                self.__call__, inputs, self._dynamic_dims(inputs, budgets), options, module
-            )
+            program = trace_forward(self.__call__, inputs, self._dynamic_dims(inputs), options, module)
             if program.program.token_symbol is None:
                 raise CompileError(
                     "it has no splitting op, so nothing tells which of its sizes counts tokens"
@@ -161,16 +194,17 @@ class PathForward:
         self.bind(program)
         return None
 
-    def _traced_values(self, budgets: Sequence[int]) -> dict[str, Tensor]:
+    def _traced_values(self) -> dict[str, Tensor]:
         """Inputs of a moderate size, with two tiles rather than one: a trace makes a size of 1 a constant."""
-        nearest = sorted(budgets, key=lambda budget: abs(budget - _TRACED_TOKENS))
+        nearest = sorted(self.budgets, key=lambda budget: abs(budget - _TRACED_TOKENS))
         inputs = self.first_values(nearest)
         if any(tensor.dim() > 0 and tensor.shape[0] == 1 for tensor in inputs.values()):
             return self.first_values([2 * budget for budget in nearest])
         return inputs
 
-    def _dynamic_dims(self, inputs: Mapping[str, Tensor], budgets: Sequence[int]) -> dict[str, list[int]]:
+    def _dynamic_dims(self, inputs: Mapping[str, Tensor]) -> dict[str, list[int]]:
         """The dimensions that differ between two budgets; with one budget, the first of every tensor."""
+        budgets = self.budgets
         if len(budgets) < 2:
             return {name: [0] for name, tensor in inputs.items() if tensor.dim() > 0 and tensor.shape[0] > 1}
         small, large = self.first_values(budgets), self.first_values(budgets[::-1])
@@ -187,19 +221,38 @@ class PathForward:
         self.parameters = StaticParameters(fixed, self.tower)
 
     def current_program(self) -> BoundProgram | None:
-        """The program on the parameters that the tower has now; None if it was not made for such as those."""
+        """The program on the parameters that the tower has now.
+
+        Raises:
+            InputError: they are of other sizes, dtypes or devices than those that it was compiled with.
+        """
         if self.program is None or not self.parameters.have_moved():
             return self.program
-        current = iter(self.parameters.current())
-        fixed = [next(current) if isinstance(old, torch.Tensor) else old for old in self.program.fixed]
-        if not all(_is_alike(old, new) for old, new in zip(self.program.fixed, fixed, strict=True)):
-            return None
-        self.bind(replace(self.program, fixed=tuple(fixed)))
+        rebound = self._rebound(self.program)
+        if rebound is None:
+            raise InputError(
+                f"{self.label}: parameters: expected them in the sizes, dtype and device in which the tower "
+                "was compiled; got others. Call clear() and capture() to compile it again"
+            )
+        self.bind(rebound)
         return self.program
 
+    def _rebound(self, program: BoundProgram) -> BoundProgram | None:
+        """The program on the parameters that the tower has now; None: it was not made for such."""
+        current = iter(self.parameters.current())
+        fixed = [next(current) if isinstance(old, torch.Tensor) else old for old in program.fixed]
+        if not all(_is_alike(old, new) for old, new in zip(program.fixed, fixed, strict=True)):
+            return None
+        return replace(program, fixed=tuple(fixed))
+
     def refresh(self) -> None:
-        """Forgets a program that was made for other parameters than the tower has now."""
-        if self.current_program() is None:
+        """Takes the parameters that the tower has now; a program that was made for others is forgotten."""
+        if self.program is None or not self.parameters.have_moved():
+            return
+        rebound = self._rebound(self.program)
+        if rebound is not None:
+            self.bind(rebound)
+        else:
             self.program = None
             self._compiled = False
 

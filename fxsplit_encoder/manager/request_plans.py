@@ -34,7 +34,7 @@ class RequestPlans:
     """Plans requests of one tower. To be told of its captures by `use_captures` before anything is planned.
 
     Args:
-        routes: the paths by (name, axis keys).
+        paths: by (name, axis keys).
     """
 
     def __init__(
@@ -42,12 +42,12 @@ class RequestPlans:
         tower: SupportsEncoderCudaGraph,
         config: EncoderConfig,
         model_config: EncoderCudaGraphConfig,
-        routes: Mapping[tuple[str, tuple[Hashable, ...]], EncoderPath],
+        paths: Mapping[tuple[str, tuple[Hashable, ...]], EncoderPath],
     ) -> None:
         self.tower = tower
         self.config = config
         self.model_config = model_config
-        self.routes = routes
+        self.paths = paths
         self._kept: dict[Hashable, Plan] = {}
 
     def use_captures(self, limits: Limits, *, captured: bool) -> None:
@@ -59,17 +59,17 @@ class RequestPlans:
         self._kept.clear()
         self._limits = limits
         self._captured = captured
-        paths = self.routes.values()
-        costs = {key: path.costs() for key, path in self.routes.items()}
-        for key, path in self.routes.items():
-            if path.exact is not None and costs[key].measured:
-                path.exact.use_costs(costs[key], path.ladder.capture_ms)
+        paths = self.paths.values()
+        costs = {key: path.costs for key, path in self.paths.items()}
+        for key, path in self.paths.items():
+            if costs[key].measured:
+                path.unpadded.use_costs(costs[key], path.ladder.capture_ms)
         self.build = functools.partial(
             build_plan,
             limits=limits,
             captured=Captured(
                 frozenset(path.key(b) for path in paths for b in path.captured),
-                frozenset(path.key(b) for path in paths for b in path.ladder.exact),
+                frozenset(path.key(b) for path in paths for b in path.ladder.no_graph_needed),
             )
             if captured
             else None,
@@ -79,7 +79,7 @@ class RequestPlans:
 
     def of(self, mm_kwargs: dict[str, Any], specs: Sequence[EncoderItemSpec]) -> Plan:
         """The plan of a request with items of these sizes. Touches no tensor but the grids."""
-        if not self.config.enabled or all(path.mode == "none" for path in self.routes.values()):
+        if not self.config.enabled or all(path.mode == "none" for path in self.paths.values()):
             items = list(map(Item, specs))
             paths, skippable = self._limits.path_budgets, self._limits.skippable_paths
             return build_fallback_plan(items, paths, MissReason.DISABLED, skippable)
@@ -101,14 +101,14 @@ class RequestPlans:
         return plan
 
     def as_served(self, plan: Plan) -> Plan:
-        """The plan with what captures at exact shapes, which come and go, would serve now."""
-        if not self._captured or all(path.exact is None for path in self.routes.values()):
+        """The plan with what captures of recurring token counts, which come and go, would serve now."""
+        if not self._captured or all(path.recurring_counts is None for path in self.paths.values()):
             return plan
         batches = []
         for batch in plan.batches:
             paths = {
-                name: self.routes[name, batch.axis_keys].as_served(planned)
-                if (name, batch.axis_keys) in self.routes
+                name: self.paths[name, batch.axis_keys].as_served(planned)
+                if (name, batch.axis_keys) in self.paths
                 else planned
                 for name, planned in batch.paths.items()
             }

@@ -395,7 +395,7 @@ def test_a_budget_that_the_trace_does_not_hold_for_is_dropped() -> None:
         batch = images(count)
         assert_equal(compiled(batch), module(batch))
     assert (dispatcher.hits, dispatcher.misses) == (4, {})
-    (ladder,) = dispatcher._ladders.values()
+    (ladder,) = [program.ladder for program in dispatcher.programs.values()]
     with pytest.raises(fx.CaptureError, match="the trace does not hold for 16 tokens"):
         ladder._request(16)
     batch = images(9)
@@ -462,7 +462,7 @@ def test_debug_checks_a_declared_padding_against_the_exact_shape() -> None:
     (dispatcher,) = set(dispatchers()) - known
     assert dispatcher.program.padding.declared
     assert dispatcher.misses == {fx.MissReason.NOT_CAPTURED: 1}
-    (ladder,) = dispatcher._ladders.values()
+    (ladder,) = [program.ladder for program in dispatcher.programs.values()]
     assert "the tower declares that it may be padded, but output 0 changes" in ladder.dropped[32]
 
 
@@ -547,7 +547,7 @@ def test_captures_for_other_sizes_are_bounded(monkeypatch: pytest.MonkeyPatch) -
         def forward(self, x: Tensor) -> Tensor:
             return nn.functional.scaled_dot_product_attention(x, x, x) * 2
 
-    monkeypatch.setattr(dispatch, "_MOST_LADDERS", 2)
+    monkeypatch.setattr(dispatch, "_MOST_PROGRAMS", 2)
     module = Tokens()
     known = set(dispatchers())
     compiled = compile_it(module, dynamic=True, token_budgets=[4])

@@ -11,14 +11,13 @@ from fxsplit_encoder.capture import (
     BreakableCUDAGraphCapture,
     CapturedForward,
     GraphPool,
-    StaticInputs,
-    StaticParameters,
     eager_break_during_capture,
 )
 from fxsplit_encoder.capture.memory import OwnedBuffers
 from fxsplit_encoder.errors import CaptureError, CaptureMemoryError
 
 from . import breakable_checks as shared
+from .bodies import request_of
 
 CPU = torch.device("cpu")
 
@@ -157,10 +156,8 @@ class RunsOutOfMemory(nn.Module):
 
 
 def record(module: Any, x: Tensor) -> CapturedForward:
-    captured = CapturedForward(
-        StaticInputs([]), StaticParameters([]), (), 4, None, "breakable", GraphPool(CPU), compiled=False
-    )
-    captured.record(lambda runner: [module(x)])
+    captured = CapturedForward(request_of(lambda: [module(x)]), "breakable", GraphPool(CPU))
+    captured.record()
     return captured
 
 

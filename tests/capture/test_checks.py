@@ -12,10 +12,10 @@ from fxsplit_encoder.capture import (
     GraphPool,
     HandedOut,
     StaticBuffer,
-    StaticInputs,
-    StaticParameters,
 )
 from fxsplit_encoder.errors import ReplayError
+
+from .bodies import request_of
 
 ROWS, BOUND = 8, 6
 
@@ -25,15 +25,13 @@ def captured(request: Any) -> CapturedForward:
     """Attention of 8 rows with segments of at most 6, loaded with a batch of 5."""
     x = torch.randn(ROWS, 2, 4)
     cu_seqlens = torch.tensor([0, 2, ROWS, ROWS], dtype=torch.int32)
-    inputs = StaticInputs([StaticBuffer("x", x), StaticBuffer("cu_seqlens", cu_seqlens)])
-    made = CapturedForward(
-        inputs, StaticParameters([]), (), ROWS, None, request.param, GraphPool(x.device), compiled=False
-    )
+    buffers = [StaticBuffer("x", x), StaticBuffer("cu_seqlens", cu_seqlens)]
 
-    def forward(runner: Any) -> list[Tensor]:
+    def forward() -> list[Tensor]:
         return [(varlen_attention(x, x, x, cu_seqlens, BOUND, 0.5) + x)[::2]]
 
-    made.record(forward)
+    made = CapturedForward(request_of(forward, ROWS, buffers), request.param, GraphPool(x.device))
+    made.record()
     made.load({"x": torch.randn(5, 2, 4), "cu_seqlens": torch.tensor([0, 5], dtype=torch.int32)}, None)
     return made
 

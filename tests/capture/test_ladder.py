@@ -12,30 +12,22 @@ from fxsplit_encoder.capture import (
     CapturedForward,
     CaptureRequest,
     GraphPool,
-    StaticInputs,
-    StaticParameters,
     ladder,
 )
 from fxsplit_encoder.capture.forward import MeasuredRun
 from fxsplit_encoder.errors import CaptureError, ConfigError
 
+from .bodies import body_calling, request_of
+
 
 def request(
-    call: Callable[[Any], Any] | None = None,
+    call: Callable[[], Any] | None = None,
     *,
     can_break: bool = True,
-    one_segment: Callable[[], CaptureRequest] | None = None,
+    single_segment: Callable[[], CaptureRequest] | None = None,
 ) -> CaptureRequest:
-    return CaptureRequest(
-        StaticInputs([]),
-        StaticParameters([]),
-        (),
-        4,
-        None,
-        call or (lambda runner: [torch.zeros(2)]),
-        can_break,
-        one_segment,
-    )
+    body = body_calling(call or (lambda: [torch.zeros(2)]), can_break=can_break)
+    return request_of(body, single_segment=single_segment)
 
 
 @pytest.fixture
@@ -71,7 +63,7 @@ def test_a_budget_is_captured_once_in_its_mode(mode: str, captured_mode: str, re
 def test_a_failure_is_remembered_until_clear(requests: list[int], caplog: pytest.LogCaptureFixture) -> None:
     failures = [RuntimeError("not now")] * 2  # in either mode
 
-    def fail_once(runner: Any) -> Any:
+    def fail_once() -> Any:
         if failures:
             raise failures.pop()
         return [torch.zeros(2)]
@@ -90,7 +82,7 @@ def test_a_failure_is_remembered_until_clear(requests: list[int], caplog: pytest
 def test_a_budget_that_fails_in_its_mode_is_captured_in_the_next(requests: list[int]) -> None:
     failures = [RuntimeError("not in one graph")]
 
-    def fail_once(runner: Any) -> Any:
+    def fail_once() -> Any:
         if failures:
             raise failures.pop()
         return [torch.zeros(2)]
@@ -106,7 +98,7 @@ def test_a_budget_that_fails_in_its_mode_is_captured_in_the_next(requests: list[
 
 
 def test_errors_that_are_not_about_capturing_are_not_hidden(requests: list[int]) -> None:
-    def fail(runner: Any) -> Any:
+    def fail() -> Any:
         raise ConfigError("splitting_ops: wrong")
 
     with pytest.raises(ConfigError):
@@ -125,20 +117,20 @@ class Measured:
     ):
         self.released: list[str] = []
         self.requests: list[int] = []
-        one_segment = lambda: request()  # noqa: E731
+        single_segment = lambda: request()  # noqa: E731
         self.ladder = make_ladder(
-            "auto", self.requests, lambda: request(one_segment=one_segment), attention_ms
+            "auto", self.requests, lambda: request(single_segment=single_segment), attention_ms
         )
         self.ladder.pool.is_cuda = True
-        narrow = "narrow"
+        single = "single"
 
         def record(
             ladder_self: BudgetLadder, budget: int, wanted: CaptureRequest, mode: str
         ) -> CapturedForward:
-            name = mode if wanted.one_segment is not None else narrow
+            name = mode if wanted.single_segment is not None else single
             if name in fails:
                 raise CaptureError(f"{name} fails")
-            captured = CapturedForward(wanted.inputs, wanted.parameters, (), 4, None, mode, ladder_self.pool)
+            captured = CapturedForward(wanted, mode, ladder_self.pool)
             ladder_self._num_bytes[budget] += 5
             captured.measure = lambda: costs[name]  # type: ignore[method-assign]
             captured.release = lambda: self.released.append(name)  # type: ignore[method-assign]
@@ -150,35 +142,35 @@ class Measured:
 
 
 def test_auto_keeps_the_cheapest_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    measured = Measured(monkeypatch, {"full": 2.0, "piecewise": 1.0, "exact": 3.0, "narrow": 1.5})
+    measured = Measured(monkeypatch, {"full": 2.0, "piecewise": 1.0, "exact": 3.0, "single": 1.5})
     captured = measured.ladder.capture(8)
     assert captured is not None
     assert captured.mode == "piecewise"
     # The graph for one segment costs more than the piecewise capture, so it goes too.
-    assert measured.released == ["full", "narrow"]
+    assert measured.released == ["full", "single"]
     assert measured.ladder.best(8, 1) is captured
     assert measured.ladder.num_bytes(8) == 15  # what was tried stays in the pool
 
 
 def test_auto_adds_a_graph_for_one_segment_where_it_is_cheaper(monkeypatch: pytest.MonkeyPatch) -> None:
-    measured = Measured(monkeypatch, {"full": 2.0, "piecewise": 1.0, "exact": 3.0, "narrow": 0.5})
+    measured = Measured(monkeypatch, {"full": 2.0, "piecewise": 1.0, "exact": 3.0, "single": 0.5})
     captured = measured.ladder.capture(8)
-    narrow = measured.ladder.best(8, 1)
-    assert narrow is not captured
-    assert narrow.mode == "full"
+    single = measured.ladder.best(8, 1)
+    assert single is not captured
+    assert single.mode == "full"
     assert measured.ladder.best(8, 2) is measured.ladder.best(8, None) is captured
     assert measured.ladder.num_bytes(8) == 15
     measured.ladder.clear()
-    assert sorted(measured.released) == ["full", "narrow", "piecewise"]
-    assert not measured.ladder.captured_one_segment
+    assert sorted(measured.released) == ["full", "piecewise", "single"]
+    assert not measured.ladder.captured_single_segment
 
 
 def test_auto_prefers_the_exact_shape_where_a_replay_gains_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    costs = {"full": 2.0, "piecewise": 1.0, "exact": 1.01, "narrow": 1.0}
+    costs = {"full": 2.0, "piecewise": 1.0, "exact": 1.01, "single": 1.0}
     measured = Measured(monkeypatch, {**costs, "host": 0.7})
     assert measured.ladder.capture(8) is None
     assert measured.ladder.capture(8) is None
-    assert measured.ladder.exact == {8}
+    assert measured.ladder.no_graph_needed == {8}
     assert sorted(measured.released) == ["full", "piecewise"]
     assert measured.requests == [8]
 
@@ -186,7 +178,7 @@ def test_auto_prefers_the_exact_shape_where_a_replay_gains_nothing(monkeypatch: 
 def test_auto_replays_rather_than_keep_the_host_as_busy_as_the_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    costs = {"full": 2.0, "piecewise": 1.0, "exact": 1.0, "narrow": 1.0}
+    costs = {"full": 2.0, "piecewise": 1.0, "exact": 1.0, "single": 1.0}
     busy = Measured(monkeypatch, {**costs, "host": 0.8}).ladder
     assert busy.capture(8) is not None
     assert busy.costs[8].exact == 1.0
@@ -194,16 +186,16 @@ def test_auto_replays_rather_than_keep_the_host_as_busy_as_the_device(
     # Where a replay costs more than that, the host's time is worth it.
     slower = Measured(monkeypatch, {**costs, "piecewise": 1.1, "host": 0.8}).ladder
     assert slower.capture(8) is None
-    assert slower.exact == {8}
+    assert slower.no_graph_needed == {8}
 
 
 def test_auto_captures_nothing_where_the_device_never_waits_for_the_host(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    costs = {"full": 2.0, "piecewise": 1.0, "exact": 3.0, "narrow": 1.0}
+    costs = {"full": 2.0, "piecewise": 1.0, "exact": 3.0, "single": 1.0}
     measured = Measured(monkeypatch, {**costs, "host": 1.4})
     assert measured.ladder.capture(8) is None
-    assert measured.ladder.exact == {8}
+    assert measured.ladder.no_graph_needed == {8}
     assert measured.ladder.costs[8].exact == 3.0
     assert measured.released == []
     assert measured.ladder.num_bytes(8) == 0
@@ -214,7 +206,7 @@ def test_auto_captures_nothing_where_the_device_never_waits_for_the_host(
 
 def test_attention_over_one_segment_does_not_hide_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch of many short segments has hardly any of it."""
-    costs = {"full": 10.0, "piecewise": 10.5, "exact": 10.0, "narrow": 10.0, "host": 4.0}
+    costs = {"full": 10.0, "piecewise": 10.5, "exact": 10.0, "single": 10.0, "host": 4.0}
     assert Measured(monkeypatch, costs).ladder.capture(8) is None
     attending = Measured(monkeypatch, costs, attention_ms={8: 5.0}.__getitem__).ladder
     captured = attending.capture(8)
@@ -226,7 +218,7 @@ def test_attention_over_one_segment_does_not_hide_the_host(monkeypatch: pytest.M
 
 
 def test_auto_takes_what_can_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    costs = {"full": 2.0, "piecewise": 1.0, "exact": 9.0, "narrow": 1.0}
+    costs = {"full": 2.0, "piecewise": 1.0, "exact": 9.0, "single": 1.0}
     captured = Measured(monkeypatch, costs, fails=("piecewise",)).ladder.capture(8)
     assert captured is not None
     assert captured.mode == "full"

@@ -6,6 +6,7 @@ import itertools
 import re
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -31,14 +32,24 @@ from fxsplit_encoder.capture import (
     checks,
     eager_attention,
     forward,
-    runner,
+    recorder,
 )
+from fxsplit_encoder.capture.requests import ProgramBody
 from fxsplit_encoder.compile import build
-from fxsplit_encoder.compile.program import Step
-from fxsplit_encoder.errors import CaptureError, CaptureMemoryError, InputError, ReplayError
+from fxsplit_encoder.compile.program import Ref, Step
+from fxsplit_encoder.errors import (
+    CaptureError,
+    CaptureMemoryError,
+    InputError,
+    ReplayError,
+    WeightsMovedError,
+)
 from fxsplit_encoder.manager import path as path_module
 
+from .bodies import body_calling, body_of, piece, request_of
+
 Manager = fx.EncoderCudaGraphManager
+
 IMAGES = [[(1, 8, 8)], [(1, 4, 6), (1, 2, 2)], [(1, 12, 10)], [(1, 2, 4)]]
 TOLERANCE = 1e-5
 
@@ -62,7 +73,7 @@ def replay(manager: Manager, budget: int, inputs: dict[str, Any]) -> list[Tensor
     path = manager.paths["default"]
     values = path.values(inputs)
     captured = path.best_capture(path.ladder, budget, values)
-    path.load(captured, values)
+    captured.load(values, path.forward.rows(values))
     rows = sum(t * h * w for key in ("image_grid_thw", "video_grid_thw") for t, h, w in inputs.get(key, []))
     return [captured.replay(debug=True)[0][: rows // 4].clone()]
 
@@ -147,8 +158,8 @@ def test_rule_1_eager_attention_writes_into_buffers_that_are_finite_everywhere(p
     live = eager_attention.LiveSegments()
     live.set(5, ())
     with SegmentedCapture(pool) as capture:
-        recording = runner.RecordingRunner(capture, breaks=True, live=live)
-        out = recording.run_split(step, [q, q, q, lengths, 8, 0.5], {})
+        recording = recorder.StepRecorder(capture, breaks=True, live=live)
+        out = recording.record(step, [q, q, q, lengths, 8, 0.5], {})
     assert out[5:].eq(0).all()
     q.fill_(1)
     capture.replay()
@@ -192,7 +203,7 @@ def test_rule_1_without_a_program_attention_clears_the_pad_rows(
 
     # Did it leave them as they are, they would reach real rows.
     monkeypatch.setattr(eager_attention, "_clear_pad_rows", lambda out, cu_seqlens: out)
-    manager.config = manager.config.model_copy(update={"debug": False})
+    manager._runner.debug = False
     assert differs(manager.execute(inputs), expected)
 
 
@@ -200,11 +211,10 @@ def test_rule_1_between_graphs_attention_clears_the_pad_rows_that_the_host_does_
     leaky: LeakyAttention,
 ) -> None:
     q, lengths = torch.randn(8, 2, 4), torch.tensor([0, 8, 8], dtype=torch.int32)
-    inputs = StaticInputs([StaticBuffer("q", q), StaticBuffer("cu_seqlens", lengths)])
-    captured = CapturedForward(
-        inputs, StaticParameters([]), (), 8, None, "breakable", GraphPool(q.device), compiled=False
-    )
-    captured.record(lambda steps: [varlen_attention(q, q, q, lengths, 8, 0.5) + 1])
+    buffers = [StaticBuffer("q", q), StaticBuffer("cu_seqlens", lengths)]
+    request = request_of(lambda: [varlen_attention(q, q, q, lengths, 8, 0.5) + 1], 8, buffers)
+    captured = CapturedForward(request, "breakable", GraphPool(q.device))
+    captured.record()
     assert captured.segment_inputs == ("cu_seqlens",)
     lengths.copy_(torch.tensor([0, 2, 5]))  # behind the back of `load`, as a value on a device is
     (out,) = captured.replay(debug=True)
@@ -291,7 +301,7 @@ def test_rule_2_falling_lengths_are_refused(managers: Any, make_batch: Any) -> N
     values["cu_seqlens"] = torch.tensor([0, 24, 20], dtype=torch.int32)
     before = snapshot(path.captured[16])
     with pytest.raises(InputError, match="cu_seqlens"):
-        path.load(path.captured[16], values)
+        path.captured[16].load(values, path.forward.rows(values))
     assert_unchanged(path.captured[16], before)
 
 
@@ -320,12 +330,13 @@ def test_rule_3_what_does_not_fit_leaves_every_buffer_untouched(
     path = managers[mode].paths["default"]
     inputs = make_batch([(1, 6, 4)])
     captured = path.captured[16]
-    path.load(captured, path.values(inputs))
+    values = path.values(inputs)
+    captured.load(values, path.forward.rows(values))
     before, rows = snapshot(captured), captured.num_rows.tensor.item()
     values = {n: joined(v) for n, v in path.values(make_batch([(1, 4, 4)], seed=1)).items()}
     values[name] = OVERSIZE[name](values[name])
     with pytest.raises(ReplayError, match=name):
-        path.load(captured, values)
+        captured.load(values, path.forward.rows(values))
     assert_unchanged(captured, before)
     assert captured.num_rows.tensor.item() == rows
     assert captured.inputs.buffers["pixel_values"].dirty_rows == 24
@@ -338,7 +349,7 @@ def test_rule_3_the_manager_falls_back_whole_and_counts_it(
     manager.capture()
     manager.execute(make_batch([(1, 6, 4)]))
     # Did the planner believe that any number of segments fits, the capture would still refuse.
-    manager.paths["default"].segment_room.update(dict.fromkeys((16, 32, 64), 1000))
+    manager.paths["default"].segment_capacity.update(dict.fromkeys((16, 32, 64), 1000))
     before = snapshot(manager.paths["default"].captured[16])
     inputs = make_batch([(1, 2, 2)] * 2, [(14, 2, 2)])
     manager.limits = fx.planning.Limits(manager.limits.path_budgets, 4, 99)
@@ -359,7 +370,7 @@ def test_rule_3_holds_for_cumulative_lengths_without_a_program(tiny_towers: Any,
     values = path.values(make_batch([(1, 2, 2)]))
     values["cu_seqlens"] = torch.arange(99, dtype=torch.int32)
     with pytest.raises(ReplayError, match="cu_seqlens: 98 segments"):
-        path.load(path.captured[4], values)
+        path.captured[4].load(values, path.forward.rows(values))
     assert_unchanged(path.captured[4], before)
 
 
@@ -373,14 +384,14 @@ def test_rule_4_a_missing_value_is_an_error_and_none_keeps(managers: Any, make_b
     captured = path.captured[16]
     before = snapshot(captured)
     with pytest.raises(ReplayError, match="interp_weights: the replay needs this buffer and got no value"):
-        path.load(captured, {k: v for k, v in values.items() if k != "interp_weights"})
+        captured.load({k: v for k, v in values.items() if k != "interp_weights"}, None)
     assert_unchanged(captured, before)
 
-    path.load(captured, values)
+    captured.load(values, path.forward.rows(values))
     first = captured.replay()[0][:4].clone()
-    path.load(captured, {**values, "interp_weights": None})
+    captured.load({**values, "interp_weights": None}, path.forward.rows(values))
     assert torch.equal(captured.replay()[0][:4], first)
-    path.load(captured, dict.fromkeys(values))
+    captured.load(dict.fromkeys(values), None)
     assert torch.equal(captured.replay()[0][:4], first)
 
 
@@ -443,7 +454,7 @@ def test_rule_5_the_pixels_of_a_batch_are_copied_once_and_metadata_not_again(
     for inputs, has_new_metadata in ((first, True), (second, False), (other, True), (second, True)):
         with CountWrites() as writes:
             values = path.values(inputs)
-            path.load(path.captured[64], values)
+            path.captured[64].load(values, path.forward.rows(values))
         assert writes.cleared == 0
         copied = {name: joined(value).numel() for name, value in values.items()} | {"cu_seqlens": lengths}
         assert writes.copied == (sum(copied.values()) if has_new_metadata else copied["pixel_values"])
@@ -459,7 +470,7 @@ def test_rule_5_what_is_not_copied_again_is_there(
     batches = [make_batch([(1, 4, 4)]), make_batch([(1, 2, 8)]), make_batch([(1, 4, 4), (1, 2, 4)])]
     for budget, number in loads:
         captured, values = path.captured[budget], path.values(batches[number])
-        path.load(captured, values)
+        captured.load(values, path.forward.rows(values))
         for name, tensor in captured.inputs.tensors.items():
             given = joined(values[name])
             assert torch.equal(tensor[: len(given)], given.to(tensor.dtype)), name
@@ -473,7 +484,7 @@ def test_rule_5_a_tensor_that_may_change_is_read_again(managers: Any, make_batch
     name = next(name for name in values if name not in ("pixel_values", "cu_seqlens"))
     for _ in range(2):
         values[name].numpy()[...] += 1  # leaves no trace that torch could see
-        path.load(path.captured[64], values)
+        path.captured[64].load(values, path.forward.rows(values))
         assert torch.equal(tensors[name][:16], values[name])
 
 
@@ -510,11 +521,42 @@ def test_rule_6_a_parameter_elsewhere_is_an_error_that_names_it(
     change: Callable[[Any], None], captured_pair: Any, make_batch: Any
 ) -> None:
     manager, module = captured_pair
-    manager.execute(make_batch([(1, 4, 4)]))
+    captured = manager.paths["default"].captured[4]
+    captured.replay()
     change(module)
     with pytest.raises(
-        ReplayError, match=r"^capture rule 6: tower\.blocks\.2\.mlp\.linear_fc1\.weight: moved .*\(1 of "
+        WeightsMovedError,
+        match=r"^capture rule 6: tower\.blocks\.2\.mlp\.linear_fc1\.weight: moved .*\(1 of ",
     ):
+        captured.replay()
+
+
+@pytest.mark.parametrize("change", [move, substitute])
+def test_rule_6_the_manager_captures_again_over_parameters_elsewhere(
+    change: Callable[[Any], None], captured_pair: Any, make_batch: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager, module = captured_pair
+    inputs = make_batch([(1, 4, 4)])
+    manager.execute(inputs)
+    before = manager.paths["default"].captured
+    held = sorted(before)
+    change(module)
+    for _ in range(2):
+        output = manager.execute(inputs)[0]
+        torch.testing.assert_close(
+            output, manager.tower.encoder_eager_forward(inputs), rtol=0, atol=TOLERANCE
+        )
+    assert caplog.text.count("capturing again: capture rule 6") == 1
+    assert sorted(manager.paths["default"].captured) == held
+    assert (manager.stats().hits, manager.stats().misses) == (3, {})
+
+
+def test_rule_6_parameters_that_the_program_was_not_compiled_for_are_an_error(
+    captured_pair: Any, make_batch: Any
+) -> None:
+    manager, module = captured_pair
+    remove(module)
+    with pytest.raises(InputError, match=r"expected them in the sizes, dtype and device .* Call clear"):
         manager.execute(make_batch([(1, 4, 4)]))
 
 
@@ -525,8 +567,8 @@ def test_rule_6_what_a_replay_reads_is_held_until_clear(captured_pair: Any, make
     (held,) = [weakref.ref(tensor) for tensor in memory if tensor.data_ptr() == address]
     del memory
     move(module)
-    with pytest.raises(ReplayError):
-        manager.execute(make_batch([(1, 4, 4)]))
+    with pytest.raises(WeightsMovedError):
+        manager.paths["default"].captured[4].replay()
     assert torch.equal(held(), expected)
     manager.clear()
     assert held() is None
@@ -615,8 +657,13 @@ def test_rule_6_a_forward_that_is_captured_as_it_is_watches_its_parameters(
     kept = module.weight
     try:
         substitute(module)
-        with pytest.raises(ReplayError, match=r"merger\.linear_fc2\.weight: moved"):
-            manager.execute(make_batch([(1, 2, 2)]))
+        with pytest.raises(WeightsMovedError, match=r"merger\.linear_fc2\.weight: moved"):
+            manager.paths["default"].captured[4].replay()
+        inputs = make_batch([(1, 2, 2)])
+        torch.testing.assert_close(
+            manager.execute(inputs)[0], tower.encoder_eager_forward(inputs), rtol=0, atol=TOLERANCE
+        )
+        assert manager.stats().hits == 1
     finally:
         module.weight = kept
 
@@ -662,13 +709,13 @@ def test_rule_6_the_backend_captures_again_where_parameters_were_replaced(
     torch.testing.assert_close(compiled(x), module(x))
     (dispatcher,) = set(dispatchers()) - known
     assert dispatcher.hits == dispatcher.num_captured == 1
-    (ladder,) = dispatcher._ladders.values()
+    (program,) = dispatcher.programs.values()
     module.qkv.weight.data = torch.randn(24, 8)
     torch.testing.assert_close(compiled(x), module(x))
     assert "capturing again" in caplog.text
     assert dispatcher.hits == 2
-    assert ladder not in dispatcher._ladders.values()
-    assert not ladder.captured
+    assert program not in dispatcher.programs.values()
+    assert not program.captured
 
 
 # --- 7: the manager owns cloning
@@ -772,11 +819,12 @@ class LazyLayers:
         self.events = events
         self.compiled: set[int] = set()
 
-    def __call__(self, steps: Any) -> list[Tensor]:
+    def body(self) -> ProgramBody:
         x = torch.zeros(2)
-        for layer in range(3):
-            (x,) = steps.run_piece(_step(self.run_layer), [layer, x])
-        return [x]
+        steps = [
+            piece(self.run_layer, [layer, Ref(layer - 1) if layer else x], (layer,)) for layer in range(3)
+        ]
+        return body_of(steps, [2])
 
     def run_layer(self, layer: int, x: Tensor) -> tuple[Tensor]:
         if layer not in self.compiled:
@@ -787,17 +835,13 @@ class LazyLayers:
         return (x + 1,)
 
 
-def _step(call: Any) -> Any:
-    return Step("piece", "p", call, (), {}, (0,), returns_tensor=False)
-
-
-def captured_forward(pool: GraphPool, mode: str = "full") -> CapturedForward:
-    return CapturedForward(StaticInputs([]), StaticParameters([]), (), 4, None, mode, pool)
+def captured_layers(pool: GraphPool, events: Events) -> CapturedForward:
+    return CapturedForward(request_of(LazyLayers(events).body()), "full", pool)
 
 
 def test_rule_8_every_layer_runs_before_the_capture(device_pool: Any) -> None:
     pool, events = device_pool
-    captured_forward(pool).record(LazyLayers(events))
+    captured_layers(pool, events).record()
     depth = ["layer 0", "layer 1", "layer 2"]
     assert events == [*depth, *depth, "synchronize", "begin", *depth, "end"]
 
@@ -808,7 +852,7 @@ def test_rule_8_without_a_warm_up_the_capture_fails(
     pool, events = device_pool
     monkeypatch.setattr(forward, "_WARMUPS", 0)
     with pytest.raises(CaptureError, match="layer 0 compiles inside the capture"):
-        captured_forward(pool).record(LazyLayers(events))
+        captured_layers(pool, events).record()
     assert not events.capturing
 
 
@@ -842,18 +886,10 @@ def test_rule_9_a_failed_budget_is_dropped_and_the_others_serve(
         if budget not in (16, 64):
             return request
 
-        def fail(steps: Any) -> Any:
+        def fail() -> Any:
             raise error
 
-        return CaptureRequest(
-            request.inputs,
-            request.parameters,
-            request.segment_inputs,
-            request.rows,
-            None,
-            fail,
-            can_break=False,
-        )
+        return replace(request, body=body_calling(fail))
 
     monkeypatch.setattr(path.ladder, "_request", failing_request)
     manager.capture()
@@ -910,22 +946,14 @@ def test_rule_9_nothing_captured_at_all_still_serves(
 def test_rule_9_a_failed_capture_for_one_segment_keeps_the_general_one(device_pool: Any) -> None:
     pool, events = device_pool
 
-    def fail(steps: Any) -> Any:
+    def fail() -> Any:
         raise torch.OutOfMemoryError("no more")
 
-    def request(call: Any, one_segment: Any = None) -> CaptureRequest:
-        return CaptureRequest(
-            StaticInputs([]),
-            StaticParameters([]),
-            (),
-            4,
-            None,
-            call,
-            can_break=False,
-            one_segment=one_segment,
-        )
+    def request(budget: int) -> CaptureRequest:
+        layers = LazyLayers(events).body()
+        return request_of(layers, single_segment=lambda: request_of(body_calling(fail)))
 
-    ladder = BudgetLadder(lambda budget: request(LazyLayers(events), lambda: request(fail)), "full", pool)
+    ladder = BudgetLadder(request, "full", pool)
     captured = ladder.capture(4)
     assert captured is not None
     assert not ladder.dropped
@@ -940,9 +968,9 @@ def pool_events(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     events: list[Any] = []
     record, retire = CapturedForward.record, GraphPool.retire
 
-    def spy_record(self: CapturedForward, call: Any) -> None:
+    def spy_record(self: CapturedForward) -> None:
         events.append((id(self.pool), self.rows))
-        record(self, call)
+        record(self)
 
     def spy_retire(self: GraphPool) -> None:
         events.append((id(self), "retire"))
@@ -986,7 +1014,7 @@ def test_rule_10_every_path_shares_the_order(pool_events: list[Any], make_manage
     twin.__dict__.update(manager.paths["default"].__dict__)
     twin.name, twin.budgets = "other", (8, 40)
     twin.ladder = BudgetLadder(manager.paths["default"].ladder._request, "full", manager.pool)
-    manager.routes["other", ()] = twin
+    manager.paths_by_key["other", ()] = twin
     manager.capture()
     assert [rows // 4 for _, rows in pool_events] == [64, 40, 32, 16, 8, 4]
     assert len({pool for pool, _ in pool_events}) == 1

@@ -6,34 +6,25 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from fxsplit_encoder.attention import KnownSegments, varlen_attention
 from fxsplit_encoder.capture import (
     BreakableCUDAGraphCapture,
     GraphPool,
     SegmentedCapture,
-    StaticInputs,
-    StaticParameters,
 )
 from fxsplit_encoder.capture.eager_attention import LiveSegments
 from fxsplit_encoder.capture.forward import CapturedForward
-from fxsplit_encoder.capture.runner import ExactRunner, RecordingRunner
-from fxsplit_encoder.compile import Step
+from fxsplit_encoder.capture.recorder import StepRecorder
+from fxsplit_encoder.compile.program import Ref
 from fxsplit_encoder.errors import CaptureError, ReplayError
+
+from .bodies import body_of, piece, request_of, split
 
 
 @pytest.fixture
 def pool() -> GraphPool:
     return GraphPool(torch.device("cpu"))
-
-
-def split_step(call: Any, returns_tensor: bool = True) -> Step:
-    return Step("split", "s", call, (), {}, (0,), returns_tensor)
-
-
-def piece_step(call: Any) -> Step:
-    return Step("piece", "p", call, (), {}, (1,), False)
 
 
 def test_replay_calls_everything_in_order_on_what_the_inputs_hold_now(pool: GraphPool) -> None:
@@ -84,15 +75,13 @@ def test_a_failure_leaves_no_half_recording(pool: GraphPool) -> None:
 def test_modes_differ_in_where_they_break(pool: GraphPool, mode: str, graphs: int, eager: int) -> None:
     x = torch.randn(6, 2, 4)
     lengths = torch.tensor([0, 6], dtype=torch.int32)
-    attention = split_step(varlen_attention)
-
-    def forward(runner: Any) -> list[Tensor]:
-        (q,) = runner.run_piece(piece_step(lambda t: (t * 2,)), [x])
-        out = runner.run_split(attention, [q, q, q, lengths, 6, 0.5], {})
-        return list(runner.run_piece(piece_step(lambda t: (t + 1,)), [out]))
-
-    captured = CapturedForward(StaticInputs([]), StaticParameters([]), (), 6, None, mode, pool)
-    captured.record(forward)
+    steps = [
+        piece(lambda: (x * 2,), outputs=(0,)),
+        split(varlen_attention, [Ref(0), Ref(0), Ref(0), lengths, 6, 0.5], 1),
+        piece(lambda t: (t + 1,), [Ref(1)], (2,)),
+    ]
+    captured = CapturedForward(request_of(body_of(steps, [2]), 6), mode, pool)
+    captured.record()
     assert (captured.capture.num_graphs, captured.capture.num_eager_breaks) == (graphs, eager)
     for _ in range(2):
         x.normal_()
@@ -105,10 +94,10 @@ def test_modes_differ_in_where_they_break(pool: GraphPool, mode: str, graphs: in
 def test_another_splitting_op_keeps_its_results_in_place(pool: GraphPool) -> None:
     x = torch.ones(2)
     with SegmentedCapture(pool) as capture:
-        runner = RecordingRunner(capture, breaks=True, live=LiveSegments())
-        one = runner.run_split(split_step(torch.neg), [x], {})
-        many = runner.run_split(split_step(torch.aminmax, returns_tensor=False), [x], {"dim": 0})
-        last = runner.run_piece(piece_step(lambda a, b: (a + b,)), [one, many[1]])
+        recorder = StepRecorder(capture, breaks=True, live=LiveSegments())
+        one = recorder.record(split(torch.neg), [x], {})
+        many = recorder.record(split(torch.aminmax), [x], {"dim": 0})
+        last = recorder.record(piece(lambda a, b: (a + b,)), [one, many[1]], {})
     assert capture.num_eager_breaks == 2
     address = one.data_ptr()
     x.copy_(torch.tensor([3.0, 5.0]))
@@ -119,17 +108,18 @@ def test_another_splitting_op_keeps_its_results_in_place(pool: GraphPool) -> Non
     assert last[0].tolist() == [2.0, 0.0]
 
 
-def test_the_exact_runner_attends_to_the_segments_that_the_host_knows() -> None:
+def test_without_a_capture_attention_takes_the_segments_that_the_host_knows() -> None:
     q, lengths = torch.randn(4, 1, 8), torch.tensor([0, 3, 4], dtype=torch.int32)
-    args = [q, q, q, lengths, 4, 0.5]
-    expected = varlen_attention(*args)
-    lengths_elsewhere = torch.tensor([0, 4], dtype=torch.int32)
-    exact = ExactRunner([KnownSegments(lengths, [0, 3, 4])])
-    torch.testing.assert_close(exact.run_split(split_step(varlen_attention), args, {}), expected)
-    unknown = [q, q, q, lengths_elsewhere, 4, 0.5]
-    whole = exact.run_split(split_step(varlen_attention), unknown, {})
-    torch.testing.assert_close(whole, varlen_attention(*unknown))
-    assert exact.run_split(split_step(torch.neg), [torch.ones(1)], {}).item() == -1
+    unknown = torch.tensor([0, 4], dtype=torch.int32)
+    steps = [
+        split(varlen_attention, [q, q, q, lengths, 0, 0.5], 0),  # a bound that holds for no segment
+        split(varlen_attention, [q, q, q, unknown, 4, 0.5], 1),
+        split(torch.neg, [torch.ones(1)], 2),
+    ]
+    known, whole, negated = body_of(steps, [0, 1, 2])([KnownSegments(lengths, [0, 3, 4])])
+    torch.testing.assert_close(known, varlen_attention(q, q, q, lengths, 4, 0.5))
+    torch.testing.assert_close(whole, varlen_attention(q, q, q, unknown, 4, 0.5))
+    assert negated.item() == -1
 
 
 def test_live_segments_are_those_of_one_batch() -> None:
@@ -143,13 +133,13 @@ def test_live_segments_are_those_of_one_batch() -> None:
 
 
 def test_the_reason_of_a_failure_names_the_piece(pool: GraphPool) -> None:
-    def forward(runner: Any) -> list[Tensor]:
-        (x,) = runner.run_piece(piece_step(lambda: (torch.ones(2),)), ())
-        return [runner.run_split(split_step(torch.ops.aten.add.Tensor), [x, "no"], {})]
-
-    captured = CapturedForward(StaticInputs([]), StaticParameters([]), (), 6, None, "piecewise", pool)
+    steps = [
+        piece(lambda: (torch.ones(2),), outputs=(0,)),
+        split(torch.ops.aten.add.Tensor, [Ref(0), "no"], 1),
+    ]
+    captured = CapturedForward(request_of(body_of(steps, [1]), 6), "piecewise", pool)
     with pytest.raises(CaptureError, match=r"^capturing 6 rows failed at aten::add\.Tensor: RuntimeError: "):
-        captured.record(forward)
+        captured.record()
     with pytest.raises(ReplayError, match="nothing to replay"):
         captured.replay()
 

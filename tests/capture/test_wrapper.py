@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fxsplit_encoder.attention.hugging_face import use_varlen_attention
 from fxsplit_encoder.capture import BreakableCUDAGraphCapture, BreakableCUDAGraphWrapper, GraphPool
-from fxsplit_encoder.capture.descriptor import describe
+from fxsplit_encoder.capture.wrapper import describe
 from fxsplit_encoder.errors import InputError
 
 from . import wrapper_checks as shared

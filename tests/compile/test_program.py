@@ -1,12 +1,13 @@
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from fxsplit_encoder.compile import DIRECT, Bindings, BoundProgram
-from fxsplit_encoder.compile.program import Ref, resolve
+from fxsplit_encoder.compile import Bindings, BoundProgram
+from fxsplit_encoder.compile.program import Ref
 from fxsplit_encoder.compile.sizes import Size
 
 
@@ -74,40 +75,30 @@ def test_freeing_releases_the_memory(bound: BoundProgram, inputs: Any) -> None:
     program = bound.program
     made: list[weakref.ref[Tensor]] = []
 
-    class Watching:
-        def run_piece(self, step: Any, args: Any) -> Any:
-            results = DIRECT.run_piece(step, args)
-            made.extend(weakref.ref(r) for r in results)
-            return results
-
-        def run_split(self, step: Any, args: Any, kwargs: Any) -> Any:
-            result = DIRECT.run_split(step, args, kwargs)
-            made.append(weakref.ref(result))
+    def watch(step: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = step.call(*args, **kwargs)
+            made.extend(map(weakref.ref, (result,) if step.returns_tensor else result))
             return result
 
+        return replace(step, call=call)
+
     bindings = program.begin(bound.arguments(inputs(9)))
-    outputs = program.finish(bindings, Watching())
+    outputs = replace(program, steps=tuple(map(watch, program.steps))).finish(bindings)
     gc.collect()
     alive = [ref() for ref in made if ref() is not None]
     assert len(made) > 6
     assert [id(t) for t in alive] == [id(outputs[0])]
 
 
-def test_a_runner_sees_every_step_of_the_region(bound: BoundProgram, inputs: Any) -> None:
-    seen: list[str] = []
-
-    class Recording:
-        def run_piece(self, step: Any, args: Any) -> Any:
-            seen.append(step.name)
-            return DIRECT.run_piece(step, args)
-
-        def run_split(self, step: Any, args: Any, kwargs: Any) -> Any:
-            seen.append(step.name)
-            return DIRECT.run_split(step, args, kwargs)
-
-    expected = bound(inputs(9))
-    torch.testing.assert_close(bound(inputs(9), Recording()), expected, rtol=0, atol=0)
-    assert seen == [step.name for step in bound.program.steps]
+def test_the_steps_of_the_region_may_be_called_one_by_one(bound: BoundProgram, inputs: Any) -> None:
+    program = bound.program
+    bindings = program.begin(bound.arguments(inputs(9)))
+    program.fill_num_rows(bindings)
+    for step in program.region:
+        args, kwargs = bindings.arguments(step)
+        bindings.store(step, step.call(*args, **kwargs))
+    torch.testing.assert_close(program.results(bindings)[0], bound(inputs(9)), rtol=0, atol=0)
 
 
 def test_the_inputs_of_the_region_say_what_counts_tokens(bound: BoundProgram) -> None:
@@ -144,4 +135,4 @@ def test_running_does_not_change_the_inputs(bound: BoundProgram, inputs: Any) ->
 def test_arguments_resolve_where_they_are_nested() -> None:
     bindings = Bindings(["a", "b"], {"T": 7})
     size = Size.of(3)
-    assert resolve([Ref(1), (size, Ref(0)), None, 2.5], bindings) == ["b", (3, "a"), None, 2.5]
+    assert bindings.value([Ref(1), (size, Ref(0)), None, 2.5]) == ["b", (3, "a"), None, 2.5]

@@ -96,8 +96,8 @@ def test_the_tower_becomes_pieces_of_few_kinds(bound: BoundProgram) -> None:
 
 
 def test_the_inputs_are_known_by_name(bound: BoundProgram, wrapped: Any) -> None:
-    assert bound.segment_inputs == ("cu_seqlens",)
-    assert bound.token_dims == {
+    assert bound.region.segment_inputs == ("cu_seqlens",)
+    assert {name: entry.token_dim for name, entry in bound.region.inputs.items()} == {
         "pixel_values": 0,
         "position_ids": 0,
         "interp_indices": 0,

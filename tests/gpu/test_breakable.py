@@ -18,13 +18,12 @@ from fxsplit_encoder.capture import (
     CapturedForward,
     GraphPool,
     StaticBuffer,
-    StaticInputs,
-    StaticParameters,
     eager_break_during_capture,
 )
 from fxsplit_encoder.errors import CaptureError, CaptureMemoryError
 
 from ..capture import breakable_checks, wrapper_checks
+from ..capture.bodies import request_of
 
 pytestmark = pytest.mark.gpu
 
@@ -119,11 +118,9 @@ def test_out_of_memory_gives_everything_back(pool: GraphPool) -> None:
             return torch.stack(held).sum(0)
 
     module = Greedy()
-    failing = CapturedForward(
-        StaticInputs([]), StaticParameters([]), (), MIB, None, "breakable", pool, compiled=False
-    )
+    failing = CapturedForward(request_of(lambda: [module(x)], MIB), "breakable", pool)
     with pytest.raises(CaptureMemoryError, match="in Greedy") as info:
-        failing.record(lambda runner: [module(x)])
+        failing.record()
     assert not torch.cuda.is_current_stream_capturing()
     pool.retire()
     assert info.value.__cause__ is not None  # kept, and holds nothing
@@ -352,14 +349,14 @@ def test_pad_rows_are_zero_in_one_graph_and_between_graphs(pool: GraphPool) -> N
     for mode in ("full", "breakable"):
         qkv = torch.randn(3, 64, 4, 64, device="cuda", dtype=torch.bfloat16)
         cu_seqlens = torch.tensor([0, 64, 64, 64], dtype=torch.int32, device="cuda")
-        inputs = StaticInputs([StaticBuffer("qkv", qkv, 1), StaticBuffer("cu_seqlens", cu_seqlens)])
-        captured = CapturedForward(inputs, StaticParameters([]), (), 64, None, mode, pool, compiled=False)
+        buffers = [StaticBuffer("qkv", qkv, 1), StaticBuffer("cu_seqlens", cu_seqlens)]
 
-        def forward(runner: Any, qkv: Tensor = qkv, cu_seqlens: Tensor = cu_seqlens) -> list[Tensor]:
+        def forward(qkv: Tensor = qkv, cu_seqlens: Tensor = cu_seqlens) -> list[Tensor]:
             q, k, v = qkv.unbind(0)
             return [varlen_attention(q, k, v, cu_seqlens, 64, 0.125) + 1]
 
-        captured.record(forward)
+        captured = CapturedForward(request_of(forward, 64, buffers), mode, pool)
+        captured.record()
         batch = torch.randn(3, 40, 4, 64, dtype=torch.bfloat16)
         for device in ("cpu", "cuda"):  # the host knows the lengths, or does not
             lengths = torch.tensor([0, 24, 40], dtype=torch.int32, device=device)

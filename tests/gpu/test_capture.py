@@ -20,9 +20,10 @@ from fxsplit_encoder.capture import (
     SegmentedCapture,
     StaticBuffer,
     StaticInputs,
-    StaticParameters,
     pad_cu_seqlens,
 )
+
+from ..capture.bodies import body_calling, request_of
 
 pytestmark = pytest.mark.gpu
 
@@ -147,20 +148,15 @@ def test_a_byte_limit_drops_budgets_with_a_reason(towers: Any) -> None:
 def test_a_failed_capture_leaves_a_usable_stream_and_pool() -> None:
     pool = GraphPool(torch.device("cuda"))
     x = torch.ones(4, device="cuda")
-    failing = CapturedForward(StaticInputs([]), StaticParameters([]), (), 4, None, "full", pool)
 
-    def synchronises(runner: Any) -> list[Any]:
+    def synchronizes() -> list[Any]:
         if torch.cuda.is_current_stream_capturing():
             x.sum().item()
         return [x + 1]
 
-    def recording(runner: Any) -> list[Any]:
-        return failing.capture.captured(synchronises, runner)  # type: ignore[no-any-return]
-
+    failing = CapturedForward(request_of(body_calling(synchronizes)), "full", pool)
     with pytest.raises(fx.CaptureError):
-        failing.record(
-            lambda runner: recording(runner) if runner.__class__.__name__ == "RecordingRunner" else [x]
-        )
+        failing.record()
     assert not torch.cuda.is_current_stream_capturing()
     good = SegmentedCapture(pool)
     with good:

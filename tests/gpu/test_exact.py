@@ -85,8 +85,8 @@ def always_captured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def pools(manager: fx.EncoderCudaGraphManager) -> list[GraphPool]:
     """Those that captures are made in."""
-    exact = manager.paths["default"].exact
-    generations = [] if exact is None else exact.shapes._generations
+    exact = manager.paths["default"].unpadded
+    generations = exact.captures._generations
     return [manager.pool, *(generation.pool for generation in generations)]
 
 
@@ -116,7 +116,7 @@ def test_a_thousand_batches_stay_within_eagers_error(
     assert statistics.fmean(ours) <= 1.1 * statistics.fmean(theirs)
     assert manager.stats().hit_rate == 1
     if mode == "exact":
-        shapes = manager.paths["default"].exact.shapes
+        shapes = manager.paths["default"].unpadded.captures
         assert len(shapes.sizes) <= 32
         assert shapes.num_evicted > 0
         assert not shapes.refused
@@ -151,7 +151,7 @@ def test_ten_thousand_replays_over_fifty_counts_leak_nothing(family: Any) -> Non
 def test_evicting_frees_what_was_promised(family: Any) -> None:
     tower = family[0]
     manager = make_manager(tower, exact_min_hits=1, exact_max_graphs=4)  # generations of one
-    shapes = manager.paths["default"].exact.shapes
+    shapes = manager.paths["default"].unpadded.captures
 
     def serve() -> None:
         for side in (60, 58, 56, 54):
@@ -181,14 +181,14 @@ def test_evicting_frees_what_was_promised(family: Any) -> None:
 def test_auto_captures_a_count_that_padding_makes_dear(family: Any) -> None:
     tower = family[0]
     manager = make_manager(tower, mode="auto", packing="cost", token_budgets=(64, 512))
-    replays = manager.paths["default"].exact
+    replays = manager.paths["default"].unpadded
     assert replays is not None
     inputs = images([(1, 20, 16)], tower.patch_features)  # 80 tokens in a budget of 512
     for _ in range(4000):
         manager.execute(inputs)
-        if 80 in replays.shapes or 80 in replays.shapes.not_faster:
+        if 80 in replays.captures or 80 in replays.captures.not_faster:
             break
-    assert 80 in replays.shapes or 80 in replays.shapes.not_faster
+    assert 80 in replays.captures or 80 in replays.captures.not_faster
     (expected,) = family[1](inputs)
     size = float(expected.float().square().mean().sqrt())
     assert rms_error(manager.execute(inputs), [expected]) <= 0.1 * size

@@ -90,20 +90,20 @@ def _report(manager: fx.EncoderCudaGraphManager, whole: Any, batches: list[dict[
         "errors": errors,
         "hits": manager.stats().hits,
         "misses": dict(manager.stats().misses),
-        "sizes": path.exact.shapes.sizes if path.exact is not None else sorted(path.captured),
-        "refused": path.exact.shapes.refused if path.exact is not None else {},
+        "sizes": path.unpadded.captures.sizes if path.recurring_counts else sorted(path.captured),
+        "refused": path.unpadded.captures.refused if path.recurring_counts else {},
         "reports": manager.reports,
     }
 
 
 def _refuse(path: Any, tokens: int) -> None:
     """Makes the capture of one size fail, as it does where memory runs out on this rank alone."""
-    assert path.exact is not None
-    request = path.exact.shapes._request
+    assert path.recurring_counts is not None
+    request = path.unpadded.captures._request
 
     def refusing(size: int) -> Any:
         if size == tokens:
             raise CaptureError(REFUSED)
         return request(size)
 
-    path.exact.shapes._request = refusing
+    path.unpadded.captures._request = refusing

@@ -43,7 +43,7 @@ def with_paths() -> fx.EncoderCudaGraphManager:
 
 
 def captures(manager: fx.EncoderCudaGraphManager) -> set[CaptureKey]:
-    return {path.key(budget) for path in manager.routes.values() for budget in path.captured}
+    return {path.key(budget) for path in manager.paths_by_key.values() for budget in path.captured}
 
 
 # --- captures
@@ -54,7 +54,7 @@ def test_every_budget_is_captured_for_every_combination(manager: fx.EncoderCudaG
     assert captures(manager) == expected
     assert set(manager.stats().budgets) == expected
     assert set(manager.tower.prepared) >= {("default", b, keys) for b in BUDGETS for keys in COMBINATIONS}
-    for (_, keys), path in manager.routes.items():
+    for (_, keys), path in manager.paths_by_key.items():
         for budget, capture in path.captured.items():
             assert capture.inputs.tensors["patches"].shape == (budget, keys[0])
             assert capture.inputs.tensors["copies"].shape == (keys[1],)
@@ -66,7 +66,7 @@ def test_the_largest_budgets_of_all_combinations_come_first(monkeypatch: pytest.
     model = AxesModel()
     manager = make(model)
     order: list[int] = []
-    for path in manager.routes.values():
+    for path in manager.paths_by_key.values():
         capture = path.capture
         monkeypatch.setattr(
             path, "capture", lambda budget, capture=capture: (order.append(budget), capture(budget))
@@ -300,7 +300,7 @@ def test_captures_and_their_bytes_are_known_before_anything_is_captured(
     with caplog.at_level(logging.INFO, "fxsplit_encoder.manager.manager"):
         manager.capture()
     assert summary in caplog.text
-    for path in manager.routes.values():
+    for path in manager.paths_by_key.values():
         for budget, capture in path.captured.items():
             (said,) = (c.input_bytes for c in planned.captures if c.key == path.key(budget))
             assert capture.inputs.num_bytes == said

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 import fxsplit_encoder as fx
 from fxsplit_encoder.capture import SharedBuffers, StaticBuffer, StaticInputs
 from fxsplit_encoder.errors import ReplayError
-from fxsplit_encoder.manager.captures import CapturePlan, PlannedCapture, least_useful, plan_captures
+from fxsplit_encoder.manager.captures import CapturePlan, PlannedCapture, plan_captures
 from fxsplit_encoder.planning import CaptureKey, RouteCosts
+from fxsplit_encoder.runtime.memory_limit import least_useful
 
 from .mock_towers import (
     AlwaysSkipped,
@@ -52,7 +53,7 @@ def kept(manager: fx.EncoderCudaGraphManager) -> dict[str, list[int]]:
 
 def test_a_plan_lists_every_budget_of_every_path() -> None:
     manager = make(PathsModel(), paths={"local": {"token_budgets": [0, 8]}})
-    plan = plan_captures(manager.routes.values(), manager.limits)
+    plan = plan_captures(manager.paths_by_key.values(), manager.limits)
     assert [capture.key for capture in plan.captures] == [
         CaptureKey("global", 4),
         CaptureKey("global", 8),
@@ -76,7 +77,7 @@ def test_the_planned_bytes_are_held(make_model: Any, mode: str) -> None:
     assert manager.stats().input_bytes == planned
     single = make(make_model(), mode=mode, token_budgets=(16,)).planned_captures().input_bytes
     # Smaller budgets add what is of one size for all of them, a few numbers, and nothing else.
-    assert single <= planned <= single + 2 * 8 * len(manager.routes)
+    assert single <= planned <= single + 2 * 8 * len(manager.paths_by_key)
 
 
 def test_an_input_of_one_size_may_be_given_once_and_kept() -> None:
@@ -407,7 +408,7 @@ def test_alternating_budgets_over_shared_memory_equal_eager(
         inputs = batch(*lengths)
         values = path.values(inputs)
         capture = path.best_capture(path.ladder, budget, values)
-        path.load(capture, values)
+        capture.load(values, path.forward.rows(values))
         output = capture.replay(debug=True)[0][: sum(lengths)]
         torch.testing.assert_close(output, shared.tower.encoder_eager_forward(inputs), rtol=0, atol=1e-5)
 

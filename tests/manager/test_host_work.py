@@ -37,8 +37,8 @@ def manager(make_manager: Any) -> Iterator[Any]:
     """A manager whose replays do nothing, so that what runs is the host's work around them."""
     made = make_manager(mode="full", debug=False)
     made.capture()
-    for path in made.routes.values():
-        for captured in (*path.ladder.captured.values(), *path.ladder.captured_one_segment.values()):
+    for path in made.paths_by_key.values():
+        for captured in (*path.ladder.captured.values(), *path.ladder.captured_single_segment.values()):
             captured.capture.replay = lambda: None
     return made
 

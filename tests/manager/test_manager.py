@@ -79,7 +79,7 @@ def test_an_item_equals_eager_on_every_budget_that_fits(
         if budget < len(expected):
             continue
         captured = path.best_capture(path.ladder, budget, values)
-        path.load(captured, values)
+        captured.load(values, path.forward.rows(values))
         output = captured.replay(debug=True)[0][: len(expected)]
         torch.testing.assert_close(output, expected, rtol=0, atol=TOLERANCE)
         used.append(budget)

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.capture import CapturedForward
 from fxsplit_encoder.compile.passes import PASSES, relative_rms
 from fxsplit_encoder.compile.passes.fp8_linear import fp8_linear
 
@@ -93,14 +92,14 @@ def test_a_replay_is_made_again_only_where_weights_have_changed(
     config = fx.EncoderConfig(**SETTINGS | {"mode": "piecewise", "debug": debug})
     manager = fx.EncoderCudaGraphManager(fx.wrap(inner), config)
     manager.capture()
-    replays: list[CapturedForward] = []
-    original = CapturedForward.replay
+    replays: list[SegmentedCapture] = []
+    original = SegmentedCapture.replay
 
-    def replay(self: CapturedForward, **options: Any) -> Any:
+    def replay(self: SegmentedCapture) -> None:
         replays.append(self)
-        return original(self, **options)
+        original(self)
 
-    monkeypatch.setattr(CapturedForward, "replay", replay)
+    monkeypatch.setattr(SegmentedCapture, "replay", replay)
     batch = make_batch([(1, 4, 6)])
     for seed in (4, 5):
         inner.load_state_dict(tower(seed).state_dict())
@@ -127,6 +126,7 @@ def test_a_compiled_tower_sees_them_too(make_batch: Callable[..., Any]) -> None:
     torch._dynamo.reset()
     inner = tower(0)
     options = {"mode": "full", **SETTINGS}
+    del options["max_frames_per_batch"]
     compiled = torch.compile(fx.wrap(inner), backend="encoder_cg", options=options)
     batch = make_batch([(1, 4, 6)])
     with torch.no_grad():

@@ -14,9 +14,9 @@ from torch import Tensor
 import fxsplit_encoder as fx
 from fxsplit_encoder.capture import CapturedForward
 from fxsplit_encoder.errors import ConfigError, ReplayError
-from fxsplit_encoder.manager.path_captures import PathCaptures
-from fxsplit_encoder.manager.path_costs import PathCosts
+from fxsplit_encoder.manager.path import EncoderPath
 from fxsplit_encoder.planning import CaptureKey
+from fxsplit_encoder.runtime import MeasuredForward
 
 from .mock_towers import (
     AlwaysBothPaths,
@@ -109,7 +109,7 @@ def test_a_replay_may_overwrite_what_every_other_capture_returned(
     """Captures share the memory of their outputs on a device; here it is made to look so."""
     model = make()
     manager = captured(model)
-    captures = [each for path in manager.routes.values() for each in path.captured.values()]
+    captures = [each for path in manager.paths_by_key.values() for each in path.captured.values()]
     replay = CapturedForward.replay
 
     def overwriting(self: CapturedForward, **options: Any) -> list[Any]:
@@ -181,11 +181,11 @@ def test_a_path_that_lists_zero_alone_is_never_captured() -> None:
 def test_what_is_captured_is_measured_first_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     happened: list[object] = []
 
-    def capture(path: PathCaptures, budget: int) -> None:
+    def capture(path: EncoderPath, budget: int) -> None:
         happened.append((path.name, budget))
 
-    monkeypatch.setattr(PathCaptures, "measure", lambda path: happened.append(path.name))
-    monkeypatch.setattr(PathCaptures, "capture", capture)
+    monkeypatch.setattr(EncoderPath, "measure", lambda path: happened.append(path.name))
+    monkeypatch.setattr(EncoderPath, "capture", capture)
     captured(PathsModel(), paths={"local": {"token_budgets": [0]}})
     assert happened == ["global", ("global", 16), ("global", 8), ("global", 4)]
     happened.clear()
@@ -196,9 +196,9 @@ def test_what_is_captured_is_measured_first_and_nothing_else(monkeypatch: pytest
 
 def test_captures_are_judged_by_the_attention_that_was_measured() -> None:
     path = captured(PathsModel()).paths["global"]
-    path._measured = PathCosts(attention=0.5, rows_per_token=4.0)
+    path.measured = MeasuredForward(attention=0.5, rows_per_token=4.0)
     assert path.ladder._attention_ms(2) == 0.5 * 8**2
-    assert path.rows_per_token == 4.0
+    assert path.measured.rows_per_token == 4.0
 
 
 def test_a_budget_of_zero_is_refused_where_the_path_is_never_skipped() -> None:

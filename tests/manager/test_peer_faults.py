@@ -280,7 +280,7 @@ def test_omni_7659_graphs_that_no_item_reaches_are_not_captured() -> None:
             return {4: (1, 2), 8: (9, 16)}[axis_keys[0]]
 
     manager = captured(Ranged(), max_items_per_batch=1)
-    found = {(b, path.axis_keys) for path in manager.routes.values() for b in path.captured}
+    found = {(b, path.axis_keys) for path in manager.paths_by_key.values() for b in path.captured}
     assert found == {(4, (4, 1)), (4, (4, 2)), (16, (8, 1)), (16, (8, 2))}
 
 
@@ -360,9 +360,10 @@ def test_sglang_29216_what_a_capture_reads_is_watched() -> None:
     model = SplitModel()
     manager = captured(model)
     manager.execute(batch(3))
-    model.linear.weight = torch.nn.Parameter(model.linear.weight.clone(), requires_grad=False)
+    model.linear.weight = torch.nn.Parameter(2 * model.linear.weight, requires_grad=False)
     with pytest.raises(ReplayError, match=r"linear\.weight: moved since the capture"):
-        manager.execute(batch(3))
+        next(iter(manager.paths["default"].captured.values())).replay()
+    assert_equal_items(manager.execute(batch(3)), alone(model, batch(3)))  # captured again
 
 
 def test_sglang_27343_poisoned_memory_behind_a_batch_reaches_nobody(poisoned_memory: None) -> None:
@@ -445,7 +446,7 @@ def test_found_d_nothing_is_captured_for_no_modality() -> None:
 
     model = Nothing()
     manager = captured(model)
-    assert not any(path.captured for path in manager.routes.values())
+    assert not any(path.captured for path in manager.paths_by_key.values())
     assert manager.num_bytes == 0
     inputs = items(model, (3, 2))
     assert_equal_items(manager.execute(inputs), eagerly(model, inputs))
@@ -492,7 +493,7 @@ def test_found_i_every_budget_is_captured_once() -> None:
         PathsModel(), fx.EncoderConfig(mode="full", token_budgets=(4, 8), max_items_per_batch=2)
     )
     recorded: list[tuple[str, int]] = []
-    for path in manager.routes.values():
+    for path in manager.paths_by_key.values():
         request = path.ladder._request
         path.ladder._request = lambda budget, path=path, request=request: (
             recorded.append((path.name, budget)),

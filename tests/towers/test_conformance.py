@@ -232,13 +232,13 @@ def test_a_small_batch_in_a_large_budget(case: Case) -> None:
         values = route.values(batch)
         captured = route.captured[budgets[-1]]
         case.manager.execute(case.inputs.make([*case.images, *case.videos]))  # leaves its rows behind
-        route.load(captured, values)
+        captured.load(values, route.forward.rows(values))
         assert route.program is not None
         for name, tensor in captured.inputs.tensors.items():
             value = values[name]
             assert value is not None
             rows = sum(part.shape[0] for part in parts_of(value))
-            if name in route.program.segment_inputs:
+            if name in route.program.region.segment_inputs:
                 lengths, patches = tensor.tolist(), captured.inputs.tensors["pixel_values"].shape[0]
                 assert lengths == sorted(lengths)
                 assert (lengths[0], lengths[rows - 1]) == (0, 4 * tokens)

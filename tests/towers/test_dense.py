@@ -85,7 +85,7 @@ def test_budgets_of_the_backend_count_output_tokens(wrapped: Any, fresh_dynamo: 
     compiled = torch.compile(wrapped, backend="encoder_cg", options={"token_budgets": [4, 13]})
     assert fx.warmup(compiled) == 2
     (dispatcher,) = [d for d in fx.backend.dispatchers() if d not in others]
-    (ladder,) = dispatcher._ladders.values()
+    (ladder,) = [program.ladder for program in dispatcher.programs.values()]
     shapes = {b: c.inputs.buffers.popitem()[1].tensor.shape[0] for b, c in ladder.captured.items()}
     assert shapes == {4: 1, 13: 3}
 
@@ -96,7 +96,7 @@ def test_without_budgets_the_backend_takes_those_of_the_tower(wrapped: Any, fres
     compiled = torch.compile(wrapped, backend="encoder_cg")
     fx.warmup(compiled)
     (dispatcher,) = [d for d in fx.backend.dispatchers() if d not in others]
-    (ladder,) = dispatcher._ladders.values()
+    (ladder,) = [program.ladder for program in dispatcher.programs.values()]
     listed = fx.EncoderCudaGraphManager(wrapped).limits.path_budgets["default"]
     assert listed[:4] == (4, 8, 12, 16) and listed[-1] == 64
     assert sorted(ladder.captured) == list(listed)
@@ -110,7 +110,7 @@ def test_a_budget_below_one_tile_is_left_out(wrapped: Any, fresh_dynamo: None) -
     assert any("token_budgets: 3 has no room for a tile of PlainTower" in note for note in manager.reports)
     compiled = torch.compile(wrapped, backend="encoder_cg", options={"token_budgets": [3, 8]})
     with pytest.raises(
-        fx.ConfigError, match="token_budgets: 3 has no room for an image; allowed: at least 4"
+        fx.ConfigError, match="token_budgets: 3 has no capacity for an image; allowed: at least 4"
     ):
         compiled(random_tiles(1))
 

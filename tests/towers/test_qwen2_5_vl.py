@@ -99,8 +99,8 @@ class TestQwen25VL(PackedTowerTests):
 
     def test_one_frame_alone_narrows_the_lengths_of_frames_only(self, managers: Any) -> None:
         program = managers["full"].programs["default"]
-        assert program.segment_inputs == ("cu_window_seqlens", "cu_seqlens")
-        assert program.frame_lengths == "cu_seqlens"
+        assert program.region.segment_inputs == ("cu_window_seqlens", "cu_seqlens")
+        assert program.region.frame_lengths == "cu_seqlens"
         request = managers["full"].paths["default"].ladder._request(16)
         narrow = request.one_segment()
         before, after = (

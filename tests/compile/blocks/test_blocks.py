@@ -62,7 +62,10 @@ def assert_same_program(one: BoundProgram, other: BoundProgram) -> None:
     assert [(s.kind, s.distinct) for s in a.steps] == [(s.kind, s.distinct) for s in b.steps]
     assert a.padding == b.padding
     assert (a.region_start, len(a.region_symbols)) == (b.region_start, len(b.region_symbols))
-    assert (one.segment_inputs, one.token_dims) == (other.segment_inputs, other.token_dims)
+    assert one.region.inputs.keys() == other.region.inputs.keys()
+    for name, entry in one.region.inputs.items():
+        same = other.region.inputs[name]
+        assert (entry.is_segments, entry.token_dim) == (same.is_segments, same.token_dim)
     addresses = [sorted(p.fixed[i].data_ptr() for i in p.program.static_inputs) for p in (one, other)]
     assert addresses[0] == addresses[1]
     assert a.token_symbol is not None and b.token_symbol is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fxsplit_encoder.capture.synchronisation import refuse_synchronisation
+from fxsplit_encoder.capture.breakable import refuse_synchronization
 from fxsplit_encoder.errors import CaptureError
 
 META = torch.device("meta")
@@ -18,10 +18,10 @@ def through_a_mask(value: torch.Tensor) -> tuple[object, ...]:
 
 
 def test_a_number_of_the_host_is_written_through_a_mask() -> None:
-    refuse_synchronisation(INDEX_PUT, through_a_mask(torch.tensor(0.0)), {}, META)
+    refuse_synchronization(INDEX_PUT, through_a_mask(torch.tensor(0.0)), {}, META)
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_values_of_the_device_need_the_positions_of_the_mask(size: int) -> None:
     with pytest.raises(CaptureError, match="aten::index_put_ cannot be captured: the host needs values"):
-        refuse_synchronisation(INDEX_PUT, through_a_mask(torch.empty(size, device=META)), {}, META)
+        refuse_synchronization(INDEX_PUT, through_a_mask(torch.empty(size, device=META)), {}, META)

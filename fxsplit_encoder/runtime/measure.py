@@ -1,28 +1,42 @@
-"""What a path costs beside its captures: its eager forward and its attention, measured on a device."""
+"""What a forward costs without captures: run eagerly, and its attention, measured on a device."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from fxsplit_encoder.attention import KnownSegments, measuring
 from fxsplit_encoder.capture import BudgetLadder, measure_ms
-from fxsplit_encoder.capture.runner import ExactRunner
+from fxsplit_encoder.compile import BoundProgram
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.manager.path_forward import PathForward
 from fxsplit_encoder.planning.costs import Points, RouteCosts
 
 # Equal segments that a full budget is cut into to find what attention costs.
 _MEASURED_SEGMENTS = 8
 
 
+class TimedForward(Protocol):
+    """A forward that can be run at any size."""
+
+    device: torch.device
+    program: BoundProgram | None
+    """What it was compiled to."""
+
+    def capture_values(self, tokens: int) -> dict[str, Tensor]:
+        """Fresh inputs of so many output tokens; InputError if there are none."""
+
+    def __call__(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        """The forward, not compiled."""
+
+
 @dataclass(frozen=True)
-class PathCosts:
-    """What was measured of a path's forward without captures."""
+class MeasuredForward:
+    """What was measured of a forward without captures."""
 
     eager: Points = ()
     """(output tokens, milliseconds) of the tower's own forward."""
@@ -37,10 +51,10 @@ class PathCosts:
     """The output tokens at which memory ran out, and no more were timed."""
 
     def with_captures(self, ladder: BudgetLadder, room: Mapping[int, int], *, compiled: bool) -> RouteCosts:
-        """The costs of the path with its captures, or an order of preference where nothing was measured.
+        """The costs of the forward with its captures, or an order of preference where nothing was measured.
 
         Args:
-            ladder: the path's captures.
+            ladder: its captures.
             room: the attention segments that a budget's capture holds.
             compiled: whether the forward was compiled, so that it can run at its exact shape.
         """
@@ -59,7 +73,7 @@ class PathCosts:
             one_segment={
                 b: self._beside_attention(b, cost)
                 for b in budgets
-                if (cost := measured[b].one_segment) is not None
+                if (cost := measured[b].single_segment) is not None
             },
             exact=exact if compiled else (),
             eager=tuple((b, self._beside_attention(b, milliseconds)) for b, milliseconds in self.eager),
@@ -77,7 +91,7 @@ class PathCosts:
 
 @torch.no_grad()
 @measuring()
-def measure_path(forward: PathForward, budgets: Sequence[int]) -> PathCosts:
+def measure_forward(forward: TimedForward, budgets: Sequence[int]) -> MeasuredForward:
     """Times the tower's own forward at the smallest, the middle and the largest budget, and attention."""
     eager: list[tuple[int, float]] = []
     attention, rows_per_token, out_of_memory = 0.0, 1.0, None
@@ -94,15 +108,15 @@ def measure_path(forward: PathForward, budgets: Sequence[int]) -> PathCosts:
         except torch.OutOfMemoryError:
             out_of_memory = budget
             break
-    return PathCosts(tuple(eager), attention, rows_per_token, out_of_memory)
+    return MeasuredForward(tuple(eager), attention, rows_per_token, out_of_memory)
 
 
-def _attention_cost(forward: PathForward, values: Mapping[str, Tensor], before: float) -> float:
+def _attention_cost(forward: TimedForward, values: Mapping[str, Tensor], before: float) -> float:
     """Milliseconds of an attended pair, from a batch as one segment and as several of equal length; what was
     found before where the batch is too small to tell.
     """
     program = forward.program
-    frames = program.frame_lengths if program is not None else None
+    frames = program.region.frame_lengths if program is not None else None
     rows = program.tokens(values) if program is not None else None
     if program is None or frames is None or rows is None or rows < _MEASURED_SEGMENTS:
         return before
@@ -113,7 +127,7 @@ def _attention_cost(forward: PathForward, values: Mapping[str, Tensor], before: 
         inputs = {**values, frames: on_device}
 
         def run() -> Tensor:
-            return program(inputs, ExactRunner([KnownSegments(on_device, cu_seqlens.tolist())]))
+            return program(inputs, [KnownSegments(on_device, cu_seqlens.tolist())])
 
         return measure_ms(run, forward.device)
 

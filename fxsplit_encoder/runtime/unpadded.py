@@ -1,16 +1,15 @@
-"""Replays of one path at exact shapes: which token counts deserve a capture of their own."""
+"""Replays without padding: which token counts deserve a capture of their own."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
-import torch
-
-from fxsplit_encoder.capture import BudgetLadder, CaptureRequest, ExactShapes, HandedOut, SharedBuffers
-from fxsplit_encoder.config import EncoderConfig
+from fxsplit_encoder.capture import BudgetLadder, CaptureRequest, SharedBuffers, UnpaddedCaptures
 from fxsplit_encoder.planning import MissReason
 from fxsplit_encoder.planning.costs import CostCurve, RouteCosts
 from fxsplit_encoder.planning.plan import PathPlan
+from fxsplit_encoder.runtime.scope import CaptureScope
 
 # Inputs of larger captures than any before get as many rows again to spare: sizes come in no order.
 _GROWTH = 2
@@ -18,44 +17,37 @@ _GROWTH = 2
 _NEVER_REPLAYED = frozenset({MissReason.DISABLED, MissReason.UNSUPPORTED_INPUT})
 
 
-class ExactReplays:
-    """Captures at the token counts that come.
+class UnpaddedReplays:
+    """Captures at the token counts that occur.
 
-    With `mode: exact`, a token count is captured when it has come `exact_min_hits` times. With `mode: auto`,
-    once what its batches have cost more than replays at their exact shape would, for padding and for
-    launches, adds up to what a capture costs: so the worst that can happen is to pay about twice the least.
+    By hits, a token count is captured when it has come `exact_min_hits` times: with `mode: exact`, and where
+    padding is not proved. By cost, with `mode: auto` on a device, once what its batches have cost more than
+    unpadded replays would, for padding and for launches, adds up to what a capture costs: so the worst that
+    can happen is to pay about twice the least.
 
     Args:
         request: makes the capture request of a size over shared inputs.
-        remaining_bytes: what the memory limit leaves for more captures; None: there is no limit.
-        agree, handed_out, attention_ms: as for `ExactShapes`.
+        attention_ms: as for `UnpaddedCaptures`.
     """
 
     def __init__(
         self,
         request: Callable[[int, SharedBuffers], CaptureRequest],
-        device: torch.device,
-        config: EncoderConfig,
+        scope: CaptureScope,
         *,
-        by_cost: bool,
-        remaining_bytes: Callable[[], int | None],
-        agree: Callable[[bool], bool] | None = None,
-        handed_out: HandedOut | None = None,
         attention_ms: Callable[[int], float] = lambda tokens: 0.0,
     ) -> None:
-        self.by_cost = by_cost
         self.inputs = SharedBuffers(_GROWTH)
-        self.shapes = ExactShapes(
+        self.captures = UnpaddedCaptures(
             lambda tokens: request(tokens, self.inputs),
-            device,
-            threshold=1.0 if by_cost else float(config.exact_min_hits),
-            max_captures=config.exact_max_graphs,
+            scope.pool,
+            threshold=float(scope.config.exact_min_hits),
+            max_captures=scope.config.exact_max_graphs,
             max_bytes=self._allowance,
-            agree=agree,
-            handed_out=handed_out,
+            agree=scope.agree,
             attention_ms=attention_ms,
         )
-        self._remaining_bytes = remaining_bytes
+        self._remaining_bytes = scope.remaining_bytes
         self._costs = RouteCosts()
         self._replay_curve = CostCurve(())
         self._capture_ms = 0.0
@@ -66,31 +58,33 @@ class ExactReplays:
         self._replay_curve = CostCurve(tuple(sorted(costs.replay.items())))
         self._capture_ms = capture_ms
 
-    def find(self, planned: PathPlan) -> BudgetLadder | None:
-        """What holds a capture of the batch's token count, made now if it is time; None: nothing does."""
+    def find(self, planned: PathPlan, *, by_cost: bool, now: bool = False) -> BudgetLadder | None:
+        """What holds a capture of the batch's token count, made if it is time or `now`; None: nothing."""
         if planned.tokens == 0 or planned.reason in _NEVER_REPLAYED:
             return None
         tokens = planned.tokens
-        weight = self._weight(planned) if self.by_cost and tokens not in self.shapes else 1.0
-        ladder = self.shapes.find(tokens, weight)
-        if ladder is None and not self.shapes.sizes:
+        weight = 1.0
+        if now:
+            weight = math.inf
+        elif by_cost and tokens not in self.captures:
+            weight = self._weight(planned) * self.captures.threshold
+        ladder = self.captures.find(tokens, weight)
+        if ladder is None and not self.captures.sizes:
             self.inputs.clear()  # of captures that were not made, or are no more
         return ladder
 
     def reason(self, planned: PathPlan) -> MissReason | None:
         """Why a batch that was not replayed counts as a miss; None: for the reason that was planned."""
-        if self.by_cost or planned.reason in _NEVER_REPLAYED:
-            return None
-        return self.shapes.reason(planned.tokens)
+        return None if planned.reason in _NEVER_REPLAYED else self.captures.reason(planned.tokens)
 
     @property
     def num_bytes(self) -> int:
         """Device memory of the captures and their inputs."""
-        return self.shapes.num_bytes + self.inputs.num_bytes
+        return self.captures.num_bytes + self.inputs.num_bytes
 
     def clear(self) -> None:
         """Releases every capture and forgets what was counted."""
-        self.shapes.clear()
+        self.captures.clear()
         self.inputs.clear()
 
     def _weight(self, planned: PathPlan) -> float:
@@ -106,4 +100,4 @@ class ExactReplays:
 
     def _allowance(self) -> int | None:
         remaining = self._remaining_bytes()
-        return None if remaining is None else remaining + self.shapes.num_bytes
+        return None if remaining is None else remaining + self.captures.num_bytes

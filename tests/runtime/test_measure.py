@@ -9,10 +9,10 @@ import torch
 
 from fxsplit_encoder.capture.ladder import MeasuredCosts
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.manager.path_costs import PathCosts, measure_path
+from fxsplit_encoder.runtime.measure import MeasuredForward, measure_forward
 
 # Attention takes 1 ms over 10 tokens in one segment, 4 ms over 20.
-MEASURED = PathCosts(eager=((10, 9.0),), attention=1 / 1600, rows_per_token=4.0)
+MEASURED = MeasuredForward(eager=((10, 9.0),), attention=1 / 1600, rows_per_token=4.0)
 
 
 def ladder(costs: dict[int, MeasuredCosts], exact: tuple[int, ...] = ()) -> Any:
@@ -21,7 +21,7 @@ def ladder(costs: dict[int, MeasuredCosts], exact: tuple[int, ...] = ()) -> Any:
 
 def test_costs_lack_the_attention_of_the_measured_segment() -> None:
     costs = {
-        10: MeasuredCosts({"full": 2.0, "piecewise": 3.0}, exact=4.0, host=0.5, one_segment=1.5),
+        10: MeasuredCosts({"full": 2.0, "piecewise": 3.0}, exact=4.0, host=0.5, single_segment=1.5),
         20: MeasuredCosts({}, exact=8.0, host=0.5),
     }
     route = MEASURED.with_captures(ladder(costs, exact=(20,)), {10: 8}, compiled=True)
@@ -65,7 +65,11 @@ class Forward:
 
     def __init__(self, fails: dict[int, Exception] | None = None, compiled: bool = True) -> None:
         self.fails = fails or {}
-        self.program = SimpleNamespace(tokens=lambda rows: 4 * rows, frame_lengths=None) if compiled else None
+        self.program = (
+            SimpleNamespace(tokens=lambda rows: 4 * rows, region=SimpleNamespace(frame_lengths=None))
+            if compiled
+            else None
+        )
 
     def capture_values(self, budget: int) -> int:
         return budget
@@ -78,22 +82,22 @@ class Forward:
 
 @pytest.fixture
 def as_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fxsplit_encoder.manager.path_costs.measure_ms", lambda call, device: float(call()))
+    monkeypatch.setattr("fxsplit_encoder.runtime.measure.measure_ms", lambda call, device: float(call()))
 
 
 @pytest.mark.usefixtures("as_told")
 def test_the_towers_own_forward_is_timed_at_three_sizes() -> None:
-    found = measure_path(Forward(), (10, 20, 30, 40, 50))  # type: ignore[arg-type]
-    assert found == PathCosts(((10, 10.0), (30, 30.0), (50, 50.0)), 0.0, rows_per_token=4.0)
-    assert measure_path(Forward(compiled=False), (10,)).rows_per_token == 1.0  # type: ignore[arg-type]
+    found = measure_forward(Forward(), (10, 20, 30, 40, 50))  # type: ignore[arg-type]
+    assert found == MeasuredForward(((10, 10.0), (30, 30.0), (50, 50.0)), 0.0, rows_per_token=4.0)
+    assert measure_forward(Forward(compiled=False), (10,)).rows_per_token == 1.0  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("as_told")
 def test_sizes_that_a_tower_refuses_are_left_out_and_memory_may_run_out() -> None:
     refused: Any = Forward({10: InputError("too small")})
-    assert [tokens for tokens, _ in measure_path(refused, (10, 20, 30)).eager] == [20, 30]
+    assert [tokens for tokens, _ in measure_forward(refused, (10, 20, 30)).eager] == [20, 30]
     full: Any = Forward({20: torch.OutOfMemoryError()})
-    found = measure_path(full, (10, 20, 30))
+    found = measure_forward(full, (10, 20, 30))
     assert (found.eager, found.out_of_memory) == (((10, 10.0),), 20)
 
 
@@ -104,16 +108,16 @@ def test_unmeasured_captures_are_only_preferred_to_one_another() -> None:
 def test_a_traced_tower_is_measured_before_it_is_captured(make_manager: Any) -> None:
     manager = make_manager(mode="full")
     path = manager.paths["default"]
-    path.measured = True
+    path.scope = SimpleNamespace(config=manager.config, measured=True)
     manager.capture()
-    found = path._measured
+    found = path.measured
     budgets = path.budgets
     assert [tokens for tokens, _ in found.eager] == sorted(
         {budgets[0], budgets[len(budgets) // 2], budgets[-1]}
     )
     assert all(milliseconds > 0 for _, milliseconds in found.eager)
-    assert found.rows_per_token == path.rows_per_token == 4
+    assert found.rows_per_token == 4
     assert found.attention >= 0
     assert found.out_of_memory is None
-    assert not path.costs().measured, "captures were not timed, so nothing is compared with them"
+    assert not path.costs.measured, "captures were not timed, so nothing is compared with them"
     manager.clear()

@@ -13,16 +13,17 @@ from torch import Tensor
 
 from fxsplit_encoder.capture import (
     CaptureRequest,
-    ExactShapes,
+    GraphPool,
     SharedBuffers,
     StaticBuffer,
-    StaticInputs,
-    StaticParameters,
-    exact_shapes,
+    UnpaddedCaptures,
+    unpadded,
 )
 from fxsplit_encoder.planning import MissReason
 
-CPU = torch.device("cpu")
+from .bodies import body_calling, request_of
+
+POOL = GraphPool(torch.device("cpu"))
 OUTPUT_BYTES = 4
 
 
@@ -38,17 +39,15 @@ class Forward:
         self.requested.append(tokens)
         buffer = self.inputs.share(StaticBuffer("x", torch.zeros(tokens)))
 
-        def double(runner: Any) -> list[Tensor]:
+        def double() -> list[Tensor]:
             if tokens in self.failing:
                 raise RuntimeError("not this size")
             return [buffer.tensor * 2]
 
-        return CaptureRequest(
-            StaticInputs([buffer]), StaticParameters([]), (), tokens, None, double, can_break=False
-        )
+        return request_of(body_calling(double), tokens, [buffer])
 
 
-def replayed(shapes: ExactShapes, tokens: int) -> Tensor | None:
+def replayed(shapes: UnpaddedCaptures, tokens: int) -> Tensor | None:
     """What a capture of this size makes of ones; None: there is no capture."""
     ladder = shapes.find(tokens)
     if ladder is None:
@@ -60,7 +59,7 @@ def replayed(shapes: ExactShapes, tokens: int) -> Tensor | None:
 
 def test_a_size_is_captured_when_it_has_come_often_enough() -> None:
     forward = Forward()
-    shapes = ExactShapes(forward.request, CPU, threshold=3)
+    shapes = UnpaddedCaptures(forward.request, POOL, threshold=3)
     for _ in range(2):
         assert shapes.find(7) is None
         assert shapes.reason(7) is MissReason.NEW_SHAPE
@@ -75,14 +74,14 @@ def test_a_size_is_captured_when_it_has_come_often_enough() -> None:
 
 
 def test_uses_count_by_their_weight() -> None:
-    shapes = ExactShapes(Forward().request, CPU, threshold=1.0)
+    shapes = UnpaddedCaptures(Forward().request, POOL, threshold=1.0)
     assert [shapes.find(5, 0.25) is not None for _ in range(4)] == [False, False, False, True]
     assert all(shapes.find(6, 0.0) is None for _ in range(50))
 
 
 def test_a_size_that_failed_is_not_captured_twice(caplog: pytest.LogCaptureFixture) -> None:
     forward = Forward(frozenset({5}))
-    shapes = ExactShapes(forward.request, CPU, threshold=1)
+    shapes = UnpaddedCaptures(forward.request, POOL, threshold=1)
     for _ in range(5):
         assert shapes.find(5) is None
         assert shapes.reason(5) is MissReason.NOT_CAPTURED
@@ -99,7 +98,7 @@ def test_a_size_that_failed_is_not_captured_twice(caplog: pytest.LogCaptureFixtu
 @pytest.mark.parametrize("where", ["request", "measure"])
 def test_whatever_a_capture_fails_with_is_remembered(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     forward = Forward()
-    shapes = ExactShapes(forward.request, CPU, threshold=1)
+    shapes = UnpaddedCaptures(forward.request, POOL, threshold=1)
 
     def fail(*arguments: Any) -> None:
         raise ValueError("nobody expected this")
@@ -108,7 +107,7 @@ def test_whatever_a_capture_fails_with_is_remembered(where: str, monkeypatch: py
         if where == "request":
             patch.setattr(shapes, "_request", fail)
         else:
-            patch.setattr(exact_shapes.BudgetLadder, "capture", fail)
+            patch.setattr(unpadded.BudgetLadder, "capture", fail)
         for _ in range(3):
             assert shapes.find(5) is None
     assert shapes.refused == {5: "nobody expected this"}
@@ -118,7 +117,7 @@ def test_whatever_a_capture_fails_with_is_remembered(where: str, monkeypatch: py
 
 
 def test_the_least_recently_used_generation_is_evicted_as_a_whole() -> None:
-    shapes = ExactShapes(Forward().request, CPU, threshold=1, max_captures=8)  # generations of two
+    shapes = UnpaddedCaptures(Forward().request, POOL, threshold=1, max_captures=8)  # generations of two
     for tokens in range(1, 9):
         assert replayed(shapes, tokens) is not None
     assert shapes.sizes == [1, 2, 3, 4, 5, 6, 7, 8]
@@ -133,7 +132,7 @@ def test_the_least_recently_used_generation_is_evicted_as_a_whole() -> None:
 
 def test_bytes_are_bounded_by_evicting_the_others() -> None:
     limit = 10 * OUTPUT_BYTES
-    shapes = ExactShapes(Forward().request, CPU, threshold=1, max_captures=4, max_bytes=lambda: limit)
+    shapes = UnpaddedCaptures(Forward().request, POOL, threshold=1, max_captures=4, max_bytes=lambda: limit)
     for tokens in (4, 6, 5):  # generations of one
         assert replayed(shapes, tokens) is not None
         assert shapes.num_bytes <= limit
@@ -145,15 +144,15 @@ def test_bytes_are_bounded_by_evicting_the_others() -> None:
 
 def test_sglang_omni_973_free_memory_is_checked_first(monkeypatch: pytest.MonkeyPatch) -> None:
     forward = Forward()
-    shapes = ExactShapes(forward.request, CPU, threshold=1, max_captures=4)
+    shapes = UnpaddedCaptures(forward.request, POOL, threshold=1, max_captures=4)
     assert replayed(shapes, 10) is not None
-    monkeypatch.setattr(exact_shapes, "free_bytes", lambda device: 12 * OUTPUT_BYTES)
+    monkeypatch.setattr(unpadded, "free_bytes", lambda device: 12 * OUTPUT_BYTES)
     assert replayed(shapes, 12) is not None
     assert shapes.find(13) is None  # what is evicted for it is not enough
     assert forward.requested == [10, 12]
     assert shapes.sizes == []
     assert shapes.reason(13) is MissReason.NEW_SHAPE
-    monkeypatch.setattr(exact_shapes, "free_bytes", lambda device: 13 * OUTPUT_BYTES)
+    monkeypatch.setattr(unpadded, "free_bytes", lambda device: 13 * OUTPUT_BYTES)
     assert replayed(shapes, 13) is not None
 
 
@@ -166,7 +165,7 @@ def test_ranks_capture_together_or_not_at_all() -> None:
         votes.append(ready)
         return ready and len(votes) not in dissent
 
-    shapes = ExactShapes(Forward(frozenset({9})).request, CPU, threshold=1, agree=agree)
+    shapes = UnpaddedCaptures(Forward(frozenset({9})).request, POOL, threshold=1, agree=agree)
     assert replayed(shapes, 3) is not None
     assert votes == [True] * 4
 
@@ -191,7 +190,7 @@ def test_ranks_capture_together_or_not_at_all() -> None:
 
 def test_larger_inputs_grow_geometrically_and_older_captures_stay_valid() -> None:
     forward = Forward()
-    shapes = ExactShapes(forward.request, CPU, threshold=1)
+    shapes = UnpaddedCaptures(forward.request, POOL, threshold=1)
     assert replayed(shapes, 4) is not None
     assert replayed(shapes, 5) is not None
     grown = forward.inputs.num_bytes
@@ -218,8 +217,12 @@ def test_sglang_omni_523_limits_hold_and_results_are_right_whatever_comes(
     threshold: int, sizes: list[int], max_captures: int, limit: int | None
 ) -> None:
     forward = Forward(frozenset({3}))
-    shapes = ExactShapes(
-        forward.request, CPU, threshold=threshold, max_captures=max_captures, max_bytes=lambda: limit
+    shapes = UnpaddedCaptures(
+        forward.request,
+        POOL,
+        threshold=threshold,
+        max_captures=max_captures,
+        max_bytes=lambda: limit,
     )
     for number, tokens in enumerate(sizes):
         output = replayed(shapes, tokens)
@@ -234,16 +237,16 @@ def test_sglang_omni_523_limits_hold_and_results_are_right_whatever_comes(
 
 def test_what_a_device_measures_to_be_no_faster_stays_uncaptured(monkeypatch: pytest.MonkeyPatch) -> None:
     forward = Forward()
-    shapes = ExactShapes(forward.request, CPU, threshold=1)
-    real: Callable[..., Any] = exact_shapes.BudgetLadder.capture
+    shapes = UnpaddedCaptures(forward.request, POOL, threshold=1)
+    real: Callable[..., Any] = unpadded.BudgetLadder.capture
 
     def no_faster(ladder: Any, tokens: int) -> None:
-        ladder.exact.add(tokens)
+        ladder.no_graph_needed.add(tokens)
 
-    monkeypatch.setattr(exact_shapes.BudgetLadder, "capture", no_faster)
+    monkeypatch.setattr(unpadded.BudgetLadder, "capture", no_faster)
     for _ in range(3):
         assert shapes.find(5) is None
         assert shapes.reason(5) is MissReason.EXACT_IS_FASTER
-    monkeypatch.setattr(exact_shapes.BudgetLadder, "capture", real)
+    monkeypatch.setattr(unpadded.BudgetLadder, "capture", real)
     assert shapes.find(5) is None
     assert shapes.find(6) is not None

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.manager.exact_replays import ExactReplays
+from fxsplit_encoder.capture import GraphPool
 from fxsplit_encoder.planning import CaptureKey, PathPlan
 from fxsplit_encoder.planning.costs import RouteCosts
+from fxsplit_encoder.runtime import CaptureScope, UnpaddedReplays
 
 TOLERANCE = 1e-5
 EXACT = CaptureKey("default", 0)
@@ -50,7 +51,7 @@ def test_other_images_of_the_same_count_replay_the_same_capture(
         for number, (images, videos) in enumerate(SAME_COUNT):
             inputs = make_batch(images, videos, seed=10 * turn + number)
             assert_equal_items(exact.execute(inputs), encode(tiny_towers.reference, inputs))
-    assert exact.paths["default"].exact.shapes.sizes == [24]
+    assert exact.paths["default"].unpadded.captures.sizes == [24]
     stats = exact.stats()
     assert (stats.hit_rate, stats.padding_fraction) == (1.0, 0.0)
     assert stats.budgets[EXACT].replays == 2 * len(SAME_COUNT)
@@ -65,7 +66,7 @@ def test_captures_that_are_gone_hold_no_memory_in_the_statistics(make_manager: A
     before = manager.stats().budgets[EXACT]
     assert (before.mode, before.replays) == ("exact", 1)
     assert before.graph_bytes > 0
-    manager.paths["default"].exact.clear()
+    manager.paths["default"].unpadded.clear()
     gone = manager.stats().budgets[EXACT]
     assert (gone.mode, gone.replays, gone.graph_bytes) == ("", 1, 0)
 
@@ -77,8 +78,8 @@ def test_clearing_leaves_nothing_to_the_garbage_collector(make_manager: Any, mak
     try:
         for side in (4, 6, 4):
             manager.execute(make_batch([(1, side, side)]))
-        replays = manager.paths["default"].exact
-        captures = [replays.shapes.find(tokens).captured[tokens] for tokens in replays.shapes.sizes]
+        replays = manager.paths["default"].unpadded
+        captures = [replays.captures.find(tokens).captured[tokens] for tokens in replays.captures.sizes]
         held = [weakref.ref(each) for each in captures]
         held += [weakref.ref(buffer) for each in captures for buffer in each.inputs.buffers.values()]
         del captures
@@ -105,7 +106,7 @@ def test_nothing_is_captured_before_a_count_has_come_often_enough(
     assert manager.stats().misses == {fx.MissReason.NEW_SHAPE: 4}
     assert manager.stats().hits == 4
     manager.clear()
-    assert manager.paths["default"].exact.shapes.sizes == []
+    assert manager.paths["default"].unpadded.captures.sizes == []
     assert_equal_items(manager.execute(inputs), encode(tiny_towers.reference, inputs))
 
 
@@ -124,8 +125,8 @@ def test_more_segments_than_a_capture_holds_run_without_it(
     path = exact.paths["default"]
     inputs = make_batch([], [(7, 2, 2)] * 2 + [(8, 2, 2)])  # 22 tokens in as many segments
     exact.execute(make_batch([(1, 4, 22)]))
-    assert 22 in path.exact.shapes
-    room = path.exact.shapes.find(22).captured[22].inputs.buffers["cu_seqlens"].tensor.shape[0] - 1
+    assert 22 in path.unpadded.captures
+    room = path.unpadded.captures.find(22).captured[22].inputs.buffers["cu_seqlens"].tensor.shape[0] - 1
     assert_equal_items(exact.execute(inputs), encode(tiny_towers.reference, inputs))
     if room < 22:
         assert exact.stats().misses[fx.MissReason.EXTENT_EXCEEDED] == 3
@@ -135,7 +136,7 @@ def test_captures_at_exact_shapes_count_against_the_limit(make_manager: Any, mak
     limit = 300_000
     manager = make_manager(mode="exact", exact_min_hits=1, max_graph_bytes=limit)
     manager.capture()
-    shapes = manager.paths["default"].exact.shapes
+    shapes = manager.paths["default"].unpadded.captures
     held = []
     for side in range(1, 9):  # inputs of 6144 bytes a patch, 8 patches a step
         manager.execute(make_batch([(1, 2 * side, 4)]))
@@ -150,19 +151,18 @@ def test_budgets_of_other_modes_are_captured_beside(make_manager: Any, make_batc
     manager = make_manager(mode="full", paths={"default": {"mode": "exact"}}, exact_min_hits=1)
     manager.capture()
     assert manager.budget_graphs == {"default": {}}
-    assert make_manager(mode="full").paths["default"].exact is None
+    assert make_manager(mode="full").paths["default"].recurring_counts is None
 
 
 # --- by cost
 
 
-def by_cost(capture_ms: float) -> ExactReplays:
+def by_cost(capture_ms: float) -> UnpaddedReplays:
     def request(tokens: int, inputs: Any) -> Any:
         raise AssertionError("nothing is captured in these tests")
 
-    replays = ExactReplays(
-        request, torch.device("cpu"), fx.EncoderConfig(), by_cost=True, remaining_bytes=lambda: None
-    )
+    scope = CaptureScope(fx.EncoderConfig(), GraphPool(torch.device("cpu")))
+    replays = UnpaddedReplays(request, scope)
     costs = RouteCosts(replay={64: 2.0, 128: 3.0}, exact=((64, 4.0), (128, 5.0)), eager=((64, 9.0),))
     replays.use_costs(costs, capture_ms)
     return replays
@@ -184,7 +184,7 @@ def test_a_count_is_due_once_it_has_cost_what_its_capture_would(planned: PathPla
     for use in range(1, 41):
         if use == uses:
             with pytest.raises(AssertionError):
-                replays.find(planned)
+                replays.find(planned, by_cost=True)
             return
-        assert replays.find(planned) is None
+        assert replays.find(planned, by_cost=True) is None
     assert uses is None

@@ -1,4 +1,4 @@
-"""`ExactShapes`: captures of the very sizes that come, made when a size has come often enough.
+"""`UnpaddedCaptures`: captures of the token counts that occur, made once a count has been used enough.
 
 Captures are keyed by the token count alone: the segments are data, so other images of the same total replay
 the same graph. They are kept in generations. A generation has a memory pool of its own and is evicted as a
@@ -16,7 +16,6 @@ from typing import TypeVar
 import torch
 
 from fxsplit_encoder.capture.ladder import BudgetLadder
-from fxsplit_encoder.capture.memory import HandedOut
 from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.capture.requests import CaptureRequest
 from fxsplit_encoder.planning.reasons import MissReason
@@ -45,35 +44,34 @@ class _Generation:
         return list(self.ladder.captured)
 
 
-class ExactShapes:
+class UnpaddedCaptures:
     """Captures of one forward at exact sizes, each in the mode that measures cheapest; a size at which the
     forward without a capture is as fast stays without.
 
     Args:
         request: makes the capture request of a size.
+        pool: whose device, and record of what callers hold, the captures share; their memory is their own.
         threshold: what the weights of a size's uses must add up to before it is captured.
         max_captures: at most so many are held.
         max_bytes: the device memory that they may take together, asked before every capture; None: no limit
             but the device's.
         agree: for a forward with collectives, which all its ranks must capture at the same use: whether
             every rank says yes. Times differ between ranks, so nothing is measured then.
-        handed_out: what callers hold, for debugged replays.
         attention_ms: as for `BudgetLadder`.
     """
 
     def __init__(
         self,
         request: Callable[[int], CaptureRequest],
-        device: torch.device,
+        pool: GraphPool,
         *,
         threshold: float = 2.0,
         max_captures: int = 64,
         max_bytes: Callable[[], int | None] = lambda: None,
         agree: Callable[[bool], bool] | None = None,
-        handed_out: HandedOut | None = None,
         attention_ms: Callable[[int], float] = lambda tokens: 0.0,
     ) -> None:
-        self.device = device
+        self.device = pool.device
         self.threshold = threshold
         self.max_captures = max_captures
         self.max_bytes = max_bytes
@@ -86,7 +84,7 @@ class ExactShapes:
         self._request = request
         self._prepared: CaptureRequest | None = None
         self._agree = agree
-        self._handed_out = handed_out
+        self._handed_out = pool.handed_out
         self._attention_ms = attention_ms
         self._generations: list[_Generation] = []
         self._stream: torch.cuda.Stream | None = None
@@ -165,10 +163,10 @@ class ExactShapes:
             self._refuse(generation, tokens, "another rank has no inputs of this size")
             return None
         captured = self._attempt(tokens, generation.ladder.capture)
-        if not self._agreed(captured is not None or tokens in generation.ladder.exact):
+        if not self._agreed(captured is not None or tokens in generation.ladder.no_graph_needed):
             self._refuse(generation, tokens, "another rank could not capture it")
-        elif tokens in generation.ladder.exact:
-            generation.ladder.exact.discard(tokens)
+        elif tokens in generation.ladder.no_graph_needed:
+            generation.ladder.no_graph_needed.discard(tokens)
             self.not_faster.add(tokens)
         else:
             self._held[tokens] = generation

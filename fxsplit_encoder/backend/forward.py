@@ -1,0 +1,165 @@
+"""What of a traced graph is captured: its program at any token count, and the budgets of its tower."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+from fxsplit_encoder.capture import CaptureRequest, SharedBuffers, StaticParameters, segment_capacity
+from fxsplit_encoder.capture.memory import gibibytes, memory_of
+from fxsplit_encoder.capture.probe import padded_symbols
+from fxsplit_encoder.capture.segments import full_cu_seqlens
+from fxsplit_encoder.compile import Bindings, HostOp, NamedRegion, Program, RegionInput
+from fxsplit_encoder.config import EncoderConfig
+from fxsplit_encoder.errors import CaptureMemoryError, ConfigError
+from fxsplit_encoder.planning import generate_budgets, inferred_budgets
+from fxsplit_encoder.runtime import FreshInputs, request_of_program
+
+# Without an adapter nothing says how large batches get: powers of two over any size. Captures are lazy, so a
+# long ladder costs nothing until it is used.
+_LADDER_OF_UNKNOWN_RANGE = tuple(generate_budgets(1, 16384))
+
+
+def region_of(program: Program) -> NamedRegion:
+    """The region of a graph, whose inputs have no names but those of their slots."""
+    return NamedRegion(program, {entry.slot: f"input {entry.slot}" for entry in program.region_inputs})
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramBudgets:
+    """What a configuration and the host ops of a program, which know its tower, tell of its budgets."""
+
+    tokens: tuple[int, ...]
+    """The budgets, in output tokens."""
+    rows_per_token: int | Fraction
+    """Rows of the token dimension that one token of a budget stands for."""
+    segment_factors: Mapping[int, int]
+    """By slot: segments that cumulative lengths have for each image or frame, where the host ops say so."""
+    max_items: int
+    """Images or frames of a batch; 0: as many as there are tokens."""
+
+    @classmethod
+    def of(cls, program: Program, config: EncoderConfig, bindings: Bindings) -> ProgramBudgets:
+        """Those of a program, whose bindings have what its host ops are called with.
+
+        Raises:
+            ConfigError: the smallest budget has no capacity for an image.
+        """
+        rows_per_token: int | Fraction = 1
+        inferred = _LADDER_OF_UNKNOWN_RANGE
+        segment_factors: dict[int, int] = {}
+        for step in program.host_steps:
+            assert isinstance(step.call, HostOp)
+            args, _ = bindings.arguments(step)
+            rows_per_token = step.call.rows_per_output_token(*args)
+            low, high = step.call.budget_range(*args)
+            # Where a row gives several output tokens, budgets hold whole rows.
+            tile = 1 if rows_per_token >= 1 else math.ceil(1 / rows_per_token)
+            inferred = inferred_budgets(low, high, tile, config.max_items_per_batch)
+            if step.call.segment_factors is not None:
+                segment_factors |= zip(step.outputs, step.call.segment_factors(*args), strict=True)
+        tokens = tuple(config.token_budgets) or inferred
+        if tokens[0] * rows_per_token < 1:
+            raise ConfigError(
+                f"token_budgets: {tokens[0]} has no capacity for an image; allowed: at least "
+                f"{math.ceil(1 / rows_per_token)} output tokens"
+            )
+        return cls(tokens, rows_per_token, segment_factors, config.max_items_per_batch)
+
+    def rows(self, tokens: int) -> int:
+        """Rows of so many output tokens."""
+        return int(tokens * self.rows_per_token)
+
+    def tokens_of(self, rows: int) -> int:
+        """Output tokens that so many rows give."""
+        return math.ceil(rows / self.rows_per_token)
+
+    def segment_factor(self, slot: int) -> int:
+        """Segments that the cumulative lengths in a slot have for each image or frame."""
+        return self.segment_factors.get(slot, 1)
+
+    def segment_entries(self, slot: int, tokens: int) -> int:
+        """Entries of captured cumulative lengths. Only the number of images or frames is configured."""
+        factor = self.segment_factor(slot)
+        most = self.max_items if factor == 1 else 0
+        return factor * segment_capacity(tokens, most or tokens) + 1
+
+
+class ProgramForward:
+    """A program as it runs for calls that differ in the token count alone.
+
+    Args:
+        region: of the program.
+        bindings: of one of these calls, whose parameters captures are bound to.
+    """
+
+    def __init__(self, region: NamedRegion, budgets: ProgramBudgets, bindings: Bindings) -> None:
+        self.region = region
+        self.budgets = budgets
+        program = region.program
+        self._template = Bindings([None] * program.num_slots, dict(bindings.symbols))
+        for slot in program.fixed_slots:
+            self._template.slots[slot] = bindings.slots[slot]
+        self.declares_padding = program.padding.allowed
+        """Whether padding is taken to leave real rows alone without a proof."""
+
+    def request(self, tokens: int, shared: SharedBuffers) -> CaptureRequest:
+        """A capture of so many output tokens, whose inputs that every batch fills lie in `shared`.
+
+        Raises:
+            CaptureError: the trace does not hold for so many.
+            CaptureMemoryError: the device's memory does not hold its inputs; none was made.
+        """
+        program, rows = self.region.program, self.budgets.rows(tokens)
+        bindings = self._template.copy()
+        bindings.symbols = padded_symbols(program, bindings, rows)
+        self._check_memory(bindings.symbols, tokens)
+        values = {
+            name: self._example(entry, bindings.symbols, tokens, rows)
+            for name, entry in self.region.inputs.items()
+        }
+        # Every call compares the parameters itself: they are among its arguments.
+        fresh = FreshInputs(tokens, values, rows, bindings)
+        return request_of_program(self.region, fresh, StaticParameters(()), shared)
+
+    def has_memory(self, rows: int) -> bool:
+        """Whether the device's memory holds the region's inputs padded to so many rows."""
+        program = self.region.program
+        return self._input_bytes(padded_symbols(program, self._template, rows)) <= memory_of(program.device)
+
+    def _check_memory(self, symbols: Mapping[str, int], tokens: int) -> None:
+        device = self.region.program.device
+        needed, memory = self._input_bytes(symbols), memory_of(device)
+        if needed > memory:
+            raise CaptureMemoryError(
+                f"token_budgets: {tokens} output tokens take {gibibytes(needed)} of static inputs, and "
+                f"{device} has {gibibytes(memory)}; list smaller budgets"
+            )
+
+    def _input_bytes(self, symbols: Mapping[str, int]) -> int:
+        """Memory of the region's inputs at these sizes, but for the lengths of segments."""
+        return sum(
+            math.prod(size(symbols) for size in entry.info.shape) * entry.info.dtype.itemsize
+            for entry in self.region.program.region_inputs
+            if not entry.is_segments
+        )
+
+    def _example(self, entry: RegionInput, symbols: Mapping[str, int], tokens: int, rows: int) -> Tensor:
+        """A tensor of the captured size, with contents to record and to time the capture with."""
+        program = self.region.program
+        device, dtype = program.device, entry.info.dtype
+        if entry.is_segments and not program.padding.segments_may_grow:
+            return full_cu_seqlens(entry.info.shape[0](symbols) - 1, rows, 1).to(device, dtype)
+        if entry.is_segments:
+            capacity = self.budgets.segment_entries(entry.slot, tokens) - 1
+            segments = 1 if self.budgets.segment_factor(entry.slot) == 1 else capacity
+            return full_cu_seqlens(capacity, rows, segments).to(device, dtype)
+        tensor = torch.zeros([s(symbols) for s in entry.info.shape], dtype=dtype, device=device)
+        if tensor.is_floating_point():
+            tensor.normal_()  # zeros would make the times that `auto` compares too short
+        return tensor

@@ -1,0 +1,177 @@
+"""Encodes planned batches on their paths, and gives every item its rows of the outputs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxsplit_encoder.capture import GraphPool
+from fxsplit_encoder.capture.buffers import StaticValue
+from fxsplit_encoder.errors import ReplayError
+from fxsplit_encoder.manager.item_facts import axis_keys
+from fxsplit_encoder.manager.legacy_dual_path import postprocess_of
+from fxsplit_encoder.manager.path import EncoderPath
+from fxsplit_encoder.manager.statistics import Statistics
+from fxsplit_encoder.planning import MissReason
+from fxsplit_encoder.planning.plan import PathPlan, Plan, PlannedBatch
+from fxsplit_encoder.protocol import EncoderItemSpec, SupportsEncoderCudaGraph
+
+logger = logging.getLogger(__name__)
+
+
+class BatchRunner:
+    """Runs batches of one tower, one at a time.
+
+    Args:
+        paths: by (name, axis keys).
+        num_axes: how many capture axes the tower has.
+        debug: whether every rule is checked at every replay.
+    """
+
+    def __init__(
+        self,
+        tower: SupportsEncoderCudaGraph,
+        paths: Mapping[tuple[str, tuple[Hashable, ...]], EncoderPath],
+        pool: GraphPool,
+        statistics: Statistics,
+        *,
+        num_axes: int,
+        debug: bool,
+    ) -> None:
+        self.tower = tower
+        self.paths = paths
+        self.pool = pool
+        self.statistics = statistics
+        self.num_axes = num_axes
+        self.debug = debug
+        self._postprocess = postprocess_of(tower)
+
+    def run(
+        self, plan: Plan, mm_kwargs: dict[str, Any], specs: Sequence[EncoderItemSpec], *, may_replay: bool
+    ) -> list[Tensor]:
+        """Encodes a request and counts its items.
+
+        Args:
+            plan: of the request.
+            mm_kwargs: the whole request.
+            specs: the sizes of its items.
+            may_replay: whether captures serve; if not, every batch falls back.
+
+        Returns:
+            Every item, in memory of its own.
+
+        Raises:
+            WeightsMovedError: a capture reads parameters that are elsewhere now; its batch was not counted.
+        """
+        tokens = [spec.output_tokens for spec in specs]
+        results: dict[int, Tensor] = {}
+        for batch in plan.batches:
+            selected, keys = self._select(batch, mm_kwargs, len(specs))
+            outputs: dict[str, Tensor] = {}
+            reason: MissReason | None = None
+            running = [(name, planned) for name, planned in batch.paths.items() if not planned.skipped]
+            with self.pool.replaying():
+                for name, planned in running:
+                    output, missed = self._run_path(name, keys, planned, selected, may_replay)
+                    if missed is None and len(outputs) < len(running) - 1:
+                        output = output.clone()  # captures share memory: the next path may write to it
+                    outputs[name] = output
+                    reason = reason or missed
+                self._collect(batch, outputs, tokens, results, selected)
+            self.statistics.record_items(len(batch.indices), reason)
+        return [results[index] for index in range(plan.num_items)]
+
+    def _select(
+        self, batch: PlannedBatch, mm_kwargs: dict[str, Any], num_items: int
+    ) -> tuple[dict[str, Any], tuple[Hashable, ...]]:
+        """The inputs of a batch's items, and their axis keys."""
+        everything = not self.num_axes and batch.indices == tuple(range(num_items))
+        if everything:
+            return mm_kwargs, ()
+        selected = self.tower.select_encoder_cudagraph_items(mm_kwargs, list(batch.indices))
+        return selected, axis_keys(selected, self.num_axes) if self.num_axes else ()
+
+    def _run_path(
+        self,
+        name: str,
+        keys: tuple[Hashable, ...],
+        planned: PathPlan,
+        selected: dict[str, Any],
+        may_replay: bool,
+    ) -> tuple[Tensor, MissReason | None]:
+        """The path's output, and why it is not that of a replay."""
+        path = self.paths.get((name, keys))
+        if path is None:  # items of the same keys make up a batch of others
+            self.statistics.record_fallback("eager")
+            return self.tower.encoder_eager_forward(selected, path=name), MissReason.NOT_CAPTURED
+        captures = list(path.captures_for(planned)) if may_replay else []
+        values = None
+        if captures or path.runs_compiled(planned):
+            values = self._values(path, planned, selected)
+        for budget, ladder, size in captures if values is not None else ():
+            assert values is not None
+            captured = path.best_capture(ladder, size, values)
+            try:
+                captured.load(values, path.forward.rows(values))
+            except ReplayError as error:
+                # Raised before anything was copied: the batch is whole.
+                logger.warning("%s, %d tokens: %s", path.label, size, error)
+                continue
+            output = captured.replay(debug=self.debug)[0]
+            assert isinstance(output, torch.Tensor)
+            self.statistics.record_replay(path.key(budget), planned.tokens)
+            return output, None
+        reason = MissReason.EXTENT_EXCEEDED if captures else path.miss_reason(planned)
+        return self._run_without_replay(path, planned, selected, values), reason
+
+    def _values(
+        self, path: EncoderPath, planned: PathPlan, selected: dict[str, Any]
+    ) -> dict[str, StaticValue | None] | None:
+        """What the path needs of a batch; None: the tower refuses it, and only its own forward is left."""
+        try:
+            return path.values(selected)
+        except ReplayError as error:
+            logger.warning("%s, %d tokens: %s", path.label, planned.tokens, error)
+            return None
+
+    def _run_without_replay(
+        self,
+        path: EncoderPath,
+        planned: PathPlan,
+        selected: dict[str, Any],
+        values: dict[str, StaticValue | None] | None,
+    ) -> Tensor:
+        if planned.eager or values is None:
+            output, compiled = path.run_eager(selected), False
+        else:
+            output, compiled = path.run_unpadded(selected, values)
+        self.statistics.record_fallback("exact" if compiled else "eager")
+        return output
+
+    def _collect(
+        self,
+        batch: PlannedBatch,
+        outputs: dict[str, Tensor],
+        tokens: list[int],
+        results: dict[int, Tensor],
+        selected: dict[str, Any],
+    ) -> None:
+        """Gives the items of a batch their rows of the paths' outputs, each in memory of its own: no replay
+        may overwrite them (capture rule 7), and a cache that keeps one image must not keep its batch alive.
+        """
+        indices = list(batch.indices)
+        self._postprocess(outputs, indices, tokens, results, clone=False, batch_mm_kwargs=selected)
+        self._own(indices, results, outputs)
+        if self.debug:
+            self.pool.handed_out.add(results[index] for index in indices)
+
+    def _own(self, indices: Sequence[int], results: dict[int, Tensor], outputs: dict[str, Tensor]) -> None:
+        """Copies what still lies in a path's output."""
+        storages = {output.untyped_storage().data_ptr() for output in outputs.values()}
+        for index in indices:
+            if results[index].untyped_storage().data_ptr() in storages:
+                results[index] = results[index].clone()

@@ -1,0 +1,21 @@
+"""A program with its captures: what the manager and torch.compile both run."""
+
+from fxsplit_encoder.runtime.captured_program import CapturableForward, CapturedProgram
+from fxsplit_encoder.runtime.measure import MeasuredForward, measure_forward
+from fxsplit_encoder.runtime.memory_limit import CaptureSet
+from fxsplit_encoder.runtime.requests import FreshInputs, request_of_module, request_of_program
+from fxsplit_encoder.runtime.scope import CaptureScope
+from fxsplit_encoder.runtime.unpadded import UnpaddedReplays
+
+__all__ = [
+    "CapturableForward",
+    "CaptureScope",
+    "CaptureSet",
+    "CapturedProgram",
+    "FreshInputs",
+    "MeasuredForward",
+    "UnpaddedReplays",
+    "measure_forward",
+    "request_of_module",
+    "request_of_program",
+]

@@ -1,0 +1,264 @@
+"""`CapturedProgram`: one forward with its captures, which both the manager and torch.compile run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
+
+import torch
+
+from fxsplit_encoder.capture import BudgetLadder, CapturedForward, CaptureRequest, SharedBuffers
+from fxsplit_encoder.capture.buffers import StaticValue
+from fxsplit_encoder.compile import NamedRegion
+from fxsplit_encoder.errors import CaptureError
+from fxsplit_encoder.planning import MissReason
+from fxsplit_encoder.planning.costs import RouteCosts
+from fxsplit_encoder.planning.plan import PathPlan
+from fxsplit_encoder.runtime.measure import MeasuredForward
+from fxsplit_encoder.runtime.scope import CaptureScope
+from fxsplit_encoder.runtime.unpadded import UnpaddedReplays
+
+logger = logging.getLogger(__name__)
+
+_NOTHING_CAPTURED = frozenset({MissReason.NOT_CAPTURED, MissReason.NEW_SHAPE})
+
+
+class CapturableForward(Protocol):
+    """What is captured: a program at any size, or a tower's own code."""
+
+    @property
+    def region(self) -> NamedRegion | None:
+        """The region of the program; None where the forward is captured as it is."""
+
+    @property
+    def declares_padding(self) -> bool:
+        """Whether padding is taken to leave real rows alone without a proof."""
+
+    def request(self, tokens: int, shared: SharedBuffers) -> CaptureRequest:
+        """A capture of so many output tokens; inputs that every batch fills lie in `shared`.
+
+        Raises:
+            CaptureError: there is none of this size.
+        """
+
+
+class CapturedProgram:
+    """One forward with its captures: a ladder of budgets, and captures of the token counts that recur.
+
+    Args:
+        forward: what is captured.
+        label: what it is called in messages.
+        budgets: of the ladder, in output tokens, increasing.
+        mode: in which budgets are captured: one of the configuration's.
+    """
+
+    def __init__(
+        self,
+        forward: CapturableForward,
+        label: str,
+        budgets: Sequence[int],
+        mode: str,
+        scope: CaptureScope,
+    ) -> None:
+        self.forward = forward
+        self.label = label
+        self.budgets = tuple(budgets)
+        self.mode = mode
+        self.scope = scope
+        self.shared = SharedBuffers()
+        self.segment_capacity: dict[int, int] = {}
+        """The attention segments that a captured budget holds; without an entry for a forward without any."""
+        self.notes: list[str] = []
+        """What was dropped or runs in another way than asked, and why."""
+        self.measured = MeasuredForward()
+        self.ladder = BudgetLadder(
+            self._request_of_budget,
+            mode,
+            scope.pool,
+            measured=scope.measured,
+            attention_ms=self._attention_ms,
+        )
+        self.unpadded = UnpaddedReplays(self._request_unpadded, scope, attention_ms=self._attention_ms)
+
+    # --- what may be captured
+
+    @property
+    def padding_proved(self) -> bool:
+        """Whether the program is proved to keep its rows apart."""
+        region = self.forward.region
+        return region is not None and region.program.padding.proved
+
+    @property
+    def padding_refused(self) -> bool:
+        """Whether nothing is padded: a program is not proved to keep its rows apart, nor declared to."""
+        return self.forward.region is not None and not (self.padding_proved or self.forward.declares_padding)
+
+    @property
+    def recurring_counts(self) -> str | None:
+        """When token counts are captured without padding: by "hits" or by "cost" (`UnpaddedReplays`); None:
+        never.
+        """
+        if self.mode == "none":
+            return None
+        if self.mode == "exact" or self.padding_refused:
+            return "hits"
+        return "cost" if self.mode == "auto" and self.scope.measured else None
+
+    def _request_of_budget(self, budget: int) -> CaptureRequest:
+        region = self.forward.region
+        if region is not None and self.padding_refused:
+            raise CaptureError(f"its rows are not known to be independent ({region.program.padding})")
+        request = self._request(budget, self.shared)
+        if request.segment_inputs and region is not None and region.program.padding.segments_may_grow:
+            buffers = request.inputs.buffers
+            entries = (buffers[name].tensor.shape[0] for name in request.segment_inputs)
+            self.segment_capacity[budget] = min(entries) - 1
+        return request
+
+    def _request_unpadded(self, tokens: int, shared: SharedBuffers) -> CaptureRequest:
+        return self._request(tokens, shared)
+
+    def _request(self, tokens: int, shared: SharedBuffers) -> CaptureRequest:
+        region = self.forward.region
+        if region is not None and (refusal := region.program.padding.capture_refusal):
+            raise CaptureError(refusal)
+        return self.forward.request(tokens, shared)
+
+    def _attention_ms(self, tokens: int) -> float:
+        return self.measured.attention_ms(tokens)
+
+    # --- captures
+
+    @property
+    def captured(self) -> dict[int, CapturedForward]:
+        """The captures by budget."""
+        return self.ladder.captured
+
+    def capture(self, budget: int) -> None:
+        """Captures one budget unless that was done or failed before, or notes why it is dropped."""
+        self.ladder.capture(budget)
+        if budget in self.ladder.replaced:
+            self.note(f"{self.label}: budget {budget} is {self.ladder.replaced[budget]}")
+        if budget in self.ladder.dropped:
+            self.note(f"{self.label}: budget {budget} is dropped: {self.ladder.dropped[budget]}")
+
+    def drop(self, budget: int, reason: str) -> None:
+        """Releases the captures of one budget."""
+        self.ladder.drop(budget, reason)
+        self.note(f"{self.label}: budget {budget} is dropped: {reason}")
+
+    def release(self) -> None:
+        """Releases every capture, to be made again; what was found out of dropped budgets stays."""
+        self.ladder.release()
+        self.shared.clear()
+        self.unpadded.clear()
+
+    def clear(self) -> None:
+        """Releases every capture and forgets what was found out."""
+        self.release()
+        self.ladder.clear()
+
+    def note(self, note: str) -> None:
+        """Remembers what was dropped or runs in another way than asked, and warns of it, once."""
+        if note not in self.notes:
+            self.notes.append(note)
+            logger.warning("%s", note)
+
+    # --- memory
+
+    @property
+    def input_bytes(self) -> int:
+        """Memory of the static inputs of all captured budgets, shared or not."""
+        return sum(
+            {
+                storage.data_ptr(): storage.nbytes()
+                for captured in self.captured.values()
+                for tensor in captured.inputs.tensors.values()
+                if (storage := tensor.untyped_storage()).data_ptr()
+            }.values()
+        )
+
+    @property
+    def unpadded_bytes(self) -> int:
+        """Memory of the captures of recurring token counts, and of their inputs."""
+        return self.unpadded.num_bytes
+
+    def num_bytes(self, budget: int) -> int:
+        """Memory that captures would need less without this budget: its graphs, and what no other reads of
+        its static inputs.
+        """
+        others = _read_bytes([captured for other, captured in self.captured.items() if other != budget])
+        own = _read_bytes([self.captured[budget]])
+        unshared = (max(0, num_bytes - others.get(address, 0)) for address, num_bytes in own.items())
+        return self.ladder.num_bytes(budget) + sum(unshared)
+
+    # --- costs
+
+    @property
+    def costs(self) -> RouteCosts:
+        """What was measured, or an order of preference where nothing was."""
+        compiled = self.forward.region is not None
+        return self.measured.with_captures(self.ladder, self.segment_capacity, compiled=compiled)
+
+    # --- replays
+
+    def captures_for(
+        self, planned: PathPlan, *, capture_now: bool = False
+    ) -> Iterator[tuple[int, BudgetLadder, int]]:
+        """What may serve a planned batch, the best first: its budget (0: none, unpadded), what holds the
+        capture, and its size.
+
+        Args:
+            capture_now: whether the batch's own token count is captured at once, if it ever is.
+        """
+        if (by := self.recurring_counts) is not None:
+            # Where nothing is padded, a batch that fills a budget is as welcome as one that recurs.
+            fills = self.padding_refused and planned.tokens in self.budgets
+            ladder = self.unpadded.find(planned, by_cost=by == "cost", now=capture_now or fills)
+            if ladder is not None:
+                yield 0, ladder, planned.tokens
+        if planned.budget is not None and planned.budget in self.captured:
+            yield planned.budget, self.ladder, planned.budget
+
+    def best_capture(
+        self, ladder: BudgetLadder, size: int, values: Mapping[str, StaticValue | None]
+    ) -> CapturedForward:
+        """What to replay of a captured size for a batch.
+
+        Raises:
+            ReplayError: no value was given for a buffer of the capture (capture rule 4).
+        """
+        region = self.forward.region
+        lengths = values.get(region.frame_lengths) if region and region.frame_lengths is not None else None
+        single = isinstance(lengths, torch.Tensor) and lengths.shape[0] == 2
+        captured = ladder.best(size, 1 if single else None)
+        captured.inputs.check_complete(values)
+        return captured
+
+    def as_served(self, planned: PathPlan) -> PathPlan:
+        """A plan with what captures of recurring token counts change of it now."""
+        if planned.skipped:
+            return planned
+        if planned.tokens in self.unpadded.captures:
+            return PathPlan(planned.tokens, planned.tokens)
+        return planned if planned.budget is not None else planned._replace(reason=self.miss_reason(planned))
+
+    def miss_reason(self, planned: PathPlan) -> MissReason:
+        """Why a planned batch that nothing served counts as a miss."""
+        reason = None
+        if self.recurring_counts == "hits":
+            reason = self.unpadded.reason(planned)
+        reason = reason or planned.reason or MissReason.NOT_CAPTURED
+        if self.padding_refused and reason in _NOTHING_CAPTURED and self.mode != "exact":
+            return MissReason.PADDING_UNPROVED
+        return reason
+
+
+def _read_bytes(captures: Sequence[CapturedForward]) -> dict[int, int]:
+    """What some captures read of the memory of static inputs: address -> bytes."""
+    read: dict[int, int] = {}
+    for captured in captures:
+        for buffer in captured.inputs.buffers.values():
+            read[buffer.address] = max(read.get(buffer.address, 0), buffer.num_bytes)
+    return read

@@ -1,0 +1,136 @@
+"""What a forward gives to be captured at one size: a program, or a tower's own code as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from fxsplit_encoder.capture import (
+    CaptureRequest,
+    ProgramBody,
+    RowCount,
+    SharedBuffers,
+    StaticBuffer,
+    StaticInputs,
+    StaticParameters,
+)
+from fxsplit_encoder.compile import Bindings, NamedRegion
+from fxsplit_encoder.errors import CaptureError
+
+PaddingLogics: TypeAlias = Mapping[str, Callable[[Tensor, Tensor], None]]
+"""By name, how a tower fills an input of a capture (first) from a value (second) itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class FreshInputs:
+    """Inputs of one size, newly made: a capture takes them over."""
+
+    tokens: int
+    """The size in output tokens."""
+    values: dict[str, Tensor]
+    rows: int | None = None
+    """Rows of the attended sequence; None: not known."""
+    bindings: Bindings | None = None
+    """Of a program, with everything but the region's inputs in its slots."""
+
+
+def request_of_program(
+    region: NamedRegion,
+    fresh: FreshInputs,
+    parameters: StaticParameters,
+    shared: SharedBuffers,
+    padding_logics: PaddingLogics | None = None,
+) -> CaptureRequest:
+    """The request of a program, and the one for a single segment with it.
+
+    Args:
+        parameters: those that the program is bound to and that nobody compares before a replay.
+        shared: where inputs that every batch fills find their memory.
+
+    Raises:
+        CaptureError: the trace does not hold for inputs of these sizes.
+    """
+    program, bindings = region.program, fresh.bindings
+    assert bindings is not None
+    if not program.may_be_captured(bindings.symbols):
+        raise CaptureError(
+            f"the trace does not hold for {fresh.tokens} tokens: the code was traced for other sizes"
+        )
+    logics = padding_logics or {}
+    buffers = {
+        name: _buffer(region, name, tensor, logics.get(name), shared) for name, tensor in fresh.values.items()
+    }
+    num_rows = RowCount(fresh.rows, program.device) if fresh.rows is not None else None
+    if program.num_rows_slot is not None and num_rows is not None:
+        bindings.slots[program.num_rows_slot] = num_rows.tensor
+    rows = fresh.tokens if fresh.rows is None else fresh.rows
+
+    def request_over(own: Mapping[str, StaticBuffer]) -> CaptureRequest:
+        inputs = StaticInputs(own.values())
+        body = ProgramBody(program, region.bind(bindings, inputs.tensors))
+        return CaptureRequest(inputs, body, parameters, rows, region.segment_inputs, num_rows)
+
+    frames = region.frame_lengths
+    request = request_over(buffers)
+    if frames is None or not _may_have_other_segments(region) or buffers[frames].tensor.shape[0] <= 2:
+        return request
+
+    def single_segment() -> CaptureRequest:
+        device = buffers[frames].tensor.device
+        lengths = torch.tensor([0, rows], dtype=torch.int32, device=device)
+        return request_over({**buffers, frames: StaticBuffer(frames, lengths, None)})
+
+    return replace(request, single_segment=single_segment)
+
+
+def _may_have_other_segments(region: NamedRegion) -> bool:
+    return region.program.padding.segments_may_grow
+
+
+def request_of_module(
+    forward: Callable[[Mapping[str, Tensor]], Any],
+    fresh: FreshInputs,
+    parameters: StaticParameters,
+    shared: SharedBuffers,
+    *,
+    growing: Collection[str],
+    splitting_ops: tuple[str, ...],
+    padding_logics: PaddingLogics,
+) -> CaptureRequest:
+    """The request of a forward that is captured as it is.
+
+    Args:
+        growing: the inputs whose rows depend on the size. They are shared: every batch fills them. What
+            always has the same size may be a constant, which a tower need not give again.
+        fresh, parameters, shared: as for `request_of_program`.
+        splitting_ops: where it breaks in mode "breakable".
+    """
+    own = (StaticBuffer(name, tensor, 0, padding_logics.get(name)) for name, tensor in fresh.values.items())
+    inputs = StaticInputs(shared.share(buffer) if buffer.name in growing else buffer for buffer in own)
+    tensors = inputs.tensors
+    return CaptureRequest(
+        inputs, lambda: (forward(tensors),), parameters, fresh.tokens, splitting_ops=splitting_ops
+    )
+
+
+def _buffer(
+    region: NamedRegion,
+    name: str,
+    tensor: Tensor,
+    padding_logic: Callable[[Tensor, Tensor], None] | None,
+    shared: SharedBuffers,
+) -> StaticBuffer:
+    """A static input; in shared memory, if it is one that every batch fills."""
+    entry = region.inputs.get(name)
+    if entry is not None and entry.is_segments:  # replaced as a whole
+        return shared.share(StaticBuffer(name, tensor, None))
+    dim = entry.token_dim if entry is not None else None
+    is_permutation = entry is not None and entry.is_permutation
+    buffer = StaticBuffer(
+        name, tensor, 0 if dim is None else dim, padding_logic, is_permutation=is_permutation
+    )
+    return buffer if dim is None else shared.share(buffer)

@@ -1,0 +1,67 @@
+"""The same tower and inputs through the manager and through torch.compile: one ladder, the same hits, misses
+and bits.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+import fxsplit_encoder as fx
+from fxsplit_encoder.backend import BudgetDispatcher, dispatchers
+
+from ..towers.tiny_inputs import items
+from ..towers.tiny_towers import tiny
+
+QWEN3, QWEN25 = "Qwen3VLVisionModel", "Qwen2_5_VisionTransformerPretrainedModel"
+
+# More than one output token each: a product of a single row may be summed in another order.
+SIZES = ((1, 4, 6), (1, 2, 8), (1, 8, 8), (1, 12, 12))
+
+
+def compiled_tower(tower: Any, config: fx.EncoderConfig, example: list[Any]) -> tuple[Any, BudgetDispatcher]:
+    known = set(dispatchers())
+    compiled = torch.compile(tower, backend="encoder_cg", options={"config": config})
+    compiled(*example)
+    (dispatcher,) = set(dispatchers()) - known
+    dispatcher.clear()
+    dispatcher.hits = 0
+    dispatcher.misses.clear()
+    return compiled, dispatcher
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        (QWEN3, {}),
+        (QWEN25, {}),
+        (QWEN3, {"mode": "exact"}),
+        (QWEN3, {"mode": "piecewise", "token_budgets": (4, 16)}),
+    ],
+)
+@torch.no_grad()
+def test_the_same_ladder_hits_misses_and_bits(name: str, options: dict[str, Any], fresh_dynamo: None) -> None:
+    tower, inputs = fx.wrap(tiny(name).make()), tiny(name).inputs
+    config = fx.EncoderConfig(**options)
+    requests = [inputs.make([each]) for each in items("image", SIZES) for _ in range(3)]
+    arguments = [list(request.values())[:2] for request in requests]
+    manager = fx.EncoderCudaGraphManager(tower, config)
+    manager.capture()
+    compiled, dispatcher = compiled_tower(tower, config, arguments[0])
+    for request, example in zip(requests, arguments, strict=True):
+        (expected,) = manager.execute(request)
+        got = compiled(*example)
+        rows = got.pooler_output
+        torch.testing.assert_close(rows, expected[:, : rows.shape[1]], rtol=0, atol=0)
+    stats = manager.stats()
+    assert (stats.hits, Counter(stats.misses)) == (dispatcher.hits, dispatcher.misses)
+    assert stats.hits + sum(stats.misses.values()) == len(requests)
+    (path,) = manager.paths_by_key.values()
+    for program in dispatcher.programs.values():
+        assert program.budgets == path.budgets
+        assert program.captured.keys() <= path.captured.keys()
+        assert program.unpadded.captures.sizes == path.unpadded.captures.sizes
+        assert all(captured.mode == path.captured[b].mode for b, captured in program.captured.items())
