@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import fxsplit_encoder as fx
+from fxsplit_encoder.capture import SegmentedCapture
 from fxsplit_encoder.compile.passes import PASSES, relative_rms
 from fxsplit_encoder.compile.passes.fp8_linear import fp8_linear
 
