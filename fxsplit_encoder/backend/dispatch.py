@@ -226,18 +226,9 @@ class BudgetDispatcher:
         if not new:
             return
         self._plans.clear()
-        self._captures.capture([(key, budget) for budget in new])
-        if self.config.debug and not program.padding_proved:
-            for budget in program.captured.keys() & set(new):
-                self._check_declaration(program, bindings, budget)
-
-    def _check_declaration(self, program: CapturedProgram, bindings: Bindings, budget: int) -> None:
-        """Drops the capture of a tower that declares its padding if padding changes this call's results."""
-        rows, tokens = self._budgets(bindings).rows(budget), self.program.tokens(bindings)
-        if tokens is not None and tokens < rows:
-            change = probe_padding(self.program, bindings, rows)
-            if change is not None:
-                program.drop(budget, f"the tower declares that it may be padded, but {change}")
+        assert isinstance(program.forward, ProgramForward)
+        with program.forward.comparing_with(bindings):
+            self._captures.capture([(key, budget) for budget in new])
 
     def _num_segments(self, bindings: Bindings) -> int:
         """Images or frames of this call, as the cumulative lengths tell of which a capture may hold more."""

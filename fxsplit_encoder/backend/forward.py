@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
 import torch
 from torch import Tensor
 
-from fxsplit_encoder.capture import CaptureRequest, SharedBuffers, StaticParameters, segment_capacity
+from fxsplit_encoder.capture import (
+    CapturedForward,
+    CaptureRequest,
+    SharedBuffers,
+    StaticParameters,
+    segment_capacity,
+)
 from fxsplit_encoder.capture.memory import gibibytes, memory_of
-from fxsplit_encoder.capture.probe import padded_symbols
+from fxsplit_encoder.capture.probe import padded_symbols, probe_padding
 from fxsplit_encoder.capture.segments import full_cu_seqlens
 from fxsplit_encoder.compile import Bindings, HostOp, NamedRegion, Program, RegionInput
 from fxsplit_encoder.config import EncoderConfig
@@ -107,6 +114,26 @@ class ProgramForward:
             self._template.slots[slot] = bindings.slots[slot]
         self.declares_padding = program.padding.allowed
         """Whether padding is taken to leave real rows alone without a proof."""
+        self._compared: Bindings | None = None
+
+    @contextlib.contextmanager
+    def comparing_with(self, bindings: Bindings) -> Iterator[None]:
+        """Inside, new captures may be compared with this call."""
+        self._compared = bindings
+        try:
+            yield
+        finally:
+            self._compared = None
+
+    def padding_change(self, captured: CapturedForward, tokens: int) -> str | None:
+        """How padding changes the results of a call that does not fill a new capture of so many output
+        tokens; None: it does not, or there is no such call.
+        """
+        program, rows, example = self.region.program, self.budgets.rows(tokens), self._compared
+        real = program.tokens(example) if example is not None else None
+        if example is None or real is None or real >= rows:
+            return None
+        return probe_padding(program, example, rows)
 
     def request(self, tokens: int, shared: SharedBuffers) -> CaptureRequest:
         """A capture of so many output tokens, whose inputs that every batch fills lie in `shared`.
@@ -120,7 +147,7 @@ class ProgramForward:
         bindings.symbols = padded_symbols(program, bindings, rows)
         self._check_memory(bindings.symbols, tokens)
         values = {
-            name: self._example(entry, bindings.symbols, tokens, rows)
+            name: self._example_input(entry, bindings.symbols, tokens, rows)
             for name, entry in self.region.inputs.items()
         }
         # Every call compares the parameters itself: they are among its arguments.
@@ -149,7 +176,9 @@ class ProgramForward:
             if not entry.is_segments
         )
 
-    def _example(self, entry: RegionInput, symbols: Mapping[str, int], tokens: int, rows: int) -> Tensor:
+    def _example_input(
+        self, entry: RegionInput, symbols: Mapping[str, int], tokens: int, rows: int
+    ) -> Tensor:
         """A tensor of the captured size, with contents to record and to time the capture with."""
         program = self.region.program
         device, dtype = program.device, entry.info.dtype

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from fxsplit_encoder.attention import KnownSegments
 from fxsplit_encoder.capture.buffers import StaticValue
-from fxsplit_encoder.capture.probe import difference
 from fxsplit_encoder.compile import BoundProgram, CompileOptions
-from fxsplit_encoder.errors import FxSplitError, InputError, ReplayError
+from fxsplit_encoder.errors import FxSplitError, ReplayError
 from fxsplit_encoder.manager.path_forward import PathForward
 from fxsplit_encoder.planning.limits import CaptureKey, Limits
 from fxsplit_encoder.planning.plan import PathPlan
@@ -87,38 +86,6 @@ class EncoderPath(CapturedProgram):
         return None if token_range is None else token_range(path=self.name, axis_keys=self.axis_keys)
 
     # --- capture
-
-    def capture(self, budget: int) -> None:
-        """Captures one budget, or notes why it is dropped."""
-        super().capture(budget)
-        if budget in self.captured and self._must_compare():
-            self._compare_with_unpadded(budget)
-
-    def _must_compare(self) -> bool:
-        """Whether a capture has to show that padding leaves its results alone: where only the tower's word
-        says so, with `debug`; where nothing does, since nobody could analyze the forward, always.
-        """
-        debug = self.scope.config.debug
-        return not self.padding_proved and (debug or not self.forward.declares_padding)
-
-    @torch.no_grad()
-    def _compare_with_unpadded(self, budget: int) -> None:
-        """Drops the capture of a budget if padding changes the results of a batch of half its tokens."""
-        half = budget // 2
-        try:
-            values = self.forward.capture_values(half) if half else {}
-        except InputError:
-            return  # no batch is smaller, so nothing is ever padded
-        if not values:
-            return
-        values = {name: _with_contents(tensor) for name, tensor in values.items()}
-        captured = self.captured[budget]
-        expected = self.forward(values)
-        captured.load(values, self.forward.rows(values))
-        output = captured.replay()[0]
-        refusal = difference([expected], [output], "other")
-        if refusal is not None:
-            self.drop(budget, f"padding changes its results: {refusal}")
 
     def metadata(self, budget: int) -> BudgetGraphMetadata:
         """What one captured budget is, in vLLM's terms."""
@@ -201,11 +168,3 @@ class EncoderPath(CapturedProgram):
     def run_eager(self, mm_kwargs: dict[str, Any]) -> Tensor:
         """The batch through the tower itself."""
         return self.tower.encoder_eager_forward(mm_kwargs, path=self.name)
-
-
-def _with_contents(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that tells something: zeros are the same wherever they come from."""
-    if not tensor.is_floating_point() or bool(tensor.any()):
-        return tensor
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(tensor.shape, generator=generator).to(tensor)

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxsplit_encoder.capture import CaptureRequest, SharedBuffers, StaticParameters
+from fxsplit_encoder.capture import CapturedForward, CaptureRequest, SharedBuffers, StaticParameters
 from fxsplit_encoder.capture.buffers import StaticValue
+from fxsplit_encoder.capture.probe import difference
 from fxsplit_encoder.compile import BoundProgram, CompileOptions, NamedRegion, trace_forward
 from fxsplit_encoder.errors import CaptureError, CompileError, InputError
 from fxsplit_encoder.host_memory import to_device
@@ -165,6 +166,21 @@ class PathForward:
         fresh = FreshInputs(tokens, values, program.tokens(values), bindings)
         return request_of_program(program.region, fresh, self.parameters, shared, logics)
 
+    @torch.no_grad()
+    def padding_change(self, captured: CapturedForward, tokens: int) -> str | None:
+        """How padding changes the results of a batch of half the tokens of a capture; None: it does not."""
+        half = tokens // 2
+        try:
+            values = self.capture_values(half) if half else {}
+        except InputError:
+            return None  # no batch is smaller, so nothing is ever padded
+        if not values:
+            return None
+        values = {name: _with_contents(tensor) for name, tensor in values.items()}
+        expected = self(values)
+        captured.load(values, self.rows(values))
+        return difference([expected], [captured.replay()[0]], "other")
+
     # --- compile
 
     def compile(self, progress: Callable[[int, int], None] | None = None) -> str | None:
@@ -263,3 +279,11 @@ def _is_alike(old: Any, new: Any) -> bool:
     return isinstance(new, torch.Tensor) and all(
         getattr(old, name) == getattr(new, name) for name in ("shape", "dtype", "device")
     )
+
+
+def _with_contents(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that tells something: zeros are the same wherever they come from."""
+    if not tensor.is_floating_point() or bool(tensor.any()):
+        return tensor
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(tensor.shape, generator=generator).to(tensor)

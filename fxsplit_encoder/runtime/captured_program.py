@@ -42,6 +42,11 @@ class CapturableForward(Protocol):
             CaptureError: there is none of this size.
         """
 
+    def padding_change(self, captured: CapturedForward, tokens: int) -> str | None:
+        """How padding changes the results of a batch that does not fill a new capture of so many output
+        tokens; None: it does not, or there is no such batch to compare.
+        """
+
 
 class CapturedProgram:
     """One forward with its captures: a ladder of budgets, and captures of the token counts that recur.
@@ -137,11 +142,22 @@ class CapturedProgram:
 
     def capture(self, budget: int) -> None:
         """Captures one budget unless that was done or failed before, or notes why it is dropped."""
+        is_new = budget not in self.captured
         self.ladder.capture(budget)
+        if is_new and budget in self.captured and self._must_compare():
+            change = self.forward.padding_change(self.captured[budget], budget)
+            if change is not None:
+                self.ladder.drop(budget, f"padding changes its results: {change}")
         if budget in self.ladder.replaced:
             self.note(f"{self.label}: budget {budget} is {self.ladder.replaced[budget]}")
         if budget in self.ladder.dropped:
             self.note(f"{self.label}: budget {budget} is dropped: {self.ladder.dropped[budget]}")
+
+    def _must_compare(self) -> bool:
+        """Whether a capture has to show that padding leaves its results alone: where only the tower's word
+        says so, with `debug`; where nothing does, since nobody could analyze the forward, always.
+        """
+        return not self.padding_proved and (self.scope.config.debug or not self.forward.declares_padding)
 
     def drop(self, budget: int, reason: str) -> None:
         """Releases the captures of one budget."""

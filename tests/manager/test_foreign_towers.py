@@ -77,7 +77,7 @@ def test_a_compiled_tower_has_no_notes() -> None:
     )
     manager.capture()
     assert manager.reports == []
-    assert manager.programs["default"].segment_inputs == ("lengths",)
+    assert manager.programs["default"].region.segment_inputs == ("lengths",)
 
 
 def test_a_padding_logic_decides_what_pad_rows_hold(model: Any) -> None:
