@@ -18,13 +18,14 @@ from fxsplit_encoder.capture import GraphPool
 from fxsplit_encoder.capture.probe import probe_padding
 from fxsplit_encoder.compile import Bindings, Program
 from fxsplit_encoder.compile.program import Ref
-from fxsplit_encoder.compile.sizes import Size, layout
+from fxsplit_encoder.compile.sizes import Size
 from fxsplit_encoder.config import EncoderConfig
-from fxsplit_encoder.errors import InputError, ReplayError
+from fxsplit_encoder.errors import ReplayError
 from fxsplit_encoder.planning import Captured, CaptureKey, CostModel, Item, Limits, MissReason, build_plan
 from fxsplit_encoder.planning.plan import PathPlan
 from fxsplit_encoder.protocol import EncoderItemSpec
 from fxsplit_encoder.runtime import CapturedProgram, CaptureScope, CaptureSet
+from fxsplit_encoder.runtime.weights import check_replacements, layouts_of, warn_of_new_captures
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +82,7 @@ class BudgetDispatcher:
         self._padding_allowed = program.padding.allowed
         self._static_inputs = sorted(program.static_inputs)
         self._addresses: list[int] = []
-        self._layouts: list[tuple[Any, ...]] = []
+        self._layouts: list[tuple[Any, ...] | None] | None = None
         self._known_budgets: ProgramBudgets | None = None
         self._plans: dict[tuple[Any, ...], PathPlan] = {}
         self._lock = threading.RLock()
@@ -111,21 +112,16 @@ class BudgetDispatcher:
         try:
             addresses = list(map(torch.Tensor.data_ptr, map(args.__getitem__, self._static_inputs)))
         except TypeError:
-            raise InputError(
-                "parameters: expected those with which the module was compiled; got None in the place of "
-                "one. Put it back, or compile again after torch._dynamo.reset()"
-            ) from None
+            addresses = []  # one was removed
         if addresses != self._addresses:
-            layouts = list(map(layout, map(args.__getitem__, self._static_inputs)))
-            if self._addresses and layouts != self._layouts:
-                raise InputError(
-                    "parameters: expected them in the sizes, strides, dtype and device in which the module "
-                    "was compiled; got others. Compile it again after torch._dynamo.reset()"
-                )
+            weights = [args[index] for index in self._static_inputs]
+            if self._layouts is None:
+                self._layouts = layouts_of(weights)
+            check_replacements(self._layouts, weights, "Compile the module again after torch._dynamo.reset()")
             if self.programs:
-                logger.warning("parameters were replaced since the capture; capturing again")
+                warn_of_new_captures("parameters were replaced since the capture")
             self.clear()
-            self._addresses, self._layouts = addresses, layouts
+            self._addresses = addresses
 
     def clear(self) -> None:
         """Releases every capture and its memory; the next calls capture again."""

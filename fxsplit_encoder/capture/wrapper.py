@@ -191,6 +191,8 @@ class BreakableCUDAGraphWrapper(nn.Module):
             return "gradients"
         key = batch.descriptor
         if self._baked.have_moved():
+            if self._entries:
+                logger.warning("capturing again: parameters were replaced since the capture")
             self.clear()
             self._baked = StaticParameters.of_module(self.module)
         if key in self._failures:

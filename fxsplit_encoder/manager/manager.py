@@ -39,6 +39,7 @@ from fxsplit_encoder.protocol import (
     missing_methods,
 )
 from fxsplit_encoder.runtime import CaptureScope, CaptureSet
+from fxsplit_encoder.runtime.weights import warn_of_new_captures
 from fxsplit_encoder.tuning.trace import TraceWriter
 
 logger = logging.getLogger(__name__)
@@ -349,7 +350,7 @@ class EncoderCudaGraphManager:
             raise error
         for path in self.paths_by_key.values():
             path.forward.current_program()
-        logger.warning("capturing again: %s", error)
+        warn_of_new_captures(error)
         held = self._captures.held()
         self._captures.clear()
         self._captures.capture(held)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +19,7 @@ from fxsplit_encoder.manager.tensor_parallel import agreement_of
 from fxsplit_encoder.planning.limits import Limits
 from fxsplit_encoder.protocol import SupportsEncoderCudaGraph
 from fxsplit_encoder.runtime import FreshInputs, request_of_module, request_of_program
+from fxsplit_encoder.runtime.weights import check_replacements, layouts_of
 
 # The trace runs the forward once, so it is made at a moderate size; the size is also Inductor's hint for its
 # kernels.
@@ -240,45 +240,23 @@ class PathForward:
         """The program on the parameters that the tower has now.
 
         Raises:
-            InputError: they are of other sizes, dtypes or devices than those that it was compiled with.
+            InputError: they are of other layouts than those that it was compiled with.
         """
         if self.program is None or not self.parameters.have_moved():
             return self.program
-        rebound = self._rebound(self.program)
-        if rebound is None:
-            raise InputError(
-                f"{self.label}: parameters: expected them in the sizes, dtype and device in which the tower "
-                "was compiled; got others. Call clear() and capture() to compile it again"
-            )
-        self.bind(rebound)
+        old, current = self.program.fixed, iter(self.parameters.current())
+        fixed = [next(current) if isinstance(each, torch.Tensor) else each for each in old]
+        check_replacements(layouts_of(old), fixed, "Call clear() and capture() to compile the tower again")
+        self.bind(replace(self.program, fixed=tuple(fixed)))
         return self.program
-
-    def _rebound(self, program: BoundProgram) -> BoundProgram | None:
-        """The program on the parameters that the tower has now; None: it was not made for such."""
-        current = iter(self.parameters.current())
-        fixed = [next(current) if isinstance(old, torch.Tensor) else old for old in program.fixed]
-        if not all(_is_alike(old, new) for old, new in zip(program.fixed, fixed, strict=True)):
-            return None
-        return replace(program, fixed=tuple(fixed))
 
     def refresh(self) -> None:
         """Takes the parameters that the tower has now; a program that was made for others is forgotten."""
-        if self.program is None or not self.parameters.have_moved():
-            return
-        rebound = self._rebound(self.program)
-        if rebound is not None:
-            self.bind(rebound)
-        else:
+        try:
+            self.current_program()
+        except InputError:
             self.program = None
             self._compiled = False
-
-
-def _is_alike(old: Any, new: Any) -> bool:
-    if not isinstance(old, torch.Tensor):
-        return True
-    return isinstance(new, torch.Tensor) and all(
-        getattr(old, name) == getattr(new, name) for name in ("shape", "dtype", "device")
-    )
 
 
 def _with_contents(tensor: torch.Tensor) -> torch.Tensor:

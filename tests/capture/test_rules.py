@@ -556,7 +556,7 @@ def test_rule_6_parameters_that_the_program_was_not_compiled_for_are_an_error(
 ) -> None:
     manager, module = captured_pair
     remove(module)
-    with pytest.raises(InputError, match=r"expected them in the sizes, dtype and device .* Call clear"):
+    with pytest.raises(InputError, match=r"got None in the place of one\. .*Call clear"):
         manager.execute(make_batch([(1, 4, 4)]))
 
 
