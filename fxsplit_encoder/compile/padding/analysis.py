@@ -13,7 +13,7 @@ statement about the two runs:
 
 What enters a region has its state by how captures fill their inputs. A rule for each operation says which
 state its result has, given those of its arguments, and states in its docstring why (the lemma). Pointwise
-operations are recognised by torch's tag, so most need no rule of their own. Sizes are decided by algebra, see
+operations are recognized by torch's tag, so most need no rule of their own. Sizes are decided by algebra, see
 `TokenSizes`. So a region without `Mixed` may be padded: the real rows of its outputs equal those of the exact
 run, but for rounding where a kernel adds in another order at another size.
 """

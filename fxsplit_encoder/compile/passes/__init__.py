@@ -63,7 +63,7 @@ def run_passes(
 
     Args:
         names: of `PASSES`; None: those that pay on this device.
-        precision: "fp8" quantises the linear layers too; "auto" does not.
+        precision: "fp8" quantizes the linear layers too; "auto" does not.
         device: that of the graph.
 
     Returns:

@@ -30,7 +30,7 @@ LARGE = (4096, 5000)
 """Constants that only large token counts exceed."""
 
 
-class SpecialisedError(Exception):
+class SpecializedError(Exception):
     """The trace turned the token count into a number, or divided by zero."""
 
 
@@ -156,7 +156,7 @@ class Builder:
         """Appends a call; None where the trace refuses its arguments.
 
         Raises:
-            SpecialisedError: the call holds for one token count only.
+            SpecializedError: the call holds for one token count only.
         """
         value = self._trace(target, args, kwargs)
         if value is None:
@@ -184,7 +184,7 @@ class Builder:
             value = None
         finally:
             if self.shape_env.replacements:
-                raise SpecialisedError
+                raise SpecializedError
         several = isinstance(value, list | tuple) and any(isinstance(v, torch.Tensor) for v in value)
         return value if several or isinstance(value, torch.Tensor) else None
 
@@ -202,9 +202,9 @@ class Builder:
         try:
             value = function(*fx.node.map_arg(args, lambda n: n.meta["val"]))
         except ZeroDivisionError as error:
-            raise SpecialisedError from error
+            raise SpecializedError from error
         if self.shape_env.replacements:
-            raise SpecialisedError
+            raise SpecializedError
         if not isinstance(value, torch.SymInt | torch.SymFloat):
             return value
         node = self.graph.call_function(function, args)
