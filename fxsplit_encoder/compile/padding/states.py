@@ -21,7 +21,7 @@ from fxsplit_encoder.compile.sizes import shape_exprs
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The first entries along `dim` are those of the exact run, see `compile.padding.analysis`."""
+    """The first entries along `dim` are those of the unpadded run, see `compile.padding.analysis`."""
 
     dim: int
     blocks: sympy.Expr | int = 1

@@ -25,7 +25,7 @@ _ALIGNMENT = 8
 
 
 def flat_filters(weight: Tensor, columns: int) -> Tensor:
-    """(out_channels, columns): every filter of a convolution as a row, with zeros behind it."""
+    """(out_channels, columns): every filter of a convolution as a row, followed by zeros."""
     filters = weight.flatten(1)
     return F.pad(filters, [0, columns - filters.shape[1]])
 
@@ -87,8 +87,8 @@ def _replace_by_product(graph: fx.Graph, node: fx.Node) -> None:
             replacement = call_function(graph, aten.view.default, product, shape)
         else:
             by_window = call_function(graph, aten.view.default, product, [*grid, out_channels])
-            order = [0, len(grid), *range(1, len(grid))]
-            replacement = call_function(graph, aten.permute.default, by_window, order)
+            dims = [0, len(grid), *range(1, len(grid))]
+            replacement = call_function(graph, aten.permute.default, by_window, dims)
     node.replace_all_uses_with(replacement)
     graph.erase_node(node)
     retrace_users([replacement])
@@ -117,8 +117,8 @@ def _windows(graph: fx.Graph, source: fx.Node, kernel: list[int]) -> tuple[fx.No
     split = [count, channels, *itertools.chain.from_iterable(zip(grid, kernel, strict=True))]
     parts = call_function(graph, aten.view.default, source, split)
     dims = len(grid)
-    order = [0, *range(2, 2 + 2 * dims, 2), 1, *range(3, 3 + 2 * dims, 2)]
-    permuted = call_function(graph, aten.permute.default, parts, order)
+    permutation = [0, *range(2, 2 + 2 * dims, 2), 1, *range(3, 3 + 2 * dims, 2)]
+    permuted = call_function(graph, aten.permute.default, parts, permutation)
     copied = call_function(graph, aten.clone.default, permuted, memory_format=torch.contiguous_format)
     return call_function(graph, aten.view.default, copied, [-1, features]), [count, *grid]
 

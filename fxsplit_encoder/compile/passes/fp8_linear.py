@@ -1,7 +1,7 @@
 """Linear layers in 8-bit floating point: `precision: fp8`.
 
-    rows (M, K)     -> float8_e4m3fn, one scale a row, of every run
-    weight (N, K)   -> float8_e4m3fn, one scale a row (an output channel), once: derived parameters
+    rows (M, K)     -> float8_e4m3fn, one scale per row, in every run
+    weight (N, K)   -> float8_e4m3fn, one scale per row (an output channel), once: derived parameters
     product         -> summed in float32, times both scales, plus the bias, in the rows' own dtype
 
 `fxsplit::quantize_rows` is a name for its parts: a compiler takes it apart, so that Inductor quantizes rows
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxsplit_encoder.compile.passes.products import Linear, linears
+from fxsplit_encoder.compile.passes.layers import Linear, linears
 from fxsplit_encoder.compile.rewriting import call_function, derived_parameter
 from fxsplit_encoder.errors import ConfigError
 
@@ -131,7 +131,7 @@ def fp8_linear(module: fx.GraphModule, least_features: int = _LEAST_FEATURES) ->
     """The linear layers of the blocks, with at least `least_features` input and output features.
 
     Not exact: each of the two factors keeps 4 significant bits. The first layer (the patch embedding), the
-    last, and those that run on another number of rows than most (the merger and the projector behind it) keep
+    last, and those that run on another number of rows than most (the merger and the projector after it) keep
     their dtype.
 
     Raises:
@@ -148,7 +148,7 @@ _PRODUCTS = (aten.mm.default, aten.addmm.default, aten.convolution.default)
 
 
 def _of_blocks(layers: Sequence[Linear]) -> list[Linear]:
-    """The layers that run on the number of rows that most have, with products before and behind them."""
+    """The layers that run on the number of rows that most have, with products before and after them."""
     counts = Counter(_rows(layer) for layer in layers)
     return [
         layer

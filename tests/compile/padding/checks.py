@@ -14,7 +14,7 @@ from fxsplit_encoder.compile.build import build_program
 from ..packed_forwards import SPLITTING_OPS, WIDTH, attend, packed_inputs, trace_packed
 
 Forward = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
-"""From what attention returns, a row a token, and the inputs of `packed_forwards`."""
+"""From what attention returns, a row per token, and the inputs of `packed_forwards`."""
 
 _generator = torch.Generator().manual_seed(0)
 WEIGHT = torch.randn(WIDTH, WIDTH, generator=_generator)

@@ -149,7 +149,7 @@ def test_of_a_single_window_the_stride_says_nothing(stride: int) -> None:
 
 @settings(max_examples=20)
 @given(st.integers(1, 5), st.integers(0, 9))
-def test_filters_are_rows_with_zeros_behind_them(channels: int, more: int) -> None:
+def test_filters_are_rows_followed_by_zeros(channels: int, more: int) -> None:
     weight = torch.randn(4, channels, 2, 3)
     filters = flat_filters(weight, 6 * channels + more)
     assert torch.equal(filters[:, : 6 * channels], weight.flatten(1))

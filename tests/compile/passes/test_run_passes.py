@@ -125,7 +125,7 @@ def test_weights_that_change_in_place_are_seen(inputs: Callable[..., Any]) -> No
     torch.testing.assert_close(bound(inputs(12)), y + mlp(y))
 
 
-def test_the_mask_of_pad_rows_stays_behind_the_residual_addition() -> None:
+def test_the_mask_of_pad_rows_stays_after_the_residual_addition() -> None:
     projection = torch.nn.Linear(WIDTH, WIDTH).requires_grad_(False)
     seen: list[list[str]] = []
 

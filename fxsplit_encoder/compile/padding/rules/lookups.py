@@ -111,7 +111,7 @@ def _permute_rows(view: NodeView) -> State:
 @rule("varlen_attention")
 def _varlen_attention(view: NodeView) -> State:
     """varlen_attention(query, key, value, cu_seqlens, max_seqlen, scale): a row attends to the rows of its
-    own segment. The segments of the exact run are there in the padded one, hold real rows only, and are
+    own segment. The segments of the unpadded run are there in the padded one, hold real rows only, and are
     followed by empty ones; so a real row reads the same rows, whatever the bound on the longest segment.
     """
     if [view.state(view.arg(i)) for i in range(3)] != [Rows(0)] * 3:

@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from fxsplit_encoder.compile.padding import SEGMENTS, SHARED, Rows, State, token_dim
 
-from .inputs import OrderSource, RowsSource, SegmentsSource, SharedSource, Source, draw, draw_rows
+from .inputs import PermutationSource, RowsSource, SegmentsSource, SharedSource, Source, draw, draw_rows
 
 aten = torch.ops.aten
 # Every call that is refused would be logged.
@@ -102,7 +102,7 @@ class Builder:
         return node
 
     def rows(self, shape: Sequence[int], dim: int, dtype: torch.dtype = torch.float64) -> fx.Node:
-        """An input with a row a token, or a row for several, along `dim`; its size in `shape` is ignored."""
+        """An input with a row per token, or per several, along `dim`; its size in `shape` is ignored."""
         extent = self.extent()
         sizes: list[Any] = list(shape)
         sizes[dim] = extent.size
@@ -129,15 +129,15 @@ class Builder:
         }[kind]
 
     def token_rows(self, shape: Sequence[int], dtype: torch.dtype = torch.float64) -> fx.Node:
-        """An input with exactly a row a token, along dimension 0."""
+        """An input with exactly a row per token, along dimension 0."""
         source = RowsSource(0, lambda count: count, draw_rows([0, *shape], 0, dtype), self._next_seed())
         node = self._placeholder([self.num_tokens, *shape], dtype, source)
         self.seeds[node] = Rows(0)
         return node
 
-    def order(self) -> fx.Node:
+    def permutation(self) -> fx.Node:
         """A permutation of the tokens."""
-        node = self._placeholder([self.num_tokens], torch.int64, OrderSource(self._next_seed()))
+        node = self._placeholder([self.num_tokens], torch.int64, PermutationSource(self._next_seed()))
         self.seeds[node] = Rows(0)
         return node
 

@@ -110,13 +110,13 @@ def _index_select(b: Builder, name: str) -> fx.Node | None:
 
 @call_of("fxsplit::permute_rows")
 def _permute_rows(b: Builder, name: str) -> fx.Node | None:
-    order = b.order()
+    permutation = b.permutation()
     if b.chance(0.15):
-        order = b.call(aten.flip.default, order, [0]) or order
+        permutation = b.call(aten.flip.default, permutation, [0]) or permutation
     rows = b.floats()
     if b.chance(0.6):
         rows = b.token_rows([3])
-    return b.call(torch.ops.fxsplit.permute_rows.default, rows, order)
+    return b.call(torch.ops.fxsplit.permute_rows.default, rows, permutation)
 
 
 @call_of("varlen_attention")

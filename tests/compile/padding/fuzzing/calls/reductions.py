@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 
 def _matrix(b: Builder, rows: int | None, columns: int) -> fx.Node:
-    """(rows, columns), shared or not; None: a row a token."""
+    """(rows, columns), shared or not; None: a row per token."""
     return b.shared([rows, columns]) if rows is not None else b.rows([0, columns], 0)
 
 
