@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fxsplit_encoder.compile.passes  # noqa: F401  (registers the operations)
-from fxsplit_encoder.compile.passes.fp8_linear import quantise_rows
+from fxsplit_encoder.compile.passes.fp8_linear import quantize_rows
 from fxsplit_encoder.compile.passes.pad_mlp_width import pad_columns, pad_rows
 
 # Rows and columns of a tile, depth of a step, parts of the depth, warps, stages.
@@ -31,9 +31,9 @@ def blas_library(name: str) -> Iterator[None]:
 def ways(rows: Tensor, weight: Tensor, bias: Tensor, *, gelu: bool, padded: int | None) -> dict[str, Any]:
     """Name -> a function without arguments that computes the layer; `padded`: the MLP's padded width."""
     matrix = weight.t()
-    quantised, scales = quantise_rows(rows)
-    small, small_scales = quantise_rows(weight)
-    quantise = torch.compile(quantise_rows) if rows.is_cuda else quantise_rows
+    quantized, scales = quantize_rows(rows)
+    small, small_scales = quantize_rows(weight)
+    quantize = torch.compile(quantize_rows) if rows.is_cuda else quantize_rows
 
     def fp8(given: tuple[Tensor, Tensor]) -> Tensor:
         return torch.ops.fxsplit.linear_fp8(*given, small, small_scales, bias, rows.dtype)
@@ -46,8 +46,8 @@ def ways(rows: Tensor, weight: Tensor, bias: Tensor, *, gelu: bool, padded: int 
         "default": lambda: torch.addmm(bias, rows, matrix),
         "cublas": lambda: in_library("cublas"),
         "cublaslt": lambda: in_library("cublaslt"),
-        "fp8": lambda: fp8((quantised, scales)),
-        "fp8 with its rows": lambda: fp8(quantise(rows)),
+        "fp8": lambda: fp8((quantized, scales)),
+        "fp8 with its rows": lambda: fp8(quantize(rows)),
     }
     if gelu:
         found["default, then gelu"] = lambda: F.gelu(torch.addmm(bias, rows, matrix), approximate="tanh")

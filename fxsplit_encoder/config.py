@@ -31,7 +31,6 @@ Packing = Literal["cost", "greedy", "greedy_defer"]
 PieceCompiler = Literal["auto", "inductor", "aot_eager", "eager"]
 GraphPass = Literal[
     "conv_to_linear",
-    "contiguous_rows",
     "pad_mlp_width",
     "gelu_epilogue",
     "decomposed_bias",

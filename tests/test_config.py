@@ -51,6 +51,7 @@ BAD: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"piece_compiler": "nvcc"}, ("piece_compiler: ", "'nvcc'", "inductor", "callable")),
     ({"passes": "all"}, ("passes: ", "'all'", "auto", "conv_to_linear")),
     ({"passes": ["fuse"]}, ("passes: ", "no pass is called 'fuse'", "gelu_epilogue", "pad_mlp_width")),
+    ({"passes": ["contiguous_rows"]}, ("passes: ", "no pass is called 'contiguous_rows'", "allowed: auto")),
     ({"passes": ["gelu_epilogue"] * 2}, ("passes: ", "gelu_epilogue is listed twice", "once")),
     ({"passes": 3}, ("passes: ", "got 3", "auto", "conv_to_linear")),
     ({"precision": "int8"}, ("precision: ", "'int8'", "'auto' or 'fp8'")),

@@ -466,6 +466,24 @@ def test_debug_checks_a_declared_padding_against_the_exact_shape() -> None:
     assert "padding changes its results: output 0 changes" in ladder.dropped[32]
 
 
+@pytest.mark.parametrize("declared", [True, False])
+@torch.no_grad()
+def test_a_tower_of_tiles_is_padded_without_proof_only_where_it_declares_that(declared: bool) -> None:
+    spec = fx.DenseTowerSpec((3, 8, 8), tokens_per_image=4, hidden_size=16, output=lambda result: result)
+    tower = fx.wrap(MeanOverImages(), spec)
+    tower.declares_padding = declared
+    known = set(dispatchers())
+    batch = images(5)
+    result = compile_it(tower, token_budgets=[32])(batch)
+    (dispatcher,) = set(dispatchers()) - known
+    assert not dispatcher.program.padding.proved
+    if declared:  # and is taken at its word, wrongly
+        assert (dispatcher.hits, dispatcher.misses) == (1, {})
+    else:
+        assert (dispatcher.hits, dispatcher.misses) == (0, {fx.MissReason.PADDING_UNPROVED: 1})
+        assert_equal(result, tower.call(batch))
+
+
 @torch.no_grad()
 def test_sizes_beside_the_token_count_select_their_own_captures() -> None:
     class Tokens(nn.Module):

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.compile.passes import PASSES, relative_rms
-from fxsplit_encoder.compile.passes.fp8_linear import linear_fp8, quantise_rows
+from fxsplit_encoder.compile.passes.fp8_linear import linear_fp8, quantize_rows
 from fxsplit_encoder.models.random import demo_tower, draw_weights
 from fxsplit_encoder.modules.clip_encoder import ClipConfig
 from fxsplit_encoder.modules.deepseek_encoder import DeepseekOcrConfig, DeepseekOcrVisionModel
@@ -66,8 +66,8 @@ def test_fp8_adds_an_error_of_its_own_size(
     names: Any, towers: Any, pixels: torch.Tensor, needs_fp8: None
 ) -> None:
     plain = error(towers[2], towers, pixels)
-    quantised = error(towers[2], towers, pixels, precision="fp8", passes=names)
-    assert plain < quantised < 0.15
+    quantized = error(towers[2], towers, pixels, precision="fp8", passes=names)
+    assert plain < quantized < 0.15
 
 
 @torch.no_grad()
@@ -162,7 +162,7 @@ def test_the_product_in_fp8_is_that_of_the_reference(rows: int, with_bias: bool,
     x = torch.randn(rows, 1152, device="cuda").bfloat16()
     weight = torch.randn(3456, 1152, device="cuda").bfloat16()
     bias = torch.randn(3456, device="cuda").bfloat16() if with_bias else None
-    operands = (*quantise_rows(x), *quantise_rows(weight), bias)
+    operands = (*quantize_rows(x), *quantize_rows(weight), bias)
     on_device = linear_fp8(*operands, torch.bfloat16)
     on_host = linear_fp8(*[None if t is None else t.cpu() for t in operands], torch.bfloat16)
     assert on_device.dtype == torch.bfloat16

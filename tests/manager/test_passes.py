@@ -60,7 +60,6 @@ def test_every_pass_changes_the_tower(captured: Any) -> None:
     program = captured[0].programs["default"].program
     assert program.pass_report == {
         "conv_to_linear": 1,
-        "contiguous_rows": 0,
         "pad_mlp_width": 2,
         "gelu_epilogue": 2,
         "decomposed_bias": 0,

@@ -13,9 +13,9 @@ statement about the two runs:
 
 What enters a region has its state by how captures fill their inputs. A rule for each operation says which
 state its result has, given those of its arguments, and states in its docstring why (the lemma). Pointwise
-operations are recognised by torch's tag, so most need no rule of their own. Sizes are decided by algebra, see
-`TokenSizes`. So a region without `Mixed` may be padded: the real rows of its outputs equal those of the exact
-run, but for rounding where a kernel adds in another order at another size.
+operations are recognized by torch's tag, so most need no rule of their own. Sizes are decided by algebra, see
+`TokenSizes`. So a region without `Mixed` may be padded: the real rows of its outputs equal those of the
+unpadded run, but for rounding where a kernel adds in another order at another size.
 """
 
 from __future__ import annotations
@@ -83,11 +83,11 @@ class PaddingReport:
     """Why nothing of the region may be captured at any size: it draws random numbers, of which a capture
     would take others than eager, or attends over rows that are not its tokens."""
     divisor: int = 1
-    """What divides the token count wherever the trace holds."""
+    """A number that divides every token count for which the trace holds."""
     declared: bool = False
     """Whether the tower declares that padding leaves its real rows alone."""
     num_nodes: int = field(default=0, compare=False)
-    """How many nodes were looked at."""
+    """How many nodes were analyzed."""
     source: str = field(default="", compare=False)
     """The line of the module's code that the first reason is about, where the trace knows it."""
 
@@ -121,7 +121,7 @@ def analyse(
         seeds: the states of the tensors that enter the region.
         token_symbol: the name of the symbol that counts tokens.
         assumptions: what the trace assumes of its symbols, as expressions.
-        outputs: what leaves the region, and is cut there to the size of the exact run.
+        outputs: what leaves the region, and is cut there to the size of the unpadded run.
     """
     segments = {
         symbol

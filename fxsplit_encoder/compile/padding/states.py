@@ -1,8 +1,8 @@
-"""What the analysis knows of a value, and a node as its rules see it."""
+"""What the analysis knows of a value, a node as its rules see it, and which rule an operation has."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,7 +21,7 @@ from fxsplit_encoder.compile.sizes import shape_exprs
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The first entries along `dim` are those of the exact run, see `compile.padding.analysis`."""
+    """The first entries along `dim` are those of the unpadded run, see `compile.padding.analysis`."""
 
     dim: int
     blocks: sympy.Expr | int = 1
@@ -155,6 +155,25 @@ class NodeView:
     def unknown(self, why: str) -> NotProvedError:
         """The error that says why nothing is known of this operation."""
         return NotProvedError(f"{self.name} {why}")
+
+
+Rule = Callable[[NodeView], State]
+"""The state of a node's result, given those of its arguments; raises NotProvedError where rows are mixed."""
+
+RULES: dict[str, Rule] = {}
+"""The rule of each operation that has one of its own, by the names of `operation`."""
+
+
+def rule(*operations: str) -> Callable[[Rule], Rule]:
+    """Makes a function the rule of these operations, each of which has one rule."""
+
+    def register(function: Rule) -> Rule:
+        for operation in operations:
+            assert operation not in RULES, operation
+            RULES[operation] = function
+        return function
+
+    return register
 
 
 _OUR_ATTENTIONS = ("varlen_attention", "dense_attention")

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import fx
 
-from fxsplit_encoder.compile.passes.contiguous_rows import contiguous_rows
 from fxsplit_encoder.compile.passes.conv_to_linear import conv_to_linear
 from fxsplit_encoder.compile.passes.decomposed_bias import decomposed_bias
 from fxsplit_encoder.compile.passes.dense_attention import dense_attention
@@ -26,7 +25,6 @@ __all__ = ["DEFAULT_PASSES", "PASSES", "default_passes", "pass_rows", "relative_
 
 PASSES: Mapping[str, Pass] = {
     "conv_to_linear": conv_to_linear,
-    "contiguous_rows": contiguous_rows,
     "pad_mlp_width": pad_mlp_width,
     "gelu_epilogue": gelu_epilogue,
     "decomposed_bias": decomposed_bias,
@@ -65,7 +63,7 @@ def run_passes(
 
     Args:
         names: of `PASSES`; None: those that pay on this device.
-        precision: "fp8" quantises the linear layers too; "auto" does not.
+        precision: "fp8" quantizes the linear layers too; "auto" does not.
         device: that of the graph.
 
     Returns:

@@ -25,7 +25,7 @@ _ALIGNMENT = 8
 
 
 def flat_filters(weight: Tensor, columns: int) -> Tensor:
-    """(out_channels, columns): every filter of a convolution as a row, with zeros behind it."""
+    """(out_channels, columns): every filter of a convolution as a row, followed by zeros."""
     filters = weight.flatten(1)
     return F.pad(filters, [0, columns - filters.shape[1]])
 
@@ -34,7 +34,8 @@ def conv_to_linear(module: fx.GraphModule) -> int:
     """Patch embeddings, convolutions whose stride is their kernel, as a linear.
 
     Exact: each of their sums is the inner product of one window of the input, flattened, with each filter,
-    flattened in the same order.
+    flattened in the same order. A remainder of the input that fills no window is cut off first: a convolution
+    does not read it.
 
     cuDNN's 3-D convolution took 15 % of the GPU time of a 256-patch image of Qwen3-VL-8B, and its 2-D one of
     three channels 5 % of a page's of DeepSeek-OCR (H200).
@@ -47,18 +48,23 @@ def conv_to_linear(module: fx.GraphModule) -> int:
 
 
 def _has_separate_windows(node: fx.Node) -> bool:
-    source, weight, _, stride, padding, dilation, transposed, _, groups = _arguments(node)
-    sizes = source.meta["val"].shape[1:]
-    kernel = tuple(weight.meta["val"].shape[2:])
-    steps = tuple(stride) * (len(kernel) if len(stride) == 1 else 1)
-    if not all(isinstance(size, int) for size in sizes) or transposed or groups != 1:
+    source, weight, _, _, padding, dilation, transposed, _, groups = _arguments(node)
+    if not all(isinstance(size, int) for size in source.meta["val"].shape[1:]) or transposed or groups != 1:
         return False
     return (
-        all(s % k == 0 and (step == k or s == k) for s, k, step in zip(sizes[1:], kernel, steps, strict=True))
+        all(step == width or count == 1 for count, width, step in _windows_by_dim(node))
         and all(p == 0 for p in padding)
         and all(d == 1 for d in dilation)
         and weight.meta["val"].is_contiguous()
     )
+
+
+def _windows_by_dim(node: fx.Node) -> list[tuple[int, int, int]]:
+    """(number of windows, width of a window, stride) of each dimension of space, without padding."""
+    source, weight, _, stride, *_ = _arguments(node)
+    sizes, kernel = source.meta["val"].shape[2:], weight.meta["val"].shape[2:]
+    steps = tuple(stride) * (len(kernel) if len(stride) == 1 else 1)
+    return [(1 + (s - k) // step, k, step) for s, k, step in zip(sizes, kernel, steps, strict=True)]
 
 
 def _arguments(node: fx.Node) -> tuple[Any, ...]:
@@ -66,10 +72,10 @@ def _arguments(node: fx.Node) -> tuple[Any, ...]:
 
 
 def _replace_by_product(graph: fx.Graph, node: fx.Node) -> None:
-    source, weight, bias, *_ = _arguments(node)
+    _, weight, bias, *_ = _arguments(node)
     out_channels = weight.meta["val"].shape[0]
     with graph.inserting_before(node):
-        rows, grid = _windows(graph, source, weight.meta["val"].shape[2:])
+        rows, grid = _windows(graph, *_whole_windows(graph, node))
         rows, filters = _aligned(graph, rows, weight)
         matrix = call_function(graph, aten.t.default, filters)
         if bias is None:
@@ -81,14 +87,24 @@ def _replace_by_product(graph: fx.Graph, node: fx.Node) -> None:
             replacement = call_function(graph, aten.view.default, product, shape)
         else:
             by_window = call_function(graph, aten.view.default, product, [*grid, out_channels])
-            order = [0, len(grid), *range(1, len(grid))]
-            replacement = call_function(graph, aten.permute.default, by_window, order)
+            dims = [0, len(grid), *range(1, len(grid))]
+            replacement = call_function(graph, aten.permute.default, by_window, dims)
     node.replace_all_uses_with(replacement)
     graph.erase_node(node)
     retrace_users([replacement])
 
 
-def _windows(graph: fx.Graph, source: fx.Node, kernel: torch.Size) -> tuple[fx.Node, list[Any]]:
+def _whole_windows(graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, list[int]]:
+    """What a convolution reads of its input, cut to the end of the last windows; and the kernel's sizes."""
+    source = _arguments(node)[0]
+    windows = _windows_by_dim(node)
+    for dim, (count, width, _) in enumerate(windows, start=2):
+        if source.meta["val"].shape[dim] != count * width:
+            source = call_function(graph, aten.slice.Tensor, source, dim, 0, count * width)
+    return source, [width for _, width, _ in windows]
+
+
+def _windows(graph: fx.Graph, source: fx.Node, kernel: list[int]) -> tuple[fx.Node, list[Any]]:
     """(windows, channels * entries of the kernel), a row for every window; and what a row stands for: the
     batch, then the windows of each dimension.
     """
@@ -101,8 +117,8 @@ def _windows(graph: fx.Graph, source: fx.Node, kernel: torch.Size) -> tuple[fx.N
     split = [count, channels, *itertools.chain.from_iterable(zip(grid, kernel, strict=True))]
     parts = call_function(graph, aten.view.default, source, split)
     dims = len(grid)
-    order = [0, *range(2, 2 + 2 * dims, 2), 1, *range(3, 3 + 2 * dims, 2)]
-    permuted = call_function(graph, aten.permute.default, parts, order)
+    permutation = [0, *range(2, 2 + 2 * dims, 2), 1, *range(3, 3 + 2 * dims, 2)]
+    permuted = call_function(graph, aten.permute.default, parts, permutation)
     copied = call_function(graph, aten.clone.default, permuted, memory_format=torch.contiguous_format)
     return call_function(graph, aten.view.default, copied, [-1, features]), [count, *grid]
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxsplit_encoder.compile.passes.attentions import arguments_of, is_only_result
+from fxsplit_encoder.compile.passes.layers import arguments_of, is_only_result
 from fxsplit_encoder.compile.rewriting import call_function
 from fxsplit_encoder.compile.sizes import shape_exprs
 
@@ -32,7 +32,7 @@ _KERNELS = {
     _CUDNN: _CUDNN,
 }
 
-# Divided by the scale, a large term is no number any more in float16.
+# Divided by the scale, a large term overflows float16.
 _DTYPES = {"cpu": (torch.bfloat16, torch.float32), "cuda": (torch.bfloat16,)}
 
 _PRODUCTS = (aten.bmm.default, aten.mm.default, aten.addmm.default)
@@ -51,7 +51,7 @@ def decomposed_bias(module: fx.GraphModule) -> int:
     Exact: a query that has its terms among its features, divided by the scale, a power of two, and a key
     that has a one at its row and at its column there have the biased score for their product. The sum of the
     terms is not rounded to 16 bits in between. The terms are products, so they are finite: a mask's minus
-    infinity would be no number once it was multiplied by the zeros of other keys.
+    infinity times the zeros of other keys would be NaN.
     """
     changed = 0
     for node in list(module.graph.nodes):
@@ -130,7 +130,7 @@ def _in_order(node: Any) -> Any:
 
 
 def _starts_alike(padded: fx.Node, cut: fx.Node) -> bool:
-    """Whether padding was added behind alone, and the cut begins at the beginning."""
+    """Whether padding was added at the end only, and the cut begins at the beginning."""
     before: Any = padded.args[1]
     start = cut.args[2] if len(cut.args) > 2 else 0
     step = cut.args[4] if len(cut.args) > 4 else 1

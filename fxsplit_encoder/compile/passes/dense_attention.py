@@ -1,4 +1,4 @@
-"""Attention over a batch becomes an op of ours, behind which there are more kernels than torch has."""
+"""Attention over a batch becomes `fxsplit::dense_attention`, which has more kernels than torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from fxsplit_encoder.attention import dense_attention as attend
-from fxsplit_encoder.compile.passes.attentions import arguments_of, is_only_result
+from fxsplit_encoder.compile.passes.layers import arguments_of, is_only_result
 from fxsplit_encoder.compile.rewriting import call_function
 from fxsplit_encoder.compile.sizes import shape_exprs
 

@@ -1,10 +1,10 @@
 """Linear layers in 8-bit floating point: `precision: fp8`.
 
-    rows (M, K)     -> float8_e4m3fn, one scale a row, of every run
-    weight (N, K)   -> float8_e4m3fn, one scale a row (an output channel), once: derived parameters
+    rows (M, K)     -> float8_e4m3fn, one scale per row, in every run
+    weight (N, K)   -> float8_e4m3fn, one scale per row (an output channel), once: derived parameters
     product         -> summed in float32, times both scales, plus the bias, in the rows' own dtype
 
-`fxsplit::quantise_rows` is a name for its parts: a compiler takes it apart, so that Inductor quantises rows
+`fxsplit::quantize_rows` is a name for its parts: a compiler takes it apart, so that Inductor quantizes rows
 in the kernel that makes them. The product is one operation, `fxsplit::linear_fp8`.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxsplit_encoder.compile.passes.products import Linear, linears
+from fxsplit_encoder.compile.passes.layers import Linear, linears
 from fxsplit_encoder.compile.rewriting import call_function, derived_parameter
 from fxsplit_encoder.errors import ConfigError
 
@@ -94,7 +94,7 @@ torch.library.register_fake("fxsplit::linear_fp8", _fake, lib=_library)
 linear_fp8 = torch.ops.fxsplit.linear_fp8.default
 
 
-def quantise_rows(matrix: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_rows(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """A matrix in float8_e4m3fn, and the scale of each row (or output channel) in float32, (rows, 1).
 
     The scale maps the largest entry of a row to the largest number of the format, 448.
@@ -104,19 +104,19 @@ def quantise_rows(matrix: Tensor) -> tuple[Tensor, Tensor]:
     return (exact / scales).clamp(-_LARGEST, _LARGEST).to(FP8), scales
 
 
-_library.define("quantise_rows(Tensor matrix) -> (Tensor, Tensor)")
-_library.impl("quantise_rows", quantise_rows, "CompositeImplicitAutograd")
-_quantise_rows = torch.ops.fxsplit.quantise_rows.default
+_library.define("quantize_rows(Tensor matrix) -> (Tensor, Tensor)")
+_library.impl("quantize_rows", quantize_rows, "CompositeImplicitAutograd")
+_quantize_rows = torch.ops.fxsplit.quantize_rows.default
 
 
-def quantised_weight(weight: Tensor) -> Tensor:
+def quantized_weight(weight: Tensor) -> Tensor:
     """(N, K) in float8_e4m3fn."""
-    return quantise_rows(weight)[0]
+    return quantize_rows(weight)[0]
 
 
 def weight_scales(weight: Tensor) -> Tensor:
     """(N, 1) in float32."""
-    return quantise_rows(weight)[1]
+    return quantize_rows(weight)[1]
 
 
 def relative_rms(result: Tensor, reference: Tensor) -> float:
@@ -131,7 +131,7 @@ def fp8_linear(module: fx.GraphModule, least_features: int = _LEAST_FEATURES) ->
     """The linear layers of the blocks, with at least `least_features` input and output features.
 
     Not exact: each of the two factors keeps 4 significant bits. The first layer (the patch embedding), the
-    last, and those that run on another number of rows than most (the merger and the projector behind it) keep
+    last, and those that run on another number of rows than most (the merger and the projector after it) keep
     their dtype.
 
     Raises:
@@ -140,7 +140,7 @@ def fp8_linear(module: fx.GraphModule, least_features: int = _LEAST_FEATURES) ->
     chosen = [layer for layer in _of_blocks(linears(module.graph)) if _is_large(layer, least_features)]
     for layer in chosen:
         _check_device(layer.rows.meta["val"])
-        _quantise(module.graph, layer)
+        _quantize(module.graph, layer)
     return len(chosen)
 
 
@@ -148,7 +148,7 @@ _PRODUCTS = (aten.mm.default, aten.addmm.default, aten.convolution.default)
 
 
 def _of_blocks(layers: Sequence[Linear]) -> list[Linear]:
-    """The layers that run on the number of rows that most have, with products before and behind them."""
+    """The layers that run on the number of rows that most have, with products before and after them."""
     counts = Counter(_rows(layer) for layer in layers)
     return [
         layer
@@ -198,21 +198,21 @@ def _check_device(rows: Tensor) -> None:
         )
 
 
-def _quantise(graph: fx.Graph, layer: Linear) -> None:
-    weight = derived_parameter(graph, quantised_weight, layer.weight)
+def _quantize(graph: fx.Graph, layer: Linear) -> None:
+    weight = derived_parameter(graph, quantized_weight, layer.weight)
     scales = derived_parameter(graph, weight_scales, layer.weight)
     dtype = layer.node.meta["val"].dtype
     with graph.inserting_before(layer.node):
-        rows, row_scales = _quantised(graph, layer.rows)
+        rows, row_scales = _quantized(graph, layer.rows)
         product = call_function(graph, linear_fp8, rows, row_scales, weight, scales, layer.bias, dtype)
     layer.node.replace_all_uses_with(product)
     graph.erase_node(layer.node)
 
 
-def _quantised(graph: fx.Graph, rows: fx.Node) -> Sequence[fx.Node]:
-    """Quantised rows and their scales, once for layers that read the same rows."""
-    both = next((user for user in rows.users if user.target is _quantise_rows), None)
+def _quantized(graph: fx.Graph, rows: fx.Node) -> Sequence[fx.Node]:
+    """Quantized rows and their scales, once for layers that read the same rows."""
+    both = next((user for user in rows.users if user.target is _quantize_rows), None)
     if both is not None:
         return sorted(both.users, key=lambda part: int(part.args[1]))  # type: ignore[arg-type]
-    both = call_function(graph, _quantise_rows, rows)
+    both = call_function(graph, _quantize_rows, rows)
     return [call_function(graph, operator.getitem, both, number) for number in range(2)]

@@ -1,4 +1,4 @@
-"""A linear layer and the GELU behind it become one operation, `fxsplit::addmm_gelu`.
+"""A linear layer and the GELU after it become one operation, `fxsplit::addmm_gelu`.
 
 Torch has `aten._addmm_activation`, but every decomposition table takes it apart again, and on a CPU it
 applies the other GELU.
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from fxsplit_encoder.compile.passes.products import is_reshape, linear_of
+from fxsplit_encoder.compile.passes.layers import is_reshape, linear_of
 from fxsplit_encoder.compile.rewriting import call_function
 
 aten = torch.ops.aten
@@ -50,7 +50,7 @@ def gelu_epilogue(module: fx.GraphModule) -> int:
     """
     changed = 0
     for node in module.graph.find_nodes(op="call_function", target=aten.gelu.default):
-        linear = linear_of(_behind_reshapes(node.args[0]))
+        linear = linear_of(_before_reshapes(node.args[0]))
         if node.kwargs.get("approximate") != "tanh" or linear is None or linear.bias is None:
             continue
         bias, rows, matrix = linear.node.args
@@ -64,8 +64,8 @@ def gelu_epilogue(module: fx.GraphModule) -> int:
     return changed
 
 
-def _behind_reshapes(node: Any) -> Any:
-    """What a node reads through reshapes that nobody else reads; None if somebody reads what is between."""
+def _before_reshapes(node: Any) -> Any:
+    """What a node reads through reshapes with no other user; None if a value in between has other users."""
     while len(node.users) == 1:
         if not is_reshape(node):
             return node

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from fxsplit_encoder.compile.padding.states import draws_random_numbers, is_pointwise
-from fxsplit_encoder.compile.passes.products import Linear, is_reshape, keeps_features, linear_of, linears
+from fxsplit_encoder.compile.passes.layers import Linear, is_reshape, keeps_features, linear_of, linears
 from fxsplit_encoder.compile.rewriting import derived_parameter, retrace
 from fxsplit_encoder.compile.sizes import shape_exprs
 

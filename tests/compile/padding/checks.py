@@ -1,25 +1,87 @@
 """What the tests of the proof share: tensors that do not depend on tokens, and checks of a verdict."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
-from fxsplit_encoder.compile import Bindings, BoundProgram
+from fxsplit_encoder.compile import Bindings, BoundProgram, CompileOptions, Program
+from fxsplit_encoder.compile.aten import to_aten
+from fxsplit_encoder.compile.bound import bind
+from fxsplit_encoder.compile.build import build_program
 
-from ..packed_forwards import WIDTH, packed_inputs, trace_packed
+from ..packed_forwards import SPLITTING_OPS, WIDTH, attend, packed_inputs, trace_packed
 
 Forward = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
-"""From what attention returns, a row a token, and the inputs of `packed_forwards`."""
+"""From what attention returns, a row per token, and the inputs of `packed_forwards`."""
 
 _generator = torch.Generator().manual_seed(0)
 WEIGHT = torch.randn(WIDTH, WIDTH, generator=_generator)
 BIAS = torch.randn(WIDTH, generator=_generator)
 
 
-def assert_proved(forward: Forward) -> None:
+def trace_each(forwards: Mapping[str, Forward], alone: Collection[str] = ()) -> dict[str, BoundProgram]:
+    """A program for each forward, built of its own nodes as if the graph had no others. One trace serves all
+    of them, since a trace costs far more than the proof.
+
+    Args:
+        alone: the forwards whose traces assume something of the token count, which would then be assumed of
+            the others too; each has a trace of its own.
+    """
+    programs = {name: trace_packed(forwards[name]) for name in alone}
+    together = {name: forward for name, forward in forwards.items() if name not in programs}
+    programs |= _trace_together(together)
+    for name in together:
+        assert programs[name].program.padding.divisor == 1, "one of these forwards has to be traced alone"
+    return {name: programs[name] for name in forwards}
+
+
+def _trace_together(forwards: Mapping[str, Forward]) -> dict[str, BoundProgram]:
+    programs: dict[str, Program] = {}
+    bound: dict[str, BoundProgram] = {}
+    examples = packed_inputs(12)
+
+    def call(inputs: Mapping[str, Tensor]) -> list[Tensor]:
+        y = attend(inputs["x"], inputs["cu"])
+        return [forward(y, inputs) for forward in forwards.values()]
+
+    def build(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        metadata = torch._guards.TracingContext.get().fw_metadata
+        assert metadata is not None
+        options = CompileOptions(SPLITTING_OPS, "eager")
+        for number, name in enumerate(forwards):
+            single = _with_output(module, number)
+            programs[name] = build_program(single, metadata.static_input_indices, options)
+
+        def run(*args: Any) -> Any:
+            outputs = module(*args)
+            for (name, program), output in zip(programs.items(), outputs, strict=True):
+                bound[name] = bind(program, list(args), [output], examples)
+            return outputs
+
+        return run
+
+    for tensor in examples.values():
+        torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    torch._dynamo.reset()  # it counts the compilations of `call`
+    with torch.no_grad():
+        torch.compile(call, backend=lambda *args: to_aten(*args, build), fullgraph=True)(examples)
+    return bound
+
+
+def _with_output(module: fx.GraphModule, number: int) -> fx.GraphModule:
+    """A copy of a graph with one of its outputs, and the nodes that it needs."""
+    graph = fx.Graph()
+    outputs: Any = graph.graph_copy(module.graph, {})
+    graph.output((outputs[number],))
+    single = fx.GraphModule(module, graph)
+    graph.eliminate_dead_code()
+    return single
+
+
+def assert_proved(bound: BoundProgram) -> None:
     """The padding is proved, and changes no real row."""
-    bound = trace_packed(forward)
     report = bound.program.padding
     assert report.proved, str(report)
     assert report.may_probe
@@ -27,9 +89,9 @@ def assert_proved(forward: Forward) -> None:
         assert_real_rows_unchanged(bound, packed_inputs(8), 20, poison)
 
 
-def assert_refused(forward: Forward, reason: str) -> None:
+def assert_refused(bound: BoundProgram, reason: str) -> None:
     """The padding is not proved, and the reason has these words."""
-    report = trace_packed(forward).program.padding
+    report = bound.program.padding
     assert not report.proved
     assert reason in str(report)
     assert str(report).startswith(report.reasons[0][0])

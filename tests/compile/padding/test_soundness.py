@@ -139,7 +139,7 @@ def test_whatever_is_proved_may_be_padded(layout: int, steps: list[Step]) -> Non
     try:
         bound = trace_packed(lambda y, i: _interpret(layout, steps, y, i["x"])[-1] * 1)
     except CompileError:
-        event("specialised")
+        event("specialized")
         return
     if not bound.program.padding.proved:
         event("refused")

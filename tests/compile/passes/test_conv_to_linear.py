@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensorMode
 from fxsplit_encoder.compile.passes.conv_to_linear import conv_to_linear, flat_filters
 from fxsplit_encoder.compile.rewriting import call_function, derivation, mark_parameters
 
-from .aten_graphs import aten_graph
+from .aten_graphs import Mlp, aten_graph
 
 CONVOLUTION = torch.ops.aten.convolution.default
 
@@ -44,12 +44,12 @@ class ImageEmbedding(nn.Module):
     """Of whole images: (images, channels * frames * height * width) to (images, patches, width)."""
 
     def __init__(
-        self, grid: tuple[int, ...], kernel: tuple[int, ...], *, channels_last: bool = False
+        self, sizes: tuple[int, ...], kernel: tuple[int, ...], *, channels_last: bool = False
     ) -> None:
         super().__init__()
         convolution = nn.Conv3d if len(kernel) == 3 else nn.Conv2d
         self.convolution = convolution(3, 10, kernel, stride=kernel)
-        self.sizes = tuple(count * width for count, width in zip(grid, kernel, strict=True))
+        self.sizes = sizes
         self.channels_last = channels_last
 
     def forward(self, x: Tensor) -> Tensor:
@@ -66,12 +66,23 @@ class ImageEmbedding(nn.Module):
 
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize(
-    ("grid", "kernel"), [((3, 2), (4, 5)), ((1, 4), (2, 2)), ((2, 3, 2), (2, 4, 3)), ((4, 1), (1, 3))]
+    ("sizes", "kernel"),
+    [
+        ((12, 10), (4, 5)),
+        ((2, 8), (2, 2)),
+        ((4, 12, 6), (2, 4, 3)),
+        ((4, 3), (1, 3)),
+        ((14, 14), (4, 5)),  # a remainder on both sides
+        ((5, 8), (2, 2)),
+        ((17, 5), (8, 3)),
+        ((3, 7, 9), (3, 4, 4)),
+        ((5, 9, 8), (2, 4, 3)),
+    ],
 )
 def test_the_patches_of_an_image_are_rows_of_one_product(
-    grid: tuple[int, ...], kernel: tuple[int, ...], channels_last: bool
+    sizes: tuple[int, ...], kernel: tuple[int, ...], channels_last: bool
 ) -> None:
-    embedding = ImageEmbedding(grid, kernel, channels_last=channels_last)
+    embedding = ImageEmbedding(sizes, kernel, channels_last=channels_last)
     graph = aten_graph(embedding, embedding.example)
     assert conv_to_linear(graph.module) == 1
     assert graph.count(CONVOLUTION) == 0
@@ -83,9 +94,62 @@ def test_the_patches_of_an_image_are_rows_of_one_product(
     torch.testing.assert_close(result, embedding(graph.args[-1]), rtol=1e-5, atol=1e-5)
 
 
+def test_a_remainder_is_not_read() -> None:
+    embedding = ImageEmbedding((11, 9), (4, 4))
+    images = torch.full((2, 3, 11, 9), math.nan)
+    images[:, :, :8, :8] = torch.randn(2, 3, 8, 8)
+    graph = aten_graph(embedding, images.flatten(1))
+    assert conv_to_linear(graph.module) == 1
+    torch.testing.assert_close(graph.run(), embedding(images.flatten(1)), rtol=1e-5, atol=1e-5)
+    assert graph.run().isfinite().all()
+
+
+class WithoutClassToken(nn.Module):
+    """SigLIP's beginning: nothing is joined to the patches, so the residual stream keeps their layout."""
+
+    def __init__(self, width: int = 12) -> None:
+        super().__init__()
+        self.embedding = nn.Conv2d(3, width, 2, stride=2)
+        self.positions = nn.Embedding(4, width)
+        self.norm = nn.LayerNorm(width)
+        self.blocks = nn.ModuleList(Mlp(F.gelu, width, 24) for _ in range(2))
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        x = self.embedding(pixels).flatten(2).transpose(1, 2) + self.positions.weight
+        for block in self.blocks:
+            x = x + block(self.norm(x))
+        return x
+
+
+@pytest.mark.parametrize("side", [4, 5])
+def test_a_residual_stream_without_a_class_token_is_stored_row_by_row(side: int) -> None:
+    tower, pixels = WithoutClassToken(), torch.randn(5, 3, side, side)
+    graph = aten_graph(tower, pixels)
+
+    def stored_by_feature() -> int:
+        sums = graph.module.graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor)
+        return sum(node.meta["val"].stride(-1) != 1 for node in sums)
+
+    assert stored_by_feature() == 3
+    assert conv_to_linear(graph.module) == 1
+    assert stored_by_feature() == 0
+    torch.testing.assert_close(graph.run(), tower(pixels), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("stride", [1, 2, 5])
+def test_of_a_single_window_the_stride_says_nothing(stride: int) -> None:
+    def forward(x: Tensor) -> Tensor:
+        images = x.view(-1, 3, 4, 4 + min(stride - 1, 3))
+        return F.conv2d(images, torch.ones(5, 3, 4, 4), stride=stride)
+
+    graph = aten_graph(forward, torch.randn(7, 12 * (4 + min(stride - 1, 3))))
+    assert conv_to_linear(graph.module) == 1
+    torch.testing.assert_close(graph.run(), forward(graph.args[-1]), rtol=1e-5, atol=1e-5)
+
+
 @settings(max_examples=20)
 @given(st.integers(1, 5), st.integers(0, 9))
-def test_filters_are_rows_with_zeros_behind_them(channels: int, more: int) -> None:
+def test_filters_are_rows_followed_by_zeros(channels: int, more: int) -> None:
     weight = torch.randn(4, channels, 2, 3)
     filters = flat_filters(weight, 6 * channels + more)
     assert torch.equal(filters[:, : 6 * channels], weight.flatten(1))
@@ -114,13 +178,13 @@ def test_on_cuda_rows_of_an_odd_width_are_padded_for_the_product() -> None:
     "forward",
     [
         lambda x: F.conv2d(x.view(-1, 3, 4, 4), torch.ones(5, 3, 2, 2), stride=1),
-        lambda x: F.conv2d(x.view(-1, 3, 2, 8), torch.ones(5, 3, 2, 3), stride=(2, 3)),
+        lambda x: F.conv2d(x.view(-1, 3, 2, 8), torch.ones(5, 3, 2, 3), stride=(2, 4)),
         lambda x: F.conv2d(x.view(-1, 3, 4, 4), torch.ones(5, 3, 4, 4), padding=1),
         lambda x: F.conv2d(x.view(-1, 4, 2, 6), torch.ones(6, 2, 2, 6), groups=2),
         lambda x: F.conv2d(x.view(-1, 3, 4, 4), torch.ones(5, 3, 2, 2), dilation=2),
         lambda x: F.conv_transpose2d(x.view(-1, 3, 4, 4), torch.ones(3, 5, 4, 4)),
     ],
-    ids=["overlapping", "a rest", "padding", "groups", "dilation", "transposed"],
+    ids=["overlapping", "gaps", "padding", "groups", "dilation", "transposed"],
 )
 def test_other_convolutions_stay(forward: Any) -> None:
     x = torch.randn(7, 48)

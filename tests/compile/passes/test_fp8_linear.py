@@ -12,14 +12,14 @@ from fxsplit_encoder.compile.passes.fp8_linear import (
     FP8,
     fp8_linear,
     linear_fp8,
-    quantise_rows,
+    quantize_rows,
     relative_rms,
 )
 from fxsplit_encoder.compile.rewriting import call_function
 
 from .aten_graphs import Mlp, aten_graph
 
-QUANTISE, T = torch.ops.fxsplit.quantise_rows.default, torch.ops.aten.t.default
+QUANTIZE, T = torch.ops.fxsplit.quantize_rows.default, torch.ops.aten.t.default
 
 
 class Tower(nn.Module):
@@ -39,7 +39,7 @@ class Tower(nn.Module):
         return self.merger(hidden.view(-1, 256))
 
 
-def test_the_layers_of_the_blocks_are_quantised_and_no_others() -> None:
+def test_the_layers_of_the_blocks_are_quantized_and_no_others() -> None:
     tower, x = Tower(), torch.randn(16, 48)
     graph = aten_graph(tower, x)
     assert fp8_linear(graph.module, 64) == 6
@@ -74,11 +74,11 @@ class SharedRows(Tower):
         return self.blocks[0].down(self.blocks[2].down(both).repeat(1, 2))
 
 
-def test_rows_that_two_layers_read_are_quantised_once() -> None:
+def test_rows_that_two_layers_read_are_quantized_once() -> None:
     tower, x = SharedRows(), torch.randn(16, 48)
     graph = aten_graph(tower, x)
     assert fp8_linear(graph.module, 64) == 3
-    assert graph.count(QUANTISE) == 2
+    assert graph.count(QUANTIZE) == 2
     assert relative_rms(graph.run(), tower(x)) < 0.1
 
 
@@ -87,9 +87,9 @@ def test_the_proof_of_padding_knows_what_a_scale_is_of(by_rows: bool) -> None:
     graph = aten_graph(lambda x: x.t(), torch.randn(4, 8)).module.graph
     rows, transposed = next(iter(graph.nodes)), graph.find_nodes(op="call_function", target=T)[0]
     with graph.inserting_after(transposed):
-        quantised = call_function(graph, QUANTISE, rows if by_rows else transposed)
+        quantized = call_function(graph, QUANTIZE, rows if by_rows else transposed)
     tokens = str(rows.meta["val"].shape[0])
-    report = padding.analyse([transposed, quantised], {rows: padding.Rows(0)}, tokens)
+    report = padding.analyse([transposed, quantized], {rows: padding.Rows(0)}, tokens)
     assert report.proved == by_rows
     assert by_rows or "scales tokens together" in str(report)
 
@@ -101,25 +101,25 @@ floats = st.floats(-1e4, 1e4, width=32)
 @given(st.lists(st.lists(floats, min_size=8, max_size=8), min_size=1, max_size=4))
 def test_a_row_keeps_four_significant_bits_of_what_is_not_small(rows: list[list[float]]) -> None:
     matrix = torch.tensor(rows)
-    quantised, scales = quantise_rows(matrix)
-    assert (quantised.dtype, scales.dtype, scales.shape) == (FP8, torch.float32, (len(rows), 1))
-    assert torch.isfinite(quantised.float()).all()
-    error = (quantised.float() * scales - matrix).abs()
+    quantized, scales = quantize_rows(matrix)
+    assert (quantized.dtype, scales.dtype, scales.shape) == (FP8, torch.float32, (len(rows), 1))
+    assert torch.isfinite(quantized.float()).all()
+    error = (quantized.float() * scales - matrix).abs()
     # Half a unit of the last of four bits; below the smallest normal number, 2 ** -6, half of 2 ** -9.
     assert (error <= matrix.abs() * 2**-4 + scales * 2**-10 * 1.001).all()
 
 
 def test_rows_of_other_rows_do_not_matter() -> None:
     matrix = torch.randn(6, 16)
-    alone = quantise_rows(matrix[:3])
-    beside = quantise_rows(torch.cat([matrix[:3], torch.full((2, 16), float("nan"))]))
+    alone = quantize_rows(matrix[:3])
+    beside = quantize_rows(torch.cat([matrix[:3], torch.full((2, 16), float("nan"))]))
     for a, b in zip(alone, beside, strict=True):
         assert torch.equal(a.float(), b[:3].float())
 
 
-def test_the_operation_multiplies_what_was_quantised() -> None:
+def test_the_operation_multiplies_what_was_quantized() -> None:
     rows, weight, bias = torch.randn(5, 32), torch.randn(16, 32), torch.randn(16)
-    (a, a_scales), (b, b_scales) = quantise_rows(rows), quantise_rows(weight)
+    (a, a_scales), (b, b_scales) = quantize_rows(rows), quantize_rows(weight)
     result = linear_fp8(a, a_scales, b, b_scales, bias, torch.float32)
     expected = F.linear(a.float() * a_scales, b.float() * b_scales, bias)
     torch.testing.assert_close(result, expected)
@@ -128,7 +128,7 @@ def test_the_operation_multiplies_what_was_quantised() -> None:
 
 
 def test_the_operation_is_well_formed() -> None:
-    (a, a_scales), (b, b_scales) = quantise_rows(torch.randn(5, 32)), quantise_rows(torch.randn(16, 32))
+    (a, a_scales), (b, b_scales) = quantize_rows(torch.randn(5, 32)), quantize_rows(torch.randn(16, 32))
     for bias in (None, torch.randn(16)):
         inputs: Any = (a, a_scales, b, b_scales, bias, torch.float32)
         # The check of the schema compares inputs by operations that float8 lacks.

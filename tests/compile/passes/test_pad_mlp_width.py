@@ -70,7 +70,7 @@ class ReadTwice(Mlp):
         return self.down(hidden) + hidden[:, :12]
 
 
-class Normalised(Mlp):
+class Normalized(Mlp):
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.layer_norm(self.up(x), (120,)))
 
@@ -93,11 +93,11 @@ class RowFactor(Mlp):
         Mlp(lambda x: x.softmax(-1)),
         Mlp(lambda x: x.view(-1, 2, 60).transpose(1, 2).reshape(-1, 120)),
         ReadTwice(F.relu),
-        Normalised(F.relu),
+        Normalized(F.relu),
         PerFeature(F.relu),
         RowFactor(F.relu),
     ],
-    ids=["1 / 0", "log 0", "softmax", "shuffled", "read twice", "normalised", "a feature's", "a row's"],
+    ids=["1 / 0", "log 0", "softmax", "shuffled", "read twice", "normalized", "a feature's", "a row's"],
 )
 def test_others_stay(module: Any) -> None:
     x = torch.randn(7, 12)

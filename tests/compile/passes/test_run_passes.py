@@ -83,7 +83,7 @@ def test_defaults_on_cuda_depend_on_the_architecture(
 def test_an_unknown_pass_is_refused() -> None:
     graph = aten_graph(Mlp(tanh_gelu), torch.randn(5, 12))
     with pytest.raises(
-        ConfigError, match="no pass is called fuse_all; allowed: conv_to_linear, contiguous_rows"
+        ConfigError, match="no pass is called fuse_all; allowed: conv_to_linear, pad_mlp_width"
     ):
         run_passes(graph.module, ("fuse_all",), "auto", CPU)
 
@@ -92,7 +92,6 @@ def test_rows_for_a_table() -> None:
     rows = pass_rows({"conv_to_linear": 1, "fp8_linear": 8})
     assert [row[:2] for row in rows] == [
         ["conv_to_linear", "1"],
-        ["contiguous_rows", "off"],
         ["pad_mlp_width", "off"],
         ["gelu_epilogue", "off"],
         ["decomposed_bias", "off"],
@@ -126,7 +125,7 @@ def test_weights_that_change_in_place_are_seen(inputs: Callable[..., Any]) -> No
     torch.testing.assert_close(bound(inputs(12)), y + mlp(y))
 
 
-def test_the_mask_of_pad_rows_stays_behind_the_residual_addition() -> None:
+def test_the_mask_of_pad_rows_stays_after_the_residual_addition() -> None:
     projection = torch.nn.Linear(WIDTH, WIDTH).requires_grad_(False)
     seen: list[list[str]] = []
 

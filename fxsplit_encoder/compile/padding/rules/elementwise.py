@@ -1,13 +1,16 @@
-"""Operations that work entry by entry: an entry comes from those of the arguments in the same place."""
+"""Operations that work entry by entry, or repeat the entries that they are given."""
 
 from __future__ import annotations
 
 import torch
 from torch import fx
 
-from fxsplit_encoder.compile.padding.rules.registry import rule
-from fxsplit_encoder.compile.padding.states import SHARED, NodeView, Rows, State
+from fxsplit_encoder.compile.padding.states import SHARED, NodeView, Rows, State, rule
 from fxsplit_encoder.compile.sizes import expression
+
+COPIES = frozenset(("expand", "repeat"))
+"""These make rows out of what has none."""
+
 
 _DIVISIONS = frozenset(("div", "divide", "floor_divide", "remainder", "fmod"))
 
@@ -55,7 +58,7 @@ def _require_safe_division(view: NodeView) -> None:
 @rule("zeros_like", "ones_like", "empty_like", "full_like", "view_as_real", "view_as_complex")
 def _same(view: NodeView) -> State:
     """The same entries, in another dtype or memory, or constants of the same shape. Of a complex number's two
-    parts the dimension is the last, behind that of the rows.
+    parts the dimension is the last, after that of the rows.
     """
     rows = view.rows_of()
     if view.name == "view_as_complex" and rows.dim == view.rank() - 1:
@@ -71,3 +74,45 @@ def _triangle(view: NodeView) -> State:
     if view.rows() >= view.rank() - 2:
         raise view.unknown("keeps entries by their place among the tokens")
     return Rows(view.rows())
+
+
+@rule("expand")
+def _expand(view: NodeView) -> State:
+    """expand(x, sizes): entry (..., i, ...) is that of x at the same place, or at 0 where x has one. Rows
+    stay where they were, counted from the last dimension; of what is shared, more copies begin with fewer.
+    """
+    if view.state(view.arg(0)) is SHARED:
+        return _copies(view)
+    rows = view.rows_of()
+    return rows.at(rows.dim + view.output().dim() - view.rank())
+
+
+@rule("repeat")
+def _repeat(view: NodeView) -> State:
+    """repeat(x, counts): entry i along a dimension of size c is that of x at i % c, so rows may be repeated
+    along any dimension but their own; of what is shared, more copies begin with fewer.
+    """
+    if view.state(view.arg(0)) is SHARED:
+        return _copies(view)
+    counts = view.arg(1)
+    dim = view.rows() + len(counts) - view.rank()
+    if counts[dim] != 1:
+        raise view.fail("repeats the token dimension")
+    return Rows(dim)
+
+
+@rule("unfold")
+def _unfold(view: NodeView) -> State:
+    """unfold(x, dim, size, step): windows along `dim`, whose entries become the last dimension. Each row of
+    another dimension is cut into windows of its own.
+    """
+    dim, rows = view.dim(view.arg(1)), view.rows()
+    if dim == rows or view.rank() == 0:
+        raise view.fail("cuts windows along the token dimension")
+    return Rows(rows)
+
+
+def _copies(view: NodeView) -> State:
+    """What the tokens do not change, once a token (a class token) or once in all."""
+    dim = view.varying_dim()
+    return SHARED if dim is None else Rows(dim)

@@ -1,6 +1,6 @@
 """Random graphs of ATen operations, and whether those that the proof accepts may be padded.
 
-inputs      what enters a graph: its values for a token count, exact or with garbage behind
+inputs      what enters a graph: its values for a token count, exact or followed by garbage
 builder     a graph that grows call by call, traced with a symbolic token count
 calls       every operation with a rule, with random arguments; a file for each kind
 pointwise   every operation that torch tags as pointwise, with arguments made from its schema

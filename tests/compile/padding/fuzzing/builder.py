@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from fxsplit_encoder.compile.padding import SEGMENTS, SHARED, Rows, State, token_dim
 
-from .inputs import OrderSource, RowsSource, SegmentsSource, SharedSource, Source, draw, draw_rows
+from .inputs import PermutationSource, RowsSource, SegmentsSource, SharedSource, Source, draw, draw_rows
 
 aten = torch.ops.aten
 # Every call that is refused would be logged.
@@ -30,7 +30,7 @@ LARGE = (4096, 5000)
 """Constants that only large token counts exceed."""
 
 
-class SpecialisedError(Exception):
+class SpecializedError(Exception):
     """The trace turned the token count into a number, or divided by zero."""
 
 
@@ -102,7 +102,7 @@ class Builder:
         return node
 
     def rows(self, shape: Sequence[int], dim: int, dtype: torch.dtype = torch.float64) -> fx.Node:
-        """An input with a row a token, or a row for several, along `dim`; its size in `shape` is ignored."""
+        """An input with a row per token, or per several, along `dim`; its size in `shape` is ignored."""
         extent = self.extent()
         sizes: list[Any] = list(shape)
         sizes[dim] = extent.size
@@ -129,15 +129,15 @@ class Builder:
         }[kind]
 
     def token_rows(self, shape: Sequence[int], dtype: torch.dtype = torch.float64) -> fx.Node:
-        """An input with exactly a row a token, along dimension 0."""
+        """An input with exactly a row per token, along dimension 0."""
         source = RowsSource(0, lambda count: count, draw_rows([0, *shape], 0, dtype), self._next_seed())
         node = self._placeholder([self.num_tokens, *shape], dtype, source)
         self.seeds[node] = Rows(0)
         return node
 
-    def order(self) -> fx.Node:
+    def permutation(self) -> fx.Node:
         """A permutation of the tokens."""
-        node = self._placeholder([self.num_tokens], torch.int64, OrderSource(self._next_seed()))
+        node = self._placeholder([self.num_tokens], torch.int64, PermutationSource(self._next_seed()))
         self.seeds[node] = Rows(0)
         return node
 
@@ -156,7 +156,7 @@ class Builder:
         """Appends a call; None where the trace refuses its arguments.
 
         Raises:
-            SpecialisedError: the call holds for one token count only.
+            SpecializedError: the call holds for one token count only.
         """
         value = self._trace(target, args, kwargs)
         if value is None:
@@ -184,7 +184,7 @@ class Builder:
             value = None
         finally:
             if self.shape_env.replacements:
-                raise SpecialisedError
+                raise SpecializedError
         several = isinstance(value, list | tuple) and any(isinstance(v, torch.Tensor) for v in value)
         return value if several or isinstance(value, torch.Tensor) else None
 
@@ -202,9 +202,9 @@ class Builder:
         try:
             value = function(*fx.node.map_arg(args, lambda n: n.meta["val"]))
         except ZeroDivisionError as error:
-            raise SpecialisedError from error
+            raise SpecializedError from error
         if self.shape_env.replacements:
-            raise SpecialisedError
+            raise SpecializedError
         if not isinstance(value, torch.SymInt | torch.SymFloat):
             return value
         node = self.graph.call_function(function, args)

@@ -17,7 +17,7 @@ from fxsplit_encoder.compile.guards import assumptions_of, guards_of
 from fxsplit_encoder.compile.padding import Rows
 from fxsplit_encoder.compile.padding.states import operation
 
-from .builder import Builder, SpecialisedError
+from .builder import Builder, SpecializedError
 from .calls import CALLS, WITHOUT_RULES
 from .comparison import NotRunnableError, Wrong, compare, pairs, run_exact
 from .inputs import GARBAGE, NUM_LENGTHS
@@ -111,7 +111,7 @@ def build(seed: int, graph_seed: int) -> Builder | None:
                 _any_call(b)
             elif not any(_call(b, focus) is not None for _ in range(_ATTEMPTS)):
                 return None
-    except (SpecialisedError, GuardOnDataDependentSymNode):
+    except (SpecializedError, GuardOnDataDependentSymNode):
         return None  # as AOT would not trace it
     return b
 

@@ -1,4 +1,4 @@
-"""What enters a graph, for a token count: the exact value, and the padded one with garbage behind it."""
+"""What enters a graph, for a token count: the exact value, and the padded one, followed by garbage."""
 
 from __future__ import annotations
 
@@ -99,8 +99,8 @@ class RowsSource:
         return torch.cat((exact, garbage_like(exact, shape, garbage, generator)), self.dim)
 
 
-class OrderSource:
-    """A permutation of the tokens; zeros behind it."""
+class PermutationSource:
+    """A permutation of the tokens, followed by zeros."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -116,7 +116,7 @@ class OrderSource:
 
 
 class SegmentsSource:
-    """Cumulative lengths of two segments; empty ones behind them."""
+    """Cumulative lengths of two segments; followed by empty ones."""
 
     def reserve(self, largest: int) -> None:
         pass

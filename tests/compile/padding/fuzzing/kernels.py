@@ -15,7 +15,7 @@ aten = torch.ops.aten
 
 
 def packed_attention(q: Tensor, k: Tensor, v: Tensor, segments: Tensor, longest: int, scale: float) -> Tensor:
-    """A result that depends on every row of the own segment. Rows behind the last one hold garbage."""
+    """A result that depends on every row of the own segment. Rows after the last one hold garbage."""
     rows = int(segments[-1])
     result = torch.full_like(q, float("nan"))
     result.view(-1)[::3] = 1e300
@@ -78,7 +78,7 @@ KERNELS: dict[Any, Callable[..., Any]] = {
     aten._scaled_dot_product_efficient_attention.default: _dense,
     aten._scaled_dot_product_cudnn_attention.default: _dense,
     aten._scaled_dot_product_fused_attention_overrideable.default: _dense,
-    # What is in fresh memory is nobody's to read.
+    # What fresh memory holds is not determined.
     aten.empty.memory_format: _zeros,
     aten.new_empty.default: _new_zeros,
     aten.empty_like.default: lambda like, **others: torch.zeros_like(like),

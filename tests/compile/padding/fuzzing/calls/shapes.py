@@ -1,4 +1,4 @@
-"""Views and copies of other shapes."""
+"""Views, copies of other shapes, cutting and joining, and tensors made from sizes."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from ..builder import Builder
 from .registry import call_of
 
 aten = torch.ops.aten
+_END = 2**63 - 1
 _VIEWED = {torch.float64: (torch.float32, torch.int64, torch.int32), torch.float32: (torch.float64,)}
 
 
@@ -176,3 +177,122 @@ def _moved(b: Builder, name: str) -> fx.Node | None:
         x = b.rows([0, 3, 4], b.choice((0, 0, 1)))
     diagonal = b.count() if b.chance(0.05) else b.choice((0, 1, -1))
     return b.call(getattr(aten, name).default, x, diagonal)
+
+
+@call_of("slice")
+def _slice(b: Builder, name: str) -> fx.Node | None:
+    x = b.floats()
+    dim = b.dim(x, 0.5)
+    n = b.size(x, dim)
+    half = b.number(operator.floordiv, n, 2)
+    start = b.choice((None, 0, 0, 1, -1, half, b.limit()) if b.chance(0.5) else (None, 0))
+    ends = (None, _END, n, half, 3, -1, b.limit(), b.count())
+    step = b.choice((1, 1, 1, 2, 3)) if b.chance(0.3) else 1
+    return b.call(aten.slice.Tensor, x, dim, start, b.choice(ends if b.chance(0.6) else (None, _END)), step)
+
+
+@call_of("select")
+def _select(b: Builder, name: str) -> fx.Node | None:
+    x = b.floats()
+    return b.call(aten.select.int, x, b.dim(x), b.choice((0, 0, -1, 1, b.count() if b.chance(0.1) else 0)))
+
+
+@call_of("split", "split_with_sizes", "chunk", "unbind")
+def _cut(b: Builder, name: str) -> fx.Node | None:
+    x = b.floats()
+    dim = b.dim(x, 0.85)
+    if name in ("split", "unbind") and dim % x.meta["val"].dim() in b.token_dims(x):
+        return b.call(aten.split.Tensor, x, 5000, dim)  # as many parts as tokens are too many
+    if name == "split":
+        if b.chance(0.3):
+            return b.call(aten.split.sizes, x, _partition(b, x, dim), dim)
+        return b.call(aten.split.Tensor, x, b.choice((1, 2, 5)), dim)
+    if name == "chunk":
+        return b.call(aten.chunk.default, x, b.choice((1, 2, 3)), dim)
+    if name == "unbind":
+        return b.call(aten.unbind.int, x, dim)
+    return b.call(aten.split_with_sizes.default, x, _partition(b, x, dim), dim)
+
+
+def _partition(b: Builder, x: fx.Node, dim: int) -> list[Any]:
+    first = b.choice((1, 1, 2))
+    return [first, b.number(operator.sub, b.size(x, dim), first)]
+
+
+@call_of("cat", "stack")
+def _join(b: Builder, name: str) -> fx.Node | None:
+    x = b.pick(lambda v: v.dim() > 0) if b.chance(0.3) else None
+    x = x or b.floats()
+    others = [_partner(b, x) for _ in range(b.choice((1, 1, 2)))]
+    tensors = [x, *others] if b.chance(0.7) else [*others, x]
+    return b.call(getattr(aten, name).default, tensors, b.dim(x, 0.8, extra=int(name == "stack")))
+
+
+def _partner(b: Builder, x: fx.Node) -> fx.Node:
+    """A tensor of the same rank, or a class token for every row."""
+    value = x.meta["val"]
+    found = b.pick(lambda v: v.dim() == value.dim() and v.dtype == value.dtype)
+    if b.chance(0.25) and value.dim() > 1:
+        token = b.shared(
+            [1] * (value.dim() - 1) + [value.shape[-1] if isinstance(value.shape[-1], int) else 1]
+        )
+        sizes = b.sizes(x)
+        if b.chance(0.5):
+            sizes[b.random.randrange(len(sizes))] = 1
+        expanded = b.call(aten.expand.default, token, sizes)
+        if expanded is not None:
+            return expanded
+    if b.chance(0.3):
+        changed = b.call(aten.tanh.default if value.is_floating_point() else aten.abs.default, x)
+        if changed is not None:
+            return changed
+    return found if found is not None and b.chance(0.5) else x
+
+
+@call_of("constant_pad_nd")
+def _pad(b: Builder, name: str) -> fx.Node | None:
+    x = b.floats()
+    pairs = b.random.randint(1, x.meta["val"].dim())
+    amounts = [b.choice((0, 0, 1, 2, -1)) for _ in range(2 * pairs)]
+    for dim in b.token_dims(x):
+        index = 2 * (x.meta["val"].dim() - 1 - dim)
+        if b.chance(0.7) and index < len(amounts):
+            amounts[index : index + 2] = [0, 0]
+    if b.chance(0.05):
+        amounts[0] = b.count()
+    return b.call(aten.constant_pad_nd.default, x, amounts, b.scalar())
+
+
+@call_of("zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty")
+def _filled(b: Builder, name: str) -> fx.Node | None:
+    sizes = _sizes(b)
+    like = [b.floats()] if name.startswith("new_") else []
+    dtype = {} if like else {"dtype": b.choice((torch.float64, torch.int64, None))}
+    fill = [b.scalar()] if "full" in name else []
+    overload = "memory_format" if name == "empty" else "default"
+    return b.call(getattr(getattr(aten, name), overload), *like, sizes, *fill, **dtype)
+
+
+def _sizes(b: Builder) -> list[Any]:
+    sizes: list[Any] = [b.choice((1, 2, 3)) for _ in range(b.choice((0, 1, 2)))]
+    if b.chance(0.75):
+        sizes.insert(b.random.randrange(len(sizes) + 1), b.count())
+    return sizes
+
+
+@call_of("arange")
+def _arange(b: Builder, name: str) -> fx.Node | None:
+    end = b.count() if b.chance(0.8) else b.choice((3, 5))
+    kind = b.random.random()
+    if kind < 0.5:
+        return b.call(aten.arange.default, end, dtype=b.choice((None, torch.float64)))
+    start = b.choice((0, 0, 0, 1, b.count()))
+    if kind < 0.7:
+        return b.call(aten.arange.start, start, end)
+    step = b.choice((1, 2, 3, 0.5, -1, b.count()))
+    return b.call(aten.arange.start_step, start, end, step)
+
+
+@call_of("scalar_tensor")
+def _scalar_tensor(b: Builder, name: str) -> fx.Node | None:
+    return b.call(aten.scalar_tensor.default, b.scalar(), dtype=torch.float64)

@@ -6,8 +6,8 @@ import torch
 from torch import fx
 
 from ..builder import Builder
-from .batched import convolution
 from .lookups import indices
+from .reductions import convolution
 from .registry import call_without_rule
 
 aten = torch.ops.aten

@@ -1,7 +1,8 @@
-"""How passes see a linear layer in an ATen graph: a product of rows with a transposed parameter."""
+"""How passes see layers in an ATen graph: a linear layer, the reshapes around it, a call of attention."""
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """`rows @ weight.T + bias`, as `mm` or `addmm`."""
+    """A product of rows with a transposed parameter, `rows @ weight.T + bias`, as `mm` or `addmm`."""
 
     node: fx.Node
     rows: fx.Node
@@ -83,3 +84,17 @@ def keeps_features(node: fx.Node) -> bool:
     source: Any = node.args[0]
     sizes = (n.meta["val"].shape for n in (node, source))
     return is_reshape(node) and len({expression(shape[-1]) for shape in sizes}) == 1
+
+
+def arguments_of(node: fx.Node) -> dict[str, Any]:
+    """All arguments of a call by name, defaults included."""
+    declared = node.target._schema.arguments  # type: ignore[union-attr]
+    defaults = {argument.name: argument.default_value for argument in declared}
+    names = (argument.name for argument in declared)
+    return {**defaults, **dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
+def is_only_result(node: fx.Node) -> bool:
+    """Whether what a kernel returns beside the attention has no users."""
+    read = [user for user in node.users if user.users or user.target is not operator.getitem]
+    return all(user.target is operator.getitem and user.args[1] == 0 for user in read)
