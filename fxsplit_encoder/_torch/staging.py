@@ -1,0 +1,53 @@
+"""Copies on the host and from there to a device, and tensors that need to be copied only once.
+
+Small copies are made by the calling thread alone. torch shares a copy of more than 32768 elements among
+OpenMP's threads. On a virtual machine with 32 processors the GPU was idle for 8 to 18 ms while the host made
+such copies of 50 000 elements (benchmarks/results/host_copies_h200.json).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+# One thread copies that many bytes in about a tenth of a millisecond.
+_ONE_THREAD_BYTES = 1 << 20
+
+# Dtypes that NumPy does not have are copied as integers of their size.
+_AS_INTEGERS = {torch.bfloat16: torch.int16}
+
+_IMMUTABLE = "_fxsplit_is_immutable"
+
+
+def copy_on_host(target: Tensor, source: Tensor) -> Tensor:
+    """`target.copy_(source)`, for tensors of one shape on the CPU. Returns the target."""
+    if target.nbytes > _ONE_THREAD_BYTES or target.shape != source.shape:
+        return target.copy_(source)
+    integers = _AS_INTEGERS.get(target.dtype) if target.dtype == source.dtype else None
+    if integers is not None:
+        np.copyto(target.view(integers).numpy(), source.detach().view(integers).numpy())
+    elif target.dtype in _AS_INTEGERS or source.dtype in _AS_INTEGERS:
+        target.copy_(source)
+    else:
+        np.copyto(target.numpy(), source.detach().numpy(), casting="unsafe")
+    return target
+
+
+def to_device(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """The tensor on a device, without waiting for it: from pageable memory a copy to CUDA would."""
+    if device.type == "cuda" and not tensor.is_cuda and not tensor.is_pinned():
+        memory = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        tensor = copy_on_host(memory, tensor)
+    return tensor.to(device=device, dtype=dtype, non_blocking=True)
+
+
+def mark_immutable(tensor: Tensor) -> Tensor:
+    """Marks a tensor that is never written to again, so that a reader need not read it twice; returns it."""
+    setattr(tensor, _IMMUTABLE, True)
+    return tensor
+
+
+def is_immutable(value: object) -> bool:
+    """Whether a tensor was marked as immutable. Others, views of it included, may change."""
+    return hasattr(value, _IMMUTABLE)
