@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 __all__ = [
-    "HOOKS",
+    "INTERNALS",
     "StorageWeakRef",
     "hooks_of",
     "is_dropped",
@@ -25,13 +25,14 @@ version_of = attrgetter("_version")
 tells that a parameter got other weights at the same address.
 """
 
-HOOKS = ("_backward_pre_hooks", "_backward_hooks", "_forward_hooks", "_forward_pre_hooks")
-"""Attributes of a module that hold its hooks, which no public API lists."""
+_HOOKS = ("_backward_pre_hooks", "_backward_hooks", "_forward_hooks", "_forward_pre_hooks")
+INTERNALS = frozenset({*_HOOKS, "_parameters", "_buffers", "_modules"})
+"""Attributes in which a module keeps its tensors, submodules and hooks."""
 
 
 def hooks_of(module: nn.Module) -> Iterator[Any]:
-    """The hooks that a module calls around its forward and backward."""
-    return (hook for kind in HOOKS for hook in (getattr(module, kind, None) or {}).values())
+    """The hooks that a module calls around its forward and backward, which no public API lists."""
+    return (hook for kind in _HOOKS for hook in (getattr(module, kind, None) or {}).values())
 
 
 def tensors_of(module: nn.Module) -> tuple[dict[str, nn.Parameter | None], dict[str, Tensor | None]]:

@@ -138,7 +138,7 @@ def _symbol_sources(inputs: Sequence[fx.Node]) -> list[tuple[str, int, int]]:
     for index, node in enumerate(inputs):
         value = node.meta["val"]
         if isinstance(value, torch.SymInt) and expression(value).is_Symbol:
-            sources.setdefault(str(value.node.expr), (index, -1))
+            sources.setdefault(str(expression(value)), (index, -1))
     for index, node in enumerate(inputs):
         value = node.meta["val"]
         if isinstance(value, torch.Tensor):

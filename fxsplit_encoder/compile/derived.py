@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fxsplit_encoder._torch.tensors import version_of
 from fxsplit_encoder.errors import InputError
-
-_version = attrgetter("_version")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +71,7 @@ class DerivedParameters:
         try:
             # An inference tensor raises when asked for its version.
             sources = self._sources.values()
-            seen = [*map(torch.Tensor.data_ptr, sources), *map(_version, sources)]
+            seen = [*map(torch.Tensor.data_ptr, sources), *map(version_of, sources)]
         except RuntimeError as error:
             raise InputError(
                 "parameters: expected tensors that were made outside of torch.inference_mode(), since passes "

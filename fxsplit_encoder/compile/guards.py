@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import sympy
 from torch import fx
 
+from fxsplit_encoder._torch.symbols import Symbols
 from fxsplit_encoder.compile.sizes import Size, SymbolValues
 
 
@@ -17,16 +17,7 @@ def assumptions_of(inputs: Sequence[fx.Node]) -> list[sympy.Basic]:
     Args:
         inputs: the inputs of the traced graph.
     """
-    shape_env = _shape_env(inputs)
-    # Of symbols that are known to be equal the graph uses one.
-    return [] if shape_env is None else [shape_env.replace(guard.expr) for guard in shape_env.guards]
-
-
-def _shape_env(inputs: Sequence[fx.Node]) -> Any:
-    """Where the trace keeps its symbols; None for a graph whose inputs have none."""
-    return next(
-        (n.meta["val"].fake_mode.shape_env for n in inputs if hasattr(n.meta["val"], "fake_mode")), None
-    )
+    return Symbols(node.meta["val"] for node in inputs).assumptions
 
 
 def holds_for_capture(
@@ -55,13 +46,11 @@ def guards_of(inputs: Sequence[fx.Node], independent: str | None = None) -> Call
         inputs: the inputs of the traced graph.
         independent: the symbol that counts independent rows, if any.
     """
-    shape_env = _shape_env(inputs)
-    if shape_env is None:
-        return lambda values: True
-    bounds = {str(symbol): (bound.lower, bound.upper) for symbol, bound in shape_env.var_to_range.items()}
+    symbols = Symbols(node.meta["val"] for node in inputs)
+    bounds = symbols.ranges
     if independent in bounds and bounds[independent][0] == 2:
         bounds[independent] = (1, bounds[independent][1])
-    conditions = [Size(g.expr) for g in shape_env.guards if not g.expr.is_Boolean or g.expr.free_symbols]
+    conditions = [Size(guard) for guard in symbols.guards if not guard.is_Boolean or guard.free_symbols]
 
     def accepts(values: SymbolValues) -> bool:
         within = all(

@@ -12,7 +12,8 @@ from fractions import Fraction
 from typing import Any
 
 from torch import Tensor
-from torch._ops import OpOverload
+
+from fxsplit_encoder._torch.dispatch import OpOverload
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,12 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxsplit_encoder._torch.symbols import check
+
 _library: Any = torch.library.Library("fxsplit", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define("permute_rows(Tensor rows, Tensor order) -> Tensor")
 
 
 def _check_lengths(rows: Tensor, order: Tensor) -> None:
-    torch._check(  # type: ignore[no-untyped-call]
+    check(  # type: ignore[no-untyped-call]
         rows.shape[0] == order.shape[0],
         lambda: f"permute_rows: {rows.shape[0]} rows and an order of {order.shape[0]}",
     )

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxsplit_encoder._torch.staging import to_device
 from fxsplit_encoder.attention import KnownSegments, varlen_attention
 from fxsplit_encoder.compile.derived import DerivedParameters
 from fxsplit_encoder.compile.guards import holds_for_capture
 from fxsplit_encoder.compile.padding import PaddingReport
 from fxsplit_encoder.compile.sizes import Size, SymbolValues
-from fxsplit_encoder.host_memory import to_device
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import sympy
 import torch
 from torch import fx
 
+from fxsplit_encoder._torch.symbols import expression_of
 from fxsplit_encoder.compile import padding
 from fxsplit_encoder.compile.permute import permute_rows
 from fxsplit_encoder.compile.pieces import Piece
@@ -142,4 +143,4 @@ def _symbols_in(value: Any) -> set[str]:
     if isinstance(value, list | tuple):
         return {symbol for v in value for symbol in _symbols_in(v)}
     sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
-    return {str(s) for size in sizes if hasattr(size, "node") for s in size.node.expr.free_symbols}
+    return {str(s) for size in sizes if hasattr(size, "node") for s in expression_of(size).free_symbols}

@@ -14,8 +14,8 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor
-from torch.utils._sympy.printers import PythonPrinter
 
+from fxsplit_encoder._torch.symbols import expression_of, python_source
 from fxsplit_encoder.errors import CompileError
 
 SymbolValues = dict[str, int]
@@ -23,11 +23,9 @@ SymbolValues = dict[str, int]
 
 def expression(size: int | torch.SymInt) -> sympy.Expr:
     """The sympy expression of a size."""
-    if isinstance(size, torch.SymInt):
-        expr = size.node.expr
-        assert isinstance(expr, sympy.Expr)
-        return expr
-    return sympy.Integer(size)
+    expr = expression_of(size)
+    assert isinstance(expr, sympy.Expr)
+    return expr
 
 
 class Size:
@@ -37,13 +35,13 @@ class Size:
         self.expr = expr
         self.symbols = tuple(sorted(str(s) for s in expr.free_symbols))
         self._constant = int(expr) if not self.symbols and expr.is_Integer else None
-        source = f"lambda {', '.join(self.symbols)}: {PythonPrinter().doprint(expr)}"
+        source = f"lambda {', '.join(self.symbols)}: {python_source(expr)}"
         self._function: Callable[..., Any] = eval(source, {"math": math, "torch": torch})
 
     @classmethod
     def of(cls, value: int | torch.SymInt | torch.SymFloat | torch.SymBool) -> Size:
         """The size behind a traced number."""
-        return cls(value.node.expr if hasattr(value, "node") else sympy.sympify(value))
+        return cls(expression_of(value))
 
     def __call__(self, values: Mapping[str, int]) -> int:
         """The size where the symbols have these values."""

@@ -7,10 +7,12 @@ from typing import Any
 
 from torch import fx
 
+from fxsplit_encoder._torch.dispatch import schema_of
+
 
 def arguments_of(node: fx.Node) -> dict[str, Any]:
     """All arguments of a call by name, defaults included."""
-    declared = node.target._schema.arguments  # type: ignore[union-attr]
+    declared = schema_of(node.target).arguments
     defaults = {argument.name: argument.default_value for argument in declared}
     names = (argument.name for argument in declared)
     return {**defaults, **dict(zip(names, node.args, strict=False)), **node.kwargs}
