@@ -1,8 +1,8 @@
-"""Parameters in another form (padded, quantised), computed once and kept where captured graphs find them.
+"""Parameters in another form (padded, quantized), computed once and kept where captured graphs find them.
 
 A derived parameter has one address for the life of its program. Whenever the parameters that it comes from
-are others than at the last look (another address, or another version, which every change in place raises), it
-is computed again, into the same memory.
+are others than at the last check (another address, or another version, which every change in place raises),
+it is computed again, into the same memory.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class DerivedParameters:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that the derived parameters take beside those they come from."""
+        """Memory that the derived parameters take in addition to those that they come from."""
         return sum(value.numel() * value.element_size() for value in self._values.values())
 
     def fill(self, slots: list[Any]) -> None:
@@ -62,7 +62,7 @@ class DerivedParameters:
             slots[slot] = value
 
     def refresh(self) -> bool:
-        """Computes anew what the parameters of the last run have outdated; returns whether anything was.
+        """Computes again what the parameters of the last run have outdated; returns whether anything was.
         About 150 nanoseconds a parameter that has derived ones (benchmarks/results/host_time_h200.json).
 
         Raises:

@@ -35,8 +35,8 @@ class HostOp:
     images of a batch do not see one another. None: it does not.
     """
     segment_factors: Callable[..., Sequence[int]] | None = None
-    """For every output, from the op's arguments: how many segments it has beside each image or frame, if it
-    is cumulative lengths. None: one.
+    """For every output, from the op's arguments: how many segments it has per image or frame, if it is
+    cumulative lengths. None: one.
     """
 
     def __call__(self, *args: Any) -> Sequence[Tensor]:
@@ -53,5 +53,5 @@ def register_host_op(overload: OpOverload, op: HostOp) -> None:
 
 
 def host_op(target: Any) -> HostOp | None:
-    """The registered host op behind a graph node's target, if it is one."""
+    """The registered host op of a graph node's target, if it is one."""
     return _HOST_OPS.get(target)

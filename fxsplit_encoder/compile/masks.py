@@ -62,7 +62,7 @@ def mask_pad_rows(module: fx.GraphModule, attentions: list[fx.Node]) -> fx.Node 
 
 
 def _first_pointwise(attention: fx.Node) -> fx.Node:
-    """The node to mask: the first pointwise operation behind an attention, or the attention itself."""
+    """The node to mask: the first pointwise operation after an attention, or the attention itself."""
     rows = expression(attention.meta["val"].shape[0])
     node = attention
     while len(node.users) == 1:

@@ -93,12 +93,12 @@ class PieceCache:
 
 
 def compile_eager(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """The piece as traced: one ATen call a node."""
+    """The piece as traced: one ATen call per node."""
     return module.forward
 
 
 def compile_aot_eager(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """The piece in Inductor's operations, run one by one: tells a decomposition's fault from a kernel's."""
+    """The piece in Inductor's operations, run one by one, to tell a decomposition from a kernel."""
     return _decompose(module, inputs).forward
 
 
@@ -130,7 +130,7 @@ PIECE_COMPILERS: Mapping[str, Callable[[fx.GraphModule, Sequence[Any]], Callable
 
 @functools.cache
 def start_compile_workers() -> None:
-    """Starts the processes in which Inductor compiles Triton kernels side by side, once a process.
+    """Starts the processes in which Inductor compiles Triton kernels in parallel, once per process.
 
     They import torch first, for seconds, and until they are ready this process compiles kernel after kernel
     itself. torch.compile's own backend starts them too, but is not what calls Inductor here.
@@ -141,7 +141,7 @@ def start_compile_workers() -> None:
 
 
 def piece_compiler(name: str | Callable[..., Any], device: torch.device) -> Callable[..., Callable[..., Any]]:
-    """The compiler behind a configured name; "auto" is Inductor on CUDA and eager elsewhere."""
+    """The compiler of a configured name; "auto" is Inductor on CUDA and eager elsewhere."""
     if callable(name):
         return name
     if name == "auto":

@@ -46,7 +46,7 @@ def token_symbol_of(parts: Sequence[Piece | Cut]) -> str | None:
 
 
 class Region:
-    """The parts of a graph behind its last host op.
+    """The parts of a graph after its last host op.
 
     Args:
         parts: the parts, in order.
@@ -68,7 +68,7 @@ class Region:
         self._nodes: list[fx.Node] = []
         read: dict[fx.Node, None] = {}
         segments: set[Any] = set()
-        orders: set[Any] = set()
+        permutations: set[Any] = set()
         for part in parts:
             if isinstance(part, Cut):
                 self._nodes += (part.node, *part.unpacked)
@@ -78,7 +78,7 @@ class Region:
             else:
                 self._nodes += part.nodes
                 read.update(dict.fromkeys(part.inputs))
-                orders.update(n.args[1] for n in part.nodes if n.target is permute_rows)
+                permutations.update(n.args[1] for n in part.nodes if n.target is permute_rows)
         self._outputs = [output for output in outputs if isinstance(output, fx.Node)]
         read.update(dict.fromkeys(self._outputs))
         known = {*self._nodes, *fixed}
@@ -88,7 +88,7 @@ class Region:
                 info=tensor_info(node),
                 is_segments=node in segments,
                 token_dim=None if node in segments else self._token_dim(node),
-                is_permutation=node in orders,
+                is_permutation=node in permutations,
             )
             for node in read
             if node not in known and not is_scalar(node)
@@ -101,7 +101,7 @@ class Region:
         return padding.token_dim(node.meta["val"], self._token_symbol)
 
     def symbols(self, *, with_segments: bool) -> tuple[str, ...]:
-        """The symbols that sizes and numbers inside the region use, beside the token symbol.
+        """The symbols that sizes and numbers inside the region use, other than the token symbol.
 
         Pieces get others as inputs too, for their compilers; those do not count.
 

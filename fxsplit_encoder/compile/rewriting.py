@@ -44,7 +44,7 @@ def retrace(node: fx.Node) -> None:
 
 
 def retrace_users(changed: Collection[fx.Node]) -> None:
-    """The traced values of everything behind nodes whose traced layouts have changed."""
+    """The traced values of everything downstream of nodes whose traced layouts have changed."""
     outdated = {user for node in changed for user in node.users}
     for node in next(iter(changed)).graph.nodes:
         if node in outdated and node.op == "call_function":

@@ -26,7 +26,7 @@ _DENSE_ATTENTION_KERNELS = (
 
 
 def splitting_targets(names: Sequence[str]) -> frozenset[Any]:
-    """The op overloads behind configured names such as "fxsplit::varlen_attention"."""
+    """The op overloads of configured names such as "fxsplit::varlen_attention"."""
     targets: set[Any] = set()
     for name in names:
         packets = [_packet(name)]

@@ -31,7 +31,7 @@ def compile_graph(
     options: CompileOptions,
     make_runtime: Callable[[Program], Callable[[Sequence[Any]], list[Any]]],
 ) -> Callable[..., Any]:
-    """Takes a graph from Dynamo to ATen, builds its program, and returns what Dynamo shall call.
+    """Takes a graph from Dynamo to ATen, builds its program, and returns what Dynamo calls.
 
     AOT removes aliasing and mutation around the program; `make_runtime` decides how the program is run.
     """
@@ -139,7 +139,7 @@ def _trace(
 
 def _distinct(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The inputs as tensors that no one else marks, each at an address of its own, by which it is
-    recognised.
+    recognized.
     """
     examples: dict[str, Tensor] = {}
     addresses: set[int] = set()

@@ -23,10 +23,10 @@ def takes_blocks(backend: Callable[..., Any]) -> Callable[..., Any]:
 
 def begin_blocks(module: nn.Module) -> bool:
     """Makes the equal blocks of a module ops until `end_blocks`, if Dynamo traces it now for a backend that
-    takes them. Called in the midst of a trace, from outside of it. Returns whether they are.
+    takes them. Called during a trace, from a frame that Dynamo does not trace. Returns whether they are.
 
     Not with gradients or under autocast, of which the trace of a block knows nothing. The blocks keep a
-    `forward` of ours from then on, since Dynamo's guards look at it at every call; it calls their own.
+    `forward` of ours from then on, since Dynamo's guards check it at every call; it calls their own.
     """
     compilation = current_compile_id()
     if _open.compilation != compilation:  # of a trace that failed before its backend was called
@@ -45,7 +45,7 @@ def end_blocks(*, refused: bool = False) -> bool:
     """Lets no block that `begin_blocks` made an op be one any more; returns whether any was.
 
     Args:
-        refused: whether the blocks of these modules shall never be ops again.
+        refused: whether the blocks of these modules are never to be ops again.
     """
     had_blocks = bool(_open.groups)
     end_ops(_open.groups)
