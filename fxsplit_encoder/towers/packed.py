@@ -15,6 +15,7 @@ from fxsplit_encoder.capture.segments import full_cu_seqlens, segment_capacity
 from fxsplit_encoder.compile import HostOp, register_host_op
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.protocol import (
+    BudgetDeclaration,
     EncoderCudaGraphCaptureInputs,
     EncoderCudaGraphConfig,
     EncoderCudaGraphReplayBuffers,
@@ -359,9 +360,11 @@ register_host_op(
     vision_metadata,
     HostOp(
         run=exact_metadata,
-        rows_per_output_token=lambda pixels, grid, name: registered_tower(name).rows_per_token,
-        budget_range=lambda pixels, grid, name: _budget_range(registered_tower(name)),
-        segment_factors=lambda pixels, grid, name: _segment_factors(registered_tower(name)),
+        budgets=BudgetDeclaration(
+            rows_per_output_token=lambda pixels, grid, name: registered_tower(name).rows_per_token,
+            budget_range=lambda pixels, grid, name: _budget_range(registered_tower(name)),
+            segment_factors=lambda pixels, grid, name: _segment_factors(registered_tower(name)),
+        ),
     ),
 )
 
