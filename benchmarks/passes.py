@@ -5,7 +5,7 @@
 27 blocks, 1152 wide, bf16, seeded random weights. "Replays": milliseconds of one full graph replay at 196,
 784, 3136 and 7056 patches, a row for each candidate: "default", what `passes: auto` is on CUDA; every pass
 alone; fp8; and settings of Inductor beside the default passes. "persistent rows off" lacks
-`compile.persistent_rows`; "a version for each size" has every size compiled for itself.
+`_torch.inductor.persistent_rows`; "a version for each size" has every size compiled for itself.
 "Products": microseconds of the four linear layers of a block, by several ways, with TFLOP/s and GB/s; on a
 GPU twenty calls in one CUDA graph. Errors are `relative_rms` against float32; "default" has that of bf16.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
 
 from fxsplit_encoder.errors import InputError
@@ -101,6 +102,22 @@ class EncoderCudaGraphConfig:
 
     local_token_per_patch: int | None = None
     """With `enable_dual_path_graph`: the smallest budget of the path "local"."""
+
+
+@dataclass(frozen=True)
+class BudgetDeclaration:
+    """What a tower declares of budgets where only its host op is seen, as behind `torch.compile`: each is a
+    function of the op's arguments.
+    """
+
+    rows_per_output_token: Callable[..., int | Fraction]
+    """Rows of the sequence that are merged into one output token: what converts budgets to rows. A fraction
+    where a row gives several output tokens.
+    """
+    budget_range: Callable[..., tuple[int, int]]
+    """Smallest and largest useful budget, in output tokens."""
+    segment_factors: Callable[..., Sequence[int]] | None = None
+    """For every output: segments per image or frame, if it is cumulative lengths. None: one."""
 
 
 @dataclass(eq=False)

@@ -10,10 +10,10 @@ import copy
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
+from fxsplit_encoder._torch.transformers import has_attention_implementation, set_attention_implementation
 from fxsplit_encoder.attention.op import varlen_attention
 from fxsplit_encoder.errors import UnsupportedTowerError
 
@@ -69,14 +69,6 @@ def use_dense_attention(module: nn.Module) -> None:
     _use_attention(module, "sdpa")
 
 
-def install_output_hooks(module: nn.Module) -> None:
-    """Makes Hugging Face's hooks that collect hidden states now: at their first use it takes a lock, which
-    Dynamo cannot trace.
-    """
-    if isinstance(module, PreTrainedModel):
-        maybe_install_capturing_hooks(module)
-
-
 def _use_attention(module: nn.Module, implementation: str) -> None:
     """The submodules get a copy of their configuration first, so that the rest of the model keeps its own
     implementation.
@@ -84,9 +76,8 @@ def _use_attention(module: nn.Module, implementation: str) -> None:
     copies: dict[int, Any] = {}
     for submodule in module.modules():
         config = getattr(submodule, "config", None)
-        if hasattr(config, "_attn_implementation_internal"):
+        if has_attention_implementation(config):
             if id(config) not in copies:
                 copies[id(config)] = copy.copy(config)
-                # The public setter imports the flash-attn package for such a name.
-                copies[id(config)]._attn_implementation_internal = implementation
+                set_attention_implementation(copies[id(config)], implementation)
             submodule.config = copies[id(config)]

@@ -11,11 +11,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from fxsplit_encoder._torch.allocator import end_failed_capture
+from fxsplit_encoder._torch.deferred_free import defer_frees
 from fxsplit_encoder.attention.examples import Example, make_examples
 from fxsplit_encoder.attention.kernels import AttentionKernel, AttentionShape
 from fxsplit_encoder.attention.kernels.generic import PerSegment
-from fxsplit_encoder.disposal import nothing_is_freed
-from fxsplit_encoder.failed_capture import end_failed_capture
 
 _reference = PerSegment()
 
@@ -149,7 +149,7 @@ def _record(call: Callable[[], object], calls: int) -> torch.cuda.CUDAGraph:
     """A graph of so many calls; its failure leaves the device as it was."""
     graph, memory = torch.cuda.CUDAGraph(), torch.cuda.MemPool()
     uses, handle = memory.use_count(), cast("Any", memory.id)
-    with nothing_is_freed():
+    with defer_frees():
         graph.capture_begin(pool=handle, capture_error_mode="thread_local")
         try:
             for _ in range(calls):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxsplit_encoder._torch.dynamo import RestartAnalysis, TraceAgain, original_module
 from fxsplit_encoder.backend.dispatch import BudgetDispatcher, capturing_all
 from fxsplit_encoder.compile import CompileOptions, Program, compile_graph
 from fxsplit_encoder.compile.blocks import end_blocks, takes_blocks
@@ -76,7 +77,7 @@ def _compiled(
 
     try:
         return compile_graph(module, example_inputs, compile_options, dispatcher)
-    except (ConfigError, torch._dynamo.exc.RestartAnalysis):
+    except (ConfigError, RestartAnalysis):
         raise  # the second is how AOT asks Dynamo to trace again
     except CompileError as error:
         _trace_without_blocks(error)
@@ -104,21 +105,13 @@ def _check_applies(config: EncoderConfig) -> None:
         raise ConfigError(*problems)
 
 
-class _TraceAgain(
-    torch._dynamo.exc.TensorifyScalarRestartAnalysis, torch._dynamo.exc.UnspecializeRestartAnalysis
-):
-    """Has Dynamo trace again: a backend may raise the first, and with the second Dynamo forgets where its
-    last trace went.
-    """
-
-
 def _trace_without_blocks(error: Exception) -> None:
     """Lets Dynamo trace again if equal blocks were traced once: they may be at fault, and their ops cannot be
     run eagerly.
     """
     if end_blocks(refused=True):
         logger.warning("equal blocks are traced one by one, which takes longer: %s", error)
-        raise _TraceAgain(restart_reason="equal blocks are traced one by one")
+        raise TraceAgain(restart_reason="equal blocks are traced one by one")
 
 
 def warmup(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
@@ -135,7 +128,7 @@ def warmup(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
         InputError: without example inputs for a module that cannot make them.
     """
     if not args and not kwargs:
-        module = getattr(compiled, "_orig_mod", compiled)
+        module = original_module(compiled)
         if not hasattr(module, "example_inputs"):
             raise InputError(
                 f"warmup: {type(module).__name__} makes no example inputs; pass some: "

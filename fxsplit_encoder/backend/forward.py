@@ -25,6 +25,7 @@ from fxsplit_encoder.compile import Bindings, HostOp, NamedRegion, Program, Regi
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import CaptureMemoryError, ConfigError
 from fxsplit_encoder.planning import generate_budgets, inferred_budgets
+from fxsplit_encoder.protocol import BudgetDeclaration
 from fxsplit_encoder.runtime import FreshInputs, request_of_program
 
 # Without an adapter nothing says how large batches get: powers of two over any size. Captures are lazy, so a
@@ -62,14 +63,16 @@ class ProgramBudgets:
         segment_factors: dict[int, int] = {}
         for step in program.host_steps:
             assert isinstance(step.call, HostOp)
+            declared = step.call.budgets
+            assert isinstance(declared, BudgetDeclaration)
             args, _ = bindings.arguments(step)
-            rows_per_token = step.call.rows_per_output_token(*args)
-            low, high = step.call.budget_range(*args)
+            rows_per_token = declared.rows_per_output_token(*args)
+            low, high = declared.budget_range(*args)
             # Where a row gives several output tokens, budgets hold whole rows.
             tile = 1 if rows_per_token >= 1 else math.ceil(1 / rows_per_token)
             inferred = inferred_budgets(low, high, tile, config.max_items_per_batch)
-            if step.call.segment_factors is not None:
-                segment_factors |= zip(step.outputs, step.call.segment_factors(*args), strict=True)
+            if declared.segment_factors is not None:
+                segment_factors |= zip(step.outputs, declared.segment_factors(*args), strict=True)
         tokens = tuple(config.token_budgets) or inferred
         if tokens[0] * rows_per_token < 1:
             raise ConfigError(

@@ -16,9 +16,14 @@ from types import TracebackType
 from typing import Any, ParamSpec, Self, TypeVar
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from fxsplit_encoder._torch.dispatch import (
+    OpOverload,
+    OpOverloadPacket,
+    TorchDispatchMode,
+    schema_of,
+    tree_leaves,
+)
 from fxsplit_encoder.attention import varlen_attention
 from fxsplit_encoder.capture.breaks import RecordedBreak
 from fxsplit_encoder.capture.eager_attention import LiveSegments, break_at_attention, masked_attention
@@ -74,7 +79,7 @@ def eager_break_during_capture(function: Callable[P, R]) -> Callable[P, R]:
     dicts; shapes and all that is not a tensor have to be the same at every replay. Where it works on another
     CUDA stream than the current one, it has to let the current one wait for that before it returns.
     """
-    is_op = isinstance(function, torch._ops.OpOverload | torch._ops.OpOverloadPacket)
+    is_op = isinstance(function, OpOverload | OpOverloadPacket)
 
     @functools.wraps(function, updated=() if is_op else functools.WRAPPER_UPDATES)
     def breaking(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -207,7 +212,7 @@ class BreakableCUDAGraphCapture(SegmentedCapture):
         return self._graph is not None and not self._in_break
 
     def _run_attention(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        names = [argument.name for argument in varlen_attention._schema.arguments]
+        names = [argument.name for argument in schema_of(varlen_attention).arguments]
         args = (*args, *(kwargs[name] for name in names[len(args) :]))
         if self.breaks:
             return break_at_attention(self, self._attention_buffers, self._live, args, masked=self._is_padded)

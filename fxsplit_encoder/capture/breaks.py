@@ -14,8 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
+from fxsplit_encoder._torch.dispatch import (
+    OpOverload,
+    tree_flatten,
+    tree_leaves,
+    tree_map_only,
+    tree_unflatten,
+)
 from fxsplit_encoder.capture.memory import OwnedBuffers, storage_address
 from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.errors import CaptureError, ReplayError
@@ -119,7 +125,7 @@ class RecordedBreak:
 
 def name_of(function: Any) -> str:
     """What a function or op is called in messages."""
-    if isinstance(function, torch._ops.OpOverload):
+    if isinstance(function, OpOverload):
         return str(function.name())  # type: ignore[no-untyped-call]
     return getattr(function, "__qualname__", None) or type(function).__name__
 

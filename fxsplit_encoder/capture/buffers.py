@@ -8,12 +8,10 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from fxsplit_encoder.capture.memory import is_dropped, weakly
-from fxsplit_encoder.constant_tensors import is_constant
+from fxsplit_encoder._torch.staging import copy_on_host, is_immutable
+from fxsplit_encoder._torch.tensors import StorageWeakRef, is_dropped, weakly
 from fxsplit_encoder.errors import ReplayError
-from fxsplit_encoder.host_memory import copy_on_host
 
 StaticValue: TypeAlias = Tensor | Sequence[Tensor]
 """What goes into a static buffer: a tensor, or several whose rows follow one another."""
@@ -135,7 +133,7 @@ class StaticBuffer:
         for part in parts:
             if part.device.type != "cpu" or not part.numel():
                 continue
-            entries = part.numpy()  # by this thread alone, see `host_memory`
+            entries = part.numpy()  # by this thread alone, see `_torch.staging`
             first, last = int(entries.min()), int(entries.max())
             if first < 0 or last >= rows:
                 raise ReplayError(
@@ -166,7 +164,7 @@ class StaticBuffer:
 
     def remember(self, source: StaticValue | None) -> None:
         """What the buffer was just filled from, if that is a constant tensor; see `holds`."""
-        if isinstance(source, Tensor) and is_constant(source):
+        if isinstance(source, Tensor) and is_immutable(source):
             self._contents.source = weakref.ref(source)
 
     def holds(self, value: StaticValue | None) -> bool:

@@ -16,48 +16,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import dlpack
 
+from fxsplit_encoder._torch.distributed import local_part
+from fxsplit_encoder._torch.tensors import StorageWeakRef, is_dropped, weakly
 from fxsplit_encoder.errors import ReplayError
 
 # Where Linux says how much a container may take: of cgroups version 2, and version 1.
 _LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
-def borrowed(tensor: Tensor) -> Tensor:
-    """The same memory of the device without owning it."""
-    storage = tensor.untyped_storage()
-    borrowed = torch._C._construct_storage_from_data_pointer(
-        storage.data_ptr(), tensor.device, storage.nbytes()
-    )
-    alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return alias.set_(borrowed, tensor.storage_offset(), tensor.size(), tensor.stride())
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor: of a `DTensor` its shard, of the result of a collective its value.
-    Such tensors have no address of their own.
-    """
-    inner = getattr(tensor, "_local_tensor", None)
-    if inner is None:
-        inner = getattr(tensor, "elem", None)
-    return inner if isinstance(inner, torch.Tensor) else tensor
-
-
 def storage_address(tensor: Tensor) -> int:
     """Where the memory behind a tensor and all its views begins."""
     return local_part(tensor).untyped_storage().data_ptr()
-
-
-def weakly(tensor: Tensor) -> StorageWeakRef:
-    """The memory behind a tensor and all its views, without keeping it."""
-    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-
-
-def is_dropped(memory: StorageWeakRef) -> bool:
-    """Whether no tensor refers to the memory any more."""
-    return bool(memory.expired())  # type: ignore[no-untyped-call]
 
 
 def copy_results(kept: Any, new: Any) -> None:

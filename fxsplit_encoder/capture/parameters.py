@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fxsplit_encoder.capture.memory import local_part
+from fxsplit_encoder._torch.distributed import local_part
+from fxsplit_encoder._torch.tensors import tensors_of
 from fxsplit_encoder.errors import WeightsMovedError
 
 # Names in an error message.
@@ -94,7 +95,7 @@ def _owned_tensors(module: nn.Module) -> dict[Any, tuple[str, Mapping[str, Tenso
     """For every parameter and buffer: its dotted name, the dictionary that holds it, and its key there."""
     owned: dict[Any, tuple[str, Mapping[str, Tensor | None], str]] = {}
     for prefix, submodule in module.named_modules():
-        for holder in (submodule._parameters, submodule._buffers):
+        for holder in tensors_of(submodule):
             for key, tensor in holder.items():
                 if tensor is not None:
                     name = f"{prefix}.{key}" if prefix else key

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
-from fxsplit_encoder.capture.memory import HandedOut, borrowed, storage_address
+from fxsplit_encoder._torch.allocator import borrowed, end_failed_capture
+from fxsplit_encoder._torch.deferred_free import defer_frees, free_later
+from fxsplit_encoder._torch.dispatch import tree_leaves
+from fxsplit_encoder.capture.memory import HandedOut, storage_address
 from fxsplit_encoder.capture.recorded_ops import RecordedOps
-from fxsplit_encoder.disposal import dispose, nothing_is_freed
 from fxsplit_encoder.errors import CaptureMemoryError
-from fxsplit_encoder.failed_capture import end_failed_capture
 
 
 class GraphPool:
@@ -138,7 +138,7 @@ class GraphPool:
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
         """On the pool's stream, after what the caller has enqueued; the caller's stream then waits for it."""
-        with self._lock, nothing_is_freed():
+        with self._lock, defer_frees():
             if self.stream is None:
                 yield
                 return
@@ -206,5 +206,5 @@ class GraphPool:
             self._anchor = anchor
 
     # Bound here: at the interpreter's exit a module's names may be gone before its objects.
-    def __del__(self, dispose: Callable[[Iterable[Any]], None] = dispose) -> None:
-        dispose(self.__dict__.values())
+    def __del__(self, free_later: Callable[[Iterable[Any]], None] = free_later) -> None:
+        free_later(self.__dict__.values())

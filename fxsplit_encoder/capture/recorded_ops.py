@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from fxsplit_encoder._torch.dispatch import tree_leaves, tree_map_only
+from fxsplit_encoder._torch.distributed import is_collective, wait_for
 from fxsplit_encoder.capture.memory import copy_results, storage_address
 
 
@@ -44,8 +45,8 @@ class RecordedOps:
         """Repeats every call; its results go to where those of the recording are."""
         for call, args, kwargs, results in self._calls:
             made = call(*args, **kwargs)
-            if getattr(call, "namespace", None) == "_c10d_functional" and isinstance(made, torch.Tensor):
-                torch.ops._c10d_functional.wait_tensor(made)  # else its result may come later
+            if is_collective(call) and isinstance(made, torch.Tensor):
+                wait_for(made)  # else its result may come later
             copy_results(results, made)
 
 

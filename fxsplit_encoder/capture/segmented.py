@@ -14,10 +14,10 @@ from typing import Any, Self
 
 import torch
 
+from fxsplit_encoder._torch.deferred_free import free_later
 from fxsplit_encoder.capture.memory import copy_results
 from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.capture.recorded_ops import RecordedOps
-from fxsplit_encoder.disposal import dispose
 from fxsplit_encoder.errors import CaptureError, ReplayError
 
 
@@ -104,7 +104,7 @@ class SegmentedCapture:
 
     def release(self) -> None:
         """Drops graphs and eager steps; their memory returns to the pool, and the object records again."""
-        dispose(self.segments)
+        free_later(self.segments)
         self.segments.clear()
         self._kept.clear()
         self.num_graphs = self.num_eager_breaks = 0
@@ -150,5 +150,5 @@ class SegmentedCapture:
         self.release()
 
     # Bound here: at the interpreter's exit a module's names may be gone before its objects.
-    def __del__(self, dispose: Callable[[Iterable[Any]], None] = dispose) -> None:
-        dispose(self.__dict__.values())
+    def __del__(self, free_later: Callable[[Iterable[Any]], None] = free_later) -> None:
+        free_later(self.__dict__.values())

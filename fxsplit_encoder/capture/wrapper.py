@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
+from fxsplit_encoder._torch.dispatch import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from fxsplit_encoder._torch.tensors import version_of
 from fxsplit_encoder.capture.breakable import DEFAULT_SPLITTING_OPS, active_capture
 from fxsplit_encoder.capture.breaks import CONSTANTS
 from fxsplit_encoder.capture.buffers import StaticBuffer, StaticInputs
@@ -216,7 +217,7 @@ class BreakableCUDAGraphWrapper(nn.Module):
             for number, leaf in enumerate(leaves)
             if isinstance(leaf, torch.Tensor)
         ]
-        versions = [buffer.tensor._version for buffer in buffers]
+        versions = [version_of(buffer.tensor) for buffer in buffers]
         module, structures = self.module, list[TreeSpec]()
 
         def run() -> list[Any]:
@@ -232,7 +233,7 @@ class BreakableCUDAGraphWrapper(nn.Module):
         )
         forward = CapturedForward(request, "breakable", pool)
         forward.record()
-        if [buffer.tensor._version for buffer in buffers] != versions:
+        if [version_of(buffer.tensor) for buffer in buffers] != versions:
             forward.release()
             raise CaptureError("the module writes to an argument, which a replay would do to a copy of it")
         self.captures += 1

@@ -12,6 +12,7 @@ import torch
 from torch import fx as torch_fx
 
 import fxsplit_encoder as fx
+from fxsplit_encoder._torch.dispatch import schema_of
 from fxsplit_encoder.attention import KernelChooser, describe
 from fxsplit_encoder.capture import CapturedForward, segment_capacity
 from fxsplit_encoder.cli.console import (
@@ -166,7 +167,7 @@ def _short_name(target: Any) -> str:
 
 
 def _is_view(target: Any) -> bool:
-    schema = getattr(target, "_schema", None)
+    schema = schema_of(target)
     return target is operator.getitem or (schema is not None and any(r.alias_info for r in schema.returns))
 
 

@@ -100,7 +100,7 @@ class BoundProgram:
         return values
 
     def tokens(self, inputs: Mapping[str, Tensor | Sequence[Tensor]]) -> int | None:
-        """Rows of these inputs, as the token symbol counts them; None where nothing tells.
+        """Rows of these inputs, as the token symbol counts them; None where no input tells.
 
         An input may be several tensors whose rows follow one another.
         """

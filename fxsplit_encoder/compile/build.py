@@ -10,7 +10,6 @@ import torch
 from torch import fx
 
 from fxsplit_encoder.compile.derived import DerivedParameter, DerivedParameters
-from fxsplit_encoder.compile.guards import assumptions_of, guards_of
 from fxsplit_encoder.compile.host import host_op
 from fxsplit_encoder.compile.masks import mask_pad_rows
 from fxsplit_encoder.compile.options import CompileOptions
@@ -19,7 +18,7 @@ from fxsplit_encoder.compile.pieces import PieceCache, piece_compiler
 from fxsplit_encoder.compile.program import Program
 from fxsplit_encoder.compile.region import Region, is_packed_attention, token_symbol_of
 from fxsplit_encoder.compile.rewriting import derivation, mark_parameters
-from fxsplit_encoder.compile.sizes import expression, shape_exprs
+from fxsplit_encoder.compile.sizes import assumptions_of, expression, guards_of, shape_exprs
 from fxsplit_encoder.compile.split import (
     Cut,
     SplitGraph,
@@ -138,7 +137,7 @@ def _symbol_sources(inputs: Sequence[fx.Node]) -> list[tuple[str, int, int]]:
     for index, node in enumerate(inputs):
         value = node.meta["val"]
         if isinstance(value, torch.SymInt) and expression(value).is_Symbol:
-            sources.setdefault(str(value.node.expr), (index, -1))
+            sources.setdefault(str(expression(value)), (index, -1))
     for index, node in enumerate(inputs):
         value = node.meta["val"]
         if isinstance(value, torch.Tensor):

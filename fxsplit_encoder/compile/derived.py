@@ -1,23 +1,21 @@
-"""Parameters in another form (padded, quantised), computed once and kept where captured graphs find them.
+"""Parameters in another form (padded, quantized), computed once and kept where captured graphs find them.
 
 A derived parameter has one address for the life of its program. Whenever the parameters that it comes from
-are others than at the last look (another address, or another version, which every change in place raises), it
-is computed again, into the same memory.
+are others than at the last check (another address, or another version, which every change in place raises),
+it is computed again, into the same memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fxsplit_encoder._torch.tensors import version_of
 from fxsplit_encoder.errors import InputError
-
-_version = attrgetter("_version")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +45,7 @@ class DerivedParameters:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that the derived parameters take beside those they come from."""
+        """Memory that the derived parameters take in addition to those that they come from."""
         return sum(value.numel() * value.element_size() for value in self._values.values())
 
     def fill(self, slots: list[Any]) -> None:
@@ -64,7 +62,7 @@ class DerivedParameters:
             slots[slot] = value
 
     def refresh(self) -> bool:
-        """Computes anew what the parameters of the last run have outdated; returns whether anything was.
+        """Computes again what the parameters of the last run have outdated; returns whether anything was.
         About 150 nanoseconds a parameter that has derived ones (benchmarks/results/host_time_h200.json).
 
         Raises:
@@ -73,7 +71,7 @@ class DerivedParameters:
         try:
             # An inference tensor raises when asked for its version.
             sources = self._sources.values()
-            seen = [*map(torch.Tensor.data_ptr, sources), *map(_version, sources)]
+            seen = [*map(torch.Tensor.data_ptr, sources), *map(version_of, sources)]
         except RuntimeError as error:
             raise InputError(
                 "parameters: expected tensors that were made outside of torch.inference_mode(), since passes "

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any
 
 from torch import Tensor
-from torch._ops import OpOverload
+
+from fxsplit_encoder._torch.dispatch import OpOverload
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,20 +23,12 @@ class HostOp:
     """The op's work with exact, unpadded outputs, on the CPU, or where they are kept for batches that come
     again; cumulative lengths always on the CPU. The op's own kernel may pad them to what its fake declares.
     """
-    rows_per_output_token: Callable[..., int | Fraction]
-    """Tokens (rows) merged into one output token, from the op's arguments: what converts budgets to rows. A
-    fraction where a row gives several output tokens.
-    """
-    budget_range: Callable[..., tuple[int, int]]
-    """The tower's range of budgets in output tokens, from the op's arguments."""
     declares_padding: Callable[..., bool] | None = None
     """From the op's arguments, whether the tower that it is of declares that its rows may be padded: the
     images of a batch do not see one another. None: it does not.
     """
-    segment_factors: Callable[..., Sequence[int]] | None = None
-    """For every output, from the op's arguments: how many segments it has beside each image or frame, if it
-    is cumulative lengths. None: one.
-    """
+    budgets: object = None
+    """What the tower declares of budgets, for whoever captures; the compiler does not read it."""
 
     def __call__(self, *args: Any) -> Sequence[Tensor]:
         """`run`: what a program's step calls."""
@@ -52,5 +44,5 @@ def register_host_op(overload: OpOverload, op: HostOp) -> None:
 
 
 def host_op(target: Any) -> HostOp | None:
-    """The registered host op behind a graph node's target, if it is one."""
+    """The registered host op of a graph node's target, if it is one."""
     return _HOST_OPS.get(target)

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxsplit_encoder._torch.aot import fake_mode_of
+from fxsplit_encoder._torch.dispatch import has_tag
 from fxsplit_encoder.compile.sizes import expression
 
 aten = torch.ops.aten
@@ -47,7 +49,7 @@ def mask_pad_rows(module: fx.GraphModule, attentions: list[fx.Node]) -> fx.Node 
     if not attentions:
         return None
     graph = module.graph
-    fake_mode: Any = attentions[0].meta["val"].fake_mode
+    fake_mode: Any = fake_mode_of([attentions[0].meta["val"]])
     device = attentions[0].meta["val"].device
     last_input = next(n for n in reversed(graph.nodes) if n.op == "placeholder")
     with graph.inserting_after(last_input):
@@ -60,7 +62,7 @@ def mask_pad_rows(module: fx.GraphModule, attentions: list[fx.Node]) -> fx.Node 
 
 
 def _first_pointwise(attention: fx.Node) -> fx.Node:
-    """The node to mask: the first pointwise operation behind an attention, or the attention itself."""
+    """The node to mask: the first pointwise operation after an attention, or the attention itself."""
     rows = expression(attention.meta["val"].shape[0])
     node = attention
     while len(node.users) == 1:
@@ -68,7 +70,11 @@ def _first_pointwise(attention: fx.Node) -> fx.Node:
         value = user.meta.get("val")
         if not isinstance(value, torch.Tensor):
             break
-        if _is_pointwise(user) and value.dim() > 0 and expression(value.shape[0]) == rows:
+        if (
+            has_tag(user.target, torch.Tag.pointwise)
+            and value.dim() > 0
+            and expression(value.shape[0]) == rows
+        ):
             return user
         if not (user.target in _ROWWISE or (user.target is aten.addmm.default and user.args[1] is node)):
             break
@@ -76,10 +82,6 @@ def _first_pointwise(attention: fx.Node) -> fx.Node:
             break
         node = user
     return attention
-
-
-def _is_pointwise(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
 
 
 def _mask(graph: fx.Graph, node: fx.Node, num_rows: fx.Node, fake_mode: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from fxsplit_encoder.config import EncoderConfig
 
 TRACING_PHASES = 2
-"""What progress counts beside the pieces: the Python forward traced, its ATen graph traced and split."""
+"""What progress counts before the pieces: the Python forward traced, its ATen graph traced and split."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,6 @@ class CompileOptions:
         return cls(config.splitting_ops, config.piece_compiler, passes=passes, precision=config.precision)
 
     def report(self, done: int, num_pieces: int = 1) -> None:
-        """Tells that so many phases and pieces are done."""
+        """Reports how many phases and pieces are done."""
         if self.progress is not None:
             self.progress(done, TRACING_PHASES + num_pieces)

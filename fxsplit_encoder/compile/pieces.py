@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxsplit_encoder._torch.aot import fake_mode_of, make_fx
 from fxsplit_encoder.compile.sizes import layout
 
 PieceCompiler = "Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Sequence[Any]]]"
@@ -92,40 +93,20 @@ class PieceCache:
 
 
 def compile_eager(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """The piece as traced: one ATen call a node."""
+    """The piece as traced: one ATen call per node."""
     return module.forward
 
 
 def compile_aot_eager(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """The piece in Inductor's operations, run one by one: tells a decomposition's fault from a kernel's."""
+    """The piece in Inductor's operations, run one by one, to tell a decomposition from a kernel."""
     return _decompose(module, inputs).forward
 
 
 def compile_inductor(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """The piece through Inductor, for all token counts; reused across processes by Inductor's own cache.
+    """The piece through Inductor, for all token counts."""
+    from fxsplit_encoder._torch.inductor import compile_graph
 
-    Inductor gets the piece under a tracing context of its own: the surrounding one belongs to the whole
-    graph.
-    """
-    from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx_inner
-    from torch._inductor.utils import BoxedBool
-
-    from fxsplit_encoder.compile.persistent_rows import persistent_rows
-
-    fake_mode = _fake_mode(inputs)
-    decomposed = _decompose(module, inputs)
-    # On CUDA Inductor keeps convolutions of symbolic sizes as they are. On a CPU it makes them channels-last,
-    # and where the batch is unbacked it then expects other strides than the kernel returns.
-    with (
-        torch._guards.tracing(torch._guards.TracingContext(fake_mode)),
-        fake_mode_context(fake_mode),
-        config.patch(layout_optimization=False),
-        persistent_rows(),
-    ):
-        compiled: Any = compile_fx_inner(
-            decomposed, list(inputs), is_inference=True, cudagraphs=BoxedBool(False)
-        )
+    compiled = compile_graph(_decompose(module, inputs), inputs)
 
     def call(*args: Any) -> Any:
         return compiled(list(args))
@@ -134,22 +115,10 @@ def compile_inductor(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[
 
 
 def _decompose(module: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
-    from torch._inductor.decomposition import select_decomp_table
-    from torch.fx.experimental.proxy_tensor import make_fx
+    from fxsplit_encoder._torch.inductor import select_decomp_table
 
-    with torch.no_grad(), _fake_mode(inputs):  # active for tensors that the piece makes itself
+    with torch.no_grad(), fake_mode_of(inputs):  # active for tensors that the piece makes itself
         return make_fx(module, decomposition_table=select_decomp_table(), tracing_mode="real")(*inputs)
-
-
-def _fake_mode(inputs: Sequence[Any]) -> Any:
-    return next(value.fake_mode for value in inputs if hasattr(value, "fake_mode"))
-
-
-def fake_mode_context(fake_mode: Any) -> Any:
-    """Where Inductor looks for the fake mode of its inputs."""
-    from torch._inductor.virtualized import V
-
-    return V.set_fake_mode(fake_mode)
 
 
 PIECE_COMPILERS: Mapping[str, Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]] = {
@@ -161,18 +130,18 @@ PIECE_COMPILERS: Mapping[str, Callable[[fx.GraphModule, Sequence[Any]], Callable
 
 @functools.cache
 def start_compile_workers() -> None:
-    """Starts the processes in which Inductor compiles Triton kernels side by side, once a process.
+    """Starts the processes in which Inductor compiles Triton kernels in parallel, once per process.
 
     They import torch first, for seconds, and until they are ready this process compiles kernel after kernel
     itself. torch.compile's own backend starts them too, but is not what calls Inductor here.
     """
-    from torch._inductor.async_compile import maybe_warm_pool
+    from fxsplit_encoder._torch.inductor import maybe_warm_pool
 
     maybe_warm_pool()
 
 
 def piece_compiler(name: str | Callable[..., Any], device: torch.device) -> Callable[..., Callable[..., Any]]:
-    """The compiler behind a configured name; "auto" is Inductor on CUDA and eager elsewhere."""
+    """The compiler of a configured name; "auto" is Inductor on CUDA and eager elsewhere."""
     if callable(name):
         return name
     if name == "auto":

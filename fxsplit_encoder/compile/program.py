@@ -14,12 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxsplit_encoder._torch.staging import to_device
 from fxsplit_encoder.attention import KnownSegments, varlen_attention
 from fxsplit_encoder.compile.derived import DerivedParameters
-from fxsplit_encoder.compile.guards import holds_for_capture
 from fxsplit_encoder.compile.padding import PaddingReport
-from fxsplit_encoder.compile.sizes import Size, SymbolValues
-from fxsplit_encoder.host_memory import to_device
+from fxsplit_encoder.compile.sizes import Size, SymbolValues, holds_for_capture
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +43,8 @@ class Step:
     args: tuple[Argument, ...]
     kwargs: dict[str, Argument]
     outputs: tuple[int, ...]
-    """The slots that the call's results fill; one for a tensor, several for a sequence (-1: a result nobody
-    reads).
+    """The slots that the call's results fill; one for a tensor, several for a sequence (-1: a result that
+    is not read).
     """
     returns_tensor: bool
     frees: tuple[int, ...] = ()
@@ -144,7 +143,7 @@ class Program:
     region_start: int
     region_inputs: tuple[RegionInput, ...]
     region_symbols: tuple[str, ...]
-    """The symbols, beside the token symbol, that sizes inside the region use."""
+    """The symbols, other than the token symbol, that sizes inside the region use."""
     device: torch.device
     padding: PaddingReport
     accepts: Callable[[SymbolValues], bool]
@@ -256,7 +255,7 @@ class Program:
     @property
     def frame_lengths_slot(self) -> int | None:
         """The slot of the cumulative lengths; of several, the only one whose segments just the token count
-        bounds, since windows have a fixed bound. None if there is no such one, or the region makes it.
+        bounds, since windows have a fixed bound. None if there is none, or the region makes it.
         """
         attentions = [step for step in self.splits if step.call is varlen_attention]
         slots = {step.args[3].slot for step in attentions}

@@ -9,6 +9,7 @@ import sympy
 import torch
 from torch import fx
 
+from fxsplit_encoder._torch.symbols import expression_of
 from fxsplit_encoder.compile import padding
 from fxsplit_encoder.compile.permute import permute_rows
 from fxsplit_encoder.compile.pieces import Piece
@@ -45,7 +46,7 @@ def token_symbol_of(parts: Sequence[Piece | Cut]) -> str | None:
 
 
 class Region:
-    """The parts of a graph behind its last host op.
+    """The parts of a graph after its last host op.
 
     Args:
         parts: the parts, in order.
@@ -67,7 +68,7 @@ class Region:
         self._nodes: list[fx.Node] = []
         read: dict[fx.Node, None] = {}
         segments: set[Any] = set()
-        orders: set[Any] = set()
+        permutations: set[Any] = set()
         for part in parts:
             if isinstance(part, Cut):
                 self._nodes += (part.node, *part.unpacked)
@@ -77,7 +78,7 @@ class Region:
             else:
                 self._nodes += part.nodes
                 read.update(dict.fromkeys(part.inputs))
-                orders.update(n.args[1] for n in part.nodes if n.target is permute_rows)
+                permutations.update(n.args[1] for n in part.nodes if n.target is permute_rows)
         self._outputs = [output for output in outputs if isinstance(output, fx.Node)]
         read.update(dict.fromkeys(self._outputs))
         known = {*self._nodes, *fixed}
@@ -87,7 +88,7 @@ class Region:
                 info=tensor_info(node),
                 is_segments=node in segments,
                 token_dim=None if node in segments else self._token_dim(node),
-                is_permutation=node in orders,
+                is_permutation=node in permutations,
             )
             for node in read
             if node not in known and not is_scalar(node)
@@ -100,7 +101,7 @@ class Region:
         return padding.token_dim(node.meta["val"], self._token_symbol)
 
     def symbols(self, *, with_segments: bool) -> tuple[str, ...]:
-        """The symbols that sizes and numbers inside the region use, beside the token symbol.
+        """The symbols that sizes and numbers inside the region use, other than the token symbol.
 
         Pieces get others as inputs too, for their compilers; those do not count.
 
@@ -142,4 +143,4 @@ def _symbols_in(value: Any) -> set[str]:
     if isinstance(value, list | tuple):
         return {symbol for v in value for symbol in _symbols_in(v)}
     sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
-    return {str(s) for size in sizes if hasattr(size, "node") for s in size.node.expr.free_symbols}
+    return {str(s) for size in sizes if hasattr(size, "node") for s in expression_of(size).free_symbols}

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fxsplit_encoder._torch.aot import detect_fake_mode, fake_mode_of
+
 aten = torch.ops.aten
 
 _PARAMETER = "is_parameter"
@@ -35,14 +37,14 @@ def call_function(graph: fx.Graph, target: Any, *args: Any, **kwargs: Any) -> fx
 def retrace(node: fx.Node) -> None:
     """The traced value of a call whose arguments have changed, from theirs."""
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    fake_mode: Any = torch._guards.detect_fake_mode((args, kwargs))
+    fake_mode: Any = detect_fake_mode((args, kwargs))
     assert callable(node.target)
     with fake_mode, torch.no_grad():
         node.meta["val"] = node.target(*args, **kwargs)
 
 
 def retrace_users(changed: Collection[fx.Node]) -> None:
-    """The traced values of everything behind nodes whose traced layouts have changed."""
+    """The traced values of everything downstream of nodes whose traced layouts have changed."""
     outdated = {user for node in changed for user in node.users}
     for node in next(iter(changed)).graph.nodes:
         if node in outdated and node.op == "call_function":
@@ -70,7 +72,7 @@ def derived_parameter(graph: fx.Graph, make: Callable[..., Tensor], *sources: fx
     with graph.inserting_after(inputs[-1]):
         node = graph.placeholder(f"derived_{number}")
     values = [source.meta["val"] for source in sources]
-    with values[0].fake_mode, torch.no_grad():
+    with fake_mode_of(values), torch.no_grad():
         node.meta["val"] = make(*values)
     node.meta[_PARAMETER] = True
     node.meta["derived"] = (make, sources)

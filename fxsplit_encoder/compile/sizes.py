@@ -1,21 +1,21 @@
-"""Sizes of a traced graph as functions of its symbols.
+"""Sizes of a traced graph as functions of its symbols, and the sizes for which its trace holds.
 
 A traced size is an int or a sympy expression (`s33`, `s33 // 4`). `Size` evaluates it for given symbol values
-without
-sympy: the expression is printed as Python once.
+without sympy: the expression is printed as Python once. The guards of a trace are evaluated in the same way,
+since Dynamo checks them on its own path, which ours bypasses.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import sympy
 import torch
-from torch import Tensor
-from torch.utils._sympy.printers import PythonPrinter
+from torch import Tensor, fx
 
+from fxsplit_encoder._torch.symbols import Symbols, expression_of, python_source
 from fxsplit_encoder.errors import CompileError
 
 SymbolValues = dict[str, int]
@@ -23,11 +23,9 @@ SymbolValues = dict[str, int]
 
 def expression(size: int | torch.SymInt) -> sympy.Expr:
     """The sympy expression of a size."""
-    if isinstance(size, torch.SymInt):
-        expr = size.node.expr
-        assert isinstance(expr, sympy.Expr)
-        return expr
-    return sympy.Integer(size)
+    expr = expression_of(size)
+    assert isinstance(expr, sympy.Expr)
+    return expr
 
 
 class Size:
@@ -37,13 +35,13 @@ class Size:
         self.expr = expr
         self.symbols = tuple(sorted(str(s) for s in expr.free_symbols))
         self._constant = int(expr) if not self.symbols and expr.is_Integer else None
-        source = f"lambda {', '.join(self.symbols)}: {PythonPrinter().doprint(expr)}"
+        source = f"lambda {', '.join(self.symbols)}: {python_source(expr)}"
         self._function: Callable[..., Any] = eval(source, {"math": math, "torch": torch})
 
     @classmethod
     def of(cls, value: int | torch.SymInt | torch.SymFloat | torch.SymBool) -> Size:
-        """The size behind a traced number."""
-        return cls(value.node.expr if hasattr(value, "node") else sympy.sympify(value))
+        """The size that a traced number is."""
+        return cls(expression_of(value))
 
     def __call__(self, values: Mapping[str, int]) -> int:
         """The size where the symbols have these values."""
@@ -79,3 +77,59 @@ def layout(tensor: Tensor) -> tuple[Any, ...]:
 def shape_exprs(tensor: Tensor) -> tuple[sympy.Expr, ...]:
     """The sizes of a traced tensor."""
     return tuple(expression(size) for size in tensor.shape)
+
+
+def assumptions_of(inputs: Sequence[fx.Node]) -> list[sympy.Basic]:
+    """What a trace assumes of its symbols, as expressions.
+
+    Args:
+        inputs: the inputs of the traced graph.
+    """
+    return Symbols(node.meta["val"] for node in inputs).assumptions
+
+
+def holds_for_capture(
+    accepts: Callable[[SymbolValues], bool], token_symbol: str, divisor: int, values: SymbolValues
+) -> bool:
+    """Whether a graph may be captured at these sizes: its trace holds for them, or for twice the tokens.
+
+    A trace takes no size for 1, which broadcasts and is contiguous in any layout; the graph itself has no
+    such case. Its run of n tokens is what the first n of 2n give, as `compile.padding` shows or the tower
+    declares.
+
+    Args:
+        divisor: what divides the token count wherever the trace holds.
+    """
+    tokens = values[token_symbol]
+    return accepts(values) or (tokens % divisor == 0 and accepts({**values, token_symbol: 2 * tokens}))
+
+
+def guards_of(inputs: Sequence[fx.Node], independent: str | None = None) -> Callable[[SymbolValues], bool]:
+    """Whether a trace holds for given values of symbols, as a function of them.
+
+    Dynamo lets symbols begin at 2. One that counts independent rows may be 1: a run of one row is the first
+    row of a run of two.
+
+    Args:
+        inputs: the inputs of the traced graph.
+        independent: the symbol that counts independent rows, if any.
+    """
+    symbols = Symbols(node.meta["val"] for node in inputs)
+    bounds = symbols.ranges
+    if independent in bounds and bounds[independent][0] == 2:
+        bounds[independent] = (1, bounds[independent][1])
+    conditions = [Size(guard) for guard in symbols.guards if not guard.is_Boolean or guard.free_symbols]
+
+    def accepts(values: SymbolValues) -> bool:
+        within = all(
+            bool(bounds[symbol][0] <= value) and bool(value <= bounds[symbol][1])
+            for symbol, value in values.items()
+            if symbol in bounds
+        )
+        known = (condition for condition in conditions if set(condition.symbols) <= values.keys())
+        try:
+            return within and all(bool(condition(values)) for condition in known)
+        except ZeroDivisionError:  # s % (s // 4) == 0, of fewer than four
+            return False
+
+    return accepts

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxsplit_encoder._torch.dispatch import DENSE_ATTENTION_KERNELS, OpOverload
+from fxsplit_encoder._torch.symbols import has_hint
 from fxsplit_encoder.compile.host import host_op
 from fxsplit_encoder.compile.pieces import Piece
 from fxsplit_encoder.compile.sizes import expression
@@ -19,16 +21,12 @@ DENSE_ATTENTION = "aten::scaled_dot_product_attention"
 # AOT replaces the composite op by the kernel that suits device and dtype, and a pass that by ours.
 _DENSE_ATTENTION_KERNELS = (
     "fxsplit::dense_attention",
-    "aten::_scaled_dot_product_flash_attention",
-    "aten::_scaled_dot_product_flash_attention_for_cpu",
-    "aten::_scaled_dot_product_efficient_attention",
-    "aten::_scaled_dot_product_cudnn_attention",
-    "aten::_scaled_dot_product_fused_attention_overrideable",
+    *DENSE_ATTENTION_KERNELS,
 )
 
 
 def splitting_targets(names: Sequence[str]) -> frozenset[Any]:
-    """The op overloads behind configured names such as "fxsplit::varlen_attention"."""
+    """The op overloads of configured names such as "fxsplit::varlen_attention"."""
     targets: set[Any] = set()
     for name in names:
         packets = [_packet(name)]
@@ -116,11 +114,7 @@ def node_value(node: fx.Node) -> Any:
     """A node's traced value. Arithmetic on symbols that torch's runtime assertions insert carries none: it is
     redone.
     """
-    if (
-        "val" not in node.meta
-        and node.op == "call_function"
-        and not isinstance(node.target, torch._ops.OpOverload)
-    ):
+    if "val" not in node.meta and node.op == "call_function" and not isinstance(node.target, OpOverload):
         args = fx.node.map_arg(node.args, node_value)
         if not any(a is None for a in args):
             node.meta["val"] = node.target(*args)  # type: ignore[operator]
@@ -188,9 +182,9 @@ def _symbol_nodes(graph: fx.Graph, placeholders: Sequence[fx.Node]) -> dict[str,
 
 def _backed_symbol(value: Any) -> str | None:
     """The symbol that a value is, if it had a number while tracing; one that had none is in no guard."""
-    if not isinstance(value, torch.SymInt) or not expression(value).is_Symbol or not value.node.has_hint():
+    if not isinstance(value, torch.SymInt) or not expression(value).is_Symbol or not has_hint(value):
         return None
-    return str(value.node.expr)
+    return str(expression(value))
 
 
 def _is_symbolic(node: fx.Node) -> bool:

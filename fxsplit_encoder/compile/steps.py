@@ -48,7 +48,7 @@ def tensor_info(node: fx.Node) -> TensorInfo:
 def make_steps(
     parts: Sequence[Piece | Cut], slots: Slots, cache: PieceCache, options: CompileOptions
 ) -> list[Step]:
-    """The steps of a graph's parts, in order; compiles the distinct pieces and tells the progress."""
+    """The steps of a graph's parts, in order; compiles the distinct pieces and reports the progress."""
     steps: list[Step] = []
     num_pieces = sum(1 for part in parts if not isinstance(part, Cut))
     done = TRACING_PHASES

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxsplit_encoder.compile.aten import to_aten
+from fxsplit_encoder._torch.aot import boxed, static_inputs, to_aten
+from fxsplit_encoder._torch.dynamo import TorchDynamoException, inner_error, maybe_mark_dynamic
 from fxsplit_encoder.compile.blocks import equal_blocks_as_ops, inline_blocks
 from fxsplit_encoder.compile.bound import BoundProgram, bind
 from fxsplit_encoder.compile.build import build_program
@@ -30,27 +31,25 @@ def compile_graph(
     options: CompileOptions,
     make_runtime: Callable[[Program], Callable[[Sequence[Any]], list[Any]]],
 ) -> Callable[..., Any]:
-    """Takes a graph from Dynamo to ATen, builds its program, and returns what Dynamo shall call.
+    """Takes a graph from Dynamo to ATen, builds its program, and returns what Dynamo calls.
 
     AOT removes aliasing and mutation around the program; `make_runtime` decides how the program is run.
     """
 
     def compile_inference(aten_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        context = torch._guards.TracingContext.try_get()
-        metadata = context.fw_metadata if context is not None else None
-        static = metadata.static_input_indices if metadata is not None else []
+        given = static_inputs()
         num_inputs = len(aten_module.graph.find_nodes(op="placeholder"))
         weights = inline_blocks(aten_module)
-        static = [*static, *range(num_inputs, num_inputs + len(weights))]
+        static = [*given, *range(num_inputs, num_inputs + len(weights))]
         runtime = make_runtime(build_program(aten_module, static, options))
 
-        def boxed(args: list[Any]) -> list[Any]:
+        @boxed
+        def call(args: list[Any]) -> list[Any]:
             values = [*args, *weights.current()]
             args.clear()
             return runtime(values)
 
-        boxed._boxed_call = True  # type: ignore[attr-defined]
-        return boxed
+        return call
 
     _start_workers(options, example_inputs)
     return to_aten(module, example_inputs, compile_inference)
@@ -117,16 +116,16 @@ def _trace(
     examples = _distinct(inputs)
     for name, dims in dynamic_dims.items():
         for dim in dims:
-            torch._dynamo.maybe_mark_dynamic(examples[name], dim)
+            maybe_mark_dynamic(examples[name], dim)
     compiled = torch.compile(_own_code(forward), backend=backend, fullgraph=True)
     try:
         with torch.inference_mode(False), torch.no_grad():
             result = compiled(examples)
-    except torch._dynamo.exc.TorchDynamoException as error:
+    except TorchDynamoException as error:
         own = _own_error(error)
         if own is not None:
             raise own from None
-        cause = getattr(error, "inner_exception", None) or error.__cause__ or error
+        cause = inner_error(error) or error.__cause__ or error
         raise CompileError(f"the forward does not trace as one graph: {_first_line(cause)}") from error
     if len(found) != 1 or not isinstance(result, torch.Tensor):
         raise CompileError(
@@ -140,7 +139,7 @@ def _trace(
 
 def _distinct(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The inputs as tensors that no one else marks, each at an address of its own, by which it is
-    recognised.
+    recognized.
     """
     examples: dict[str, Tensor] = {}
     addresses: set[int] = set()
@@ -184,7 +183,7 @@ def _own_code(forward: Callable[..., Any]) -> Callable[..., Any]:
 def _own_error(error: BaseException | None) -> FxSplitError | None:
     """The error of ours that Dynamo's is about, however deep: it raises some "from None"."""
     while error is not None and not isinstance(error, FxSplitError):
-        error = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__
+        error = inner_error(error) or error.__cause__ or error.__context__
     return error
 
 

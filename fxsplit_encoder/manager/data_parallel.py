@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fxsplit_encoder._torch.distributed import timeout_of
 from fxsplit_encoder.errors import ConfigError, InputError, RankError
 from fxsplit_encoder.manager.legacy_dual_path import read_item_specs
 from fxsplit_encoder.protocol import EncoderItemSpec, SupportsEncoderCudaGraph
@@ -301,8 +302,7 @@ class DataParallel:
             ) from error
 
     def _timeout(self) -> timedelta:
-        timeout: timedelta = self.group._get_backend(self.device).options._timeout
-        return timeout
+        return timeout_of(self.group, self.device)
 
 
 def _host_group(group: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:

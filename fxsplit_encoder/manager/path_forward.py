@@ -9,12 +9,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from fxsplit_encoder._torch.staging import to_device
 from fxsplit_encoder.capture import CapturedForward, CaptureRequest, SharedBuffers, StaticParameters
 from fxsplit_encoder.capture.buffers import StaticValue
 from fxsplit_encoder.capture.probe import difference
 from fxsplit_encoder.compile import BoundProgram, CompileOptions, NamedRegion, trace_forward
 from fxsplit_encoder.errors import CaptureError, CompileError, InputError
-from fxsplit_encoder.host_memory import to_device
 from fxsplit_encoder.manager.tensor_parallel import agreement_of
 from fxsplit_encoder.planning.limits import Limits
 from fxsplit_encoder.protocol import SupportsEncoderCudaGraph

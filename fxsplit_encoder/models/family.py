@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.initialization import no_init_weights
 
 import fxsplit_encoder as fx
+from fxsplit_encoder._torch.transformers import no_init_weights
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.models.checkpoint import Renames
 from fxsplit_encoder.models.eager import EagerForward, EagerTower

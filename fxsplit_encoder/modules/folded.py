@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fxsplit_encoder._torch.tensors import version_of
+
 
 class FoldedTable(nn.Module):
     """One table for every grid side, computed from a parameter of the module that this one is a child of.
@@ -38,7 +40,7 @@ class FoldedTable(nn.Module):
     @torch.no_grad()
     def refresh(self, parameter: Tensor) -> None:
         """Computes the tables again if the parameter has changed, into the same memory: captures read it."""
-        version = None if parameter.is_inference() else parameter._version
+        version = None if parameter.is_inference() else version_of(parameter)
         made_from = (parameter.data_ptr(), version, parameter.dtype, parameter.device)
         if made_from == self._made_from:
             return

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from fxsplit_encoder._torch.tensors import tensors_of
 from fxsplit_encoder.compile.blocks import begin_blocks
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.protocol import scatter_output_slices
@@ -105,9 +106,9 @@ def is_hugging_face(tower: nn.Module) -> bool:
 def _first_parameter(module: nn.Module) -> tuple[dict[str, nn.Parameter | None], str]:
     """Where the first parameter of a module is: the dictionary that holds it, and its key there."""
     for submodule in module.modules():
-        for name, parameter in submodule._parameters.items():
+        for name, parameter in tensors_of(submodule)[0].items():
             if parameter is not None:
-                return submodule._parameters, name
+                return tensors_of(submodule)[0], name
     raise InputError(f"{type(module).__name__} has no parameters; expected a vision tower")
 
 

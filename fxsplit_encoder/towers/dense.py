@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from fxsplit_encoder._torch.symbols import check
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.messages import shown
 from fxsplit_encoder.protocol import EncoderItemSpec
@@ -80,7 +81,7 @@ class DenseTower(TileTower):
         """The wrapped module's own forward: tiles first, its options, its output."""
         if torch.compiler.is_compiling():
             # InternVL's reshape to -1 divides by the number of tiles.
-            torch._check(pixel_values.shape[0] > 0)  # type: ignore[no-untyped-call]
+            check(pixel_values.shape[0] > 0)  # type: ignore[no-untyped-call]
             pixel_values = tiles(pixel_values, self.tokens_per_tile, self.max_tiles, self.declares_padding)[0]
             if not args and kwargs.keys() <= _PLAIN:
                 self.trace_plain_blocks_once()

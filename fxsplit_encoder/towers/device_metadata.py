@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from fxsplit_encoder.constant_tensors import mark_constant
-from fxsplit_encoder.host_memory import to_device
+from fxsplit_encoder._torch.staging import mark_immutable, to_device
 from fxsplit_encoder.towers import grid as grids_of
 from fxsplit_encoder.towers.grid import Grid
 
@@ -49,7 +48,7 @@ class DeviceMetadata:
         if kept is None:
             with torch.inference_mode(False):  # others may need these tensors outside of it
                 moved = {name: to_device(value, device) for name, value in per_patch(grids).items()}
-                kept = {name: mark_constant(value) for name, value in {**moved, **lengths(grids)}.items()}
+                kept = {name: mark_immutable(value) for name, value in {**moved, **lengths(grids)}.items()}
             self._patches += patches
             while self._patches > _KEPT_PATCHES:
                 oldest = next(iter(self._kept))

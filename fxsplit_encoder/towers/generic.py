@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxsplit_encoder._torch.transformers import install_output_hooks
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.towers.base import is_hugging_face
 from fxsplit_encoder.towers.dense import DenseTower
@@ -101,7 +102,7 @@ class GenericTower(DenseTower):
 def _prepare_hugging_face(tower: nn.Module) -> None:
     """Chooses attention where a module is Hugging Face's."""
     if is_hugging_face(tower):
-        from fxsplit_encoder.attention.hugging_face import install_output_hooks, use_dense_attention
+        from fxsplit_encoder.attention.hugging_face import use_dense_attention
 
         use_dense_attention(tower)
         install_output_hooks(tower)

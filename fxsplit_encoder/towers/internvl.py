@@ -6,7 +6,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from fxsplit_encoder.attention.hugging_face import install_output_hooks, use_dense_attention
+from fxsplit_encoder._torch.transformers import install_output_hooks
+from fxsplit_encoder.attention.hugging_face import use_dense_attention
 from fxsplit_encoder.towers.dense import DenseTower
 
 

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fxsplit_encoder._torch.transformers import llama4_angles
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.towers.dense import DenseTower
 from fxsplit_encoder.towers.inputs import integer_rows, number_of, pixel_parts
@@ -83,7 +84,7 @@ class _RealRotaryEmbedding(nn.Module):
     def __init__(self, rotary_embedding: Any, device: torch.device) -> None:
         super().__init__()
         # Computed again, in float32: a cast of the tower casts its buffer too, and drops the imaginary part.
-        angles = rotary_embedding._compute_freqs_ci(rotary_embedding.config)
+        angles = llama4_angles(rotary_embedding)
         table = torch.stack([angles.real, angles.imag]).to(device)
         self.register_buffer("table", table, persistent=False)
 

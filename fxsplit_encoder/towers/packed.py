@@ -9,11 +9,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from fxsplit_encoder._torch.dynamo import mark_dynamic, mark_static, mark_unbacked
+from fxsplit_encoder._torch.staging import to_device
 from fxsplit_encoder.capture.segments import full_cu_seqlens, segment_capacity
 from fxsplit_encoder.compile import HostOp, register_host_op
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.host_memory import to_device
 from fxsplit_encoder.protocol import (
+    BudgetDeclaration,
     EncoderCudaGraphCaptureInputs,
     EncoderCudaGraphConfig,
     EncoderCudaGraphReplayBuffers,
@@ -289,13 +291,13 @@ def _mark_dynamic(
     module.check_own_inputs(patches, grid)
     if patches.shape[0] > 1:
         patches = patches.view_as(patches)
-        torch._dynamo.mark_dynamic(patches, 0)
-        torch._dynamo.mark_static(patches, list(range(1, patches.dim())))
+        mark_dynamic(patches, 0)
+        mark_static(patches, list(range(1, patches.dim())))
     if grid.dim() == 2 and grid.shape[0] > 0:
         grid = grid.view_as(grid)
         # One image is a size like any other: a backed size of 1 would be specialised.
-        torch._dynamo.decorators.mark_unbacked(grid, 0)
-        torch._dynamo.mark_static(grid, 1)
+        mark_unbacked(grid, 0)
+        mark_static(grid, 1)
     return (patches, grid), options
 
 
@@ -358,9 +360,11 @@ register_host_op(
     vision_metadata,
     HostOp(
         run=exact_metadata,
-        rows_per_output_token=lambda pixels, grid, name: registered_tower(name).rows_per_token,
-        budget_range=lambda pixels, grid, name: _budget_range(registered_tower(name)),
-        segment_factors=lambda pixels, grid, name: _segment_factors(registered_tower(name)),
+        budgets=BudgetDeclaration(
+            rows_per_output_token=lambda pixels, grid, name: registered_tower(name).rows_per_token,
+            budget_range=lambda pixels, grid, name: _budget_range(registered_tower(name)),
+            segment_factors=lambda pixels, grid, name: _segment_factors(registered_tower(name)),
+        ),
     ),
 )
 

@@ -51,7 +51,7 @@ class Qwen25VLTower(PackedTower):
 
     def metadata(self, grids: Sequence[Grid]) -> dict[str, Tensor]:
         """Rotary positions in the order of windows, that order, and the way back."""
-        # NumPy works in this thread alone, see `host_memory`.
+        # NumPy works in this thread alone, see `_torch.staging`.
         order = grids_of.window_order(grids, self.merge_size, self.window).numpy()
         back = np.empty_like(order)
         back[order] = np.arange(order.shape[0])

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
+from fxsplit_encoder._torch.dynamo import mark_static, mark_unbacked, maybe_mark_dynamic
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.modules.folded import refresh_tables, tables_of
 from fxsplit_encoder.protocol import (
@@ -199,10 +200,10 @@ def _mark_dynamic(
     if args and args[0].shape[0] > 0:
         pixels = args[0].view_as(args[0])
         if module.attends_with_mask and not MASKED_ATTENTION_TAKES_UNKNOWN_SIZES:
-            torch._dynamo.maybe_mark_dynamic(pixels, 0)  # one tile is traced apart
+            maybe_mark_dynamic(pixels, 0)  # one tile is traced apart
         else:
             # One tile is a number of tiles like any other: a backed size of 1 would be specialised.
-            torch._dynamo.decorators.mark_unbacked(pixels, 0)
-        torch._dynamo.mark_static(pixels, [1, 2, 3])
+            mark_unbacked(pixels, 0)
+        mark_static(pixels, [1, 2, 3])
         args = (pixels, *args[1:])
     return args, kwargs

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fxsplit_encoder.compile import HostOp, register_host_op
+from fxsplit_encoder.protocol import BudgetDeclaration
 
 _library: Any = torch.library.Library("fxsplit", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(
@@ -39,13 +40,15 @@ register_host_op(
     tiles,
     HostOp(
         run=lambda pixel_values, tokens_per_tile, max_tiles, declared=False: [pixel_values],
-        rows_per_output_token=lambda pixel_values, tokens_per_tile, max_tiles, declared=False: Fraction(
-            1, tokens_per_tile
-        ),
-        budget_range=lambda pixel_values, tokens_per_tile, max_tiles, declared=False: (
-            tokens_per_tile,
-            tokens_per_tile * max_tiles,
-        ),
         declares_padding=lambda pixel_values, tokens_per_tile, max_tiles, declared=False: declared,
+        budgets=BudgetDeclaration(
+            rows_per_output_token=lambda pixel_values, tokens_per_tile, max_tiles, declared=False: Fraction(
+                1, tokens_per_tile
+            ),
+            budget_range=lambda pixel_values, tokens_per_tile, max_tiles, declared=False: (
+                tokens_per_tile,
+                tokens_per_tile * max_tiles,
+            ),
+        ),
     ),
 )

@@ -17,7 +17,7 @@ def test_rows_come_in_the_order_asked_for(order: list[int], trailing: tuple[int,
 
 
 def test_an_order_of_other_rows_is_refused() -> None:
-    with pytest.raises(RuntimeError, match="permute_rows: 3 rows and an order of 2"):
+    with pytest.raises(RuntimeError, match="permute_rows: 3 rows and a permutation of 2"):
         permute_rows(torch.ones(3, 2), torch.tensor([1, 0]))
 
 

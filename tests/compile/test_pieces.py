@@ -130,9 +130,25 @@ def test_inductor_compiles_pieces_for_every_token_count(trace: Any, inputs: Any)
 
 def test_inductors_workers_are_started_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    monkeypatch.setattr("torch._inductor.async_compile.maybe_warm_pool", lambda: calls.append("pool"))
+    monkeypatch.setattr("fxsplit_encoder._torch.inductor.maybe_warm_pool", lambda: calls.append("pool"))
     start_compile_workers.cache_clear()
     for _ in range(2):
         start_compile_workers()
     start_compile_workers.cache_clear()
     assert calls == ["pool"]
+
+
+def test_inductor_compiles_pieces_with_long_rows(trace: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor.virtualized import V
+
+    from fxsplit_encoder._torch import inductor
+
+    seen = []
+
+    def compile_inner(module: fx.GraphModule, inputs: Any, **settings: Any) -> Any:
+        seen.append(type(V.choices))
+        return lambda args: module(*args)
+
+    monkeypatch.setattr(inductor, "compile_fx_inner", compile_inner)
+    trace(lambda y, i: torch.nn.functional.layer_norm(y, (8,)), piece_compiler="inductor")
+    assert seen and set(seen) == {inductor.PersistentRows}

@@ -7,6 +7,7 @@ from transformers import vision_utils
 
 from fxsplit_encoder.compile.host import host_op
 from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.protocol import BudgetDeclaration
 from fxsplit_encoder.towers import wrap
 from fxsplit_encoder.towers.packed import exact_metadata, vision_metadata
 
@@ -83,10 +84,12 @@ def test_the_compiler_knows_the_op_as_a_host_op(tower: Any) -> None:
     assert op is not None
     assert op.run is exact_metadata
     arguments = (pixels, grid, tower.registered_name)
-    assert op.rows_per_output_token(*arguments) == tower.rows_per_token == 4
-    assert op.budget_range(*arguments) == tower.get_encoder_cudagraph_budget_range(None)
-    assert op.segment_factors is not None
-    assert list(op.segment_factors(*arguments)) == [1, 1, 1, 1]
+    declared = op.budgets
+    assert isinstance(declared, BudgetDeclaration)
+    assert declared.rows_per_output_token(*arguments) == tower.rows_per_token == 4
+    assert declared.budget_range(*arguments) == tower.get_encoder_cudagraph_budget_range(None)
+    assert declared.segment_factors is not None
+    assert list(declared.segment_factors(*arguments)) == [1, 1, 1, 1]
 
 
 def test_metadata_of_a_batch_that_comes_again_is_kept(tower: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,14 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fxsplit_encoder._torch.dispatch import cudnn_attention
 from fxsplit_encoder.attention.kernels.base import (
     AttentionKernel,
     AttentionShape,
     HalfPrecisionKernel,
     as_batch,
 )
-
-_cudnn_forward = torch.ops.aten._scaled_dot_product_cudnn_attention.default
 
 
 class BatchedDense(AttentionKernel):
@@ -75,5 +74,5 @@ class CudnnDense(HalfPrecisionKernel):
     ) -> Tensor:
         count = cu_seqlens.shape[0] - 1
         q, k, v = (as_batch(x, count) for x in (query, key, value))
-        out: Tensor = _cudnn_forward(q, k, v, None, False, 0.0, False, False, scale=scale)[0]
+        out: Tensor = cudnn_attention(q, k, v, None, False, 0.0, False, False, scale=scale)[0]
         return out.transpose(1, 2).reshape(query.shape)

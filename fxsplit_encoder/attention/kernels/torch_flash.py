@@ -5,15 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fxsplit_encoder._torch.dispatch import flash_attention, flash_attention_into
 from fxsplit_encoder.attention.kernels.base import HalfPrecisionKernel
-
-_forward = torch.ops.aten._flash_attention_forward.default
-# Since torch 2.13 the kernel can write a caller's buffer; before, its result is copied.
-_forward_out = (
-    torch.ops.aten._flash_attention_forward_no_dropout_inplace.default
-    if hasattr(torch.ops.aten, "_flash_attention_forward_no_dropout_inplace")
-    else None
-)
 
 
 class TorchFlash(HalfPrecisionKernel):
@@ -36,8 +29,8 @@ class TorchFlash(HalfPrecisionKernel):
         target: Tensor | None,
     ) -> Tensor:
         lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-        if target is not None and _forward_out is not None:
-            _forward_out(target, query, key, value, *lengths, 0.0, False, False, scale=scale)
+        if target is not None and flash_attention_into is not None:
+            flash_attention_into(target, query, key, value, *lengths, 0.0, False, False, scale=scale)
             return target
-        out: Tensor = _forward(query, key, value, *lengths, 0.0, False, False, scale=scale)[0]
+        out: Tensor = flash_attention(query, key, value, *lengths, 0.0, False, False, scale=scale)[0]
         return out

@@ -14,7 +14,8 @@ from typing import Any
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.runtime import driver
+
+from fxsplit_encoder._torch.triton import driver
 
 # Boundaries that a program reads at once. Every number of them is another compilation.
 _BOUNDARIES = (32, 128, 1024)

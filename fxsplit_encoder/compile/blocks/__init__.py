@@ -8,10 +8,10 @@ the graph that a plain trace makes, but for operations that Dynamo spells in ano
 by select).
 
 A block that cannot be such an op ends the trace with an error, and the caller traces plainly: one that
-returns anything but a new tensor, writes to its arguments, or leaves something behind in its attributes.
+returns anything but a new tensor, writes to its arguments, or changes its attributes.
 
-Where somebody else traces, `torch.compile` with a backend of ours, a tower says when it is traced
-(`begin_blocks`), and the backend when it is done (`end_blocks`).
+Where the trace is not ours, but that of `torch.compile` with a backend of ours, a tower says when it is
+traced (`begin_blocks`), and the backend when it is done (`end_blocks`).
 """
 
 from fxsplit_encoder.compile.blocks.dynamo import begin_blocks, end_blocks, takes_blocks

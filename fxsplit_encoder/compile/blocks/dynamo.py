@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxsplit_encoder._torch.dynamo import backends_in_use, current_compile_id
 from fxsplit_encoder.compile.blocks.op import end_ops, make_ops
 
 
@@ -16,22 +17,22 @@ def takes_blocks(backend: Callable[..., Any]) -> Callable[..., Any]:
     """Marks a backend of torch.compile that puts the graphs of blocks in the places of their ops, and calls
     `end_blocks` when it is done.
     """
-    backend._takes_blocks = True  # type: ignore[attr-defined]
+    backend._fxsplit_takes_blocks = True  # type: ignore[attr-defined]
     return backend
 
 
 def begin_blocks(module: nn.Module) -> bool:
     """Makes the equal blocks of a module ops until `end_blocks`, if Dynamo traces it now for a backend that
-    takes them. Called in the midst of a trace, from outside of it. Returns whether they are.
+    takes them. Called during a trace, from a frame that Dynamo does not trace. Returns whether they are.
 
     Not with gradients or under autocast, of which the trace of a block knows nothing. The blocks keep a
-    `forward` of ours from then on, since Dynamo's guards look at it at every call; it calls their own.
+    `forward` of ours from then on, since Dynamo's guards check it at every call; it calls their own.
     """
-    compilation = torch._guards.CompileContext.current_compile_id()
+    compilation = current_compile_id()
     if _open.compilation != compilation:  # of a trace that failed before its backend was called
         end_blocks()
     autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
-    if torch.is_grad_enabled() or autocast or module in _refused or not _backend_takes_blocks():
+    if torch.is_grad_enabled() or autocast or module in _refused or not _is_taken():
         return False
     if module not in _open.modules:
         _open.modules.append(module)
@@ -44,7 +45,7 @@ def end_blocks(*, refused: bool = False) -> bool:
     """Lets no block that `begin_blocks` made an op be one any more; returns whether any was.
 
     Args:
-        refused: whether the blocks of these modules shall never be ops again.
+        refused: whether the blocks of these modules are never to be ops again.
     """
     had_blocks = bool(_open.groups)
     end_ops(_open.groups)
@@ -67,17 +68,7 @@ class _Open:
 _open = _Open()
 _refused: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
-# Attributes under which Dynamo's wrappers of a backend have what they wrap.
-_WRAPPED = ("compiler_fn", "__wrapped__", "_torchdynamo_orig_backend")
 
-
-def _backend_takes_blocks() -> bool:
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
-    backend: Any = InstructionTranslator.current_tx().output.compiler_fn
-    while backend is not None:
-        if getattr(backend, "_takes_blocks", False):
-            return True
-        inner = (getattr(backend, name, None) for name in _WRAPPED)
-        backend = next((each for each in inner if each is not None), None)
-    return False
+def _is_taken() -> bool:
+    """Whether the trace under way is for a backend that `takes_blocks` marked."""
+    return any(getattr(backend, "_fxsplit_takes_blocks", False) for backend in backends_in_use())

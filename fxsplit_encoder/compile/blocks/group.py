@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxsplit_encoder.compile.aten import to_aten
+from fxsplit_encoder._torch.aot import fake_mode_of, to_aten, tracing_context
+from fxsplit_encoder._torch.tensors import storage_id, tensors_of
 from fxsplit_encoder.compile.blocks.arguments import Number, put_together
 from fxsplit_encoder.compile.sizes import expression, layout
 from fxsplit_encoder.errors import CompileError, InputError
@@ -40,8 +41,8 @@ class Group:
         key = _key(tensors, numbers, structure)
         if key not in self._results:
             output = self._run(tensors, numbers, structure, self._weights)
-            storages = {t.untyped_storage()._cdata for t in (*tensors, *self._weights)}
-            if output.untyped_storage()._cdata in storages:
+            storages = {storage_id(t) for t in (*tensors, *self._weights)}
+            if storage_id(output) in storages:
                 raise CompileError("a block returns one of its arguments or weights, or a view of it")
             # Running it may have told that two symbols are equal.
             key = _key(tensors, numbers, structure)
@@ -73,7 +74,7 @@ class Group:
             return graph.forward
 
         inputs = [*tensors, *symbols, *self._weights]
-        with torch._guards.tracing(torch._guards.TracingContext(self._fake_mode)), torch.no_grad():
+        with tracing_context(self._fake_mode), torch.no_grad():
             to_aten(Body(), inputs, keep)
         (graph,) = graphs
         return graph
@@ -117,8 +118,8 @@ class LiveWeights:
     def add(self, block: nn.Module, name: str) -> None:
         """Another one, by its name in a block."""
         path, _, key = name.rpartition(".")
-        module = block.get_submodule(path)
-        self._holders.append(module._parameters if key in module._parameters else module._buffers)
+        parameters, buffers = tensors_of(block.get_submodule(path))
+        self._holders.append(parameters if key in parameters else buffers)
         self._keys.append(key)
 
     def __len__(self) -> int:
@@ -144,11 +145,6 @@ def fake_weight(fake_mode: Any, weight: Tensor) -> Tensor:
     value = fake_mode.from_tensor(weight, static_shapes=True)
     assert isinstance(value, torch.Tensor)
     return value
-
-
-def fake_mode_of(tensors: Sequence[Tensor]) -> Any:
-    """The fake mode of traced tensors."""
-    return tensors[0].fake_mode  # type: ignore[attr-defined]
 
 
 def _key(tensors: Sequence[Tensor], numbers: Sequence[Number], structure: str) -> Any:

@@ -8,7 +8,8 @@ import sympy
 import torch
 from torch import Tensor, fx
 
-from fxsplit_encoder.compile.blocks.group import LiveWeights, fake_mode_of, fake_weight, weights_of
+from fxsplit_encoder._torch.aot import fake_mode_of
+from fxsplit_encoder.compile.blocks.group import LiveWeights, fake_weight, weights_of
 from fxsplit_encoder.compile.blocks.op import block_op, group_of
 from fxsplit_encoder.compile.sizes import expression, layout
 from fxsplit_encoder.errors import CompileError

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from fxsplit_encoder.compile.blocks.arguments import Number, take_apart
+from fxsplit_encoder.compile.blocks.equal_modules import equal_modules
 from fxsplit_encoder.compile.blocks.group import Group
-from fxsplit_encoder.compile.equal_modules import equal_modules
 from fxsplit_encoder.errors import CompileError
 
 _library: Any = torch.library.Library("fxsplit", "FRAGMENT")  # type: ignore[no-untyped-call]

@@ -28,6 +28,7 @@ import sympy
 import torch
 from torch import fx
 
+from fxsplit_encoder._torch.symbols import expression_of
 from fxsplit_encoder.compile.padding.rules import (
     ATTENTIONS,
     CONSTRUCTORS,
@@ -317,4 +318,4 @@ def _scalar_arguments(node: fx.Node) -> list[sympy.Expr]:
     """The numbers that a node takes from other nodes, as expressions."""
     values = (node_value(n) for n in node.all_input_nodes)
     kinds = torch.SymInt | torch.SymFloat | torch.SymBool
-    return [value.node.expr for value in values if isinstance(value, kinds)]
+    return [expression_of(value) for value in values if isinstance(value, kinds)]

@@ -10,6 +10,7 @@ import sympy
 import torch
 from torch import fx
 
+from fxsplit_encoder._torch.dispatch import OpOverload, has_tag, schema_of
 from fxsplit_encoder.compile.padding.token_sizes import (
     NotProvedError,
     RefutedError,
@@ -182,7 +183,7 @@ _OUR_ATTENTIONS = ("varlen_attention", "dense_attention")
 def operation(node: fx.Node) -> str:
     """The name that rules go by: that of the ATen operation, qualified for operations of other libraries."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return getattr(target, "__name__", str(target))
     name: str = target.overloadpacket.__name__
     known = target.namespace == "aten" or (target.namespace == "fxsplit" and name in _OUR_ATTENTIONS)
@@ -192,8 +193,8 @@ def operation(node: fx.Node) -> str:
 def positional(node: fx.Node) -> tuple[Any, ...]:
     """A node's arguments by position, those given by name or left at their default included."""
     args = list(node.args)
-    if isinstance(node.target, torch._ops.OpOverload):
-        for parameter in node.target._schema.arguments[len(args) :]:
+    if isinstance(node.target, OpOverload):
+        for parameter in schema_of(node.target).arguments[len(args) :]:
             if parameter.kwarg_only:
                 break
             args.append(node.kwargs.get(parameter.name, parameter.default_value))
@@ -202,7 +203,7 @@ def positional(node: fx.Node) -> tuple[Any, ...]:
 
 def named(node: fx.Node, name: str) -> Any:
     """The argument of a schema's parameter; None if there is none."""
-    for parameter, value in zip(node.target._schema.arguments, positional(node), strict=False):  # type: ignore[union-attr]
+    for parameter, value in zip(schema_of(node.target).arguments, positional(node), strict=False):
         if parameter.name == name:
             return value
     return node.kwargs.get(name)
@@ -215,11 +216,9 @@ def indices_of(node: fx.Node) -> Sequence[Any]:
 
 def draws_random_numbers(node: fx.Node) -> bool:
     """Whether a node takes from a random generator."""
-    target = node.target
-    return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+    return has_tag(node.target, torch.Tag.nondeterministic_seeded)
 
 
 def is_pointwise(node: fx.Node) -> bool:
     """Whether torch tags a node's operation as pointwise."""
-    target = node.target
-    return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
+    return has_tag(node.target, torch.Tag.pointwise)

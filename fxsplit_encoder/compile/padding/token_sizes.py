@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterable
 
 import sympy
-from torch.utils._sympy.functions import FloorDiv, Mod, PythonMod
+
+from fxsplit_encoder._torch.symbols import FloorDiv, Mod, PythonMod
 
 # The token count is a multiple of the divisor that the trace's guards ask for: `divisor * _GROUPS`.
 _GROUPS = sympy.Symbol("groups", integer=True, positive=True)

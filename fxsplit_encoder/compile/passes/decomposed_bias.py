@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fxsplit_encoder._torch.aot import fake_mode_of
 from fxsplit_encoder.compile.passes.layers import arguments_of, is_only_result
 from fxsplit_encoder.compile.rewriting import call_function
 from fxsplit_encoder.compile.sizes import shape_exprs
@@ -220,7 +221,7 @@ def _positions(graph: fx.Graph, biased: _Biased, missing: int) -> fx.Node:
         column = call_function(graph, aten.unsqueeze.default, indices, 1)
         return call_function(graph, aten.eq.Tensor, column, count(choices))
 
-    with key.fake_mode:  # type: ignore[attr-defined]
+    with fake_mode_of([key]):
         position = count(rows * columns)
         row = call_function(graph, aten.div.Tensor_mode, position, columns, rounding_mode="floor")
         column = call_function(graph, aten.remainder.Scalar, position, columns)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fxsplit_encoder._torch.dispatch import scaled_mm
 from fxsplit_encoder.compile.passes.layers import Linear, linears
 from fxsplit_encoder.compile.rewriting import call_function, derived_parameter
 from fxsplit_encoder.errors import ConfigError
@@ -65,7 +66,7 @@ def _scaled_product(
     bias: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    return torch._scaled_mm(
+    return scaled_mm(
         rows,
         weight.t(),
         scale_a=row_scales,

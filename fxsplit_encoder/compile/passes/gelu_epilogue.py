@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from fxsplit_encoder._torch.dispatch import addmm_activation
 from fxsplit_encoder.compile.passes.layers import is_reshape, linear_of
 from fxsplit_encoder.compile.rewriting import call_function
 
@@ -27,7 +28,7 @@ def _reference(bias: Tensor, rows: Tensor, matrix: Tensor) -> Tensor:
 
 
 def _epilogue(bias: Tensor, rows: Tensor, matrix: Tensor) -> Tensor:
-    result: Tensor = aten._addmm_activation(bias, rows, matrix, use_gelu=True)
+    result: Tensor = addmm_activation(bias, rows, matrix, use_gelu=True)
     return result
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxsplit_encoder._torch.dispatch import schema_of
 from fxsplit_encoder.compile.rewriting import call_function, is_parameter
 from fxsplit_encoder.compile.sizes import expression
 
@@ -88,7 +89,7 @@ def keeps_features(node: fx.Node) -> bool:
 
 def arguments_of(node: fx.Node) -> dict[str, Any]:
     """All arguments of a call by name, defaults included."""
-    declared = node.target._schema.arguments  # type: ignore[union-attr]
+    declared = schema_of(node.target).arguments
     defaults = {argument.name: argument.default_value for argument in declared}
     names = (argument.name for argument in declared)
     return {**defaults, **dict(zip(names, node.args, strict=False)), **node.kwargs}

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from fxsplit_encoder._torch.aot import unset_fake_temporarily
 from fxsplit_encoder.compile.padding.states import draws_random_numbers, is_pointwise
 from fxsplit_encoder.compile.passes.layers import Linear, is_reshape, keeps_features, linear_of, linears
 from fxsplit_encoder.compile.rewriting import derived_parameter, retrace

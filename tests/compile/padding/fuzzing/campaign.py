@@ -13,9 +13,9 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from fxsplit_encoder.compile import padding
-from fxsplit_encoder.compile.guards import assumptions_of, guards_of
 from fxsplit_encoder.compile.padding import Rows
 from fxsplit_encoder.compile.padding.states import operation
+from fxsplit_encoder.compile.sizes import assumptions_of, guards_of
 
 from .builder import Builder, SpecializedError
 from .calls import CALLS, WITHOUT_RULES

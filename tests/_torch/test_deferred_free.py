@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from fxsplit_encoder._torch.deferred_free import defer_frees, free_later
 from fxsplit_encoder.capture import BreakableCUDAGraphCapture, GraphPool, SegmentedCapture
-from fxsplit_encoder.disposal import dispose, nothing_is_freed
 
 CPU = torch.device("cpu")
 
@@ -20,35 +20,35 @@ class Resource:
     """Stands in for what only a device has."""
 
 
-def disposed() -> Callable[[], Resource | None]:
+def deferred() -> Callable[[], Resource | None]:
     resource = Resource()
-    dispose([resource])
+    free_later([resource])
     return weakref.ref(resource)
 
 
-def test_what_is_disposed_of_lives_to_the_end_of_the_outermost_capture() -> None:
-    assert disposed()() is None
+def test_what_is_deferred_lives_to_the_end_of_the_outermost_capture() -> None:
+    assert deferred()() is None
     with GraphPool(CPU).capturing():
         with GraphPool(CPU).capturing():
-            first = disposed()
-        second = disposed()
+            first = deferred()
+        second = deferred()
         assert first() is not None
         assert second() is not None
     assert (first(), second()) == (None, None)
-    assert disposed()() is None
+    assert deferred()() is None
 
 
 def test_a_failed_capture_lets_go_too() -> None:
-    with pytest.raises(KeyError), nothing_is_freed():
-        resource = disposed()
+    with pytest.raises(KeyError), defer_frees():
+        resource = deferred()
         raise KeyError
     assert resource() is None
 
 
 def test_another_thread_lets_go_at_once() -> None:
     found: list[Resource | None] = []
-    with nothing_is_freed():
-        thread = threading.Thread(target=lambda: found.append(disposed()()))
+    with defer_frees():
+        thread = threading.Thread(target=lambda: found.append(deferred()()))
         thread.start()
         thread.join()
     assert found == [None]
@@ -58,8 +58,8 @@ def test_another_thread_lets_go_at_once() -> None:
 def test_garbage_is_not_collected_meanwhile_and_the_users_setting_returns(enabled: bool) -> None:
     (gc.enable if enabled else gc.disable)()
     try:
-        with pytest.raises(KeyError), nothing_is_freed():
-            with nothing_is_freed():
+        with pytest.raises(KeyError), defer_frees():
+            with defer_frees():
                 pass
             assert not gc.isenabled()
             raise KeyError
@@ -128,6 +128,6 @@ def test_the_memory_of_a_pool_is_freed_after_the_capture() -> None:
 def test_what_was_never_made_dies_quietly(owner: type, monkeypatch: pytest.MonkeyPatch) -> None:
     complaints: list[Any] = []
     monkeypatch.setattr("sys.unraisablehook", complaints.append)
-    with nothing_is_freed():
+    with defer_frees():
         owner.__new__(owner)
     assert not complaints

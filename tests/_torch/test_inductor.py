@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import sympy
-import torch
 from torch import fx
 from torch._inductor import config
 from torch._inductor.choices import InductorChoices
@@ -17,7 +16,7 @@ from torch._inductor.runtime.hints import ReductionHint
 from torch._inductor.sizevars import SizeVarAllocator
 from torch._inductor.virtualized import V
 
-from fxsplit_encoder.compile.persistent_rows import LONGEST_ROW, PersistentRows, persistent_rows
+from fxsplit_encoder._torch.inductor import LONGEST_ROW, PersistentRows, persistent_rows
 
 TOKENS = sympy.Symbol("s0", integer=True, positive=True)
 
@@ -106,17 +105,3 @@ def test_a_torch_that_does_not_ask_is_left_alone(monkeypatch: pytest.MonkeyPatch
     monkeypatch.delattr(InductorChoices, "should_use_persistent_reduction")
     with persistent_rows():
         assert type(V.choices) is InductorChoices
-
-
-def test_the_piece_compiler_compiles_with_long_rows(trace: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch._inductor.compile_fx as compile_fx
-
-    seen = []
-
-    def compile_inner(module: fx.GraphModule, inputs: Any, **settings: Any) -> Any:
-        seen.append(type(V.choices))
-        return lambda args: module(*args)
-
-    monkeypatch.setattr(compile_fx, "compile_fx_inner", compile_inner)
-    trace(lambda y, i: torch.nn.functional.layer_norm(y, (8,)), piece_compiler="inductor")
-    assert seen and set(seen) == {PersistentRows}

@@ -1,8 +1,8 @@
-"""Copies on the host and from there to a device.
+"""Copies on the host and from there to a device, and tensors that need to be copied only once.
 
 Small copies are made by the calling thread alone. torch shares a copy of more than 32768 elements among
-OpenMP's threads. On a virtual machine with 32 processors the GPU stood still for 8 to 18 ms while the host
-made such copies of 50 000 elements (benchmarks/results/host_copies_h200.json).
+OpenMP's threads. On a virtual machine with 32 processors the GPU was idle for 8 to 18 ms while the host made
+such copies of 50 000 elements (benchmarks/results/host_copies_h200.json).
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# One thread copies so many bytes in about a tenth of a millisecond.
+# One thread copies that many bytes in about a tenth of a millisecond.
 _ONE_THREAD_BYTES = 1 << 20
 
-# Those that NumPy does not have go as integers of their size.
+# Dtypes that NumPy does not have are copied as integers of their size.
 _AS_INTEGERS = {torch.bfloat16: torch.int16}
+
+_IMMUTABLE = "_fxsplit_is_immutable"
 
 
 def copy_on_host(target: Tensor, source: Tensor) -> Tensor:
@@ -38,3 +40,14 @@ def to_device(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = 
         memory = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         tensor = copy_on_host(memory, tensor)
     return tensor.to(device=device, dtype=dtype, non_blocking=True)
+
+
+def mark_immutable(tensor: Tensor) -> Tensor:
+    """Marks a tensor that is never written to again, so that a reader need not read it twice; returns it."""
+    setattr(tensor, _IMMUTABLE, True)
+    return tensor
+
+
+def is_immutable(value: object) -> bool:
+    """Whether a tensor was marked as immutable. Others, views of it included, may change."""
+    return hasattr(value, _IMMUTABLE)

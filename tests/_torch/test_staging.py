@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fxsplit_encoder.host_memory import copy_on_host, to_device
+from fxsplit_encoder._torch.staging import copy_on_host, to_device
 
 
 class _Called(TorchDispatchMode):

@@ -1,10 +1,11 @@
-"""What PyTorch leaves undone where the capture of a CUDA graph fails."""
+"""The memory of CUDA graphs: cleaning up after a failed capture, and memory that is used but not owned."""
 
 from __future__ import annotations
 
 import contextlib
 
 import torch
+from torch import Tensor
 
 
 def end_failed_capture(graph: torch.cuda.CUDAGraph, memory: torch.cuda.MemPool, uses: int) -> None:
@@ -12,7 +13,8 @@ def end_failed_capture(graph: torch.cuda.CUDAGraph, memory: torch.cuda.MemPool, 
 
     Ending an invalidated capture resets the stream, but raises before it tells the allocator, which goes on
     recording to the pool. And up to torch 2.13 the graph then never gives up its hold on the pool
-    (https://github.com/pytorch/pytorch/pull/190348), whose memory would stay for good.
+    (https://github.com/pytorch/pytorch/pull/190348), whose memory would stay for good. No public API does
+    either for a pool that a graph recorded to.
 
     Args:
         graph: what was captured; it is reset.
@@ -26,3 +28,15 @@ def end_failed_capture(graph: torch.cuda.CUDAGraph, memory: torch.cuda.MemPool, 
     if memory.use_count() > uses:
         torch._C._cuda_releasePool(device, memory.id)
     torch.cuda.synchronize(device)
+
+
+def borrowed(tensor: Tensor) -> Tensor:
+    """The same memory of the device without owning it, as torch's own trees of CUDA graphs take it: every
+    public way to alias memory keeps it alive.
+    """
+    storage = tensor.untyped_storage()
+    memory = torch._C._construct_storage_from_data_pointer(
+        storage.data_ptr(), tensor.device, storage.nbytes()
+    )
+    alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return alias.set_(memory, tensor.storage_offset(), tensor.size(), tensor.stride())

@@ -1,22 +1,68 @@
-"""Inductor's reductions over rows as wide as a vision tower: each row is read once.
+"""Inductor: a graph of ATen operations compiled for symbolic sizes, its workers, and how it reduces rows.
+
+The public ways to Inductor, `torch.compile` and `torch._inductor.standalone_compile`, trace again through
+Dynamo or AOT and make wrappers around every graph; a piece is traced already, and called once per layer.
 
 Importing this loads Inductor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+from torch import fx
 from torch._inductor import config
+from torch._inductor.async_compile import maybe_warm_pool
 from torch._inductor.choices import InductorChoices
+from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.runtime.hints import ReductionHint
+from torch._inductor.utils import BoxedBool
 from torch._inductor.virtualized import V
+
+from fxsplit_encoder._torch.aot import fake_mode_of, tracing_context
+
+__all__ = [
+    "LONGEST_ROW",
+    "PersistentRows",
+    "compile_graph",
+    "maybe_warm_pool",
+    "persistent_rows",
+    "select_decomp_table",
+]
 
 LONGEST_ROW = 4096
 """Entries of a row that stay in registers; blocks of vision towers are 768 to 3200 wide."""
+
+# What torch calls the question in which blocks a row is to be reduced: 2.14 of sums alone, and later ones.
+_BLOCKS = ("strict_sum_rblock", "strict_reduction_rblock")
+
+
+def compile_graph(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+    """An inference graph in Inductor's operations, compiled for all sizes that its symbols take; reused
+    across processes by Inductor's own cache.
+
+    Args:
+        module: the graph, decomposed by `select_decomp_table`.
+        inputs: traced values, as many as the graph has inputs.
+
+    Returns:
+        A function of the list of arguments, which it empties.
+    """
+    fake_mode = fake_mode_of(inputs)
+    # On CUDA Inductor keeps convolutions of symbolic sizes as they are. On a CPU it makes them channels-last,
+    # and where the batch is unbacked it then expects other strides than the kernel returns.
+    with (
+        tracing_context(fake_mode),
+        V.set_fake_mode(fake_mode),
+        config.patch(layout_optimization=False),
+        persistent_rows(),
+    ):
+        compiled: Any = compile_fx_inner(module, list(inputs), is_inference=True, cudagraphs=BoxedBool(False))
+    return compiled  # type: ignore[no-any-return]
 
 
 class PersistentRows(InductorChoices):
@@ -43,10 +89,6 @@ class PersistentRows(InductorChoices):
         return features.get_reduction_hint() == ReductionHint.INNER and V.graph.sizevars.statically_known_leq(
             features.reduction_numel, self.longest
         )
-
-
-# What torch calls the question in which blocks a row is to be reduced: 2.14 of sums alone, and later ones.
-_BLOCKS = ("strict_sum_rblock", "strict_reduction_rblock")
 
 
 def _is_ordered(features: Any) -> bool:

@@ -8,21 +8,16 @@ modules unequal, which costs time but never a result.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
+from fxsplit_encoder._torch.tensors import INTERNALS, hooks_of, tensors_of
+from fxsplit_encoder._torch.transformers import collects_attention
+
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type)
 _TENSOR_TYPES = (torch.Tensor, nn.Parameter, nn.Buffer)
-_TENSORS = ("_parameters", "_buffers")
-_HOOKS = (
-    "_backward_pre_hooks",
-    "_backward_hooks",
-    "_forward_hooks",
-    "_forward_pre_hooks",
-)
 
 
 def equal_modules(root: nn.Module) -> list[list[nn.Module]]:
@@ -54,20 +49,10 @@ def _is_plain(module: nn.Module) -> bool:
     if "forward" in vars(module):
         return False
     inner = (submodule for submodule in module.modules() if submodule is not module)
-    hooks = (hook for m in inner for kind in _HOOKS for hook in (getattr(m, kind, None) or {}).values())
-    return all(map(_collects_attention, hooks)) and all(
+    hooks = (hook for submodule in inner for hook in hooks_of(submodule))
+    return all(map(collects_attention, hooks)) and all(
         type(tensor) in _TENSOR_TYPES for tensor in (*module.parameters(), *module.buffers())
     )
-
-
-def _collects_attention(hook: Any) -> bool:
-    """Whether a hook is the one by which transformers collects the weights of attention, if they are asked
-    for. Kernels do not return them, so no tower of ours asks.
-    """
-    if getattr(hook, "__module__", None) != "transformers.utils.output_capturing":
-        return False
-    keys = dict(zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True))
-    return "key" in keys and keys["key"].cell_contents == "attentions"
 
 
 def _description(module: nn.Module) -> Any:
@@ -78,20 +63,15 @@ def _description(module: nn.Module) -> Any:
         (
             name,
             type(submodule),
-            tuple((key, _layout(value)) for key, value in _own_tensors(submodule)),
+            tuple((k, _layout(value)) for held in tensors_of(submodule) for k, value in held.items()),
             tuple(
                 (key, _constant(value))
                 for key, value in sorted(vars(submodule).items())
-                if key not in (*_TENSORS, *_HOOKS, "_modules")
+                if key not in INTERNALS
             ),
         )
         for name, submodule in module.named_modules(remove_duplicate=False)
     )
-
-
-def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:
-    for kind in _TENSORS:
-        yield from vars(module)[kind].items()
 
 
 def _layout(tensor: torch.Tensor | None) -> Any:

@@ -1,0 +1,72 @@
+"""AOT and fake tensors: from a module to its ATen graph, and the tracing context that both share."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch import fx, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.fx.experimental.proxy_tensor import make_fx
+
+__all__ = [
+    "boxed",
+    "detect_fake_mode",
+    "fake_mode_of",
+    "make_fx",
+    "static_inputs",
+    "to_aten",
+    "tracing_context",
+    "unset_fake_temporarily",
+]
+
+
+def to_aten(
+    module: nn.Module,
+    example_inputs: Sequence[Any],
+    compile_graph: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]],
+) -> Callable[..., Any]:
+    """Calls `compile_graph` with the ATen graph of a module, without gradients; what that returns is wrapped
+    in what AOT took out of the graph: aliases, and writes to inputs. The public `torch.export` returns no
+    such wrapper, and takes no fake tensors of a trace under way.
+
+    Args:
+        module: a forward from tensors and numbers to a tuple; its weights, if any, become inputs.
+        example_inputs: traced ones where a trace is under way.
+    """
+    backend = aot_autograd(fw_compiler=compile_graph, inference_compiler=compile_graph)
+    return backend(module, example_inputs)  # type: ignore[arg-type]
+
+
+def static_inputs() -> Sequence[int]:
+    """Positions of parameters and buffers among the inputs of the graph that AOT hands over now. A backend is
+    told neither by its arguments nor by the graph.
+    """
+    context = TracingContext.try_get()
+    metadata = None if context is None else context.fw_metadata
+    return [] if metadata is None else metadata.static_input_indices
+
+
+def boxed(function: Callable[[list[Any]], list[Any]]) -> Callable[[list[Any]], list[Any]]:
+    """Marks a function that takes its arguments in a list, which it empties, so that AOT passes them so and
+    they are freed before the end of the call.
+    """
+    function._boxed_call = True  # type: ignore[attr-defined]
+    return function
+
+
+def tracing_context(fake_mode: Any) -> contextlib.AbstractContextManager[object]:
+    """A tracing context of its own for what is traced or compiled within: the surrounding one, which AOT and
+    Inductor write to, belongs to the whole graph.
+    """
+    return tracing(TracingContext(fake_mode))
+
+
+def fake_mode_of(values: Iterable[Any]) -> Any:
+    """The fake mode of the first traced tensor among these values; None where none is one. Unlike
+    `detect_fake_mode` it does not ask the surrounding trace.
+    """
+    return next((value.fake_mode for value in values if hasattr(value, "fake_mode")), None)

@@ -1,0 +1,68 @@
+"""Operators as the dispatcher sees them: their type, schema and modes, private kernels, and the trees of
+values that calls take and return.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+__all__ = [
+    "DENSE_ATTENTION_KERNELS",
+    "OpOverload",
+    "OpOverloadPacket",
+    "TorchDispatchMode",
+    "TreeSpec",
+    "addmm_activation",
+    "cudnn_attention",
+    "flash_attention",
+    "flash_attention_into",
+    "has_tag",
+    "scaled_mm",
+    "schema_of",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_map_only",
+    "tree_unflatten",
+]
+
+# `scaled_dot_product_attention` takes no cumulative lengths, and chooses among kernels by itself.
+flash_attention = torch.ops.aten._flash_attention_forward.default
+flash_attention_into = (
+    torch.ops.aten._flash_attention_forward_no_dropout_inplace.default
+    if hasattr(torch.ops.aten, "_flash_attention_forward_no_dropout_inplace")
+    else None
+)
+"""Writes to a given result. None before torch 2.13, where a result has to be copied."""
+cudnn_attention = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+
+DENSE_ATTENTION_KERNELS = (
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_scaled_dot_product_fused_attention_overrideable",
+)
+"""What AOT replaces `aten::scaled_dot_product_attention` by, as suits device and dtype."""
+
+addmm_activation = torch.ops.aten._addmm_activation
+"""A product with its bias and GELU in one kernel of cuBLAS, which no public function asks for."""
+
+scaled_mm = torch._scaled_mm
+"""A product of 8-bit floats with a scale per row and column."""
+
+
+def schema_of(target: Any) -> Any:
+    """The declared parameters and results of an operator; None for anything else. Signatures of operators say
+    neither defaults nor which results alias arguments.
+    """
+    return getattr(target, "_schema", None)
+
+
+def has_tag(target: Any, tag: torch.Tag) -> bool:
+    """Whether a target is an operator with this tag."""
+    return isinstance(target, OpOverload) and tag in target.tags

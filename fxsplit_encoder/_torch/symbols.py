@@ -1,0 +1,71 @@
+"""Symbolic sizes: their sympy expressions, and what a trace knows of them.
+
+`torch.SymInt` is public, but what it stands for is not, and no public API evaluates a graph's sizes without
+the trace that made it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import sympy
+import torch
+from torch.utils._sympy.functions import FloorDiv, Mod, PythonMod
+from torch.utils._sympy.printers import PythonPrinter
+
+from fxsplit_encoder._torch.aot import fake_mode_of
+
+__all__ = ["FloorDiv", "Mod", "PythonMod", "Symbols", "check", "expression_of", "has_hint", "python_source"]
+
+check = torch._check
+"""Tells a trace that a condition on sizes holds; outside of traces an assertion."""
+
+
+def expression_of(value: Any) -> sympy.Basic:
+    """The expression behind a number of a trace, or of a plain one."""
+    found: sympy.Basic = value.node.expr if hasattr(value, "node") else sympy.sympify(value)
+    return found
+
+
+def has_hint(value: torch.SymInt) -> bool:
+    """Whether a traced number had a value while tracing (backed) or not (unbacked)."""
+    return bool(value.node.has_hint())
+
+
+def python_source(expression: sympy.Basic) -> str:
+    """An expression of sizes as Python, with floor division where torch has it; sympy's own printer knows
+    none of torch's functions.
+    """
+    source: str = PythonPrinter().doprint(expression)
+    return source
+
+
+class Symbols:
+    """What a trace knows of its symbols. Dynamo checks this on its own path, which ours bypasses.
+
+    Args:
+        values: traced inputs of a graph; where none is a tensor of a trace, nothing is known.
+    """
+
+    def __init__(self, values: Iterable[Any]) -> None:
+        fake_mode = fake_mode_of(values)
+        self._shape_env: Any = None if fake_mode is None else fake_mode.shape_env
+
+    @property
+    def guards(self) -> list[sympy.Basic]:
+        """Conditions under which the trace holds."""
+        return [] if self._shape_env is None else [guard.expr for guard in self._shape_env.guards]
+
+    @property
+    def assumptions(self) -> list[sympy.Basic]:
+        """The same conditions in the symbols that the graph uses: of those that are known to be equal one."""
+        return [self._shape_env.replace(guard) for guard in self.guards]
+
+    @property
+    def ranges(self) -> dict[str, tuple[sympy.Basic, sympy.Basic]]:
+        """Least and greatest value per symbol."""
+        if self._shape_env is None:
+            return {}
+        found = self._shape_env.var_to_range.items()
+        return {str(symbol): (bounds.lower, bounds.upper) for symbol, bounds in found}

@@ -1,0 +1,308 @@
+"""Every private API that `fxsplit_encoder/_torch` uses: that it is there, takes what it is given, and has a
+row in docs/private_apis.md. A release of torch that changes one fails here, with its name.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from house.private import own_names, private_uses
+from house.sources import Source, read_sources
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "private_apis.md"
+
+
+@dataclass(frozen=True)
+class Symbol:
+    """One private name, as the page lists it."""
+
+    name: str
+    get: Callable[[], Any] | None = None
+    """The object itself, where the name alone does not lead to it."""
+    arguments: int | None = None
+    """How many it is given by position, `self` included; None: it is not called, or tells no signature."""
+    keywords: tuple[str, ...] = ()
+    """Those that it is given by name."""
+    since: str = ""
+    """The first version of its library that has it, where older ones do without."""
+
+
+def present(name: str) -> Symbol:
+    return Symbol(name)
+
+
+def called(name: str, arguments: int, *keywords: str) -> Symbol:
+    return Symbol(name, None, arguments, keywords)
+
+
+def attribute(name: str, owner: Callable[[], Any]) -> Symbol:
+    """An attribute that an object has only once it is made."""
+    return Symbol(name, lambda: getattr(owner(), name.rpartition(".")[2]))
+
+
+def elsewhere(symbol: Symbol, place: str) -> Symbol:
+    """Found at another place than it is used at."""
+    return replace(symbol, get=lambda: found(place))
+
+
+def shape_env() -> Any:
+    return found("torch.fx.experimental.symbolic_shapes.ShapeEnv")()
+
+
+def failed_backend() -> Any:
+    return found("torch._dynamo.exc.BackendCompilerFailed")(len, ValueError(), None)
+
+
+def wrapped_backend() -> Any:
+    return found("torch._dynamo.repro.after_dynamo.WrapBackendDebug")(len, "eager")
+
+
+def boxed_function() -> Any:
+    return found("torch._functorch.aot_autograd.make_boxed_func")(len)
+
+
+def configuration() -> Any:
+    return found("transformers.PretrainedConfig")()
+
+
+ATTENTION_FORWARD = ("scale",)
+EXC = "torch._dynamo.exc"
+INDUCTOR = "torch._inductor"
+TREES = "torch.utils._pytree"
+SYMBOLS = [
+    # allocator
+    present("torch._C._cuda_endAllocateToPool"),
+    present("torch._C._cuda_releasePool"),
+    called("torch.cuda.MemPool.use_count", 1),
+    present("torch._C._construct_storage_from_data_pointer"),
+    # aot
+    called("torch._dynamo.backends.common.aot_autograd", 0, "fw_compiler", "inference_compiler"),
+    called("torch._guards.TracingContext", 1),
+    called("torch._guards.TracingContext.try_get", 0),
+    attribute(
+        "torch._guards.TracingContext.fw_metadata", lambda: found("torch._guards.TracingContext")(None)
+    ),
+    Symbol(
+        "torch._functorch._aot_autograd.schemas.ViewAndMutationMeta.static_input_indices",
+        lambda: found("torch._functorch._aot_autograd.schemas.ViewAndMutationMeta").__dataclass_fields__[
+            "static_input_indices"
+        ],
+    ),
+    called("torch._guards.tracing", 1),
+    called("torch._guards.detect_fake_mode", 1),
+    called("torch._subclasses.fake_tensor.unset_fake_temporarily", 0),
+    elsewhere(
+        present("torch._subclasses.fake_tensor.FakeTensor.fake_mode"),
+        "torch._subclasses.fake_tensor.FakeTensor",
+    ),
+    called("torch._subclasses.fake_tensor.FakeTensorMode.from_tensor", 2, "static_shapes"),
+    called("torch.fx.experimental.proxy_tensor.make_fx", 1, "decomposition_table", "tracing_mode"),
+    attribute("torch._functorch.aot_autograd.make_boxed_func._boxed_call", boxed_function),
+    # dispatch
+    present("torch._ops.OpOverload"),
+    present("torch._ops.OpOverloadPacket"),
+    attribute("torch._ops.OpOverload._schema", lambda: torch.ops.aten.mm.default),
+    called("torch.utils._python_dispatch.TorchDispatchMode", 0),
+    present(f"{TREES}.TreeSpec"),
+    called(f"{TREES}.tree_flatten", 1),
+    called(f"{TREES}.tree_leaves", 1),
+    called(f"{TREES}.tree_map_only", 3),
+    called(f"{TREES}.tree_unflatten", 2),
+    called("torch.ops.aten._flash_attention_forward.default", 10, *ATTENTION_FORWARD),
+    replace(
+        called("torch.ops.aten._flash_attention_forward_no_dropout_inplace.default", 11, *ATTENTION_FORWARD),
+        since="2.13",
+    ),
+    called("torch.ops.aten._scaled_dot_product_cudnn_attention.default", 8, *ATTENTION_FORWARD),
+    called("torch.ops.aten._addmm_activation.default", 3, "use_gelu"),
+    present("torch._scaled_mm"),
+    called(
+        "torch.ops.aten._scaled_mm.default", 2, "scale_a", "scale_b", "bias", "out_dtype", "use_fast_accum"
+    ),
+    present("torch.ops.aten._scaled_dot_product_flash_attention.default"),
+    present("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default"),
+    present("torch.ops.aten._scaled_dot_product_efficient_attention.default"),
+    present("torch.ops.aten._scaled_dot_product_fused_attention_overrideable.default"),
+    # distributed
+    present("torch.distributed.tensor.DTensor._local_tensor"),
+    present("torch.distributed._functional_collectives.AsyncCollectiveTensor.elem"),
+    called("torch.ops._c10d_functional.wait_tensor.default", 1),
+    present("torch.distributed.ProcessGroup._get_backend"),
+    present("torch._C._distributed_c10d.Backend.Options._timeout"),
+    # dynamo
+    called("torch._dynamo.mark_dynamic", 2),
+    called("torch._dynamo.mark_static", 2),
+    called("torch._dynamo.maybe_mark_dynamic", 2),
+    called("torch._dynamo.decorators.mark_unbacked", 2),
+    called("torch._guards.CompileContext.current_compile_id", 0),
+    called("torch._dynamo.symbolic_convert.InstructionTranslator.current_tx", 0),
+    Symbol(
+        "torch._dynamo.output_graph.OutputGraph.compiler_fn",
+        lambda: signature_of(found("torch._dynamo.output_graph.OutputGraph")).parameters["compiler_fn"],
+    ),
+    attribute("torch._dynamo.repro.after_dynamo.WrapBackendDebug._torchdynamo_orig_backend", wrapped_backend),
+    attribute("torch._dynamo.repro.after_dynamo.WrapBackendDebug.__wrapped__", wrapped_backend),
+    present(f"{EXC}.RestartAnalysis"),
+    called(f"{EXC}.TensorifyScalarRestartAnalysis", 0, "restart_reason"),
+    called(f"{EXC}.UnspecializeRestartAnalysis", 0, "restart_reason"),
+    present(f"{EXC}.TorchDynamoException"),
+    attribute(f"{EXC}.BackendCompilerFailed.inner_exception", failed_backend),
+    attribute(
+        "torch._dynamo.eval_frame.OptimizedModule._orig_mod", lambda: torch.compile(torch.nn.Identity())
+    ),
+    # inductor
+    called(f"{INDUCTOR}.async_compile.maybe_warm_pool", 0),
+    called(f"{INDUCTOR}.compile_fx.compile_fx_inner", 2, "is_inference", "cudagraphs"),
+    called(f"{INDUCTOR}.decomposition.select_decomp_table", 0),
+    called(f"{INDUCTOR}.utils.BoxedBool", 1),
+    present(f"{INDUCTOR}.config"),
+    called(f"{INDUCTOR}.config.patch", 0, "layout_optimization", "inductor_choices_class"),
+    present(f"{INDUCTOR}.config.layout_optimization"),
+    present(f"{INDUCTOR}.config.inductor_choices_class"),
+    present(f"{INDUCTOR}.config.triton.persistent_reductions"),
+    called(f"{INDUCTOR}.choices.InductorChoices", 0),
+    called(f"{INDUCTOR}.choices.InductorChoices.should_use_persistent_reduction", 2),
+    called(f"{INDUCTOR}.codegen.simd_kernel_features.SIMDKernelFeatures.get_reduction_hint", 1),
+    present(f"{INDUCTOR}.runtime.hints.ReductionHint.INNER"),
+    present(f"{INDUCTOR}.virtualized.V"),
+    present(f"{INDUCTOR}.virtualized.V.choices"),
+    called(f"{INDUCTOR}.virtualized.V.set_choices_handler", 1),
+    called(f"{INDUCTOR}.virtualized.V.set_fake_mode", 1),
+    elsewhere(
+        called(f"{INDUCTOR}.virtualized.V.graph.sizevars.statically_known_leq", 3),
+        f"{INDUCTOR}.sizevars.SizeVarAllocator.statically_known_leq",
+    ),
+    # symbols
+    called("torch._check", 2),
+    called("torch.utils._sympy.functions.FloorDiv", 2),
+    called("torch.utils._sympy.functions.Mod", 2),
+    called("torch.utils._sympy.functions.PythonMod", 2),
+    called("torch.utils._sympy.printers.PythonPrinter", 0),
+    called("torch.utils._sympy.printers.PythonPrinter.doprint", 2),
+    present("torch.fx.experimental.sym_node.SymNode.expr"),
+    called("torch.fx.experimental.sym_node.SymNode.has_hint", 1),
+    attribute("torch.fx.experimental.symbolic_shapes.ShapeEnv.guards", shape_env),
+    attribute("torch.fx.experimental.symbolic_shapes.ShapeEnv.var_to_range", shape_env),
+    called("torch.fx.experimental.symbolic_shapes.ShapeEnv.replace", 2),
+    # tensors
+    present("torch.Tensor._version"),
+    present("torch.UntypedStorage._cdata"),
+    called("torch.multiprocessing.reductions.StorageWeakRef", 1),
+    called("torch.multiprocessing.reductions.StorageWeakRef.expired", 1),
+    *(
+        attribute(f"torch.nn.Module.{name}", torch.nn.Module)
+        for name in (
+            "_parameters",
+            "_buffers",
+            "_modules",
+            "_backward_pre_hooks",
+            "_backward_hooks",
+            "_forward_hooks",
+            "_forward_pre_hooks",
+        )
+    ),
+    # transformers
+    attribute("transformers.PretrainedConfig._attn_implementation_internal", configuration),
+    called("transformers.utils.output_capturing.maybe_install_capturing_hooks", 1),
+    present("transformers.utils.output_capturing.install_output_capuring_hook"),
+    called("transformers.initialization.no_init_weights", 0),
+    called("transformers.models.llama4.modeling_llama4.Llama4VisionRotaryEmbedding._compute_freqs_ci", 1),
+    # triton
+    present("triton.runtime.driver"),
+    elsewhere(present("triton.runtime.driver.active"), "triton.runtime.driver.DriverConfig.active"),
+    called("triton.compiler.compiler.CompiledKernel.__getitem__", 2),
+]
+
+
+def found(name: str) -> Any:
+    """What a dotted name leads to, by modules and then by attributes."""
+    parts = name.split(".")
+    for count in range(len(parts), 0, -1):
+        try:
+            value: Any = importlib.import_module(".".join(parts[:count]))
+        except ModuleNotFoundError:
+            continue
+        for attribute_name in parts[count:]:
+            value = getattr(value, attribute_name)
+        return value
+    raise ModuleNotFoundError(name)
+
+
+def signature_of(value: Any) -> inspect.Signature:
+    """Of an operator what its schema declares."""
+    schema = getattr(value, "_schema", None)
+    if schema is None:
+        return inspect.signature(value)
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return inspect.Signature(
+        [
+            inspect.Parameter(
+                f"{argument.name}_" if argument.name == "self" else argument.name,
+                kinds[argument.kwarg_only],
+                default=argument.default_value if argument.has_default_value() else inspect.Parameter.empty,
+            )
+            for argument in schema.arguments
+        ]
+    )
+
+
+@pytest.mark.parametrize("symbol", SYMBOLS, ids=[symbol.name for symbol in SYMBOLS])
+def test_a_private_api_is_there_and_takes_what_it_is_given(symbol: Symbol) -> None:
+    pytest.importorskip(symbol.name.partition(".")[0], symbol.since or None)
+    value = found(symbol.name) if symbol.get is None else symbol.get()
+    if symbol.arguments is not None:
+        given: Any = dict.fromkeys(symbol.keywords)
+        signature_of(value).bind(*range(symbol.arguments), **given)
+
+
+def test_a_symbol_that_is_gone_or_takes_something_else_is_found() -> None:
+    check = test_a_private_api_is_there_and_takes_what_it_is_given
+    for gone in (present("torch._guards.gone"), attribute("torch.nn.Module._gone", torch.nn.Module)):
+        with pytest.raises(AttributeError, match="gone"):
+            check(gone)
+    for other in (
+        called("torch._guards.detect_fake_mode", 3),
+        called("torch._dynamo.mark_dynamic", 2, "dims"),
+        called("torch.ops.aten._addmm_activation.default", 3, "use_relu"),
+    ):
+        with pytest.raises(TypeError):
+            check(other)
+
+
+def listed(use: str) -> bool:
+    """Whether a use is a symbol, or the way to one, or an attribute (".name") of some object."""
+    names = [symbol.name for symbol in SYMBOLS]
+    if use.startswith("."):
+        return any(f"{name}.".find(f"{use}.") > 0 for name in names)
+    return any(f"{name}.".startswith(f"{use}.") for name in names)
+
+
+SOURCES = read_sources()
+OWN_NAMES = own_names(SOURCES)
+USING = [source for source in SOURCES if source.path.parts[0] == "_torch"]
+
+
+@pytest.mark.parametrize("source", USING, ids=[source.path.stem for source in USING])
+def test_every_private_api_that_is_used_is_checked(source: Source) -> None:
+    uses = private_uses(source.tree, OWN_NAMES)
+    assert [use for use in sorted(uses) if not listed(use)] == []
+
+
+def test_no_private_api_is_used_elsewhere() -> None:
+    uses = {s.path: private_uses(s.tree, OWN_NAMES) for s in SOURCES if s not in USING}
+    assert {path: used for path, used in uses.items() if used} == {}
+
+
+def test_the_page_lists_the_symbols_and_no_others() -> None:
+    rows = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
+    named = [name for row in rows for name in re.findall(r"`([^`]+)`", row.split("|")[1])]
+    assert sorted(named) == sorted(symbol.name for symbol in SYMBOLS)
