@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fxsplit_encoder._torch.aot import to_aten
 from fxsplit_encoder.compile import Bindings, BoundProgram, CompileOptions, Program
-from fxsplit_encoder.compile.aten import to_aten
 from fxsplit_encoder.compile.bound import bind
 from fxsplit_encoder.compile.build import build_program
 
