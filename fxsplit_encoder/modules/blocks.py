@@ -92,7 +92,7 @@ def resample(table: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
 
     Args:
         table: (entries, hidden).
-        indices, weights: (patches, taps), from `towers.taps.interpolation`.
+        indices, weights: (patches, taps), from `towers.position_embeddings.interpolation`.
     """
     # A sum of lookups, one a tap, is a single pointwise kernel when compiled; a reduction over all taps would
     # first write as many rows a patch.
@@ -106,7 +106,7 @@ def merge(hidden: Tensor, order: Tensor, rows_per_token: int) -> Tensor:
     """Brings rows together by output token: (patches, hidden) to (tokens, rows_per_token, hidden).
 
     Args:
-        order: (patches,), from `towers.merge.merge_order`.
+        order: (patches,), from `towers.grid.merge_order`.
     """
     rows: Tensor = permute_rows(hidden, order)
     return rows.view(-1, rows_per_token, hidden.shape[-1])

@@ -16,8 +16,7 @@ from fxsplit_encoder.modules.blocks import resample
 from fxsplit_encoder.towers import grid as grids_of
 from fxsplit_encoder.towers.grid import Grid
 from fxsplit_encoder.towers.packed import PackedTower
-from fxsplit_encoder.towers.rotary import cosines_and_sines, gives_angles
-from fxsplit_encoder.towers.taps import TAPS, interpolation
+from fxsplit_encoder.towers.position_embeddings import TAPS, cosines_and_sines, gives_angles, interpolation
 
 
 class Glm4vTower(PackedTower):

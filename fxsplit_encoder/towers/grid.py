@@ -120,6 +120,27 @@ def window_lengths(grids: Sequence[Grid], merge_size: int, window: int) -> list[
     ]
 
 
+@lru_cache(maxsize=1024)
+def frame_merge_order(height: int, width: int, merge_size: int) -> NDArray[np.int64]:
+    """(height * width,): the raster positions of a frame's patches, block by block of merge x merge."""
+    positions = frame_positions(height, width, merge_size)
+    return positions[:, 0] * width + positions[:, 1]
+
+
+def merge_order(grids: Sequence[Grid], merge_size: int) -> torch.Tensor:
+    """(patches,) int64: the rows of a batch in the order in which they merge.
+
+    The patches of one output token of one frame follow one another; frames and items keep their order.
+    """
+    sizes = frame_lengths(grids)
+    starts = cumulative_lengths(sizes)[:-1]
+    shapes = [(h, w) for t, h, w in grids for _ in range(t)]
+    orders = [
+        start + frame_merge_order(h, w, merge_size) for start, (h, w) in zip(starts, shapes, strict=True)
+    ]
+    return torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *orders]))
+
+
 def concatenate(arrays: list[NDArray[Any]], columns: int, dtype: Any) -> torch.Tensor:
     """(rows, columns) of arrays with this many columns, in memory of its own; no arrays are no rows."""
     if not arrays:

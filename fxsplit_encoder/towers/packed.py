@@ -22,9 +22,8 @@ from fxsplit_encoder.towers import grid as grids_of
 from fxsplit_encoder.towers.base import is_hugging_face, registered_tower
 from fxsplit_encoder.towers.device_metadata import DeviceMetadata
 from fxsplit_encoder.towers.grid import Grid
-from fxsplit_encoder.towers.inputs import check_integers
+from fxsplit_encoder.towers.inputs import check_integers, one_or_several
 from fxsplit_encoder.towers.packed_items import PackedItems
-from fxsplit_encoder.towers.rows import one_or_several
 
 # Metadata that a caller may compute itself, for the tower's own forward.
 _PRECOMPUTED = (

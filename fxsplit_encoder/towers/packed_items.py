@@ -25,9 +25,10 @@ from fxsplit_encoder.towers.inputs import (
     check_given,
     check_pixels,
     number_of,
+    one_or_several,
     pixel_parts,
+    rows_of,
 )
-from fxsplit_encoder.towers.rows import one_or_several, rows_of
 
 _EMBEDDINGS = ("image_embeds", "video_embeds")
 

@@ -25,9 +25,10 @@ from fxsplit_encoder.towers.inputs import (
     check_given,
     integer_rows,
     number_of,
+    one_or_several,
     pixel_parts,
+    rows_of,
 )
-from fxsplit_encoder.towers.rows import one_or_several, rows_of
 from fxsplit_encoder.towers.tiles import TileTower, View
 
 CropGrid = tuple[int, int]

@@ -24,8 +24,7 @@ from fxsplit_encoder.protocol import (
     EncoderCudaGraphReplayBuffers,
 )
 from fxsplit_encoder.towers.base import WrappedTower
-from fxsplit_encoder.towers.inputs import check_pixels
-from fxsplit_encoder.towers.rows import one_or_several
+from fxsplit_encoder.towers.inputs import check_pixels, one_or_several
 
 # torch 2.11 compares the sizes of a mask with 1 while it traces, which it cannot do with a size not known.
 MASKED_ATTENTION_TAKES_UNKNOWN_SIZES = TorchVersion(torch.__version__) >= "2.13"

@@ -13,8 +13,7 @@ from torch import Tensor
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.capture.buffers import parts_of
-from fxsplit_encoder.towers.dense import DenseTower
-from fxsplit_encoder.towers.tiles_op import tiles
+from fxsplit_encoder.towers.dense import DenseTower, tiles
 
 from .dense_models import (
     SHAPE,

@@ -8,12 +8,14 @@ from hypothesis import strategies as st
 from transformers import vision_utils
 
 from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.modules.blocks import merge
 from fxsplit_encoder.towers.grid import (
     count_patches,
     cumulative_lengths,
     frame_lengths,
     frame_positions,
     frame_windows,
+    merge_order,
     positions,
     read_grids,
     window_lengths,
@@ -152,3 +154,23 @@ def test_a_batch_of_one_frame_does_not_share_the_memory_of_the_caches() -> None:
     kept = frame_positions(2, 8, 2).copy()
     positions([(1, 2, 8)], 2).zero_()
     assert (frame_positions(2, 8, 2) == kept).all()
+
+
+@settings(max_examples=40)
+@given(
+    st.lists(st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(1, 5)), max_size=4),
+    st.integers(1, 3),
+)
+def test_rows_merge_as_by_blocks_of_every_frame(blocks: list[tuple[int, int, int]], side: int) -> None:
+    grids = [(t, h * side, w * side) for t, h, w in blocks]
+    rows = torch.arange(float(sum(t * h * w for t, h, w in grids)))[:, None]
+    expected = []
+    for (t, h, w), item in zip(grids, rows.split([t * h * w for t, h, w in grids]), strict=True):
+        image = item.view(t, h // side, side, w // side, side)
+        expected.append(image.transpose(2, 3).reshape(-1, side * side, 1))
+    order = merge_order(grids, side)
+    assert order.dtype == torch.int64
+    assert order.sort()[0].tolist() == list(range(len(rows)))
+    assert torch.equal(
+        merge(rows, order, side * side), torch.cat([torch.zeros(0, side * side, 1), *expected])
+    )

@@ -1,8 +1,4 @@
-"""Qwen2.5-VL's vision tower: most blocks attend within windows, some within whole frames.
-
-The blocks see each frame's patches window by window. The order, and its inverse, come from the host as
-per-patch metadata, so that all lengths follow from one token count; rotary positions are permuted there too.
-"""
+"""The vision towers of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5."""
 
 from __future__ import annotations
 
@@ -18,11 +14,38 @@ from fxsplit_encoder.compile.permute import permute_rows
 from fxsplit_encoder.towers import grid as grids_of
 from fxsplit_encoder.towers.grid import Grid
 from fxsplit_encoder.towers.packed import PackedTower
-from fxsplit_encoder.towers.rotary import cosines_and_sines, gives_angles
+from fxsplit_encoder.towers.position_embeddings import TAPS, cosines_and_sines, gives_angles, interpolation
+
+
+class Qwen2VLTower(PackedTower):
+    """Wraps `Qwen2VisionTransformerPretrainedModel`: rotary positions only, and attention within frames."""
+
+    has_plain_blocks = True
+    metadata_columns: ClassVar[dict[str, tuple[int, torch.dtype]]] = {"position_ids": (2, torch.int64)}
+
+    def __init__(self, tower: nn.Module) -> None:
+        config: Any = tower.config
+        super().__init__(
+            tower,
+            merge_size=config.spatial_merge_size,
+            patch_features=config.in_channels * config.temporal_patch_size * config.patch_size**2,
+            # `embed_dim` is the width of its blocks.
+            out_hidden_size=config.hidden_size,
+        )
+
+    def metadata(self, grids: Sequence[Grid]) -> dict[str, Tensor]:
+        """Positions for the rotary embedding."""
+        return {"position_ids": grids_of.positions(grids, self.merge_size)}
 
 
 class Qwen25VLTower(PackedTower):
-    """Wraps `Qwen2_5_VisionTransformerPretrainedModel`."""
+    """Wraps `Qwen2_5_VisionTransformerPretrainedModel`: most blocks attend within windows, some within whole
+    frames.
+
+    The blocks see each frame's patches window by window. The permutation, and its inverse, come from the host
+    as per-patch metadata, so that all lengths follow from one token count; rotary positions are permuted
+    there too.
+    """
 
     has_plain_blocks = True
     metadata_columns: ClassVar[dict[str, tuple[int, torch.dtype]]] = {
@@ -93,3 +116,52 @@ class Qwen25VLTower(PackedTower):
             hidden = block(hidden, position_embeddings=rotary, **segments)
         merged = tower.merger(permute_rows(hidden, metadata["original_order"]))
         return BaseModelOutputWithPooling(last_hidden_state=hidden, pooler_output=merged)
+
+
+class Qwen3VLTower(PackedTower):
+    """Wraps `Qwen3VLVisionModel` and `Qwen3VLMoeVisionModel`: deepstack features beside the main output.
+
+    An item's embedding is (output tokens, out_hidden_size * (1 + deepstack levels)): the main output, then
+    every deepstack level, along the hidden dimension.
+    """
+
+    has_plain_blocks = True
+    metadata_columns: ClassVar[dict[str, tuple[int, torch.dtype]]] = {
+        "position_ids": (2, torch.int64),
+        "interp_indices": (TAPS["bilinear"], torch.int32),
+        "interp_weights": (TAPS["bilinear"], torch.float32),
+    }
+
+    def __init__(self, tower: nn.Module) -> None:
+        config: Any = tower.config
+        levels = 1 + len(getattr(config, "deepstack_visual_indexes", ()))
+        super().__init__(
+            tower,
+            merge_size=config.spatial_merge_size,
+            patch_features=config.in_channels * config.temporal_patch_size * config.patch_size**2,
+            out_hidden_size=config.out_hidden_size * levels,
+        )
+        side: Any = tower.num_grid_per_side
+        self.table_shape: tuple[int, int] = (side, side)
+        self.align_corners: bool = tower.interpolation_align_corners  # type: ignore[assignment]
+
+    def metadata(self, grids: Sequence[Grid]) -> dict[str, Tensor]:
+        """Positions for the rotary embedding, and taps into the learned position table."""
+        indices, weights = interpolation(
+            grids, self.table_shape, self.merge_size, self.align_corners, mode="bilinear"
+        )
+        return {
+            "position_ids": grids_of.positions(grids, self.merge_size),
+            "interp_indices": indices,
+            "interp_weights": weights,
+        }
+
+    def packed_output(self, output: Any) -> Tensor:
+        """The main output, then every deepstack level, along the hidden dimension."""
+        return torch.cat([output.pooler_output, *output.deepstack_features], dim=1)
+
+
+class Qwen35Tower(Qwen3VLTower):
+    """Wraps `Qwen3_5VisionModel` and `Qwen3_5MoeVisionModel`: Qwen3-VL's tower without deepstack."""
+
+    packed_output = PackedTower.packed_output
