@@ -20,7 +20,7 @@ from fxsplit_encoder.attention.measure import Measured
 logger = logging.getLogger(__name__)
 
 # Changes when what is measured, or how it is written, does.
-_FORMAT = 2
+_FORMAT = 3
 
 _PACKAGES = (
     "flash-attn",
@@ -111,7 +111,7 @@ class MeasurementCache:
             logger.warning("what was measured of attention is not kept: %s", error)
 
 
-_NUMBERS = ("heads", "head_dim", "tokens", "longest", "segments", "exact", "equal")
+_NUMBERS = ("heads", "head_dim", "tokens", "longest", "segments", "host_lengths", "equal")
 
 
 def _fields(shape: AttentionShape) -> dict[str, Any]:

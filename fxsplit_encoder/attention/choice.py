@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 from fxsplit_encoder.attention.cache import MeasurementCache, Table, describe_environment
-from fxsplit_encoder.attention.examples import example_lengths, pairs
 from fxsplit_encoder.attention.kernels import KERNELS, AttentionKernel, AttentionShape
-from fxsplit_encoder.attention.measure import Measured, Meter
+from fxsplit_encoder.attention.measure import Measured, Meter, example_lengths, pairs
 from fxsplit_encoder.attention.pins import AUTO, parse_attention
 from fxsplit_encoder.errors import ConfigError
 
@@ -132,7 +131,7 @@ class Measurements:
         has any number of segments, while warm-up sees only one.
         """
         shapes = {shape}
-        if shape.exact and shape.segments == 1:
+        if shape.host_lengths and shape.segments == 1:
             shapes |= {
                 replace(shape, longest=shape.tokens // segments, segments=segments, equal=equal)
                 for segments in _KNOWN_SEGMENTS
@@ -151,7 +150,11 @@ class Measurements:
 
     def _compare(self, shape: AttentionShape) -> Measured:
         candidates = self.candidates(shape)
-        if not candidates or candidates[0].is_last_resort or (len(candidates) == 1 and not shape.exact):
+        if (
+            not candidates
+            or candidates[0].is_last_resort
+            or (len(candidates) == 1 and not shape.host_lengths)
+        ):
             return Measured()  # nothing to choose from, and no time that anything depends on
         try:
             measured = self.meter.measure(candidates, shape)
@@ -166,14 +169,14 @@ class Measurements:
 
 def works(kernel: AttentionKernel, shape: AttentionShape) -> bool:
     """Whether a kernel computes this shape and can run on its device."""
-    if not shape.exact and not kernel.capturable and shape.device.type == "cuda":
+    if not shape.host_lengths and not kernel.capturable and shape.device.type == "cuda":
         return False
     return kernel.supports(shape) and kernel.unavailable_reason(shape.device) is None
 
 
 def _same_kind(shape: AttentionShape, other: AttentionShape) -> bool:
     def kind(shape: AttentionShape) -> tuple[object, ...]:
-        return shape.dtype, shape.heads, shape.head_dim, shape.exact, shape.equal
+        return shape.dtype, shape.heads, shape.head_dim, shape.host_lengths, shape.equal
 
     return kind(shape) == kind(other)
 
@@ -300,10 +303,30 @@ class KernelChooser:
 
 
 def shape_of(
-    query_THD: Tensor, longest: int, segments: int, *, exact: bool = False, equal: bool = False
+    query_THD: Tensor, longest: int, segments: int, *, host_lengths: bool = False, equal: bool = False
 ) -> AttentionShape:
     """The shape of a call."""
     tokens, heads, head_dim = query_THD.shape
     return AttentionShape(
-        *(query_THD.device, query_THD.dtype, heads, head_dim, tokens, longest, segments), exact, equal
+        *(query_THD.device, query_THD.dtype, heads, head_dim, tokens, longest, segments), host_lengths, equal
     )
+
+
+# --- the chooser of a call
+
+_of_process = KernelChooser()
+_current: ContextVar[KernelChooser] = ContextVar("fxsplit_encoder_kernel_chooser", default=_of_process)
+
+# Every call of attention asks for it: no frame of Python.
+current_chooser: Callable[[], KernelChooser] = _current.get
+"""The chooser of the enclosing `choosing`, or the process's own, which pins nothing."""
+
+
+@contextlib.contextmanager
+def choosing(chooser: KernelChooser) -> Iterator[None]:
+    """Inside, this chooser decides: for captures as for what runs eagerly between and beside them."""
+    token = _current.set(chooser)
+    try:
+        yield
+    finally:
+        _current.reset(token)

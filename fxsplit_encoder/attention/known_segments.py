@@ -16,8 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fxsplit_encoder.attention.choice import KernelChooser, shape_of
-from fxsplit_encoder.attention.dispatch import current_chooser
+from fxsplit_encoder.attention.choice import KernelChooser, current_chooser, shape_of
 from fxsplit_encoder.attention.kernels import AttentionKernel, AttentionShape
 
 Span = tuple[int, int]
@@ -146,7 +145,7 @@ class _Planner:
     def _shape(self, span: Span, *, equal: bool) -> AttentionShape:
         first, last = span
         rows = self.query[self.boundaries[first] : self.boundaries[last]]
-        return shape_of(rows, max(self.lengths[first:last]), last - first, exact=True, equal=equal)
+        return shape_of(rows, max(self.lengths[first:last]), last - first, host_lengths=True, equal=equal)
 
     def _estimate(self, span: Span, *, equal: bool) -> float | None:
         return self.chooser.estimate(self._shape(span, equal=equal), self.lengths[slice(*span)])

@@ -38,8 +38,8 @@ _LONGEST_WINDOW = 256
 _FLAGS: dict[str, Condition] = {
     "windowed": lambda shape: shape.segments > 1 and shape.longest <= _LONGEST_WINDOW,
     "full": lambda shape: not (shape.segments > 1 and shape.longest <= _LONGEST_WINDOW),
-    "captured": lambda shape: not shape.exact,
-    "known": lambda shape: shape.exact,
+    "captured": lambda shape: not shape.host_lengths,
+    "known": lambda shape: shape.host_lengths,
 }
 _NUMBERS = ("tokens", "longest", "segments", "head_dim")
 _OPERATORS = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt, "=": operator.eq}

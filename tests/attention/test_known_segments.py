@@ -13,8 +13,8 @@ from torch import Tensor
 from fxsplit_encoder.attention import KernelChooser, KnownSegments, attend, choosing, measuring
 from fxsplit_encoder.attention import known_segments as segments
 from fxsplit_encoder.attention.choice import Measurements
-from fxsplit_encoder.attention.examples import example_lengths, pairs
 from fxsplit_encoder.attention.kernels import AttentionShape
+from fxsplit_encoder.attention.measure import example_lengths, pairs
 from fxsplit_encoder.attention.pins import Pin
 
 from .fakes import FakeKernel, FakeMeter, cumulative, fused_qkv, reference

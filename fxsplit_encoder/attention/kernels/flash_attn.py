@@ -77,7 +77,7 @@ class FlashAttention4(HalfPrecisionKernel):
 
     def supports(self, shape: AttentionShape) -> bool:
         """Segments that are not too long for its tiles; of the variants, in graphs."""
-        if self._in_graphs_alone and shape.exact:
+        if self._in_graphs_alone and shape.host_lengths:
             return False
         return super().supports(shape) and (self.up_to is None or shape.longest <= self.up_to)
 
