@@ -1,21 +1,24 @@
-"""Settings from a YAML file, of which no more is made than settings need.
+"""Settings, from a YAML file or from Python, of which no more is made than settings need.
 
-What a few lines of YAML stand for may be of any size (aliases of aliases) and of any depth. So the events of
-the file are counted before anything is made of them.
+What a few lines of YAML stand for may be of any size (aliases of aliases) and of any depth, and so may a
+value in Python. So the events of a file are counted before anything is made of them, and the entries of a
+value before anything is read from them.
 """
 
 from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, KeysView, Mapping, ValuesView
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
+from pydantic import BaseModel
 
 from fxsplit_encoder.errors import ConfigError
-from fxsplit_encoder.messages import shown
+from fxsplit_encoder.messages import name_of, shown
 
 MOST_BYTES = 1 << 16
 """Of a file."""
@@ -39,7 +42,7 @@ def read_settings(path: str | os.PathLike[str]) -> Mapping[Any, Any]:
     """
     text = _read_text(path)
     try:
-        _check_extent(text)
+        _check_stream(text)
         values = yaml.load(text, Loader=_SettingsLoader)
     except yaml.MarkedYAMLError as error:
         raise ConfigError(f"{_place(error.problem_mark)}not valid YAML: {error.problem}") from None
@@ -86,7 +89,7 @@ class _Anchor:
         self.depth = max(self.depth, depth + 1)
 
 
-def _check_extent(text: str) -> None:
+def _check_stream(text: str) -> None:
     """Raises ConfigError for a stream of events with too many values, or too deep.
 
     Every alias counts as what it stands for: of a hundred lines that may be more than any memory holds.
@@ -184,3 +187,57 @@ def _keys(node: Any) -> Iterator[yaml.ScalarNode]:
     """The keys of a mapping that are plain values; others are no keys, which PyYAML says."""
     pairs = node.value if isinstance(node, yaml.MappingNode) else ()
     return (key for key, _ in pairs if isinstance(key, yaml.ScalarNode))
+
+
+# --- how much a value in Python stands for
+
+# Of other classes nothing says how many values there are.
+_CONTAINERS = (list, tuple, set, frozenset, deque, range, KeysView, ValuesView, Mapping)
+
+
+def check_extent(value: object, where: str, depth: int = 0) -> int:
+    """How many values a setting has, those inside of its lists and mappings included.
+
+    Raises:
+        ConfigError: too many, or too deep inside of one another; or what may be iterated over without end.
+    """
+    if isinstance(value, str | bytes | bytearray):
+        return _check_length(value, where)
+    if not isinstance(value, _CONTAINERS):
+        if isinstance(value, Iterable) and not isinstance(value, BaseModel) and not callable(value):
+            raise ConfigError(
+                f"{where}: not a setting; allowed: a single value or a list; got {shown(value)}"
+            )
+        return 1
+    if depth > DEEPEST:
+        raise ConfigError(f"{where}: nested too deep; allowed: lists and mappings {DEEPEST} deep at most")
+    total = check_number(value, where)
+    for key, entry in value.items() if isinstance(value, Mapping) else enumerate(value):
+        field = name_of(key) if isinstance(key, str) else shown(key)
+        total += check_extent(entry, f"{where}.{field}" if where else field, depth + 1) - 1
+        if total > MOST_VALUES:
+            _refuse_number(total, value, where)
+    return total + 1
+
+
+def check_number(value: Any, where: str) -> int:
+    """How many entries a container has."""
+    # The length of a range may be no length of Python's.
+    total = MOST_VALUES + 1 if isinstance(value, range) and value[MOST_VALUES:] else len(value)
+    if total > MOST_VALUES:
+        _refuse_number(total, value, where)
+    return total
+
+
+def _refuse_number(total: int, value: object, where: str) -> NoReturn:
+    raise ConfigError(
+        f"{where or 'settings'}: {total} values or more; allowed: at most {MOST_VALUES}; got {shown(value)}"
+    )
+
+
+def _check_length(text: str | bytes | bytearray, where: str) -> int:
+    if len(text) > MOST_CHARACTERS:
+        raise ConfigError(
+            f"{where}: {len(text)} characters; allowed: at most {MOST_CHARACTERS}; got {shown(text)}"
+        )
+    return 1

@@ -19,7 +19,6 @@ and where none does the kernel is chosen as with `auto`. Conditions:
 
 from __future__ import annotations
 
-import difflib
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +26,7 @@ from typing import NamedTuple
 
 from fxsplit_encoder.attention.kernels import KERNELS, AttentionShape
 from fxsplit_encoder.errors import ConfigError
+from fxsplit_encoder.messages import nearest
 
 AUTO = "auto"
 KERNEL_NAMES: tuple[str, ...] = tuple(kernel.name for kernel in KERNELS)
@@ -94,6 +94,4 @@ def _condition(text: str) -> Condition | None:
 
 
 def _unknown(name: str, allowed: Sequence[str]) -> str:
-    nearest = difflib.get_close_matches(name, allowed, n=1)
-    hint = f"did you mean {nearest[0]}? " if nearest else ""
-    return f"unknown; {hint}allowed: {', '.join(allowed)}; got {name!r}"
+    return f"unknown; {nearest(name, allowed)}allowed: {', '.join(allowed)}; got {name!r}"
