@@ -123,9 +123,8 @@ def test_shipped_configurations_are_valid(path: Path) -> None:
     loaded = EncoderConfig.from_yaml(path)
     assert set(yaml.safe_load(path.read_text())) == loaded.model_fields_set
     ladders = [loaded.token_budgets, *(each.token_budgets for each in loaded.paths.values())]
-    listed = [budgets for budgets in ladders if budgets]
-    assert listed
-    assert all(budgets[0] >= loaded.max_items_per_batch > 0 for budgets in listed)
+    assert loaded.max_items_per_batch > 0
+    assert all(budgets[0] >= loaded.max_items_per_batch for budgets in ladders if budgets)
 
 
 def test_configurations_are_shipped() -> None:
