@@ -160,7 +160,7 @@ class PathConfig(_Settings):
 
     token_budgets: _PathBudgets = ()
     """Output tokens of each captured budget of this path, increasing. 0 may come first on a path that a batch
-    without tokens there skips, and says just that; if it is alone, the path is never captured. Empty: as for
+    without tokens there skips, and means just that; if it is alone, the path is never captured. Empty: as for
     every path."""
 
     mode: _Mode | None = None
@@ -193,7 +193,7 @@ class EncoderConfig(_Settings):
     mode: _Mode = "auto"
     """What is captured. full: budgets, as one graph each; piecewise: budgets, broken at every splitting op;
     breakable: budgets of the untouched module, not compiled, broken there and wherever its code asks for it;
-    exact: no budgets, but the very token counts that come, once they have come `exact_min_hits` times; none:
+    exact: no budgets, but the token counts that occur, after `exact_min_hits` uses; none:
     nothing, all run at their exact shape; auto: what measures cheapest for each budget, and token counts for
     which padding has cost more than their own capture would."""
 
@@ -227,7 +227,7 @@ class EncoderConfig(_Settings):
     ] = "auto"
     """What compiles the pieces between splitting ops. auto: inductor on CUDA, eager on a CPU. In Python, any
     callable that takes a graph module and its example inputs and returns a callable. torch.compile will not
-    do: Dynamo skips a frame, without a word and for good, if its first call is inside of another compilation.
+    do: Dynamo skips a frame, silently and permanently, if its first call is inside another compilation.
     """
 
     passes: Annotated[Literal["auto"] | tuple[GraphPass, ...], BeforeValidator(_check_passes)] = "auto"

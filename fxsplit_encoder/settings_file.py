@@ -157,7 +157,7 @@ def _place(mark: Any) -> str:
 
 class _SettingsLoader(_Parser):  # type: ignore[misc]
     """YAML's safe loader, but a key given twice is an error instead of the last one winning, and so is a
-    value that is not what its tag says.
+    value that does not have the type of its tag.
     """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -184,14 +184,14 @@ class _SettingsLoader(_Parser):  # type: ignore[misc]
 
 
 def _keys(node: Any) -> Iterator[yaml.ScalarNode]:
-    """The keys of a mapping that are plain values; others are no keys, which PyYAML says."""
+    """The keys of a mapping that are plain values; others are not, as PyYAML reports."""
     pairs = node.value if isinstance(node, yaml.MappingNode) else ()
     return (key for key, _ in pairs if isinstance(key, yaml.ScalarNode))
 
 
 # --- how much a value in Python stands for
 
-# Of other classes nothing says how many values there are.
+# Other classes do not tell how many values there are.
 _CONTAINERS = (list, tuple, set, frozenset, deque, range, KeysView, ValuesView, Mapping)
 
 

@@ -42,7 +42,7 @@ _HOST_US = 50.0
 # Distinct calls whose kernel is remembered.
 _MOST_CALLS = 4096
 
-# Segments of known lengths that are measured where one of them asks.
+# Numbers of segments that are measured together where the host has the lengths.
 _KNOWN_SEGMENTS = (1, 4, 16)
 
 _measuring: ContextVar[bool] = ContextVar("fxsplit_encoder_measuring_attention", default=False)
@@ -80,7 +80,7 @@ class Measurements:
         self._nearest: dict[AttentionShape, AttentionShape | None] = {}
         self._lock = threading.Lock()
         self.version = 0
-        """Grows whenever something was measured, so that who remembers a choice makes it again."""
+        """Grows whenever something was measured, so that remembered choices are made again."""
 
     def candidates(self, shape: AttentionShape) -> list[AttentionKernel]:
         """The kernels that work here and compute this shape; last resorts only where there is no other."""
@@ -232,8 +232,8 @@ class KernelChooser:
     def of(
         self, query_THD: Tensor, cu_seqlens: Tensor, max_seqlen: int, *, equal: bool = False
     ) -> AttentionKernel:
-        """The kernel of a call whose segments the host does not know, or that are a batch (`equal`). Costs a
-        dictionary's look-up where such a call has come before.
+        """The kernel of a call whose segments the host does not know, or that are a batch (`equal`). A call
+        that has come before costs one look-up in a dictionary.
         """
         call = (
             *(query_THD.shape, query_THD.dtype, query_THD.device, cu_seqlens.shape, max_seqlen, equal),
@@ -324,7 +324,7 @@ current_chooser: Callable[[], KernelChooser] = _current.get
 
 @contextlib.contextmanager
 def choosing(chooser: KernelChooser) -> Iterator[None]:
-    """Inside, this chooser decides: for captures as for what runs eagerly between and beside them."""
+    """Inside, this chooser decides: for captures and for what runs eagerly between them."""
     token = _current.set(chooser)
     try:
         yield

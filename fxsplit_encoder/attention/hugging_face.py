@@ -1,7 +1,7 @@
-"""Our op behind Hugging Face's attention interface, so that a packed tower calls it once a layer.
+"""Our op behind Hugging Face's attention interface, so that a packed tower calls it once per layer.
 
-Transformers takes its variable-length branch (one call a layer, cumulative lengths passed through) only for
-implementations whose name contains "flash"; any other name gets one call an image, split on the host.
+Transformers takes its variable-length branch (one call per layer, cumulative lengths passed through) only for
+implementations whose name contains "flash"; any other name gets one call per image, split on the host.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def use_dense_attention(module: nn.Module) -> None:
 
 
 def install_output_hooks(module: nn.Module) -> None:
-    """Makes Hugging Face's hooks that collect hidden states now: at their first use it takes a lock, which
+    """Installs Hugging Face's hooks that collect hidden states now: at their first use it takes a lock, which
     Dynamo cannot trace.
     """
     if isinstance(module, PreTrainedModel):

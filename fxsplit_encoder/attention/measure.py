@@ -19,8 +19,9 @@ from fxsplit_encoder.failed_capture import end_failed_capture
 
 _reference = PerSegment()
 
-# What a kernel's error may be: so many times that of the first accurate candidate, which is torch's own where
-# it works; and so many roundings of the dtype, for the first one itself and where its error is next to none.
+# What a kernel's error may be: a multiple of that of the first accurate candidate, which is torch's own where
+# it works; and a number of roundings of the dtype, for the first one itself and where its error is next to
+# none.
 _TOLERANCE = 1.1
 _FIRST_ROUNDINGS, _FEWEST_ROUNDINGS = 4.0, 0.25
 
@@ -29,7 +30,7 @@ _ROUND_US = 500.0
 _MOST_CALLS = 20
 _ROUNDS = 3
 
-# A kernel that takes so many times as long as another on the first batch is timed on no further one.
+# A kernel that takes this many times as long as another on the first batch is timed on no other.
 _FAR_BEHIND = 1.5
 
 
@@ -70,7 +71,7 @@ class Meter:
             try:
                 errors = map(functools.partial(_error, kernel), examples, references)
                 error = sum(errors) / len(examples)
-                if not error <= limit:  # it may be no number, where a row was not written
+                if not error <= limit:  # it may be NaN, where a row was not written
                     measured.rejected[kernel.name] = f"error {error:.2g}; allowed: {limit:.2g}"
                     continue
                 first = self.timer(_call(kernel, examples[0], shape), shape)
@@ -99,7 +100,7 @@ def _call(kernel: AttentionKernel, example: Example, shape: AttentionShape) -> C
 
 
 def _expected(example: Example) -> Tensor:
-    """In float32, which is exact beside the 16-bit values that are compared."""
+    """In float32, which is exact relative to the 16-bit values that are compared."""
     query, key, value = (tensor.float() for tensor in example[:3])
     out = _reference(query, key, value, example.cu_seqlens, example.max_seqlen, example.scale)
     return out[: example.rows]
@@ -107,8 +108,8 @@ def _expected(example: Example) -> Tensor:
 
 def _error(kernel: AttentionKernel, example: Example, expected: Tensor) -> float:
     """Root mean square of the difference, relative to that of the expected values."""
-    # Freed at once, so that the kernel is likely to get this memory: a row that it forgets is then no number,
-    # instead of the right one from an earlier kernel.
+    # Freed at once, so that the kernel is likely to get this memory: a row that it does not write is
+    # then NaN, instead of the right one from an earlier kernel.
     torch.full_like(example.query, float("nan"), memory_format=torch.contiguous_format)
     out = kernel(*example[:-1])[: example.rows].float()
     return float((out - expected).norm() / expected.norm())
@@ -139,7 +140,7 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def _elapsed(call: Callable[[], object], calls: int = 1) -> float:
-    """Microseconds of a call, mean of so many in a row."""
+    """Microseconds of a call, mean of `calls` in a row."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     start.record()
     for _ in range(calls):
@@ -150,7 +151,7 @@ def _elapsed(call: Callable[[], object], calls: int = 1) -> float:
 
 
 def _record(call: Callable[[], object], calls: int) -> torch.cuda.CUDAGraph:
-    """A graph of so many calls; its failure leaves the device as it was."""
+    """A graph of `calls` calls; its failure leaves the device as it was."""
     graph, memory = torch.cuda.CUDAGraph(), torch.cuda.MemPool()
     uses, handle = memory.use_count(), cast("Any", memory.id)
     with nothing_is_freed():
@@ -197,8 +198,8 @@ def example_lengths(shape: AttentionShape) -> list[list[int]]:
     """Segments that a call of this shape may have.
 
     One list where the host knows them: one segment of the greatest length, the others share the rest. Two for
-    a captured call: as many of the greatest length as there is room for, then empty ones; and all segments
-    equal, with rows left over behind the last.
+    a captured call: as many of the greatest length as fit, then empty ones; and all segments
+    equal, with rows left over after the last.
     """
     if shape.equal:
         return [[shape.longest] * shape.segments]

@@ -53,7 +53,7 @@ def attend_out(
 def attend_backward(
     grad_THD: Tensor, query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, cu_seqlens: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of `attend` for query, key and value, a segment at a time: right, not fast.
+    """The gradients of `attend` for query, key and value, one segment at a time: correct, not fast.
 
     Reads the boundaries on the host. Rows outside every segment get zero.
     """

@@ -13,7 +13,7 @@ and where none does the kernel is chosen as with `auto`. Conditions:
     captured, known       inside of a CUDA graph, or where the host knows the segments
     tokens<=N             the packed tokens of a call; also <, >=, > and =
     longest<=N            the longest segment, or its bound in a CUDA graph
-    segments<=N           the segments, or the room for them in a CUDA graph
+    segments<=N           the segments, or the capacity for them in a CUDA graph
     head_dim=N            the width of a head
 """
 
@@ -53,7 +53,7 @@ class Pin(NamedTuple):
     kernel: str
 
     def holds(self, shape: AttentionShape) -> bool:
-        """Whether it says which kernel this shape gets."""
+        """Whether it decides which kernel this shape gets."""
         return all(condition(shape) for condition in self.conditions)
 
 

@@ -148,7 +148,7 @@ def _padding(program: Program, steps: Sequence[Step]) -> str:
         return "; ".join(reasons)
     if not nodes.isdisjoint(program.padding.mixed):
         return "reads rows that are not proved"
-    return "proved" if program.padding.proved or program.padding.mixed else "not analysed"
+    return "proved" if program.padding.proved or program.padding.mixed else "not analyzed"
 
 
 def _nodes(step: Step) -> tuple[int, str]:

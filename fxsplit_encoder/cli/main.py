@@ -99,7 +99,7 @@ def demo(
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
 ) -> None:
-    """Encode photographs and a clip with a model's vision tower, beside eager, and compare.
+    """Encode photographs and a clip with a model's vision tower, and compare with eager.
 
     The weights are random and the width is the true one; on a CPU there are fewer blocks. The exit code is 1
     if an output differs from eager's by more than rounding does.
@@ -136,7 +136,7 @@ def encode(
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
 ) -> None:
-    """Encode images and clips to a safetensors file, one tensor an item.
+    """Encode images and clips to a safetensors file, one tensor per item.
 
     A tensor's key is the item's file name; the second file of a name gets NAME#2, the third NAME#3, in the
     order given. The metadata holds grid, tokens and kind of every item, the configuration, and the model.
@@ -235,7 +235,7 @@ def tune(
 ) -> None:
     """Choose the token budgets that serve a trace of requests at the least cost.
 
-    Prints what they would do beside powers of two, and writes a configuration.
+    Prints what they would do, compared with powers of two, and writes a configuration.
     """
     from fxsplit_encoder.cli.tune import parse_bytes, run_tune
     from fxsplit_encoder.tuning import LadderLimits

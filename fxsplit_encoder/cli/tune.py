@@ -21,7 +21,7 @@ def run_tune(
     costs: Path | None,
     packing: Packing,
 ) -> None:
-    """Choose budgets for a trace, print what they would do beside powers of two, and write them as YAML.
+    """Choose budgets for a trace, print what they would do compared with powers of two, and write YAML.
 
     Raises:
         InputError: the trace, the costs, an option or the output's directory is not usable.

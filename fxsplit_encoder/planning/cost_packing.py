@@ -15,7 +15,7 @@ from fxsplit_encoder.planning.costs import PathTable
 from fxsplit_encoder.planning.items import Capacity, Loads
 from fxsplit_encoder.planning.packing import check_capacity
 
-# Up to so many items the cheapest of all partitions is found. The work grows by a factor of 3 an item.
+# Up to this many items the cheapest of all partitions is found. Each item multiplies the work by 3.
 _MAX_ITEMS_SOLVED_EXACTLY = 10
 
 # More tokens than any batch has: the tables answer with an infinite cost.
@@ -35,7 +35,7 @@ def pack_by_cost(
     Args:
         loads: what the items take up. An item above the largest batch of a path is a batch of its own.
         tables: the costs of each path; no batch has more tokens there than its `largest`, and no budget is
-            replayed with more segments than it has room for.
+            replayed with more segments than it holds.
         capacity: what a batch of `pack_greedy` may have. Of this, a batch here keeps to `max_items`, and is
             not replayed with more than `max_frames`.
         per_batch: the cost that every batch adds.

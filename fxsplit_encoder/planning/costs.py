@@ -24,12 +24,12 @@ REPLAY_LAUNCH_TOKENS = 64
 
 EXACT_LAUNCH_TOKENS = 256
 """The same for the exact shape, whose launches come one by one from the host."""
-# There a small batch takes 5.3 ms: the launches take longer than the arithmetic, at 0.0168 ms a token.
+# There a small batch takes 5.3 ms: the launches take longer than the arithmetic, at 0.0168 ms per token.
 
 HOST_MS_PER_BATCH = 0.3
 """Host milliseconds that a batch adds, to decide whether it is worth splitting one."""
 
-# The price of a fallback that nobody measured, a token: above any replay, so that items are replayed where
+# The price per token of a fallback that was not measured: above any replay, so that items are replayed where
 # they can be. It grows with the tokens, or a batch that has to fall back would draw others in.
 _UNMEASURED_FALLBACK = 1e6
 
@@ -46,13 +46,13 @@ class CostCurve:
     """Pairs of (tokens, cost), tokens increasing from 0 or more."""
 
     def at(self, tokens: int) -> float:
-        """The cost of so many tokens."""
+        """The cost of this many tokens."""
         starts, bases, slopes = self._pieces
         piece = bisect_right(starts, tokens) - 1
         return bases[piece] + slopes[piece] * (tokens - starts[piece])
 
     def __call__(self, tokens: ArrayLike) -> NDArray[np.float64]:
-        """The costs of so many tokens each, in the same shape."""
+        """The costs of many token counts, in the same shape."""
         counts = np.asarray(tokens)
         starts, bases, slopes = map(np.array, self._pieces)
         piece = np.searchsorted(starts, counts, side="right") - 1
@@ -213,12 +213,12 @@ class PathTable:
     def replay(
         self, tokens: int, segments: int | None, *, smallest: bool = False
     ) -> tuple[int, float] | None:
-        """The budget for a batch, and its cost: the cheapest, or just the smallest with room; None: none.
+        """The budget for a batch, and its cost: the cheapest, or just the smallest that holds it; None: none.
 
         Args:
             tokens: output tokens of the batch.
             segments: its attention segments; None: not known, and not limited.
-            smallest: whether to take the smallest budget with room, whatever it costs.
+            smallest: whether to take the smallest budget that holds it, whatever it costs.
         """
         position = bisect_left(self.budgets, tokens)
         if segments is not None and self.min_room is not None and segments > self.min_room:
@@ -240,7 +240,7 @@ class PathTable:
         return (eager, True) if eager < exact else (exact, False)
 
     def _first_with_room(self, segments: int) -> int:
-        """The position of the first budget from which on every one holds so many segments."""
+        """The position of the first budget from which on every one holds `segments` segments."""
         too_small = (i for i, held in enumerate(self.room) if held is not None and held < segments)
         return max(too_small, default=-1) + 1
 
@@ -320,7 +320,7 @@ class PathTable:
 
     @functools.cached_property
     def _tokens_for_segments(self) -> NDArray[np.int64]:
-        """The tokens that so many segments are worth: more than the last budget without room for them."""
+        """The tokens that each number of segments is worth: more than the last budget too small for them."""
         most = max((count for count in self.room if count is not None), default=0)
         above = [0, *(budget + 1 for budget in self.budgets[:-1]), self.largest + 1]
         return np.array([above[self._first_with_room(count)] for count in range(most + 2)])

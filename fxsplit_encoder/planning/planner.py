@@ -47,17 +47,17 @@ def build_plan(
     """Pack items into batches and decide how each path of a batch is encoded.
 
     With `cost` packing the predicted costs of all batches add up to the least (see `pack_by_cost`), and each
-    path takes the cheapest of its replays and fallbacks. The greedy packings take the smallest budget with
-    room.
+    path takes the cheapest of its replays and fallbacks. The greedy packings take the smallest budget that
+    fits.
 
     Args:
         items: the images and videos of a request. Those with a refusal are batches of their own, in the order
             of the request and apart by reason.
-        limits: what the captures have room for.
+        limits: what the captures hold.
         captured: what can be replayed; None: everything that `limits` lists.
         packing: one of the configuration's packings.
         costs: what batches cost, and how many segments each capture holds; None: not measured, so padding is
-            minimised (`RouteCosts.unmeasured`), and segments are not limited.
+            minimized (`RouteCosts.unmeasured`), and segments are not limited.
 
     Raises:
         InputError: `costs` has no price for a capture.
@@ -203,7 +203,7 @@ def _route(
     return _Route(path, listed, not_needed, table)
 
 
-# What a route without measurements costs beside others that have some.
+# The costs of a path without measurements, where others have some.
 _NO_COSTS = RouteCosts()
 
 

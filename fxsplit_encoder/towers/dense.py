@@ -47,7 +47,7 @@ class DenseTower(TileTower):
     dense one, which for equal segments is faster than one with cumulative lengths.
 
     Args:
-        tower: the vision tower, whose parameters say on which device and in which dtype it computes.
+        tower: the vision tower, whose parameters determine device and dtype.
         tile_shape: channels, height and width of a tile.
         tokens_per_tile: rows of output that a tile gives.
         out_hidden_size: columns of the output.
@@ -139,7 +139,7 @@ class DenseTower(TileTower):
         return self._read(mm_kwargs)[0]
 
     def image_counts(self, mm_kwargs: dict[str, Any]) -> Any:
-        """The tiles of every image, as numbers in any container; None if nothing says so."""
+        """The tiles of every image, as numbers in any container; None if they are not given."""
         return next((mm_kwargs[key] for key in self.count_keys if mm_kwargs.get(key) is not None), None)
 
     def _read(self, mm_kwargs: dict[str, Any]) -> tuple[list[Tensor], list[int]]:

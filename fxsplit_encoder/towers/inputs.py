@@ -1,4 +1,4 @@
-"""Reading what a request holds: tensors of pixels, and the integers that say what they are.
+"""Reading what a request holds: tensors of pixels, and the integers that describe them.
 
 Every tower reads its inputs through these functions. They look at types, dtypes and sizes, and at no values
 but integers, in rows of a known width. A tower asks `number_of` how many rows there are before it reads them,
@@ -32,7 +32,7 @@ _REAL = _INTEGERS.union(_FLOATS)
 # A wrong tensor of so few entries is shown with them.
 _FEW = 16
 
-# Up to so many elements nobody asks how much memory there is.
+# Up to this many elements the memory is not asked for.
 _MANY = 1 << 24
 
 _ONLY_INTEGERS = {int}
@@ -104,7 +104,7 @@ def one_or_several(parts: list[Tensor]) -> Tensor | list[Tensor]:
 
 
 def rows_of(tensors: Sequence[Tensor], starts: Sequence[int], items: Sequence[int]) -> list[Tensor]:
-    """Views of the rows of some items, one for each run of neighbours.
+    """Views of the rows of some items, one for each run of neighbors.
 
     Args:
         tensors: the rows of all items, one tensor after another.
@@ -133,7 +133,7 @@ def rows_of(tensors: Sequence[Tensor], starts: Sequence[int], items: Sequence[in
 
 
 def number_of(value: Any) -> int:
-    """How many rows an input of integers has, without reading it; 0 for what is no such input."""
+    """How many rows an input of integers has, without reading it; 0 for any other value."""
     if isinstance(value, list | tuple):
         return len(value)
     if not isinstance(value, torch.Tensor | np.ndarray) or (

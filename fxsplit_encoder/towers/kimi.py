@@ -35,7 +35,7 @@ class RasterTower(PackedTower):
         "position_ids": (2, torch.int64),
         "interp_indices": (TAPS["bicubic"], torch.int32),
         "interp_weights": (TAPS["bicubic"], torch.float32),
-        "merge_order": (0, torch.int64),
+        "merge_permutation": (0, torch.int64),
     }
 
     def __init__(
@@ -67,7 +67,7 @@ class RasterTower(PackedTower):
             "position_ids": grids_of.positions(grids, merge_size=1),
             "interp_indices": indices,
             "interp_weights": weights,
-            "merge_order": grids_of.merge_order(grids, self.merge_size),
+            "merge_permutation": grids_of.merge_permutation(grids, self.merge_size),
         }
 
     def example_inputs(self) -> tuple[Tensor, Tensor]:
@@ -134,7 +134,7 @@ class KimiK25Tower(RasterTower):
     """Wraps `Kimi_K25VisionModel`.
 
     All frames of a clip attend to one another and then become one frame, their mean. Until then they are
-    rows like any others, so budgets count the tokens of every frame; the mean is taken behind the replay,
+    rows like any others, so budgets count the tokens of every frame; the mean is taken after the replay,
     clip by clip. Clips of different lengths may share a batch, which the wrapped tower alone refuses.
 
     An item's embedding is the tower's pooled output, flattened: (output tokens, merge area * hidden_size).
@@ -167,7 +167,7 @@ class KimiK25Tower(RasterTower):
         for frames, height, width in result:
             if frames > self.max_frames_per_video:
                 raise InputError(
-                    f"{name}: expected at most {self.max_frames_per_video} frames a clip; got "
+                    f"{name}: expected at most {self.max_frames_per_video} frames per clip; got "
                     f"{(frames, height, width)}; cut videos into such clips, as the video processor does"
                 )
         return result
@@ -210,7 +210,7 @@ class KimiK25Tower(RasterTower):
         return BaseModelOutputWithPooling(
             last_hidden_state=hidden,
             pooler_output=merge(  # type: ignore[arg-type]
-                hidden, metadata["merge_order"], self.rows_per_token
+                hidden, metadata["merge_permutation"], self.rows_per_token
             ),
         )
 

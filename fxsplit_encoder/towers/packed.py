@@ -46,8 +46,8 @@ class PackedTower(PackedItems):
     metadata_columns: ClassVar[dict[str, tuple[int, torch.dtype]]]
     """Name, columns and dtype of every per-patch metadata tensor; 0 columns: a vector, (patches,)."""
     segment_inputs: ClassVar[dict[str, int]] = {"cu_seqlens": 1}
-    """Every input of cumulative lengths, "cu_seqlens" the last, and how many of its segments take the room of
-    one frame: a capture for 8 frames holds 8 times as many."""
+    """Every input of cumulative lengths, "cu_seqlens" the last, and how many of its segments take the place
+    of one frame: a capture for 8 frames holds 8 times as many."""
     input_names: ClassVar[tuple[str, str]] = ("hidden_states", "grid_thw")
     """What the tower's own forward calls the patches and the grids."""
     takes_options: ClassVar[bool] = True
@@ -153,7 +153,7 @@ class PackedTower(PackedItems):
 
     def check_own_inputs(self, patches: Any, grids: Any) -> None:
         """Raises InputError unless they are tensors as `forward` takes. Values are not read: grids are
-        compared with the patches where they are read, which is once a call.
+        compared with the patches where they are read, which is once per call.
         """
         names = self.input_names
         self.check_patches(patches, names[0])
@@ -170,7 +170,7 @@ class PackedTower(PackedItems):
 
     def kept_metadata(self, grids: Sequence[Grid]) -> dict[str, Tensor]:
         """The same, kept for batches that come again: per patch on the tower's device then, cumulative
-        lengths on the CPU. Nobody may write to it.
+        lengths on the CPU. It is immutable.
         """
         return self._device_metadata.of(tuple(grids), self.device, self.metadata, self._cumulative_lengths)
 
@@ -233,8 +233,8 @@ class PackedTower(PackedItems):
         most = max_batch_size + max_frames_per_batch if only_frames else token_budget
         segments = segment_capacity(token_budget, most)
         for name, factor in self.segment_inputs.items():
-            room = factor * (segments + 1)
-            values[name] = full_cu_seqlens(room, rows, 1 if factor == 1 else room)
+            capacity = factor * (segments + 1)
+            values[name] = full_cu_seqlens(capacity, rows, 1 if factor == 1 else capacity)
         pixels = torch.randn(rows, self.patch_features, device=device, dtype=dtype)
         # Copies: replays write to these tensors, and metadata may be what a cache of frames holds.
         moved = {name: value.to(device=device, copy=True) for name, value in values.items()}
@@ -268,7 +268,7 @@ class PackedTower(PackedItems):
 
 
 def _without_return_dict(options: dict[str, Any]) -> dict[str, Any]:
-    """The options but for `return_dict=True`, which says what is done anyway."""
+    """The options without `return_dict=True`, which is the default here."""
     return {name: value for name, value in options.items() if name != "return_dict" or not value}
 
 
@@ -292,7 +292,7 @@ def _mark_dynamic(
         torch._dynamo.mark_static(patches, list(range(1, patches.dim())))
     if grid.dim() == 2 and grid.shape[0] > 0:
         grid = grid.view_as(grid)
-        # One image is a size like any other: a backed size of 1 would be specialised.
+        # One image is a size like any other: a backed size of 1 would be specialized.
         torch._dynamo.decorators.mark_unbacked(grid, 0)
         torch._dynamo.mark_static(grid, 1)
     return (patches, grid), options
@@ -306,7 +306,7 @@ def _mark_dynamic(
 
 def exact_metadata(pixel_values: Tensor, grid_thw: Tensor, tower_name: str) -> list[Tensor]:
     """Every per-patch metadata tensor, on the CPU or kept on the device; then the cumulative lengths
-    (segments + 1), on the CPU. Nobody may write to them.
+    (segments + 1), on the CPU. They are immutable.
     """
     tower = registered_tower(tower_name)
     metadata = tower.kept_metadata(_read_grids(tower, pixel_values, grid_thw))

@@ -57,7 +57,7 @@ def interpolation(
     )
 
 
-# An entry is 128 bytes a patch at the most.
+# An entry is at most 128 bytes per patch.
 @lru_cache(maxsize=256)
 def frame_interpolation(
     height: int, width: int, table: tuple[int, int], merge_size: int, align_corners: bool, mode: Mode

@@ -50,11 +50,11 @@ class Qwen25VLTower(PackedTower):
     has_plain_blocks = True
     metadata_columns: ClassVar[dict[str, tuple[int, torch.dtype]]] = {
         "position_ids": (2, torch.int64),
-        "window_order": (0, torch.int64),
-        "original_order": (0, torch.int64),
+        "window_permutation": (0, torch.int64),
+        "inverse_permutation": (0, torch.int64),
     }
     # A frame of n tokens has between n / 16 and (n + 3) / 4 windows of 4 x 4, and little more than n / 16
-    # unless it is very narrow. With room for 4 a typical frame of 32 tokens, a budget holds twice the windows
+    # unless it is very narrow. With 4 for each typical frame of 32 tokens, a budget holds twice the windows
     # of frames that they tile; every empty one costs attention.
     segment_inputs: ClassVar[dict[str, int]] = {"cu_window_seqlens": 4, "cu_seqlens": 1}
     takes_options: ClassVar[bool] = False
@@ -73,13 +73,17 @@ class Qwen25VLTower(PackedTower):
         self.from_angles = gives_angles(self.tower.rotary_pos_emb)  # type: ignore[arg-type]
 
     def metadata(self, grids: Sequence[Grid]) -> dict[str, Tensor]:
-        """Rotary positions in the order of windows, that order, and the way back."""
+        """Rotary positions in the order of windows, the permutation into that order, and its inverse."""
         # NumPy works in this thread alone, see `host_memory`.
-        order = grids_of.window_order(grids, self.merge_size, self.window).numpy()
-        back = np.empty_like(order)
-        back[order] = np.arange(order.shape[0])
-        positions = grids_of.positions(grids, self.merge_size).numpy()[order]
-        by_name = {"position_ids": positions, "window_order": order, "original_order": back}
+        permutation = grids_of.window_permutation(grids, self.merge_size, self.window).numpy()
+        inverse = np.empty_like(permutation)
+        inverse[permutation] = np.arange(permutation.shape[0])
+        positions = grids_of.positions(grids, self.merge_size).numpy()[permutation]
+        by_name = {
+            "position_ids": positions,
+            "window_permutation": permutation,
+            "inverse_permutation": inverse,
+        }
         return {name: torch.from_numpy(array) for name, array in by_name.items()}
 
     def segment_lengths(self, grids: Sequence[Grid]) -> dict[str, list[int]]:
@@ -98,11 +102,11 @@ class Qwen25VLTower(PackedTower):
     ) -> BaseModelOutputWithPooling:
         """The tower's forward with the permutations around its blocks computed beforehand.
 
-        Patches return to their own order before the merger rather than after it: it joins neighbours, which
+        Patches return to their own order before the merger rather than after it: it joins neighbors, which
         the order of windows keeps together, so the result is the same, and every row is then a token.
         """
         tower: Any = self.tower
-        hidden = permute_rows(tower.patch_embed(pixel_values), metadata["window_order"])
+        hidden = permute_rows(tower.patch_embed(pixel_values), metadata["window_permutation"])
         rotary = cosines_and_sines(
             tower.rotary_pos_emb, hidden, metadata["position_ids"], from_angles=self.from_angles
         )
@@ -114,12 +118,12 @@ class Qwen25VLTower(PackedTower):
         for number, block in enumerate(tower.blocks):
             segments = frames if number in self.full_attention else windows
             hidden = block(hidden, position_embeddings=rotary, **segments)
-        merged = tower.merger(permute_rows(hidden, metadata["original_order"]))
+        merged = tower.merger(permute_rows(hidden, metadata["inverse_permutation"]))
         return BaseModelOutputWithPooling(last_hidden_state=hidden, pooler_output=merged)
 
 
 class Qwen3VLTower(PackedTower):
-    """Wraps `Qwen3VLVisionModel` and `Qwen3VLMoeVisionModel`: deepstack features beside the main output.
+    """Wraps `Qwen3VLVisionModel` and `Qwen3VLMoeVisionModel`: deepstack features besides the main output.
 
     An item's embedding is (output tokens, out_hidden_size * (1 + deepstack levels)): the main output, then
     every deepstack level, along the hidden dimension.

@@ -49,10 +49,10 @@ class View:
 class TileTower(WrappedTower):
     """A tower of tiles behind the manager's protocol, and still a module with the tower's own forward.
 
-    An adapter gives `encode` and `tiles`, and says of items what the protocol asks.
+    An adapter gives `encode` and `tiles`, and the facts of items that the protocol asks for.
 
     Args:
-        tower: the vision tower, whose parameters say on which device and in which dtype it computes.
+        tower: the vision tower, whose parameters determine device and dtype.
         views: the tiles of every path; those of the first are what the module's own forward takes.
         out_hidden_size: columns of the output.
     """
@@ -200,7 +200,7 @@ def _mark_dynamic(
         if module.attends_with_mask and not MASKED_ATTENTION_TAKES_UNKNOWN_SIZES:
             torch._dynamo.maybe_mark_dynamic(pixels, 0)  # one tile is traced apart
         else:
-            # One tile is a number of tiles like any other: a backed size of 1 would be specialised.
+            # One tile is a number of tiles like any other: a backed size of 1 would be specialized.
             torch._dynamo.decorators.mark_unbacked(pixels, 0)
         torch._dynamo.mark_static(pixels, [1, 2, 3])
         args = (pixels, *args[1:])

@@ -150,7 +150,7 @@ def cheapest_ladders(
     enumerated. Of ladders of equal cost, those with the fewest graphs are taken.
 
     Raises:
-        InputError: the memory has no capacity for a budget of each path.
+        InputError: no budget of each path fits into the memory.
     """
     max_bytes, memory = limits.max_bytes, limits.memory
     every = np.unique(np.concatenate([search.candidates for search in searches.values()]))
@@ -166,7 +166,7 @@ def cheapest_ladders(
             best, chosen = together[position], (counts, int(tops[position]))
     if chosen is None:
         raise InputError(
-            f"max_bytes: expected room for a budget of each path, {len(searches)} graphs; the memory model "
+            f"max_bytes: expected enough for a budget of each path, {len(searches)} graphs; the memory model "
             f"needs {memory.num_bytes(int(every[0]), len(searches))} bytes for {every[0]} output tokens, and "
             f"more for larger ones; got {max_bytes}"
         )

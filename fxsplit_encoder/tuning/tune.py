@@ -1,8 +1,8 @@
 """Choosing token budgets from a trace: the ladder that serves it at the least cost.
 
 A demand is the output tokens of one batch on one path. Each path is tuned alone, because the paths of a batch
-replay independently: each takes the smallest of its own budgets with room for its own tokens. Only the memory
-of all captures ties them together. Limits on frames and attention segments are not modelled.
+replay independently: each takes the smallest of its own budgets that holds its own tokens. Only the memory
+of all captures ties them together. Limits on frames and attention segments are not modeled.
 
 Which batches the manager makes depends on the ladder. With `packing: cost` it depends on every budget, and no
 search over ladders could plan the trace for each. So the search takes the batches that greedy packing makes,
@@ -48,7 +48,7 @@ _MAX_JUDGED = 8
 
 @dataclass(frozen=True)
 class PathTuning:
-    """The tuned ladder of a path beside powers of two."""
+    """The tuned ladder of a path, and powers of two to compare with."""
 
     tuned: LadderForecast
     powers_of_two: LadderForecast
@@ -73,7 +73,7 @@ class Tuning:
     """How the manager was taken to pack."""
 
     host_cost: float = 0.0
-    """What the batches of the tuned ladders cost the host beside; 0.0 where costs are no times."""
+    """What the batches of the tuned ladders cost the host in addition; 0.0 where costs are not times."""
 
     @property
     def cost(self) -> float:
@@ -144,7 +144,7 @@ def tune_trace(
             None: those of the request with the most items.
 
     Raises:
-        InputError: there are no requests with tokens, or the limits have no room for a budget.
+        InputError: there are no requests with tokens, or the limits allow no budget.
     """
     paths = traced_paths(requests)
     items = max_items_per_batch or max(len(request) for request in requests)
@@ -196,8 +196,8 @@ def tune_budgets(
 ) -> Tuning:
     """The ladders that serve given demands at the least cost, exactly.
 
-    The smallest budget with room for a demand serves it, or its exact shape where that costs less, or where
-    no budget has room. A budget between two demands could be lowered to the smaller one, so the demands,
+    The smallest budget that holds a demand serves it, or its exact shape where that costs less, or where no
+    budget does. A budget between two demands could be lowered to the smaller one, so the demands,
     rounded up, are all the budgets worth considering. See `LadderSearch` for how the best are found.
 
     Args:
@@ -205,11 +205,11 @@ def tune_budgets(
         limits: what the ladders may be.
         costs: of a batch, for every path alike or by path; None: the estimate of `BatchCosts`.
         minimum: output tokens of the smallest budget, at least.
-        serve_largest: whether each ladder must have room for the largest demand up to `limits.maximum`.
+        serve_largest: whether each ladder must hold the largest demand up to `limits.maximum`.
 
     Raises:
         InputError: a path has no demand that a budget may serve, `minimum` is not positive, or the limits
-            have no room for a budget.
+            allow no budget.
     """
     check_positive(minimum=minimum)
     for path, listed in demands.items():
@@ -249,14 +249,14 @@ def tune_budgets(
 
 
 def _cuts(loads: NDArray[np.int64], num_paths: int, limits: LadderLimits) -> list[int]:
-    """The tokens to cut requests at, decreasing: loads with room for a graph of each path, at most
+    """The tokens to cut requests at, decreasing: loads at which a graph of each path fits, at most
     `_MAX_CUTS`.
     """
     max_bytes, memory = limits.max_bytes, limits.memory
     fitting = loads if max_bytes is None else loads[loads <= memory.largest_budget(max_bytes, num_paths)]
     if not len(fitting):
         raise InputError(
-            f"max_bytes: expected room for {num_paths} graphs of at least {loads[0]} output tokens, "
+            f"max_bytes: expected enough for {num_paths} graphs of at least {loads[0]} output tokens, "
             f"{memory.num_bytes(int(loads[0]), num_paths)} bytes by the memory model; got {max_bytes}"
         )
     spread = np.unique(np.linspace(0, len(fitting) - 1, _MAX_CUTS).round().astype(int))

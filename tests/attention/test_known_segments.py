@@ -81,7 +81,7 @@ def test_kernels_that_share_the_segments_equal_one(lengths: list[int], has_come_
     assert out[-2:].eq(7).all()
 
 
-def test_neighbours_of_one_length_are_one_dense_batch_from_the_second_time_on() -> None:
+def test_neighbors_of_one_length_are_one_dense_batch_from_the_second_time_on() -> None:
     device, lengths = Device(), [2, 6, 6, 6, 3, 3, 9]
     device.run(lengths)
     assert device.calls() == ([(7, 9)], [])

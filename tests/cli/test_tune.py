@@ -100,7 +100,7 @@ def test_wrong_inputs_are_a_line_and_exit_code_2(tmp_path: Path) -> None:
         (without_items,): "expected a trace with at least one item that has output tokens",
         (broken,): "broken.jsonl, line 2, items: expected a list; got 3",
         (good, "--max-bytes", "much"): "--max-bytes much: max_graph_bytes: not a size",
-        (good, "--max-bytes", "1KiB"): "max_bytes: expected room for",
+        (good, "--max-bytes", "1KiB"): "max_bytes: expected enough for",
         (good, "--max-budget", "50"): "maximum: expected at least 100 output tokens",
         (good, "--costs", tmp_path / "absent.json"): "absent.json: cannot be read",
         (good, "-o", tmp_path / "absent" / "x.yaml"): "x.yaml: no such directory",

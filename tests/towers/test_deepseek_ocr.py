@@ -19,7 +19,7 @@ from fxsplit_encoder.modules.clip_encoder import ClipConfig
 from fxsplit_encoder.modules.deepseek_encoder import DeepseekOcrConfig, DeepseekOcrVisionModel
 from fxsplit_encoder.modules.sam import SamConfig
 
-from .random_weights import randomise
+from .random_weights import randomize
 from .tiny_views import deepseek_ocr_config
 from .token_counts import TOKEN, prompts_of
 from .two_views import Crops, Family, TwoViewTests, assert_items, resize_bicubic
@@ -28,7 +28,7 @@ CONFIG = deepseek_ocr_config(layers=2)
 
 
 def make_model(config: DeepseekOcrConfig = CONFIG, seed: int = 5) -> DeepseekOcrVisionModel:
-    model = randomise(DeepseekOcrVisionModel(config), seed)
+    model = randomize(DeepseekOcrVisionModel(config), seed)
     assert isinstance(model, DeepseekOcrVisionModel)
     return model
 
@@ -47,9 +47,9 @@ class Reference:
         return x @ self.tensors[f"{name}.weight"].T + self.tensors[f"{name}.bias"]
 
     def norm(self, x: Tensor, name: str, eps: float) -> Tensor:
-        centred = x - x.mean(-1, keepdim=True)
-        deviation = (centred.square().mean(-1, keepdim=True) + eps).sqrt()
-        return centred / deviation * self.tensors[f"{name}.weight"] + self.tensors[f"{name}.bias"]
+        centered = x - x.mean(-1, keepdim=True)
+        deviation = (centered.square().mean(-1, keepdim=True) + eps).sqrt()
+        return centered / deviation * self.tensors[f"{name}.weight"] + self.tensors[f"{name}.bias"]
 
     def convolve(self, x_HWC: Tensor, name: str, stride: int, padding: int) -> Tensor:
         weight = self.tensors[f"{name}.weight"]
@@ -153,7 +153,7 @@ class Reference:
 
 
 def resize_linear(table: Tensor, length: int) -> Tensor:
-    """Between the centres of entries, the ends repeated."""
+    """Between the centers of entries, the ends repeated."""
     old = table.shape[0]
     rows = []
     for i in range(length):

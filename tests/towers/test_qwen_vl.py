@@ -13,7 +13,7 @@ from fxsplit_encoder.attention.kernels.generic import PerSegment
 from fxsplit_encoder.errors import ReplayError
 
 from .packed_tower_tests import Grid, PackedTowerTests, Towers, assert_equal, make_batch
-from .random_weights import randomise
+from .random_weights import randomize
 from .tiny_packed import qwen2_5_vl, qwen2_vl, qwen3_5
 
 sides = st.integers(1, 10).map(lambda n: 2 * n)
@@ -32,8 +32,8 @@ class TestQwen2VL(PackedTowerTests):
 class TestQwen25VL(PackedTowerTests):
     metadata: ClassVar[list[str]] = [
         "position_ids",
-        "window_order",
-        "original_order",
+        "window_permutation",
+        "inverse_permutation",
         "cu_window_seqlens",
         "cu_seqlens",
     ]
@@ -124,7 +124,7 @@ class TestQwen25VL(PackedTowerTests):
         path = managers["full"].paths["default"]
         values = path.values(make_batch([(1, 4, 6)]))
         captured = path.best_capture(path.ladder, 16, values)
-        for name in ("window_order", "original_order"):
+        for name in ("window_permutation", "inverse_permutation"):
             with pytest.raises(ReplayError, match=f"{name}: got an order of 24 rows with entries from"):
                 captured.inputs.buffers[name].check(values[name] + 1)
 
@@ -140,7 +140,7 @@ class TestQwen35(PackedTowerTests):
 
 @torch.no_grad()
 def test_the_mixture_of_experts_models_have_the_same_tower() -> None:
-    reference = randomise(qwen3_5(blocks=3, moe=True))
+    reference = randomize(qwen3_5(blocks=3, moe=True))
     inputs = make_batch([(1, 4, 6), (2, 4, 4)])
     expected = reference(inputs["pixel_values"], inputs["image_grid_thw"]).pooler_output
     manager = fx.EncoderCudaGraphManager(fx.wrap(reference), fx.EncoderConfig(mode="none"))

@@ -97,7 +97,7 @@ def test_no_ladder_within_the_memory_costs_less(
         return tuning.paths["default"].tuned.budgets
 
     if not allowed:
-        with pytest.raises(InputError, match="max_bytes: expected room"):
+        with pytest.raises(InputError, match="max_bytes: expected enough"):
             tune()
         return
     budgets = tune()
@@ -198,7 +198,7 @@ def test_a_forecast_is_what_the_definition_says() -> None:
 
 
 def planned_cost(ladder: Sequence[int], batches: Sequence[int], costs: BatchCosts, packing: Packing) -> float:
-    """The definition: only packing by cost compares a budget that has room with the exact shape."""
+    """The definition: only packing by cost compares a budget that fits with the exact shape."""
     if packing == "cost":
         return cost_of(ladder, batches, costs)
     fits = [min((b for b in ladder if b >= tokens), default=None) for tokens in batches]
@@ -426,7 +426,7 @@ def test_wrong_arguments_are_named() -> None:
         tune_budgets(demands, LadderLimits(1, maximum=9))
     with pytest.raises(InputError, match=r"maximum: expected at least 10 output tokens.* got 9"):
         tune_trace([request(10)], LadderLimits(1, maximum=9, max_bytes=2**40))
-    with pytest.raises(InputError, match=r"max_bytes: expected room .*; got 1"):
+    with pytest.raises(InputError, match=r"max_bytes: expected enough .*; got 1"):
         tune_trace([request(10)], LadderLimits(1, max_bytes=1))
     with pytest.raises(InputError, match="expected those of path 'default' too; got local"):
         tune_budgets(demands, LadderLimits(1), costs={"local": BatchCosts()})

@@ -181,7 +181,7 @@ class HalfPrecisionKernel(AttentionKernel):
 
 
 class PaddedHeads(AttentionKernel):
-    """Another kernel behind a padding of head_dim; zeros change neither logits nor outputs.
+    """Pads head_dim for another kernel; zeros change neither logits nor outputs.
 
     Args:
         kernel: what attends.

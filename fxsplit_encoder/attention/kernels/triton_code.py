@@ -175,7 +175,7 @@ def _launch(
 ) -> None:
     """Launches the kernel, past Triton's search for the version if that has run before.
 
-    Between the graphs of a piecewise capture every microsecond of this counts once a layer.
+    Between the graphs of a piecewise capture every microsecond of this counts once per layer.
 
     Args:
         args: of the kernel; the first four are the tensors by whose dtype and alignment Triton tells versions

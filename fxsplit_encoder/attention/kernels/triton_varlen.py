@@ -16,7 +16,7 @@ class TritonVarlen(HalfPrecisionKernel):
     """`attention.kernels.triton_code`, with one size of tiles.
 
     At 196 tokens and 16 heads of 72, tiles of 64 queries make 64 programs for the 132 multiprocessors of an
-    H200 and tiles of 192, 32. Where segments are long, kernels that specialise warps are faster.
+    H200 and tiles of 192, 32. Where segments are long, kernels that specialize warps are faster.
 
     Args:
         block_m: queries of a tile.
