@@ -11,7 +11,7 @@ from tabulate import tabulate
 
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.manager.path_captures import PathCaptures
-from fxsplit_encoder.planning.costs import EXACT_LAUNCH_TOKENS, RouteCosts
+from fxsplit_encoder.planning.costs import EXACT_LAUNCH_TOKENS, PathCosts
 from fxsplit_encoder.planning.limits import CaptureKey, Limits
 
 
@@ -126,7 +126,7 @@ def _unreachable(path: PathCaptures, previous: int, budget: int, max_items: int)
 
 
 def least_useful(
-    costs: RouteCosts, budgets: Sequence[int], num_bytes: Sequence[int], skippable: bool
+    costs: PathCosts, budgets: Sequence[int], num_bytes: Sequence[int], skippable: bool
 ) -> tuple[int, float]:
     """The budget that gains least for its bytes, and that gain.
 
@@ -138,7 +138,7 @@ def least_useful(
             than its own, for its launches.
         budgets: those that are captured, increasing.
         num_bytes: the memory of each.
-        skippable: as for `RouteCosts.table`.
+        skippable: as for `PathCosts.table`.
     """
     every = tuple(budgets)
     tokens = np.arange(1, every[-1] + 1)

@@ -9,7 +9,7 @@ import torch
 from fxsplit_encoder.capture import BudgetLadder, CaptureRequest, ExactShapes, HandedOut, SharedBuffers
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.planning import MissReason
-from fxsplit_encoder.planning.costs import CostCurve, RouteCosts
+from fxsplit_encoder.planning.costs import CostCurve, PathCosts
 from fxsplit_encoder.planning.plan import PathPlan
 
 # Inputs of larger captures than any before get as many rows again to spare: sizes come in no order.
@@ -56,11 +56,11 @@ class ExactReplays:
             attention_ms=attention_ms,
         )
         self._remaining_bytes = remaining_bytes
-        self._costs = RouteCosts()
+        self._costs = PathCosts()
         self._replay_curve = CostCurve(())
         self._capture_ms = 0.0
 
-    def use_costs(self, costs: RouteCosts, capture_ms: float) -> None:
+    def use_costs(self, costs: PathCosts, capture_ms: float) -> None:
         """What replays, other runs, and a capture of the path cost; for `by_cost`."""
         self._costs = costs
         self._replay_curve = CostCurve(tuple(sorted(costs.replay.items())))

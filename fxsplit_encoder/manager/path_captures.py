@@ -13,11 +13,11 @@ from fxsplit_encoder.compile import BoundProgram, CompileOptions
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import CaptureError, InputError
 from fxsplit_encoder.manager.exact_replays import ExactReplays
-from fxsplit_encoder.manager.path_costs import PathCosts, measure_path
+from fxsplit_encoder.manager.path_costs import MeasuredPath, measure_path
 from fxsplit_encoder.manager.path_forward import PathForward
 from fxsplit_encoder.manager.path_requests import request_of_module, request_of_program
 from fxsplit_encoder.manager.tensor_parallel import agreement_of
-from fxsplit_encoder.planning.costs import RouteCosts
+from fxsplit_encoder.planning.costs import PathCosts
 from fxsplit_encoder.planning.limits import CaptureKey, Limits
 from fxsplit_encoder.protocol import BudgetGraphMetadata, SupportsEncoderCudaGraph
 
@@ -90,7 +90,7 @@ class PathCaptures:
             )
         self.segment_room: dict[int, int] = {}
         """The attention segments that a captured budget holds; not there for a forward without any."""
-        self._measured = PathCosts()
+        self._measured = MeasuredPath()
 
     @property
     def label(self) -> str:
@@ -282,7 +282,7 @@ class PathCaptures:
         if self._measured.out_of_memory is not None:
             self.note(f"{self.label}: out of memory while {self._measured.out_of_memory} tokens were timed")
 
-    def costs(self) -> RouteCosts:
+    def costs(self) -> PathCosts:
         """What was measured, or an order of preference where nothing was."""
         compiled = self.program is not None
         return self._measured.with_captures(self.ladder, self.segment_room, compiled=compiled)

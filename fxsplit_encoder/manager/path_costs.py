@@ -14,14 +14,14 @@ from fxsplit_encoder.capture import BudgetLadder, measure_ms
 from fxsplit_encoder.capture.runner import ExactRunner
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.manager.path_forward import PathForward
-from fxsplit_encoder.planning.costs import Points, RouteCosts
+from fxsplit_encoder.planning.costs import PathCosts, Points
 
 # Equal segments that a full budget is cut into to find what attention costs.
 _MEASURED_SEGMENTS = 8
 
 
 @dataclass(frozen=True)
-class PathCosts:
+class MeasuredPath:
     """What was measured of a path's forward without captures."""
 
     eager: Points = ()
@@ -36,7 +36,7 @@ class PathCosts:
     out_of_memory: int | None = None
     """The output tokens at which memory ran out, and no more were timed."""
 
-    def with_captures(self, ladder: BudgetLadder, room: Mapping[int, int], *, compiled: bool) -> RouteCosts:
+    def with_captures(self, ladder: BudgetLadder, room: Mapping[int, int], *, compiled: bool) -> PathCosts:
         """The costs of the path with its captures, or an order of preference where nothing was measured.
 
         Args:
@@ -47,14 +47,14 @@ class PathCosts:
         budgets = sorted(ladder.captured)
         measured = ladder.costs
         if not measured:
-            return RouteCosts.unmeasured(budgets, room)
+            return PathCosts.unmeasured(budgets, room)
         # A batch of short segments has less attention to hide the host behind.
         exact = tuple(
             (b, max(costs.host, self._beside_attention(b, costs.exact_price)))
             for b, costs in sorted(measured.items())
             if math.isfinite(costs.exact)  # else memory ran out
         )
-        return RouteCosts(
+        return PathCosts(
             replay={b: self._beside_attention(b, measured[b].best) for b in budgets},
             one_segment={
                 b: self._beside_attention(b, cost)
@@ -77,7 +77,7 @@ class PathCosts:
 
 @torch.no_grad()
 @measuring()
-def measure_path(forward: PathForward, budgets: Sequence[int]) -> PathCosts:
+def measure_path(forward: PathForward, budgets: Sequence[int]) -> MeasuredPath:
     """Times the tower's own forward at the smallest, the middle and the largest budget, and attention."""
     eager: list[tuple[int, float]] = []
     attention, rows_per_token, out_of_memory = 0.0, 1.0, None
@@ -94,7 +94,7 @@ def measure_path(forward: PathForward, budgets: Sequence[int]) -> PathCosts:
         except torch.OutOfMemoryError:
             out_of_memory = budget
             break
-    return PathCosts(tuple(eager), attention, rows_per_token, out_of_memory)
+    return MeasuredPath(tuple(eager), attention, rows_per_token, out_of_memory)
 
 
 def _attention_cost(forward: PathForward, values: Mapping[str, Tensor], before: float) -> float:

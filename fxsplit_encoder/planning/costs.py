@@ -74,7 +74,7 @@ class CostCurve:
 
 
 @dataclass(frozen=True)
-class RouteCosts:
+class PathCosts:
     """What one path costs at one combination of axis keys, without its attention over segments.
 
     A fallback is cheapest of `exact` and `eager`. If neither was measured, it is taken only where no replay
@@ -117,7 +117,7 @@ class RouteCosts:
                 )
 
     @classmethod
-    def unmeasured(cls, budgets: Iterable[int], room: Mapping[int, int] | None = None) -> RouteCosts:
+    def unmeasured(cls, budgets: Iterable[int], room: Mapping[int, int] | None = None) -> PathCosts:
         """Costs for machines without CUDA, and before capture: least padding, then fewest replays.
 
         A replay costs its budget and 64 tokens more, in arbitrary units; the exact shape is taken only where
@@ -165,7 +165,7 @@ class RouteCosts:
 class CostModel:
     """What batches cost, to choose between ways to pack and to run them."""
 
-    routes: Mapping[tuple[str, tuple[Hashable, ...]], RouteCosts]
+    routes: Mapping[tuple[str, tuple[Hashable, ...]], PathCosts]
     """The costs by (path, axis keys)."""
 
     per_batch: float = 0.0
@@ -180,12 +180,12 @@ class PathTable:
 
     Args:
         route: the costs.
-        budgets, room, largest, skippable: as for `RouteCosts.table`.
+        budgets, room, largest, skippable: as for `PathCosts.table`.
     """
 
     def __init__(
         self,
-        route: RouteCosts,
+        route: PathCosts,
         budgets: tuple[int, ...],
         room: tuple[int | None, ...],
         largest: int,

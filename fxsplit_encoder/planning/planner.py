@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar
 from fxsplit_encoder.config import Packing
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.planning.cost_packing import pack_by_cost
-from fxsplit_encoder.planning.costs import CostModel, PathTable, RouteCosts
+from fxsplit_encoder.planning.costs import CostModel, PathCosts, PathTable
 from fxsplit_encoder.planning.items import Capacity, Item, Loads
 from fxsplit_encoder.planning.limits import CaptureKey, Limits
 from fxsplit_encoder.planning.packing import pack_greedy
@@ -57,7 +57,7 @@ def build_plan(
         captured: what can be replayed; None: everything that `limits` lists.
         packing: one of the configuration's packings.
         costs: what batches cost, and how many segments each capture holds; None: not measured, so padding is
-            minimized (`RouteCosts.unmeasured`), and segments are not limited.
+            minimized (`PathCosts.unmeasured`), and segments are not limited.
 
     Raises:
         InputError: `costs` has no price for a capture.
@@ -204,12 +204,12 @@ def _route(
 
 
 # The costs of a path without measurements, where others have some.
-_NO_COSTS = RouteCosts()
+_NO_COSTS = PathCosts()
 
 
 @functools.lru_cache(maxsize=1024)
-def _unmeasured(budgets: tuple[int, ...]) -> RouteCosts:
-    return RouteCosts.unmeasured(budgets)
+def _unmeasured(budgets: tuple[int, ...]) -> PathCosts:
+    return PathCosts.unmeasured(budgets)
 
 
 # --- the items of a request

@@ -16,8 +16,8 @@ from fxsplit_encoder.planning.costs import (
     EXACT_LAUNCH_TOKENS,
     REPLAY_LAUNCH_TOKENS,
     CostCurve,
+    PathCosts,
     Points,
-    RouteCosts,
 )
 
 # Estimated from the widths of the same tower in 16 bits: the values that are alive in a block, 27 blocks of
@@ -91,9 +91,9 @@ class BatchCosts:
         """Costs in milliseconds, through measured points: output tokens to milliseconds."""
         return cls(RisingCurve.from_mapping(replay_ms), RisingCurve.from_mapping(exact_ms), "ms")
 
-    def of_ladder(self, budgets: Sequence[int]) -> RouteCosts:
+    def of_ladder(self, budgets: Sequence[int]) -> PathCosts:
         """The costs that the manager would find for a path with these budgets."""
-        return RouteCosts({b: self.replay.at(b) for b in budgets}, exact=self.exact.from_one_token())
+        return PathCosts({b: self.replay.at(b) for b in budgets}, exact=self.exact.from_one_token())
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 import fxsplit_encoder as fx
 from fxsplit_encoder.manager.exact_replays import ExactReplays
 from fxsplit_encoder.planning import CaptureKey, PathPlan
-from fxsplit_encoder.planning.costs import RouteCosts
+from fxsplit_encoder.planning.costs import PathCosts
 
 TOLERANCE = 1e-5
 EXACT = CaptureKey("default", 0)
@@ -163,7 +163,7 @@ def by_cost(capture_ms: float) -> ExactReplays:
     replays = ExactReplays(
         request, torch.device("cpu"), fx.EncoderConfig(), by_cost=True, remaining_bytes=lambda: None
     )
-    costs = RouteCosts(replay={64: 2.0, 128: 3.0}, exact=((64, 4.0), (128, 5.0)), eager=((64, 9.0),))
+    costs = PathCosts(replay={64: 2.0, 128: 3.0}, exact=((64, 4.0), (128, 5.0)), eager=((64, 9.0),))
     replays.use_costs(costs, capture_ms)
     return replays
 

@@ -9,10 +9,10 @@ import torch
 
 from fxsplit_encoder.capture.ladder import MeasuredCosts
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.manager.path_costs import PathCosts, measure_path
+from fxsplit_encoder.manager.path_costs import MeasuredPath, measure_path
 
 # Attention takes 1 ms over 10 tokens in one segment, 4 ms over 20.
-MEASURED = PathCosts(eager=((10, 9.0),), attention=1 / 1600, rows_per_token=4.0)
+MEASURED = MeasuredPath(eager=((10, 9.0),), attention=1 / 1600, rows_per_token=4.0)
 
 
 def ladder(costs: dict[int, MeasuredCosts], exact: tuple[int, ...] = ()) -> Any:
@@ -84,7 +84,7 @@ def as_told(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("as_told")
 def test_the_towers_own_forward_is_timed_at_three_sizes() -> None:
     found = measure_path(Forward(), (10, 20, 30, 40, 50))  # type: ignore[arg-type]
-    assert found == PathCosts(((10, 10.0), (30, 30.0), (50, 50.0)), 0.0, rows_per_token=4.0)
+    assert found == MeasuredPath(((10, 10.0), (30, 30.0), (50, 50.0)), 0.0, rows_per_token=4.0)
     assert measure_path(Forward(compiled=False), (10,)).rows_per_token == 1.0  # type: ignore[arg-type]
 
 

@@ -15,7 +15,7 @@ import fxsplit_encoder as fx
 from fxsplit_encoder.capture import CapturedForward
 from fxsplit_encoder.errors import ConfigError, ReplayError
 from fxsplit_encoder.manager.path_captures import PathCaptures
-from fxsplit_encoder.manager.path_costs import PathCosts
+from fxsplit_encoder.manager.path_costs import MeasuredPath
 from fxsplit_encoder.planning import CaptureKey
 
 from .mock_towers import (
@@ -196,7 +196,7 @@ def test_what_is_captured_is_measured_first_and_nothing_else(monkeypatch: pytest
 
 def test_captures_are_judged_by_the_attention_that_was_measured() -> None:
     path = captured(PathsModel()).paths["global"]
-    path._measured = PathCosts(attention=0.5, rows_per_token=4.0)
+    path._measured = MeasuredPath(attention=0.5, rows_per_token=4.0)
     assert path.ladder._attention_ms(2) == 0.5 * 8**2
     assert path.rows_per_token == 4.0
 

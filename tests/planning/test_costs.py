@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.planning.costs import CostCurve, PathTable, RouteCosts
+from fxsplit_encoder.planning.costs import CostCurve, PathCosts, PathTable
 
 # A tower of 27 blocks on one H200: milliseconds.
 REPLAY = {64: 1.72, 256: 3.47, 1024: 17.7, 1764: 42.3}
@@ -14,7 +14,7 @@ EXACT = ((256, 4.5), (268, 4.5), (1764, 29.6))
 
 
 def table(
-    route: RouteCosts,
+    route: PathCosts,
     budgets: tuple[int, ...] = tuple(REPLAY),
     *,
     largest: int = 1764,
@@ -24,7 +24,7 @@ def table(
 
 
 def test_a_batch_costs_the_cheapest_way_to_run_it() -> None:
-    costs = table(RouteCosts(REPLAY, exact=EXACT))
+    costs = table(PathCosts(REPLAY, exact=EXACT))
     assert costs.replay(64, None) == (64, 1.72)
     assert costs.replay(65, None) == (256, 3.47)
     assert costs.replay(1765, None) is None
@@ -35,14 +35,14 @@ def test_a_batch_costs_the_cheapest_way_to_run_it() -> None:
 
 
 def test_a_larger_budget_is_taken_where_it_was_measured_to_be_cheaper() -> None:
-    costs = table(RouteCosts({64: 2.0, 128: 1.9, 256: 3.0}), (64, 128, 256))
+    costs = table(PathCosts({64: 2.0, 128: 1.9, 256: 3.0}), (64, 128, 256))
     assert costs.replay(10, None) == (128, 1.9)
     assert costs.replay(10, None, smallest=True) == (64, 2.0)
-    assert table(RouteCosts({64: 2.0, 128: 1.9}), (64,), largest=64).replay(10, None) == (64, 2.0)
+    assert table(PathCosts({64: 2.0, 128: 1.9}), (64,), largest=64).replay(10, None) == (64, 2.0)
 
 
 def test_fallbacks_are_linear_between_and_beyond_their_points() -> None:
-    route = RouteCosts(exact=((10, 2.0), (20, 4.0), (40, 5.0)), eager=((30, 3.0),))
+    route = PathCosts(exact=((10, 2.0), (20, 4.0), (40, 5.0)), eager=((30, 3.0),))
     costs = table(route, (), largest=60)
     assert costs.predicts_fallbacks
     assert costs.fallback(5) == (2.0, False)
@@ -54,7 +54,7 @@ def test_fallbacks_are_linear_between_and_beyond_their_points() -> None:
 
 
 def test_unmeasured_costs_prefer_replays_and_little_padding() -> None:
-    route = RouteCosts.unmeasured((64, 128), {64: 2})
+    route = PathCosts.unmeasured((64, 128), {64: 2})
     costs = table(route, (64, 128), largest=128)
     assert not route.measured
     assert not costs.predicts_fallbacks
@@ -66,7 +66,7 @@ def test_unmeasured_costs_prefer_replays_and_little_padding() -> None:
 
 
 def test_segments_need_a_budget_with_room() -> None:
-    costs = table(RouteCosts(REPLAY, exact=EXACT, room={64: 2, 256: 8, 1024: 32}))
+    costs = table(PathCosts(REPLAY, exact=EXACT, room={64: 2, 256: 8, 1024: 32}))
     assert costs.min_room == 2
     assert [costs.replay(10, segments) for segments in (2, 3, 8, 9, 33)] == [
         (64, 1.72),
@@ -75,21 +75,21 @@ def test_segments_need_a_budget_with_room() -> None:
         (1024, 17.7),
         (1764, 42.3),
     ]
-    tight = table(RouteCosts({64: 1.0, 128: 2.0}, room={64: 2, 128: 4}), (64, 128), largest=128)
+    tight = table(PathCosts({64: 1.0, 128: 2.0}, room={64: 2, 128: 4}), (64, 128), largest=128)
     assert tight.replay(10, 5) is None
 
 
 def test_a_single_segment_may_have_captures_of_its_own() -> None:
-    costs = table(RouteCosts(REPLAY, {256: 3.0}, exact=EXACT))
+    costs = table(PathCosts(REPLAY, {256: 3.0}, exact=EXACT))
     assert costs.has_one_segment
     assert costs.replay(200, 1) == (256, 3.0)
     assert costs.replay(200, 2) == costs.replay(200, None) == (256, 3.47)
     assert costs.costs(np.array([10, 200]), one_segment=True).tolist() == [1.72, 3.0]
-    assert not table(RouteCosts(REPLAY, REPLAY)).has_one_segment
+    assert not table(PathCosts(REPLAY, REPLAY)).has_one_segment
 
 
 def test_a_batch_without_tokens_is_skipped_or_a_replay_of_padding() -> None:
-    route = RouteCosts(REPLAY, exact=((1, 0.1),))
+    route = PathCosts(REPLAY, exact=((1, 0.1),))
     assert table(route, skippable=True).costs(np.array([0, 1])).tolist() == [0.0, 0.1]
     assert table(route).costs(np.array([0])).tolist() == [1.72]
     assert table(route, skippable=True).costs(
@@ -98,7 +98,7 @@ def test_a_batch_without_tokens_is_skipped_or_a_replay_of_padding() -> None:
 
 
 def test_tables_are_made_once() -> None:
-    route = RouteCosts(REPLAY)
+    route = PathCosts(REPLAY)
     assert table(route) is table(route)
     assert table(route) is not table(route, (64, 256))
 
@@ -106,7 +106,7 @@ def test_tables_are_made_once() -> None:
 @pytest.mark.parametrize("points", [((2, 1.0), (1, 1.0)), ((1, 1.0), (1, 2.0)), ((0, 1.0),)])
 def test_points_must_increase(points: tuple[tuple[int, float], ...]) -> None:
     with pytest.raises(InputError, match="eager: the tokens of its points must be positive and increase"):
-        RouteCosts(eager=points)
+        PathCosts(eager=points)
 
 
 prices = st.dictionaries(st.integers(1, 60), st.floats(0.1, 50), max_size=6)
@@ -116,7 +116,7 @@ prices = st.dictionaries(st.integers(1, 60), st.floats(0.1, 50), max_size=6)
 def test_tables_agree_with_single_look_ups(
     replay: dict[int, float], exact: dict[int, float], room: dict[int, int], data: st.DataObject
 ) -> None:
-    route = RouteCosts(replay, data.draw(prices), tuple(sorted(exact.items())), room=room)
+    route = PathCosts(replay, data.draw(prices), tuple(sorted(exact.items())), room=room)
     costs = table(route, tuple(sorted(replay)), largest=60)
     tokens = data.draw(st.lists(st.integers(1, 70), min_size=1))
     segments = data.draw(st.lists(st.integers(1, 12), min_size=len(tokens), max_size=len(tokens)))
