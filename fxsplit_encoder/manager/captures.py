@@ -148,7 +148,7 @@ def least_useful(
         costs = replace(costs, exact=exact)
 
     def total(kept: tuple[int, ...]) -> float:
-        room = tuple(costs.room.get(budget) for budget in kept)
+        room = tuple(costs.max_segments.get(budget) for budget in kept)
         return float(costs.table(kept, room, every[-1], skippable).costs(tokens).mean())
 
     everything = total(every)

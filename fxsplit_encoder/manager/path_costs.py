@@ -64,7 +64,7 @@ class MeasuredPath:
             exact=exact if compiled else (),
             eager=tuple((b, self._beside_attention(b, milliseconds)) for b, milliseconds in self.eager),
             attention=self.attention,
-            room=room,
+            max_segments=room,
         )
 
     def attention_ms(self, budget: int) -> float:

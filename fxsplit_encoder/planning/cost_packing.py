@@ -85,9 +85,9 @@ class _Prices:
         self._capacity = capacity
         self._per_batch = per_batch
         # A limit that all items together keep is left out: it would cost time at every sum.
-        rooms = [table.min_room for _, table in self.paths if table.min_room is not None]
+        always_held = [table.always_held for _, table in self.paths if table.always_held is not None]
         self._limits_frames = sum(loads.frames) > capacity.max_frames
-        self._limits_segments = bool(rooms) and sum(loads.segments) > min(rooms)
+        self._limits_segments = bool(always_held) and sum(loads.segments) > min(always_held)
         rows = [tokens for tokens, _ in self.paths]
         rows += [loads.frames] * self._limits_frames + [loads.segments] * self._limits_segments
         self.loads = np.array(rows, dtype=np.int64)

@@ -49,8 +49,8 @@ def captured(*budgets: int, **options: Any) -> Captured:
     return Captured(keys(*budgets, **options))
 
 
-def model(route: PathCosts, per_batch: float = 0.15) -> CostModel:
-    return CostModel({("default", ()): route}, per_batch)
+def model(path_costs: PathCosts, per_batch: float = 0.15) -> CostModel:
+    return CostModel({("default", ()): path_costs}, per_batch)
 
 
 def results(plan: Plan) -> list[tuple[tuple[int, ...], int | None, str]]:
@@ -251,11 +251,14 @@ def test_room_and_costs_are_those_of_the_axis_keys() -> None:
     plan = build_plan([image(30, axis_keys=(key,)) for key in (1, 2)], LIMITS, both, costs=costs)
     assert results(plan) == [((0,), 64, "hit"), ((1,), None, "exact_is_faster")]
 
-    rooms = {1: 1, 2: 5}
+    held_segments = {1: 1, 2: 5}
     costs = CostModel(
-        {("default", (key,)): PathCosts.unmeasured((64,), {64: room}) for key, room in rooms.items()}
+        {
+            ("default", (key,)): PathCosts.unmeasured((64,), {64: max_segments})
+            for key, max_segments in held_segments.items()
+        }
     )
-    items = [image(9, segments=3, axis_keys=(key,)) for key in rooms]
+    items = [image(9, segments=3, axis_keys=(key,)) for key in held_segments]
     plan = build_plan(items, LIMITS, both, costs=costs)
     assert [result for _, _, result in results(plan)] == ["too_many_segments", "hit"]
 
@@ -313,18 +316,18 @@ def test_the_cheapest_way_is_taken_and_its_time_predicted() -> None:
 
 
 def test_an_exact_budget_is_named_even_if_nothing_else_was_captured() -> None:
-    route = PathCosts({64: 1.72}, exact=H200.exact)
-    plan = build_plan(images(1500), H200_LIMITS, Captured(keys(64), keys(1764)), costs=model(route))
+    path_costs = PathCosts({64: 1.72}, exact=H200.exact)
+    plan = build_plan(images(1500), H200_LIMITS, Captured(keys(64), keys(1764)), costs=model(path_costs))
     assert results(plan) == [((0,), None, "exact_is_faster")]
-    plan = build_plan(images(1500), H200_LIMITS, captured(64), costs=model(route))
+    plan = build_plan(images(1500), H200_LIMITS, captured(64), costs=model(path_costs))
     assert results(plan) == [((0,), None, "not_captured")]
 
 
 def test_attention_is_predicted_and_decides_nothing() -> None:
-    route = PathCosts(H200.replay, exact=H200.exact, attention=1e-6)
+    path_costs = PathCosts(H200.replay, exact=H200.exact, attention=1e-6)
     video = [image(200, segments=2), image(100)]
     plain = build_plan(video, H200_LIMITS, costs=model(H200))
-    plan = build_plan(video, H200_LIMITS, costs=model(route))
+    plan = build_plan(video, H200_LIMITS, costs=model(path_costs))
     assert results(plan) == results(plain)
     assert plain.milliseconds is not None
     assert plan.milliseconds == pytest.approx(plain.milliseconds + 1e-6 * (2 * 400**2 + 400**2))
@@ -374,7 +377,7 @@ def test_planning_takes_few_instructions(num_items: int, most: int) -> None:
     generator = random.Random(0)
     items = images(*(generator.randint(4, 600) for _ in range(num_items)))
     budgets = H200_LIMITS.path_budgets["default"]
-    costs = model(PathCosts(H200.replay, exact=H200.exact, room=dict.fromkeys(budgets, 64)))
+    costs = model(PathCosts(H200.replay, exact=H200.exact, max_segments=dict.fromkeys(budgets, 64)))
     every = captured(*budgets)
 
     def plan() -> None:
@@ -410,23 +413,25 @@ def test_every_item_is_planned_once_and_every_limit_kept(
         for budget in budgets
     ]
     replayed = data.draw(st.sets(st.sampled_from(every)))
-    room = data.draw(st.dictionaries(st.sampled_from(every), st.integers(1, 9)))
+    max_segments = data.draw(st.dictionaries(st.sampled_from(every), st.integers(1, 9)))
     reasons = [data.draw(st.sampled_from([None, None, MissReason.UNSUPPORTED_INPUT])) for _ in items]
     drawn = [
         two_path_image(a, b, frames=frames, segments=segments, axis_keys=(axis,), refusal=reason)
         for (a, b, frames, segments, axis), reason in zip(items, reasons, strict=True)
     ]
-    routes = {}
+    costs_of_paths = {}
     for axis in "ab":
         for path, budgets in limits.path_budgets.items():
             prices = {b: 1 + b / 50 for b in budgets}
-            rooms = {b: room[key] for b in budgets if (key := CaptureKey(path, b, (axis,))) in room}
-            routes[path, (axis,)] = (
-                PathCosts(prices, exact=((1, 3.0), (300, 9.0)), room=rooms)
+            held_segments = {
+                b: max_segments[key] for b in budgets if (key := CaptureKey(path, b, (axis,))) in max_segments
+            }
+            costs_of_paths[path, (axis,)] = (
+                PathCosts(prices, exact=((1, 3.0), (300, 9.0)), max_segments=held_segments)
                 if measured
-                else PathCosts.unmeasured(budgets, rooms)
+                else PathCosts.unmeasured(budgets, held_segments)
             )
-    plan = build_plan(drawn, limits, Captured(replayed), packing, CostModel(routes, 0.1))
+    plan = build_plan(drawn, limits, Captured(replayed), packing, CostModel(costs_of_paths, 0.1))
 
     assert Counter(i for batch in plan.batches for i in batch.indices) == Counter(range(len(items)))
     assert plan.hits + sum(plan.misses.values()) == plan.num_items == len(items)
@@ -448,7 +453,7 @@ def test_every_item_is_planned_once_and_every_limit_kept(
                 assert planned.tokens <= planned.budget
                 assert CaptureKey(path, planned.budget, batch.axis_keys) in replayed
                 assert sum(drawn[i].frames for i in batch.indices) <= limits.max_frames_per_batch
-                assert sum(drawn[i].segments for i in batch.indices) <= room.get(
+                assert sum(drawn[i].segments for i in batch.indices) <= max_segments.get(
                     CaptureKey(path, planned.budget, batch.axis_keys), 99
                 )
 
