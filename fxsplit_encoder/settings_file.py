@@ -25,7 +25,7 @@ MOST_BYTES = 1 << 16
 MOST_VALUES = 4096
 """Keys, values and lists that a file stands for, each alias counted as what it stands for."""
 DEEPEST = 16
-"""Mappings and lists inside of one another."""
+"""Mappings and lists inside one another."""
 MOST_CHARACTERS = 1024
 """Of a single value."""
 
@@ -77,7 +77,7 @@ def _read_text(path: str | os.PathLike[str]) -> str:
 
 
 class _Anchor:
-    """What an alias of it stands for: values, and how deep they are inside of one another."""
+    """What an alias of it stands for: values, and how deep they are inside one another."""
 
     def __init__(self, name: str | None) -> None:
         self.name = name
@@ -121,7 +121,7 @@ def _check_stream(text: str) -> None:
 
 def _anchor_of(event: yaml.AliasEvent, anchors: dict[str, _Anchor], opened: list[_Anchor]) -> _Anchor:
     if any(outer.name == event.anchor for outer in opened):
-        raise ConfigError(f"{_place(event.start_mark)}alias {shown(event.anchor)} is inside of what it names")
+        raise ConfigError(f"{_place(event.start_mark)}alias {shown(event.anchor)} is inside what it names")
     # One that was never set is the parser's to refuse.
     return anchors.get(event.anchor or "") or _Anchor(None)
 
@@ -130,7 +130,7 @@ def _check(opened: list[_Anchor], depth: int, event: Any) -> None:
     if len(opened) - 1 + depth > DEEPEST:
         raise ConfigError(
             f"{_place(event.start_mark)}nested too deep; allowed: at most {DEEPEST} mappings and lists "
-            "inside of one another"
+            "inside one another"
         )
     if sum(outer.values for outer in opened) > MOST_VALUES:
         alias = f", alias {shown(event.anchor)} included" if isinstance(event, yaml.AliasEvent) else ""
@@ -196,10 +196,10 @@ _CONTAINERS = (list, tuple, set, frozenset, deque, range, KeysView, ValuesView, 
 
 
 def check_extent(value: object, where: str, depth: int = 0) -> int:
-    """How many values a setting has, those inside of its lists and mappings included.
+    """How many values a setting has, those inside its lists and mappings included.
 
     Raises:
-        ConfigError: too many, or too deep inside of one another; or what may be iterated over without end.
+        ConfigError: too many, or too deep inside one another; or what may be iterated over without end.
     """
     if isinstance(value, str | bytes | bytearray):
         return _check_length(value, where)

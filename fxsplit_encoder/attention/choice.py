@@ -1,7 +1,7 @@
 """Which kernel attends: measured for each class of shapes at warm-up, or pinned.
 
 `Measurements` holds what was found and is shared by the whole process; a `KernelChooser` adds one
-configuration's pins. Kernels are timed inside of `measuring()` only, which captures and warm-ups enter;
+configuration's pins. Kernels are timed inside `measuring()` only, which captures and warm-ups enter;
 everywhere else, and while a CUDA graph is being captured, the nearest class that was measured decides, and
 torch's own kernel where there is none.
 """
@@ -90,7 +90,7 @@ class Measurements:
     def find(self, shape: AttentionShape) -> tuple[AttentionShape, Measured] | None:
         """The class of this shape, or the nearest that was measured, and what was found.
 
-        Inside of `measuring()` the class itself is measured, unless a CUDA graph is being captured.
+        Inside `measuring()` the class itself is measured, unless a CUDA graph is being captured.
         """
         rounded = shape.rounded()
         table = self._table(shape.device)
@@ -249,7 +249,7 @@ class KernelChooser:
         return kernel
 
     def _ready(self, shape: AttentionShape) -> AttentionKernel:
-        """The chosen kernel; but what plans each shape is for captures, and other calls seldom come again."""
+        """The chosen kernel; but what plans each shape is for captures, and other calls seldom recur."""
         ranking = self.ranking(shape)
         if _measuring.get() or self.pinned(shape) is not None:
             return ranking[0]

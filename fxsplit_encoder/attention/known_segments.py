@@ -26,7 +26,7 @@ Span = tuple[int, int]
 _REQUIRED_GAIN = 0.95
 
 # cuDNN plans each shape when it is first used, which takes it 35 ms, once per thread. A shape is worth
-# that when it comes again; this many are remembered.
+# that when it recurs; this many are remembered.
 _MOST_SHAPES = 512
 
 
@@ -66,7 +66,7 @@ class KnownSegments:
         return out_THD
 
     def _only_run(self, query: Tensor) -> _Run | None:
-        """The run that takes every row; None: there are several, or rows outside of them."""
+        """The run that takes every row; None: there are several, or rows outside them."""
         runs = self._plan(query)
         run = runs[0] if len(runs) == 1 else None
         return run if run is not None and (run.start, run.end) == (0, query.shape[0]) else None

@@ -117,7 +117,7 @@ def _error(kernel: AttentionKernel, example: Example, expected: Tensor) -> float
 
 def microseconds(call: Callable[[], object], shape: AttentionShape) -> float:
     """Of a call, the median. Where the host knows the segments, of eager calls, so that what they cost the
-    host counts too. Otherwise, of calls inside of a CUDA graph.
+    host counts too. Otherwise, of calls inside a CUDA graph.
     """
     stream = _stream(shape.device)
     stream.wait_stream(torch.cuda.current_stream(shape.device))

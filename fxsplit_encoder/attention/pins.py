@@ -10,7 +10,7 @@ A key is one or more conditions, separated by commas, all of which must hold; th
 and where none does the kernel is chosen as with `auto`. Conditions:
 
     windowed, full        several segments of at most 256 tokens, or not
-    captured, known       inside of a CUDA graph, or where the host knows the segments
+    captured, known       inside a CUDA graph, or where the host knows the segments
     tokens<=N             the packed tokens of a call; also <, >=, > and =
     longest<=N            the longest segment, or its bound in a CUDA graph
     segments<=N           the segments, or the capacity for them in a CUDA graph

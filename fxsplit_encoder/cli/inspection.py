@@ -72,7 +72,7 @@ def find_tower(
 
 
 def run_inspect(tower: torch.nn.Module, family: Family, config: fx.EncoderConfig) -> None:
-    """Trace and split a tower, without compiling its pieces or capturing, and print what came of it.
+    """Trace and split a tower, without compiling its pieces or capturing, and print the result.
 
     Raises:
         ConfigError: the settings do not suit the tower.

@@ -47,7 +47,7 @@ class DeviceMetadata:
             return {**per_patch(grids), **lengths(grids)}
         kept = self._kept.pop((device, grids), None)
         if kept is None:
-            with torch.inference_mode(False):  # others may need these tensors outside of it
+            with torch.inference_mode(False):  # others may need these tensors outside it
                 moved = {name: to_device(value, device) for name, value in per_patch(grids).items()}
                 kept = {name: mark_constant(value) for name, value in {**moved, **lengths(grids)}.items()}
             self._patches += patches

@@ -247,7 +247,7 @@ class KimiK25Tower(RasterTower):
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _pool_frames(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    """Takes the means over frames that `core` left. It runs outside of the compiled frame: how many rows are
+    """Takes the means over frames that `core` left. It runs outside the compiled frame: how many rows are
     left depends on the grids, which no graph may.
     """
     assert isinstance(module, KimiK25Tower)

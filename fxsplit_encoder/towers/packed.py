@@ -136,7 +136,7 @@ class PackedTower(PackedItems):
         Called as a module, it also takes the names of the tower's own forward, `input_names`.
 
         Raises:
-            InputError: one of them is no such tensor, or the grids do not describe the patches.
+            InputError: one of them is not such a tensor, or the grids do not describe the patches.
         """
         kwargs = _without_return_dict(kwargs)
         if self._calls_the_tower(kwargs):
@@ -169,7 +169,7 @@ class PackedTower(PackedItems):
         return {**self.metadata(grids), **self._cumulative_lengths(grids)}
 
     def kept_metadata(self, grids: Sequence[Grid]) -> dict[str, Tensor]:
-        """The same, kept for batches that come again: per patch on the tower's device then, cumulative
+        """The same, kept for batches that recur: per patch on the tower's device then, cumulative
         lengths on the CPU. It is immutable.
         """
         return self._device_metadata.of(tuple(grids), self.device, self.metadata, self._cumulative_lengths)
@@ -278,7 +278,7 @@ def _mark_dynamic(
 ) -> tuple[Any, dict[str, Any]]:
     """Tells Dynamo, before it traces, that patches and items vary, so that one trace serves every batch.
 
-    It runs outside of the compiled frame. The marks go on aliases: the caller's tensors stay as they are.
+    It runs outside the compiled frame. The marks go on aliases: the caller's tensors stay as they are.
     """
     assert isinstance(module, PackedTower)
     patches, grid = module.own_inputs(args, kwargs)

@@ -73,7 +73,7 @@ def frame_interpolation(
     return indices.reshape(-1, TAPS[mode]), weights.reshape(-1, TAPS[mode])
 
 
-# Sides of images come again where whole sizes do not.
+# Sides of images recur where whole sizes do not.
 @lru_cache(maxsize=1024)
 def _axis_taps(
     size: int, side: int, align_corners: bool, mode: Mode

@@ -185,7 +185,7 @@ def _mark_dynamic(
     """Tells Dynamo, before it traces, that the number of tiles varies, so that one trace serves every batch;
     folds tables.
 
-    It runs outside of the compiled frame. The marks go on an alias: the caller's tensor stays as it is. Other
+    It runs outside the compiled frame. The marks go on an alias: the caller's tensor stays as it is. Other
     sizes than a tile's are left to the tower.
     """
     refresh_tables(module._tables)

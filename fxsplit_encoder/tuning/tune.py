@@ -127,7 +127,7 @@ def tune_trace(
     """The ladders that serve the requests of a trace at the least cost.
 
     Greedy packing cuts a request into batches for the largest budget, so the demands depend on it: every
-    largest budget is tuned by itself, for the very batches that greedy packing then makes. Of the eight
+    largest budget is tuned by itself, for the batches that greedy packing then makes. Of the eight
     cheapest ladders found, the one is taken of which the manager's planner predicts the least under
     `packing`. A smaller largest budget than the largest request pays where requests are cut at little cost,
     or where what alone is above it is as cheap at its exact shape. A largest budget between two could be

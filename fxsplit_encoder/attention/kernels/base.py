@@ -86,7 +86,7 @@ class AttentionKernel(ABC):
 
     @abstractmethod
     def unavailable_reason(self, device: torch.device) -> str | None:
-        """Why it cannot run on this device, by its architecture or for want of a package; None: it can."""
+        """Why it cannot run on this device, by its architecture or for a missing package; None: it can."""
 
     @abstractmethod
     def supports(self, shape: AttentionShape) -> bool:
