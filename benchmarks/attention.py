@@ -54,7 +54,7 @@ def measure(name: str, lengths: list[int], chooser: KernelChooser) -> list[dict[
     size = (tokens, 3, HEADS, HEAD_DIM)
     values = torch.randn(size, device="cuda", dtype=torch.bfloat16).unbind(1)
     equal = len(set(lengths)) == 1
-    known = shape_of(values[0], longest, len(lengths), exact=True, equal=equal)
+    known = shape_of(values[0], longest, len(lengths), host_lengths=True, equal=equal)
     captured = shape_of(values[0], tokens, len(lengths) + EMPTY_SEGMENTS)
     shapes = {"known": known, "captured": captured}
     if equal:

@@ -20,7 +20,7 @@ from contenders import (
 from subjects import Batch, Subject
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.config import IMPLEMENTED_MODES
+from fxsplit_encoder.config import MODES
 
 # vLLM's largest budget is the least of max_num_batched_tokens and max_model_len.
 _LARGEST_BUDGET = 8192
@@ -123,7 +123,7 @@ CONTENDERS: Mapping[str, type[Contender]] = {
     contender.name: contender
     for contender in (
         Eager,
-        *(_ours(mode) for mode in IMPLEMENTED_MODES),
+        *(_ours(mode) for mode in MODES),
         ExactGraph,
         BudgetGraphs,
         Compile,

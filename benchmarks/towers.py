@@ -64,11 +64,11 @@ MODELS = {
     "internvl3-38b": "internvl3_38b",
     "llama4": "llama4",
     "siglip-so400m-384": None,
-    "clip-l-336": "clip_l_336",
+    "clip-l-336": None,
     "dinov2-l-518": None,
     "deepseek-ocr": "deepseek_ocr",
-    "step3-vl": "step3_vl",
-    "step3p7": "step3p7",
+    "step3-vl": None,
+    "step3p7": None,
 }
 """Towers, and their configuration in configs/; None: what is inferred."""
 

@@ -1,14 +1,12 @@
 """The configuration: one frozen model, read from YAML, from a mapping or from keyword arguments."""
 
-import difflib
 import functools
 import itertools
 import math
 import os
 import re
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence, ValuesView
-from typing import Annotated, Any, Literal, NoReturn, Self, get_args
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import (
     AfterValidator,
@@ -23,8 +21,8 @@ from pydantic import (
 )
 
 from fxsplit_encoder.errors import ConfigError
-from fxsplit_encoder.messages import name_of, shown
-from fxsplit_encoder.settings_file import read_settings
+from fxsplit_encoder.messages import name_of, nearest, shown
+from fxsplit_encoder.settings_file import check_extent, check_number, read_settings
 
 Mode = Literal["auto", "full", "piecewise", "breakable", "exact", "none"]
 Packing = Literal["cost", "greedy", "greedy_defer"]
@@ -39,33 +37,7 @@ GraphPass = Literal[
 Precision = Literal["auto", "fp8"]
 Padding = Literal["proved", "probed"]
 
-# The same names for messages and benchmarks.
-IMPLEMENTED_MODES: tuple[Mode, ...] = get_args(Mode)
-IMPLEMENTED_PACKINGS: tuple[Packing, ...] = get_args(Packing)
-IMPLEMENTED_PIECE_COMPILERS: tuple[PieceCompiler, ...] = get_args(PieceCompiler)
-IMPLEMENTED_PADDING: tuple[Padding, ...] = get_args(Padding)
-IMPLEMENTED_ATTENTION: tuple[str, ...] = (
-    "auto",
-    "torch_flash",
-    "cudnn_dense",
-    "cudnn_varlen",
-    "flash_attn_4",
-    "flash_attn_4_64x128",
-    "flash_attn_4_128x128",
-    "flash_attn_4_dense",
-    "flash_attn_4_128x128_dense",
-    "flash_attn_3",
-    "flash_attn_3_padded",
-    "flash_attn_2",
-    "vllm_flash_attn",
-    "vllm_flash_attn_padded",
-    "triton_64x64",
-    "triton_128x64",
-    "batched_dense",
-    "per_segment",
-    "masked",
-)
-
+MODES: tuple[Mode, ...] = get_args(Mode)
 GRAPH_PASSES: tuple[GraphPass, ...] = get_args(GraphPass)
 
 _BYTE_UNITS = {"B": 1} | {
@@ -80,33 +52,25 @@ _OPERATOR = re.compile(r"\w+::\w+(\.\w+)?")
 _MOST = 2**31 - 1
 _MOST_MEMORY = 2**63 - 1
 
-# Of other classes nothing says how many values there are.
-_CONTAINERS = (list, tuple, set, frozenset, deque, range, KeysView, ValuesView, Mapping)
-
-# What is looked at, and told of: a wrong list of a million entries is one mistake.
-_MOST_VALUES = 4096
-_DEEPEST = 8
-_MOST_CHARACTERS = 1024
 _MOST_PROBLEMS = 20
 
 
-def _one_of(implemented: Sequence[object], *, or_callable: bool = False) -> BeforeValidator:
-    names = ", ".join(map(str, implemented)) + (", or a callable" if or_callable else "")
+def _one_of(names: Sequence[str], *, or_callable: bool = False) -> BeforeValidator:
+    allowed = ", ".join(names) + (", or a callable" if or_callable else "")
 
     def check(value: object) -> object:
-        if (isinstance(value, str) and value in implemented) or (or_callable and callable(value)):
+        if (isinstance(value, str) and value in names) or (or_callable and callable(value)):
             return value
-        raise ValueError(f"not one of the allowed: {names}")
+        raise ValueError(f"not one of the allowed: {allowed}")
 
     return BeforeValidator(check)
 
 
 def _check_attention(value: object) -> object:
-    """The conditions that select shapes are read where shapes are known, in `attention.pins`."""
+    """The form alone: which kernels and conditions there are is known to `attention.pins`."""
     for name in value.values() if isinstance(value, Mapping) else [value]:
-        if not isinstance(name, str) or name not in IMPLEMENTED_ATTENTION:
-            allowed = ", ".join(IMPLEMENTED_ATTENTION)
-            raise ValueError(f"not a kernel; allowed: {allowed}, or a mapping of conditions to these")
+        if not isinstance(name, str):
+            raise ValueError("allowed: auto, a kernel's name, or a mapping of conditions to these")
     return value
 
 
@@ -157,7 +121,7 @@ def _parse_bytes(value: object) -> object:
     return math.floor(size)
 
 
-_Mode = Annotated[Mode, _one_of(IMPLEMENTED_MODES)]
+_Mode = Annotated[Mode, _one_of(MODES)]
 _Budgets = Annotated[tuple[StrictInt, ...], AfterValidator(_check_budgets)]
 _PathBudgets = Annotated[tuple[StrictInt, ...], AfterValidator(functools.partial(_check_budgets, smallest=0))]
 _Bytes = Annotated[int, Field(strict=True, ge=1, le=_MOST_MEMORY)]
@@ -171,11 +135,11 @@ class _Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     def __init__(self, **values: Any) -> None:
-        _check_extent(values, "")
+        check_extent(values, "")
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise ConfigError(*_problems(error, type(self).model_fields)) from None
+            raise ConfigError(*_problems(error, list(type(self).model_fields))) from None
 
     def __hash__(self) -> int:
         values = (getattr(self, name) for name in type(self).model_fields)
@@ -195,7 +159,7 @@ class PathConfig(_Settings):
 
     token_budgets: _PathBudgets = ()
     """Output tokens of each captured budget of this path, increasing. 0 may come first on a path that a batch
-    without tokens there skips, and says just that; if it is alone, the path is never captured. Empty: as for
+    without tokens there skips, and means just that; if it is alone, the path is never captured. Empty: as for
     every path."""
 
     mode: _Mode | None = None
@@ -228,11 +192,11 @@ class EncoderConfig(_Settings):
     mode: _Mode = "auto"
     """What is captured. full: budgets, as one graph each; piecewise: budgets, broken at every splitting op;
     breakable: budgets of the untouched module, not compiled, broken there and wherever its code asks for it;
-    exact: no budgets, but the very token counts that come, once they have come `exact_min_hits` times; none:
+    exact: no budgets, but the token counts that occur, after `exact_min_hits` uses; none:
     nothing, all run at their exact shape; auto: what measures cheapest for each budget, and token counts for
     which padding has cost more than their own capture would."""
 
-    padding: Annotated[Padding, _one_of(IMPLEMENTED_PADDING)] = "proved"
+    padding: Annotated[Padding, _one_of(get_args(Padding))] = "proved"
     """When `torch.compile(..., backend="encoder_cg")` may pad a call up to a budget. proved: where an
     analysis of the graph proves that real rows do not depend on pad rows, or the tower declares it; any other
     call runs at its exact shape, which is captured if it repeats. probed: also where the analysis knows
@@ -246,7 +210,7 @@ class EncoderConfig(_Settings):
     """Token counts of each path that are captured at exact shapes at most; those that were not used for
     longest give way."""
 
-    packing: Annotated[Packing, _one_of(IMPLEMENTED_PACKINGS)] = "cost"
+    packing: Annotated[Packing, _one_of(get_args(Packing))] = "cost"
     """How items are grouped into replays. cost: so that the measured costs of all replays and fallbacks add
     up to the least; greedy: by ascending size, as many as fit the largest budget; greedy_defer: the same, but
     an item for which a batch would grow by more than its own budget starts the next one."""
@@ -258,11 +222,11 @@ class EncoderConfig(_Settings):
     """Operators at which the FX graph is cut, as namespace::name or namespace::name.overload."""
 
     piece_compiler: Annotated[
-        PieceCompiler | Callable[..., Any], _one_of(IMPLEMENTED_PIECE_COMPILERS, or_callable=True)
+        PieceCompiler | Callable[..., Any], _one_of(get_args(PieceCompiler), or_callable=True)
     ] = "auto"
     """What compiles the pieces between splitting ops. auto: inductor on CUDA, eager on a CPU. In Python, any
     callable that takes a graph module and its example inputs and returns a callable. torch.compile will not
-    do: Dynamo skips a frame, without a word and for good, if its first call is inside of another compilation.
+    do: Dynamo skips a frame, silently and permanently, if its first call is inside another compilation.
     """
 
     passes: Annotated[Literal["auto"] | tuple[GraphPass, ...], BeforeValidator(_check_passes)] = "auto"
@@ -327,7 +291,7 @@ class EncoderConfig(_Settings):
             ConfigError: an option is unknown, or holds a bad setting.
         """
         allowed = ("config", *cls.model_fields)
-        _check_number(options, "options")
+        check_number(options, "options")
         if unknown := [name for name in options if name not in allowed]:
             raise ConfigError(*(_unknown(name, allowed) for name in unknown[:_MOST_PROBLEMS]))
         overrides = dict(options)
@@ -352,68 +316,18 @@ class EncoderConfig(_Settings):
 
     @classmethod
     def _from_mapping(cls, values: Mapping[Any, Any]) -> Self:
-        _check_extent(values, "")
+        check_extent(values, "")
         return cls(**{name_of(name): value for name, value in values.items()})
 
 
-def _check_extent(value: object, where: str, depth: int = 0) -> int:
-    """How many values a setting has, those inside of its lists and mappings included.
-
-    Raises:
-        ConfigError: too many, or too deep inside of one another; or what may be iterated over without end.
-    """
-    if isinstance(value, str | bytes | bytearray):
-        return _check_length(value, where)
-    if not isinstance(value, _CONTAINERS):
-        if isinstance(value, Iterable) and not isinstance(value, BaseModel) and not callable(value):
-            raise ConfigError(
-                f"{where}: not a setting; allowed: a single value or a list; got {shown(value)}"
-            )
-        return 1
-    if depth > _DEEPEST:
-        raise ConfigError(f"{where}: nested too deep; allowed: lists and mappings {_DEEPEST} deep at most")
-    total = _check_number(value, where)
-    for key, entry in value.items() if isinstance(value, Mapping) else enumerate(value):
-        field = name_of(key) if isinstance(key, str) else shown(key)
-        total += _check_extent(entry, f"{where}.{field}" if where else field, depth + 1) - 1
-        if total > _MOST_VALUES:
-            _refuse_number(total, value, where)
-    return total + 1
+def _unknown(name: object, allowed: Sequence[str]) -> str:
+    text = name_of(name)
+    return f"{text}: unknown option; {nearest(text, allowed)}allowed: {', '.join(allowed)}"
 
 
-def _check_number(value: Any, where: str) -> int:
-    """How many entries a container has."""
-    # The length of a range may be no length of Python's.
-    total = _MOST_VALUES + 1 if isinstance(value, range) and value[_MOST_VALUES:] else len(value)
-    if total > _MOST_VALUES:
-        _refuse_number(total, value, where)
-    return total
-
-
-def _refuse_number(total: int, value: object, where: str) -> NoReturn:
-    raise ConfigError(
-        f"{where or 'settings'}: {total} values or more; allowed: at most {_MOST_VALUES}; got {shown(value)}"
-    )
-
-
-def _check_length(text: str | bytes | bytearray, where: str) -> int:
-    if len(text) > _MOST_CHARACTERS:
-        raise ConfigError(
-            f"{where}: {len(text)} characters; allowed: at most {_MOST_CHARACTERS}; got {shown(text)}"
-        )
-    return 1
-
-
-def _unknown(name: object, allowed: Iterable[str]) -> str:
-    allowed, text = list(allowed), name_of(name)
-    nearest = difflib.get_close_matches(text, allowed, n=1)
-    hint = f"did you mean {nearest[0]}? " if nearest else ""
-    return f"{text}: unknown option; {hint}allowed: {', '.join(allowed)}"
-
-
-def _problems(error: ValidationError, allowed: Iterable[str]) -> Iterator[str]:
+def _problems(error: ValidationError, allowed: Sequence[str]) -> Iterator[str]:
     """One line for each wrong field, a nested model's own lines under the name of the field it is in."""
-    allowed, count = list(allowed), error.error_count()
+    count = error.error_count()
     for detail in itertools.islice(error.errors(include_url=False), _MOST_PROBLEMS):
         field = ".".join(map(name_of, detail["loc"]))
         cause = detail.get("ctx", {}).get("error")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import difflib
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any
 
@@ -61,6 +62,14 @@ def names_of(values: Iterable[object]) -> str:
     """The first of some names, separated by commas; "nothing" if there are none."""
     names = [name_of(value) for value in islice(values, _MOST_ENTRIES + 1)]
     return ", ".join([*names[:_MOST_ENTRIES], *(["..."] if len(names) > _MOST_ENTRIES else [])]) or "nothing"
+
+
+def nearest(name: str, allowed: Sequence[str]) -> str:
+    """Asks, in the middle of a message, whether the allowed name nearest to `name` was meant; "" if none is
+    near.
+    """
+    near = difflib.get_close_matches(name, allowed, n=1)
+    return f"did you mean {near[0]}? " if near else ""
 
 
 def _entries(values: Iterable[Any], show: Callable[[Any], str], depth: int) -> str:

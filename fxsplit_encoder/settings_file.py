@@ -1,28 +1,31 @@
-"""Settings from a YAML file, of which no more is made than settings need.
+"""Settings, from a YAML file or from Python, of which no more is made than settings need.
 
-What a few lines of YAML stand for may be of any size (aliases of aliases) and of any depth. So the events of
-the file are counted before anything is made of them.
+What a few lines of YAML stand for may be of any size (aliases of aliases) and of any depth, and so may a
+value in Python. So the events of a file are counted before anything is made of them, and the entries of a
+value before anything is read from them.
 """
 
 from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, KeysView, Mapping, ValuesView
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
+from pydantic import BaseModel
 
 from fxsplit_encoder.errors import ConfigError
-from fxsplit_encoder.messages import shown
+from fxsplit_encoder.messages import name_of, shown
 
 MOST_BYTES = 1 << 16
 """Of a file."""
 MOST_VALUES = 4096
 """Keys, values and lists that a file stands for, each alias counted as what it stands for."""
 DEEPEST = 16
-"""Mappings and lists inside of one another."""
+"""Mappings and lists inside one another."""
 MOST_CHARACTERS = 1024
 """Of a single value."""
 
@@ -39,7 +42,7 @@ def read_settings(path: str | os.PathLike[str]) -> Mapping[Any, Any]:
     """
     text = _read_text(path)
     try:
-        _check_extent(text)
+        _check_stream(text)
         values = yaml.load(text, Loader=_SettingsLoader)
     except yaml.MarkedYAMLError as error:
         raise ConfigError(f"{_place(error.problem_mark)}not valid YAML: {error.problem}") from None
@@ -74,7 +77,7 @@ def _read_text(path: str | os.PathLike[str]) -> str:
 
 
 class _Anchor:
-    """What an alias of it stands for: values, and how deep they are inside of one another."""
+    """What an alias of it stands for: values, and how deep they are inside one another."""
 
     def __init__(self, name: str | None) -> None:
         self.name = name
@@ -86,7 +89,7 @@ class _Anchor:
         self.depth = max(self.depth, depth + 1)
 
 
-def _check_extent(text: str) -> None:
+def _check_stream(text: str) -> None:
     """Raises ConfigError for a stream of events with too many values, or too deep.
 
     Every alias counts as what it stands for: of a hundred lines that may be more than any memory holds.
@@ -118,7 +121,7 @@ def _check_extent(text: str) -> None:
 
 def _anchor_of(event: yaml.AliasEvent, anchors: dict[str, _Anchor], opened: list[_Anchor]) -> _Anchor:
     if any(outer.name == event.anchor for outer in opened):
-        raise ConfigError(f"{_place(event.start_mark)}alias {shown(event.anchor)} is inside of what it names")
+        raise ConfigError(f"{_place(event.start_mark)}alias {shown(event.anchor)} is inside what it names")
     # One that was never set is the parser's to refuse.
     return anchors.get(event.anchor or "") or _Anchor(None)
 
@@ -127,7 +130,7 @@ def _check(opened: list[_Anchor], depth: int, event: Any) -> None:
     if len(opened) - 1 + depth > DEEPEST:
         raise ConfigError(
             f"{_place(event.start_mark)}nested too deep; allowed: at most {DEEPEST} mappings and lists "
-            "inside of one another"
+            "inside one another"
         )
     if sum(outer.values for outer in opened) > MOST_VALUES:
         alias = f", alias {shown(event.anchor)} included" if isinstance(event, yaml.AliasEvent) else ""
@@ -154,7 +157,7 @@ def _place(mark: Any) -> str:
 
 class _SettingsLoader(_Parser):  # type: ignore[misc]
     """YAML's safe loader, but a key given twice is an error instead of the last one winning, and so is a
-    value that is not what its tag says.
+    value that does not have the type of its tag.
     """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -181,6 +184,60 @@ class _SettingsLoader(_Parser):  # type: ignore[misc]
 
 
 def _keys(node: Any) -> Iterator[yaml.ScalarNode]:
-    """The keys of a mapping that are plain values; others are no keys, which PyYAML says."""
+    """The keys of a mapping that are plain values; others are not, as PyYAML reports."""
     pairs = node.value if isinstance(node, yaml.MappingNode) else ()
     return (key for key, _ in pairs if isinstance(key, yaml.ScalarNode))
+
+
+# --- how much a value in Python stands for
+
+# Other classes do not tell how many values there are.
+_CONTAINERS = (list, tuple, set, frozenset, deque, range, KeysView, ValuesView, Mapping)
+
+
+def check_extent(value: object, where: str, depth: int = 0) -> int:
+    """How many values a setting has, those inside its lists and mappings included.
+
+    Raises:
+        ConfigError: too many, or too deep inside one another; or what may be iterated over without end.
+    """
+    if isinstance(value, str | bytes | bytearray):
+        return _check_length(value, where)
+    if not isinstance(value, _CONTAINERS):
+        if isinstance(value, Iterable) and not isinstance(value, BaseModel) and not callable(value):
+            raise ConfigError(
+                f"{where}: not a setting; allowed: a single value or a list; got {shown(value)}"
+            )
+        return 1
+    if depth > DEEPEST:
+        raise ConfigError(f"{where}: nested too deep; allowed: lists and mappings {DEEPEST} deep at most")
+    total = check_number(value, where)
+    for key, entry in value.items() if isinstance(value, Mapping) else enumerate(value):
+        field = name_of(key) if isinstance(key, str) else shown(key)
+        total += check_extent(entry, f"{where}.{field}" if where else field, depth + 1) - 1
+        if total > MOST_VALUES:
+            _refuse_number(total, value, where)
+    return total + 1
+
+
+def check_number(value: Any, where: str) -> int:
+    """How many entries a container has."""
+    # The length of a range may be no length of Python's.
+    total = MOST_VALUES + 1 if isinstance(value, range) and value[MOST_VALUES:] else len(value)
+    if total > MOST_VALUES:
+        _refuse_number(total, value, where)
+    return total
+
+
+def _refuse_number(total: int, value: object, where: str) -> NoReturn:
+    raise ConfigError(
+        f"{where or 'settings'}: {total} values or more; allowed: at most {MOST_VALUES}; got {shown(value)}"
+    )
+
+
+def _check_length(text: str | bytes | bytearray, where: str) -> int:
+    if len(text) > MOST_CHARACTERS:
+        raise ConfigError(
+            f"{where}: {len(text)} characters; allowed: at most {MOST_CHARACTERS}; got {shown(text)}"
+        )
+    return 1

@@ -17,6 +17,9 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 TOWERS = [*MODELS.items(), (DEMO_MODEL, "demo")]
 """Models and the names of their files; None: everything is inferred."""
 
+MANAGER_ALONE = {"demo", "deepseek_ocr"}
+"""Files with options that do not apply behind torch.compile: frames and paths."""
+
 ABOVE_THE_RANGE = {"llama4": 2448}
 """A photograph of 16 tiles and the whole image as one more: beyond what pays for several small images."""
 
@@ -24,6 +27,12 @@ ABOVE_THE_RANGE = {"llama4": 2448}
 def test_every_file_is_of_a_tower() -> None:
     named = [file for _, file in TOWERS if file is not None]
     assert sorted(named) == sorted(path.stem for path in CONFIGS.glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_both_front_ends_take_a_file_unless_it_says_otherwise(path: Path) -> None:
+    own = {"packing", "paths", "data_parallel", "max_frames_per_batch"}
+    assert bool(own & fx.EncoderConfig.from_yaml(path).model_fields_set) == (path.stem in MANAGER_ALONE)
 
 
 @pytest.mark.parametrize(("name", "file"), TOWERS)

@@ -72,8 +72,8 @@ FILES: dict[str, tuple[str | bytes, str]] = {
         "\n".join(["a0: &a0 []", *(f"a{n}: &a{n} [*a{n - 1}]" for n in range(1, 99))]),
         "too deep",
     ),
-    "an alias in itself": ("a: &a [*a]", "line 1, column 8: alias 'a' is inside of what it names"),
-    "a mapping in itself": ("a: &a {b: *a}", "alias 'a' is inside of what it names"),
+    "an alias in itself": ("a: &a [*a]", "line 1, column 8: alias 'a' is inside what it names"),
+    "a mapping in itself": ("a: &a {b: *a}", "alias 'a' is inside what it names"),
     "an alias of nothing": ("a: *b", "not valid YAML: found undefined alias"),
     "deep lists": ("a: " + "[" * 20_000, "line 1, column 19: nested too deep; allowed: at most 16"),
     "deep lists that end": ("a: " + "[" * 20_000 + "]" * 20_000, "nested too deep"),
@@ -137,7 +137,7 @@ def test_a_file_is_refused_by_name(label: str, tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(yaml.constructor.BaseConstructor, "construct_document", counted)
     assert_refused(lambda: fx.EncoderConfig.from_yaml(path), rf"(?s)tower\.yaml: .*({message})")
-    if any(words in message for words in ("too many", "too deep", "characters", "larger", "inside of")):
+    if any(words in message for words in ("too many", "too deep", "characters", "larger", "inside what")):
         assert constructed == []
 
 

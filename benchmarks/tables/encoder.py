@@ -10,7 +10,7 @@ from our_contenders import CONTENDERS
 from records import FLOOR, Key, Records
 from storage import RESULTS, load
 
-from fxsplit_encoder.config import IMPLEMENTED_MODES
+from fxsplit_encoder.config import MODES
 from tables.layout import tabulated
 
 OURS = "ours-auto"
@@ -113,7 +113,7 @@ def images(records: Records, tower: str, fmt: str = "simple") -> str:
 
 def modes(records: Records, tower: str, fmt: str = "simple") -> str:
     """Median milliseconds of eager and of our manager in every mode."""
-    shown = {"eager": "eager", **{f"`{mode}`": f"ours-{mode}" for mode in IMPLEMENTED_MODES}}
+    shown = {"eager": "eager", **{f"`{mode}`": f"ours-{mode}" for mode in MODES}}
     lines = []
     for workload in records.workloads(tower):
         times = [records.milliseconds(tower, name, workload) for name in shown.values()]

@@ -4,10 +4,15 @@ Attention is where the graph is cut: it is the one operation that mixes rows (to
 two attentions may be padded, compiled once for every token count, and captured.
 """
 
-from fxsplit_encoder.attention.choice import KernelChooser, measuring
-from fxsplit_encoder.attention.dispatch import attend, attend_out, choosing, current_chooser
+from fxsplit_encoder.attention.choice import KernelChooser, choosing, current_chooser, measuring
 from fxsplit_encoder.attention.known_segments import KnownSegments
-from fxsplit_encoder.attention.op import dense_attention, varlen_attention, varlen_attention_out
+from fxsplit_encoder.attention.op import (
+    attend,
+    attend_out,
+    dense_attention,
+    varlen_attention,
+    varlen_attention_out,
+)
 from fxsplit_encoder.attention.pins import KERNEL_NAMES, parse_attention
 from fxsplit_encoder.attention.report import describe
 

@@ -20,7 +20,7 @@ from fxsplit_encoder.attention.measure import Measured
 logger = logging.getLogger(__name__)
 
 # Changes when what is measured, or how it is written, does.
-_FORMAT = 2
+_FORMAT = 3
 
 _PACKAGES = (
     "flash-attn",
@@ -62,7 +62,7 @@ def _version(package: str) -> str | None:
 
 class MeasurementCache:
     """The file of one environment. Several processes may use it at the same time: it is replaced as a whole,
-    and a measurement that is lost between two of them is made again.
+    and a measurement that is lost between two processes is made again.
 
     Args:
         environment: what the measurements depend on.
@@ -88,7 +88,7 @@ class MeasurementCache:
             return {}
 
     def store(self, table: Table, device: torch.device) -> None:
-        """Adds a table to what the file holds. A directory that cannot be written is logged once a call."""
+        """Adds a table to what the file holds. A directory that cannot be written is logged once per call."""
         merged = {**self.load(device), **table}
         content = {
             "environment": self.environment,
@@ -111,7 +111,7 @@ class MeasurementCache:
             logger.warning("what was measured of attention is not kept: %s", error)
 
 
-_NUMBERS = ("heads", "head_dim", "tokens", "longest", "segments", "exact", "equal")
+_NUMBERS = ("heads", "head_dim", "tokens", "longest", "segments", "host_lengths", "equal")
 
 
 def _fields(shape: AttentionShape) -> dict[str, Any]:

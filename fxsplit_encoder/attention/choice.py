@@ -1,7 +1,7 @@
 """Which kernel attends: measured for each class of shapes at warm-up, or pinned.
 
 `Measurements` holds what was found and is shared by the whole process; a `KernelChooser` adds one
-configuration's pins. Kernels are timed inside of `measuring()` only, which captures and warm-ups enter;
+configuration's pins. Kernels are timed inside `measuring()` only, which captures and warm-ups enter;
 everywhere else, and while a CUDA graph is being captured, the nearest class that was measured decides, and
 torch's own kernel where there is none.
 """
@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 from fxsplit_encoder.attention.cache import MeasurementCache, Table, describe_environment
-from fxsplit_encoder.attention.examples import example_lengths, pairs
 from fxsplit_encoder.attention.kernels import KERNELS, AttentionKernel, AttentionShape
-from fxsplit_encoder.attention.measure import Measured, Meter
+from fxsplit_encoder.attention.measure import Measured, Meter, example_lengths, pairs
 from fxsplit_encoder.attention.pins import AUTO, parse_attention
 from fxsplit_encoder.errors import ConfigError
 
@@ -43,7 +42,7 @@ _HOST_US = 50.0
 # Distinct calls whose kernel is remembered.
 _MOST_CALLS = 4096
 
-# Segments of known lengths that are measured where one of them asks.
+# Numbers of segments that are measured together where the host has the lengths.
 _KNOWN_SEGMENTS = (1, 4, 16)
 
 _measuring: ContextVar[bool] = ContextVar("fxsplit_encoder_measuring_attention", default=False)
@@ -81,7 +80,7 @@ class Measurements:
         self._nearest: dict[AttentionShape, AttentionShape | None] = {}
         self._lock = threading.Lock()
         self.version = 0
-        """Grows whenever something was measured, so that who remembers a choice makes it again."""
+        """Grows whenever something was measured, so that remembered choices are made again."""
 
     def candidates(self, shape: AttentionShape) -> list[AttentionKernel]:
         """The kernels that work here and compute this shape; last resorts only where there is no other."""
@@ -91,7 +90,7 @@ class Measurements:
     def find(self, shape: AttentionShape) -> tuple[AttentionShape, Measured] | None:
         """The class of this shape, or the nearest that was measured, and what was found.
 
-        Inside of `measuring()` the class itself is measured, unless a CUDA graph is being captured.
+        Inside `measuring()` the class itself is measured, unless a CUDA graph is being captured.
         """
         rounded = shape.rounded()
         table = self._table(shape.device)
@@ -132,7 +131,7 @@ class Measurements:
         has any number of segments, while warm-up sees only one.
         """
         shapes = {shape}
-        if shape.exact and shape.segments == 1:
+        if shape.host_lengths and shape.segments == 1:
             shapes |= {
                 replace(shape, longest=shape.tokens // segments, segments=segments, equal=equal)
                 for segments in _KNOWN_SEGMENTS
@@ -151,7 +150,11 @@ class Measurements:
 
     def _compare(self, shape: AttentionShape) -> Measured:
         candidates = self.candidates(shape)
-        if not candidates or candidates[0].is_last_resort or (len(candidates) == 1 and not shape.exact):
+        if (
+            not candidates
+            or candidates[0].is_last_resort
+            or (len(candidates) == 1 and not shape.host_lengths)
+        ):
             return Measured()  # nothing to choose from, and no time that anything depends on
         try:
             measured = self.meter.measure(candidates, shape)
@@ -166,14 +169,14 @@ class Measurements:
 
 def works(kernel: AttentionKernel, shape: AttentionShape) -> bool:
     """Whether a kernel computes this shape and can run on its device."""
-    if not shape.exact and not kernel.capturable and shape.device.type == "cuda":
+    if not shape.host_lengths and not kernel.capturable and shape.device.type == "cuda":
         return False
     return kernel.supports(shape) and kernel.unavailable_reason(shape.device) is None
 
 
 def _same_kind(shape: AttentionShape, other: AttentionShape) -> bool:
     def kind(shape: AttentionShape) -> tuple[object, ...]:
-        return shape.dtype, shape.heads, shape.head_dim, shape.exact, shape.equal
+        return shape.dtype, shape.heads, shape.head_dim, shape.host_lengths, shape.equal
 
     return kind(shape) == kind(other)
 
@@ -229,8 +232,8 @@ class KernelChooser:
     def of(
         self, query_THD: Tensor, cu_seqlens: Tensor, max_seqlen: int, *, equal: bool = False
     ) -> AttentionKernel:
-        """The kernel of a call whose segments the host does not know, or that are a batch (`equal`). Costs a
-        dictionary's look-up where such a call has come before.
+        """The kernel of a call whose segments the host does not know, or that are a batch (`equal`). A call
+        that has come before costs one look-up in a dictionary.
         """
         call = (
             *(query_THD.shape, query_THD.dtype, query_THD.device, cu_seqlens.shape, max_seqlen, equal),
@@ -246,7 +249,7 @@ class KernelChooser:
         return kernel
 
     def _ready(self, shape: AttentionShape) -> AttentionKernel:
-        """The chosen kernel; but what plans each shape is for captures, and other calls seldom come again."""
+        """The chosen kernel; but what plans each shape is for captures, and other calls seldom recur."""
         ranking = self.ranking(shape)
         if _measuring.get() or self.pinned(shape) is not None:
             return ranking[0]
@@ -300,10 +303,30 @@ class KernelChooser:
 
 
 def shape_of(
-    query_THD: Tensor, longest: int, segments: int, *, exact: bool = False, equal: bool = False
+    query_THD: Tensor, longest: int, segments: int, *, host_lengths: bool = False, equal: bool = False
 ) -> AttentionShape:
     """The shape of a call."""
     tokens, heads, head_dim = query_THD.shape
     return AttentionShape(
-        *(query_THD.device, query_THD.dtype, heads, head_dim, tokens, longest, segments), exact, equal
+        *(query_THD.device, query_THD.dtype, heads, head_dim, tokens, longest, segments), host_lengths, equal
     )
+
+
+# --- the chooser of a call
+
+_of_process = KernelChooser()
+_current: ContextVar[KernelChooser] = ContextVar("fxsplit_encoder_kernel_chooser", default=_of_process)
+
+# Every call of attention asks for it: no frame of Python.
+current_chooser: Callable[[], KernelChooser] = _current.get
+"""The chooser of the enclosing `choosing`, or the process's own, which pins nothing."""
+
+
+@contextlib.contextmanager
+def choosing(chooser: KernelChooser) -> Iterator[None]:
+    """Inside, this chooser decides: for captures and for what runs eagerly between them."""
+    token = _current.set(chooser)
+    try:
+        yield
+    finally:
+        _current.reset(token)

@@ -9,7 +9,7 @@ import threading
 import torch
 from torch import Tensor
 
-from fxsplit_encoder.attention.dispatch import current_chooser
+from fxsplit_encoder.attention.choice import current_chooser
 
 
 def attend_dense(query_BHTD: Tensor, key_BHTD: Tensor, value_BHTD: Tensor, scale: float) -> Tensor:

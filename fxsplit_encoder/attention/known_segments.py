@@ -16,8 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fxsplit_encoder.attention.choice import KernelChooser, shape_of
-from fxsplit_encoder.attention.dispatch import current_chooser
+from fxsplit_encoder.attention.choice import KernelChooser, current_chooser, shape_of
 from fxsplit_encoder.attention.kernels import AttentionKernel, AttentionShape
 
 Span = tuple[int, int]
@@ -26,8 +25,8 @@ Span = tuple[int, int]
 # less certain than what was measured.
 _REQUIRED_GAIN = 0.95
 
-# cuDNN plans each shape when it is first used, which takes it 35 ms, once a thread. A shape is worth that
-# when it comes again, and so many of them are kept.
+# cuDNN plans each shape when it is first used, which takes it 35 ms, once per thread. A shape is worth
+# that when it recurs; this many are remembered.
 _MOST_SHAPES = 512
 
 
@@ -58,7 +57,7 @@ class KnownSegments:
     ) -> Tensor:
         """`attention.attend_out` over these segments."""
         run = self._only_run(query_THD)
-        if run is not None:  # every view costs the host a microsecond or two, a layer
+        if run is not None:  # every view costs the host a microsecond or two per layer
             return run.kernel(query_THD, key_THD, value_THD, run.cu_seqlens, run.longest, scale, out_THD)
         for run in self._plan(query_THD):
             rows = slice(run.start, run.end)
@@ -67,7 +66,7 @@ class KnownSegments:
         return out_THD
 
     def _only_run(self, query: Tensor) -> _Run | None:
-        """The run that takes every row; None: there are several, or rows outside of them."""
+        """The run that takes every row; None: there are several, or rows outside them."""
         runs = self._plan(query)
         run = runs[0] if len(runs) == 1 else None
         return run if run is not None and (run.start, run.end) == (0, query.shape[0]) else None
@@ -81,7 +80,7 @@ class KnownSegments:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Segments that are neighbours and go to one kernel: rows `start` to `end`."""
+    """Segments that are neighbors and go to one kernel: rows `start` to `end`."""
 
     start: int
     end: int
@@ -91,8 +90,8 @@ class _Run:
 
 
 class _Planner:
-    """Shares the segments of one batch among kernels. Spans are numbers of the first segment and of that
-    behind the last.
+    """Shares the segments of one batch among kernels. Spans are numbers of the first segment and of the
+    one after the last.
     """
 
     def __init__(self, known: KnownSegments, query: Tensor, chooser: KernelChooser) -> None:
@@ -104,7 +103,7 @@ class _Planner:
 
     def plan(self) -> list[_Run]:
         everything = (0, len(self.lengths))
-        kernels = {span: self._kernel(span, equal=True) for span in self._equal_neighbours()}
+        kernels = {span: self._kernel(span, equal=True) for span in self._equal_neighbors()}
         kernels = {span: kernel for span, kernel in kernels.items() if kernel.needs_equal_segments}
         rest = self._between(list(kernels))
         if kernels and not self._gains(kernels, rest, everything):
@@ -112,7 +111,7 @@ class _Planner:
         kernels |= {span: self._kernel(span, equal=False) for span in rest}
         return [self._run(span, kernels[span]) for span in sorted(kernels)]
 
-    def _equal_neighbours(self) -> list[Span]:
+    def _equal_neighbors(self) -> list[Span]:
         """The longest spans of segments that are equally long, without the empty ones."""
         spans, first = [], 0
         for length, group in itertools.groupby(self.lengths):
@@ -123,7 +122,7 @@ class _Planner:
         return spans
 
     def _between(self, spans: list[Span]) -> list[Span]:
-        """What lies before, between and behind spans that rise, where there are rows."""
+        """The spans before, between and after increasing spans, where there are rows."""
         edges = [0, *itertools.chain.from_iterable(spans), len(self.lengths)]
         return [
             (first, last)
@@ -146,7 +145,7 @@ class _Planner:
     def _shape(self, span: Span, *, equal: bool) -> AttentionShape:
         first, last = span
         rows = self.query[self.boundaries[first] : self.boundaries[last]]
-        return shape_of(rows, max(self.lengths[first:last]), last - first, exact=True, equal=equal)
+        return shape_of(rows, max(self.lengths[first:last]), last - first, host_lengths=True, equal=equal)
 
     def _estimate(self, span: Span, *, equal: bool) -> float | None:
         return self.chooser.estimate(self._shape(span, equal=equal), self.lengths[slice(*span)])

@@ -6,14 +6,73 @@ times as much Python to every call.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fxsplit_encoder.attention.choice import current_chooser
 from fxsplit_encoder.attention.dense import attend_dense
-from fxsplit_encoder.attention.dispatch import attend, attend_out
-from fxsplit_encoder.attention.gradient import attend_backward
+
+# --- what the ops run
+
+
+def attend(
+    query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float
+) -> Tensor:
+    """Attention within each segment of a packed sequence.
+
+    Args:
+        query_THD, key_THD, value_THD: (tokens, heads, head_dim); any strides whose last is 1.
+        cu_seqlens: (segments + 1,) int32 on the same device, rising from 0; segments may be empty.
+        max_seqlen: an upper bound of the longest segment, in tokens.
+        scale: factor of the logits.
+
+    Returns:
+        (tokens, heads, head_dim), contiguous. Rows outside every segment are undefined.
+    """
+    kernel = current_chooser().of(query_THD, cu_seqlens, max_seqlen)
+    return kernel(query_THD, key_THD, value_THD, cu_seqlens, max_seqlen, scale)
+
+
+def attend_out(
+    query_THD: Tensor,
+    key_THD: Tensor,
+    value_THD: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    scale: float,
+    out_THD: Tensor,
+) -> Tensor:
+    """`attend` into `out_THD`, which has at least `tokens` rows and keeps the later ones. Returns it."""
+    kernel = current_chooser().of(query_THD, cu_seqlens, max_seqlen)
+    return kernel(query_THD, key_THD, value_THD, cu_seqlens, max_seqlen, scale, out_THD)
+
+
+def attend_backward(
+    grad_THD: Tensor, query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, cu_seqlens: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of `attend` for query, key and value, one segment at a time: correct, not fast.
+
+    Reads the boundaries on the host. Rows outside every segment get zero.
+    """
+    grads = [torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (query_THD, key_THD, value_THD)]
+    boundaries = cu_seqlens.tolist()
+    precise = torch.promote_types(query_THD.dtype, torch.float32)
+    for start, end in itertools.pairwise(boundaries):
+        rows = slice(start, end)
+        g, q, k, v = (x[rows].to(precise).transpose(0, 1) for x in (grad_THD, query_THD, key_THD, value_THD))
+        weights = torch.softmax(q @ k.transpose(1, 2) * scale, dim=-1)
+        grad_weights = g @ v.transpose(1, 2)
+        grad_logits = weights * (grad_weights - (grad_weights * weights).sum(-1, keepdim=True)) * scale
+        results = (grad_logits @ k, grad_logits.transpose(1, 2) @ q, weights.transpose(1, 2) @ g)
+        for grad, result in zip(grads, results, strict=True):
+            grad[rows] = result.transpose(0, 1)
+    return grads[0], grads[1], grads[2]
+
+
+# --- their registration
 
 _SCHEMA = "(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens, SymInt max_seqlen, float scale"
 

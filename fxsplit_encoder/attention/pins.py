@@ -10,16 +10,15 @@ A key is one or more conditions, separated by commas, all of which must hold; th
 and where none does the kernel is chosen as with `auto`. Conditions:
 
     windowed, full        several segments of at most 256 tokens, or not
-    captured, known       inside of a CUDA graph, or where the host knows the segments
+    captured, known       inside a CUDA graph, or where the host knows the segments
     tokens<=N             the packed tokens of a call; also <, >=, > and =
     longest<=N            the longest segment, or its bound in a CUDA graph
-    segments<=N           the segments, or the room for them in a CUDA graph
+    segments<=N           the segments, or the capacity for them in a CUDA graph
     head_dim=N            the width of a head
 """
 
 from __future__ import annotations
 
-import difflib
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +26,7 @@ from typing import NamedTuple
 
 from fxsplit_encoder.attention.kernels import KERNELS, AttentionShape
 from fxsplit_encoder.errors import ConfigError
+from fxsplit_encoder.messages import nearest
 
 AUTO = "auto"
 KERNEL_NAMES: tuple[str, ...] = tuple(kernel.name for kernel in KERNELS)
@@ -38,8 +38,8 @@ _LONGEST_WINDOW = 256
 _FLAGS: dict[str, Condition] = {
     "windowed": lambda shape: shape.segments > 1 and shape.longest <= _LONGEST_WINDOW,
     "full": lambda shape: not (shape.segments > 1 and shape.longest <= _LONGEST_WINDOW),
-    "captured": lambda shape: not shape.exact,
-    "known": lambda shape: shape.exact,
+    "captured": lambda shape: not shape.host_lengths,
+    "known": lambda shape: shape.host_lengths,
 }
 _NUMBERS = ("tokens", "longest", "segments", "head_dim")
 _OPERATORS = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt, "=": operator.eq}
@@ -53,7 +53,7 @@ class Pin(NamedTuple):
     kernel: str
 
     def holds(self, shape: AttentionShape) -> bool:
-        """Whether it says which kernel this shape gets."""
+        """Whether it decides which kernel this shape gets."""
         return all(condition(shape) for condition in self.conditions)
 
 
@@ -94,6 +94,4 @@ def _condition(text: str) -> Condition | None:
 
 
 def _unknown(name: str, allowed: Sequence[str]) -> str:
-    nearest = difflib.get_close_matches(name, allowed, n=1)
-    hint = f"did you mean {nearest[0]}? " if nearest else ""
-    return f"unknown; {hint}allowed: {', '.join(allowed)}; got {name!r}"
+    return f"unknown; {nearest(name, allowed)}allowed: {', '.join(allowed)}; got {name!r}"

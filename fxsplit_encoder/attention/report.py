@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from fxsplit_encoder.attention.choice import KernelChooser
-from fxsplit_encoder.attention.dispatch import current_chooser
+from fxsplit_encoder.attention.choice import KernelChooser, current_chooser
 
 
 class KernelReport(NamedTuple):
@@ -49,7 +48,9 @@ def describe(device: torch.device, chooser: KernelChooser | None = None) -> Atte
     chooser = current_chooser() if chooser is None else chooser
     table = chooser.measurements.table(device)
     classes = []
-    for shape in sorted(table, key=lambda s: (str(s.dtype), s.heads, s.head_dim, s.exact, s.equal, s.tokens)):
+    for shape in sorted(
+        table, key=lambda s: (str(s.dtype), s.heads, s.head_dim, s.host_lengths, s.equal, s.tokens)
+    ):
         found = table[shape]
         chosen, pinned = chooser.ranking(shape)[0].name, chooser.pinned(shape) is not None
         classes.append(ClassReport(str(shape), chosen, pinned, found.microseconds, found.rejected))

@@ -36,11 +36,11 @@ def segment_capacity(token_budget: int, max_segments: int) -> int:
     return max(1, min(max_segments, max(_MIN_SEGMENTS, token_budget // _TYPICAL_SEGMENT_TOKENS)))
 
 
-def full_cu_seqlens(room: int, rows: int, segments: int = 1) -> Tensor:
-    """(room + 1,) int32: cumulative lengths of `rows` rows in so many equal segments, then empty ones, with
+def full_cu_seqlens(capacity: int, rows: int, segments: int = 1) -> Tensor:
+    """(capacity + 1,) int32: cumulative lengths of `rows` rows in so many equal segments, then empty ones, with
     which a capture is recorded and timed.
     """
-    result = torch.full((room + 1,), rows, dtype=torch.int32)
+    result = torch.full((capacity + 1,), rows, dtype=torch.int32)
     result[: segments + 1] = torch.arange(segments + 1) * rows // segments
     return result
 

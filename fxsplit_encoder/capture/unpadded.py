@@ -155,7 +155,7 @@ class UnpaddedCaptures:
     # --- capture
 
     def _capture(self, tokens: int) -> _Generation | None:
-        if not self._make_room(tokens):
+        if not self._free_memory_for(tokens):
             return None  # memory may be free when the size has come as often again
         generation = self._open_generation()
         # What one rank alone cannot do must show before its forward runs: inside, others would wait for it.
@@ -229,7 +229,7 @@ class UnpaddedCaptures:
 
     # --- limits
 
-    def _make_room(self, tokens: int) -> bool:
+    def _free_memory_for(self, tokens: int) -> bool:
         """Evicts what has to go for one more capture; False: there is too little memory even so."""
         if len(self._held) >= self.max_captures:
             self._evict()
@@ -241,7 +241,7 @@ class UnpaddedCaptures:
         return True
 
     def _has_memory(self, tokens: int) -> bool:
-        """Whether a capture like those before it, of so many tokens, has room in the device's free memory."""
+        """Whether a capture like those before it, of so many tokens, fits in the device's free memory."""
         free = free_bytes(self.device)
         return free is None or free >= self._bytes_per_token * tokens
 

@@ -119,7 +119,7 @@ class BreakableCUDAGraphWrapper(nn.Module):
     Args:
         module: anything that computes on one device.
         pool: the captures' memory, which may be shared; None: one of its own.
-        max_captures: captures that are kept; the one that was used longest ago makes room.
+        max_captures: captures that are kept; the one that was used longest ago is evicted.
         splitting_ops: names of ops that break, beside the functions under `eager_break_during_capture`.
         debug: whether every capture rule is checked at every replay.
     """

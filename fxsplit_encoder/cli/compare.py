@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Comparison:
-    """What became of one batch."""
+    """The outcome of one batch."""
 
     plan: Plan
     eager_ms: float

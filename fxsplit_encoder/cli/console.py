@@ -45,7 +45,7 @@ def progress_bars() -> Iterator[Callable[[str], Update]]:
 
 
 def print_facts(facts: Mapping[str, str]) -> None:
-    """Print short labelled lines, aligned."""
+    """Print short labeled lines, aligned."""
     for label, text in facts.items():
         print(f"{label:<8} {text}")
 
@@ -66,7 +66,7 @@ def _alignment(column: Sequence[str]) -> str:
 
 
 def choose_device(name: str) -> torch.device:
-    """The device behind a name; "auto": CUDA where there is a GPU, else the CPU.
+    """The device that a name means; "auto": CUDA where there is a GPU, else the CPU.
 
     Raises:
         InputError: torch knows no such device, or it is not there.
@@ -85,7 +85,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_dtype(name: DtypeName, device: torch.device) -> torch.dtype:
-    """The dtype behind a name; "auto": bfloat16 on CUDA, float32 on a CPU."""
+    """The dtype that a name means; "auto": bfloat16 on CUDA, float32 on a CPU."""
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     dtype: torch.dtype = getattr(torch, name)

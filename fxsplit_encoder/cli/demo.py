@@ -1,4 +1,4 @@
-"""`encoder-cg demo`: photographs and a clip, through the manager and beside eager."""
+"""`encoder-cg demo`: photographs and a clip, through the manager, compared with eager."""
 
 from __future__ import annotations
 

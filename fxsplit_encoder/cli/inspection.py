@@ -73,7 +73,7 @@ def find_tower(
 
 
 def run_inspect(tower: torch.nn.Module, family: Family, config: fx.EncoderConfig) -> None:
-    """Trace and split a tower, without compiling its pieces or capturing, and print what came of it.
+    """Trace and split a tower, without compiling its pieces or capturing, and print the result.
 
     Raises:
         ConfigError: the settings do not suit the tower.
@@ -149,7 +149,7 @@ def _padding(program: Program, steps: Sequence[Step]) -> str:
         return "; ".join(reasons)
     if not nodes.isdisjoint(program.padding.mixed):
         return "reads rows that are not proved"
-    return "proved" if program.padding.proved or program.padding.mixed else "not analysed"
+    return "proved" if program.padding.proved or program.padding.mixed else "not analyzed"
 
 
 def _nodes(step: Step) -> tuple[int, str]:

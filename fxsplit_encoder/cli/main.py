@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal, ParamSpec
+from typing import Annotated, Literal, ParamSpec, get_args
 
+from fxsplit_encoder.config import Packing
 from fxsplit_encoder.errors import FxSplitError, MissingExtraError
 
 try:
@@ -22,6 +23,7 @@ _INSPECTED = f"A name of the demo's ({_NAMES}), or a checkpoint: a directory or 
 _CONFIG = "The budgets and how they are captured."
 _DTYPE_HELP = "float32, bfloat16 or float16; auto: bfloat16 on CUDA, else float32."
 _BLOCKS_HELP = "Depth of a tower with random weights, at most the model's own."
+_PACKINGS = f"{', '.join(get_args(Packing))}."
 _EXTRA_PACKAGES = {"PIL", "huggingface_hub", "rich", "safetensors", "tabulate", "transformers"}
 
 app = typer.Typer(
@@ -97,7 +99,7 @@ def demo(
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
 ) -> None:
-    """Encode photographs and a clip with a model's vision tower, beside eager, and compare.
+    """Encode photographs and a clip with a model's vision tower, and compare with eager.
 
     The weights are random and the width is the true one; on a CPU there are fewer blocks. The exit code is 1
     if an output differs from eager's by more than rounding does.
@@ -134,7 +136,7 @@ def encode(
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
 ) -> None:
-    """Encode images and clips to a safetensors file, one tensor an item.
+    """Encode images and clips to a safetensors file, one tensor per item.
 
     A tensor's key is the item's file name; the second file of a name gets NAME#2, the third NAME#3, in the
     order given. The metadata holds grid, tokens and kind of every item, the configuration, and the model.
@@ -194,7 +196,7 @@ def tune(
         Path, typer.Option("--output", "-o", metavar="YAML", help="The configuration to write.")
     ],
     max_graphs: Annotated[
-        int, typer.Option("--max-graphs", min=1, metavar="K", help="Budgets a path, at most.")
+        int, typer.Option("--max-graphs", min=1, metavar="K", help="Budgets of each path, at most.")
     ],
     max_bytes: Annotated[
         str | None,
@@ -227,22 +229,20 @@ def tune(
             show_default="the largest request",
         ),
     ] = None,
+    packing: Annotated[
+        Packing, typer.Option("--packing", metavar="NAME", help="How the manager will pack: " + _PACKINGS)
+    ] = "cost",
 ) -> None:
     """Choose the token budgets that serve a trace of requests at the least cost.
 
-    Prints what they would do beside powers of two, and writes a configuration.
+    Prints what they would do, compared with powers of two, and writes a configuration.
     """
-    from fxsplit_encoder.cli.tune import run_tune
+    from fxsplit_encoder.cli.tune import parse_bytes, run_tune
+    from fxsplit_encoder.tuning import LadderLimits
 
-    run_tune(
-        trace,
-        output,
-        max_graphs=max_graphs,
-        max_bytes=max_bytes,
-        costs=costs,
-        granularity=granularity,
-        max_budget=max_budget,
-    )
+    limit = parse_bytes(max_bytes) if max_bytes is not None else None
+    limits = LadderLimits(max_graphs, limit, max_budget, granularity)
+    run_tune(trace, output, limits, costs=costs, packing=packing)
 
 
 if __name__ == "__main__":

@@ -8,52 +8,47 @@ import yaml
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.cli.console import print_facts
+from fxsplit_encoder.config import Packing
 from fxsplit_encoder.errors import ConfigError, InputError
-from fxsplit_encoder.tuning import read_costs, read_trace, tune_trace
+from fxsplit_encoder.tuning import LadderLimits, read_costs, read_trace, tune_trace
 
 
 def run_tune(
     trace: Path,
     output: Path,
+    limits: LadderLimits,
     *,
-    max_graphs: int,
-    max_bytes: str | None,
     costs: Path | None,
-    granularity: int,
-    max_budget: int | None,
+    packing: Packing,
 ) -> None:
-    """Choose budgets for a trace, print what they would do beside powers of two, and write them as YAML.
+    """Choose budgets for a trace, print what they would do compared with powers of two, and write YAML.
 
     Raises:
         InputError: the trace, the costs, an option or the output's directory is not usable.
     """
     if not output.parent.is_dir():
         raise InputError(f"--output {output}: no such directory: {output.parent}")
-    limit = _parse_bytes(max_bytes) if max_bytes is not None else None
     requests = read_trace(trace)
     if not requests:
-        raise InputError(f"{trace}: expected a request a line; got an empty trace")
-    tuning = tune_trace(
-        requests,
-        max_graphs=max_graphs,
-        max_bytes=limit,
-        maximum=max_budget,
-        granularity=granularity,
-        costs=read_costs(costs) if costs else None,
-    )
+        raise InputError(f"{trace}: expected one request per line; got an empty trace")
+    tuning = tune_trace(requests, limits, costs=read_costs(costs) if costs else None, packing=packing)
     num_items = sum(len(request) for request in requests)
     what = f"{len(requests)} requests, {num_items} items"
-    print_facts({"trace": f"{trace}, {what}", "costs": str(costs or "estimated")})
+    print_facts({"trace": f"{trace}, {what}", "costs": str(costs or "estimated"), "packing": packing})
     print(f"\n{tuning}")
-    made_from = f"# Tuned for {trace.name}: {what}; at most {max_graphs} graphs a path.\n"
+    made_from = f"# Tuned for {trace.name}: {what}; at most {limits.max_graphs} graphs of each path.\n"
     settings = tuning.to_config().model_dump(mode="json", exclude_unset=True)
     text = yaml.safe_dump(settings, sort_keys=False, default_flow_style=None)
     output.write_text(made_from + text, encoding="utf-8")
     print(f"\nwrote {output}")
 
 
-def _parse_bytes(size: str) -> int:
-    """The bytes of a size as the configuration takes it: a number, or one with a unit."""
+def parse_bytes(size: str) -> int:
+    """The bytes of a size as the configuration takes it: a number, or one with a unit.
+
+    Raises:
+        InputError: it is no such size.
+    """
     try:
         parsed = fx.EncoderConfig(max_graph_bytes=int(size) if size.isdecimal() else size).max_graph_bytes
     except ConfigError as error:

@@ -1,7 +1,7 @@
 """The files of a checkpoint, a directory or a repository on the Hugging Face hub, and its tensors' names.
 
 Some checkpoints are published under other names than their tower has, with fused projections and rotary pairs
-in another order. The renamings of the families say what transformers' own loader, which loads whole models
+in another order. The renamings of the families are what transformers' own loader, which loads whole models
 only, does for these model types (`transformers.conversion_mapping`).
 """
 
@@ -115,7 +115,7 @@ def rename(name: str, renames: Renames) -> str:
 def split_fused(tensors: Mapping[str, Tensor], num_heads: int) -> dict[str, Tensor]:
     """Fused projections (`qkv`) as three, those of queries and keys in the order of split rotary halves.
 
-    The checkpoint rotates neighbouring channels of a head together, the tower the two halves of a head: the
+    The checkpoint rotates neighboring channels of a head together, the tower the two halves of a head: the
     even channels come first, then the odd ones.
     """
     split: dict[str, Tensor] = {}

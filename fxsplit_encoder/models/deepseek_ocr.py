@@ -31,8 +31,8 @@ _SMALL = 640
 def _build(settings: Settings) -> nn.Module:
     """Ours; config.json lists both encoders under `vision_config.width`.
 
-    `base_size` and `image_size`, arguments of the published model's `infer`, are read beside `vision_config`,
-    whose own `image_size` is the size that SAM's positions are stored for.
+    `base_size` and `image_size`, arguments of the published model's `infer`, are read besides
+    `vision_config`, whose own `image_size` is the size that SAM's positions are stored for.
     """
     encoders = vision_settings(settings).get("width", {})
     clip, sam = encoders.get("clip-l-14-224", {}), encoders.get("sam_vit_b", {})
@@ -64,7 +64,7 @@ class DeepseekOcrViews(Preparation):
     """A page as a whole and, if it is large and the mode has crops, as 2 to 9 of them.
 
     The model's modes are two sizes; those with two equal ones have no crops. The whole page keeps its aspect
-    ratio, on grey; small modes without crops stretch it.
+    ratio, on gray; small modes without crops stretch it.
     """
 
     whole: int
@@ -84,8 +84,8 @@ class DeepseekOcrViews(Preparation):
         has_crops, size = self.crop != self.whole, (self.whole, self.whole)
         grid, crops = deepseek_crops(image, self.crop, self.max_crops) if has_crops else ((1, 1), [])
         if has_crops or self.whole > _SMALL:
-            grey = tuple(int(255 * mean) for mean in self.normalization.mean)
-            whole = ImageOps.pad(image, size, _BICUBIC, color=grey)
+            gray = tuple(int(255 * mean) for mean in self.normalization.mean)
+            whole = ImageOps.pad(image, size, _BICUBIC, color=gray)
         else:
             whole = image.resize(size, _BICUBIC)
         return of_views(

@@ -1,4 +1,4 @@
-"""A tower as it came, beside its wrapped copy: what the manager's results are compared with.
+"""A tower as it came, to compare with its wrapped copy: what the manager's results are compared with.
 
 Where a model is transformers', these are its own methods with its own attention ("sdpa"); where it is ours,
 the adapter's eager forward. All return every item's rows one after the other.
@@ -31,10 +31,10 @@ def share_weights(module: nn.Module) -> nn.Module:
 
 
 class EagerTower:
-    """Encodes `mm_kwargs` without this library's captures, an item a tensor.
+    """Encodes `mm_kwargs` without this library's captures, one tensor per item.
 
     Args:
-        module: the tower that nobody wrapped.
+        module: the tower that is not wrapped.
         forward: its family's eager forward; None: the adapter's own.
         wrap: makes the adapter.
     """

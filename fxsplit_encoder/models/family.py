@@ -61,7 +61,7 @@ class Family:
             return self.build(settings).requires_grad_(False).eval()
 
     def eager_tower(self, module: nn.Module) -> EagerTower:
-        """A tower that nobody wrapped, to compare with."""
+        """A tower that is not wrapped, to compare with."""
         return EagerTower(module, self.eager, self.wrap)
 
     def wrap(self, module: nn.Module) -> Any:
@@ -105,7 +105,7 @@ def stack(depth: str, **settings: Any) -> Callable[[int], dict[str, Any]]:
 
 
 def text_config(hidden_size: int) -> dict[str, Any]:
-    """The part of a config.json that says how wide the language model is."""
+    """The part of a config.json that holds the width of the language model."""
     return {"text_config": {"hidden_size": hidden_size}}
 
 
@@ -157,7 +157,7 @@ def without_language_model(
         module: under `transformers.models`.
         model: the model's class.
         config: the class of its configuration.
-        text: of the language model: its width, and what its class asks for beside the common settings. It is
+        text: of the language model: its width, and what its class needs besides the common settings. It is
             built as one block, as narrow as they allow.
         settings: the rest of the configuration.
     """

@@ -50,7 +50,7 @@ def _build(settings: Settings) -> nn.Module:
 
 @dataclass(frozen=True)
 class InternVLTiles(Preparation):
-    """A grid of tiles whose shape is nearest to the image's, and behind several the whole image as one more.
+    """A grid of tiles whose shape is nearest to the image's, and after several the whole image as one more.
 
     A frame of a clip is a tile.
     """
@@ -80,7 +80,7 @@ class InternVLTiles(Preparation):
         return of_tiles(self.processor(images=[image], return_tensors="pt")["pixel_values"])
 
     def clip(self, clip: Image.Image) -> list[Prepared]:
-        """A tile a frame."""
+        """A tile per frame."""
         tiles = self.normalization(list(frames_of(clip, (self.side, self.side))))
         count = tiles.shape[0]
         tensors = {"pixel_values_videos": tiles, "video_num_patches": torch.tensor([count])}

@@ -40,7 +40,7 @@ def _build(settings: Settings) -> nn.Module:
 
 @dataclass(frozen=True)
 class Llama4Tiles(Preparation):
-    """A canvas of up to 16 tiles, and behind several the whole image as one more."""
+    """A canvas of up to 16 tiles, and after several the whole image as one more."""
 
     side: int
     max_tiles: int
@@ -74,7 +74,7 @@ def llama4_grid(width: int, height: int, tile: int, max_tiles: int) -> Grid:
 
 
 def llama4_tiles(image: Image.Image, tile: int, max_tiles: int) -> tuple[Grid, list[Image.Image]]:
-    """The grid, and its tiles; behind several the whole image as one more.
+    """The grid, and its tiles; after several the whole image as one more.
 
     The image keeps its aspect ratio: it lies at the upper left of the canvas, on black. It is not enlarged
     beyond one tile.

@@ -209,7 +209,7 @@ def patchify_video(
 def block_eager(tower: Any, mm_kwargs: Inputs) -> Tensor:
     """The Qwen line and GLM: the main output, then the deepstack levels, along the hidden dimension."""
     pixels, grids = joined(mm_kwargs, PIXELS), joined(mm_kwargs, GRIDS)
-    # To these towers a video is images, one a frame; GLM's takes nothing else.
+    # To these towers a video is images, one per frame; GLM's takes nothing else.
     frames = torch.tensor([(1, h, w) for t, h, w in grids.tolist() for _ in range(t)])
     output = tower(pixels, grid_thw=frames.to(pixels.device))
     return torch.cat([output.pooler_output, *getattr(output, "deepstack_features", ())], dim=1)

@@ -105,7 +105,7 @@ def _packed(wrapped: PackedTower, grids: list[tuple[int, int]], patches: torch.T
 
 
 def _crops(wrapped: TiledTower, counts: Sequence[int]) -> dict[str, Any]:
-    """What says how many crops every image has, under the name that the adapter reads."""
+    """The number of crops of every image, under the name that the adapter reads."""
     if isinstance(wrapped, DeepseekOcrTower):
         grids = [_most_square(count, 1) if count else (1, 1) for count in counts]
         return {wrapped.count_key: torch.tensor(grids)}

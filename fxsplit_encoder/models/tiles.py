@@ -41,7 +41,7 @@ def of_views(tensors: dict[str, Tensor], name: str, crops: Tensor, grid: Grid) -
     """An image seen as a whole and as crops.
 
     Args:
-        tensors: the whole view, and what says how many crops there are.
+        tensors: the whole view, and the number of crops.
         name: the key of the crops.
         crops: (crops, 3, side, side).
         grid: of the crops, if there are any.

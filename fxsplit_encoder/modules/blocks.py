@@ -60,7 +60,7 @@ class QuickGeluMLP(nn.Module):
 
 
 def tokens_with_class(features: Tensor, class_embedding: Tensor, positions: Tensor, count: int) -> Tensor:
-    """A feature map row by row behind class tokens, all with their positions.
+    """A feature map row by row after class tokens, all with their positions.
 
     Args:
         features: (images, hidden, side, side).
@@ -92,21 +92,21 @@ def resample(table: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
 
     Args:
         table: (entries, hidden).
-        indices, weights: (patches, taps), from `towers.taps.interpolation`.
+        indices, weights: (patches, taps), from `towers.position_embeddings.interpolation`.
     """
-    # A sum of lookups, one a tap, is a single pointwise kernel when compiled; a reduction over all taps would
-    # first write as many rows a patch.
+    # A sum of lookups, one per tap, is a single pointwise kernel when compiled; a reduction over all taps
+    # would first write as many rows per patch.
     result = F.embedding(indices[:, 0], table) * weights[:, :1]
     for tap in range(1, weights.shape[1]):
         result = result + F.embedding(indices[:, tap], table) * weights[:, tap : tap + 1]
     return result
 
 
-def merge(hidden: Tensor, order: Tensor, rows_per_token: int) -> Tensor:
+def merge(hidden: Tensor, permutation: Tensor, rows_per_token: int) -> Tensor:
     """Brings rows together by output token: (patches, hidden) to (tokens, rows_per_token, hidden).
 
     Args:
-        order: (patches,), from `towers.merge.merge_order`.
+        permutation: (patches,), from `towers.grid.merge_permutation`.
     """
-    rows: Tensor = permute_rows(hidden, order)
+    rows: Tensor = permute_rows(hidden, permutation)
     return rows.view(-1, rows_per_token, hidden.shape[-1])

@@ -48,7 +48,7 @@ class DeepseekOcrVisionModel(nn.Module):
     """Square tiles to rows in the language model's width.
 
     The checkpoint's learned rows that stand between them, `image_newline` and `view_seperator` (sic), are
-    parameters here too; whoever assembles an image puts them in.
+    parameters here too; the adapter that assembles an image inserts them.
 
     Raises:
         InputError: the sizes do not fit together.

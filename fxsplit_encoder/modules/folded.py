@@ -127,5 +127,5 @@ def resized_positions(table: Tensor, side: int, mode: str, *, leading: int, anti
 
 
 def sides_of(sizes: Sequence[int], pixels: int) -> list[int]:
-    """The sides of the grids that images of these sizes have, one position for `pixels` pixels a side."""
+    """The sides of the grids that images of these sizes have, one position for `pixels` pixels per side."""
     return [size // pixels for size in sizes]

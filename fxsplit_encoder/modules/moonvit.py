@@ -1,4 +1,4 @@
-"""Kimi-VL's vision part: MoonViT, which takes images at their own size, and the projector behind it.
+"""Kimi-VL's vision part: MoonViT, which takes images at their own size, and the projector after it.
 
 Parameters have the names of the checkpoint (moonshotai/Kimi-VL-A3B), so `load_state_dict` takes its
 tensors under `vision_tower.` and `multi_modal_projector.`.
@@ -155,7 +155,7 @@ class KimiVLVisionModel(nn.Module):
         position_ids: Tensor,
         interp_indices: Tensor,
         interp_weights: Tensor,
-        merge_order: Tensor,
+        merge_permutation: Tensor,
     ) -> Tensor:
         """The embeddings of a batch of images.
 
@@ -164,7 +164,7 @@ class KimiVLVisionModel(nn.Module):
             cu_seqlens: (images + 1,) int32 cumulative patches.
             position_ids: (patches, 2), row and column.
             interp_indices, interp_weights: (patches, 16), the taps into the position table (`interpolation`).
-            merge_order: (patches,), the rows in the order in which they merge (`merge_order`).
+            merge_permutation: (patches,), the rows in the order in which they merge (`merge_permutation`).
 
         Returns:
             (output tokens, text_hidden_size), image by image, in raster order.
@@ -173,7 +173,7 @@ class KimiVLVisionModel(nn.Module):
         rotary = _rotary(position_ids, self.config.hidden_size // self.config.num_attention_heads)
         hidden = self.vision_tower.encoder(hidden, rotary, cu_seqlens)
         height, width = self.config.merge_kernel_size
-        result: Tensor = self.multi_modal_projector(merge(hidden, merge_order, height * width))
+        result: Tensor = self.multi_modal_projector(merge(hidden, merge_permutation, height * width))
         return result
 
 
@@ -189,7 +189,7 @@ def _rotary(position_ids: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns every pair of neighbouring channels of (patches, heads, head_dim) by its angle."""
+    """Turns every pair of neighboring channels of (patches, heads, head_dim) by its angle."""
     even, odd = x.float().view(*x.shape[:-1], -1, 2).unbind(-1)
     cos, sin = cos[:, None], sin[:, None]
     return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2).to(x.dtype)

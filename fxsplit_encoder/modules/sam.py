@@ -42,7 +42,7 @@ class SamVisionModel(nn.Module):
 
     Args:
         config: sizes.
-        sizes: pixels a side of the images that it will see; multiples of four patches.
+        sizes: pixels per side of the images that it will see; multiples of four patches.
     """
 
     def __init__(self, config: SamConfig, sizes: Sequence[int]) -> None:
@@ -92,7 +92,7 @@ class _PatchEmbedding(nn.Module):
 
 
 class _ChannelNorm(nn.LayerNorm):
-    """Layer normalisation over the channels of (images, channels, height, width)."""
+    """Layer normalization over the channels of (images, channels, height, width)."""
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
         return super().forward(x_NCHW.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)

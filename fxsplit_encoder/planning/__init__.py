@@ -7,7 +7,7 @@ from fxsplit_encoder.planning.budgets import (
     smallest_fitting,
 )
 from fxsplit_encoder.planning.cost_packing import pack_by_cost
-from fxsplit_encoder.planning.costs import CostCurve, CostModel, PathTable, RouteCosts
+from fxsplit_encoder.planning.costs import CostCurve, CostModel, PathCosts, PathTable
 from fxsplit_encoder.planning.items import Capacity, Item, Loads
 from fxsplit_encoder.planning.limits import CaptureKey, Limits, resolve_limits
 from fxsplit_encoder.planning.packing import pack_greedy
@@ -25,11 +25,11 @@ __all__ = [
     "Limits",
     "Loads",
     "MissReason",
+    "PathCosts",
     "PathPlan",
     "PathTable",
     "Plan",
     "PlannedBatch",
-    "RouteCosts",
     "build_fallback_plan",
     "build_plan",
     "default_budgets",

@@ -68,6 +68,6 @@ def inferred_budgets(minimum: int, maximum: int, tile: int, max_items: int) -> t
 
 
 def smallest_fitting(budgets: Sequence[int], tokens: int) -> int | None:
-    """The smallest of the increasing `budgets` with room for `tokens`; None if the largest is too small."""
+    """The smallest of the increasing `budgets` that holds `tokens`; None if the largest is too small."""
     position = bisect.bisect_left(budgets, tokens)
     return budgets[position] if position < len(budgets) else None

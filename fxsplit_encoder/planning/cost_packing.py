@@ -15,7 +15,7 @@ from fxsplit_encoder.planning.costs import PathTable
 from fxsplit_encoder.planning.items import Capacity, Loads
 from fxsplit_encoder.planning.packing import check_capacity
 
-# Up to so many items the cheapest of all partitions is found. The work grows by a factor of 3 an item.
+# Up to this many items the cheapest of all partitions is found. Each item multiplies the work by 3.
 _MAX_ITEMS_SOLVED_EXACTLY = 10
 
 # More tokens than any batch has: the tables answer with an infinite cost.
@@ -35,7 +35,7 @@ def pack_by_cost(
     Args:
         loads: what the items take up. An item above the largest batch of a path is a batch of its own.
         tables: the costs of each path; no batch has more tokens there than its `largest`, and no budget is
-            replayed with more segments than it has room for.
+            replayed with more segments than it holds.
         capacity: what a batch of `pack_greedy` may have. Of this, a batch here keeps to `max_items`, and is
             not replayed with more than `max_frames`.
         per_batch: the cost that every batch adds.
@@ -85,9 +85,9 @@ class _Prices:
         self._capacity = capacity
         self._per_batch = per_batch
         # A limit that all items together keep is left out: it would cost time at every sum.
-        rooms = [table.min_room for _, table in self.paths if table.min_room is not None]
+        always_held = [table.always_held for _, table in self.paths if table.always_held is not None]
         self._limits_frames = sum(loads.frames) > capacity.max_frames
-        self._limits_segments = bool(rooms) and sum(loads.segments) > min(rooms)
+        self._limits_segments = bool(always_held) and sum(loads.segments) > min(always_held)
         rows = [tokens for tokens, _ in self.paths]
         rows += [loads.frames] * self._limits_frames + [loads.segments] * self._limits_segments
         self.loads = np.array(rows, dtype=np.int64)

@@ -24,12 +24,12 @@ REPLAY_LAUNCH_TOKENS = 64
 
 EXACT_LAUNCH_TOKENS = 256
 """The same for the exact shape, whose launches come one by one from the host."""
-# There a small batch takes 5.3 ms: the launches take longer than the arithmetic, at 0.0168 ms a token.
+# There a small batch takes 5.3 ms: the launches take longer than the arithmetic, at 0.0168 ms per token.
 
 HOST_MS_PER_BATCH = 0.3
 """Host milliseconds that a batch adds, to decide whether it is worth splitting one."""
 
-# The price of a fallback that nobody measured, a token: above any replay, so that items are replayed where
+# The price per token of a fallback that was not measured: above any replay, so that items are replayed where
 # they can be. It grows with the tokens, or a batch that has to fall back would draw others in.
 _UNMEASURED_FALLBACK = 1e6
 
@@ -46,13 +46,13 @@ class CostCurve:
     """Pairs of (tokens, cost), tokens increasing from 0 or more."""
 
     def at(self, tokens: int) -> float:
-        """The cost of so many tokens."""
+        """The cost of this many tokens."""
         starts, bases, slopes = self._pieces
         piece = bisect_right(starts, tokens) - 1
         return bases[piece] + slopes[piece] * (tokens - starts[piece])
 
     def __call__(self, tokens: ArrayLike) -> NDArray[np.float64]:
-        """The costs of so many tokens each, in the same shape."""
+        """The costs of many token counts, in the same shape."""
         counts = np.asarray(tokens)
         starts, bases, slopes = map(np.array, self._pieces)
         piece = np.searchsorted(starts, counts, side="right") - 1
@@ -74,7 +74,7 @@ class CostCurve:
 
 
 @dataclass(frozen=True)
-class RouteCosts:
+class PathCosts:
     """What one path costs at one combination of axis keys, without its attention over segments.
 
     A fallback is cheapest of `exact` and `eager`. If neither was measured, it is taken only where no replay
@@ -102,7 +102,7 @@ class RouteCosts:
     """Milliseconds per attended pair (squared length of a segment in patches). All ways to pack the same
     items attend the same pairs, so this never decides; it only adds to the prediction."""
 
-    room: Mapping[int, int] = field(default_factory=dict)
+    max_segments: Mapping[int, int] = field(default_factory=dict)
     """The attention segments that a budget's capture holds; one that is left out holds any number."""
 
     measured: bool = True
@@ -117,7 +117,7 @@ class RouteCosts:
                 )
 
     @classmethod
-    def unmeasured(cls, budgets: Iterable[int], room: Mapping[int, int] | None = None) -> RouteCosts:
+    def unmeasured(cls, budgets: Iterable[int], max_segments: Mapping[int, int] | None = None) -> PathCosts:
         """Costs for machines without CUDA, and before capture: least padding, then fewest replays.
 
         A replay costs its budget and 64 tokens more, in arbitrary units; the exact shape is taken only where
@@ -125,23 +125,23 @@ class RouteCosts:
 
         Args:
             budgets: those that can be replayed.
-            room: the attention segments that each holds; one that is left out holds any number.
+            max_segments: the attention segments that each holds; one that is left out holds any number.
         """
         replay = {budget: float(budget + REPLAY_LAUNCH_TOKENS) for budget in budgets}
-        return cls(replay, room=dict(room or {}), measured=False)
+        return cls(replay, max_segments=dict(max_segments or {}), measured=False)
 
     def table(
-        self, budgets: tuple[int, ...], room: tuple[int | None, ...], largest: int, skippable: bool
+        self, budgets: tuple[int, ...], max_segments: tuple[int | None, ...], largest: int, skippable: bool
     ) -> PathTable:
         """The tables over token counts for a choice of budgets, made once and kept.
 
         Args:
             budgets: those that can be replayed, increasing, each with a replay cost.
-            room: the attention segments that each of them holds; None: any number.
+            max_segments: the attention segments that each of them holds; None: any number.
             largest: the most tokens of a batch.
             skippable: whether a batch without tokens skips the path.
         """
-        key = (budgets, room, largest, skippable)
+        key = (budgets, max_segments, largest, skippable)
         if (table := self._tables.get(key)) is None:
             table = self._tables[key] = PathTable(self, *key)
         return table
@@ -165,7 +165,7 @@ class RouteCosts:
 class CostModel:
     """What batches cost, to choose between ways to pack and to run them."""
 
-    routes: Mapping[tuple[str, tuple[Hashable, ...]], RouteCosts]
+    paths: Mapping[tuple[str, tuple[Hashable, ...]], PathCosts]
     """The costs by (path, axis keys)."""
 
     per_batch: float = 0.0
@@ -175,37 +175,37 @@ class CostModel:
 class PathTable:
     """The costs of one path as tables over token counts, for one choice of budgets.
 
-    Room for segments grows with the budget, so "s segments" is a lower bound on the budget. Where room does
-    not grow, budgets below the last one that is too small for s are not used for s.
+    The segments that a budget holds grow with it, so "s segments" is a lower bound on the budget. Where they
+    do not grow, budgets below the last one that is too small for s are not used for s.
 
     Args:
-        route: the costs.
-        budgets, room, largest, skippable: as for `RouteCosts.table`.
+        path_costs: the costs.
+        budgets, max_segments, largest, skippable: as for `PathCosts.table`.
     """
 
     def __init__(
         self,
-        route: RouteCosts,
+        path_costs: PathCosts,
         budgets: tuple[int, ...],
-        room: tuple[int | None, ...],
+        max_segments: tuple[int | None, ...],
         largest: int,
         skippable: bool,
     ) -> None:
         assert not budgets or budgets[-1] <= largest, "a budget lies above the largest batch"
-        self.route = route
+        self.path_costs = path_costs
         self.budgets = budgets
         self.largest = largest
         self.skippable = skippable
-        self.min_room = min((count for count in room if count is not None), default=None)
+        self.always_held = min((count for count in max_segments if count is not None), default=None)
         """Segments up to which no budget is ruled out; None: any number."""
-        self.room = room
-        several = [route.replay[budget] for budget in budgets]
-        single = [route.one_segment.get(budget, route.replay[budget]) for budget in budgets]
+        self.max_segments = max_segments
+        several = [path_costs.replay[budget] for budget in budgets]
+        single = [path_costs.one_segment.get(budget, path_costs.replay[budget]) for budget in budgets]
         self._prices = {False: several, True: single}
         # Entry i: which of budgets[i:] is cheapest. Measured times need not rise with the budget.
         self._cheapest = {one: _cheapest_of_rest(prices) for one, prices in self._prices.items()}
         self.has_one_segment = single != several
-        self.predicts_fallbacks = bool(route.exact or route.eager)
+        self.predicts_fallbacks = bool(path_costs.exact or path_costs.eager)
         """Whether the cost of a fallback is a time."""
 
     # --- one batch
@@ -213,16 +213,16 @@ class PathTable:
     def replay(
         self, tokens: int, segments: int | None, *, smallest: bool = False
     ) -> tuple[int, float] | None:
-        """The budget for a batch, and its cost: the cheapest, or just the smallest with room; None: none.
+        """The budget for a batch, and its cost: the cheapest, or just the smallest that holds it; None: none.
 
         Args:
             tokens: output tokens of the batch.
             segments: its attention segments; None: not known, and not limited.
-            smallest: whether to take the smallest budget with room, whatever it costs.
+            smallest: whether to take the smallest budget that holds it, whatever it costs.
         """
         position = bisect_left(self.budgets, tokens)
-        if segments is not None and self.min_room is not None and segments > self.min_room:
-            position = max(position, self._first_with_room(segments))
+        if segments is not None and self.always_held is not None and segments > self.always_held:
+            position = max(position, self._first_that_holds(segments))
         if position == len(self.budgets):
             return None
         one = segments == 1
@@ -236,12 +236,12 @@ class PathTable:
             return self._fallbacks.item(tokens), self._eager_is_cheaper.item(tokens)
         if not self.predicts_fallbacks:
             return _UNMEASURED_FALLBACK * (tokens + 1), False
-        exact, eager = self.route.exact_curve.at(tokens), self.route.eager_curve.at(tokens)
+        exact, eager = self.path_costs.exact_curve.at(tokens), self.path_costs.eager_curve.at(tokens)
         return (eager, True) if eager < exact else (exact, False)
 
-    def _first_with_room(self, segments: int) -> int:
-        """The position of the first budget from which on every one holds so many segments."""
-        too_small = (i for i, held in enumerate(self.room) if held is not None and held < segments)
+    def _first_that_holds(self, segments: int) -> int:
+        """The position of the first budget from which on every one holds `segments` segments."""
+        too_small = (i for i, held in enumerate(self.max_segments) if held is not None and held < segments)
         return max(too_small, default=-1) + 1
 
     # --- many batches
@@ -305,7 +305,7 @@ class PathTable:
 
     def _fallbacks_at(self, tokens: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """The costs of the exact shape and of the eager forward; one of them is always finite."""
-        exact, eager = self.route.exact_curve(tokens), self.route.eager_curve(tokens)
+        exact, eager = self.path_costs.exact_curve(tokens), self.path_costs.eager_curve(tokens)
         unmeasured = _UNMEASURED_FALLBACK * (tokens + 1)
         # An empty batch is no shape to run: where a replay of padding alone serves it, that is taken.
         never = (tokens == 0) | (not self.predicts_fallbacks)
@@ -320,10 +320,10 @@ class PathTable:
 
     @functools.cached_property
     def _tokens_for_segments(self) -> NDArray[np.int64]:
-        """The tokens that so many segments are worth: more than the last budget without room for them."""
-        most = max((count for count in self.room if count is not None), default=0)
+        """The tokens that each number of segments is worth: more than the last budget too small for them."""
+        most = max((count for count in self.max_segments if count is not None), default=0)
         above = [0, *(budget + 1 for budget in self.budgets[:-1]), self.largest + 1]
-        return np.array([above[self._first_with_room(count)] for count in range(most + 2)])
+        return np.array([above[self._first_that_holds(count)] for count in range(most + 2)])
 
 
 def _cheapest_of_rest(prices: list[float]) -> list[int]:

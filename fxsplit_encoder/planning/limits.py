@@ -9,8 +9,8 @@ from fxsplit_encoder.errors import ConfigError, InputError
 from fxsplit_encoder.planning.budgets import inferred_budgets
 from fxsplit_encoder.protocol import EncoderCudaGraphConfig, EncoderCudaGraphPathConfig
 
-# For a tower whose range has room for one smallest item only. That says how large its items are, not that
-# they should be encoded one by one.
+# For a tower whose range holds one smallest item only. That tells how large its items are, not that they
+# should be encoded one by one.
 _ITEMS_OF_A_NARROW_RANGE = 8
 
 
@@ -21,7 +21,7 @@ class CaptureKey(NamedTuple):
     """The path's name."""
 
     budget: int
-    """Output tokens that the capture has room for; 0: all captures at exact shapes, together."""
+    """Output tokens that the capture holds; 0: all captures at exact shapes, together."""
 
     axis_keys: tuple[Hashable, ...] = ()
     """The key on each capture axis; empty for a tower without any."""
@@ -29,7 +29,7 @@ class CaptureKey(NamedTuple):
 
 @dataclass(frozen=True)
 class Limits:
-    """What the captures of a tower have room for."""
+    """What the captures of a tower hold."""
 
     path_budgets: Mapping[str, tuple[int, ...]]
     """The token budgets of every path in output tokens, increasing; a path without any is never captured."""

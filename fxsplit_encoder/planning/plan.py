@@ -30,7 +30,7 @@ class PathPlan(NamedTuple):
 
     milliseconds: float | None = None
     """The predicted time on the device; None if it is not known. At an exact shape it is a price, which may
-    be some percent more (`RouteCosts.exact`)."""
+    be some percent more (`PathCosts.exact`)."""
 
     @property
     def skipped(self) -> bool:

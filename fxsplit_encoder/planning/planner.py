@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar
 from fxsplit_encoder.config import Packing
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.planning.cost_packing import pack_by_cost
-from fxsplit_encoder.planning.costs import CostModel, PathTable, RouteCosts
+from fxsplit_encoder.planning.costs import CostModel, PathCosts, PathTable
 from fxsplit_encoder.planning.items import Capacity, Item, Loads
 from fxsplit_encoder.planning.limits import CaptureKey, Limits
 from fxsplit_encoder.planning.packing import pack_greedy
@@ -47,17 +47,17 @@ def build_plan(
     """Pack items into batches and decide how each path of a batch is encoded.
 
     With `cost` packing the predicted costs of all batches add up to the least (see `pack_by_cost`), and each
-    path takes the cheapest of its replays and fallbacks. The greedy packings take the smallest budget with
-    room.
+    path takes the cheapest of its replays and fallbacks. The greedy packings take the smallest budget that
+    fits.
 
     Args:
         items: the images and videos of a request. Those with a refusal are batches of their own, in the order
             of the request and apart by reason.
-        limits: what the captures have room for.
+        limits: what the captures hold.
         captured: what can be replayed; None: everything that `limits` lists.
         packing: one of the configuration's packings.
         costs: what batches cost, and how many segments each capture holds; None: not measured, so padding is
-            minimised (`RouteCosts.unmeasured`), and segments are not limited.
+            minimized (`PathCosts.unmeasured`), and segments are not limited.
 
     Raises:
         InputError: `costs` has no price for a capture.
@@ -69,8 +69,8 @@ def build_plan(
         if reason is not None:
             batches += _fall_back(chosen, indices, limits, reason)
             continue
-        routes = [_route(limits, path, axis_keys, captured, costs) for path in limits.path_budgets]
-        group = _Group(chosen, indices, routes)
+        paths = [_path(limits, name, axis_keys, captured, costs) for name in limits.path_budgets]
+        group = _Group(chosen, indices, paths)
         batches += [
             group.plan(positions, limits.max_frames_per_batch, packing == "cost", per_batch)
             for positions in group.pack(limits, packing, per_batch or 0.0)
@@ -117,7 +117,7 @@ def _groups(
 
 
 @dataclass(slots=True)
-class _Route:
+class _Path:
     """One path at one combination of axis keys."""
 
     name: str
@@ -148,14 +148,14 @@ class _Route:
         table = self.table
         if tokens == 0 and table.skippable:
             return _SKIPPED
-        attention = table.route.attention * pairs
+        attention = table.path_costs.attention * pairs
         fallback, eager = table.fallback(tokens)
         found = table.replay(tokens, segments, smallest=not by_cost) if frames_fit else None
         if found is not None:
             budget, cost = found
-            by_prices = by_cost and table.route.measured
+            by_prices = by_cost and table.path_costs.measured
             if cost <= fallback if by_prices else not self._exact_serves(tokens, budget):
-                milliseconds = cost + attention if table.route.measured else None
+                milliseconds = cost + attention if table.path_costs.measured else None
                 return PathPlan(tokens, budget, milliseconds=milliseconds)
         milliseconds = fallback + attention if tokens and table.predicts_fallbacks else None
         return PathPlan(
@@ -177,39 +177,39 @@ class _Route:
         return MissReason.EAGER_IS_FASTER if eager else MissReason.EXACT_IS_FASTER
 
 
-def _route(
+def _path(
     limits: Limits,
-    path: str,
+    name: str,
     axis_keys: tuple[Hashable, ...],
     captured: Captured | None,
     costs: CostModel | None,
-) -> _Route:
-    listed = limits.path_budgets[path]
+) -> _Path:
+    listed = limits.path_budgets[name]
     ready, not_needed = listed, tuple[int, ...]()
     if captured is not None:
-        keys = [CaptureKey(path, budget, axis_keys) for budget in listed]
+        keys = [CaptureKey(name, budget, axis_keys) for budget in listed]
         not_needed = tuple([key.budget for key in keys if key in captured.not_needed])
         ready = tuple([k.budget for k in keys if k in captured.budgets and k.budget not in not_needed])
-    priced = costs.routes.get((path, axis_keys), _NO_COSTS) if costs is not None else _unmeasured(ready)
+    priced = costs.paths.get((name, axis_keys), _NO_COSTS) if costs is not None else _unmeasured(ready)
     for budget in ready:
         if budget not in priced.replay:
             raise InputError(
-                f"costs: path {path!r}, axis keys {axis_keys}: budget {budget} can be replayed; expected its "
+                f"costs: path {name!r}, axis keys {axis_keys}: budget {budget} can be replayed; expected its "
                 f"milliseconds, got those of {sorted(priced.replay)}"
             )
-    room = tuple([priced.room.get(budget) for budget in ready])
+    max_segments = tuple([priced.max_segments.get(budget) for budget in ready])
     largest = listed[-1] if listed else _LARGEST_WITHOUT_BUDGETS
-    table = priced.table(ready, room, largest, path in limits.skippable_paths)
-    return _Route(path, listed, not_needed, table)
+    table = priced.table(ready, max_segments, largest, name in limits.skippable_paths)
+    return _Path(name, listed, not_needed, table)
 
 
-# What a route without measurements costs beside others that have some.
-_NO_COSTS = RouteCosts()
+# The costs of a path without measurements, where others have some.
+_NO_COSTS = PathCosts()
 
 
 @functools.lru_cache(maxsize=1024)
-def _unmeasured(budgets: tuple[int, ...]) -> RouteCosts:
-    return RouteCosts.unmeasured(budgets)
+def _unmeasured(budgets: tuple[int, ...]) -> PathCosts:
+    return PathCosts.unmeasured(budgets)
 
 
 # --- the items of a request
@@ -238,14 +238,14 @@ def _fall_back(
 class _Group:
     """Items that may share batches, with equal axis keys: those of a request at the positions `indices`."""
 
-    def __init__(self, items: Sequence[Item], indices: Sequence[int], routes: Sequence[_Route]) -> None:
+    def __init__(self, items: Sequence[Item], indices: Sequence[int], paths: Sequence[_Path]) -> None:
         self._indices = indices
         self._axis_keys = items[0].axis_keys
-        self._routes = routes
-        self._loads = Loads(items, [route.name for route in routes])
+        self._paths = paths
+        self._loads = Loads(items, [path.name for path in paths])
         self._has_frames = any(self._loads.frames)
         self._pairs: list[float] | None = None
-        if any([route.table.route.attention for route in routes]):
+        if any([path.table.path_costs.attention for path in paths]):
             # An item's segments are taken as equally long.
             self._pairs = [item.spec.input_size**2 / max(item.segments, 1) for item in items]
 
@@ -253,18 +253,18 @@ class _Group:
         """The positions in this group of the items of every batch."""
         if len(self._loads) == 1:
             return [[0]]
-        rooms = [room for route in self._routes for room in route.table.room if room is not None]
+        held = [most for path in self._paths for most in path.table.max_segments if most is not None]
         capacity = Capacity(
-            {route.name: route.greedy_maximum for route in self._routes},
+            {path.name: path.greedy_maximum for path in self._paths},
             limits.max_items_per_batch,
             limits.max_frames_per_batch,
-            max(rooms, default=None),
+            max(held, default=None),
         )
         if packing == "cost":
-            tables = {route.name: route.table for route in self._routes}
+            tables = {path.name: path.table for path in self._paths}
             return pack_by_cost(self._loads, tables, capacity, per_batch)
         deferring = packing == "greedy_defer"
-        budgets = {route.name: route.budgets for route in self._routes} if deferring else None
+        budgets = {path.name: path.budgets for path in self._paths} if deferring else None
         return pack_greedy(self._loads, capacity, budgets)
 
     def plan(
@@ -275,17 +275,17 @@ class _Group:
         frames_fit = not self._has_frames or _sum(loads.frames, positions) <= max_frames
         segments = _sum(loads.segments, positions)
         pairs = _sum(self._pairs, positions) if self._pairs is not None else 0.0
-        paths = {}
+        plans = {}
         milliseconds = per_batch
-        for route in self._routes:
-            tokens = _sum(loads.tokens[route.name], positions)
-            planned = route.plan(tokens, segments, frames_fit, by_cost, pairs)
-            paths[route.name] = planned
+        for path in self._paths:
+            tokens = _sum(loads.tokens[path.name], positions)
+            planned = path.plan(tokens, segments, frames_fit, by_cost, pairs)
+            plans[path.name] = planned
             if milliseconds is not None and planned is not _SKIPPED:
                 known = planned.milliseconds
                 milliseconds = milliseconds + known if known is not None else None
         indices = tuple([self._indices[position] for position in positions])
-        return PlannedBatch(indices, paths, _sum(loads.totals, positions), self._axis_keys, milliseconds)
+        return PlannedBatch(indices, plans, _sum(loads.totals, positions), self._axis_keys, milliseconds)
 
 
 _T = TypeVar("_T", int, float)

@@ -15,7 +15,7 @@ class MissReason(StrEnum):
     """The video has more frames than a batch may have."""
 
     TOO_MANY_SEGMENTS = "too_many_segments"
-    """More images and frames than any budget with room for the tokens has segments."""
+    """More images and frames than any budget that holds the tokens has segments."""
 
     NOT_CAPTURED = "not_captured"
     """The budgets that would fit are not captured, or were dropped at capture."""

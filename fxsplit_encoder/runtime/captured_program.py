@@ -13,7 +13,7 @@ from fxsplit_encoder.capture.buffers import StaticValue
 from fxsplit_encoder.compile import NamedRegion
 from fxsplit_encoder.errors import CaptureError
 from fxsplit_encoder.planning import MissReason
-from fxsplit_encoder.planning.costs import RouteCosts
+from fxsplit_encoder.planning.costs import PathCosts
 from fxsplit_encoder.planning.plan import PathPlan
 from fxsplit_encoder.runtime.measure import MeasuredForward
 from fxsplit_encoder.runtime.scope import CaptureScope
@@ -212,7 +212,7 @@ class CapturedProgram:
     # --- costs
 
     @property
-    def costs(self) -> RouteCosts:
+    def costs(self) -> PathCosts:
         """What was measured, or an order of preference where nothing was."""
         compiled = self.forward.region is not None
         return self.measured.with_captures(self.ladder, self.segment_capacity, compiled=compiled)

@@ -14,7 +14,7 @@ from fxsplit_encoder.attention import KnownSegments, measuring
 from fxsplit_encoder.capture import BudgetLadder, measure_ms
 from fxsplit_encoder.compile import BoundProgram
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.planning.costs import Points, RouteCosts
+from fxsplit_encoder.planning.costs import PathCosts, Points
 
 # Equal segments that a full budget is cut into to find what attention costs.
 _MEASURED_SEGMENTS = 8
@@ -50,25 +50,27 @@ class MeasuredForward:
     out_of_memory: int | None = None
     """The output tokens at which memory ran out, and no more were timed."""
 
-    def with_captures(self, ladder: BudgetLadder, room: Mapping[int, int], *, compiled: bool) -> RouteCosts:
+    def with_captures(
+        self, ladder: BudgetLadder, max_segments: Mapping[int, int], *, compiled: bool
+    ) -> PathCosts:
         """The costs of the forward with its captures, or an order of preference where nothing was measured.
 
         Args:
             ladder: its captures.
-            room: the attention segments that a budget's capture holds.
+            max_segments: the attention segments that a budget's capture holds.
             compiled: whether the forward was compiled, so that it can run at its exact shape.
         """
         budgets = sorted(ladder.captured)
         measured = ladder.costs
         if not measured:
-            return RouteCosts.unmeasured(budgets, room)
+            return PathCosts.unmeasured(budgets, max_segments)
         # A batch of short segments has less attention to hide the host behind.
         exact = tuple(
             (b, max(costs.host, self._beside_attention(b, costs.exact_price)))
             for b, costs in sorted(measured.items())
             if math.isfinite(costs.exact)  # else memory ran out
         )
-        return RouteCosts(
+        return PathCosts(
             replay={b: self._beside_attention(b, measured[b].best) for b in budgets},
             one_segment={
                 b: self._beside_attention(b, cost)
@@ -78,7 +80,7 @@ class MeasuredForward:
             exact=exact if compiled else (),
             eager=tuple((b, self._beside_attention(b, milliseconds)) for b, milliseconds in self.eager),
             attention=self.attention,
-            room=room,
+            max_segments=max_segments,
         )
 
     def attention_ms(self, budget: int) -> float:

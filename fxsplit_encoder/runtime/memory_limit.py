@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from fxsplit_encoder.capture import GraphPool
-from fxsplit_encoder.planning.costs import EXACT_LAUNCH_TOKENS, RouteCosts
+from fxsplit_encoder.planning.costs import EXACT_LAUNCH_TOKENS, PathCosts
 from fxsplit_encoder.runtime.captured_program import CapturedProgram
 
 
@@ -55,7 +55,7 @@ class CaptureSet:
         wanted: Iterable[tuple[Hashable, int]],
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        """Captures budgets of programs, largest first, and drops those that the limit has no room for.
+        """Captures budgets of programs, largest first, and drops those that exceed the limit.
 
         Args:
             wanted: (program's key, budget).
@@ -128,7 +128,7 @@ class CaptureSet:
 
 
 def least_useful(
-    costs: RouteCosts, budgets: Sequence[int], num_bytes: Sequence[int], skippable: bool
+    costs: PathCosts, budgets: Sequence[int], num_bytes: Sequence[int], skippable: bool
 ) -> tuple[int, float]:
     """The budget that gains least for its bytes, and that gain.
 
@@ -140,7 +140,7 @@ def least_useful(
             than its own, for its launches.
         budgets: those that are captured, increasing.
         num_bytes: the memory of each.
-        skippable: as for `RouteCosts.table`.
+        skippable: as for `PathCosts.table`.
     """
     every = tuple(budgets)
     tokens = np.arange(1, every[-1] + 1)
@@ -150,8 +150,8 @@ def least_useful(
         costs = replace(costs, exact=exact)
 
     def total(kept: tuple[int, ...]) -> float:
-        room = tuple(costs.room.get(budget) for budget in kept)
-        return float(costs.table(kept, room, every[-1], skippable).costs(tokens).mean())
+        max_segments = tuple(costs.max_segments.get(budget) for budget in kept)
+        return float(costs.table(kept, max_segments, every[-1], skippable).costs(tokens).mean())
 
     everything = total(every)
     gains = {

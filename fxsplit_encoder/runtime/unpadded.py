@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from fxsplit_encoder.capture import BudgetLadder, CaptureRequest, SharedBuffers, UnpaddedCaptures
 from fxsplit_encoder.planning import MissReason
-from fxsplit_encoder.planning.costs import CostCurve, RouteCosts
+from fxsplit_encoder.planning.costs import CostCurve, PathCosts
 from fxsplit_encoder.planning.plan import PathPlan
 from fxsplit_encoder.runtime.scope import CaptureScope
 
@@ -48,11 +48,11 @@ class UnpaddedReplays:
             attention_ms=attention_ms,
         )
         self._remaining_bytes = scope.remaining_bytes
-        self._costs = RouteCosts()
+        self._costs = PathCosts()
         self._replay_curve = CostCurve(())
         self._capture_ms = 0.0
 
-    def use_costs(self, costs: RouteCosts, capture_ms: float) -> None:
+    def use_costs(self, costs: PathCosts, capture_ms: float) -> None:
         """What replays, other runs, and a capture of the path cost; for `by_cost`."""
         self._costs = costs
         self._replay_curve = CostCurve(tuple(sorted(costs.replay.items())))

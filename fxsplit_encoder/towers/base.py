@@ -43,7 +43,7 @@ class WrappedTower(nn.Module):
         self._first_parameters, self._first_name = _first_parameter(tower)
 
     def __getattr__(self, name: str) -> Any:
-        """What the model around a tower asks of it (`config`, `spatial_merge_size`) is the tower's."""
+        """What the surrounding model reads from a tower (`config`, `spatial_merge_size`) is the tower's."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -63,8 +63,8 @@ class WrappedTower(nn.Module):
         return next(self.tower.parameters()).dtype
 
     def trace_plain_blocks_once(self) -> None:
-        """In a forward that asks nothing of its blocks but their results: lets Dynamo, where it traces that,
-        trace one of the equal ones for all.
+        """Lets Dynamo, if it is tracing, trace one of the equal blocks for all. For a forward that uses only
+        the results of its blocks.
         """
         if self.has_plain_blocks and not self.tower.training and torch.compiler.is_dynamo_compiling():
             trace_equal_blocks_once(self.registered_name)
@@ -126,7 +126,7 @@ def registered_tower(name: str) -> Any:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def trace_equal_blocks_once(tower_name: str) -> bool:
-    """Makes the equal blocks of a tower ops of the trace that Dynamo makes now, which calls this and does not
-    trace it. Returns whether they are.
+    """Replaces the equal blocks of a tower by ops in the trace that Dynamo is making; returns whether it did.
+    Dynamo calls this and does not trace it.
     """
     return begin_blocks(registered_tower(tower_name).tower)

@@ -11,21 +11,29 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from fxsplit_encoder._torch.symbols import check
+from fxsplit_encoder.compile import HostOp, register_host_op
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.messages import shown
-from fxsplit_encoder.protocol import EncoderItemSpec
+from fxsplit_encoder.protocol import BudgetDeclaration, EncoderItemSpec
 from fxsplit_encoder.towers.base import VIDEOS
 from fxsplit_encoder.towers.grid import cumulative_lengths
-from fxsplit_encoder.towers.inputs import check_given, check_pixels, integer_rows, number_of, pixel_parts
-from fxsplit_encoder.towers.rows import one_or_several, rows_of
+from fxsplit_encoder.towers.inputs import (
+    check_given,
+    check_pixels,
+    integer_rows,
+    number_of,
+    one_or_several,
+    pixel_parts,
+    rows_of,
+)
 from fxsplit_encoder.towers.tiles import TileTower, View
-from fxsplit_encoder.towers.tiles_op import tiles
 
 _VIDEO_COUNTS = "video_num_patches"
 
@@ -40,7 +48,7 @@ class DenseTower(TileTower):
     dense one, which for equal segments is faster than one with cumulative lengths.
 
     Args:
-        tower: the vision tower, whose parameters say on which device and in which dtype it computes.
+        tower: the vision tower, whose parameters determine device and dtype.
         tile_shape: channels, height and width of a tile.
         tokens_per_tile: rows of output that a tile gives.
         out_hidden_size: columns of the output.
@@ -132,7 +140,7 @@ class DenseTower(TileTower):
         return self._read(mm_kwargs)[0]
 
     def image_counts(self, mm_kwargs: dict[str, Any]) -> Any:
-        """The tiles of every image, as numbers in any container; None if nothing says so."""
+        """The tiles of every image, as numbers in any container; None if they are not given."""
         return next((mm_kwargs[key] for key in self.count_keys if mm_kwargs.get(key) is not None), None)
 
     def _read(self, mm_kwargs: dict[str, Any]) -> tuple[list[Tensor], list[int]]:
@@ -194,3 +202,47 @@ def _counts(name: str, given: Any, total: int) -> list[int]:
     if any(count < 1 for count in counts) or sum(counts) != total:
         raise InputError(f"{name}: expected {expected}; got {shown(counts)}")
     return counts
+
+
+# --- `fxsplit::tiles` tells the backend, inside a graph, what a budget of a dense tower counts.
+#
+# Without it a budget would count tiles (rows of the batch) there, and output tokens in the manager.
+
+_library: Any = torch.library.Library("fxsplit", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define(
+    "tiles(Tensor pixel_values, int tokens_per_tile, int max_tiles, bool declared=False) -> Tensor[]"
+)
+
+
+def _copy(pixel_values: Tensor, tokens_per_tile: int, max_tiles: int, declared: bool = False) -> list[Tensor]:
+    """Under other backends: an op may not return its own input."""
+    return [pixel_values.clone()]
+
+
+_library.impl("tiles", _copy, "CompositeExplicitAutograd")
+
+
+def _fake(pixel_values: Tensor, tokens_per_tile: int, max_tiles: int, declared: bool = False) -> list[Tensor]:
+    return [torch.empty_like(pixel_values)]
+
+
+torch.library.register_fake("fxsplit::tiles", _fake, lib=_library)
+
+tiles = torch.ops.fxsplit.tiles.default
+
+register_host_op(
+    tiles,
+    HostOp(
+        run=lambda pixel_values, tokens_per_tile, max_tiles, declared=False: [pixel_values],
+        declares_padding=lambda pixel_values, tokens_per_tile, max_tiles, declared=False: declared,
+        budgets=BudgetDeclaration(
+            rows_per_output_token=lambda pixel_values, tokens_per_tile, max_tiles, declared=False: Fraction(
+                1, tokens_per_tile
+            ),
+            budget_range=lambda pixel_values, tokens_per_tile, max_tiles, declared=False: (
+                tokens_per_tile,
+                tokens_per_tile * max_tiles,
+            ),
+        ),
+    ),
+)

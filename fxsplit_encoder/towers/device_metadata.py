@@ -1,4 +1,4 @@
-"""Host metadata of batches that came lately, kept where replays take it from."""
+"""Host metadata of recent batches, kept where replays read it."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from fxsplit_encoder._torch.staging import mark_immutable, to_device
 from fxsplit_encoder.towers import grid as grids_of
 from fxsplit_encoder.towers.grid import Grid
 
-# So many patches are kept in all, 48 bytes each in Qwen3-VL: 12 MiB; of a single batch a sixteenth of that.
+# At most this many patches are kept in all, 48 bytes each in Qwen3-VL: 12 MiB; of a single batch a sixteenth.
 _KEPT_PATCHES = 1 << 18
 _MOST_PATCHES = _KEPT_PATCHES // 16
 
 
 class DeviceMetadata:
     """The metadata of batches, by their grids, so that neither is it computed again nor its per-patch part
-    brought to the device. The least recently used batch makes room for another.
+    copied to the device again. The least recently used batch is dropped for another.
 
-    Nobody may write to what comes from here. A permutation of rows on a device is not checked by the capture
+    What comes from here is immutable. A permutation of rows on a device is not checked by the capture
     that takes it: it is what the tower computed on the host.
     """
 
@@ -46,7 +46,7 @@ class DeviceMetadata:
             return {**per_patch(grids), **lengths(grids)}
         kept = self._kept.pop((device, grids), None)
         if kept is None:
-            with torch.inference_mode(False):  # others may need these tensors outside of it
+            with torch.inference_mode(False):  # others may need these tensors outside it
                 moved = {name: to_device(value, device) for name, value in per_patch(grids).items()}
                 kept = {name: mark_immutable(value) for name, value in {**moved, **lengths(grids)}.items()}
             self._patches += patches

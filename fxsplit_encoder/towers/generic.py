@@ -19,7 +19,7 @@ from fxsplit_encoder.towers.dense import DenseTower
 class DenseTowerSpec:
     """What `wrap(module, spec)` must know of a module that encodes a batch of images of one size.
 
-    Attention is recognised by itself: that of Hugging Face modules is set to "sdpa", and a module of another
+    Attention is recognized by itself: that of Hugging Face modules is set to "sdpa", and a module of another
     origin is split where it calls `torch.nn.functional.scaled_dot_product_attention`.
     """
 

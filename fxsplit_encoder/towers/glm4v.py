@@ -16,14 +16,13 @@ from fxsplit_encoder.modules.blocks import resample
 from fxsplit_encoder.towers import grid as grids_of
 from fxsplit_encoder.towers.grid import Grid
 from fxsplit_encoder.towers.packed import PackedTower
-from fxsplit_encoder.towers.rotary import cosines_and_sines, gives_angles
-from fxsplit_encoder.towers.taps import TAPS, interpolation
+from fxsplit_encoder.towers.position_embeddings import TAPS, cosines_and_sines, gives_angles, interpolation
 
 
 class Glm4vTower(PackedTower):
     """Wraps `Glm4vVisionModel` and `Glm4vMoeVisionModel`.
 
-    Their own forward samples the table by the grids on the device, and takes a video as images, one a frame.
+    Their own forward samples the table by the grids on the device, and takes a video as one image per frame.
     Here the taps come from the host, and a video may also be one grid of several frames.
     """
 
@@ -34,7 +33,7 @@ class Glm4vTower(PackedTower):
         "interp_weights": (TAPS["bicubic"], torch.float32),
     }
     takes_options: ClassVar[bool] = False
-    # Their processor takes 2 frames a second of at most 300 seconds, and merges them in pairs.
+    # Their processor takes 2 frames per second of at most 300 seconds, and merges them in pairs.
     max_frames_per_video: int = 300
 
     def __init__(self, tower: nn.Module) -> None:

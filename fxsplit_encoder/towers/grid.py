@@ -1,4 +1,4 @@
-"""Arithmetic of packed grids: what a list of (t, h, w) says of every patch, computed on the host.
+"""Arithmetic of packed grids: what a list of (t, h, w) implies for every patch, computed on the host.
 
 Patches come in the order that every tower of the Qwen line uses: frame by frame, and within a frame by blocks
 of merge x merge patches, so that the patches of one output token follow one another.
@@ -26,7 +26,7 @@ def read_grids(grid_thw: Any, merge_size: int, name: str = "grid_thw") -> list[G
 
     Args:
         grid_thw: (items, 3) integers: a tensor, an array or nested sequences. A CUDA tensor costs a
-            synchronisation.
+            synchronization.
         merge_size: patches that merge into one output token along each side.
 
     Raises:
@@ -100,24 +100,46 @@ def positions(grids: Sequence[Grid], merge_size: int) -> torch.Tensor:
     return concatenate(frames, 2, np.int64)
 
 
-def window_order(grids: Sequence[Grid], merge_size: int, window: int) -> torch.Tensor:
+def window_permutation(grids: Sequence[Grid], merge_size: int, window: int) -> torch.Tensor:
     """(patches,) int64: the patches of a batch in the order of windows, frame by frame. It permutes each
     frame, so whole items and frames stay where they are.
     """
     frames = [(h * w, frame_windows(h, w, merge_size, window)[0]) for t, h, w in grids for _ in range(t)]
     starts = np.cumsum([0, *(patches for patches, _ in frames)])
-    parts = [order + start for start, (_, order) in zip(starts, frames, strict=False)]
+    parts = [permutation + start for start, (_, permutation) in zip(starts, frames, strict=False)]
     return torch.from_numpy(np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64))
 
 
 def window_lengths(grids: Sequence[Grid], merge_size: int, window: int) -> list[int]:
-    """Patches of every window, in the order of `window_order`."""
+    """Patches of every window, in the order of `window_permutation`."""
     return [
         patches
         for t, h, w in grids
         for _ in range(t)
         for patches in frame_windows(h, w, merge_size, window)[1]
     ]
+
+
+@lru_cache(maxsize=1024)
+def frame_merge_permutation(height: int, width: int, merge_size: int) -> NDArray[np.int64]:
+    """(height * width,): the raster positions of a frame's patches, block by block of merge x merge."""
+    positions = frame_positions(height, width, merge_size)
+    return positions[:, 0] * width + positions[:, 1]
+
+
+def merge_permutation(grids: Sequence[Grid], merge_size: int) -> torch.Tensor:
+    """(patches,) int64: the rows of a batch in the order in which they merge.
+
+    The patches of one output token of one frame follow one another; frames and items keep their order.
+    """
+    sizes = frame_lengths(grids)
+    starts = cumulative_lengths(sizes)[:-1]
+    shapes = [(h, w) for t, h, w in grids for _ in range(t)]
+    parts = [
+        start + frame_merge_permutation(h, w, merge_size)
+        for start, (h, w) in zip(starts, shapes, strict=True)
+    ]
+    return torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *parts]))
 
 
 def concatenate(arrays: list[NDArray[Any]], columns: int, dtype: Any) -> torch.Tensor:

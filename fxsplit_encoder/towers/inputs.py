@@ -1,4 +1,4 @@
-"""Reading what a request holds: tensors of pixels, and the integers that say what they are.
+"""Reading what a request holds: tensors of pixels, and the integers that describe them.
 
 Every tower reads its inputs through these functions. They look at types, dtypes and sizes, and at no values
 but integers, in rows of a known width. A tower asks `number_of` how many rows there are before it reads them,
@@ -32,7 +32,7 @@ _REAL = _INTEGERS.union(_FLOATS)
 # A wrong tensor of so few entries is shown with them.
 _FEW = 16
 
-# Up to so many elements nobody asks how much memory there is.
+# Up to this many elements the memory is not asked for.
 _MANY = 1 << 24
 
 _ONLY_INTEGERS = {int}
@@ -98,11 +98,42 @@ def check_pixels(value: Any, name: str) -> None:
         )
 
 
+def one_or_several(parts: list[Tensor]) -> Tensor | list[Tensor]:
+    """A single tensor by itself; several as they are, whose rows follow one another."""
+    return parts[0] if len(parts) == 1 else parts
+
+
+def rows_of(tensors: Sequence[Tensor], starts: Sequence[int], items: Sequence[int]) -> list[Tensor]:
+    """Views of the rows of some items, one for each run of neighbors.
+
+    Args:
+        tensors: the rows of all items, one tensor after another.
+        starts: the first row of every item, and the number of rows.
+        items: the items wanted, in this order.
+    """
+    spans: list[list[int]] = []
+    for item in items:
+        start, end = starts[item], starts[item + 1]
+        if spans and spans[-1][1] == start:
+            spans[-1][1] = end
+        else:
+            spans.append([start, end])
+    parts = []
+    for start, end in spans:
+        offset = 0
+        for tensor in tensors:
+            first, last = max(start - offset, 0), min(end - offset, tensor.shape[0])
+            if first < last:
+                parts.append(tensor[first:last])
+            offset += tensor.shape[0]
+    return parts or [tensors[0][:0]]
+
+
 # --- integers
 
 
 def number_of(value: Any) -> int:
-    """How many rows an input of integers has, without reading it; 0 for what is no such input."""
+    """How many rows an input of integers has, without reading it; 0 for any other value."""
     if isinstance(value, list | tuple):
         return len(value)
     if not isinstance(value, torch.Tensor | np.ndarray) or (

@@ -61,7 +61,7 @@ class Llama4Tower(DenseTower):
         total = sum(part.shape[0] for part in pixel_parts(mm_kwargs.get(self.input_name), self.input_name))
         if number_of(ratios) > total:
             raise InputError(
-                f"aspect_ratios: expected one an image; got {number_of(ratios)} for {total} tiles"
+                f"aspect_ratios: expected one per image; got {number_of(ratios)} for {total} tiles"
             )
         listed = integer_rows(ratios, "aspect_ratios", 2, "rows of two integers (rows, columns of tiles)")
         return [rows * columns + (rows * columns > 1) for rows, columns in listed]
@@ -95,7 +95,7 @@ class _RealRotaryEmbedding(nn.Module):
 
 
 class _RealAttention(nn.Module):
-    """`Llama4VisionAttention` with its own projections. Neighbouring pairs of a head are rotated."""
+    """`Llama4VisionAttention` with its own projections. Neighboring pairs of a head are rotated."""
 
     def __init__(self, attention: Any) -> None:
         super().__init__()

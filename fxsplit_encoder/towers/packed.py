@@ -24,9 +24,8 @@ from fxsplit_encoder.towers import grid as grids_of
 from fxsplit_encoder.towers.base import is_hugging_face, registered_tower
 from fxsplit_encoder.towers.device_metadata import DeviceMetadata
 from fxsplit_encoder.towers.grid import Grid
-from fxsplit_encoder.towers.inputs import check_integers
+from fxsplit_encoder.towers.inputs import check_integers, one_or_several
 from fxsplit_encoder.towers.packed_items import PackedItems
-from fxsplit_encoder.towers.rows import one_or_several
 
 # Metadata that a caller may compute itself, for the tower's own forward.
 _PRECOMPUTED = (
@@ -49,8 +48,8 @@ class PackedTower(PackedItems):
     metadata_columns: ClassVar[dict[str, tuple[int, torch.dtype]]]
     """Name, columns and dtype of every per-patch metadata tensor; 0 columns: a vector, (patches,)."""
     segment_inputs: ClassVar[dict[str, int]] = {"cu_seqlens": 1}
-    """Every input of cumulative lengths, "cu_seqlens" the last, and how many of its segments take the room of
-    one frame: a capture for 8 frames holds 8 times as many."""
+    """Every input of cumulative lengths, "cu_seqlens" the last, and how many of its segments take the place
+    of one frame: a capture for 8 frames holds 8 times as many."""
     input_names: ClassVar[tuple[str, str]] = ("hidden_states", "grid_thw")
     """What the tower's own forward calls the patches and the grids."""
     takes_options: ClassVar[bool] = True
@@ -139,7 +138,7 @@ class PackedTower(PackedItems):
         Called as a module, it also takes the names of the tower's own forward, `input_names`.
 
         Raises:
-            InputError: one of them is no such tensor, or the grids do not describe the patches.
+            InputError: one of them is not such a tensor, or the grids do not describe the patches.
         """
         kwargs = _without_return_dict(kwargs)
         if self._calls_the_tower(kwargs):
@@ -156,7 +155,7 @@ class PackedTower(PackedItems):
 
     def check_own_inputs(self, patches: Any, grids: Any) -> None:
         """Raises InputError unless they are tensors as `forward` takes. Values are not read: grids are
-        compared with the patches where they are read, which is once a call.
+        compared with the patches where they are read, which is once per call.
         """
         names = self.input_names
         self.check_patches(patches, names[0])
@@ -172,8 +171,8 @@ class PackedTower(PackedItems):
         return {**self.metadata(grids), **self._cumulative_lengths(grids)}
 
     def kept_metadata(self, grids: Sequence[Grid]) -> dict[str, Tensor]:
-        """The same, kept for batches that come again: per patch on the tower's device then, cumulative
-        lengths on the CPU. Nobody may write to it.
+        """The same, kept for batches that recur: per patch on the tower's device then, cumulative
+        lengths on the CPU. It is immutable.
         """
         return self._device_metadata.of(tuple(grids), self.device, self.metadata, self._cumulative_lengths)
 
@@ -236,8 +235,8 @@ class PackedTower(PackedItems):
         most = max_batch_size + max_frames_per_batch if only_frames else token_budget
         segments = segment_capacity(token_budget, most)
         for name, factor in self.segment_inputs.items():
-            room = factor * (segments + 1)
-            values[name] = full_cu_seqlens(room, rows, 1 if factor == 1 else room)
+            capacity = factor * (segments + 1)
+            values[name] = full_cu_seqlens(capacity, rows, 1 if factor == 1 else capacity)
         pixels = torch.randn(rows, self.patch_features, device=device, dtype=dtype)
         # Copies: replays write to these tensors, and metadata may be what a cache of frames holds.
         moved = {name: value.to(device=device, copy=True) for name, value in values.items()}
@@ -271,7 +270,7 @@ class PackedTower(PackedItems):
 
 
 def _without_return_dict(options: dict[str, Any]) -> dict[str, Any]:
-    """The options but for `return_dict=True`, which says what is done anyway."""
+    """The options without `return_dict=True`, which is the default here."""
     return {name: value for name, value in options.items() if name != "return_dict" or not value}
 
 
@@ -281,7 +280,7 @@ def _mark_dynamic(
 ) -> tuple[Any, dict[str, Any]]:
     """Tells Dynamo, before it traces, that patches and items vary, so that one trace serves every batch.
 
-    It runs outside of the compiled frame. The marks go on aliases: the caller's tensors stay as they are.
+    It runs outside the compiled frame. The marks go on aliases: the caller's tensors stay as they are.
     """
     assert isinstance(module, PackedTower)
     patches, grid = module.own_inputs(args, kwargs)
@@ -295,7 +294,7 @@ def _mark_dynamic(
         mark_static(patches, list(range(1, patches.dim())))
     if grid.dim() == 2 and grid.shape[0] > 0:
         grid = grid.view_as(grid)
-        # One image is a size like any other: a backed size of 1 would be specialised.
+        # One image is a size like any other: a backed size of 1 would be specialized.
         mark_unbacked(grid, 0)
         mark_static(grid, 1)
     return (patches, grid), options
@@ -309,7 +308,7 @@ def _mark_dynamic(
 
 def exact_metadata(pixel_values: Tensor, grid_thw: Tensor, tower_name: str) -> list[Tensor]:
     """Every per-patch metadata tensor, on the CPU or kept on the device; then the cumulative lengths
-    (segments + 1), on the CPU. Nobody may write to them.
+    (segments + 1), on the CPU. They are immutable.
     """
     tower = registered_tower(tower_name)
     metadata = tower.kept_metadata(_read_grids(tower, pixel_values, grid_thw))

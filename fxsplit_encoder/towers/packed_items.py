@@ -1,4 +1,4 @@
-"""The items of a packed tower: what its inputs say of every image and video.
+"""The items of a packed tower: what its inputs describe of every image and video.
 
 `mm_kwargs` are what Hugging Face's processors make: `pixel_values` (patches, features) with `image_grid_thw`
 (images, 3), and `pixel_values_videos` with `video_grid_thw`. Items are the images in order, then the videos.
@@ -25,15 +25,16 @@ from fxsplit_encoder.towers.inputs import (
     check_given,
     check_pixels,
     number_of,
+    one_or_several,
     pixel_parts,
+    rows_of,
 )
-from fxsplit_encoder.towers.rows import one_or_several, rows_of
 
 _EMBEDDINGS = ("image_embeds", "video_embeds")
 
 
 class _Request(NamedTuple):
-    """What the inputs of a batch say, once they have been found to agree."""
+    """What the inputs of a batch describe, once they have been found to agree."""
 
     grids: list[Grid]
     """Of the images, then of the videos."""
@@ -132,21 +133,21 @@ class PackedItems(WrappedTower):
             )
 
     def grids_of_rows(self, grids: Any, name: str, rows: int | None, claim: str) -> list[Grid]:
-        """The grids that describe so many rows of patches (None: any number, for a plan).
+        """The grids that describe `rows` rows of patches.
 
         Args:
             grids: as they were given.
             name: where they were found.
-            rows: of patches.
+            rows: of patches; None: any number, for a plan.
             claim: how a message begins that goes on with what they describe.
 
         Raises:
             InputError: they describe another number, or are not grids of this tower.
         """
-        room = MOST_PLANNED_ITEMS if rows is None else rows // self.rows_per_token
-        if number_of(grids) > room:
-            got = "a plan without pixels has room" if rows is None else f"got {rows} rows, room"
-            raise InputError(f"{claim} {number_of(grids)} items; {got} for {room} at most")
+        capacity = MOST_PLANNED_ITEMS if rows is None else rows // self.rows_per_token
+        if number_of(grids) > capacity:
+            got = "a plan without pixels has capacity" if rows is None else f"got {rows} rows, capacity"
+            raise InputError(f"{claim} {number_of(grids)} items; {got} for {capacity} at most")
         result = self.read_grids(grids, name)
         patches = grids_of.count_patches(result)
         if patches > MOST_ROWS and rows is None:
@@ -157,7 +158,7 @@ class PackedItems(WrappedTower):
 
     def item_grids(self, mm_kwargs: dict[str, Any]) -> list[Grid]:
         """The grids of a batch: the images', then the videos'. They are not compared with the patches, which
-        `get_encoder_cudagraph_item_specs` has done before anyone asks for more.
+        `get_encoder_cudagraph_item_specs` has done before this is called.
         """
         return [
             grid

@@ -15,7 +15,7 @@ from fxsplit_encoder.towers.tiled import CropGrid, TiledTower, crops_in_a_row, d
 from fxsplit_encoder.towers.tiles import View
 
 CROP_SIZE = 504
-"""Pixels a side of the crops that the model's image processor makes."""
+"""Pixels per side of the crops that the model's image processor makes."""
 
 
 class Step3p7Tower(TiledTower):
@@ -29,7 +29,7 @@ class Step3p7Tower(TiledTower):
 
     Args:
         model: either of them.
-        crop_size: pixels a side of a crop.
+        crop_size: pixels per side of a crop.
     """
 
     has_plain_blocks = True

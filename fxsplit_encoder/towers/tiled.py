@@ -25,9 +25,10 @@ from fxsplit_encoder.towers.inputs import (
     check_given,
     integer_rows,
     number_of,
+    one_or_several,
     pixel_parts,
+    rows_of,
 )
-from fxsplit_encoder.towers.rows import one_or_several, rows_of
 from fxsplit_encoder.towers.tiles import TileTower, View
 
 CropGrid = tuple[int, int]
@@ -47,7 +48,7 @@ class TiledTower(TileTower):
     tower: Any
     max_tiles: ClassVar[int] = 8
     count_key: ClassVar[str]
-    """Where `mm_kwargs` say how many crops every image has."""
+    """Where `mm_kwargs` hold the number of crops of every image."""
 
     def __init__(self, tower: nn.Module, *, whole: View, crop: View, out_hidden_size: int) -> None:
         super().__init__(tower, {"global": whole, "local": replace(crop, optional=True)}, out_hidden_size)
@@ -60,7 +61,7 @@ class TiledTower(TileTower):
 
     @abstractmethod
     def select_grids(self, mm_kwargs: dict[str, Any], indices: list[int]) -> dict[str, Any]:
-        """The inputs that say how the images `indices` are cropped."""
+        """The inputs that describe how the images `indices` are cropped."""
 
     def num_tokens(self, crops: CropGrid) -> int:
         """Rows of an image's embedding."""
@@ -131,7 +132,7 @@ class TiledTower(TileTower):
         """Puts every image together from its rows on the two paths. What it hands out is always a copy.
 
         Raises:
-            InputError: without `batch_mm_kwargs`, which say how many crops an image has.
+            InputError: without `batch_mm_kwargs`, which hold the number of crops of an image.
         """
         grids = self.crop_grids(given_batch(batch_mm_kwargs))
         whole = outputs["global"]
@@ -191,7 +192,7 @@ class TiledTower(TileTower):
         return tiles
 
     def _check_unused(self, crops: Sequence[Tensor], name: str) -> None:
-        """Raises InputError for crops of which nothing says to which images they belong."""
+        """Raises InputError for crops that are assigned to no image."""
         if any(part.shape[0] for part in crops):
             raise InputError(f"{self.count_key}: expected the crops of every image in {name}; got None")
 
@@ -225,10 +226,10 @@ def crops_in_a_row(mm_kwargs: dict[str, Any], name: str, whole_name: str) -> lis
 
 
 def square_view(input_name: str, size: int, patches: int, tokens: int) -> View:
-    """Square tiles of three channels, `size` pixels a side, whose `patches` attend to one another."""
+    """Square tiles of three channels, `size` pixels per side, whose `patches` attend to one another."""
     return View(input_name, (3, size, size), tokens, input_size=patches)
 
 
 def downsampled(side: int) -> int:
-    """Positions a side behind a convolution of 3 x 3 with stride 2 and padding 1."""
+    """Positions per side after a convolution of 3 x 3 with stride 2 and padding 1."""
     return (side + 1) // 2

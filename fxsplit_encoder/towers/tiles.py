@@ -25,8 +25,7 @@ from fxsplit_encoder.protocol import (
     EncoderCudaGraphReplayBuffers,
 )
 from fxsplit_encoder.towers.base import WrappedTower
-from fxsplit_encoder.towers.inputs import check_pixels
-from fxsplit_encoder.towers.rows import one_or_several
+from fxsplit_encoder.towers.inputs import check_pixels, one_or_several
 
 # torch 2.11 compares the sizes of a mask with 1 while it traces, which it cannot do with a size not known.
 MASKED_ATTENTION_TAKES_UNKNOWN_SIZES = TorchVersion(torch.__version__) >= "2.13"
@@ -51,10 +50,10 @@ class View:
 class TileTower(WrappedTower):
     """A tower of tiles behind the manager's protocol, and still a module with the tower's own forward.
 
-    An adapter gives `encode` and `tiles`, and says of items what the protocol asks.
+    An adapter gives `encode` and `tiles`, and the facts of items that the protocol asks for.
 
     Args:
-        tower: the vision tower, whose parameters say on which device and in which dtype it computes.
+        tower: the vision tower, whose parameters determine device and dtype.
         views: the tiles of every path; those of the first are what the module's own forward takes.
         out_hidden_size: columns of the output.
     """
@@ -187,7 +186,7 @@ def _mark_dynamic(
     """Tells Dynamo, before it traces, that the number of tiles varies, so that one trace serves every batch;
     folds tables.
 
-    It runs outside of the compiled frame. The marks go on an alias: the caller's tensor stays as it is. Other
+    It runs outside the compiled frame. The marks go on an alias: the caller's tensor stays as it is. Other
     sizes than a tile's are left to the tower.
     """
     refresh_tables(module._tables)
@@ -202,7 +201,7 @@ def _mark_dynamic(
         if module.attends_with_mask and not MASKED_ATTENTION_TAKES_UNKNOWN_SIZES:
             maybe_mark_dynamic(pixels, 0)  # one tile is traced apart
         else:
-            # One tile is a number of tiles like any other: a backed size of 1 would be specialised.
+            # One tile is a number of tiles like any other: a backed size of 1 would be specialized.
             mark_unbacked(pixels, 0)
         mark_static(pixels, [1, 2, 3])
         args = (pixels, *args[1:])

@@ -16,8 +16,8 @@ from fxsplit_encoder.planning.costs import (
     EXACT_LAUNCH_TOKENS,
     REPLAY_LAUNCH_TOKENS,
     CostCurve,
+    PathCosts,
     Points,
-    RouteCosts,
 )
 
 # Estimated from the widths of the same tower in 16 bits: the values that are alive in a block, 27 blocks of
@@ -34,7 +34,7 @@ class RisingCurve(CostCurve):
         points: pairs of (output tokens, cost), at least one, tokens increasing from 0 or more, costs above 0.
 
     Raises:
-        InputError: the points are not such.
+        InputError: a point is invalid.
     """
 
     def __init__(self, points: Points) -> None:
@@ -62,7 +62,7 @@ class RisingCurve(CostCurve):
         return cls(((0, fixed), (1, fixed + 1)))
 
     def from_one_token(self) -> Points:
-        """Points that say the same of every positive number of tokens, and nothing of none."""
+        """Points with the same costs at every positive number of tokens, and none at zero."""
         if self.points[0][0] > 0:
             return self.points
         later = tuple(point for point in self.points if point[0] > 1)
@@ -91,9 +91,9 @@ class BatchCosts:
         """Costs in milliseconds, through measured points: output tokens to milliseconds."""
         return cls(RisingCurve.from_mapping(replay_ms), RisingCurve.from_mapping(exact_ms), "ms")
 
-    def of_ladder(self, budgets: Sequence[int]) -> RouteCosts:
-        """What the manager would find that a path with these budgets costs."""
-        return RouteCosts({b: self.replay.at(b) for b in budgets}, exact=self.exact.from_one_token())
+    def of_ladder(self, budgets: Sequence[int]) -> PathCosts:
+        """The costs that the manager would find for a path with these budgets."""
+        return PathCosts({b: self.replay.at(b) for b in budgets}, exact=self.exact.from_one_token())
 
 
 @dataclass(frozen=True)

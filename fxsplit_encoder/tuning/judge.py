@@ -40,7 +40,7 @@ class Judge:
             self._requests.setdefault(sizes, request)
 
     def forecast(self, ladders: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, LadderForecast], float]:
-        """What every path's ladder does, and what all batches cost the host beside.
+        """What every path's ladder does, and what all batches cost the host in addition.
 
         Args:
             ladders: the budgets of every path, by the path's name.
@@ -61,7 +61,7 @@ class Judge:
 
 
 def _of_path(path: str, ladder: tuple[int, ...], plans: Sequence[tuple[Plan, int]]) -> LadderForecast:
-    """What the plans, each as often as it says, make of one path."""
+    """The forecast of one path from the plans, each with how often it occurs."""
     planned: list[tuple[PathPlan, int]] = [
         (batch.paths[path], count)
         for plan, count in plans

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -13,6 +14,40 @@ from fxsplit_encoder.tuning.costs import BatchCosts, MemoryModel
 
 # Sums of the same costs in another order differ by rounding; that is no reason for another graph.
 _ROUNDING = 1e-12
+
+
+@dataclass(frozen=True)
+class LadderLimits:
+    """What ladders may be.
+
+    Raises:
+        InputError: `max_graphs` or `granularity` is not positive.
+    """
+
+    max_graphs: int
+    """Budgets of each path, at most."""
+
+    max_bytes: int | None = None
+    """Device memory of all captures by `memory`'s estimate, at most; None: no limit."""
+
+    maximum: int | None = None
+    """Output tokens of the largest budget, at most; None: those of the largest request or demand."""
+
+    granularity: int = 1
+    """Budgets are multiples of this, but for those that a smallest or largest budget bounds."""
+
+    memory: MemoryModel = field(default_factory=MemoryModel)
+    """What captures are estimated to take."""
+
+    def __post_init__(self) -> None:
+        check_positive(max_graphs=self.max_graphs, granularity=self.granularity)
+
+
+def check_positive(**counts: int) -> None:
+    """Raises InputError for a count below 1, by its name."""
+    for name, count in counts.items():
+        if count < 1:
+            raise InputError(f"{name}: expected at least 1; got {count}")
 
 
 def round_up(count: int, granularity: int) -> int:
@@ -107,16 +142,17 @@ class LadderSearch:
 
 
 def cheapest_ladders(
-    searches: Mapping[str, LadderSearch], max_bytes: int | None, memory: MemoryModel
+    searches: Mapping[str, LadderSearch], limits: LadderLimits
 ) -> dict[str, tuple[int, ...]]:
-    """The ladder of every path, by the path's name, of the least cost together within `max_bytes`.
+    """The ladder of every path, by the path's name, of the least cost together within the memory.
 
     What ties the paths together is the largest of all budgets and the number of all graphs: both are
     enumerated. Of ladders of equal cost, those with the fewest graphs are taken.
 
     Raises:
-        InputError: `max_bytes` has no room for a budget a path.
+        InputError: no budget of each path fits into the memory.
     """
+    max_bytes, memory = limits.max_bytes, limits.memory
     every = np.unique(np.concatenate([search.candidates for search in searches.values()]))
     tops = every[-1:] if max_bytes is None else every
     costs = [search.costs_up_to(tops) for search in searches.values()]
@@ -130,9 +166,9 @@ def cheapest_ladders(
             best, chosen = together[position], (counts, int(tops[position]))
     if chosen is None:
         raise InputError(
-            f"max_bytes: expected room for a budget a path, {len(searches)} graphs; the memory model needs "
-            f"{memory.num_bytes(int(every[0]), len(searches))} bytes for {every[0]} output tokens, and more "
-            f"for larger ones; got {max_bytes}"
+            f"max_bytes: expected enough for a budget of each path, {len(searches)} graphs; the memory model "
+            f"needs {memory.num_bytes(int(every[0]), len(searches))} bytes for {every[0]} output tokens, and "
+            f"more for larger ones; got {max_bytes}"
         )
     counts, top = chosen
     return {

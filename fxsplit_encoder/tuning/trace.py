@@ -1,4 +1,4 @@
-"""A trace of requests: one JSON object a line, with the sizes of the request's images and videos.
+"""A trace of requests: one JSON object per line, with the sizes of the request's images and videos.
 
     {"items": [{"input_size": 1024, "output_tokens": 256}, {"input_size": 784, "output_tokens": 196}]}
 
@@ -116,7 +116,7 @@ def trace_demands(
     """The demands of a trace by path: the output tokens of every batch that has any there.
 
     A request's items are packed together. A request above a limit is cut as the manager does it, by ascending
-    size into batches of at most `maximum` output tokens a path and `max_items_per_batch` items; an item that
+    size into batches of at most `maximum` output tokens per path and `max_items_per_batch` items; one that
     alone is above `maximum` is a demand of its own.
     """
     demands: dict[str, list[int]] = {path: [] for path in traced_paths(requests)}

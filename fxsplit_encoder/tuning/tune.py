@@ -1,8 +1,8 @@
 """Choosing token budgets from a trace: the ladder that serves it at the least cost.
 
 A demand is the output tokens of one batch on one path. Each path is tuned alone, because the paths of a batch
-replay independently: each takes the smallest of its own budgets with room for its own tokens. Only the memory
-of all captures ties them together. Limits on frames and attention segments are not modelled.
+replay independently: each takes the smallest of its own budgets that holds its own tokens. Only the memory
+of all captures ties them together. Limits on frames and attention segments are not modeled.
 
 Which batches the manager makes depends on the ladder. With `packing: cost` it depends on every budget, and no
 search over ladders could plan the trace for each. So the search takes the batches that greedy packing makes,
@@ -15,7 +15,7 @@ find for greedy's batches, would cost even less, is not known.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,10 +24,17 @@ from tabulate import tabulate
 from fxsplit_encoder.config import EncoderConfig, Packing
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.planning.budgets import generate_budgets
-from fxsplit_encoder.tuning.costs import BatchCosts, MemoryModel
+from fxsplit_encoder.tuning.costs import BatchCosts
 from fxsplit_encoder.tuning.forecast import LadderForecast, forecast
 from fxsplit_encoder.tuning.judge import Judge
-from fxsplit_encoder.tuning.search import LadderSearch, candidate_budgets, cheapest_ladders, round_up
+from fxsplit_encoder.tuning.search import (
+    LadderLimits,
+    LadderSearch,
+    candidate_budgets,
+    cheapest_ladders,
+    check_positive,
+    round_up,
+)
 from fxsplit_encoder.tuning.trace import Request, batch_loads, trace_demands, traced_paths
 
 _BUDGETS_COLUMN_WIDTH = 24
@@ -41,7 +48,7 @@ _MAX_JUDGED = 8
 
 @dataclass(frozen=True)
 class PathTuning:
-    """The tuned ladder of a path beside powers of two."""
+    """The tuned ladder of a path, and powers of two to compare with."""
 
     tuned: LadderForecast
     powers_of_two: LadderForecast
@@ -66,7 +73,7 @@ class Tuning:
     """How the manager was taken to pack."""
 
     host_cost: float = 0.0
-    """What the batches of the tuned ladders cost the host beside; 0.0 where costs are no times."""
+    """What the batches of the tuned ladders cost the host in addition; 0.0 where costs are not times."""
 
     @property
     def cost(self) -> float:
@@ -111,49 +118,39 @@ class Tuning:
 
 def tune_trace(
     requests: Sequence[Request],
+    limits: LadderLimits,
     *,
-    max_graphs: int,
-    max_bytes: int | None = None,
-    maximum: int | None = None,
-    max_items_per_batch: int | None = None,
-    granularity: int = 1,
     costs: BatchCosts | Mapping[str, BatchCosts] | None = None,
-    memory: MemoryModel | None = None,
     packing: Packing = "cost",
+    max_items_per_batch: int | None = None,
 ) -> Tuning:
     """The ladders that serve the requests of a trace at the least cost.
 
     Greedy packing cuts a request into batches for the largest budget, so the demands depend on it: every
-    largest budget is tuned by itself, for the very batches that greedy packing then makes. Of the eight
+    largest budget is tuned by itself, for the batches that greedy packing then makes. Of the eight
     cheapest ladders found, the one is taken of which the manager's planner predicts the least under
-    `packing`. A smaller largest budget than the
-    largest request pays where requests are cut at little cost, or where what alone is above it is as cheap at
-    its exact shape. A largest budget between two could be lowered to what the largest batch has, so the loads
-    that batches may have are all that is worth considering. Of more than 64 of them, 64 spread evenly are
-    tuned, the largest always; several paths are cut at one number of tokens.
+    `packing`. A smaller largest budget than the largest request pays where requests are cut at little cost,
+    or where what alone is above it is as cheap at its exact shape. A largest budget between two could be
+    lowered to what the largest batch has, so the loads that batches may have are all that is worth
+    considering. Of more than 64 of them, 64 spread evenly are tuned, the largest always; several paths are
+    cut at one number of tokens.
 
     Args:
         requests: the trace.
-        max_graphs: budgets a path, at most.
-        max_bytes: device memory of all captures by `memory`'s estimate, at most; None: no limit.
-        maximum: output tokens of the largest budget, at most; None: those of the largest request.
+        limits: what the ladders may be.
+        costs: of a batch, for every path alike or by path; None: the estimate of `BatchCosts`.
+        packing: how the manager will pack; forecasts are those of its planner.
         max_items_per_batch: items of a batch, at most; no budget is smaller, as `EncoderConfig` demands.
             None: those of the request with the most items.
-        granularity: budgets are multiples of this, but for the largest, which `maximum` bounds.
-        costs: of a batch, for every path alike or by path; None: the estimate of `BatchCosts`.
-        memory: None: the estimate of `MemoryModel`.
-        packing: how the manager will pack; forecasts are those of its planner.
 
     Raises:
-        InputError: there are no requests with tokens, an argument is out of range, or `max_bytes` has no
-            room for a budget.
+        InputError: there are no requests with tokens, or the limits allow no budget.
     """
-    _check_positive(max_graphs=max_graphs, granularity=granularity)
-    memory = memory or MemoryModel()
     paths = traced_paths(requests)
     items = max_items_per_batch or max(len(request) for request in requests)
     sizes = {path: [_path_tokens(request, path) for request in requests] for path in paths}
-    largest = maximum or round_up(max(sum(size) for listed in sizes.values() for size in listed), granularity)
+    most = max(sum(size) for listed in sizes.values() for size in listed)
+    largest = limits.maximum or round_up(most, limits.granularity)
     # Below this, a path would have nothing to serve, or its smallest budget less than a token an item.
     smallest = max(items, *(min(n for size in listed for n in size if n) for listed in sizes.values()))
     if largest < smallest:
@@ -163,23 +160,15 @@ def tune_trace(
         )
     path_costs = _costs_by_path(costs, paths)
     tunings: list[Tuning] = []
-    loads = candidate_budgets([*batch_loads(requests, items), largest], smallest, largest, granularity)
-    for cut in _cuts(loads, len(paths), max_bytes, memory):
+    loads = candidate_budgets([*batch_loads(requests, items), largest], smallest, largest, limits.granularity)
+    for cut in _cuts(loads, len(paths), limits):
         demands = trace_demands(requests, maximum=cut, max_items_per_batch=items)
         floor = sum(_floor(demands[path], items, path_costs[path]) for path in paths)
         if tunings and floor >= min(tuning.cost for tuning in tunings):
             continue  # not even with a budget for every demand
         tunings.append(
             tune_budgets(
-                demands,
-                max_graphs=max_graphs,
-                max_bytes=max_bytes,
-                maximum=cut,
-                minimum=items,
-                granularity=granularity,
-                costs=path_costs,
-                memory=memory,
-                serve_largest=True,
+                demands, replace(limits, maximum=cut), costs=path_costs, minimum=items, serve_largest=True
             )
         )
     judge = Judge(requests, packing, path_costs, items)
@@ -190,7 +179,7 @@ def tune_trace(
     powers, _ = judge.forecast({path: tunings[0].paths[path].powers_of_two.budgets for path in paths})
     compared = {path: PathTuning(tuned[path], powers[path]) for path in paths}
     unit = next(iter(path_costs.values())).unit
-    return Tuning(compared, unit, items, max_bytes, packing, host_cost)
+    return Tuning(compared, unit, items, limits.max_bytes, packing, host_cost)
 
 
 def _total(forecasts: Mapping[str, LadderForecast], host_cost: float) -> float:
@@ -199,58 +188,49 @@ def _total(forecasts: Mapping[str, LadderForecast], host_cost: float) -> float:
 
 def tune_budgets(
     demands: Mapping[str, Sequence[int]],
+    limits: LadderLimits,
     *,
-    max_graphs: int,
-    max_bytes: int | None = None,
-    maximum: int | None = None,
-    minimum: int = 1,
-    granularity: int = 1,
     costs: BatchCosts | Mapping[str, BatchCosts] | None = None,
-    memory: MemoryModel | None = None,
+    minimum: int = 1,
     serve_largest: bool = False,
 ) -> Tuning:
     """The ladders that serve given demands at the least cost, exactly.
 
-    The smallest budget with room for a demand serves it, or its exact shape where that costs less, or where
-    no budget has room. A budget between two demands could be lowered to the smaller one, so the demands,
+    The smallest budget that holds a demand serves it, or its exact shape where that costs less, or where no
+    budget does. A budget between two demands could be lowered to the smaller one, so the demands,
     rounded up, are all the budgets worth considering. See `LadderSearch` for how the best are found.
 
     Args:
         demands: the output tokens of every batch, by path; at least one each, and above 0.
-        max_graphs: budgets a path, at most.
-        max_bytes: device memory of all captures by `memory`'s estimate, at most; None: no limit.
-        maximum: output tokens of the largest budget, at most; None: the largest demand.
-        minimum: output tokens of the smallest budget, at least.
-        granularity: budgets are multiples of this, but for those that `minimum` or `maximum` bounds.
+        limits: what the ladders may be.
         costs: of a batch, for every path alike or by path; None: the estimate of `BatchCosts`.
-        memory: None: the estimate of `MemoryModel`.
-        serve_largest: whether each ladder must have room for the largest demand up to `maximum`.
+        minimum: output tokens of the smallest budget, at least.
+        serve_largest: whether each ladder must hold the largest demand up to `limits.maximum`.
 
     Raises:
-        InputError: a path has no demand that a budget may serve, an argument is out of range, or `max_bytes`
-            has no room for a budget.
+        InputError: a path has no demand that a budget may serve, `minimum` is not positive, or the limits
+            allow no budget.
     """
-    _check_positive(max_graphs=max_graphs, minimum=minimum, granularity=granularity)
+    check_positive(minimum=minimum)
     for path, listed in demands.items():
         if not listed or min(listed) < 1:
             raise InputError(f"demands of path {path!r}: expected one or more, all above 0; got {listed}")
     if not demands:
         raise InputError("demands: expected those of one path or more; got none")
     path_costs = _costs_by_path(costs, demands)
-    memory = memory or MemoryModel()
     searches = {}
     for path, listed in demands.items():
-        largest = maximum if maximum is not None else max(listed)
+        largest = limits.maximum if limits.maximum is not None else max(listed)
         if min(listed) > largest or minimum > largest:
             raise InputError(
                 f"maximum: expected at least {max(min(listed), minimum)} output tokens on path {path!r}, its "
                 f"smallest demand or `minimum`; got {largest}"
             )
-        candidates = candidate_budgets(listed, minimum, largest, granularity)
+        candidates = candidate_budgets(listed, minimum, largest, limits.granularity)
         searches[path] = LadderSearch(
-            listed, candidates, path_costs[path], max_graphs, serve_largest=serve_largest
+            listed, candidates, path_costs[path], limits.max_graphs, serve_largest=serve_largest
         )
-    ladders = cheapest_ladders(searches, max_bytes, memory)
+    ladders = cheapest_ladders(searches, limits)
     return Tuning(
         {
             path: PathTuning(
@@ -264,16 +244,19 @@ def tune_budgets(
             for path, search in searches.items()
         },
         next(iter(path_costs.values())).unit,
-        max_bytes=max_bytes,
+        max_bytes=limits.max_bytes,
     )
 
 
-def _cuts(loads: NDArray[np.int64], num_paths: int, max_bytes: int | None, memory: MemoryModel) -> list[int]:
-    """The tokens to cut requests at, decreasing: loads with room for a graph a path, at most `_MAX_CUTS`."""
+def _cuts(loads: NDArray[np.int64], num_paths: int, limits: LadderLimits) -> list[int]:
+    """The tokens to cut requests at, decreasing: loads at which a graph of each path fits, at most
+    `_MAX_CUTS`.
+    """
+    max_bytes, memory = limits.max_bytes, limits.memory
     fitting = loads if max_bytes is None else loads[loads <= memory.largest_budget(max_bytes, num_paths)]
     if not len(fitting):
         raise InputError(
-            f"max_bytes: expected room for {num_paths} graphs of at least {loads[0]} output tokens, "
+            f"max_bytes: expected enough for {num_paths} graphs of at least {loads[0]} output tokens, "
             f"{memory.num_bytes(int(loads[0]), num_paths)} bytes by the memory model; got {max_bytes}"
         )
     spread = np.unique(np.linspace(0, len(fitting) - 1, _MAX_CUTS).round().astype(int))
@@ -284,12 +267,6 @@ def _floor(demands: Sequence[int], minimum: int, costs: BatchCosts) -> float:
     """What a ladder could cost at the least: if every demand had a budget of its own."""
     tokens = np.asarray(demands)
     return float(np.minimum(costs.replay(np.maximum(tokens, minimum)), costs.exact(tokens)).sum())
-
-
-def _check_positive(**counts: int) -> None:
-    for name, count in counts.items():
-        if count < 1:
-            raise InputError(f"{name}: expected at least 1; got {count}")
 
 
 def _path_tokens(request: Request, path: str) -> list[int]:

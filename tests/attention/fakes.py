@@ -21,11 +21,11 @@ def shape(
     longest: int | None = None,
     segments: int = 1,
     *,
-    exact: bool = False,
+    host_lengths: bool = False,
     equal: bool = False,
 ) -> AttentionShape:
     longest = tokens if longest is None else longest
-    return AttentionShape(CUDA, torch.bfloat16, 16, 72, tokens, longest, segments, exact, equal)
+    return AttentionShape(CUDA, torch.bfloat16, 16, 72, tokens, longest, segments, host_lengths, equal)
 
 
 class FakeKernel(AttentionKernel):

@@ -17,7 +17,9 @@ from .fakes import CUDA, shape
 ENVIRONMENT = {"gpu": "H200", "packages": {"flash-attn-4": "4.0"}}
 
 tables = st.dictionaries(
-    st.builds(shape, st.integers(1, 10**6), st.integers(1, 99), st.integers(1, 9), exact=st.booleans()),
+    st.builds(
+        shape, st.integers(1, 10**6), st.integers(1, 99), st.integers(1, 9), host_lengths=st.booleans()
+    ),
     st.builds(
         Measured,
         st.dictionaries(st.sampled_from("abc"), st.floats(0.1, 1e5)),

@@ -43,10 +43,10 @@ TIMES: dict[str, float | Callable[[AttentionShape], float]] = {
 }
 
 shapes = st.builds(
-    lambda tokens, longest, segments, exact, equal: (
-        shape(longest * segments, longest, segments, exact=True, equal=True)
+    lambda tokens, longest, segments, host_lengths, equal: (
+        shape(longest * segments, longest, segments, host_lengths=True, equal=True)
         if equal
-        else shape(tokens, min(tokens, longest), segments, exact=exact)
+        else shape(tokens, min(tokens, longest), segments, host_lengths=host_lengths)
     ),
     *(st.integers(1, 20_000), st.integers(1, 5000), st.integers(1, 40), st.booleans(), st.booleans()),
 )
@@ -84,8 +84,8 @@ def test_the_fastest_is_chosen_class_by_class() -> None:
         assert chosen(chooser, shape(2048)) == "fast"
         assert chosen(chooser, shape(600)) == "base"
         assert chosen(chooser, shape(2048, 64, 32)) == "base"  # the windowed layers of the same tower
-        assert chosen(chooser, shape(4096, 1024, 4, exact=True, equal=True)) == "dense"
-        assert chosen(chooser, shape(4096, 1024, 4, exact=True)) == "fast"
+        assert chosen(chooser, shape(4096, 1024, 4, host_lengths=True, equal=True)) == "dense"
+        assert chosen(chooser, shape(4096, 1024, 4, host_lengths=True)) == "fast"
 
 
 def test_a_small_gain_does_not_replace_the_first_kernel() -> None:
@@ -105,7 +105,7 @@ def test_nothing_is_measured_outside_of_a_warm_up() -> None:
     # The nearest class decides now, but not one that is far away or of another kind.
     assert chosen(chooser, shape(3000)) == "fast"
     assert chosen(chooser, shape(100_000)) == "base"
-    assert chosen(chooser, shape(2048, exact=True)) == "base"
+    assert chosen(chooser, shape(2048, host_lengths=True)) == "base"
     assert len(meter.measured) == 1
 
 
@@ -121,7 +121,7 @@ def test_last_resorts_are_used_where_nothing_else_works_and_never_measured() -> 
     chooser, meter = make(FakeKernel("other", lambda shape: False), SLOW)
     with measuring():
         assert chosen(chooser, shape()) == "slow"
-        assert chooser.estimate(shape(exact=True), [1024]) is None
+        assert chooser.estimate(shape(host_lengths=True), [1024]) is None
     assert meter.measured == []
 
 
@@ -130,17 +130,17 @@ def test_a_single_candidate_is_timed_only_where_its_time_matters() -> None:
     with measuring():
         chooser.ranking(shape())
         assert meter.measured == []
-        chooser.ranking(shape(exact=True))
-    assert all(of.exact for of, _ in meter.measured)
+        chooser.ranking(shape(host_lengths=True))
+    assert all(of.host_lengths for of, _ in meter.measured)
 
 
 def test_known_segments_are_measured_for_several_of_them_at_once() -> None:
     chooser, meter = make()
     with measuring():
-        chooser.ranking(shape(1024, exact=True, equal=True))
+        chooser.ranking(shape(1024, host_lengths=True, equal=True))
     found = {(of.longest, of.segments, of.equal) for of, _ in meter.measured}
     assert found == {(1024 // n, n, equal) for n in (1, 4, 16) for equal in (False, True)}
-    assert chosen(chooser, shape(700, 70, 10, exact=True, equal=True)) == "dense"
+    assert chosen(chooser, shape(700, 70, 10, host_lengths=True, equal=True)) == "dense"
 
 
 def test_without_accurate_kernels_the_first_ones_are_left() -> None:
@@ -152,10 +152,10 @@ def test_without_accurate_kernels_the_first_ones_are_left() -> None:
 def test_estimates_grow_with_the_pairs_that_attend_but_not_below_what_a_call_costs() -> None:
     chooser, _ = make(BASE, FAST, base=200.0, fast=100.0)
     with measuring():
-        chooser.ranking(shape(2048, exact=True))
-    assert chooser.estimate(shape(2048, exact=True), [2048]) == 100.0
-    assert chooser.estimate(shape(1600, exact=True), [1600]) == pytest.approx(100 * (1600 / 2048) ** 2)
-    assert chooser.estimate(shape(2048, exact=True), [1]) == 50.0
+        chooser.ranking(shape(2048, host_lengths=True))
+    assert chooser.estimate(shape(2048, host_lengths=True), [2048]) == 100.0
+    assert chooser.estimate(shape(1600, host_lengths=True), [1600]) == pytest.approx(100 * (1600 / 2048) ** 2)
+    assert chooser.estimate(shape(2048, host_lengths=True), [1]) == 50.0
     assert chooser.estimate(shape(2048), [2048]) is None
 
 
@@ -163,9 +163,9 @@ def test_shapes_are_rounded_up_to_their_class() -> None:
     assert shape(784, segments=9).rounded() == shape(1024, segments=12)
     assert shape(3136).rounded() == shape(4096)
     assert shape(3000).rounded() == shape(3072)
-    assert shape(3000, exact=True).rounded() == shape(4096, exact=True)
+    assert shape(3000, host_lengths=True).rounded() == shape(4096, host_lengths=True)
     assert shape(6272, 64, 98).rounded() == shape(8192, 64, 128)
-    equal = shape(20 * 441, 441, 20, exact=True, equal=True).rounded()
+    equal = shape(20 * 441, 441, 20, host_lengths=True, equal=True).rounded()
     assert (equal.tokens, equal.longest, equal.segments) == (16384, 512, 32)
 
 

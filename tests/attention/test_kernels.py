@@ -23,9 +23,9 @@ from fxsplit_encoder.attention.kernels import (
     flash_attn,
     vllm_flash_attn,
 )
+from fxsplit_encoder.attention.kernels.base import PaddedHeads
 from fxsplit_encoder.attention.kernels.dense import BatchedDense
 from fxsplit_encoder.attention.kernels.generic import Masked, PerSegment
-from fxsplit_encoder.attention.kernels.padded import PaddedHeads
 
 from .fakes import cumulative, fused_qkv, reference, shape
 

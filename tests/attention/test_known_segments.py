@@ -13,8 +13,8 @@ from torch import Tensor
 from fxsplit_encoder.attention import KernelChooser, KnownSegments, attend, choosing, measuring
 from fxsplit_encoder.attention import known_segments as segments
 from fxsplit_encoder.attention.choice import Measurements
-from fxsplit_encoder.attention.examples import example_lengths, pairs
 from fxsplit_encoder.attention.kernels import AttentionShape
+from fxsplit_encoder.attention.measure import example_lengths, pairs
 from fxsplit_encoder.attention.pins import Pin
 
 from .fakes import FakeKernel, FakeMeter, cumulative, fused_qkv, reference
@@ -81,7 +81,7 @@ def test_kernels_that_share_the_segments_equal_one(lengths: list[int], has_come_
     assert out[-2:].eq(7).all()
 
 
-def test_neighbours_of_one_length_are_one_dense_batch_from_the_second_time_on() -> None:
+def test_neighbors_of_one_length_are_one_dense_batch_from_the_second_time_on() -> None:
     device, lengths = Device(), [2, 6, 6, 6, 3, 3, 9]
     device.run(lengths)
     assert device.calls() == ([(7, 9)], [])

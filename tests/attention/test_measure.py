@@ -13,9 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fxsplit_encoder.attention.examples import example_lengths, make_examples, pairs
 from fxsplit_encoder.attention.kernels import AttentionShape
-from fxsplit_encoder.attention.measure import Measured, Meter
+from fxsplit_encoder.attention.measure import Measured, Meter, example_lengths, make_examples, pairs
 
 from .fakes import FakeKernel, shape
 
@@ -50,7 +49,8 @@ def scaled(row: int, factor: float) -> Callable[[Tensor], Tensor]:
 
 
 @pytest.mark.parametrize(
-    "of", [SMALL, replace(SMALL, exact=True), replace(SMALL, longest=12, exact=True, equal=True)]
+    "of",
+    [SMALL, replace(SMALL, host_lengths=True), replace(SMALL, longest=12, host_lengths=True, equal=True)],
 )
 @pytest.mark.parametrize(
     ("change", "reason"),
@@ -101,8 +101,8 @@ def test_a_kernel_that_fails_under_the_clock_is_rejected_too() -> None:
     assert found.rejected == {"any": "RuntimeError: operation not permitted when stream is capturing"}
 
 
-@pytest.mark.parametrize(("exact", "writes"), [(True, True), (False, False)])
-def test_eager_calls_are_timed_into_a_buffer(exact: bool, writes: bool) -> None:
+@pytest.mark.parametrize(("host_lengths", "writes"), [(True, True), (False, False)])
+def test_eager_calls_are_timed_into_a_buffer(host_lengths: bool, writes: bool) -> None:
     class Watching(FakeKernel):
         def __call__(self, *args: Any) -> Tensor:
             targets.append(len(args) > 6 and args[6] is not None)
@@ -115,7 +115,7 @@ def test_eager_calls_are_timed_into_a_buffer(exact: bool, writes: bool) -> None:
         return 7.0
 
     targets: list[bool] = []
-    found = Meter(clock).measure([Watching("any")], replace(SMALL, exact=exact))
+    found = Meter(clock).measure([Watching("any")], replace(SMALL, host_lengths=host_lengths))
     assert found.microseconds == {"any": 7.0}
 
 
@@ -141,15 +141,15 @@ def test_a_kernel_far_behind_is_timed_on_one_batch_alone(slow_us: float, timed: 
     *(st.integers(1, 3000), st.integers(1, 3000), st.integers(1, 50), st.booleans(), st.booleans()),
 )
 def test_examples_are_calls_of_their_shape(
-    tokens: int, longest: int, segments: int, exact: bool, equal: bool
+    tokens: int, longest: int, segments: int, host_lengths: bool, equal: bool
 ) -> None:
     of = (
-        shape(longest * segments, longest, segments, exact=True, equal=True)
+        shape(longest * segments, longest, segments, host_lengths=True, equal=True)
         if equal
-        else shape(tokens, min(longest, tokens), segments, exact=exact)
+        else shape(tokens, min(longest, tokens), segments, host_lengths=host_lengths)
     )
     lists = example_lengths(of)
-    assert len(lists) == (1 if of.exact else 2)
+    assert len(lists) == (1 if of.host_lengths else 2)
     for lengths in lists:
         assert len(lengths) == of.segments
         assert min(lengths) >= 0

@@ -10,7 +10,7 @@ from fxsplit_encoder.errors import ConfigError
 
 from .fakes import shape
 
-WINDOWS, FRAMES, FRAME = shape(6272, 64, 98), shape(6272, segments=8), shape(6272, exact=True)
+WINDOWS, FRAMES, FRAME = shape(6272, 64, 98), shape(6272, segments=8), shape(6272, host_lengths=True)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from packaging.version import Version
 CHECK = """
 import itertools, torch
 from fxsplit_encoder.attention.kernels.triton_code import attend
+from fxsplit_encoder.attention.kernels.triton_varlen import Tile
 
 torch.manual_seed(0)
 for head_dim in (8, 64, 72, 88, 128):
@@ -21,7 +22,7 @@ for head_dim in (8, 64, 72, 88, 128):
         q, k, v = torch.randn(tokens + 9, 3, heads, head_dim, dtype=torch.float16).unbind(1)
         boundaries = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
         out = torch.full((tokens + 9, heads, head_dim), 7.0, dtype=torch.float16)
-        attend(q, k, v, boundaries, 0.3, out, block_m=32, block_n=16, num_warps=4, num_stages=2)
+        attend(q, k, v, boundaries, 0.3, out, Tile(32, 16, num_warps=4, num_stages=2))
         expected = torch.full(out.shape, 7.0)
         for start, end in itertools.pairwise(boundaries.tolist()):
             a, b, c = (x[start:end].float().transpose(0, 1) for x in (q, k, v))
@@ -81,6 +82,9 @@ class Driver:
 
 driver.set_active(Driver())
 from fxsplit_encoder.attention.kernels import triton_code
+from fxsplit_encoder.attention.kernels.triton_varlen import Tile
+
+tile = Tile(32, 16, num_warps=4, num_stages=2)
 
 def tensors(tokens, heads, head_dim, offset=0, dtype=torch.float16):
     memory = torch.zeros(tokens * 3 * heads * head_dim + offset, dtype=dtype)[offset:]
@@ -92,9 +96,9 @@ def launch(lengths, scale, *shape, **more):
     boundaries = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
     launched.clear()
     for _ in range(2):
-        triton_code.attend(q, k, v, boundaries, scale, out, block_m=32, block_n=16, num_warps=4, num_stages=2)
+        triton_code.attend(q, k, v, boundaries, scale, out, tile)
     triton_code._compiled.clear()
-    triton_code.attend(q, k, v, boundaries, scale, out, block_m=32, block_n=16, num_warps=4, num_stages=2)
+    triton_code.attend(q, k, v, boundaries, scale, out, tile)
     first, again, by_triton = launched
     for ours in (first, again):
         assert ours[:2] == by_triton[:2], (ours[:2], by_triton[:2])

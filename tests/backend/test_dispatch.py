@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.backend import BudgetDispatcher, dispatch, dispatchers
-from fxsplit_encoder.towers.tiles_op import tiles
+from fxsplit_encoder.towers.dense import tiles
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

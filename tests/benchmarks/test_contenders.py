@@ -15,7 +15,7 @@ from subjects import PackedSubject, rows_of
 from worker import relative_error
 from workloads import WORKLOADS, Request
 
-from fxsplit_encoder.config import IMPLEMENTED_MODES
+from fxsplit_encoder.config import MODES
 
 CONFIG = {"token_budgets": (8, 32), "max_items_per_batch": 4, "max_frames_per_batch": 0}
 REQUESTS = (Request(images=((128, 96), (64, 64))), Request(images=((96, 96),)))
@@ -39,7 +39,7 @@ def check(name: str, subject: PackedSubject) -> contenders.Contender:
 @pytest.mark.slow
 def test_ours_in_each_mode(make_subject: MakeSubject) -> None:
     assert [name for name in CONTENDERS if name.startswith("ours-") and name != "ours-backend"] == [
-        f"ours-{mode}" for mode in IMPLEMENTED_MODES
+        f"ours-{mode}" for mode in MODES
     ]
     contender: Any = check("ours-piecewise", make_subject())
     assert {"compile", "capture"} <= contender.seconds.keys()

@@ -1,11 +1,12 @@
 import json
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from fxsplit_encoder.cli.main import app
-from fxsplit_encoder.config import EncoderConfig
+from fxsplit_encoder.config import EncoderConfig, Packing
 from fxsplit_encoder.planning import Item
 from fxsplit_encoder.protocol import EncoderItemSpec
 from fxsplit_encoder.tuning.trace import TraceWriter, read_trace
@@ -35,7 +36,7 @@ def test_the_example_becomes_a_configuration(tmp_path: Path) -> None:
     assert config.max_items_per_batch == 16
     assert config.model_fields_set == {"token_budgets", "max_items_per_batch"}
     first = output.read_text(encoding="utf-8").splitlines()[0]
-    assert first == "# Tuned for chat_images.jsonl: 200 requests, 1759 items; at most 8 graphs a path."
+    assert first == "# Tuned for chat_images.jsonl: 200 requests, 1759 items; at most 8 graphs of each path."
     assert f"wrote {output}" in result.stdout.replace("\n", "")
     assert max(map(len, result.stdout.splitlines()[:-1])) <= 100
     rows = [line.split() for line in result.stdout.splitlines() if line.startswith("default")]
@@ -69,6 +70,23 @@ def test_bytes_may_be_a_plain_number(tmp_path: Path) -> None:
     assert EncoderConfig.from_yaml(output).max_graph_bytes == 2**30
 
 
+def test_ladders_are_judged_under_the_packing_that_is_asked_for(tmp_path: Path) -> None:
+    output = tmp_path / "tuned.yaml"
+    trace = write_trace(tmp_path / "trace.jsonl", *([EncoderItemSpec(400, 100)] * n for n in (1, 3, 5)))
+    costs = {}
+    for packing in get_args(Packing):
+        result = tune(trace, "--max-graphs", 1, "--max-budget", 300, "--packing", packing, "-o", output)
+        assert result.exit_code == 0, result.output
+        assert f"packing  {packing}" in result.stdout
+        assert EncoderConfig.from_yaml(output).packing == packing
+        (row,) = (line.split() for line in result.stdout.splitlines() if line.startswith("default  tuned"))
+        costs[packing] = float(row[-2])
+    assert costs["cost"] < costs["greedy"]
+    assert tune(trace, "--max-graphs", 1, "-o", output).exit_code == 0
+    assert EncoderConfig.from_yaml(output).packing == EncoderConfig().packing
+    assert tune(trace, "--max-graphs", 1, "--packing", "best", "-o", output).exit_code == 2
+
+
 def test_wrong_inputs_are_a_line_and_exit_code_2(tmp_path: Path) -> None:
     good = write_trace(tmp_path / "good.jsonl", [EncoderItemSpec(400, 100)])
     empty = write_trace(tmp_path / "empty.jsonl")
@@ -78,11 +96,11 @@ def test_wrong_inputs_are_a_line_and_exit_code_2(tmp_path: Path) -> None:
     output = tmp_path / "tuned.yaml"
     cases = {
         (tmp_path / "absent.jsonl",): "absent.jsonl: cannot be read: No such file",
-        (empty,): "empty.jsonl: expected a request a line; got an empty trace",
+        (empty,): "empty.jsonl: expected one request per line; got an empty trace",
         (without_items,): "expected a trace with at least one item that has output tokens",
         (broken,): "broken.jsonl, line 2, items: expected a list; got 3",
         (good, "--max-bytes", "much"): "--max-bytes much: max_graph_bytes: not a size",
-        (good, "--max-bytes", "1KiB"): "max_bytes: expected room for",
+        (good, "--max-bytes", "1KiB"): "max_bytes: expected enough for",
         (good, "--max-budget", "50"): "maximum: expected at least 100 output tokens",
         (good, "--costs", tmp_path / "absent.json"): "absent.json: cannot be read",
         (good, "-o", tmp_path / "absent" / "x.yaml"): "x.yaml: no such directory",

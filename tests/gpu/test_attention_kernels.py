@@ -66,13 +66,13 @@ def error(out: Tensor, reference: Tensor) -> float:
 
 
 def skip_unless_it_works(
-    kernel: AttentionKernel, query: Tensor, lengths: Sequence[int], *, exact: bool
+    kernel: AttentionKernel, query: Tensor, lengths: Sequence[int], *, host_lengths: bool
 ) -> None:
     reason = kernel.unavailable_reason(query.device)
     if reason is not None:
         pytest.skip(reason)
-    equal = exact and len(set(lengths)) == 1
-    shape = shape_of(query, max(lengths), len(lengths), exact=exact, equal=equal)
+    equal = host_lengths and len(set(lengths)) == 1
+    shape = shape_of(query, max(lengths), len(lengths), host_lengths=host_lengths, equal=equal)
     if not works(kernel, shape):
         pytest.skip(f"does not compute {shape}")
 
@@ -90,7 +90,7 @@ def test_errors_are_those_of_sixteen_bits(kernel: AttentionKernel, head_dim: int
     lengths = LAYOUTS[layout]
     rows, scale = sum(lengths), head_dim**-0.5
     values = projection(rows, head_dim)
-    skip_unless_it_works(kernel, values[0], lengths, exact=True)
+    skip_unless_it_works(kernel, values[0], lengths, host_lengths=True)
     reference = expected(values, lengths, scale)
     fill_memory(rows, head_dim)
     result = kernel(*values, cumulative(lengths), max(lengths), scale)
@@ -108,7 +108,7 @@ def test_errors_are_those_of_sixteen_bits(kernel: AttentionKernel, head_dim: int
 @torch.no_grad()
 def test_results_are_contiguous_whatever_the_strides_of_the_query(kernel: AttentionKernel) -> None:
     values = [torch.randn(HEADS, 784, 72, device="cuda").bfloat16().transpose(0, 1) for _ in range(3)]
-    skip_unless_it_works(kernel, values[0], [784], exact=True)
+    skip_unless_it_works(kernel, values[0], [784], host_lengths=True)
     result = kernel(*values, cumulative([784]), 784, 0.1)
     assert result.is_contiguous()
     assert error(result, expected(values, [784], 0.1)) < 0.005
@@ -119,7 +119,7 @@ def test_results_are_contiguous_whatever_the_strides_of_the_query(kernel: Attent
 def test_a_triton_kernel_takes_values_of_any_alignment_in_turn(kernel: TritonVarlen) -> None:
     rows, head_dim = sum(RAGGED), 72
     values = projection(rows, head_dim)
-    skip_unless_it_works(kernel, values[0], RAGGED, exact=True)
+    skip_unless_it_works(kernel, values[0], RAGGED, host_lengths=True)
     reference = expected(values, RAGGED, 0.1)
     memory = torch.empty(3, rows * HEADS * head_dim + 8, device="cuda", dtype=torch.bfloat16)
     for offset in (0, 1, 8, 0, 1):
@@ -137,7 +137,7 @@ def test_loose_bounds_and_finite_rows_behind_the_segments_change_nothing(
     rows, scale = sum(RAGGED) + 200, 0.1
     values = projection(rows, head_dim)
     padded = [*RAGGED, 0, 0, 0]
-    skip_unless_it_works(kernel, values[0], padded, exact=False)
+    skip_unless_it_works(kernel, values[0], padded, host_lengths=False)
     reference = expected(values, RAGGED, scale)
     for bound in (max(RAGGED), rows):
         fill_memory(rows, head_dim)
@@ -153,7 +153,7 @@ def test_loose_bounds_and_finite_rows_behind_the_segments_change_nothing(
 def test_a_captured_kernel_reads_the_segments_of_the_replay(kernel: AttentionKernel, head_dim: int) -> None:
     rows, room, scale = 1536, 8, head_dim**-0.5
     static = projection(rows, head_dim)
-    skip_unless_it_works(kernel, static[0], [rows] + [0] * (room - 1), exact=False)
+    skip_unless_it_works(kernel, static[0], [rows] + [0] * (room - 1), host_lengths=False)
     cu_seqlens = cumulative([rows] + [0] * (room - 1))
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -213,7 +213,7 @@ def test_measuring_chooses_per_class_and_says_what_it_found(measurements: Measur
     query = projection(4096, 72)[0]
     with measuring():
         captured = chooser.of(query, cumulative([4096]), 4096)
-        chooser.ranking(shape_of(query, 4096, 1, exact=True, equal=True))
+        chooser.ranking(shape_of(query, 4096, 1, host_lengths=True, equal=True))
     report = describe(device, chooser)
     assert captured.name in {each.name for each in report.kernels if each.unavailable is None}
     equal = [each for each in report.classes if each.shape.endswith("equal")]

@@ -15,7 +15,7 @@ import fxsplit_encoder as fx
 from fxsplit_encoder.capture import SharedBuffers, StaticBuffer, StaticInputs
 from fxsplit_encoder.errors import ReplayError
 from fxsplit_encoder.manager.captures import CapturePlan, PlannedCapture, plan_captures
-from fxsplit_encoder.planning import CaptureKey, RouteCosts
+from fxsplit_encoder.planning import CaptureKey, PathCosts
 from fxsplit_encoder.runtime.memory_limit import least_useful
 
 from .mock_towers import (
@@ -118,7 +118,7 @@ def test_pruned_captures_take_no_memory_and_say_why() -> None:
 
 
 def test_the_least_useful_budget_saves_least_for_its_bytes() -> None:
-    costs = RouteCosts({4: 4.0, 8: 8.0, 9: 9.0, 16: 16.0}, exact=((1, 101.0), (16, 116.0)))
+    costs = PathCosts({4: 4.0, 8: 8.0, 9: 9.0, 16: 16.0}, exact=((1, 101.0), (16, 116.0)))
     # Without 8, the sizes 5 to 8 cost 9 instead of 8; without 9, only the size 9 costs more, by 7.
     equal = least_useful(costs, (4, 8, 9, 16), (1, 1, 1, 1), skippable=False)
     assert equal == (8, pytest.approx(4 / 16))
@@ -136,9 +136,9 @@ def test_the_gain_is_what_all_sizes_would_cost_more(
     budgets: list[int], sizes: list[int], measured: bool
 ) -> None:
     costs = (
-        RouteCosts({b: 1.0 + b for b in budgets}, exact=((1, 51.0), (40, 90.0)))
+        PathCosts({b: 1.0 + b for b in budgets}, exact=((1, 51.0), (40, 90.0)))
         if measured
-        else RouteCosts.unmeasured(budgets)
+        else PathCosts.unmeasured(budgets)
     )
     sizes = sizes[: len(budgets)]
 

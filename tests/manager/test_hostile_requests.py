@@ -257,7 +257,7 @@ for label, value in {
     "a number": 4,
 }.items():
     add(f"sizes are {label}", KIMI_VL, replacing(image_grid_hws=value), "image_grid_hws")
-add("a clip too long", KIMI_K25, replacing(image_grid_thw=[[7, 2, 2]]), "at most 4 frames a clip")
+add("a clip too long", KIMI_K25, replacing(image_grid_thw=[[7, 2, 2]]), "at most 4 frames per clip")
 add("embeddings", QWEN, replacing(image_embeds=torch.zeros(4, 8)), "^image_embeds: these are embeddings")
 add(
     *("videos without grids", QWEN, replacing(pixel_values_videos=torch.zeros(28, 24))),
@@ -305,7 +305,7 @@ add("crops are NumPy", DEEPSEEK, replacing(images_crop=np.zeros(3)), "^images_cr
 ratios = {"num_patches": None, "aspect_ratios": torch.tensor([[2**40, 2**40]])}
 add("aspect ratios too large", LLAMA, replacing(**ratios), "^pixel_values: expected tile counts")
 ratios = {"num_patches": None, "aspect_ratios": torch.ones(1, 1).long().expand(FAR, 2)}
-add("aspect ratios too many", LLAMA, replacing(**ratios), "^aspect_ratios: expected one an image")
+add("aspect ratios too many", LLAMA, replacing(**ratios), "^aspect_ratios: expected one per image")
 ratios = {"num_patches": None, "aspect_ratios": "1:2"}
 add("aspect ratios are text", LLAMA, replacing(**ratios), "^aspect_ratios: expected rows of two integers")
 add("videos", LLAMA, replacing(pixel_values_videos=torch.zeros(1)), "^pixel_values_videos: .*images only")

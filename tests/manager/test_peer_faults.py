@@ -21,7 +21,7 @@ import fxsplit_encoder as fx
 from fxsplit_encoder.attention.kernels import generic
 from fxsplit_encoder.capture import GraphPool, SegmentedCapture
 from fxsplit_encoder.errors import InputError, ReplayError
-from fxsplit_encoder.planning import CostModel, Item, RouteCosts, build_plan
+from fxsplit_encoder.planning import CostModel, Item, PathCosts, build_plan
 from fxsplit_encoder.planning.limits import resolve_limits
 from fxsplit_encoder.protocol import EncoderCudaGraphConfig
 
@@ -100,7 +100,7 @@ def test_vllm_52229_padding_has_a_price(make_manager: Any, make_batch: Any) -> N
     assert planned.paths["default"].budget == 4  # not the one that holds more
     # Six tokens would replay 64; the exact shape is measured to be faster.
     specs = manager.tower.get_encoder_cudagraph_item_specs(make_batch([(1, 4, 6)]))
-    measured = RouteCosts({4: 1.0, 64: 9.0}, exact=((1, 2.0), (64, 2.5)))
+    measured = PathCosts({4: 1.0, 64: 9.0}, exact=((1, 2.0), (64, 2.5)))
     plan = build_plan(list(map(Item, specs)), manager.limits, costs=CostModel({("default", ()): measured}))
     assert plan.misses == {fx.MissReason.EXACT_IS_FASTER: 1}
 

@@ -13,7 +13,7 @@ from torch import Tensor
 import fxsplit_encoder as fx
 from fxsplit_encoder.capture import GraphPool
 from fxsplit_encoder.planning import CaptureKey, PathPlan
-from fxsplit_encoder.planning.costs import RouteCosts
+from fxsplit_encoder.planning.costs import PathCosts
 from fxsplit_encoder.runtime import CaptureScope, UnpaddedReplays
 
 TOLERANCE = 1e-5
@@ -163,7 +163,7 @@ def by_cost(capture_ms: float) -> UnpaddedReplays:
 
     scope = CaptureScope(fx.EncoderConfig(), GraphPool(torch.device("cpu")))
     replays = UnpaddedReplays(request, scope)
-    costs = RouteCosts(replay={64: 2.0, 128: 3.0}, exact=((64, 4.0), (128, 5.0)), eager=((64, 9.0),))
+    costs = PathCosts(replay={64: 2.0, 128: 3.0}, exact=((64, 4.0), (128, 5.0)), eager=((64, 9.0),))
     replays.use_costs(costs, capture_ms)
     return replays
 

@@ -57,6 +57,6 @@ def test_the_modes_of_deepseek_ocr_are_read(
     for path, view in wrapped.views.items():
         (tiles,) = wrapped.tiles(inputs.mm_kwargs, path)
         assert tiles.shape[0] * view.tokens == spec.path_output_tokens[path]
-    # The upper edge is grey where the page keeps its aspect ratio; a small mode without crops stretches it.
+    # The upper edge is gray where the page keeps its aspect ratio; a small mode without crops stretches it.
     edge = inputs.mm_kwargs["pixel_values"][0, :, 0]
     assert edge.unique().tolist() == pytest.approx([1.0 if whole == 512 else 127 / 127.5 - 1])

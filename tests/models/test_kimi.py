@@ -58,7 +58,7 @@ def test_kimi_k25_is_loaded_under_its_published_names(tmp_path: Path) -> None:
                 tensors[f"vision_tower.encoder.{key.replace(new, old)}"] = value.clone()
     for kind in ("weight", "bias"):
         heads = [own[f"layers.0.attn.{part}_proj.{kind}"] for part in ("q", "k", "v")]
-        # Of each head the tower has even channels first, the checkpoint pairs of neighbours.
+        # Of each head the tower has even channels first, the checkpoint pairs of neighbors.
         order = torch.arange(16).view(2, 2, 4).transpose(1, 2).flatten()
         fused = torch.cat([heads[0][order], heads[1][order], heads[2]])
         tensors[f"vision_tower.encoder.blocks.0.wqkv.{kind}"] = fused

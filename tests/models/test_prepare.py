@@ -67,15 +67,15 @@ def test_images_are_turned_upright_and_made_rgb(tmp_path: Path) -> None:
     exif[0x0112] = 6
     upright.rotate(90, expand=True).save(tmp_path / "turned.png", exif=exif)
     upright.save(tmp_path / "upright.png")
-    upright.convert("L").save(tmp_path / "grey.png")
+    upright.convert("L").save(tmp_path / "gray.png")
     upright.convert("RGBA").save(tmp_path / "alpha.png")
-    names = ("upright.png", "turned.png", "alpha.png", "grey.png")
+    names = ("upright.png", "turned.png", "alpha.png", "gray.png")
     inputs = load_inputs([tmp_path / name for name in names])
-    expected, turned, alpha, grey = inputs.mm_kwargs["pixel_values"].chunk(4)
+    expected, turned, alpha, gray = inputs.mm_kwargs["pixel_values"].chunk(4)
     assert {item.layout["grid"] for item in inputs.items} == {(1, 8, 4)}
     torch.testing.assert_close(turned, expected, rtol=0, atol=0)
     torch.testing.assert_close(alpha, expected, rtol=0, atol=0)
-    assert grey.isfinite().all()
+    assert gray.isfinite().all()
 
 
 def test_keys_stay_unique() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.planning import cost_packing
 from fxsplit_encoder.planning.cost_packing import pack_by_cost
-from fxsplit_encoder.planning.costs import PathTable, RouteCosts
+from fxsplit_encoder.planning.costs import PathCosts, PathTable
 from fxsplit_encoder.planning.items import Capacity, Item, Loads
 from fxsplit_encoder.planning.packing import pack_greedy
 from fxsplit_encoder.protocol import EncoderItemSpec
@@ -18,17 +18,22 @@ from fxsplit_encoder.protocol import EncoderItemSpec
 # A tower of 27 blocks on one H200: milliseconds.
 REPLAY = {64: 1.72, 256: 3.47, 1024: 17.7, 1764: 42.3}
 EXACT = ((256, 4.5), (268, 4.5), (1764, 29.6))
-ONE_PATH = [RouteCosts(REPLAY, exact=EXACT)]
+ONE_PATH = [PathCosts(REPLAY, exact=EXACT)]
 TWO_PATHS = [
-    RouteCosts({272 << k: 3.0 + 0.0055 * (272 << k) for k in range(4)}, exact=((272, 5.5), (2176, 20.0))),
-    RouteCosts({100 << k: 1.5 + 0.009 * (100 << k) for k in range(5)}, exact=((100, 4.0), (1600, 18.0))),
+    PathCosts({272 << k: 3.0 + 0.0055 * (272 << k) for k in range(4)}, exact=((272, 5.5), (2176, 20.0))),
+    PathCosts({100 << k: 1.5 + 0.009 * (100 << k) for k in range(5)}, exact=((100, 4.0), (1600, 18.0))),
 ]
 
 
-def tables(routes: Sequence[RouteCosts]) -> list[PathTable]:
+def tables(paths: Sequence[PathCosts]) -> list[PathTable]:
     return [
-        route.table(tuple(route.replay), tuple(map(route.room.get, route.replay)), max(route.replay), True)
-        for route in routes
+        path_costs.table(
+            tuple(path_costs.replay),
+            tuple(map(path_costs.max_segments.get, path_costs.replay)),
+            max(path_costs.replay),
+            True,
+        )
+        for path_costs in paths
     ]
 
 
@@ -37,17 +42,17 @@ class Problem:
 
     def __init__(
         self,
-        routes: Sequence[RouteCosts],
+        paths: Sequence[PathCosts],
         items: Sequence[tuple[tuple[int, ...], int, int]],
         max_items: int = 8,
     ) -> None:
-        self.tables = tables(routes)
+        self.tables = tables(paths)
         self.items = items
         self.max_items = max_items
         self.max_frames = 8
         self.per_batch = 0.15
-        rooms = [room for route in routes for room in route.room.values()]
-        self.max_segments = max(rooms, default=0)
+        held_segments = [most for path_costs in paths for most in path_costs.max_segments.values()]
+        self.max_segments = max(held_segments, default=0)
 
     def cost(self, batch: Sequence[int]) -> float:
         tokens, frames, segments = zip(*(self.items[i] for i in batch), strict=True)
@@ -166,14 +171,16 @@ ladders = st.dictionaries(st.integers(1, 60), st.floats(0.1, 50), min_size=1, ma
 
 
 @st.composite
-def routes(draw: st.DrawFn) -> RouteCosts:
+def costs_of_a_path(draw: st.DrawFn) -> PathCosts:
     replay = draw(ladders)
     points = [tuple(sorted(draw(ladders).items())) for _ in range(2)]
     single = draw(st.dictionaries(st.sampled_from(list(replay)), st.floats(0.1, 50)))
-    room = draw(st.dictionaries(st.sampled_from(list(replay)), st.integers(1, 9)))
-    # Room grows with the budget.
-    room = dict(zip(sorted(room), sorted(room.values()), strict=True))
-    return RouteCosts(replay, single, points[0], points[1] if draw(st.booleans()) else (), room=room)
+    max_segments = draw(st.dictionaries(st.sampled_from(list(replay)), st.integers(1, 9)))
+    # A larger budget holds more of them.
+    max_segments = dict(zip(sorted(max_segments), sorted(max_segments.values()), strict=True))
+    return PathCosts(
+        replay, single, points[0], points[1] if draw(st.booleans()) else (), max_segments=max_segments
+    )
 
 
 item = st.tuples(st.integers(0, 65), st.integers(0, 5), st.integers(1, 5))
@@ -181,13 +188,13 @@ item = st.tuples(st.integers(0, 65), st.integers(0, 5), st.integers(1, 5))
 
 @settings(max_examples=200)
 @given(
-    st.lists(routes(), min_size=1, max_size=2),
+    st.lists(costs_of_a_path(), min_size=1, max_size=2),
     st.lists(st.tuples(item, st.integers(0, 65)), max_size=24),
     st.integers(1, 8),
     st.randoms(use_true_random=False),
 )
 def test_never_dearer_than_greedy_and_within_every_limit(
-    paths: list[RouteCosts],
+    paths: list[PathCosts],
     drawn: list[tuple[tuple[int, int, int], int]],
     max_items: int,
     generator: random.Random,

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.planning.costs import CostCurve, PathTable, RouteCosts
+from fxsplit_encoder.planning.costs import CostCurve, PathCosts, PathTable
 
 # A tower of 27 blocks on one H200: milliseconds.
 REPLAY = {64: 1.72, 256: 3.47, 1024: 17.7, 1764: 42.3}
@@ -14,17 +14,19 @@ EXACT = ((256, 4.5), (268, 4.5), (1764, 29.6))
 
 
 def table(
-    route: RouteCosts,
+    path_costs: PathCosts,
     budgets: tuple[int, ...] = tuple(REPLAY),
     *,
     largest: int = 1764,
     skippable: bool = False,
 ) -> PathTable:
-    return route.table(budgets, tuple(route.room.get(budget) for budget in budgets), largest, skippable)
+    return path_costs.table(
+        budgets, tuple(path_costs.max_segments.get(budget) for budget in budgets), largest, skippable
+    )
 
 
 def test_a_batch_costs_the_cheapest_way_to_run_it() -> None:
-    costs = table(RouteCosts(REPLAY, exact=EXACT))
+    costs = table(PathCosts(REPLAY, exact=EXACT))
     assert costs.replay(64, None) == (64, 1.72)
     assert costs.replay(65, None) == (256, 3.47)
     assert costs.replay(1765, None) is None
@@ -35,15 +37,15 @@ def test_a_batch_costs_the_cheapest_way_to_run_it() -> None:
 
 
 def test_a_larger_budget_is_taken_where_it_was_measured_to_be_cheaper() -> None:
-    costs = table(RouteCosts({64: 2.0, 128: 1.9, 256: 3.0}), (64, 128, 256))
+    costs = table(PathCosts({64: 2.0, 128: 1.9, 256: 3.0}), (64, 128, 256))
     assert costs.replay(10, None) == (128, 1.9)
     assert costs.replay(10, None, smallest=True) == (64, 2.0)
-    assert table(RouteCosts({64: 2.0, 128: 1.9}), (64,), largest=64).replay(10, None) == (64, 2.0)
+    assert table(PathCosts({64: 2.0, 128: 1.9}), (64,), largest=64).replay(10, None) == (64, 2.0)
 
 
 def test_fallbacks_are_linear_between_and_beyond_their_points() -> None:
-    route = RouteCosts(exact=((10, 2.0), (20, 4.0), (40, 5.0)), eager=((30, 3.0),))
-    costs = table(route, (), largest=60)
+    path_costs = PathCosts(exact=((10, 2.0), (20, 4.0), (40, 5.0)), eager=((30, 3.0),))
+    costs = table(path_costs, (), largest=60)
     assert costs.predicts_fallbacks
     assert costs.fallback(5) == (2.0, False)
     assert costs.fallback(15) == (3.0, False)
@@ -54,9 +56,9 @@ def test_fallbacks_are_linear_between_and_beyond_their_points() -> None:
 
 
 def test_unmeasured_costs_prefer_replays_and_little_padding() -> None:
-    route = RouteCosts.unmeasured((64, 128), {64: 2})
-    costs = table(route, (64, 128), largest=128)
-    assert not route.measured
+    path_costs = PathCosts.unmeasured((64, 128), {64: 2})
+    costs = table(path_costs, (64, 128), largest=128)
+    assert not path_costs.measured
     assert not costs.predicts_fallbacks
     assert costs.replay(64, 1) == (64, 128.0)
     assert costs.replay(64, 3) == (128, 192.0)
@@ -66,8 +68,8 @@ def test_unmeasured_costs_prefer_replays_and_little_padding() -> None:
 
 
 def test_segments_need_a_budget_with_room() -> None:
-    costs = table(RouteCosts(REPLAY, exact=EXACT, room={64: 2, 256: 8, 1024: 32}))
-    assert costs.min_room == 2
+    costs = table(PathCosts(REPLAY, exact=EXACT, max_segments={64: 2, 256: 8, 1024: 32}))
+    assert costs.always_held == 2
     assert [costs.replay(10, segments) for segments in (2, 3, 8, 9, 33)] == [
         (64, 1.72),
         (256, 3.47),
@@ -75,38 +77,38 @@ def test_segments_need_a_budget_with_room() -> None:
         (1024, 17.7),
         (1764, 42.3),
     ]
-    tight = table(RouteCosts({64: 1.0, 128: 2.0}, room={64: 2, 128: 4}), (64, 128), largest=128)
+    tight = table(PathCosts({64: 1.0, 128: 2.0}, max_segments={64: 2, 128: 4}), (64, 128), largest=128)
     assert tight.replay(10, 5) is None
 
 
 def test_a_single_segment_may_have_captures_of_its_own() -> None:
-    costs = table(RouteCosts(REPLAY, {256: 3.0}, exact=EXACT))
+    costs = table(PathCosts(REPLAY, {256: 3.0}, exact=EXACT))
     assert costs.has_one_segment
     assert costs.replay(200, 1) == (256, 3.0)
     assert costs.replay(200, 2) == costs.replay(200, None) == (256, 3.47)
     assert costs.costs(np.array([10, 200]), one_segment=True).tolist() == [1.72, 3.0]
-    assert not table(RouteCosts(REPLAY, REPLAY)).has_one_segment
+    assert not table(PathCosts(REPLAY, REPLAY)).has_one_segment
 
 
 def test_a_batch_without_tokens_is_skipped_or_a_replay_of_padding() -> None:
-    route = RouteCosts(REPLAY, exact=((1, 0.1),))
-    assert table(route, skippable=True).costs(np.array([0, 1])).tolist() == [0.0, 0.1]
-    assert table(route).costs(np.array([0])).tolist() == [1.72]
-    assert table(route, skippable=True).costs(
+    path_costs = PathCosts(REPLAY, exact=((1, 0.1),))
+    assert table(path_costs, skippable=True).costs(np.array([0, 1])).tolist() == [0.0, 0.1]
+    assert table(path_costs).costs(np.array([0])).tolist() == [1.72]
+    assert table(path_costs, skippable=True).costs(
         np.array([0, 1]), np.array([9, 9]), np.array([False, False])
     ).tolist() == [0.0, 0.1]
 
 
 def test_tables_are_made_once() -> None:
-    route = RouteCosts(REPLAY)
-    assert table(route) is table(route)
-    assert table(route) is not table(route, (64, 256))
+    path_costs = PathCosts(REPLAY)
+    assert table(path_costs) is table(path_costs)
+    assert table(path_costs) is not table(path_costs, (64, 256))
 
 
 @pytest.mark.parametrize("points", [((2, 1.0), (1, 1.0)), ((1, 1.0), (1, 2.0)), ((0, 1.0),)])
 def test_points_must_increase(points: tuple[tuple[int, float], ...]) -> None:
     with pytest.raises(InputError, match="eager: the tokens of its points must be positive and increase"):
-        RouteCosts(eager=points)
+        PathCosts(eager=points)
 
 
 prices = st.dictionaries(st.integers(1, 60), st.floats(0.1, 50), max_size=6)
@@ -114,10 +116,10 @@ prices = st.dictionaries(st.integers(1, 60), st.floats(0.1, 50), max_size=6)
 
 @given(prices, prices, st.dictionaries(st.integers(1, 60), st.integers(1, 9), max_size=4), st.data())
 def test_tables_agree_with_single_look_ups(
-    replay: dict[int, float], exact: dict[int, float], room: dict[int, int], data: st.DataObject
+    replay: dict[int, float], exact: dict[int, float], max_segments: dict[int, int], data: st.DataObject
 ) -> None:
-    route = RouteCosts(replay, data.draw(prices), tuple(sorted(exact.items())), room=room)
-    costs = table(route, tuple(sorted(replay)), largest=60)
+    path_costs = PathCosts(replay, data.draw(prices), tuple(sorted(exact.items())), max_segments=max_segments)
+    costs = table(path_costs, tuple(sorted(replay)), largest=60)
     tokens = data.draw(st.lists(st.integers(1, 70), min_size=1))
     segments = data.draw(st.lists(st.integers(1, 12), min_size=len(tokens), max_size=len(tokens)))
     replayable = data.draw(st.lists(st.booleans(), min_size=len(tokens), max_size=len(tokens)))
@@ -138,8 +140,10 @@ def test_tables_agree_with_single_look_ups(
     ]
     # A cheaper choice than the answer does not exist.
     for count, of_segments in zip(tokens, segments, strict=True):
-        prices_of = route.one_segment if of_segments == 1 else {}
-        last_too_small = max((b for b, held in room.items() if b in replay and held < of_segments), default=0)
+        prices_of = path_costs.one_segment if of_segments == 1 else {}
+        last_too_small = max(
+            (b for b, held in max_segments.items() if b in replay and held < of_segments), default=0
+        )
         usable = [b for b in replay if b >= count and b > last_too_small]
         found = costs.replay(count, of_segments)
         assert (found is None) == (not usable)

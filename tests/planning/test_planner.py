@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fxsplit_encoder.config import Packing
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.planning.costs import CostModel, RouteCosts
+from fxsplit_encoder.planning.costs import CostModel, PathCosts
 from fxsplit_encoder.planning.items import Item
 from fxsplit_encoder.planning.limits import CaptureKey, Limits
 from fxsplit_encoder.planning.plan import PathPlan, Plan, PlannedBatch
@@ -25,7 +25,7 @@ TWO_PATHS = Limits({"global": (100, 200), "local": (50, 100)}, 8, 0, frozenset({
 
 # A tower of 27 blocks on one H200: milliseconds.
 H200_LIMITS = Limits({"default": (64, 256, 1024, 1764)}, 64, 8)
-H200 = RouteCosts({64: 1.72, 256: 3.47, 1024: 17.7, 1764: 42.3}, exact=((256, 4.5), (268, 4.5), (1764, 29.6)))
+H200 = PathCosts({64: 1.72, 256: 3.47, 1024: 17.7, 1764: 42.3}, exact=((256, 4.5), (268, 4.5), (1764, 29.6)))
 
 
 def image(tokens: int, **facts: Any) -> Item:
@@ -49,8 +49,8 @@ def captured(*budgets: int, **options: Any) -> Captured:
     return Captured(keys(*budgets, **options))
 
 
-def model(route: RouteCosts, per_batch: float = 0.15) -> CostModel:
-    return CostModel({("default", ()): route}, per_batch)
+def model(path_costs: PathCosts, per_batch: float = 0.15) -> CostModel:
+    return CostModel({("default", ()): path_costs}, per_batch)
 
 
 def results(plan: Plan) -> list[tuple[tuple[int, ...], int | None, str]]:
@@ -110,7 +110,7 @@ def test_a_video_with_too_many_frames_is_a_miss_of_its_own() -> None:
 
 
 def test_more_segments_than_a_capture_holds_need_a_larger_one() -> None:
-    costs = model(RouteCosts.unmeasured((64, 128, 256), {64: 2, 128: 4, 256: 6}))
+    costs = model(PathCosts.unmeasured((64, 128, 256), {64: 2, 128: 4, 256: 6}))
     for packing in get_args(Packing):
 
         def budget(segments: int, packing: Packing = packing) -> tuple[int | None, str]:
@@ -186,8 +186,8 @@ def test_each_path_of_a_batch_is_planned_on_its_own(
 def test_a_path_over_its_budgets_may_run_eagerly() -> None:
     costs = CostModel(
         {
-            ("global", ()): RouteCosts({100: 1.0, 200: 2.0}, exact=((100, 5.0),), eager=((100, 4.0),)),
-            ("local", ()): RouteCosts({50: 1.0, 100: 1.5}, exact=((100, 5.0),)),
+            ("global", ()): PathCosts({100: 1.0, 200: 2.0}, exact=((100, 5.0),), eager=((100, 4.0),)),
+            ("local", ()): PathCosts({50: 1.0, 100: 1.5}, exact=((100, 5.0),)),
         },
         0.5,
     )
@@ -243,19 +243,22 @@ def test_items_of_different_axis_keys_never_share_a_batch() -> None:
 def test_room_and_costs_are_those_of_the_axis_keys() -> None:
     costs = CostModel(
         {
-            ("default", (1,)): RouteCosts({64: 1.0}, exact=((64, 9.0),)),
-            ("default", (2,)): RouteCosts({64: 1.0}, exact=((64, 0.5),)),
+            ("default", (1,)): PathCosts({64: 1.0}, exact=((64, 9.0),)),
+            ("default", (2,)): PathCosts({64: 1.0}, exact=((64, 0.5),)),
         }
     )
     both = Captured(keys(64, axis_keys=(1,)) | keys(64, axis_keys=(2,)))
     plan = build_plan([image(30, axis_keys=(key,)) for key in (1, 2)], LIMITS, both, costs=costs)
     assert results(plan) == [((0,), 64, "hit"), ((1,), None, "exact_is_faster")]
 
-    rooms = {1: 1, 2: 5}
+    held_segments = {1: 1, 2: 5}
     costs = CostModel(
-        {("default", (key,)): RouteCosts.unmeasured((64,), {64: room}) for key, room in rooms.items()}
+        {
+            ("default", (key,)): PathCosts.unmeasured((64,), {64: max_segments})
+            for key, max_segments in held_segments.items()
+        }
     )
-    items = [image(9, segments=3, axis_keys=(key,)) for key in rooms]
+    items = [image(9, segments=3, axis_keys=(key,)) for key in held_segments]
     plan = build_plan(items, LIMITS, both, costs=costs)
     assert [result for _, _, result in results(plan)] == ["too_many_segments", "hit"]
 
@@ -307,24 +310,24 @@ def test_the_cheapest_way_is_taken_and_its_time_predicted() -> None:
     assert (planned.budget, planned.reason, planned.eager) == (None, MissReason.EXACT_IS_FASTER, False)
     assert plan.milliseconds == pytest.approx(0.15 + 4.5 + (1700 - 268) * 25.1 / 1496)
 
-    eager = RouteCosts(H200.replay, exact=H200.exact, eager=((1764, 9.0),))
+    eager = PathCosts(H200.replay, exact=H200.exact, eager=((1764, 9.0),))
     (planned,) = build_plan(images(1700), H200_LIMITS, costs=model(eager)).batches[0].paths.values()
     assert (planned.reason, planned.eager) == (MissReason.EAGER_IS_FASTER, True)
 
 
 def test_an_exact_budget_is_named_even_if_nothing_else_was_captured() -> None:
-    route = RouteCosts({64: 1.72}, exact=H200.exact)
-    plan = build_plan(images(1500), H200_LIMITS, Captured(keys(64), keys(1764)), costs=model(route))
+    path_costs = PathCosts({64: 1.72}, exact=H200.exact)
+    plan = build_plan(images(1500), H200_LIMITS, Captured(keys(64), keys(1764)), costs=model(path_costs))
     assert results(plan) == [((0,), None, "exact_is_faster")]
-    plan = build_plan(images(1500), H200_LIMITS, captured(64), costs=model(route))
+    plan = build_plan(images(1500), H200_LIMITS, captured(64), costs=model(path_costs))
     assert results(plan) == [((0,), None, "not_captured")]
 
 
 def test_attention_is_predicted_and_decides_nothing() -> None:
-    route = RouteCosts(H200.replay, exact=H200.exact, attention=1e-6)
+    path_costs = PathCosts(H200.replay, exact=H200.exact, attention=1e-6)
     video = [image(200, segments=2), image(100)]
     plain = build_plan(video, H200_LIMITS, costs=model(H200))
-    plan = build_plan(video, H200_LIMITS, costs=model(route))
+    plan = build_plan(video, H200_LIMITS, costs=model(path_costs))
     assert results(plan) == results(plain)
     assert plain.milliseconds is not None
     assert plan.milliseconds == pytest.approx(plain.milliseconds + 1e-6 * (2 * 400**2 + 400**2))
@@ -332,11 +335,11 @@ def test_attention_is_predicted_and_decides_nothing() -> None:
 
 def test_times_that_nobody_measured_are_not_shown() -> None:
     assert build_plan(images(10), LIMITS).milliseconds is None
-    unmeasured = model(RouteCosts.unmeasured((64, 128, 256)))
+    unmeasured = model(PathCosts.unmeasured((64, 128, 256)))
     plan = build_plan(images(10), LIMITS, costs=unmeasured)
     assert (plan.milliseconds, plan.batches[0].paths["default"].milliseconds) == (None, None)
     assert "predicted" not in str(plan)
-    replays_only = model(RouteCosts(H200.replay))
+    replays_only = model(PathCosts(H200.replay))
     plan = build_plan(images(10, 1800), H200_LIMITS, costs=replays_only)
     assert [batch.milliseconds for batch in plan.batches] == [pytest.approx(1.87), None]
     assert plan.milliseconds is None
@@ -346,7 +349,7 @@ def test_a_capture_without_a_price_is_an_error() -> None:
     with pytest.raises(
         InputError, match=r"path 'default', axis keys \(\): budget 128 .* got those of \[64\]"
     ):
-        build_plan(images(10), LIMITS, captured(64, 128), costs=model(RouteCosts({64: 1.0})))
+        build_plan(images(10), LIMITS, captured(64, 128), costs=model(PathCosts({64: 1.0})))
     plan = build_plan(images(10), LIMITS, captured(), costs=CostModel({}))
     assert results(plan) == [((0,), None, "not_captured")]
 
@@ -374,7 +377,7 @@ def test_planning_takes_few_instructions(num_items: int, most: int) -> None:
     generator = random.Random(0)
     items = images(*(generator.randint(4, 600) for _ in range(num_items)))
     budgets = H200_LIMITS.path_budgets["default"]
-    costs = model(RouteCosts(H200.replay, exact=H200.exact, room=dict.fromkeys(budgets, 64)))
+    costs = model(PathCosts(H200.replay, exact=H200.exact, max_segments=dict.fromkeys(budgets, 64)))
     every = captured(*budgets)
 
     def plan() -> None:
@@ -410,23 +413,25 @@ def test_every_item_is_planned_once_and_every_limit_kept(
         for budget in budgets
     ]
     replayed = data.draw(st.sets(st.sampled_from(every)))
-    room = data.draw(st.dictionaries(st.sampled_from(every), st.integers(1, 9)))
+    max_segments = data.draw(st.dictionaries(st.sampled_from(every), st.integers(1, 9)))
     reasons = [data.draw(st.sampled_from([None, None, MissReason.UNSUPPORTED_INPUT])) for _ in items]
     drawn = [
         two_path_image(a, b, frames=frames, segments=segments, axis_keys=(axis,), refusal=reason)
         for (a, b, frames, segments, axis), reason in zip(items, reasons, strict=True)
     ]
-    routes = {}
+    costs_of_paths = {}
     for axis in "ab":
         for path, budgets in limits.path_budgets.items():
             prices = {b: 1 + b / 50 for b in budgets}
-            rooms = {b: room[key] for b in budgets if (key := CaptureKey(path, b, (axis,))) in room}
-            routes[path, (axis,)] = (
-                RouteCosts(prices, exact=((1, 3.0), (300, 9.0)), room=rooms)
+            held_segments = {
+                b: max_segments[key] for b in budgets if (key := CaptureKey(path, b, (axis,))) in max_segments
+            }
+            costs_of_paths[path, (axis,)] = (
+                PathCosts(prices, exact=((1, 3.0), (300, 9.0)), max_segments=held_segments)
                 if measured
-                else RouteCosts.unmeasured(budgets, rooms)
+                else PathCosts.unmeasured(budgets, held_segments)
             )
-    plan = build_plan(drawn, limits, Captured(replayed), packing, CostModel(routes, 0.1))
+    plan = build_plan(drawn, limits, Captured(replayed), packing, CostModel(costs_of_paths, 0.1))
 
     assert Counter(i for batch in plan.batches for i in batch.indices) == Counter(range(len(items)))
     assert plan.hits + sum(plan.misses.values()) == plan.num_items == len(items)
@@ -448,7 +453,7 @@ def test_every_item_is_planned_once_and_every_limit_kept(
                 assert planned.tokens <= planned.budget
                 assert CaptureKey(path, planned.budget, batch.axis_keys) in replayed
                 assert sum(drawn[i].frames for i in batch.indices) <= limits.max_frames_per_batch
-                assert sum(drawn[i].segments for i in batch.indices) <= room.get(
+                assert sum(drawn[i].segments for i in batch.indices) <= max_segments.get(
                     CaptureKey(path, planned.budget, batch.axis_keys), 99
                 )
 
@@ -459,7 +464,7 @@ def test_cost_packing_is_never_dearer_than_the_greedy_rules(
     tokens: list[int], per_batch: float, can_run_exactly: bool
 ) -> None:
     costs = model(
-        H200 if can_run_exactly else RouteCosts(H200.replay, eager=((1, 13.0), (1764, 60.0))), per_batch
+        H200 if can_run_exactly else PathCosts(H200.replay, eager=((1, 13.0), (1764, 60.0))), per_batch
     )
     times = {
         packing: build_plan(images(*tokens), H200_LIMITS, packing=packing, costs=costs).milliseconds

@@ -30,7 +30,7 @@ def test_costs_lack_the_attention_of_the_measured_segment() -> None:
     assert route.one_segment == pytest.approx({10: 0.5})
     assert dict(route.exact) == pytest.approx({10: 3.0, 20: 4.0})
     assert dict(route.eager) == pytest.approx({10: 8.0})
-    assert (route.attention, route.room, route.measured) == (1 / 1600, {10: 8}, True)
+    assert (route.attention, route.max_segments, route.measured) == (1 / 1600, {10: 8}, True)
 
 
 def test_an_exact_run_costs_no_less_than_the_host_needs() -> None:

@@ -17,7 +17,7 @@ from fxsplit_encoder.capture.buffers import parts_of
 from fxsplit_encoder.capture.segments import pad_cu_seqlens
 
 from .one_graph import only_dispatcher
-from .random_weights import randomise
+from .random_weights import randomize
 from .tiny_packed import PATCH
 
 Grid = tuple[int, int, int]
@@ -113,7 +113,7 @@ class PackedTowerTests:
     @pytest.fixture(scope="class")
     @classmethod
     def towers(cls) -> Towers:
-        tower = randomise(cls.make_tower())
+        tower = randomize(cls.make_tower())
         return Towers(copy.deepcopy(tower), fx.wrap(tower))
 
     @pytest.fixture(scope="class")

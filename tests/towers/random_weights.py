@@ -11,7 +11,7 @@ _NORMS = ("norm", "neck.1", "neck.3", "ln_q", "lambda")
 """What names layer norms, and scales of branches, in the towers."""
 
 
-def randomise(module: nn.Module, seed: int = 0) -> Any:
+def randomize(module: nn.Module, seed: int = 0) -> Any:
     """The module itself, without gradients and in inference mode, with other weights for every seed."""
     generator = torch.Generator().manual_seed(1000 + seed)  # not those of the pixels
     with torch.no_grad():

@@ -13,8 +13,7 @@ from torch import Tensor
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.capture.buffers import parts_of
-from fxsplit_encoder.towers.dense import DenseTower
-from fxsplit_encoder.towers.tiles_op import tiles
+from fxsplit_encoder.towers.dense import DenseTower, tiles
 
 from .dense_models import (
     SHAPE,
@@ -25,7 +24,7 @@ from .dense_models import (
     managers,
     random_tiles,
 )
-from .random_weights import randomise
+from .random_weights import randomize
 
 CPU = torch.device("cpu")
 TOKENS = 4
@@ -52,18 +51,18 @@ class ClipTower(DenseTower):
 
 
 def clip_tower() -> ClipTower:
-    tower = randomise(PlainTower())
+    tower = randomize(PlainTower())
     return ClipTower(tower, tile_shape=SHAPE, tokens_per_tile=TOKENS, out_hidden_size=16)
 
 
 @pytest.fixture(scope="module")
 def wrapped() -> Any:
-    return fx.wrap(randomise(PlainTower()), SPEC)
+    return fx.wrap(randomize(PlainTower()), SPEC)
 
 
 @pytest.fixture(scope="module")
 def reference() -> Any:
-    return randomise(PlainTower())
+    return randomize(PlainTower())
 
 
 def test_every_mode_and_batch(wrapped: Any, reference: Any, fresh_dynamo: None) -> None:
@@ -224,7 +223,7 @@ def test_videos_are_encoded(reference: Any, fresh_dynamo: None) -> None:
     assert manager.stats().hits == 5
 
 
-def test_neighbouring_images_are_selected_without_a_copy(wrapped: Any) -> None:
+def test_neighboring_images_are_selected_without_a_copy(wrapped: Any) -> None:
     x = random_tiles(5)
     selected = wrapped.select_encoder_cudagraph_items({"pixel_values": x, "num_patches": [2, 1, 2]}, [1, 2])
     assert selected["pixel_values"].data_ptr() == x[2:].data_ptr()
@@ -290,7 +289,7 @@ def test_budgets_are_rounded_down_to_whole_tiles(wrapped: Any) -> None:
 
 
 def test_another_dtype_and_pixels_of_any_dtype(fresh_dynamo: None) -> None:
-    tower = randomise(PlainTower()).double()
+    tower = randomize(PlainTower()).double()
     reference = copy.deepcopy(tower)
     manager = fx.EncoderCudaGraphManager(
         fx.wrap(tower, SPEC), fx.EncoderConfig(token_budgets=(8,)), log_interval=0

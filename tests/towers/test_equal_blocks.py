@@ -20,7 +20,7 @@ from fxsplit_encoder.modules.step3_vision import Step3VisionModel
 from fxsplit_encoder.towers import base
 from fxsplit_encoder.towers.base import registered_tower
 
-from .random_weights import randomise
+from .random_weights import randomize
 from .tiny_tiles import internvl, llama4_tower
 from .tiny_views import deepseek_ocr_config, step3_config, step3p7_tower
 
@@ -32,15 +32,15 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 def siglip(spec: fx.DenseTowerSpec = SPEC) -> Any:
     config = SiglipVisionConfig(**SIZES, num_hidden_layers=3, intermediate_size=24)
-    return fx.wrap(randomise(SiglipVisionModel(config)), spec)
+    return fx.wrap(randomize(SiglipVisionModel(config)), spec)
 
 
 TOWERS = {
     "siglip": siglip,
-    "internvl": lambda: fx.wrap(randomise(internvl(3))),
-    "deepseek-ocr": lambda: fx.wrap(randomise(DeepseekOcrVisionModel(deepseek_ocr_config(3)))),
-    "step3": lambda: fx.wrap(randomise(Step3VisionModel(step3_config(3)))),
-    "step3p7": lambda: fx.wrap(randomise(step3p7_tower(3))),
+    "internvl": lambda: fx.wrap(randomize(internvl(3))),
+    "deepseek-ocr": lambda: fx.wrap(randomize(DeepseekOcrVisionModel(deepseek_ocr_config(3)))),
+    "step3": lambda: fx.wrap(randomize(Step3VisionModel(step3_config(3)))),
+    "step3p7": lambda: fx.wrap(randomize(step3p7_tower(3))),
 }
 
 
@@ -108,7 +108,7 @@ def test_a_tower_in_training_is_traced_whole(inlined: list[int]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
-    [lambda: siglip(replace(SPEC, has_plain_blocks=False)), lambda: fx.wrap(randomise(llama4_tower(2)))],
+    [lambda: siglip(replace(SPEC, has_plain_blocks=False)), lambda: fx.wrap(randomize(llama4_tower(2)))],
     ids=["by default", "llama4"],
 )
 def test_towers_that_do_not_say_so_are_traced_whole(make: Any, inlined: list[int]) -> None:

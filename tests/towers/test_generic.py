@@ -29,7 +29,7 @@ from .dense_models import (
     managers,
     random_tiles,
 )
-from .random_weights import randomise
+from .random_weights import randomize
 
 SIZES = {
     "hidden_size": 16,
@@ -42,15 +42,15 @@ CLASS_TOKEN = fx.DenseTowerSpec(SHAPE, 16, 16, rows=slice(1, None))
 
 
 def siglip(**options: Any) -> Any:
-    return randomise(SiglipVisionModel(SiglipVisionConfig(**SIZES, intermediate_size=24, **options)))
+    return randomize(SiglipVisionModel(SiglipVisionConfig(**SIZES, intermediate_size=24, **options)))
 
 
 def clip(**options: Any) -> Any:
-    return randomise(CLIPVisionModel(CLIPVisionConfig(**{**SIZES, "intermediate_size": 24, **options})))
+    return randomize(CLIPVisionModel(CLIPVisionConfig(**{**SIZES, "intermediate_size": 24, **options})))
 
 
 def dinov2() -> Any:
-    return randomise(Dinov2Model(Dinov2Config(**SIZES, mlp_ratio=2)))
+    return randomize(Dinov2Model(Dinov2Config(**SIZES, mlp_ratio=2)))
 
 
 TOWERS = {
@@ -110,7 +110,7 @@ def test_a_convolution_over_any_number_of_images_through_inductor(fresh_dynamo: 
 
 @torch.no_grad()
 def test_attention_with_a_bias_of_each_image(fresh_dynamo: None) -> None:
-    tower = randomise(BiasedTower())
+    tower = randomize(BiasedTower())
     spec = fx.DenseTowerSpec(SHAPE, 4, 16, output=lambda result: result["features"], attends_with_mask=True)
     wrapped = fx.wrap(tower, spec)
     compiled = torch.compile(
@@ -144,7 +144,7 @@ def test_other_towers_of_the_same_configuration_keep_their_attention() -> None:
 
 def test_images_under_another_name(fresh_dynamo: None) -> None:
     spec = fx.DenseTowerSpec(SHAPE, 5, 16, output=lambda r: r["features"], input_name="images")
-    tower = randomise(PlainTower())
+    tower = randomize(PlainTower())
     wrapped = fx.wrap(tower, spec)
     manager = fx.EncoderCudaGraphManager(wrapped, fx.EncoderConfig(token_budgets=(10,)), log_interval=0)
     manager.capture()

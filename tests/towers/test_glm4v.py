@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import fxsplit_encoder as fx
 
 from .packed_tower_tests import PackedTowerTests, Towers, assert_equal, make_batch
-from .random_weights import randomise
+from .random_weights import randomize
 from .tiny_packed import glm4v
 
 
@@ -55,7 +55,7 @@ class TestGlm4v(PackedTowerTests):
 
 @torch.no_grad()
 def test_the_mixture_of_experts_models_have_the_same_tower() -> None:
-    reference = randomise(glm4v(blocks=3, moe=True))
+    reference = randomize(glm4v(blocks=3, moe=True))
     inputs = make_batch([(1, 4, 6), (2, 4, 4)])
     expected = reference(inputs["pixel_values"], by_frame(inputs["image_grid_thw"])).pooler_output
     manager = fx.EncoderCudaGraphManager(fx.wrap(reference), fx.EncoderConfig(mode="none"))

@@ -8,16 +8,18 @@ from hypothesis import strategies as st
 from transformers import vision_utils
 
 from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.modules.blocks import merge
 from fxsplit_encoder.towers.grid import (
     count_patches,
     cumulative_lengths,
     frame_lengths,
     frame_positions,
     frame_windows,
+    merge_permutation,
     positions,
     read_grids,
     window_lengths,
-    window_order,
+    window_permutation,
 )
 
 Grids = list[tuple[int, int, int]]
@@ -48,7 +50,7 @@ def test_windows_are_those_of_transformers(case: tuple[int, Grids], window: int)
     tokens, boundaries = vision_utils.get_vision_window_index(
         torch.tensor(grids), merge, window * merge * 7, 7
     )
-    order = window_order(grids, merge, window)
+    order = window_permutation(grids, merge, window)
     assert order.dtype == torch.int64
     assert torch.equal(order.view(-1, merge**2) // merge**2, tokens[:, None].expand(-1, merge**2))
     assert order.sort().values.tolist() == list(range(count_patches(grids)))
@@ -59,7 +61,7 @@ def test_windows_are_those_of_transformers(case: tuple[int, Grids], window: int)
 @given(batches())
 def test_a_permutation_by_windows_stays_within_frames(grids: Grids) -> None:
     start = 0
-    for frame in window_order(grids, 2, 4).split(frame_lengths(grids)):
+    for frame in window_permutation(grids, 2, 4).split(frame_lengths(grids)):
         assert frame.sort().values.tolist() == list(range(start, start + len(frame)))
         start += len(frame)
 
@@ -93,7 +95,7 @@ def test_the_patches_of_an_output_token_follow_one_another() -> None:
 
 def test_no_items_make_empty_tensors_of_the_same_kind() -> None:
     assert positions([], 2).shape == (0, 2)
-    assert (window_order([], 2, 4).shape, window_order([], 2, 4).dtype) == ((0,), torch.int64)
+    assert (window_permutation([], 2, 4).shape, window_permutation([], 2, 4).dtype) == ((0,), torch.int64)
     assert window_lengths([], 2, 4) == []
     assert cumulative_lengths([]).tolist() == [0]
     assert count_patches([]) == 0
@@ -152,3 +154,23 @@ def test_a_batch_of_one_frame_does_not_share_the_memory_of_the_caches() -> None:
     kept = frame_positions(2, 8, 2).copy()
     positions([(1, 2, 8)], 2).zero_()
     assert (frame_positions(2, 8, 2) == kept).all()
+
+
+@settings(max_examples=40)
+@given(
+    st.lists(st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(1, 5)), max_size=4),
+    st.integers(1, 3),
+)
+def test_rows_merge_as_by_blocks_of_every_frame(blocks: list[tuple[int, int, int]], side: int) -> None:
+    grids = [(t, h * side, w * side) for t, h, w in blocks]
+    rows = torch.arange(float(sum(t * h * w for t, h, w in grids)))[:, None]
+    expected = []
+    for (t, h, w), item in zip(grids, rows.split([t * h * w for t, h, w in grids]), strict=True):
+        image = item.view(t, h // side, side, w // side, side)
+        expected.append(image.transpose(2, 3).reshape(-1, side * side, 1))
+    order = merge_permutation(grids, side)
+    assert order.dtype == torch.int64
+    assert order.sort()[0].tolist() == list(range(len(rows)))
+    assert torch.equal(
+        merge(rows, order, side * side), torch.cat([torch.zeros(0, side * side, 1), *expected])
+    )

@@ -18,7 +18,7 @@ from .dense_models import (
     managers,
     random_tiles,
 )
-from .random_weights import randomise
+from .random_weights import randomize
 from .tiny_tiles import internvl_config, internvl_with_head
 
 SMALL = {"attention_bias": True}
@@ -27,7 +27,7 @@ LARGE = {"norm_type": "rms_norm", "use_qk_norm": True}
 
 
 def make(vision: dict[str, Any] = SMALL, **options: Any) -> Any:
-    return randomise(InternVLModel(internvl_config(vision, blocks=2, **options)))
+    return randomize(InternVLModel(internvl_config(vision, blocks=2, **options)))
 
 
 @pytest.mark.slow
@@ -83,7 +83,7 @@ def test_the_model_around_it_may_call_it() -> None:
 
 
 def test_only_what_surrounds_the_language_model_is_wrapped() -> None:
-    model = randomise(internvl_with_head())
+    model = randomize(internvl_with_head())
     text = model.model.language_model.config._attn_implementation
     wrapped = fx.wrap(model)
     names = {name.split(".")[0] for name, _ in wrapped.named_parameters()}

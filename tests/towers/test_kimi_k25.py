@@ -19,7 +19,7 @@ from fxsplit_encoder.errors import InputError
 
 from .kimi_towers import MODES, assert_same_items, assert_traced_once, make_managers, patches
 from .one_graph import only_dispatcher
-from .random_weights import randomise
+from .random_weights import randomize
 from .tiny_packed import KIMI_HIDDEN as HIDDEN
 from .tiny_packed import kimi_k25
 
@@ -39,7 +39,7 @@ BATCHES: list[tuple[list[Grid], list[Grid]]] = [
 
 
 def make_tower() -> Any:
-    return randomise(kimi_k25(BLOCKS))
+    return randomize(kimi_k25(BLOCKS))
 
 
 def make_batch(images: list[Grid], clips: list[Grid]) -> dict[str, Any]:
@@ -162,7 +162,7 @@ def test_host_metadata_is_that_of_transformers(wrapped: Any) -> None:
     assert torch.equal(metadata["frame_index"], modeling_kimi_k25.get_vision_frame_index(grid))
     lengths = vision_utils.get_vision_cu_seqlens(grid, merge_temporal=True).diff().tolist()
     assert wrapped.segment_lengths(grids) == {"cu_seqlens": lengths}
-    order = metadata["merge_order"]
+    order = metadata["merge_permutation"]
     for (t, h, w), part in zip(grids, order.split([t * h * w for t, h, w in grids]), strict=True):
         theirs = modeling_kimi_k25.get_vision_temporal_merge_index(torch.tensor([[t, h, w]]), 2, 2)
         assert torch.equal((part - part.min()).view(t, -1, 4).transpose(0, 1), theirs)
@@ -188,10 +188,10 @@ def test_budgets_count_frames_and_specs_count_rows(wrapped: Any) -> None:
 def test_a_clip_that_is_too_long_is_refused(wrapped: Any, managers: Any) -> None:
     inputs = make_batch([], [(5, 2, 2)])
     with pytest.raises(
-        InputError, match=r"video_grid_thw: expected at most 4 frames a clip; got \(5, 2, 2\)"
+        InputError, match=r"video_grid_thw: expected at most 4 frames per clip; got \(5, 2, 2\)"
     ):
         managers["full"].execute(inputs)
-    with pytest.raises(InputError, match="grid_thw: expected at most 4 frames a clip"):
+    with pytest.raises(InputError, match="grid_thw: expected at most 4 frames per clip"):
         wrapped(inputs["pixel_values_videos"], inputs["video_grid_thw"])
 
 

@@ -19,7 +19,7 @@ from fxsplit_encoder.modules.moonvit import KimiVLVisionConfig, KimiVLVisionMode
 
 from .kimi_towers import MODES, assert_same_items, assert_traced_once, make_managers, patches
 from .one_graph import only_dispatcher
-from .random_weights import randomise
+from .random_weights import randomize
 from .tiny_packed import KIMI_HIDDEN as HIDDEN
 from .tiny_packed import KIMI_TEXT as TEXT
 from .tiny_packed import PATCH, kimi_vl_config
@@ -108,12 +108,12 @@ def _turns(height: int, width: int, head_dim: int) -> Tensor:
 
 @pytest.fixture(scope="module")
 def weights() -> dict[str, Tensor]:
-    return dict(randomise(KimiVLVisionModel(CONFIG)).state_dict())
+    return dict(randomize(KimiVLVisionModel(CONFIG)).state_dict())
 
 
 @pytest.fixture(scope="module")
 def wrapped() -> Any:
-    return fx.wrap(randomise(KimiVLVisionModel(CONFIG)))
+    return fx.wrap(randomize(KimiVLVisionModel(CONFIG)))
 
 
 @pytest.fixture(scope="module")
@@ -208,7 +208,7 @@ def test_the_defaults_are_the_sizes_of_the_published_model() -> None:
 
 
 def test_the_dtype_of_the_weights_is_the_outputs(weights: Any) -> None:
-    tower = fx.wrap(randomise(KimiVLVisionModel(CONFIG)).to(torch.bfloat16))
+    tower = fx.wrap(randomize(KimiVLVisionModel(CONFIG)).to(torch.bfloat16))
     inputs = make_batch([(4, 6), (2, 2)])
     with torch.no_grad():
         output = tower(inputs["pixel_values"].bfloat16(), inputs["image_grid_hws"])

@@ -22,12 +22,12 @@ from .dense_models import (
     assert_compiles_once,
     random_tiles,
 )
-from .random_weights import randomise
+from .random_weights import randomize
 from .tiny_tiles import llama4, llama4_sizes
 
 
 def make() -> Any:
-    return randomise(llama4(blocks=3))
+    return randomize(llama4(blocks=3))
 
 
 def encode(model: Any, x: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ def test_the_parameters_keep_their_names() -> None:
 
 def test_a_bare_tower_is_not_projected(fresh_dynamo: None) -> None:
     config = Llama4VisionConfig(**llama4_sizes())
-    tower, reference = (randomise(Llama4VisionModel(config)) for _ in range(2))
+    tower, reference = (randomize(Llama4VisionModel(config)) for _ in range(2))
     wrapped = fx.wrap(tower)
     assert wrapped.out_hidden_size == 24
     x = random_tiles(3)

@@ -151,7 +151,7 @@ def test_selected_items_keep_their_rows_in_the_order_asked_for(
         assert len(selected.get("video_grid_thw", ())) == sum(index >= 2 for index in indices)
 
 
-def test_neighbouring_images_are_selected_without_a_copy(tiny_towers: Any, make_batch: Any) -> None:
+def test_neighboring_images_are_selected_without_a_copy(tiny_towers: Any, make_batch: Any) -> None:
     inputs = make_batch([(1, 4, 6), (1, 2, 2), (1, 4, 4)])
     selected = tiny_towers.wrapped.select_encoder_cudagraph_items(inputs, [1, 2])
     assert selected["pixel_values"].data_ptr() == inputs["pixel_values"][24:].data_ptr()

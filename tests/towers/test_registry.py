@@ -87,8 +87,7 @@ def test_without_transformers_the_error_says_what_to_install(
             raise ModuleNotFoundError("No module named 'transformers'", name="transformers")
         return real(name, *args, **kwargs)
 
-    monkeypatch.delitem(sys.modules, "fxsplit_encoder.towers.qwen3_vl")
-    monkeypatch.delitem(sys.modules, "fxsplit_encoder.attention.hugging_face")
+    monkeypatch.delitem(sys.modules, "fxsplit_encoder.towers.qwen_vl")
     monkeypatch.setattr(builtins, "__import__", missing)
     with pytest.raises(fx.MissingExtraError, match=r"fxsplit-encoder\[hf\]") as caught:
         registry.wrap(tiny_towers.reference)

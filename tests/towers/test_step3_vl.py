@@ -14,7 +14,7 @@ import fxsplit_encoder as fx
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.modules.step3_vision import Step3VisionModel
 
-from .random_weights import randomise
+from .random_weights import randomize
 from .tiny_views import step3_config
 from .two_views import Crops, Family, TwoViewTests, resize_bicubic
 
@@ -29,9 +29,9 @@ def reference(tensors: Mapping[str, Tensor], tiles: Tensor) -> Tensor:
         return F.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
 
     def norm(x: Tensor, name: str) -> Tensor:
-        centred = x - x.mean(-1, keepdim=True)
-        scale = (centred.square().mean(-1, keepdim=True) + CONFIG.layer_norm_eps).rsqrt()
-        return centred * scale * weights[f"{name}.weight"] + weights[f"{name}.bias"]
+        centered = x - x.mean(-1, keepdim=True)
+        scale = (centered.square().mean(-1, keepdim=True) + CONFIG.layer_norm_eps).rsqrt()
+        return centered * scale * weights[f"{name}.weight"] + weights[f"{name}.bias"]
 
     prefix = "vision_model.embeddings"
     kernel = weights[f"{prefix}.patch_embedding.weight"]
@@ -82,7 +82,7 @@ def expected(tensors: Mapping[str, Tensor], inputs: dict[str, Any]) -> list[Tens
 
 @pytest.fixture(scope="module")
 def family() -> Family:
-    wrapped = fx.wrap(randomise(Step3VisionModel(CONFIG)))
+    wrapped = fx.wrap(randomize(Step3VisionModel(CONFIG)))
     return Family(
         wrapped,
         make_inputs,

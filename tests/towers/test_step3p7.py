@@ -14,7 +14,7 @@ from transformers.models.step3p7.modeling_step3p7 import Step3p7Model, Step3p7Vi
 import fxsplit_encoder as fx
 from fxsplit_encoder.towers.step3p7 import Step3p7Tower
 
-from .random_weights import randomise
+from .random_weights import randomize
 from .two_views import Crops, Family, TwoViewTests, assert_items
 
 # Whole images have 8 x 8 patches and crops 5 x 5, which the convolutions halve to an odd side.
@@ -30,7 +30,7 @@ def make_tower(seed: int = 5) -> Step3p7VisionModel:
         patch_size=PATCH,
         mlp_ratio=1.5,
     )
-    tower = randomise(Step3p7VisionModel(config), seed)
+    tower = randomize(Step3p7VisionModel(config), seed)
     assert isinstance(tower, Step3p7VisionModel)
     return tower
 
@@ -42,7 +42,7 @@ class Model(nn.Module):
         super().__init__()
         self.vision_model = make_tower()
         self.multi_modal_projector = nn.Linear(128, 24, bias=False)
-        randomise(self.multi_modal_projector)
+        randomize(self.multi_modal_projector)
 
 
 def make_inputs(crops: list[Crops], seed: int) -> dict[str, Any]:

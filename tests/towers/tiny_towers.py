@@ -15,7 +15,7 @@ from torch import nn
 from fxsplit_encoder.modules.deepseek_encoder import DeepseekOcrVisionModel
 from fxsplit_encoder.modules.step3_vision import Step3VisionModel
 
-from .random_weights import randomise
+from .random_weights import randomize
 from .tiny_inputs import Inputs, PackedInputs, TileInputs, ViewInputs
 from .tiny_packed import PATCH, glm4v, kimi_k25, kimi_vl, qwen2_5_vl, qwen2_vl, qwen3_5, qwen3_vl
 from .tiny_tiles import internvl, internvl_with_head, llama4, llama4_tower
@@ -99,4 +99,4 @@ def tiny(name: str) -> Tiny:
 
 def make(name: str) -> Any:
     """A tower of a registered class, with random weights."""
-    return randomise(tiny(name).make())
+    return randomize(tiny(name).make())

@@ -17,7 +17,7 @@ import fxsplit_encoder as fx
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.towers.tiles import MASKED_ATTENTION_TAKES_UNKNOWN_SIZES
 
-from .random_weights import randomise
+from .random_weights import randomize
 
 MODES = ["auto", "full", "piecewise", "exact", "breakable", "none"]
 Crops = tuple[int, int]
@@ -91,9 +91,9 @@ def cubic_weights(old: int, new: int) -> Tensor:
     widened = max(scale, 1.0)
     weights = torch.zeros(new, old, dtype=torch.float64)
     for i in range(new):
-        centre = (i + 0.5) * scale
+        center = (i + 0.5) * scale
         for j in range(old):
-            distance = abs((j + 0.5 - centre) / widened)
+            distance = abs((j + 0.5 - center) / widened)
             if distance < 1:
                 weights[i, j] = 1.5 * distance**3 - 2.5 * distance**2 + 1
             elif distance < 2:
@@ -225,7 +225,7 @@ class TwoViewTests:
         before = manager.execute(inputs)
         weights = {name: tensor.clone() for name, tensor in family.wrapped.tower.state_dict().items()}
         try:
-            randomise(family.wrapped.tower, seed=17)
+            randomize(family.wrapped.tower, seed=17)
             after = manager.execute(inputs)
             assert_items(after, family.expected(inputs))
             assert (after[0] - before[0]).abs().max() > 0.1

@@ -42,10 +42,10 @@ def test_more_tokens_never_cost_less(points: dict[int, float], tokens: list[int]
 )
 def test_the_planner_prices_batches_by_the_same_curves(points: dict[int, float], tokens: list[int]) -> None:
     curve = RisingCurve.from_mapping(points)
-    route = BatchCosts(curve, curve).of_ladder(sorted(set(tokens)))
+    path_costs = BatchCosts(curve, curve).of_ladder(sorted(set(tokens)))
     for count in tokens:
-        assert route.replay[count] == pytest.approx(float(curve(count)))
-        assert route.exact_curve.at(count) == pytest.approx(float(curve(count)))
+        assert path_costs.replay[count] == pytest.approx(float(curve(count)))
+        assert path_costs.exact_curve.at(count) == pytest.approx(float(curve(count)))
 
 
 def test_by_default_the_exact_shape_has_the_larger_fixed_cost() -> None:

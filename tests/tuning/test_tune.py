@@ -21,7 +21,7 @@ from fxsplit_encoder.tuning import tune
 from fxsplit_encoder.tuning.costs import BatchCosts, MemoryModel, RisingCurve
 from fxsplit_encoder.tuning.forecast import LadderForecast, forecast
 from fxsplit_encoder.tuning.judge import Judge
-from fxsplit_encoder.tuning.search import candidate_budgets
+from fxsplit_encoder.tuning.search import LadderLimits, candidate_budgets
 from fxsplit_encoder.tuning.trace import Request, trace_demands
 from fxsplit_encoder.tuning.tune import Tuning, tune_budgets, tune_trace
 
@@ -72,7 +72,7 @@ def images(rng: random.Random, num_requests: int) -> list[Request]:
 @settings(max_examples=60)
 @given(demand_lists, st.integers(1, 4), cost_models)
 def test_no_ladder_of_any_sizes_costs_less(demands: list[int], max_graphs: int, costs: BatchCosts) -> None:
-    tuned = tune_budgets({"default": demands}, max_graphs=max_graphs, costs=costs).paths["default"].tuned
+    tuned = tune_budgets({"default": demands}, LadderLimits(max_graphs), costs=costs).paths["default"].tuned
     assert len(tuned.budgets) <= max_graphs
     assert tuned.cost == pytest.approx(cost_of(tuned.budgets, demands, costs))
     best = min(cost_of(ladder, demands, costs) for ladder in ladders(max(demands), max_graphs))
@@ -92,12 +92,12 @@ def test_no_ladder_within_the_memory_costs_less(
 
     def tune() -> tuple[int, ...]:
         tuning = tune_budgets(
-            {"default": demands}, max_graphs=max_graphs, max_bytes=max_bytes, costs=costs, memory=memory
+            {"default": demands}, LadderLimits(max_graphs, max_bytes=max_bytes, memory=memory), costs=costs
         )
         return tuning.paths["default"].tuned.budgets
 
     if not allowed:
-        with pytest.raises(InputError, match="max_bytes: expected room"):
+        with pytest.raises(InputError, match="max_bytes: expected enough"):
             tune()
         return
     budgets = tune()
@@ -135,10 +135,8 @@ def test_paths_share_the_memory_at_the_least_cost_together(
         return
     tuning = tune_budgets(
         {"a": first, "b": second},
-        max_graphs=2,
-        max_bytes=max_bytes,
+        LadderLimits(2, max_bytes=max_bytes, memory=memory),
         costs={"a": first_costs, "b": second_costs},
-        memory=memory,
     )
     a, b = (tuning.paths[name].tuned.budgets for name in ("a", "b"))
     assert memory.num_bytes(max(a[-1], b[-1]), len(a) + len(b)) <= max_bytes
@@ -154,7 +152,7 @@ def test_powers_of_two_are_never_better_and_more_graphs_never_worse(
     reference = generate_budgets(min(demands), max(demands))
     previous = math.inf
     for max_graphs in range(1, len(reference) + 1):
-        tuning = tune_budgets({"default": demands}, max_graphs=max_graphs, serve_largest=serve_largest)
+        tuning = tune_budgets({"default": demands}, LadderLimits(max_graphs), serve_largest=serve_largest)
         tuned = tuning.paths["default"].tuned
         assert tuned.cost <= previous * (1 + 1e-9)
         previous = tuned.cost
@@ -178,13 +176,13 @@ def test_candidates_keep_to_granularity_and_bounds(
 
 
 def test_equal_demands_need_one_graph() -> None:
-    tuned = tune_budgets({"default": [100] * 9}, max_graphs=8).paths["default"].tuned
+    tuned = tune_budgets({"default": [100] * 9}, LadderLimits(8)).paths["default"].tuned
     assert (tuned.budgets, tuned.padding_fraction, tuned.hit_fraction) == ((100,), 0.0, 1.0)
 
 
 def test_a_graph_that_gains_nothing_is_not_taken() -> None:
     free_exact_shapes = BatchCosts(RisingCurve.linear(64), RisingCurve.linear(1))
-    tuned = tune_budgets({"default": [10, 20, 30]}, max_graphs=3, costs=free_exact_shapes)
+    tuned = tune_budgets({"default": [10, 20, 30]}, LadderLimits(3), costs=free_exact_shapes)
     assert len(tuned.paths["default"].tuned.budgets) == 1
     assert tuned.paths["default"].tuned.hit_fraction == 0.0
 
@@ -200,7 +198,7 @@ def test_a_forecast_is_what_the_definition_says() -> None:
 
 
 def planned_cost(ladder: Sequence[int], batches: Sequence[int], costs: BatchCosts, packing: Packing) -> float:
-    """The definition: only packing by cost compares a budget that has room with the exact shape."""
+    """The definition: only packing by cost compares a budget that fits with the exact shape."""
     if packing == "cost":
         return cost_of(ladder, batches, costs)
     fits = [min((b for b in ladder if b >= tokens), default=None) for tokens in batches]
@@ -225,11 +223,7 @@ def test_what_is_reported_is_what_the_manager_will_plan(
     memory = MemoryModel(bytes_per_token=1, bytes_per_graph=100)
     tuning = tune_trace(
         requests,
-        max_graphs=max_graphs,
-        maximum=maximum,
-        max_bytes=most,
-        granularity=8,
-        memory=memory,
+        LadderLimits(max_graphs, maximum=maximum, max_bytes=most, granularity=8, memory=memory),
         packing=packing,
     )
     assert tuning.to_config().packing == packing
@@ -252,14 +246,14 @@ def test_what_is_reported_is_what_the_manager_will_plan(
 
 def test_packing_by_cost_is_predicted_to_gain_over_greedy() -> None:
     requests = images(random.Random(0), 12)
-    tunings = {p: tune_trace(requests, max_graphs=1, maximum=600, packing=p) for p in get_args(Packing)}
+    tunings = {p: tune_trace(requests, LadderLimits(1, maximum=600), packing=p) for p in get_args(Packing)}
     assert tunings["cost"].cost < 0.99 * tunings["greedy"].cost
     assert tunings["cost"].cost == tunings["cost"].paths["default"].tuned.cost, "in tokens the host is free"
 
 
 def test_in_milliseconds_every_batch_costs_the_host_too() -> None:
     measured = BatchCosts.measured({64: 1.0, 1024: 9.0}, {64: 5.0})
-    tuning = tune_trace([request(100, 200, 400)] * 20, max_graphs=2, costs=measured)
+    tuning = tune_trace([request(100, 200, 400)] * 20, LadderLimits(2), costs=measured)
     assert tuning.host_cost == pytest.approx(20 * HOST_MS_PER_BATCH), "a batch a request"
     assert tuning.cost == tuning.paths["default"].tuned.cost + tuning.host_cost
 
@@ -312,12 +306,9 @@ def test_no_ladder_costs_less_for_the_batches_that_greedy_packing_makes_with_it(
         patch.setattr(tune, "Judge", RecordingJudge)
         tuned = tune_trace(
             requests,
-            max_graphs=max_graphs,
-            max_bytes=max_bytes,
-            maximum=largest,
+            LadderLimits(max_graphs, max_bytes=max_bytes, maximum=largest, memory=memory),
             max_items_per_batch=max_items,
             costs=costs,
-            memory=memory,
         ).paths["default"]
     assert tuned.tuned.budgets in allowed
     best = min(greedy_cost(ladder, requests, max_items, costs) for ladder in allowed)
@@ -328,7 +319,7 @@ def test_no_ladder_costs_less_for_the_batches_that_greedy_packing_makes_with_it(
 def test_a_largest_budget_below_the_largest_request_is_found() -> None:
     """Two graphs serve the small ones without padding; the large one is as cheap at its exact shape."""
     requests = [request(100)] * 5 + [request(200)] * 5 + [request(1000)]
-    tuning = tune_trace(requests, max_graphs=2).paths["default"]
+    tuning = tune_trace(requests, LadderLimits(2)).paths["default"]
     assert tuning.tuned.budgets == (100, 200)
     assert tuning.tuned.hit_fraction == 10 / 11
     assert tuning.powers_of_two.budgets == (100, 200, 400, 800, 1000)
@@ -337,20 +328,20 @@ def test_a_largest_budget_below_the_largest_request_is_found() -> None:
 def test_memory_is_better_spent_on_the_largest_budget_or_on_more_graphs() -> None:
     requests = [request(1000)] * 50 + [request(100), request(200), request(300)]
     memory = MemoryModel(bytes_per_token=1, bytes_per_graph=100)
-    tuned = tune_trace(requests, max_graphs=4, max_bytes=1100, memory=memory).paths["default"].tuned
+    tuned = tune_trace(requests, LadderLimits(4, max_bytes=1100, memory=memory)).paths["default"].tuned
     assert tuned.budgets == (1000,)
     requests = [request(1000)] + [request(100), request(200), request(300)] * 50
     costs = BatchCosts(RisingCurve.linear(1), RisingCurve.linear(1000))
-    tuned = tune_trace(requests, max_graphs=4, max_bytes=1100, memory=memory, costs=costs)
+    tuned = tune_trace(requests, LadderLimits(4, max_bytes=1100, memory=memory), costs=costs)
     assert tuned.paths["default"].tuned.budgets == (100, 200, 300)
 
 
 def test_no_budget_is_smaller_than_the_items_of_a_batch() -> None:
     requests = [request(*[2] * 12), request(5), request(400)]
-    tuning = tune_trace(requests, max_graphs=3)
+    tuning = tune_trace(requests, LadderLimits(3))
     assert tuning.paths["default"].tuned.budgets == (12, 24, 400)
     assert tuning.to_config().max_items_per_batch == 12
-    fewer = tune_trace(requests, max_graphs=3, max_items_per_batch=4)
+    fewer = tune_trace(requests, LadderLimits(3), max_items_per_batch=4)
     assert fewer.paths["default"].tuned.budgets == (5, 8, 400)
     assert fewer.to_config().max_items_per_batch == 4
 
@@ -361,7 +352,7 @@ def test_every_path_gets_a_ladder() -> None:
         two_path_request((272, 300), (272, 0)),
         two_path_request((272, 0)),
     ]
-    tuning = tune_trace(requests, max_graphs=2)
+    tuning = tune_trace(requests, LadderLimits(2))
     assert {name: path.tuned.budgets for name, path in tuning.paths.items()} == {
         "global": (272, 544),
         "local": (100, 300),
@@ -380,21 +371,21 @@ def test_every_path_gets_a_ladder() -> None:
     ]
     # Each as if it were alone.
     for path, demands in trace_demands(requests, maximum=544, max_items_per_batch=2).items():
-        assert tuning.paths[path] == tune_budgets({path: demands}, max_graphs=2, minimum=2).paths[path]
+        assert tuning.paths[path] == tune_budgets({path: demands}, LadderLimits(2), minimum=2).paths[path]
 
 
 def test_the_settings_hold_the_limits() -> None:
-    tuning = tune_trace([request(100, 50), request(400)], max_graphs=2, max_bytes=2**30)
+    tuning = tune_trace([request(100, 50), request(400)], LadderLimits(2, max_bytes=2**30))
     config = tuning.to_config()
     assert (config.token_budgets, config.max_items_per_batch) == ((150, 400), 2)
     assert config.max_graph_bytes == 2**30
-    assert tune_budgets({"default": [5]}, max_graphs=1).to_config().model_fields_set == {"token_budgets"}
+    assert tune_budgets({"default": [5]}, LadderLimits(1)).to_config().model_fields_set == {"token_budgets"}
 
 
 def test_printing_shows_both_ladders() -> None:
     measured = BatchCosts.measured({64: 1.0, 1024: 10.6}, {64: 6.0, 1024: 15.6})
     title, header, _, *rows = str(
-        tune_budgets({"default": [100, 300, 1000]}, max_graphs=2, costs=measured)
+        tune_budgets({"default": [100, 300, 1000]}, LadderLimits(2), costs=measured)
     ).splitlines()
     assert "in ms" in title
     assert header.split() == "path ladder budgets graphs padding % hit % cost ratio".split()
@@ -410,7 +401,7 @@ def test_a_demand_takes_a_few_array_operations() -> None:
     counts = [
         instructions(
             lambda count=count: tunings.append(
-                tune_budgets({"default": demands[:count]}, max_graphs=16, max_bytes=2**40)
+                tune_budgets({"default": demands[:count]}, LadderLimits(16, max_bytes=2**40))
             )
         )
         for count in (1000, 4000)
@@ -423,24 +414,24 @@ def test_a_demand_takes_a_few_array_operations() -> None:
 def test_wrong_arguments_are_named() -> None:
     demands = {"default": [10]}
     with pytest.raises(InputError, match="max_graphs: expected at least 1; got 0"):
-        tune_budgets(demands, max_graphs=0)
+        tune_budgets(demands, LadderLimits(0))
     with pytest.raises(InputError, match="granularity: expected at least 1; got 0"):
-        tune_trace([request(10)], max_graphs=1, granularity=0)
+        tune_trace([request(10)], LadderLimits(1, granularity=0))
     with pytest.raises(InputError, match="expected those of one path or more"):
-        tune_budgets({}, max_graphs=1)
+        tune_budgets({}, LadderLimits(1))
     for bad in ([], [0, 10]):
         with pytest.raises(InputError, match=r"path 'default': expected one or more, all above 0"):
-            tune_budgets({"default": bad}, max_graphs=1)
+            tune_budgets({"default": bad}, LadderLimits(1))
     with pytest.raises(InputError, match=r"maximum: expected at least 10 output tokens .* got 9"):
-        tune_budgets(demands, max_graphs=1, maximum=9)
+        tune_budgets(demands, LadderLimits(1, maximum=9))
     with pytest.raises(InputError, match=r"maximum: expected at least 10 output tokens.* got 9"):
-        tune_trace([request(10)], max_graphs=1, maximum=9, max_bytes=2**40)
-    with pytest.raises(InputError, match=r"max_bytes: expected room .*; got 1"):
-        tune_trace([request(10)], max_graphs=1, max_bytes=1)
+        tune_trace([request(10)], LadderLimits(1, maximum=9, max_bytes=2**40))
+    with pytest.raises(InputError, match=r"max_bytes: expected enough .*; got 1"):
+        tune_trace([request(10)], LadderLimits(1, max_bytes=1))
     with pytest.raises(InputError, match="expected those of path 'default' too; got local"):
-        tune_budgets(demands, max_graphs=1, costs={"local": BatchCosts()})
+        tune_budgets(demands, LadderLimits(1), costs={"local": BatchCosts()})
     mixed = {"a": BatchCosts(), "b": BatchCosts.measured({1: 1.0}, {1: 1.0})}
     with pytest.raises(InputError, match="one unit for all paths"):
-        tune_budgets({"a": [1], "b": [1]}, max_graphs=1, costs=mixed)
+        tune_budgets({"a": [1], "b": [1]}, LadderLimits(1), costs=mixed)
     with pytest.raises(InputError, match="at least one item that has output tokens"):
-        tune_trace([request()], max_graphs=1)
+        tune_trace([request()], LadderLimits(1))

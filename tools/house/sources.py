@@ -14,7 +14,8 @@ ASIDE = ("connector", "integrations")
 """Directories of the package that are not counted in its size."""
 LONG_FUNCTION, LONG_FILE = 80, 400
 """Lines from which a function or a file is called long."""
-_KERNEL_DECORATORS = {"jit", "autotune", "heuristics"}
+_ASIDE_DECORATORS = {"jit", "autotune", "heuristics", "command"}
+"""Of Triton kernels, and of the command's verbs, whose parameters are options on a command line."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -87,7 +88,7 @@ def _most_parameters(sources: list[Source], goal: int = 7) -> Measure:
         (num_parameters(node), f"{source.path}:{node.lineno} {node.name}")
         for source in sources
         for node in source.functions()
-        if not _is_triton_kernel(node)
+        if not _is_aside(node)
     ]
     counts.sort(key=lambda entry: (-entry[0], entry[1]))
     above = tuple(f"{where}: {count}" for count, where in counts if count > goal)
@@ -104,10 +105,10 @@ def num_parameters(node: Function) -> int:
     return len(positional) - is_bound + len(arguments.kwonlyargs) + starred
 
 
-def _is_triton_kernel(node: Function) -> bool:
+def _is_aside(node: Function) -> bool:
     for decorator in node.decorator_list:
         called = decorator.func if isinstance(decorator, ast.Call) else decorator
         name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", None)
-        if name in _KERNEL_DECORATORS:
+        if name in _ASIDE_DECORATORS:
             return True
     return False

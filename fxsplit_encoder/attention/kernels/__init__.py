@@ -4,7 +4,7 @@ Each says what it needs and what it supports; a missing package is a reason, not
 is measured (`attention.choice`).
 """
 
-from fxsplit_encoder.attention.kernels.base import AttentionKernel, AttentionShape
+from fxsplit_encoder.attention.kernels.base import AttentionKernel, AttentionShape, PaddedHeads
 from fxsplit_encoder.attention.kernels.cudnn_varlen import CudnnVarlen
 from fxsplit_encoder.attention.kernels.dense import BatchedDense, CudnnDense
 from fxsplit_encoder.attention.kernels.flash_attn import (
@@ -14,7 +14,6 @@ from fxsplit_encoder.attention.kernels.flash_attn import (
     FlashAttention4,
 )
 from fxsplit_encoder.attention.kernels.generic import Masked, PerSegment
-from fxsplit_encoder.attention.kernels.padded import PaddedHeads
 from fxsplit_encoder.attention.kernels.torch_flash import TorchFlash
 from fxsplit_encoder.attention.kernels.triton_varlen import TritonVarlen
 from fxsplit_encoder.attention.kernels.vllm_flash_attn import VllmFlashAttention

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -32,26 +33,28 @@ class AttentionShape:
     """Tokens of the longest segment, or an upper bound."""
     segments: int
     """Empty ones included."""
-    exact: bool = False
+    host_lengths: bool = False
     """Whether the host knows the segments. If not, `longest` and `segments` are bounds: the call is, or will
     be, part of a CUDA graph whose segments change from replay to replay."""
     equal: bool = False
-    """Whether all segments are known to have `longest` tokens. If not `exact`, they are the entries of a
-    batch, in a graph too."""
+    """Whether all segments are known to have `longest` tokens. If not `host_lengths`, they are the entries of
+    a batch, in a graph too."""
 
     def rounded(self) -> AttentionShape:
         """The class: every number rounded up to a power of two, or halfway to the next where the call is
         captured, since such calls are few. The sequences of a captured batch are as long as the model says:
         their length stays as it is.
         """
-        longest, segments = (_round_up(n, halfway=not self.exact) for n in (self.longest, self.segments))
-        if self.equal and not self.exact:
+        longest, segments = (
+            _round_up(n, halfway=not self.host_lengths) for n in (self.longest, self.segments)
+        )
+        if self.equal and not self.host_lengths:
             longest = self.longest
-        tokens = longest * segments if self.equal else _round_up(self.tokens, halfway=not self.exact)
+        tokens = longest * segments if self.equal else _round_up(self.tokens, halfway=not self.host_lengths)
         return replace(self, tokens=tokens, longest=min(longest, tokens), segments=segments)
 
     def __str__(self) -> str:
-        if self.exact:
+        if self.host_lengths:
             known = "equal" if self.equal else "known"
         else:
             known = "captured, equal" if self.equal else "captured"
@@ -83,7 +86,7 @@ class AttentionKernel(ABC):
 
     @abstractmethod
     def unavailable_reason(self, device: torch.device) -> str | None:
-        """Why it cannot run on this device, by its architecture or for want of a package; None: it can."""
+        """Why it cannot run on this device, by its architecture or for a missing package; None: it can."""
 
     @abstractmethod
     def supports(self, shape: AttentionShape) -> bool:
@@ -175,6 +178,50 @@ class HalfPrecisionKernel(AttentionKernel):
             and shape.head_dim <= self.max_head_dim
             and (shape.equal or not self.needs_equal_segments)
         )
+
+
+class PaddedHeads(AttentionKernel):
+    """Pads head_dim for another kernel; zeros change neither logits nor outputs.
+
+    Args:
+        kernel: what attends.
+        multiple: head_dim is padded to the next multiple of this. A shape that is one already is not
+            supported, since nothing would be padded.
+    """
+
+    def __init__(self, kernel: AttentionKernel, multiple: int) -> None:
+        self.kernel = kernel
+        self.multiple = multiple
+        self.name = f"{kernel.name}_padded"
+        self.capturable = kernel.capturable
+        self.plans_each_shape = kernel.plans_each_shape
+
+    def unavailable_reason(self, device: torch.device) -> str | None:
+        """As the kernel itself."""
+        return self.kernel.unavailable_reason(device)
+
+    def supports(self, shape: AttentionShape) -> bool:
+        """What the kernel supports at the padded width, where that is another."""
+        width = self._width(shape.head_dim)
+        return width != shape.head_dim and self.kernel.supports(replace(shape, head_dim=width))
+
+    def _width(self, head_dim: int) -> int:
+        return -(-head_dim // self.multiple) * self.multiple
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        scale: float,
+        target: Tensor | None,
+    ) -> Tensor:
+        head_dim = query.shape[-1]
+        missing = (0, self._width(head_dim) - head_dim)
+        q, k, v = (F.pad(x, missing) for x in (query, key, value))
+        return self.kernel(q, k, v, cu_seqlens, max_seqlen, scale)[..., :head_dim]
 
 
 @functools.cache

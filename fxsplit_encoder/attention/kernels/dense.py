@@ -50,7 +50,7 @@ class BatchedDense(AttentionKernel):
 
 
 class CudnnDense(HalfPrecisionKernel):
-    """cuDNN over the batch. It plans every new shape for some 35 ms, once a thread."""
+    """cuDNN over the batch. It plans every new shape for some 35 ms, once per thread."""
 
     name = "cudnn_dense"
     needs_equal_segments = True

@@ -44,7 +44,7 @@ class FlashAttention3(FlashAttention2):
 class FlashAttention4(HalfPrecisionKernel):
     """`flash-attn-4`: compiled when first called, once for each variant that a shape may need.
 
-    Its call keeps the host of an H200 for 80 to 100 microseconds, whatever the variant
+    Its call costs the host of an H200 80 to 100 microseconds, whatever the variant
     (benchmarks/results/attention_h200.json): variants, which win by less, are for graphs alone.
 
     Args:
@@ -77,7 +77,7 @@ class FlashAttention4(HalfPrecisionKernel):
 
     def supports(self, shape: AttentionShape) -> bool:
         """Segments that are not too long for its tiles; of the variants, in graphs."""
-        if self._in_graphs_alone and shape.exact:
+        if self._in_graphs_alone and shape.host_lengths:
             return False
         return super().supports(shape) and (self.up_to is None or shape.longest <= self.up_to)
 

@@ -47,7 +47,7 @@ class Masked(AttentionKernel):
 
 
 class PerSegment(AttentionKernel):
-    """One scaled_dot_product_attention a segment: the boundaries are read on the host."""
+    """One scaled_dot_product_attention per segment: the boundaries are read on the host."""
 
     name = "per_segment"
     is_last_resort = True

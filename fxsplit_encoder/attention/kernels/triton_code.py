@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fxsplit_encoder._torch.triton import driver
+from fxsplit_encoder.attention.kernels.triton_varlen import Tile
 
 # Boundaries that a program reads at once. Every number of them is another compilation.
 _BOUNDARIES = (32, 128, 1024)
@@ -140,13 +141,10 @@ def attend(
     cu_seqlens: Tensor,
     scale: float,
     out_THD: Tensor,
-    *,
-    block_m: int,
-    block_n: int,
-    num_warps: int,
-    num_stages: int,
+    tile: Tile,
 ) -> None:
     """Writes the attention of every segment to `out_THD`; rows outside every segment stay as they are."""
+    block_m, block_n, num_warps, num_stages = tile
     tokens, heads, head_dim = query_THD.shape
     segments = cu_seqlens.shape[0] - 1
     query_row, query_head, _ = query_THD.stride()
@@ -176,7 +174,7 @@ def _launch(
 ) -> None:
     """Launches the kernel, past Triton's search for the version if that has run before.
 
-    Between the graphs of a piecewise capture every microsecond of this counts once a layer.
+    Between the graphs of a piecewise capture every microsecond of this counts once per layer.
 
     Args:
         args: of the kernel; the first four are the tensors by whose dtype and alignment Triton tells versions

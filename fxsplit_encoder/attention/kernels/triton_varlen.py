@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,11 +12,24 @@ from fxsplit_encoder.attention.kernels.base import HalfPrecisionKernel
 _STAGES = 3
 
 
+class Tile(NamedTuple):
+    """What one program of the kernel computes, and how."""
+
+    block_m: int
+    """Queries."""
+    block_n: int
+    """Keys of a step."""
+    num_warps: int
+    """Warps that share the tile."""
+    num_stages: int
+    """Steps whose loads overlap."""
+
+
 class TritonVarlen(HalfPrecisionKernel):
     """`attention.kernels.triton_code`, with one size of tiles.
 
     At 196 tokens and 16 heads of 72, tiles of 64 queries make 64 programs for the 132 multiprocessors of an
-    H200 and tiles of 192, 32. Where segments are long, kernels that specialise warps are faster.
+    H200 and tiles of 192, 32. Where segments are long, kernels that specialize warps are faster.
 
     Args:
         block_m: queries of a tile.
@@ -30,9 +43,7 @@ class TritonVarlen(HalfPrecisionKernel):
 
     def __init__(self, block_m: int, block_n: int, num_warps: int) -> None:
         self.name = f"triton_{block_m}x{block_n}"
-        self.block_m = block_m
-        self.block_n = block_n
-        self.num_warps = num_warps
+        self.tile = Tile(block_m, block_n, num_warps, _STAGES)
 
     def _attend(
         self,
@@ -45,16 +56,5 @@ class TritonVarlen(HalfPrecisionKernel):
         target: Tensor | None,
     ) -> Tensor:
         out = torch.empty_like(query, memory_format=torch.contiguous_format) if target is None else target
-        self.function(
-            query,
-            key,
-            value,
-            cu_seqlens,
-            scale,
-            out,
-            block_m=self.block_m,
-            block_n=self.block_n,
-            num_warps=self.num_warps,
-            num_stages=_STAGES,
-        )
+        self.function(query, key, value, cu_seqlens, scale, out, self.tile)
         return out

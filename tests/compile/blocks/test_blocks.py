@@ -73,7 +73,7 @@ def assert_same_program(one: BoundProgram, other: BoundProgram) -> None:
         assert a.accepts({a.token_symbol: tokens}) == b.accepts({b.token_symbol: tokens}), tokens
 
 
-def randomise(tower: Any) -> Any:
+def randomize(tower: Any) -> Any:
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for parameter in tower.parameters():
@@ -91,7 +91,7 @@ def qwen3_vl() -> Any:
         patch_size=4,
         deepstack_visual_indexes=[1, 3],
     )
-    return randomise(Qwen3VLVisionModel(config))
+    return randomize(Qwen3VLVisionModel(config))
 
 
 def qwen2_5_vl() -> Any:
@@ -105,7 +105,7 @@ def qwen2_5_vl() -> Any:
         window_size=16,
         fullatt_block_indexes=[1, 3],
     )
-    return randomise(Qwen2_5_VisionTransformerPretrainedModel(config))
+    return randomize(Qwen2_5_VisionTransformerPretrainedModel(config))
 
 
 @pytest.mark.slow

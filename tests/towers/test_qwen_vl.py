@@ -13,17 +13,27 @@ from fxsplit_encoder.attention.kernels.generic import PerSegment
 from fxsplit_encoder.errors import ReplayError
 
 from .packed_tower_tests import Grid, PackedTowerTests, Towers, assert_equal, make_batch
-from .tiny_packed import qwen2_5_vl
+from .random_weights import randomize
+from .tiny_packed import qwen2_5_vl, qwen2_vl, qwen3_5
 
 sides = st.integers(1, 10).map(lambda n: 2 * n)
+
+
+@pytest.mark.slow
+class TestQwen2VL(PackedTowerTests):
+    metadata: ClassVar[list[str]] = ["position_ids", "cu_seqlens"]
+
+    @classmethod
+    def make_tower(cls) -> nn.Module:
+        return qwen2_vl(blocks=3)
 
 
 @pytest.mark.slow
 class TestQwen25VL(PackedTowerTests):
     metadata: ClassVar[list[str]] = [
         "position_ids",
-        "window_order",
-        "original_order",
+        "window_permutation",
+        "inverse_permutation",
         "cu_window_seqlens",
         "cu_seqlens",
     ]
@@ -114,6 +124,24 @@ class TestQwen25VL(PackedTowerTests):
         path = managers["full"].paths["default"]
         values = path.values(make_batch([(1, 4, 6)]))
         captured = path.best_capture(path.ladder, 16, values)
-        for name in ("window_order", "original_order"):
+        for name in ("window_permutation", "inverse_permutation"):
             with pytest.raises(ReplayError, match=f"{name}: got an order of 24 rows with entries from"):
                 captured.inputs.buffers[name].check(values[name] + 1)
+
+
+@pytest.mark.slow
+class TestQwen35(PackedTowerTests):
+    metadata: ClassVar[list[str]] = ["position_ids", "interp_indices", "interp_weights", "cu_seqlens"]
+
+    @classmethod
+    def make_tower(cls) -> nn.Module:
+        return qwen3_5(blocks=3)
+
+
+@torch.no_grad()
+def test_the_mixture_of_experts_models_have_the_same_tower() -> None:
+    reference = randomize(qwen3_5(blocks=3, moe=True))
+    inputs = make_batch([(1, 4, 6), (2, 4, 4)])
+    expected = reference(inputs["pixel_values"], inputs["image_grid_thw"]).pooler_output
+    manager = fx.EncoderCudaGraphManager(fx.wrap(reference), fx.EncoderConfig(mode="none"))
+    assert_equal(manager.execute(inputs), expected.split([6, 8]))

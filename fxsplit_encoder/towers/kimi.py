@@ -1,4 +1,4 @@
-"""Kimi-K2.5's vision tower: MoonViT over images and over clips of a few frames, each pooled into one."""
+"""The vision towers of Kimi-VL and Kimi-K2.5: MoonViT, whose patches come in raster order."""
 
 from __future__ import annotations
 
@@ -11,21 +11,130 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.errors import InputError, UnsupportedTowerError
 from fxsplit_encoder.modules.blocks import merge, resample
 from fxsplit_encoder.protocol import EncoderItemSpec
 from fxsplit_encoder.towers import grid as grids_of
 from fxsplit_encoder.towers.base import given_batch
 from fxsplit_encoder.towers.grid import Grid
-from fxsplit_encoder.towers.merge import mean_frames
-from fxsplit_encoder.towers.raster import RasterTower
+from fxsplit_encoder.towers.inputs import integer_rows
+from fxsplit_encoder.towers.packed import PackedTower
+from fxsplit_encoder.towers.position_embeddings import TAPS, interpolation
+
+
+class RasterTower(PackedTower):
+    """The common part of adapters whose patches are (patches, 3, patch_size, patch_size) in raster order.
+
+    Rows keep that order from the pixels to the last block. Only then are they permuted, so that those of an
+    output token follow one another: it costs no pass over the pixels, and the tower's hidden states are in
+    the order that its callers know.
+    """
+
+    has_plain_blocks = True
+    metadata_columns: ClassVar[dict[str, tuple[int, torch.dtype]]] = {
+        "position_ids": (2, torch.int64),
+        "interp_indices": (TAPS["bicubic"], torch.int32),
+        "interp_weights": (TAPS["bicubic"], torch.float32),
+        "merge_permutation": (0, torch.int64),
+    }
+
+    def __init__(
+        self,
+        tower: nn.Module,
+        *,
+        merge_kernel: Sequence[int],
+        patch_size: int,
+        table_shape: tuple[int, int],
+        out_hidden_size: int,
+    ) -> None:
+        height, width = merge_kernel
+        if height != width:
+            raise UnsupportedTowerError(
+                f"{type(tower).__name__}: merge_kernel_size: expected a square; got {height} x {width}"
+            )
+        super().__init__(
+            tower, merge_size=height, patch_features=3 * patch_size**2, out_hidden_size=out_hidden_size
+        )
+        self.patch_shape = (3, patch_size, patch_size)
+        self.table_shape = table_shape
+
+    def metadata(self, grids: Sequence[Grid]) -> dict[str, Tensor]:
+        """Positions for the rotary embedding, taps into the learned position table, and the merge order."""
+        indices, weights = interpolation(
+            grids, self.table_shape, merge_size=1, align_corners=False, mode="bicubic"
+        )
+        return {
+            "position_ids": grids_of.positions(grids, merge_size=1),
+            "interp_indices": indices,
+            "interp_weights": weights,
+            "merge_permutation": grids_of.merge_permutation(grids, self.merge_size),
+        }
+
+    def example_inputs(self) -> tuple[Tensor, Tensor]:
+        """Patches and the grid of one image of the smallest budget's size."""
+        patches, grid = super().example_inputs()
+        return self.as_images(patches), grid
+
+    def as_images(self, patches: Tensor) -> Tensor:
+        """Flattened patches as (patches, 3, patch_size, patch_size)."""
+        return patches.view(patches.shape[0], *self.patch_shape)
+
+
+class KimiVLTower(RasterTower):
+    """Wraps `KimiVLVisionModel`.
+
+    `mm_kwargs` are `pixel_values` (patches, 3, patch_size, patch_size) in raster order and `image_grid_hws`
+    (images, 2) in patches. An image's embedding is (output tokens, text_hidden_size).
+    """
+
+    input_names: ClassVar[tuple[str, str]] = ("pixel_values", "image_grid_hws")
+    input_keys: ClassVar[tuple[tuple[str, str], ...]] = (("pixel_values", "image_grid_hws"),)
+    modalities: Sequence[str] = ("image",)
+    max_frames_per_video: int = 1
+
+    def __init__(self, tower: nn.Module) -> None:
+        config: Any = tower.config
+        super().__init__(
+            tower,
+            merge_kernel=config.merge_kernel_size,
+            patch_size=config.patch_size,
+            table_shape=(config.init_pos_emb_height, config.init_pos_emb_width),
+            out_hidden_size=config.text_hidden_size,
+        )
+
+    def read_grids(self, grids: Any, name: str) -> list[Grid]:
+        """Images as grids of one frame, from (images, 2) heights and widths."""
+        rows = integer_rows(grids, name, 2, "rows of two integers (height, width) in patches")
+        return grids_of.read_grids([(1, *row) for row in rows], self.merge_size, name)
+
+    def select_encoder_cudagraph_items(self, mm_kwargs: dict[str, Any], indices: list[int]) -> dict[str, Any]:
+        """The batch of some images, in the order of `indices`."""
+        selected = super().select_encoder_cudagraph_items(mm_kwargs, indices)
+        sizes = [(height, width) for _, height, width in selected.get("image_grid_hws", ())]
+        return {**selected, "image_grid_hws": sizes} if sizes else selected
+
+    def example_inputs(self) -> tuple[Tensor, Tensor]:
+        """Patches and the size of one image of the smallest budget's size."""
+        patches, grid = super().example_inputs()
+        return patches, grid[:, 1:]
+
+    def core(
+        self, pixel_values: Tensor, cu_seqlens: Tensor, metadata: dict[str, Tensor], **kwargs: Any
+    ) -> Tensor:
+        """The tower and its projector past the host metadata."""
+        result: Tensor = self.tower(self.as_images(pixel_values), cu_seqlens, **metadata)
+        return result
+
+    def packed_output(self, output: Tensor) -> Tensor:
+        """The embeddings as they are."""
+        return output
 
 
 class KimiK25Tower(RasterTower):
     """Wraps `Kimi_K25VisionModel`.
 
     All frames of a clip attend to one another and then become one frame, their mean. Until then they are
-    rows like any others, so budgets count the tokens of every frame; the mean is taken behind the replay,
+    rows like any others, so budgets count the tokens of every frame; the mean is taken after the replay,
     clip by clip. Clips of different lengths may share a batch, which the wrapped tower alone refuses.
 
     An item's embedding is the tower's pooled output, flattened: (output tokens, merge area * hidden_size).
@@ -58,7 +167,7 @@ class KimiK25Tower(RasterTower):
         for frames, height, width in result:
             if frames > self.max_frames_per_video:
                 raise InputError(
-                    f"{name}: expected at most {self.max_frames_per_video} frames a clip; got "
+                    f"{name}: expected at most {self.max_frames_per_video} frames per clip; got "
                     f"{(frames, height, width)}; cut videos into such clips, as the video processor does"
                 )
         return result
@@ -101,7 +210,7 @@ class KimiK25Tower(RasterTower):
         return BaseModelOutputWithPooling(
             last_hidden_state=hidden,
             pooler_output=merge(  # type: ignore[arg-type]
-                hidden, metadata["merge_order"], self.rows_per_token
+                hidden, metadata["merge_permutation"], self.rows_per_token
             ),
         )
 
@@ -138,7 +247,7 @@ class KimiK25Tower(RasterTower):
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _pool_frames(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    """Takes the means over frames that `core` left. It runs outside of the compiled frame: how many rows are
+    """Takes the means over frames that `core` left. It runs outside the compiled frame: how many rows are
     left depends on the grids, which no graph may.
     """
     assert isinstance(module, KimiK25Tower)
@@ -149,3 +258,17 @@ def _pool_frames(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     tokens: Any = getattr(output, "pooler_output", None)
     if tokens is not None and tokens.shape[0] == frame_tokens:
         output.pooler_output = torch.cat(mean_frames(tokens, grids, module.rows_per_token))
+
+
+def mean_frames(tokens: Tensor, grids: Sequence[Grid], rows_per_token: int) -> list[Tensor]:
+    """Every item's output tokens: views for images, means over the frames of clips.
+
+    Args:
+        tokens: (tokens of all frames or more, ...), item by item.
+    """
+    counts = [t * h * w // rows_per_token for t, h, w in grids]
+    items = torch.split(tokens[: sum(counts)], counts)
+    return [
+        item.view(t, -1, *item.shape[1:]).mean(0) if t > 1 else item
+        for item, (t, _, _) in zip(items, grids, strict=True)
+    ]

@@ -1,20 +1,26 @@
-"""Resampling of a learned position table: for every patch, the table rows next to it and their weights.
+"""What positions add to a patch: rows of a learned table, resampled, and the cosines and sines of a rotary
+embedding.
 
-The host computes which rows ("taps") and weights, which follow from the grids alone; the graph adds up the
-rows. So no interpolation, and no loop over images, is in the graph.
+Of a learned table the host computes which rows ("taps") are next to a patch, and their weights: both follow
+from the grids alone, and the graph adds up the rows. So no interpolation, and no loop over images, is in the
+graph.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from fxsplit_encoder.towers.grid import Grid, concatenate
+
+# --- a learned table
 
 Mode = Literal["bilinear", "bicubic"]
 """How a position table is resampled: from 2 or from 4 entries along each axis."""
@@ -51,7 +57,7 @@ def interpolation(
     )
 
 
-# An entry is 128 bytes a patch at the most.
+# An entry is at most 128 bytes per patch.
 @lru_cache(maxsize=256)
 def frame_interpolation(
     height: int, width: int, table: tuple[int, int], merge_size: int, align_corners: bool, mode: Mode
@@ -67,7 +73,7 @@ def frame_interpolation(
     return indices.reshape(-1, TAPS[mode]), weights.reshape(-1, TAPS[mode])
 
 
-# Sides of images come again where whole sizes do not.
+# Sides of images recur where whole sizes do not.
 @lru_cache(maxsize=1024)
 def _axis_taps(
     size: int, side: int, align_corners: bool, mode: Mode
@@ -101,3 +107,29 @@ def _cubic_kernel(distance: NDArray[np.float32]) -> NDArray[np.float32]:
     near = ((a + 2) * d - (a + 3)) * d * d + 1
     far = ((a * d - 5 * a) * d + 8 * a) * d - 4 * a
     return np.where(d <= 1, near, far)
+
+
+# --- a rotary embedding
+
+
+def gives_angles(rotary: nn.Module) -> bool:
+    """Whether a vision tower's rotary embedding makes angles of positions, as transformers' did before 5.17;
+    later ones make cosines and sines, for hidden states that they get too.
+    """
+    return len(inspect.signature(rotary.forward).parameters) == 1
+
+
+def cosines_and_sines(
+    rotary: Any, hidden: Tensor, position_ids: Tensor, *, from_angles: bool
+) -> tuple[Tensor, Tensor]:
+    """(patches, head_dim) each, from (patches, 2) positions.
+
+    Args:
+        from_angles: whether the embedding `gives_angles`; the towers of that time take each of them for both
+            halves of a head.
+    """
+    if not from_angles:
+        return rotary(hidden, position_ids)  # type: ignore[no-any-return]
+    angles = rotary(position_ids)
+    both_halves = torch.cat((angles, angles), dim=-1)
+    return both_halves.cos(), both_halves.sin()

@@ -8,10 +8,17 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor, nn
 from transformers import vision_utils
 
 from fxsplit_encoder.modules.blocks import resample
-from fxsplit_encoder.towers.taps import TAPS, frame_interpolation, interpolation
+from fxsplit_encoder.towers.position_embeddings import (
+    TAPS,
+    cosines_and_sines,
+    frame_interpolation,
+    gives_angles,
+    interpolation,
+)
 
 Grids = list[tuple[int, int, int]]
 sides = st.integers(1, 70)
@@ -75,3 +82,33 @@ def test_frames_and_items_follow_one_another(mode: Any) -> None:
     assert np.array_equal(indices, np.concatenate([taps for taps, _ in frames]))
     assert np.array_equal(weights, np.concatenate([values for _, values in frames]))
     assert [tensor.shape for tensor in interpolation([], (8, 8), 1, False, mode)] == [(0, TAPS[mode])] * 2
+
+
+# --- a rotary embedding
+
+FREQUENCIES = torch.tensor([1.0, 0.1, 0.01])
+
+
+class Angles(nn.Module):
+    def forward(self, position_ids: Tensor) -> Tensor:
+        return (position_ids.unsqueeze(-1) * FREQUENCIES).flatten(1)
+
+
+class CosinesAndSines(nn.Module):
+    def forward(self, hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        angles = (position_ids[:, :, None] * FREQUENCIES).flatten(1).repeat(1, 2)
+        return angles.cos().to(hidden.dtype), angles.sin().to(hidden.dtype)
+
+
+def test_both_forms_are_told_apart_and_agree() -> None:
+    hidden, positions = torch.zeros(4, 12), torch.tensor([[0, 1], [2, 3], [4, 5], [6, 7]])
+    old, new = Angles(), CosinesAndSines()
+    assert gives_angles(old)
+    assert not gives_angles(new)
+    for got, expected in zip(
+        cosines_and_sines(old, hidden, positions, from_angles=True),
+        cosines_and_sines(new, hidden, positions, from_angles=False),
+        strict=True,
+    ):
+        assert got.shape == (4, 12)
+        torch.testing.assert_close(got, expected)

@@ -1,0 +1,171 @@
+"""The vision towers of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+from fxsplit_encoder.compile.permute import permute_rows
+from fxsplit_encoder.towers import grid as grids_of
+from fxsplit_encoder.towers.grid import Grid
+from fxsplit_encoder.towers.packed import PackedTower
+from fxsplit_encoder.towers.position_embeddings import TAPS, cosines_and_sines, gives_angles, interpolation
+
+
+class Qwen2VLTower(PackedTower):
+    """Wraps `Qwen2VisionTransformerPretrainedModel`: rotary positions only, and attention within frames."""
+
+    has_plain_blocks = True
+    metadata_columns: ClassVar[dict[str, tuple[int, torch.dtype]]] = {"position_ids": (2, torch.int64)}
+
+    def __init__(self, tower: nn.Module) -> None:
+        config: Any = tower.config
+        super().__init__(
+            tower,
+            merge_size=config.spatial_merge_size,
+            patch_features=config.in_channels * config.temporal_patch_size * config.patch_size**2,
+            # `embed_dim` is the width of its blocks.
+            out_hidden_size=config.hidden_size,
+        )
+
+    def metadata(self, grids: Sequence[Grid]) -> dict[str, Tensor]:
+        """Positions for the rotary embedding."""
+        return {"position_ids": grids_of.positions(grids, self.merge_size)}
+
+
+class Qwen25VLTower(PackedTower):
+    """Wraps `Qwen2_5_VisionTransformerPretrainedModel`: most blocks attend within windows, some within whole
+    frames.
+
+    The blocks see each frame's patches window by window. The permutation, and its inverse, come from the host
+    as per-patch metadata, so that all lengths follow from one token count; rotary positions are permuted
+    there too.
+    """
+
+    has_plain_blocks = True
+    metadata_columns: ClassVar[dict[str, tuple[int, torch.dtype]]] = {
+        "position_ids": (2, torch.int64),
+        "window_permutation": (0, torch.int64),
+        "inverse_permutation": (0, torch.int64),
+    }
+    # A frame of n tokens has between n / 16 and (n + 3) / 4 windows of 4 x 4, and little more than n / 16
+    # unless it is very narrow. With 4 for each typical frame of 32 tokens, a budget holds twice the windows
+    # of frames that they tile; every empty one costs attention.
+    segment_inputs: ClassVar[dict[str, int]] = {"cu_window_seqlens": 4, "cu_seqlens": 1}
+    takes_options: ClassVar[bool] = False
+
+    def __init__(self, tower: nn.Module) -> None:
+        config: Any = tower.config
+        super().__init__(
+            tower,
+            merge_size=config.spatial_merge_size,
+            patch_features=config.in_channels * config.temporal_patch_size * config.patch_size**2,
+            out_hidden_size=config.out_hidden_size,
+        )
+        self.window: int = config.window_size // config.patch_size // config.spatial_merge_size
+        """Output tokens along a window's side."""
+        self.full_attention = frozenset(config.fullatt_block_indexes)
+        self.from_angles = gives_angles(self.tower.rotary_pos_emb)  # type: ignore[arg-type]
+
+    def metadata(self, grids: Sequence[Grid]) -> dict[str, Tensor]:
+        """Rotary positions in the order of windows, the permutation into that order, and its inverse."""
+        # NumPy works in this thread alone, see `_torch.staging`.
+        permutation = grids_of.window_permutation(grids, self.merge_size, self.window).numpy()
+        inverse = np.empty_like(permutation)
+        inverse[permutation] = np.arange(permutation.shape[0])
+        positions = grids_of.positions(grids, self.merge_size).numpy()[permutation]
+        by_name = {
+            "position_ids": positions,
+            "window_permutation": permutation,
+            "inverse_permutation": inverse,
+        }
+        return {name: torch.from_numpy(array) for name, array in by_name.items()}
+
+    def segment_lengths(self, grids: Sequence[Grid]) -> dict[str, list[int]]:
+        """The patches of every window and of every frame."""
+        windows = grids_of.window_lengths(grids, self.merge_size, self.window)
+        return {"cu_window_seqlens": windows, **super().segment_lengths(grids)}
+
+    def num_segments(self, grid: Grid) -> dict[str, int]:
+        """The windows and the frames of an item."""
+        frames, *sides = grid
+        rows, columns = (-(-side // self.merge_size // self.window) for side in sides)
+        return {"cu_window_seqlens": frames * rows * columns, "cu_seqlens": frames}
+
+    def core(
+        self, pixel_values: Tensor, cu_seqlens: Tensor, metadata: dict[str, Tensor], **kwargs: Any
+    ) -> BaseModelOutputWithPooling:
+        """The tower's forward with the permutations around its blocks computed beforehand.
+
+        Patches return to their own order before the merger rather than after it: it joins neighbors, which
+        the order of windows keeps together, so the result is the same, and every row is then a token.
+        """
+        tower: Any = self.tower
+        hidden = permute_rows(tower.patch_embed(pixel_values), metadata["window_permutation"])
+        rotary = cosines_and_sines(
+            tower.rotary_pos_emb, hidden, metadata["position_ids"], from_angles=self.from_angles
+        )
+        frames = {"cu_seqlens": cu_seqlens, "max_seqlen": pixel_values.shape[0]}
+        windows = {
+            "cu_seqlens": metadata["cu_window_seqlens"],
+            "max_seqlen": self.window**2 * self.rows_per_token,
+        }
+        for number, block in enumerate(tower.blocks):
+            segments = frames if number in self.full_attention else windows
+            hidden = block(hidden, position_embeddings=rotary, **segments)
+        merged = tower.merger(permute_rows(hidden, metadata["inverse_permutation"]))
+        return BaseModelOutputWithPooling(last_hidden_state=hidden, pooler_output=merged)
+
+
+class Qwen3VLTower(PackedTower):
+    """Wraps `Qwen3VLVisionModel` and `Qwen3VLMoeVisionModel`: deepstack features besides the main output.
+
+    An item's embedding is (output tokens, out_hidden_size * (1 + deepstack levels)): the main output, then
+    every deepstack level, along the hidden dimension.
+    """
+
+    has_plain_blocks = True
+    metadata_columns: ClassVar[dict[str, tuple[int, torch.dtype]]] = {
+        "position_ids": (2, torch.int64),
+        "interp_indices": (TAPS["bilinear"], torch.int32),
+        "interp_weights": (TAPS["bilinear"], torch.float32),
+    }
+
+    def __init__(self, tower: nn.Module) -> None:
+        config: Any = tower.config
+        levels = 1 + len(getattr(config, "deepstack_visual_indexes", ()))
+        super().__init__(
+            tower,
+            merge_size=config.spatial_merge_size,
+            patch_features=config.in_channels * config.temporal_patch_size * config.patch_size**2,
+            out_hidden_size=config.out_hidden_size * levels,
+        )
+        side: Any = tower.num_grid_per_side
+        self.table_shape: tuple[int, int] = (side, side)
+        self.align_corners: bool = tower.interpolation_align_corners  # type: ignore[assignment]
+
+    def metadata(self, grids: Sequence[Grid]) -> dict[str, Tensor]:
+        """Positions for the rotary embedding, and taps into the learned position table."""
+        indices, weights = interpolation(
+            grids, self.table_shape, self.merge_size, self.align_corners, mode="bilinear"
+        )
+        return {
+            "position_ids": grids_of.positions(grids, self.merge_size),
+            "interp_indices": indices,
+            "interp_weights": weights,
+        }
+
+    def packed_output(self, output: Any) -> Tensor:
+        """The main output, then every deepstack level, along the hidden dimension."""
+        return torch.cat([output.pooler_output, *output.deepstack_features], dim=1)
+
+
+class Qwen35Tower(Qwen3VLTower):
+    """Wraps `Qwen3_5VisionModel` and `Qwen3_5MoeVisionModel`: Qwen3-VL's tower without deepstack."""
+
+    packed_output = PackedTower.packed_output
