@@ -37,8 +37,8 @@ def segment_capacity(token_budget: int, max_segments: int) -> int:
 
 
 def full_cu_seqlens(capacity: int, rows: int, segments: int = 1) -> Tensor:
-    """(capacity + 1,) int32: cumulative lengths of `rows` rows in so many equal segments, then empty ones, with
-    which a capture is recorded and timed.
+    """(capacity + 1,) int32: cumulative lengths of `rows` rows in equal segments, then empty ones, with which a
+    capture is recorded and timed.
     """
     result = torch.full((capacity + 1,), rows, dtype=torch.int32)
     result[: segments + 1] = torch.arange(segments + 1) * rows // segments
