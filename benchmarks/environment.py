@@ -15,14 +15,16 @@ import torch
 import transformers
 
 _ATTENTION_PACKAGES = ("flash-attn-4", "nvidia-cudnn-frontend", "flash-attn-3", "flash-attn", "vllm")
-_HERE = str(Path(__file__).parent)
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def describe() -> dict[str, Any]:
-    """GPU, driver, versions and commit of this run."""
+    """GPU, driver, versions and commit of this run.
+
+    A host may have the files without the repository; there FXSPLIT_COMMIT names the commit.
+    """
     cuda = torch.cuda.is_available()
-    # A host may have the files without the repository; there the variable names the commit.
-    commit = os.environ.get("FXSPLIT_COMMIT") or _output(["git", "-C", _HERE, "rev-parse", "HEAD"])
+    commit = os.environ.get("FXSPLIT_COMMIT") or commit_of(ROOT)
     driver = _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"])
     return {
         "gpu": torch.cuda.get_device_name() if cuda else None,
@@ -34,6 +36,13 @@ def describe() -> dict[str, Any]:
         "python": platform.python_version(),
         "commit": commit,
     }
+
+
+def commit_of(root: Path) -> str | None:
+    """The commit of a checkout; None for a folder that is none, be it inside of another checkout."""
+    git = ["git", "-C", str(root), "rev-parse"]
+    top = _output([*git, "--show-toplevel"])
+    return _output([*git, "HEAD"]) if top and Path(top).resolve() == root.resolve() else None
 
 
 def in_words(stored: Mapping[str, Any], *more: str) -> str:

@@ -13,6 +13,7 @@ import torch
 
 _WARMUPS = 5
 _CAPTURED_CALLS = 20
+_SPREAD = {"p10": 0.1, "p90": 0.9}
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,14 @@ def measure(calls: Sequence[Callable[[], Any]], device: torch.device, samples: i
     wall.sort()
     p99 = wall[math.ceil(0.99 * len(wall)) - 1]
     return Times(statistics.median(wall), p99, statistics.median(cpu), gpu, len(wall))
+
+
+def summarize(samples: Sequence[float]) -> dict[str, float]:
+    """What is stored of samples: median, 10th and 90th percentiles (nearest rank), number."""
+    ordered = sorted(samples)
+    ranks = {name: max(0, math.ceil(share * len(ordered)) - 1) for name, share in _SPREAD.items()}
+    spread = {name: ordered[rank] for name, rank in ranks.items()}
+    return {"p50": statistics.median(ordered), **spread, "samples": len(ordered)}
 
 
 def synchronize() -> None:
