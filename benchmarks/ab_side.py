@@ -7,32 +7,19 @@ given. It must run against older versions of the package too, so it uses names t
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import torch
+from timing import replays_ms, synchronize, timed, watching_replays
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
 import fxsplit_encoder as fx
-
-_original_replay = torch.cuda.CUDAGraph.replay
-_replays: list[tuple[torch.cuda.Event, torch.cuda.Event]] | None = None
-"""Events around the graphs that are replayed, while they are asked for."""
-
-
-def _replay(graph: torch.cuda.CUDAGraph) -> None:
-    if _replays is None:
-        return _original_replay(graph)
-    around = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    around[0].record()
-    _original_replay(graph)
-    around[1].record()
-    _replays.append(around)
 
 
 def make_tower(settings: dict[str, Any], device: str, dtype: torch.dtype) -> Any:
@@ -58,11 +45,6 @@ def make_inputs(grids: list[list[int]], features: int, device: str, dtype: torch
 def packed(output: Any) -> torch.Tensor:
     """The rows of the model's own output, with those of deepstack beside them, as `execute` returns them."""
     return torch.cat([output.pooler_output, *output.deepstack_features], dim=1)
-
-
-def synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 class Side:
@@ -113,39 +95,21 @@ class Side:
     def measure(self, name: str, samples: int) -> dict[str, list[float]]:
         """Milliseconds of each call: to the end of its device work, on the CPU, and of its graphs."""
         self.execute(name)
-        wall, host = [], []
-        for _ in range(samples):
-            synchronize()
-            begin = time.perf_counter()
-            self.execute(name)
-            returned = time.perf_counter()
-            synchronize()
-            wall.append((time.perf_counter() - begin) * 1e3)
-            host.append((returned - begin) * 1e3)
-        return {"execute": wall, "host": host, "replay": list(self.replays(name, samples))}
-
-    def replays(self, name: str, samples: int) -> Iterator[float]:
-        """Milliseconds between events around the graphs of a call; nothing if it replays none."""
-        global _replays
-        for _ in range(samples):
-            _replays = []
-            self.execute(name)
-            synchronize()
-            if _replays:
-                yield sum(start.elapsed_time(end) for start, end in _replays)
-        _replays = None
+        call = functools.partial(self.execute, name)
+        wall, host = zip(*(timed(call) for _ in range(samples)), strict=True)
+        return {"execute": wall, "host": host, "replay": replays_ms(call, samples)}
 
 
 @torch.no_grad()
 def main() -> None:
-    torch.cuda.CUDAGraph.replay = _replay  # before any capture keeps the method
     answers = os.fdopen(int(sys.argv[1]), "w")
     side = Side(json.loads(sys.stdin.readline()))
     print(json.dumps({"ready": True}), file=answers, flush=True)
-    for line in sys.stdin:
-        command = json.loads(line)
-        called = {"start": side.start, "measure": side.measure}[command.pop("do")]
-        print(json.dumps(called(**command)), file=answers, flush=True)
+    with watching_replays():
+        for line in sys.stdin:
+            command = json.loads(line)
+            called = {"start": side.start, "measure": side.measure}[command.pop("do")]
+            print(json.dumps(called(**command)), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from fxsplit_encoder.errors import InputError, ReplayError
 # An image or frame of a served model seldom has fewer output tokens (224 x 224 pixels in Qwen3-VL have 49).
 # Every segment of a capture costs thread blocks of attention, used or not: with 8 empty segments beside one
 # real one FlashAttention 2 took 66 instead of 49 microseconds at 1024 tokens (one H200, 16 heads of 72,
-# benchmarks/attention.py).
+# benchmarks/cases/attention.py).
 _TYPICAL_SEGMENT_TOKENS = 32
 _MIN_SEGMENTS = 8
 

@@ -6,9 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import ab
 import pytest
 from bench import parse
+from cases import ab
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -69,7 +69,7 @@ def test_its_grids_are_those_of_the_other_cases() -> None:
         "1x896": 3136,
         "1x1344": 7056,
         "mixed8": 12588,
-        "random_mm_20x336": 8000,
+        "20x336": 8000,
         "full graph": 256,
     }
 
