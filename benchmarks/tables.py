@@ -23,7 +23,7 @@ from tabulate import tabulate
 Row = Mapping[str, Any]
 
 OURS = "ours-auto"
-_VARIANTS = ("eager", "compile", "compile-reduce-overhead", "graph-exact", "graph-budgets")
+_VARIANTS = ("eager", "compile", "compile-reduce-overhead", "graph-exact")
 _TITLES = {
     "eager": "Hugging Face eager (sdpa)",
     "compile": "torch.compile",

@@ -31,8 +31,6 @@ MODES = ("auto", "full", "piecewise", "breakable", "exact", "none")
 # Each of torch.compile's static variants compiles one graph per size.
 _RECOMPILE_LIMIT = 256
 _WARMUPS = 3
-# vLLM's largest budget is the least of max_num_batched_tokens and max_model_len.
-_LARGEST_BUDGET = 8192
 
 
 class Variant(ABC):
@@ -230,11 +228,9 @@ class ExactGraph(_OnPrepared):
 class Managed(Variant):
     """A manager under `config`; what is timed is `execute`, with nothing prepared."""
 
-    def manager_config(self) -> fx.EncoderConfig:
-        return fx.EncoderConfig(**self.config)
-
     def start(self) -> None:
-        self.manager = fx.EncoderCudaGraphManager(self.model.adapter, self.manager_config(), log_interval=0)
+        config = fx.EncoderConfig(**self.config)
+        self.manager = fx.EncoderCudaGraphManager(self.model.adapter, config, log_interval=0)
         with self.timed("compile"):
             self.manager.compile()
         with self.timed("capture"):
@@ -255,35 +251,6 @@ class Managed(Variant):
                 if not path.skipped:
                     ways[path.result if graph is None else f"{path.budget} {graph.mode}"] += 1
         return ", ".join(f"{count} x {way}" if count > 1 else way for way, count in ways.items())
-
-
-class BudgetGraphs(Managed):
-    """The kernels of the eager model, captured whole for powers of two; a request is packed greedily.
-
-    This is what vLLM's manager replays. Its attention is ours, and so are the packing and the copies, which
-    are no slower; the patch embedding is a matrix product, as vLLM's is.
-    """
-
-    name = "graph-budgets"
-    title = "eager kernels, one CUDA graph per power of two"
-
-    def manager_config(self) -> fx.EncoderConfig:
-        adapter = self.model.adapter
-        minimum, maximum = adapter.get_encoder_cudagraph_budget_range(None)
-        paths = adapter.get_encoder_cudagraph_config().paths
-        limits = {**self.config}
-        if listed := limits.pop("token_budgets", None):
-            minimum, maximum = listed[0], listed[-1]
-        elif len(paths) == 1:
-            maximum = _LARGEST_BUDGET
-        ladders = {
-            name: fx.PathConfig(
-                token_budgets=tuple(fx.generate_budgets(path.min_token_budget or minimum, maximum))
-            )
-            for name, path in paths.items()
-        }
-        limits |= {"mode": "full", "packing": "greedy", "piece_compiler": "eager", "paths": ladders}
-        return fx.EncoderConfig(**limits)
 
 
 class Backend(Variant):
@@ -326,7 +293,6 @@ VARIANTS: Mapping[str, type[Variant]] = {
         Eager,
         *(_ours(mode) for mode in MODES),
         ExactGraph,
-        BudgetGraphs,
         Compile,
         CompileReduceOverhead,
         Backend,

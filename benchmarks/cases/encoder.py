@@ -37,7 +37,7 @@ from worker import FLOOR, Job, known_workloads, run_job, start_method
 README = ("1x224", "1x448", "1x896", "1x1344", "mixed8", "20x336")
 README_VARIANTS = ("eager", "ours-auto", "graph-exact", "compile")
 MAIN_VARIANTS = (FLOOR, "eager", "ours-auto", "graph-exact", "compile-reduce-overhead")
-QUICK_VARIANTS = (FLOOR, "eager", "ours-auto", "ours-backend", "graph-exact", "graph-budgets")
+QUICK_VARIANTS = (FLOOR, "eager", "ours-auto", "ours-backend", "graph-exact")
 MODE_VARIANTS = ("eager", *(f"ours-{mode}" for mode in MODES))
 _QUICK_CONFIG = {"token_budgets": [4, 16], "max_items_per_batch": 4, "max_frames_per_batch": 0}
 

@@ -109,7 +109,7 @@ def compiled(tower: Any, samples: int) -> Iterator[tuple[str, float]]:
 
 
 def _steady(call: Any, samples: int) -> float:
-    for _ in range(_WARMUPS):
+    for _ in range(min(_WARMUPS, samples)):
         call()
     return host_us(call, samples)
 

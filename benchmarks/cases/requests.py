@@ -46,15 +46,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def make_requests(
-    count: int, features: int, most_images: int = MOST_IMAGES, device: str = "cpu", seed: int = 0
+    count: int, tower: Any, most_images: int = MOST_IMAGES, seed: int = 0
 ) -> list[dict[str, Any]]:
-    """Seeded requests, patches on the device."""
+    """Seeded requests, patches on the device of the tower in its dtype."""
     generator = random.Random(seed)
     requests = []
     for _ in range(count):
         grids = [random_grid(generator) for _ in range(generator.randint(1, most_images))]
         rows = sum(t * h * w for t, h, w in grids)
-        pixels = torch.randn(rows, features, device=device)
+        pixels = torch.randn(rows, tower.patch_features, device=tower.device).to(tower.dtype)
         requests.append({"pixel_values": pixels, "image_grid_thw": torch.tensor(grids)})
     return requests
 
@@ -107,10 +107,10 @@ def run(arguments: argparse.Namespace) -> int:
     }
     torch.manual_seed(0)
     count, most = (2, 2) if tiny else (arguments.requests, MOST_IMAGES)
-    requests = make_requests(count, tower.patch_features, most, device)
+    requests = make_requests(count, tower, most)
 
     def eager(request: dict[str, Any]) -> Any:
-        return hf(request["pixel_values"].to(dtype), request["image_grid_thw"].to(device))
+        return hf(request["pixel_values"], request["image_grid_thw"].to(device))
 
     managers, calls = {}, {"eager": eager}
     for name, config in configs.items():

@@ -20,12 +20,12 @@ from fxsplit_encoder.models.registry import ARCHITECTURES
 ROOT = Path(__file__).parents[2]
 OPTIONS = {
     "encoder": ["--quick", "--variants", FLOOR, "eager", "ours-auto", "--workloads", "1x64"],
-    "requests": ["--tiny"],
+    "requests": ["--tiny", "--repeats", "1"],
     "towers": ["--tiny", "--models", "kimi-vl-a3b"],
     "passes": ["--tiny", "--only", "default", "no passes"],
     "host": ["--tiny", "--samples", "2"],
     "start": ["--tiny", "--budgets", "[4, 16]"],
-    "data_parallel": ["--tiny", "--ranks", "1", "2", "--repeats", "2"],
+    "data_parallel": ["--tiny", "--ranks", "1", "2", "--repeats", "2", "--images", "2"],
 }
 MOST_ERROR = {"passes": 0.1, "towers": towers.ALLOWED_ERROR}
 
