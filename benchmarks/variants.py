@@ -31,6 +31,8 @@ MODES = ("auto", "full", "piecewise", "breakable", "exact", "none")
 # Each of torch.compile's static variants compiles one graph per size.
 _RECOMPILE_LIMIT = 256
 _WARMUPS = 3
+# Settings that do not apply behind torch.compile, where a call is one batch.
+_OF_MANAGERS = ("packing", "paths", "data_parallel", "max_frames_per_batch")
 
 
 class Variant(ABC):
@@ -264,7 +266,7 @@ class Backend(Variant):
         return super().unavailable(kind, device)
 
     def start(self) -> None:
-        options = dict(self.config)
+        options = {name: value for name, value in self.config.items() if name not in _OF_MANAGERS}
         with self.timed("compile and capture"):
             self._compiled: Any = torch.compile(
                 self.model.adapter, backend="encoder_cg", fullgraph=True, options=options

@@ -38,7 +38,7 @@ import fxsplit_encoder as fx
 from fxsplit_encoder.attention import KernelChooser, choosing, varlen_attention
 from fxsplit_encoder.models.random import demo_tower
 
-LIMITS = {"token_budgets": (64, 128, 256), "max_items_per_batch": 16, "max_frames_per_batch": 0}
+LIMITS = {"token_budgets": (64, 128, 256), "max_items_per_batch": 16}
 _WARMUPS = 50
 
 
@@ -56,7 +56,9 @@ def executes(tower: Any, samples: int) -> Iterator[tuple[str, float]]:
     """`execute` in full graphs and in piecewise ones."""
     inputs = image(tower, 16, 16)
     for mode, name in (("full", "execute"), ("piecewise", "execute, piecewise")):
-        manager = fx.EncoderCudaGraphManager(tower, fx.EncoderConfig(**LIMITS, mode=mode), log_interval=0)
+        manager = fx.EncoderCudaGraphManager(
+            tower, fx.EncoderConfig(**LIMITS, max_frames_per_batch=0, mode=mode), log_interval=0
+        )
         manager.capture()
         call = functools.partial(manager.execute, inputs)
         yield name, _steady(call, samples)
