@@ -27,7 +27,7 @@ types: $(STAMP)
 	$(BIN)/mypy
 
 bench: $(STAMP)
-	$(BIN)/python benchmarks/encoder.py --quick
+	$(BIN)/python benchmarks/bench.py encoder --quick
 
 # Size, imports, call stacks and private APIs, each with its goal.
 house: $(STAMP)
@@ -39,5 +39,5 @@ clean:
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e '.[dev,cli,bench]'
+	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e '.[dev,cli]'
 	touch $@

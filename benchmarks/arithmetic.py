@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from timing import measure
+from timing import wall_ms
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
@@ -35,8 +35,7 @@ def gemm_flops_per_second(device: torch.device, dtype: torch.dtype) -> float:
     """The rate of a large square matrix product of normal numbers, the median of 30."""
     side = _GEMM_SIDE[device.type]
     left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
-    milliseconds = measure([lambda: left @ right], device, 30).p50
-    return 2 * side**3 / (milliseconds * 1e-3)
+    return 2 * side**3 / (wall_ms(lambda: left @ right) * 1e-3)
 
 
 def _packed_attention(

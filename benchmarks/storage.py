@@ -1,41 +1,158 @@
-"""What the benchmarks store: where a script is told to write it, and how it is written and read."""
+"""What the benchmarks store: a file per case, with GPU, versions, commit, settings and rows of figures."""
 
 from __future__ import annotations
 
-import argparse
+import contextlib
+import importlib.metadata
 import json
-from collections.abc import Mapping
+import os
+import platform
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).with_name("results")
 """What the documents' tables are made from."""
 
+Result = dict[str, Any]
 
-def make_parser(documentation: str | None) -> argparse.ArgumentParser:
-    """A parser that shows a script's docstring as it stands, with the option `--output`."""
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=documentation, formatter_class=formatter)
-    parser.add_argument("--output", type=Path, metavar="JSON", help="file for the results")
-    return parser
+KEYS: Mapping[str, tuple[str, ...]] = {
+    "encoder": ("tower", "workload", "variant"),
+    "towers": ("tower", "workload"),
+}
+"""What tells the rows of cases apart whose results may be merged."""
+
+_ATTENTION_PACKAGES = ("flash-attn-4", "nvidia-cudnn-frontend", "flash-attn-3", "flash-attn", "vllm")
+_DIGITS = 5
+
+
+def new_result(case: str, **settings: Any) -> Result:
+    """A result without rows: GPU, driver, versions and commit of this run.
+
+    A host may have the files without the repository; there FXSPLIT_COMMIT names the commit.
+    """
+    import torch
+    import transformers
+
+    cuda = torch.cuda.is_available()
+    driver = _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"])
+    return {
+        "case": case,
+        "gpu": torch.cuda.get_device_name() if cuda else None,
+        "driver": driver if cuda else None,
+        "cuda": torch.version.cuda,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "attention packages": _attention_packages(),
+        "python": platform.python_version(),
+        "commit": os.environ.get("FXSPLIT_COMMIT") or commit_of(ROOT),
+        "settings": settings,
+        "rows": [],
+    }
+
+
+def commit_of(root: Path) -> str | None:
+    """The commit of a checkout; None for a folder that is none, be it inside of another checkout."""
+    git = ["git", "-C", str(root), "rev-parse"]
+    top = _output([*git, "--show-toplevel"])
+    return _output([*git, "HEAD"]) if top and Path(top).resolve() == root.resolve() else None
+
+
+def described(result: Mapping[str, Any], *more: str, rows: Iterable[Mapping[str, Any]] = ()) -> str:
+    """Where figures are from, in one line.
+
+    Args:
+        more: what they are of.
+        rows: those that are shown, where a merged result has rows of several commits.
+    """
+    driver = f", driver {result['driver']}" if result["driver"] else ""
+    packages = {"torch": result["torch"], "transformers": result["transformers"]}
+    packages |= {**result["attention packages"], "Python": result["python"]}
+    versions = ", ".join(f"{name} {version}" for name, version in packages.items())
+    commits = dict.fromkeys(row.get("commit", result["commit"]) for row in rows) or [result["commit"]]
+    shown = " and ".join((commit or "unknown")[:9] for commit in commits)
+    return ", ".join([f"{result['gpu'] or 'CPU'}{driver}", *more, versions, f"commit {shown}"])
 
 
 def store(path: Path | None, result: Mapping[str, Any]) -> None:
     """Writes a file as a whole, so that a run that is cut off leaves the one before; None: nothing."""
     if path is None:
         return
+    head = {name: value for name, value in result.items() if name != "rows"}
+    rows = ",\n".join(f"  {json.dumps(_rounded(row))}" for row in result["rows"])
+    text = json.dumps(_rounded(head), indent=1).removesuffix("\n}")
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    partial.write_text(f'{text},\n "rows": [\n{rows}\n ]\n}}\n', encoding="utf-8")
     partial.replace(path)
 
 
-def load(path: Path) -> Any:
+def load(path: Path) -> Result:
     """What `store` wrote."""
-    return json.loads(path.read_text(encoding="utf-8"))
+    loaded: Result = json.loads(path.read_text(encoding="utf-8"))
+    return loaded
+
+
+def merge(parts: Sequence[Result]) -> Result:
+    """The results of several runs of a case as one; of a row that several have, the last one's. Rows keep the
+    commit that they were measured at.
+
+    Raises:
+        ValueError: they are of another case, from other kinds of machine, versions or settings.
+    """
+    first = parts[0]
+    key = KEYS.get(first["case"])
+    if key is None:
+        raise ValueError(
+            f"results of {first['case']} are of one run; those of {', '.join(KEYS)} can be merged"
+        )
+    rows: dict[tuple[Any, ...], Any] = {}
+    for part in parts:
+        differing = [
+            name for name in {*first, *part} - {"commit", "rows"} if first.get(name) != part.get(name)
+        ]
+        if differing:
+            raise ValueError(f"these results cannot be merged; they differ in {', '.join(sorted(differing))}")
+        for row in part["rows"]:
+            rows[tuple(row[name] for name in key)] = {"commit": part["commit"], **row}
+    commits = {row["commit"] for row in rows.values()}
+    if len(commits) == 1:
+        return {**first, "commit": commits.pop(), "rows": [_without_commit(row) for row in rows.values()]}
+    return {**first, "commit": parts[-1]["commit"], "rows": list(rows.values())}
 
 
 def one_line(error: Exception) -> str:
     """The kind of an error and the first line of its message: how a failure is stored."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _without_commit(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if name != "commit"}
+
+
+def _rounded(value: Any) -> Any:
+    """Five significant digits: a time has no more."""
+    if isinstance(value, float):
+        return float(f"{value:.{_DIGITS}g}")
+    if isinstance(value, Mapping):
+        return {name: _rounded(each) for name, each in value.items()}
+    return [_rounded(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _attention_packages() -> dict[str, str]:
+    """Those of the optional ones that are installed."""
+    found = {}
+    for name in _ATTENTION_PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def _output(command: list[str]) -> str | None:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None

@@ -1,55 +1,17 @@
-"""How the benchmarks take times: medians after warm-up, in milliseconds."""
+"""How the benchmarks take times, and what is stored of them: medians with their spread, in milliseconds."""
 
 from __future__ import annotations
 
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-_WARMUPS = 5
-_CAPTURED_CALLS = 20
-
-
-@dataclass(frozen=True)
-class Times:
-    """Milliseconds of calls that were timed in turn."""
-
-    p50: float
-    """Median of the wall times, each up to the end of the device's work."""
-    p99: float
-    """99th percentile (nearest rank) of the same."""
-    cpu: float
-    """Median time that a call keeps the CPU, its device work not awaited."""
-    gpu: float | None
-    """Median between events around a call, gaps between kernels included; None without CUDA."""
-    samples: int
-
-
-def measure(calls: Sequence[Callable[[], Any]], device: torch.device, samples: int) -> Times:
-    """Times calls in turn, `samples` in all and each at least once; they have been warmed up before."""
-    rounds = math.ceil(samples / len(calls))
-    for call in calls:
-        call()
-    wall, cpu = [], []
-    for call in [*calls] * rounds:
-        synchronize()
-        start = time.perf_counter()
-        call()
-        returned = time.perf_counter()
-        synchronize()
-        wall.append((time.perf_counter() - start) * 1e3)
-        cpu.append((returned - start) * 1e3)
-    gpu = None
-    if device.type == "cuda":
-        gpu = statistics.median(_between_events(call) for call in [*calls] * rounds)
-    wall.sort()
-    p99 = wall[math.ceil(0.99 * len(wall)) - 1]
-    return Times(statistics.median(wall), p99, statistics.median(cpu), gpu, len(wall))
+_SPREAD = {"p10": 0.1, "p90": 0.9}
 
 
 def synchronize() -> None:
@@ -58,55 +20,102 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def gpu_ms(call: Callable[[], Any], repeats: int = 30) -> float:
-    """Median milliseconds between events around a call."""
-    for _ in range(_WARMUPS):
+def summarize(samples: Sequence[float]) -> dict[str, float]:
+    """What is stored of samples: median, 10th and 90th percentiles (nearest rank), number."""
+    ordered = sorted(samples)
+    ranks = {name: max(0, math.ceil(share * len(ordered)) - 1) for name, share in _SPREAD.items()}
+    spread = {name: ordered[rank] for name, rank in ranks.items()}
+    return {"p50": statistics.median(ordered), **spread, "samples": len(ordered)}
+
+
+def timed(call: Callable[[], Any]) -> tuple[float, float]:
+    """Milliseconds of a call to the end of its device work, and those that it keeps the CPU."""
+    synchronize()
+    start = time.perf_counter()
+    call()
+    returned = time.perf_counter()
+    synchronize()
+    return (time.perf_counter() - start) * 1e3, (returned - start) * 1e3
+
+
+def measure(calls: Sequence[Callable[[], Any]], samples: int, warmups: int = 1) -> dict[str, Any]:
+    """Times calls in turn, `samples` in all and each at least once.
+
+    Returns:
+        Milliseconds: `summarize` of the wall times to the end of the device's work; "host": median time that
+        a call keeps the CPU; "device": median between events around a call, gaps between kernels included,
+        None without CUDA.
+    """
+    for call in [*calls] * warmups:
         call()
-    return statistics.median(_between_events(call) for _ in range(repeats))
+    rounds = [*calls] * math.ceil(samples / len(calls))
+    wall, host = zip(*(timed(call) for call in rounds), strict=True)
+    device = statistics.median(map(_between_events, rounds)) if torch.cuda.is_available() else None
+    return {**summarize(wall), "host": statistics.median(host), "device": device}
 
 
-def captured_ms(call: Callable[[], Any]) -> float:
-    """Milliseconds of one call past launches: of several in one CUDA graph."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for _ in range(_CAPTURED_CALLS):
-            call()
-    return gpu_ms(graph.replay) / _CAPTURED_CALLS
-
-
-def device_ms(call: Callable[[], Any], device: torch.device) -> float:
-    """Median milliseconds of a call on its device: between events on a GPU, wall time elsewhere."""
-    return gpu_ms(call) if device.type == "cuda" else wall_ms(call)
-
-
-def wall_ms(call: Callable[[], Any], repeats: int = 30, warmups: int = _WARMUPS) -> float:
-    """Median milliseconds of a call up to the end of its device work."""
+def wall_ms(call: Callable[[], Any], samples: int = 30, warmups: int = 5) -> float:
+    """Median milliseconds of a call to the end of its device work."""
     for _ in range(warmups):
         call()
-    times = []
-    for _ in range(repeats):
-        synchronize()
-        start = time.perf_counter()
-        call()
-        synchronize()
-        times.append((time.perf_counter() - start) * 1e3)
-    return statistics.median(times)
+    return statistics.median(timed(call)[0] for _ in range(samples))
 
 
-def cpu_ms(call: Callable[[], Any], repeats: int = 30) -> float:
-    """Median milliseconds that a call keeps the CPU, its device work not awaited."""
+def host_us(call: Callable[[], Any], samples: int = 300) -> float:
+    """Median microseconds that a call keeps the CPU."""
+    return 1e3 * statistics.median(timed(call)[1] for _ in range(samples))
+
+
+def replays_ms(call: Callable[[], Any], samples: int = 30) -> list[float]:
+    """Milliseconds of the CUDA graphs that each call replays; nothing of a call that replays none.
+
+    Only inside of `watching_replays`, which has to be open when they are captured.
+    """
     times = []
-    for _ in range(repeats):
+    for _ in range(samples):
+        with _recording() as around:
+            call()
         synchronize()
-        start = time.perf_counter()
-        call()
-        times.append((time.perf_counter() - start) * 1e3)
-    return statistics.median(times)
+        if around:
+            times.append(sum(start.elapsed_time(end) for start, end in around))
+    return times
+
+
+_Around = list[tuple[torch.cuda.Event, torch.cuda.Event]]
+_around: _Around | None = None
+"""Events around the graphs that are replayed, while they are asked for."""
+
+
+@contextmanager
+def watching_replays() -> Iterator[None]:
+    """Graphs that are captured inside can be timed by `replays_ms`; the check costs a replay some 0.1 us."""
+    original = torch.cuda.CUDAGraph.replay
+
+    def replay(graph: torch.cuda.CUDAGraph) -> None:
+        if _around is None:
+            original(graph)
+            return
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        original(graph)
+        end.record()
+        _around.append((start, end))
+
+    torch.cuda.CUDAGraph.replay = replay
+    try:
+        yield
+    finally:
+        torch.cuda.CUDAGraph.replay = original
+
+
+@contextmanager
+def _recording() -> Iterator[_Around]:
+    global _around
+    _around = []
+    try:
+        yield _around
+    finally:
+        _around = None
 
 
 def _between_events(call: Callable[[], Any]) -> float:

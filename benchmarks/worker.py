@@ -1,7 +1,7 @@
-"""One tower with one contender in a process of its own, so that none can harm or help another.
+"""One tower by one variant in a process of its own, so that none can harm or help another.
 
-`run_job` starts the process and hands on what it sends, row by row, until it ends, fails or has taken too
-long: what was measured before that stays.
+`run_job` starts the process and hands on the rows that it sends, until it ends, fails or has taken too long:
+what was measured before that stays.
 """
 
 from __future__ import annotations
@@ -11,34 +11,38 @@ import gc
 import multiprocessing
 import os
 import signal
+import statistics
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 from arithmetic import count_flops, gemm_flops_per_second
-from contenders import Contender
-from our_contenders import CONTENDERS
-from records import FLOOR
+from models import Batch, Model, kind_of, make_model, rows_of
 from storage import one_line
-from subjects import Batch, Subject, kind_of, make_subject, rows_of
 from timing import measure
 from torch import Tensor
+from variants import VARIANTS, Variant
 from workloads import QUICK_WORKLOADS, WORKLOADS, Workload
+
+FLOOR = "floor"
+"""Operations over the rate of a large matrix product, where the name of a variant may stand."""
+
+START = "start"
+"""What a variant does before the first request, where the name of a workload may stand."""
 
 # Above it an output is wrong and not just rounded: root mean square of the difference from eager's output,
 # relative to that output.
-_ERROR_LIMITS = {"bfloat16": 0.1, "float32": 1e-3}
+ERROR_LIMITS = {"bfloat16": 0.1, "float32": 1e-3}
 
 _MOST_SAMPLES = 200
-
 _SECONDS_TO_END = 30
 
-Event = dict[str, Any]
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -46,14 +50,14 @@ class Job:
     """What one process measures."""
 
     tower: str
-    contender: str
+    variant: str
     """`FLOOR`: it counts operations and times a matrix product."""
     workloads: tuple[str, ...]
     quick: bool
     device: str
     dtype: str
-    blocks: int | None
-    samples: int
+    blocks: int | None = None
+    samples: int = 30
     config: Mapping[str, Any] = field(default_factory=dict)
     """Settings of managers that differ from `EncoderConfig`'s own values."""
     shared_cache: bool = False
@@ -67,8 +71,8 @@ def known_workloads(tower: str, quick: bool) -> Mapping[str, Workload]:
     return (QUICK_WORKLOADS if quick else WORKLOADS)[kind_of(tower)]
 
 
-def run_job(job: Job, timeout: float, on_event: Callable[[Event], None], method: str) -> str | None:
-    """Runs a job to its end and calls `on_event` for all that it sends; returns why it failed, or None."""
+def run_job(job: Job, timeout: float, on_row: Callable[[Row], None], method: str) -> str | None:
+    """Runs a job to its end and calls `on_row` for each row that it sends; returns why it failed, or None."""
     context: Any = multiprocessing.get_context(method)
     receiver, sender = context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory(prefix="encoder_benchmark_", ignore_cleanup_errors=True) as cache:
@@ -78,12 +82,12 @@ def run_job(job: Job, timeout: float, on_event: Callable[[Event], None], method:
         deadline = time.monotonic() + timeout
         try:
             while receiver.poll(max(0.0, deadline - time.monotonic())):
-                event: Event = receiver.recv()
-                if event["event"] == "end":
+                sent: Row = receiver.recv()
+                if "end" in sent:
                     process.join(_SECONDS_TO_END)
-                    failure: str | None = event["failure"]
+                    failure: str | None = sent["end"]
                     return failure
-                on_event(event)
+                on_row({"tower": job.tower, "variant": job.variant, **sent})
             return f"stopped after {timeout:.0f} s"
         except EOFError:
             process.join()
@@ -124,81 +128,71 @@ def _work(job: Job, sender: Connection, cache: str | None) -> None:
     failure = None
     try:
         with torch.no_grad():
-            for event in _floor(job) if job.contender == FLOOR else _contest(job):
-                sender.send(event)
+            for row in floor(job) if job.variant == FLOOR else contest(job):
+                sender.send(row)
     except Exception as error:
         traceback.print_exc()
         failure = one_line(error)
-    sender.send({"event": "end", "failure": failure})
+    sender.send({"end": failure})
 
 
-def _floor(job: Job) -> Iterator[Event]:
-    """The rate of a matrix product, and of every workload its patches and operations."""
+def floor(job: Job) -> Iterator[Row]:
+    """For every workload the least time that its operations need, the median of its requests."""
     device, dtype = torch.device(job.device), getattr(torch, job.dtype)
-    yield {"event": "rate", "gemm_flops_per_second": gemm_flops_per_second(device, dtype)}
-    subject = _subject(job)
+    rate = gemm_flops_per_second(device, dtype)
+    model = _model(job)
     for workload in _workloads(job):
-        batches = [subject.batch(request) for request in workload.requests]
-        prepared = [subject.prepare(batch) for batch in batches]
-        yield {
-            "event": "workload",
-            "workload": workload.name,
-            "series": workload.is_series,
-            "patches": [batch.patches for batch in batches],
-            "items": [len(each.tokens) for each in prepared],
-            "flops": [count_flops(lambda each=each: subject.forward(each)) for each in prepared],
-        }
+        batches = [model.batch(request) for request in workload.requests]
+        prepared = [model.prepare(batch) for batch in batches]
+        flops = [count_flops(lambda each=each: model.forward(each)) for each in prepared]
+        row = {"workload": workload.name, "patches": _patches(batches)}
+        yield {**row, "p50": statistics.median(flops) / rate * 1e3, "flops per second": rate}
 
 
-def _contest(job: Job) -> Iterator[Event]:
-    """What a contender takes to start, then a row for each workload."""
-    subject = _subject(job)
-    batches = {w.name: [subject.batch(request) for request in w.requests] for w in _workloads(job)}
-    expected = {name: rows_of(subject.eager(each[0])).cpu() for name, each in batches.items()}
-    contender = CONTENDERS[job.contender](subject, job.config)
-    before = _reserved_bytes(subject)
+def contest(job: Job) -> Iterator[Row]:
+    """What a variant takes to start, then a row for each workload."""
+    model = _model(job)
+    batches = {w.name: [model.batch(request) for request in w.requests] for w in _workloads(job)}
+    expected = {name: rows_of(model.eager(each[0])).cpu() for name, each in batches.items()}
+    variant = VARIANTS[job.variant](model, job.config)
+    before = _reserved_bytes(model)
     start = time.perf_counter()
-    contender.start()
-    seconds = {"start": round(time.perf_counter() - start, 3), **contender.seconds}
-    yield {"event": "start", "seconds": seconds, "bytes": _held(before, subject)}
+    variant.start()
+    seconds = {"start": time.perf_counter() - start, **variant.seconds}
+    yield {"workload": START, "seconds": seconds, "bytes": _owned_bytes(before, model)}
     for workload in _workloads(job):
-        row = {"event": "row", "workload": workload.name}
-        if reason := contender.why_not(workload):
+        row = {"workload": workload.name, "patches": _patches(batches[workload.name])}
+        if reason := variant.why_not(workload):
             yield {**row, "skipped": reason}
             continue
         try:
-            measured = _measure(job, contender, batches[workload.name], expected[workload.name])
+            measured = _measure(job, variant, batches[workload.name], expected[workload.name])
         except Exception as error:
             traceback.print_exc()
             yield {**row, "failure": one_line(error)}
-            if subject.device.type == "cuda":
+            if model.device.type == "cuda":
                 torch.cuda.synchronize()  # raises if the device is lost to this process, which then ends
         else:
-            yield {**row, **measured, "bytes": _held(before, subject)}
+            yield {**row, **measured, "bytes": _owned_bytes(before, model)}
 
 
-def _measure(job: Job, contender: Contender, batches: Sequence[Batch], expected: Tensor) -> Event:
-    """A contender on one workload: checked, then timed."""
-    device = contender.subject.device
+def _measure(job: Job, variant: Variant, batches: Sequence[Batch], expected: Tensor) -> Row:
+    """A variant on one workload: compared with eager, then timed."""
     start = time.perf_counter()
     for batch in batches:
-        contender.prepare(batch)
+        variant.prepare(batch)
     seconds = time.perf_counter() - start
-    error = relative_error(rows_of(contender.run(batches[0])), expected)
-    if not error <= _ERROR_LIMITS[job.dtype]:  # so written that NaN fails too
+    error = relative_error(rows_of(variant.run(batches[0])), expected)
+    if not error <= ERROR_LIMITS[job.dtype]:  # so written that NaN fails too
         return {"failure": f"wrong: differs from eager by {error:.2g} of its root mean square"}
-    calls = [lambda batch=batch: contender.run(batch) for batch in batches]
+    calls = [lambda batch=batch: variant.run(batch) for batch in batches]
     samples = job.samples
     if not job.quick:
-        seconds_a_call = measure(calls, device, len(calls)).p50 * 1e-3
-        samples = max(samples, min(_MOST_SAMPLES, int(job.seconds / seconds_a_call)))
-    return {
-        "prepare_seconds": seconds,
-        "error": error,
-        "padding": sum(contender.padding(batch) for batch in batches) / len(batches),
-        "note": contender.note(batches[0]),
-        **asdict(measure(calls, device, samples)),
-    }
+        seconds_per_call = measure(calls, len(calls))["p50"] * 1e-3
+        samples = max(samples, min(_MOST_SAMPLES, int(job.seconds / seconds_per_call)))
+    times = measure(calls, samples)
+    padding = statistics.fmean(variant.padding(batch) for batch in batches)
+    return {**times, "error": error, "padding": padding, "note": variant.note(batches[0]), "first s": seconds}
 
 
 def relative_error(rows: Tensor, expected: Tensor) -> float:
@@ -210,21 +204,25 @@ def relative_error(rows: Tensor, expected: Tensor) -> float:
     if rows.shape != expected.shape:
         raise ValueError(f"expected an output of {tuple(expected.shape)}; got {tuple(rows.shape)}")
     exact = expected.double()
-    difference = rows.cpu().double() - exact
+    difference = rows.to(exact.device).double() - exact
     return float(difference.square().mean().sqrt() / exact.square().mean().sqrt())
 
 
-def _subject(job: Job) -> Subject:
-    return make_subject(job.tower, job.blocks, torch.device(job.device), getattr(torch, job.dtype))
+def _model(job: Job) -> Model:
+    return make_model(job.tower, job.blocks, torch.device(job.device), getattr(torch, job.dtype))
 
 
 def _workloads(job: Job) -> list[Workload]:
     return [known_workloads(job.tower, job.quick)[name] for name in job.workloads]
 
 
-def _reserved_bytes(subject: Subject) -> int | None:
-    """Device memory that PyTorch holds for what is in use; None on a CPU."""
-    if subject.device.type != "cuda":
+def _patches(batches: Sequence[Batch]) -> float:
+    return statistics.median(batch.patches for batch in batches)
+
+
+def _reserved_bytes(model: Model) -> int | None:
+    """Device memory that PyTorch reserves for what is in use; None on a CPU."""
+    if model.device.type != "cuda":
         return None
     gc.collect()
     torch.cuda.synchronize()
@@ -232,7 +230,7 @@ def _reserved_bytes(subject: Subject) -> int | None:
     return torch.cuda.memory_reserved()
 
 
-def _held(before: int | None, subject: Subject) -> int | None:
-    """What a contender holds beyond the tower and the inputs."""
-    now = _reserved_bytes(subject)
+def _owned_bytes(before: int | None, model: Model) -> int | None:
+    """What a variant reserves beyond the tower and the inputs."""
+    now = _reserved_bytes(model)
     return None if now is None or before is None else now - before

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 Size = tuple[int, int]
 """(height, width) in pixels."""
@@ -19,6 +17,7 @@ MOST_TOKENS = 8192
 _PHOTO_REQUESTS = 12
 _PIXELS_PER_TOKEN = 32
 _CLIP: Size = (256, 448)
+_MIXED: tuple[Size, ...] = ((224, 224), (448, 448), (672, 448), (896, 896), (320, 640), (768, 1024))
 
 
 @dataclass(frozen=True)
@@ -38,12 +37,6 @@ class Workload:
 
     name: str
     requests: tuple[Request, ...]
-
-    @property
-    def is_series(self) -> bool:
-        """Whether it is one image, so that with others like it it makes a line over patches."""
-        request = self.requests[0]
-        return len(self.requests) == 1 and len(request.images) + len(request.tiles) == 1
 
 
 def random_grid(generator: random.Random) -> tuple[int, int, int]:
@@ -65,12 +58,8 @@ def _photographs(seed: int = 0) -> Workload:
     return Workload("photos", tuple(requests))
 
 
-def _stored() -> list[Workload]:
-    listed = json.loads(Path(__file__).with_name("workloads.json").read_text())
-    del listed["_comment"]
-    return [
-        Workload(name, (Request(images=tuple((h, w) for h, w in images)),)) for name, images in listed.items()
-    ]
+def _images(name: str, *sizes: Size) -> Workload:
+    return Workload(name, (Request(images=sizes),))
 
 
 def _by_name(*workloads: Workload) -> dict[str, Workload]:
@@ -79,7 +68,10 @@ def _by_name(*workloads: Workload) -> dict[str, Workload]:
 
 WORKLOADS: Mapping[str, Mapping[str, Workload]] = {
     "packed": _by_name(
-        *_stored(),
+        *(_images(f"1x{side}", (side, side)) for side in (224, 448, 896, 1344)),
+        _images("mixed8", *_MIXED, (512, 512), (640, 960)),
+        _images("mixed8_big", *_MIXED[:5], (1344, 1344), _MIXED[5], (512, 512)),
+        _images("20x336", *[(336, 336)] * 20),
         _photographs(),
         *(Workload(f"clip{frames}", (Request(clips=((frames, _CLIP),)),)) for frames in (16, 32, 64)),
     ),
@@ -97,9 +89,9 @@ WORKLOADS: Mapping[str, Mapping[str, Workload]] = {
 
 QUICK_WORKLOADS: Mapping[str, Mapping[str, Workload]] = {
     "packed": _by_name(
-        Workload("1x64", (Request(images=((64, 64),)),)),
-        Workload("1x128", (Request(images=((128, 128),)),)),
-        Workload("mixed3", (Request(images=((64, 96), (64, 64), (32, 64))),)),
+        _images("1x64", (64, 64)),
+        _images("1x128", (128, 128)),
+        _images("mixed3", (64, 96), (64, 64), (32, 64)),
     ),
     "tiles": _by_name(WORKLOADS["tiles"]["tiles1"]),
     "pages": _by_name(WORKLOADS["pages"]["crops0"]),

@@ -36,7 +36,7 @@ _FARTHEST = 3.0
 
 # What an eager call costs at least, however little it attends to: the host's part of it. That of the dense
 # kernels was 38 to 141 microseconds on the host of an H200, with a median of 55
-# (benchmarks/results/attention_h200.json).
+# (benchmarks/results/attention.json).
 _HOST_US = 50.0
 
 # Distinct calls whose kernel is remembered.

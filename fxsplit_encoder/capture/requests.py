@@ -62,7 +62,7 @@ class CaptureRequest:
     num_rows: RowCount | None = None
     single_segment: Callable[[], CaptureRequest] | None = None
     """Makes the same request for batches of one segment. Empty segments cost attention
-    (benchmarks/attention.py).
+    (benchmarks/cases/attention.py).
     """
     splitting_ops: Sequence[str] = DEFAULT_SPLITTING_OPS
     """Where a module's own code breaks in mode "breakable"."""

@@ -21,7 +21,7 @@ from fxsplit_encoder.errors import InputError, ReplayError
 # An image or frame of a served model seldom has fewer output tokens (224 x 224 pixels in Qwen3-VL have 49).
 # Every segment of a capture costs thread blocks of attention, used or not: with 8 empty segments beside one
 # real one FlashAttention 2 took 66 instead of 49 microseconds at 1024 tokens (one H200, 16 heads of 72,
-# benchmarks/attention.py).
+# benchmarks/cases/attention.py).
 _TYPICAL_SEGMENT_TOKENS = 32
 _MIN_SEGMENTS = 8
 
@@ -37,8 +37,8 @@ def segment_capacity(token_budget: int, max_segments: int) -> int:
 
 
 def full_cu_seqlens(capacity: int, rows: int, segments: int = 1) -> Tensor:
-    """(capacity + 1,) int32: cumulative lengths of `rows` rows in equal segments, then empty ones, with which a
-    capture is recorded and timed.
+    """(capacity + 1,) int32: cumulative lengths of `rows` rows in equal segments, then empty ones, with which
+    a capture is recorded and timed.
     """
     result = torch.full((capacity + 1,), rows, dtype=torch.int32)
     result[: segments + 1] = torch.arange(segments + 1) * rows // segments

@@ -63,7 +63,7 @@ class DerivedParameters:
 
     def refresh(self) -> bool:
         """Computes again what the parameters of the last run have outdated; returns whether anything was.
-        About 150 nanoseconds a parameter that has derived ones (benchmarks/results/host_time_h200.json).
+        About 150 nanoseconds per parameter that has derived ones on the host of an H200.
 
         Raises:
             InputError: a parameter is an inference tensor, whose changes cannot be seen.

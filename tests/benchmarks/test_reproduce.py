@@ -1,80 +1,62 @@
-"""`benchmarks/reproduce.sh`, with programs in place of Python and nvidia-smi that say what they are asked."""
+"""`benchmarks/reproduce.sh`, with a program in place of Python that says what it is asked."""
 
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from bench import CASES, parse
+from cases.encoder import README, README_VARIANTS, make_jobs
+from tables import TABLES
 
-Run = Callable[..., tuple[list[str], dict[str, str]]]
-
-pytestmark = pytest.mark.skipif(shutil.which("flock") is None, reason="needs flock")
-
-REPOSITORY = Path(__file__).parents[2]
-SCRIPT = REPOSITORY / "benchmarks" / "reproduce.sh"
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "reproduce.sh"
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Run:
-    programs = tmp_path / "bin"
-    programs.mkdir()
-    for name, body in (
-        ("nvidia-smi", "printf '0\\n1\\n2\\n'"),
-        ("python3", 'echo "$CUDA_VISIBLE_DEVICES: $*"'),
-    ):
-        program = programs / name
-        program.write_text(f"#!/bin/bash\n{body}\n")
-        program.chmod(0o755)
-
-    def call(*arguments: str) -> tuple[list[str], dict[str, str]]:
-        environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}"}
-        subprocess.run(["bash", SCRIPT, *arguments], env=environment, check=True, capture_output=True)
-        out = Path(arguments[1])
-        logs = {path.stem: path.read_text() for path in out.glob("*.log")}
-        return (out / "jobs").read_text().splitlines(), logs
-
-    return call
+def asked(what: str, out: Path) -> list[list[str]]:
+    """The arguments of each command, without the script's name."""
+    python = out.parent / "python"
+    python.write_text(f'#!/bin/bash\necho "$*" >> {out.parent}/asked\n', encoding="utf-8")
+    python.chmod(0o755)
+    (out.parent / "asked").write_text("", encoding="utf-8")
+    environment = {**os.environ, "PYTHON": str(python)}
+    subprocess.run(["bash", SCRIPT, what, out], env=environment, check=True, capture_output=True)
+    commands = (out.parent / "asked").read_text(encoding="utf-8").splitlines()
+    return [command.split()[1:] for command in commands]
 
 
-def test_every_gpu_test_runs_once(run: Run, tmp_path: Path) -> None:
-    jobs, logs = run("spread", str(tmp_path / "out"))
-    assert all(": done, " in job for job in jobs)
-    assert len(jobs) == len(logs)
-    asked = " ".join(logs.values())
-    for path in (REPOSITORY / "tests" / "gpu").glob("test_*.py"):
-        assert asked.count(f"tests/gpu/{path.name}") == 1, path.name
-    assert {log.split(":")[0] for log in logs.values()} == {"0", "1", "2", "0,1"}
-    _, quiet = run("quiet", str(tmp_path / "quiet"))
-    assert set(quiet) == {"host_time", "tests_alone", "startup"}
-    assert {log.split(":")[0] for log in quiet.values()} == {"0"}
-
-
-def test_what_is_done_does_not_run_again(run: Run, tmp_path: Path) -> None:
+def test_every_table_is_measured_by_a_command_that_parses(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    jobs, logs = run("spread", str(out))
-    kept = [job for job in jobs if not job.startswith(("kernel_times", "tests_parallel"))]
-    (out / "jobs").write_text("\n".join([*kept, "kernel_times: failed (124), 5 s on GPU 0", ""]))
-    for log in out.glob("*.log"):
-        log.unlink()
-    again, missing = run("spread", str(out))
-    assert set(missing) == {"kernel_times", "tests_parallel"}
-    assert len(again) == len(kept) + 3
-    assert len(logs) == len(jobs)
+    parsed = [parse(command) for command in asked("all", out)]
+    assert {arguments.output.name for arguments in parsed} == {table.file for table in TABLES.values()}
+    assert {arguments.case for arguments in parsed} == set(CASES) - {"ab"}
+    assert asked("all", out) == []  # what is done does not run again
 
 
-def test_after_the_time_nothing_begins(run: Run, tmp_path: Path) -> None:
-    jobs, logs = run("spread", str(tmp_path / "out"), "0")
-    assert jobs
-    assert all(job.endswith(": not begun") for job in jobs)
-    assert logs == {}
+def test_the_readme_needs_one_command(tmp_path: Path) -> None:
+    (command,) = asked("readme", tmp_path / "out")
+    jobs = make_jobs(parse(command), "cuda")
+    assert [job.variant for job in jobs] == list(README_VARIANTS)
+    assert {(job.tower, job.workloads, job.blocks) for job in jobs} == {("qwen3-vl-8b", README, None)}
 
 
-def test_benchmarks_that_it_names_exist(run: Run, tmp_path: Path) -> None:
-    for mode in ("quiet", "spread"):
-        _, logs = run(mode, str(tmp_path / mode))
-        programs = {log.split()[1] for log in logs.values()} - {"-m"}
-        assert all((REPOSITORY / program).is_file() for program in programs)
+def test_what_fails_is_told(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHON": "false"}
+    done = subprocess.run(
+        ["bash", SCRIPT, "readme", tmp_path / "out"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "readme: failed" in done.stdout
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_case_says_what_it_is(case: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse([case, "--help"])
+    assert ended.value.code == 0
+    assert f"benchmarks/bench.py {case}" in capsys.readouterr().out

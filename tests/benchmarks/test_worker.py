@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 import worker
-from contenders import Eager
-from records import FLOOR
-from subjects import PackedSubject
-from worker import Job, relative_error, run_job
+from models import PackedModel
+from timing import host_us, measure, summarize
+from variants import Eager
+from worker import FLOOR, Job, relative_error, run_job
 from workloads import Request, Workload
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 
-JOB = Job("tiny", "eager", ("small", "pair"), True, "cpu", "float32", None, 3)
+JOB = Job("tiny", "eager", ("small", "pair"), True, "cpu", "float32", samples=3)
 WORKLOADS = {
     "small": Workload("small", (Request(images=((64, 64),)),)),
     "pair": Workload("pair", (Request(images=((64, 64), (96, 64))), Request(images=((64, 32),)))),
@@ -26,25 +26,25 @@ WORKLOADS = {
 
 def run(contest: Callable[[Job], Iterator[Any]], timeout: float, monkeypatch: pytest.MonkeyPatch) -> Any:
     """What a job in a process of its own sends, and why it failed; the process inherits the replacement."""
-    monkeypatch.setattr(worker, "_contest", contest)
-    events: list[Any] = []
-    return events, run_job(JOB, timeout, events.append, "fork")
+    monkeypatch.setattr(worker, "contest", contest)
+    rows: list[Any] = []
+    return rows, run_job(JOB, timeout, rows.append, "fork")
 
 
-def test_events_arrive_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_arrive_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     def contest(job: Job) -> Iterator[Any]:
-        yield {"event": "start", "cache": os.environ["TORCHINDUCTOR_CACHE_DIR"]}
-        yield {"event": "row", "workload": job.workloads[0]}
+        yield {"workload": "start", "cache": os.environ["TORCHINDUCTOR_CACHE_DIR"]}
+        yield {"workload": job.workloads[0]}
 
     (start, row), failure = run(contest, 60, monkeypatch)
     assert failure is None
-    assert row == {"event": "row", "workload": "small"}
+    assert row == {"tower": "tiny", "variant": "eager", "workload": "small"}
     assert not os.path.exists(start["cache"])
 
 
 def test_a_failure_keeps_what_came_before(monkeypatch: pytest.MonkeyPatch) -> None:
     def contest(job: Job) -> Iterator[Any]:
-        yield {"event": "row", "workload": "small"}
+        yield {"workload": "small"}
         raise RuntimeError("no memory\nand much more")
 
     events, failure = run(contest, 60, monkeypatch)
@@ -53,7 +53,7 @@ def test_a_failure_keeps_what_came_before(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_process_that_dies_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     def contest(job: Job) -> Iterator[Any]:
-        yield {"event": "row", "workload": "small"}
+        yield {"workload": "small"}
         os._exit(3)
 
     events, failure = run(contest, 60, monkeypatch)
@@ -62,13 +62,13 @@ def test_a_process_that_dies_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_takes_too_long_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     def contest(job: Job) -> Iterator[Any]:
-        yield {"event": "start", "pid": os.getpid()}
+        yield {"workload": "start", "pid": os.getpid()}
         time.sleep(600)
 
     events: list[Any] = []
     # The time is up once the event is there, however long the process took to start.
     clock = SimpleNamespace(monotonic=lambda: 60.0 * len(events))
-    monkeypatch.setattr(worker, "_contest", contest)
+    monkeypatch.setattr(worker, "contest", contest)
     monkeypatch.setattr(worker, "time", clock)
     assert run_job(JOB, 60, events.append, "fork") == "stopped after 60 s"
     (start,) = events
@@ -77,46 +77,44 @@ def test_what_takes_too_long_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.fixture
-def tiny(make_subject: Callable[[], PackedSubject], monkeypatch: pytest.MonkeyPatch) -> None:
+def tiny(make_model: Callable[[], PackedModel], monkeypatch: pytest.MonkeyPatch) -> None:
     """Jobs get the tiny tower and its workloads."""
-    monkeypatch.setattr(worker, "make_subject", lambda *_: make_subject())
+    monkeypatch.setattr(worker, "make_model", lambda *_: make_model())
     monkeypatch.setattr(worker, "known_workloads", lambda *_: WORKLOADS)
 
 
 @pytest.mark.usefixtures("tiny")
 @torch.no_grad()
 def test_rows_hold_every_number() -> None:
-    start, small, pair = worker._contest(JOB)
-    assert start["event"] == "start"
+    start, small, pair = worker.contest(JOB)
+    assert start["workload"] == "start"
     assert start["bytes"] is None  # there is no device
     assert small["error"] == 0
-    assert 0 < small["cpu"] <= small["p50"] <= small["p99"]
-    assert small["gpu"] is None
+    assert 0 < small["host"] <= small["p50"] <= small["p90"]
+    assert small["device"] is None
     assert (small["samples"], pair["samples"]) == (3, 4)  # two requests in turn, twice
-    assert small["prepare_seconds"] > 0
+    assert small["first s"] > 0
 
 
 @pytest.mark.usefixtures("tiny")
 @torch.no_grad()
 def test_the_floor_counts_every_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("arithmetic._GEMM_SIDE", {"cpu": 64})
-    rate, small, pair = worker._floor(Job(**{**vars(JOB), "contender": FLOOR}))
-    assert rate["gemm_flops_per_second"] > 0
-    assert (small["patches"], small["items"], small["series"]) == ([16], [1], True)
-    assert (pair["patches"], pair["items"], pair["series"]) == ([40, 8], [2, 1], False)
-    assert pair["flops"][0] > pair["flops"][1] > 0
+    small, pair = worker.floor(Job(**{**vars(JOB), "variant": FLOOR}))
+    assert (small["patches"], pair["patches"]) == (16, 24)  # the median of requests of 40 and 8
+    assert 0 < small["p50"] < pair["p50"]
 
 
 @pytest.mark.usefixtures("tiny")
 @torch.no_grad()
 def test_what_differs_from_eager_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(self: Eager, batch: Any) -> Any:
-        (output,) = self.subject.eager(batch)
+        (output,) = self.model.eager(batch)
         output.pooler_output[0] *= float("nan") if len(batch.mm_kwargs["image_grid_thw"]) > 1 else 2
         return output
 
     monkeypatch.setattr(Eager, "run", wrong)
-    _, *rows = worker._contest(JOB)
+    _, *rows = worker.contest(JOB)
     assert [row["failure"].startswith("wrong: differs from eager") for row in rows] == [True, True]
     assert not any("p50" in row for row in rows)
 
@@ -130,7 +128,7 @@ def test_a_row_that_fails_does_not_end_the_others(monkeypatch: pytest.MonkeyPatc
         raise RuntimeError("lost")
 
     monkeypatch.setattr(Eager, "run", fail)
-    _, small, pair = worker._contest(JOB)
+    _, small, pair = worker.contest(JOB)
     assert small["failure"] == "RuntimeError: lost"
     assert pair["skipped"] == "two sizes"
 
@@ -140,3 +138,24 @@ def test_relative_error() -> None:
     assert relative_error(torch.tensor([[3.0, 4.5]]), exact) == pytest.approx(0.1)
     with pytest.raises(ValueError, match=r"\(1, 2\).*\(2, 1\)"):
         relative_error(exact.T, exact)
+
+
+def test_what_is_stored_of_samples() -> None:
+    assert summarize([3.0, 1.0, 2.0, 10.0]) == {"p50": 2.5, "p10": 1.0, "p90": 10.0, "samples": 4}
+
+
+def test_times_are_milliseconds_and_taken_in_turn() -> None:
+    called: list[str] = []
+
+    def call(name: str) -> None:
+        called.append(name)
+        time.sleep(0.002)
+
+    times = measure([lambda: call("a"), lambda: call("b")], 3)
+    assert 2 < times["p50"] < 200
+    assert times["samples"] == 4  # two rounds, after one to warm up
+    assert called == ["a", "b"] * 3
+
+
+def test_microseconds_of_the_host() -> None:
+    assert 1000 < host_us(lambda: time.sleep(0.001), 3) < 1e6

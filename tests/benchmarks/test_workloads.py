@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from subjects import PackedSubject, kind_of, tower_names
+from models import PackedModel, kind_of, tower_names
 from workloads import QUICK_WORKLOADS, WORKLOADS, Request
 
 # Patches of Qwen3-VL: a side of 16 pixels, merged by two.
@@ -14,20 +14,18 @@ PATCHES = {
     "1x1344": 7056,
     "mixed8": 12588,
     "mixed8_big": 17244,
-    "random_mm_20x336": 20 * 400,
+    "20x336": 20 * 400,
     "clip16": 8 * 16 * 28,
     "clip64": 32 * 16 * 28,
 }
 
 
 @pytest.mark.parametrize("name", PATCHES)
-def test_a_workload_has_the_patches_of_its_pixels(
-    name: str, make_subject: Callable[[], PackedSubject]
-) -> None:
-    subject = make_subject()
+def test_a_workload_has_the_patches_of_its_pixels(name: str, make_model: Callable[[], PackedModel]) -> None:
+    model = make_model()
     (request,) = WORKLOADS["packed"][name].requests
-    grids = [subject.grid(1, *size) for size in request.images]
-    grids += [subject.grid(frames, *size) for frames, size in request.clips]
+    grids = [model.grid(1, *size) for size in request.images]
+    grids += [model.grid(frames, *size) for frames, size in request.clips]
     assert sum(t * h * w for t, h, w in grids) == PATCHES[name]
 
 
@@ -37,14 +35,6 @@ def test_photographs_are_many_requests_of_several_sizes() -> None:
     assert 1 <= min(len(r.images) for r in requests) < max(len(r.images) for r in requests) <= 16
     sizes = {size for request in requests for size in request.images}
     assert len(sizes) > 0.9 * sum(len(request.images) for request in requests)
-
-
-def test_single_images_alone_make_a_line() -> None:
-    lines = [name for name, workload in WORKLOADS["packed"].items() if workload.is_series]
-    assert lines == ["1x224", "1x448", "1x896", "1x1344"]
-    assert [name for name, workload in WORKLOADS["tiles"].items() if workload.is_series] == [
-        *("tiles1", "tiles4", "tiles12")
-    ]
 
 
 @pytest.mark.parametrize("tower", tower_names())

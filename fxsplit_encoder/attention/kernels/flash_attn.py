@@ -45,7 +45,7 @@ class FlashAttention4(HalfPrecisionKernel):
     """`flash-attn-4`: compiled when first called, once for each variant that a shape may need.
 
     Its call costs the host of an H200 80 to 100 microseconds, whatever the variant
-    (benchmarks/results/attention_h200.json): variants, which win by less, are for graphs alone.
+    (benchmarks/results/attention.json): variants, which win by less, are for graphs alone.
 
     Args:
         tile: queries and keys of a step, on Hopper; None: the package's own choice, which is made for long

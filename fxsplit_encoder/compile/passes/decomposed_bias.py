@@ -26,7 +26,7 @@ _CPU_FLASH = aten._scaled_dot_product_flash_attention_for_cpu.default
 _CUDNN = aten._scaled_dot_product_cudnn_attention.default
 
 # What AOT makes of an attention with a bias, and the kernel that takes over. On CUDA that is cuDNN's, whose
-# values may be narrower than the keys (benchmarks/biased_attention.py).
+# values may be narrower than the keys (docs/passes.md).
 _KERNELS = {
     _CPU_FLASH: _CPU_FLASH,
     aten._scaled_dot_product_efficient_attention.default: _CUDNN,

@@ -1,0 +1,59 @@
+"""Every benchmark, by the name of its case, and the tables that are made of what they store.
+
+python benchmarks/bench.py CASE --help
+python benchmarks/bench.py CASE --output out/CASE.json
+python benchmarks/bench.py tables out/readme.json       # takes results in and writes the documents' tables
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+CASES: Mapping[str, str] = {
+    "encoder": "towers by every way to run them, side by side",
+    "requests": "requests of mixed images through one tower",
+    "towers": "every tower: error and time against eager, start, memory",
+    "attention": "every attention kernel over the segments of vision encoders",
+    "passes": "what graph passes gain",
+    "host": "what a request costs the CPU",
+    "start": "where the seconds of a start go",
+    "data_parallel": "a request shared among several GPUs",
+    "ab": "two commits side by side on one device",
+}
+"""By name, which is also that of its module in `cases`: what it measures."""
+
+_TABLES = "writes the tables of README.md and docs/ from benchmarks/results"
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options of a case; `run` is what it runs."""
+    given = sys.argv[1:] if arguments is None else arguments
+    formatter = argparse.RawDescriptionHelpFormatter
+    listed = "\n".join(f"  {name:14} {what}" for name, what in (CASES | {"tables": _TABLES}).items())
+    parser = argparse.ArgumentParser(description=f"{__doc__}\n{listed}", formatter_class=formatter)
+    cases = parser.add_subparsers(dest="case", metavar="CASE", required=True)
+    for name in (*CASES, "tables"):
+        if name not in given[:1]:  # the others are not imported: some measure imports
+            cases.add_parser(name)
+            continue
+        module = importlib.import_module("tables" if name == "tables" else f"cases.{name}")
+        case = cases.add_parser(name, description=module.__doc__, formatter_class=formatter)
+        if name in CASES:
+            case.add_argument("--output", type=Path, metavar="JSON", help="file for the results")
+        module.add_arguments(case)
+        case.set_defaults(run=module.run)
+    return parser.parse_args(given)
+
+
+def main() -> int:
+    arguments = parse()
+    status: int = arguments.run(arguments) or 0
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

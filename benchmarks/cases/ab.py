@@ -1,0 +1,235 @@
+"""Two commits side by side on one device: the Qwen3-VL-8B vision tower by the manager of each.
+
+    git worktree add /tmp/base COMMIT
+    python benchmarks/bench.py ab --baseline /tmp/base --output ab.json
+
+Each side is a process that imports the package of its checkout. They build the same seeded tower, compile and
+capture one after the other, and are then timed in turns, a few calls of a workload each; only one of them
+works at a time. Outputs of both are compared with the eager model's first. "execute" is the wall time of
+`manager.execute` to the end of its device work, "host" what it keeps the CPU, "replay" the time between
+events around the CUDA graphs that it replays. "ratio" is the median of this checkout's over the median of the
+baseline's; "lowest" and "highest" are the same of a single turn: what the noise is. Workloads are those of
+the default settings, and "full graph", one image of 64 output tokens in a manager of three budgets in mode
+`full`. Every side has caches of its own, empty unless `--caches` names a folder where they are kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from storage import ROOT, commit_of, new_result, store
+from timing import summarize
+from worker import ERROR_LIMITS
+from workloads import WORKLOADS
+
+SIDE = ROOT / "benchmarks" / "ab_side.py"
+SIDES = ("baseline", "this")
+IMAGES = ("1x224", "1x448", "1x896", "1x1344", "mixed8", "20x336")
+
+_PIXELS_PER_TOKEN = 32
+_FULL = {"mode": "full", "token_budgets": [64, 128, 256], "max_items_per_batch": 16}
+_TOWER: dict[str, Any] = {"depth": 27, "out_hidden_size": 4096, "deepstack_visual_indexes": [8, 16, 24]}
+_TINY_TOWER: dict[str, Any] = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 120,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+    "deepstack_visual_indexes": [0],
+}
+_TINY_CONFIG = {"token_budgets": [8, 16], "max_items_per_batch": 4, "max_frames_per_batch": 0}
+
+Samples = dict[str, dict[str, list[list[float]]]]
+"""By workload and by what was timed, a list for each turn."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--baseline", type=Path, required=True, metavar="DIR", help="root of a checkout")
+    parser.add_argument("--baseline-commit", metavar="SHA", help="of a baseline that is no repository")
+    parser.add_argument("--rounds", type=int, default=10, help="turns of each side")
+    parser.add_argument("--samples", type=int, default=10, help="timed calls of a workload in a turn")
+    parser.add_argument("--config", type=json.loads, default={}, metavar="JSON", help="settings of managers")
+    parser.add_argument("--caches", type=Path, metavar="DIR", help="keeps what each side compiles")
+    parser.add_argument("--tiny", action="store_true", help="a tiny tower, on a CPU too: shows that it runs")
+
+
+def settings_of(*, tiny: bool, config: Mapping[str, Any]) -> dict[str, Any]:
+    """What both sides are told."""
+    images: dict[str, Any] = {
+        name: [_grid(*size) for size in WORKLOADS["packed"][name].requests[0].images] for name in IMAGES
+    }
+    if tiny:
+        images = {"1x64": [[1, 4, 4]], "mixed2": [[1, 4, 4], [1, 4, 8]]}
+    workloads = {name: {"manager": "default", "grids": grids} for name, grids in images.items()}
+    side = 4 if tiny else 16
+    workloads["full graph"] = {"manager": "full", "grids": [[1, side, side]]}
+    full = {**_TINY_CONFIG, "mode": "full"} if tiny else {**_FULL, "max_frames_per_batch": 0}
+    managers = {"default": {**(_TINY_CONFIG if tiny else {}), **config}, "full": {**full, **config}}
+    tower = _TINY_TOWER if tiny else _TOWER
+    return {"tower": tower, "workloads": workloads, "managers": managers, "warmups": 2 if tiny else 20}
+
+
+def _grid(height: int, width: int) -> list[int]:
+    """Patches of an image, each side rounded to whole merged patches as the processor does."""
+    rows, columns = (2 * max(1, round(length / _PIXELS_PER_TOKEN)) for length in (height, width))
+    return [1, rows, columns]
+
+
+class Side:
+    """The process of one checkout."""
+
+    def __init__(self, root: Path, caches: Path, settings: Mapping[str, Any]) -> None:
+        self.root = root.resolve()
+        if not (self.root / "fxsplit_encoder" / "__init__.py").is_file():
+            raise SystemExit(f"--baseline: expected the root of a checkout with fxsplit_encoder/; got {root}")
+        own = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "XDG_CACHE_HOME": "cache"}
+        environment = {**os.environ, **{name: str(caches / folder) for name, folder in own.items()}}
+        environment["PYTHONPATH"] = os.pathsep.join([str(self.root), *_python_path()])
+        receiver, sender = os.pipe()
+        self._process: Any = subprocess.Popen(
+            [sys.executable, SIDE, str(sender)],
+            env=environment,
+            cwd=self.root,
+            stdin=subprocess.PIPE,
+            stdout=sys.stderr,  # what libraries print
+            text=True,
+            pass_fds=(sender,),
+        )
+        os.close(sender)
+        self._answers = os.fdopen(receiver)
+        self._send(settings)
+
+    def start(self) -> dict[str, Any]:
+        """Compiles and captures; raises SystemExit where another package was imported."""
+        started = self.ask(do="start")
+        if not Path(started["package"]).is_relative_to(self.root):
+            raise SystemExit(
+                f"expected the package of {self.root}; the process imported {started['package']}"
+            )
+        return started
+
+    def ask(self, **command: Any) -> dict[str, Any]:
+        self._send(command)
+        return self.answer()
+
+    def answer(self) -> dict[str, Any]:
+        line = self._answers.readline()
+        if not line:
+            raise SystemExit(f"{self.root}: the process ended with exit code {self._process.wait()}")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def stop(self) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        self._process.wait()
+        self._answers.close()
+
+    def _send(self, values: Mapping[str, Any]) -> None:
+        self._process.stdin.write(json.dumps(values) + "\n")
+        self._process.stdin.flush()
+
+
+def _python_path() -> list[str]:
+    """What PYTHONPATH holds but this checkout, which the baseline must not see."""
+    listed = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    own = (ROOT, SIDE.parent)
+    return [path for path in listed if path and Path(path).resolve() not in own]
+
+
+@contextlib.contextmanager
+def both_sides(
+    roots: Mapping[str, Path], caches: Path | None, settings: Mapping[str, Any]
+) -> Iterator[dict[str, Side]]:
+    """Both processes, their towers made; ended afterwards."""
+    with contextlib.ExitStack() as stack:
+        folder = caches or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ab_")))
+        sides = {}
+        for name, root in roots.items():
+            sides[name] = Side(root, folder.resolve() / name, settings)
+            stack.callback(sides[name].stop)
+        for side in sides.values():
+            side.answer()
+        yield sides
+
+
+def measure(sides: Mapping[str, Side], workloads: Mapping[str, Any], rounds: int, samples: int) -> Any:
+    """Samples by side, in turns."""
+    found: dict[str, Samples] = {name: {workload: {} for workload in workloads} for name in sides}
+    for _ in range(rounds):
+        for workload in workloads:
+            for name, side in sides.items():
+                for what, times in side.ask(do="measure", name=workload, samples=samples).items():
+                    if times:
+                        found[name][workload].setdefault(what, []).append(times)
+    return found
+
+
+def compare(samples: Mapping[str, Samples]) -> list[dict[str, Any]]:
+    """A row for each workload and each of its times that both sides have, in milliseconds."""
+    rows = []
+    for workload, times in samples["this"].items():
+        for what, mine in times.items():
+            theirs = samples["baseline"][workload].get(what)
+            if theirs is None:
+                continue
+            turns = [statistics.median(a) / statistics.median(b) for a, b in zip(mine, theirs, strict=True)]
+            one, other = (summarize([ms for turn in side for ms in turn]) for side in (theirs, mine))
+            rows.append(
+                {
+                    "workload": workload,
+                    "time": what,
+                    "baseline": one,
+                    "this": other,
+                    "ratio": other["p50"] / one["p50"],
+                    "lowest": min(turns),
+                    "highest": max(turns),
+                }
+            )
+    return rows
+
+
+def run(arguments: argparse.Namespace) -> int:
+    roots = dict(zip(SIDES, (arguments.baseline, ROOT), strict=True))
+    settings = settings_of(tiny=arguments.tiny, config=arguments.config)
+    with both_sides(roots, arguments.caches, settings) as sides:
+        started = {name: side.start() for name, side in sides.items()}
+        samples = measure(sides, settings["workloads"], arguments.rounds, arguments.samples)
+    commit = arguments.baseline_commit or commit_of(arguments.baseline)
+    result = new_result("ab", **settings, rounds=arguments.rounds, baseline=commit)
+    limit = ERROR_LIMITS["float32" if result["gpu"] is None else "bfloat16"]
+    result["wrong"] = [
+        f"{name}, {workload}: differs from eager by {error:.2g} of its root mean square"
+        for name, start in started.items()
+        for workload, error in start["errors"].items()
+        if not error <= limit  # so written that NaN fails too
+    ]
+    for what in ("seconds", "errors"):
+        result[what] = {name: start[what] for name, start in started.items()}
+    result["rows"] = compare(samples)
+    store(arguments.output, result)
+    _report(result)
+    return 1 if result["wrong"] else 0
+
+
+def _report(result: Mapping[str, Any]) -> None:
+    print(f"{'workload':18} {'time':8} {'baseline ms':>12} {'this ms':>12} {'ratio':>7} {'turns':>15}")
+    for row in result["rows"]:
+        one, other = (f"{row[side]['p50']:12.4f}" for side in SIDES)
+        turns = f"{row['lowest']:.3f} - {row['highest']:.3f}"
+        print(f"{row['workload']:18} {row['time']:8} {one} {other} {row['ratio']:7.3f} {turns:>15}")
+    for what, seconds in result["seconds"]["baseline"].items():
+        mine = result["seconds"]["this"][what]
+        print(f"{what:27} {seconds:10.2f} s {mine:10.2f} s {mine / seconds:7.3f}")
+    for sentence in result["wrong"]:
+        print(f"wrong: {sentence}", file=sys.stderr)

@@ -1,0 +1,108 @@
+"""Every attention kernel that is available here, over the segments that vision encoders see.
+
+    python benchmarks/bench.py attention --output out/attention.json
+
+16 heads of 72, bf16, queries, keys and values as a fused projection leaves them. Microseconds of the device
+inside of a CUDA graph, medians: "known" with the true segments and bound, "captured" with eight empty
+segments more and the token count as bound, as a budget's graph has them. "host" is what a call keeps the CPU,
+"first ms" what the first call of a shape takes, where kernels are compiled or planned. What the chooser picks
+for either is marked, and for equal segments what it picks for a batch in a graph; it measures for itself, on
+random values of the shape's class. The file is written after each list of segments; `--segments` takes some
+of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from storage import new_result, one_line, store
+from timing import host_us
+
+from fxsplit_encoder.attention import KernelChooser, measuring
+from fxsplit_encoder.attention.choice import Measurements, shape_of, works
+from fxsplit_encoder.attention.kernels import KERNELS, AttentionKernel
+from fxsplit_encoder.attention.measure import microseconds
+
+HEADS, HEAD_DIM = 16, 72
+EMPTY_SEGMENTS = 8
+
+SEGMENTS = {
+    **{str(tokens): [tokens] for tokens in (256, 784, 1024, 1764, 2304, 3136, 4096, 7056, 16384)},
+    "8 mixed images": [196, 784, 1176, 3136, 800, 3072, 1024, 2400],
+    "8 larger images": [196, 784, 1176, 3136, 800, 7056, 3072, 1024],
+    "20 x 441": [441] * 20,
+    "98 windows of 64": [64] * 98,
+}
+
+
+def _call(kernel: AttentionKernel, values: Any, lengths: list[int], bound: int) -> Callable[[], Any]:
+    boundaries = [0, *itertools.accumulate(lengths)]
+    cu_seqlens = torch.tensor(boundaries, dtype=torch.int32, device="cuda")
+    return lambda: kernel(*values, cu_seqlens, bound, HEAD_DIM**-0.5)
+
+
+def measure(name: str, lengths: list[int], chooser: KernelChooser) -> list[dict[str, Any]]:
+    """A row for each kernel."""
+    tokens, longest = sum(lengths), max(lengths)
+    size = (tokens, 3, HEADS, HEAD_DIM)
+    values = torch.randn(size, device="cuda", dtype=torch.bfloat16).unbind(1)
+    equal = len(set(lengths)) == 1
+    known = shape_of(values[0], longest, len(lengths), host_lengths=True, equal=equal)
+    captured = shape_of(values[0], tokens, len(lengths) + EMPTY_SEGMENTS)
+    shapes = {"known": known, "captured": captured}
+    if equal:
+        shapes["batch"] = shape_of(values[0], longest, len(lengths), equal=True)
+    chosen = {what: chooser.ranking(shape)[0] for what, shape in shapes.items()}
+    rows = []
+    for kernel in KERNELS:
+        if kernel.is_last_resort or not any(works(kernel, shape) for shape in shapes.values()):
+            continue
+        call = _call(kernel, values, lengths, longest)
+        padded = _call(kernel, values, lengths + [0] * EMPTY_SEGMENTS, tokens)
+        row: dict[str, Any] = {"segments": name, "kernel": kernel.name}
+        try:
+            row["first ms"] = _first_ms(call)
+            row["known"] = microseconds(call, captured)
+            row["host"] = host_us(call, 30)
+            row["captured"] = microseconds(padded, captured) if works(kernel, captured) else None
+        except Exception as error:  # one kernel's failure is a result too
+            row["failure"] = one_line(error)
+        row["chosen"] = ", ".join(what for what in shapes if chosen[what] is kernel)
+        rows.append(row)
+    return rows
+
+
+def _first_ms(call: Callable[[], Any]) -> float:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) * 1e3
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--segments", nargs="+", choices=SEGMENTS, default=list(SEGMENTS), metavar="NAME")
+
+
+@torch.no_grad()
+def run(arguments: argparse.Namespace) -> int:
+    if not torch.cuda.is_available():
+        raise SystemExit("attention: needs a CUDA device")
+    device = torch.device("cuda", torch.cuda.current_device())
+    unavailable = {k.name: reason for k in KERNELS if (reason := k.unavailable_reason(device)) is not None}
+    chooser = KernelChooser(measurements=Measurements())
+    result = new_result("attention", heads=HEADS, head_dim=HEAD_DIM, unavailable=unavailable)
+    for name in arguments.segments:
+        with measuring():
+            result["rows"] += measure(name, SEGMENTS[name], chooser)
+        store(arguments.output, result)
+    import tables
+
+    print(tables.attention(result))
+    return 0

@@ -1,0 +1,135 @@
+"""Twenty images through the Qwen3-VL-8B vision tower on one GPU, and shared among several.
+
+    python benchmarks/bench.py data_parallel --ranks 1 2 4 --output out/data_parallel.json
+
+27 blocks, 1152 wide, bf16, seeded random weights, mode `auto`. Each image has 336 x 336 pixels, which the
+model's processor rounds to 320 x 320: 400 patches, 100 output tokens. The script starts one process a GPU
+itself, for each number of ranks in turn.
+
+Times are milliseconds of wall time of `manager.execute` on rank 0: all ranks start together, and it ends when
+rank 0 has all items and its GPU is idle. "error" is the relative root mean square of the difference of rank
+0's items from those of the run with one rank, which comes first.
+
+`--tiny` runs a small tower on the CPU, over gloo: it shows that the script works, and no speed-up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from models import tiny_tower
+from storage import new_result, store
+from timing import summarize, synchronize
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+from worker import relative_error
+
+import fxsplit_encoder as fx
+from fxsplit_encoder.models.random import demo_tower
+
+PIXELS = 336
+LIMITS = {
+    "token_budgets": (128, 256, 512, 1024, 2048),
+    "max_items_per_batch": 32,
+    "max_frames_per_batch": 0,
+}
+# What the processor of Qwen3-VL allows one image, in pixels.
+MIN_PIXELS, MAX_PIXELS = 65536, 16777216
+WARMUP = 5
+
+
+def make_tower(tiny: bool, device: torch.device) -> Any:
+    """The same weights on every rank."""
+    return tiny_tower() if tiny else demo_tower(27, device, torch.bfloat16)
+
+
+def make_inputs(tower: Any, num_images: int) -> dict[str, torch.Tensor]:
+    """The same patches on every rank, in the tower's memory and dtype."""
+    factor = tower.config.patch_size * tower.merge_size
+    height, width = smart_resize(PIXELS, PIXELS, factor, MIN_PIXELS, MAX_PIXELS)
+    grid = torch.tensor([[1, height // tower.config.patch_size, width // tower.config.patch_size]])
+    rows = num_images * int(grid.prod())
+    pixels = torch.randn(rows, tower.patch_features, generator=torch.Generator().manual_seed(1))
+    return {
+        "pixel_values": pixels.to(tower.device, tower.dtype),
+        "image_grid_thw": grid.expand(num_images, 3).contiguous(),
+    }
+
+
+def run_rank(rank: int, num_ranks: int, folder: str, arguments: argparse.Namespace) -> None:
+    """What one process does; rank 0 writes times and items into `folder`."""
+    device = torch.device("cpu") if arguments.tiny else torch.device("cuda", rank)
+    if arguments.tiny:
+        torch.set_num_threads(1)
+    else:
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "gloo" if arguments.tiny else "nccl",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=num_ranks,
+        device_id=None if arguments.tiny else device,
+    )
+    tower = fx.wrap(make_tower(arguments.tiny, device))
+    manager = fx.EncoderCudaGraphManager(
+        tower, fx.EncoderConfig(**LIMITS, data_parallel=True), log_interval=0
+    )
+    manager.capture()
+    inputs = make_inputs(tower, arguments.images)
+    times = []
+    items: list[torch.Tensor] = []
+    for _ in range(WARMUP + arguments.repeats):
+        dist.barrier()
+        synchronize()
+        start = time.perf_counter()
+        items = manager.execute(inputs)
+        synchronize()
+        times.append((time.perf_counter() - start) * 1e3)
+    if rank == 0:
+        measured = {"times": times[WARMUP:], "items": torch.cat(items).cpu()}
+        torch.save(measured, f"{folder}/rank0.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure(num_ranks: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast is not there on every host
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(run_rank, args=(num_ranks, folder, arguments), nprocs=num_ranks)
+        measured: dict[str, Any] = torch.load(f"{folder}/rank0.pt")
+    return measured
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="numbers of GPUs")
+    parser.add_argument("--images", type=int, default=20, help="images per request")
+    parser.add_argument("--repeats", type=int, default=30, help="timed requests")
+    parser.add_argument("--tiny", action="store_true", help="a small tower on the CPU")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    ranks = sorted({1, *arguments.ranks})
+    if not arguments.tiny and torch.cuda.device_count() < ranks[-1]:
+        raise SystemExit(f"{ranks[-1]} ranks need as many GPUs; there are {torch.cuda.device_count()}")
+    settings = {"tower": "tiny" if arguments.tiny else "qwen3-vl-8b", "images": arguments.images}
+    result = new_result("data_parallel", **settings, pixels=PIXELS, **LIMITS)
+    alone: Any = None
+    for num_ranks in ranks:
+        measured = measure(num_ranks, arguments)
+        times = summarize(measured["times"])
+        alone = alone or {**measured, **times}
+        error = relative_error(measured["items"], alone["items"])
+        result["rows"].append(
+            {"ranks": num_ranks, **times, "speed-up": alone["p50"] / times["p50"], "error": error}
+        )
+        store(arguments.output, result)
+    import tables
+
+    print(tables.data_parallel(result))
+    return 0

@@ -1,0 +1,141 @@
+"""Vision towers by every way to run them, side by side.
+
+    python benchmarks/bench.py encoder --readme --output out/readme.json        # the README's table
+    python benchmarks/bench.py encoder --output out/encoder.json                # four towers: an hour or two
+    python benchmarks/bench.py encoder --towers qwen3-vl-8b --variants eager graph-exact ours-auto
+    python benchmarks/bench.py encoder --quick                                  # a tiny tower, on any machine
+
+Towers have their published sizes and seeded random weights. Every variant of every tower runs in a process of
+its own; its outputs are compared with eager's before they are timed, and what differs is not timed. Results
+are written after every row, so a run that is cut off keeps what it has.
+
+Per workload, in milliseconds: median, 10th and 90th percentile of the wall time to the end of the device's
+work; "host", the CPU's time, and "device", between events; the share of padding, the error, the device memory
+beyond the tower's, and what the first request took ("first s": compilation and capture, where they are lazy).
+The variant "floor" is the operations of the matrix products, convolutions and attention over the rate of a
+large matrix product measured in the same run. Inductor's cache is empty when a variant starts, except with
+`--shared-cache`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from models import DEFAULT_TOWERS, TINY, kind_of, tower_names
+from storage import Result, new_result, store
+from variants import MODES, VARIANTS
+from worker import FLOOR, Job, known_workloads, run_job, start_method
+
+README = ("1x224", "1x448", "1x896", "1x1344", "mixed8", "20x336")
+README_VARIANTS = ("eager", "ours-auto", "graph-exact", "compile")
+MAIN_VARIANTS = (FLOOR, "eager", "ours-auto", "graph-exact", "compile-reduce-overhead")
+QUICK_VARIANTS = (FLOOR, "eager", "ours-auto", "ours-backend", "graph-exact")
+MODE_VARIANTS = ("eager", *(f"ours-{mode}" for mode in MODES))
+_QUICK_CONFIG = {"token_budgets": [4, 16], "max_items_per_batch": 4, "max_frames_per_batch": 0}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    preset = parser.add_mutually_exclusive_group()
+    preset.add_argument("--readme", action="store_true", help="what the README's table needs")
+    preset.add_argument("--modes", action="store_true", help="what the table in docs/modes.md needs")
+    preset.add_argument("--quick", action="store_true", help="a tiny tower and small images")
+    add("--towers", nargs="+", choices=tower_names(), metavar="TOWER", help=", ".join(tower_names()))
+    add("--workloads", nargs="+", metavar="NAME", help="of those that a tower takes")
+    add("--variants", nargs="+", choices=[FLOOR, *VARIANTS], metavar="NAME", help=", ".join(VARIANTS))
+    add("--blocks", type=int, help="the most blocks of a tower")
+    add("--samples", type=int, default=30, help="the fewest timed calls of a row")
+    add("--seconds", type=float, default=1.0, help="how long a row's calls are timed at least, of up to 200")
+    add("--timeout", type=float, default=900, help="the most seconds of a variant of a tower")
+    add("--config", type=json.loads, default={}, metavar="JSON", help="settings of managers")
+    add("--shared-cache", action="store_true", help="let Inductor find what it compiled before")
+
+
+def make_jobs(options: argparse.Namespace, device: str) -> list[Job]:
+    """What is to be measured, in order."""
+    towers, workloads, variants = DEFAULT_TOWERS, options.workloads, MAIN_VARIANTS
+    config = options.config
+    if options.readme:
+        towers, workloads, variants = DEFAULT_TOWERS[:1], workloads or README, README_VARIANTS
+    elif options.modes:
+        towers, variants = DEFAULT_TOWERS[:1], MODE_VARIANTS
+    elif options.quick:
+        towers, variants, config = (TINY,), QUICK_VARIANTS, {**_QUICK_CONFIG, **config}
+    jobs = []
+    for tower in options.towers or towers:
+        known = known_workloads(tower, options.quick)
+        chosen = tuple(name for name in workloads or known if name in known)
+        for variant in (options.variants or variants) if chosen else ():
+            jobs.append(
+                Job(
+                    tower,
+                    variant,
+                    chosen,
+                    options.quick,
+                    device,
+                    "bfloat16" if device == "cuda" else "float32",
+                    options.blocks,
+                    min(options.samples, 3) if options.quick and device == "cpu" else options.samples,
+                    config,
+                    options.shared_cache,
+                    options.seconds,
+                )
+            )
+    return jobs
+
+
+def measure(jobs: Sequence[Job], timeout: float, result: Result, path: Path | None) -> None:
+    """Measures job by job, adds the rows to `result` and writes it after each."""
+    method = start_method()
+    rows: list[dict[str, Any]] = result["rows"]
+    for job in jobs:
+        variant = VARIANTS.get(job.variant)
+        reason = variant and variant.unavailable(kind_of(job.tower), job.device)
+        if reason:
+            print(f"{job.tower}, {job.variant}: not run: {reason}", flush=True)
+            continue
+
+        def keep(row: dict[str, Any]) -> None:
+            rows.append(row)
+            store(path, result)
+
+        start = time.monotonic()
+        failure = run_job(job, timeout, keep, method)
+        taken = time.monotonic() - start
+        print(f"{job.tower}, {job.variant}: {failure or 'done'} ({taken:.0f} s)", flush=True)
+        if failure is not None:
+            keep({"tower": job.tower, "variant": job.variant, "workload": "all", "failure": failure})
+    store(path, result)
+
+
+def run(options: argparse.Namespace) -> int:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the process in hand is ended too
+    jobs = make_jobs(options, "cuda" if torch.cuda.is_available() else "cpu")
+    if not jobs:
+        print("no tower takes any of these workloads", file=sys.stderr)
+        return 2
+    first = jobs[0]
+    names = ("quick", "dtype", "blocks", "samples", "shared_cache", "seconds")
+    result = new_result(
+        "encoder", **{name: getattr(first, name) for name in names}, config=dict(first.config)
+    )
+    measure(jobs, options.timeout, result, options.output)
+    import tables
+
+    for tower in dict.fromkeys(job.tower for job in jobs):
+        print(f"\n{tables.encoder_rows(result, tower)}\n")
+    if result["gpu"] is None:
+        print("Without CUDA nothing is captured: these times say that everything runs, and no more.")
+    failures = [row for row in result["rows"] if "failure" in row]
+    for row in failures:
+        names = " ".join(row[name] for name in ("tower", "variant", "workload"))
+        print(f"failed: {names}: {row['failure']}", file=sys.stderr)
+    return 1 if failures else 0

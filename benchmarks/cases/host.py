@@ -1,0 +1,135 @@
+"""What a request costs the CPU: `execute` for one image, planning, the attention op, `torch.compile`.
+
+    python benchmarks/bench.py host --output out/host.json
+
+27 blocks of the Qwen3-VL-8B vision tower, bf16, seeded random weights; one image, `full` graphs, three small
+budgets. Microseconds of the CPU, device work not awaited, medians; nothing else should run on the host.
+
+* "execute": an image of a size that came before, whose metadata is on the device; "execute, new sizes":
+  images whose sizes have not come before; "execute, piecewise": in that mode, with eager calls of attention.
+* "plan of": planning images that have not come before, many of which are larger than every budget and batches
+  of their own.
+* "torch.compile": a call of the tower behind `torch.compile(backend="encoder_cg")` with the same budgets, its
+  guards included; with "module guards skipped", Dynamo does not look at modules and parameters
+  (`options={"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}`).
+* "attention op": `fxsplit::varlen_attention`, pinned to torch's kernel, beyond a call of that.
+
+`--tiny` takes a tiny tower, on a CPU too, where the work of the tower itself is in the times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import random
+import statistics
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from models import tiny_tower
+from storage import new_result, store
+from timing import host_us, timed
+from torch.compiler import skip_guard_on_all_nn_modules_unsafe
+from workloads import random_grid
+
+import fxsplit_encoder as fx
+from fxsplit_encoder.attention import KernelChooser, choosing, varlen_attention
+from fxsplit_encoder.models.random import demo_tower
+
+LIMITS = {"token_budgets": (64, 128, 256), "max_items_per_batch": 16}
+_WARMUPS = 50
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tiny", action="store_true", help="a tiny tower, on a CPU too")
+    parser.add_argument("--samples", type=int, default=300, help="timed calls of a row")
+
+
+def image(tower: Any, height: int, width: int) -> dict[str, Any]:
+    pixels = torch.randn(height * width, tower.patch_features, device=tower.device, dtype=tower.dtype)
+    return {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, height, width]])}
+
+
+def executes(tower: Any, samples: int) -> Iterator[tuple[str, float]]:
+    """`execute` in full graphs and in piecewise ones."""
+    inputs = image(tower, 16, 16)
+    for mode, name in (("full", "execute"), ("piecewise", "execute, piecewise")):
+        manager = fx.EncoderCudaGraphManager(
+            tower, fx.EncoderConfig(**LIMITS, max_frames_per_batch=0, mode=mode), log_interval=0
+        )
+        manager.capture()
+        call = functools.partial(manager.execute, inputs)
+        yield name, _steady(call, samples)
+        if mode == "full":
+            yield "execute, new sizes", new_sizes(manager, tower)
+            yield from plans(manager, samples)
+        manager.clear()
+
+
+def new_sizes(manager: fx.EncoderCudaGraphManager, tower: Any) -> float:
+    """Of `execute` for images that are each of another size."""
+    sizes = [(2 * h, 2 * w) for h, w in itertools.product(range(2, 17), repeat=2) if 100 < h * w <= 256]
+    requests = [image(tower, *size) for size in sizes]
+    return 1e3 * statistics.median(timed(lambda r=each: manager.execute(r))[1] for each in requests)
+
+
+def plans(manager: fx.EncoderCudaGraphManager, samples: int) -> Iterator[tuple[str, float]]:
+    generator = random.Random(1)
+    for count in (1, 32, 256):
+        times = []
+        for _ in range(max(1, samples // 3)):
+            grids = torch.tensor([random_grid(generator) for _ in range(count)])
+            times.append(timed(lambda g=grids: manager.plan({"image_grid_thw": g}))[1])
+        yield f"plan of {count}", 1e3 * statistics.median(times)
+
+
+def attention_op(device: str, samples: int) -> float:
+    """Of the op beyond its kernel's call."""
+    query, key, value = torch.randn(64, 3, 16, 72, device=device, dtype=torch.bfloat16).unbind(1)
+    lengths = torch.tensor([0, 64], dtype=torch.int32, device=device)
+    kernel = torch.ops.aten._flash_attention_forward.default
+    alone = host_us(
+        lambda: kernel(query, key, value, lengths, lengths, 64, 64, 0.0, False, False, scale=0.1), samples
+    )
+    with choosing(KernelChooser("torch_flash")):
+        return host_us(lambda: varlen_attention(query, key, value, lengths, 64, 0.1), samples) - alone
+
+
+def compiled(tower: Any, samples: int) -> Iterator[tuple[str, float]]:
+    """The tower behind `torch.compile`."""
+    inputs = image(tower, 16, 16)
+    guards = {"": {}, ", module guards skipped": {"guard_filter_fn": skip_guard_on_all_nn_modules_unsafe}}
+    for name, more in guards.items():
+        torch._dynamo.reset()
+        options = {**LIMITS, "mode": "full", **more}
+        module = torch.compile(tower, backend="encoder_cg", fullgraph=True, options=options)
+        fx.warmup(module)
+        call = functools.partial(module, inputs["pixel_values"], inputs["image_grid_thw"])
+        yield f"torch.compile{name}", _steady(call, samples)
+
+
+def _steady(call: Any, samples: int) -> float:
+    for _ in range(min(_WARMUPS, samples)):
+        call()
+    return host_us(call, samples)
+
+
+@torch.no_grad()
+def run(arguments: argparse.Namespace) -> int:
+    tiny, device = arguments.tiny, "cuda" if torch.cuda.is_available() else "cpu"
+    if not tiny and device == "cpu":
+        raise SystemExit("host: needs a CUDA device, or --tiny: there is nothing to replay without one")
+    tower = fx.wrap(tiny_tower().to(device) if tiny else demo_tower(27, device, torch.bfloat16))
+    result = new_result("host", tower="tiny" if tiny else "qwen3-vl-8b", **LIMITS)
+    measured = [executes(tower, arguments.samples), compiled(tower, arguments.samples)]
+    if device == "cuda":
+        measured.append(iter([("attention op", attention_op(device, arguments.samples))]))
+    for what, microseconds in itertools.chain(*measured):
+        result["rows"].append({"what": what, "us": microseconds})
+        store(arguments.output, result)
+    import tables
+
+    print(tables.host(result))
+    return 0

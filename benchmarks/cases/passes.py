@@ -1,0 +1,95 @@
+"""What graph passes gain, in the Qwen3-VL-8B vision tower.
+
+    python benchmarks/bench.py passes --output out/passes.json
+
+27 blocks, 1152 wide, bf16, seeded random weights: milliseconds of one full graph replay at 196, 784, 3136 and
+7056 patches, a row for each candidate: "default", what `passes: auto` is on CUDA; no pass; every pass alone,
+beside `conv_to_linear`; and fp8. Errors are relative root mean squares against float32 at the smallest size;
+"default" has that of bf16. A candidate that fails has its error in the table; the others go on.
+
+`--tiny` takes a tiny tower, on a CPU too, where times are those of `execute`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from collections.abc import Sequence
+from math import isqrt
+from statistics import median
+from typing import Any
+
+import torch
+from models import rows_of, tiny_tower
+from storage import new_result, one_line, store
+from timing import replays_ms, wall_ms, watching_replays
+from worker import relative_error
+
+import fxsplit_encoder as fx
+from fxsplit_encoder.config import GRAPH_PASSES
+from fxsplit_encoder.models.random import demo_tower
+
+PATCHES = (196, 784, 3136, 7056)
+TINY_PATCHES = (16, 64)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", nargs="+", default=[""], help="candidates whose names contain one of these")
+    parser.add_argument("--tiny", action="store_true", help="a tiny tower, on a CPU too")
+
+
+def candidates() -> dict[str, dict[str, Any]]:
+    """Settings by name."""
+    alone = {f"pass {name}": tuple(dict.fromkeys(("conv_to_linear", name))) for name in GRAPH_PASSES}
+    passes = {"default": GRAPH_PASSES, "no passes": (), **alone}
+    return {**{name: {"passes": names} for name, names in passes.items()}, "fp8": {"precision": "fp8"}}
+
+
+def measure(settings: dict[str, Any], tower: Any, patches: Sequence[int], exact: Any) -> dict[str, Any]:
+    """Milliseconds at every size, and the error at the smallest."""
+    limits = {"max_items_per_batch": 1, "max_frames_per_batch": 1, "mode": "full"}
+    config = fx.EncoderConfig(token_budgets=tuple(count // 4 for count in patches), **limits, **settings)
+    row: dict[str, Any] = {}
+    with watching_replays():
+        wrapped = fx.wrap(copy.deepcopy(tower))
+        manager = fx.EncoderCudaGraphManager(wrapped, config, log_interval=0)
+        manager.capture()
+        if manager.reports:
+            raise RuntimeError("; ".join(manager.reports))
+        for count in patches:
+            torch.manual_seed(0)
+            pixels = torch.randn(count, wrapped.patch_features, device=wrapped.device)
+            grid = torch.tensor([[1, isqrt(count), isqrt(count)]])
+            inputs = {"pixel_values": pixels, "image_grid_thw": grid}
+            if count == patches[0]:
+                expected = rows_of(exact(pixels, grid.to(wrapped.device)))
+                row["error"] = relative_error(rows_of(manager.execute(inputs)), expected)
+            call = lambda inputs=inputs: manager.execute(inputs)  # noqa: E731
+            row[str(count)] = wall_ms(call) if pixels.device.type == "cpu" else median(replays_ms(call))
+        manager.clear()
+    return row
+
+
+@torch.no_grad()
+def run(arguments: argparse.Namespace) -> int:
+    tiny, device = arguments.tiny, "cuda" if torch.cuda.is_available() else "cpu"
+    if not tiny and device == "cpu":
+        raise SystemExit("passes: needs a CUDA device, or --tiny")
+    tower = tiny_tower() if tiny else demo_tower(27, device, torch.bfloat16)
+    tower = tower.to(device, torch.bfloat16)
+    exact = copy.deepcopy(tower).float()
+    patches = TINY_PATCHES if tiny else PATCHES
+    result = new_result("passes", tower="tiny" if tiny else "qwen3-vl-8b", patches=list(patches))
+    for name, settings in candidates().items():
+        if any(part in name for part in arguments.only):
+            try:
+                row = measure(settings, tower, patches, exact)
+            except Exception as error:
+                row = {"failure": one_line(error)}
+            result["rows"].append({"candidate": name, **row})
+            torch._dynamo.reset()
+            store(arguments.output, result)
+    import tables
+
+    print(tables.passes(result))
+    return 1 if any("failure" in row for row in result["rows"]) else 0

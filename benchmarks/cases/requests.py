@@ -1,0 +1,135 @@
+"""Requests of mixed images through the Qwen3-VL-8B vision tower: latency of `execute` against two others.
+
+    python benchmarks/bench.py requests --output out/requests.json
+
+27 blocks, 1152 wide, bf16, seeded random weights. A request holds 1 to 16 images, all counts as likely; the
+output tokens of an image are lognormal with a median of 500, its aspect ratio up to 2 to 1. Every request is
+timed by each variant, wall milliseconds to the end of its device work, the median of a few repeats after all
+requests have run twice (cuDNN plans a shape when it comes for the second time):
+
+* "eager": the Hugging Face tower as it is (sdpa), the whole request at once.
+* "powers of two": our compiled program in one full graph for each power of two from 64 to 8192 tokens, greedy
+  packing into the smallest graph that fits: how vLLM's encoder CUDA graphs serve, without its tower.
+* "ours": the default settings; `auto` modes, cost-aware packing, the default ladder of the same range.
+
+Outputs of both are compared with eager's. `--tiny` takes a tiny tower, on a CPU too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from models import rows_of, tiny_tower
+from storage import new_result, store
+from timing import wall_ms
+from worker import ERROR_LIMITS, relative_error
+from workloads import MOST_IMAGES, random_grid
+
+import fxsplit_encoder as fx
+from fxsplit_encoder.models.eager import share_weights
+from fxsplit_encoder.models.random import demo_tower
+
+_POWERS_OF_TWO = [64 << power for power in range(8)]
+_TINY_LIMITS = {"token_budgets": [64, 512], "max_items_per_batch": 2}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--requests", type=int, default=100)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--tiny", action="store_true", help="a tiny tower and two requests")
+
+
+def make_requests(
+    count: int, tower: Any, most_images: int = MOST_IMAGES, seed: int = 0
+) -> list[dict[str, Any]]:
+    """Seeded requests, patches on the device of the tower in its dtype."""
+    generator = random.Random(seed)
+    requests = []
+    for _ in range(count):
+        grids = [random_grid(generator) for _ in range(generator.randint(1, most_images))]
+        rows = sum(t * h * w for t, h, w in grids)
+        pixels = torch.randn(rows, tower.patch_features, device=tower.device).to(tower.dtype)
+        requests.append({"pixel_values": pixels, "image_grid_thw": torch.tensor(grids)})
+    return requests
+
+
+def time_requests(
+    requests: Sequence[dict[str, Any]], calls: Mapping[str, Any], repeats: int
+) -> dict[str, list[float]]:
+    """Milliseconds of each request, by variant."""
+    for request in [*requests] * 2:
+        for call in calls.values():
+            call(request)
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for request in requests:
+        for name, call in calls.items():
+            times[name].append(wall_ms(lambda c=call, r=request: c(r), repeats, 0))
+    return times
+
+
+def summary(times: Mapping[str, Sequence[float]]) -> list[dict[str, Any]]:
+    """Mean, median and 99th percentile of each variant, and how its slowest request compares with eager."""
+    rows = []
+    for name, mine in times.items():
+        ordered = sorted(mine)
+        rows.append(
+            {
+                "variant": name,
+                "mean": statistics.fmean(mine),
+                "p50": statistics.median(mine),
+                "p99": ordered[math.ceil(0.99 * len(ordered)) - 1],
+                "slowest / eager": max(a / b for a, b in zip(mine, times["eager"], strict=True)),
+                "requests": len(mine),
+            }
+        )
+    return rows
+
+
+@torch.no_grad()
+def run(arguments: argparse.Namespace) -> int:
+    tiny, device = arguments.tiny, "cuda" if torch.cuda.is_available() else "cpu"
+    if not tiny and device == "cpu":
+        raise SystemExit("requests: needs a CUDA device, or --tiny: there is nothing to capture without one")
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    hf = tiny_tower().to(device, dtype) if tiny else demo_tower(27, device, dtype)
+    tower = fx.wrap(share_weights(hf))
+    limits = {"max_items_per_batch": 16, "max_frames_per_batch": 0, **(_TINY_LIMITS if tiny else {})}
+    budgets = limits.get("token_budgets", _POWERS_OF_TWO)
+    configs = {
+        "powers of two": {**limits, "mode": "full", "packing": "greedy", "token_budgets": budgets},
+        "ours": limits,
+    }
+    torch.manual_seed(0)
+    count, most = (2, 2) if tiny else (arguments.requests, MOST_IMAGES)
+    requests = make_requests(count, tower, most)
+
+    def eager(request: dict[str, Any]) -> Any:
+        return hf(request["pixel_values"], request["image_grid_thw"].to(device))
+
+    managers, calls = {}, {"eager": eager}
+    for name, config in configs.items():
+        managers[name] = fx.EncoderCudaGraphManager(tower, fx.EncoderConfig(**config), log_interval=0)
+        managers[name].capture()
+        calls[name] = managers[name].execute
+    expected = rows_of(eager(requests[0]))
+    limit = ERROR_LIMITS["bfloat16" if device == "cuda" else "float32"]
+    errors = {name: relative_error(rows_of(call(requests[0])), expected) for name, call in calls.items()}
+    if wrong := {name: error for name, error in errors.items() if not error <= limit}:
+        raise SystemExit(f"requests: differ from eager by more than {limit} of its root mean square: {wrong}")
+    result = new_result("requests", tower="tiny" if tiny else "qwen3-vl-8b", managers=configs)
+    result["rows"] = summary(time_requests(requests, calls, arguments.repeats))
+    for row in result["rows"]:
+        row["error"] = errors[row["variant"]]
+        if row["variant"] in managers:
+            row["padding"] = managers[row["variant"]].stats().padding_fraction
+    store(arguments.output, result)
+    import tables
+
+    print(tables.requests(result))
+    return 0

@@ -1,0 +1,350 @@
+"""Takes results in, and writes every marked table of README.md and docs/ from benchmarks/results.
+
+    python benchmarks/bench.py tables                          # writes the tables anew
+    python benchmarks/bench.py tables out/readme.json          # stores this result first, in place of the old
+    python benchmarks/bench.py tables a/towers.json b/towers.json   # two parts of one result
+
+A result keeps the name of its file, and `TABLES` says which tables are made of it. A mark is
+`<!-- table: NAME ARGUMENT -->` on a line of its own; what it marks ends at `<!-- end -->`. Nothing else is
+touched but the README's claim. A test fails where a table is not what is stored.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from storage import RESULTS, ROOT, Result, described, load, merge, store
+from tabulate import tabulate
+
+Row = Mapping[str, Any]
+
+OURS = "ours-auto"
+_VARIANTS = ("eager", "compile", "compile-reduce-overhead", "graph-exact")
+_TITLES = {
+    "eager": "Hugging Face eager (sdpa)",
+    "compile": "torch.compile",
+    "compile-reduce-overhead": 'torch.compile, mode="reduce-overhead"',
+    "graph-exact": "eager model in one CUDA graph",
+    OURS: "ours",
+    "powers of two": "our compiled program, one full graph per power of two, greedy packing",
+}
+_TOWER = "qwen3-vl-8b"
+_MIB, _GIB = 2**20, 2**30
+_BEGIN = r"<!-- table: (?P<name>\w+)(?P<arguments>(?: [\w.-]+)*) -->\n"
+# No other comment may stand in between, so a mark without an end does not swallow the next table.
+_MARKED = re.compile(rf"(?P<begin>{_BEGIN})(?:(?!<!--).)*(?P<end><!-- end -->)", re.S)
+_CLAIM = re.compile(r"on an? \w+ an image of 224 x 224 passes Qwen3-VL-8B's tower [\d.]+ times as fast")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("files", nargs="*", type=Path, metavar="JSON", help="results to take in")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    take_in(arguments.files)
+    for document in documents():
+        text = rewritten(document)
+        if text != document.read_text(encoding="utf-8"):
+            document.write_text(text, encoding="utf-8")
+            print(f"{document.relative_to(ROOT)}: rewritten")
+    return 0
+
+
+def take_in(files: Sequence[Path]) -> None:
+    """Stores results under the names of their files; those of one name are merged.
+
+    Raises:
+        SystemExit: no table is made of such a file, or it was measured without a GPU.
+    """
+    by_name: dict[str, list[Result]] = {}
+    for file in files:
+        result = load(file)
+        if file.name not in {table.file for table in TABLES.values()}:
+            known = ", ".join(dict.fromkeys(table.file for table in TABLES.values()))
+            raise SystemExit(f"{file}: no table is made of it; expected one of {known}")
+        if result["gpu"] is None:
+            raise SystemExit(f"{file}: was measured without a GPU; expected figures of one")
+        by_name.setdefault(file.name, []).append(result)
+    for name, parts in by_name.items():
+        store(RESULTS / name, parts[0] if len(parts) == 1 else merge(parts))
+
+
+# --- documents
+
+
+def documents() -> list[Path]:
+    """Everything that may have marked tables."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def rewritten(document: Path, results: Path = RESULTS) -> str:
+    """The text of a document, its tables as the results give them.
+
+    Raises:
+        ValueError: a mark names a table that does not exist, or has no end.
+    """
+    text = document.read_text(encoding="utf-8")
+    if len(re.findall(_BEGIN, text)) != len(_MARKED.findall(text)):
+        raise ValueError(
+            f"{document.name}: a mark has no end: expected <!-- table: NAME --> ... <!-- end -->"
+        )
+
+    def table_of(match: re.Match[str]) -> str:
+        table = TABLES.get(match["name"])
+        if table is None:
+            raise ValueError(f"{document.name}: no table {match['name']}; there are {', '.join(TABLES)}")
+        made = table.make(load(results / table.file), *match["arguments"].split())
+        return f"{match['begin']}\n{made}\n\n{match['end']}"
+
+    text = _MARKED.sub(table_of, text)
+    return _CLAIM.sub(claim(load(results / "readme.json")), text)
+
+
+def claim(result: Result) -> str:
+    """What the README says first, of the smallest image."""
+    times = _by_variant(result, _TOWER)["1x224"]
+    gpu = result["gpu"].removeprefix("NVIDIA ").split()[0]
+    ratio = times["graph-exact"]["p50"] / times[OURS]["p50"]
+    return f"on an {gpu} an image of 224 x 224 passes Qwen3-VL-8B's tower {ratio:.2f} times as fast"
+
+
+# --- layout
+
+
+def formatted(headers: Sequence[str], lines: Sequence[Sequence[Any]]) -> str:
+    """A table; None is a dash, and columns of numbers are aligned to the right."""
+    numeric = [all(isinstance(line[i], int | float | None) for line in lines) for i in range(len(headers))]
+    return tabulate(
+        [[_shown(value) for value in line] for line in lines],
+        headers,
+        tablefmt="pipe",
+        missingval="-",
+        disable_numparse=True,
+        colalign=["right" if each else "left" for each in numeric] if lines else None,
+    )
+
+
+def by_columns(columns: Mapping[str, str], rows: Sequence[Row]) -> str:
+    """A table of some values of every row: headers, and the names of the values below them."""
+    return formatted(list(columns), [[row.get(name) for name in columns.values()] for row in rows])
+
+
+def _shown(value: Any) -> Any:
+    """Three digits, and all digits of what is larger."""
+    if not isinstance(value, float):
+        return value
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:#.3g}"
+
+
+def _ratio(one: float | None, other: float | None) -> float | None:
+    return None if one is None or other is None else one / other
+
+
+# --- encoder
+
+
+def readme(result: Result) -> str:
+    """Ours beside what a user could run instead, in milliseconds; vLLM's if it is of the same GPU."""
+    workloads = _by_variant(result, _TOWER)
+    measured = {name for rows in workloads.values() for name, row in rows.items() if "p50" in row}
+    shown = [name for name in _VARIANTS if name in measured]
+    vllm = load(RESULTS / "vllm.json")
+    theirs = {row["workload"]: row["p50"] for row in vllm["rows"] if row["tower"] == _TOWER}
+    comparable = vllm["gpu"] == result["gpu"]
+    headers = ["images", "patches", *(_TITLES[name] for name in shown)]
+    headers += [f"vLLM {vllm['vllm']}*", "ours", "eager / ours"] if comparable else ["ours", "eager / ours"]
+    lines = []
+    for workload, rows in workloads.items():
+        times = {name: row.get("p50") for name, row in rows.items()}
+        line = [workload, rows["eager"]["patches"], *map(times.get, shown)]
+        line += [theirs.get(workload)] if comparable else []
+        lines.append([*line, times.get(OURS), _ratio(times.get("eager"), times.get(OURS))])
+    where = described(result, result["settings"]["dtype"], "random weights", rows=_of(result, _TOWER))
+    note = f" *: {vllm['note']}" if comparable else ""
+    return f"{formatted(headers, lines)}\n\nMilliseconds, medians. {where}.{note}"
+
+
+def summary(result: Result, tower: str) -> str:
+    """The floor, the main variants and ours, milliseconds, and how many times as fast ours is."""
+    workloads = _by_variant(result, tower)
+    measured = {name for rows in workloads.values() for name, row in rows.items() if "p50" in row}
+    shown = [name for name in _VARIANTS if name in measured]
+    lines = []
+    for workload, rows in workloads.items():
+        times = {name: row.get("p50") for name, row in rows.items()}
+        ours, floor = times.get(OURS), times.get("floor")
+        line = [workload, rows["eager"]["patches"], floor, *map(times.get, shown), ours, _ratio(ours, floor)]
+        lines.append([*line, *(_ratio(times.get(name), ours) for name in shown)])
+    headers = ["workload", "patches", "floor", *shown, "ours", "ours / floor"]
+    where = described(result, result["settings"]["dtype"], "random weights", rows=_of(result, tower))
+    table = formatted([*headers, *(f"{name} / ours" for name in shown)], lines)
+    return f"{table}\n\nMilliseconds, medians. {where}."
+
+
+def modes(result: Result) -> str:
+    """Eager and our manager in every mode, milliseconds."""
+    workloads = _by_variant(result, _TOWER)
+    shown = dict.fromkeys(name for rows in workloads.values() for name in rows if name.startswith("ours-"))
+    lines = [
+        [workload, rows["eager"]["patches"], *(rows.get(name, {}).get("p50") for name in ("eager", *shown))]
+        for workload, rows in workloads.items()
+    ]
+    headers = ["workload", "patches", "eager", *(f"`{name.removeprefix('ours-')}`" for name in shown)]
+    where = described(result, result["settings"]["dtype"], "random weights")
+    return f"{formatted(headers, lines)}\n\nMilliseconds, medians. {where}."
+
+
+def encoder_rows(result: Result, tower: str) -> str:
+    """Every figure of a tower, for the terminal."""
+    lines = []
+    for workload, rows in _by_variant(result, tower).items():
+        eager, floor = (rows.get(name, {}).get("p50") for name in ("eager", "floor"))
+        for name, row in rows.items():
+            numbers = [row.get(column) for column in ("p50", "p10", "p90", "host", "device")]
+            ratios = [_ratio(row.get("p50"), floor), _ratio(eager, row.get("p50"))]
+            more = [_ratio(row.get("bytes"), _MIB), row.get("first s"), row.get("padding"), row.get("error")]
+            note = row.get("failure") or row.get("skipped") or row.get("note")
+            lines.append([workload, name, *numbers, *ratios, *more, note])
+    headers = ["workload", "variant", "p50", "p10", "p90", "host", "device", "x floor", "eager /"]
+    return formatted([*headers, "MiB", "first s", "padding", "error", "note"], lines)
+
+
+def _of(result: Result, tower: str) -> list[Row]:
+    return [row for row in result["rows"] if row["tower"] == tower]
+
+
+def _by_variant(result: Result, tower: str) -> dict[str, dict[str, Row]]:
+    """The rows of a tower by workload and variant."""
+    found: dict[str, dict[str, Row]] = {}
+    for row in _of(result, tower):
+        if row["workload"] not in ("start", "all"):
+            found.setdefault(row["workload"], {})[row["variant"]] = row
+    return found
+
+
+# --- the other cases
+
+
+def requests(result: Result) -> str:
+    columns = {"mean": "mean", "p50": "p50", "p99": "p99", "slowest / eager": "slowest / eager"}
+    rows = [{**row, "title": _TITLES.get(row["variant"], row["variant"])} for row in result["rows"]]
+    where = described(result, result["settings"]["tower"])
+    count = result["rows"][0]["requests"]
+    return f"{by_columns({'': 'title', **columns}, rows)}\n\nMilliseconds, {count} requests. {where}."
+
+
+def towers(result: Result) -> str:
+    rows = [_tower_row(name, its_rows) for name, its_rows in _grouped(result["rows"], "tower").items()]
+    shown = ["tower", "small", "medium", "large", "batch of 8", "error", "compile s", "capture s", "GiB"]
+    shown += ["failure"] if any("failure" in row for row in rows) else []
+    caption = "Eager / `manager.execute` = ratio, medians in milliseconds."
+    return f"{by_columns({n: n for n in shown}, rows)}\n\n{caption} {described(result, rows=result['rows'])}."
+
+
+def _tower_row(name: str, rows: Sequence[Row]) -> dict[str, Any]:
+    row: dict[str, Any] = {"tower": name}
+    for measured in rows:
+        if "failure" in measured:
+            row["failure"] = measured["failure"]
+        if "eager" in measured:
+            sizes = measured["sizes"]
+            size = f"{sizes[0]}: " if len(sizes) == 1 else ""
+            times = f"{measured['eager']:.2f} / {measured['ours']:.2f}"
+            row[measured["workload"]] = f"{size}{times} = {measured['eager'] / measured['ours']:.2f}"
+            row["error"] = f"{max(float(row.get('error', 0)), measured['rms error']):.2f}"
+        elif "bytes" in measured:
+            row |= {what: f"{measured[what]:.0f}" for what in ("compile s", "capture s")}
+            row["GiB"] = f"{measured['bytes'] / _GIB:.1f}"
+    return row
+
+
+def attention(result: Result) -> str:
+    """Microseconds at known lengths and in a graph, "known / captured", a column for each kernel."""
+    names = list(dict.fromkeys(row["kernel"] for row in result["rows"]))
+    lines = []
+    for segments, rows in _grouped(result["rows"], "segments").items():
+        cells = {row["kernel"]: _known_and_captured(row) for row in rows}
+        lines.append([segments, *map(cells.get, names)])
+    heads = f"{result['settings']['heads']} heads of {result['settings']['head_dim']}"
+    caption = "Microseconds, known lengths / in a graph; bold: what is chosen; †: for a batch in a graph."
+    table = formatted(["segments", *(f"`{name}`" for name in names)], lines)
+    return f"{table}\n\n{caption} {described(result, 'bf16', heads)}."
+
+
+def _known_and_captured(row: Row) -> str:
+    """What was chosen is bold; what failed says so."""
+    missing = "failed" if "failure" in row else "-"
+    cells, chosen = [], row["chosen"].split(", ")
+    for where in ("known", "captured"):
+        value = row.get(where)
+        text = missing if value is None else f"{value:.1f}"
+        text = f"**{text}**" if where in chosen else text
+        cells.append(f"{text}†" if where == "known" and "batch" in chosen else text)
+    return " / ".join(cells)
+
+
+def passes(result: Result) -> str:
+    sizes = [str(count) for count in result["settings"]["patches"]]
+    shown = ["candidate", *sizes, "error", *_if_any("failure", result["rows"])]
+    table = by_columns({name: name for name in shown}, result["rows"])
+    return f"{table}\n\nMilliseconds of one full graph replay, by patches. {described(result)}."
+
+
+def host(result: Result) -> str:
+    table = by_columns({"host": "what", "microseconds": "us"}, result["rows"])
+    return f"{table}\n\n{described(result, result['settings']['tower'])}."
+
+
+def starts(result: Result) -> str:
+    rows = {row["start"]: row for row in result["rows"]}
+    shown = ("import", "compile", "capture", "first embedding", "total")
+    lines = [[name, *map(rows[name].get, shown)] for name in ("cold", "second")]
+    ratio = rows["second"]["bytes"] / rows["largest alone"]["bytes"]
+    memory = f"{rows['second']['captured']} budgets take {ratio:.2f} times the memory of the largest alone."
+    where = described(result, result["settings"]["tower"])
+    return f"{formatted(['start', *shown], lines)}\n\nSeconds. {memory} {where}."
+
+
+def data_parallel(result: Result) -> str:
+    columns = {"GPUs": "ranks", "`execute`, ms": "p50", "times as fast as one": "speed-up"}
+    where = described(result, result["settings"]["tower"])
+    return f"{by_columns(columns, result['rows'])}\n\n{where}."
+
+
+def _grouped(rows: Iterable[Row], name: str) -> dict[str, list[Row]]:
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(row[name], []).append(row)
+    return groups
+
+
+def _if_any(name: str, rows: Iterable[Row]) -> list[str]:
+    return [name] if any(name in row for row in rows) else []
+
+
+class Table(NamedTuple):
+    """What a table is made of."""
+
+    file: str
+    """In benchmarks/results."""
+    make: Callable[..., str]
+    """Markdown from the result and the arguments of the mark."""
+
+
+TABLES: Mapping[str, Table] = {
+    "readme": Table("readme.json", readme),
+    "summary": Table("encoder.json", summary),
+    "modes": Table("modes.json", modes),
+    "requests": Table("requests.json", requests),
+    "towers": Table("towers.json", towers),
+    "attention": Table("attention.json", attention),
+    "passes": Table("passes.json", passes),
+    "host": Table("host.json", host),
+    "start": Table("start.json", starts),
+    "data_parallel": Table("data_parallel.json", data_parallel),
+}
+"""By the name in a mark."""

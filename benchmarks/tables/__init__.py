@@ -1,1 +1,0 @@
-"""The tables of the benchmarks: a module for each script, which knows only its own rows."""

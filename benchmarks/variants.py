@@ -1,0 +1,303 @@
+"""The ways to run a vision tower that are compared.
+
+Every way that is not ours is measured at its best. Except for "eager", which is what a user of transformers
+runs, they get host metadata (positions, cumulative lengths) that was computed and moved to the device
+beforehand and is not timed; packed towers attend by `fxsplit::varlen_attention` with torch's FlashAttention 2
+pinned, one call per layer instead of one per image; and their outputs are views that the next call
+overwrites. Ours looks its metadata up or computes it, and returns memory of the caller's own, within the
+time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from models import Batch, Model, Prepared
+from torch import Tensor
+from workloads import Workload
+
+import fxsplit_encoder as fx
+from fxsplit_encoder.attention import KernelChooser, choosing
+
+MODES = ("auto", "full", "piecewise", "breakable", "exact", "none")
+
+# Each of torch.compile's static variants compiles one graph per size.
+_RECOMPILE_LIMIT = 256
+_WARMUPS = 3
+# Settings that do not apply behind torch.compile, where a call is one batch.
+_OF_MANAGERS = ("packing", "paths", "data_parallel", "max_frames_per_batch")
+
+
+class Variant(ABC):
+    """One way to run a tower.
+
+    Args:
+        model: the tower; a variant may change it.
+        config: for managers, the settings of `EncoderConfig` that differ from its own values.
+    """
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    needs_cuda: ClassVar[bool] = False
+    needs_compiler: ClassVar[bool] = False
+
+    def __init__(self, model: Model, config: Mapping[str, Any]) -> None:
+        self.model = model
+        self.config = config
+        self.seconds: dict[str, float] = {}
+        """What was done before the first request, and how long it took."""
+
+    @classmethod
+    def unavailable(cls, kind: str, device: str) -> str | None:
+        """Why this variant cannot run here, or not for such towers; None if it can."""
+        if cls.needs_cuda and device != "cuda":
+            return "needs CUDA graphs"
+        if cls.needs_compiler and device == "cpu" and shutil.which("g++") is None:
+            return "needs a C++ compiler"
+        return None
+
+    def why_not(self, workload: Workload) -> str | None:
+        """Why it does not run a workload; None if it does."""
+        return None
+
+    def start(self) -> None:  # noqa: B027 - many have nothing to do
+        """Everything that it does once, whatever the workloads."""
+
+    def prepare(self, batch: Batch) -> None:
+        """Everything that it does when a batch comes first: compile, capture, plan."""
+        for _ in range(_WARMUPS):
+            self.run(batch)
+
+    @abstractmethod
+    def run(self, batch: Batch) -> Any:
+        """What is timed."""
+
+    def padding(self, batch: Batch) -> float:
+        """The share of padding in the tokens of what `run` replays."""
+        return 0.0
+
+    def note(self, batch: Batch) -> str:
+        """How a batch is run, if there is a choice."""
+        return ""
+
+    @contextlib.contextmanager
+    def timed(self, what: str) -> Iterator[None]:
+        """Adds the seconds of a block to `seconds`."""
+        start = time.perf_counter()
+        yield
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.seconds[what] = self.seconds.get(what, 0.0) + time.perf_counter() - start
+
+
+class Eager(Variant):
+    name = "eager"
+    title = "Hugging Face eager (sdpa)"
+
+    def run(self, batch: Batch) -> Any:
+        return self.model.eager(batch)
+
+
+class _OnPrepared(Variant):
+    """Runs on metadata that is prepared when a batch comes first."""
+
+    def __init__(self, model: Model, config: Mapping[str, Any]) -> None:
+        super().__init__(model, config)
+        self._prepared: dict[Batch, Prepared] = {}
+        self._kernels = KernelChooser("torch_flash" if model.device.type == "cuda" else "auto")
+
+    def prepare(self, batch: Batch) -> None:
+        self._prepared[batch] = self.load(batch)
+        super().prepare(batch)
+
+    def load(self, batch: Batch) -> Prepared:
+        """The tensors of a batch, made once."""
+        return self.model.prepare(batch)
+
+    def run(self, batch: Batch) -> Any:
+        prepared = self._prepared[batch]
+        with choosing(self._kernels):
+            outputs = {path: self.run_path(path, values) for path, values in prepared.inputs.items()}
+        return self.model.items(outputs, prepared)
+
+    @abstractmethod
+    def run_path(self, path: str, values: Mapping[str, Tensor]) -> Tensor:
+        """The packed output of one path."""
+
+
+class Compile(_OnPrepared):
+    """One trace for all sizes, as far as Dynamo keeps them symbolic."""
+
+    name = "compile"
+    title = "torch.compile"
+    needs_compiler = True
+    settings: ClassVar[Mapping[str, Any]] = {}
+
+    def start(self) -> None:
+        torch._dynamo.config.recompile_limit = _RECOMPILE_LIMIT
+        torch._dynamo.config.accumulated_recompile_limit = _RECOMPILE_LIMIT
+        forward = self.model.adapter.encoder_cudagraph_forward
+        self._compiled: Any = torch.compile(forward, fullgraph=True, **self.settings)
+
+    def load(self, batch: Batch) -> Prepared:
+        prepared = super().load(batch)
+        if "dynamic" not in self.settings:
+            for values in prepared.inputs.values():
+                for tensor in values.values():
+                    torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        return prepared
+
+    def run_path(self, path: str, values: Mapping[str, Tensor]) -> Tensor:
+        output: Tensor = self._compiled(dict(values), path=path)
+        return output
+
+
+class CompileReduceOverhead(Compile):
+    """One compilation, with CUDA graphs, for each size."""
+
+    name = "compile-reduce-overhead"
+    title = 'torch.compile, mode="reduce-overhead"'
+    needs_cuda = True
+    settings: ClassVar[Mapping[str, Any]] = {"dynamic": False, "mode": "reduce-overhead"}
+
+    def why_not(self, workload: Workload) -> str | None:
+        if len(workload.requests) > 1:
+            return f"{len(workload.requests)} requests of other sizes, each a compilation"
+        return None
+
+    def run(self, batch: Batch) -> Any:
+        torch.compiler.cudagraph_mark_step_begin()
+        return super().run(batch)
+
+
+class _Captured(NamedTuple):
+    """A graph of the eager model for one layout."""
+
+    graph: torch.cuda.CUDAGraph
+    static: Mapping[str, Tensor]
+    """What the graph reads; nothing else keeps its memory."""
+    sources: Mapping[str, Tensor]
+    """What is copied there before every replay."""
+    output: Tensor
+
+
+class ExactGraph(_OnPrepared):
+    """One CUDA graph of the eager model for every layout of segments, as SGLang's runner keys them."""
+
+    name = "graph-exact"
+    title = "eager model in one CUDA graph, exact shape"
+    needs_cuda = True
+
+    def start(self) -> None:
+        self._graphs: dict[int, _Captured] = {}
+        self._stream = torch.cuda.Stream()
+        self._pool = torch.cuda.graph_pool_handle()
+        # What a layout determines is captured with it; only the pixels of a batch are copied.
+        self._metadata = set(getattr(self.model.adapter, "metadata_names", ()))
+
+    def run_path(self, path: str, values: Mapping[str, Tensor]) -> Tensor:
+        key = id(values)
+        if key not in self._graphs:
+            self._graphs[key] = self._capture(path, values)
+        captured = self._graphs[key]
+        for name, source in captured.sources.items():
+            captured.static[name].copy_(source)
+        captured.graph.replay()
+        return captured.output
+
+    def _capture(self, path: str, values: Mapping[str, Tensor]) -> _Captured:
+        static = {name: tensor.clone() for name, tensor in values.items()}
+        forward = self.model.adapter.encoder_cudagraph_forward
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for _ in range(2):
+                forward(dict(static), path=path)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            output = forward(dict(static), path=path)
+        sources = {name: value for name, value in values.items() if name not in self._metadata}
+        return _Captured(graph, static, sources, output)
+
+
+class Managed(Variant):
+    """A manager under `config`; what is timed is `execute`, with nothing prepared."""
+
+    def start(self) -> None:
+        config = fx.EncoderConfig(**self.config)
+        self.manager = fx.EncoderCudaGraphManager(self.model.adapter, config, log_interval=0)
+        with self.timed("compile"):
+            self.manager.compile()
+        with self.timed("capture"):
+            self.manager.capture()
+
+    def run(self, batch: Batch) -> Any:
+        return self.manager.execute(batch.mm_kwargs)
+
+    def padding(self, batch: Batch) -> float:
+        return self.manager.plan(batch.mm_kwargs).padding_fraction
+
+    def note(self, batch: Batch) -> str:
+        """What the plan replays, "budget mode" each, or why not."""
+        ways: Counter[str] = Counter()
+        for planned in self.manager.plan(batch.mm_kwargs).batches:
+            for name, path in planned.paths.items():
+                graph = self.manager.budget_graphs[name].get(path.budget or 0)
+                if not path.skipped:
+                    ways[path.result if graph is None else f"{path.budget} {graph.mode}"] += 1
+        return ", ".join(f"{count} x {way}" if count > 1 else way for way, count in ways.items())
+
+
+class Backend(Variant):
+    name = "ours-backend"
+    title = 'torch.compile(backend="encoder_cg")'
+
+    @classmethod
+    def unavailable(cls, kind: str, device: str) -> str | None:
+        if kind == "pages":
+            return "a page is several calls of the module, which a manager puts together"
+        return super().unavailable(kind, device)
+
+    def start(self) -> None:
+        options = {name: value for name, value in self.config.items() if name not in _OF_MANAGERS}
+        with self.timed("compile and capture"):
+            self._compiled: Any = torch.compile(
+                self.model.adapter, backend="encoder_cg", fullgraph=True, options=options
+            )
+            fx.warmup(self._compiled)
+
+    def run(self, batch: Batch) -> Any:
+        return self.model.wrapped(self._compiled, batch)
+
+
+def _ours(selected: str) -> type[Managed]:
+    class Ours(Managed):
+        name: ClassVar[str] = f"ours-{selected}"
+        title: ClassVar[str] = "ours" if selected == "auto" else f"ours, mode: {selected}"
+
+        def __init__(self, model: Model, config: Mapping[str, Any]) -> None:
+            super().__init__(model, {**config, "mode": selected})
+
+    return Ours
+
+
+# The most telling ones first: device time may end before the last.
+VARIANTS: Mapping[str, type[Variant]] = {
+    variant.name: variant
+    for variant in (
+        Eager,
+        *(_ours(mode) for mode in MODES),
+        ExactGraph,
+        Compile,
+        CompileReduceOverhead,
+        Backend,
+    )
+}
+"""By name, in the order in which they run."""

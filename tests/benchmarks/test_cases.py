@@ -1,0 +1,106 @@
+"""The cases run on a CPU, and compare with eager what they time."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bench import parse
+from cases import encoder, requests, towers
+from storage import new_result
+from worker import FLOOR
+
+from fxsplit_encoder.models.registry import ARCHITECTURES
+
+ROOT = Path(__file__).parents[2]
+OPTIONS = {
+    "encoder": ["--quick", "--variants", FLOOR, "eager", "ours-auto", "--workloads", "1x64"],
+    "requests": ["--tiny", "--repeats", "1"],
+    "towers": ["--tiny", "--models", "kimi-vl-a3b"],
+    "passes": ["--tiny", "--only", "default", "no passes"],
+    "host": ["--tiny", "--samples", "2"],
+    "start": ["--tiny", "--budgets", "[4, 16]"],
+    "data_parallel": ["--tiny", "--ranks", "1", "2", "--repeats", "2", "--images", "2"],
+}
+MOST_ERROR = {"passes": 0.1, "towers": towers.ALLOWED_ERROR}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", OPTIONS)
+def test_a_case_runs_on_a_cpu(case: str, tmp_path: Path) -> None:
+    output = tmp_path / f"{case}.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "bench.py"), case, *OPTIONS[case]]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [*command, "--output", str(output)], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    stored = json.loads(output.read_text(encoding="utf-8"))
+    assert (stored["case"], stored["gpu"]) == (case, None)
+    assert stored["rows"] and not any("failure" in row for row in stored["rows"])
+    errors = [row[name] for row in stored["rows"] for name in ("error", "rms error") if name in row]
+    assert all(error <= MOST_ERROR.get(case, 1e-3) for error in errors)
+    assert errors or case in ("host", "start")
+    assert "|" in done.stdout  # its table
+
+
+def test_results_are_written_as_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "encoder.json"
+    stored: list[int] = []
+
+    def run_job(job: Any, timeout: float, on_row: Any, method: str) -> str | None:
+        on_row({"tower": job.tower, "variant": job.variant, "workload": job.workloads[0], "p50": 1.0})
+        stored.append(len(json.loads(path.read_text("utf-8"))["rows"]))
+        return "stopped after 7 s" if job.variant == "eager" else None
+
+    monkeypatch.setattr(encoder, "run_job", run_job)
+    monkeypatch.setattr(encoder, "start_method", lambda: "")
+    jobs = encoder.make_jobs(_parsed("--quick", "--variants", FLOOR, "graph-exact", "eager"), "cpu")
+    result = new_result("encoder")
+    encoder.measure(jobs, 7, result, path)
+    assert stored == [1, 2]  # graph-exact needs CUDA
+    assert result["rows"][-1]["failure"] == "stopped after 7 s"
+    assert json.loads(path.read_text("utf-8"))["rows"] == result["rows"]
+
+
+def test_what_is_chosen_is_measured() -> None:
+    options = ["--towers", "internvl3-8b", "glm-4.1v-9b", "--workloads", "1x448", "tiles4"]
+    jobs = encoder.make_jobs(_parsed(*options, "--variants", "eager", "--config", '{"mode": "full"}'), "cuda")
+    assert [(job.tower, job.workloads) for job in jobs] == [
+        ("internvl3-8b", ("tiles4",)),
+        ("glm-4.1v-9b", ("1x448",)),
+    ]
+    assert {(job.dtype, job.samples, job.config["mode"]) for job in jobs} == {("bfloat16", 30, "full")}
+    assert not encoder.make_jobs(_parsed("--towers", "deepseek-ocr", "--workloads", "1x448"), "cuda")
+
+
+def test_every_family_is_measured_with_its_configuration() -> None:
+    measured = {ARCHITECTURES[name].model_type for name in towers.MODELS}
+    assert {known.model_type for known in ARCHITECTURES.values()} - measured == {"glm46v"}
+    for name, file in towers.MODELS.items():
+        assert file is None or towers.chosen_config(name, tiny=False).model_fields_set
+
+
+def test_a_tower_that_fails_leaves_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(name: str, tiny: bool) -> None:
+        raise RuntimeError(f"no {name}")
+
+    monkeypatch.setattr(towers, "Bench", fail)
+    result = towers.measure(["clip-l-336", "step3p7"], tmp_path / "out.json", tiny=True)
+    failures = [row["failure"] for row in result["rows"]]
+    assert failures == ["RuntimeError: no clip-l-336", "RuntimeError: no step3p7"]
+
+
+def test_a_summary_compares_request_by_request() -> None:
+    eager, ours = requests.summary({"eager": [4.0, 1.0, 9.0], "ours": [1.0, 2.0, 3.0]})
+    assert (eager["p50"], ours["mean"], ours["p99"]) == (4.0, 2.0, 3.0)
+    assert ours["slowest / eager"] == 2.0
+
+
+def _parsed(*options: str) -> Any:
+    return parse(["encoder", *options])

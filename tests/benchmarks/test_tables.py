@@ -1,0 +1,182 @@
+"""The documents' tables are those of the stored results."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tables
+from bench import parse
+from storage import RESULTS, Result, load, merge, store
+
+from .conftest import TOWER
+
+DOCUMENTS = tables.documents()
+IDS = [document.stem for document in DOCUMENTS]
+MARK = re.compile(r"<!-- table: (\w+)")
+
+
+def cells(table: str) -> list[list[str]]:
+    """The cells of the lines of a table, its header first."""
+    lines = [line for line in table.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if "--" not in line]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=IDS)
+def test_the_tables_of_a_document_are_what_is_stored(document: Path) -> None:
+    text = document.read_text(encoding="utf-8")
+    assert tables.rewritten(document) == text, "run `python benchmarks/bench.py tables`"
+
+
+def test_every_table_is_in_a_document_and_every_result_in_a_table() -> None:
+    marked = {name for document in DOCUMENTS for name in MARK.findall(document.read_text("utf-8"))}
+    assert marked == set(tables.TABLES)
+    files = {table.file for table in tables.TABLES.values()}
+    assert {path.name for path in RESULTS.glob("*.json")} == {*files, "vllm.json"}
+
+
+def test_stored_results_say_what_was_measured_where() -> None:
+    for path in RESULTS.glob("*.json"):
+        stored = load(path)
+        assert stored["gpu"].startswith("NVIDIA "), path.name
+        assert stored["rows"], path.name
+        versions = (
+            ("vllm", "stored") if stored["case"] == "vllm" else ("torch", "transformers", "driver", "commit")
+        )
+        assert all(stored[name] for name in versions), path.name
+        assert len(path.read_bytes()) < 40_000, "store medians and a spread, not every sample"
+
+
+@pytest.fixture
+def copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
+    """The documents by name, in a folder of their own beside the results."""
+    shutil.copytree(RESULTS, tmp_path / "results")
+    copies = {document.name: Path(shutil.copy(document, tmp_path)) for document in DOCUMENTS}
+    monkeypatch.setattr(tables, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    monkeypatch.setattr(tables, "documents", lambda: list(copies.values()))
+    monkeypatch.setattr(tables.rewritten, "__defaults__", (tmp_path / "results",))
+    return copies
+
+
+def take_in(*files: Path) -> None:
+    arguments = parse(["tables", *map(str, files)])
+    assert arguments.run(arguments) == 0
+
+
+def test_a_new_result_replaces_the_table_and_the_claim(
+    result: Result, tmp_path: Path, copied: dict[str, Path]
+) -> None:
+    store(tmp_path / "out" / "readme.json", result)
+    take_in(tmp_path / "out" / "readme.json")
+    text = copied["README.md"].read_text("utf-8")
+    assert "on an H100 an image of 224 x 224 passes Qwen3-VL-8B's tower 2.00 times as fast" in text
+    header, first, second = cells(text[text.index("| images ") :].split("<!-- end -->")[0])
+    named = dict(zip(header, first, strict=True))
+    assert (named["Hugging Face eager (sdpa)"], named["ours"], named["eager / ours"]) == (
+        "15.0",
+        "1.50",
+        "10.0",
+    )
+    assert dict(zip(header, second, strict=True))["eager model in one CUDA graph"] == "-"  # it failed
+    assert not any("vLLM" in name for name in header)  # measured on another GPU
+    result["gpu"] = load(RESULTS / "vllm.json")["gpu"]
+    assert "vLLM" in tables.readme(result)
+    assert load(RESULTS / "vllm.json")["note"] in tables.readme(result)
+
+
+def test_only_figures_of_a_gpu_with_a_table_are_taken_in(result: Result, tmp_path: Path) -> None:
+    store(tmp_path / "mine.json", result)
+    with pytest.raises(SystemExit, match="no table is made of it"):
+        tables.take_in([tmp_path / "mine.json"])
+    store(tmp_path / "readme.json", {**result, "gpu": None})
+    with pytest.raises(SystemExit, match="without a GPU"):
+        tables.take_in([tmp_path / "readme.json"])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("<!-- table: size -->\n<!-- end -->", "no table size; there are readme"),
+        ("<!-- table: host -->\n| 1 |\n", "has no end"),
+        ("<!-- table: host -->\n<!-- table: start -->\n<!-- end -->", "has no end"),
+    ],
+)
+def test_marks_that_cannot_be_filled_are_errors(text: str, message: str, tmp_path: Path) -> None:
+    document = tmp_path / "page.md"
+    document.write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=message):
+        tables.rewritten(document)
+
+
+def test_ratios_are_of_the_medians(result: Result) -> None:
+    header, first, second = cells(tables.summary(result, TOWER))
+    named = dict(zip(header, first, strict=True))
+    assert (named["floor"], named["ours"], named["ours / floor"]) == ("0.300", "1.50", "5.00")
+    assert (named["eager / ours"], named["graph-exact / ours"]) == ("10.0", "2.00")
+    assert dict(zip(header, second, strict=True))["eager / ours"] == "0.800"
+
+
+def test_units_of_towers(result: Result) -> None:
+    rows: list[dict[str, Any]] = [
+        {"tower": "clip", "workload": "start", "compile s": 10.4, "capture s": 2.6, "bytes": 3 * 2**29},
+        {"tower": "clip", "workload": "small", "sizes": [1], "eager": 4.0, "ours": 2.0, "rms error": 0.97},
+        {
+            "tower": "clip",
+            "workload": "batch of 8",
+            "sizes": [1, 2],
+            "eager": 9,
+            "ours": 2,
+            "rms error": 1.01,
+        },
+        {"tower": "step", "workload": "all", "failure": "RuntimeError: lost"},
+    ]
+    header, clip, step = cells(tables.towers({**result, "rows": rows}))
+    named = dict(zip(header, clip, strict=True))
+    assert (named["small"], named["batch of 8"]) == ("1: 4.00 / 2.00 = 2.00", "9.00 / 2.00 = 4.50")
+    assert (named["error"], named["compile s"], named["GiB"]) == ("1.01", "10", "1.5")
+    assert step[-1] == "RuntimeError: lost"
+
+
+def test_a_kernel_that_was_chosen_or_failed_shows() -> None:
+    row = {"segments": "1024", "chosen": ""}
+    rows = [
+        {**row, "kernel": "flash", "known": 49.25, "captured": 66.0, "chosen": "captured"},
+        {**row, "kernel": "dense", "known": 40.0, "chosen": "known, batch"},
+        {**row, "kernel": "broken", "failure": "RuntimeError", "known": 30.0},
+    ]
+    stored = {**load(RESULTS / "attention.json"), "rows": rows}
+    _, line = cells(tables.attention(stored))
+    assert line == ["1024", "49.2 / **66.0**", "**40.0**† / -", "30.0 / failed"]
+
+
+# --- files
+
+
+def test_a_file_is_written_as_a_whole(result: Result, tmp_path: Path) -> None:
+    path = tmp_path / "new" / "encoder.json"
+    store(path, result)
+    with pytest.raises(TypeError):
+        store(path, {**result, "rows": [{"p50": object()}]})
+    assert load(path) == result
+    assert json.loads(path.read_text("utf-8")) == result
+    store(None, {"rows": object()})  # nothing is to be written
+
+
+def test_parts_of_a_run_are_merged_and_keep_their_commits(result: Result) -> None:
+    later = {**result, "commit": "def", "rows": [{**result["rows"][-1], "p50": 7.0}]}
+    merged = merge([result, later])
+    assert len(merged["rows"]) == len(result["rows"])
+    assert merged["rows"][-1] == {**later["rows"][0], "commit": "def"}
+    assert {row["commit"] for row in merged["rows"][:-1]} == {"abc"}
+    assert "commit abc and def" in tables.summary(merged, TOWER)
+    same = merge([result, result])
+    assert same == result
+    with pytest.raises(ValueError, match="they differ in driver"):
+        merge([result, {**result, "driver": "590"}])
+    with pytest.raises(ValueError, match="of one run"):
+        merge([{**result, "case": "host"}] * 2)
