@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from towers import MODELS
+from cases.towers import MODELS
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.models.random import DEMO_MODEL, demo_tower
