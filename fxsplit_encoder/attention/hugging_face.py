@@ -1,7 +1,7 @@
-"""Our op behind Hugging Face's attention interface, so that a packed tower calls it once a layer.
+"""Our op behind Hugging Face's attention interface, so that a packed tower calls it once per layer.
 
-Transformers takes its variable-length branch (one call a layer, cumulative lengths passed through) only for
-implementations whose name contains "flash"; any other name gets one call an image, split on the host.
+Transformers takes its variable-length branch (one call per layer, cumulative lengths passed through) only for
+implementations whose name contains "flash"; any other name gets one call per image, split on the host.
 """
 
 from __future__ import annotations
@@ -26,33 +26,37 @@ def hugging_face_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None = None,
-    scaling: float | None = None,
+    *,
     cu_seq_lens_q: Tensor | None = None,
-    max_length_q: int | None = None,
-    **kwargs: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """Hugging Face's signature: (batch, heads, tokens, head_dim) in, (batch, tokens, heads, head_dim) out.
 
     With cumulative lengths the batch is 1 and the tokens are packed; without them every row of the batch is a
     sequence, and Hugging Face's own "sdpa" does the work.
 
+    Args:
+        cu_seq_lens_q: (segments + 1,) int32 cumulative lengths; None: nothing is packed.
+        options: what else a tower passes. Packed attention reads `scaling`, `max_length_q` and `is_causal`.
+
     Raises:
         UnsupportedTowerError: packed attention that is causal.
     """
     if cu_seq_lens_q is None:
         result: tuple[Tensor, None] = sdpa_attention_forward(
-            module, query, key, value, attention_mask, scaling=scaling, **kwargs
+            module, query, key, value, attention_mask, **options
         )
         return result
-    is_causal = kwargs.get("is_causal")
+    is_causal = options.get("is_causal")
     if getattr(module, "is_causal", False) if is_causal is None else is_causal:
         raise UnsupportedTowerError(
             f"{type(module).__name__} asks for causal attention over packed segments; "
             "fxsplit::varlen_attention attends in both directions"
         )
+    scaling, longest = options.get("scaling"), options.get("max_length_q")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     q_THD, k_THD, v_THD = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    bound = q_THD.shape[0] if max_length_q is None else max_length_q
+    bound = q_THD.shape[0] if longest is None else longest
     return varlen_attention(q_THD, k_THD, v_THD, cu_seq_lens_q, bound, scale).unsqueeze(0), None
 
 

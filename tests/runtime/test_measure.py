@@ -24,28 +24,28 @@ def test_costs_lack_the_attention_of_the_measured_segment() -> None:
         10: MeasuredCosts({"full": 2.0, "piecewise": 3.0}, exact=4.0, host=0.5, single_segment=1.5),
         20: MeasuredCosts({}, exact=8.0, host=0.5),
     }
-    route = MEASURED.with_captures(ladder(costs, exact=(20,)), {10: 8}, compiled=True)
+    path_costs = MEASURED.with_captures(ladder(costs, exact=(20,)), {10: 8}, compiled=True)
     assert MEASURED.attention_ms(20) == pytest.approx(4.0)
-    assert route.replay == pytest.approx({10: 1.0})
-    assert route.one_segment == pytest.approx({10: 0.5})
-    assert dict(route.exact) == pytest.approx({10: 3.0, 20: 4.0})
-    assert dict(route.eager) == pytest.approx({10: 8.0})
-    assert (route.attention, route.max_segments, route.measured) == (1 / 1600, {10: 8}, True)
+    assert path_costs.replay == pytest.approx({10: 1.0})
+    assert path_costs.one_segment == pytest.approx({10: 0.5})
+    assert dict(path_costs.exact) == pytest.approx({10: 3.0, 20: 4.0})
+    assert dict(path_costs.eager) == pytest.approx({10: 8.0})
+    assert (path_costs.attention, path_costs.max_segments, path_costs.measured) == (1 / 1600, {10: 8}, True)
 
 
 def test_an_exact_run_costs_no_less_than_the_host_needs() -> None:
     costs = {20: MeasuredCosts({"full": 8.0}, exact=8.0, host=6.0, attention=MEASURED.attention_ms(20))}
     assert costs[20].exact_price == pytest.approx(8.4)
-    route = MEASURED.with_captures(ladder(costs), {}, compiled=True)
-    assert dict(route.exact) == pytest.approx({20: 6.0}), "not 8.4 - 4.0"
-    assert route.replay[20] < route.exact[0][1]
+    path_costs = MEASURED.with_captures(ladder(costs), {}, compiled=True)
+    assert dict(path_costs.exact) == pytest.approx({20: 6.0}), "not 8.4 - 4.0"
+    assert path_costs.replay[20] < path_costs.exact[0][1]
 
 
 def test_what_did_not_compile_has_no_exact_shape() -> None:
     costs = {10: MeasuredCosts({"full": 2.0}, exact=math.inf, host=math.inf)}
-    route = MEASURED.with_captures(ladder(costs), {}, compiled=False)
-    assert route.exact == ()
-    assert route.eager
+    path_costs = MEASURED.with_captures(ladder(costs), {}, compiled=False)
+    assert path_costs.exact == ()
+    assert path_costs.eager
 
 
 def test_where_memory_ran_out_no_time_is_known() -> None:
@@ -53,9 +53,9 @@ def test_where_memory_ran_out_no_time_is_known() -> None:
         10: MeasuredCosts({"full": 2.0}, exact=4.0),
         20: MeasuredCosts({"full": 5.0}, exact=math.inf, host=math.inf),
     }
-    route = MEASURED.with_captures(ladder(costs), {}, compiled=True)
-    assert [tokens for tokens, _ in route.exact] == [10]
-    assert math.isfinite(route.table((10, 20), (None, None), 20, False).fallback(15)[0])
+    path_costs = MEASURED.with_captures(ladder(costs), {}, compiled=True)
+    assert [tokens for tokens, _ in path_costs.exact] == [10]
+    assert math.isfinite(path_costs.table((10, 20), (None, None), 20, False).fallback(15)[0])
 
 
 class Forward:
