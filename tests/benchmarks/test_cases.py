@@ -35,7 +35,8 @@ MOST_ERROR = {"passes": 0.1, "towers": towers.ALLOWED_ERROR}
 def test_a_case_runs_on_a_cpu(case: str, tmp_path: Path) -> None:
     output = tmp_path / f"{case}.json"
     command = [sys.executable, str(ROOT / "benchmarks" / "bench.py"), case, *OPTIONS[case]]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         [*command, "--output", str(output)], env=environment, capture_output=True, text=True, check=False
     )

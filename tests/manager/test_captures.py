@@ -443,7 +443,9 @@ def test_a_value_may_be_kept_only_until_another_budget_fills_the_memory() -> Non
     with pytest.raises(
         ReplayError, match="patches: the replay would keep what this buffer holds, but another"
     ):
-        manager.paths["default"].load(capture, manager.paths["default"].values(small))
+        path = manager.paths["default"]
+        values = path.values(small)
+        capture.load(values, path.forward.rows(values))
 
 
 @settings(max_examples=60)
