@@ -170,21 +170,25 @@ def measure(sides: Mapping[str, Side], workloads: Mapping[str, Any], rounds: int
         for workload in workloads:
             for name, side in sides.items():
                 for what, times in side.ask(do="measure", name=workload, samples=samples).items():
-                    if times:
-                        found[name][workload].setdefault(what, []).append(times)
+                    found[name][workload].setdefault(what, []).append(times)
     return found
 
 
 def compare(samples: Mapping[str, Samples]) -> list[dict[str, Any]]:
-    """A row for each workload and each of its times that both sides have, in milliseconds."""
+    """A row for each workload and each of its times, in milliseconds, over the turns in which both sides have
+    some: a manager that chooses the exact shape in a turn replays nothing there.
+    """
     rows = []
     for workload, times in samples["this"].items():
         for what, mine in times.items():
             theirs = samples["baseline"][workload].get(what)
-            if theirs is None:
+            pairs = [(a, b) for a, b in zip(mine, theirs or [], strict=False) if a and b]
+            if not pairs:
                 continue
-            turns = [statistics.median(a) / statistics.median(b) for a, b in zip(mine, theirs, strict=True)]
-            one, other = (summarize([ms for turn in side for ms in turn]) for side in (theirs, mine))
+            turns = [statistics.median(a) / statistics.median(b) for a, b in pairs]
+            other, one = (
+                summarize([ms for turn in side for ms in turn]) for side in zip(*pairs, strict=True)
+            )
             rows.append(
                 {
                     "workload": workload,

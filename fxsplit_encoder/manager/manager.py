@@ -58,7 +58,6 @@ class EncoderCudaGraphManager:
             the budgets of a path, or the items of a batch, to it.
         process_group: the ranks that share the items if `config.data_parallel` is set; None: the default
             group.
-        trace: a file to which the item sizes of every request are appended, for `encoder-cg tune`.
 
     Threads may share a manager: batches run one at a time. Without CUDA the recorded steps are replayed one
     by one over the same static buffers: right, and no faster.
@@ -79,7 +78,6 @@ class EncoderCudaGraphManager:
         log_interval: int = 100,
         vllm_config: Any = None,
         process_group: ProcessGroup | None = None,
-        trace: str | os.PathLike[str] | None = None,
     ) -> None:
         if missing := missing_methods(tower):
             raise InputError(
@@ -124,7 +122,7 @@ class EncoderCudaGraphManager:
             num_axes=len(self.model_config.capture_axes),
             debug=self.config.debug,
         )
-        self._trace = TraceWriter(trace) if trace is not None else None
+        self._trace: TraceWriter | None = None
         self._captured = False
         self._missed_capture = not self._is_idle
         """Whether an execution before the first capture is still to be warned of."""
@@ -355,6 +353,18 @@ class EncoderCudaGraphManager:
         self._captures.clear()
         self._captures.capture(held)
         self._use_captures()
+
+    def record_trace(self, path: str | os.PathLike[str]) -> None:
+        """Appends the item sizes of every request from now on to a file, for `encoder-cg tune`.
+
+        Raises:
+            InputError: the file cannot be opened.
+        """
+        writer = TraceWriter(path)
+        with self._lock:
+            self._trace, before = writer, self._trace
+        if before is not None:
+            before.close()
 
     def stats(self) -> ManagerStats:
         """Hits, misses by reason, padding and bytes so far."""

@@ -29,7 +29,8 @@ def asked(what: str, out: Path) -> list[list[str]]:
 def test_every_table_is_measured_by_a_command_that_parses(tmp_path: Path) -> None:
     out = tmp_path / "out"
     parsed = [parse(command) for command in asked("all", out)]
-    assert {arguments.output.name for arguments in parsed} == {table.file for table in TABLES.values()}
+    # Two commits are compared when a change may cost time, not again for every set of tables.
+    assert {arguments.output.name for arguments in parsed} == {t.file for t in TABLES.values()} - {"ab.json"}
     assert {arguments.case for arguments in parsed} == set(CASES) - {"ab"}
     assert asked("all", out) == []  # what is done does not run again
 

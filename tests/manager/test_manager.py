@@ -409,7 +409,8 @@ def test_a_tower_without_modalities_captures_nothing_and_says_so(
 
 def test_every_request_is_a_line_of_the_trace(tiny_towers: Any, make_batch: Any, tmp_path: Any) -> None:
     config = fx.EncoderConfig(mode="none", token_budgets=(4, 16), max_items_per_batch=2)
-    manager = fx.EncoderCudaGraphManager(tiny_towers.wrapped, config, trace=tmp_path / "trace.jsonl")
+    manager = fx.EncoderCudaGraphManager(tiny_towers.wrapped, config)
+    manager.record_trace(tmp_path / "trace.jsonl")
     manager.execute(make_batch([(1, 4, 4), (1, 2, 2)], [(3, 2, 4)]))
     manager.plan(make_batch([(1, 8, 8)]))  # encodes nothing
     with pytest.raises(InputError, match="image_grid_thw describes 16 patches"):
