@@ -360,11 +360,10 @@ class EncoderCudaGraphManager:
         Raises:
             InputError: the file cannot be opened.
         """
-        writer = TraceWriter(path)
         with self._lock:
-            self._trace, before = writer, self._trace
-        if before is not None:
-            before.close()
+            self._trace, before = TraceWriter(path), self._trace
+            if before is not None:
+                before.close()
 
     def stats(self) -> ManagerStats:
         """Hits, misses by reason, padding and bytes so far."""
@@ -385,8 +384,7 @@ def _without_autograd() -> AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _outside_inference_mode() -> Iterator[None]:
-    # Static buffers are ordinary tensors; inside inference mode they could not be written later outside
-    # of it.
+    # Static buffers are ordinary tensors; inside inference mode they could not be written outside of it.
     with torch.inference_mode(False), torch.no_grad():
         yield
 
