@@ -90,14 +90,14 @@ class StaticBuffer:
             return None
         view = own[: like.shape[0]]
         view.copy_(like)
-        narrow = StaticBuffer(
+        shorter = StaticBuffer(
             self.name, view, self.token_dim, self.padding_logic, is_permutation=self.is_permutation
         )
-        narrow._contents = self._contents
-        narrow._contents.owner = narrow.token
-        narrow._contents.source = None
-        narrow._mark(narrow.capacity)
-        return narrow
+        shorter._contents = self._contents
+        shorter._contents.owner = shorter.token
+        shorter._contents.source = None
+        shorter._mark(shorter.capacity)
+        return shorter
 
     def check(self, value: StaticValue) -> None:
         """Raises ReplayError unless `value` fits: same dimensions, at most as many rows (capture rule 3)."""

@@ -46,8 +46,8 @@ class CapturePlan:
         own = 0
         for capture in self.captures:
             if capture.pruned is None:
-                route = (capture.key.path, capture.key.axis_keys)
-                shared[route] = max(shared.get(route, 0), capture.input_bytes - capture.own_bytes)
+                path = (capture.key.path, capture.key.axis_keys)
+                shared[path] = max(shared.get(path, 0), capture.input_bytes - capture.own_bytes)
                 own += capture.own_bytes
         return sum(shared.values()) + own
 

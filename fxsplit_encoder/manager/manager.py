@@ -114,13 +114,9 @@ class EncoderCudaGraphManager:
         self._captures = CaptureSet(self.paths_by_key, self.pool, self.config.max_graph_bytes, skippable)
         self.data_parallel = DataParallel(process_group, self.device) if self.config.data_parallel else None
         self._plans = RequestPlans(tower, self.config, self.model_config, self.paths_by_key)
+        num_axes, debug = len(self.model_config.capture_axes), self.config.debug
         self._runner = BatchRunner(
-            tower,
-            self.paths_by_key,
-            self.pool,
-            self.statistics,
-            num_axes=len(self.model_config.capture_axes),
-            debug=self.config.debug,
+            tower, self.paths_by_key, self.pool, self.statistics, num_axes=num_axes, debug=debug
         )
         self._trace: TraceWriter | None = None
         self._captured = False

@@ -162,6 +162,10 @@ class PathForward:
                 splitting_ops=self.options.splitting_ops,
                 padding_logics=logics,
             )
+        padding = program.program.padding
+        if not (padding.segments_may_grow or padding.proved or self.declares_padding):
+            # A capture serves every batch of its tokens, in however many segments.
+            raise CaptureError(f"the code reads how its rows are cut into segments ({padding})")
         bindings = program.program.begin(program.arguments(values))
         fresh = FreshInputs(tokens, values, program.tokens(values), bindings)
         return request_of_program(program.region, fresh, self.parameters, shared, logics)

@@ -249,6 +249,30 @@ class LessMeanUndeclared(LessMean):
     declares_padding = False
 
 
+class CountsSegments(SplitModel):
+    """Reads how many segments a batch has, which captures of its token count do not tell apart."""
+
+    declares_padding = False
+
+    def encoder_cudagraph_forward(self, inputs: dict[str, Tensor], path: str = "default") -> Tensor:
+        output = super().encoder_cudagraph_forward(inputs, path)
+        return output * inputs["lengths"].shape[0]
+
+
+@pytest.mark.parametrize("mode", ["exact", "full"])
+def test_a_tower_that_counts_segments_is_not_replayed(mode: str) -> None:
+    model = CountsSegments()
+    config = fx.EncoderConfig(mode=mode, token_budgets=(4, 8), max_items_per_batch=4, exact_min_hits=1)
+    manager = fx.EncoderCudaGraphManager(model, config)
+    manager.capture()
+    for lengths in ((8,), (3, 5), (2, 2, 4), (8,)):
+        inputs = batch(*lengths)
+        output = manager.execute(inputs)
+        expected = model.encoder_eager_forward(inputs)
+        torch.testing.assert_close(torch.cat(output), expected, rtol=0, atol=1e-5)
+    assert manager.stats().hits == 0
+
+
 @pytest.mark.parametrize(
     ("model", "debug", "misses", "report"),
     [

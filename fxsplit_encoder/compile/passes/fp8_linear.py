@@ -164,17 +164,17 @@ def _rows(layer: Linear) -> str:
     return str(layer.node.meta["val"].shape[0])
 
 
-def _reaches_product(start: fx.Node, neighbours: Callable[[fx.Node], Iterable[fx.Node]]) -> bool:
-    """Whether one follows from a node, in the direction of `neighbours`."""
+def _reaches_product(start: fx.Node, neighbors: Callable[[fx.Node], Iterable[fx.Node]]) -> bool:
+    """Whether one follows from a node, in the direction of `neighbors`."""
     seen: set[fx.Node] = set()
-    waiting = list(neighbours(start))
+    waiting = list(neighbors(start))
     while waiting:
         node = waiting.pop()
         if node.target in _PRODUCTS or node.target is linear_fp8:
             return True
         if node not in seen:
             seen.add(node)
-            waiting += neighbours(node)
+            waiting += neighbors(node)
     return False
 
 
