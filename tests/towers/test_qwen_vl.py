@@ -112,10 +112,10 @@ class TestQwen25VL(PackedTowerTests):
         assert program.region.segment_inputs == ("cu_window_seqlens", "cu_seqlens")
         assert program.region.frame_lengths == "cu_seqlens"
         request = managers["full"].paths["default"].ladder._request(16)
-        narrow = request.one_segment()
+        single = request.single_segment()
         before, after = (
             {name: buffer.tensor.shape[0] for name, buffer in r.inputs.buffers.items()}
-            for r in (request, narrow)
+            for r in (request, single)
         )
         assert (before["cu_seqlens"], after["cu_seqlens"]) == (10, 2)
         assert {**before, "cu_seqlens": 2} == after
