@@ -19,6 +19,7 @@ from fxsplit_encoder.errors import (
     RankError,
     ReplayError,
     UnsupportedTowerError,
+    WeightsMovedError,
 )
 from fxsplit_encoder.manager import EncoderCudaGraphManager, ManagerStats
 from fxsplit_encoder.planning import MissReason, Plan, generate_budgets
@@ -65,6 +66,7 @@ __all__ = [
     "ReplayError",
     "SupportsEncoderCudaGraph",
     "UnsupportedTowerError",
+    "WeightsMovedError",
     "eager_break_during_capture",
     "generate_budgets",
     "scatter_output_slices",

@@ -16,6 +16,7 @@ from fxsplit_encoder.errors import ConfigError, FxSplitError, MissingExtraError
         ("CaptureError", (FxSplitError, RuntimeError)),
         ("CaptureMemoryError", (errors.CaptureError,)),
         ("ReplayError", (FxSplitError, RuntimeError)),
+        ("WeightsMovedError", (errors.ReplayError,)),
         ("RankError", (FxSplitError, RuntimeError)),
         ("MissingExtraError", (FxSplitError, ImportError)),
     ],

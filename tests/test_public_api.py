@@ -29,6 +29,7 @@ NAMES = [
     "ReplayError",
     "SupportsEncoderCudaGraph",
     "UnsupportedTowerError",
+    "WeightsMovedError",
     "eager_break_during_capture",
     "generate_budgets",
     "scatter_output_slices",
