@@ -84,7 +84,7 @@ class CapturedProgram:
             measured=scope.measured,
             attention_ms=self._attention_ms,
         )
-        self.unpadded = UnpaddedReplays(self._request_unpadded, scope, attention_ms=self._attention_ms)
+        self.unpadded = UnpaddedReplays(self._request, scope, attention_ms=self._attention_ms)
 
     # --- what may be captured
 
@@ -120,9 +120,6 @@ class CapturedProgram:
             entries = (buffers[name].tensor.shape[0] for name in request.segment_inputs)
             self.segment_capacity[budget] = min(entries) - 1
         return request
-
-    def _request_unpadded(self, tokens: int, shared: SharedBuffers) -> CaptureRequest:
-        return self._request(tokens, shared)
 
     def _request(self, tokens: int, shared: SharedBuffers) -> CaptureRequest:
         region = self.forward.region

@@ -76,7 +76,8 @@ def request_of_program(
 
     frames = region.frame_lengths
     request = request_over(buffers)
-    if frames is None or not _may_have_other_segments(region) or buffers[frames].tensor.shape[0] <= 2:
+    may_grow = program.padding.segments_may_grow
+    if frames is None or not may_grow or buffers[frames].tensor.shape[0] <= 2:
         return request
 
     def single_segment() -> CaptureRequest:
@@ -85,10 +86,6 @@ def request_of_program(
         return request_over({**buffers, frames: StaticBuffer(frames, lengths, None)})
 
     return replace(request, single_segment=single_segment)
-
-
-def _may_have_other_segments(region: NamedRegion) -> bool:
-    return region.program.padding.segments_may_grow
 
 
 def request_of_module(
