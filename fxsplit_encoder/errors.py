@@ -3,6 +3,7 @@
 FxSplitError
 +-- ConfigError (ValueError)             a setting is unknown, malformed or contradicts another
 +-- InputError (ValueError)              an argument or a tensor is not what the call takes
+|   +-- MediaError                       an image, video or clip cannot be decoded, or is beyond a limit
 +-- UnsupportedTowerError (TypeError)    no adapter encodes this module
 +-- CompileError (RuntimeError)          a graph could not be split or a piece not compiled
 +-- CaptureError (RuntimeError)          a token budget could not be captured
@@ -37,6 +38,10 @@ class ConfigError(FxSplitError, ValueError):
 
 class InputError(FxSplitError, ValueError):
     """An argument, a tensor or what a tower declares about its items is not what the call takes."""
+
+
+class MediaError(InputError):
+    """An image, a video or a clip cannot be decoded, or is beyond a limit."""
 
 
 class UnsupportedTowerError(FxSplitError, TypeError):

@@ -3,7 +3,7 @@ import pickle
 import pytest
 
 from fxsplit_encoder import errors
-from fxsplit_encoder.errors import ConfigError, FxSplitError, MissingExtraError
+from fxsplit_encoder.errors import ConfigError, FxSplitError, InputError, MissingExtraError
 
 
 @pytest.mark.parametrize(
@@ -11,6 +11,7 @@ from fxsplit_encoder.errors import ConfigError, FxSplitError, MissingExtraError
     [
         ("ConfigError", (FxSplitError, ValueError)),
         ("InputError", (FxSplitError, ValueError)),
+        ("MediaError", (InputError,)),
         ("UnsupportedTowerError", (FxSplitError, TypeError)),
         ("CompileError", (FxSplitError, RuntimeError)),
         ("CaptureError", (FxSplitError, RuntimeError)),

@@ -20,6 +20,7 @@ NAMES = [
     "GraphPool",
     "InputError",
     "ManagerStats",
+    "MediaError",
     "MissReason",
     "MissingExtraError",
     "PackedTower",

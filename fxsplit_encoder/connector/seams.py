@@ -1,0 +1,80 @@
+"""What the connector's parts hand to each other, and who prepares and encodes media."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import torch
+
+Modality = Literal["image", "video", "audio"]
+
+
+@dataclass(frozen=True, eq=False)
+class MediaItem:
+    """One image, video or audio clip of a request, as its caller has it.
+
+    ``media`` is a PIL image, an array, encoded bytes or a path. ``options`` are the processor's arguments for
+    this item alone (such as its limits of resolution): they change the token count and the cache's key.
+    """
+
+    modality: Modality
+    media: object
+    options: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedItem:
+    """One item as the encoder takes it, in host memory.
+
+    ``inputs`` are the tower's keyword arguments for this item alone: ``pixel_values`` (patches, width),
+    ``image_grid_thw`` (1, 3). Its feature has ``num_tokens`` rows. ``digest`` (32 bytes) identifies media,
+    processor and options. ``metadata`` travels with the feature: grids, timestamps of a video's frames.
+    """
+
+    modality: Modality
+    digest: bytes
+    inputs: Mapping[str, torch.Tensor]
+    num_tokens: int
+    metadata: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of ``inputs``."""
+        return sum(tensor.nbytes for tensor in self.inputs.values())
+
+
+class MediaProcessor(Protocol):
+    """Turns media into the tower's inputs. Called from several threads at once."""
+
+    def count_tokens(self, item: MediaItem) -> int:
+        """Rows of the item's feature, from its dimensions alone: nothing is decoded or hashed."""
+        ...
+
+    def prepare(self, item: MediaItem) -> PreparedItem:
+        """Decode, check and preprocess one item; raises a ``MediaError`` for what cannot be."""
+        ...
+
+
+class FeatureEncoder(Protocol):
+    """Encodes prepared items on one device.
+
+    Its methods are called from one thread, the one that called ``start``; ``predict_cost`` from any.
+    """
+
+    def start(self) -> None:
+        """Make ready to encode: load, compile, capture."""
+        ...
+
+    def predict_cost(self, item: PreparedItem) -> float:
+        """What encoding the item alone costs, in any unit that adds up; also before ``start``."""
+        ...
+
+    def encode(self, items: Sequence[PreparedItem]) -> list[torch.Tensor]:
+        """Features (rows, width), one per item and in order, owned by the caller."""
+        ...
+
+    def close(self) -> None:
+        """Give back what the encoder holds; idempotent."""
+        ...
