@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := test
 .DELETE_ON_ERROR:
-.PHONY: demo test quick lint types bench house clean
+.PHONY: demo test quick lint types docs bench house clean
 
 demo: $(STAMP)
 	$(BIN)/encoder-cg demo
@@ -25,6 +25,10 @@ lint: $(STAMP)
 
 types: $(STAMP)
 	$(BIN)/mypy
+
+# The pages and the API reference as a site; a warning is an error.
+docs: $(STAMP)
+	$(BIN)/sphinx-build -q -W --keep-going -b html docs build/docs
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/bench.py encoder --quick

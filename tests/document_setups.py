@@ -1,0 +1,95 @@
+"""What the code of a page of docs/ takes as given: a model that the reader has, requests, a process group."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+import fxsplit_encoder as fx
+from tests.conftest import random_tower
+
+ROOT = Path(__file__).parents[1]
+Names = dict[str, Any]
+
+
+def nothing() -> Names:
+    """The page's code stands by itself."""
+    return {}
+
+
+def loaded_model() -> Names:
+    """A model with a vision tower, and the inputs of two images."""
+    pixels, grid = torch.randn(48, 1536), torch.tensor([[1, 4, 8], [1, 4, 4]])
+    model = SimpleNamespace(model=SimpleNamespace(visual=random_tower()))
+    return {"fx": fx, "torch": torch, "model": model, "pixel_values": pixels, "grid_thw": grid}
+
+
+def wrapped_tower() -> Names:
+    """A tower of this library's, and a manager of it."""
+    names = loaded_model()
+    tower = fx.wrap(names["model"].model.visual)
+    config = fx.EncoderConfig(token_budgets=[4, 16])
+    images = {"pixel_values": names["pixel_values"], "image_grid_thw": names["grid_thw"]}
+    return {**names, "images": images, "tower": tower, "manager": fx.EncoderCudaGraphManager(tower, config)}
+
+
+class _Routed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.route: Callable[..., Any] | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.route is not None
+        return x * 2 + self.route(x)
+
+
+def routed_module() -> Names:
+    """A module that reads a value on the host."""
+    names = loaded_model()
+    pixels, grid = names["pixel_values"], names["grid_thw"]
+    x, another = torch.randn(4), torch.randn(4)
+    return {
+        "torch": torch,
+        "table": torch.arange(4.0),
+        "module": _Routed(),
+        "x": x,
+        "another": another,
+        "model": names["model"],
+        "pixels": pixels,
+        "grid": grid,
+    }
+
+
+SETUPS: dict[str, Callable[[], Names]] = {
+    "backend": loaded_model,
+    "breakable": routed_module,
+    "data_parallel": wrapped_tower,
+    "manager": wrapped_tower,
+    "performance": wrapped_tower,
+}
+"""By the name of the page; a page without one stands by itself."""
+
+FEW = '"mode": "full", "token_budgets": [16, 32]'
+REPLACED: dict[str, dict[str, str]] = {
+    "backend": {'"mode": "full"': FEW},
+    "data_parallel": {
+        'init_process_group("nccl")': 'init_process_group("gloo", rank=0, world_size=1)',
+        "data_parallel=True": "data_parallel=True, token_budgets=[4, 16]",
+        '{"pixel_values": pixels, "image_grid_thw": grid}': "images",
+    },
+}
+"""What of a page's code a machine without GPUs runs otherwise: another transport, few budgets."""
+
+
+def working_directory(path: Path) -> Path:
+    """`path` as the examples expect a checkout to be: configurations, and a recorded run."""
+    (path / "configs").symlink_to(ROOT / "configs")
+    (path / "examples").symlink_to(ROOT / "examples")
+    shutil.copy(ROOT / "examples" / "traces" / "chat_images.jsonl", path / "requests.jsonl")
+    return path
