@@ -10,6 +10,9 @@ FxSplitError
 |   +-- CaptureMemoryError               it did not fit in memory, or in `max_graph_bytes`
 +-- ReplayError (RuntimeError)           a capture rule was broken at replay
 |   +-- WeightsMovedError                parameters lie elsewhere than at the capture
++-- ConnectorError (RuntimeError)        a request's media were not encoded; `retryable`, `kind`
+|   +-- ConnectorFullError               too much waits already
++-- EncoderLostError (RuntimeError)      an encoder's process, thread or device is gone
 +-- RankError (RuntimeError)             another rank of the process group failed, or is gone
 +-- MissingExtraError (ImportError)      an optional dependency is not installed
 
@@ -66,6 +69,33 @@ class ReplayError(FxSplitError, RuntimeError):
 
 class WeightsMovedError(ReplayError):
     """Parameters were moved or replaced since the capture, which reads them where they were."""
+
+
+class ConnectorError(FxSplitError, RuntimeError):
+    """Media of one request were not encoded; other requests are not concerned.
+
+    Args:
+        message: what happened.
+        kind: one of `fxsplit_encoder.connector.FAILURE_KINDS`, by which failures are counted.
+        retryable: whether the same request may succeed if it is submitted again.
+    """
+
+    def __init__(self, message: str, kind: str, retryable: bool) -> None:
+        # All stay in `args`, so that the error survives pickling between processes.
+        super().__init__(message, kind, retryable)
+        self.kind = kind
+        self.retryable = retryable
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class ConnectorFullError(ConnectorError):
+    """The connector takes no further request before some of those that wait are done."""
+
+
+class EncoderLostError(FxSplitError, RuntimeError):
+    """An encoder is gone with its process, thread or device; what it had in hand may go to another."""
 
 
 class RankError(FxSplitError, RuntimeError):

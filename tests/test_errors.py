@@ -18,6 +18,9 @@ from fxsplit_encoder.errors import ConfigError, FxSplitError, InputError, Missin
         ("CaptureMemoryError", (errors.CaptureError,)),
         ("ReplayError", (FxSplitError, RuntimeError)),
         ("WeightsMovedError", (errors.ReplayError,)),
+        ("ConnectorError", (FxSplitError, RuntimeError)),
+        ("ConnectorFullError", (errors.ConnectorError,)),
+        ("EncoderLostError", (FxSplitError, RuntimeError)),
         ("RankError", (FxSplitError, RuntimeError)),
         ("MissingExtraError", (FxSplitError, ImportError)),
     ],
@@ -45,3 +48,8 @@ def test_missing_extra_names_the_command_and_survives_pickling() -> None:
     assert (error.feature, error.extra) == ("wrapping Hugging Face towers", "hf")
     assert "wrapping Hugging Face towers" in str(error)
     assert "pip install 'fxsplit-encoder[hf]'" in str(error)
+
+
+def test_connector_error_says_whether_to_try_again_and_survives_pickling() -> None:
+    error = pickle.loads(pickle.dumps(errors.ConnectorError("item 0: too slow", "timeout", True)))
+    assert (str(error), error.kind, error.retryable) == ("item 0: too slow", "timeout", True)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 
 Modality = Literal["image", "video", "audio"]
+Reduction = Literal["half_frames", "half_resolution"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,15 +53,29 @@ class MediaProcessor(Protocol):
         """Rows of the item's feature, from its dimensions alone: nothing is decoded or hashed."""
         ...
 
+    def digest(self, item: MediaItem) -> bytes:
+        """The ``digest`` that the prepared item will have, without decoding it: a cache is asked first."""
+        ...
+
     def prepare(self, item: MediaItem) -> PreparedItem:
         """Decode, check and preprocess one item; raises a ``MediaError`` for what cannot be."""
+        ...
+
+
+@runtime_checkable
+class MediaReducer(Protocol):
+    """A ``MediaProcessor`` that can also ask less of an item for which memory did not suffice."""
+
+    def reduce(self, item: MediaItem, how: Reduction) -> MediaItem | None:
+        """The item with half its frames, or with half of each side; None where it has no more to give."""
         ...
 
 
 class FeatureEncoder(Protocol):
     """Encodes prepared items on one device.
 
-    Its methods are called from one thread, the one that called ``start``; ``predict_cost`` from any.
+    Its methods are called from one thread, the one that called ``start``; ``predict_cost`` and ``row_bytes``
+    from any, also before ``start``.
     """
 
     def start(self) -> None:
@@ -68,11 +83,20 @@ class FeatureEncoder(Protocol):
         ...
 
     def predict_cost(self, item: PreparedItem) -> float:
-        """What encoding the item alone costs, in any unit that adds up; also before ``start``."""
+        """What encoding the item alone costs, in any unit that adds up."""
+        ...
+
+    def row_bytes(self, modality: Modality) -> int | None:
+        """Bytes of one row of a feature, for which memory is reserved; None: it does not encode these."""
         ...
 
     def encode(self, items: Sequence[PreparedItem]) -> list[torch.Tensor]:
-        """Features (rows, width), one per item and in order, owned by the caller."""
+        """Features (rows, width), one per item and in order, owned by the caller.
+
+        Raises:
+            EncoderLostError: this encoder will not encode again; another has to be started. Any other error
+                means that some of these items cannot be encoded.
+        """
         ...
 
     def close(self) -> None:
