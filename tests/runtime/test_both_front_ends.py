@@ -37,7 +37,7 @@ def compiled_tower(tower: Any, config: fx.EncoderConfig, example: list[Any]) -> 
     ("name", "options"),
     [
         (QWEN3, {}),
-        (QWEN25, {}),
+        (QWEN25, {"token_budgets": (8, 40)}),
         (QWEN3, {"mode": "exact"}),
         (QWEN3, {"mode": "piecewise", "token_budgets": (4, 16)}),
     ],

@@ -131,7 +131,7 @@ def _runnable(layout: int, steps: list[Step]) -> list[Step]:
 
 @pytest.mark.slow
 @settings(
-    max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None
+    max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None
 )
 @given(st.integers(0, len(_LAYOUTS) - 1), st.lists(_steps, min_size=2, max_size=6))
 def test_whatever_is_proved_may_be_padded(layout: int, steps: list[Step]) -> None:
