@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -65,6 +66,8 @@ class PathForward:
         self._refusal: str | None = None
         """Why it does not compile."""
         self._growing: frozenset[str] | None = None
+        self.unused: dict[str, None] = {}
+        """The inputs for which the tower gives None: its forward gets that, and no capture has them."""
 
     @property
     def region(self) -> NamedRegion | None:
@@ -73,15 +76,16 @@ class PathForward:
 
     def __call__(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """The tower's own forward."""
-        return self.tower.encoder_cudagraph_forward(dict(inputs), path=self.name)
+        given: dict[str, Any] = {**self.unused, **inputs}
+        return self.tower.encoder_cudagraph_forward(given, path=self.name)
 
     # --- inputs
 
     def capture_values(self, budget: int) -> dict[str, Tensor]:
-        """Fresh inputs of so many output tokens.
+        """Fresh inputs of so many output tokens, without those that are not used.
 
         Raises:
-            InputError: the tower cannot make them for these axis keys.
+            InputError: the tower cannot make them for these axis keys, or uses one at some sizes only.
         """
         try:
             prepared = self.tower.prepare_encoder_cudagraph_capture_inputs(
@@ -95,7 +99,14 @@ class PathForward:
             )
         except ValueError as error:
             raise InputError(f"{self.label}: no inputs for {budget} tokens: {error}") from error
-        return dict(prepared.values)
+        values = {name: value for name, value in prepared.values.items() if value is not None}
+        self.unused.update(dict.fromkeys(prepared.values.keys() - values.keys()))
+        if varying := sorted(values.keys() & self.unused.keys()):
+            raise InputError(
+                f"{self.label}: {varying[0]} is a tensor for {budget} tokens and None for another number; "
+                "expected the same inputs to be used at every size"
+            )
+        return values
 
     def first_values(self, budgets: Sequence[int]) -> dict[str, Tensor]:
         """Inputs of the first of these budgets for which the tower can make any.
@@ -182,8 +193,9 @@ class PathForward:
             return None
         values = {name: _with_contents(tensor) for name, tensor in values.items()}
         expected = self(values)
-        captured.load(values, self.rows(values))
-        return difference([expected], [captured.replay()[0]], "other")
+        with captured.inputs.kept_constants():
+            captured.load(values, self.rows(values))
+            return difference([expected], [captured.replay()[0]], "other")
 
     # --- compile
 
