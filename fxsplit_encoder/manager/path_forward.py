@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fxsplit_encoder._torch.staging import to_device
 from fxsplit_encoder.capture import CapturedForward, CaptureRequest, SharedBuffers, StaticParameters
@@ -17,6 +17,7 @@ from fxsplit_encoder.capture.probe import difference
 from fxsplit_encoder.compile import BoundProgram, CompileOptions, NamedRegion, trace_forward
 from fxsplit_encoder.errors import CaptureError, CompileError, InputError
 from fxsplit_encoder.manager.tensor_parallel import agreement_of
+from fxsplit_encoder.manager.tower_part import tower_part, tower_tensors
 from fxsplit_encoder.planning.limits import Limits
 from fxsplit_encoder.protocol import SupportsEncoderCudaGraph
 from fxsplit_encoder.runtime import FreshInputs, request_of_module, request_of_program
@@ -167,7 +168,7 @@ class PathForward:
             return request_of_module(
                 self,
                 FreshInputs(tokens, values),
-                StaticParameters.of_module(self.tower),
+                StaticParameters(tower_tensors(self.tower), self.tower),
                 shared,
                 growing=growing,
                 splitting_ops=self.options.splitting_ops,
@@ -215,8 +216,9 @@ class PathForward:
             return f"not compiled: {error}"
         options = replace(self.options, progress=progress)
         try:
-            module = self.tower if isinstance(self.tower, nn.Module) else None
-            program = trace_forward(self.__call__, inputs, self._dynamic_dims(inputs), options, module)
+            program = trace_forward(
+                self.__call__, inputs, self._dynamic_dims(inputs), options, tower_part(self.tower)
+            )
             if program.program.token_symbol is None:
                 raise CompileError(
                     "it has no splitting op, so nothing tells which of its sizes counts tokens"
