@@ -124,8 +124,9 @@ class BudgetDeclaration:
 class EncoderCudaGraphCaptureInputs:
     """The tensors of one capture."""
 
-    values: dict[str, torch.Tensor]
-    """Becomes the graph's input buffers: these very tensors are read by every replay."""
+    values: Mapping[str, torch.Tensor | None]
+    """Becomes the graph's input buffers: these very tensors are read by every replay. None stands for an
+    input that is not used: the forward gets None, and there is no buffer."""
 
 
 @dataclass(eq=False)
@@ -134,8 +135,9 @@ class EncoderCudaGraphReplayBuffers:
 
     values: dict[str, torch.Tensor | Sequence[torch.Tensor] | None]
     """What goes into each captured buffer, at most as many rows as the buffer has. None keeps what the
-    buffer holds. Instead of one tensor there may be several, whose rows follow one another: each is copied
-    to its place, without being joined first."""
+    buffer holds; a buffer that still holds what the capture was made with may be left out, too. Instead of
+    one tensor there may be several, whose rows follow one another: each is copied to its place, without being
+    joined first."""
 
 
 class Replayable(Protocol):

@@ -27,7 +27,7 @@ from fxsplit_encoder._torch.dispatch import (
 from fxsplit_encoder.attention import varlen_attention
 from fxsplit_encoder.capture.breaks import RecordedBreak
 from fxsplit_encoder.capture.eager_attention import LiveSegments, break_at_attention, masked_attention
-from fxsplit_encoder.capture.memory import OwnedBuffers
+from fxsplit_encoder.capture.memory import OwnedBuffers, storage_address
 from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.capture.recorded_ops import RecordedOps
 from fxsplit_encoder.capture.segmented import SegmentedCapture
@@ -129,6 +129,8 @@ class BreakableCUDAGraphCapture(SegmentedCapture):
         self._modes = contextlib.ExitStack()
         self._in_break = False
         self._failed = False
+        self.read: set[int] = set()
+        """Where the memory begins that the ops read, breaks included."""
         self.release()
 
     def __enter__(self) -> Self:
@@ -190,6 +192,8 @@ class BreakableCUDAGraphCapture(SegmentedCapture):
 
     def run_op(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Every op that is called in the context comes here."""
+        given = tree_leaves((args, kwargs))
+        self.read.update(storage_address(each) for each in given if isinstance(each, torch.Tensor))
         if not self._is_recording:
             return op(*args, **kwargs)
         self.running = op.name()
@@ -203,6 +207,7 @@ class BreakableCUDAGraphCapture(SegmentedCapture):
     def release(self) -> None:
         """Drops graphs, eager steps and their buffers; the object records again."""
         super().release()
+        self.read = set()
         self._buffers = OwnedBuffers()
         # Of their own: what another step wrote, which need not be finite, must not become their pad rows.
         self._attention_buffers = OwnedBuffers()

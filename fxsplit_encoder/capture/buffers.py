@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from fxsplit_encoder._torch.staging import copy_on_host, is_immutable
+from fxsplit_encoder._torch.staging import is_immutable
 from fxsplit_encoder._torch.tensors import StorageWeakRef, is_dropped, weakly
 from fxsplit_encoder.errors import ReplayError
 
 StaticValue: TypeAlias = Tensor | Sequence[Tensor]
 """What goes into a static buffer: a tensor, or several whose rows follow one another."""
-
-# Bytes to which values are aligned in pinned memory; every dtype's size divides it.
-_ALIGNMENT = 64
 
 
 class _Contents:
@@ -30,6 +28,8 @@ class _Contents:
         """(first row, end) of what may hold something else than zeros, in order."""
         self.source: weakref.ref[Tensor] | None = None
         """The constant tensor that the last was filled from."""
+        self.is_constant = False
+        """Whether this is what the capture was made with, and a batch may leave it out."""
 
 
 class StaticBuffer:
@@ -43,6 +43,8 @@ class StaticBuffer:
             too.
         is_permutation: whether it is a permutation of rows (`compile.permute`), which must stay among its own
             rows.
+        may_be_left_out: whether batches may leave it out for as long as none has filled it: what the tower
+            put there for the capture is then a constant.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class StaticBuffer:
         padding_logic: Callable[[Tensor, Tensor], None] | None = None,
         *,
         is_permutation: bool = False,
+        may_be_left_out: bool = False,
     ) -> None:
         self.name = name
         self.tensor = tensor
@@ -67,6 +70,7 @@ class StaticBuffer:
         garbage collector.
         """
         self._contents = _Contents(self.token, self.capacity)
+        self._contents.is_constant = may_be_left_out
 
     @property
     def dirty_rows(self) -> int:
@@ -145,6 +149,7 @@ class StaticBuffer:
         """Copies `value` into the first rows; clears those an earlier replay filled (capture rule 5)."""
         self._contents.owner = self.token
         self._contents.source = None
+        self._contents.is_constant = False
         parts = parts_of(value)
         if self.padding_logic is not None:
             self.padding_logic(self.tensor, parts[0] if len(parts) == 1 else torch.cat(list(parts)))
@@ -198,6 +203,24 @@ class StaticBuffer:
             (max(first, self.capacity), end) for first, end in self._contents.dirty if end > self.capacity
         ]
         self._contents.dirty = [(0, rows), *behind]
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether a batch may leave it out."""
+        return self._contents.is_constant
+
+    @contextlib.contextmanager
+    def kept_constant(self) -> Iterator[None]:
+        """What is loaded inside is no batch: a constant is one after it, too."""
+        if not self.is_constant:
+            yield
+            return
+        contents = self.tensor.clone()
+        yield
+        self.tensor.copy_(contents)
+        self._mark(self.capacity)
+        self._contents.source = None
+        self._contents.is_constant = True
 
     def check_kept(self) -> None:
         """Raises ReplayError if another capture has filled the memory since (capture rule 4)."""
@@ -268,105 +291,10 @@ class SharedBuffers:
         self._largest.clear()
 
 
-class StaticInputs:
-    """The static inputs of one capture, by name."""
-
-    def __init__(self, buffers: Iterable[StaticBuffer]) -> None:
-        self.buffers = {buffer.name: buffer for buffer in buffers}
-
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        """The captured tensors by name."""
-        return {name: buffer.tensor for name, buffer in self.buffers.items()}
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of the buffers, of their own or shared."""
-        return sum(buffer.num_bytes for buffer in self.buffers.values())
-
-    def check(self, values: Mapping[str, StaticValue | None]) -> None:
-        """Raises ReplayError unless every buffer gets a value that fits (capture rules 3 and 4)."""
-        self.check_complete(values)
-        for name, buffer in self.buffers.items():
-            value = values[name]
-            if value is not None:
-                buffer.check(value)
-            else:
-                buffer.check_kept()
-
-    def check_complete(self, values: Mapping[str, StaticValue | None]) -> None:
-        """Raises ReplayError if a buffer got no value at all (capture rule 4)."""
-        for name in self.buffers:
-            if name not in values:
-                raise ReplayError(
-                    f"{name}: the replay needs this buffer and got no value; got {sorted(values)}. Pass "
-                    "None to keep what the buffer holds"
-                )
-
-    def load(self, values: Mapping[str, StaticValue | None]) -> None:
-        """Checks everything, then fills every buffer. A value of None keeps what the buffer holds.
-
-        To be called without autograd.
-        """
-        self.check(values)
-        given = [
-            (buffer, value) for name, buffer in self.buffers.items() if (value := values[name]) is not None
-        ]
-        for buffer, value in _pinned(given):
-            buffer.load(value)
-
-    def check_addresses(self) -> None:
-        """Raises ReplayError if a captured tensor has moved (capture rule 6)."""
-        for buffer in self.buffers.values():
-            buffer.check_address()
-
-
 def _shape(value: StaticValue) -> object:
     return tuple(value.shape) if isinstance(value, torch.Tensor) else [tuple(part.shape) for part in value]
-
-
-def _pinned(
-    given: Sequence[tuple[StaticBuffer, StaticValue]],
-) -> Sequence[tuple[StaticBuffer, StaticValue]]:
-    """The values with those on the host in one piece of pinned memory, in the dtype of their buffers; what
-    lies in pinned memory already stays there.
-
-    From pageable memory a copy would wait for the device, and converting there would take a copy more. torch
-    reuses pinned memory only once the copies out of it are done.
-    """
-    num_bytes = 0
-    for buffer, value in given:
-        if buffer.tensor.is_cuda:
-            for part in parts_of(value):
-                if not _can_be_sent(part, buffer.tensor.dtype):
-                    num_bytes += _aligned(part.numel() * buffer.tensor.element_size())
-    if num_bytes == 0:
-        return given
-    memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-    offset = 0
-    result = []
-    for buffer, value in given:
-        dtype, parts = buffer.tensor.dtype, []
-        for part in parts_of(value):
-            if not _can_be_sent(part, dtype):
-                end = offset + part.numel() * dtype.itemsize
-                place = memory[offset:end].view(dtype).view(part.shape)
-                offset = _aligned(end)
-                part = copy_on_host(place, part)
-            parts.append(part)
-        result.append((buffer, parts))
-    return result
-
-
-def _can_be_sent(part: Tensor, dtype: torch.dtype) -> bool:
-    """Whether a copy to a device neither waits for it nor makes another on the host first."""
-    return part.is_cuda or (part.dtype == dtype and part.is_contiguous() and part.is_pinned())
 
 
 def parts_of(value: StaticValue) -> Sequence[Tensor]:
     """The tensors whose rows make up a value."""
     return (value,) if isinstance(value, torch.Tensor) else value
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

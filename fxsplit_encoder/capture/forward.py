@@ -98,6 +98,8 @@ class CapturedForward:
                     before = self.pool.reserved_bytes()
                 with self.capture:
                     self.outputs = list(self._record_steps())
+                if isinstance(self.capture, BreakableCUDAGraphCapture):
+                    self.parameters = self.parameters.with_those_at(self.capture.read)
                 self._weights = self.parameters.memory()
         except Exception as error:  # whatever a captured forward raises costs its budget, not the others'
             failure = capture_failure(error, what, self.capture.running)

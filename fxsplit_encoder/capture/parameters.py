@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from operator import eq, getitem
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fxsplit_encoder._torch.distributed import local_part
 from fxsplit_encoder._torch.tensors import tensors_of
+from fxsplit_encoder.capture.memory import storage_address
 from fxsplit_encoder.errors import WeightsMovedError
 
 # Names in an error message.
@@ -31,19 +32,21 @@ class StaticParameters:
     """
 
     def __init__(self, tensors: Iterable[Tensor], module: object = None) -> None:
+        self._module = module
         self._baked = list(tensors)
         self._addresses = [_address(tensor) for tensor in self._baked]
         sharded = any(local_part(tensor) is not tensor for tensor in self._baked)
         self._address_of = _address if sharded else Tensor.data_ptr
         self._memory: Callable[[], _Memory | None] = lambda: None
-        self._names: list[str] = []
+        self.names: list[str] = []
+        """What they are called: by the dotted names in the module, or as constants."""
         self._holders: list[Mapping[str, Tensor | None]] = []
         self._keys: list[str] = []
         owned = _owned_tensors(module) if isinstance(module, nn.Module) else {}
         for number, tensor in enumerate(self._baked):
             unnamed = f"constant {number} of shape {tuple(tensor.shape)}"
             name, holder, key = owned.get(_identity(tensor), (unnamed, {unnamed: tensor}, unnamed))
-            self._names.append(name)
+            self.names.append(name)
             self._holders.append(holder)
             self._keys.append(key)
 
@@ -53,6 +56,19 @@ class StaticParameters:
         if not isinstance(module, nn.Module):
             return cls(())
         return cls([*module.parameters(), *module.buffers()], module)
+
+    def with_those_at(self, addresses: Collection[int]) -> StaticParameters:
+        """These, and the module's others whose memory begins at one of these addresses."""
+        if not isinstance(self._module, nn.Module):
+            return self
+        known = set(map(_identity, self._baked))
+        owned = (*self._module.parameters(), *self._module.buffers())
+        others = [
+            tensor
+            for tensor in owned
+            if storage_address(tensor) in addresses and _identity(tensor) not in known
+        ]
+        return StaticParameters([*self._baked, *others], self._module) if others else self
 
     def memory(self) -> Sequence[Tensor]:
         """What keeps the memory that was baked in from being freed, whatever becomes of the parameters."""
@@ -81,12 +97,12 @@ class StaticParameters:
         if not self.have_moved():
             return
         now = [None if tensor is None else _address(tensor) for tensor in self.current()]
-        pairs = zip(self._names, now, self._addresses, strict=True)
+        pairs = zip(self.names, now, self._addresses, strict=True)
         moved = [name for name, address, baked in pairs if address != baked]
         more = f" and {len(moved) - _NAMED} more" if len(moved) > _NAMED else ""
         raise WeightsMovedError(
             f"capture rule 6: {', '.join(moved[:_NAMED])}{more}: moved since the capture ({len(moved)} of "
-            f"{len(self._names)} parameters and constants); copy new weights in place (load_state_dict "
+            f"{len(self.names)} parameters and constants); copy new weights in place (load_state_dict "
             "does), or call clear() and capture again"
         )
 

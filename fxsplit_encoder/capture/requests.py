@@ -10,7 +10,7 @@ import torch
 
 from fxsplit_encoder.attention import KnownSegments
 from fxsplit_encoder.capture.breakable import DEFAULT_SPLITTING_OPS
-from fxsplit_encoder.capture.buffers import StaticInputs
+from fxsplit_encoder.capture.inputs import StaticInputs
 from fxsplit_encoder.capture.parameters import StaticParameters
 from fxsplit_encoder.compile import Bindings, Program
 

@@ -17,8 +17,9 @@ from fxsplit_encoder._torch.dispatch import TreeSpec, tree_flatten, tree_leaves,
 from fxsplit_encoder._torch.tensors import version_of
 from fxsplit_encoder.capture.breakable import DEFAULT_SPLITTING_OPS, active_capture
 from fxsplit_encoder.capture.breaks import CONSTANTS
-from fxsplit_encoder.capture.buffers import StaticBuffer, StaticInputs
+from fxsplit_encoder.capture.buffers import StaticBuffer
 from fxsplit_encoder.capture.forward import CapturedForward
+from fxsplit_encoder.capture.inputs import StaticInputs
 from fxsplit_encoder.capture.parameters import StaticParameters
 from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.capture.requests import CaptureRequest

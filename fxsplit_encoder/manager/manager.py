@@ -30,6 +30,7 @@ from fxsplit_encoder.manager.path import EncoderPath
 from fxsplit_encoder.manager.request_plans import RequestPlans
 from fxsplit_encoder.manager.statistics import ManagerStats, Statistics
 from fxsplit_encoder.manager.tensor_parallel import agreement_of
+from fxsplit_encoder.manager.tower_part import tower_part
 from fxsplit_encoder.planning import Item, Plan
 from fxsplit_encoder.planning.limits import needs_budget_range, resolve_limits
 from fxsplit_encoder.protocol import (
@@ -388,7 +389,8 @@ def _outside_inference_mode() -> Iterator[None]:
 def _placement(
     tower: Any, device: torch.device | str | None, dtype: torch.dtype | None
 ) -> tuple[torch.device, torch.dtype]:
-    parameter = next(iter(tower.parameters()), None) if hasattr(tower, "parameters") else None
+    part = tower_part(tower)
+    parameter = next(part.parameters(), None) if part is not None else None
     if device is None:
         device = parameter.device if parameter is not None else "cuda" if torch.cuda.is_available() else "cpu"
     if dtype is None:

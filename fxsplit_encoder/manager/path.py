@@ -126,7 +126,7 @@ class EncoderPath(CapturedProgram):
 
         Raises:
             ReplayError: the tower cannot make it within the captured extents, of a video of more frames for
-                example.
+                example, or gives an input that captures are made without.
         """
         items, frames = self.limits.max_items_per_batch, self.limits.max_frames_per_batch
         try:
@@ -140,7 +140,10 @@ class EncoderPath(CapturedProgram):
                 f"the tower makes no inputs of this batch within {items} items and {frames} video frames: "
                 f"{type(error).__name__}: {error}"
             ) from error
-        return dict(prepared.values)
+        values = dict(prepared.values)
+        if extra := [name for name in self.forward.unused if values.get(name) is not None]:
+            raise ReplayError(f"{extra[0]}: this batch gives a value, and the tower gave None for captures")
+        return values
 
     def runs_compiled(self, planned: PathPlan) -> bool:
         """Whether a planned batch that is not replayed goes through the compiled program."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fxsplit_encoder._torch.staging import to_device
 from fxsplit_encoder.capture import CapturedForward, CaptureRequest, SharedBuffers, StaticParameters
@@ -16,6 +17,7 @@ from fxsplit_encoder.capture.probe import difference
 from fxsplit_encoder.compile import BoundProgram, CompileOptions, NamedRegion, trace_forward
 from fxsplit_encoder.errors import CaptureError, CompileError, InputError
 from fxsplit_encoder.manager.tensor_parallel import agreement_of
+from fxsplit_encoder.manager.tower_part import tower_part, tower_tensors
 from fxsplit_encoder.planning.limits import Limits
 from fxsplit_encoder.protocol import SupportsEncoderCudaGraph
 from fxsplit_encoder.runtime import FreshInputs, request_of_module, request_of_program
@@ -65,6 +67,8 @@ class PathForward:
         self._refusal: str | None = None
         """Why it does not compile."""
         self._growing: frozenset[str] | None = None
+        self.unused: dict[str, None] = {}
+        """The inputs for which the tower gives None: its forward gets that, and no capture has them."""
 
     @property
     def region(self) -> NamedRegion | None:
@@ -73,15 +77,16 @@ class PathForward:
 
     def __call__(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """The tower's own forward."""
-        return self.tower.encoder_cudagraph_forward(dict(inputs), path=self.name)
+        given: dict[str, Any] = {**self.unused, **inputs}
+        return self.tower.encoder_cudagraph_forward(given, path=self.name)
 
     # --- inputs
 
     def capture_values(self, budget: int) -> dict[str, Tensor]:
-        """Fresh inputs of so many output tokens.
+        """Fresh inputs of so many output tokens, without those that are not used.
 
         Raises:
-            InputError: the tower cannot make them for these axis keys.
+            InputError: the tower cannot make them for these axis keys, or uses one at some sizes only.
         """
         try:
             prepared = self.tower.prepare_encoder_cudagraph_capture_inputs(
@@ -95,7 +100,14 @@ class PathForward:
             )
         except ValueError as error:
             raise InputError(f"{self.label}: no inputs for {budget} tokens: {error}") from error
-        return dict(prepared.values)
+        values = {name: value for name, value in prepared.values.items() if value is not None}
+        self.unused.update(dict.fromkeys(prepared.values.keys() - values.keys()))
+        if varying := sorted(values.keys() & self.unused.keys()):
+            raise InputError(
+                f"{self.label}: {varying[0]} is a tensor for {budget} tokens and None for another number; "
+                "expected the same inputs to be used at every size"
+            )
+        return values
 
     def first_values(self, budgets: Sequence[int]) -> dict[str, Tensor]:
         """Inputs of the first of these budgets for which the tower can make any.
@@ -156,7 +168,7 @@ class PathForward:
             return request_of_module(
                 self,
                 FreshInputs(tokens, values),
-                StaticParameters.of_module(self.tower),
+                StaticParameters(tower_tensors(self.tower), self.tower),
                 shared,
                 growing=growing,
                 splitting_ops=self.options.splitting_ops,
@@ -182,8 +194,9 @@ class PathForward:
             return None
         values = {name: _with_contents(tensor) for name, tensor in values.items()}
         expected = self(values)
-        captured.load(values, self.rows(values))
-        return difference([expected], [captured.replay()[0]], "other")
+        with captured.inputs.kept_constants():
+            captured.load(values, self.rows(values))
+            return difference([expected], [captured.replay()[0]], "other")
 
     # --- compile
 
@@ -203,8 +216,9 @@ class PathForward:
             return f"not compiled: {error}"
         options = replace(self.options, progress=progress)
         try:
-            module = self.tower if isinstance(self.tower, nn.Module) else None
-            program = trace_forward(self.__call__, inputs, self._dynamic_dims(inputs), options, module)
+            program = trace_forward(
+                self.__call__, inputs, self._dynamic_dims(inputs), options, tower_part(self.tower)
+            )
             if program.program.token_symbol is None:
                 raise CompileError(
                     "it has no splitting op, so nothing tells which of its sizes counts tokens"

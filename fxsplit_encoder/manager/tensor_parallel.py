@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+
+from fxsplit_encoder.manager.tower_part import tower_part
 
 
 def agreement_of(tower: object) -> Callable[[bool], bool] | None:
@@ -34,12 +35,13 @@ def agreement_of(tower: object) -> Callable[[bool], bool] | None:
 
 
 def _meshes(tower: object) -> list[Any]:
-    if not (isinstance(tower, nn.Module) and dist.is_available() and dist.is_initialized()):
+    part = tower_part(tower)
+    if part is None or not (dist.is_available() and dist.is_initialized()):
         return []
     from torch.distributed.tensor import DTensor
 
     meshes: list[Any] = []
-    for parameter in tower.parameters():
+    for parameter in part.parameters():
         if isinstance(parameter, DTensor) and parameter.device_mesh not in meshes:
             meshes.append(parameter.device_mesh)
     return meshes

@@ -106,7 +106,10 @@ def request_of_module(
         fresh, parameters, shared: as for `request_of_program`.
         splitting_ops: where it breaks in mode "breakable".
     """
-    own = (StaticBuffer(name, tensor, 0, padding_logics.get(name)) for name, tensor in fresh.values.items())
+    own = (
+        StaticBuffer(name, tensor, 0, padding_logics.get(name), may_be_left_out=name not in growing)
+        for name, tensor in fresh.values.items()
+    )
     inputs = StaticInputs(shared.share(buffer) if buffer.name in growing else buffer for buffer in own)
     tensors = inputs.tensors
     return CaptureRequest(
@@ -128,6 +131,11 @@ def _buffer(
     dim = entry.token_dim if entry is not None else None
     is_permutation = entry is not None and entry.is_permutation
     buffer = StaticBuffer(
-        name, tensor, 0 if dim is None else dim, padding_logic, is_permutation=is_permutation
+        name,
+        tensor,
+        0 if dim is None else dim,
+        padding_logic,
+        is_permutation=is_permutation,
+        may_be_left_out=dim is None,
     )
     return buffer if dim is None else shared.share(buffer)

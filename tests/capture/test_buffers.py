@@ -175,3 +175,25 @@ def test_a_parameter_that_is_gone_has_moved() -> None:
     del module.bias
     assert parameters.have_moved()
     assert parameters.current() == [module.weight, None]
+
+
+def test_a_constant_may_be_left_out_until_it_is_filled() -> None:
+    static = StaticInputs([StaticBuffer("a", torch.ones(4), may_be_left_out=True)])
+    static.load({})
+    assert static.tensors["a"].tolist() == [1.0] * 4
+    static.load({"a": torch.full((2,), 3.0)})
+    with pytest.raises(ReplayError, match="a: the replay needs this buffer"):
+        static.load({})
+    static.load({"a": None})
+    assert static.tensors["a"].tolist() == [3.0, 3.0, 0.0, 0.0]
+
+
+def test_a_constant_is_one_again_after_it_was_tried() -> None:
+    static = StaticInputs([StaticBuffer("a", torch.ones(4), may_be_left_out=True)])
+    with static.kept_constants():
+        static.load({"a": torch.full((2,), 3.0)})
+        assert static.tensors["a"].tolist() == [3.0, 3.0, 0.0, 0.0]
+    static.load({})
+    assert static.tensors["a"].tolist() == [1.0] * 4
+    static.load({"a": torch.full((1,), 3.0)})
+    assert static.tensors["a"].tolist() == [3.0, 0.0, 0.0, 0.0]

@@ -1,0 +1,122 @@
+"""The static inputs of one capture, which are checked and filled together before each replay."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from fxsplit_encoder._torch.staging import copy_on_host
+from fxsplit_encoder.capture.buffers import StaticBuffer, StaticValue, parts_of
+from fxsplit_encoder.errors import ReplayError
+
+# Bytes to which values are aligned in pinned memory; every dtype's size divides it.
+_ALIGNMENT = 64
+
+
+class StaticInputs:
+    """The static inputs of one capture, by name."""
+
+    def __init__(self, buffers: Iterable[StaticBuffer]) -> None:
+        self.buffers = {buffer.name: buffer for buffer in buffers}
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The captured tensors by name."""
+        return {name: buffer.tensor for name, buffer in self.buffers.items()}
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the buffers, of their own or shared."""
+        return sum(buffer.num_bytes for buffer in self.buffers.values())
+
+    def check(self, values: Mapping[str, StaticValue | None]) -> None:
+        """Raises ReplayError unless every value fits and none is missing (capture rules 3 and 4)."""
+        self.check_complete(values)
+        for name, buffer in self.buffers.items():
+            value = values.get(name)
+            if value is not None:
+                buffer.check(value)
+            else:
+                buffer.check_kept()
+
+    def check_complete(self, values: Mapping[str, StaticValue | None]) -> None:
+        """Raises ReplayError if a buffer that is no constant got no value at all (capture rule 4)."""
+        for name, buffer in self.buffers.items():
+            if name not in values and not buffer.is_constant:
+                raise ReplayError(
+                    f"{name}: the replay needs this buffer and got no value; got {sorted(values)}. Pass "
+                    "None to keep what the buffer holds"
+                )
+
+    def load(self, values: Mapping[str, StaticValue | None]) -> None:
+        """Checks everything, then fills every buffer. A value of None keeps what the buffer holds; a constant
+        may be left out.
+
+        To be called without autograd.
+        """
+        self.check(values)
+        given = [
+            (buffer, value)
+            for name, buffer in self.buffers.items()
+            if (value := values.get(name)) is not None
+        ]
+        for buffer, value in _pinned(given):
+            buffer.load(value)
+
+    @contextlib.contextmanager
+    def kept_constants(self) -> Iterator[None]:
+        """What is loaded inside is no batch: constants are what they were after it."""
+        with contextlib.ExitStack() as buffers:
+            for buffer in self.buffers.values():
+                buffers.enter_context(buffer.kept_constant())
+            yield
+
+    def check_addresses(self) -> None:
+        """Raises ReplayError if a captured tensor has moved (capture rule 6)."""
+        for buffer in self.buffers.values():
+            buffer.check_address()
+
+
+def _pinned(
+    given: Sequence[tuple[StaticBuffer, StaticValue]],
+) -> Sequence[tuple[StaticBuffer, StaticValue]]:
+    """The values with those on the host in one piece of pinned memory, in the dtype of their buffers; what
+    lies in pinned memory already stays there.
+
+    From pageable memory a copy would wait for the device, and converting there would take a copy more. torch
+    reuses pinned memory only once the copies out of it are done.
+    """
+    num_bytes = 0
+    for buffer, value in given:
+        if buffer.tensor.is_cuda:
+            for part in parts_of(value):
+                if not _can_be_sent(part, buffer.tensor.dtype):
+                    num_bytes += _aligned(part.numel() * buffer.tensor.element_size())
+    if num_bytes == 0:
+        return given
+    memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    offset = 0
+    result = []
+    for buffer, value in given:
+        dtype, parts = buffer.tensor.dtype, []
+        for part in parts_of(value):
+            if not _can_be_sent(part, dtype):
+                end = offset + part.numel() * dtype.itemsize
+                place = memory[offset:end].view(dtype).view(part.shape)
+                offset = _aligned(end)
+                part = copy_on_host(place, part)
+            parts.append(part)
+        result.append((buffer, parts))
+    return result
+
+
+def _can_be_sent(part: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a copy to a device neither waits for it nor makes another on the host first."""
+    return part.is_cuda or (part.dtype == dtype and part.is_contiguous() and part.is_pinned())
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

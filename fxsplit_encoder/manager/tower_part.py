@@ -1,0 +1,47 @@
+"""Which part of a model is its tower, where the whole model is handed over, its language model with it.
+
+vLLM's models name the modules of their towers, in two places. Neither is complete: of two kinds of towers
+`_tower_model_names` keeps the names of the second, and what joins a tower to the language model is a
+"connector" of `get_mm_mapping()`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+
+def tower_part(tower: object) -> nn.Module | None:
+    """The modules of a model that it names as those of its towers; all of it where it names none; None for
+    what is no module.
+    """
+    if not isinstance(tower, nn.Module):
+        return None
+    modules = _named_modules(tower)
+    return nn.ModuleList(modules) if modules else tower
+
+
+def tower_tensors(tower: object) -> list[Tensor]:
+    """The parameters and buffers of a model's towers, and those that the model holds itself."""
+    part = tower_part(tower)
+    if part is None:
+        return []
+    assert isinstance(tower, nn.Module)
+    own = [*tower.parameters(recurse=False), *tower.buffers(recurse=False)] if part is not tower else []
+    return [*part.parameters(), *part.buffers(), *own]
+
+
+def _named_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules of the towers, none inside another."""
+    names = sorted(_tower_names(model))
+    outermost = [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
+    modules = dict(model.named_modules())
+    return [modules[name] for name in outermost if name in modules]
+
+
+def _tower_names(model: Any) -> set[str]:
+    mapping = model.get_mm_mapping() if hasattr(model, "get_mm_mapping") else None
+    listed = [getattr(model, "_tower_model_names", ())]
+    listed += [getattr(mapping, kind, ()) for kind in ("tower_model", "connector")]
+    return {name.rstrip(".") for names in listed for name in names}
