@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fxsplit_encoder.attention.choice import current_chooser
 from fxsplit_encoder.attention.dense import attend_dense
+from fxsplit_encoder.errors import InputError
 
 # --- what the ops run
 
@@ -31,7 +32,11 @@ def attend(
 
     Returns:
         (tokens, heads, head_dim), contiguous. Rows outside every segment are undefined.
+
+    Raises:
+        InputError: the query has other dimensions.
     """
+    _check_rank(query_THD)
     kernel = current_chooser().of(query_THD, cu_seqlens, max_seqlen)
     return kernel(query_THD, key_THD, value_THD, cu_seqlens, max_seqlen, scale)
 
@@ -72,6 +77,14 @@ def attend_backward(
     return grads[0], grads[1], grads[2]
 
 
+def _check_rank(query: Tensor) -> None:
+    if query.dim() != 3:
+        raise InputError(
+            "fxsplit::varlen_attention: query: expected (tokens, heads, head_dim), got "
+            f"{tuple(query.shape)}; join a batch with its tokens: query.flatten(0, 1)"
+        )
+
+
 # --- their registration
 
 _SCHEMA = "(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens, SymInt max_seqlen, float scale"
@@ -105,6 +118,7 @@ for _device in ("CPU", "CUDA"):
 def _fake(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float
 ) -> Tensor:
+    _check_rank(query)
     return torch.empty(query.shape, dtype=query.dtype, device=query.device)
 
 

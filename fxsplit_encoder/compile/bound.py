@@ -87,9 +87,9 @@ class BoundProgram:
         return NamedRegion(self.program, named)
 
     @cached_property
-    def dtypes(self) -> dict[str, torch.dtype]:
-        """Per input, the dtype that it was traced with."""
-        return {name: entry.info.dtype for name, entry in self.region.inputs.items()}
+    def placements(self) -> dict[str, tuple[torch.device, torch.dtype]]:
+        """Per input, the device and the dtype that it was traced with: a bound may stay on the host."""
+        return {name: (entry.info.device, entry.info.dtype) for name, entry in self.region.inputs.items()}
 
     def symbols(self, inputs: Mapping[str, Tensor]) -> dict[str, int]:
         """The values that the trace's symbols take for these inputs."""

@@ -16,7 +16,8 @@ from fxsplit_encoder.compile.options import CompileOptions
 from fxsplit_encoder.compile.passes import run_passes
 from fxsplit_encoder.compile.pieces import PieceCache, piece_compiler
 from fxsplit_encoder.compile.program import Program
-from fxsplit_encoder.compile.region import Region, is_packed_attention, token_symbol_of
+from fxsplit_encoder.compile.queries import token_symbol_of, tokens_unknown
+from fxsplit_encoder.compile.region import Region
 from fxsplit_encoder.compile.rewriting import derivation, mark_parameters
 from fxsplit_encoder.compile.sizes import assumptions_of, expression, guards_of, shape_exprs
 from fxsplit_encoder.compile.split import (
@@ -45,9 +46,7 @@ def build_program(module: fx.GraphModule, static_inputs: Sequence[int], options:
     """
     mark_parameters(module.graph, static_inputs)
     targets = splitting_targets(options.splitting_ops)
-    num_rows = mask_pad_rows(
-        module, [n for n in module.graph.nodes if n.target in targets and is_packed_attention(n.target)]
-    )
+    num_rows = mask_pad_rows(module, targets)
     device = _device(module.graph.output_node().args[0])  # type: ignore[arg-type]
     report = run_passes(module, options.passes, options.precision, device)
     graph = split_graph(module, targets)
@@ -95,6 +94,7 @@ def _assemble(
         ),
         input_shapes=tuple(None if is_scalar(n) else tensor_info(n).shape for n in inputs),
         token_symbol=token_symbol,
+        tokens_unknown="" if token_symbol is not None else tokens_unknown(graph.parts, options.splitting_ops),
         region_start=region_start,
         region_inputs=tuple(region.inputs.values()),
         region_symbols=region.symbols(with_segments=not report.segments_may_grow),

@@ -1,16 +1,18 @@
 """Masks that keep pad rows finite without giving attention any more work.
 
-An attention kernel leaves the rows outside every segment unwritten. Whatever lies in that memory must not
-reach the values that the next attention reads, since FlashAttention reads value rows past the last segment
-and 0 * NaN is NaN. So the pad rows are set to zero after each attention, at the first pointwise operation
-(the residual addition), where Inductor fuses the mask into a kernel that runs anyway. Between the two only
-operations that work row by row are passed.
+A packed attention, ours or another library's, leaves the rows outside every segment unwritten. Whatever lies
+in that memory must not reach the values that the next attention reads, since FlashAttention reads value rows
+past the last segment and 0 * NaN is NaN. So the pad rows are set to zero after each attention, at the first
+pointwise operation (the residual addition), where Inductor fuses the mask into a kernel that runs anyway.
+Between the two only operations that work row by row are passed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
@@ -33,48 +35,62 @@ _ROWWISE = (
 )
 
 
-def mask_pad_rows(module: fx.GraphModule, attentions: list[fx.Node]) -> fx.Node | None:
-    """Masks the pad rows after each attention; returns the new input that holds the number of real rows.
+def mask_pad_rows(module: fx.GraphModule, targets: Collection[Any]) -> fx.Node | None:
+    """Masks the pad rows after each packed attention; returns the new input that holds the number of real
+    rows.
 
     Args:
         module: an ATen graph.
-        attentions: its packed attentions, (tokens, heads, head_dim) each.
+        targets: the splitting ops. torch's own write every row; any other may be a packed attention, over
+            (tokens, heads, head_dim) or (1, tokens, heads, head_dim).
 
     Returns:
         A placeholder, the graph's last, for a 0-dimensional int64 tensor; None without attentions.
     """
-    # Only rows that are the tokens themselves are counted by `num_rows`; a constant number of them is never
-    # padded.
-    attentions = [n for n in attentions if expression(n.meta["val"].shape[0]).is_Symbol]
+    found = ((node, _rows(node)) for node in module.graph.nodes if node.target in targets)
+    attentions = {node: rows for node, rows in found if rows is not None}
     if not attentions:
         return None
     graph = module.graph
-    fake_mode: Any = fake_mode_of([attentions[0].meta["val"]])
-    device = attentions[0].meta["val"].device
+    example = next(iter(attentions)).meta["val"]
+    fake_mode: Any = fake_mode_of([example])
     last_input = next(n for n in reversed(graph.nodes) if n.op == "placeholder")
     with graph.inserting_after(last_input):
         num_rows = graph.placeholder("num_rows")
     with fake_mode:
-        num_rows.meta["val"] = torch.empty((), dtype=torch.int64, device=device)
-    for attention in attentions:
-        _mask(graph, _first_pointwise(attention), num_rows, fake_mode)
+        num_rows.meta["val"] = torch.empty((), dtype=torch.int64, device=example.device)
+    for attention, rows in attentions.items():
+        _mask(graph, _first_pointwise(attention, rows), rows, num_rows, fake_mode)
     return num_rows
 
 
-def _first_pointwise(attention: fx.Node) -> fx.Node:
+def _rows(node: fx.Node) -> sympy.Symbol | None:
+    """The rows that a splitting op may leave unwritten where they are padding: tokens, which `num_rows`
+    counts. None for an op of torch, and for rows that are computed or constant, which are never padded.
+    """
+    value = node.meta.get("val")
+    if node.target.namespace == "aten" or not isinstance(value, torch.Tensor):  # type: ignore[union-attr]
+        return None
+    rows = next((size for size in map(expression, value.shape) if size.free_symbols), None)
+    return rows if isinstance(rows, sympy.Symbol) and _dim_of(rows, value) is not None else None
+
+
+def _dim_of(rows: sympy.Symbol, value: torch.Tensor) -> int | None:
+    """The dimension of so many rows, where those before it have one entry."""
+    sizes = list(map(expression, value.shape))
+    dim = sizes.index(rows) if rows in sizes else None
+    return dim if dim is not None and all(size == 1 for size in sizes[:dim]) else None
+
+
+def _first_pointwise(attention: fx.Node, rows: sympy.Symbol) -> fx.Node:
     """The node to mask: the first pointwise operation after an attention, or the attention itself."""
-    rows = expression(attention.meta["val"].shape[0])
     node = attention
     while len(node.users) == 1:
         user = next(iter(node.users))
         value = user.meta.get("val")
         if not isinstance(value, torch.Tensor):
             break
-        if (
-            has_tag(user.target, torch.Tag.pointwise)
-            and value.dim() > 0
-            and expression(value.shape[0]) == rows
-        ):
+        if has_tag(user.target, torch.Tag.pointwise) and _dim_of(rows, value) is not None:
             return user
         if not (user.target in _ROWWISE or (user.target is aten.addmm.default and user.args[1] is node)):
             break
@@ -84,9 +100,11 @@ def _first_pointwise(attention: fx.Node) -> fx.Node:
     return attention
 
 
-def _mask(graph: fx.Graph, node: fx.Node, num_rows: fx.Node, fake_mode: Any) -> None:
+def _mask(graph: fx.Graph, node: fx.Node, rows: sympy.Symbol, num_rows: fx.Node, fake_mode: Any) -> None:
     users = list(node.users)
     value = node.meta["val"]
+    dim = _dim_of(rows, value)
+    assert dim is not None
 
     def add(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         new = graph.call_function(target, args, kwargs)
@@ -96,14 +114,14 @@ def _mask(graph: fx.Graph, node: fx.Node, num_rows: fx.Node, fake_mode: Any) -> 
         return new
 
     with graph.inserting_after(node):
-        count = graph.call_function(aten.sym_size.int, (node, 0))
-        count.meta["val"] = value.shape[0]
+        count = graph.call_function(aten.sym_size.int, (node, dim))
+        count.meta["val"] = value.shape[dim]
     with graph.inserting_after(count):
         row = add(aten.arange.default, count, device=value.device)
     with graph.inserting_after(row):
         is_padding = add(aten.ge.Tensor, row, num_rows)
     with graph.inserting_after(is_padding):
-        shaped = add(aten.view.default, is_padding, [count] + [1] * (value.dim() - 1))
+        shaped = add(aten.view.default, is_padding, [count] + [1] * (value.dim() - 1 - dim))
     with graph.inserting_after(shaped):
         masked = add(aten.masked_fill.Scalar, node, shaped, 0)
     for user in users:

@@ -150,6 +150,8 @@ class Program:
     """Whether the assumptions made while tracing and compiling hold for these symbol values."""
     derived: DerivedParameters = field(default_factory=DerivedParameters)
     """Parameters that passes keep in another form."""
+    tokens_unknown: str = ""
+    """Why there is no token symbol."""
     pass_report: Mapping[str, int] = field(default_factory=dict)
     """At how many places each pass that ran changed the graph, see `compile.passes.pass_rows`."""
 

@@ -14,35 +14,13 @@ from fxsplit_encoder.compile import padding
 from fxsplit_encoder.compile.permute import permute_rows
 from fxsplit_encoder.compile.pieces import Piece
 from fxsplit_encoder.compile.program import RegionInput
-from fxsplit_encoder.compile.sizes import symbol_of
 from fxsplit_encoder.compile.split import Cut, is_scalar
 from fxsplit_encoder.compile.steps import Slots, tensor_info
-from fxsplit_encoder.errors import CompileError
 
 
 def is_packed_attention(target: Any) -> bool:
     """Whether a node's target is packed attention, which takes cumulative lengths."""
     return "varlen_attention" in str(target)
-
-
-def token_symbol_of(parts: Sequence[Piece | Cut]) -> str | None:
-    """The symbol in the leading size of the splitting ops' queries; None where there is none.
-
-    Raises:
-        CompileError: there are several.
-    """
-    symbols = set()
-    for part in parts:
-        if isinstance(part, Cut) and not part.is_host:
-            query = part.node.args[0]
-            assert isinstance(query, fx.Node)
-            symbols.add(symbol_of(query.meta["val"].shape[0]))
-    if len(symbols) > 1:
-        raise CompileError(
-            f"attention runs over different token counts ({sorted(map(str, symbols))}); expected "
-            "one symbol in the leading size of every query"
-        )
-    return symbols.pop() if symbols else None
 
 
 class Region:

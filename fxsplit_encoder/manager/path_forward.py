@@ -126,13 +126,13 @@ class PathForward:
         return self.program.tokens(present) if self.program is not None else None
 
     def inputs(self, program: BoundProgram, values: Mapping[str, StaticValue | None]) -> dict[str, Tensor]:
-        """The values, each in one tensor on the device, in the dtypes that the program was traced with."""
+        """The values, each in one tensor, on the devices and in the dtypes of the trace."""
         inputs = {}
         for name, value in values.items():
             if value is not None:
                 tensor = value if isinstance(value, torch.Tensor) else torch.cat(list(value))
-                dtype = program.dtypes.get(name, tensor.dtype)
-                inputs[name] = to_device(tensor, self.device, dtype).contiguous()
+                device, dtype = program.placements.get(name, (self.device, tensor.dtype))
+                inputs[name] = to_device(tensor, device, dtype).contiguous()
         return inputs
 
     def growing_inputs(self) -> frozenset[str]:
@@ -220,9 +220,7 @@ class PathForward:
                 self.__call__, inputs, self._dynamic_dims(inputs), options, tower_part(self.tower)
             )
             if program.program.token_symbol is None:
-                raise CompileError(
-                    "it has no splitting op, so nothing tells which of its sizes counts tokens"
-                )
+                raise CompileError(program.program.tokens_unknown)
         except CompileError as error:
             return f"captured without compiling: {error}"
         self.bind(program)
@@ -232,7 +230,8 @@ class PathForward:
         """Inputs of a moderate size, with two tiles rather than one: a trace makes a size of 1 a constant."""
         nearest = sorted(self.budgets, key=lambda budget: abs(budget - _TRACED_TOKENS))
         inputs = self.first_values(nearest)
-        if any(tensor.dim() > 0 and tensor.shape[0] == 1 for tensor in inputs.values()):
+        growing = self.growing_inputs() if len(self.budgets) > 1 else inputs.keys()
+        if any(inputs[name].shape[:1] == (1,) for name in inputs.keys() & growing):
             return self.first_values([2 * budget for budget in nearest])
         return inputs
 

@@ -75,6 +75,32 @@ def test_dense_attention_splits_a_module_that_nobody_adapted(dense: Any) -> None
         assert bound.tokens({"pixels": pixels}) == images
 
 
+def over_one_sequence(inputs: dict[str, Tensor]) -> Tensor:
+    q = inputs["x"].view(1, -1, 2, 4).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, q, q).transpose(1, 2).reshape(-1, 8) + inputs["x"]
+
+
+def test_a_batch_of_one_is_no_token_count() -> None:
+    options = CompileOptions(("aten::scaled_dot_product_attention",), "eager")
+    bound = trace_forward(over_one_sequence, {"x": torch.randn(12, 8)}, {"x": [0]}, options)
+    assert [step.kind for step in bound.program.steps] == ["piece", "split", "piece"]
+    assert bound.tokens({"x": torch.randn(9, 8)}) == 9
+    assert not bound.program.padding.proved  # every row attends to all others
+    torch.testing.assert_close(bound({"x": (x := torch.randn(9, 8))}), over_one_sequence({"x": x}))
+
+
+def test_two_sequences_of_different_lengths_tell_nothing() -> None:
+    def forward(inputs: dict[str, Tensor]) -> Tensor:
+        return torch.cat([over_one_sequence({"x": inputs[name]}) for name in ("x", "y")])
+
+    examples = {"x": torch.randn(12, 8), "y": torch.randn(7, 8)}
+    options = CompileOptions(("aten::scaled_dot_product_attention",), "eager")
+    program = trace_forward(forward, examples, {"x": [0], "y": [0]}, options).program
+    assert program.token_symbol is None
+    assert program.tokens_unknown.startswith("its splitting ops (aten::_scaled_dot_product_flash_attention")
+    assert program.tokens_unknown.endswith("do not have one size that varies, which would count its tokens")
+
+
 def test_results_that_nobody_reads_get_no_slot(dense: Any) -> None:
     _, bound = dense
     for step in bound.program.splits:

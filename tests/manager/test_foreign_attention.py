@@ -1,0 +1,115 @@
+"""Attention of another library as a splitting op, over (1, tokens, heads, head_dim) as vLLM calls its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fxsplit_encoder as fx
+from fxsplit_encoder.errors import InputError
+
+from .mock_towers import WIDTH, Config, SplitModel, Values, alone, assert_equal_items, batch
+
+_library = torch.library.Library("fxsplit_test_foreign", "DEF")
+_library.define("packed_attn(Tensor query, Tensor key, Tensor value, Tensor lengths) -> Tensor")
+_NAME = "fxsplit_test_foreign::packed_attn"
+_MOST_ITEMS = 4
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor) -> Tensor:
+    """As fast kernels do: rows outside every segment stay as the memory was, here NaN, and are read."""
+    segment = torch.searchsorted(lengths[1:].contiguous(), torch.arange(query.shape[1]), right=True)
+    logits = torch.einsum("bqhd,bkhd->bhqk", query, key)
+    weights = logits.masked_fill(segment[:, None] != segment[None, :], float("-inf")).softmax(-1)
+    out = torch.full_like(query, float("nan"))
+    out[:, : lengths[-1]] = torch.einsum("bhqk,bkhd->bqhd", weights, value)[:, : lengths[-1]]
+    return out
+
+
+_library.impl("packed_attn", _attend, "CPU")
+torch.library.register_fake("fxsplit_test_foreign::packed_attn", lambda q, k, v, _: q * 1, lib=_library)
+
+
+class ForeignAttention(SplitModel):
+    """Two layers, so that what attention leaves in pad rows would reach real ones."""
+
+    batch = 1
+    """Of the attention's query."""
+
+    def get_encoder_cudagraph_config(self) -> Config:
+        return Config(["image"], ["patches", "lengths"], WIDTH)
+
+    def prepare_encoder_cudagraph_capture_inputs(self, token_budget: int, *args: Any, **k: Any) -> Values:
+        lengths = torch.full((_MOST_ITEMS + 1,), token_budget, dtype=torch.int32)
+        lengths[0] = 0
+        return Values({"patches": torch.randn(token_budget, WIDTH), "lengths": lengths})
+
+    def prepare_encoder_cudagraph_replay_buffers(
+        self, mm_kwargs: dict[str, Any], *a: Any, **k: Any
+    ) -> Values:
+        ends = torch.tensor([0, *mm_kwargs["lengths"]]).cumsum(0)
+        padded = torch.cat([ends, ends[-1:].expand(_MOST_ITEMS + 1 - len(ends))])
+        return Values({"patches": mm_kwargs["patches"], "lengths": padded.to(torch.int32)})
+
+    def encoder_cudagraph_forward(self, inputs: dict[str, Tensor], path: str = "default") -> Tensor:
+        x = inputs["patches"]
+        for _ in range(2):
+            q = self.linear(x).view(self.batch, -1, 2, WIDTH // 2)
+            y = torch.ops.fxsplit_test_foreign.packed_attn(q, q, q, inputs["lengths"])
+            x = x + y.reshape(-1, WIDTH)
+        return x
+
+
+def captured(model: Any, **settings: Any) -> fx.EncoderCudaGraphManager:
+    own: dict[str, Any] = {
+        "token_budgets": (4, 8),
+        "max_items_per_batch": _MOST_ITEMS,
+        "splitting_ops": (_NAME,),
+        **settings,
+    }
+    manager = fx.EncoderCudaGraphManager(model, fx.EncoderConfig(**own), log_interval=0)
+    manager.capture()
+    return manager
+
+
+@pytest.mark.parametrize(("mode", "breaks"), [("piecewise", 2), ("full", 0)])
+def test_it_splits_over_a_batch_of_one_sequence(mode: str, breaks: int, poisoned_memory: None) -> None:
+    model = ForeignAttention()
+    manager = captured(model, mode=mode, debug=True)
+    program = manager.programs["default"]
+    assert program is not None
+    assert [step.kind for step in program.program.steps] == ["piece", "split"] * 2 + ["piece"]
+    assert {graph.graph.num_eager_breaks for graph in manager.budget_graphs["default"].values()} == {breaks}  # type: ignore[attr-defined]
+    for lengths in ((3,), (2, 5), (1, 1), (3, 1, 2), (2, 7)):
+        inputs = batch(*lengths)
+        assert_equal_items(manager.execute(inputs), alone(model, inputs))
+    assert manager.stats().hits == 10
+    assert manager.stats().padding_fraction > 0
+    assert manager.reports == []
+
+
+def test_what_is_not_listed_is_said_to_be_in_the_graph() -> None:
+    (report,) = captured(ForeignAttention(), splitting_ops=("fxsplit::varlen_attention",)).reports
+    assert "it has no splitting op, so nothing tells which of its sizes counts tokens" in report
+    assert f"(fxsplit::varlen_attention) is in its graph; {_NAME} in its graph could be listed" in report
+
+
+def test_sizes_that_do_not_vary_are_shown() -> None:
+    class Constant(ForeignAttention):
+        def encoder_cudagraph_forward(self, inputs: dict[str, Tensor], path: str = "default") -> Tensor:
+            few = self.linear.weight.view(1, 4, 2, WIDTH)
+            pooled = torch.ops.fxsplit_test_foreign.packed_attn(few, few, few, torch.tensor([0, 4]))
+            return inputs["patches"] + pooled.sum()
+
+    (report,) = captured(Constant()).reports
+    assert f"its splitting ops ({_NAME} over (1, 4, 2, {WIDTH})) do not have one size that varies" in report
+
+
+def test_a_batch_is_no_query_of_ours() -> None:
+    query = torch.randn(1, 4, 2, 4)
+    lengths = torch.tensor([0, 4], dtype=torch.int32)
+    with pytest.raises(InputError, match=r"expected \(tokens, heads, head_dim\), got \(1, 4, 2, 4\); join"):
+        torch.ops.fxsplit.varlen_attention(query, query, query, lengths, 4, 1.0)
