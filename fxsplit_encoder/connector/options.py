@@ -49,6 +49,15 @@ SAMPLING: Mapping[str, OptionCheck] = {
 """Which frames of a video are seen."""
 
 
+SCALE = "scale"
+"""By which both sides of an image or of a video's frames are shrunk before the processor sees them."""
+
+ANY: Mapping[str, OptionCheck] = {
+    SCALE: OptionCheck("a number above 0, up to 1", lambda value: _is_positive(value) and float(value) <= 1)  # type: ignore[arg-type]
+}
+"""What any processor's images and videos may have."""
+
+
 def check_options(options: Mapping[str, object], allowed: Mapping[str, OptionCheck]) -> None:
     """Raises MediaError for an option of another name, or of another value than it may have."""
     for name, value in options.items():

@@ -61,15 +61,15 @@ class PositionMap:
 
     Single: one token for every item, which becomes as many as the item has rows. Expanded: as many tokens as
     the items have rows together, in the order of the items; those of one item need not be neighbors (there
-    may be times between a video's frames), and those of two may be. Which of both it is shows in their number.
+    may be times between a video's frames), and those of two may be. Their number shows which of both it is.
 
     Args:
         token_ids: of the prompt.
         modalities: of every item of the request, in the order in which the prompt shows those of a modality.
         placeholders: for each modality that the request has.
         token_counts: that the prompt was expanded for. With them an item may later have another number of
-            rows, as after it was reduced, if its tokens are neighbors; or none. Without them only all items of
-            a modality may have none.
+            rows, as after it was reduced, if its tokens are neighbors; or none. Without them, none only
+            together with all others of its modality.
 
     Raises:
         InputError: two modalities have the same token, an item's has none, or `token_counts` are not what the

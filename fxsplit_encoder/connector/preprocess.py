@@ -6,6 +6,7 @@ arithmetic. Nothing here keeps state but preparations, so threads share a proces
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,8 +18,9 @@ import torch
 
 from fxsplit_encoder.connector.keys import HashName, Part, canonical, digest_of, item_digest
 from fxsplit_encoder.connector.media import (
+    Frames,
     MediaLimits,
-    VideoHeader,
+    Video,
     frame_seconds,
     is_encoded,
     load_image,
@@ -26,15 +28,18 @@ from fxsplit_encoder.connector.media import (
     open_video,
     pixel_bytes,
     read_source,
+    scaled,
+    shrunk,
 )
 from fxsplit_encoder.connector.media.sources import attempt
-from fxsplit_encoder.connector.options import SAMPLING, OptionCheck, check_options, integers
+from fxsplit_encoder.connector.options import ANY, SAMPLING, SCALE, OptionCheck, check_options, integers
 from fxsplit_encoder.connector.preparation import Inputs, Preparation, Prepare
-from fxsplit_encoder.connector.seams import MediaItem, PreparedItem
+from fxsplit_encoder.connector.seams import MediaItem, PreparedItem, Reduction
 from fxsplit_encoder.errors import MediaError
 from fxsplit_encoder.messages import shown
 
 _MOST_PREPARATIONS = 64
+_MOST_HALVINGS = 8
 
 
 class TowerProcessor:
@@ -65,9 +70,11 @@ class TowerProcessor:
         self._preparations: OrderedDict[bytes, Preparation] = OrderedDict()
         self._lock = threading.Lock()
         plain = prepare("image", {})
-        self._options: dict[str, Mapping[str, OptionCheck]] = {"image": integers(plain.image_options)}
+        self._options: dict[str, Mapping[str, OptionCheck]] = {
+            "image": {**ANY, **integers(plain.image_options)}
+        }
         if plain.takes_clips:
-            self._options["video"] = {**SAMPLING, **integers(plain.clip_options)}
+            self._options["video"] = {**ANY, **SAMPLING, **integers(plain.clip_options)}
         levels = getattr(tower, "deepstack_levels", 0)
         columns = tower.get_encoder_cudagraph_config().out_hidden_size
         self._facts = {"hidden_size": columns // (1 + levels), "deepstack_levels": levels}
@@ -82,10 +89,9 @@ class TowerProcessor:
         """
         preparation = self._preparation(item)
         if item.modality == "image":
-            width, height = measure_image(item.media, self.limits)
-            return self._count([preparation.image_sizes(width, height)])
+            return self._count([self._image_sizes(item, preparation)])
         with closing(open_video(item.media, self.limits)) as video:
-            return self._count(_clip_sizes(preparation, video.header))
+            return self._count(_clip_sizes(self._frames(item, preparation, video), preparation))
 
     def digest(self, item: MediaItem) -> bytes:
         """What identifies the item once it is prepared, without preparing it: equal digests, equal inputs.
@@ -112,28 +118,68 @@ class TowerProcessor:
         prepare = self._prepare_image if item.modality == "image" else self._prepare_video
         return prepare(item, preparation)
 
+    def reduce(self, item: MediaItem, how: Reduction) -> MediaItem | None:
+        """The item with half its frames, or with sides so small that its feature has half as many rows.
+
+        Returns:
+            None: an image has no frames to give, or the model's processor enlarges what is smaller.
+
+        Raises:
+            MediaError: as `count_tokens`.
+        """
+        if how == "half_frames":
+            return self._with_half_the_frames(item)
+        count = self.count_tokens(item)
+        for halvings in range(1, _MOST_HALVINGS):
+            smaller = _with_options(item, {SCALE: _scale(item) / 2**halvings})
+            with contextlib.suppress(MediaError):  # a side became too small
+                if self.count_tokens(smaller) * 2 <= count:
+                    return smaller
+        return None
+
+    def _with_half_the_frames(self, item: MediaItem) -> MediaItem | None:
+        if item.modality != "video":
+            return None
+        preparation = self._preparation(item)
+        with closing(open_video(item.media, self.limits)) as video:
+            frames = self._frames(item, preparation, video)
+            count = self._count(_clip_sizes(frames, preparation))
+        if len(frames) < 2 * preparation.frames_per_step:
+            return None
+        shorter = _with_options(item, {"num_frames": len(frames) // 2}, dropped="fps")
+        if self.count_tokens(shorter) * 4 <= count * 3:
+            return shorter
+        # The frames share a number of pixels: half of them are larger.
+        return self.reduce(shorter, "half_resolution")
+
     # --- modalities
 
+    def _image_sizes(self, item: MediaItem, preparation: Preparation) -> Inputs:
+        width, height = (scaled(side, _scale(item)) for side in measure_image(item.media, self.limits))
+        return preparation.image_sizes(width, height)
+
+    def _frames(self, item: MediaItem, preparation: Preparation, video: Video) -> Frames:
+        indices = preparation.sample(video.header.num_frames, video.header.fps)
+        return video.select(indices, self.limits, _scale(item))
+
     def _prepare_image(self, item: MediaItem, preparation: Preparation) -> PreparedItem:
-        width, height = measure_image(item.media, self.limits)
-        count = self._count([preparation.image_sizes(width, height)])
+        # Within the limits before it is decoded.
+        count = self._count([self._image_sizes(item, preparation)])
         image = load_image(item.media, self.limits)
         parts = [item.media] if is_encoded(item.media) else pixel_bytes(image)
         with attempt("image", "what the model takes"):
-            inputs = [preparation.image(image)]
+            inputs = [preparation.image(shrunk(image, _scale(item)))]
         return self._item(item, self._digest(item, parts), count, inputs, {})
 
     def _prepare_video(self, item: MediaItem, preparation: Preparation) -> PreparedItem:
         with closing(open_video(item.media, self.limits)) as video:
-            header = video.header
-            count = self._count(_clip_sizes(preparation, header))
-            indices = preparation.sample(header.num_frames, header.fps)
-            frames = video.select(indices, self.limits)
+            frames = self._frames(item, preparation, video)
+            count = self._count(_clip_sizes(frames, preparation))
             parts = [item.media] if is_encoded(item.media) else video.parts()
             digest = self._digest(item, parts)
             with attempt("video", "what the model takes"):
                 inputs = preparation.clip(frames)
-        seconds = frame_seconds(indices, header, preparation.frames_per_step)
+        seconds = frame_seconds(frames.indices, video.header, preparation.frames_per_step)
         return self._item(item, digest, count, inputs, seconds)
 
     def _item(
@@ -164,12 +210,12 @@ class TowerProcessor:
                 f"modality: expected {expected}, which the model takes; got {shown(item.modality)}"
             )
         check_options(item.options, self._options[item.modality])
-        key = canonical([item.modality, item.options])
+        key = canonical([item.modality, _without(item.options, SCALE)])
         with self._lock:
             found = self._preparations.get(key)
             if found is None:
                 with attempt("options", "options of the processor"):
-                    found = self._prepare(item.modality, item.options)
+                    found = self._prepare(item.modality, _without(item.options, SCALE))
                 self._preparations[key] = found
                 if len(self._preparations) > _MOST_PREPARATIONS:
                     self._preparations.popitem(last=False)
@@ -189,9 +235,21 @@ class TowerProcessor:
         return item_digest(media, fingerprint, item.options, self.hash_name)
 
 
-def _clip_sizes(preparation: Preparation, header: VideoHeader) -> Sequence[Inputs]:
-    indices = preparation.sample(header.num_frames, header.fps)
-    return preparation.clip_sizes(len(indices), header.width, header.height)
+def _without(options: Mapping[str, object], name: str) -> dict[str, object]:
+    return {key: value for key, value in options.items() if key != name}
+
+
+def _with_options(item: MediaItem, added: Mapping[str, object], dropped: str = "") -> MediaItem:
+    return replace(item, options={**_without(item.options, dropped), **added})
+
+
+def _scale(item: MediaItem) -> float:
+    scale: Any = item.options.get(SCALE, 1.0)
+    return float(scale)
+
+
+def _clip_sizes(frames: Frames, preparation: Preparation) -> Sequence[Inputs]:
+    return preparation.clip_sizes(len(frames), frames.width, frames.height)
 
 
 def _joined(inputs: Sequence[Inputs]) -> dict[str, torch.Tensor]:

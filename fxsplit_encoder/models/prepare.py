@@ -10,11 +10,16 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 from torch import Tensor
 
-from fxsplit_encoder.connector.media import AnimatedImage, Frames
+from fxsplit_encoder.connector.media import AnimatedImage, Frames, MediaLimits
+from fxsplit_encoder.connector.media.images import open_image, upright
+from fxsplit_encoder.connector.media.sources import attempt
 from fxsplit_encoder.errors import InputError, MediaError
+
+# Of one's own files: Pillow's limit of pixels holds before this one.
+_LIMITS = MediaLimits(max_bytes=1 << 32, max_pixels=1 << 30)
 
 _EXTENSIONS = (".apng", ".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 
@@ -221,20 +226,13 @@ def unique_keys(paths: Sequence[Path]) -> list[str]:
 
 
 def _load(key: str, path: Path, preparation: Preparation) -> list[tuple[Item, Prepared]]:
-    try:
-        with Image.open(path) as image:
-            if getattr(image, "is_animated", False):
-                clip = AnimatedImage(image, None, is_own=False)
-                size, parts = image.size, preparation.clip(Frames(clip, range(clip.header.num_frames)))
-            else:
-                upright = ImageOps.exif_transpose(image).convert("RGB")
-                size, parts = upright.size, [preparation.image(upright)]
-    except FileNotFoundError:
-        raise InputError(f"{path}: no such file") from None
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from None
-    except (OSError, ValueError, Image.DecompressionBombError) as error:
-        raise InputError(f"{path}: cannot be read as an image: {error}") from None
+    with open_image(path, _LIMITS) as image, attempt(str(path), "an image"):
+        if getattr(image, "is_animated", False):
+            clip = AnimatedImage(image, None, is_own=False)
+            size, parts = image.size, preparation.clip(Frames(clip, range(clip.header.num_frames)))
+        else:
+            turned = upright(image)
+            size, parts = turned.size, [preparation.image(turned)]
     keys = [key] if len(parts) == 1 else [f"{key}[{n}]" for n in range(1, len(parts) + 1)]
     return [
         (Item(name, *size, part.frames, part.layout, part.size), part)

@@ -171,9 +171,9 @@ def _each_time(num_frames: int, rate: float, step: float, end: int) -> list[int]
 def _parts(num_frames: int, count: int, shift: float = 0.0) -> list[int]:
     if not 0 < count <= num_frames:
         raise MediaError(f"video: {count} frames were asked for, of a video of {num_frames}; pass num_frames")
-    # torch's own, as the processors do: it adds up in 32 bits.
+    # torch's own, as the processors do: it adds up in 32 bits, and may come to one frame too many.
     indices: list[int] = torch.arange(shift, num_frames, num_frames / count).int().tolist()
-    return indices[:count]
+    return [index for index in indices if index < num_frames]
 
 
 def _even(indices: Iterable[int]) -> list[int]:

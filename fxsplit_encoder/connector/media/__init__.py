@@ -1,7 +1,7 @@
 """Raw media: what is known of it before it is decoded, and what it is decoded to."""
 
 from fxsplit_encoder.connector.media.animated import AnimatedImage
-from fxsplit_encoder.connector.media.images import load_image, measure_image, pixel_bytes
+from fxsplit_encoder.connector.media.images import load_image, measure_image, pixel_bytes, scaled, shrunk
 from fxsplit_encoder.connector.media.limits import MediaLimits
 from fxsplit_encoder.connector.media.readers import open_video
 from fxsplit_encoder.connector.media.sources import is_encoded, read_source
@@ -21,4 +21,6 @@ __all__ = [
     "open_video",
     "pixel_bytes",
     "read_source",
+    "scaled",
+    "shrunk",
 ]

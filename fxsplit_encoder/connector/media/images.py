@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 
-from PIL import ExifTags, Image
+from PIL import ExifTags, Image, UnidentifiedImageError
 
 from fxsplit_encoder.connector.media.limits import MediaLimits
 from fxsplit_encoder.connector.media.sources import (
@@ -60,7 +60,9 @@ def measure_image(media: object, limits: MediaLimits) -> tuple[int, int]:
         return _size(media)
     shape = shape_of(media)
     if shape is None:
-        raise MediaError(f"image: expected a PIL image, an array, bytes or a path; got {shown(media)}")
+        raise MediaError(
+            f"image: expected a PIL image, an array of uint8, bytes or a path; got {shown(media)}"
+        )
     height, width, _ = image_shape(shape, "image")
     limits.check("max_pixels", height * width, "image")
     return width, height
@@ -95,7 +97,11 @@ def open_image(media: object, limits: MediaLimits) -> Image.Image:
     name = name_of(media)
     with attempt(name, "an image"):
         source = header_source(media, limits)
-        image = Image.open(source, formats=FORMATS)
+        try:
+            image = Image.open(source, formats=FORMATS)
+        except UnidentifiedImageError:
+            formats = ", ".join(FORMATS)
+            raise MediaError(f"{name}: cannot be read as an image; expected one of {formats}") from None
     try:
         limits.check("max_pixels", image.width * image.height, name)
     except MediaError:
@@ -113,6 +119,19 @@ def upright(image: Image.Image) -> Image.Image:
     if rgb is image:
         rgb.load()
     return rgb
+
+
+def scaled(side: int, scale: float) -> int:
+    """A side in pixels after an image was shrunk."""
+    return max(1, round(side * scale))
+
+
+def shrunk(image: Image.Image, scale: float) -> Image.Image:
+    """An image with both sides shrunk."""
+    if scale == 1:
+        return image
+    size = scaled(image.width, scale), scaled(image.height, scale)
+    return image.resize(size, Image.Resampling.BICUBIC)
 
 
 def lock_of(image: Image.Image) -> threading.Lock:

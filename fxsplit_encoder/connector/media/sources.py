@@ -102,12 +102,15 @@ class attempt:
         return None
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if not isinstance(error, Exception) or isinstance(error, MediaError | MemoryError | ImportError):
+        if not isinstance(error, Exception) or isinstance(error, MemoryError | ImportError):
             return
+        if isinstance(error, InputError):
+            message = str(error)
+            if isinstance(error, MediaError) and message.startswith(self._what):
+                return
+            raise MediaError(f"{self._what}: {message}") from error
         if isinstance(error, FileNotFoundError):
             raise MediaError(f"{self._what}: no such file") from error
-        if isinstance(error, InputError):
-            raise MediaError(f"{self._what}: {error}") from error
         reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         raise MediaError(f"{self._what}: cannot be read as {self._kind}: {reason}") from error
 
@@ -125,7 +128,9 @@ def pixels_of(array: Any, limits: MediaLimits, what: str) -> Pixels:
     """
     given = array.detach().cpu().numpy() if isinstance(array, torch.Tensor) else array
     if not isinstance(given, np.ndarray) or given.dtype != np.uint8:
-        raise MediaError(f"{what}: expected an array of uint8, values 0 to 255; got {shown(array)}")
+        raise MediaError(
+            f"{what}: expected a PIL image, an array of uint8, bytes or a path; got {shown(array)}"
+        )
     height, width, channels = image_shape(given.shape, what)
     limits.check("max_bytes", given.nbytes, what)
     limits.check("max_pixels", height * width, what)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from fxsplit_encoder.connector.media.images import load_image, measure_image, pixel_bytes
+from fxsplit_encoder.connector.media.images import load_image, measure_image, pixel_bytes, scaled, shrunk
 from fxsplit_encoder.connector.media.limits import MediaLimits
 from fxsplit_encoder.errors import MediaError
 from fxsplit_encoder.messages import shown
@@ -45,14 +45,19 @@ class Video(ABC):
 
     header: VideoHeader
 
-    def select(self, indices: Sequence[int], limits: MediaLimits) -> Frames:
+    def select(self, indices: Sequence[int], limits: MediaLimits, scale: float = 1.0) -> Frames:
         """Some frames, rising by index; the same may come twice.
+
+        Args:
+            indices: of the frames.
+            limits: of frames.
+            scale: by which their sides are shrunk.
 
         Raises:
             MediaError: more frames have to be decoded for them than the limit allows.
         """
         limits.check("max_frames", self.num_decoded(indices), "video")
-        return Frames(self, indices)
+        return Frames(self, indices, scale)
 
     def num_decoded(self, indices: Sequence[int]) -> int:
         """How many frames have to be decoded for some of them."""
@@ -83,26 +88,29 @@ class Frames:
 
     video: Video
     indices: Sequence[int]
+    scale: float = 1.0
+    """By which both sides of the video's frames are shrunk."""
 
     @property
     def width(self) -> int:
         """In pixels."""
-        return self.video.header.width
+        return scaled(self.video.header.width, self.scale)
 
     @property
     def height(self) -> int:
         """In pixels."""
-        return self.video.header.height
+        return scaled(self.video.header.height, self.scale)
 
     def __len__(self) -> int:
         return len(self.indices)
 
     def __iter__(self) -> Iterator[Image.Image]:
+        width, height = self.video.header.width, self.video.header.height
         for frame in self.video.decode(self.indices):
-            if frame.size != (self.width, self.height):
+            if frame.size != (width, height):
                 got = f"{frame.width} x {frame.height}"
-                raise MediaError(f"video: expected frames of {self.width} x {self.height} pixels; got {got}")
-            yield frame
+                raise MediaError(f"video: expected frames of {width} x {height} pixels; got {got}")
+            yield shrunk(frame, self.scale)
 
 
 class DecodedVideo(Video):
