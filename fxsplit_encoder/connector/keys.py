@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 import torch
@@ -40,7 +40,7 @@ class Hasher(Protocol):
         ...
 
 
-def new_hasher(name: HashName, is_large: bool = False) -> Hasher:
+def new_hasher(name: str, is_large: bool = False) -> Hasher:
     """An empty hash.
 
     Args:
@@ -51,10 +51,11 @@ def new_hasher(name: HashName, is_large: bool = False) -> Hasher:
         InputError: no such function.
         MissingExtraError: blake3 is asked for and not installed.
     """
+    known: tuple[str, ...] = get_args(HashName)
+    if name not in known:
+        raise InputError(f"hash: expected {' or '.join(known)}; got {shown(name)}")
     if name == "sha256":
         return hashlib.sha256()
-    if name != "blake3":
-        raise InputError(f"hash: expected blake3 or sha256; got {shown(name)}")
     try:
         from blake3 import blake3
     except ImportError as error:
@@ -168,7 +169,7 @@ def weights_digest(tower: nn.Module, name: HashName = "blake3") -> bytes:
         InputError: it has a tensor on the meta device, whose values nobody knows.
     """
     inner = getattr(tower, "tower", tower)
-    settings = getattr(getattr(inner, "config", None), "to_dict", dict)()
+    settings: object = getattr(getattr(inner, "config", None), "to_dict", dict)()
     described = json.dumps(settings, sort_keys=True, default=repr)
     parts: list[Part] = [type(inner).__qualname__.encode(), described.encode()]
     tensors = {**dict(inner.named_parameters()), **dict(inner.named_buffers())}

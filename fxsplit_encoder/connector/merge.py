@@ -110,7 +110,7 @@ def _levels(rows: Sequence[Tensor | None], runs: Sequence[Run], out: Tensor, lev
     for item, row, _, length in runs if levels else ():
         source = rows[item]
         assert source is not None
-        further = source[row : row + length, width:].unflatten(1, (levels, width)).transpose(0, 1)
+        further = source[row : row + length, width:].reshape(length, levels, width).transpose(0, 1)
         made[:, done : done + length].copy_(further, non_blocking=True)
         done += length
     return made

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from numbers import Real
+
+import numpy as np
 
 from fxsplit_encoder.errors import MediaError
 from fxsplit_encoder.messages import name_of, nearest, shown
@@ -32,7 +33,13 @@ def _integer(most: int) -> OptionCheck:
 
 
 def _is_positive(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and 0 < float(value) < math.inf
+    return (
+        type(value) is not bool and isinstance(value, int | float | np.number) and bool(0 < value < math.inf)
+    )
+
+
+def _is_a_part(value: object) -> bool:
+    return isinstance(value, int | float | np.number) and _is_positive(value) and bool(value <= 1)
 
 
 _POSITIVE = OptionCheck("a number above 0", _is_positive)
@@ -52,9 +59,7 @@ SAMPLING: Mapping[str, OptionCheck] = {
 SCALE = "scale"
 """By which both sides of an image or of a video's frames are shrunk before the processor sees them."""
 
-ANY: Mapping[str, OptionCheck] = {
-    SCALE: OptionCheck("a number above 0, up to 1", lambda value: _is_positive(value) and float(value) <= 1)  # type: ignore[arg-type]
-}
+ANY: Mapping[str, OptionCheck] = {SCALE: OptionCheck("a number above 0, up to 1", _is_a_part)}
 """What any processor's images and videos may have."""
 
 

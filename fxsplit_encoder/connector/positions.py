@@ -241,5 +241,6 @@ class _Layout:
         found = []
         for item, row, position, length in zip(*(c[first:last].tolist() for c in columns), strict=True):
             low, high = max(position, start), min(position + length, stop)
-            found.append(Run(item, row + low - position, low, high - low))
+            if low < high:
+                found.append(Run(item, row + low - position, low, high - low))
         return found

@@ -22,7 +22,6 @@ from fxsplit_encoder.connector.media import (
     MediaLimits,
     Video,
     frame_seconds,
-    is_encoded,
     load_image,
     measure_image,
     open_video,
@@ -31,7 +30,7 @@ from fxsplit_encoder.connector.media import (
     scaled,
     shrunk,
 )
-from fxsplit_encoder.connector.media.sources import attempt
+from fxsplit_encoder.connector.media.sources import Encoded, attempt
 from fxsplit_encoder.connector.options import ANY, SAMPLING, SCALE, OptionCheck, check_options, integers
 from fxsplit_encoder.connector.preparation import Inputs, Preparation, Prepare
 from fxsplit_encoder.connector.seams import MediaItem, PreparedItem, Reduction
@@ -100,7 +99,7 @@ class TowerProcessor:
             MediaError: it cannot be read.
         """
         media = read_source(item.media, self.limits)
-        if is_encoded(media):
+        if isinstance(media, Encoded):
             return self._digest(item, [media])
         if item.modality == "image":
             return self._digest(item, pixel_bytes(load_image(media, self.limits)))
@@ -166,7 +165,7 @@ class TowerProcessor:
         # Within the limits before it is decoded.
         count = self._count([self._image_sizes(item, preparation)])
         image = load_image(item.media, self.limits)
-        parts = [item.media] if is_encoded(item.media) else pixel_bytes(image)
+        parts = [item.media] if isinstance(item.media, Encoded) else pixel_bytes(image)
         with attempt("image", "what the model takes"):
             inputs = [preparation.image(shrunk(image, _scale(item)))]
         return self._item(item, self._digest(item, parts), count, inputs, {})
@@ -175,7 +174,7 @@ class TowerProcessor:
         with closing(open_video(item.media, self.limits)) as video:
             frames = self._frames(item, preparation, video)
             count = self._count(_clip_sizes(frames, preparation))
-            parts = [item.media] if is_encoded(item.media) else video.parts()
+            parts = [item.media] if isinstance(item.media, Encoded) else video.parts()
             digest = self._digest(item, parts)
             with attempt("video", "what the model takes"):
                 inputs = preparation.clip(frames)
@@ -225,7 +224,7 @@ class TowerProcessor:
     def _count(self, inputs: Sequence[Inputs]) -> int:
         """Rows by the tower's own arithmetic."""
         specs = self.tower.get_encoder_cudagraph_item_specs
-        count = sum(spec.output_tokens for part in inputs for spec in specs(dict(part.tensors)))
+        count: int = sum(spec.output_tokens for part in inputs for spec in specs(dict(part.tensors)))
         self.limits.check("max_tokens", count, "its feature")
         return count
 

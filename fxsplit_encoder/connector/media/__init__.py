@@ -4,7 +4,7 @@ from fxsplit_encoder.connector.media.animated import AnimatedImage
 from fxsplit_encoder.connector.media.images import load_image, measure_image, pixel_bytes, scaled, shrunk
 from fxsplit_encoder.connector.media.limits import MediaLimits
 from fxsplit_encoder.connector.media.readers import open_video
-from fxsplit_encoder.connector.media.sources import is_encoded, read_source
+from fxsplit_encoder.connector.media.sources import read_source
 from fxsplit_encoder.connector.media.videos import Frames, Video, VideoFrames, VideoHeader, frame_seconds
 
 __all__ = [
@@ -15,7 +15,6 @@ __all__ = [
     "VideoFrames",
     "VideoHeader",
     "frame_seconds",
-    "is_encoded",
     "load_image",
     "measure_image",
     "open_video",
