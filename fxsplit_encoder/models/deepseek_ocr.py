@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from fxsplit_encoder.models.family import (
     vision_settings,
 )
 from fxsplit_encoder.models.prepare import HALF, Normalization, Preparation, Prepared, ProcessorSettings
-from fxsplit_encoder.models.tiles import Grid, crop_pixels, cut, of_views
+from fxsplit_encoder.models.tiles import Grid, crop_pixels, cut, view_sizes
 from fxsplit_encoder.modules.clip_encoder import ClipConfig
 from fxsplit_encoder.modules.deepseek_encoder import DeepseekOcrConfig, DeepseekOcrVisionModel
 from fxsplit_encoder.modules.sam import SamConfig
@@ -82,30 +82,46 @@ class DeepseekOcrViews(Preparation):
     def image(self, image: Image.Image) -> Prepared:
         """Both views."""
         has_crops, size = self.crop != self.whole, (self.whole, self.whole)
-        grid, crops = deepseek_crops(image, self.crop, self.max_crops) if has_crops else ((1, 1), [])
+        crops = deepseek_crops(image, self.crop, self.max_crops)[1] if has_crops else []
         if has_crops or self.whole > _SMALL:
             gray = tuple(int(255 * mean) for mean in self.normalization.mean)
             whole = ImageOps.pad(image, size, _BICUBIC, color=gray)
         else:
             whole = image.resize(size, _BICUBIC)
-        return of_views(
-            {"pixel_values": self.normalization([whole]), "images_spatial_crop": torch.tensor([grid])},
-            "images_crop",
-            crop_pixels(crops, self.crop, self.normalization),
-            grid,
+        pixels = {
+            "pixel_values": self.normalization([whole]),
+            "images_crop": crop_pixels(crops, self.crop, self.normalization),
+        }
+        sizes = self.image_sizes(*image.size)
+        return replace(sizes, tensors={**pixels, **sizes.tensors})
+
+    def image_sizes(self, width: int, height: int) -> Prepared:
+        """Both views."""
+        grid = (1, 1)
+        if self.crop != self.whole:
+            grid = deepseek_grid(width, height, self.crop, self.max_crops)
+        return view_sizes(
+            {"images_spatial_crop": torch.tensor([grid])}, grid if grid[0] * grid[1] > 1 else (0, 0)
         )
 
 
-def deepseek_crops(image: Image.Image, side: int, max_crops: int) -> tuple[Grid, list[Image.Image]]:
-    """The grid and its crops, of the image stretched over them; a small image has none, whatever `side`.
-
-    As the model's own `infer` does it; the grid is InternVL's.
+def deepseek_grid(width: int, height: int, side: int, max_crops: int) -> Grid:
+    """The grid of crops, as the model's own `infer` chooses it, which is InternVL's way; (1, 1), of none, for
+    a small image, whatever `side`.
     """
     from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import get_optimal_tiled_canvas
 
-    if max(image.size) <= _SMALL:
+    if max(width, height) <= _SMALL:
+        return 1, 1
+    columns, rows = get_optimal_tiled_canvas((height, width), (side, side), 2, max_crops)
+    return columns, rows
+
+
+def deepseek_crops(image: Image.Image, side: int, max_crops: int) -> tuple[Grid, list[Image.Image]]:
+    """The grid and its crops, of the image stretched over them."""
+    columns, rows = deepseek_grid(*image.size, side, max_crops)
+    if columns * rows == 1:
         return (1, 1), []
-    columns, rows = get_optimal_tiled_canvas((image.height, image.width), (side, side), 2, max_crops)
     return (columns, rows), list(cut(image.resize((columns * side, rows * side), _BICUBIC), side, side))
 
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-from PIL import Image
 from torch import Tensor
 
 from fxsplit_encoder.models.eager import Inputs
@@ -20,56 +18,37 @@ from fxsplit_encoder.models.family import (
     hugging_face,
     stack,
 )
-from fxsplit_encoder.models.prepare import (
-    CLIP,
-    HALF,
-    IMAGENET,
-    Normalization,
-    Preparation,
-    Prepared,
-    ProcessorSettings,
-)
-from fxsplit_encoder.models.tiles import of_tiles, tile_side
+from fxsplit_encoder.models.prepare import CLIP, HALF, IMAGENET, Normalization, ProcessorSettings
+from fxsplit_encoder.models.tiles import ProcessedTiles, tile_side
 from fxsplit_encoder.towers import DenseTowerSpec
 
 
-@dataclass(frozen=True)
-class OneTile(Preparation):
-    """An image is a tile, by transformers' own processor of the family, the one without torchvision."""
+def _prepare_siglip(settings: Settings, processor: ProcessorSettings) -> ProcessedTiles:
+    """Images are stretched to squares."""
+    from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
-    processor: Any
+    side = tile_side(settings, 224)
+    statistics = HALF.updated(processor.image).as_settings()
+    return ProcessedTiles(SiglipImageProcessorPil(size={"height": side, "width": side}, **statistics))
 
-    @classmethod
-    def of_siglip(cls, settings: Settings, processor: ProcessorSettings) -> OneTile:
-        """SigLIP's: images are stretched to squares."""
-        from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+
+def _cropping(normalization: Normalization) -> Prepare:
+    """CLIP's and DINOv2's: the square in an image's middle."""
+
+    def read(settings: Settings, processor: ProcessorSettings) -> ProcessedTiles:
+        from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
         side = tile_side(settings, 224)
-        statistics = HALF.updated(processor.image).as_settings()
-        return cls(SiglipImageProcessorPil(size={"height": side, "width": side}, **statistics))
-
-    @classmethod
-    def cropping(cls, normalization: Normalization) -> Callable[[Settings, ProcessorSettings], OneTile]:
-        """CLIP's and DINOv2's: the square in an image's middle."""
-
-        def read(settings: Settings, processor: ProcessorSettings) -> OneTile:
-            from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
-
-            side = tile_side(settings, 224)
-            resized = (processor.image.get("size") or {}).get("shortest_edge", side)
-            return cls(
-                CLIPImageProcessorPil(
-                    size={"shortest_edge": max(resized, side)},
-                    crop_size={"height": side, "width": side},
-                    **normalization.updated(processor.image).as_settings(),
-                )
+        resized = (processor.image.get("size") or {}).get("shortest_edge", side)
+        return ProcessedTiles(
+            CLIPImageProcessorPil(
+                size={"shortest_edge": max(resized, side)},
+                crop_size={"height": side, "width": side},
+                **normalization.updated(processor.image).as_settings(),
             )
+        )
 
-        return read
-
-    def image(self, image: Image.Image) -> Prepared:
-        """One tile."""
-        return of_tiles(self.processor(images=[image], return_tensors="pt")["pixel_values"])
+    return read
 
 
 def _eager(tower: Any, mm_kwargs: Inputs, rows: slice) -> Tensor:
@@ -93,19 +72,19 @@ def _family(build: Build, prepare: Prepare, rows: slice, prefix: str) -> Family:
 _NO_CLASS_TOKEN = slice(1, None)
 _SIGLIP = _family(
     hugging_face("siglip", "SiglipVisionModel", "SiglipVisionConfig"),
-    OneTile.of_siglip,
+    _prepare_siglip,
     slice(None),
     "vision_model.",
 )
 _CLIP = _family(
     hugging_face("clip", "CLIPVisionModel", "CLIPVisionConfig"),
-    OneTile.cropping(CLIP),
+    _cropping(CLIP),
     _NO_CLASS_TOKEN,
     "vision_model.",
 )
 _DINOV2 = _family(
     hugging_face("dinov2", "Dinov2Model", "Dinov2Config"),
-    OneTile.cropping(IMAGENET),
+    _cropping(IMAGENET),
     _NO_CLASS_TOKEN,
     "dinov2.",
 )

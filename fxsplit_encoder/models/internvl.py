@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-import torch
-from PIL import Image
 from torch import Tensor, nn
 
+from fxsplit_encoder.connector.media import Frames
 from fxsplit_encoder.models.eager import PIXELS, Inputs, joined
 from fxsplit_encoder.models.family import (
     WHOLE_MODEL,
@@ -22,15 +22,9 @@ from fxsplit_encoder.models.family import (
     vision_settings,
     without_language_model,
 )
-from fxsplit_encoder.models.prepare import (
-    IMAGENET,
-    Normalization,
-    Preparation,
-    Prepared,
-    ProcessorSettings,
-    frames_of,
-)
-from fxsplit_encoder.models.tiles import of_tiles, tile_side
+from fxsplit_encoder.models.prepare import IMAGENET, Normalization, Prepared, ProcessorSettings, resized
+from fxsplit_encoder.models.sampling import Sampling, middle_of_equal_parts
+from fxsplit_encoder.models.tiles import MOST_TILES, ProcessedTiles, frame_sizes, of_frames, tile_side
 
 
 def _build(settings: Settings) -> nn.Module:
@@ -49,16 +43,17 @@ def _build(settings: Settings) -> nn.Module:
 
 
 @dataclass(frozen=True)
-class InternVLTiles(Preparation):
+class InternVLTiles(ProcessedTiles):
     """A grid of tiles whose shape is nearest to the image's, and after several the whole image as one more.
 
     A frame of a clip is a tile.
     """
 
-    processor: Any
     side: int
     normalization: Normalization
+    sampling: Sampling
     takes_clips = True
+    image_options: ClassVar[Mapping[str, int]] = {"min_patches": MOST_TILES, "max_patches": MOST_TILES}
 
     @classmethod
     def read(cls, settings: Settings, processor: ProcessorSettings) -> InternVLTiles:
@@ -73,18 +68,19 @@ class InternVLTiles(Preparation):
             max_patches=processor.image.get("max_patches", 12),
             **normalization.as_settings(),
         )
-        return cls(made, side, normalization)
+        return cls(made, side, normalization, Sampling(middle_of_equal_parts).updated(processor.video))
 
-    def image(self, image: Image.Image) -> Prepared:
-        """1 to 13 tiles."""
-        return of_tiles(self.processor(images=[image], return_tensors="pt")["pixel_values"])
+    def sample(self, num_frames: int, fps: float | None) -> Sequence[int]:
+        """By the rule of the model's video processor."""
+        return self.sampling(num_frames, fps)
 
-    def clip(self, clip: Image.Image) -> list[Prepared]:
+    def clip(self, frames: Frames) -> list[Prepared]:
         """A tile per frame."""
-        tiles = self.normalization(list(frames_of(clip, (self.side, self.side))))
-        count = tiles.shape[0]
-        tensors = {"pixel_values_videos": tiles, "video_num_patches": torch.tensor([count])}
-        return [Prepared(tensors, {"tiles": count}, str(count), count)]
+        return [of_frames(self.normalization(resized(frames, (self.side, self.side))))]
+
+    def clip_sizes(self, num_frames: int, width: int, height: int) -> list[Prepared]:
+        """A tile per frame."""
+        return [frame_sizes(num_frames)]
 
 
 def _eager(model: Any, mm_kwargs: Inputs) -> Tensor:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -12,6 +14,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 
+from fxsplit_encoder.connector.media import Frames
 from fxsplit_encoder.models.checkpoint import Renames
 from fxsplit_encoder.models.eager import GRIDS, PIXELS, Inputs
 from fxsplit_encoder.models.family import (
@@ -31,9 +34,12 @@ from fxsplit_encoder.models.prepare import (
     Preparation,
     Prepared,
     ProcessorSettings,
-    frames_of,
+    resized,
 )
+from fxsplit_encoder.models.sampling import Sampling, first_of_equal_parts
 from fxsplit_encoder.modules.moonvit import KimiVLVisionConfig, KimiVLVisionModel
+
+_BICUBIC = Image.Resampling.BICUBIC
 
 K25_NAMES: Renames = (
     (r"^encoder\.", ""),
@@ -61,11 +67,18 @@ class RasterPatches(Preparation):
     frames_per_clip: int = 0
     """Frames that one item holds; clips are cut. 0: the model takes images only."""
     normalization: Normalization = HALF
+    sampling: Sampling = field(default_factory=lambda: Sampling(first_of_equal_parts))
+    clip_options: ClassVar[Mapping[str, int]] = {"in_patch_limit_each_frame": 1 << 20}
 
     @property
     def takes_clips(self) -> bool:  # type: ignore[override]
         """Whether clips are taken."""
         return self.frames_per_clip > 0
+
+    @property
+    def image_options(self) -> Mapping[str, int]:  # type: ignore[override]
+        """Of Kimi-K2.5's processor or of Kimi-VL's."""
+        return {"in_patch_limit" if self.takes_clips else "in_token_limit": 1 << 20}
 
     @classmethod
     def of_kimi_vl(cls, settings: Settings, processor: ProcessorSettings) -> RasterPatches:
@@ -81,7 +94,7 @@ class RasterPatches(Preparation):
     @classmethod
     def of_kimi_k25(cls, settings: Settings, processor: ProcessorSettings) -> RasterPatches:
         """Kimi-K2.5's, by the settings of its own processor or of transformers'."""
-        image = {**processor.image, **processor.image.get("media_proc_cfg", {})}
+        image = {**processor.image.get("media_proc_cfg", {}), **processor.image}
         return cls(
             patch_size=vision_settings(settings).get("patch_size", 14),
             merge_size=_side(vision_settings(settings)),
@@ -90,37 +103,65 @@ class RasterPatches(Preparation):
             max_frame_patches=image.get("in_patch_limit_each_frame", 4096),
             frames_per_clip=image.get("temporal_merge_kernel_size", 4),
             normalization=HALF.updated(image),
+            sampling=Sampling(first_of_equal_parts).updated(processor.video),
         )
 
     def image(self, image: Image.Image) -> Prepared:
         """An image of one frame."""
-        patches, grid = self._patches([image], self.max_patches)
+        fitted, grid = self._fit(1, image.width, image.height, self.max_patches)
+        return self._of_image(self._patches([image.resize(fitted, _BICUBIC)], grid), grid)
+
+    def image_sizes(self, width: int, height: int) -> Prepared:
+        """An image of one frame."""
+        return self._of_image(None, self._fit(1, width, height, self.max_patches)[1])
+
+    def _of_image(self, patches: Any, grid: Grid) -> Prepared:
         if not self.takes_clips:  # Kimi-VL, whose sizes have no frames
             return of_patches(("pixel_values", "image_grid_hws"), patches, grid, grid[1:])
         return of_patches(IMAGE_KEYS, patches, grid, grid)
 
-    def clip(self, clip: Image.Image) -> list[Prepared]:
+    def sample(self, num_frames: int, fps: float | None) -> Sequence[int]:
+        """By the rule of processors that have none of their own."""
+        return self.sampling(num_frames, fps)
+
+    def clip(self, frames: Frames) -> list[Prepared]:
         """Items of a few frames each."""
         if not self.takes_clips:
-            return super().clip(clip)
-        frames = list(frames_of(clip, clip.size))
-        parts = (frames[i : i + self.frames_per_clip] for i in range(0, len(frames), self.frames_per_clip))
-        cut = [self._patches(part, self.max_frame_patches) for part in parts]
-        return [of_patches(VIDEO_KEYS, patches, grid, grid, grid[0]) for patches, grid in cut]
+            return super().clip(frames)
+        fitted, _ = self._fit(1, frames.width, frames.height, self.max_frame_patches)
+        images = iter(resized(frames, fitted))
+        items = []
+        for grid in self._clip_grids(len(frames), frames.width, frames.height):
+            patches = self._patches(list(itertools.islice(images, grid[0])), grid)
+            items.append(of_patches(VIDEO_KEYS, patches, grid, grid, grid[0]))
+        return items
 
-    def _patches(self, frames: list[Image.Image], max_patches: int) -> tuple[Any, Grid]:
-        width, height = frames[0].size
-        size, padded = padded_size(
+    def clip_sizes(self, num_frames: int, width: int, height: int) -> list[Prepared]:
+        """Items of a few frames each."""
+        if not self.takes_clips:
+            return super().clip_sizes(num_frames, width, height)
+        grids = self._clip_grids(num_frames, width, height)
+        return [of_patches(VIDEO_KEYS, None, grid, grid, grid[0]) for grid in grids]
+
+    def _clip_grids(self, num_frames: int, width: int, height: int) -> list[Grid]:
+        most = self.frames_per_clip
+        counts = [min(most, num_frames - start) for start in range(0, num_frames, most)]
+        return [self._fit(count, width, height, self.max_frame_patches)[1] for count in counts]
+
+    def _fit(self, frames: int, width: int, height: int, max_patches: int) -> tuple[tuple[int, int], Grid]:
+        """The width and height to which frames are resized, and the grid of the canvas below them."""
+        (rows, columns), padded = padded_size(
             height, width, self.patch_size, self.merge_size, max_patches, self.max_side
         )
+        return (columns, rows), (frames, padded[0] // self.patch_size, padded[1] // self.patch_size)
+
+    def _patches(self, frames: list[Image.Image], grid: Grid) -> Any:
         canvases = []
         for frame in frames:
-            canvas = Image.new("RGB", padded[::-1])
-            canvas.paste(frame.resize(size[::-1], Image.Resampling.BICUBIC))
+            canvas = Image.new("RGB", (grid[2] * self.patch_size, grid[1] * self.patch_size))
+            canvas.paste(frame)
             canvases.append(canvas)
-        pixels = self.normalization(canvases).numpy()
-        grid = (len(frames), padded[0] // self.patch_size, padded[1] // self.patch_size)
-        return patchify_raster(pixels, self.patch_size), grid
+        return patchify_raster(self.normalization(canvases).numpy(), self.patch_size)
 
 
 def _side(vision: dict[str, Any]) -> int:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from PIL import Image
@@ -23,7 +24,7 @@ from fxsplit_encoder.models.family import (
     without_language_model,
 )
 from fxsplit_encoder.models.prepare import HALF, Normalization, Preparation, Prepared, ProcessorSettings
-from fxsplit_encoder.models.tiles import Grid, cut, of_tiles, tile_side
+from fxsplit_encoder.models.tiles import MOST_TILES, Grid, cut, of_tiles, tile_side, tile_sizes
 
 
 def _build(settings: Settings) -> nn.Module:
@@ -45,6 +46,7 @@ class Llama4Tiles(Preparation):
     side: int
     max_tiles: int
     normalization: Normalization
+    image_options: ClassVar[Mapping[str, int]] = {"max_patches": MOST_TILES}
 
     @classmethod
     def read(cls, settings: Settings, processor: ProcessorSettings) -> Llama4Tiles:
@@ -55,6 +57,11 @@ class Llama4Tiles(Preparation):
     def image(self, image: Image.Image) -> Prepared:
         """1 to 17 tiles."""
         return of_tiles(self.normalization(llama4_tiles(image, self.side, self.max_tiles)[1]))
+
+    def image_sizes(self, width: int, height: int) -> Prepared:
+        """1 to 17 tiles."""
+        columns, rows = llama4_grid(width, height, self.side, self.max_tiles)
+        return tile_sizes(columns * rows + (columns * rows > 1))
 
 
 # As transformers' Llama4ImageProcessor, which needs torchvision, does it.

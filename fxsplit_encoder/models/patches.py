@@ -5,10 +5,11 @@ Clips are cut with the arithmetic of the models' processors, without torchvision
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -16,7 +17,8 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.connector.media import Frames
+from fxsplit_encoder.errors import MediaError
 from fxsplit_encoder.models.eager import GRIDS, PIXELS, Inputs, joined
 from fxsplit_encoder.models.family import Settings, hugging_face_class, vision_settings
 from fxsplit_encoder.models.prepare import (
@@ -25,8 +27,9 @@ from fxsplit_encoder.models.prepare import (
     Preparation,
     Prepared,
     ProcessorSettings,
-    frames_of,
+    resized,
 )
+from fxsplit_encoder.models.sampling import Rule, Sampling, first_of_equal_parts
 
 Grid = tuple[int, int, int]
 """(frames, height, width) in patches."""
@@ -34,7 +37,9 @@ Grid = tuple[int, int, int]
 IMAGE_KEYS = ("pixel_values", "image_grid_thw")
 VIDEO_KEYS = ("pixel_values_videos", "video_grid_thw")
 QWEN2_VL = ("qwen2_vl", "Qwen2VLImageProcessorPil")
+GLM4V = ("glm4v", "Glm4vImageProcessorPil")
 
+MOST_PIXELS = 1 << 31
 _MAX_ASPECT_RATIO = 200
 
 
@@ -94,11 +99,23 @@ class BlockPatches(Preparation):
     video_format: PatchFormat
     processor: tuple[str, str] = QWEN2_VL
     """Of images: its module under `transformers.models`, and its class."""
+    sampling: Sampling = field(default_factory=lambda: Sampling(first_of_equal_parts))
     takes_clips = True
+    image_options: ClassVar[Mapping[str, int]] = {"min_pixels": MOST_PIXELS, "max_pixels": MOST_PIXELS}
+    clip_options: ClassVar[Mapping[str, int]] = image_options
+
+    @property
+    def frames_per_step(self) -> int:  # type: ignore[override]
+        """Frames of a clip that become one along its grid."""
+        return self.video_format.temporal_patch_size
 
     @classmethod
     def reader(
-        cls, patch_size: int, normalization: Normalization, image_processor: tuple[str, str] = QWEN2_VL
+        cls,
+        patch_size: int,
+        normalization: Normalization,
+        rule: Rule,
+        image_processor: tuple[str, str] = QWEN2_VL,
     ) -> Callable[[Settings, ProcessorSettings], BlockPatches]:
         """From the model's and its processors' settings; the arguments are what they may leave out."""
 
@@ -108,25 +125,56 @@ class BlockPatches(Preparation):
                 replace(form, patch_size=own, normalization=normalization)
                 for form in (IMAGE_FORMAT, VIDEO_FORMAT)
             )
-            return cls(image.updated(processor.image), video.updated(processor.video), image_processor)
+            return cls(
+                image.updated(processor.image),
+                video.updated(processor.video),
+                image_processor,
+                Sampling(rule).updated(processor.video),
+            )
 
         return read
 
     def image(self, image: Image.Image) -> Prepared:
         """By the model's image processor."""
+        grid = self._image_grid(*image.size)  # before the processor, whose message says less
         outputs = image_processor(self.image_format, self.processor)(images=[image], return_tensors="pt")
-        t, h, w = outputs["image_grid_thw"][0].tolist()
-        return of_patches(IMAGE_KEYS, outputs["pixel_values"], (t, h, w), (t, h, w))
+        return of_patches(IMAGE_KEYS, outputs["pixel_values"], grid, grid)
 
-    def clip(self, clip: Image.Image) -> list[Prepared]:
+    def image_sizes(self, width: int, height: int) -> Prepared:
+        """A grid of one frame."""
+        grid = self._image_grid(width, height)
+        return of_patches(IMAGE_KEYS, None, grid, grid)
+
+    def _image_grid(self, width: int, height: int) -> Grid:
+        form = self.image_format
+        if self.processor == GLM4V:  # to which an image is a video of two equal frames
+            rows, columns = video_frame_size(form.temporal_patch_size, height, width, form)
+        else:
+            rows, columns = image_size(height, width, form)
+        return 1, rows // form.patch_size, columns // form.patch_size
+
+    def sample(self, num_frames: int, fps: float | None) -> Sequence[int]:
+        """By the rule of the model's video processor."""
+        return self.sampling(num_frames, fps)
+
+    def clip(self, frames: Frames) -> list[Prepared]:
         """One item of all frames."""
         form = self.video_format
-        height, width = video_frame_size(getattr(clip, "n_frames", 1), clip.height, clip.width, form)
-        frames = form.normalization(list(frames_of(clip, (width, height))))
-        patches, grid = patchify_video(frames.numpy(), form)
+        height, width = video_frame_size(len(frames), frames.height, frames.width, form)
+        pixels = form.normalization(resized(frames, (width, height)))
+        patches, grid = patchify_video(pixels.numpy(), form)
         return [of_patches(VIDEO_KEYS, patches, grid, grid, len(frames))]
 
+    def clip_sizes(self, num_frames: int, width: int, height: int) -> list[Prepared]:
+        """One item of all frames."""
+        form = self.video_format
+        rows, columns = video_frame_size(num_frames, height, width, form)
+        steps = -(-num_frames // form.temporal_patch_size)
+        grid = (steps, rows // form.patch_size, columns // form.patch_size)
+        return [of_patches(VIDEO_KEYS, None, grid, grid, num_frames)]
 
+
+@functools.lru_cache(maxsize=64)
 def image_processor(form: PatchFormat, processor: tuple[str, str] = QWEN2_VL) -> Any:
     """A family's image processor, the one that needs no torchvision.
 
@@ -151,29 +199,53 @@ def of_patches(
 
     Args:
         keys: of its patches and of its size.
-        pixels: its patches.
+        pixels: its patches; None: only its size is asked for.
         grid: how it was cut.
         sizes: its size as the tower takes it.
         frames: of a clip; 0: an image.
     """
-    tensors = {keys[0]: torch.as_tensor(pixels), keys[1]: torch.tensor([sizes])}
+    tensors = {keys[1]: torch.tensor([sizes])}
+    if pixels is not None:
+        tensors[keys[0]] = torch.as_tensor(pixels)
     return Prepared(tensors, {"grid": grid}, str(math.prod(grid)), frames)
+
+
+def image_size(height: int, width: int, form: PatchFormat) -> tuple[int, int]:
+    """Height and width to which an image is resized.
+
+    Raises:
+        MediaError: one side is over 200 times the other.
+    """
+    _check_aspect_ratio(height, width, "an image")
+    factor = form.factor
+    rows, columns = round(height / factor) * factor, round(width / factor) * factor
+    if rows * columns > form.max_pixels:
+        shrink = math.sqrt(height * width / form.max_pixels)
+        rows, columns = (max(factor, math.floor(s / shrink / factor) * factor) for s in (height, width))
+    elif rows * columns < form.min_pixels:
+        enlarge = math.sqrt(form.min_pixels / (height * width))
+        rows, columns = (math.ceil(s * enlarge / factor) * factor for s in (height, width))
+    return rows, columns
+
+
+def _check_aspect_ratio(height: int, width: int, what: str) -> None:
+    if max(height, width) > _MAX_ASPECT_RATIO * min(height, width):
+        raise MediaError(
+            f"{what} of {width} x {height} pixels; expected an aspect ratio of at most {_MAX_ASPECT_RATIO}"
+        )
 
 
 def video_frame_size(num_frames: int, height: int, width: int, form: PatchFormat) -> tuple[int, int]:
     """Height and width to which every frame of a video is resized.
 
     Raises:
-        InputError: one side is over 200 times the other.
+        MediaError: one side is over 200 times the other.
     """
     factor, temporal = form.factor, form.temporal_patch_size
     if min(height, width) < factor:
         scale = max(factor / height, factor / width)
         height, width = int(height * scale), int(width * scale)
-    if max(height, width) > _MAX_ASPECT_RATIO * min(height, width):
-        raise InputError(
-            f"frames of {width} x {height} pixels; expected an aspect ratio of at most {_MAX_ASPECT_RATIO}"
-        )
+    _check_aspect_ratio(height, width, "frames")
     rows, columns = round(height / factor) * factor, round(width / factor) * factor
     volume = round(num_frames / temporal) * temporal * rows * columns
     if volume > form.max_pixels:

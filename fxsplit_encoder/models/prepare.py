@@ -1,19 +1,25 @@
-"""Image and clip files to the inputs of a tower: what every family's way has in common."""
+"""Images and clips to the inputs of a tower: what every family's way has in common."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps, ImageSequence
+from PIL import Image
 from torch import Tensor
 
-from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.connector.media import AnimatedImage, Frames, MediaLimits
+from fxsplit_encoder.connector.media.images import open_image, upright
+from fxsplit_encoder.connector.media.sources import attempt
+from fxsplit_encoder.errors import InputError, MediaError
+
+# Of one's own files: Pillow's limit of pixels holds before this one.
+_LIMITS = MediaLimits(max_bytes=1 << 32, max_pixels=1 << 30)
 
 _EXTENSIONS = (".apng", ".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 
@@ -31,7 +37,8 @@ class Prepared:
     """One item's inputs."""
 
     tensors: Mapping[str, Tensor]
-    """By their key in `mm_kwargs`; those of several items are joined along the first dimension."""
+    """By their key in `mm_kwargs`; those of several items are joined along the first dimension. Where only
+    sizes were asked for, those that hold pixels are missing."""
 
     layout: Mapping[str, Any]
     """How it was cut, for the metadata of what is encoded: "grid", "tiles" or "crops"."""
@@ -47,18 +54,46 @@ class Preparation(ABC):
     """What a model's own processor does with an image, and with a clip if the model takes any."""
 
     takes_clips = False
+    image_options: ClassVar[Mapping[str, int]] = {}
+    """The image processor's settings that may differ from item to item, integers from 1, and the most that
+    each may be."""
+    clip_options: ClassVar[Mapping[str, int]] = {}
+    """The video processor's, without those of sampling."""
+    frames_per_step = 1
+    """Frames of a clip that become one along its grid."""
 
     @abstractmethod
     def image(self, image: Image.Image) -> Prepared:
         """The inputs of an upright RGB image."""
 
-    def clip(self, clip: Image.Image) -> list[Prepared]:
-        """The inputs of an animated file: one item, or several of a few frames each.
+    @abstractmethod
+    def image_sizes(self, width: int, height: int) -> Prepared:
+        """What `image` makes of an image of this size, without its pixels."""
+
+    def sample(self, num_frames: int, fps: float | None) -> Sequence[int]:
+        """Which frames of a video the model sees, rising; every one unless its processor says otherwise.
+
+        Args:
+            num_frames: that the video has.
+            fps: how many a second; None: not known.
+        """
+        return range(num_frames)
+
+    def clip(self, frames: Frames) -> list[Prepared]:
+        """The inputs of a clip: one item, or several of a few frames each.
 
         Raises:
-            InputError: the model takes images only.
+            MediaError: the model takes images only.
         """
-        raise InputError("it is a clip, and this model takes images only; leave it out")
+        raise MediaError("it is a clip, and this model takes images only; leave it out")
+
+    def clip_sizes(self, num_frames: int, width: int, height: int) -> list[Prepared]:
+        """What `clip` makes of a clip of this size, without its pixels.
+
+        Raises:
+            MediaError: the model takes images only.
+        """
+        raise MediaError("it is a clip, and this model takes images only; leave it out")
 
 
 @dataclass(frozen=True)
@@ -79,12 +114,16 @@ class Normalization:
 
     def __call__(self, images: Sequence[Image.Image]) -> Tensor:
         """(images, 3, height, width), of images of one size, values around 0."""
-        pixels = np.stack([np.asarray(image) for image in images])
         # Through float64 and back, as the image processors do, so that the same pixels give the same values.
-        scaled = (pixels.astype(np.float64) * (1 / 255)).astype(np.float32)
-        mean, std = (np.array(values, dtype=np.float32) for values in (self.mean, self.std))
-        normalized = ((scaled - mean) / std).transpose(0, 3, 1, 2)
-        return torch.from_numpy(np.ascontiguousarray(normalized))
+        scaled = (np.arange(256).astype(np.float64) * (1 / 255)).astype(np.float32)
+        mean, std = (np.array(values, dtype=np.float32)[:, None] for values in (self.mean, self.std))
+        values = (scaled - mean) / std
+        normalized = np.empty((len(images), 3, *images[0].size[::-1]), np.float32)
+        for rows, image in zip(normalized, images, strict=True):
+            pixels = np.asarray(image)
+            for channel in range(3):
+                np.take(values[channel], pixels[..., channel], out=rows[channel], mode="clip")
+        return torch.from_numpy(normalized)
 
 
 HALF = Normalization((0.5,) * 3, (0.5,) * 3)
@@ -92,10 +131,9 @@ CLIP = Normalization((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.2613025
 IMAGENET = Normalization((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
-def frames_of(clip: Image.Image, size: tuple[int, int]) -> Iterator[Image.Image]:
-    """The frames of an animated file, each resized to (width, height)."""
-    for frame in ImageSequence.Iterator(clip):
-        yield frame.convert("RGB").resize(size, Image.Resampling.BICUBIC)
+def resized(frames: Frames, size: tuple[int, int]) -> list[Image.Image]:
+    """The frames of a clip, each resized to (width, height) as it is decoded."""
+    return [frame.resize(size, Image.Resampling.BICUBIC) for frame in frames]
 
 
 # --- files
@@ -188,19 +226,13 @@ def unique_keys(paths: Sequence[Path]) -> list[str]:
 
 
 def _load(key: str, path: Path, preparation: Preparation) -> list[tuple[Item, Prepared]]:
-    try:
-        with Image.open(path) as image:
-            if getattr(image, "is_animated", False):
-                size, parts = image.size, preparation.clip(image)
-            else:
-                upright = ImageOps.exif_transpose(image).convert("RGB")
-                size, parts = upright.size, [preparation.image(upright)]
-    except FileNotFoundError:
-        raise InputError(f"{path}: no such file") from None
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from None
-    except (OSError, ValueError, Image.DecompressionBombError) as error:
-        raise InputError(f"{path}: cannot be read as an image: {error}") from None
+    with open_image(path, _LIMITS) as image, attempt(str(path), "an image"):
+        if getattr(image, "is_animated", False):
+            clip = AnimatedImage(image, None, is_own=False)
+            size, parts = image.size, preparation.clip(Frames(clip, range(clip.header.num_frames)))
+        else:
+            turned = upright(image)
+            size, parts = turned.size, [preparation.image(turned)]
     keys = [key] if len(parts) == 1 else [f"{key}[{n}]" for n in range(1, len(parts) + 1)]
     return [
         (Item(name, *size, part.frames, part.layout, part.size), part)

@@ -5,22 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from fxsplit_encoder.models.family import VISUAL, Architecture, Family, hugging_face, stack
+from fxsplit_encoder.models.family import VISUAL, Architecture, Family, Prepare, hugging_face, stack
 from fxsplit_encoder.models.patches import BlockPatches, block_eager
-from fxsplit_encoder.models.prepare import CLIP, HALF, Normalization
+from fxsplit_encoder.models.prepare import CLIP, HALF
+from fxsplit_encoder.models.sampling import first_to_last, pairs_of_equal_parts
 
 
-def _family(module: str, tower: str, config: str, patch_size: int, normalization: Normalization) -> Family:
-    prepare = BlockPatches.reader(patch_size, normalization)
+def _family(module: str, tower: str, config: str, prepare: Prepare) -> Family:
     return Family(hugging_face(module, tower, config), prepare, "patches", block_eager, VISUAL)
 
 
-_QWEN3_VL = _family("qwen3_vl", "Qwen3VLVisionModel", "Qwen3VLVisionConfig", 16, HALF)
-_QWEN3_5 = _family("qwen3_5", "Qwen3_5VisionModel", "Qwen3_5VisionConfig", 16, HALF)
+_QWEN3 = BlockPatches.reader(16, HALF, first_to_last)
+_QWEN2 = BlockPatches.reader(14, CLIP, pairs_of_equal_parts)
+_QWEN3_VL = _family("qwen3_vl", "Qwen3VLVisionModel", "Qwen3VLVisionConfig", _QWEN3)
+_QWEN3_5 = _family("qwen3_5", "Qwen3_5VisionModel", "Qwen3_5VisionConfig", _QWEN3)
 _QWEN2_5_VL = _family(
-    "qwen2_5_vl", "Qwen2_5_VisionTransformerPretrainedModel", "Qwen2_5_VLVisionConfig", 14, CLIP
+    "qwen2_5_vl", "Qwen2_5_VisionTransformerPretrainedModel", "Qwen2_5_VLVisionConfig", _QWEN2
 )
-_QWEN2_VL = _family("qwen2_vl", "Qwen2VisionTransformerPretrainedModel", "Qwen2VLVisionConfig", 14, CLIP)
+_QWEN2_VL = _family("qwen2_vl", "Qwen2VisionTransformerPretrainedModel", "Qwen2VLVisionConfig", _QWEN2)
 
 FAMILIES = {
     # Mixture-of-experts models share the dense ones' tower.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from fxsplit_encoder.models.family import (
     without_language_model,
 )
 from fxsplit_encoder.models.prepare import CLIP, Normalization, Preparation, Prepared, ProcessorSettings
-from fxsplit_encoder.models.tiles import Grid, crop_pixels, cut, of_views, tile_side
+from fxsplit_encoder.models.tiles import Grid, crop_pixels, cut, tile_side, view_sizes
 from fxsplit_encoder.modules.step3_vision import Step3VisionConfig, Step3VisionModel
 
 _BILINEAR = Image.Resampling.BILINEAR
@@ -100,14 +100,18 @@ class Step3Views(Preparation):
 
     def image(self, image: Image.Image) -> Prepared:
         """Both views."""
-        grid, whole, crops = step3_views(image, self.whole, self.crop)
-        name, count = self.names
-        return of_views(
-            {"pixel_values": self.normalization([whole]), count: torch.tensor([len(crops)])},
-            name,
-            crop_pixels(crops, self.crop, self.normalization),
-            grid,
-        )
+        _, whole, crops = step3_views(image, self.whole, self.crop)
+        pixels = {
+            "pixel_values": self.normalization([whole]),
+            self.names[0]: crop_pixels(crops, self.crop, self.normalization),
+        }
+        sizes = self.image_sizes(*image.size)
+        return replace(sizes, tensors={**pixels, **sizes.tensors})
+
+    def image_sizes(self, width: int, height: int) -> Prepared:
+        """Both views."""
+        columns, rows = step3_plan(width, height, self.whole, self.crop).grid
+        return view_sizes({self.names[1]: torch.tensor([columns * rows])}, (columns, rows))
 
 
 # As transformers' Step3p7ImageProcessor, which needs torchvision, does it.
@@ -125,6 +129,14 @@ class Step3Plan:
     """Width and height to which it is resized before it is cut."""
     window: int
     """Side of a crop in pixels; 0: there are none."""
+
+    @property
+    def grid(self) -> Grid:
+        """Of the crops; (0, 0) without any. A side shorter than a crop is one crop."""
+        if not self.window:
+            return 0, 0
+        columns, rows = (side // min(self.window, side) for side in self.crop_size)
+        return columns, rows
 
 
 def step3_plan(width: int, height: int, image_size: int, crop_size: int) -> Step3Plan:
@@ -162,13 +174,11 @@ def step3_views(
         image = canvas
     whole = image.resize(plan.size, _BILINEAR).resize((image_size, image_size), _BILINEAR)
     if not plan.window:
-        return (0, 0), whole, []
+        return plan.grid, whole, []
     cropped = image.resize(plan.crop_size, _BILINEAR)
-    # A side shorter than a crop is one crop.
     width, height = (min(plan.window, side) for side in plan.crop_size)
-    grid = (plan.crop_size[0] // width, plan.crop_size[1] // height)
     crops = [crop.resize((crop_size, crop_size), _BILINEAR) for crop in cut(cropped, width, height)]
-    return grid, whole, crops
+    return plan.grid, whole, crops
 
 
 def _eager_step3p7(model: Any, mm_kwargs: Inputs) -> Tensor:

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from PIL import Image
 from torch import Tensor
 
 from fxsplit_encoder.models.family import Settings, vision_settings
-from fxsplit_encoder.models.prepare import Normalization, Prepared
+from fxsplit_encoder.models.prepare import Normalization, Preparation, Prepared
+from fxsplit_encoder.towers.base import VIDEOS
+from fxsplit_encoder.towers.dense import VIDEO_COUNTS
 
 Grid = tuple[int, int]
 """(columns, rows)."""
+
+MOST_TILES = 256
+"""That an option may ask for: every grid of so many is looked at."""
 
 
 def tile_side(settings: Settings, default: int) -> int:
@@ -31,27 +38,54 @@ def cut(image: Image.Image, width: int, height: int) -> Iterator[Image.Image]:
 
 def of_tiles(tiles: Tensor) -> Prepared:
     """An image of equal tiles, (tiles, 3, side, side)."""
-    count = tiles.shape[0]
-    return Prepared(
-        {"pixel_values": tiles, "num_patches": torch.tensor([count])}, {"tiles": count}, str(count)
-    )
+    sizes = tile_sizes(tiles.shape[0])
+    return replace(sizes, tensors={"pixel_values": tiles, **sizes.tensors})
 
 
-def of_views(tensors: dict[str, Tensor], name: str, crops: Tensor, grid: Grid) -> Prepared:
-    """An image seen as a whole and as crops.
+def tile_sizes(count: int) -> Prepared:
+    """An image of that many tiles, without their pixels."""
+    return Prepared({"num_patches": torch.tensor([count])}, {"tiles": count}, str(count))
+
+
+def of_frames(tiles: Tensor) -> Prepared:
+    """A clip of a tile per frame, (frames, 3, side, side)."""
+    sizes = frame_sizes(tiles.shape[0])
+    return replace(sizes, tensors={VIDEOS: tiles, **sizes.tensors})
+
+
+def frame_sizes(count: int) -> Prepared:
+    """A clip of that many frames, without their pixels."""
+    return Prepared({VIDEO_COUNTS: torch.tensor([count])}, {"tiles": count}, str(count), count)
+
+
+def view_sizes(tensors: dict[str, Tensor], grid: Grid) -> Prepared:
+    """An image seen as a whole and as crops, without their pixels.
 
     Args:
-        tensors: the whole view, and the number of crops.
-        name: the key of the crops.
-        crops: (crops, 3, side, side).
-        grid: of the crops, if there are any.
+        tensors: the number of crops.
+        grid: of the crops; (0, 0) without any.
     """
-    count = crops.shape[0]
-    return Prepared(
-        {**tensors, name: crops}, {"crops": grid if count else (0, 0)}, f"1+{count}" if count else "1"
-    )
+    count = grid[0] * grid[1]
+    return Prepared(tensors, {"crops": grid}, f"1+{count}" if count else "1")
 
 
 def crop_pixels(crops: list[Image.Image], side: int, normalization: Normalization) -> Tensor:
     """(crops, 3, side, side), of no crops too."""
     return normalization(crops) if crops else torch.zeros(0, 3, side, side)
+
+
+@dataclass(frozen=True)
+class ProcessedTiles(Preparation):
+    """An image as the tiles that an image processor of transformers makes of it, one without torchvision."""
+
+    processor: Any
+
+    def image(self, image: Image.Image) -> Prepared:
+        """As many tiles as the processor says."""
+        tiles = self.processor(images=[image], return_tensors="pt")["pixel_values"]
+        return of_tiles(tiles.flatten(0, -4))
+
+    def image_sizes(self, width: int, height: int) -> Prepared:
+        """As many tiles as the processor says of this size; one if it says nothing of sizes."""
+        count = getattr(self.processor, "get_number_of_image_patches", None)
+        return tile_sizes(1 if count is None else count(height, width, {}))

@@ -36,6 +36,9 @@ class WrappedTower(nn.Module):
     """Whether every block takes tensors, numbers and names alone and returns one tensor, so that
     torch.compile may trace one of them for all that are equal."""
 
+    deepstack_levels: int = 0
+    """How many further outputs follow the main one along the hidden dimension, each as wide as it."""
+
     def __init__(self, tower: nn.Module) -> None:
         super().__init__()
         self.tower = tower

@@ -25,6 +25,8 @@ from fxsplit_encoder.protocol import BudgetDeclaration, EncoderItemSpec
 from fxsplit_encoder.towers.base import VIDEOS
 from fxsplit_encoder.towers.grid import cumulative_lengths
 from fxsplit_encoder.towers.inputs import (
+    MOST_PLANNED_ITEMS,
+    MOST_ROWS,
     check_given,
     check_pixels,
     integer_rows,
@@ -35,7 +37,7 @@ from fxsplit_encoder.towers.inputs import (
 )
 from fxsplit_encoder.towers.tiles import TileTower, View
 
-_VIDEO_COUNTS = "video_num_patches"
+VIDEO_COUNTS = "video_num_patches"
 
 # Options with which a tower does not look into its blocks.
 _PLAIN = frozenset({"return_dict"})
@@ -121,10 +123,15 @@ class DenseTower(TileTower):
         return self.max_tiles if "video" in self.modalities else 1
 
     def get_encoder_cudagraph_item_specs(self, mm_kwargs: dict[str, Any]) -> list[EncoderItemSpec]:
-        """The tiles and output tokens of every item."""
+        """The tiles and output tokens of every item. Tiles may be missing: sizes follow from the counts.
+
+        Raises:
+            InputError: the inputs contradict one another.
+        """
+        counts = self._planned_counts(mm_kwargs)
         return [
             EncoderItemSpec(input_size=count, output_tokens=count * self.tokens_per_tile)
-            for count in self._read(mm_kwargs)[1]
+            for count in (self._read(mm_kwargs)[1] if counts is None else counts)
         ]
 
     def select_encoder_cudagraph_items(self, mm_kwargs: dict[str, Any], indices: list[int]) -> dict[str, Any]:
@@ -143,6 +150,19 @@ class DenseTower(TileTower):
         """The tiles of every image, as numbers in any container; None if they are not given."""
         return next((mm_kwargs[key] for key in self.count_keys if mm_kwargs.get(key) is not None), None)
 
+    def _planned_counts(self, mm_kwargs: dict[str, Any]) -> list[int] | None:
+        """How many tiles every item of a plan without tiles has; None if there are tiles, or no counts."""
+        takes_videos = "video" in self.modalities
+        tiles = (self.input_name, VIDEOS)
+        given = {self.count_keys[0]: self.image_counts(mm_kwargs)}
+        if takes_videos:
+            given[VIDEO_COUNTS] = mm_kwargs.get(VIDEO_COUNTS)
+        given = {name: counts for name, counts in given.items() if counts is not None}
+        if not given or any(mm_kwargs.get(name) is not None for name in tiles):
+            return None
+        most = MOST_ROWS // self.tokens_per_tile
+        return [count for name, counts in given.items() for count in _planned(name, counts, most)]
+
     def _read(self, mm_kwargs: dict[str, Any]) -> tuple[list[Tensor], list[int]]:
         """The tiles of a batch, and how many every item has: the images', then the videos'."""
         takes_videos = "video" in self.modalities
@@ -158,7 +178,7 @@ class DenseTower(TileTower):
             total = sum(part.shape[0] for part in tensors)
             counts = _counts(self.input_name, self.image_counts(mm_kwargs), total)
         if videos is not None:
-            clips, frames = self._read_videos(videos, mm_kwargs.get(_VIDEO_COUNTS))
+            clips, frames = self._read_videos(videos, mm_kwargs.get(VIDEO_COUNTS))
             tensors += clips
             counts += frames
         return tensors or [torch.zeros(0, *self.tile_shape)], counts
@@ -173,7 +193,7 @@ class DenseTower(TileTower):
             return [videos.flatten(0, 1)], [videos.shape[1]] * videos.shape[0]
         if frames is None:
             raise InputError(
-                f"{VIDEOS}: a tensor of {videos.dim()} dimensions needs {_VIDEO_COUNTS}, their frames; "
+                f"{VIDEOS}: a tensor of {videos.dim()} dimensions needs {VIDEO_COUNTS}, their frames; "
                 "pass them, or (videos, frames, channels, height, width)"
             )
         return self._checked(VIDEOS, videos), _counts(VIDEOS, frames, videos.shape[0])
@@ -200,6 +220,17 @@ def _counts(name: str, given: Any, total: int) -> list[int]:
         raise InputError(f"{name}: expected {expected}; got {number_of(given)} counts")
     counts = [count for (count,) in integer_rows(given, name, 1, expected)]
     if any(count < 1 for count in counts) or sum(counts) != total:
+        raise InputError(f"{name}: expected {expected}; got {shown(counts)}")
+    return counts
+
+
+def _planned(name: str, given: Any, most: int) -> list[int]:
+    """The tiles of every item of a plan, `most` in all."""
+    expected = f"at most {MOST_PLANNED_ITEMS} tile counts of at least 1, of {most} tiles in all"
+    if number_of(given) > MOST_PLANNED_ITEMS:
+        raise InputError(f"{name}: expected {expected}; got {number_of(given)} counts")
+    counts = [count for (count,) in integer_rows(given, name, 1, expected)]
+    if any(count < 1 for count in counts) or sum(counts) > most:
         raise InputError(f"{name}: expected {expected}; got {shown(counts)}")
     return counts
 

@@ -145,6 +145,7 @@ class Qwen3VLTower(PackedTower):
             patch_features=config.in_channels * config.temporal_patch_size * config.patch_size**2,
             out_hidden_size=config.out_hidden_size * levels,
         )
+        self.deepstack_levels = levels - 1
         side: Any = tower.num_grid_per_side
         self.table_shape: tuple[int, int] = (side, side)
         self.align_corners: bool = tower.interpolation_align_corners  # type: ignore[assignment]

@@ -1,6 +1,7 @@
 """What the processors of transformers that need torchvision compute, and images for them."""
 
 from __future__ import annotations
+import __future__
 
 import ast
 import importlib.util
@@ -26,9 +27,10 @@ def library(module: str, *names: str) -> dict[str, Any]:
             found.append(node)
         if isinstance(node, ast.ClassDef):
             found += [n for n in node.body if isinstance(n, ast.FunctionDef) and n.name in names]
-    known = {"math": math, "torch": torch, "SizeDict": SizeDict, "defaultdict": defaultdict}
+    known = {"math": math, "np": np, "torch": torch, "SizeDict": SizeDict, "defaultdict": defaultdict}
     values: dict[str, Any] = {**known, "lru_cache": lru_cache}
-    exec(compile(ast.Module(found, []), spec.origin, "exec"), values)
+    flags = __future__.annotations.compiler_flag  # types of what is not imported here
+    exec(compile(ast.Module(found, []), spec.origin, "exec", flags=flags), values)
     return values
 
 

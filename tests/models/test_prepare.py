@@ -104,7 +104,7 @@ def test_directories_are_searched_in_order_of_name(tmp_path: Path) -> None:
     [
         ("absent.png", None, "no such file"),
         ("text.png", b"words", "cannot be read as an image"),
-        ("thin.png", (8, 2000), "aspect ratio must be smaller than 200"),
+        ("thin.png", (8, 2000), "aspect ratio of at most 200"),
     ],
 )
 def test_unusable_files_are_named(

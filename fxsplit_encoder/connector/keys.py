@@ -1,0 +1,191 @@
+"""Names of features by what they depend on: equal keys are equal features.
+
+An item's digest covers the media's bytes, the processor and the item's own arguments; a feature's key adds
+the tower and the caller's salt. Both have 32 bytes. A client's id for its media is no part of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Literal, Protocol, get_args
+
+import numpy as np
+import torch
+from torch import nn
+
+from fxsplit_encoder.errors import InputError, MissingExtraError
+from fxsplit_encoder.messages import shown
+
+HashName = Literal["blake3", "sha256"]
+"""blake3 is the faster one, sha256 the one that FIPS 140 allows."""
+
+Part = bytes | bytearray | memoryview
+
+_MOST_TENSOR_BYTES = 1 << 28
+
+
+class Hasher(Protocol):
+    """What both functions' objects have in common."""
+
+    def update(self, data: Any, /) -> Any:
+        """Hash further bytes."""
+        ...
+
+    def digest(self) -> bytes:
+        """The 32 bytes."""
+        ...
+
+
+def new_hasher(name: str, is_large: bool = False) -> Hasher:
+    """An empty hash.
+
+    Args:
+        name: of the function.
+        is_large: whether hundreds of megabytes come, for which blake3 may take every core.
+
+    Raises:
+        InputError: no such function.
+        MissingExtraError: blake3 is asked for and not installed.
+    """
+    known: tuple[str, ...] = get_args(HashName)
+    if name not in known:
+        raise InputError(f"hash: expected {' or '.join(known)}; got {shown(name)}")
+    if name == "sha256":
+        return hashlib.sha256()
+    try:
+        from blake3 import blake3
+    except ImportError as error:
+        raise MissingExtraError("hash: blake3", "connector") from error
+    hasher: Hasher = blake3(max_threads=blake3.AUTO if is_large else 1)
+    return hasher
+
+
+def digest_of(parts: Iterable[Part], name: HashName = "blake3", is_large: bool = False) -> bytes:
+    """The digest of a sequence of parts: each is hashed with its length, so no two sequences run together."""
+    hasher = new_hasher(name, is_large)
+    for part in parts:
+        view = memoryview(part).cast("B")
+        hasher.update(len(view).to_bytes(8, "little"))
+        hasher.update(view)
+    return hasher.digest()
+
+
+def canonical(value: object, name: str = "options") -> bytes:
+    """Settings as bytes that are equal for equal settings, whatever order their names come in.
+
+    Args:
+        value: None, booleans, numbers, strings, bytes, enumerations, dtypes; sequences and mappings of them.
+        name: what messages call it.
+
+    Raises:
+        InputError: it is, or holds, anything else.
+    """
+    return json.dumps(_plain(value, name), sort_keys=True, separators=(",", ":")).encode()
+
+
+def _plain(value: object, name: str) -> object:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value.value if isinstance(value, Enum) else value
+    if isinstance(value, Mapping):
+        if not all(isinstance(key, str) for key in value):
+            raise InputError(f"{name}: expected names as keys; got {shown(list(value))}")
+        return {key: _plain(entry, f"{name}.{key}") for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(entry, name) for entry in value]
+    for kinds, plain in _KINDS:
+        if isinstance(value, kinds):
+            return plain(value)
+    raise InputError(f"{name}: expected numbers, strings, and lists and mappings of them; got {shown(value)}")
+
+
+# Tagged, so that none of them equals a string or a number that is given as such.
+_KINDS: tuple[tuple[type | tuple[type, ...], Callable[[Any], object]], ...] = (
+    ((bytes, bytearray), lambda value: {"": ["bytes", value.hex()]}),
+    (Enum, lambda value: {"": [type(value).__name__, value.name]}),
+    (torch.dtype, lambda value: {"": ["dtype", str(value)]}),
+    (np.generic, lambda value: value.item()),
+    (np.ndarray, lambda value: {"": ["array", str(value.dtype), value.tolist()]}),
+)
+
+
+# --- items and features
+
+
+def item_digest(
+    media: bytes, fingerprint: bytes, options: Mapping[str, object], name: HashName = "blake3"
+) -> bytes:
+    """What identifies a prepared item.
+
+    Args:
+        media: the digest of the media's bytes.
+        fingerprint: of the processor.
+        options: the processor's arguments for this item alone.
+        name: of the hash function.
+    """
+    return digest_of([b"item", media, fingerprint, canonical(options)], name)
+
+
+@dataclass(frozen=True)
+class TowerIdentity:
+    """What features depend on besides their item."""
+
+    weights: bytes
+    """The digest of class, configuration, parameters and buffers, see `weights_digest`."""
+    dtype: str
+    precision: str
+    """The configuration's `precision`."""
+
+    @classmethod
+    def of(cls, tower: nn.Module, precision: str, name: HashName = "blake3") -> TowerIdentity:
+        """That of a tower as it is now: after other weights are loaded it is another one.
+
+        Reads every weight once: about a second for a gigabyte that lies on a GPU.
+        """
+        dtype = next((str(parameter.dtype) for parameter in tower.parameters()), "none")
+        return cls(weights_digest(tower, name), dtype, precision)
+
+
+def feature_key(item: bytes, tower: TowerIdentity, salt: str = "", name: HashName = "blake3") -> bytes:
+    """What a cache calls a feature.
+
+    Args:
+        item: the digest of its item.
+        tower: which encodes it.
+        salt: features are shared only among callers that give the same one.
+        name: of the hash function.
+    """
+    parts = (tower.dtype.encode(), tower.precision.encode(), salt.encode())
+    return digest_of([b"feature", item, tower.weights, *parts], name)
+
+
+def weights_digest(tower: nn.Module, name: HashName = "blake3") -> bytes:
+    """The digest of a tower: its class, its configuration, and every parameter and buffer by name.
+
+    Raises:
+        InputError: it has a tensor on the meta device, whose values nobody knows.
+    """
+    inner = getattr(tower, "tower", tower)
+    settings: object = getattr(getattr(inner, "config", None), "to_dict", dict)()
+    described = json.dumps(settings, sort_keys=True, default=repr)
+    parts: list[Part] = [type(inner).__qualname__.encode(), described.encode()]
+    tensors = {**dict(inner.named_parameters()), **dict(inner.named_buffers())}
+    for key in sorted(tensors):
+        parts.append(_tensor_digest(key, tensors[key], name))
+    return digest_of(parts, name)
+
+
+def _tensor_digest(key: str, tensor: torch.Tensor, name: HashName) -> bytes:
+    if tensor.is_meta:
+        raise InputError(f"{key}: expected weights; got a tensor on the meta device, which has none")
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # a rank's own shard
+    flat = local.detach().reshape(-1)
+    parts: list[Part] = [key.encode(), f"{tuple(tensor.shape)} {tensor.dtype}".encode()]
+    step = max(1, _MOST_TENSOR_BYTES // max(1, flat.element_size()))
+    for start in range(0, flat.numel(), step):  # a tensor on a device is never on the host as a whole
+        piece = flat[start : start + step].cpu().view(torch.uint8)
+        parts.append(digest_of([piece.numpy().data], name, is_large=True))
+    return digest_of(parts, name)

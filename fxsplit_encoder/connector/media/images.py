@@ -1,0 +1,156 @@
+"""Images: their size from the header, and their pixels, upright and RGB."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+
+from PIL import ExifTags, Image, UnidentifiedImageError
+
+from fxsplit_encoder.connector.media.limits import MediaLimits
+from fxsplit_encoder.connector.media.sources import (
+    attempt,
+    header_source,
+    image_shape,
+    is_encoded,
+    name_of,
+    pixels_of,
+    shape_of,
+)
+from fxsplit_encoder.errors import MediaError
+from fxsplit_encoder.messages import shown
+
+# Pillow knows more; among them are some that start other programs.
+_WANTED = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TIFF", "WEBP")
+Image.init()
+FORMATS = tuple(name for name in _WANTED if name in Image.OPEN)
+"""Those that are read, as far as this Pillow was built with them."""
+
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+_SWAPPED = (5, 6, 7, 8)
+
+# An image that was opened and not decoded shares its file between all who hold it.
+_LOCKS = tuple(threading.Lock() for _ in range(64))
+
+
+def measure_image(media: object, limits: MediaLimits) -> tuple[int, int]:
+    """Width and height of an image, upright, from its header; nothing is decoded.
+
+    Args:
+        media: a PIL image; an array or tensor of uint8, (height, width) or with 1, 3 or 4 channels, last or
+            first; encoded bytes; or a path.
+        limits: of bytes and pixels.
+
+    Raises:
+        MediaError: it is no image, or beyond a limit.
+    """
+    if is_encoded(media):
+        with open_image(media, limits) as image:
+            return _size(image)
+    if isinstance(media, Image.Image):
+        limits.check("max_pixels", media.width * media.height, "image")
+        return _size(media)
+    shape = shape_of(media)
+    if shape is None:
+        raise MediaError(
+            f"image: expected a PIL image, an array of uint8, bytes or a path; got {shown(media)}"
+        )
+    height, width, _ = image_shape(shape, "image")
+    limits.check("max_pixels", height * width, "image")
+    return width, height
+
+
+def load_image(media: object, limits: MediaLimits) -> Image.Image:
+    """The pixels of an image, upright and RGB; alpha is dropped. Of several pictures it is the first.
+
+    Args:
+        media: see `measure_image`.
+        limits: of bytes and pixels.
+
+    Raises:
+        MediaError: it cannot be decoded, or is beyond a limit.
+    """
+    if is_encoded(media):
+        with open_image(media, limits) as image, attempt(name_of(media), "an image"):
+            return upright(image)
+    if isinstance(media, Image.Image):
+        limits.check("max_pixels", media.width * media.height, "image")
+        with lock_of(media), attempt("image", "an image"):
+            return upright(media)
+    return Image.fromarray(pixels_of(media, limits, "image"))
+
+
+def open_image(media: object, limits: MediaLimits) -> Image.Image:
+    """An encoded image of which the header was read, for a `with`.
+
+    Raises:
+        MediaError: it is no image of a known format, or is beyond a limit.
+    """
+    name = name_of(media)
+    with attempt(name, "an image"):
+        source = header_source(media, limits)
+        try:
+            image = Image.open(source, formats=FORMATS)
+        except UnidentifiedImageError:
+            formats = ", ".join(FORMATS)
+            raise MediaError(f"{name}: cannot be read as an image; expected one of {formats}") from None
+    try:
+        limits.check("max_pixels", image.width * image.height, name)
+    except MediaError:
+        image.close()
+        raise
+    return image
+
+
+def upright(image: Image.Image) -> Image.Image:
+    """An image turned as its metadata says, RGB."""
+    turn = _TURNS.get(_orientation(image))  # before it is decoded, when `measure_image` has read it
+    rgb = image if image.mode == "RGB" else image.convert("RGB")
+    if turn is not None:
+        return rgb.transpose(turn)
+    if rgb is image:
+        rgb.load()
+    return rgb
+
+
+def scaled(side: int, scale: float) -> int:
+    """A side in pixels after an image was shrunk."""
+    return max(1, round(side * scale))
+
+
+def shrunk(image: Image.Image, scale: float) -> Image.Image:
+    """An image with both sides shrunk."""
+    if scale == 1:
+        return image
+    size = scaled(image.width, scale), scaled(image.height, scale)
+    return image.resize(size, Image.Resampling.BICUBIC)
+
+
+def lock_of(image: Image.Image) -> threading.Lock:
+    """Held while an image of the caller's is read."""
+    return _LOCKS[id(image) % len(_LOCKS)]
+
+
+def _size(image: Image.Image) -> tuple[int, int]:
+    width, height = image.size
+    return (height, width) if _orientation(image) in _SWAPPED else (width, height)
+
+
+def _orientation(image: Image.Image) -> int:
+    # A PNG's own method decodes it, to find metadata behind the pixels.
+    with contextlib.suppress(Exception):
+        return int(Image.Image.getexif(image).get(ExifTags.Base.Orientation, 1))
+    return 1
+
+
+def pixel_bytes(image: Image.Image) -> list[bytes]:
+    """What an RGB image's digest is made of; the same for the array of its pixels."""
+    return [f"pixels {image.width}x{image.height}".encode(), image.tobytes()]

@@ -1,0 +1,163 @@
+"""Where media comes from: files and encoded bytes, and arrays of pixels that somebody has decoded already."""
+
+from __future__ import annotations
+
+import io
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fxsplit_encoder.connector.media.limits import MediaLimits
+from fxsplit_encoder.errors import InputError, MediaError
+from fxsplit_encoder.messages import shown
+
+Encoded = bytes | bytearray | memoryview
+Pixels = NDArray[np.uint8]
+"""(height, width, 3)."""
+
+_CHANNELS = (1, 3, 4)
+
+
+def is_encoded(media: object) -> bool:
+    """Whether media is a file or its bytes, which have to be decoded."""
+    return isinstance(media, str | os.PathLike | bytes | bytearray | memoryview)
+
+
+def read_source(media: object, limits: MediaLimits) -> object:
+    """The bytes of a file; anything else as it is. What is hashed and what is decoded are then the same.
+
+    Raises:
+        MediaError: no such file, not a regular one, or too large.
+    """
+    if isinstance(media, bytes | bytearray | memoryview):
+        limits.check("max_bytes", memoryview(media).nbytes, "encoded media")
+        return media
+    if not isinstance(media, str | os.PathLike):
+        return media
+    path = checked_path(media, limits)
+    with attempt(str(path)), path.open("rb") as file:
+        # It may have grown since it was looked at.
+        data = file.read(limits.max_bytes + 1)
+    limits.check("max_bytes", len(data), str(path))
+    return data
+
+
+def header_source(media: object, limits: MediaLimits) -> Path | io.BytesIO:
+    """What a decoder reads a header from: a file by its path, so that no more of it is read; or bytes."""
+    if isinstance(media, str | os.PathLike):
+        return checked_path(media, limits)
+    data = read_source(media, limits)
+    assert isinstance(data, bytes | bytearray | memoryview)
+    return io.BytesIO(data)
+
+
+def checked_path(media: str | os.PathLike[str], limits: MediaLimits) -> Path:
+    """The path of a regular file within the limit of bytes.
+
+    Raises:
+        MediaError: it is something else.
+    """
+    path = Path(media)
+    if isinstance(media, str) and media.partition(":")[0] in ("http", "https", "data"):
+        raise MediaError(f"{shown(media)}: expected a path; fetch what it names, and pass its bytes")
+    with attempt(str(path)):
+        status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise MediaError(f"{path}: expected a regular file")
+    limits.check("max_bytes", status.st_size, str(path))
+    return path
+
+
+@contextmanager
+def opened(source: Path | io.BytesIO) -> Iterator[BinaryIO]:
+    """What `header_source` gave, as a file at its beginning."""
+    if isinstance(source, Path):
+        with source.open("rb") as file:
+            yield file
+    else:
+        source.seek(0)
+        yield source
+
+
+def name_of(media: object) -> str:
+    """What messages call encoded media."""
+    return str(media) if isinstance(media, str | os.PathLike) else "encoded media"
+
+
+class attempt:
+    """Turns whatever a decoder raises for bytes from outside into a MediaError that says what they are."""
+
+    def __init__(self, what: str, kind: str = "media") -> None:
+        self._what = what
+        self._kind = kind
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if not isinstance(error, Exception) or isinstance(error, MemoryError | ImportError):
+            return
+        if isinstance(error, InputError):
+            message = str(error)
+            if isinstance(error, MediaError) and message.startswith(self._what):
+                return
+            raise MediaError(f"{self._what}: {message}") from error
+        if isinstance(error, FileNotFoundError):
+            raise MediaError(f"{self._what}: no such file") from error
+        reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        raise MediaError(f"{self._what}: cannot be read as {self._kind}: {reason}") from error
+
+
+def pixels_of(array: Any, limits: MediaLimits, what: str) -> Pixels:
+    """One image as (height, width, 3), from an array or a tensor of uint8.
+
+    Args:
+        array: (height, width), or with 1, 3 or 4 channels, last or first; the fourth is dropped.
+        limits: of bytes and pixels.
+        what: what messages call it.
+
+    Raises:
+        MediaError: it is something else.
+    """
+    given = array.detach().cpu().numpy() if isinstance(array, torch.Tensor) else array
+    if not isinstance(given, np.ndarray) or given.dtype != np.uint8:
+        raise MediaError(
+            f"{what}: expected a PIL image, an array of uint8, bytes or a path; got {shown(array)}"
+        )
+    height, width, channels = image_shape(given.shape, what)
+    limits.check("max_bytes", given.nbytes, what)
+    limits.check("max_pixels", height * width, what)
+    if given.ndim == 2:
+        given = given[..., None]
+    elif given.shape[-1] not in _CHANNELS:
+        given = given.transpose(1, 2, 0)
+    if channels == 1:
+        given = np.broadcast_to(given, (height, width, 3))
+    return np.ascontiguousarray(given[..., :3])
+
+
+def image_shape(shape: tuple[int, ...], what: str) -> tuple[int, int, int]:
+    """Height, width and channels of an image's array.
+
+    Raises:
+        MediaError: it has not the shape of an image.
+    """
+    if len(shape) == 2:
+        shape = (*shape, 1)
+    if len(shape) == 3 and shape[-1] not in _CHANNELS and shape[0] in _CHANNELS:
+        shape = (*shape[1:], shape[0])
+    if len(shape) != 3 or shape[-1] not in _CHANNELS or 0 in shape:
+        raise MediaError(f"{what}: expected (height, width), or with 1, 3 or 4 channels; got {tuple(shape)}")
+    return shape[0], shape[1], shape[2]
+
+
+def shape_of(array: Any) -> tuple[int, ...] | None:
+    """The shape of an array or a tensor; None of anything else."""
+    return tuple(array.shape) if isinstance(array, np.ndarray | torch.Tensor) else None

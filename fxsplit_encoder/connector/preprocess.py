@@ -1,0 +1,258 @@
+"""From media to one tower's inputs: how many rows it will have, what identifies it, and what is encoded.
+
+What a model's own processor does is its `Preparation`; how many output tokens that makes is the tower's own
+arithmetic. Nothing here keeps state but preparations, so threads share a processor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fxsplit_encoder.connector.keys import HashName, Part, canonical, digest_of, item_digest
+from fxsplit_encoder.connector.media import (
+    Frames,
+    MediaLimits,
+    Video,
+    frame_seconds,
+    load_image,
+    measure_image,
+    open_video,
+    pixel_bytes,
+    read_source,
+    scaled,
+    shrunk,
+)
+from fxsplit_encoder.connector.media.sources import Encoded, attempt
+from fxsplit_encoder.connector.options import ANY, SAMPLING, SCALE, OptionCheck, check_options, integers
+from fxsplit_encoder.connector.preparation import Inputs, Preparation, Prepare
+from fxsplit_encoder.connector.seams import MediaItem, PreparedItem, Reduction
+from fxsplit_encoder.errors import MediaError
+from fxsplit_encoder.messages import shown
+
+_MOST_PREPARATIONS = 64
+_MOST_HALVINGS = 8
+
+
+class TowerProcessor:
+    """Images and videos to the inputs of one tower.
+
+    Args:
+        tower: what `wrap` returns; its weights are never read, so it may lie on the meta device.
+        prepare: the model's preparation with the arguments of an item, which were checked by name.
+        fingerprint: of the model's processor: equal ones make equal inputs of equal media.
+        limits: for every item.
+        hash_name: of the function for digests.
+    """
+
+    def __init__(
+        self,
+        tower: Any,
+        prepare: Prepare,
+        fingerprint: bytes,
+        limits: MediaLimits | None = None,
+        hash_name: HashName = "blake3",
+    ) -> None:
+        digest_of([], hash_name)  # a missing package is found here
+        self.tower = tower
+        self.limits = limits or MediaLimits()
+        self.fingerprint = fingerprint
+        self.hash_name: HashName = hash_name
+        self._prepare = prepare
+        self._preparations: OrderedDict[bytes, Preparation] = OrderedDict()
+        self._lock = threading.Lock()
+        plain = prepare("image", {})
+        self._options: dict[str, Mapping[str, OptionCheck]] = {
+            "image": {**ANY, **integers(plain.image_options)}
+        }
+        if plain.takes_clips:
+            self._options["video"] = {**ANY, **SAMPLING, **integers(plain.clip_options)}
+        levels = getattr(tower, "deepstack_levels", 0)
+        columns = tower.get_encoder_cudagraph_config().out_hidden_size
+        self._facts = {"hidden_size": columns // (1 + levels), "deepstack_levels": levels}
+
+    # --- the seam
+
+    def count_tokens(self, item: MediaItem) -> int:
+        """Rows of the item's feature, from its header or its shape; nothing is decoded or hashed.
+
+        Raises:
+            MediaError: it is nothing that this model takes, or is beyond a limit.
+        """
+        preparation = self._preparation(item)
+        if item.modality == "image":
+            return self._count([self._image_sizes(item, preparation)])
+        with closing(open_video(item.media, self.limits)) as video:
+            return self._count(_clip_sizes(self._frames(item, preparation, video), preparation))
+
+    def digest(self, item: MediaItem) -> bytes:
+        """What identifies the item once it is prepared, without preparing it: equal digests, equal inputs.
+
+        Raises:
+            MediaError: it cannot be read.
+        """
+        media = read_source(item.media, self.limits)
+        if isinstance(media, Encoded):
+            return self._digest(item, [media])
+        if item.modality == "image":
+            return self._digest(item, pixel_bytes(load_image(media, self.limits)))
+        with closing(open_video(media, self.limits)) as video:
+            return self._digest(item, video.parts())
+
+    def prepare(self, item: MediaItem) -> PreparedItem:
+        """Read, hash, decode and preprocess one item. Its inputs are on the CPU.
+
+        Raises:
+            MediaError: it cannot be decoded, or is beyond a limit.
+        """
+        preparation = self._preparation(item)
+        item = replace(item, media=read_source(item.media, self.limits))
+        prepare = self._prepare_image if item.modality == "image" else self._prepare_video
+        return prepare(item, preparation)
+
+    def reduce(self, item: MediaItem, how: Reduction) -> MediaItem | None:
+        """The item with half its frames, or with sides so small that its feature has half as many rows.
+
+        Returns:
+            None: an image has no frames to give, or the model's processor enlarges what is smaller.
+
+        Raises:
+            MediaError: as `count_tokens`.
+        """
+        if how == "half_frames":
+            return self._with_half_the_frames(item)
+        count = self.count_tokens(item)
+        for halvings in range(1, _MOST_HALVINGS):
+            smaller = _with_options(item, {SCALE: _scale(item) / 2**halvings})
+            with contextlib.suppress(MediaError):  # a side became too small
+                if self.count_tokens(smaller) * 2 <= count:
+                    return smaller
+        return None
+
+    def _with_half_the_frames(self, item: MediaItem) -> MediaItem | None:
+        if item.modality != "video":
+            return None
+        preparation = self._preparation(item)
+        with closing(open_video(item.media, self.limits)) as video:
+            frames = self._frames(item, preparation, video)
+            count = self._count(_clip_sizes(frames, preparation))
+        if len(frames) < 2 * preparation.frames_per_step:
+            return None
+        shorter = _with_options(item, {"num_frames": len(frames) // 2}, dropped="fps")
+        if self.count_tokens(shorter) * 4 <= count * 3:
+            return shorter
+        # The frames share a number of pixels: half of them are larger.
+        return self.reduce(shorter, "half_resolution")
+
+    # --- modalities
+
+    def _image_sizes(self, item: MediaItem, preparation: Preparation) -> Inputs:
+        width, height = (scaled(side, _scale(item)) for side in measure_image(item.media, self.limits))
+        return preparation.image_sizes(width, height)
+
+    def _frames(self, item: MediaItem, preparation: Preparation, video: Video) -> Frames:
+        indices = preparation.sample(video.header.num_frames, video.header.fps)
+        return video.select(indices, self.limits, _scale(item))
+
+    def _prepare_image(self, item: MediaItem, preparation: Preparation) -> PreparedItem:
+        # Within the limits before it is decoded.
+        count = self._count([self._image_sizes(item, preparation)])
+        image = load_image(item.media, self.limits)
+        parts = [item.media] if isinstance(item.media, Encoded) else pixel_bytes(image)
+        with attempt("image", "what the model takes"):
+            inputs = [preparation.image(shrunk(image, _scale(item)))]
+        return self._item(item, self._digest(item, parts), count, inputs, {})
+
+    def _prepare_video(self, item: MediaItem, preparation: Preparation) -> PreparedItem:
+        with closing(open_video(item.media, self.limits)) as video:
+            frames = self._frames(item, preparation, video)
+            count = self._count(_clip_sizes(frames, preparation))
+            parts = [item.media] if isinstance(item.media, Encoded) else video.parts()
+            digest = self._digest(item, parts)
+            with attempt("video", "what the model takes"):
+                inputs = preparation.clip(frames)
+        seconds = frame_seconds(frames.indices, video.header, preparation.frames_per_step)
+        return self._item(item, digest, count, inputs, seconds)
+
+    def _item(
+        self,
+        item: MediaItem,
+        digest: bytes,
+        count: int,
+        inputs: Sequence[Inputs],
+        facts: Mapping[str, object],
+    ) -> PreparedItem:
+        made = self._count(inputs)
+        if made != count:
+            raise MediaError(
+                f"{item.modality}: its processor makes {made} rows of it, where its size says {count}; the "
+                "processor cuts images in a way that is not known here"
+            )
+        layouts = [part.layout for part in inputs]
+        layout = layouts[0] if len(layouts) == 1 else {"parts": layouts}
+        return PreparedItem(item.modality, digest, _joined(inputs), count, {**self._facts, **layout, **facts})
+
+    # --- what both have
+
+    def _preparation(self, item: MediaItem) -> Preparation:
+        """That of an item's options; those of the latest options are kept."""
+        if item.modality not in self._options:
+            expected = " or ".join(self._options)
+            raise MediaError(
+                f"modality: expected {expected}, which the model takes; got {shown(item.modality)}"
+            )
+        check_options(item.options, self._options[item.modality])
+        key = canonical([item.modality, _without(item.options, SCALE)])
+        with self._lock:
+            found = self._preparations.get(key)
+            if found is None:
+                with attempt("options", "options of the processor"):
+                    found = self._prepare(item.modality, _without(item.options, SCALE))
+                self._preparations[key] = found
+                if len(self._preparations) > _MOST_PREPARATIONS:
+                    self._preparations.popitem(last=False)
+            self._preparations.move_to_end(key)
+        return found
+
+    def _count(self, inputs: Sequence[Inputs]) -> int:
+        """Rows by the tower's own arithmetic."""
+        specs = self.tower.get_encoder_cudagraph_item_specs
+        count: int = sum(spec.output_tokens for part in inputs for spec in specs(dict(part.tensors)))
+        self.limits.check("max_tokens", count, "its feature")
+        return count
+
+    def _digest(self, item: MediaItem, parts: Iterable[Part]) -> bytes:
+        media = digest_of(parts, self.hash_name)
+        fingerprint = digest_of([item.modality.encode(), self.fingerprint], self.hash_name)
+        return item_digest(media, fingerprint, item.options, self.hash_name)
+
+
+def _without(options: Mapping[str, object], name: str) -> dict[str, object]:
+    return {key: value for key, value in options.items() if key != name}
+
+
+def _with_options(item: MediaItem, added: Mapping[str, object], dropped: str = "") -> MediaItem:
+    return replace(item, options={**_without(item.options, dropped), **added})
+
+
+def _scale(item: MediaItem) -> float:
+    scale: Any = item.options.get(SCALE, 1.0)
+    return float(scale)
+
+
+def _clip_sizes(frames: Frames, preparation: Preparation) -> Sequence[Inputs]:
+    return preparation.clip_sizes(len(frames), frames.width, frames.height)
+
+
+def _joined(inputs: Sequence[Inputs]) -> dict[str, torch.Tensor]:
+    """The tensors of several items of the tower, one after the other."""
+    if len(inputs) == 1:
+        return dict(inputs[0].tensors)
+    return {name: torch.cat([part.tensors[name] for part in inputs]) for name in inputs[0].tensors}

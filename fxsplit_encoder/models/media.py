@@ -1,0 +1,97 @@
+"""Who prepares media for a tower in the connector: a known family's way, or any image processor's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from fxsplit_encoder.connector.keys import HashName, canonical, digest_of
+from fxsplit_encoder.connector.media import MediaLimits
+from fxsplit_encoder.connector.preparation import Preparation
+from fxsplit_encoder.connector.preprocess import TowerProcessor
+from fxsplit_encoder.models.checkpoint import Checkpoint
+from fxsplit_encoder.models.family import Family, Settings
+from fxsplit_encoder.models.load import read_family
+from fxsplit_encoder.models.prepare import ProcessorSettings
+from fxsplit_encoder.models.sampling import with_sampling
+from fxsplit_encoder.models.tiles import ProcessedTiles
+
+
+def media_processor(
+    tower: Any,
+    model: str | Path | Checkpoint,
+    limits: MediaLimits | None = None,
+    hash_name: HashName = "blake3",
+) -> TowerProcessor:
+    """Prepares media as the processors of a checkpoint say.
+
+    Args:
+        tower: what `wrap` returns, of this model; only its arithmetic is used.
+        model: a directory or a hub name.
+        limits: for every item.
+        hash_name: of the function for digests.
+
+    Raises:
+        InputError: a file is missing or malformed, or names no family that is known.
+    """
+    checkpoint = model if isinstance(model, Checkpoint) else Checkpoint.locate(model)
+    family, settings = read_family(checkpoint)
+    return family_processor(tower, family, settings, checkpoint.processors(), limits, hash_name)
+
+
+def family_processor(
+    tower: Any,
+    family: Family,
+    settings: Settings,
+    processors: ProcessorSettings | None = None,
+    limits: MediaLimits | None = None,
+    hash_name: HashName = "blake3",
+) -> TowerProcessor:
+    """Prepares media as a family does.
+
+    Args:
+        tower: what `wrap` returns.
+        family: one of `registry.FAMILIES`.
+        settings: the model's config.json, or that of its tower.
+        processors: what the JSON files of its processors say, or the `to_dict()` of transformers' objects.
+        limits: for every item.
+        hash_name: of the function for digests.
+    """
+    given = processors or ProcessorSettings()
+
+    def prepare(modality: str, options: Mapping[str, object]) -> Preparation:
+        if modality == "image":
+            return family.prepare(settings, replace(given, image={**given.image, **options}))
+        return family.prepare(settings, replace(given, video=with_sampling(given.video, options)))
+
+    kind = type(prepare("image", {})).__qualname__
+    described = canonical([kind, settings, given.image, given.video], "settings")
+    return TowerProcessor(tower, prepare, _fingerprint(described, hash_name), limits, hash_name)
+
+
+def tiles_processor(
+    tower: Any, processor: Any, limits: MediaLimits | None = None, hash_name: HashName = "blake3"
+) -> TowerProcessor:
+    """Prepares images for a dense tower by any image processor of transformers.
+
+    Args:
+        tower: what `wrap` returns of a module that encodes tiles of one size.
+        processor: such as `AutoImageProcessor.from_pretrained` returns. It makes one tile of an image, or as
+            many as its `get_number_of_image_patches` says.
+        limits: for every item.
+        hash_name: of the function for digests.
+    """
+    made = ProcessedTiles(processor)
+    described = processor.to_json_string().encode()
+    return TowerProcessor(
+        tower, lambda modality, options: made, _fingerprint(described, hash_name), limits, hash_name
+    )
+
+
+def _fingerprint(described: bytes, hash_name: HashName) -> bytes:
+    """Of a processor with the packages that resize and normalize, whose versions may differ in a value."""
+    packages = [f"{name} {version(name)}".encode() for name in ("transformers", "pillow", "numpy")]
+    return digest_of([described, *packages], hash_name)

@@ -1,0 +1,181 @@
+"""Which frames of a video a model sees, by the rule of its own video processor.
+
+Without a rate or a number to sample by, it sees every frame.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from fxsplit_encoder.errors import MediaError
+
+OPTIONS = ("do_sample_frames", "fps", "num_frames", "min_frames", "max_frames", "max_duration")
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """What a video processor's JSON file sets of sampling, under its names."""
+
+    rule: Rule
+    fps: float | None = None
+    num_frames: int | None = None
+    min_frames: int = 4
+    max_frames: int = 768
+    max_duration: float = 300
+    do_sample_frames: bool = True
+
+    def updated(self, settings: Mapping[str, Any]) -> Sampling:
+        """A copy with what a processor's settings say."""
+        given = {name: settings[name] for name in OPTIONS if settings.get(name) is not None}
+        return replace(self, **given)
+
+    def __call__(self, num_frames: int, fps: float | None) -> Sequence[int]:
+        """The frames of a video, rising; one may come twice.
+
+        Args:
+            num_frames: that the video has.
+            fps: how many a second; None: not known.
+
+        Raises:
+            MediaError: they cannot be chosen, or the video has too few.
+        """
+        if not self.do_sample_frames or (self.fps is None and self.num_frames is None):
+            return range(num_frames)
+        indices = self.rule(self, num_frames, fps)
+        if not indices or indices[-1] >= num_frames:
+            raise MediaError(f"video: its {num_frames} frames are too few to sample; pass num_frames")
+        return indices
+
+    def by_rate(self, num_frames: int, fps: float | None) -> float:
+        """How many frames the rate asked for makes of a video."""
+        assert self.fps is not None
+        return num_frames / known(fps) * self.fps
+
+
+Rule = Callable[[Sampling, int, "float | None"], Sequence[int]]
+
+
+def known(fps: float | None) -> float:
+    """A video's rate.
+
+    Raises:
+        MediaError: nobody knows it.
+    """
+    if fps is None:
+        raise MediaError(
+            "video: its frames per second are not known, and frames are sampled by them; pass "
+            "VideoFrames(frames, fps), or one of the options num_frames and do_sample_frames=False"
+        )
+    return fps
+
+
+def with_sampling(settings: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """A processor's settings with the options of one item, of which a rate and a number rule each other out.
+
+    Raises:
+        MediaError: the options have both.
+    """
+    asked = [name for name in ("fps", "num_frames") if options.get(name) is not None]
+    if len(asked) == 2:
+        raise MediaError("options: expected one of fps and num_frames; got both")
+    dropped = {"fps": None, "num_frames": None, "do_sample_frames": True} if asked else {}
+    return {**settings, **dropped, **options}
+
+
+# --- the rules of transformers' processors
+
+
+def first_of_equal_parts(sampling: Sampling, num_frames: int, fps: float | None) -> Sequence[int]:
+    """The first frame of each of equal parts: what processors without a rule of their own do."""
+    count = sampling.num_frames or int(sampling.by_rate(num_frames, fps))
+    return _parts(num_frames, count)
+
+
+def middle_of_equal_parts(sampling: Sampling, num_frames: int, fps: float | None) -> Sequence[int]:
+    """The frame in the middle of each of equal parts: InternVL."""
+    count = sampling.num_frames or int(sampling.by_rate(num_frames, fps))
+    return _parts(num_frames, count, shift=num_frames / max(count, 1) / 2)
+
+
+def pairs_of_equal_parts(sampling: Sampling, num_frames: int, fps: float | None) -> Sequence[int]:
+    """The first frame of each of an even number of equal parts: Qwen2-VL and Qwen2.5-VL."""
+    if sampling.num_frames is not None:
+        return _parts(num_frames, round(sampling.num_frames / 2) * 2)
+    most = min(sampling.max_frames, num_frames) // 2 * 2
+    wanted = min(max(sampling.by_rate(num_frames, fps), sampling.min_frames), most, num_frames)
+    return _parts(num_frames, math.floor(wanted / 2) * 2)
+
+
+def first_to_last(sampling: Sampling, num_frames: int, fps: float | None) -> Sequence[int]:
+    """At equal distances from the first frame to the last: Qwen3-VL and Qwen3.5."""
+    count = sampling.num_frames
+    if count is None:
+        wanted = max(int(sampling.by_rate(num_frames, fps)), sampling.min_frames)
+        count = min(wanted, sampling.max_frames, num_frames)
+    chosen: list[int] = np.linspace(0, num_frames - 1, count).round().astype(int).tolist()
+    return chosen
+
+
+def by_seconds(sampling: Sampling, num_frames: int, fps: float | None) -> Sequence[int]:
+    """At equal times, and an even number: GLM-4.1V."""
+    if sampling.fps is None:
+        return _even(first_of_equal_parts(sampling, num_frames, fps))
+    rate, asked, last = known(fps), sampling.fps, num_frames - 1
+    seconds = num_frames / rate
+    if seconds <= sampling.max_duration:
+        count = max(math.floor(seconds * asked), 1)
+        return _even(min(last, math.ceil(number * rate / asked)) for number in range(count))
+    count = int(sampling.max_duration * asked)
+    if count >= num_frames:
+        return _even(range(num_frames))
+    return _even(min(last, math.ceil(time * rate)) for time in np.linspace(0, seconds, count))
+
+
+def by_length(sampling: Sampling, num_frames: int, fps: float | None) -> Sequence[int]:
+    """The fewer a second the longer the video is, and an even number: GLM-4.6V."""
+    if sampling.fps is None:
+        return _even(first_of_equal_parts(sampling, num_frames, fps))
+    rate = known(fps)
+    seconds = num_frames / rate
+    asked = next(asked for most, asked in _GLM_RATES if min(seconds, _GLM_SECONDS) <= most)
+    count = min(int(min(seconds, _GLM_SECONDS) * asked * 2), _GLM_FRAMES)
+    chosen = _each_time(num_frames, rate, 1 / (2 * asked), int(seconds)) if num_frames >= count else []
+    if len(chosen) != count:
+        start, end = (chosen[0], chosen[-1]) if 0 < len(chosen) < count else (0, num_frames - 1)
+        chosen = np.linspace(start, end, count, dtype=int).tolist()
+    return _even(chosen)
+
+
+_GLM_SECONDS, _GLM_FRAMES = 2400, 640
+_GLM_RATES = ((30, 3.0), (300, 1.0), (_GLM_SECONDS, 0.5))
+
+
+def _each_time(num_frames: int, rate: float, step: float, end: int) -> list[int]:
+    """The first frame at or after each of equal times below `end`."""
+    duration, time, chosen = 1 / rate, 0.0, []
+    for number in range(num_frames):
+        if number * duration >= time:
+            time += step
+            chosen.append(number)
+            if time >= end:
+                break
+    return chosen
+
+
+def _parts(num_frames: int, count: int, shift: float = 0.0) -> list[int]:
+    if not 0 < count <= num_frames:
+        raise MediaError(f"video: {count} frames were asked for, of a video of {num_frames}; pass num_frames")
+    # torch's own, as the processors do: it adds up in 32 bits, and may come to one frame too many.
+    indices: list[int] = torch.arange(shift, num_frames, num_frames / count).int().tolist()
+    return [index for index in indices if index < num_frames]
+
+
+def _even(indices: Iterable[int]) -> list[int]:
+    unique = list(dict.fromkeys(int(index) for index in indices))
+    return unique + unique[-1:] if len(unique) % 2 else unique

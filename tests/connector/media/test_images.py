@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import io
+import struct
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageOps
+
+from fxsplit_encoder.connector.media import MediaLimits, load_image, measure_image
+from fxsplit_encoder.errors import ConfigError, MediaError
+
+EXAMPLES = Path(__file__).parents[3] / "examples" / "images"
+LIMITS = MediaLimits()
+
+
+def noise(width: int, height: int, seed: int = 0) -> Image.Image:
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+def encoded(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def png_header(width: int, height: int) -> bytes:
+    """The beginning of an image of which nothing else exists."""
+    head = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    chunk = struct.pack(">I", 13) + head + struct.pack(">I", zlib.crc32(head))
+    return b"\x89PNG\r\n\x1a\n" + chunk + struct.pack(">I", 1 << 20) + b"IDAT"
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000"])
+def test_every_format_is_measured_and_decoded(kind: str, tmp_path: Path) -> None:
+    data = encoded(noise(40, 24), kind)
+    path = tmp_path / "image"
+    path.write_bytes(data)
+    for media in (data, bytearray(data), memoryview(data), path, str(path)):
+        assert measure_image(media, LIMITS) == (40, 24)
+        image = load_image(media, LIMITS)
+        assert (image.mode, image.size) == ("RGB", (40, 24))
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("kind", ["PNG", "JPEG"])
+def test_images_are_turned_upright(orientation: int, kind: str) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    stored = noise(48, 16)
+    data = encoded(stored, kind, exif=exif)
+    expected = Image.open(io.BytesIO(data))
+    turned = ImageOps.exif_transpose(expected).convert("RGB")
+    assert measure_image(data, LIMITS) == turned.size
+    np.testing.assert_array_equal(np.asarray(load_image(data, LIMITS)), np.asarray(turned))
+    opened = Image.open(io.BytesIO(data))
+    assert measure_image(opened, LIMITS) == turned.size
+    np.testing.assert_array_equal(np.asarray(load_image(opened, LIMITS)), np.asarray(turned))
+
+
+def test_arrays_of_every_form_are_the_same_image() -> None:
+    image = noise(20, 12)
+    pixels = np.array(image)
+    alpha = np.concatenate([pixels, np.full((12, 20, 1), 7, np.uint8)], axis=2)
+    for media in (
+        pixels,
+        alpha,
+        pixels.transpose(2, 0, 1),
+        torch.from_numpy(pixels),
+        pixels[:, ::-1][:, ::-1],
+    ):
+        assert measure_image(media, LIMITS) == (20, 12)
+        np.testing.assert_array_equal(np.asarray(load_image(media, LIMITS)), pixels)
+    gray = pixels[..., 0]
+    for media in (gray, gray[..., None], gray[None]):
+        assert measure_image(media, LIMITS) == (20, 12)
+        np.testing.assert_array_equal(np.asarray(load_image(media, LIMITS)), np.stack([gray] * 3, -1))
+
+
+def test_other_modes_become_rgb() -> None:
+    for mode in ("L", "RGBA", "P", "CMYK", "1", "LA"):
+        assert load_image(noise(8, 8).convert(mode), LIMITS).mode == "RGB"
+
+
+def test_nothing_is_decoded_to_be_measured() -> None:
+    whole = encoded(noise(300, 200), "JPEG")
+    head = whole[:700]
+    assert measure_image(head, LIMITS) == (300, 200)
+    with pytest.raises(MediaError, match=r"encoded media: cannot be read as an image: OSError: .*truncated"):
+        load_image(head, LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("media", "message"),
+    [
+        (b"", "encoded media: cannot be read as an image"),
+        (b"junk" * 100, "encoded media: cannot be read as an image"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "cannot be read as an image"),
+        (Path("/absent.png"), r"/absent\.png: no such file"),
+        (Path("/dev/zero"), "/dev/zero: expected a regular file"),
+        ("https://example.org/cat.png", "expected a path; fetch what it names"),
+        (EXAMPLES, "expected a regular file"),
+        (None, "image: expected a PIL image, an array of uint8, bytes or a path; got None"),
+        (np.zeros((4, 4, 3), np.float32), "an array of uint8, bytes or a path; got ndarray"),
+        (np.zeros((5, 4, 5), np.uint8), r"1, 3 or 4 channels; got \(5, 4, 5\)"),
+        (np.zeros((0, 4, 3), np.uint8), r"got \(0, 4, 3\)"),
+        (np.zeros((2, 4, 4, 3), np.uint8), r"got \(2, 4, 4, 3\)"),
+    ],
+)
+def test_what_is_no_image_is_named(media: object, message: str) -> None:
+    with pytest.raises(MediaError, match=message):
+        load_image(media, LIMITS)
+
+
+def test_limits_hold_before_anything_is_decoded(tmp_path: Path) -> None:
+    few_pixels, few_bytes = MediaLimits(max_pixels=99), MediaLimits(max_bytes=50)
+    data = encoded(noise(10, 10))
+    path = tmp_path / "image.png"
+    path.write_bytes(data)
+    bomb = png_header(40_000, 40_000)
+    for media in (data, path, noise(10, 10), np.zeros((10, 10, 3), np.uint8)):
+        for read in (measure_image, load_image):
+            with pytest.raises(MediaError, match="100 pixels; expected at most 99, the limit max_pixels"):
+                read(media, few_pixels)
+    for read in (measure_image, load_image):
+        with pytest.raises(MediaError, match="DecompressionBomb"):
+            read(bomb, MediaLimits(max_pixels=1 << 40))
+        with pytest.raises(MediaError, match=r"6.4e\+07 pixels"):
+            read(png_header(8_000, 8_000), MediaLimits(max_pixels=1 << 24))
+        for media in (data, path):
+            with pytest.raises(MediaError, match="the limit max_bytes"):
+                read(media, few_bytes)
+    with pytest.raises(MediaError, match="the limit max_bytes"):
+        load_image(np.zeros((10, 10, 3), np.uint8), few_bytes)
+
+
+def test_limits_are_positive() -> None:
+    with pytest.raises(ConfigError, match=r"MediaLimits\.max_pixels: expected a number above 0; got 0"):
+        MediaLimits(max_pixels=0)
+
+
+def test_files_are_closed(tmp_path: Path) -> None:
+    path = tmp_path / "image.png"
+    path.write_bytes(encoded(noise(10, 10)))
+    descriptors = Path("/proc/self/fd")
+    before = len(list(descriptors.iterdir()))
+    for _ in range(8):
+        measure_image(path, LIMITS)
+        load_image(path, LIMITS)
+        with pytest.raises(MediaError):
+            measure_image(path, MediaLimits(max_pixels=1))
+    assert len(list(descriptors.iterdir())) == before
+
+
+def test_threads_share_an_image_that_is_not_decoded_yet() -> None:
+    expected = np.asarray(Image.open(EXAMPLES / "astronaut.jpg"))
+    for _ in range(3):
+        lazy = Image.open(EXAMPLES / "astronaut.jpg")
+        with ThreadPoolExecutor(8) as pool:
+            for image in pool.map(lambda _, lazy=lazy: load_image(lazy, LIMITS), range(16)):
+                np.testing.assert_array_equal(np.asarray(image), expected)

@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+import io
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from fxsplit_encoder.connector.media import MediaLimits, VideoFrames, VideoHeader, frame_seconds, open_video
+from fxsplit_encoder.connector.media.animations import animation_seconds
+from fxsplit_encoder.errors import MediaError, MissingExtraError
+
+from .test_images import noise
+
+LIMITS = MediaLimits()
+FRAMES = [noise(40, 24, seed) for seed in range(5)]
+KINDS = ("WEBP", "PNG", "GIF")
+
+
+def animated(kind: str, duration: int | list[int] = 80, frames: list[Image.Image] = FRAMES) -> bytes:
+    buffer = io.BytesIO()
+    options = {"lossless": True} if kind == "WEBP" else {}
+    frames[0].save(
+        buffer, kind, save_all=True, append_images=frames[1:], duration=duration, loop=0, **options
+    )
+    return buffer.getvalue()
+
+
+def pixels_of(media: object, indices: list[int]) -> np.ndarray:
+    with closing(open_video(media, LIMITS)) as video:
+        return np.stack([np.asarray(frame) for frame in video.select(indices, LIMITS)])
+
+
+EXPECTED = np.stack([np.asarray(frame) for frame in FRAMES])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("duration", [80, [40, 40, 100, 120, 100]])
+def test_an_animated_image_is_a_video(kind: str, duration: int | list[int], tmp_path: Path) -> None:
+    data = animated(kind, duration)
+    path = tmp_path / "video"
+    path.write_bytes(data)
+    for media in (data, path):
+        with closing(open_video(media, LIMITS)) as video:
+            assert video.header == VideoHeader(5, 40, 24, pytest.approx(12.5))
+            assert video.num_decoded([0, 3]) == 4
+            frames = video.select([0, 2, 2, 4], LIMITS)
+            assert (len(frames), frames.width, frames.height) == (4, 40, 24)
+            got = np.stack([np.asarray(frame) for frame in frames])
+        if kind != "GIF":  # which has a palette
+            np.testing.assert_array_equal(got, EXPECTED[[0, 2, 2, 4]])
+
+
+def test_an_opened_animation_stays_open_and_has_no_known_rate() -> None:
+    opened = Image.open(io.BytesIO(animated("WEBP")))
+    np.testing.assert_array_equal(pixels_of(opened, [1, 3]), EXPECTED[[1, 3]])
+    np.testing.assert_array_equal(pixels_of(opened, [0]), EXPECTED[[0]])
+    with closing(open_video(opened, LIMITS)) as video:
+        assert video.header.fps is None
+
+
+def test_a_still_image_is_a_video_of_one_frame() -> None:
+    buffer = io.BytesIO()
+    FRAMES[0].save(buffer, "PNG")
+    for media in (buffer.getvalue(), FRAMES[0]):
+        np.testing.assert_array_equal(pixels_of(media, [0]), EXPECTED[:1])
+
+
+@pytest.mark.parametrize(
+    "media",
+    [
+        FRAMES,
+        tuple(FRAMES),
+        EXPECTED,
+        EXPECTED.transpose(0, 3, 1, 2),
+        torch.from_numpy(EXPECTED.copy()),
+        VideoFrames(FRAMES, fps=4.0),
+        VideoFrames(EXPECTED),
+        [np.asarray(frame) for frame in FRAMES],
+    ],
+)
+def test_frames_may_be_decoded_already(media: object) -> None:
+    np.testing.assert_array_equal(pixels_of(media, [0, 3]), EXPECTED[[0, 3]])
+    with closing(open_video(media, LIMITS)) as video:
+        assert video.header.fps == (4.0 if isinstance(media, VideoFrames) and media.fps else None)
+
+
+def test_frames_are_shrunk_as_they_are_decoded() -> None:
+    with closing(open_video(FRAMES, LIMITS)) as video:
+        frames = video.select([0, 1], LIMITS, scale=0.5)
+        assert (frames.width, frames.height) == (20, 12)
+        assert {frame.size for frame in frames} == {(20, 12)}
+
+
+@pytest.mark.parametrize(
+    ("media", "message"),
+    [
+        ([], "expected VideoFrames, bytes, a path or a list of frames; got"),
+        (np.zeros((0, 4, 4, 3), np.uint8), "expected .frames, height, width, 3."),
+        (np.zeros((4, 4, 3), np.uint8), "expected .frames, height, width, 3."),
+        ([noise(4, 4), noise(4, 8)], r"expected frames of one size; got \[\(4, 4\), \(4, 8\)\]"),
+        (VideoFrames(FRAMES, fps=0), "expected frames per second above 0"),
+        (VideoFrames(FRAMES, fps=float("nan")), "expected frames per second above 0"),
+        (7, "expected VideoFrames"),
+        (animated("WEBP")[:400], "cannot be read as"),
+        (b"GIF89a", "cannot be read as"),
+    ],
+)
+def test_what_is_no_video_is_named(media: object, message: str) -> None:
+    with pytest.raises(MediaError, match=message), closing(open_video(media, LIMITS)) as video:
+        list(video.select([0], LIMITS))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_truncated_animation_is_an_error_when_it_is_decoded_at_the_latest(kind: str) -> None:
+    data = animated(kind)
+    for size in range(100, len(data) - 100, len(data) // 7):
+        try:
+            with closing(open_video(data[:size], LIMITS)) as video:
+                list(video.select(range(video.header.num_frames), LIMITS))
+        except MediaError:
+            continue
+        assert video.header.num_frames < 5
+
+
+def test_limits_hold_before_anything_is_decoded() -> None:
+    data = animated("WEBP", 1000)
+    for limits, message in (
+        (MediaLimits(max_pixels=900), "960 pixels; expected at most 900"),
+        (MediaLimits(max_seconds=4), "5 seconds; expected at most 4"),
+        (MediaLimits(max_bytes=100), "the limit max_bytes"),
+    ):
+        with pytest.raises(MediaError, match=message):
+            open_video(data, limits)
+    few = MediaLimits(max_frames=3)
+    with closing(open_video(data, LIMITS)) as video:
+        with pytest.raises(MediaError, match="4 frames; expected at most 3, the limit max_frames"):
+            video.select([3], few)
+        assert len(video.select([0, 2], few)) == 2
+    with closing(open_video(FRAMES, LIMITS)) as video:
+        assert len(video.select([3], few)) == 1
+    with pytest.raises(MediaError, match="the limit max_frames"):
+        open_video(Image.open(io.BytesIO(data)), few)
+
+
+def test_video_files_need_torchcodec(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchcodec.decoders", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'fxsplit-encoder\[video\]'"):
+        open_video(b"\x00\x00\x00\x20ftypisom" + bytes(64), LIMITS)
+
+
+@pytest.mark.parametrize(
+    "start", [b"", b"RIFF\x00\x00\x00\x00WEBP", b"\x89PNG\r\n\x1a\n", b"GIF89a", b"ftyp"]
+)
+@pytest.mark.parametrize("rest", [b"", b"\xff" * 40, b"\x00" * 40, bytes(range(256))])
+def test_no_contents_break_the_reading_of_durations(start: bytes, rest: bytes) -> None:
+    seconds = animation_seconds(io.BytesIO(start + rest))
+    assert seconds is None or seconds > 0
+
+
+def test_times_are_those_of_frames_and_of_the_steps_that_they_become() -> None:
+    header = VideoHeader(20, 8, 8, fps=10.0)
+    assert frame_seconds([0, 5, 10, 15, 19], header, step=2) == {
+        "frame_seconds": (0.0, 0.5, 1.0, 1.5, 1.9),
+        "grid_seconds": (0.25, 1.25, 1.9),
+        "seconds_per_grid": 0.8,
+    }
+    assert frame_seconds([0, 1], VideoHeader(20, 8, 8, fps=None), step=2) == {}

@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fxsplit_encoder.connector.merge import copy_rows, merge_rows
+from fxsplit_encoder.connector.positions import PositionMap, Run
+from fxsplit_encoder.errors import InputError
+
+WIDTH = 6
+
+
+def features(counts: Sequence[int], levels: int = 0, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Each value says whose it is: item, row, column."""
+    made = []
+    for item, count in enumerate(counts):
+        rows, columns = torch.meshgrid(torch.arange(count), torch.arange(WIDTH * (1 + levels)), indexing="ij")
+        made.append((10_000 * item + 100 * rows + columns).to(dtype))
+    return made
+
+
+def text(length: int) -> Tensor:
+    return -1.0 - torch.arange(length)[:, None].expand(length, WIDTH).float()
+
+
+@settings(max_examples=60)
+@given(
+    counts=st.lists(st.integers(1, 12), min_size=1, max_size=5),
+    gaps=st.lists(st.integers(0, 2), min_size=60, max_size=60),
+    levels=st.integers(0, 2),
+    size=st.integers(1, 40),
+)
+def test_chunks_put_every_row_where_it_belongs(
+    counts: list[int], gaps: list[int], levels: int, size: int
+) -> None:
+    # Text between any two tokens of an item, so that some have many runs.
+    tokens = [token for gap in gaps[: sum(counts)] for token in [5] * gap + [9]]
+    prompt = PositionMap(tokens, ["image"] * len(counts), {"image": 9})
+    rows = features(counts, levels)
+    expected = text(len(tokens))
+    where = torch.tensor([i for i, token in enumerate(tokens) if token == 9])
+    expected[where] = torch.cat(rows)[:, :WIDTH]
+    for start in range(0, len(tokens), size):
+        stop = min(start + size, len(tokens))
+        out = text(len(tokens))[start:stop].clone()
+        merged = merge_rows(rows, prompt.runs(counts, start, stop), out, start, levels)
+        assert torch.equal(out, expected[start:stop])
+        inside = (where >= start) & (where < stop)
+        assert torch.equal(merged.positions, where[inside] - start)
+        further = torch.cat(rows)[inside, WIDTH:].unflatten(1, (levels, WIDTH)).transpose(0, 1)
+        assert torch.equal(merged.levels, further)
+
+
+def test_an_item_in_many_places_is_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    for name in ("copy_", "index_copy_"):
+        own = getattr(Tensor, name)
+
+        def counted(*args: Any, own: Any = own, name: str = name, **kwargs: Any) -> Any:
+            calls.append(name)
+            return own(*args, **kwargs)
+
+        monkeypatch.setattr(Tensor, name, counted)
+    tokens = [5, 9, 9] * 400
+    runs = PositionMap(tokens, ["video"], {"video": 9}).runs([800], 0, 1200)
+    assert len(runs) == 400
+    copy_rows(features([800]), runs, torch.zeros(1200, WIDTH), 0)
+    assert calls.count("index_copy_") == 1
+    assert len(calls) <= 2
+
+
+def test_runs_whose_rows_do_not_follow_one_another_are_copied_too() -> None:
+    runs = [Run(0, row, 2 * (9 - row), 1) for row in range(9)]
+    out = torch.zeros(20, WIDTH)
+    copy_rows(features([9]), runs, out, 0)
+    assert torch.equal(out[2:20:2], features([9])[0].flip(0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_rows_of_another_dtype_are_converted(dtype: torch.dtype) -> None:
+    for tokens in ([9] * 8, [5, 9] * 8):
+        runs = PositionMap(tokens, ["image"], {"image": 9}).runs([8], 0, len(tokens))
+        out = torch.zeros(len(tokens), WIDTH, dtype=dtype)
+        merged = merge_rows(features([8], levels=1), runs, out, 0, levels=1)
+        assert merged.levels.dtype == dtype
+        assert torch.equal(out[merged.positions], features([8])[0].to(dtype))
+
+
+@pytest.mark.parametrize(
+    ("rows", "shape", "message"),
+    [
+        ([None], (9, WIDTH), r"item 0: expected rows of \(4 or more, 6\); got none"),
+        ([torch.zeros(3, WIDTH)], (9, WIDTH), r"item 0: expected rows of \(4 or more, 6\); got \(3, 6\)"),
+        ([torch.zeros(4, WIDTH + 1)], (9, WIDTH), r"item 0: .* got \(4, 7\)"),
+        ([torch.zeros(4, WIDTH)], (3, WIDTH), "out: expected embeddings of positions 1 to 5; got 0 to 3"),
+        ([torch.zeros(4, WIDTH)], (1, 9, WIDTH), r"out: expected .*; got \(1, 9, 6\)"),
+    ],
+)
+def test_nothing_is_written_unless_everything_fits(
+    rows: list[Tensor | None], shape: tuple[int, ...], message: str
+) -> None:
+    out = torch.full(shape, 7.0)
+    with pytest.raises(InputError, match=message):
+        merge_rows(rows, [Run(0, 0, 1, 4)], out, 0)
+    assert (out == 7).all()
+
+
+def test_a_range_without_items_stays_as_it_is() -> None:
+    out = text(4)
+    merged = merge_rows(features([2], levels=1), [], out, 8, levels=1)
+    assert torch.equal(out, text(4))
+    assert (merged.positions.shape, merged.levels.shape) == ((0,), (1, 0, WIDTH))

@@ -1,0 +1,268 @@
+"""Every family's media: token counts from sizes alone are those of what is prepared and encoded."""
+
+from __future__ import annotations
+
+import io
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+import fxsplit_encoder as fx
+from fxsplit_encoder.connector.media import MediaLimits, VideoFrames
+from fxsplit_encoder.connector.preprocess import TowerProcessor
+from fxsplit_encoder.connector.seams import MediaItem
+from fxsplit_encoder.errors import MediaError
+from fxsplit_encoder.models.load import load_tower
+from fxsplit_encoder.models.media import family_processor, media_processor, tiles_processor
+from fxsplit_encoder.models.prepare import ProcessorSettings
+from fxsplit_encoder.models.registry import FAMILIES
+
+from .checkpoints import CHECKPOINTS, CPU, save
+from .processors import noise
+
+NAMES = [*CHECKPOINTS, "qwen3_vl"]
+OF_CLIPS = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v", "kimi_k25", "internvl"]
+VISION = {"depth": 1, "num_heads": 2, "hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 20}
+
+
+def settings_of(name: str) -> dict[str, Any]:
+    if name == "qwen3_vl":
+        return {"vision_config": {**VISION, "deepstack_visual_indexes": [0]}}
+    return {"model_type": name, **CHECKPOINTS[name][0]}
+
+
+@lru_cache
+def processor_of(name: str) -> TowerProcessor:
+    """Of a tower without weights."""
+    family = FAMILIES[name]
+    tower = family.wrap(family.empty_tower(settings_of(name), torch.device("meta")))
+    return family_processor(tower, family, settings_of(name))
+
+
+def png(image: Image.Image) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=4)
+@given(width=st.integers(20, 900), height=st.integers(20, 900))
+def test_an_images_rows_follow_from_its_size(name: str, width: int, height: int) -> None:
+    processor = processor_of(name)
+    preparation = FAMILIES[name].prepare(settings_of(name), ProcessorSettings())
+    image = Image.new("RGB", (width, height))
+    sizes, inputs = preparation.image_sizes(width, height), preparation.image(image)
+    assert (sizes.layout, sizes.size, sizes.frames) == (inputs.layout, inputs.size, inputs.frames)
+    assert all(torch.equal(inputs.tensors[key], value) for key, value in sizes.tensors.items())
+    count = processor.count_tokens(MediaItem("image", image))
+    # The tower compares what it is told with the pixels.
+    assert count == processor._count([inputs])
+
+
+@pytest.mark.parametrize("name", OF_CLIPS)
+@settings(max_examples=4)
+@given(frames=st.integers(2, 9), width=st.integers(20, 200), height=st.integers(20, 200))
+def test_a_videos_rows_follow_from_its_size(name: str, frames: int, width: int, height: int) -> None:
+    processor = processor_of(name)
+    item = MediaItem("video", [Image.new("RGB", (width, height))] * frames)
+    prepared = processor.prepare(item)
+    assert prepared.num_tokens == processor.count_tokens(item)
+    specs = processor.tower.get_encoder_cudagraph_item_specs(dict(prepared.inputs))
+    assert sum(spec.output_tokens for spec in specs) == prepared.num_tokens
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMES) - set(OF_CLIPS)))
+def test_models_of_images_take_no_videos(name: str) -> None:
+    with pytest.raises(MediaError, match="modality: expected image, which the model takes; got 'video'"):
+        processor_of(name).count_tokens(MediaItem("video", [noise(8, 8)]))
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "kimi_k25", "internvl", "DeepseekOCRForCausalLM", "siglip"])
+def test_the_same_pixels_are_the_same_item_whatever_holds_them(name: str, tmp_path: Path) -> None:
+    processor, image = processor_of(name), noise(64, 40)
+    path = tmp_path / "image.png"
+    path.write_bytes(png(image))
+    encoded = [processor.prepare(MediaItem("image", media)) for media in (path, str(path), png(image))]
+    decoded = [processor.prepare(MediaItem("image", media)) for media in (image, np.asarray(image))]
+    assert len({item.digest for item in encoded}) == len({item.digest for item in decoded}) == 1
+    assert encoded[0].digest != decoded[0].digest
+    for item in (*encoded, *decoded):
+        assert item.num_tokens == processor.count_tokens(MediaItem("image", image))
+        assert item.num_bytes > 0
+        for key, value in encoded[0].inputs.items():
+            torch.testing.assert_close(item.inputs[key], value, rtol=0, atol=0)
+    for media, item in ((path, encoded[0]), (png(image), encoded[0]), (image, decoded[0])):
+        assert processor.digest(MediaItem("image", media)) == item.digest
+    assert processor.digest(MediaItem("image", noise(64, 40, seed=1))) != decoded[0].digest
+
+
+def test_what_travels_with_a_feature() -> None:
+    video = MediaItem("video", VideoFrames([noise(64, 96, seed) for seed in range(6)], fps=4.0))
+    image = MediaItem("image", noise(64, 96))
+    processor = processor_of("qwen3_vl")
+    facts = {"hidden_size": 20, "deepstack_levels": 1}
+    assert processor.prepare(image).metadata == {**facts, "grid": (1, 6, 4)}
+    assert processor.prepare(video).metadata == {
+        **facts,
+        "grid": (3, 6, 4),
+        "frame_seconds": (0.0, 0.25, 0.5, 0.75, 1.0, 1.25),
+        "grid_seconds": (0.125, 0.625, 1.125),
+        "seconds_per_grid": 0.5,
+    }
+    parts = processor_of("kimi_k25").prepare(video).metadata
+    assert parts["parts"] == [{"grid": (4, 8, 6)}, {"grid": (2, 8, 6)}]
+    assert processor_of("internvl").prepare(video).metadata["tiles"] == 6
+    assert processor_of("internvl").prepare(video).metadata["seconds_per_grid"] == 0.25
+    deepseek = processor_of("DeepseekOCRForCausalLM").prepare(MediaItem("image", noise(700, 300)))
+    assert deepseek.metadata == {"hidden_size": 12, "deepstack_levels": 0, "crops": (2, 1)}
+
+
+def test_options_of_one_item_change_its_rows_and_its_digest() -> None:
+    processor, image = processor_of("qwen3_vl"), noise(256, 256)
+    plain, smaller, shrunk = (
+        MediaItem("image", image, options) for options in ({}, {"max_pixels": 96 * 96}, {"scale": 0.5})
+    )
+    counts = [processor.count_tokens(item) for item in (plain, smaller, shrunk)]
+    assert counts == [64, 9, 16]
+    prepared = [processor.prepare(item) for item in (plain, smaller, shrunk)]
+    assert [item.num_tokens for item in prepared] == counts
+    assert len({item.digest for item in prepared}) == 3
+    video = MediaItem("video", VideoFrames([noise(64, 64, seed) for seed in range(8)], 4.0), {"fps": 2})
+    prepared_video = processor.prepare(video)
+    assert prepared_video.metadata["frame_seconds"] == (0.0, 0.5, 1.25, 1.75)
+    tiles = processor_of("internvl")
+    assert tiles.count_tokens(MediaItem("image", noise(84, 28))) == 4
+    assert tiles.count_tokens(MediaItem("image", noise(84, 28), {"max_patches": 2})) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "modality", "options", "message"),
+    [
+        ("qwen3_vl", "image", {"max_pixel": 1}, "max_pixel is unknown; did you mean max_pixels"),
+        ("qwen3_vl", "image", {"fps": 1}, "fps is unknown; expected one of scale, min_pixels, max_pixels"),
+        ("qwen3_vl", "image", {"max_pixels": 0}, "max_pixels: expected an integer from 1 to 2147483648"),
+        ("qwen3_vl", "image", {"max_pixels": True}, "got True"),
+        ("qwen3_vl", "image", {"max_pixels": "9"}, "got '9'"),
+        ("qwen3_vl", "image", {"min_pixels": 1 << 31}, "expected at most 65536, the limit max_tokens"),
+        ("qwen3_vl", "image", {"scale": 1.5}, "scale: expected a number above 0, up to 1; got 1.5"),
+        ("qwen3_vl", "video", {"fps": float("inf")}, "fps: expected a number above 0; got inf"),
+        ("qwen3_vl", "video", {"fps": 1.0}, "its frames per second are not known"),
+        ("qwen3_vl", "video", {"fps": 1.0, "num_frames": 2}, "expected one of fps and num_frames"),
+        ("qwen3_vl", "video", {"do_sample_frames": 1}, "do_sample_frames: expected True or False"),
+        ("internvl", "image", {"max_patches": 257}, "expected an integer from 1 to 256"),
+        ("siglip", "image", {"size": 3}, "size is unknown; expected one of scale"),
+        ("qwen3_vl", "audio", {}, "modality: expected image or video"),
+    ],
+)
+def test_wrong_options_are_refused_before_anything_is_read(
+    name: str, modality: Any, options: dict[str, object], message: str
+) -> None:
+    media = noise(64, 64) if modality == "image" else [noise(64, 64)] * 4
+    with pytest.raises(MediaError, match=message):
+        processor_of(name).count_tokens(MediaItem(modality, media, options))
+
+
+def test_an_item_is_reduced_until_its_feature_is_half_as_large() -> None:
+    processor = processor_of("qwen3_vl")
+    image = MediaItem("image", noise(512, 512))
+    smaller = processor.reduce(image, "half_resolution")
+    assert smaller is not None
+    assert (processor.count_tokens(image), processor.count_tokens(smaller)) == (256, 64)
+    assert processor.reduce(image, "half_frames") is None
+    assert processor_of("siglip").reduce(image, "half_resolution") is None
+    video = MediaItem("video", VideoFrames([noise(64, 64, seed) for seed in range(8)], 4.0), {"fps": 4.0})
+    shorter = processor.reduce(video, "half_frames")
+    assert shorter is not None
+    assert shorter.options == {"num_frames": 4}
+    assert processor.prepare(shorter).num_tokens * 2 == processor.count_tokens(video)
+    shortest = processor.reduce(MediaItem("video", video.media, {"num_frames": 3}), "half_frames")
+    assert shortest is None
+
+
+def test_frames_that_share_their_pixels_are_shrunk_as_well() -> None:
+    family = FAMILIES["qwen3_vl"]
+    shared = ProcessorSettings(video={"size": {"shortest_edge": 1024, "longest_edge": 8 * 96 * 96}})
+    processor = family_processor(processor_of("qwen3_vl").tower, family, settings_of("qwen3_vl"), shared)
+    video = MediaItem("video", [noise(192, 192)] * 8)
+    shorter = processor.reduce(video, "half_frames")
+    assert shorter is not None
+    assert shorter.options["num_frames"] == 4
+    assert processor.count_tokens(shorter) * 2 <= processor.count_tokens(video)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "internvl"])
+def test_from_a_checkpoint_and_bytes_to_features(name: str, tmp_path: Path) -> None:
+    _, directory = save(tmp_path / "checkpoint", name)
+    family = FAMILIES[name]
+    tower = family.wrap(load_tower(directory, torch.float32, CPU))
+    processor = media_processor(tower, directory)
+    prepared = processor.prepare(MediaItem("image", png(noise(100, 60))))
+    manager = fx.EncoderCudaGraphManager(tower, fx.EncoderConfig(enabled=False))
+    (feature,) = manager.execute(dict(prepared.inputs))
+    assert feature.shape == (prepared.num_tokens, prepared.metadata["hidden_size"])
+
+
+def test_processors_that_differ_make_different_digests() -> None:
+    family, item = FAMILIES["qwen3_vl"], MediaItem("image", noise(64, 64))
+    tower = processor_of("qwen3_vl").tower
+    plain, other = (
+        family_processor(tower, family, settings_of("qwen3_vl"), ProcessorSettings(image=image))
+        for image in ({}, {"image_mean": [0.1, 0.2, 0.3]})
+    )
+    assert plain.digest(item) == processor_of("qwen3_vl").digest(item) != other.digest(item)
+    federal = family_processor(tower, family, settings_of("qwen3_vl"), hash_name="sha256")
+    assert len(federal.prepare(item).digest) == 32
+    assert federal.digest(item) != plain.digest(item)
+
+
+class TwoTiles:
+    """A processor that says nothing of how many tiles it makes."""
+
+    def __call__(self, images: list[Image.Image], return_tensors: str) -> dict[str, torch.Tensor]:
+        return {"pixel_values": torch.zeros(1, 2, 3, 28, 28)}
+
+    def to_json_string(self) -> str:
+        return "{}"
+
+
+def test_any_image_processor_serves_a_dense_tower() -> None:
+    from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
+
+    tower = processor_of("siglip").tower
+    processor = tiles_processor(tower, ViTImageProcessorPil(size={"height": 28, "width": 28}))
+    prepared = processor.prepare(MediaItem("image", noise(50, 90)))
+    assert prepared.inputs["pixel_values"].shape == (1, 3, 28, 28)
+    assert prepared.num_tokens == processor.count_tokens(MediaItem("image", noise(9, 9))) == 4
+    with pytest.raises(MediaError, match="its processor makes 8 rows of it, where its size says 4"):
+        tiles_processor(tower, TwoTiles()).prepare(MediaItem("image", noise(50, 90)))
+
+
+def test_limits_hold_for_what_an_item_becomes() -> None:
+    tower, family = processor_of("qwen3_vl").tower, FAMILIES["qwen3_vl"]
+    processor = family_processor(
+        tower, family, settings_of("qwen3_vl"), limits=MediaLimits(max_tokens=60, max_frames=4)
+    )
+    for modality, media, limit in (
+        ("image", noise(256, 256), "max_tokens"),
+        ("video", [noise(32, 32)] * 5, "max_frames"),
+    ):
+        item = MediaItem(modality, media)  # type: ignore[arg-type]
+        for ask in (processor.count_tokens, processor.prepare):
+            with pytest.raises(MediaError, match=f"the limit {limit}"):
+                ask(item)
+
+
+def test_elongated_images_are_refused_by_their_size() -> None:
+    thin = MediaItem("image", noise(8, 2000))
+    for ask in (processor_of("qwen3_vl").count_tokens, processor_of("qwen3_vl").prepare):
+        with pytest.raises(MediaError, match="8 x 2000 pixels; expected an aspect ratio of at most 200"):
+            ask(thin)
