@@ -1,4 +1,4 @@
-"""Anonymous memory that two processes share: its only name is a descriptor, so it ends with its last holder."""
+"""Anonymous memory that two processes share. Descriptors are its only names: it ends with its last holder."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -60,7 +61,7 @@ class Books:
         """
         if num_bytes > self.num_bytes:
             raise InputError(
-                f"buffers: expected at most max_bytes={self.num_bytes}, with their padding; got {num_bytes} bytes"
+                f"buffers: expected at most max_bytes={self.num_bytes}, padding included; got {num_bytes} bytes"
             )
         deadline = time.monotonic() + timeout
         with self._changed:
@@ -115,5 +116,5 @@ class Books:
             blocks = sorted(self._held.values(), key=lambda block: block.offset)
             held = sum(block.num_bytes for block in blocks)
             assert held <= self.held_bytes, "less is taken than what is held"
-            for before, after in zip(blocks, blocks[1:], strict=False):
+            for before, after in itertools.pairwise(blocks):
                 assert before.offset + before.num_bytes <= after.offset, f"{before} overlaps {after}"

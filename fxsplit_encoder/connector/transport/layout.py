@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from fxsplit_encoder.errors import InputError, TransportError
-from fxsplit_encoder.messages import name_of, shown
+from fxsplit_encoder.messages import name_of, names_of, shown
 
 ALIGNMENT = 64
 """Bytes. Every tensor begins at a multiple, as vector instructions like it."""
@@ -94,7 +94,7 @@ def _check_tensor(name: str, tensor: object) -> None:
         )
 
 
-def check_layouts(layouts: Iterable[TensorLayout], start: int, num_bytes: int) -> None:
+def check_layouts(layouts: Sequence[TensorLayout], start: int, num_bytes: int) -> None:
     """That layouts which another process sent lie in a range.
 
     Args:
@@ -105,15 +105,13 @@ def check_layouts(layouts: Iterable[TensorLayout], start: int, num_bytes: int) -
     Raises:
         TransportError: one does not.
     """
-    known: set[str] = set()
+    if len(layouts) > MOST_TENSORS:
+        raise TransportError(f"a handle of {len(layouts)} tensors; expected at most {MOST_TENSORS}")
     for layout in layouts:
         if not _is_sound(layout) or layout.offset < start or layout.offset + layout.num_bytes > num_bytes:
             raise TransportError(
                 f"a tensor that was handed over does not lie in its {num_bytes} bytes: {shown(layout)}"
             )
-        known.add(layout.name)
-        if len(known) > MOST_TENSORS:
-            raise TransportError(f"more than {MOST_TENSORS} tensors in one handle")
 
 
 def _is_sound(layout: TensorLayout) -> bool:
@@ -155,9 +153,7 @@ def copy_out(
 
 def _check_targets(sources: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> None:
     if sources.keys() != targets.keys():
-        raise InputError(
-            f"into: expected {', '.join(sources) or 'nothing'}; got {', '.join(targets) or 'nothing'}"
-        )
+        raise InputError(f"into: expected {names_of(sources)}; got {names_of(targets)}")
     for name, source in sources.items():
         target = targets[name]
         if target.shape != source.shape or target.dtype != source.dtype:

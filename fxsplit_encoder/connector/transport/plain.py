@@ -51,7 +51,7 @@ def to_plain(value: object, name: str = "meta", depth: int = 0) -> Any:
     if value is None:
         return None
     raise InputError(
-        f"{name}: expected numbers, strings, small tensors, and lists and mappings of them; got {shown(value)}"
+        f"{name}: expected numbers, strings, small tensors, lists or mappings of them; got {shown(value)}"
     )
 
 

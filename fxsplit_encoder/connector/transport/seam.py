@@ -77,8 +77,8 @@ class Transport(Protocol):
 
         Args:
             handle: from `put`, here or at the other end.
-            into: tensors of the same names, shapes and dtypes that are filled and given back. None: tensors that
-                outlive the handle; within one process they are the very ones that were put.
+            into: tensors of the same names, shapes and dtypes that are filled and given back. None: tensors
+                that outlive the handle; within one process they are the very ones that were put.
 
         Raises:
             InputError: `into` does not fit; nothing was copied.

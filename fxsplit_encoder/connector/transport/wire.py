@@ -69,8 +69,8 @@ class Codec(Generic[T]):
             raise TransportError("a message that begins as none does")
         if version != self._version:
             raise TransportError(
-                f"expected version {self._version} of the protocol; got {version}: both processes need the same "
-                "version of fxsplit-encoder"
+                f"expected version {self._version} of the protocol; got {version}: both processes need "
+                "the same version of fxsplit-encoder"
             )
         try:
             return self._decoder.decode(memoryview(data)[_HEAD.size :])
