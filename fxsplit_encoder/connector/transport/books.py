@@ -60,9 +60,7 @@ class Books:
             TransportError: the books are closed.
         """
         if num_bytes > self.num_bytes:
-            raise InputError(
-                f"buffers: expected at most max_bytes={self.num_bytes}, padding included; got {num_bytes} bytes"
-            )
+            raise InputError(f"buffers: expected at most max_bytes={self.num_bytes}; got {num_bytes} bytes")
         deadline = time.monotonic() + timeout
         with self._changed:
             while True:

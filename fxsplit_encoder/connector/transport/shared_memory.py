@@ -69,6 +69,11 @@ class SharedMemoryTransport:
         return self._arena.num_bytes
 
     @property
+    def peer_owner(self) -> str:
+        """The other end's `owner`; "" before the two are connected."""
+        return self._peer_owner
+
+    @property
     def held_bytes(self) -> int:
         """Bytes of this end's memory that are not released, padding included."""
         return self._books.held_bytes
@@ -208,9 +213,13 @@ class SharedMemoryTransport:
         """Asserts that the books of this end are consistent."""
         self._books.audit()
 
+    def refuse(self) -> None:
+        """Release everything of this end, and take nothing more; what the other end put can still be got."""
+        self._books.close()
+
     def close(self) -> None:
         """Hang up and give back both memories."""
-        self._books.close()
+        self.refuse()
         if self._peer is not None:
             self._peer.close()
         self._arena.close()
