@@ -35,9 +35,9 @@ _PATIENCE = 1e6
 class ProcessEncoder:
     """Encodes in a process that it starts, bounds and ends.
 
-    Inputs and features cross in anonymous shared memory of `options.max_bytes` each way. Inputs that do not fit
-    at once are encoded in several batches, one after another. Unlike a `FeatureEncoder` in general its methods
-    may be called from several threads: while the process encodes one batch, the next is copied.
+    Inputs and features cross in anonymous shared memory of `options.max_bytes` each way. Inputs that do not
+    fit at once are encoded in several batches, one after another. Unlike a `FeatureEncoder` in general its
+    methods may be called from several threads: while the process encodes one batch, the next is copied.
 
     The process's end is noticed at once: calls of `encode` that wait raise `EncoderLostError`, as does every
     later one until `start` or `restart` has started another process. Errors in the process keep their class.

@@ -19,7 +19,7 @@ from fxsplit_encoder.connector.processes.messages import WireError
 _MOST_CHARACTERS = 1 << 16
 
 
-def _classes(module: Any, base: type[BaseException]) -> dict[str, type[Exception]]:
+def _classes(module: Any, base: type[Exception]) -> dict[str, type[Exception]]:
     found = {name: value for name, value in vars(module).items() if inspect.isclass(value)}
     return {name: value for name, value in found.items() if issubclass(value, base)}
 

@@ -72,7 +72,7 @@ class InProcessTransport:
     def release(self, handle: Handle) -> None:
         """Give up what a handle holds; see `Transport.release`."""
         with self._lock:
-            if handle.owner == self.owner and self._held.pop(handle.number, None):
+            if handle.owner == self.owner and self._held.pop(handle.number, None) is not None:
                 self._held_bytes -= handle.num_bytes
 
     def close(self) -> None:

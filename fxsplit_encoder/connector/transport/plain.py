@@ -7,6 +7,7 @@ no other mapping may have.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -39,17 +40,17 @@ def to_plain(value: object, name: str = "meta", depth: int = 0) -> Any:
     if isinstance(value, list | tuple):
         entries = [to_plain(entry, name, depth + 1) for entry in value]
         return {_MARK: ["tuple", entries]} if isinstance(value, tuple) else entries
-    if isinstance(value, np.generic):
-        value = value.item()
+    if isinstance(value, np.generic | Enum):
+        value = value.item() if isinstance(value, np.generic) else value.value
     if isinstance(value, torch.Tensor | np.ndarray):
         return {_MARK: _packed(value, name)}
     if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
         raise InputError(f"{name}: expected an integer of 64 bits; got {shown(value)}")
-    for kind in (bool, int, float, str, bytes):
+    for kind in (bool, int, float, str):  # and no class of theirs
         if isinstance(value, kind):
             return kind(value)
-    if value is None:
-        return None
+    if value is None or isinstance(value, bytes):
+        return value
     raise InputError(
         f"{name}: expected numbers, strings, small tensors, lists or mappings of them; got {shown(value)}"
     )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fxsplit_encoder.connector.transport.arena import Arena, OwnArena, adopt
-from fxsplit_encoder.connector.transport.books import Block, Books
+from fxsplit_encoder.connector.transport.held_blocks import Block, HeldBlocks
 from fxsplit_encoder.connector.transport.layout import ALIGNMENT, check_layouts, copy_out, lay_out
 from fxsplit_encoder.connector.transport.peer import Greeting, Peer, close_all
 from fxsplit_encoder.connector.transport.plain import from_plain, to_plain
@@ -58,7 +58,7 @@ class SharedMemoryTransport:
         self._kept_bytes = kept_bytes
         self._on_hang_up = on_hang_up
         self._arena = OwnArena(max_bytes)
-        self._books = Books(self._arena.num_bytes, self._clear)
+        self._blocks = HeldBlocks(self._arena.num_bytes, self._clear)
         self._peer: Peer | None = None
         self._peer_owner = ""
         self._peer_arena: Arena | None = None
@@ -76,7 +76,7 @@ class SharedMemoryTransport:
     @property
     def held_bytes(self) -> int:
         """Bytes of this end's memory that are not released, padding included."""
-        return self._books.held_bytes
+        return self._blocks.held_bytes
 
     @property
     def resident_bytes(self) -> int:
@@ -106,7 +106,7 @@ class SharedMemoryTransport:
 
     def _on_released(self, numbers: Sequence[int]) -> None:
         for number in numbers:
-            self._books.give_back(number)
+            self._blocks.give_back(number)
 
     # --- putting
 
@@ -136,7 +136,7 @@ class SharedMemoryTransport:
         """
         layouts, num_bytes = lay_out(buffers, ALIGNMENT)
         plain = to_plain(meta or {})
-        block = self._books.take(num_bytes, timeout)
+        block = self._blocks.take(num_bytes, timeout)
         try:
             memory = self._arena.view(block.offset, num_bytes)
             with torch.no_grad():
@@ -145,7 +145,7 @@ class SharedMemoryTransport:
             checksum = _digest(memory[ALIGNMENT:]) if self.checksums else b""
             _write_stamp(memory, _STAMP.pack(block.number, num_bytes))
         except BaseException:
-            self._books.give_back(block.number)
+            self._blocks.give_back(block.number)
             raise
         return Handle(self.owner, block.number, bytes(key), block.offset, layouts, plain, checksum)
 
@@ -205,17 +205,17 @@ class SharedMemoryTransport:
     def release(self, handle: Handle) -> None:
         """Give up a handle of either end; see `Transport.release`."""
         if handle.owner == self.owner:
-            self._books.give_back(handle.number)
+            self._blocks.give_back(handle.number)
         elif self._peer is not None and handle.owner == self._peer_owner:
             self._peer.tell_released([handle.number])
 
     def audit(self) -> None:
-        """Asserts that the books of this end are consistent."""
-        self._books.audit()
+        """Asserts that the blocks of this end are consistent."""
+        self._blocks.audit()
 
     def refuse(self) -> None:
         """Release everything of this end, and take nothing more; what the other end put can still be got."""
-        self._books.close()
+        self._blocks.close()
 
     def close(self) -> None:
         """Hang up and give back both memories."""

@@ -20,7 +20,7 @@ class Block(NamedTuple):
     num_bytes: int
 
 
-class Books:
+class HeldBlocks:
     """The blocks of one memory.
 
     Args:
@@ -57,7 +57,7 @@ class Books:
         Raises:
             InputError: the memory is not that large.
             TransportFullError: there was no room in time.
-            TransportError: the books are closed.
+            TransportError: they are closed.
         """
         if num_bytes > self.num_bytes:
             raise InputError(f"buffers: expected at most max_bytes={self.num_bytes}; got {num_bytes} bytes")
