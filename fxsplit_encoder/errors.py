@@ -13,6 +13,8 @@ FxSplitError
 +-- ConnectorError (RuntimeError)        a request's media were not encoded; `retryable`, `kind`
 |   +-- ConnectorFullError               too much waits already
 +-- EncoderLostError (RuntimeError)      an encoder's process, thread or device is gone
++-- TransportError (RuntimeError)        what another process handed over is not what was agreed, or gone
+|   +-- TransportFullError               no room before something that was put is released
 +-- RankError (RuntimeError)             another rank of the process group failed, or is gone
 +-- MissingExtraError (ImportError)      an optional dependency is not installed
 
@@ -22,6 +24,9 @@ Each class is also the built-in error that its parenthesis names, so callers may
 
 class FxSplitError(Exception):
     """Base of every error that this library raises on purpose."""
+
+    retryable = False
+    """Whether the same call may succeed if it is made again, here or at another encoder."""
 
 
 class ConfigError(FxSplitError, ValueError):
@@ -96,6 +101,18 @@ class ConnectorFullError(ConnectorError):
 
 class EncoderLostError(FxSplitError, RuntimeError):
     """An encoder is gone with its process, thread or device; what it had in hand may go to another."""
+
+    retryable = True
+
+
+class TransportError(FxSplitError, RuntimeError):
+    """A message, a descriptor or a handle is not what two processes agreed on, or what it names is gone."""
+
+
+class TransportFullError(TransportError):
+    """There is no room for what is put before something else is released."""
+
+    retryable = True
 
 
 class RankError(FxSplitError, RuntimeError):

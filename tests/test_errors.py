@@ -21,6 +21,8 @@ from fxsplit_encoder.errors import ConfigError, FxSplitError, InputError, Missin
         ("ConnectorError", (FxSplitError, RuntimeError)),
         ("ConnectorFullError", (errors.ConnectorError,)),
         ("EncoderLostError", (FxSplitError, RuntimeError)),
+        ("TransportError", (FxSplitError, RuntimeError)),
+        ("TransportFullError", (errors.TransportError,)),
         ("RankError", (FxSplitError, RuntimeError)),
         ("MissingExtraError", (FxSplitError, ImportError)),
     ],

@@ -1,0 +1,265 @@
+"""One encoder process from its start to its end, as the process that started it sees it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+
+import zmq
+
+from fxsplit_encoder.connector.processes import program as launching
+from fxsplit_encoder.connector.processes.control import ControlServer
+from fxsplit_encoder.connector.processes.messages import (
+    Encoded,
+    Failed,
+    FromEncoder,
+    Hello,
+    Started,
+    Stop,
+    ToEncoder,
+)
+from fxsplit_encoder.connector.processes.program import ProcessOptions
+from fxsplit_encoder.connector.processes.remote_errors import from_wire
+from fxsplit_encoder.connector.processes.runtime_directory import RuntimeDirectory
+from fxsplit_encoder.connector.transport.peer import connected_sockets
+from fxsplit_encoder.connector.transport.shared_memory import SharedMemoryTransport
+from fxsplit_encoder.connector.transport.wire import Codec, Message
+from fxsplit_encoder.errors import EncoderLostError, TransportError
+
+_LAST_WORDS_MS = 20
+"""How long messages that a process sent before it ended may take to arrive."""
+
+_END_SECONDS = 1.0
+"""How long after a process has closed its socket its end is waited for."""
+
+Replies = queue.SimpleQueue[FromEncoder | EncoderLostError]
+
+
+class EncoderProcess:
+    """A process that encodes, and the thread of this one that listens to it.
+
+    The thread sends what others queue, hands replies to whoever waits for them, and learns of the process's
+    end from the kernel, not from a time that ran out.
+
+    Args:
+        options: how it is started, bounded and ended.
+        on_loss: called once if the process ends, or has to be ended, without `close`.
+
+    Raises:
+        InputError: the process cannot be started with these options.
+    """
+
+    def __init__(self, options: ProcessOptions, on_loss: Callable[[], None]) -> None:
+        self._options = options
+        self._on_loss = on_loss
+        self._is_closing = False
+        self._codec: Codec[ToEncoder] = Codec(ToEncoder)
+        self._outgoing: deque[bytes] = deque()
+        self._replies: dict[int, Replies] = {}
+        self._reason = ""
+        self._lost = ""
+        self._lock = threading.Lock()
+        self._close_lock = threading.Lock()
+        self._ended = threading.Event()
+        with contextlib.ExitStack() as resources:
+            self._open(resources)
+            self._resources = resources.pop_all()
+        self._thread = threading.Thread(target=self._listen, name="fxsplit-encoder-process", daemon=True)
+        self._thread.start()
+
+    def _open(self, resources: contextlib.ExitStack) -> None:
+        options = self._options
+        self.transport = SharedMemoryTransport(
+            options.max_bytes, kept_bytes=options.kept_bytes, checksums=options.checksums
+        )
+        resources.callback(self.transport.close)
+        directory = RuntimeDirectory(options.runtime_directory)
+        resources.callback(directory.close)
+        path = directory.socket_path("control")
+        self._control: ControlServer[FromEncoder] = ControlServer(path, Codec(FromEncoder))
+        resources.callback(self._control.close)
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        resources.callback(os.close, self._wake)
+        self._connection, theirs = connected_sockets()
+        resources.callback(self._connection.close)
+        with theirs:
+            arguments = options.command_line(path, theirs.fileno())
+            self._process = launching.launch(arguments, theirs.fileno(), options)
+        self._pidfd = os.pidfd_open(self._process.pid)
+        resources.callback(os.close, self._pidfd)
+
+    @property
+    def pid(self) -> int:
+        """The process's id."""
+        return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it may still answer."""
+        return not self._lost
+
+    # --- asking
+
+    def connect(self) -> None:
+        """Exchange memories with the process, as soon as it has started.
+
+        Raises:
+            EncoderLostError: it ended before.
+            TransportError: it is late, or of another version.
+        """
+        try:
+            self.transport.connect(self._connection, self._options.start_timeout)
+        except TransportError:
+            if self._ended.wait(_END_SECONDS):  # which says more than that it hung up
+                raise EncoderLostError(self._lost) from None
+            raise
+        self._control.identity = self.transport.peer_owner.encode()
+        os.eventfd_write(self._wake, 1)
+
+    @contextlib.contextmanager
+    def asking(self, number: int) -> Iterator[Replies]:
+        """The queue in which the replies to a request arrive.
+
+        Raises:
+            EncoderLostError: the process is gone.
+        """
+        replies: Replies = queue.SimpleQueue()
+        with self._lock:
+            self.check_alive()
+            self._replies[number] = replies
+        try:
+            yield replies
+        finally:
+            with self._lock:
+                del self._replies[number]
+            while not replies.empty():
+                self._discard(replies.get())
+
+    def check_alive(self) -> None:
+        """Raises EncoderLostError if the process is gone."""
+        if self._lost:
+            raise EncoderLostError(self._lost)
+
+    def send(self, message: Message) -> None:
+        """Queue a message for the process."""
+        self._outgoing.append(self._codec.encode(message))
+        os.eventfd_write(self._wake, 1)
+
+    def next_reply(self, replies: Replies, timeout: float | None) -> Hello | Started | Encoded:
+        """The next reply in a queue.
+
+        Raises:
+            EncoderLostError: the process ended, or did not answer within `timeout` seconds and was killed.
+            Exception: what failed in the process, of its own class.
+        """
+        try:
+            reply = replies.get(timeout=timeout)
+        except queue.Empty:
+            self.kill(f"the encoder process {self.pid} did not answer within {timeout:g} s")
+            reply = replies.get()
+        if isinstance(reply, EncoderLostError):
+            raise reply
+        if isinstance(reply, Failed):
+            raise from_wire(reply.error, self.pid)
+        return reply
+
+    # --- the thread
+
+    def _listen(self) -> None:
+        try:
+            self._serve()
+        except TransportError as error:
+            self.kill(f"the encoder process {self.pid} sent what nobody understands: {error}")
+        finally:
+            self._lose()
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._wake, zmq.POLLIN)
+        poller.register(self._pidfd, zmq.POLLIN)
+        while True:
+            events = dict(poller.poll())
+            if self._wake in events:
+                os.eventfd_read(self._wake)
+                if self._control.identity:  # before, its messages could not be told from others
+                    poller.register(self._control.socket, zmq.POLLIN)
+                self._flush()
+            if self._control.socket in events:
+                self._read(timeout_ms=0)
+            if self._pidfd in events:
+                self._read(_LAST_WORDS_MS)
+                return
+
+    def _flush(self) -> None:
+        while self._outgoing:
+            self._control.send(self._outgoing.popleft())
+
+    def _read(self, timeout_ms: int) -> None:
+        while (message := self._control.receive(timeout_ms)) is not None:
+            number = message.request if isinstance(message, Encoded | Failed) else 0
+            with self._lock:
+                replies = self._replies.get(number)
+                if replies is not None:
+                    replies.put(message)
+            if replies is None:
+                self._discard(message)
+
+    def _discard(self, message: FromEncoder | EncoderLostError) -> None:
+        """Release the features of a reply that nobody waits for."""
+        if isinstance(message, Encoded):
+            for feature in message.features:
+                self.transport.release(feature.feature)
+
+    def _lose(self) -> None:
+        status = self._process.wait()
+        with self._lock:
+            self._lost = self._reason or f"the encoder process {self.pid} {_end_of(status)}"
+            for replies in self._replies.values():
+                replies.put(EncoderLostError(self._lost))
+        self.transport.refuse()  # which wakes those that wait for room
+        if not self._is_closing:
+            self._on_loss()
+        self._ended.set()
+
+    # --- the end
+
+    def kill(self, reason: str) -> None:
+        """End the process at once.
+
+        Args:
+            reason: which whoever waits for it is told.
+        """
+        self._reason = self._reason or reason
+        self._process.kill()
+
+    def close(self) -> None:
+        """Ask the process to end, end it if it does not, and give back what belonged to it; idempotent."""
+        self._is_closing = True
+        with self._close_lock:
+            self._reason = self._reason or f"the encoder process {self.pid} was closed"
+            if not self._ended.is_set():
+                self._ask_to_end()
+            if not self._ended.wait(self._options.close_timeout):
+                self._process.kill()
+            self._thread.join()
+            self._resources.close()
+
+    def _ask_to_end(self) -> None:
+        if self._control.identity:
+            self.send(Stop())
+        else:
+            self._process.terminate()  # it cannot be spoken to yet
+
+
+def _end_of(status: int) -> str:
+    if status >= 0:
+        return f"ended with status {status}"
+    try:
+        return f"was ended by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"was ended by signal {-status}"

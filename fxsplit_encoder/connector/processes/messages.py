@@ -1,0 +1,87 @@
+"""What an encoder's process and the one that started it say to each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fxsplit_encoder.connector.seams import Modality
+from fxsplit_encoder.connector.transport.seam import Handle
+from fxsplit_encoder.connector.transport.wire import Message
+
+START = 0
+"""The number of the request that starts the encoder; those to encode count from 1."""
+
+
+class WireError(Message, frozen=True):
+    """An error as plain values."""
+
+    kind: str
+    arguments: list[Any]
+    text: str
+    traceback: str
+
+
+class WireItem(Message, frozen=True):
+    """A prepared item. Its digest is the handle's key, its metadata the handle's."""
+
+    modality: Modality
+    num_tokens: int
+    inputs: Handle
+
+
+class WireFeature(Message, frozen=True):
+    """The feature of one item of a request."""
+
+    index: int
+    feature: Handle
+
+
+class Start(Message, frozen=True):
+    """Make an encoder and start it."""
+
+    factory: str
+    arguments: dict[str, Any]
+
+
+class Encode(Message, frozen=True):
+    """Encode items as one batch."""
+
+    request: int
+    items: list[WireItem]
+
+
+class Stop(Message, frozen=True):
+    """End, after what was asked before."""
+
+
+class Hello(Message, frozen=True):
+    """The first message: the process is there, with these versions."""
+
+    pid: int
+    library: str
+    torch: str
+
+
+class Started(Message, frozen=True):
+    """The encoder is ready; bytes of a feature's row by modality."""
+
+    row_bytes: dict[Modality, int]
+
+
+class Encoded(Message, frozen=True):
+    """Features of a request, some of them or the last."""
+
+    request: int
+    features: list[WireFeature]
+    is_last: bool
+
+
+class Failed(Message, frozen=True):
+    """A request failed as a whole."""
+
+    request: int
+    error: WireError
+
+
+ToEncoder = Start | Encode | Stop
+FromEncoder = Hello | Started | Encoded | Failed

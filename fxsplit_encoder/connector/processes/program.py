@@ -1,0 +1,134 @@
+"""Which encoder a process runs, and how the process is started."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fxsplit_encoder.connector.transport.shared_memory import DEFAULT_KEPT_BYTES, DEFAULT_MAX_BYTES
+from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.messages import shown
+
+MODULE = "fxsplit_encoder.connector.processes"
+CHECKPOINT_FACTORY = "fxsplit_encoder.models.encoders:checkpoint_encoder"
+
+
+@dataclass(frozen=True)
+class EncoderProgram:
+    """An encoder, by the name of the function that makes it: nothing of it is serialized.
+
+    ``factory`` is "package.module:function". The function is called in the process with ``arguments`` by name
+    and returns a `FeatureEncoder`. Arguments are numbers, strings, bytes, None, small tensors and arrays, and
+    lists, tuples and mappings of them.
+    """
+
+    factory: str
+    arguments: Mapping[str, object] = field(default_factory=dict)
+
+    @classmethod
+    def of_checkpoint(
+        cls, model: str | Path, config: str | Path | None = None, device: str = "cpu", dtype: str = "auto"
+    ) -> EncoderProgram:
+        """The tower of a checkpoint.
+
+        Args:
+            model: the directory of a Hugging Face checkpoint, or its name in the local cache.
+            config: a YAML file of settings; None: the defaults.
+            device: on which it encodes.
+            dtype: in which; auto: the checkpoint's.
+        """
+        path = None if config is None else str(config)
+        arguments = {"model": str(model), "config": path, "device": device, "dtype": dtype}
+        return cls(CHECKPOINT_FACTORY, arguments)
+
+    def resolve(self) -> Callable[..., Any]:
+        """The function itself.
+
+        Raises:
+            InputError: there is none of this name.
+        """
+        module, _, name = self.factory.partition(":")
+        if not module or not name.isidentifier():
+            raise InputError(f"factory: expected package.module:function; got {shown(self.factory)}")
+        try:
+            found = getattr(importlib.import_module(module), name, None)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+                raise
+            raise InputError(f"factory: no module {error.name}, of {self.factory}") from error
+        if not callable(found):
+            raise InputError(f"factory: module {module} has no function {name}")
+        return found  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class ProcessOptions:
+    """How encoder processes are started, bounded and ended."""
+
+    max_bytes: int = DEFAULT_MAX_BYTES
+    """Of shared memory in each direction: inputs that wait for the encoder, features that wait to be read."""
+    kept_bytes: int = DEFAULT_KEPT_BYTES
+    """Of shared memory that stays resident when nothing waits."""
+    start_timeout: float = 1800.0
+    """Seconds until the encoder is ready: it loads, compiles and captures."""
+    encode_timeout: float | None = None
+    """Seconds that one batch may take before the process is taken for hung, and killed. None: any."""
+    close_timeout: float = 10.0
+    """Seconds that the process has to end by itself before it is killed."""
+    checksums: bool = False
+    """Check the bytes of every tensor on the other side."""
+    runtime_directory: Path | None = None
+    """In which the private directory of the control socket is made. None: `$XDG_RUNTIME_DIR`, else /tmp."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables that the process has besides this one's, such as CUDA_VISIBLE_DEVICES."""
+    executable: str = ""
+    """The Python that runs it; "": this one."""
+
+    def command_line(self, control: Path, descriptor: int) -> list[str]:
+        """The arguments of the process's command.
+
+        Args:
+            control: the path of the control socket.
+            descriptor: of the socket that it inherits.
+        """
+        numbers = {
+            "--descriptor": descriptor,
+            "--parent": os.getpid(),
+            "--max-bytes": self.max_bytes,
+            "--kept-bytes": self.kept_bytes,
+        }
+        pairs = [argument for name, number in numbers.items() for argument in (name, str(number))]
+        return ["--control", str(control), *pairs, *(["--checksums"] if self.checksums else [])]
+
+
+def launch(arguments: Sequence[str], descriptor: int, options: ProcessOptions) -> subprocess.Popen[bytes]:
+    """Start the module of encoder processes.
+
+    Args:
+        arguments: of its command line.
+        descriptor: which it inherits, besides standard output and standard error.
+        options: its Python and its environment.
+
+    Raises:
+        InputError: it cannot be started.
+    """
+    executable = options.executable or sys.executable
+    environment = {**os.environ, **options.environment}
+    if not options.executable:
+        environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    try:
+        # -P: nothing is imported from the directory that the process happens to be in.
+        return subprocess.Popen(
+            [executable, "-P", "-m", MODULE, *arguments],
+            pass_fds=[descriptor],
+            stdin=subprocess.DEVNULL,
+            env=environment,
+        )
+    except OSError as error:
+        raise InputError(f"executable: {executable} cannot be started: {error}") from error

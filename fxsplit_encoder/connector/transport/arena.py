@@ -1,0 +1,113 @@
+"""Anonymous memory that two processes share. Descriptors are its only names: it ends with its last holder."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import stat
+
+import torch
+from torch import Tensor
+
+from fxsplit_encoder.errors import InputError, TransportError
+
+NAME = "fxsplit_encoder"
+"""What /proc/PID/maps calls it."""
+
+# The size is sealed: a reader whose memory was cut short under it would die of SIGBUS.
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class Arena:
+    """A mapped range of shared memory. Pages take memory once they are written.
+
+    Args:
+        descriptor: of the memory, sealed; it stays the caller's.
+        num_bytes: its size.
+    """
+
+    def __init__(self, descriptor: int, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self._map = mmap.mmap(descriptor, num_bytes)
+        self._memory: Tensor | None = torch.frombuffer(self._map, dtype=torch.uint8)
+
+    def view(self, offset: int, num_bytes: int) -> Tensor:
+        """A part (bytes,), which keeps all of it mapped.
+
+        Raises:
+            TransportError: it is closed.
+        """
+        memory = self._memory
+        if memory is None:
+            raise TransportError("the shared memory is closed")
+        return memory[offset : offset + num_bytes]
+
+    def drop_pages(self, offset: int, num_bytes: int) -> None:
+        """Give the pages of a range back to the system; they read as zeros from then on."""
+        start = -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE
+        length = (offset + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE - start
+        if length > 0 and self._memory is not None:
+            self._map.madvise(mmap.MADV_REMOVE, start, length)
+
+    def close(self) -> None:
+        """Unmap it, now or with the last view of it."""
+        self._memory = None
+        try:
+            self._map.close()
+        except BufferError:
+            pass
+
+
+class OwnArena(Arena):
+    """Memory that this process makes.
+
+    Args:
+        num_bytes: its size, rounded up to whole pages.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        num_bytes = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        self.descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self.descriptor, num_bytes)
+            fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
+            super().__init__(self.descriptor, num_bytes)
+        except (OSError, ValueError, OverflowError) as error:
+            os.close(self.descriptor)
+            raise InputError(
+                f"max_bytes: {num_bytes} bytes of shared memory cannot be made: {error}"
+            ) from error
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of its pages that take memory."""
+        return os.fstat(self.descriptor).st_blocks * 512 if self.descriptor >= 0 else 0
+
+    def close(self) -> None:
+        """Give it up; the other end keeps what it has mapped."""
+        super().close()
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+
+def adopt(descriptor: int, num_bytes: int) -> Arena:
+    """Map memory that another process made, and close the descriptor.
+
+    Raises:
+        TransportError: the descriptor is of something else, or its size could still change.
+    """
+    try:
+        state = os.fstat(descriptor)
+        if not stat.S_ISREG(state.st_mode) or state.st_size != num_bytes or num_bytes <= 0:
+            raise TransportError(
+                f"expected {num_bytes} bytes of shared memory; got a descriptor of {state.st_size} bytes"
+            )
+        if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+            raise TransportError("expected shared memory of a sealed size")
+        return Arena(descriptor, num_bytes)
+    except (OSError, ValueError, OverflowError) as error:
+        raise TransportError(f"shared memory that was handed over cannot be mapped: {error}") from error
+    finally:
+        os.close(descriptor)

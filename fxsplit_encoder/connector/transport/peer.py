@@ -1,0 +1,172 @@
+"""The process at the other end of a Unix socket: descriptors come from it, and word of what it released."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from fxsplit_encoder.connector.transport.wire import Codec, Message
+from fxsplit_encoder.errors import TransportError
+
+_MOST_PACKET_BYTES = 1 << 16
+_MOST_DESCRIPTORS = 4
+_SEND_SECONDS = 30.0
+_GONE = select.POLLHUP | select.POLLERR | select.POLLRDHUP
+
+
+class Greeting(Message, frozen=True):
+    """The first packet of each side: its memory, whose descriptor comes with it."""
+
+    owner: str
+    num_bytes: int
+
+
+class DeviceGreeting(Message, frozen=True):
+    """The first packet of each side whose memory is a GPU's; empty where it has none."""
+
+    owner: str
+    num_bytes: int
+    device: str = ""
+    share: list[bytes | int | bool] = []  # noqa: RUF012 - msgspec copies it
+
+
+class Released(Message, frozen=True):
+    """Blocks of the reader's memory that the sender will not read again."""
+
+    numbers: list[int]
+
+
+Packet = Greeting | DeviceGreeting | Released
+
+
+class Received(NamedTuple):
+    """A packet with the descriptors that came with it."""
+
+    message: Packet
+    descriptors: list[int]
+
+
+def connected_sockets() -> tuple[socket.socket, socket.socket]:
+    """Two ends that keep packets apart; neither has a name in any file system."""
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+class Peer:
+    """One end of a connection. A thread reads what the other end says until that hangs up.
+
+    Args:
+        connection: a connected Unix socket that keeps packets apart; it is closed with this object.
+        on_released: called with the numbers of blocks, on that thread.
+        on_hang_up: called once on that thread if the other end is gone, or says what nobody understands.
+    """
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        on_released: Callable[[Sequence[int]], None],
+        on_hang_up: Callable[[], None],
+    ) -> None:
+        if connection.family != socket.AF_UNIX or connection.type != socket.SOCK_SEQPACKET:
+            raise TransportError(f"expected a Unix socket of packets; got {connection.family!r}")
+        self._socket = connection
+        self._socket.settimeout(_SEND_SECONDS)
+        self._codec: Codec[Packet] = Codec(Packet)
+        self._on_released = on_released
+        self._on_hang_up = on_hang_up
+        self._is_closing = False
+        self._thread: threading.Thread | None = None
+
+    def greet(self, message: Message, descriptors: Sequence[int], timeout: float) -> Received:
+        """Exchange first packets, then listen.
+
+        Raises:
+            TransportError: the other end hung up, did not answer in time, or is of another version.
+        """
+        self._send(message, descriptors)
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        if not poll.poll(timeout * 1000):
+            raise TransportError(f"the other process did not greet within {timeout:g} s")
+        received = self._receive_first()
+        self._thread = threading.Thread(target=self._listen, name="fxsplit-peer", daemon=True)
+        self._thread.start()
+        return received
+
+    def _send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
+        try:
+            socket.send_fds(self._socket, [self._codec.encode(message)], list(descriptors))
+        except OSError as error:
+            raise TransportError(f"the other process does not read what it is sent: {error}") from error
+
+    def _receive_first(self) -> Received:
+        try:
+            data, descriptors, *_ = socket.recv_fds(
+                self._socket, _MOST_PACKET_BYTES, _MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+            )
+        except OSError as error:
+            raise TransportError(f"the other process hung up: {error}") from error
+        if not data:
+            raise TransportError("the other process hung up before it greeted")
+        try:
+            return Received(self._codec.decode(data), descriptors)
+        except TransportError:
+            close_all(descriptors)
+            raise
+
+    def tell_released(self, numbers: Sequence[int]) -> None:
+        """Say that blocks will not be read again. A process that is gone need not know."""
+        try:
+            self._send(Released(list(numbers)))
+        except TransportError:
+            self._shut_down()
+
+    def _listen(self) -> None:
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN | select.POLLRDHUP)
+        while True:
+            ((_, event),) = poll.poll()
+            if event & select.POLLIN and self._read_packets():
+                continue
+            if event & _GONE or event & select.POLLIN:
+                break
+        if not self._is_closing:
+            self._on_hang_up()
+
+    def _read_packets(self) -> bool:
+        """Whether what came was understood."""
+        try:
+            # Without room for descriptors: the system closes any that come.
+            data = self._socket.recv(_MOST_PACKET_BYTES, socket.MSG_DONTWAIT)
+            message = self._codec.decode(data)
+        except BlockingIOError:
+            return True
+        except (OSError, TransportError):
+            return False
+        if not isinstance(message, Released):
+            return False
+        self._on_released(message.numbers)
+        return True
+
+    def _shut_down(self) -> None:
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+
+    def close(self) -> None:
+        """Hang up; idempotent."""
+        self._is_closing = True
+        self._shut_down()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        self._socket.close()
+
+
+def close_all(descriptors: Sequence[int]) -> None:
+    """Close descriptors that nobody asked for."""
+    for descriptor in descriptors:
+        os.close(descriptor)

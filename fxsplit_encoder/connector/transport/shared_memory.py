@@ -1,0 +1,240 @@
+"""Tensors from one process to another of the same host, through memory that both have mapped.
+
+Each end makes one memory of its own, as large as its bound, and hands its descriptor to the other when they
+connect. What is put is copied into the owner's memory; what is got is copied out of it.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import struct
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from fxsplit_encoder.connector.transport.arena import Arena, OwnArena, adopt
+from fxsplit_encoder.connector.transport.held_blocks import Block, HeldBlocks
+from fxsplit_encoder.connector.transport.layout import ALIGNMENT, check_layouts, copy_out, lay_out
+from fxsplit_encoder.connector.transport.peer import Greeting, Peer, close_all
+from fxsplit_encoder.connector.transport.plain import from_plain, to_plain
+from fxsplit_encoder.connector.transport.seam import Handle, Payload
+from fxsplit_encoder.errors import MissingExtraError, TransportError
+
+DEFAULT_MAX_BYTES = 1 << 30
+DEFAULT_KEPT_BYTES = 64 << 20
+
+# At the beginning of each block: its number and its size, so that a handle that is out of date is noticed.
+_STAMP = struct.Struct("<QQ")
+_NO_STAMP = bytes(_STAMP.size)
+
+
+def _nothing() -> None: ...
+
+
+class SharedMemoryTransport:
+    """A `Transport` at one end of a connection of two processes.
+
+    Args:
+        max_bytes: of this end's memory. It takes memory only where it was written.
+        kept_bytes: how much of it stays resident once it is free, for the next that is put.
+        checksums: put a checksum (blake3) into every handle. Readers check those that have one.
+        on_hang_up: called once, on a thread of the transport's, when the other end is gone.
+    """
+
+    def __init__(
+        self,
+        max_bytes: int = DEFAULT_MAX_BYTES,
+        *,
+        kept_bytes: int = DEFAULT_KEPT_BYTES,
+        checksums: bool = False,
+        on_hang_up: Callable[[], None] = _nothing,
+    ) -> None:
+        if checksums:
+            _digest(torch.empty(0, dtype=torch.uint8))  # what is missing is said at once
+        self.owner = secrets.token_hex(8)
+        self.checksums = checksums
+        self._kept_bytes = kept_bytes
+        self._on_hang_up = on_hang_up
+        self._arena = OwnArena(max_bytes)
+        self._blocks = HeldBlocks(self._arena.num_bytes, self._clear)
+        self._peer: Peer | None = None
+        self._peer_owner = ""
+        self._peer_arena: Arena | None = None
+
+    @property
+    def max_bytes(self) -> int:
+        """Bytes of this end's memory."""
+        return self._arena.num_bytes
+
+    @property
+    def peer_owner(self) -> str:
+        """The other end's `owner`; "" before the two are connected."""
+        return self._peer_owner
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of this end's memory that are not released, padding included."""
+        return self._blocks.held_bytes
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of this end's memory that take memory of the host."""
+        return self._arena.resident_bytes
+
+    def connect(self, connection: socket.socket, timeout: float) -> None:
+        """Exchange memories with a transport at the other end; once.
+
+        Args:
+            connection: one of `connected_sockets`. It belongs to the transport from now on.
+            timeout: seconds that the other end may take.
+
+        Raises:
+            TransportError: the other end is gone, is late, or offers what is no shared memory.
+        """
+        assert self._peer is None, "connected already"
+        peer = Peer(connection, self._on_released, self._on_hang_up)
+        self._peer = peer
+        greeting = Greeting(self.owner, self._arena.num_bytes)
+        message, descriptors = peer.greet(greeting, [self._arena.descriptor], timeout)
+        if not isinstance(message, Greeting) or len(descriptors) != 1:
+            close_all(descriptors)
+            raise TransportError(f"expected a greeting with a descriptor; got {type(message).__name__}")
+        self._peer_arena = adopt(descriptors[0], message.num_bytes)
+        self._peer_owner = message.owner
+
+    def _on_released(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            self._blocks.give_back(number)
+
+    # --- putting
+
+    @staticmethod
+    def size_of(buffers: Mapping[str, Tensor]) -> int:
+        """Bytes that `put` takes for some tensors, with what it adds to them.
+
+        Raises:
+            InputError: one cannot be put.
+        """
+        return lay_out(buffers, ALIGNMENT)[1]
+
+    def put(
+        self,
+        key: bytes,
+        buffers: Mapping[str, Tensor],
+        meta: Mapping[str, object] | None = None,
+        timeout: float = 0.0,
+    ) -> Handle:
+        """Copy tensors into this end's memory; see `Transport.put`.
+
+        Args:
+            key: what they are.
+            buffers: by name.
+            meta: what travels with them.
+            timeout: seconds to wait for room.
+        """
+        layouts, num_bytes = lay_out(buffers, ALIGNMENT)
+        plain = to_plain(meta or {})
+        block = self._blocks.take(num_bytes, timeout)
+        try:
+            memory = self._arena.view(block.offset, num_bytes)
+            with torch.no_grad():
+                for layout in layouts:
+                    layout.view(memory).copy_(buffers[layout.name])
+            checksum = _digest(memory[ALIGNMENT:]) if self.checksums else b""
+            _write_stamp(memory, _STAMP.pack(block.number, num_bytes))
+        except BaseException:
+            self._blocks.give_back(block.number)
+            raise
+        return Handle(self.owner, block.number, bytes(key), block.offset, layouts, plain, checksum)
+
+    def _clear(self, block: Block) -> None:
+        try:
+            _write_stamp(self._arena.view(block.offset, ALIGNMENT), _NO_STAMP)
+            # What lies below is reused first, so its pages stay; what only a peak needed is given back.
+            start = max(block.offset, self._kept_bytes)
+            self._arena.drop_pages(start, block.offset + block.num_bytes - start)
+        except TransportError:
+            pass  # closed meanwhile: the memory goes as a whole
+
+    # --- getting
+
+    def get(self, handle: Handle, into: Mapping[str, Tensor] | None = None) -> Payload:
+        """Copies of a handle's tensors, from either end; see `Transport.get`."""
+        views = self._views(handle)
+        copies = copy_out(views, into)
+        self._check_stamp(handle)  # it may have been released meanwhile, against the rules
+        return Payload(copies, from_plain(handle.meta))
+
+    def view(self, handle: Handle) -> Payload:
+        """A handle's tensors where they lie: valid until it is released, and to be written by nobody.
+
+        Raises:
+            TransportError: nothing is held under the handle.
+        """
+        return Payload(self._views(handle), from_plain(handle.meta))
+
+    def _views(self, handle: Handle) -> dict[str, Tensor]:
+        memory = self._check_stamp(handle)
+        check_layouts(handle.tensors, ALIGNMENT, memory.numel())
+        if handle.checksum and _digest(memory[ALIGNMENT:]) != handle.checksum:
+            raise TransportError(f"the bytes of handle {handle.number} are not those that were put")
+        return {layout.name: layout.view(memory) for layout in handle.tensors}
+
+    def _check_stamp(self, handle: Handle) -> Tensor:
+        """The bytes of a handle's block, if it is held."""
+        arena = self._arena_of(handle.owner)
+        if handle.offset < 0 or handle.offset % ALIGNMENT or handle.offset + ALIGNMENT > arena.num_bytes:
+            raise TransportError(f"handle {handle.number} begins at {handle.offset}, outside its memory")
+        stamp = arena.view(handle.offset, _STAMP.size).numpy().tobytes()
+        number, num_bytes = _STAMP.unpack(stamp)
+        if number != handle.number or handle.number == 0:
+            raise TransportError(f"nothing is held under handle {handle.number}: it was released")
+        if num_bytes < ALIGNMENT or handle.offset + num_bytes > arena.num_bytes:
+            raise TransportError(f"handle {handle.number} does not lie in its memory")
+        return arena.view(handle.offset, num_bytes)
+
+    def _arena_of(self, owner: str) -> Arena:
+        if owner == self.owner:
+            return self._arena
+        if self._peer_arena is None or owner != self._peer_owner:
+            raise TransportError(f"no transport {owner} at the other end of this one")
+        return self._peer_arena
+
+    def release(self, handle: Handle) -> None:
+        """Give up a handle of either end; see `Transport.release`."""
+        if handle.owner == self.owner:
+            self._blocks.give_back(handle.number)
+        elif self._peer is not None and handle.owner == self._peer_owner:
+            self._peer.tell_released([handle.number])
+
+    def audit(self) -> None:
+        """Asserts that the blocks of this end are consistent."""
+        self._blocks.audit()
+
+    def refuse(self) -> None:
+        """Release everything of this end, and take nothing more; what the other end put can still be got."""
+        self._blocks.close()
+
+    def close(self) -> None:
+        """Hang up and give back both memories."""
+        self.refuse()
+        if self._peer is not None:
+            self._peer.close()
+        self._arena.close()
+        if self._peer_arena is not None:
+            self._peer_arena.close()
+
+
+def _write_stamp(memory: Tensor, stamp: bytes) -> None:
+    memory[: len(stamp)] = torch.frombuffer(bytearray(stamp), dtype=torch.uint8)
+
+
+def _digest(memory: Tensor) -> bytes:
+    try:
+        from blake3 import blake3
+    except ImportError as error:
+        raise MissingExtraError("checksums", "connector") from error
+    digest: bytes = blake3(memory.numpy().data).digest()
+    return digest
