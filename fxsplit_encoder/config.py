@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,10 +11,12 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
+    ByteSize,
     ConfigDict,
     Field,
     StrictBool,
     StrictInt,
+    TypeAdapter,
     ValidationError,
     model_validator,
 )
@@ -40,12 +41,9 @@ Padding = Literal["proved", "probed"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 GRAPH_PASSES: tuple[GraphPass, ...] = get_args(GraphPass)
 
-_BYTE_UNITS = {"B": 1} | {
-    prefix + suffix: base**power
-    for suffix, base in (("B", 1000), ("iB", 1024))
-    for power, prefix in enumerate("KMGT", start=1)
-}
-_BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)\s*")
+# ByteSize reads what a text begins with, and ignores the rest.
+_BYTES = re.compile(r"\s*(\d*\.)?\d+\s*[a-zA-Z]*\s*")
+_BYTE_SIZE = TypeAdapter(ByteSize)
 _OPERATOR = re.compile(r"\w+::\w+(\.\w+)?")
 
 # Cumulative lengths are 32-bit integers, memory is counted in 64 bits.
@@ -114,16 +112,27 @@ def _check_passes(names: object) -> object:
 def _parse_bytes(value: object) -> object:
     if not isinstance(value, str):
         return value
-    match = _BYTES.fullmatch(value)
-    size = float(match[1]) * _BYTE_UNITS[match[2]] if match else 0.0
+    try:
+        size = int(_BYTE_SIZE.validate_python(value)) if _BYTES.fullmatch(value) else 0
+    except (ValidationError, OverflowError):
+        size = 0
     if not 1 <= size <= _MOST_MEMORY:
-        raise ValueError(f"not a size; allowed: bytes, or a number with one of: {', '.join(_BYTE_UNITS)}")
-    return math.floor(size)
+        raise ValueError("not a size; allowed: bytes, or a number with a unit, such as 4GiB, 4GB, 4gb or 4G")
+    return size
+
+
+def _listed(value: object) -> object:
+    """A single budget as a list of one."""
+    return (value,) if isinstance(value, int) else value
 
 
 _Mode = Annotated[Mode, _one_of(MODES)]
-_Budgets = Annotated[tuple[StrictInt, ...], AfterValidator(_check_budgets)]
-_PathBudgets = Annotated[tuple[StrictInt, ...], AfterValidator(functools.partial(_check_budgets, smallest=0))]
+_Budgets = Annotated[tuple[StrictInt, ...], BeforeValidator(_listed), AfterValidator(_check_budgets)]
+_PathBudgets = Annotated[
+    tuple[StrictInt, ...],
+    BeforeValidator(_listed),
+    AfterValidator(functools.partial(_check_budgets, smallest=0)),
+]
 _Bytes = Annotated[int, Field(strict=True, ge=1, le=_MOST_MEMORY)]
 _Count = Annotated[int, Field(strict=True, ge=0, le=_MOST)]
 _Number = Annotated[int, Field(strict=True, ge=1, le=_MOST)]
@@ -177,9 +186,9 @@ class EncoderConfig(_Settings):
     """Whether anything is captured. False: every item is encoded eagerly and counted as a miss."""
 
     token_budgets: _Budgets = ()
-    """Output tokens of each captured budget, increasing; they hold on every path that does not list its
-    own. Empty: powers of two times the smallest and the quarters between them, over the range that the
-    tower declares."""
+    """Output tokens of each captured budget, increasing, or a single one; they hold on every path that does
+    not list its own. Empty: powers of two times the smallest and the quarters between them, over the range
+    that the tower declares."""
 
     max_items_per_batch: _Count = 0
     """Images and videos that one replay encodes at most; not above the smallest budget. 0: inferred from
@@ -243,8 +252,8 @@ class EncoderConfig(_Settings):
     that one, wherever it can compute; or a mapping from conditions, such as tokens>4096, to these."""
 
     max_graph_bytes: Annotated[_Bytes | None, BeforeValidator(_parse_bytes)] = None
-    """Device memory that all captures together may take, in bytes or as a size such as 4GiB. None: no limit
-    but the device's."""
+    """Device memory that all captures together may take, in bytes or as a size such as 4GiB or 4G. None: no
+    limit but the device's."""
 
     data_parallel: StrictBool = False
     """Whether the items of a batch are shared among the ranks of a process group: every rank calls `execute`

@@ -21,6 +21,13 @@ FxSplitError
 Each class is also the built-in error that its parenthesis names, so callers may catch either.
 """
 
+import re
+import shlex
+from importlib import metadata
+
+_DISTRIBUTION = "fxsplit-encoder"
+_OWN_EXTRAS = re.compile(rf"{_DISTRIBUTION}\[([\w,-]+)\]")
+
 
 class FxSplitError(Exception):
     """Base of every error that this library raises on purpose."""
@@ -129,7 +136,23 @@ class MissingExtraError(FxSplitError, ImportError):
         self.extra = extra
 
     def __str__(self) -> str:
+        packages = " ".join(map(shlex.quote, _packages_of(self.extra)))
         return (
-            f"{self.feature} needs packages that are not installed; "
-            f"run: pip install 'fxsplit-encoder[{self.extra}]'"
+            f"{self.feature} needs packages that are not installed, those of the extra {self.extra!r}; run: "
+            f"pip install " + (packages or f"'WHEEL_OR_CHECKOUT[{self.extra}]'")
         )
+
+
+def _packages_of(extra: str) -> list[str]:
+    """What an extra asks for, as pip takes it; nothing where this package was not installed by pip."""
+    try:
+        required = metadata.requires(_DISTRIBUTION) or ()
+    except metadata.PackageNotFoundError:
+        return []
+    packages: list[str] = []
+    for line in required:
+        package, _, marker = (part.strip() for part in line.partition(";"))
+        if re.search(rf"extra == ['\"]{extra}['\"]", marker):
+            own = _OWN_EXTRAS.fullmatch(package)
+            packages += (p for name in own[1].split(",") for p in _packages_of(name)) if own else [package]
+    return packages

@@ -23,7 +23,9 @@ SHIPPED = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
 # got, and what would be right.
 BAD: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"enabled": "yes"}, ("enabled: ", "'yes'", "boolean")),
-    ({"token_budgets": 64}, ("token_budgets: ", "64", "list")),
+    ({"token_budgets": "64"}, ("token_budgets: ", "64", "list")),
+    ({"token_budgets": True}, ("token_budgets.0: ", "True", "integer")),
+    ({"token_budgets": -4}, ("token_budgets: ", "-4 is not positive")),
     ({"token_budgets": [64, 1.5]}, ("token_budgets.1: ", "1.5", "integer")),
     ({"token_budgets": [True]}, ("token_budgets.0: ", "True", "integer")),
     ({"token_budgets": [0, 64]}, ("token_budgets: ", "[0, 64]", "0 is not positive", "at least 1")),
@@ -55,6 +57,8 @@ BAD: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"attention": 3}, ("attention: ", "got 3", "auto", "mapping of conditions")),
     ({"attention": {"windowed": 3}}, ("attention: ", "{'windowed': 3}", "auto", "mapping of conditions")),
     ({"max_graph_bytes": "4 gigs"}, ("max_graph_bytes: ", "'4 gigs'", "GiB")),
+    ({"max_graph_bytes": "4,5GiB"}, ("max_graph_bytes: ", "'4,5GiB'", "4G")),
+    ({"max_graph_bytes": "0.4 B"}, ("max_graph_bytes: ", "'0.4 B'", "4G")),
     ({"max_graph_bytes": "0MiB"}, ("max_graph_bytes: ", "'0MiB'", "GiB")),
     ({"max_graph_bytes": 0}, ("max_graph_bytes: ", "0", "greater than or equal to 1")),
     ({"max_graph_bytes": 1.5}, ("max_graph_bytes: ", "1.5", "integer")),
@@ -181,10 +185,21 @@ def test_missing_yaml_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "expected"), [("1B", 1), ("2KB", 2000), ("2KiB", 2048), ("4GiB", 2**32), (7, 7), (None, None)]
+    ("size", "expected"),
+    [
+        *(("1B", 1), ("2KB", 2000), ("2KiB", 2048), ("4GiB", 2**32), (7, 7), (None, None)),
+        *(("4G", 4 * 10**9), ("4gb", 4 * 10**9), (" .5 gib ", 2**29), ("2048", 2048)),
+    ],
 )
 def test_sizes_are_bytes(size: str | int | None, expected: int | None) -> None:
     assert EncoderConfig(max_graph_bytes=size).max_graph_bytes == expected
+
+
+def test_a_single_budget_needs_no_brackets(yaml_file: Callable[[str], Path]) -> None:
+    path = yaml_file("token_budgets: 64\npaths: {local: {token_budgets: 0}}\n")
+    config = EncoderConfig.from_yaml(path)
+    assert config.token_budgets == (64,)
+    assert config.paths["local"].token_budgets == (0,)
 
 
 def test_options_override_their_config(yaml_file: Callable[[str], Path]) -> None:

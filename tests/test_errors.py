@@ -1,4 +1,5 @@
 import pickle
+from importlib import metadata
 
 import pytest
 
@@ -49,7 +50,31 @@ def test_missing_extra_names_the_command_and_survives_pickling() -> None:
     assert isinstance(error, MissingExtraError)
     assert (error.feature, error.extra) == ("wrapping Hugging Face towers", "hf")
     assert "wrapping Hugging Face towers" in str(error)
-    assert "pip install 'fxsplit-encoder[hf]'" in str(error)
+    assert "the extra 'hf'; run: pip install " in str(error)
+
+
+REQUIRED = [
+    "numpy>=1.26",
+    "pillow>=10; extra == 'hf'",
+    'transformers>=5.16; extra == "hf"',
+    "fxsplit-encoder[hf,plot]; extra == 'cli'",
+    "rich; extra == 'cli'",
+    "plotext; extra == 'plot'",
+]
+
+
+def test_missing_extra_names_packages_that_an_index_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "requires", lambda name: REQUIRED)
+    command = str(MissingExtraError("encoder-cg", "cli")).rpartition("run: ")[2]
+    assert command == "pip install 'pillow>=10' 'transformers>=5.16' plotext rich"
+
+
+def test_missing_extra_of_a_package_that_pip_did_not_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    def requires(name: str) -> None:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "requires", requires)
+    assert str(MissingExtraError("wrap", "hf")).endswith("pip install 'WHEEL_OR_CHECKOUT[hf]'")
 
 
 def test_connector_error_says_whether_to_try_again_and_survives_pickling() -> None:

@@ -12,6 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import platformdirs
 import torch
 
 from fxsplit_encoder.attention.kernels import KERNELS, AttentionShape
@@ -35,8 +36,8 @@ Table = dict[AttentionShape, Measured]
 
 
 def cache_directory() -> Path:
-    """`fxsplit_encoder` in $XDG_CACHE_HOME, or in ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fxsplit_encoder"
+    """`fxsplit_encoder` where the system keeps caches: on Linux in $XDG_CACHE_HOME, or in ~/.cache."""
+    return platformdirs.user_cache_path("fxsplit_encoder", appauthor=False)
 
 
 def describe_environment(device: torch.device) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""One tower twice, eager and through the manager: times, outputs, and how far apart they are."""
+"""One tower twice, eager and through the manager: outputs, how far apart they are, and on a GPU times."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,18 +21,15 @@ FLOAT32_TOLERANCE = 1e-4
 ERROR_RATIO_TOLERANCE = 1.1
 """In shorter dtypes: the largest error against float32, as a multiple of eager's own."""
 
-_CUDA_REPEATS = 10
-
-T = TypeVar("T")
-
 
 @dataclass(frozen=True)
 class Comparison:
     """The outcome of one batch."""
 
     plan: Plan
-    eager_ms: float
-    ours_ms: float
+    times: tuple[float, float] | None
+    """Milliseconds of eager and of ours; None: on a CPU, where they would say nothing."""
+
     difference: float
     """The largest, against eager in the same dtype."""
 
@@ -69,34 +66,37 @@ class Comparer:
         self.device: torch.device = manager.device
 
     def compare(self, mm_kwargs: dict[str, Any]) -> Comparison:
-        """Encode a batch both ways, on a GPU several times."""
-        expected, eager_ms = self._timed(lambda: self.eager(mm_kwargs))
-        ours, ours_ms = self._timed(lambda: self.manager.execute(mm_kwargs))
+        """Encode a batch both ways, and take times on a GPU."""
+        expected, ours = self.eager(mm_kwargs), self.manager.execute(mm_kwargs)
+        times = None
+        if self.device.type == "cuda":
+            times = (
+                median_ms(lambda: self.eager(mm_kwargs)),
+                median_ms(lambda: self.manager.execute(mm_kwargs)),
+            )
         return Comparison(
             self.manager.plan(mm_kwargs),
-            eager_ms,
-            ours_ms,
+            times,
             max_error(ours, expected),
             None if self.reference is None else error_ratio(ours, expected, self.reference(mm_kwargs)),
         )
 
-    def _timed(self, call: Callable[[], T]) -> tuple[T, float]:
-        """A result, and the median milliseconds to the end of its device work."""
-        is_cuda = self.device.type == "cuda"
-        if is_cuda:
-            call()
-        times = []
-        for _ in range(_CUDA_REPEATS if is_cuda else 1):
-            self._synchronize()
-            start = time.perf_counter()
-            result = call()
-            self._synchronize()
-            times.append((time.perf_counter() - start) * 1e3)
-        return result, statistics.median(times)
 
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+def median_ms(call: Callable[[], object], repeats: int = 10) -> float:
+    """The median milliseconds of a call to the end of its work on the GPU, if there is one."""
+    times = []
+    for _ in range(repeats):
+        _synchronize()
+        start = time.perf_counter()
+        call()
+        _synchronize()
+        times.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(times)
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def error_ratio(ours: Sequence[Tensor], eager: Sequence[Tensor], exact: Sequence[Tensor]) -> float:

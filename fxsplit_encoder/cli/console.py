@@ -1,28 +1,20 @@
-"""What the verbs share: progress bars, tables, devices, towers in words, and files of the repository."""
+"""What the verbs share: progress bars, devices, and towers in words."""
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from tabulate import tabulate
 
+from fxsplit_encoder.cli.options import DtypeName
 from fxsplit_encoder.compile import BoundProgram
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import InputError
-
-# Numbers, sizes such as 16x448x256, sums such as 64+128, and what is left out.
-_NUMERIC = re.compile(r"-?|[\d.x+]+(e-?\d+)?")
-_ROOT = Path(__file__).resolve().parents[2]
-
-DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
 Update = Callable[[int, int], None]
 """Takes what is done, and how much there is in total."""
@@ -42,27 +34,6 @@ def progress_bars() -> Iterator[Callable[[str], Update]]:
         for task in list(progress.tasks):
             if task.total is None:
                 progress.remove_task(task.id)
-
-
-def print_facts(facts: Mapping[str, str]) -> None:
-    """Print short labeled lines, aligned."""
-    for label, text in facts.items():
-        print(f"{label:<8} {text}")
-
-
-def print_table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Print a table, numbers to the right and words to the left, no wider than what is in it."""
-    cells = [[str(cell) for cell in row] for row in rows]
-    columns = list(zip(headers, *cells, strict=True))
-    rulers = ["-" * max(map(len, column)) for column in columns]
-    alignments = [_alignment(column[1:]) for column in columns]
-    # As a header the first row would be padded by two more columns each.
-    lines = [list(headers), rulers, *cells]
-    print(tabulate(lines, tablefmt="plain", disable_numparse=True, colalign=alignments))
-
-
-def _alignment(column: Sequence[str]) -> str:
-    return "right" if all(map(_NUMERIC.fullmatch, column)) else "left"
 
 
 def choose_device(name: str) -> torch.device:
@@ -113,7 +84,7 @@ def describe_replay(device: torch.device, config: EncoderConfig) -> str:
         return "none: nothing is captured, every batch runs at its exact shape"
     if device.type == "cuda":
         return "CUDA graphs"
-    return "no GPU: recorded steps are replayed without CUDA graphs; times here say nothing about a GPU"
+    return "no GPU: recorded steps are replayed without CUDA graphs; no times, they would say nothing"
 
 
 def describe_tower(tower: torch.nn.Module) -> str:
@@ -152,19 +123,3 @@ def describe_split(path: str, bound: BoundProgram | None) -> str:
 def operator_name(call: Any) -> str:
     """An operator as the configuration writes it."""
     return str(call.name()).removesuffix(".default") if hasattr(call, "name") else str(call)
-
-
-def repository_path(relative: str, instead: str) -> Path:
-    """A file or directory of the repository that this package was installed from.
-
-    Args:
-        relative: where it is from the repository's root.
-        instead: what to pass where there is no repository.
-
-    Raises:
-        InputError: it is not there.
-    """
-    path = _ROOT / relative
-    if not path.exists():
-        raise InputError(f"{relative}: not found, this is not a checkout of the repository; pass {instead}")
-    return path

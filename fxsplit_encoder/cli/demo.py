@@ -18,41 +18,34 @@ from fxsplit_encoder.cli.console import (
     describe_replay,
     describe_split,
     describe_tower,
-    print_facts,
-    print_table,
     progress_bars,
-    repository_path,
 )
+from fxsplit_encoder.cli.document import Column, Document, columns
+from fxsplit_encoder.cli.files import shipped
+from fxsplit_encoder.cli.tower import ChosenTower
 from fxsplit_encoder.models.eager import as_tensors, share_weights
 from fxsplit_encoder.models.family import Family
-from fxsplit_encoder.models.prepare import EncoderInputs, ProcessorSettings, find_files, load_inputs
-from fxsplit_encoder.models.random import demo_tower
-from fxsplit_encoder.models.registry import architecture
+from fxsplit_encoder.models.prepare import EncoderInputs, Preparation, find_files, load_inputs
 from fxsplit_encoder.towers.dense import DenseTower
 
-_CPU_BLOCKS = 2
+CPU_BLOCKS = 2
+"""The depth of a tower with random weights on a CPU."""
+
 # Tiles of the budgets, where no configuration is given; on a CPU every tile takes seconds.
 _TILES = {"cpu": (1, 2, 5), "cuda": (1, 2, 4, 8, 16)}
 _WHOLE_VIEWS = {"cpu": (1, 2), "cuda": (1, 2, 4, 8)}
 
 
 def run_demo(
-    images: Sequence[Path],
-    config: fx.EncoderConfig | None,
-    blocks: int | None,
-    device: torch.device,
-    dtype: torch.dtype,
-    model: str,
+    chosen: ChosenTower, images: Sequence[Path], config: fx.EncoderConfig | None, document: Document
 ) -> bool:
-    """Encode every file alone and all of them together, and print the comparison.
+    """Encode every file alone and all of them together, and compare.
 
     Args:
-        images: images, clips, and directories of them; none: those in examples/ that the model takes.
+        chosen: whose tower; on a GPU both ways to run it are timed.
+        images: images, clips, and directories of them; none: the examples that the model takes.
         config: budgets and how they are captured; None: configs/demo.yaml, for a tower of tiles a few tiles.
-        blocks: the tower's depth; None: all of it on CUDA, a few blocks on a CPU.
-        device: where both towers run.
-        dtype: of the weights and the pixels.
-        model: whose tower, a name of `models.registry.ARCHITECTURES`.
+        document: where it says what it finds.
 
     Returns:
         Whether every output is within tolerance of eager's.
@@ -60,39 +53,43 @@ def run_demo(
     Raises:
         InputError: a file is not usable.
     """
-    known = architecture(model)
-    if config is None and known.family.unit == "patches":
-        config = fx.EncoderConfig.from_yaml(repository_path("configs/demo.yaml", "--config YAML"))
-    preparation = known.family.prepare(known.settings(blocks), ProcessorSettings())
-    if not images:
-        kinds = ("images", "videos") if preparation.takes_clips else ("images",)
-        images = [repository_path(f"examples/{kind}", "--images PATH") for kind in kinds]
-    inputs = load_inputs(find_files(images), preparation).to(device, dtype)
-    depth = blocks or (None if device.type == "cuda" else _CPU_BLOCKS)
-    tower = demo_tower(depth, device, dtype, model=model)
-    wrapped = known.family.wrap(share_weights(tower))
+    tower, family = chosen.module, chosen.family
+    parameter = next(tower.parameters())
+    device = parameter.device
+    inputs = load_inputs(find_files(images or example_images(chosen.preparation)), chosen.preparation)
+    inputs = inputs.to(device, parameter.dtype)
+    wrapped = family.wrap(share_weights(tower))
+    if config is None and family.unit == "patches":
+        config = fx.EncoderConfig.from_yaml(shipped("configs/demo.yaml"))
     config = config or _tile_budgets(wrapped, device)
-    print_facts(
+    document.facts(
         {
-            "tower": f"{known.title}'s, random weights, {describe_tower(tower)}",
+            "tower": f"{chosen.title}, {describe_tower(tower)}",
             "device": describe_device(device),
             "replays": describe_replay(device, config),
         }
     )
-    comparer = _comparer(known.family, tower, wrapped, config)
+    comparer = _comparer(family, tower, wrapped, config)
     manager = comparer.manager
     with progress_bars() as bar:
         manager.compile(progress=bar("compiling"))
         manager.capture(progress=bar("capturing"))
         comparisons = _compare_all(comparer, inputs, bar("encoding"))
     for path, program in manager.programs.items():
-        print_facts({"split": describe_split(path, program)})
-    for report in manager.reports:
-        print_facts({"note": report})
-    print(f"\nThe plan for the whole batch\n{manager.plan(inputs.mm_kwargs)}\n")
-    _print_comparisons(manager, inputs, known.family.unit, comparisons)
-    print(f"\nWhat the manager served, all runs together\n{manager.stats()}\n")
-    return _verdict(inputs, comparisons)
+        document.facts({"split": describe_split(path, program)}, within=("programs", path))
+    document.notes(manager.reports)
+    plan = manager.plan(inputs.mm_kwargs)
+    document.put("plan", plan.as_dict(), f"\nThe plan for the whole batch\n{plan}\n")
+    _say_comparisons(document, manager, inputs, family.unit, comparisons)
+    stats = manager.stats()
+    document.put("stats", stats.as_dict(), f"\nWhat the manager served, all runs together\n{stats}\n")
+    return _verdict(inputs, comparisons, document)
+
+
+def example_images(preparation: Preparation) -> list[Path]:
+    """The photographs that come with the package, and the clip, if a model takes any."""
+    kinds = ("images", "videos") if preparation.takes_clips else ("images",)
+    return [shipped(f"examples/{kind}") for kind in kinds]
 
 
 def _tile_budgets(wrapped: Any, device: torch.device) -> fx.EncoderConfig:
@@ -121,8 +118,6 @@ def _compare_all(comparer: Comparer, inputs: EncoderInputs, update: Update) -> l
     """Every item alone, then the whole batch."""
     select = comparer.eager.adapter.select_encoder_cudagraph_items
     singles = [as_tensors(select(inputs.mm_kwargs, [index])) for index in range(len(inputs.items))]
-    # The first calls of a process are slower than all after them.
-    comparer.compare(singles[0])
     comparisons: list[Comparison] = []
     batches = [*singles, inputs.mm_kwargs]
     for batch in batches:
@@ -132,8 +127,12 @@ def _compare_all(comparer: Comparer, inputs: EncoderInputs, update: Update) -> l
     return comparisons
 
 
-def _print_comparisons(
-    manager: fx.EncoderCudaGraphManager, inputs: EncoderInputs, unit: str, comparisons: Sequence[Comparison]
+def _say_comparisons(
+    document: Document,
+    manager: fx.EncoderCudaGraphManager,
+    inputs: EncoderInputs,
+    unit: str,
+    comparisons: Sequence[Comparison],
 ) -> None:
     tokens = [s.output_tokens for s in manager.tower.get_encoder_cudagraph_item_specs(inputs.mm_kwargs)]
     rows: list[list[object]] = [
@@ -141,11 +140,18 @@ def _print_comparisons(
         for item, count, comparison in zip(inputs.items, tokens, comparisons, strict=False)
     ]
     plan = comparisons[-1].plan
-    rows.append([f"all {plan.num_items}", "", "", sum(tokens), "", "", f"{plan.hits} of {plan.num_items}"])
-    print("Each item alone, then all in one batch; milliseconds, and the largest difference from eager")
-    headers = ["item", "size px", unit, "tokens", "budget", "mode", "served"]
-    headers += ["eager", "ours", "ratio", "|diff|"]
-    print_table(headers, [[*row, *_measured(c)] for row, c in zip(rows, comparisons, strict=True)])
+    rows.append([f"all {plan.num_items}", None, None, sum(tokens), *(None, None)])
+    rows[-1].append(f"{plan.hits} of {plan.num_items}")
+    is_timed = comparisons[-1].times is not None
+    what = "milliseconds, and the largest" if is_timed else "and the largest"
+    document.say(f"Each item alone, then all in one batch; {what} difference from eager")
+    headers = [
+        *columns(item="item", size="size px", **{unit: unit}, tokens="tokens"),
+        *columns(budget="budget", mode="mode", served="served"),
+        *(_TIMES if is_timed else ()),
+        Column("difference", "|diff|", "{:.0e}".format),
+    ]
+    document.table("items", headers, [[*r, *_measured(c)] for r, c in zip(rows, comparisons, strict=True)])
 
 
 def _stem(key: str) -> str:
@@ -165,21 +171,34 @@ def _served(manager: fx.EncoderCudaGraphManager, comparison: Comparison) -> list
     return ["+".join(budgets) or "-", "+".join(modes) or "-", str(reason or "hit")]
 
 
-def _measured(comparison: Comparison) -> list[str]:
-    """Eager's time and ours, their ratio, and the largest difference."""
-    times = (comparison.eager_ms, comparison.ours_ms)
-    decimals = 0 if max(times) >= 1000 else 2
-    ratio = comparison.eager_ms / comparison.ours_ms
-    return [*(f"{ms:.{decimals}f}" for ms in times), f"{ratio:.2f}", f"{comparison.difference:.0e}"]
+def _milliseconds(value: float) -> str:
+    return f"{value:.{0 if value >= 1000 else 2}f}"
 
 
-def _verdict(inputs: EncoderInputs, comparisons: Sequence[Comparison]) -> bool:
+_TIMES = (
+    Column("eager_ms", "eager", _milliseconds),
+    Column("ours_ms", "ours", _milliseconds),
+    Column("ratio", "ratio", "{:.2f}".format),
+)
+
+
+def _measured(comparison: Comparison) -> list[float]:
+    """On a GPU eager's time and ours and their ratio; and the largest difference."""
+    if comparison.times is None:
+        return [comparison.difference]
+    eager, ours = comparison.times
+    return [eager, ours, eager / ours, comparison.difference]
+
+
+def _verdict(inputs: EncoderInputs, comparisons: Sequence[Comparison], document: Document) -> bool:
     names = [*(item.key for item in inputs.items), "the whole batch"]
     problems = [f"{n} {c.problem}" for n, c in zip(names, comparisons, strict=True) if c.problem]
     for problem in problems:
         print(f"encoder-cg: FAILED: {problem}", file=sys.stderr)
+    text = "\n".join(problems) or _praise(comparisons)
+    document.content["verdict"] = text
     if not problems:
-        print(_praise(comparisons))
+        document.say(text)
     return not problems
 
 

@@ -10,16 +10,9 @@ import torch
 from safetensors.torch import save_file
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.cli.console import (
-    describe_device,
-    describe_replay,
-    describe_tower,
-    print_facts,
-    print_table,
-    progress_bars,
-)
-from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.models.checkpoint import Checkpoint
+from fxsplit_encoder.cli.console import describe_device, describe_replay, describe_tower, progress_bars
+from fxsplit_encoder.cli.document import Document, columns
+from fxsplit_encoder.cli.tower import locate
 from fxsplit_encoder.models.load import load_tower, read_family
 from fxsplit_encoder.models.prepare import EncoderInputs, find_files, load_inputs
 from fxsplit_encoder.planning import Plan
@@ -30,8 +23,8 @@ def run_encode(
     model: str,
     config: fx.EncoderConfig | None,
     output: Path,
-    device: torch.device,
-    dtype: torch.dtype,
+    place: tuple[torch.device, torch.dtype],
+    document: Document,
 ) -> None:
     """Encode files and save their embeddings.
 
@@ -39,19 +32,18 @@ def run_encode(
     JSON, `items` (key to kind, tokens, and the grid, the tiles or the crops), `config` and `model`.
 
     Raises:
-        InputError: an input, the checkpoint or the output's directory is not usable.
+        InputError: an input or the checkpoint is not usable.
     """
-    if not output.parent.is_dir():
-        raise InputError(f"--output {output}: no such directory: {output.parent}")
-    checkpoint = Checkpoint.locate(model)
+    device, dtype = place
+    checkpoint = locate(model)
     family, settings = read_family(checkpoint)
     inputs = load_inputs(find_files(files), family.prepare(settings, checkpoint.processors()))
     tower = load_tower(checkpoint, dtype, device)
     if config is None:
         # Captures pay off over many calls on a GPU. On a CPU they only cost.
         config = fx.EncoderConfig() if device.type == "cuda" else fx.EncoderConfig(mode="none")
-    print_facts({"tower": describe_tower(tower), "device": describe_device(device)})
-    print_facts({"replays": describe_replay(device, config)})
+    document.facts({"tower": describe_tower(tower), "device": describe_device(device)})
+    document.facts({"replays": describe_replay(device, config)})
     inputs = inputs.to(device, dtype)
     manager = fx.EncoderCudaGraphManager(family.wrap(tower), config)
     with progress_bars() as bar:
@@ -60,10 +52,9 @@ def run_encode(
     embeddings = manager.execute(inputs.mm_kwargs)
     tensors = {i.key: e.cpu().contiguous() for i, e in zip(inputs.items, embeddings, strict=True)}
     save_file(tensors, output, _metadata(inputs, embeddings, config, model))
-    for report in manager.reports:
-        print_facts({"note": report})
-    _print_items(inputs, family.unit, manager.plan(inputs.mm_kwargs), embeddings)
-    print(f"\nwrote {output}, {output.stat().st_size / 2**20:.1f} MiB")
+    document.notes(manager.reports)
+    _say_items(document, inputs, family.unit, manager.plan(inputs.mm_kwargs), embeddings)
+    document.put("file", str(output), f"\nwrote {output}, {output.stat().st_size / 2**20:.1f} MiB")
 
 
 def _metadata(
@@ -81,11 +72,18 @@ def _metadata(
     return {"items": json.dumps(items), "config": json.dumps(settings), "model": json.dumps(model)}
 
 
-def _print_items(inputs: EncoderInputs, unit: str, plan: Plan, embeddings: Sequence[torch.Tensor]) -> None:
+def _say_items(
+    document: Document,
+    inputs: EncoderInputs,
+    unit: str,
+    plan: Plan,
+    embeddings: Sequence[torch.Tensor],
+) -> None:
     results = {index: str(batch.reason or "hit") for batch in plan.batches for index in batch.indices}
     rows = [
         [item.key, item.pixels, item.size, tuple(embedding.shape), results[index]]
         for index, (item, embedding) in enumerate(zip(inputs.items, embeddings, strict=True))
     ]
-    print()
-    print_table(["item", "size px", unit, "embedding", "served"], rows)
+    headers = columns(item="item", size="size px", **{unit: unit}, embedding="embedding", served="served")
+    document.say()
+    document.table("items", headers, rows)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,21 +19,35 @@ from fxsplit_encoder.cli.console import (
     describe_split,
     describe_tower,
     operator_name,
-    print_facts,
-    print_table,
     progress_bars,
 )
+from fxsplit_encoder.cli.document import Column, Document, columns
 from fxsplit_encoder.compile import Program, Step
 from fxsplit_encoder.compile.padding import PaddingReport
-from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.models.checkpoint import Checkpoint
 from fxsplit_encoder.models.family import Family
-from fxsplit_encoder.models.load import load_tower, read_family
-from fxsplit_encoder.models.random import DEMO_MODEL, demo_tower
-from fxsplit_encoder.models.registry import ARCHITECTURES
 from fxsplit_encoder.planning import Limits
 
 _SHOWN_OPERATORS = 3
+
+_STEPS = columns(
+    distinct="distinct",
+    times="times",
+    nodes="nodes",
+    operators="most frequent operators but views",
+    positions="positions",
+    padding="padding",
+)
+_CAPTURES = [
+    *columns(
+        path="path", budget="budget", mode="mode", graphs="graphs", breaks="breaks", segments="segments"
+    ),
+    Column("bytes", "MiB", lambda num_bytes: "" if num_bytes is None else f"{num_bytes / 2**20:.1f}"),
+]
+_MICROSECONDS = Column(
+    "microseconds",
+    "microseconds",
+    lambda times: ", ".join(f"{name} {time:.1f}" for name, time in times.items()),
+)
 
 
 class TracedPiece:
@@ -49,37 +62,14 @@ class TracedPiece:
         return self._forward(*args)
 
 
-def find_tower(
-    model: str | None, blocks: int | None, dtype: torch.dtype, device: torch.device
-) -> tuple[torch.nn.Module, Family]:
-    """A published model's tower with random weights, or else that of a checkpoint.
-
-    Args:
-        model: a name of `ARCHITECTURES`, a directory or a hub name; None: the demo's.
-        blocks: the depth of a tower with random weights; None: the model's own.
-        dtype: of the parameters.
-        device: where they go.
-
-    Raises:
-        InputError: there is no such tower, or `blocks` is given for a checkpoint.
-    """
-    model = DEMO_MODEL if model is None else model
-    if model in ARCHITECTURES and not Path(model).is_dir():
-        return demo_tower(blocks, device, dtype, model=model), ARCHITECTURES[model].family
-    if blocks is not None:
-        raise InputError("--blocks: only for a tower with random weights; leave it out, or name one")
-    checkpoint = Checkpoint.locate(model)
-    return load_tower(checkpoint, dtype, device), read_family(checkpoint)[0]
-
-
-def run_inspect(tower: torch.nn.Module, family: Family, config: fx.EncoderConfig) -> None:
-    """Trace and split a tower, without compiling its pieces or capturing, and print the result.
+def run_inspect(tower: torch.nn.Module, family: Family, config: fx.EncoderConfig, document: Document) -> None:
+    """Trace and split a tower, without compiling its pieces or capturing, and say what became of it.
 
     Raises:
         ConfigError: the settings do not suit the tower.
     """
     device = next(tower.parameters()).device
-    print_facts({"tower": describe_tower(tower), "device": describe_device(device)})
+    document.facts({"tower": describe_tower(tower), "device": describe_device(device)})
     wrapped = family.wrap(tower)
     limits = fx.EncoderCudaGraphManager(wrapped, config).limits
     # A split is the same for every size. Two small ones tell which sizes vary, and take no time on a CPU.
@@ -96,12 +86,12 @@ def run_inspect(tower: torch.nn.Module, family: Family, config: fx.EncoderConfig
         manager.compile(progress=bar("tracing"))
     for path in limits.path_budgets:
         bound = manager.programs[path]
-        print_facts({"split": describe_split(path, bound)})
+        document.facts({"split": describe_split(path, bound)}, within=("programs", path))
         if bound is not None:
-            _print_program(bound.program, declared=getattr(wrapped, "declares_padding", True))
-    for report in manager.reports:
-        print_facts({"note": report})
-    _print_budgets(limits)
+            declared = getattr(wrapped, "declares_padding", True)
+            _say_program(document, path, bound.program, declared=declared)
+    document.notes(manager.reports)
+    _say_budgets(document, limits)
 
 
 def _small_budgets(wrapped: Any, limits: Limits) -> dict[str, fx.PathConfig]:
@@ -111,12 +101,13 @@ def _small_budgets(wrapped: Any, limits: Limits) -> dict[str, fx.PathConfig]:
     return {path: fx.PathConfig(token_budgets=(size, 2 * size)) for path, size in smallest.items()}
 
 
-def _print_program(program: Program, *, declared: bool) -> None:
+def _say_program(document: Document, path: str, program: Program, *, declared: bool) -> None:
     kinds = Counter(step.kind for step in program.steps)
     parts = f"{kinds['piece']} pieces, {kinds['split']} splitting ops, {kinds['host']} host ops"
     padding = _verdict(program.padding, declared)
     changed = ", ".join(f"{name} {places}" for name, places in program.pass_report.items())
-    print_facts({"steps": f"{len(program.steps)}: {parts}", "padding": padding, "passes": changed or "none"})
+    facts = {"steps": f"{len(program.steps)}: {parts}", "padding": padding, "passes": changed or "none"}
+    document.facts(facts, within=("programs", path))
     rows: list[list[object]] = []
     for number in range(program.num_distinct):
         positions = [n for n, step in enumerate(program.pieces) if step.distinct == number]
@@ -125,11 +116,10 @@ def _print_program(program: Program, *, declared: bool) -> None:
         rows.append([f"piece {number}", len(steps), *_nodes(steps[0]), _ranges(positions), padding])
     for name in dict.fromkeys(operator_name(step.call) for step in program.splits):
         steps = [step for step in program.splits if operator_name(step.call) == name]
-        rows.append(["splitting op", len(steps), "", name, "", _padding(program, steps)])
-    print()
-    headers = ["distinct", "times", "nodes", "most frequent operators but views", "positions", "padding"]
-    print_table(headers, rows)
-    print()
+        rows.append(["splitting op", len(steps), None, name, None, _padding(program, steps)])
+    document.say()
+    document.table("steps_by_kind", _STEPS, rows, within=("programs", path))
+    document.say()
 
 
 def _verdict(padding: PaddingReport, declared: bool) -> str:
@@ -182,22 +172,23 @@ def _ranges(numbers: Sequence[int]) -> str:
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
-def _print_budgets(limits: Limits) -> None:
+def _say_budgets(document: Document, limits: Limits) -> None:
     items, frames = limits.max_items_per_batch, limits.max_frames_per_batch
-    print(f"A replay holds at most {items} items, {frames} video frames, and on each path:")
+    document.content["max_items_per_batch"], document.content["max_frames_per_batch"] = items, frames
+    document.say(f"A replay holds at most {items} items, {frames} video frames, and on each path:")
     rows = [
         [path, budget, segment_capacity(budget, max(items, frames))]
         for path, budgets in limits.path_budgets.items()
         for budget in budgets
     ]
-    print_table(["path", "budget", "segments"], rows)
+    document.table("budgets", columns(path="path", budget="budget", segments="segments"), rows)
 
 
 # --- what a machine makes of it
 
 
-def print_captures(wrapped: fx.SupportsEncoderCudaGraph, config: fx.EncoderConfig) -> None:
-    """Capture a tower as `config` says, and print every capture: its mode, graphs, eager breaks and bytes.
+def say_captures(wrapped: fx.SupportsEncoderCudaGraph, config: fx.EncoderConfig, document: Document) -> None:
+    """Capture a tower as `config` says, and list every capture: its mode, graphs, eager breaks and bytes.
     A budget's bytes are those of its captures together.
     """
     manager = fx.EncoderCudaGraphManager(wrapped, config)
@@ -207,17 +198,16 @@ def print_captures(wrapped: fx.SupportsEncoderCudaGraph, config: fx.EncoderConfi
     rows = []
     for name, path in manager.paths.items():
         for budget, captured in sorted(path.captured.items()):
-            rows.append([name, budget, *_figures(captured), path.ladder.num_bytes(budget) / 2**20])
+            rows.append([name, budget, *_figures(captured), path.ladder.num_bytes(budget)])
             if one := path.ladder.captured_single_segment.get(budget):
                 rows.append([name, f"{budget}, one image", *_figures(one), None])
-    print()
-    print_table(["path", "budget", "mode", "graphs", "breaks", "segments", "MiB"], rows)
+    document.say()
+    document.table("captures", _CAPTURES, rows)
     later = [
         name for name, path in manager.paths.items() if path.recurring_counts == "hits" and not path.captured
     ]
     notes = [f"{name}: token counts are captured when they come, at their exact size" for name in later]
-    for note in [*manager.reports, *notes]:
-        print_facts({"note": note})
+    document.notes([*manager.reports, *notes])
     manager.clear()
 
 
@@ -226,24 +216,22 @@ def _figures(captured: CapturedForward) -> tuple[str, int, int, int]:
     return captured.mode, capture.num_graphs, capture.num_eager_breaks, len(capture.segments)
 
 
-def print_attention(device: torch.device, config: fx.EncoderConfig) -> None:
-    """Print which attention kernels work on a device, and which was chosen for every class of shapes that was
+def say_attention(device: torch.device, config: fx.EncoderConfig, document: Document) -> None:
+    """List which attention kernels work on a device, and which was chosen for every class of shapes that was
     measured there, now or by an earlier process.
     """
     report = describe(device, KernelChooser(config.attention))
-    print()
+    document.say()
     rows = [[k.name, k.unavailable or "works", len(k.chosen)] for k in report.kernels]
-    print_table(["attention kernel", "on this device", "chosen for classes"], rows)
+    headers = columns(kernel="attention kernel", state="on this device", classes="chosen for classes")
+    document.table("attention_kernels", headers, rows)
     if report.classes:
-        print()
-        headers = ["class of shapes", "chosen", "", "microseconds"]
-        print_table(
-            headers,
+        document.say()
+        document.table(
+            "attention_classes",
+            [*columns(shape="class of shapes", chosen="chosen", how=""), _MICROSECONDS],
             [
-                [
-                    *(each.shape, each.chosen, "pinned" if each.pinned else "measured"),
-                    ", ".join(f"{name} {time:.1f}" for name, time in each.microseconds.items()),
-                ]
+                [each.shape, each.chosen, "pinned" if each.pinned else "measured", dict(each.microseconds)]
                 for each in report.classes
             ],
         )

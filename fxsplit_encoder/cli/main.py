@@ -2,87 +2,83 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+import platform
+from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Literal, ParamSpec, get_args
+from typing import TYPE_CHECKING, Annotated
 
-from fxsplit_encoder.config import Packing
-from fxsplit_encoder.errors import FxSplitError, MissingExtraError
+import typer
 
-try:
-    import typer
-except ModuleNotFoundError:
-    raise MissingExtraError("encoder-cg", "cli") from None
+from fxsplit_encoder import __version__
+from fxsplit_encoder.cli.options import AsJson, Form, Ladder, Place, complete_model, with_groups
+from fxsplit_encoder.cli.usage import PROGRAM, OneLineErrors
 
-_PROGRAM = "encoder-cg"
-_MODEL = "A checkpoint, whole or its vision tower: a directory or a hub name."
-_NAMES = "qwen3-vl-8b, internvl3-8b, deepseek-ocr, ... (a wrong one lists them all)"
-_DEMO_MODEL = f"Whose tower, at its true width: {_NAMES}."
-_INSPECTED = f"A name of the demo's ({_NAMES}), or a checkpoint: a directory or a hub name."
-_CONFIG = "The budgets and how they are captured."
-_DTYPE_HELP = "float32, bfloat16 or float16; auto: bfloat16 on CUDA, else float32."
-_BLOCKS_HELP = "Depth of a tower with random weights, at most the model's own."
-_PACKINGS = f"{', '.join(get_args(Packing))}."
-_EXTRA_PACKAGES = {"PIL", "huggingface_hub", "rich", "safetensors", "tabulate", "transformers"}
+if TYPE_CHECKING:
+    import torch
+
+_CHECKPOINT = "A checkpoint, whole or its vision tower: a directory or a hub name."
+_MODEL = (
+    "A tower with random weights at its true width: qwen3-vl-8b, internvl3-8b, deepseek-ocr, ... (a wrong "
+    "name lists them all). Or a checkpoint: a directory or a hub name."
+)
+_CONFIG = "The budgets and how they are captured: a file, or a name of those that are shipped."
+_IMAGES = "Images, clips (animated WebP, GIF or APNG), or directories of them."
 
 app = typer.Typer(
-    name=_PROGRAM,
+    name=PROGRAM,
+    cls=OneLineErrors,
     help="Fast vision encoders: FX graphs split at attention, CUDA graphs captured per token budget.",
-    no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
 
-P = ParamSpec("P")
-
-DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
-
-DeviceOption = Annotated[
-    str, typer.Option("--device", metavar="DEVICE", help="cpu, cuda or cuda:N; auto: CUDA if there is a GPU.")
+Blocks = Annotated[
+    int | None,
+    typer.Option(
+        "--blocks",
+        min=1,
+        metavar="N",
+        help="Depth of a tower with random weights, at most the model's own.",
+        show_default=False,
+    ),
 ]
-DtypeOption = Annotated[DtypeName, typer.Option("--dtype", metavar="DTYPE", help=_DTYPE_HELP)]
-BlocksOption = Annotated[
-    int | None, typer.Option("--blocks", min=1, metavar="N", help=_BLOCKS_HELP, show_default=False)
-]
 
 
-def _reporting(verb: Callable[P, None]) -> Callable[P, None]:
-    """Errors raised on purpose become a line on stderr and exit code 2."""
-
-    @functools.wraps(verb)
-    def run(*args: P.args, **kwargs: P.kwargs) -> None:
-        try:
-            verb(*args, **kwargs)
-        except MissingExtraError:
-            _fail(MissingExtraError(_PROGRAM, "cli"))  # which brings the packages of `hf`
-        except FxSplitError as error:
-            _fail(error)
-        except ModuleNotFoundError as error:
-            if (error.name or "").split(".")[0] not in _EXTRA_PACKAGES:
-                raise
-            _fail(MissingExtraError(_PROGRAM, "cli"))
-
-    return run
+def _print_version(asked: bool) -> None:
+    if asked:
+        versions = [f"{PROGRAM} {__version__}"]
+        for package in ("torch", "transformers"):
+            try:
+                versions.append(f"{package} {metadata.version(package)}")
+            except metadata.PackageNotFoundError:
+                versions.append(f"no {package}")
+        typer.echo(", ".join([*versions, f"Python {platform.python_version()}"]))
+        raise typer.Exit
 
 
-def _fail(error: FxSplitError) -> None:
-    for line in str(error).splitlines():
-        typer.echo(f"{_PROGRAM}: error: {line}", err=True)
-    raise typer.Exit(2)
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Show versions and exit."),
+    ] = False,
+) -> None:
+    """What every command takes."""
 
 
 @app.command()
-@_reporting
+@with_groups
 def demo(
+    place: Place,
+    form: Form,
     images: Annotated[
         list[Path] | None,
         typer.Option(
             "--images",
             metavar="PATH",
             help="An image, a clip, or a directory of them; may be repeated.",
-            show_default="those in examples/",
+            show_default="photographs and a clip that come with the package",
         ),
     ] = None,
     config: Annotated[
@@ -91,122 +87,120 @@ def demo(
             "--config",
             metavar="YAML",
             help=_CONFIG,
-            show_default="configs/demo.yaml; a few whole tiles for a tower of tiles",
+            show_default="demo; a few whole tiles for a tower of tiles",
         ),
     ] = None,
-    model: Annotated[str, typer.Option("--model", metavar="NAME", help=_DEMO_MODEL)] = "qwen3-vl-8b",
-    blocks: BlocksOption = None,
-    device: DeviceOption = "auto",
-    dtype: DtypeOption = "auto",
+    model: Annotated[
+        str, typer.Option("--model", metavar="MODEL", help=_MODEL, autocompletion=complete_model)
+    ] = "qwen3-vl-8b",
+    blocks: Blocks = None,
 ) -> None:
     """Encode photographs and a clip with a model's vision tower, and compare with eager.
 
-    The weights are random and the width is the true one; on a CPU there are fewer blocks. The exit code is 1
-    if an output differs from eager's by more than rounding does.
+    Shows what is captured, what a batch becomes, and that results agree; on a GPU, how long both take. On a
+    CPU a tower with random weights has two blocks, unless `--blocks` says otherwise. The exit code is 1 if an
+    output differs from eager's by more than rounding does.
     """
-    import fxsplit_encoder as fx
-    from fxsplit_encoder.cli.console import choose_device, choose_dtype
-    from fxsplit_encoder.cli.demo import run_demo
+    from fxsplit_encoder.cli.demo import CPU_BLOCKS, run_demo
+    from fxsplit_encoder.cli.document import Document
+    from fxsplit_encoder.cli.files import check_output, read_config
+    from fxsplit_encoder.cli.tower import choose_tower, is_checkpoint
 
-    settings = fx.EncoderConfig.from_yaml(config) if config else None
-    where = choose_device(device)
-    if not run_demo(images or [], settings, blocks, where, choose_dtype(dtype, where), model):
+    check_output(form.output)
+    settings = read_config(config)
+    device, dtype = _placed(place)
+    if blocks is None and device.type == "cpu" and not is_checkpoint(model):
+        blocks = CPU_BLOCKS
+    document = Document(form.as_json, form.output)
+    agree = run_demo(choose_tower(model, blocks, device, dtype), images or [], settings, document)
+    document.finish()
+    if not agree:
         raise typer.Exit(1)
 
 
 @app.command()
-@_reporting
+@with_groups
 def encode(
-    images: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="IMAGES",
-            help="Images, clips (animated WebP, GIF or APNG), or directories of them.",
-            show_default=False,
-        ),
+    images: Annotated[list[Path], typer.Argument(metavar="IMAGES", help=_IMAGES, show_default=False)],
+    model: Annotated[str, typer.Option("--model", metavar="DIR_OR_NAME", help=_CHECKPOINT)],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE", help="The safetensors file to write.")
     ],
-    model: Annotated[str, typer.Option("--model", metavar="DIR_OR_NAME", help=_MODEL)],
-    output: Annotated[Path, typer.Option("--output", metavar="FILE", help="The safetensors file to write.")],
+    place: Place,
+    as_json: AsJson = False,
     config: Annotated[
         Path | None,
         typer.Option(
             "--config", metavar="YAML", help=_CONFIG, show_default="inferred budgets; on a CPU no captures"
         ),
     ] = None,
-    device: DeviceOption = "auto",
-    dtype: DtypeOption = "auto",
 ) -> None:
     """Encode images and clips to a safetensors file, one tensor per item.
 
     A tensor's key is the item's file name; the second file of a name gets NAME#2, the third NAME#3, in the
     order given. The metadata holds grid, tokens and kind of every item, the configuration, and the model.
     """
-    import fxsplit_encoder as fx
-    from fxsplit_encoder.cli.console import choose_device, choose_dtype
+    from fxsplit_encoder.cli.document import Document
     from fxsplit_encoder.cli.encode import run_encode
+    from fxsplit_encoder.cli.files import check_output, read_config
 
-    settings = fx.EncoderConfig.from_yaml(config) if config else None
-    where = choose_device(device)
-    run_encode(images, model, settings, output, where, choose_dtype(dtype, where))
+    check_output(output)
+    document = Document(as_json)
+    run_encode(images, model, read_config(config), output, _placed(place), document)
+    document.finish()
 
 
 @app.command()
-@_reporting
+@with_groups
 def inspect(
+    place: Place,
+    form: Form,
     model: Annotated[
-        str | None,
-        typer.Option("--model", metavar="NAME_OR_DIR", help=_INSPECTED, show_default="qwen3-vl-8b"),
-    ] = None,
+        str, typer.Option("--model", metavar="MODEL", help=_MODEL, autocompletion=complete_model)
+    ] = "qwen3-vl-8b",
     config: Annotated[
         Path | None,
         typer.Option("--config", metavar="YAML", help=_CONFIG, show_default="inferred budgets"),
     ] = None,
-    blocks: BlocksOption = None,
+    blocks: Blocks = None,
     capture: Annotated[
         bool, typer.Option("--capture", help="Capture too: modes, graphs, breaks and bytes of every budget.")
     ] = False,
     attention: Annotated[
         bool, typer.Option("--attention", help="The attention kernels: which work, which were chosen.")
     ] = False,
-    device: DeviceOption = "auto",
-    dtype: DtypeOption = "auto",
 ) -> None:
     """Show how a tower is split at attention, which pieces may be padded, and its budgets."""
     import fxsplit_encoder as fx
-    from fxsplit_encoder.cli.console import choose_device, choose_dtype
-    from fxsplit_encoder.cli.inspection import find_tower, print_attention, print_captures, run_inspect
+    from fxsplit_encoder.cli.document import Document
+    from fxsplit_encoder.cli.files import check_output, read_config
+    from fxsplit_encoder.cli.inspection import run_inspect, say_attention, say_captures
+    from fxsplit_encoder.cli.tower import choose_tower
 
-    settings = fx.EncoderConfig.from_yaml(config) if config else fx.EncoderConfig()
-    where = choose_device(device)
-    tower, family = find_tower(model, blocks, choose_dtype(dtype, where), where)
-    run_inspect(tower, family, settings)
+    check_output(form.output)
+    settings = read_config(config) or fx.EncoderConfig()
+    device, dtype = _placed(place)
+    chosen = choose_tower(model, blocks, device, dtype)
+    document = Document(form.as_json, form.output)
+    run_inspect(chosen.module, chosen.family, settings, document)
     if capture:
-        print_captures(family.wrap(tower), settings)
+        say_captures(chosen.family.wrap(chosen.module), settings, document)
     if attention:
-        print_attention(where, settings)
+        say_attention(device, settings, document)
+    document.finish()
 
 
 @app.command()
-@_reporting
+@with_groups
 def tune(
     trace: Annotated[
         Path, typer.Argument(metavar="TRACE", help="Requests as JSON lines.", show_default=False)
     ],
+    ladder: Ladder,
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="YAML", help="The configuration to write.")
     ],
-    max_graphs: Annotated[
-        int, typer.Option("--max-graphs", min=1, metavar="K", help="Budgets of each path, at most.")
-    ],
-    max_bytes: Annotated[
-        str | None,
-        typer.Option(
-            "--max-bytes",
-            metavar="SIZE",
-            help="Device memory of all captures, at most, such as 2GiB; estimated.",
-            show_default="no limit",
-        ),
-    ] = None,
+    as_json: AsJson = False,
     costs: Annotated[
         Path | None,
         typer.Option(
@@ -216,33 +210,29 @@ def tune(
             show_default="estimated",
         ),
     ] = None,
-    granularity: Annotated[
-        int, typer.Option("--granularity", min=1, metavar="N", help="Budgets are multiples of N.")
-    ] = 1,
-    max_budget: Annotated[
-        int | None,
-        typer.Option(
-            "--max-budget",
-            min=1,
-            metavar="N",
-            help="Output tokens of the largest budget, at most; larger requests are cut.",
-            show_default="the largest request",
-        ),
-    ] = None,
-    packing: Annotated[
-        Packing, typer.Option("--packing", metavar="NAME", help="How the manager will pack: " + _PACKINGS)
-    ] = "cost",
 ) -> None:
     """Choose the token budgets that serve a trace of requests at the least cost.
 
     Prints what they would do, compared with powers of two, and writes a configuration.
     """
+    from fxsplit_encoder.cli.document import Document
+    from fxsplit_encoder.cli.files import check_output
     from fxsplit_encoder.cli.tune import parse_bytes, run_tune
     from fxsplit_encoder.tuning import LadderLimits
 
-    limit = parse_bytes(max_bytes) if max_bytes is not None else None
-    limits = LadderLimits(max_graphs, limit, max_budget, granularity)
-    run_tune(trace, output, limits, costs=costs, packing=packing)
+    check_output(output)
+    limit = parse_bytes(ladder.max_bytes) if ladder.max_bytes is not None else None
+    limits = LadderLimits(ladder.max_graphs, limit, ladder.max_budget, ladder.granularity)
+    document = Document(as_json)
+    run_tune(trace, output, limits, costs=costs, packing=ladder.packing, document=document)
+    document.finish()
+
+
+def _placed(place: Place) -> tuple[torch.device, torch.dtype]:
+    from fxsplit_encoder.cli.console import choose_device, choose_dtype
+
+    device = choose_device(place.device)
+    return device, choose_dtype(place.dtype, device)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tabulate import tabulate
 
@@ -31,6 +31,16 @@ class PathPlan(NamedTuple):
     milliseconds: float | None = None
     """The predicted time on the device; None if it is not known. At an exact shape it is a price, which may
     be some percent more (`PathCosts.exact`)."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """The path as plain values that JSON can hold."""
+        return {
+            "tokens": int(self.tokens),
+            "budget": self.budget,
+            "result": str(self.result),
+            "eager": self.eager,
+            "milliseconds": self.milliseconds,
+        }
 
     @property
     def skipped(self) -> bool:
@@ -60,6 +70,16 @@ class PlannedBatch(NamedTuple):
 
     milliseconds: float | None = None
     """The predicted time of all paths, and of the host; None if one of them is not known."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """The batch as plain values that JSON can hold."""
+        return {
+            "items": list(self.indices),
+            "output_tokens": int(self.output_tokens),
+            "axis_keys": [str(axis) for axis in self.axis_keys],
+            "milliseconds": self.milliseconds,
+            "paths": {name: path.as_dict() for name, path in self.paths.items()},
+        }
 
     @property
     def reason(self) -> MissReason | None:
@@ -103,6 +123,17 @@ class Plan:
         replayed = [p for batch in self.batches for p in batch.paths.values() if p.budget is not None]
         budgets = sum(path.budget or 0 for path in replayed)
         return 1 - sum(path.tokens for path in replayed) / budgets if budgets else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """The plan as plain values that JSON can hold."""
+        return {
+            "items": self.num_items,
+            "hits": self.hits,
+            "misses": {str(reason): count for reason, count in self.misses.items()},
+            "padding_fraction": self.padding_fraction,
+            "milliseconds": self.milliseconds,
+            "batches": [batch.as_dict() for batch in self.batches],
+        }
 
     def __str__(self) -> str:
         missed = "".join(f", {count} {reason}" for reason, count in self.misses.items())

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.cli.inspection import print_attention, print_captures, run_inspect
+from fxsplit_encoder.cli.document import Document
+from fxsplit_encoder.cli.inspection import run_inspect, say_attention, say_captures
 from fxsplit_encoder.towers import DenseTowerSpec
 
 
@@ -44,7 +45,7 @@ class Family:
 
 def inspect(mixed: int | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
     monkeypatch.setattr("fxsplit_encoder.cli.inspection.describe_tower", lambda tower: "3 blocks")
-    run_inspect(Blocks(mixed).eval(), Family(), fx.EncoderConfig())  # type: ignore[arg-type]
+    run_inspect(Blocks(mixed).eval(), Family(), fx.EncoderConfig(), Document())  # type: ignore[arg-type]
     return capsys.readouterr().out
 
 
@@ -84,7 +85,7 @@ def test_an_unproved_node_and_its_reason_stand_beside_its_piece(
 def test_captures_are_shown_with_their_graphs_and_breaks(capsys: pytest.CaptureFixture[str]) -> None:
     wrapped = Family.wrap(Blocks(None).eval())
     for mode, graphs, breaks in (("full", 1, 0), ("piecewise", 4, 3), ("breakable", 4, 3)):
-        print_captures(wrapped, fx.EncoderConfig(mode=mode, token_budgets=(4, 8)))
+        say_captures(wrapped, fx.EncoderConfig(mode=mode, token_budgets=(4, 8)), Document())
         lines = [line.split() for line in capsys.readouterr().out.splitlines() if "default" in line]
         assert [line[1:6] for line in lines] == [
             [str(budget), mode, str(graphs), str(breaks), str(graphs + breaks)] for budget in (4, 8)
@@ -92,12 +93,12 @@ def test_captures_are_shown_with_their_graphs_and_breaks(capsys: pytest.CaptureF
 
 
 def test_captures_that_come_later_are_announced(capsys: pytest.CaptureFixture[str]) -> None:
-    print_captures(Family.wrap(Blocks(None).eval()), fx.EncoderConfig(mode="exact"))
+    say_captures(Family.wrap(Blocks(None).eval()), fx.EncoderConfig(mode="exact"), Document())
     assert "default: token counts are captured when they come" in " ".join(capsys.readouterr().out.split())
 
 
 def test_kernels_say_why_they_cannot_run(capsys: pytest.CaptureFixture[str]) -> None:
-    print_attention(torch.device("cpu"), fx.EncoderConfig())
+    say_attention(torch.device("cpu"), fx.EncoderConfig(), Document())
     lines = capsys.readouterr().out.splitlines()
     (flash,) = [line for line in lines if line.startswith("torch_flash ")]
     assert "needs CUDA" in flash

@@ -1,0 +1,76 @@
+"""The tower that a command works on: of a checkpoint, or of a published model's size with random weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.messages import nearest
+from fxsplit_encoder.models.checkpoint import Checkpoint
+from fxsplit_encoder.models.family import Family
+from fxsplit_encoder.models.load import load_tower, read_family
+from fxsplit_encoder.models.prepare import Preparation, ProcessorSettings
+from fxsplit_encoder.models.random import demo_tower
+from fxsplit_encoder.models.registry import ARCHITECTURES
+
+
+@dataclass(frozen=True)
+class ChosenTower:
+    """A tower, and what makes its inputs."""
+
+    title: str
+    """Whose it is, in words."""
+    module: Any
+    """What `wrap` takes."""
+    family: Family
+    preparation: Preparation
+
+
+def choose_tower(model: str, blocks: int | None, device: torch.device, dtype: torch.dtype) -> ChosenTower:
+    """A published model's tower with random weights, or that of a checkpoint.
+
+    Args:
+        model: a name of `ARCHITECTURES`, a directory or a hub name.
+        blocks: the depth of a tower with random weights; None: the model's own.
+        device: where its parameters go.
+        dtype: of its parameters.
+
+    Raises:
+        InputError: there is no such tower, or `blocks` is given for a checkpoint.
+    """
+    if not is_checkpoint(model):
+        known = ARCHITECTURES[model]
+        preparation = known.family.prepare(known.settings(blocks), ProcessorSettings())
+        module = demo_tower(blocks, device, dtype, model=model)
+        return ChosenTower(f"{known.title}'s, random weights", module, known.family, preparation)
+    checkpoint = locate(model)
+    if blocks is not None:
+        raise InputError("--blocks: only for a tower with random weights; leave it out, or name one")
+    family, settings = read_family(checkpoint)
+    preparation = family.prepare(settings, checkpoint.processors())
+    return ChosenTower(model, load_tower(checkpoint, dtype, device), family, preparation)
+
+
+def locate(model: str) -> Checkpoint:
+    """The checkpoint of a directory or hub name.
+
+    Raises:
+        InputError: it is neither; all names that may have been meant are listed.
+    """
+    try:
+        return Checkpoint.locate(model)
+    except InputError:
+        names = list(ARCHITECTURES)
+        raise InputError(
+            f"--model {model}: no such directory or name; {nearest(model, names)}expected a checkpoint's "
+            f"directory, a hub name such as owner/model, or one of {', '.join(names)}"
+        ) from None
+
+
+def is_checkpoint(model: str) -> bool:
+    """Whether a name is not that of a tower with random weights."""
+    return model not in ARCHITECTURES or Path(model).is_dir()
