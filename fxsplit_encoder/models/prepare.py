@@ -10,10 +10,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image, ImageOps, ImageSequence
 from torch import Tensor
 
 from fxsplit_encoder.errors import InputError
+
+# With these a processor leaves pixels as they are.
+_LATER = {"do_rescale": False, "do_normalize": False}
 
 _EXTENSIONS = (".apng", ".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 
@@ -24,6 +28,10 @@ class ProcessorSettings:
 
     image: Mapping[str, Any] = field(default_factory=dict)
     video: Mapping[str, Any] = field(default_factory=dict)
+
+    def normalizing_later(self) -> ProcessorSettings:
+        """The same, but for images' pixels, which stay as they are: see `Normalization.is_later`."""
+        return ProcessorSettings({**self.image, **_LATER}, self.video)
 
 
 @dataclass(frozen=True)
@@ -67,24 +75,34 @@ class Normalization:
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    is_later: bool = False
+    """Whether pixels are left as they are, 0 to 255, for someone else to normalize by `values`."""
 
     def updated(self, settings: Mapping[str, Any]) -> Normalization:
         """A copy with what a processor's JSON file sets."""
         mean, std = settings.get("image_mean"), settings.get("image_std")
-        return Normalization(tuple(mean or self.mean), tuple(std or self.std))
+        is_later = all(settings.get(name) is False for name in _LATER)
+        return Normalization(tuple(mean or self.mean), tuple(std or self.std), is_later)
 
-    def as_settings(self) -> dict[str, list[float]]:
+    def as_settings(self) -> dict[str, Any]:
         """What a processor of transformers takes."""
-        return {"image_mean": list(self.mean), "image_std": list(self.std)}
+        statistics = {"image_mean": list(self.mean), "image_std": list(self.std)}
+        return {**statistics, **(_LATER if self.is_later else {})}
+
+    def values(self) -> NDArray[np.float32]:
+        """(channels, 256): what each value of each channel becomes."""
+        # Through float64 and back, as the image processors do, so that the same pixels give the same values.
+        scaled = (np.arange(256) * (1 / 255)).astype(np.float32)
+        mean, std = (np.array(values, dtype=np.float32)[:, None] for values in (self.mean, self.std))
+        return (scaled - mean) / std
 
     def __call__(self, images: Sequence[Image.Image]) -> Tensor:
-        """(images, 3, height, width), of images of one size, values around 0."""
-        pixels = np.stack([np.asarray(image) for image in images])
-        # Through float64 and back, as the image processors do, so that the same pixels give the same values.
-        scaled = (pixels.astype(np.float64) * (1 / 255)).astype(np.float32)
-        mean, std = (np.array(values, dtype=np.float32) for values in (self.mean, self.std))
-        normalized = ((scaled - mean) / std).transpose(0, 3, 1, 2)
-        return torch.from_numpy(np.ascontiguousarray(normalized))
+        """(images, 3, height, width), of images of one size: values around 0, or uint8 if `is_later`."""
+        pixels = np.stack([np.asarray(image) for image in images]).transpose(0, 3, 1, 2)
+        if self.is_later:
+            return torch.from_numpy(np.ascontiguousarray(pixels))
+        channels = [np.take(own, pixels[:, i]) for i, own in enumerate(self.values())]
+        return torch.from_numpy(np.stack(channels, axis=1))
 
 
 HALF = Normalization((0.5,) * 3, (0.5,) * 3)
