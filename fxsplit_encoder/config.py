@@ -109,7 +109,8 @@ def _check_passes(names: object) -> object:
     return names
 
 
-def _parse_bytes(value: object) -> object:
+def parse_bytes(value: object) -> object:
+    """A size such as "4GiB" in bytes; anything but a string as it is."""
     if not isinstance(value, str):
         return value
     try:
@@ -133,12 +134,12 @@ _PathBudgets = Annotated[
     BeforeValidator(_listed),
     AfterValidator(functools.partial(_check_budgets, smallest=0)),
 ]
-_Bytes = Annotated[int, Field(strict=True, ge=1, le=_MOST_MEMORY)]
+Bytes = Annotated[int, Field(strict=True, ge=1, le=_MOST_MEMORY)]
 _Count = Annotated[int, Field(strict=True, ge=0, le=_MOST)]
 _Number = Annotated[int, Field(strict=True, ge=1, le=_MOST)]
 
 
-class _Settings(BaseModel):
+class Settings(BaseModel):
     """A frozen pydantic model whose constructor raises `ConfigError`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
@@ -163,7 +164,7 @@ class _Settings(BaseModel):
         return repr(self)
 
 
-class PathConfig(_Settings):
+class PathConfig(Settings):
     """What one encoder path (for example "global" or "local") sets differently."""
 
     token_budgets: _PathBudgets = ()
@@ -175,7 +176,7 @@ class PathConfig(_Settings):
     """How this path is captured. None: as for every path."""
 
 
-class EncoderConfig(_Settings):
+class EncoderConfig(Settings):
     """How a vision encoder is split, captured and packed. Immutable, comparable and hashable.
 
     Raises:
@@ -251,7 +252,7 @@ class EncoderConfig(_Settings):
     """The attention kernel. auto: for each class of shapes the fastest that was measured; a kernel's name:
     that one, wherever it can compute; or a mapping from conditions, such as tokens>4096, to these."""
 
-    max_graph_bytes: Annotated[_Bytes | None, BeforeValidator(_parse_bytes)] = None
+    max_graph_bytes: Annotated[Bytes | None, BeforeValidator(parse_bytes)] = None
     """Device memory that all captures together may take, in bytes or as a size such as 4GiB or 4G. None: no
     limit but the device's."""
 

@@ -21,7 +21,7 @@ _EXTRA_PACKAGES = {
 class OneLineErrors(TyperGroup):
     """A group of commands that says in a line what is wrong; typer draws a box, Python a traceback."""
 
-    def main(
+    def main(  # type: ignore[override]  # another flag of Windows comes through `extra`
         self,
         args: Sequence[str] | None = None,
         prog_name: str | None = None,

@@ -88,8 +88,10 @@ def canonical(value: object, name: str = "options") -> bytes:
 
 
 def _plain(value: object, name: str) -> object:
+    if isinstance(value, Enum) and isinstance(value.value, int | float | str):
+        return value.value
     if value is None or isinstance(value, bool | int | float | str):
-        return value.value if isinstance(value, Enum) else value
+        return value
     if isinstance(value, Mapping):
         if not all(isinstance(key, str) for key in value):
             raise InputError(f"{name}: expected names as keys; got {shown(list(value))}")

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
@@ -21,6 +22,9 @@ from fxsplit_encoder.errors import InputError, MediaError
 # Of one's own files: Pillow's limit of pixels holds before this one.
 _LIMITS = MediaLimits(max_bytes=1 << 32, max_pixels=1 << 30)
 
+# With these a processor leaves pixels as they are.
+_LATER = {"do_rescale": False, "do_normalize": False}
+
 _EXTENSIONS = (".apng", ".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 
 
@@ -30,6 +34,10 @@ class ProcessorSettings:
 
     image: Mapping[str, Any] = field(default_factory=dict)
     video: Mapping[str, Any] = field(default_factory=dict)
+
+    def normalizing_later(self) -> ProcessorSettings:
+        """The same, but for images' pixels, which stay as they are: see `Normalization.is_later`."""
+        return ProcessorSettings({**self.image, **_LATER}, self.video)
 
 
 @dataclass(frozen=True)
@@ -102,28 +110,37 @@ class Normalization:
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    is_later: bool = False
+    """Whether pixels are left as they are, 0 to 255, for someone else to normalize by `values`."""
 
     def updated(self, settings: Mapping[str, Any]) -> Normalization:
         """A copy with what a processor's JSON file sets."""
         mean, std = settings.get("image_mean"), settings.get("image_std")
-        return Normalization(tuple(mean or self.mean), tuple(std or self.std))
+        is_later = all(settings.get(name) is False for name in _LATER)
+        return Normalization(tuple(mean or self.mean), tuple(std or self.std), is_later)
 
-    def as_settings(self) -> dict[str, list[float]]:
+    def as_settings(self) -> dict[str, Any]:
         """What a processor of transformers takes."""
-        return {"image_mean": list(self.mean), "image_std": list(self.std)}
+        statistics = {"image_mean": list(self.mean), "image_std": list(self.std)}
+        return {**statistics, **(_LATER if self.is_later else {})}
+
+    def values(self) -> NDArray[np.float32]:
+        """(channels, 256): what each value of each channel becomes."""
+        # Through float64 and back, as the image processors do, so that the same pixels give the same values.
+        scaled = (np.arange(256) * (1 / 255)).astype(np.float32)
+        mean, std = (np.array(values, dtype=np.float32)[:, None] for values in (self.mean, self.std))
+        return (scaled - mean) / std
 
     def __call__(self, images: Sequence[Image.Image]) -> Tensor:
-        """(images, 3, height, width), of images of one size, values around 0."""
-        # Through float64 and back, as the image processors do, so that the same pixels give the same values.
-        scaled = (np.arange(256).astype(np.float64) * (1 / 255)).astype(np.float32)
-        mean, std = (np.array(values, dtype=np.float32)[:, None] for values in (self.mean, self.std))
-        values = (scaled - mean) / std
-        normalized = np.empty((len(images), 3, *images[0].size[::-1]), np.float32)
-        for rows, image in zip(normalized, images, strict=True):
+        """(images, 3, height, width), of images of one size: values around 0, or uint8 if `is_later`."""
+        dtype = np.uint8 if self.is_later else np.float32
+        made = np.empty((len(images), 3, *images[0].size[::-1]), dtype)
+        for rows, image in zip(made, images, strict=True):
             pixels = np.asarray(image)
-            for channel in range(3):
-                np.take(values[channel], pixels[..., channel], out=rows[channel], mode="clip")
-        return torch.from_numpy(normalized)
+            for channel, values in enumerate(self.values()):
+                own = pixels[..., channel]
+                rows[channel] = own if self.is_later else np.take(values, own)
+        return torch.from_numpy(made)
 
 
 HALF = Normalization((0.5,) * 3, (0.5,) * 3)

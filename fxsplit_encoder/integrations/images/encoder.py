@@ -1,0 +1,133 @@
+"""One checkpoint's tower behind the manager, from prepared images to embeddings on the host."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fxsplit_encoder as fx
+from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.integrations.images.device_batch import Download, upload
+from fxsplit_encoder.integrations.images.pixel_values import PixelValues
+from fxsplit_encoder.integrations.images.preparer import Array, ImagePreparer, PreparedImage
+from fxsplit_encoder.integrations.images.settings import ImageEncoderSettings
+from fxsplit_encoder.models.checkpoint import Checkpoint
+from fxsplit_encoder.models.load import load_tower, read_family
+
+logger = logging.getLogger(__name__)
+
+Result = Array | InputError
+"""An embedding, (tokens, width), or why an image has none."""
+
+# Of pixels that are sent to the device at once, with another batch being encoded meanwhile.
+_BATCH_BYTES = 64 << 20
+
+
+class ImageEncoder:
+    """Loads, compiles and captures; then encodes. All on the thread that calls, which has to be one.
+
+    Args:
+        settings: checkpoint, device, captures, and the form of embeddings.
+        preparer: of the same checkpoint, where the caller has one.
+        batch_bytes: of inputs that are given to the manager together, at most, but for one image that has
+            more. Two such batches and their embeddings are in memory at once.
+
+    Raises:
+        InputError: the checkpoint or the device is not usable.
+    """
+
+    def __init__(
+        self,
+        settings: ImageEncoderSettings,
+        preparer: ImagePreparer | None = None,
+        batch_bytes: int = _BATCH_BYTES,
+    ) -> None:
+        self.settings = settings
+        self.device = settings.resolved_device()
+        self.dtype = settings.resolved_dtype(self.device)
+        self.preparer = preparer or ImagePreparer(settings)
+        self._values = PixelValues(self.preparer.values, self.dtype, self.device)
+        self._batch_bytes = batch_bytes
+        checkpoint = Checkpoint.locate(settings.model)
+        tower = load_tower(checkpoint, self.dtype, self.device)
+        wrapped = read_family(checkpoint)[0].wrap(tower)
+        self.manager = fx.EncoderCudaGraphManager(wrapped, settings.resolved_config(self.device))
+        self.manager.capture()
+        for report in self.manager.reports:
+            logger.warning("%s: %s", settings.model, report)
+
+    def count_tokens(self, image: PreparedImage) -> int:
+        """Rows of the image's output before pooling; nothing is encoded. From any thread.
+
+        Raises:
+            InputError: the tower does not take these inputs.
+        """
+        specs = self.manager.tower.get_encoder_cudagraph_item_specs(_host_inputs(image))
+        return sum(spec.output_tokens for spec in specs)
+
+    def encode(self, images: Sequence[PreparedImage]) -> list[Result]:
+        """The embedding of every image, in order; of one that the tower refuses, or that alone does not
+        fit in memory, the error.
+
+        Raises:
+            Exception: what else goes wrong concerns all of them.
+        """
+        results: list[Result] = []
+        pending: _Pending | None = None
+        for batch in self._batches(images):
+            started = self._start(batch)
+            results += [] if pending is None else self._finish(pending)
+            pending = (batch, started)
+        return results + ([] if pending is None else self._finish(pending))
+
+    def _batches(self, images: Sequence[PreparedImage]) -> Iterator[Sequence[PreparedImage]]:
+        start = size = 0
+        for index, image in enumerate(images):
+            if index > start and size + image.num_bytes > self._batch_bytes:
+                yield images[start:index]
+                start, size = index, 0
+            size += image.num_bytes
+        if images:
+            yield images[start:]
+
+    def _start(self, images: Sequence[PreparedImage]) -> Download | Exception:
+        try:
+            embeddings = self.manager.execute(upload(images, self._values, self.device))
+            assert len(embeddings) == len(images)
+            return Download.start([self._pooled(e) for e in embeddings], self._output_dtype)
+        except (InputError, torch.OutOfMemoryError) as error:
+            return error
+
+    def _finish(self, pending: _Pending) -> list[Result]:
+        images, started = pending
+        if isinstance(started, Download):
+            return list(started.wait())
+        if len(images) > 1:
+            half = len(images) // 2
+            return self.encode(images[:half]) + self.encode(images[half:])
+        return [started if isinstance(started, InputError) else InputError(f"out of memory: {started}")]
+
+    def _pooled(self, embedding: Tensor) -> Tensor:
+        if self.settings.pooling == "none":
+            return embedding
+        return embedding.mean(dim=0, keepdim=True, dtype=torch.float32)
+
+    @property
+    def _output_dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self.settings.output_dtype)
+        return dtype
+
+
+_Pending = tuple[Sequence[PreparedImage], Download | Exception]
+
+
+def _host_inputs(image: PreparedImage) -> dict[str, Any]:
+    # Of pixels, which are refused as uint8, nothing is read but their shape.
+    return {
+        name: torch.from_numpy(array) if array.dtype.kind == "i" else torch.zeros(1).expand(array.shape)
+        for name, array in image.inputs.items()
+    }

@@ -1,0 +1,143 @@
+"""Images to a tower's inputs on the host, pixels as uint8: a quarter of what they take as floats."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+
+from fxsplit_encoder.errors import InputError, MediaError
+from fxsplit_encoder.integrations.images.decoding import decode_image
+from fxsplit_encoder.integrations.images.pixel_values import PixelValues
+from fxsplit_encoder.integrations.images.settings import ImageEncoderSettings
+from fxsplit_encoder.messages import shown
+from fxsplit_encoder.models.checkpoint import Checkpoint
+from fxsplit_encoder.models.load import read_family
+from fxsplit_encoder.models.prepare import Normalization, Preparation, Prepared
+
+Array = NDArray[Any]
+
+_PROBE_SIDE = 160
+
+
+@dataclass(frozen=True)
+class PreparedImage:
+    """One image as the tower takes it, on the host.
+
+    ``inputs`` are the tower's keyword arguments for this image alone. Those of uint8 are pixels, which the
+    encoder normalizes by ``ImagePreparer.values``; floats are pixels that are normalized already; integers
+    are grids and counts. ``layout`` says how the image was cut: "grid", "tiles" or "crops".
+    """
+
+    inputs: Mapping[str, Array]
+    layout: Mapping[str, Any]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of ``inputs``."""
+        return sum(array.nbytes for array in self.inputs.values())
+
+
+class ImagePreparer:
+    """Decodes images and prepares them for the tower of a checkpoint, whose weights it does not read.
+
+    Args:
+        settings: the checkpoint, and the limits of an image.
+
+    Raises:
+        InputError: the checkpoint has no tower that is known.
+    """
+
+    def __init__(self, settings: ImageEncoderSettings) -> None:
+        self.settings = settings
+        checkpoint = Checkpoint.locate(settings.model)
+        family, config = read_family(checkpoint)
+        processors = checkpoint.processors()
+        self._whole = family.prepare(config, processors)
+        self._later = family.prepare(config, processors.normalizing_later())
+        self.values: NDArray[np.float32] = _normalization_of(self._whole).values()
+        """(channels, 256): what the encoder makes of each value of each channel."""
+
+        self.normalizes_later = self._gives_equal_pixels()
+        """Whether pixels are uint8. Else this checkpoint's are not what `values` makes of them."""
+
+    def decode(self, data: bytes | memoryview) -> PreparedImage:
+        """An encoded image.
+
+        Raises:
+            MediaError: it cannot be decoded or prepared, or is beyond a limit.
+        """
+        return self.prepare(decode_image(data, self.settings))
+
+    def from_pixels(self, pixels: Array) -> PreparedImage:
+        """A decoded image: (height, width) or (height, width, 3 or 4), uint8.
+
+        Raises:
+            MediaError: it is no such array, cannot be prepared, or is beyond a limit.
+        """
+        is_image = pixels.ndim == 2 or (pixels.ndim == 3 and pixels.shape[2] in (3, 4))
+        if pixels.dtype != np.uint8 or not is_image:
+            expected = "expected (height, width) or (height, width, 3 or 4) of uint8"
+            raise MediaError(f"image: {expected}; got {shown(pixels)}")
+        if pixels.shape[0] * pixels.shape[1] > self.settings.max_pixels:
+            limit = f"expected at most {self.settings.max_pixels} pixels, the limit max_pixels"
+            raise MediaError(f"image of {pixels.shape[1]} x {pixels.shape[0]}; {limit}")
+        return self.prepare(Image.fromarray(pixels).convert("RGB"))
+
+    def prepare(self, image: Image.Image) -> PreparedImage:
+        """An upright RGB image.
+
+        Raises:
+            MediaError: it cannot be prepared, such as one that is too elongated.
+        """
+        try:
+            return self._prepared(image)
+        except (InputError, ValueError) as error:  # transformers' processors raise the latter
+            raise MediaError(str(error)) from None
+
+    def _prepared(self, image: Image.Image) -> PreparedImage:
+        if not self.normalizes_later:
+            return _as_arrays(self._whole.image(image))
+        made = _as_arrays(self._later.image(image))
+        # Some processors lay whole numbers out as floats.
+        inputs = {name: a.astype(np.uint8) if a.dtype.kind == "f" else a for name, a in made.inputs.items()}
+        return PreparedImage(inputs, made.layout)
+
+    def _gives_equal_pixels(self) -> bool:
+        """Whether normalizing later gives the very floats of the processor, on an image of all colors."""
+        image, values = _probe(), PixelValues(self.values, torch.float32, torch.device("cpu"))
+        later = self._later.image(image).tensors
+        for name, now in self._whole.image(image).tensors.items():
+            pixels = later[name].byte()
+            if now.is_floating_point() and not (
+                torch.equal(pixels, later[name]) and torch.equal(now, values(pixels))
+            ):
+                return False
+        return True
+
+
+def _as_arrays(prepared: Prepared) -> PreparedImage:
+    return PreparedImage({name: t.numpy() for name, t in prepared.tensors.items()}, prepared.layout)
+
+
+def _probe() -> Image.Image:
+    """Every value of every channel, each channel in another order."""
+    side = _PROBE_SIDE
+    ramp = np.arange(side * side) * 256 // (side * side)
+    channels = [ramp.reshape(side, side), ramp[::-1].reshape(side, side), ramp.reshape(side, side).T]
+    return Image.fromarray(np.stack(channels, axis=-1).astype(np.uint8))
+
+
+def _normalization_of(preparation: Preparation) -> Normalization:
+    """Of its images: its own, its format's, or its processor's."""
+    for holder in (preparation, getattr(preparation, "image_format", None)):
+        own = getattr(holder, "normalization", None)
+        if isinstance(own, Normalization):
+            return own
+    processor: Any = getattr(preparation, "processor", None)
+    return Normalization(tuple(processor.image_mean), tuple(processor.image_std))

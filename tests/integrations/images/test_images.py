@@ -1,0 +1,196 @@
+"""Every family's images as uint8 and back: the same floats, the same embeddings."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import fxsplit_encoder as fx
+from fxsplit_encoder.errors import InputError, MediaError
+from fxsplit_encoder.integrations.images import (
+    ImageEncoder,
+    ImageEncoderSettings,
+    ImagePreparer,
+    decode_image,
+)
+from fxsplit_encoder.integrations.images.pixel_values import PixelValues
+from fxsplit_encoder.models.checkpoint import Checkpoint
+from fxsplit_encoder.models.load import read_family
+
+from ...models.checkpoints import CHECKPOINTS, CPU, save
+
+EXAMPLES = Path(__file__).parents[3] / "examples" / "images"
+FAMILIES = ("siglip", "clip_vision_model", "dinov2", "qwen2_5_vl", "internvl")
+
+
+def photograph(name: str = "cat", size: tuple[int, int] = (120, 90)) -> Image.Image:
+    return Image.open(EXAMPLES / f"{name}.jpg").convert("RGB").resize(size)
+
+
+def encoded(image: Image.Image, form: str = "PNG") -> bytes:
+    stream = io.BytesIO()
+    image.save(stream, form)
+    return stream.getvalue()
+
+
+def settings_of(directory: Path, **settings: object) -> ImageEncoderSettings:
+    """Without a compilation, which takes longer than a test of what is around it."""
+    return ImageEncoderSettings(**{"model": str(directory), "config": {"enabled": False}, **settings})
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_pixels_normalized_later_are_those_of_the_processor(name: str, tmp_path: Path) -> None:
+    _, directory = save(tmp_path / "checkpoint", name)
+    preparer = ImagePreparer(settings_of(directory))
+    assert preparer.normalizes_later
+    family, config = read_family(Checkpoint.locate(directory))
+    image = photograph(size=(131, 87))
+    expected = family.prepare(config, Checkpoint.locate(directory).processors()).image(image)
+    prepared = preparer.prepare(image)
+    values = PixelValues(preparer.values, torch.float32, CPU)
+    assert prepared.inputs.keys() == expected.tensors.keys()
+    for key, array in prepared.inputs.items():
+        tensor = torch.from_numpy(array)
+        assert array.dtype in (np.uint8, np.int64)
+        given = values(tensor) if array.dtype == np.uint8 else tensor
+        assert torch.equal(given, expected.tensors[key]), key
+    assert prepared.layout == expected.layout
+    float_bytes = sum(t.nbytes for t in expected.tensors.values() if t.is_floating_point())
+    assert sum(a.nbytes for a in prepared.inputs.values() if a.dtype == np.uint8) * 4 == float_bytes
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_embeddings_are_those_of_the_manager(name: str, tmp_path: Path) -> None:
+    _, directory = save(tmp_path / "checkpoint", name)
+    encoder = ImageEncoder(settings_of(directory), batch_bytes=20_000)
+    images = [photograph(size=(60 + 14 * i, 90)) for i in range(5)]
+    prepared = [encoder.preparer.prepare(image) for image in images]
+    embeddings = encoder.encode(prepared)
+    family, config = read_family(Checkpoint.locate(directory))
+    plain = family.prepare(config, Checkpoint.locate(directory).processors())
+    for image, ready, embedding in zip(images, prepared, embeddings, strict=True):
+        (expected,) = encoder.manager.execute(dict(plain.image(image).tensors))
+        assert isinstance(embedding, np.ndarray)
+        assert embedding.dtype == np.float32
+        np.testing.assert_allclose(embedding, expected.numpy(), rtol=0, atol=1e-5)
+        assert encoder.count_tokens(ready) == len(embedding)
+
+
+@pytest.fixture(scope="module")
+def siglip(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("siglip"), "siglip")[1]
+
+
+def test_an_embedding_may_be_the_mean_of_its_rows_and_of_half_the_bits(siglip: Path) -> None:
+    rows = ImageEncoder(settings_of(siglip))
+    pooled = ImageEncoder(settings_of(siglip, pooling="mean", output_dtype="float16"))
+    prepared = [rows.preparer.prepare(photograph())]
+    (whole,), (mean,) = rows.encode(prepared), pooled.encode(prepared)
+    assert isinstance(whole, np.ndarray) and isinstance(mean, np.ndarray)
+    assert mean.dtype == np.float16
+    np.testing.assert_allclose(mean, whole.mean(axis=0, keepdims=True), atol=2e-3)
+
+
+def test_one_that_the_tower_refuses_costs_the_others_nothing(
+    siglip: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoder = ImageEncoder(settings_of(siglip))
+    prepared = [encoder.preparer.prepare(photograph(size=(40 + i, 50))) for i in range(5)]
+    expected = encoder.encode(prepared)
+    execute = fx.EncoderCudaGraphManager.execute
+    largest: list[int] = []
+
+    def refusing(self: fx.EncoderCudaGraphManager, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+        largest.append(len(inputs["pixel_values"]))
+        if any(torch.equal(tile, bad) for tile in inputs["pixel_values"]):
+            raise (
+                torch.OutOfMemoryError("of the test") if len(inputs["pixel_values"]) > 1 else InputError("no")
+            )
+        return execute(self, inputs)
+
+    values = PixelValues(encoder.preparer.values, torch.float32, CPU)
+    bad = values(torch.from_numpy(prepared[2].inputs["pixel_values"]))[0]
+    monkeypatch.setattr(fx.EncoderCudaGraphManager, "execute", refusing)
+    results = encoder.encode(prepared)
+    assert isinstance(results[2], InputError)
+    for index in (0, 1, 3, 4):
+        np.testing.assert_allclose(results[index], expected[index], rtol=0, atol=1e-5)
+    assert largest == [5, 2, 3, 1, 2]
+
+
+def test_an_error_of_the_device_is_everybodys(siglip: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder = ImageEncoder(settings_of(siglip))
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(fx.EncoderCudaGraphManager, "execute", broken)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        encoder.encode([encoder.preparer.prepare(photograph())])
+
+
+def test_images_are_decoded_upright_and_within_limits(siglip: Path) -> None:
+    image = photograph(size=(40, 30))
+    turned = io.BytesIO()
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the viewer turns it by a quarter
+    image.save(turned, "PNG", exif=exif)
+    settings = settings_of(siglip, max_pixels=1200, max_image_bytes="100KiB")
+    assert decode_image(turned.getvalue(), settings).size == (30, 40)
+    assert decode_image(encoded(image.convert("RGBA")), settings).mode == "RGB"
+    several = io.BytesIO()
+    image.save(several, "MPO", save_all=True, append_images=[image.rotate(90)])
+    assert decode_image(several.getvalue(), settings).size == (40, 30)
+    clip = io.BytesIO()
+    image.save(clip, "GIF", save_all=True, append_images=[image.rotate(90)])
+    for data, message in (
+        (b"no image", "cannot identify"),
+        (b"", "cannot identify"),
+        (encoded(image)[:400], "cannot be read"),
+        (encoded(image.resize((40, 31))), "1200 pixels, the limit max_pixels"),
+        (bytes(102_401), "limit max_image_bytes"),
+        (clip.getvalue(), "2 frames"),
+    ):
+        with pytest.raises(MediaError, match=message):
+            decode_image(data, settings)
+
+
+def test_decoded_pixels_are_taken_as_they_are(siglip: Path) -> None:
+    preparer = ImagePreparer(settings_of(siglip, max_pixels=1200))
+    image = photograph(size=(40, 30))
+    expected = preparer.decode(encoded(image)).inputs["pixel_values"]
+    for pixels in (np.asarray(image), np.asarray(image.convert("RGBA"))):
+        np.testing.assert_array_equal(preparer.from_pixels(pixels).inputs["pixel_values"], expected)
+    assert preparer.from_pixels(np.asarray(image.convert("L"))).inputs["pixel_values"].shape == (1, 3, 28, 28)
+    for wrong in (
+        np.zeros((3, 30, 40), np.uint8),
+        np.zeros((30, 40, 3), np.float32),
+        np.zeros((40, 31), np.uint8),
+    ):
+        with pytest.raises(MediaError):
+            preparer.from_pixels(wrong)
+
+
+def test_what_cannot_be_prepared_is_a_media_error(tmp_path: Path) -> None:
+    _, directory = save(tmp_path / "checkpoint", "qwen2_5_vl")
+    with pytest.raises(MediaError, match="aspect ratio"):
+        ImagePreparer(settings_of(directory)).prepare(Image.new("RGB", (2000, 4)))
+
+
+def test_settings_are_checked() -> None:
+    for wrong in (
+        {"model": ""},
+        {"model": "m", "pooling": "max"},
+        {"model": "m", "config": {"mode": "fast"}},
+    ):
+        with pytest.raises(fx.ConfigError):
+            ImageEncoderSettings(**wrong)
+    with pytest.raises(InputError, match="expected auto, cpu"):
+        ImageEncoderSettings(model="m", device="tpu").resolved_device()
+    with pytest.raises(InputError, match="sees"):
+        ImageEncoderSettings(model="m", device="cuda:97").resolved_device()
