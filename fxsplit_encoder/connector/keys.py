@@ -88,8 +88,8 @@ def canonical(value: object, name: str = "options") -> bytes:
 
 
 def _plain(value: object, name: str) -> object:
-    if isinstance(value, Enum) and isinstance(value.value, int | float | str):
-        return value.value
+    if isinstance(value, Enum):
+        return _plain(value.value, name)
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):
@@ -107,7 +107,6 @@ def _plain(value: object, name: str) -> object:
 # Tagged, so that none of them equals a string or a number that is given as such.
 _KINDS: tuple[tuple[type | tuple[type, ...], Callable[[Any], object]], ...] = (
     ((bytes, bytearray), lambda value: {"": ["bytes", value.hex()]}),
-    (Enum, lambda value: {"": [type(value).__name__, value.name]}),
     (torch.dtype, lambda value: {"": ["dtype", str(value)]}),
     (np.generic, lambda value: value.item()),
     (np.ndarray, lambda value: {"": ["array", str(value.dtype), value.tolist()]}),
