@@ -128,6 +128,12 @@ class ProgramForward:
         finally:
             self._compared = None
 
+    def is_always_full(self, tokens: int) -> bool:
+        """Never: nothing tells which calls there will be. Counts that fill a budget are captured when they
+        come.
+        """
+        return False
+
     def padding_change(self, captured: CapturedForward, tokens: int) -> str | None:
         """How padding changes the results of a call that does not fill a new capture of so many output
         tokens; None: it does not, or there is no such call.

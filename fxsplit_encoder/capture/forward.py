@@ -70,6 +70,8 @@ class CapturedForward:
         self.outputs: list[Any] = []
         self.output_addresses: list[int] = []
         self.num_bytes = 0
+        self.must_be_full = False
+        """Whether only batches are taken that leave nothing to padding but segments."""
         self._weights: object = None
         """Holds the memory of the parameters, which replays read before anyone looks whether they moved."""
         self._boundaries: dict[str, tuple[Tensor, list[int]]] = {}
@@ -164,6 +166,9 @@ class CapturedForward:
         Raises:
             ReplayError: something does not fit; nothing has been copied then.
         """
+        if self.must_be_full:
+            # A program is captured only where empty segments change nothing.
+            self.inputs.check_full(values, but=self.segment_inputs if self.compiled else ())
         padded: dict[str, StaticValue | None] = dict(values)
         held = self._held(values)
         padded.update(dict.fromkeys(held))  # None keeps what a buffer holds

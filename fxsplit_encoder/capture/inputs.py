@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -49,6 +49,23 @@ class StaticInputs:
                 raise ReplayError(
                     f"{name}: the replay needs this buffer and got no value; got {sorted(values)}. Pass "
                     "None to keep what the buffer holds"
+                )
+
+    def check_full(self, values: Mapping[str, StaticValue | None], but: Collection[str] = ()) -> None:
+        """Raises ReplayError if a value leaves rows of its buffer to padding.
+
+        Args:
+            but: the buffers of which it may.
+        """
+        for name, buffer in self.buffers.items():
+            value = values.get(name)
+            if value is None or buffer.token_dim is None or name in but:
+                continue
+            rows = sum(part.shape[buffer.token_dim] for part in parts_of(value))
+            if rows < buffer.capacity:
+                raise ReplayError(
+                    f"{name}: got {rows} rows for {buffer.capacity}; nothing says that this capture may be "
+                    "padded"
                 )
 
     def load(self, values: Mapping[str, StaticValue | None]) -> None:

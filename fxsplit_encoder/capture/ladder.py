@@ -126,6 +126,11 @@ class BudgetLadder:
                 logger.warning("budget %d is dropped: %s", budget, error)
         return self.captured.get(budget)
 
+    def captures_of(self, budget: int) -> list[CapturedForward]:
+        """All captures of one budget."""
+        both = (self.captured, self.captured_single_segment)
+        return [captures[budget] for captures in both if budget in captures]
+
     def best(self, budget: int, num_segments: int | None) -> CapturedForward:
         """The capture of a captured budget for a batch of so many segments (None: unknown)."""
         single = self.captured_single_segment.get(budget) if num_segments == 1 else None

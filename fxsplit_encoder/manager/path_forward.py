@@ -182,16 +182,22 @@ class PathForward:
         fresh = FreshInputs(tokens, values, program.tokens(values), bindings)
         return request_of_program(program.region, fresh, self.parameters, shared, logics)
 
+    def is_always_full(self, tokens: int) -> bool:
+        """Whether batches are whole tiles, of which just so many take this budget."""
+        return self.limits.is_always_full(self.name, tokens)
+
     @torch.no_grad()
     def padding_change(self, captured: CapturedForward, tokens: int) -> str | None:
-        """How padding changes the results of a batch of half the tokens of a capture; None: it does not."""
-        half = tokens // 2
+        """How a capture changes the results of a batch of half its tokens; of all of them, if it has to be
+        full. None: it does not.
+        """
+        batch = tokens if captured.must_be_full else tokens // 2
         try:
-            values = self.capture_values(half) if half else {}
+            values = self.capture_values(batch) if batch else {}
         except InputError:
+            values = {}
+        if not values or any(tensor.numel() == 0 for tensor in values.values()):
             return None  # no batch is smaller, so nothing is ever padded
-        if not values:
-            return None
         values = {name: _with_contents(tensor) for name, tensor in values.items()}
         expected = self(values)
         with captured.inputs.kept_constants():

@@ -1,7 +1,7 @@
 """How large the captures are: the token budgets of every path, and the items and frames of a batch."""
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from fxsplit_encoder.config import EncoderConfig
@@ -42,6 +42,15 @@ class Limits:
 
     skippable_paths: frozenset[str] = frozenset()
     """The paths that a batch without tokens there skips; any other path is encoded for every batch."""
+
+    tiles: Mapping[str, int] = field(default_factory=dict)
+    """Output tokens of one tile of a path; without an entry where the tower declares none."""
+
+    def is_always_full(self, path: str, budget: int) -> bool:
+        """Whether whole tiles fill a budget exactly, and none of fewer takes it: it needs no padding."""
+        tile = self.tiles.get(path)
+        before = max((each for each in self.path_budgets[path] if each < budget), default=0)
+        return tile is not None and before % tile == 0 and budget == before + tile
 
 
 def needs_budget_range(config: EncoderConfig, model_config: EncoderCudaGraphConfig) -> bool:
@@ -89,7 +98,9 @@ def resolve_limits(
     if frames is None:
         frames = items * model_config.max_frames_per_video
     skippable = frozenset(name for name, path in model_config.paths.items() if path.allow_zero_tokens)
-    return Limits(path_budgets, items, frames if has_video else 0, skippable)
+    declared = {name: path.min_token_budget for name, path in model_config.paths.items()}
+    tiles = {name: tile for name, tile in declared.items() if tile is not None}
+    return Limits(path_budgets, items, frames if has_video else 0, skippable, tiles)
 
 
 def _check(

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from fxsplit_encoder.capture import BudgetLadder, CapturedForward, CaptureRequest, SharedBuffers
+from fxsplit_encoder.capture import BudgetLadder, CapturedForward, CaptureRequest, ProgramBody, SharedBuffers
 from fxsplit_encoder.capture.buffers import StaticValue
 from fxsplit_encoder.compile import NamedRegion
 from fxsplit_encoder.errors import CaptureError
@@ -42,9 +42,14 @@ class CapturableForward(Protocol):
             CaptureError: there is none of this size.
         """
 
+    def is_always_full(self, tokens: int) -> bool:
+        """Whether a budget of so many output tokens needs no padding: no batch takes it but those that fill
+        it.
+        """
+
     def padding_change(self, captured: CapturedForward, tokens: int) -> str | None:
-        """How padding changes the results of a batch that does not fill a new capture of so many output
-        tokens; None: it does not, or there is no such batch to compare.
+        """How a new capture of so many output tokens changes the results of a batch, one that does not fill
+        it unless it is always full; None: it does not, or there is no such batch to compare.
         """
 
 
@@ -84,7 +89,7 @@ class CapturedProgram:
             measured=scope.measured,
             attention_ms=self._attention_ms,
         )
-        self.unpadded = UnpaddedReplays(self._request, scope, attention_ms=self._attention_ms)
+        self.unpadded = UnpaddedReplays(self._request_of_count, scope, attention_ms=self._attention_ms)
 
     # --- what may be captured
 
@@ -112,13 +117,23 @@ class CapturedProgram:
 
     def _request_of_budget(self, budget: int) -> CaptureRequest:
         region = self.forward.region
-        if region is not None and self.padding_refused:
+        if region is not None and self.padding_refused and not self.forward.is_always_full(budget):
             raise CaptureError(f"its rows are not known to be independent ({region.program.padding})")
         request = self._request(budget, self.shared)
         if request.segment_inputs and region is not None and region.program.padding.segments_may_grow:
             buffers = request.inputs.buffers
             entries = (buffers[name].tensor.shape[0] for name in request.segment_inputs)
             self.segment_capacity[budget] = min(entries) - 1
+        return request
+
+    def _request_of_count(self, tokens: int, shared: SharedBuffers) -> CaptureRequest:
+        """For batches of just so many tokens, with which nobody compares the capture."""
+        request = self._request(tokens, shared)
+        body = request.body
+        if self.padding_refused and isinstance(body, ProgramBody):
+            # Of rows that may depend on one another, a single one is not the first of two.
+            if not body.program.accepts(body.bindings.symbols):
+                raise CaptureError(f"the trace does not hold for {tokens} tokens, which are a single row")
         return request
 
     def _request(self, tokens: int, shared: SharedBuffers) -> CaptureRequest:
@@ -141,10 +156,15 @@ class CapturedProgram:
         """Captures one budget unless that was done or failed before, or notes why it is dropped."""
         is_new = budget not in self.captured
         self.ladder.capture(budget)
+        if is_new and not (self.padding_proved or self.forward.declares_padding):
+            for captured in self.ladder.captures_of(budget):
+                captured.must_be_full = self.forward.is_always_full(budget)
         if is_new and budget in self.captured and self._must_compare():
             change = self.forward.padding_change(self.captured[budget], budget)
             if change is not None:
-                self.ladder.drop(budget, f"padding changes its results: {change}")
+                full = self.captured[budget].must_be_full
+                what = "it gives other results than the forward" if full else "padding changes its results"
+                self.ladder.drop(budget, f"{what}: {change}")
         if budget in self.ladder.replaced:
             self.note(f"{self.label}: budget {budget} is {self.ladder.replaced[budget]}")
         if budget in self.ladder.dropped:
@@ -225,7 +245,8 @@ class CapturedProgram:
         Args:
             capture_now: whether the batch's own token count is captured at once, if it ever is.
         """
-        if (by := self.recurring_counts) is not None:
+        is_held = self.padding_refused and planned.tokens in self.captured
+        if (by := self.recurring_counts) is not None and not is_held:
             # Where nothing is padded, a batch that fills a budget is as welcome as one that recurs.
             fills = self.padding_refused and planned.tokens in self.budgets
             ladder = self.unpadded.find(planned, by_cost=by == "cost", now=capture_now or fills)
