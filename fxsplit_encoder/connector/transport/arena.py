@@ -7,6 +7,7 @@ import mmap
 import os
 import stat
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,8 +30,9 @@ class Arena:
 
     def __init__(self, descriptor: int, num_bytes: int) -> None:
         self.num_bytes = num_bytes
-        self._map = mmap.mmap(descriptor, num_bytes)
-        self._memory: Tensor | None = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._map: mmap.mmap | None = mmap.mmap(descriptor, num_bytes)
+        # Through NumPy, which keeps the mapping from being closed; `torch.frombuffer` would not.
+        self._memory: Tensor | None = torch.from_numpy(np.frombuffer(self._map, dtype=np.uint8))
 
     def view(self, offset: int, num_bytes: int) -> Tensor:
         """A part (bytes,), which keeps all of it mapped.
@@ -47,16 +49,13 @@ class Arena:
         """Give the pages of a range back to the system; they read as zeros from then on."""
         start = -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE
         length = (offset + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE - start
-        if length > 0 and self._memory is not None:
-            self._map.madvise(mmap.MADV_REMOVE, start, length)
+        mapped = self._map
+        if length > 0 and mapped is not None:
+            mapped.madvise(mmap.MADV_REMOVE, start, length)
 
     def close(self) -> None:
-        """Unmap it, now or with the last view of it."""
-        self._memory = None
-        try:
-            self._map.close()
-        except BufferError:
-            pass
+        """Unmap it with the last view of it; idempotent."""
+        self._memory = self._map = None
 
 
 class OwnArena(Arena):
