@@ -111,7 +111,8 @@ def _check_passes(names: object) -> object:
     return names
 
 
-def _parse_bytes(value: object) -> object:
+def parse_bytes(value: object) -> object:
+    """A size such as "4GiB" in bytes; anything but a string as it is."""
     if not isinstance(value, str):
         return value
     match = _BYTES.fullmatch(value)
@@ -124,12 +125,12 @@ def _parse_bytes(value: object) -> object:
 _Mode = Annotated[Mode, _one_of(MODES)]
 _Budgets = Annotated[tuple[StrictInt, ...], AfterValidator(_check_budgets)]
 _PathBudgets = Annotated[tuple[StrictInt, ...], AfterValidator(functools.partial(_check_budgets, smallest=0))]
-_Bytes = Annotated[int, Field(strict=True, ge=1, le=_MOST_MEMORY)]
+Bytes = Annotated[int, Field(strict=True, ge=1, le=_MOST_MEMORY)]
 _Count = Annotated[int, Field(strict=True, ge=0, le=_MOST)]
 _Number = Annotated[int, Field(strict=True, ge=1, le=_MOST)]
 
 
-class _Settings(BaseModel):
+class Settings(BaseModel):
     """A frozen pydantic model whose constructor raises `ConfigError`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
@@ -154,7 +155,7 @@ class _Settings(BaseModel):
         return repr(self)
 
 
-class PathConfig(_Settings):
+class PathConfig(Settings):
     """What one encoder path (for example "global" or "local") sets differently."""
 
     token_budgets: _PathBudgets = ()
@@ -166,7 +167,7 @@ class PathConfig(_Settings):
     """How this path is captured. None: as for every path."""
 
 
-class EncoderConfig(_Settings):
+class EncoderConfig(Settings):
     """How a vision encoder is split, captured and packed. Immutable, comparable and hashable.
 
     Raises:
@@ -242,7 +243,7 @@ class EncoderConfig(_Settings):
     """The attention kernel. auto: for each class of shapes the fastest that was measured; a kernel's name:
     that one, wherever it can compute; or a mapping from conditions, such as tokens>4096, to these."""
 
-    max_graph_bytes: Annotated[_Bytes | None, BeforeValidator(_parse_bytes)] = None
+    max_graph_bytes: Annotated[Bytes | None, BeforeValidator(parse_bytes)] = None
     """Device memory that all captures together may take, in bytes or as a size such as 4GiB. None: no limit
     but the device's."""
 
