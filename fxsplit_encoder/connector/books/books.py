@@ -1,0 +1,288 @@
+"""All that the connector knows, changed by one call at a time.
+
+Nothing here starts a thread, waits, touches a device or calls back: every method looks, changes what it has
+to, and returns. Whoever calls holds the connector's lock, and so any history of a connector is a sequence of
+these calls, each followed by `settle`.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from fxsplit_encoder.connector.books.admission import Admission
+from fxsplit_encoder.connector.books.demotion import Demotions
+from fxsplit_encoder.connector.books.encoding import Encoding
+from fxsplit_encoder.connector.books.entry import Feature, Occurrence
+from fxsplit_encoder.connector.books.events import Event
+from fxsplit_encoder.connector.books.holdings import Holdings
+from fxsplit_encoder.connector.books.parts import Parts
+from fxsplit_encoder.connector.books.preparation import Preparation
+from fxsplit_encoder.connector.books.ticket import Ticket
+from fxsplit_encoder.connector.request import EncodeRequest
+from fxsplit_encoder.connector.states import WAITING, Availability, State
+from fxsplit_encoder.errors import ConnectorError, ConnectorFullError
+
+
+class Step(NamedTuple):
+    """What an engine is told in one of its steps."""
+
+    ready: tuple[Ticket, ...]
+    """Tickets that have become ready since the last step."""
+    deferred: tuple[Ticket, ...]
+    """All tickets that are not ready yet."""
+    unavailable: tuple[Ticket, ...]
+    """Tickets that have failed or were cancelled since the last step."""
+    recounted: tuple[Ticket, ...]
+    """Tickets whose token counts have changed since the last step."""
+    released: tuple[Ticket, ...]
+    """Tickets of which nothing has been held any more since the last step."""
+
+
+class Books:
+    """The connector's state.
+
+    Args:
+        parts: what it consists of.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+        self.holdings = Holdings(parts)
+        self.admission = Admission(parts, self.holdings)
+        self.preparation = Preparation(parts, self.holdings)
+        self.encoding = Encoding(parts, self.holdings)
+        self.demotions = Demotions(parts)
+        self.is_closed = False
+        self._deadlines: list[tuple[float, int]] = []
+        self._num_submitted = 0
+
+    def settle(self) -> None:
+        """At the end of every change: let in whom memory suffices for now, and tell what became of whom."""
+        self.parts.storage.settle()
+        self.encoding.fail_unserved()
+        self.admission.run()
+        self.holdings.settle()
+
+    # --- requests
+
+    def submit(
+        self, request: EncodeRequest, counts: Sequence[int], problem: tuple[int, ConnectorError] | None
+    ) -> Ticket:
+        """A new ticket.
+
+        Args:
+            request: what is asked for.
+            counts: tokens of each item.
+            problem: the index of an item that cannot be encoded, and why; None: nothing is known to be wrong.
+
+        Raises:
+            ConnectorFullError: too much is waiting.
+            ConnectorError: the connector is closed.
+        """
+        parts = self.parts
+        if self.is_closed:
+            raise ConnectorError(f"request {request.id}: the connector is closed", "closed", retryable=False)
+        most = parts.config.max_waiting_items
+        if parts.num_waiting + len(request.items) > most and request.items:
+            parts.stats.refused += 1
+            raise ConnectorFullError(
+                f"request {request.id}: {parts.num_waiting} items wait, and max_waiting_items is {most}; "
+                "submit it again once some are ready",
+                "full",
+                retryable=True,
+            )
+        self._num_submitted += 1
+        ticket = Ticket(request, counts, self._num_submitted, parts.settled, parts.clock())
+        parts.tickets[ticket.number] = ticket
+        parts.changed[ticket.number] = ticket
+        parts.stats.submitted += 1
+        parts.stats.items += len(ticket.items)
+        self._set_deadline(ticket)
+        ticket.num_undigested = len(ticket.items)
+        for item in ticket.items:
+            parts.to_digest.push(item, ticket.number, 1.0)
+        if problem is not None:
+            self.holdings.fail_item(ticket.items[problem[0]], problem[1])
+        return ticket
+
+    def _set_deadline(self, ticket: Ticket) -> None:
+        asked, default = ticket.request.timeout_s, self.parts.config.timeout_s
+        if (timeout := asked if asked is not None else default) is not None:
+            ticket.deadline = self.parts.clock() + timeout
+            heapq.heappush(self._deadlines, (ticket.deadline, ticket.number))
+
+    def hold(self, ticket: Ticket, item: int | None = None) -> Availability:
+        """Holds every item, or one, once more; what was released is found again, or encoded again.
+
+        "unavailable": nothing has changed. One item alone is not waited for while its ticket holds others.
+        """
+        if self.is_closed or ticket.state in _GONE:
+            return "unavailable"
+        chosen = [each for each in _chosen(ticket, item) if not ticket.text_only and each.state not in _GONE]
+        released = [each for each in chosen if each.state is State.RELEASED]
+        if not chosen and not ticket.is_text:
+            return "unavailable"
+        if released and not self._acquire(ticket, released):
+            return "unavailable"
+        ticket.is_released = False
+        self._reopen(ticket)
+        for each in chosen:
+            each.num_holds += 1
+        return ticket.availability
+
+    def _acquire(self, ticket: Ticket, released: list[Occurrence]) -> bool:
+        """Finds items again or has them encoded again; False: there is no memory, and none to be waited
+        for.
+        """
+        holds_others = any(each.entry is not None for each in ticket.items)
+        self._reopen(ticket)
+        if self.admission.admit(ticket, released):
+            return True
+        if holds_others:
+            return False
+        for each in released:
+            each.move(State.NEW)
+        self.parts.to_admit[ticket.number] = ticket
+        return True
+
+    def _reopen(self, ticket: Ticket) -> None:
+        """A ticket that may have ended is known again."""
+        if ticket.number not in self.parts.tickets:
+            self.parts.tickets[ticket.number] = ticket
+            self._set_deadline(ticket)
+        self.parts.changed[ticket.number] = ticket
+
+    def release(self, ticket: Ticket, item: int | None = None, *, keep: bool = False) -> int:
+        """Lets go of every item, or of one, once; what was not held is left alone.
+
+        Args:
+            ticket: whose items.
+            item: its index; None: all.
+            keep: whether the rows are kept though nobody holds them, whatever the request said.
+
+        Returns:
+            How many holds were let go of.
+        """
+        num_released = 0
+        for each in _chosen(ticket, item):
+            if each.state not in WAITING and each.state is not State.READY:
+                continue
+            num_released += 1
+            each.num_holds -= 1
+            if keep and each.entry is not None and each.entry.key is not None:
+                each.entry.keep = True
+            if not each.num_holds:
+                self.holdings.detach(each, State.CANCELLED if each.state in WAITING else State.RELEASED)
+        if item is None and ticket.is_text and not ticket.is_released:
+            ticket.is_released = True
+            num_released += 1
+        if ticket.number in self.parts.tickets:
+            self.parts.changed[ticket.number] = ticket
+        return num_released
+
+    def cancel(self, ticket: Ticket, item: int | None = None) -> bool:
+        """Gives up every item, or one; whether there was anything to give up."""
+        given_up = False
+        for each in _chosen(ticket, item):
+            if each.state in WAITING or each.state is State.READY:
+                self.holdings.detach(each, State.CANCELLED)
+                given_up = True
+        if item is None and ticket.is_text and not ticket.is_released:
+            ticket.is_released = given_up = True
+        if ticket.number in self.parts.tickets:
+            self.parts.changed[ticket.number] = ticket
+        return given_up
+
+    # --- time
+
+    def expire(self) -> None:
+        """Fails what was not ready in time."""
+        now = self.parts.clock()
+        while self._deadlines and self._deadlines[0][0] <= now:
+            deadline, number = heapq.heappop(self._deadlines)
+            ticket = self.parts.tickets.get(number)
+            if ticket is None or ticket.deadline != deadline:
+                continue
+            error = ConnectorError("not ready within its timeout", "timeout", retryable=True)
+            for item in ticket.items:
+                if item.state in WAITING:
+                    self.holdings.fail_item(item, error)
+
+    def next_deadline(self) -> float | None:
+        """When something has to be failed next, unless it is ready before; None: nothing waits."""
+        while self._deadlines:
+            deadline, number = self._deadlines[0]
+            ticket = self.parts.tickets.get(number)
+            if ticket is not None and ticket.deadline == deadline and not ticket.is_settled:
+                return deadline
+            heapq.heappop(self._deadlines)
+        return None
+
+    def step(self) -> Step:
+        """What has become of whom since the last step."""
+        self.expire()
+        self.settle()
+        told = [self.parts.news[number] for number in sorted(self.parts.news)]
+        self.parts.news.clear()
+        recounted = [ticket for ticket in told if ticket.epoch != ticket.told_epoch]
+        for ticket in told:
+            ticket.told_epoch = ticket.epoch
+        return Step(
+            ready=tuple(ticket for ticket in told if ticket.state is State.READY),
+            deferred=tuple(ticket for ticket in self.parts.tickets.values() if not ticket.is_settled),
+            unavailable=tuple(t for t in told if t.state in _GONE),
+            recounted=tuple(recounted),
+            released=tuple(ticket for ticket in told if ticket.state is State.RELEASED),
+        )
+
+    @property
+    def has_pending_work(self) -> bool:
+        """Whether a later step may have something to tell, or memory is not free yet because it is copied."""
+        waits = any(not ticket.is_settled for ticket in self.parts.tickets.values())
+        return waits or bool(self.parts.news) or bool(self.parts.storage.quarantine)
+
+    # --- reading
+
+    def begin_read(self, ticket: Ticket, items: Iterable[int]) -> dict[int, Feature]:
+        """The features of some items, which stay where they are until `end_read`."""
+        features = {}
+        for index in items:
+            entry = ticket.items[index].entry
+            assert entry is not None and entry.feature is not None
+            entry.feature.num_reads += 1
+            features[index] = entry.feature
+        return features
+
+    def end_read(self, features: Iterable[Feature], event: Event | None) -> None:
+        """Every read of some features was given to the device, which is through with them at an event."""
+        for feature in features:
+            feature.num_reads -= 1
+            feature.read_events = [each for each in feature.read_events if not each.query()]
+            if event is not None and not event.query():
+                feature.read_events.append(event)
+        self.settle()
+
+    # --- the end
+
+    def clear_cache(self) -> None:
+        """Frees every feature that nobody holds, and the host buffers that nobody has."""
+        for entry in list(self.parts.cache.resting()):
+            self.holdings.drop(entry, State.RELEASED)
+        self.parts.storage.settle()
+        self.parts.storage.buffers.drop_idle()
+
+    def close(self) -> None:
+        """Cancels every ticket; further ones are refused. What workers have in hand they finish."""
+        self.is_closed = True
+        for ticket in list(self.parts.tickets.values()):
+            self.cancel(ticket)
+        self.clear_cache()
+
+
+_GONE = (State.FAILED, State.CANCELLED)
+
+
+def _chosen(ticket: Ticket, item: int | None) -> tuple[Occurrence, ...]:
+    return ticket.items if item is None else (ticket.items[item],)

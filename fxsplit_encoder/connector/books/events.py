@@ -1,0 +1,31 @@
+"""When work that was given to a device is over."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Event(Protocol):
+    """A point of a stream, as `torch.cuda.Event`."""
+
+    def query(self) -> bool:
+        """Whether the device has passed it."""
+        ...
+
+    def synchronize(self) -> None:
+        """Blocks until the device has passed it."""
+        ...
+
+
+class PassedEvent:
+    """That of work which the calling thread has done itself."""
+
+    def query(self) -> bool:
+        """It is over."""
+        return True
+
+    def synchronize(self) -> None:
+        """Returns at once."""
+
+
+PASSED = PassedEvent()

@@ -1,0 +1,225 @@
+"""Who waits for or holds which feature, and what follows when one of them lets go or fails."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from fxsplit_encoder.connector.books.entry import Entry, Occurrence
+from fxsplit_encoder.connector.books.host_buffers import HOST
+from fxsplit_encoder.connector.books.parts import INPUTS, Parts
+from fxsplit_encoder.connector.books.ticket import Ticket
+from fxsplit_encoder.connector.states import WAITING, State
+from fxsplit_encoder.errors import ConnectorError
+
+_ENDED = (State.RELEASED, State.FAILED, State.CANCELLED)
+
+
+class Holdings:
+    """Ties items to entries and unties them; tells tickets what became of them."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+
+    # --- entries
+
+    def attach(self, item: Occurrence, entry: Entry) -> None:
+        """The item waits for this feature from now on, or holds it if it is ready."""
+        assert item.entry is None
+        item.entry = entry
+        entry.holders[item] = None
+        self._parts.cache.wake(entry)
+        if item.state is not entry.state:
+            item.move(entry.state)
+        if entry.state is State.READY:
+            item.metadata = entry.metadata
+        if self._ticket(item).request.retention == "keep" and entry.key is not None:
+            entry.keep = True
+        self.touch([item])
+
+    def detach(self, item: Occurrence, state: State) -> None:
+        """The item lets go of its feature, if it has one, and is in this state from now on."""
+        entry, item.entry = item.entry, None
+        item.num_holds = 0
+        if item.digest is None and item.state is State.NEW:
+            self.count_digested(self._ticket(item))
+        item.move(state)
+        self._parts.to_digest.discard(item)
+        self._free_reserved(item)
+        if entry is not None:
+            del entry.holders[item]
+            if not entry.holders:
+                self._abandon(entry)
+        if (ticket := self._parts.tickets.get(item.ticket)) is not None and not ticket.needs_memory:
+            self._parts.to_admit.pop(ticket.number, None)
+        self.touch([item])
+
+    def _abandon(self, entry: Entry) -> None:
+        """Nobody waits for or holds the entry any more. What is in a batch finishes."""
+        if entry.state is State.READY:
+            if entry.keep:
+                self._parts.cache.rest(entry)
+                self._parts.storage.was_freed = True
+            else:
+                self.drop(entry, State.RELEASED)
+        elif entry.state is not State.ENCODING:
+            self.drop(entry, State.CANCELLED)
+
+    def move(self, entry: Entry, state: State) -> None:
+        """An entry and all its items change their state."""
+        entry.move(state)
+        self.touch(entry.holders)
+
+    def drop(self, entry: Entry, state: State) -> None:
+        """An entry that nobody holds is no more, and what it has is free."""
+        assert not entry.holders
+        entry.move(state)
+        parts = self._parts
+        parts.cache.remove(entry)
+        parts.to_prepare.discard(entry)
+        parts.to_encode.discard(entry)
+        self.drop_inputs(entry)
+        parts.storage.drop_feature(entry)
+        if parts.ledger.owned(HOST, entry):
+            parts.storage.buffers.release(entry)
+        parts.storage.was_freed = True
+
+    def drop_inputs(self, entry: Entry) -> None:
+        """Free what was preprocessed."""
+        entry.prepared = None
+        self._parts.ledger.release(INPUTS, entry)
+
+    # --- failures
+
+    def fail(self, entry: Entry, error: ConnectorError, *, may_retry: bool = True) -> None:
+        """An entry could not be made: it is tried again for the items whose requests ask for that."""
+        may_retry = may_retry and error.retryable
+        leaving = [item for item in entry.holders if not (may_retry and item.retries_left)]
+        for item in leaving:
+            del entry.holders[item]
+            item.entry = None
+        reducing = [item for item in leaving if self._may_reduce(item, error) and self._inherit(item, entry)]
+        if entry.holders:
+            for item in entry.holders:
+                item.retries_left -= 1
+            self._parts.stats.retries += 1
+            self.requeue(entry)
+        else:
+            self.drop(entry, State.FAILED)
+        for item in reducing:
+            self._reduce(item)
+        for item in leaving:
+            if item not in reducing and item.state in WAITING:  # else it went with another item of its ticket
+                self.fail_item(item, error)
+
+    def requeue(self, entry: Entry) -> None:
+        """An entry goes back to where its work begins, ahead of others."""
+        parts = self._parts
+        assert entry.feature is None
+        if entry.prepared is None:
+            assert entry.state is State.NEW
+            parts.to_prepare.push(entry, entry.flow, entry.num_tokens, first=True)
+        else:
+            if entry.state is not State.QUEUED:
+                self.move(entry, State.QUEUED)
+            parts.to_encode.push(entry, entry.flow, entry.cost, first=True)
+
+    def fail_item(self, item: Occurrence, error: ConnectorError) -> None:
+        """An item fails, and its request goes on or not as it asked."""
+        ticket = self._ticket(item)
+        failure = type(error)(f"{self._name(item)}: {error}", error.kind, error.retryable)
+        item.error = failure
+        self._parts.stats.failures[error.kind] += 1
+        if ticket.request.failure.then == "text_only" and ticket.ready_at is None:
+            ticket.text_only = True
+            ticket.epoch += 1
+            self._parts.stats.text_only += 1
+        else:
+            ticket.error = failure
+        self.detach(item, State.FAILED)
+        self.give_up(ticket)
+
+    def give_up(self, ticket: Ticket) -> None:
+        """Every item that its ticket waits for or holds lets go."""
+        for item in ticket.items:
+            if item.state in WAITING or item.state is State.READY:
+                self.detach(item, State.CANCELLED)
+        self._parts.changed[ticket.number] = ticket
+
+    # --- asking less of an item
+
+    def _may_reduce(self, item: Occurrence, error: ConnectorError) -> bool:
+        ticket = self._ticket(item)
+        asked = ticket.request.failure.reduce is not None and self._parts.can_reduce
+        return asked and error.kind == "out_of_memory" and ticket.ready_at is None
+
+    def _inherit(self, item: Occurrence, entry: Entry) -> bool:
+        """Memory of its own for an item that leaves its entry. It must not wait for any, since other items of
+        its ticket may hold some.
+        """
+        storage = self._parts.storage
+        if not entry.holders and self._parts.ledger.owned(HOST, entry):
+            storage.buffers.move(entry, item)
+            return True
+        return storage.reserve([(item, entry.num_bytes)])
+
+    def _reduce(self, item: Occurrence) -> None:
+        item.digest = None
+        item.is_reducing = True
+        if item.state is not State.NEW:
+            item.move(State.NEW)
+        self._ticket(item).num_undigested += 1
+        self._parts.to_digest.push(item, item.ticket, 1.0, first=True)
+        self.touch([item])
+
+    def _free_reserved(self, item: Occurrence) -> None:
+        if self._parts.ledger.owned(HOST, item):
+            self._parts.storage.buffers.release(item)
+            self._parts.storage.was_freed = True
+
+    # --- tickets
+
+    def touch(self, items: Iterable[Occurrence]) -> None:
+        """Some items have changed, and with them their tickets."""
+        for item in items:
+            if (ticket := self._parts.tickets.get(item.ticket)) is not None:
+                self._parts.changed[ticket.number] = ticket
+
+    def count_digested(self, ticket: Ticket) -> None:
+        """One item less of a ticket is to be hashed before memory is reserved."""
+        ticket.num_undigested -= 1
+        if not ticket.num_undigested:
+            self._parts.to_admit[ticket.number] = ticket
+            self._parts.storage.was_freed = True
+
+    def settle(self) -> None:
+        """At the end of every change: tell what became of the tickets that it concerns."""
+        parts = self._parts
+        for ticket in parts.changed.values():
+            waiting = sum(item.state in WAITING for item in ticket.items)
+            parts.num_waiting += waiting - ticket.num_waiting
+            ticket.num_waiting = waiting
+            if ticket.is_settled and not ticket.was_settled:
+                self._tell(ticket)
+            ticket.was_settled = ticket.is_settled
+            if ticket.state in _ENDED:
+                del parts.tickets[ticket.number]
+                parts.stats.outcomes[ticket.state] += 1
+                parts.news[ticket.number] = ticket
+                parts.ended.append(ticket)
+        parts.changed.clear()
+
+    def _tell(self, ticket: Ticket) -> None:
+        parts = self._parts
+        if ticket.state is State.READY and ticket.ready_at is None:
+            ticket.ready_at = parts.clock()
+            parts.stats.ready.add(ticket.ready_at - ticket.submitted_at)
+        parts.news[ticket.number] = ticket
+        parts.woken.append(ticket)
+        parts.settled.notify_all()
+
+    def _ticket(self, item: Occurrence) -> Ticket:
+        return self._parts.tickets[item.ticket]
+
+    def _name(self, item: Occurrence) -> str:
+        request = self._ticket(item).request.id
+        return f"item {item.index} of request {request} ({item.media.modality}, {item.num_tokens} tokens)"

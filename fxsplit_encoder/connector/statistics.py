@@ -1,0 +1,162 @@
+"""What the connector has done so far, counted as it does it."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from itertools import accumulate
+from typing import Any
+
+from tabulate import tabulate
+
+BOUNDS = tuple(base * 10.0**power for power in range(-4, 2) for base in (1, 2, 5))
+"""Upper bounds of the buckets that durations are counted in, in seconds: 0.1 ms to 50 s."""
+
+
+@dataclass
+class Durations:
+    """How long something took, as a histogram."""
+
+    counts: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS) + 1))
+    """By bucket; the last one is above every bound."""
+    total: float = 0.0
+    longest: float = 0.0
+
+    @property
+    def count(self) -> int:
+        """How many there were."""
+        return sum(self.counts)
+
+    @property
+    def mean(self) -> float:
+        """Seconds; 0.0 before the first."""
+        return self.total / self.count if self.count else 0.0
+
+    def add(self, seconds: float) -> None:
+        """Count one."""
+        self.counts[bisect_left(BOUNDS, seconds)] += 1
+        self.total += seconds
+        self.longest = max(self.longest, seconds)
+
+    def percentile(self, percent: float) -> float:
+        """A bound that so many percent do not exceed: that of a bucket, or the longest there was."""
+        wanted = self.count * percent / 100
+        for bound, reached in zip(BOUNDS, accumulate(self.counts), strict=False):
+            if reached >= wanted:
+                return min(bound, self.longest)
+        return self.longest
+
+    def copy(self) -> Durations:
+        """What it is now."""
+        return Durations(list(self.counts), self.total, self.longest)
+
+
+@dataclass
+class ConnectorStats:
+    """A snapshot of the counts; printing it shows them as a table."""
+
+    submitted: int = 0
+    """Tickets."""
+    items: int = 0
+    """Items of all tickets."""
+    outcomes: Counter[str] = field(default_factory=Counter)
+    """Tickets by the state in which they ended; one that was held again and ended again counts twice."""
+    text_only: int = 0
+    """Tickets that went on without their media."""
+    failures: Counter[str] = field(default_factory=Counter)
+    """Items that failed, by kind."""
+    refused: int = 0
+    """Requests for which too much was waiting already."""
+    hits: int = 0
+    """Items whose rows were there."""
+    joins: int = 0
+    """Items whose rows were being made for another already."""
+    misses: int = 0
+    """Items that had to be encoded."""
+    rejected_hits: int = 0
+    """Rows that were there, but not as many as the item has tokens: they were not used."""
+    evictions: int = 0
+    """Features that nobody held and that made way for others."""
+    evicted_bytes: int = 0
+    reused_buffers: int = 0
+    """Host buffers that served again."""
+    demotions: int = 0
+    """Features that nobody held and that were moved from a device to the host."""
+    retries: int = 0
+    """Encodings for which a request's policy asked after an error."""
+    reductions: int = 0
+    """Items of which less was asked after memory ran out."""
+    split_batches: int = 0
+    """Batches that failed and were halved."""
+    lost_workers: int = 0
+    worker_restarts: int = 0
+    batches: int = 0
+    batch_items: int = 0
+    batch_tokens: int = 0
+    discarded: int = 0
+    """Features that were encoded when nobody wanted them any more."""
+    prepare: Durations = field(default_factory=Durations)
+    """Hashing, decoding and preprocessing of one item that was not there."""
+    queue: Durations = field(default_factory=Durations)
+    """From being preprocessed to being taken into a batch."""
+    encode: Durations = field(default_factory=Durations)
+    """From being taken into a batch to being ready."""
+    ready: Durations = field(default_factory=Durations)
+    """From the submission of a ticket to its being ready."""
+    bytes_used: Mapping[str, int] = field(default_factory=dict)
+    """By account of the ledger, now."""
+    bytes_peak: Mapping[str, int] = field(default_factory=dict)
+    """The most that it was."""
+    waiting_items: int = 0
+    live_tickets: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        """The share of items that were not encoded on their own account; 0.0 before the first."""
+        looked_up = self.hits + self.joins + self.misses
+        return (self.hits + self.joins) / looked_up if looked_up else 0.0
+
+    @property
+    def mean_batch_items(self) -> float:
+        """Items in one batch; 0.0 before the first."""
+        return self.batch_items / self.batches if self.batches else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same as plain values that JSON can hold; durations as count, mean, percentiles and longest."""
+        return {entry.name: _plain(getattr(self, entry.name)) for entry in fields(self)}
+
+    def __str__(self) -> str:
+        ended = (
+            ", ".join(f"{count} {state}" for state, count in sorted(self.outcomes.items())) or "none ended"
+        )
+        failed = "".join(f", {count} {kind}" for kind, count in sorted(self.failures.items()))
+        lines = [
+            f"{self.submitted} tickets ({ended}), {self.items} items; {self.live_tickets} tickets live",
+            f"{self.hit_rate:.1%} shared; {self.batches} batches of {self.mean_batch_items:.1f} items; "
+            f"{self.evictions} evictions, {self.retries} retries, {self.failures.total()} failures{failed}",
+        ]
+        rows = [
+            [name, each.count, *(1e3 * value for value in _shown(each))]
+            for name in ("prepare", "queue", "encode", "ready")
+            for each in (getattr(self, name),)
+        ]
+        headers = ["stage", "count", "mean ms", "p50 ms", "p99 ms", "longest ms"]
+        lines.append(tabulate(rows, headers, floatfmt=".2f"))
+        lines += [
+            f"{account}: {used / 2**20:.1f} MiB, {self.bytes_peak.get(account, 0) / 2**20:.1f} at most"
+            for account, used in self.bytes_used.items()
+        ]
+        return "\n".join(lines)
+
+
+def _shown(durations: Durations) -> tuple[float, ...]:
+    return durations.mean, durations.percentile(50), durations.percentile(99), durations.longest
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Durations):
+        names = ("mean_s", "p50_s", "p99_s", "longest_s")
+        return {"count": value.count, **dict(zip(names, _shown(value), strict=True))}
+    return dict(value) if isinstance(value, Mapping) else value

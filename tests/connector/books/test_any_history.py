@@ -1,0 +1,453 @@
+"""Whatever happens to a connector, in any order: nothing is lost, nothing is freed twice, the books agree."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import hypothesis.strategies as st
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from fxsplit_encoder.connector.books.arrivals import Arrival
+from fxsplit_encoder.connector.books.audit import audit
+from fxsplit_encoder.connector.books.demotion import Demotion
+from fxsplit_encoder.connector.books.entry import Entry, Feature
+from fxsplit_encoder.connector.books.preparation import Digested, DigestJob, PrepareJob
+from fxsplit_encoder.connector.books.ticket import Ticket
+from fxsplit_encoder.connector.books.workers import Batch, WorkerStatus
+from fxsplit_encoder.connector.request import EncodeRequest, FailurePolicy
+from fxsplit_encoder.connector.seams import MediaItem, PreparedItem
+from fxsplit_encoder.connector.states import WAITING, State
+from fxsplit_encoder.errors import ConnectorError, ConnectorFullError
+
+from .stand_ins import PAGE, ROW_BYTES, Bench, Inputs, ManualEvent, Rows
+
+MEDIA = {"a": 4, "b": 3, "c": 8, "d": 16}  # tokens; of 1 KiB a row
+policies = st.builds(
+    FailurePolicy,
+    then=st.sampled_from(["fail", "text_only"]),
+    retries=st.integers(0, 2),
+    reduce=st.sampled_from([None, "half_resolution"]),
+)
+faults = st.sampled_from([None, None, "encoder", "out_of_memory"])
+indices = st.integers(0, 1 << 16)
+MOVES = 3000
+REACHED = (
+    *("hits", "joins", "misses", "rejected_hits", "evictions", "retries", "reductions", "demotions"),
+    *("text_only", "discarded", "reused_buffers"),
+)
+
+
+class AnyHistory(RuleBasedStateMachine):
+    @initialize(device_pages=st.sampled_from([0, 2, 6]), host_pages=st.sampled_from([4, 8, 12]))
+    def open(self, device_pages: int, host_pages: int) -> None:
+        self.bench = Bench.make(
+            2,
+            can_reduce=True,
+            host_bytes=host_pages * PAGE,
+            device_bytes=device_pages * PAGE,
+            staging_bytes=6 * PAGE,
+            input_bytes=250,
+            max_waiting_items=12,
+            max_overtakes=2,
+            max_batch_items=3,
+        )
+        self.books = self.bench.books
+        self.tickets: list[Ticket] = []
+        self.digesting: list[DigestJob] = []
+        self.preparing: list[PrepareJob] = []
+        self.encoding: list[Batch] = []
+        self.placed: list[tuple[Batch, list[Arrival], dict[Entry, ConnectorError]]] = []
+        self.moving: list[Demotion] = []
+        self.reading: list[list[Feature]] = []
+        self.events: list[ManualEvent] = []
+        self.told: dict[int, State] = {}
+
+    # --- requests
+
+    @precondition(lambda self: len(self.books.parts.tickets) < 8)
+    @rule(
+        names=st.lists(st.sampled_from("abcd"), max_size=3),
+        policy=policies,
+        keep=st.booleans(),
+        salt=st.sampled_from(["", "tenant"]),
+        timeout_s=st.sampled_from([None, 5.0]),
+        broken=st.sampled_from([False, False, False, True]),
+        until=st.sampled_from(["submitted", "prepared", "taken", "ready"]),
+        odd=st.sampled_from("-----c"),  # whose token count is another one than usual
+    )
+    def submit(
+        self,
+        names: list[str],
+        policy: Any,
+        keep: bool,
+        salt: str,
+        timeout_s: Any,
+        broken: bool,
+        until: str,
+        odd: str,
+    ) -> None:
+        items = [MediaItem("image", name) for name in names]
+        retention = "keep" if keep else "discard"
+        request = EncodeRequest(
+            f"r{len(self.tickets)}", items, None, policy, retention, timeout_s=timeout_s, salt=salt
+        )
+        counts = [MEDIA[name] - (name == odd) for name in names]
+        distinct = sum(max(4, MEDIA[name]) for name in set(names))
+        problem = None
+        if names and (broken or distinct * ROW_BYTES > self.books.parts.config.host_bytes):
+            problem = (len(names) - 1, ConnectorError("broken", "media", False))
+        try:
+            self.tickets.append(self.books.submit(request, counts, problem))
+        except ConnectorFullError:
+            assert self.books.parts.num_waiting + len(names) > 12
+        self.books.settle()
+        self.work(until)  # so that histories are not all about beginnings
+
+    @precondition(lambda self: self.tickets)
+    @rule(which=indices, item=st.sampled_from([None, None, 0, 1]))
+    def hold(self, which: int, item: int | None) -> None:
+        ticket = self.pick(self.tickets, which)
+        before = ticket.state
+        if item is None or item < len(ticket.items):
+            told = self.books.hold(ticket, item)
+            assert (told == "unavailable") or ticket.state in (*WAITING, State.READY)
+            assert before not in (State.FAILED, State.CANCELLED) or told == "unavailable"
+
+    @precondition(lambda self: self.tickets)
+    @rule(which=indices, item=st.sampled_from([None, None, 0, 1]), keep=st.booleans())
+    def release(self, which: int, item: int | None, keep: bool) -> None:
+        ticket = self.pick(self.tickets, which)
+        if item is None or item < len(ticket.items):
+            held = sum(each.num_holds for each in ticket.items)
+            released = self.books.release(ticket, item, keep=keep)
+            if ticket.is_text:
+                assert released <= (held == 0)
+            else:
+                assert sum(each.num_holds for each in ticket.items) == held - released
+
+    @precondition(lambda self: self.tickets)
+    @rule(which=indices, item=st.sampled_from([None, 0, 1]))
+    def cancel(self, which: int, item: int | None) -> None:
+        ticket = self.pick(self.tickets, which)
+        if item is None or item < len(ticket.items):
+            self.books.cancel(ticket, item)
+            assert not self.books.cancel(ticket, item)
+
+    @precondition(lambda self: len(self.reading) < 3 and any(t.state is State.READY for t in self.tickets))
+    @rule(which=indices)
+    def begin_read(self, which: int) -> None:
+        ticket = self.pick([ticket for ticket in self.tickets if ticket.state is State.READY], which)
+        held = [each.index for each in ticket.items if each.state is State.READY]
+        features = self.books.begin_read(ticket, held)
+        for index, feature in features.items():
+            assert feature.rows.nbytes == ticket.items[index].num_tokens * ROW_BYTES
+        self.reading.append(list(features.values()))
+
+    @precondition(lambda self: self.reading)
+    @rule(which=indices, is_copied=st.booleans())
+    def end_read(self, which: int, is_copied: bool) -> None:
+        features = self.take(self.reading, which)
+        assert all(feature.rows is not None for feature in features), "freed under a reader"
+        self.books.end_read(features, self.new_event() if is_copied else None)
+
+    # --- CPU workers
+
+    @precondition(lambda self: self.books.parts.to_digest or self.books.parts.to_prepare)
+    @rule()
+    def take_cpu_job(self) -> None:
+        job = self.books.preparation.take()
+        if isinstance(job, DigestJob):
+            self.digesting.append(job)
+        elif job is not None:
+            self.preparing.append(job)
+
+    @precondition(lambda self: self.digesting)
+    @rule(which=indices, fails=st.sampled_from([False, False, True]))
+    def digested(self, which: int, fails: bool) -> None:
+        job = self.take(self.digesting, which)
+        self.books.preparation.digested(job, self.digest(job) if not fails else _error("media"))
+
+    def digest(self, job: DigestJob) -> Digested | ConnectorError:
+        name, tokens = job.media.media, job.item.num_tokens
+        if job.reduction is None:
+            return Digested(job.media, tokens, name.encode())
+        if tokens < 2:
+            return _error("out_of_memory")
+        return Digested(MediaItem("image", f"{name}-"), tokens // 2, f"{name}-".encode())
+
+    @precondition(lambda self: self.preparing)
+    @rule(which=indices, outcome=st.sampled_from(["ok", "ok", "ok", "broken", "count", "digest"]))
+    def prepared(self, which: int, outcome: str) -> None:
+        job = self.take(self.preparing, which)
+        result: Any = _error("media")
+        if outcome != "broken":
+            digest = job.entry.digest if outcome != "digest" else b"?"
+            tokens = job.entry.num_tokens + (outcome == "count")
+            result = PreparedItem("image", digest, {"pixels": Inputs()}, tokens)  # type: ignore[dict-item]
+        self.books.preparation.prepared(job, result, cost=float(job.entry.num_tokens))
+
+    # --- workers
+
+    @precondition(lambda self: self.books.parts.to_encode)
+    @rule(worker=st.integers(0, 1))
+    def take_batch(self, worker: int) -> None:
+        batch = self.books.encoding.take(self.bench.workers[worker]).batch
+        if batch is not None:
+            assert 1 <= len(batch.entries) <= 3
+            self.encoding.append(batch)
+
+    @precondition(lambda self: self.encoding)
+    @rule(which=indices, kinds=st.lists(faults, min_size=3, max_size=3), copy_fails=st.booleans())
+    def encoded(self, which: int, kinds: list[str | None], copy_fails: bool) -> None:
+        batch = self.take(self.encoding, which)
+        failures = {
+            entry: _error(kind) for entry, kind in zip(batch.entries, kinds, strict=False) if kind is not None
+        }
+        outputs = [failures.get(entry) or Rows(entry.num_bytes) for entry in batch.entries]
+        arrivals = self.books.encoding.place(batch, outputs)
+        for arrival in arrivals:
+            if not arrival.is_copied:
+                continue
+            if arrival.buffer is None:
+                arrival.buffer = bytearray(arrival.capacity)
+                if not self.books.encoding.attach(batch, arrival, arrival.buffer):
+                    break
+            assert len(arrival.buffer) == arrival.capacity >= arrival.rows.nbytes
+            batch.events.append(self.new_event())
+            if copy_fails:
+                failures[arrival.entry] = _error("encoder")
+        self.placed.append((batch, arrivals, failures))
+
+    @precondition(lambda self: self.placed)
+    @rule(which=indices)
+    def publish(self, which: int) -> None:
+        batch, arrivals, failures = self.take(self.placed, which)
+        for event in batch.events:
+            if not failures:  # a copy that failed is not waited for
+                event.passed = True  # type: ignore[attr-defined]
+        for arrival in arrivals:
+            if arrival.is_copied:
+                arrival.feature.rows = Rows(arrival.rows.nbytes, "host")
+        self.books.encoding.publish(batch, failures)
+
+    @precondition(lambda self: self.books.encoding.batches)
+    @rule(worker=st.integers(0, 1), is_running=st.booleans())
+    def lose_worker(self, worker: int, is_running: bool) -> None:
+        """Its thread is given up while it goes on, or has ended; another takes its place."""
+        gone = self.bench.workers[worker]
+        gone.status = WorkerStatus.LOST
+        for batch in [batch for batch in self.books.encoding.batches if batch.worker is gone]:
+            self.books.encoding.lose(batch, is_running=is_running)
+            if not is_running:
+                self.encoding = [each for each in self.encoding if each is not batch]
+                self.placed = [each for each in self.placed if each[0] is not batch]
+        self.bench.start_worker(gone.name)
+
+    @precondition(
+        lambda self: any(entry.feature.residence == "device" for entry in self.books.parts.cache.resting())
+    )
+    @rule()
+    def take_demotion(self) -> None:
+        if (move := self.books.demotions.take()) is not None:
+            if move.buffer is None:
+                self.books.demotions.attach(move, bytearray(move.capacity))
+            move.events.append(self.new_event())
+            self.moving.append(move)
+
+    @precondition(lambda self: self.moving)
+    @rule(which=indices, fails=st.booleans())
+    def finish_demotion(self, which: int, fails: bool) -> None:
+        move = self.take(self.moving, which)
+        rows = None if fails else Rows(move.source.rows.nbytes, "host")
+        if not fails:
+            for event in move.events:
+                event.passed = True  # type: ignore[attr-defined]
+        self.books.demotions.finish(move, rows)
+
+    # --- time
+
+    @precondition(lambda self: self.events)
+    @rule(which=indices)
+    def pass_event(self, which: int) -> None:
+        self.take(self.events, which).passed = True
+
+    @precondition(lambda self: self.books.next_deadline())
+    @rule(seconds=st.sampled_from([0.5, 3.0]))
+    def wait(self, seconds: float) -> None:
+        self.bench.clock.now += seconds
+        self.books.expire()
+
+    @precondition(lambda self: self.books.parts.news)
+    @rule()
+    def step(self) -> None:
+        step = self.books.step()
+        for ticket in step.ready + step.unavailable + step.released:
+            self.told[ticket.number] = ticket.state
+        assert all(ticket.state in WAITING for ticket in step.deferred)
+
+    @precondition(lambda self: any(self.books.parts.cache.resting()))
+    @rule()
+    def clear_cache(self) -> None:
+        self.books.clear_cache()
+
+    # --- what holds
+
+    @invariant()
+    def the_books_are_in_order(self) -> None:
+        if hasattr(self, "books"):
+            self.books.settle()
+            assert not (wrong := audit(self.books)), wrong
+
+    def teardown(self) -> None:
+        if not hasattr(self, "books"):
+            return
+        self.finish_everything()
+        assert all(t.state in (State.RELEASED, State.FAILED, State.CANCELLED) for t in self.tickets)
+        self.step()
+        assert set(self.told) == {ticket.number for ticket in self.tickets}
+        self.books.close()
+        self.books.settle()
+        assert not (wrong := audit(self.books)), wrong
+        ledger = self.books.parts.ledger
+        assert {account: ledger.used(account) for account in ledger.accounts() if ledger.used(account)} == {}
+
+    def finish_everything(self) -> None:
+        """Without further faults, every ticket that is released when it is ready comes to its end."""
+        for _ in range(200):
+            for features in self.reading:
+                self.books.end_read(features, None)
+            self.reading.clear()
+            while self.moving:
+                self.finish_demotion(0, False)
+            self.work("ready")
+            for event in self.events:
+                event.passed = True
+            for ticket in list(self.books.parts.tickets.values()):
+                if ticket.state is State.READY:
+                    self.books.release(ticket)
+            self.books.settle()
+            assert not (wrong := audit(self.books)), wrong
+            if not self.books.parts.tickets and not self.books.encoding.batches:
+                return
+        raise AssertionError(f"stuck: {self.books.parts.tickets}")
+
+    @precondition(lambda self: self.books.parts.num_waiting)
+    @rule(until=st.sampled_from(["prepared", "taken", "ready"]))
+    def work(self, until: str) -> None:
+        """What CPU workers and workers have before them, without faults."""
+        for _ in range(4 if until != "submitted" else 0):
+            self.take_cpu_job()
+            while self.digesting:
+                self.digested(0, False)
+            while self.preparing:
+                self.prepared(0, "ok")
+            self.books.settle()
+        for worker in range(2 if until in ("taken", "ready") else 0):
+            self.take_batch(worker)
+        while until == "ready" and self.encoding:
+            self.encoded(0, [None] * 3, False)
+        while until == "ready" and self.placed:
+            self.publish(0)
+
+    def forget_some(self) -> None:
+        """The latest tickets are enough to pick from."""
+        live = [ticket for ticket in self.tickets if ticket.number in self.books.parts.tickets]
+        self.tickets = live + [ticket for ticket in self.tickets if ticket not in live][-5:]
+
+    # --- helpers
+
+    def new_event(self) -> ManualEvent:
+        self.events.append(ManualEvent())
+        return self.events[-1]
+
+    @staticmethod
+    def pick(things: list[Any], which: int) -> Any:
+        return things[which % len(things)]
+
+    @staticmethod
+    def take(things: list[Any], which: int) -> Any:
+        return things.pop(which % len(things))
+
+
+def _error(kind: str) -> ConnectorError:
+    return ConnectorError(kind, kind, retryable=kind != "media")
+
+
+def random_move(machine: AnyHistory, draw: random.Random) -> None:
+    """One rule of the machine, if it applies."""
+    which, item = draw.randrange(1 << 16), draw.choice([None, None, 0, 1])
+    kinds = [draw.choice([None, None, None, "encoder", "out_of_memory"]) for _ in range(3)]
+    moves: list[tuple[int, Any, Callable[[], None]]] = [
+        (10, len(machine.books.parts.tickets) < 8, lambda: random_submission(machine, draw)),
+        (2, machine.tickets, lambda: machine.hold(which, item)),
+        (4, machine.tickets, lambda: machine.release(which, item, draw.random() < 0.2)),
+        (1, machine.tickets, lambda: machine.cancel(which, item)),
+        (2, any(t.state is State.READY for t in machine.tickets), lambda: machine.begin_read(which)),
+        (4, machine.reading, lambda: machine.end_read(which, draw.random() < 0.5)),
+        (9, True, machine.take_cpu_job),
+        (9, machine.digesting, lambda: machine.digested(which, draw.random() < 0.1)),
+        (
+            9,
+            machine.preparing,
+            lambda: machine.prepared(which, draw.choice(["ok"] * 9 + ["broken", "count"])),
+        ),
+        (5, True, lambda: machine.take_batch(draw.randrange(2))),
+        (5, machine.encoding, lambda: machine.encoded(which, kinds, draw.random() < 0.1)),
+        (5, machine.placed, lambda: machine.publish(which)),
+        (1, True, lambda: machine.lose_worker(draw.randrange(2), draw.random() < 0.5)),
+        (1, any(machine.books.parts.cache.resting()), machine.take_demotion),
+        (3, machine.moving, lambda: machine.finish_demotion(which, draw.random() < 0.3)),
+        (6, machine.events, lambda: machine.pass_event(which)),
+        (1, True, lambda: machine.wait(0.3)),
+        (3, True, machine.step),
+    ]
+    weights = [weight if applies else 0 for weight, applies, _ in moves]
+    draw.choices(moves, weights)[0][2]()
+    machine.the_books_are_in_order()
+
+
+def random_submission(machine: AnyHistory, draw: random.Random) -> None:
+    names = [draw.choice("abcd") for _ in range(draw.randrange(4))]
+    policy = FailurePolicy(
+        draw.choice(["fail", "text_only"]), draw.randrange(3), draw.choice([None, "half_resolution"])
+    )
+    salt, timeout_s = draw.choice(["", "tenant"]), draw.choice([None, 5.0])
+    machine.submit(
+        names,
+        policy,
+        draw.random() < 0.5,
+        salt,
+        timeout_s,
+        draw.random() < 0.1,
+        "submitted",
+        draw.choice("---c"),
+    )
+
+
+def test_long_histories() -> None:
+    """Longer than hypothesis makes them, and they reach what takes many steps."""
+    reached: Counter[str] = Counter()
+    for seed in range(3):
+        draw = random.Random(seed)
+        machine = AnyHistory()
+        machine.open(device_pages=draw.choice([0, 2, 6]), host_pages=draw.choice([4, 8, 12]))
+        for _ in range(MOVES):
+            random_move(machine, draw)
+            machine.forget_some()
+        machine.finish_everything()
+        reached.update({name: getattr(machine.books.parts.stats, name) for name in REACHED})
+    assert all(reached.values()), reached
+
+
+AnyHistory.TestCase.settings = settings(
+    max_examples=80,
+    stateful_step_count=40,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+test_any_history = AnyHistory.TestCase
