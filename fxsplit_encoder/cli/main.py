@@ -256,6 +256,40 @@ def tune(
     document.finish()
 
 
+@app.command()
+@with_groups
+def report(
+    trace: Annotated[
+        Path,
+        typer.Argument(
+            metavar="TRACE",
+            help="A run that EncoderCudaGraphManager.record_trace wrote.",
+            show_default=False,
+        ),
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", metavar="HTML", help="The page to write.", show_default="TRACE with .html"
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what a recorded run comes to: budgets, padding, misses by reason, where time goes.
+
+    Prints tables, and writes one HTML page that needs no other file. Needs no GPU.
+    """
+    from fxsplit_encoder.cli.document import Document
+    from fxsplit_encoder.cli.files import check_output
+    from fxsplit_encoder.cli.report import run_report
+
+    output = output or trace.with_suffix(".html")
+    check_output(output, ".html")
+    document = Document(as_json)
+    run_report(trace, output, document)
+    document.finish()
+
+
 def _placed(place: Place) -> tuple[torch.device, torch.dtype]:
     from fxsplit_encoder.cli.console import choose_device, choose_dtype
 
