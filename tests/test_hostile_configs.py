@@ -18,6 +18,7 @@ import yaml
 import fxsplit_encoder as fx
 from fxsplit_encoder import settings_file
 from fxsplit_encoder.backend.dispatch import dispatchers
+from fxsplit_encoder.cli.document import Document
 from fxsplit_encoder.cli.inspection import run_inspect
 from fxsplit_encoder.errors import ConfigError
 from fxsplit_encoder.manager.path_forward import PathForward
@@ -383,9 +384,9 @@ def test_inspect_refuses_such_a_budget_and_traces_small_ones(
     monkeypatch.setattr("fxsplit_encoder.capture.memory._memory_of", lambda device: 16 * 2**30)
     blocks, family = Blocks(None).eval(), Family()
     too_large = fx.EncoderConfig(token_budgets=(2**31 - 1,))
-    assert_refused(lambda: run_inspect(blocks, family, too_large), "^token_budgets: 2147483647")  # type: ignore[arg-type]
+    assert_refused(lambda: run_inspect(blocks, family, too_large, Document()), "^token_budgets: 2147483647")  # type: ignore[arg-type]
     made.clear()
-    run_inspect(blocks, family, fx.EncoderConfig(token_budgets=(10**6,), max_items_per_batch=9))  # type: ignore[arg-type]
+    run_inspect(blocks, family, fx.EncoderConfig(token_budgets=(10**6,), max_items_per_batch=9), Document())  # type: ignore[arg-type]
     assert "1000000" in capsys.readouterr().out
     assert made and max(made) <= 64
 

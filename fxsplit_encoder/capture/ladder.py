@@ -18,12 +18,9 @@ from fxsplit_encoder.capture.forward import CapturedForward, MeasuredRun, measur
 from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.capture.requests import CaptureRequest, ProgramBody
 from fxsplit_encoder.errors import CaptureError
+from fxsplit_encoder.planning.costs import EXACT_TOLERANCE
 
 logger = logging.getLogger(__name__)
-
-# `auto` prefers the exact shape when it costs at most this much more than a replay of the same size: the
-# replay of a budget costs the same for every smaller batch, the exact shape less.
-_EXACT_TOLERANCE = 1.02
 
 # Where the host needs less than this share of the time that an exact run keeps the device busy, the device
 # never waits for it, and a replay has little to gain: such a budget is not captured to be measured, which
@@ -195,7 +192,7 @@ class BudgetLadder:
         logger.info(
             "budget %d: replay ms %s, exact shape %.3f ms, of the host %.3f", budget, costs.modes, *exact
         )
-        exact_wins = self.mode == "auto" and costs.exact_price <= costs.best * _EXACT_TOLERANCE
+        exact_wins = self.mode == "auto" and costs.exact_price <= costs.best * EXACT_TOLERANCE
         best = min(costs.modes, key=costs.modes.__getitem__)
         for mode, captured in candidates.items():
             if mode != best or exact_wins:

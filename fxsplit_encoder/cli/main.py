@@ -194,27 +194,49 @@ def inspect(
 @with_groups
 def tune(
     trace: Annotated[
-        Path, typer.Argument(metavar="TRACE", help="Requests as JSON lines.", show_default=False)
+        Path,
+        typer.Argument(
+            metavar="TRACE",
+            help="Requests as JSON lines, best those of EncoderCudaGraphManager.record_trace.",
+            show_default=False,
+        ),
     ],
     ladder: Ladder,
+    place: Place,
     output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="YAML", help="The configuration to write.")
-    ],
+        Path | None,
+        typer.Option(
+            "--output", "-o", metavar="YAML", help="The configuration to write.", show_default="it is printed"
+        ),
+    ] = None,
     as_json: AsJson = False,
     costs: Annotated[
         Path | None,
         typer.Option(
             "--costs",
             metavar="JSON",
-            help="Measured milliseconds by output tokens, replay_ms and exact_ms.",
-            show_default="estimated",
+            help="Milliseconds by output tokens, replay_ms and exact_ms; with --model the file to write.",
+            show_default="those that the trace holds",
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            metavar="MODEL",
+            help="Measure the costs of this tower on this GPU first, and write them.",
+            autocompletion=complete_model,
+            show_default=False,
         ),
     ] = None,
 ) -> None:
     """Choose the token budgets that serve a trace of requests at the least cost.
 
-    Prints what they would do, compared with powers of two, and writes a configuration.
+    Only budgets that `mode: auto` will keep are proposed. Prints what they would do, compared with those that
+    the recorded run captured or with the default ladder, says whether there is something to gain, and writes
+    a configuration.
     """
+    from fxsplit_encoder.cli.costs import find_costs, measure_costs
     from fxsplit_encoder.cli.document import Document
     from fxsplit_encoder.cli.files import check_output
     from fxsplit_encoder.cli.tune import parse_bytes, run_tune
@@ -224,7 +246,47 @@ def tune(
     limit = parse_bytes(ladder.max_bytes) if ladder.max_bytes is not None else None
     limits = LadderLimits(ladder.max_graphs, limit, ladder.max_budget, ladder.granularity)
     document = Document(as_json)
-    run_tune(trace, output, limits, costs=costs, packing=ladder.packing, document=document)
+    if model is not None:
+        from fxsplit_encoder.cli.tower import choose_tower
+
+        costs = costs or trace.with_suffix(".costs.json")
+        check_output(costs, option="--costs")
+        measure_costs(choose_tower(model, None, *_placed(place)), costs)
+    run_tune(trace, output, limits, find_costs(trace, costs), ladder.packing, document)
+    document.finish()
+
+
+@app.command()
+@with_groups
+def report(
+    trace: Annotated[
+        Path,
+        typer.Argument(
+            metavar="TRACE",
+            help="A run that EncoderCudaGraphManager.record_trace wrote.",
+            show_default=False,
+        ),
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", metavar="HTML", help="The page to write.", show_default="TRACE with .html"
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what a recorded run comes to: budgets, padding, misses by reason, where time goes.
+
+    Prints tables, and writes one HTML page that needs no other file. Needs no GPU.
+    """
+    from fxsplit_encoder.cli.document import Document
+    from fxsplit_encoder.cli.files import check_output
+    from fxsplit_encoder.cli.report import run_report
+
+    output = output or trace.with_suffix(".html")
+    check_output(output, ".html")
+    document = Document(as_json)
+    run_report(trace, output, document)
     document.finish()
 
 

@@ -6,39 +6,47 @@ from pathlib import Path
 
 import yaml
 
-import fxsplit_encoder as fx
+from fxsplit_encoder.cli.costs import ESTIMATE_NOTE, FoundCosts
 from fxsplit_encoder.cli.document import Document
-from fxsplit_encoder.config import Packing
+from fxsplit_encoder.config import EncoderConfig, Packing
 from fxsplit_encoder.errors import ConfigError, InputError
-from fxsplit_encoder.tuning import LadderLimits, read_costs, read_trace, tune_trace
+from fxsplit_encoder.tuning import LadderLimits, read_trace, tune_trace
 
 
 def run_tune(
     trace: Path,
-    output: Path,
+    output: Path | None,
     limits: LadderLimits,
-    *,
-    costs: Path | None,
+    found: FoundCosts,
     packing: Packing,
     document: Document,
 ) -> None:
-    """Choose budgets for a trace, print what they would do compared with powers of two, and write YAML.
+    """Choose budgets for a trace, and say what they would do compared with others.
+
+    Args:
+        output: where the configuration goes; None: it is printed.
 
     Raises:
-        InputError: the trace, the costs, an option or the output's directory is not usable.
+        InputError: the trace, the costs or an option is not usable.
     """
     requests = read_trace(trace)
     if not requests:
         raise InputError(f"{trace}: expected one request per line; got an empty trace")
-    tuning = tune_trace(requests, limits, costs=read_costs(costs) if costs else None, packing=packing)
     num_items = sum(len(request) for request in requests)
     what = f"{len(requests)} requests, {num_items} items"
-    document.facts({"trace": f"{trace}, {what}", "costs": str(costs or "estimated"), "packing": packing})
-    document.put("tuning", {}, f"\n{tuning}")
-    made_from = f"# Tuned for {trace.name}: {what}; at most {limits.max_graphs} graphs of each path.\n"
+    document.facts({"trace": f"{trace}, {what}", "costs": found.source, "packing": packing})
+    if found.costs is None:
+        document.notes([ESTIMATE_NOTE])
+    tuning = tune_trace(requests, limits, costs=found.costs, packing=packing, current=found.current)
+    document.put("tuning", tuning.as_dict(), f"\n{tuning}\n\n{tuning.advice}")
     settings = tuning.to_config().model_dump(mode="json", exclude_unset=True)
-    text = yaml.safe_dump(settings, sort_keys=False, default_flow_style=None)
-    output.write_text(made_from + text, encoding="utf-8")
+    made_from = f"# Tuned for {trace.name}: {what}; at most {limits.max_graphs} graphs of each path.\n"
+    text = made_from + yaml.safe_dump(settings, sort_keys=False, default_flow_style=None)
+    if output is None:
+        document.put("config", settings, f"\n{text}".rstrip())
+        return
+    output.write_text(text, encoding="utf-8")
+    document.content["config"] = settings
     document.put("file", str(output), f"\nwrote {output}")
 
 
@@ -49,7 +57,7 @@ def parse_bytes(size: str) -> int:
         InputError: it is no such size.
     """
     try:
-        parsed = fx.EncoderConfig(max_graph_bytes=size).max_graph_bytes
+        parsed = EncoderConfig(max_graph_bytes=size).max_graph_bytes
     except ConfigError as error:
         raise InputError(f"--max-bytes {size}: {error}") from None
     assert parsed is not None

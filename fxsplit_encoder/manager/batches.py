@@ -52,7 +52,7 @@ class BatchRunner:
 
     def run(
         self, plan: Plan, mm_kwargs: dict[str, Any], specs: Sequence[EncoderItemSpec], *, may_replay: bool
-    ) -> list[Tensor]:
+    ) -> tuple[list[Tensor], list[PlannedBatch]]:
         """Encodes a request and counts its items.
 
         Args:
@@ -62,28 +62,33 @@ class BatchRunner:
             may_replay: whether captures serve; if not, every batch falls back.
 
         Returns:
-            Every item, in memory of its own.
+            Every item, in memory of its own; and the batches as they were served.
 
         Raises:
             WeightsMovedError: a capture reads parameters that are elsewhere now; its batch was not counted.
         """
         tokens = [spec.output_tokens for spec in specs]
         results: dict[int, Tensor] = {}
+        served: list[PlannedBatch] = []
         for batch in plan.batches:
             selected, keys = self._select(batch, mm_kwargs, len(specs))
             outputs: dict[str, Tensor] = {}
-            reason: MissReason | None = None
+            changed: dict[str, PathPlan] = {}
             running = [(name, planned) for name, planned in batch.paths.items() if not planned.skipped]
             with self.pool.replaying():
                 for name, planned in running:
-                    output, missed = self._run_path(name, keys, planned, selected, may_replay)
-                    if missed is None and len(outputs) < len(running) - 1:
+                    output, done = self._run_path(name, keys, planned, selected, may_replay)
+                    if done is not planned:
+                        changed[name] = done
+                    if done.reason is None and len(outputs) < len(running) - 1:
                         output = output.clone()  # captures share memory: the next path may write to it
                     outputs[name] = output
-                    reason = reason or missed
                 self._collect(batch, outputs, tokens, results, selected)
-            self.statistics.record_items(len(batch.indices), reason)
-        return [results[index] for index in range(plan.num_items)]
+            if changed:
+                batch = batch._replace(paths={**batch.paths, **changed})
+            served.append(batch)
+            self.statistics.record_items(len(batch.indices), batch.reason)
+        return [results[index] for index in range(plan.num_items)], served
 
     def _select(
         self, batch: PlannedBatch, mm_kwargs: dict[str, Any], num_items: int
@@ -102,12 +107,13 @@ class BatchRunner:
         planned: PathPlan,
         selected: dict[str, Any],
         may_replay: bool,
-    ) -> tuple[Tensor, MissReason | None]:
-        """The path's output, and why it is not that of a replay."""
+    ) -> tuple[Tensor, PathPlan]:
+        """The path's output, and how it was served."""
         path = self.paths.get((name, keys))
         if path is None:  # items of the same keys make up a batch of others
             self.statistics.record_fallback("eager")
-            return self.tower.encoder_eager_forward(selected, path=name), MissReason.NOT_CAPTURED
+            output = self.tower.encoder_eager_forward(selected, path=name)
+            return output, PathPlan(planned.tokens, None, MissReason.NOT_CAPTURED, eager=True)
         captures = list(path.captures_for(planned)) if may_replay else []
         values = None
         if captures or path.runs_compiled(planned):
@@ -124,9 +130,10 @@ class BatchRunner:
             output = captured.replay(debug=self.debug)[0]
             assert isinstance(output, torch.Tensor)
             self.statistics.record_replay(path.key(budget), planned.tokens)
-            return output, None
+            as_planned = budget and size == planned.budget
+            return output, planned if as_planned else PathPlan(planned.tokens, size)
         reason = MissReason.EXTENT_EXCEEDED if captures else path.miss_reason(planned)
-        return self._run_without_replay(path, planned, selected, values), reason
+        return self._run_without_replay(path, planned._replace(reason=reason), selected, values)
 
     def _values(
         self, path: EncoderPath, planned: PathPlan, selected: dict[str, Any]
@@ -144,13 +151,13 @@ class BatchRunner:
         planned: PathPlan,
         selected: dict[str, Any],
         values: dict[str, StaticValue | None] | None,
-    ) -> Tensor:
+    ) -> tuple[Tensor, PathPlan]:
         if planned.eager or values is None:
             output, compiled = path.run_eager(selected), False
         else:
             output, compiled = path.run_unpadded(selected, values)
         self.statistics.record_fallback("exact" if compiled else "eager")
-        return output
+        return output, planned._replace(budget=None, eager=not compiled)
 
     def _collect(
         self,

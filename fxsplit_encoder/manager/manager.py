@@ -7,6 +7,7 @@ import itertools
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -24,14 +25,14 @@ from fxsplit_encoder.manager.batches import BatchRunner
 from fxsplit_encoder.manager.budget_memory import check_budgets
 from fxsplit_encoder.manager.captures import CapturePlan, plan_captures
 from fxsplit_encoder.manager.data_parallel import DataParallel
-from fxsplit_encoder.manager.item_facts import item_segments
 from fxsplit_encoder.manager.legacy_dual_path import read_item_specs, read_model_config
 from fxsplit_encoder.manager.path import EncoderPath
+from fxsplit_encoder.manager.recording import Recorder
 from fxsplit_encoder.manager.request_plans import RequestPlans
 from fxsplit_encoder.manager.statistics import ManagerStats, Statistics
 from fxsplit_encoder.manager.tensor_parallel import agreement_of
 from fxsplit_encoder.manager.tower_part import tower_part
-from fxsplit_encoder.planning import Item, Plan
+from fxsplit_encoder.planning import Plan
 from fxsplit_encoder.planning.limits import needs_budget_range, resolve_limits
 from fxsplit_encoder.protocol import (
     BudgetGraphMetadata,
@@ -41,7 +42,6 @@ from fxsplit_encoder.protocol import (
 )
 from fxsplit_encoder.runtime import CaptureScope, CaptureSet
 from fxsplit_encoder.runtime.weights import warn_of_new_captures
-from fxsplit_encoder.tuning.trace import TraceWriter
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +119,7 @@ class EncoderCudaGraphManager:
         self._runner = BatchRunner(
             tower, self.paths_by_key, self.pool, self.statistics, num_axes=num_axes, debug=debug
         )
-        self._trace: TraceWriter | None = None
+        self._recorder: Recorder | None = None
         self._captured = False
         self._missed_capture = not self._is_idle
         """Whether an execution before the first capture is still to be warned of."""
@@ -249,6 +249,8 @@ class EncoderCudaGraphManager:
                 if costs is not None:
                     self.statistics.record_time(key, costs.best)
         self.statistics.record_input_bytes(sum(path.input_bytes for path in self.paths_by_key.values()))
+        if self._recorder is not None:
+            self._recorder.captures_changed()
 
     def is_captured(self) -> bool:
         """Whether `capture` has run since the last `clear`."""
@@ -322,16 +324,16 @@ class EncoderCudaGraphManager:
         """The items of a batch, all of them on this device; `specs`, if their sizes were read before."""
         if specs is None:
             specs = self._item_specs(mm_kwargs)
+        start = time.perf_counter()
         plan, captured = self._plans.of(mm_kwargs, specs), self._captured
         try:
-            results = self._runner.run(plan, mm_kwargs, specs, may_replay=captured)
+            results, batches = self._runner.run(plan, mm_kwargs, specs, may_replay=captured)
         except WeightsMovedError as error:
             self._capture_again(error)
             plan = self._plans.of(mm_kwargs, specs)
-            results = self._runner.run(plan, mm_kwargs, specs, may_replay=captured)
-        if self._trace is not None:  # of what was encoded: a request that was refused is no load to tune for
-            segments = item_segments(self.tower, mm_kwargs, len(specs))
-            self._trace.write([Item(spec, segments=n) for spec, n in zip(specs, segments, strict=True)])
+            results, batches = self._runner.run(plan, mm_kwargs, specs, may_replay=captured)
+        if self._recorder is not None:  # what was encoded: a request that was refused is no load to tune for
+            self._recorder.write(mm_kwargs, specs, batches, (time.perf_counter() - start) * 1e3)
         return results
 
     def _capture_again(self, error: WeightsMovedError) -> None:
@@ -352,15 +354,16 @@ class EncoderCudaGraphManager:
         self._use_captures()
 
     def record_trace(self, path: str | os.PathLike[str]) -> None:
-        """Appends the item sizes of every request from now on to a file, for `encoder-cg tune`.
+        """Appends every request from now on to a file, for `encoder-cg tune` and `encoder-cg report`: sizes,
+        how they were served, and by which captures; nothing of what was encoded.
 
         Raises:
             InputError: the file cannot be opened.
         """
         with self._lock:
-            self._trace, before = TraceWriter(path), self._trace
-            if before is not None:
-                before.close()
+            if self._recorder is not None:
+                self._recorder.close()
+            self._recorder = Recorder(path, self.tower, self._scope, self.limits, self.paths, self.dtype)
 
     def stats(self) -> ManagerStats:
         """Hits, misses by reason, padding and bytes so far."""

@@ -26,6 +26,10 @@ EXACT_LAUNCH_TOKENS = 256
 """The same for the exact shape, whose launches come one by one from the host."""
 # There a small batch takes 5.3 ms: the launches take longer than the arithmetic, at 0.0168 ms per token.
 
+EXACT_TOLERANCE = 1.02
+"""`mode: auto` keeps no budget whose exact shape costs at most this much more than a replay of the same size:
+the replay costs the same for every smaller batch, the exact shape less."""
+
 HOST_MS_PER_BATCH = 0.3
 """Host milliseconds that a batch adds, to decide whether it is worth splitting one."""
 

@@ -11,9 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
+from numpy.typing import NDArray
+
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.planning.costs import (
     EXACT_LAUNCH_TOKENS,
+    EXACT_TOLERANCE,
     REPLAY_LAUNCH_TOKENS,
     CostCurve,
     PathCosts,
@@ -24,6 +28,9 @@ from fxsplit_encoder.planning.costs import (
 # kernel nodes.
 _BYTES_PER_TOKEN = 128 * 2**10
 _BYTES_PER_GRAPH = 8 * 2**20
+
+_POINTS = ("replay_ms", "exact_ms")
+_NOT_KEPT = "not_kept_from"
 
 
 class RisingCurve(CostCurve):
@@ -86,10 +93,29 @@ class BatchCosts:
     unit: str = "tokens"
     """What costs are counted in."""
 
+    not_kept_from: int | None = None
+    """A budget from which on none was kept by `mode: auto` when it measured; None: there was none."""
+
     @classmethod
-    def measured(cls, replay_ms: Mapping[int, float], exact_ms: Mapping[int, float]) -> Self:
+    def measured(
+        cls,
+        replay_ms: Mapping[int, float],
+        exact_ms: Mapping[int, float],
+        not_kept_from: int | None = None,
+    ) -> Self:
         """Costs in milliseconds, through measured points: output tokens to milliseconds."""
-        return cls(RisingCurve.from_mapping(replay_ms), RisingCurve.from_mapping(exact_ms), "ms")
+        curves = (RisingCurve.from_mapping(replay_ms), RisingCurve.from_mapping(exact_ms))
+        return cls(*curves, "ms", not_kept_from)
+
+    def keeps(self, budgets: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which budgets `mode: auto` will keep: by the costs, and by what it kept when it measured them."""
+        kept: NDArray[np.bool_] = self.exact(budgets) > EXACT_TOLERANCE * self.replay(budgets)
+        return kept if self.not_kept_from is None else kept & (budgets < self.not_kept_from)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The costs as `read_costs` takes them."""
+        points = {"replay_ms": dict(self.replay.points), "exact_ms": dict(self.exact.points)}
+        return points if self.not_kept_from is None else {**points, _NOT_KEPT: self.not_kept_from}
 
     def of_ladder(self, budgets: Sequence[int]) -> PathCosts:
         """The costs that the manager would find for a path with these budgets."""
@@ -131,7 +157,8 @@ def read_costs(path: str | os.PathLike[str]) -> BatchCosts | dict[str, BatchCost
     """Measured costs from a JSON file.
 
     The file holds `{"replay_ms": {"64": 1.7, ...}, "exact_ms": {"64": 5.3, ...}}`, output tokens to
-    milliseconds, for every path alike; or an object of such objects by the path's name.
+    milliseconds, for every path alike; or an object of such objects by the path's name. A third entry,
+    `not_kept_from`, may hold the smallest budget from which on `mode: auto` keeps none.
 
     Raises:
         InputError: the file cannot be read, or holds something else.
@@ -145,17 +172,25 @@ def read_costs(path: str | os.PathLike[str]) -> BatchCosts | dict[str, BatchCost
         raise InputError(f"{name}: expected JSON; got {error}") from None
     if not isinstance(value, dict) or not value:
         raise InputError(f"{name}: expected an object with replay_ms and exact_ms; got {value!r}")
-    if value.keys() & {"replay_ms", "exact_ms"}:
-        return _read_path_costs(value, name)
-    return {path_name: _read_path_costs(costs, f"{name}, {path_name}") for path_name, costs in value.items()}
+    if value.keys() & {*_POINTS}:
+        return parse_costs(value, name)
+    return {path_name: parse_costs(costs, f"{name}, {path_name}") for path_name, costs in value.items()}
 
 
-def _read_path_costs(value: Any, where: str) -> BatchCosts:
-    if not isinstance(value, dict) or value.keys() != {"replay_ms", "exact_ms"}:
+def parse_costs(value: Any, where: str) -> BatchCosts:
+    """Measured costs of one path out of JSON.
+
+    Raises:
+        InputError: it holds something else.
+    """
+    if not isinstance(value, dict) or value.keys() - {_NOT_KEPT} != {*_POINTS}:
         raise InputError(f"{where}: expected an object with replay_ms and exact_ms; got {value!r}")
-    replay, exact = (_read_points(value[key], f"{where}, {key}") for key in ("replay_ms", "exact_ms"))
+    replay, exact = (_read_points(value[key], f"{where}, {key}") for key in _POINTS)
+    last = value.get(_NOT_KEPT)
+    if last is not None and (isinstance(last, bool) or not isinstance(last, int) or last < 0):
+        raise InputError(f"{where}, {_NOT_KEPT}: expected output tokens; got {last!r}")
     try:
-        return BatchCosts.measured(replay, exact)
+        return BatchCosts.measured(replay, exact, last)
     except InputError as error:
         raise InputError(f"{where}: {error}") from None
 

@@ -39,6 +39,9 @@ class LadderLimits:
     memory: MemoryModel = field(default_factory=MemoryModel)
     """What captures are estimated to take."""
 
+    only_kept: bool = True
+    """Whether budgets that `mode: auto` will not keep are left out; with `mode: full` all are captured."""
+
     def __post_init__(self) -> None:
         check_positive(max_graphs=self.max_graphs, granularity=self.granularity)
 

@@ -2,8 +2,9 @@
 
     {"items": [{"input_size": 1024, "output_tokens": 256}, {"input_size": 784, "output_tokens": 196}]}
 
-`segments` is left out where it is 1, `path_output_tokens` where "default" is the only path. A trace holds
-sizes alone, nothing of what was encoded.
+`segments` is left out where it is 1, `path_output_tokens` where "default" is the only path. A manager adds
+how each request was served, and lines of their own that say what served it (`recording`). A trace holds sizes
+and times, nothing of what was encoded.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import itertools
 import json
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -22,8 +23,8 @@ from fxsplit_encoder.planning import Capacity, Item, Loads, pack_greedy
 from fxsplit_encoder.protocol import EncoderItemSpec
 
 _ITEM_KEYS = ("input_size", "output_tokens", "segments", "path_output_tokens")
+_REQUEST_KEYS = ("items", "batches", "host_ms")
 _SHOWN_CHARACTERS = 60
-
 
 Request = tuple[Item, ...]
 """The items of one request, in order. A trace knows their sizes and segments."""
@@ -47,13 +48,28 @@ class TraceWriter:
         except OSError as error:
             raise InputError(f"trace {self.path}: cannot be written: {error.strerror}") from None
 
-    def write(self, items: Sequence[Item]) -> None:
-        """Append one request: the sizes and segments of its items.
+    def write(self, items: Sequence[Item], **served: Any) -> None:
+        """Append one request.
+
+        Args:
+            items: of which the sizes and segments are written.
+            served: how it was served, as JSON; see `recording`.
 
         Raises:
             InputError: the writer is closed.
         """
-        line = json.dumps({"items": [_as_json(item) for item in items]}) + "\n"
+        self._append({"items": [_as_json(item) for item in items], **served})
+
+    def write_run(self, run: Mapping[str, Any]) -> None:
+        """Append what serves the requests from now on.
+
+        Raises:
+            InputError: the writer is closed.
+        """
+        self._append({"run": run})
+
+    def _append(self, value: Mapping[str, Any]) -> None:
+        line = json.dumps(value, default=str) + "\n"
         with self._lock:
             if self._file.closed:
                 raise InputError(f"trace {self.path}: the writer is closed; open another to append to it")
@@ -80,17 +96,37 @@ def read_trace(path: str | os.PathLike[str]) -> list[Request]:
         InputError: the file cannot be read, or a line is not a request: which line, what was expected and
             what it holds.
     """
-    requests = []
+    return [read_request(line, where) for where, line in read_lines(path) if "run" not in line]
+
+
+def read_lines(path: str | os.PathLike[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The JSON object of every line of a trace that is not empty, and where it is, for messages.
+
+    Raises:
+        InputError: the file cannot be read, or a line is no object.
+    """
     try:
         with open(path, encoding="utf-8") as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
-                    requests.append(_read_line(line, f"{os.fspath(path)}, line {number}"))
+                    where = f"{os.fspath(path)}, line {number}"
+                    yield where, _read_line(line, where)
     except OSError as error:
         raise InputError(f"{os.fspath(path)}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise InputError(f"{os.fspath(path)}: expected UTF-8 text; got {error}") from None
-    return requests
+
+
+def read_request(line: Mapping[str, Any], where: str) -> Request:
+    """The items of a request's line.
+
+    Raises:
+        InputError: it is not a request.
+    """
+    request = _object(line, where, required=("items",), allowed=_REQUEST_KEYS)
+    if not isinstance(request["items"], list):
+        raise InputError(f"{where}, items: expected a list; got {request['items']!r}")
+    return tuple(_read_item(item, f"{where}, items[{n}]") for n, item in enumerate(request["items"]))
 
 
 def traced_paths(requests: Sequence[Request]) -> list[str]:
@@ -157,7 +193,7 @@ def _as_json(item: Item) -> dict[str, Any]:
     return sizes
 
 
-def _read_line(line: str, where: str) -> Request:
+def _read_line(line: str, where: str) -> Mapping[str, Any]:
     try:
         value = json.loads(line)
     except json.JSONDecodeError as error:
@@ -165,10 +201,9 @@ def _read_line(line: str, where: str) -> Request:
         raise InputError(
             f"{where}: expected a JSON object; got {shown!r} ({error.msg}, column {error.colno})"
         ) from None
-    request = _object(value, where, required=("items",), allowed=("items",))
-    if not isinstance(request["items"], list):
-        raise InputError(f"{where}, items: expected a list; got {request['items']!r}")
-    return tuple(_read_item(item, f"{where}, items[{n}]") for n, item in enumerate(request["items"]))
+    if not isinstance(value, dict):
+        raise InputError(f"{where}: expected a JSON object; got {value!r}")
+    return value
 
 
 def _read_item(value: Any, where: str) -> Item:

@@ -15,18 +15,18 @@ find for greedy's batches, would cost even less, is not known.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
-from tabulate import tabulate
 
-from fxsplit_encoder.config import EncoderConfig, Packing
+from fxsplit_encoder.config import Packing
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.planning.budgets import generate_budgets
+from fxsplit_encoder.planning.budgets import default_budgets
 from fxsplit_encoder.tuning.costs import BatchCosts
 from fxsplit_encoder.tuning.forecast import LadderForecast, forecast
 from fxsplit_encoder.tuning.judge import Judge
+from fxsplit_encoder.tuning.outcome import PathTuning, Tuning
 from fxsplit_encoder.tuning.search import (
     LadderLimits,
     LadderSearch,
@@ -37,83 +37,11 @@ from fxsplit_encoder.tuning.search import (
 )
 from fxsplit_encoder.tuning.trace import Request, batch_loads, trace_demands, traced_paths
 
-_BUDGETS_COLUMN_WIDTH = 24
-
 # Each takes a search of its own.
 _MAX_CUTS = 64
 
 # Each is planned request by request.
 _MAX_JUDGED = 8
-
-
-@dataclass(frozen=True)
-class PathTuning:
-    """The tuned ladder of a path, and powers of two to compare with."""
-
-    tuned: LadderForecast
-    powers_of_two: LadderForecast
-    """`generate_budgets` from the smallest to the largest demand that a budget may serve, without limits."""
-
-
-@dataclass(frozen=True)
-class Tuning:
-    """The tuned ladder of every path; printing it shows them as a table."""
-
-    paths: Mapping[str, PathTuning]
-    unit: str
-    """What costs are counted in."""
-
-    max_items_per_batch: int = 0
-    """The items of a batch that the demands were cut for; 0: it is not known."""
-
-    max_bytes: int | None = None
-    """The memory limit that the ladders keep; None: none."""
-
-    packing: Packing = "cost"
-    """How the manager was taken to pack."""
-
-    host_cost: float = 0.0
-    """What the batches of the tuned ladders cost the host in addition; 0.0 where costs are not times."""
-
-    @property
-    def cost(self) -> float:
-        """Of all demands of all paths, by the tuned ladders, and of the host."""
-        return sum(path.tuned.cost for path in self.paths.values()) + self.host_cost
-
-    @property
-    def ladders(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """The tuned budgets of every path, with its name."""
-        return tuple((name, path.tuned.budgets) for name, path in self.paths.items())
-
-    def to_config(self) -> EncoderConfig:
-        """The settings to capture the ladders with."""
-        budgets = {name: path.tuned.budgets for name, path in self.paths.items()}
-        if budgets.keys() == {"default"}:
-            settings: dict[str, object] = {"token_budgets": budgets["default"]}
-        else:
-            settings = {"paths": {name: {"token_budgets": ladder} for name, ladder in budgets.items()}}
-        if self.max_items_per_batch:
-            settings["max_items_per_batch"] = self.max_items_per_batch
-        if self.max_bytes is not None:
-            settings["max_graph_bytes"] = self.max_bytes
-        if self.packing != "cost":
-            settings["packing"] = self.packing
-        return EncoderConfig(**settings)
-
-    def __str__(self) -> str:
-        headers = ["path", "ladder", "budgets", "graphs", "padding %", "hit %", "cost", "ratio"]
-        rows = [
-            [name, label, *ladder.row(), ladder.cost / path.powers_of_two.cost]
-            for name, path in self.paths.items()
-            for label, ladder in (("tuned", path.tuned), ("powers of 2", path.powers_of_two))
-        ]
-        table = tabulate(
-            rows,
-            headers,
-            floatfmt=("", "", "", "", ".1f", ".1f", ".1f", ".3f"),
-            maxcolwidths=[None, None, _BUDGETS_COLUMN_WIDTH],
-        )
-        return f"Predicted cost of all batches in {self.unit}, and its ratio to that of powers of 2:\n{table}"
 
 
 def tune_trace(
@@ -123,6 +51,7 @@ def tune_trace(
     costs: BatchCosts | Mapping[str, BatchCosts] | None = None,
     packing: Packing = "cost",
     max_items_per_batch: int | None = None,
+    current: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Tuning:
     """The ladders that serve the requests of a trace at the least cost.
 
@@ -142,9 +71,10 @@ def tune_trace(
         packing: how the manager will pack; forecasts are those of its planner.
         max_items_per_batch: items of a batch, at most; no budget is smaller, as `EncoderConfig` demands.
             None: those of the request with the most items.
+        current: the budgets of every path to compare with; None: the default ladders.
 
     Raises:
-        InputError: there are no requests with tokens, or the limits allow no budget.
+        InputError: there are no requests with tokens, or the limits allow no budget, or none pays.
     """
     paths = traced_paths(requests)
     items = max_items_per_batch or max(len(request) for request in requests)
@@ -161,6 +91,7 @@ def tune_trace(
     path_costs = _costs_by_path(costs, paths)
     tunings: list[Tuning] = []
     loads = candidate_budgets([*batch_loads(requests, items), largest], smallest, largest, limits.granularity)
+    loads = _kept(loads, list(path_costs.values()), limits, "any path")
     for cut in _cuts(loads, len(paths), limits):
         demands = trace_demands(requests, maximum=cut, max_items_per_batch=items)
         floor = sum(_floor(demands[path], items, path_costs[path]) for path in paths)
@@ -175,11 +106,19 @@ def tune_trace(
     found = list(dict.fromkeys(tuning.ladders for tuning in sorted(tunings, key=lambda t: t.cost)))
     judged = [judge.forecast(dict(ladders)) for ladders in found[:_MAX_JUDGED]]
     tuned, host_cost = min(judged, key=lambda each: _total(*each))
-    # Powers of two are judged by the batches that they would make themselves: up to the largest.
-    powers, _ = judge.forecast({path: tunings[0].paths[path].powers_of_two.budgets for path in paths})
-    compared = {path: PathTuning(tuned[path], powers[path]) for path in paths}
-    unit = next(iter(path_costs.values())).unit
-    return Tuning(compared, unit, items, limits.max_bytes, packing, host_cost)
+    # Another ladder is judged by the batches that it would make itself: the default one up to the largest.
+    others = current or {path: tunings[0].paths[path].baseline.budgets for path in paths}
+    baseline, baseline_host_cost = judge.forecast(others)
+    return Tuning(
+        {path: PathTuning(tuned[path], baseline[path]) for path in paths},
+        next(iter(path_costs.values())).unit,
+        items,
+        limits.max_bytes,
+        packing,
+        host_cost,
+        "current" if current else "default",
+        baseline_host_cost,
+    )
 
 
 def _total(forecasts: Mapping[str, LadderForecast], host_cost: float) -> float:
@@ -227,6 +166,7 @@ def tune_budgets(
                 f"smallest demand or `minimum`; got {largest}"
             )
         candidates = candidate_budgets(listed, minimum, largest, limits.granularity)
+        candidates = _kept(candidates, [path_costs[path]], limits, f"path {path!r}")
         searches[path] = LadderSearch(
             listed, candidates, path_costs[path], limits.max_graphs, serve_largest=serve_largest
         )
@@ -236,7 +176,7 @@ def tune_budgets(
             path: PathTuning(
                 forecast(ladders[path], demands[path], path_costs[path]),
                 forecast(
-                    generate_budgets(int(search.candidates[0]), int(search.candidates[-1])),
+                    default_budgets(int(search.candidates[0]), int(search.candidates[-1])),
                     demands[path],
                     path_costs[path],
                 ),
@@ -246,6 +186,25 @@ def tune_budgets(
         next(iter(path_costs.values())).unit,
         max_bytes=limits.max_bytes,
     )
+
+
+def _kept(
+    budgets: NDArray[np.int64], costs: Sequence[BatchCosts], limits: LadderLimits, where: str
+) -> NDArray[np.int64]:
+    """The budgets that will be captured, by the costs of one path or another.
+
+    Raises:
+        InputError: none.
+    """
+    if not limits.only_kept:
+        return budgets
+    kept = budgets[np.any([each.keeps(budgets) for each in costs], axis=0)]
+    if not len(kept):
+        raise InputError(
+            f"nothing to gain: of {len(budgets)} sizes that batches have on {where} none would be captured, "
+            "since a replay costs as much as the exact shape; leave token_budgets out"
+        )
+    return kept
 
 
 def _cuts(loads: NDArray[np.int64], num_paths: int, limits: LadderLimits) -> list[int]:

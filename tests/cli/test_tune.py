@@ -11,6 +11,8 @@ from fxsplit_encoder.planning import Item
 from fxsplit_encoder.protocol import EncoderItemSpec
 from fxsplit_encoder.tuning.trace import TraceWriter, read_trace
 
+from ..models.checkpoints import save
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "traces" / "chat_images.jsonl"
 
 
@@ -32,6 +34,8 @@ def test_the_example_becomes_a_configuration(tmp_path: Path) -> None:
     config = EncoderConfig.from_yaml(output)
     assert len(config.token_budgets) == 8
     assert config.token_budgets[-1] <= 4096
+    assert "without costs it is open which budgets a GPU keeps" in result.stdout
+    assert "Nothing to gain but memory: the default ladder (" in result.stdout
     assert all(budget % 32 == 0 for budget in config.token_budgets)
     assert config.max_items_per_batch == 16
     assert config.model_fields_set == {"token_budgets", "max_items_per_batch"}
@@ -40,8 +44,8 @@ def test_the_example_becomes_a_configuration(tmp_path: Path) -> None:
     assert f"wrote {output}" in result.stdout.replace("\n", "")
     assert max(map(len, result.stdout.splitlines()[:-1])) <= 100
     rows = [line.split() for line in result.stdout.splitlines() if line.startswith("default")]
-    ratios = [float(row[-1]) for row in rows]
-    assert ratios[0] < ratios[1] == 1
+    assert [row[1] for row in rows] == ["tuned", "default"]
+    assert 0.98 < float(rows[0][-1]) < 1.02
 
 
 def test_limits_costs_and_paths_end_up_in_the_configuration(tmp_path: Path) -> None:
@@ -93,6 +97,8 @@ def test_wrong_inputs_are_a_line_and_exit_code_2(tmp_path: Path) -> None:
     without_items = write_trace(tmp_path / "without.jsonl", [])
     broken = tmp_path / "broken.jsonl"
     broken.write_text('{"items": []}\n{"items": 3}\n', encoding="utf-8")
+    nothing_pays = tmp_path / "nothing_pays.json"
+    nothing_pays.write_text('{"replay_ms": {"64": 1}, "exact_ms": {"64": 1}}', encoding="utf-8")
     output = tmp_path / "tuned.yaml"
     cases = {
         (tmp_path / "absent.jsonl",): "absent.jsonl: cannot be read: No such file",
@@ -104,6 +110,9 @@ def test_wrong_inputs_are_a_line_and_exit_code_2(tmp_path: Path) -> None:
         (good, "--max-budget", "50"): "maximum: expected at least 100 output tokens",
         (good, "--costs", tmp_path / "absent.json"): "absent.json: cannot be read",
         (good, "-o", tmp_path / "absent" / "x.yaml"): "x.yaml: no such directory",
+        (good, "-o", tmp_path): "a directory; expected the file to write",
+        (good, "--model", "absent"): "--model absent: no such directory or name",
+        (good, "--costs", nothing_pays): "nothing to gain: of 1 sizes",
     }
     for arguments, message in cases.items():
         result = tune("--max-graphs", 2, "-o", output, *arguments)
@@ -114,7 +123,79 @@ def test_wrong_inputs_are_a_line_and_exit_code_2(tmp_path: Path) -> None:
     assert not output.exists()
 
 
-@pytest.mark.parametrize("arguments", [[], ["x"], ["x", "-o", "y"], ["x", "-o", "y", "--max-graphs", "0"]])
+def test_as_json_the_configuration_is_printed(tmp_path: Path) -> None:
+    trace = write_trace(tmp_path / "trace.jsonl", *([EncoderItemSpec(400, n)] for n in (100, 300)))
+    result = tune(trace, "--json")
+    found = json.loads(result.stdout)
+    assert found["config"] == {"token_budgets": [100, 300], "max_items_per_batch": 1}
+    assert found["tuning"]["paths"]["default"]["tuned"]["padding_fraction"] == 0
+    assert found["tuning"]["advice"].startswith("Nothing to gain but memory")
+    text = tune(trace).stdout
+    assert "token_budgets: [100, 300]" in text and "wrote" not in text
+
+
+RECORDED = {
+    "run": {
+        "tower": "Tower",
+        "device": "GPU",
+        "dtype": "bfloat16",
+        "versions": {},
+        "config": {},
+        "max_items_per_batch": 1,
+        "max_frames_per_batch": 0,
+        "paths": {
+            "default": {
+                "budgets": [64, 512, 1024],
+                "captures": [{"budget": b, "mode": "full", "num_bytes": 1} for b in (64, 512)],
+                "not_kept": [1024],
+                "costs": {
+                    "replay_ms": {"64": 1.0, "512": 4.5},
+                    "exact_ms": {"64": 6.0, "512": 6.0, "1024": 9.0},
+                    "not_kept_from": 1024,
+                },
+            }
+        },
+    }
+}
+
+
+def test_a_recorded_run_brings_its_costs_and_its_captures(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(json.dumps(RECORDED) + "\n", encoding="utf-8")
+    write_trace(trace, *([EncoderItemSpec(n, n)] for n in (100, 300, 2000) * 5))
+    found = json.loads(tune(trace, "--json").stdout)
+    assert found["costs"] == "measured by the recorded run"
+    assert found["tuning"]["unit"] == "ms" and "notes" not in found
+    (path,) = found["tuning"]["paths"].values()
+    assert path["tuned"]["budgets"] == [100, 300]  # 2000 would not be kept
+    assert (found["tuning"]["baseline"], path["baseline"]["budgets"]) == ("current", [64, 512])
+    assert "less than the current ladder (2 graphs)" in found["tuning"]["advice"]
+
+
+def test_costs_are_measured_on_a_gpu_alone(tmp_path: Path) -> None:
+    trace = write_trace(tmp_path / "trace.jsonl", [EncoderItemSpec(400, 100)])
+    result = tune(trace, "--model", save(tmp_path / "qwen", "qwen2_vl")[1], "--device", "cpu")
+    assert result.exit_code == 2
+    assert "--model: costs are measured on a GPU; expected --device cuda; got cpu" in result.stderr
+
+
+def test_measured_costs_are_written_and_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU measures is stood in for; the file, and what is made of it, are real."""
+    measured = RECORDED["run"]["paths"]["default"]["costs"]
+    monkeypatch.setattr(
+        "fxsplit_encoder.cli.costs.measure_costs",
+        lambda chosen, file: file.write_text(json.dumps({"default": measured}), encoding="utf-8"),
+    )
+    trace = write_trace(tmp_path / "trace.jsonl", *([EncoderItemSpec(n, n)] for n in (100, 2000)))
+    model = save(tmp_path / "qwen", "qwen2_vl")[1]
+    result = tune(trace, "--model", model, "--device", "cpu", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["costs"] == str(tmp_path / "trace.costs.json")
+    assert found["config"]["token_budgets"] == [100]
+
+
+@pytest.mark.parametrize("arguments", [[], ["x"], ["x", "-o", "y"], ["x", "--max-graphs", "0"]])
 def test_wrong_usage_is_exit_code_2(arguments: list[str]) -> None:
     assert tune(*arguments).exit_code == 2
 

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.errors import InputError, ReplayError
 from fxsplit_encoder.planning import CaptureKey
+from fxsplit_encoder.tuning.recording import read_run
 from fxsplit_encoder.tuning.trace import read_trace
 
 Grid = tuple[int, int, int]
@@ -421,6 +422,59 @@ def test_every_request_is_a_line_of_the_trace(tiny_towers: Any, make_batch: Any,
     sizes = [[(item.spec.input_size, item.spec.output_tokens) for item in request] for request in read]
     assert sizes == [[(16, 4), (4, 1), (24, 6)], [], [(8, 2)]]
     assert [tuple(item.segments for item in request) for request in read] == [(1, 1, 3), (), (1,)]
+    (run,), requests = read_run(tmp_path / "trace.jsonl")
+    assert (run.tower, run.device, run.dtype) == ("Qwen3VLVisionModel", "CPU", "float32")
+    assert run.config == {"mode": "none", "token_budgets": [4, 16], "max_items_per_batch": 2}
+    assert run.paths["default"].budgets == (4, 16) and run.paths["default"].captures == ()
+    served = [batch.paths["default"] for request in requests for batch in request.batches]
+    assert {path.result for path in served} == {"disabled"}
+
+
+def test_the_trace_tells_how_requests_were_served(tiny_towers: Any, make_batch: Any, tmp_path: Any) -> None:
+    config = fx.EncoderConfig(token_budgets=(4, 16), max_items_per_batch=2, mode="breakable")  # no trace
+    manager = fx.EncoderCudaGraphManager(tiny_towers.wrapped, config)
+    manager.record_trace(tmp_path / "trace.jsonl")
+    manager.execute(make_batch([(1, 4, 4)]))
+    manager.capture()
+    manager.execute(make_batch([(1, 4, 4), (1, 8, 8)]))
+    manager.execute(make_batch([(1, 16, 16)]))
+    runs, requests = read_run(tmp_path / "trace.jsonl")
+    assert [[c.budget for c in run.paths["default"].captures] for run in runs] == [[], [4, 16]]
+    assert all(capture.num_bytes > 0 for capture in runs[1].paths["default"].captures)
+    assert runs[1].paths["default"].costs is None, "without a GPU nothing is measured"
+    served = [
+        [(b.items, p.tokens, p.budget, p.result, p.eager) for b in request.batches for p in b.paths.values()]
+        for request in requests
+    ]
+    assert served == [
+        [((0,), 4, None, "not_captured", True)],
+        [((0,), 4, 4, "hit", False), ((1,), 16, 16, "hit", False)],
+        [((0,), 64, None, "over_largest_budget", True)],
+    ]
+    stats = manager.stats()
+    assert (stats.hits, dict(stats.misses)) == (
+        2,
+        {fx.MissReason.NOT_CAPTURED: 1, fx.MissReason.OVER_LARGEST_BUDGET: 1},
+    )
+    assert all(request.host_ms > 0 for request in requests)
+
+
+def test_an_extent_that_is_exceeded_is_told_as_it_was_served(
+    tiny_towers: Any, make_batch: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = fx.EncoderConfig(token_budgets=(16,), max_items_per_batch=1, mode="breakable")
+    manager = fx.EncoderCudaGraphManager(tiny_towers.wrapped, config)
+    manager.capture()
+    manager.record_trace(tmp_path / "trace.jsonl")
+
+    def load(self: Any, values: Any, rows: int) -> None:
+        raise ReplayError("too large")
+
+    monkeypatch.setattr("fxsplit_encoder.capture.forward.CapturedForward.load", load)
+    manager.execute(make_batch([(1, 4, 4)]))
+    (served,) = read_run(tmp_path / "trace.jsonl").requests[0].batches
+    assert served.paths["default"].result == "extent_exceeded"
+    assert (served.paths["default"].budget, served.paths["default"].eager) == (None, True)
 
 
 # --- inputs

@@ -48,6 +48,23 @@ def test_the_planner_prices_batches_by_the_same_curves(points: dict[int, float],
         assert path_costs.exact_curve.at(count) == pytest.approx(float(curve(count)))
 
 
+def test_costs_are_read_as_they_were_written(tmp_path: Path) -> None:
+    costs = BatchCosts.measured({64: 1.0, 256: 2.0}, {64: 5.0}, not_kept_from=512)
+    file = tmp_path / "costs.json"
+    file.write_text(json.dumps(costs.as_dict()), encoding="utf-8")
+    assert read_costs(file) == costs
+    file.write_text(json.dumps({**costs.as_dict(), "not_kept_from": True}), encoding="utf-8")
+    with pytest.raises(InputError, match="not_kept_from: expected output tokens; got True"):
+        read_costs(file)
+
+
+def test_budgets_are_kept_where_a_replay_gains() -> None:
+    costs = BatchCosts.measured({100: 1.0, 200: 2.0}, {100: 2.0, 200: 2.04})
+    assert costs.keeps(np.array([50, 100, 150, 200])).tolist() == [True, True, True, False]
+    measured = BatchCosts.measured({100: 1.0, 200: 2.0}, {100: 9.0}, not_kept_from=150)
+    assert measured.keeps(np.array([100, 150, 200])).tolist() == [True, False, False]
+
+
 def test_by_default_the_exact_shape_has_the_larger_fixed_cost() -> None:
     costs = BatchCosts()
     np.testing.assert_allclose(costs.replay([64, 4096]), [128, 4160])

@@ -94,7 +94,7 @@ BAD = {
     "{": "expected a JSON object; got '{'",
     "[]": "expected a JSON object; got []",
     "{}": "expected the key 'items'; got no keys",
-    '{"items": [], "time": 3}': "expected only the keys items; got 'time'",
+    '{"items": [], "time": 3}': "expected only the keys items, batches, host_ms; got 'time'",
     '{"items": 3}': "items: expected a list; got 3",
     '{"items": [3]}': "items[0]: expected a JSON object; got 3",
     '{"items": [{"input_size": 4}]}': "items[0]: expected the key 'output_tokens'; got input_size",

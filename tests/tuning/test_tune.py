@@ -2,6 +2,7 @@ import itertools
 import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from fxsplit_encoder.config import Packing
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.planning import CostModel
-from fxsplit_encoder.planning.budgets import generate_budgets
+from fxsplit_encoder.planning.budgets import default_budgets
 from fxsplit_encoder.planning.costs import HOST_MS_PER_BATCH
 from fxsplit_encoder.planning.items import Item
 from fxsplit_encoder.planning.limits import Limits
@@ -72,7 +73,8 @@ def images(rng: random.Random, num_requests: int) -> list[Request]:
 @settings(max_examples=60)
 @given(demand_lists, st.integers(1, 4), cost_models)
 def test_no_ladder_of_any_sizes_costs_less(demands: list[int], max_graphs: int, costs: BatchCosts) -> None:
-    tuned = tune_budgets({"default": demands}, LadderLimits(max_graphs), costs=costs).paths["default"].tuned
+    tuned = tune_budgets({"default": demands}, LadderLimits(max_graphs, only_kept=False), costs=costs)
+    tuned = tuned.paths["default"].tuned
     assert len(tuned.budgets) <= max_graphs
     assert tuned.cost == pytest.approx(cost_of(tuned.budgets, demands, costs))
     best = min(cost_of(ladder, demands, costs) for ladder in ladders(max(demands), max_graphs))
@@ -92,7 +94,9 @@ def test_no_ladder_within_the_memory_costs_less(
 
     def tune() -> tuple[int, ...]:
         tuning = tune_budgets(
-            {"default": demands}, LadderLimits(max_graphs, max_bytes=max_bytes, memory=memory), costs=costs
+            {"default": demands},
+            LadderLimits(max_graphs, max_bytes=max_bytes, memory=memory, only_kept=False),
+            costs=costs,
         )
         return tuning.paths["default"].tuned.budgets
 
@@ -135,7 +139,7 @@ def test_paths_share_the_memory_at_the_least_cost_together(
         return
     tuning = tune_budgets(
         {"a": first, "b": second},
-        LadderLimits(2, max_bytes=max_bytes, memory=memory),
+        LadderLimits(2, max_bytes=max_bytes, memory=memory, only_kept=False),
         costs={"a": first_costs, "b": second_costs},
     )
     a, b = (tuning.paths[name].tuned.budgets for name in ("a", "b"))
@@ -146,19 +150,19 @@ def test_paths_share_the_memory_at_the_least_cost_together(
 
 @settings(max_examples=50)
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=60), st.booleans())
-def test_powers_of_two_are_never_better_and_more_graphs_never_worse(
+def test_the_default_ladder_is_never_better_and_more_graphs_never_worse(
     demands: list[int], serve_largest: bool
 ) -> None:
-    reference = generate_budgets(min(demands), max(demands))
+    reference = default_budgets(min(demands), max(demands))
     previous = math.inf
-    for max_graphs in range(1, len(reference) + 1):
+    for max_graphs in sorted({1, 2, 3, 5, 8, len(reference)}):
         tuning = tune_budgets({"default": demands}, LadderLimits(max_graphs), serve_largest=serve_largest)
         tuned = tuning.paths["default"].tuned
         assert tuned.cost <= previous * (1 + 1e-9)
         previous = tuned.cost
         if serve_largest:
             assert tuned.budgets[-1] == max(demands)
-    powers = tuning.paths["default"].powers_of_two
+    powers = tuning.paths["default"].baseline
     assert powers.budgets == tuple(reference)
     assert tuned.cost <= powers.cost * (1 + 1e-9)
 
@@ -182,7 +186,7 @@ def test_equal_demands_need_one_graph() -> None:
 
 def test_a_graph_that_gains_nothing_is_not_taken() -> None:
     free_exact_shapes = BatchCosts(RisingCurve.linear(64), RisingCurve.linear(1))
-    tuned = tune_budgets({"default": [10, 20, 30]}, LadderLimits(3), costs=free_exact_shapes)
+    tuned = tune_budgets({"default": [10, 20, 30]}, LadderLimits(3, only_kept=False), costs=free_exact_shapes)
     assert len(tuned.paths["default"].tuned.budgets) == 1
     assert tuned.paths["default"].tuned.hit_fraction == 0.0
 
@@ -230,7 +234,7 @@ def test_what_is_reported_is_what_the_manager_will_plan(
     path = tuning.paths["default"]
     if most is not None:
         assert memory.num_bytes(path.tuned.budgets[-1], len(path.tuned.budgets)) <= most
-    for ladder in (path.tuned, path.powers_of_two):
+    for ladder in (path.tuned, path.baseline):
         limits = Limits({"default": ladder.budgets}, tuning.max_items_per_batch, 0)
         model = CostModel({("default", ()): BatchCosts().of_ladder(ladder.budgets)})
         plans = [build_plan(r, limits, packing=packing, costs=model) for r in requests]
@@ -306,7 +310,7 @@ def test_no_ladder_costs_less_for_the_batches_that_greedy_packing_makes_with_it(
         patch.setattr(tune, "Judge", RecordingJudge)
         tuned = tune_trace(
             requests,
-            LadderLimits(max_graphs, max_bytes=max_bytes, maximum=largest, memory=memory),
+            LadderLimits(max_graphs, max_bytes=max_bytes, maximum=largest, memory=memory, only_kept=False),
             max_items_per_batch=max_items,
             costs=costs,
         ).paths["default"]
@@ -322,7 +326,7 @@ def test_a_largest_budget_below_the_largest_request_is_found() -> None:
     tuning = tune_trace(requests, LadderLimits(2)).paths["default"]
     assert tuning.tuned.budgets == (100, 200)
     assert tuning.tuned.hit_fraction == 10 / 11
-    assert tuning.powers_of_two.budgets == (100, 200, 400, 800, 1000)
+    assert tuning.baseline.budgets == tuple(default_budgets(100, 1000))
 
 
 def test_memory_is_better_spent_on_the_largest_budget_or_on_more_graphs() -> None:
@@ -363,11 +367,9 @@ def test_every_path_gets_a_ladder() -> None:
         "global": (272, 544),
         "local": (100, 300),
     }
-    assert [line.split()[0] for line in str(tuning).splitlines()[3:]] == [
-        "global",
-        "global",
-        "local",
-        "local",
+    rows = [line.split() for line in str(tuning).splitlines()[3:]]
+    assert [row[:2] for row in rows if row[0] in ("global", "local")] == [
+        [name, ladder] for name in ("global", "local") for ladder in ("tuned", "default")
     ]
     # Each as if it were alone.
     for path, demands in trace_demands(requests, maximum=544, max_items_per_batch=2).items():
@@ -384,15 +386,73 @@ def test_the_settings_hold_the_limits() -> None:
 
 def test_printing_shows_both_ladders() -> None:
     measured = BatchCosts.measured({64: 1.0, 1024: 10.6}, {64: 6.0, 1024: 15.6})
-    title, header, _, *rows = str(
-        tune_budgets({"default": [100, 300, 1000]}, LadderLimits(2), costs=measured)
-    ).splitlines()
-    assert "in ms" in title
+    tuning = tune_budgets({"default": [100, 300, 1000]}, LadderLimits(2), costs=measured)
+    title, header, _, tuned, default, *_ = str(tuning).splitlines()
+    assert title == "Predicted cost of all batches in ms, and its ratio to that of the default ladder:"
     assert header.split() == "path ladder budgets graphs padding % hit % cost ratio".split()
-    assert [row.split() for row in rows] == [
-        "default tuned 300, 1000 2 12.5 100.0 17.1 1.062".split(),
-        "default powers of 2 100, 200, 400, 800, 1000 5 6.7 100.0 16.1 1.000".split(),
-    ]
+    assert tuned.split()[:8] == "default tuned 300, 1000 2 12.5 100.0 17.1".split()
+    assert default.split()[:7] == "default default 100, 125, 150, 175, 200,".split()
+    assert default.split()[7:] == "14 0.0 100.0 15.1 1.000".split()
+
+
+# --- whether it is worth it
+
+
+NEARLY_EQUAL = BatchCosts(
+    RisingCurve(((0, 10.0), (1000, 1010.0))), RisingCurve(((0, 200.0), (500, 520.0), (1000, 1025.0)))
+)
+"""At 500 tokens and more a replay gains less than 2 %."""
+
+
+@pytest.mark.parametrize("granularity", [1, 16])
+def test_only_budgets_that_will_be_captured_are_proposed(granularity: int) -> None:
+    requests = [request(tokens) for tokens in range(50, 1000, 50)]
+    everything = LadderLimits(30, granularity=granularity, only_kept=False)
+    tuned = tune_trace(requests, everything, costs=NEARLY_EQUAL).paths["default"].tuned
+    assert tuned.budgets[-1] > 900
+    kept = tune_trace(requests, replace(everything, only_kept=True), costs=NEARLY_EQUAL).paths["default"]
+    assert 400 < kept.tuned.budgets[-1] < 500
+    for budget in kept.tuned.budgets:
+        assert float(NEARLY_EQUAL.exact(budget)) > 1.02 * float(NEARLY_EQUAL.replay(budget))
+    assert kept.tuned.cost < 1.02 * tuned.cost
+
+
+def test_what_auto_did_not_keep_when_it_measured_is_not_proposed() -> None:
+    points = {64: 1.0, 1024: 10.6}
+    costs = BatchCosts.measured(points, {64: 6.0, 1024: 15.6}, not_kept_from=300)
+    tuned = tune_trace([request(100)] * 3 + [request(300), request(900)], LadderLimits(4), costs=costs)
+    assert tuned.paths["default"].tuned.budgets == (100,)
+
+
+def test_a_trace_that_no_capture_serves_faster_says_so() -> None:
+    costs = BatchCosts.measured({64: 1.0, 1024: 10.0}, {64: 1.0, 1024: 10.0})
+    with pytest.raises(InputError, match=r"nothing to gain: of 1 sizes .* none would be captured"):
+        tune_trace([request(100)], LadderLimits(2), costs=costs)
+
+
+def test_advice_compares_with_the_default_ladder() -> None:
+    odd = [request(tokens) for tokens in (64, 161, 321)] * 9
+    gains = tune_trace(odd, LadderLimits(8))
+    default = f"the default ladder ({len(default_budgets(64, 321))} graphs)"
+    assert gains.gain >= 0.02
+    assert gains.advice == f"Use it: predicted to cost {gains.gain:.1%} less than {default}."
+    worse = tune_trace(odd, LadderLimits(1))
+    assert worse.gain < -0.02
+    assert worse.advice.startswith(f"Nothing to gain: {default} is predicted to cost less")
+    same = tune_trace([request(64)] * 9 + [request(128)] * 9, LadderLimits(8))
+    assert same.gain == 0
+    as_much = "the default ladder (5 graphs) costs as much"
+    assert same.advice == f"Nothing to gain but memory: {as_much}; the tuned one has 2."
+
+
+def test_advice_compares_with_the_current_ladder() -> None:
+    requests = [request(100)] * 9
+    same = tune_trace(requests, LadderLimits(2), current={"default": (100,)})
+    assert same.advice == "Nothing to gain: the current ladder (1 graphs) costs as much. Keep it."
+    better = tune_trace(requests, LadderLimits(2), current={"default": (200,)})
+    assert better.paths["default"].baseline.budgets == (200,)
+    assert better.gain == pytest.approx(1 - 164 / 264)
+    assert "default  current         200" in str(better)
 
 
 def test_a_demand_takes_a_few_array_operations() -> None:

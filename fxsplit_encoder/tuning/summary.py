@@ -1,0 +1,274 @@
+"""What a recorded run comes to: which budgets served, what missed and why, and where the time went."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from fxsplit_encoder.tuning.costs import BatchCosts, parse_costs
+from fxsplit_encoder.tuning.recording import RecordedRun, RunRecord, ServedPath, ServedRequest
+
+_SLOWEST = 10
+_SERVED = ("hit", "skipped")
+
+IN_REPLAYS, IN_PADDING = "replays, for items", "replays, for padding"
+AT_EXACT_SHAPE, EAGERLY = "compiled, at the exact shape", "eager"
+PLACES = (IN_REPLAYS, IN_PADDING, AT_EXACT_SHAPE, EAGERLY)
+"""Where time goes on the device."""
+
+
+@dataclass
+class BudgetUse:
+    """What one captured budget of a path did."""
+
+    path: str
+    budget: int
+    mode: str = ""
+    """How it is captured; empty: at the exact size of a token count that recurred."""
+    num_bytes: int | None = None
+    replays: int = 0
+    tokens: int = 0
+    """Output tokens of items, over all replays."""
+    cost: float = 0.0
+    """Of all replays, in the run's unit."""
+
+    @property
+    def padding_fraction(self) -> float:
+        """The share of padding in what was replayed; 0.0 before the first replay."""
+        return 1 - self.tokens / (self.budget * self.replays) if self.replays else 0.0
+
+
+@dataclass(frozen=True)
+class SlowRequest:
+    """One of the requests that took longest."""
+
+    number: int
+    """Its place in the trace, from 1."""
+    items: int
+    tokens: int
+    batches: int
+    results: str
+    cost: float
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """The figures of a recorded run."""
+
+    run: RunRecord
+    """What served last."""
+    num_runs: int
+    """How often it changed what served, the first included."""
+    unit: str
+    """What costs are counted in: "ms", predicted from what was measured, or output "tokens"."""
+    requests: int
+    items: int
+    misses: Mapping[str, int]
+    """Items that fell back on some path, by reason, most first."""
+    budgets: tuple[BudgetUse, ...]
+    places: Mapping[str, float]
+    """Costs by where they arose, of `PLACES`."""
+    host_ms: Mapping[str, float]
+    """Milliseconds that a call kept its thread: "median", "p90" and "total"."""
+    sizes: tuple[tuple[int, int, int], ...]
+    """(from, to, how many) output tokens of items, in ranges of doubling width."""
+    slowest: tuple[SlowRequest, ...] = field(default=())
+
+    @property
+    def hit_fraction(self) -> float:
+        """The share of items that replays alone served."""
+        return 1 - sum(self.misses.values()) / self.items if self.items else 0.0
+
+    @property
+    def padding_fraction(self) -> float:
+        """The share of padding in the tokens of all replays."""
+        replayed = sum(use.budget * use.replays for use in self.budgets)
+        return 1 - sum(use.tokens for use in self.budgets) / replayed if replayed else 0.0
+
+    @property
+    def advice(self) -> tuple[str, ...]:
+        """What to do about what stands out; empty: nothing does."""
+        return tuple(_advice(self))
+
+    def as_dict(self) -> dict[str, Any]:
+        """The figures as plain values that JSON can hold."""
+        return {
+            "requests": self.requests,
+            "items": self.items,
+            "hit_fraction": self.hit_fraction,
+            "padding_fraction": self.padding_fraction,
+            "misses": dict(self.misses),
+            "unit": self.unit,
+            "places": dict(self.places),
+            "host_ms": dict(self.host_ms),
+            "budgets": [{**asdict(use), "padding_fraction": use.padding_fraction} for use in self.budgets],
+            "sizes": [list(each) for each in self.sizes],
+            "slowest": [asdict(each) for each in self.slowest],
+            "advice": list(self.advice),
+            "run": self.run.model_dump(mode="json"),
+        }
+
+
+def summarize(recorded: RecordedRun) -> RunSummary:
+    """The figures of a recorded run. Where captures changed in between, budgets are those of all of them."""
+    pricing = _Pricing(recorded)
+    uses = {
+        (name, capture.budget): BudgetUse(name, capture.budget, capture.mode, capture.num_bytes)
+        for run in recorded.runs
+        for name, path in run.paths.items()
+        for capture in path.captures
+    }
+    places = dict.fromkeys(PLACES, 0.0)
+    misses: Counter[str] = Counter()
+    for request in recorded.requests:
+        for batch in request.batches:
+            for name, path in batch.paths.items():
+                _count(name, path, pricing.cost(name, path), uses, places)
+            missed = [path.result for path in batch.paths.values() if path.result not in _SERVED]
+            if missed:
+                misses[missed[0]] += len(batch.items)
+    return RunSummary(
+        recorded.runs[-1],
+        len(recorded.runs),
+        pricing.unit,
+        len(recorded.requests),
+        sum(len(request.items) for request in recorded.requests),
+        dict(misses.most_common()),
+        tuple(uses[key] for key in sorted(uses)),
+        places,
+        _host(recorded.requests),
+        tuple(_sizes(recorded.requests)),
+        tuple(_slowest(recorded.requests, pricing)),
+    )
+
+
+class _Pricing:
+    """What served paths cost: in milliseconds where all of them are known, else in output tokens."""
+
+    def __init__(self, recorded: RecordedRun) -> None:
+        self._curves: dict[str, BatchCosts] = {
+            name: parse_costs(path.costs, f"costs of path {name}")
+            for run in recorded.runs
+            for name, path in run.paths.items()
+            if path.costs is not None
+        }
+        known = all(
+            path.result == "skipped" or path.milliseconds is not None or name in self._curves
+            for request in recorded.requests
+            for batch in request.batches
+            for name, path in batch.paths.items()
+        )
+        self.unit = "ms" if known and self._curves else "tokens"
+
+    def cost(self, name: str, path: ServedPath) -> float:
+        """Of one path of one batch."""
+        if path.result == "skipped":
+            return 0.0
+        if self.unit == "tokens":
+            return float(path.budget or path.tokens)
+        if path.milliseconds is not None:
+            return path.milliseconds
+        costs = self._curves[name]
+        return costs.replay.at(path.budget) if path.budget else costs.exact.at(path.tokens)
+
+
+def _count(
+    name: str,
+    path: ServedPath,
+    cost: float,
+    uses: dict[tuple[str, int], BudgetUse],
+    places: dict[str, float],
+) -> None:
+    """Adds one path of one batch to the budget that served it, and to where its time went."""
+    if path.result == "skipped":
+        return
+    if path.budget is None:
+        places[EAGERLY if path.eager else AT_EXACT_SHAPE] += cost
+        return
+    use = uses.setdefault((name, path.budget), BudgetUse(name, path.budget))
+    use.replays += 1
+    use.tokens += path.tokens
+    use.cost += cost
+    share = path.tokens / path.budget if path.budget else 1.0
+    places[IN_REPLAYS] += cost * share
+    places[IN_PADDING] += cost * (1 - share)
+
+
+def _host(requests: Sequence[ServedRequest]) -> dict[str, float]:
+    times = sorted(request.host_ms for request in requests)
+    p90 = times[math.ceil(0.9 * len(times)) - 1]
+    return {"median": statistics.median(times), "p90": p90, "total": sum(times)}
+
+
+def _sizes(requests: Sequence[ServedRequest]) -> Iterator[tuple[int, int, int]]:
+    """How many items have 1, 2 to 3, 4 to 7, ... output tokens, from the smallest to the largest."""
+    counts = Counter(
+        item.spec.output_tokens.bit_length()
+        for request in requests
+        for item in request.items
+        if item.spec.output_tokens
+    )
+    for bits in range(min(counts, default=1), max(counts, default=0) + 1):
+        yield 1 << (bits - 1), (1 << bits) - 1, counts[bits]
+
+
+def _slowest(requests: Sequence[ServedRequest], pricing: _Pricing) -> Iterator[SlowRequest]:
+    costs = [
+        sum(pricing.cost(name, path) for batch in request.batches for name, path in batch.paths.items())
+        for request in requests
+    ]
+    for index in sorted(range(len(requests)), key=lambda n: -costs[n])[:_SLOWEST]:
+        request = requests[index]
+        results = Counter(path.result for batch in request.batches for path in batch.paths.values())
+        tokens = sum(item.spec.output_tokens for item in request.items)
+        yield SlowRequest(
+            index + 1,
+            len(request.items),
+            tokens,
+            len(request.batches),
+            ", ".join(f"{count} {result}" for result, count in results.most_common()),
+            costs[index],
+        )
+
+
+# --- what to do
+
+_MUCH = 0.1
+_WHAT_TO_DO = {
+    "over_largest_budget": "add a larger budget, or let `encoder-cg tune` choose",
+    "too_many_frames": "raise max_frames_per_batch",
+    "too_many_segments": "raise max_items_per_batch or max_frames_per_batch",
+    "not_captured": "call capture() before the first request; notes say which budgets were dropped",
+    "disabled": "captures are switched off by `enabled: false` or `mode: none`",
+    "exact_is_faster": "nothing: the exact shape was measured to be as fast",
+    "eager_is_faster": "nothing: the eager forward was measured to be faster",
+    "unsupported_input": "the tower captures nothing for these inputs",
+    "extent_exceeded": "raise max_items_per_batch or max_frames_per_batch",
+    "padding_unproved": "see `encoder-cg inspect`: it names the line of code that mixes rows",
+    "unsupported_graph": "see `encoder-cg inspect`: the graph draws random numbers or attends elsewhere",
+    "static_shape": "the graph was traced for one shape: mark its first dimension as dynamic",
+    "new_shape": "nothing, if sizes recur: with `mode: exact` a size is captured once it has come often",
+}
+
+
+def what_to_do(reason: str) -> str:
+    """What helps against misses of one reason."""
+    return _WHAT_TO_DO.get(reason, "")
+
+
+def _advice(summary: RunSummary) -> Iterator[str]:
+    for reason, count in summary.misses.items():
+        if count >= _MUCH * summary.items:
+            yield f"{count / summary.items:.0%} of the items missed as {reason}: {what_to_do(reason)}."
+    total = sum(summary.places.values())
+    if total and summary.places[IN_PADDING] >= _MUCH * total:
+        share = summary.places[IN_PADDING] / total
+        yield f"{share:.0%} of the work is padding: `encoder-cg tune` finds budgets for this trace."
+    unused = [use for use in summary.budgets if use.mode and not use.replays]
+    if unused:
+        held = sum(use.num_bytes or 0 for use in unused) / 2**20
+        yield f"{len(unused)} of {len(summary.budgets)} budgets served nothing ({held:.1f} MiB)."
