@@ -43,7 +43,7 @@ class EncoderItemSpec:
     """Another spelling of `path_output_tokens["local"]`."""
 
     def __post_init__(self) -> None:
-        if self.global_output_tokens is not None or self.local_output_tokens is not None:
+        if self.global_output_tokens or self.local_output_tokens:  # vLLM 0.26 says 0 of both for one path
             spelled = {"global": self.global_output_tokens or 0, "local": self.local_output_tokens or 0}
             object.__setattr__(self, "path_output_tokens", {**self.path_output_tokens, **spelled})
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import re
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+_COLLECTIVE = re.compile("all_?reduce|all_?gather|reduce_?scatter|all_?to_?all")
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -24,13 +28,33 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def is_collective(op: Any) -> bool:
-    """Whether an operator is a functional collective, whose result may come after the call."""
-    return getattr(op, "namespace", None) == "_c10d_functional"
+    """Whether an operator is one of torch's collectives, whose result may come after the call."""
+    return getattr(op, "namespace", None) in ("_c10d_functional", "c10d")
 
 
-def wait_for(tensor: Tensor) -> None:
-    """Waits for the result of a collective. Public ones wait by themselves, but traced graphs hold these."""
-    torch.ops._c10d_functional.wait_tensor(tensor)
+@functools.cache
+def calls_other_ranks(op: Any) -> bool:
+    """Whether an operator is a collective of torch, or of another library by its name."""
+    namespace = getattr(op, "namespace", "aten")
+    return is_collective(op) or (namespace != "aten" and _COLLECTIVE.search(op.name()) is not None)
+
+
+def wait_for(result: Any) -> None:
+    """Waits for the result of a collective: a tensor of a functional one, or a handle beside the tensors.
+    Public functions wait by themselves, but what is recorded or traced are the operators.
+    """
+    if isinstance(result, torch.Tensor):
+        torch.ops._c10d_functional.wait_tensor(result)
+        return
+    for each in result if isinstance(result, list | tuple) else [result]:
+        if isinstance(each, torch.ScriptObject):
+            handle: Any = each
+            handle.wait()
+
+
+def num_ranks() -> int:
+    """How many ranks there are; 1 where nobody has started any."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, ParamSpec, Self, TypeVar
 
@@ -24,6 +24,7 @@ from fxsplit_encoder._torch.dispatch import (
     schema_of,
     tree_leaves,
 )
+from fxsplit_encoder._torch.distributed import calls_other_ranks, num_ranks
 from fxsplit_encoder.attention import varlen_attention
 from fxsplit_encoder.capture.breaks import RecordedBreak
 from fxsplit_encoder.capture.eager_attention import LiveSegments, break_at_attention, masked_attention
@@ -111,6 +112,8 @@ class BreakableCUDAGraphCapture(SegmentedCapture):
         breaks: False: nothing breaks (mode "full").
         live: where eager attention finds the true segments of a padded batch at a replay; rows outside every
             segment of `fxsplit::varlen_attention` are then zero. None: nothing is padded.
+        is_alone: whether collectives are refused, if there are other ranks: nobody sees to it that they
+            capture the same.
     """
 
     def __init__(
@@ -120,9 +123,11 @@ class BreakableCUDAGraphCapture(SegmentedCapture):
         splitting_ops: Sequence[str] = DEFAULT_SPLITTING_OPS,
         breaks: bool = True,
         live: LiveSegments | None = None,
+        is_alone: bool = False,
     ) -> None:
         super().__init__(GraphPool(_default_device()) if pool is None else pool)
         self.breaks = breaks
+        self._is_alone = is_alone
         self._is_padded = live is not None
         self._live = live if live is not None else LiveSegments()
         self._targets = splitting_targets(splitting_ops)
@@ -197,6 +202,8 @@ class BreakableCUDAGraphCapture(SegmentedCapture):
         if not self._is_recording:
             return op(*args, **kwargs)
         self.running = op.name()
+        if self._is_alone and calls_other_ranks(op):
+            refuse_collectives([op.name()])
         if op is varlen_attention and op in self._targets:
             return self._run_attention(args, kwargs)
         if op in self._targets and self.breaks:
@@ -247,6 +254,16 @@ class _EveryOp(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._capture.run_op(func, args, kwargs or {})
+
+
+def refuse_collectives(ops: Iterable[str]) -> None:
+    """Raises CaptureError for ops that other ranks have to call as well, where there are others."""
+    names = ", ".join(ops)
+    if names and num_ranks() > 1:
+        raise CaptureError(
+            f"it calls other ranks ({names}), and nothing says which of them capture the same; pass the "
+            "process_group of the ranks that share the weights"
+        )
 
 
 def _default_device() -> torch.device:

@@ -61,6 +61,7 @@ class CapturedForward:
                 splitting_ops=request.splitting_ops,
                 breaks=mode == "breakable",
                 live=None if self.rows is None else self.live,
+                is_alone=request.is_alone,
             )
         )
         self._body = request.body

@@ -80,6 +80,8 @@ class BudgetLadder:
         mode: "auto", "full", "piecewise" or "breakable".
         measured: whether every way of running is timed, to choose by it; only on a device.
         attention_ms: what attention takes over one segment as long as a budget, as far as it is known.
+        agree: for a forward with collectives, whose ranks capture the same budgets in the same modes: whether
+            every rank says yes.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class BudgetLadder:
         *,
         measured: bool = True,
         attention_ms: Callable[[int], float] = lambda budget: 0.0,
+        agree: Callable[[bool], bool] = bool,
     ) -> None:
         self.pool = pool
         self.mode = mode
@@ -108,6 +111,7 @@ class BudgetLadder:
         self._capture_ms: list[float] = []
         self._request = request
         self._attention_ms = attention_ms
+        self._agree = agree
         self._num_bytes: Counter[int] = Counter()
 
     def capture(self, budget: int) -> CapturedForward | None:
@@ -169,7 +173,7 @@ class BudgetLadder:
         self.costs.clear()
 
     def _capture(self, budget: int) -> None:
-        request = self._request(budget)
+        request = self._agreed_request(budget)
         if not (self.measured and self.pool.is_cuda):
             self.captured.update((budget, each) for each in self._record_first(budget, request).values())
             return
@@ -177,6 +181,21 @@ class BudgetLadder:
         self.costs[budget] = costs
         if request.single_segment is not None and budget in self.captured:
             self._capture_single_segment(budget, request.single_segment(), costs)
+
+    def _agreed_request(self, budget: int) -> CaptureRequest:
+        """What one rank alone cannot do must show before its forward runs: inside, others would wait for it.
+
+        Raises:
+            CaptureError: this rank or another has none of this size.
+        """
+        try:
+            request = self._request(budget)
+        except (CaptureError, torch.OutOfMemoryError):
+            self._agree(False)
+            raise
+        if not self._agree(True):
+            raise CaptureError("another rank has no inputs of this size")
+        return request
 
     def _capture_cheapest_mode(self, budget: int, request: CaptureRequest) -> MeasuredCosts:
         """Captures in every mode that may be, measures, and keeps the cheapest."""
@@ -262,7 +281,12 @@ class BudgetLadder:
             try:
                 recorded = {mode: self._record(budget, request, mode)}
             except CaptureError as error:
+                self._agree(False)
                 failures.append(error)
+                continue
+            if not self._agree(True):
+                recorded[mode].release()
+                failures.append(CaptureError("another rank could not capture it"))
                 continue
             if failures:
                 self.replaced[budget] = f"captured in mode {mode}: in mode {wanted} {failures[0]}"

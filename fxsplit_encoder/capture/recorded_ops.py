@@ -45,7 +45,7 @@ class RecordedOps:
         """Repeats every call; its results go to where those of the recording are."""
         for call, args, kwargs, results in self._calls:
             made = call(*args, **kwargs)
-            if is_collective(call) and isinstance(made, torch.Tensor):
+            if is_collective(call):
                 wait_for(made)  # else its result may come later
             copy_results(results, made)
 

@@ -66,6 +66,8 @@ class CaptureRequest:
     """
     splitting_ops: Sequence[str] = DEFAULT_SPLITTING_OPS
     """Where a module's own code breaks in mode "breakable"."""
+    is_alone: bool = False
+    """Whether a module's own code may call no other rank: nobody sees to it that they capture the same."""
 
     @property
     def modes(self) -> list[str]:

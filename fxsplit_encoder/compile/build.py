@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxsplit_encoder._torch.dispatch import OpOverload
+from fxsplit_encoder._torch.distributed import calls_other_ranks
 from fxsplit_encoder.compile.derived import DerivedParameter, DerivedParameters
 from fxsplit_encoder.compile.host import host_op
 from fxsplit_encoder.compile.masks import mask_pad_rows
@@ -94,6 +96,7 @@ def _assemble(
         ),
         input_shapes=tuple(None if is_scalar(n) else tensor_info(n).shape for n in inputs),
         token_symbol=token_symbol,
+        collectives=tuple(dict.fromkeys(n.target.name() for n in module.graph.nodes if _calls_ranks(n))),
         tokens_unknown="" if token_symbol is not None else tokens_unknown(graph.parts, options.splitting_ops),
         region_start=region_start,
         region_inputs=tuple(region.inputs.values()),
@@ -104,6 +107,10 @@ def _assemble(
         derived=DerivedParameters(_recipe(node, slots) for node in derived),
         pass_report=pass_report,
     )
+
+
+def _calls_ranks(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and calls_other_ranks(node.target)
 
 
 def _device(outputs: Iterable[Any]) -> torch.device:

@@ -152,6 +152,8 @@ class Program:
     """Parameters that passes keep in another form."""
     tokens_unknown: str = ""
     """Why there is no token symbol."""
+    collectives: tuple[str, ...] = ()
+    """The ops that other ranks have to call as well."""
     pass_report: Mapping[str, int] = field(default_factory=dict)
     """At how many places each pass that ran changed the graph, see `compile.passes.pass_rows`."""
 

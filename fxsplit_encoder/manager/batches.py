@@ -12,7 +12,7 @@ from torch import Tensor
 from fxsplit_encoder.capture import GraphPool
 from fxsplit_encoder.capture.buffers import StaticValue
 from fxsplit_encoder.errors import ReplayError
-from fxsplit_encoder.manager.item_facts import axis_keys
+from fxsplit_encoder.manager.item_facts import select_items
 from fxsplit_encoder.manager.legacy_dual_path import postprocess_of
 from fxsplit_encoder.manager.path import EncoderPath
 from fxsplit_encoder.manager.statistics import Statistics
@@ -97,8 +97,7 @@ class BatchRunner:
         everything = not self.num_axes and batch.indices == tuple(range(num_items))
         if everything:
             return mm_kwargs, ()
-        selected = self.tower.select_encoder_cudagraph_items(mm_kwargs, list(batch.indices))
-        return selected, axis_keys(selected, self.num_axes) if self.num_axes else ()
+        return select_items(self.tower, mm_kwargs, batch.indices, self.num_axes)
 
     def _run_path(
         self,

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fxsplit_encoder._torch.distributed import timeout_of
 from fxsplit_encoder.errors import ConfigError, InputError, RankError
+from fxsplit_encoder.manager.item_facts import select_items
 from fxsplit_encoder.manager.legacy_dual_path import read_item_specs
 from fxsplit_encoder.protocol import EncoderItemSpec, SupportsEncoderCudaGraph
 
@@ -211,7 +212,7 @@ class DataParallel:
         if not own:
             return _Share(specs, assignment, [])
         everything = len(own) == len(specs)
-        selected = mm_kwargs if everything else tower.select_encoder_cudagraph_items(mm_kwargs, own)
+        selected = mm_kwargs if everything else select_items(tower, mm_kwargs, own, num_axes=0)[0]
         items = encode_local(selected)
         assert len(items) == len(own)
         return _Share(specs, assignment, items)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from fxsplit_encoder.errors import InputError
@@ -56,19 +56,26 @@ def item_axis_keys(
     tower: SupportsEncoderCudaGraph, mm_kwargs: dict[str, Any], num_items: int, num_axes: int
 ) -> list[tuple[Hashable, ...]]:
     """The axis keys of every item, which a tower with capture axes tells of any selection of items."""
-    return [
-        axis_keys(tower.select_encoder_cudagraph_items(mm_kwargs, [index]), num_axes)
-        for index in range(num_items)
-    ]
+    return [select_items(tower, mm_kwargs, [index], num_axes)[1] for index in range(num_items)]
 
 
-def axis_keys(mm_kwargs: Mapping[str, Any], num_axes: int) -> tuple[Hashable, ...]:
-    """What a tower with so many capture axes says of a selection of items.
+def select_items(
+    tower: SupportsEncoderCudaGraph, mm_kwargs: dict[str, Any], indices: Sequence[int], num_axes: int
+) -> tuple[dict[str, Any], tuple[Hashable, ...]]:
+    """The inputs of some items, and what a tower with so many capture axes says of them. The keys are no
+    input: nothing that takes the inputs sees them.
 
     Raises:
         InputError: it says nothing, or not one key an axis.
     """
-    keys = mm_kwargs.get(ENCODER_CUDAGRAPH_AXIS_KEYS_KWARG)
+    selected = tower.select_encoder_cudagraph_items(mm_kwargs, list(indices))
+    keys = selected.get(ENCODER_CUDAGRAPH_AXIS_KEYS_KWARG)
+    if keys is not None:
+        selected = {k: v for k, v in selected.items() if k != ENCODER_CUDAGRAPH_AXIS_KEYS_KWARG}
+    return selected, _checked(keys, num_axes) if num_axes else ()
+
+
+def _checked(keys: Any, num_axes: int) -> tuple[Hashable, ...]:
     if keys is None:
         raise InputError(
             f"select_encoder_cudagraph_items gave no {ENCODER_CUDAGRAPH_AXIS_KEYS_KWARG!r}; a tower with "

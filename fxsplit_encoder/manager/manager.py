@@ -30,8 +30,8 @@ from fxsplit_encoder.manager.path import EncoderPath
 from fxsplit_encoder.manager.recording import Recorder
 from fxsplit_encoder.manager.request_plans import RequestPlans
 from fxsplit_encoder.manager.statistics import ManagerStats, Statistics
-from fxsplit_encoder.manager.tensor_parallel import agreement_of
-from fxsplit_encoder.manager.tower_part import tower_part
+from fxsplit_encoder.manager.tensor_parallel import agreement_of, why_not_compiled
+from fxsplit_encoder.manager.tower_part import placement_of
 from fxsplit_encoder.planning import Plan
 from fxsplit_encoder.planning.limits import needs_budget_range, resolve_limits
 from fxsplit_encoder.protocol import (
@@ -57,8 +57,9 @@ class EncoderCudaGraphManager:
         vllm_config: passed to the tower's `get_encoder_cudagraph_budget_range`, from which towers written for
             vLLM read the scheduler's limits. A tower is asked for its range only where the settings leave
             the budgets of a path, or the items of a batch, to it.
-        process_group: the ranks that share the items if `config.data_parallel` is set; None: the default
-            group.
+        process_group: with `config.data_parallel` the ranks that share the items; None: the default group.
+            Without, the ranks that share the tower's weights and whose forward has collectives: they capture
+            the same. None: nobody does, or DTensor tells who.
 
     Threads may share a manager: batches run one at a time. Without CUDA the recorded steps are replayed one
     by one over the same static buffers: right, and no faster.
@@ -87,7 +88,7 @@ class EncoderCudaGraphManager:
             )
         self.tower = tower
         self.config = config if config is not None else EncoderConfig()
-        self.device, self.dtype = _placement(tower, device, dtype)
+        self.device, self.dtype = placement_of(tower, device, dtype)
         self.model_config = read_model_config(tower)
         self.limits = resolve_limits(
             self.config,
@@ -100,8 +101,13 @@ class EncoderCudaGraphManager:
         self.pool = GraphPool(self.device)
         self.kernels = KernelChooser(self.config.attention)
         self.kernels.check(self.device)
+        agree = agreement_of(tower, None if self.config.data_parallel else process_group)
         self._scope = CaptureScope(
-            self.config, self.pool, lambda: self._captures.remaining_bytes, agreement_of(tower)
+            self.config,
+            self.pool,
+            lambda: self._captures.remaining_bytes,
+            agree,
+            not_compiled="" if agree is None else why_not_compiled(tower),
         )
         self.paths_by_key = {
             (name, keys): EncoderPath(name, tower, self.limits, self._scope, self.dtype, keys)
@@ -112,7 +118,8 @@ class EncoderCudaGraphManager:
         self._check_budgets()
         self.statistics = Statistics(log_interval)
         skippable = {key for key in self.paths_by_key if key[0] in self.limits.skippable_paths}
-        self._captures = CaptureSet(self.paths_by_key, self.pool, self.config.max_graph_bytes, skippable)
+        limit = self.config.max_graph_bytes
+        self._captures = CaptureSet(self.paths_by_key, self.pool, limit, skippable, agree)
         self.data_parallel = DataParallel(process_group, self.device) if self.config.data_parallel else None
         self._plans = RequestPlans(tower, self.config, self.model_config, self.paths_by_key)
         num_axes, debug = len(self.model_config.capture_axes), self.config.debug
@@ -387,15 +394,3 @@ def _outside_inference_mode() -> Iterator[None]:
     # Static buffers are ordinary tensors; inside inference mode they could not be written outside of it.
     with torch.inference_mode(False), torch.no_grad():
         yield
-
-
-def _placement(
-    tower: Any, device: torch.device | str | None, dtype: torch.dtype | None
-) -> tuple[torch.device, torch.dtype]:
-    part = tower_part(tower)
-    parameter = next(part.parameters(), None) if part is not None else None
-    if device is None:
-        device = parameter.device if parameter is not None else "cuda" if torch.cuda.is_available() else "cpu"
-    if dtype is None:
-        dtype = parameter.dtype if parameter is not None else torch.get_default_dtype()
-    return torch.device(device), dtype

@@ -65,7 +65,7 @@ class EncoderPath(CapturedProgram):
         """
         if self.mode == "breakable":
             return
-        refusal = self.forward.compile(progress)
+        refusal = self.scope.not_compiled or self.forward.compile(progress)
         if refusal is not None:
             self.note(f"{self.label}: {refusal}")
 

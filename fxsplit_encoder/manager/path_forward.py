@@ -12,11 +12,11 @@ from torch import Tensor
 
 from fxsplit_encoder._torch.staging import to_device
 from fxsplit_encoder.capture import CapturedForward, CaptureRequest, SharedBuffers, StaticParameters
+from fxsplit_encoder.capture.breakable import refuse_collectives
 from fxsplit_encoder.capture.buffers import StaticValue
 from fxsplit_encoder.capture.probe import difference
 from fxsplit_encoder.compile import BoundProgram, CompileOptions, NamedRegion, trace_forward
 from fxsplit_encoder.errors import CaptureError, CompileError, InputError
-from fxsplit_encoder.manager.tensor_parallel import agreement_of
 from fxsplit_encoder.manager.tower_part import tower_part, tower_tensors
 from fxsplit_encoder.planning.limits import Limits
 from fxsplit_encoder.protocol import SupportsEncoderCudaGraph
@@ -214,8 +214,6 @@ class PathForward:
         return self._refusal
 
     def _compile(self, progress: Callable[[int, int], None] | None) -> str | None:
-        if agreement_of(self.tower) is not None:
-            return "captured without compiling: its parameters are sharded among ranks (DTensor)"
         try:
             inputs = self._traced_values()
         except InputError as error:
@@ -227,7 +225,8 @@ class PathForward:
             )
             if program.program.token_symbol is None:
                 raise CompileError(program.program.tokens_unknown)
-        except CompileError as error:
+            refuse_collectives(program.program.collectives)
+        except (CaptureError, CompileError) as error:
             return f"captured without compiling: {error}"
         self.bind(program)
         return None

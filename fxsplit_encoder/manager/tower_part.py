@@ -9,7 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+
+# vLLM sets it on a model while it builds its towers.
+_MARKED = "_tower_model_names"
 
 
 def tower_part(tower: object) -> nn.Module | None:
@@ -32,6 +36,19 @@ def tower_tensors(tower: object) -> list[Tensor]:
     return [*part.parameters(), *part.buffers(), *own]
 
 
+def placement_of(
+    tower: object, device: torch.device | str | None, dtype: torch.dtype | None
+) -> tuple[torch.device, torch.dtype]:
+    """Where and in what a tower computes: as is given, else as its first parameter."""
+    part = tower_part(tower)
+    parameter = next(part.parameters(), None) if part is not None else None
+    if device is None:
+        device = parameter.device if parameter is not None else "cuda" if torch.cuda.is_available() else "cpu"
+    if dtype is None:
+        dtype = parameter.dtype if parameter is not None else torch.get_default_dtype()
+    return torch.device(device), dtype
+
+
 def _named_modules(model: nn.Module) -> list[nn.Module]:
     """The modules of the towers, none inside another."""
     names = sorted(_tower_names(model))
@@ -42,6 +59,6 @@ def _named_modules(model: nn.Module) -> list[nn.Module]:
 
 def _tower_names(model: Any) -> set[str]:
     mapping = model.get_mm_mapping() if hasattr(model, "get_mm_mapping") else None
-    listed = [getattr(model, "_tower_model_names", ())]
+    listed = [getattr(model, _MARKED, ())]
     listed += [getattr(mapping, kind, ()) for kind in ("tower_model", "connector")]
     return {name.rstrip(".") for names in listed for name in names}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -88,6 +89,7 @@ class CapturedProgram:
             scope.pool,
             measured=scope.measured,
             attention_ms=self._attention_ms,
+            agree=scope.agree or bool,
         )
         self.unpadded = UnpaddedReplays(self._request_of_count, scope, attention_ms=self._attention_ms)
 
@@ -140,7 +142,7 @@ class CapturedProgram:
         region = self.forward.region
         if region is not None and (refusal := region.program.padding.capture_refusal):
             raise CaptureError(refusal)
-        return self.forward.request(tokens, shared)
+        return replace(self.forward.request(tokens, shared), is_alone=self.scope.agree is None)
 
     def _attention_ms(self, tokens: int) -> float:
         return self.measured.attention_ms(tokens)
@@ -161,10 +163,10 @@ class CapturedProgram:
                 captured.must_be_full = self.forward.is_always_full(budget)
         if is_new and budget in self.captured and self._must_compare():
             change = self.forward.padding_change(self.captured[budget], budget)
-            if change is not None:
+            if not (self.scope.agree or bool)(change is None):
                 full = self.captured[budget].must_be_full
                 what = "it gives other results than the forward" if full else "padding changes its results"
-                self.ladder.drop(budget, f"{what}: {change}")
+                self.ladder.drop(budget, f"{what}: {change or 'on another rank'}")
         if budget in self.ladder.replaced:
             self.note(f"{self.label}: budget {budget} is {self.ladder.replaced[budget]}")
         if budget in self.ladder.dropped:

@@ -20,6 +20,7 @@ class CaptureSet:
         programs: by whatever tells them apart; more may come later.
         max_bytes: memory that captures and their static inputs may take; None: no limit.
         skippable: the programs that a batch without tokens there skips.
+        agree: for forwards with collectives, whose ranks drop the same budgets: whether every rank says yes.
     """
 
     def __init__(
@@ -28,11 +29,13 @@ class CaptureSet:
         pool: GraphPool,
         max_bytes: int | None,
         skippable: Collection[Hashable] = (),
+        agree: Callable[[bool], bool] | None = None,
     ) -> None:
         self.programs = programs
         self.pool = pool
         self.max_bytes = max_bytes
         self.skippable = skippable
+        self._agree = agree
 
     @property
     def num_bytes(self) -> int:
@@ -91,7 +94,9 @@ class CaptureSet:
             self.pool.retire()
 
     def _over_limit(self) -> bool:
-        return self.remaining_bytes is not None and self.remaining_bytes < 0
+        """Whether the captures take more than they may, on this rank or another."""
+        remaining = self.remaining_bytes
+        return remaining is not None and not (self._agree or bool)(remaining >= 0)
 
     def _excess(self) -> str:
         return f"captures take {self.num_bytes} bytes, max_graph_bytes allows {self.max_bytes}"
@@ -102,7 +107,9 @@ class CaptureSet:
         Memory of a pool is given back as a whole, so what remains has to be captured again.
         """
         assert self.max_bytes is not None
-        excess, reason = self.num_bytes - self.max_bytes, self._excess()
+        # Bytes are not the same on all ranks: there one budget is dropped at a time.
+        excess = self.num_bytes - self.max_bytes if self._agree is None else 1
+        reason = self._excess()
         # Whether the last one fits by itself, capturing it again tells.
         while excess > 0 and self.num_captured > 1:
             program, budget = self._least_useful()
@@ -119,7 +126,7 @@ class CaptureSet:
         found = []
         for key, program in self.programs.items():
             if budgets := sorted(program.captured):
-                sizes = [program.num_bytes(budget) for budget in budgets]
+                sizes = budgets if self._agree else [program.num_bytes(budget) for budget in budgets]
                 budget, gain = least_useful(program.costs, budgets, sizes, key in self.skippable)
                 found.append((gain, program, budget))
         assert found, "nothing is captured, so no limit is exceeded"

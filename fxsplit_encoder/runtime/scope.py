@@ -19,6 +19,8 @@ class CaptureScope:
     """What the memory limit leaves for more captures; None: there is no limit."""
     agree: Callable[[bool], bool] | None = None
     """For a forward with collectives: whether every rank says yes."""
+    not_compiled: str = ""
+    """Why nothing is compiled; empty: it is."""
 
     @property
     def measured(self) -> bool:

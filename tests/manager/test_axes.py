@@ -326,3 +326,31 @@ def test_nothing_is_planned_where_nothing_is_captured() -> None:
     assert make(AxesModel(), enabled=False).planned_captures().num_graphs == 0
     assert make(AxesModel(), mode="none").planned_captures().num_graphs == 0
     assert str(make(AxesModel(), mode="none").planned_captures()) == "0 captures, 0.0 MiB of static inputs"
+
+
+def test_keys_are_taken_out_before_anything_else_sees_the_inputs() -> None:
+    class Strict(AxesModel):
+        """Passes its inputs on by name, as models do that know nothing of graphs."""
+
+        def prepare_encoder_cudagraph_replay_buffers(
+            self, mm_kwargs: dict[str, Any], items: int, frames: int, path: str = "default"
+        ) -> Values:
+            return self.replay(items, frames, path, **mm_kwargs)
+
+        def replay(self, items: int, frames: int, path: str, *, default: Any, keys: Any) -> Values:
+            inputs = {"default": default, "keys": keys}
+            return super().prepare_encoder_cudagraph_replay_buffers(inputs, items, frames, path)
+
+        def encoder_eager_forward(self, mm_kwargs: dict[str, Any], path: str = "default") -> Any:
+            return self.encode(self.replay(0, 0, path, **mm_kwargs).values, path)
+
+        def postprocess_encoder_output(self, *args: Any, batch_mm_kwargs: Any, **kwargs: Any) -> None:
+            assert batch_mm_kwargs.keys() == {"default", "keys"}
+            super().postprocess_encoder_output(*args, batch_mm_kwargs=batch_mm_kwargs, **kwargs)
+
+    model = Strict()
+    manager = captured(model)
+    inputs = items(model, (3,), (9,), (2,), keys=[(4, 1), (4, 1), (8, 2)])
+    expected = eagerly(AxesModel(), inputs)
+    assert_equal_items(manager.execute(inputs), expected)
+    assert (manager.stats().hits, sum(manager.stats().misses.values())) == (2, 1)

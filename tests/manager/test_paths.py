@@ -21,13 +21,19 @@ from fxsplit_encoder.runtime import MeasuredForward
 from .mock_towers import (
     AlwaysBothPaths,
     NewerTwoPaths,
+    OlderItemSpec,
     OlderTwoPaths,
+    PackedModel,
     PathsModel,
     ThreePaths,
     Values,
+    alone,
     assert_equal_items,
     eagerly,
     items,
+)
+from .mock_towers import (
+    batch as packed,
 )
 
 OVER = fx.MissReason.OVER_LARGEST_BUDGET
@@ -408,3 +414,17 @@ def test_threads_get_their_own_results_on_all_paths(managers: Any) -> None:
     for worker, outputs in results.items():
         for number, output in enumerate(outputs):
             assert_equal_items(output, expected[(worker + number) % 8])
+
+
+def test_counts_of_no_tokens_on_two_paths_are_one_path() -> None:
+    """As items of a model with one path are in vLLM 0.26."""
+
+    class OneOlderPath(PackedModel):
+        def get_encoder_cudagraph_item_specs(self, mm_kwargs: dict[str, Any]) -> list[Any]:
+            return [OlderItemSpec(n, n, 0, 0) for n in mm_kwargs["lengths"]]
+
+    model = OneOlderPath()
+    manager = captured(model)
+    inputs = packed(3, 2)
+    assert_equal_items(manager.execute(inputs), alone(model, inputs))
+    assert manager.stats().hits == 2
