@@ -44,12 +44,16 @@ class ForkedProcess:
 
 def fork(arguments: Sequence[str], descriptor: int, options: ProcessOptions) -> ForkedProcess:
     """Takes the place of `program.launch`."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
-        pid = os.fork()
+    pid = quiet_fork()
     if pid == 0:
         run_child(arguments, descriptor, options)
     return ForkedProcess(pid)
+
+
+def quiet_fork() -> int:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
+        return os.fork()
 
 
 def run_child(arguments: Sequence[str], descriptor: int, options: ProcessOptions) -> None:
