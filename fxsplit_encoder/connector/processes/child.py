@@ -32,7 +32,6 @@ from fxsplit_encoder.connector.processes.messages import (
     Stop,
     ToEncoder,
     WireFeature,
-    WireItem,
 )
 from fxsplit_encoder.connector.processes.program import EncoderProgram
 from fxsplit_encoder.connector.processes.remote_errors import to_wire
@@ -103,18 +102,24 @@ class EncoderHost:
         if self._encoder is None:
             raise TransportError("asked to encode before the encoder was started")
         try:
-            features = self._encoder.encode([self._item(item) for item in message.items])
+            features = self._encoder.encode(self._items(message))
             if len(features) != len(message.items):
                 raise InputError(f"{len(features)} features of {len(message.items)} items")
             self._deliver(message.request, features)
         finally:
-            for item in message.items:
-                self._transport.release(item.inputs)
+            self._transport.release(message.inputs)
 
-    def _item(self, item: WireItem) -> PreparedItem:
-        """An item whose inputs lie where the parent put them."""
-        inputs, metadata = self._transport.view(item.inputs)
-        return PreparedItem(item.modality, item.inputs.key, inputs, item.num_tokens, metadata)
+    def _items(self, message: Encode) -> list[PreparedItem]:
+        """The items of a batch. Their inputs lie where the parent put them."""
+        buffers, meta = self._transport.view(message.inputs)
+        inputs: list[dict[str, Tensor]] = [{} for _ in message.items]
+        for path, tensor in buffers.items():
+            index, _, name = path.partition("/")
+            inputs[int(index)][name] = tensor
+        return [
+            PreparedItem(item.modality, item.digest, own, item.num_tokens, metadata)
+            for item, own, metadata in zip(message.items, inputs, meta["items"], strict=True)
+        ]
 
     def _deliver(self, request: int, features: Sequence[Tensor]) -> None:
         """Send features, in several messages where there is no room for all of them at once."""

@@ -218,12 +218,12 @@ class EncoderProcess:
     def _lose(self) -> None:
         status = self._process.wait()
         with self._lock:
+            if not self._is_closing:
+                self._on_loss()
             self._lost = self._reason or f"the encoder process {self.pid} {_end_of(status)}"
             for replies in self._replies.values():
                 replies.put(EncoderLostError(self._lost))
         self.transport.refuse()  # which wakes those that wait for room
-        if not self._is_closing:
-            self._on_loss()
         self._ended.set()
 
     # --- the end
@@ -239,7 +239,8 @@ class EncoderProcess:
 
     def close(self) -> None:
         """Ask the process to end, end it if it does not, and give back what belonged to it; idempotent."""
-        self._is_closing = True
+        with self._lock:
+            self._is_closing = True
         with self._close_lock:
             self._reason = self._reason or f"the encoder process {self.pid} was closed"
             if not self._ended.is_set():

@@ -22,11 +22,11 @@ class WireError(Message, frozen=True):
 
 
 class WireItem(Message, frozen=True):
-    """A prepared item. Its digest is the handle's key, its metadata the handle's."""
+    """A prepared item without its inputs and its metadata."""
 
     modality: Modality
+    digest: bytes
     num_tokens: int
-    inputs: Handle
 
 
 class WireFeature(Message, frozen=True):
@@ -44,10 +44,15 @@ class Start(Message, frozen=True):
 
 
 class Encode(Message, frozen=True):
-    """Encode items as one batch."""
+    """Encode items as one batch.
+
+    All inputs are one block of memory: several batches that each wait for room never hold a part of theirs.
+    """
 
     request: int
     items: list[WireItem]
+    inputs: Handle
+    """The tensors by "index/name"; the items' metadata are the handle's."""
 
 
 class Stop(Message, frozen=True):

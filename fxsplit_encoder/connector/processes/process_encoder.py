@@ -62,7 +62,6 @@ class ProcessEncoder:
         self._counters = Counters()
         self._numbers = itertools.count(START + 1)
         self._start_lock = threading.Lock()
-        self._put_lock = threading.Lock()
 
     @property
     def is_alive(self) -> bool:
@@ -173,9 +172,8 @@ class ProcessEncoder:
         features: dict[int, Tensor] = {}
         with process.asking(number) as replies:
             inputs = self._put(process, items)
-            pairs = zip(items, inputs, strict=True)
-            wire = [WireItem(item.modality, item.num_tokens, handle) for item, handle in pairs]
-            process.send(Encode(number, wire))
+            wire = [WireItem(item.modality, item.digest, item.num_tokens) for item in items]
+            process.send(Encode(number, wire, inputs))
             is_last = False
             while not is_last:
                 reply = _expect(process.next_reply(replies, self.options.encode_timeout), Encoded)
@@ -185,22 +183,16 @@ class ProcessEncoder:
             raise _distrust(process, f"{len(features)} features of {len(items)} items")
         return [features[index] for index in range(len(items))]
 
-    def _put(self, process: EncoderProcess, items: Sequence[PreparedItem]) -> list[Handle]:
-        """Put the inputs of a turn. One thread at a time: two with half each would wait for each other."""
-        handles: list[Handle] = []
-        with self._put_lock:
-            try:
-                for item in items:
-                    handles.append(
-                        process.transport.put(item.digest, item.inputs, item.metadata, timeout=_PATIENCE)
-                    )
-            except BaseException as error:
-                for handle in handles:
-                    process.transport.release(handle)
-                if isinstance(error, TransportError):
-                    process.check_alive()
-                raise
-        return handles
+    def _put(self, process: EncoderProcess, items: Sequence[PreparedItem]) -> Handle:
+        buffers = {
+            f"{i}/{name}": tensor for i, item in enumerate(items) for name, tensor in item.inputs.items()
+        }
+        metadata = {"items": [item.metadata for item in items]}
+        try:
+            return process.transport.put(b"", buffers, metadata, timeout=_PATIENCE)
+        except TransportError:
+            process.check_alive()
+            raise
 
     def _read(self, process: EncoderProcess, reply: Encoded, features: dict[int, Tensor]) -> None:
         """Copy the features of a reply, and let the process have their memory again."""

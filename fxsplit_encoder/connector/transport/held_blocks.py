@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -35,6 +36,7 @@ class HeldBlocks:
         self._held: dict[int, Block] = {}
         self._last = 0
         self._is_open = True
+        self._waiting: deque[object] = deque()
         self._changed = threading.Condition()
 
     @property
@@ -63,15 +65,26 @@ class HeldBlocks:
             raise InputError(f"buffers: expected at most max_bytes={self.num_bytes}; got {num_bytes} bytes")
         deadline = time.monotonic() + timeout
         with self._changed:
-            while True:
-                self._check_open()
-                offset = self._free.take(num_bytes)
-                if offset is not None:
-                    self._last += 1
-                    return self._held.setdefault(self._last, Block(self._last, offset, num_bytes))
-                left = deadline - time.monotonic()
-                if left <= 0 or not self._changed.wait(left):
-                    self._fail_for_room(num_bytes)
+            turn = object()
+            self._waiting.append(turn)
+            try:
+                while (block := self._take_next(turn, num_bytes)) is None:
+                    left = deadline - time.monotonic()
+                    if left <= 0 or not self._changed.wait(left):
+                        self._fail_for_room(num_bytes)
+                return block
+            finally:
+                self._waiting.remove(turn)
+                self._changed.notify_all()
+
+    def _take_next(self, turn: object, num_bytes: int) -> Block | None:
+        """A block, for whoever has waited longest: else small ones would keep a large one out forever."""
+        self._check_open()
+        offset = self._free.take(num_bytes) if self._waiting[0] is turn else None
+        if offset is None:
+            return None
+        self._last += 1
+        return self._held.setdefault(self._last, Block(self._last, offset, num_bytes))
 
     def _check_open(self) -> None:
         if not self._is_open:

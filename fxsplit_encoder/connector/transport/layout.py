@@ -15,7 +15,7 @@ from fxsplit_encoder.messages import name_of, names_of, shown
 ALIGNMENT = 64
 """Bytes. Every tensor begins at a multiple, as vector instructions like it."""
 
-MOST_TENSORS = 256
+MOST_TENSORS = 1 << 14
 MOST_DIMENSIONS = 16
 _MOST_BYTES = 1 << 47
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -39,7 +39,7 @@ class Payload(NamedTuple):
     """What was put, as `get` gives it."""
 
     buffers: Mapping[str, Tensor]
-    meta: Mapping[str, object]
+    meta: Mapping[str, Any]
 
 
 class Transport(Protocol):

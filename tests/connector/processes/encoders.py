@@ -8,8 +8,11 @@ import time
 from collections.abc import Sequence
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
+from fxsplit_encoder.connector.processes import child
+from fxsplit_encoder.connector.processes.messages import Encoded, WireFeature
 from fxsplit_encoder.connector.seams import Modality, PreparedItem
 from fxsplit_encoder.errors import EncoderLostError, InputError, MediaError
 
@@ -33,10 +36,21 @@ class DoublingEncoder:
     def encode(self, items: Sequence[PreparedItem]) -> list[Tensor]:
         for item in items:
             misbehave(item)
-        return [2 * item.inputs["pixel_values"] for item in items]
+        features = [feature_of(item) for item in items]
+        return features[1:] if items[0].metadata.get("do") == "few" else features
 
     def close(self) -> None:
         pass
+
+
+def feature_of(item: PreparedItem) -> Tensor:
+    pixels = item.inputs["pixel_values"]
+    match item.metadata.get("do"):
+        case "repeat":
+            return pixels.repeat(6, 1)
+        case "text":
+            return "text"  # type: ignore[return-value]
+    return 2 * pixels
 
 
 def misbehave(item: PreparedItem) -> None:
@@ -71,3 +85,48 @@ def failing(message: str) -> DoublingEncoder:
 
 def nothing() -> None:
     return None
+
+
+class DescribingEncoder(DoublingEncoder):
+    """The feature of an item is the text of what the process got, as bytes."""
+
+    def encode(self, items: Sequence[PreparedItem]) -> list[Tensor]:
+        return [torch.tensor(list(described(item).encode()), dtype=torch.uint8) for item in items]
+
+
+def described(item: PreparedItem) -> str:
+    inputs = [f"{name} {tensor.dtype} {tuple(tensor.shape)}" for name, tensor in item.inputs.items()]
+    return f"{item.modality} {item.num_tokens} {item.digest.hex()} {inputs} {dict(item.metadata)}"
+
+
+def describing() -> DescribingEncoder:
+    return DescribingEncoder()
+
+
+def lying() -> DoublingEncoder:
+    """An encoder whose process answers what no process of this library would."""
+    child.EncoderHost._deliver = lie  # type: ignore[method-assign]
+    return DoublingEncoder()
+
+
+LIES = ("more", "fewer", "gone", "other", "garbage")
+
+
+def lie(host: child.EncoderHost, request: int, features: Sequence[Tensor]) -> None:
+    handle = host._transport.put(b"", {"feature": features[0]})
+    encoded = Encoded(request, [WireFeature(0, handle)], is_last=True)
+    match LIES[int(features[0][0, 0])]:
+        case "more":
+            feature = WireFeature(1, host._transport.put(b"", {"feature": features[0]}))
+            encoded = replace(encoded, features=[*encoded.features, feature])
+        case "fewer":
+            encoded = replace(encoded, features=[])
+        case "gone":
+            host._transport.release(handle)
+        case "other":
+            handle = host._transport.put(b"", {"other": features[0]})
+            encoded = replace(encoded, features=[WireFeature(0, handle)])
+        case "garbage":
+            host._control.socket.send(b"garbage")
+            return
+    host._control.send(encoded)

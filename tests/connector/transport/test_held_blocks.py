@@ -8,6 +8,7 @@ import pytest
 
 from fxsplit_encoder.connector.transport.held_blocks import Block, HeldBlocks
 from fxsplit_encoder.errors import InputError, TransportError, TransportFullError
+from tests.connector.resources import eventually
 
 
 def test_blocks_are_cleared_before_they_are_free_again() -> None:
@@ -92,3 +93,27 @@ def test_eight_threads_take_and_give_back() -> None:
         thread.join()
     assert (held.held_bytes, held.num_held) == (0, 0)
     assert held.take(1 << 12).offset == 0
+
+
+def test_small_ones_do_not_keep_a_large_one_out() -> None:
+    held = HeldBlocks(128, lambda block: None)
+    first, second = held.take(64), held.take(64)
+    order: list[str] = []
+
+    def take(name: str, num_bytes: int) -> None:
+        block = held.take(num_bytes, timeout=60)
+        order.append(name)
+        held.give_back(block.number)
+
+    threads = []
+    for name, num_bytes in (("large", 128), ("small", 64)):
+        threads.append(threading.Thread(target=take, args=(name, num_bytes)))
+        threads[-1].start()
+        assert eventually(lambda: len(held._waiting) == len(threads))
+    held.give_back(first.number)
+    with pytest.raises(TransportFullError):  # there is room, but not for whoever comes last
+        held.take(64)
+    held.give_back(second.number)
+    for thread in threads:
+        thread.join()
+    assert order == ["large", "small"]

@@ -29,7 +29,7 @@ from fxsplit_encoder.errors import TransportError
 HANDLE = Handle("ab", 3, b"key", 64, (TensorLayout("x", "bfloat16", (2, 3), 64),), {"grid": [1, 2]}, b"sum")
 MESSAGES: list[tuple[object, Message]] = [
     (ToEncoder, Start("module:function", {"width": 3, "name": "x"})),
-    (ToEncoder, Encode(7, [WireItem("video", 12, HANDLE)])),
+    (ToEncoder, Encode(7, [WireItem("video", b"digest", 12)], HANDLE)),
     (ToEncoder, Stop()),
     (FromEncoder, Hello(12, "0.1", "2.13")),
     (FromEncoder, Started({"image": 32, "video": 64})),

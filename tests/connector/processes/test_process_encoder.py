@@ -1,0 +1,388 @@
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from fxsplit_encoder.connector.processes import EncoderProgram, ProcessEncoder
+from fxsplit_encoder.connector.seams import PreparedItem
+from fxsplit_encoder.errors import EncoderLostError, InputError, MediaError
+from tests.connector.resources import eventually, mapped_bytes, num_descriptors
+
+from .conftest import DOUBLING, make_item
+from .encoders import LIES
+
+Make = Callable[..., ProcessEncoder]
+
+
+def assert_doubled(features: list[torch.Tensor], items: list[PreparedItem]) -> None:
+    assert len(features) == len(items)
+    for feature, item in zip(features, items, strict=True):
+        assert torch.equal(feature, 2 * item.inputs["pixel_values"])
+
+
+def test_items_are_encoded_in_order_and_owned_by_the_caller(make_encoder: Make) -> None:
+    encoder = make_encoder()
+    items = [make_item(rows) for rows in (5, 0, 1, 9)]
+    features = encoder.encode(items)
+    assert_doubled(features, items)
+    encoder.encode([make_item(9) for _ in range(4)])
+    encoder.close()
+    assert_doubled(features, items)
+    features[0].zero_()
+
+
+def test_nothing_is_encoded_to_nothing(make_encoder: Make) -> None:
+    assert make_encoder().encode([]) == []
+
+
+def test_what_an_item_holds_arrives(make_encoder: Make) -> None:
+    encoder = make_encoder(of=EncoderProgram("tests.connector.processes.encoders:describing"))
+    inputs = {"pixel_values": torch.rand(4, 3).t(), "grid": torch.tensor([[1, 2, 3]])}
+    inputs |= {"half": torch.rand(2, 2).bfloat16(), "fp8": torch.rand(3).to(torch.float8_e4m3fn)}
+    item = PreparedItem("video", bytes(range(32)), inputs, 17, {"times": (0.0, 0.5), "fps": 2})
+    (feature,) = encoder.encode([item])
+    described = bytes(feature.tolist()).decode()
+    assert "video" in described
+    assert "17" in described
+    assert bytes(range(32)).hex() in described
+    assert "(0.0, 0.5)" in described
+    assert "torch.float8_e4m3fn (3,)" in described
+    assert "torch.float32 (3, 4)" in described
+
+
+def test_row_bytes_are_declared_or_told(make_encoder: Make) -> None:
+    encoder = make_encoder(start=False)
+    with pytest.raises(InputError, match="declare"):
+        encoder.row_bytes("image")
+    encoder.start()
+    assert [encoder.row_bytes(kind) for kind in ("image", "video", "audio")] == [32, 32, None]
+    assert encoder.predict_cost(make_item(7)) == 7.0
+    declared = ProcessEncoder(DOUBLING, encoder.options, {"image": 32, "video": 32})
+    assert (declared.row_bytes("image"), declared.row_bytes("audio")) == (32, None)
+    declared.start()
+    declared.close()
+
+
+def test_what_was_declared_wrong_is_an_error(make_encoder: Make) -> None:
+    encoder = ProcessEncoder(DOUBLING, make_encoder(start=False).options, {"image": 64})
+    with pytest.raises(InputError, match="row_bytes: expected"):
+        encoder.start()
+    assert not encoder.is_alive
+
+
+@pytest.mark.parametrize(
+    ("do", "kind", "words"),
+    [
+        ("media", MediaError, "item 3: not an image"),
+        ("memory", torch.OutOfMemoryError, "Tried to allocate"),
+        ("own", ValueError, "Unheard: of"),
+        ("value", ValueError, "shape"),
+    ],
+)
+def test_an_error_keeps_its_class_and_the_process_goes_on(
+    make_encoder: Make, do: str, kind: type[Exception], words: str
+) -> None:
+    encoder = make_encoder()
+    with pytest.raises(kind, match=words) as caught:
+        encoder.encode([make_item(), make_item(do=do)])
+    assert type(caught.value) is kind
+    assert "in misbehave" in "".join(caught.value.__notes__)
+    items = [make_item()]
+    assert_doubled(encoder.encode(items), items)
+    assert encoder.stats().losses == 0
+
+
+def test_features_that_are_no_tensors_or_too_few_are_an_error(make_encoder: Make) -> None:
+    encoder = make_encoder()
+    with pytest.raises(InputError, match=r"1 features of 2 items"):
+        encoder.encode([make_item(do="few"), make_item()])
+    with pytest.raises(InputError, match=r"buffers\.feature"):
+        encoder.encode([make_item(), make_item(do="text")])
+    items = [make_item()]
+    assert_doubled(encoder.encode(items), items)
+
+
+@pytest.mark.parametrize(
+    ("factory", "kind", "words"),
+    [
+        ("tests.connector.processes.encoders:failing", InputError, "no such checkpoint"),
+        ("tests.connector.processes.encoders:absent", InputError, "has no function absent"),
+        ("tests.connector.absent:doubling", InputError, r"no module tests\.connector\.absent"),
+        ("doubling", InputError, "package.module:function"),
+        ("tests.connector.processes.encoders:nothing", InputError, "no FeatureEncoder"),
+    ],
+)
+def test_a_program_that_is_wrong_is_an_error_of_start(
+    make_encoder: Make, factory: str, kind: type[Exception], words: str
+) -> None:
+    arguments = {"message": "no such checkpoint"} if factory.endswith("failing") else {}
+    encoder = make_encoder(start=False, of=EncoderProgram(factory, arguments))
+    with pytest.raises(kind, match=words):
+        encoder.start()
+    assert not encoder.is_alive
+    with pytest.raises(EncoderLostError, match="call start"):
+        encoder.encode([make_item()])
+
+
+def test_an_encoder_that_is_not_ready_in_time_is_ended(make_encoder: Make) -> None:
+    slow = EncoderProgram(DOUBLING.factory, {"start_seconds": 600.0})
+    encoder = make_encoder(start=False, of=slow, start_timeout=0.5)
+    with pytest.raises(EncoderLostError, match=r"did not answer within 0\.5 s"):
+        encoder.start()
+
+
+def test_inputs_that_never_fit_are_refused_and_nothing_is_sent(make_encoder: Make) -> None:
+    encoder = make_encoder(max_bytes=1 << 16)
+    with pytest.raises(InputError, match="at most max_bytes=65536"):
+        encoder.encode([make_item(), make_item(rows=1 << 12)])
+    with pytest.raises(InputError, match=r"meta\.items\.thing"):
+        encoder.encode([make_item(), make_item(thing=object())])
+    stats = encoder.stats()
+    assert (stats.batches, stats.held_bytes) == (0, 0)
+
+
+def test_more_than_fits_at_once_goes_in_turns_both_ways(make_encoder: Make) -> None:
+    encoder = make_encoder(max_bytes=1 << 16)
+    items = [make_item(rows) for rows in (1000, 900, 1000, 2000, 10, 20, 2000)]
+    assert_doubled(encoder.encode(items), items)
+    stats = encoder.stats()
+    assert (stats.splits, stats.items) == (1, 7)
+    assert 3 <= stats.batches <= 5
+    grown = [make_item(300, do="repeat") for _ in range(6)]  # small inputs, features of 57600 bytes each
+    features = encoder.encode(grown)
+    assert [feature.shape for feature in features] == [(1800, 8)] * 6
+    assert all(
+        torch.equal(f[300:600], i.inputs["pixel_values"]) for f, i in zip(features, grown, strict=True)
+    )
+    assert eventually(lambda: encoder.stats().held_bytes == 0)
+
+
+def test_a_feature_that_never_fits_is_an_error_of_its_batch_alone(make_encoder: Make) -> None:
+    encoder = make_encoder(max_bytes=1 << 15)
+    with pytest.raises(InputError, match="at most max_bytes=32768"):
+        encoder.encode([make_item(3), make_item(300, do="repeat")])
+    for _ in range(5):
+        items = [make_item(900)]
+        assert_doubled(encoder.encode(items), items)
+
+
+def test_many_threads_share_a_process(make_encoder: Make) -> None:
+    encoder = make_encoder(max_bytes=1 << 16)
+
+    def work(seed: int) -> None:
+        source = random.Random(seed)
+        for _ in range(12):
+            items = [make_item(source.randint(0, 700)) for _ in range(source.randint(1, 4))]
+            assert_doubled(encoder.encode(items), items)
+
+    with ThreadPoolExecutor(8) as pool:
+        for done in [pool.submit(work, seed) for seed in range(8)]:
+            done.result()
+    assert eventually(lambda: encoder.stats().held_bytes == 0)
+
+
+# --- ends
+
+
+def kill_later(encoder: ProcessEncoder) -> threading.Timer:
+    assert encoder.pid is not None
+    timer = threading.Timer(0.1, os.kill, [encoder.pid, signal.SIGKILL])
+    timer.start()
+    return timer
+
+
+def test_a_killed_process_fails_what_waits_at_once_and_can_be_restarted(make_encoder: Make) -> None:
+    encoder = make_encoder()
+    first = encoder.pid
+    asked = [[make_item(do="sleep", seconds=600)] for _ in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        waiting = [pool.submit(encoder.encode, items) for items in asked]
+        timer = kill_later(encoder)
+        for future in waiting:
+            with pytest.raises(EncoderLostError, match=f"{first} was ended by SIGKILL") as error:
+                future.result(60)
+            assert error.value.retryable
+    timer.join()
+    assert not encoder.is_alive
+    with pytest.raises(EncoderLostError, match="SIGKILL"):
+        encoder.encode([make_item()])
+    encoder.restart()
+    items = [make_item()]
+    assert_doubled(encoder.encode(items), items)
+    assert encoder.pid != first
+    assert (encoder.stats().starts, encoder.stats().losses) == (2, 1)
+
+
+def test_start_after_a_loss_starts_another(make_encoder: Make) -> None:
+    encoder = make_encoder()
+    pid = encoder.pid
+    encoder.start()
+    assert encoder.pid == pid
+    with pytest.raises(EncoderLostError):
+        encoder.encode([make_item(do="die")])
+    encoder.start()
+    items = [make_item()]
+    assert_doubled(encoder.encode(items), items)
+
+
+def test_whoever_waits_for_room_learns_of_the_end(make_encoder: Make) -> None:
+    encoder = make_encoder(max_bytes=1 << 16)
+    with ThreadPoolExecutor(2) as pool:
+        sleeping = pool.submit(encoder.encode, [make_item(1500, do="sleep", seconds=600)])
+        assert eventually(lambda: encoder.stats().held_bytes > 0)
+        waiting = pool.submit(encoder.encode, [make_item(1500)])
+        time.sleep(0.02)
+        kill_later(encoder).join()
+        for future in (sleeping, waiting):
+            with pytest.raises(EncoderLostError):
+                future.result(60)
+
+
+def test_a_hung_process_is_killed(make_encoder: Make) -> None:
+    encoder = make_encoder(encode_timeout=0.2)
+    with pytest.raises(EncoderLostError, match=r"did not answer within 0\.2 s"):
+        encoder.encode([make_item(do="sleep", seconds=600)])
+    assert eventually(lambda: encoder.stats().losses == 1)
+
+
+def test_a_device_that_is_gone_ends_its_process(make_encoder: Make) -> None:
+    encoder = make_encoder()
+    with pytest.raises(EncoderLostError, match="device-side assert"):
+        encoder.encode([make_item(do="fatal")])
+    assert eventually(lambda: not encoder.is_alive)
+
+
+def test_close_from_another_thread_ends_what_waits(make_encoder: Make) -> None:
+    encoder = make_encoder(close_timeout=0.1)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(encoder.encode, [make_item(do="sleep", seconds=600)])
+        assert eventually(lambda: encoder.stats().held_bytes > 0)
+        encoder.close()
+        with pytest.raises(EncoderLostError, match="was closed"):
+            waiting.result(60)
+    encoder.close()
+    assert encoder.stats().losses == 0
+
+
+def test_close_while_starting(make_encoder: Make) -> None:
+    slow = EncoderProgram(DOUBLING.factory, {"start_seconds": 600.0})
+    encoder = make_encoder(start=False, of=slow, close_timeout=0.1)
+    with ThreadPoolExecutor(1) as pool:
+        starting = pool.submit(encoder.start)
+        assert eventually(lambda: encoder.pid is not None)
+        encoder.close()
+        with pytest.raises(EncoderLostError, match="was closed"):
+            starting.result(60)
+
+
+def test_an_interrupted_caller_leaves_nothing_behind(
+    make_encoder: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoder = make_encoder(max_bytes=1 << 16)
+    process = encoder._process
+    assert process is not None
+    real = process.next_reply
+    with monkeypatch.context() as patch:
+
+        def interrupt(*arguments: Any) -> Any:
+            raise KeyboardInterrupt
+
+        patch.setattr(process, "next_reply", interrupt)
+        for _ in range(6):
+            with pytest.raises(KeyboardInterrupt):
+                encoder.encode([make_item(500)])
+        patch.setattr(process, "next_reply", real)
+    for _ in range(6):  # what the process had put for the others is free again
+        items = [make_item(1900)]
+        assert_doubled(encoder.encode(items), items)
+    assert eventually(lambda: encoder.stats().held_bytes == 0)
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_process_that_breaks_the_protocol_is_ended(make_encoder: Make, lie: str) -> None:
+    encoder = make_encoder(of=EncoderProgram("tests.connector.processes.encoders:lying"))
+    item = PreparedItem("image", b"", {"pixel_values": torch.full((1, 1), LIES.index(lie) / 2)}, 1)
+    with pytest.raises(EncoderLostError, match=r"(not asked|nobody understands)"):
+        encoder.encode([item])
+    assert eventually(lambda: encoder.stats().losses == 1)
+
+
+class Lives(RuleBasedStateMachine):
+    """Any history of batches, errors, deaths and restarts: the answers are right, and nothing is left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder: ProcessEncoder | None = None
+        self.is_dead = False
+
+    @initialize()
+    def begin(self) -> None:
+        self.before = num_descriptors(), mapped_bytes(), threading.active_count()
+        self.encoder = ProcessEncoder(DOUBLING, OPTIONS[0])
+        self.encoder.start()
+
+    @rule(sizes=st.lists(st.integers(0, 1500), max_size=5))
+    def encode(self, sizes: list[int]) -> None:
+        items = [make_item(size) for size in sizes]
+        if self.is_dead and items:
+            with pytest.raises(EncoderLostError):
+                self.encoder.encode(items)
+        elif not self.is_dead:
+            assert_doubled(self.encoder.encode(items), items)
+
+    @precondition(lambda self: not self.is_dead)
+    @rule(do=st.sampled_from(["media", "value", "few"]))
+    def fail(self, do: str) -> None:
+        with pytest.raises(ValueError):
+            self.encoder.encode([make_item(4, do=do), make_item(5)])
+
+    @precondition(lambda self: not self.is_dead)
+    @rule(by=st.sampled_from(["itself", "signal", "close"]))
+    def die(self, by: str) -> None:
+        if by == "itself":
+            with pytest.raises(EncoderLostError):
+                self.encoder.encode([make_item(100), make_item(100, do="die")])
+        elif by == "signal":
+            os.kill(self.encoder.pid, signal.SIGKILL)
+            assert eventually(lambda: not self.encoder.is_alive)
+        else:
+            self.encoder.close()
+        self.is_dead = True
+
+    @rule(again=st.booleans())
+    def start(self, again: bool) -> None:
+        (self.encoder.restart if again else self.encoder.start)()
+        self.is_dead = False
+
+    @invariant()
+    def memory_is_bounded(self) -> None:
+        if self.encoder is not None:
+            assert eventually(lambda: self.encoder.stats().held_bytes == 0)
+            assert mapped_bytes() <= 2 * (1 << 16)
+
+    def teardown(self) -> None:
+        if self.encoder is not None:
+            self.encoder.close()
+            assert (num_descriptors(), mapped_bytes(), threading.active_count()) == self.before
+
+
+OPTIONS: list[Any] = []
+
+
+def test_any_history_leaves_nothing(make_encoder: Make) -> None:
+    OPTIONS[:] = [make_encoder(start=False, max_bytes=1 << 16).options]
+    machine: Any = Lives
+    machine.TestCase.settings = settings(max_examples=8, stateful_step_count=12)
+    machine.TestCase().runTest()

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from fxsplit_encoder.connector.processes.program import EncoderProgram, ProcessOptions, launch
+from fxsplit_encoder.errors import InputError
+
+
+def test_a_program_is_found_by_name() -> None:
+    assert EncoderProgram("os.path:join").resolve() is __import__("os").path.join
+
+
+@pytest.mark.parametrize(
+    "factory", ["", "os", "os:", ":join", "os:path.join", "os:nothing", "no_such.module:x", "os:sep"]
+)
+def test_a_name_that_leads_nowhere_is_an_error(factory: str) -> None:
+    with pytest.raises(InputError, match="factory"):
+        EncoderProgram(factory).resolve()
+
+
+def test_what_a_module_lacks_itself_is_its_own_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "needing.py").write_text("import something_absent", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="something_absent"):
+        EncoderProgram("needing:make").resolve()
+
+
+def test_a_checkpoint_is_a_program_of_plain_arguments(tmp_path: Path) -> None:
+    program = EncoderProgram.of_checkpoint(tmp_path, tmp_path / "config.yaml", device="cuda:1")
+    assert program.factory == "fxsplit_encoder.models.encoders:checkpoint_encoder"
+    assert all(isinstance(value, str) for value in program.arguments.values())
+
+
+def test_the_command_line_says_all() -> None:
+    options = ProcessOptions(max_bytes=5, kept_bytes=4, checksums=True)
+    words = options.command_line(Path("/run/x"), 9)
+    assert " ".join(words).startswith("--control /run/x --descriptor 9 --parent ")
+    assert " ".join(words).endswith("--max-bytes 5 --kept-bytes 4 --checksums")
+
+
+def test_a_process_gets_our_path_its_variables_and_one_descriptor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = tmp_path / "seen"
+    python = tmp_path / "python"
+    python.write_text(
+        f'#!/bin/sh\necho "$@ $PYTHONPATH $EXTRA" > {seen}\nls /proc/self/fd >> {seen}\n', "utf-8"
+    )
+    python.chmod(0o755)
+    with open("/dev/null", "rb") as file:
+        launch(
+            ["--x"], file.fileno(), ProcessOptions(executable=str(python), environment={"EXTRA": "1"})
+        ).wait()
+        words, *descriptors = seen.read_text("utf-8").split("\n")
+        assert words.split()[:3] == ["-P", "-m", "fxsplit_encoder.connector.processes"]
+        assert words.endswith(" 1")
+        assert str(file.fileno()) in descriptors
+        monkeypatch.setattr(sys, "executable", str(python))
+        monkeypatch.setattr(sys, "path", ["", "/somewhere"])
+        launch(["--x"], file.fileno(), ProcessOptions()).wait()
+    assert f"{Path.cwd()}:/somewhere" in seen.read_text("utf-8")
+
+
+def test_a_python_that_is_not_there_is_an_error() -> None:
+    with pytest.raises(InputError, match="cannot be started"):
+        launch([], 0, ProcessOptions(executable="/nowhere/python"))

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fxsplit_encoder import errors
+from fxsplit_encoder.connector.processes.messages import Failed, FromEncoder, WireError
+from fxsplit_encoder.connector.processes.remote_errors import KNOWN, from_wire, to_wire
+from fxsplit_encoder.connector.transport.wire import Codec
+
+
+def across(error: BaseException) -> Exception:
+    codec: Codec[Failed] = Codec(FromEncoder)
+    return from_wire(codec.decode(codec.encode(Failed(1, to_wire(error)))).error, pid=12)
+
+
+class OwnError(KeyError):
+    pass
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.MediaError("not an image"),
+        errors.ConfigError("mode: bad", "debug: bad"),
+        errors.MissingExtraError("wrap", "hf"),
+        errors.ConnectorError("too slow", "timeout", True),
+        errors.EncoderLostError("gone"),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        ValueError("x", 3, 2.5, True),
+        KeyError("name"),
+        FileNotFoundError(2, "No such file"),
+        RuntimeError(),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_error_comes_back_as_itself(error: Exception) -> None:
+    again = across(error)
+    assert type(again) is type(error)
+    assert (str(again), again.args) == (str(error), error.args)
+    assert getattr(again, "retryable", None) == getattr(error, "retryable", None)
+    assert "In the encoder process 12" in again.__notes__[0]
+
+
+def test_an_unknown_class_comes_back_as_its_nearest_known_base() -> None:
+    again = across(OwnError("name"))
+    assert type(again) is KeyError
+    assert "OwnError: 'name'" in str(again)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        UnicodeDecodeError("utf-8", b"x", 0, 1, "bad"),
+        ExceptionGroup("several", [ValueError("one")]),
+        ValueError(object()),
+        ValueError(2**200),
+        ValueError("x" * 10**6),
+    ],
+    ids=["decode", "group", "object", "large", "long"],
+)
+def test_what_is_made_from_more_than_words_keeps_them(error: Exception) -> None:
+    again = across(error)
+    assert str(error)[:20] in str(again)
+    assert len(str(again)) < 10**5
+
+
+def test_where_it_was_raised_is_told() -> None:
+    try:
+        raise errors.InputError("here")
+    except errors.InputError as error:
+        assert "test_where_it_was_raised_is_told" in across(error).__notes__[0]
+
+
+def test_only_known_classes_are_made() -> None:
+    for kind in ("system", "SystemExit", "KeyboardInterrupt", "Process", "__import__", ""):
+        again = from_wire(WireError(kind, ["rm"], "text", ""), pid=1)
+        assert type(again) is RuntimeError
+    assert all(issubclass(kind, Exception) for kind in KNOWN.values())
