@@ -27,12 +27,13 @@ class OneLineErrors(TyperGroup):
         prog_name: str | None = None,
         complete_var: str | None = None,
         standalone_mode: bool = True,
+        windows_expand_args: bool = True,
         **extra: Any,
     ) -> Any:
         """Runs a command line and exits: 0 for success, 1 where outputs differ, 2 for a mistake."""
         arguments = list(sys.argv[1:] if args is None else args) or ["--help"]
         try:
-            code = super().main(arguments, PROGRAM, complete_var, standalone_mode=False, **extra)
+            code = super().main(arguments, PROGRAM, complete_var, False, windows_expand_args, **extra)
         except typer.Abort:
             code = 1
         except Exception as error:
