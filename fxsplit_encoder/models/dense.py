@@ -35,7 +35,9 @@ from fxsplit_encoder.towers import DenseTowerSpec
 
 @dataclass(frozen=True)
 class OneTile(Preparation):
-    """An image is a tile, by transformers' own processor of the family, the one without torchvision."""
+    """An image is a tile, by the checkpoint's own processor, or else transformers' of the family, the one
+    without torchvision.
+    """
 
     processor: Any
 
@@ -44,6 +46,8 @@ class OneTile(Preparation):
         """SigLIP's: images are stretched to squares."""
         from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
+        if processor.own is not None:
+            return cls(processor.own)
         side = tile_side(settings, 224)
         statistics = HALF.updated(processor.image).as_settings()
         return cls(SiglipImageProcessorPil(size={"height": side, "width": side}, **statistics))
@@ -55,6 +59,8 @@ class OneTile(Preparation):
         def read(settings: Settings, processor: ProcessorSettings) -> OneTile:
             from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
+            if processor.own is not None:
+                return cls(processor.own)
             side = tile_side(settings, 224)
             resized = (processor.image.get("size") or {}).get("shortest_edge", side)
             return cls(

@@ -66,6 +66,8 @@ class InternVLTiles(Preparation):
         from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 
         side, normalization = tile_side(settings, 448), IMAGENET.updated(processor.image)
+        if processor.own is not None:
+            return cls(processor.own, side, normalization)
         made = GotOcr2ImageProcessorPil(
             size={"height": side, "width": side},
             crop_to_patches=True,
@@ -77,7 +79,9 @@ class InternVLTiles(Preparation):
 
     def image(self, image: Image.Image) -> Prepared:
         """1 to 13 tiles."""
-        return of_tiles(self.processor(images=[image], return_tensors="pt")["pixel_values"])
+        # Its whole processor asks for crops, whatever the image processor's own settings are.
+        outputs = self.processor(images=[image], crop_to_patches=True, return_tensors="pt")
+        return of_tiles(outputs["pixel_values"])
 
     def clip(self, clip: Image.Image) -> list[Prepared]:
         """A tile per frame."""

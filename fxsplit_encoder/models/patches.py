@@ -87,13 +87,15 @@ VIDEO_FORMAT = PatchFormat(min_pixels=4096, max_pixels=25_165_824)
 class BlockPatches(Preparation):
     """Patches in blocks of those that merge, frames in pairs: the Qwen line and GLM.
 
-    Images go through the model's own image processor, the one without torchvision.
+    Images go through the checkpoint's own image processor, or else the model's one without torchvision.
     """
 
     image_format: PatchFormat
     video_format: PatchFormat
     processor: tuple[str, str] = QWEN2_VL
     """Of images: its module under `transformers.models`, and its class."""
+    own: Any = None
+    """The checkpoint's own image processor, which goes before; None: there is none."""
     takes_clips = True
 
     @classmethod
@@ -108,13 +110,15 @@ class BlockPatches(Preparation):
                 replace(form, patch_size=own, normalization=normalization)
                 for form in (IMAGE_FORMAT, VIDEO_FORMAT)
             )
-            return cls(image.updated(processor.image), video.updated(processor.video), image_processor)
+            formats = image.updated(processor.image), video.updated(processor.video)
+            return cls(*formats, image_processor, processor.own)
 
         return read
 
     def image(self, image: Image.Image) -> Prepared:
         """By the model's image processor."""
-        outputs = image_processor(self.image_format, self.processor)(images=[image], return_tensors="pt")
+        processor = self.own or image_processor(self.image_format, self.processor)
+        outputs = processor(images=[image], return_tensors="pt")
         t, h, w = outputs["image_grid_thw"][0].tolist()
         return of_patches(IMAGE_KEYS, outputs["pixel_values"], (t, h, w), (t, h, w))
 

@@ -24,6 +24,8 @@ class ProcessorSettings:
 
     image: Mapping[str, Any] = field(default_factory=dict)
     video: Mapping[str, Any] = field(default_factory=dict)
+    own: Any = None
+    """The checkpoint's own image processor, as `AutoImageProcessor` makes it; None: it cannot."""
 
 
 @dataclass(frozen=True)
