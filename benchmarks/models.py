@@ -18,6 +18,7 @@ from workloads import Request
 import fxsplit_encoder as fx
 from fxsplit_encoder.models.random import demo_tower
 from fxsplit_encoder.models.registry import ARCHITECTURES
+from fxsplit_encoder.models.ways import Prepared, cut_items, prepare
 
 DEFAULT_TOWERS = ("qwen3-vl-8b", "qwen2.5-vl-7b", "internvl3-8b", "deepseek-ocr")
 TINY = "tiny"
@@ -33,17 +34,6 @@ class Batch:
     """The arguments of the model's own calls; its grids are on the device."""
     patches: int
     """Rows that attention sees, class tokens left out."""
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """What `encoder_cudagraph_forward` takes of a batch on every path that it has tokens on."""
-
-    inputs: Mapping[str, Mapping[str, Tensor]]
-    """By path and name, on the device."""
-    tokens: list[int]
-    """Rows of every item's embedding."""
-    mm_kwargs: dict[str, Any]
 
 
 class Model(ABC):
@@ -82,15 +72,7 @@ class Model(ABC):
 
     def prepare(self, batch: Batch) -> Prepared:
         """The host metadata of a batch, computed and moved to the device."""
-        specs = self.adapter.get_encoder_cudagraph_item_specs(batch.mm_kwargs)
-        inputs = {}
-        for path in self.adapter.get_encoder_cudagraph_config().paths:
-            if any(spec.get_path_output_tokens(path) for spec in specs):
-                buffers = self.adapter.prepare_encoder_cudagraph_replay_buffers(
-                    batch.mm_kwargs, 0, 0, path=path
-                )
-                inputs[path] = {name: self._on_device(value) for name, value in buffers.values.items()}
-        return Prepared(inputs, [spec.output_tokens for spec in specs], batch.mm_kwargs)
+        return prepare(self.adapter, batch.mm_kwargs)
 
     def forward(self, prepared: Prepared) -> list[Tensor]:
         """The tower's eager forward on prepared tensors."""
@@ -104,16 +86,7 @@ class Model(ABC):
 
     def items(self, outputs: dict[str, Tensor], prepared: Prepared) -> list[Tensor]:
         """One tensor an item; where the adapter can, views of the paths' outputs."""
-        found: dict[int, Tensor] = {}
-        indices = list(range(len(prepared.tokens)))
-        self.adapter.postprocess_encoder_output(
-            outputs, indices, prepared.tokens, found, clone=False, batch_mm_kwargs=prepared.mm_kwargs
-        )
-        return [found[index] for index in indices]
-
-    def _on_device(self, value: Any) -> Tensor:
-        tensor = value if isinstance(value, Tensor) else torch.cat(list(value))
-        return tensor.to(self.device)
+        return cut_items(self.adapter, outputs, prepared)
 
     def _random(self, *shape: int) -> Tensor:
         pixels = torch.randn(shape, generator=self._generator, device=self.device)

@@ -16,15 +16,16 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
-from models import Batch, Model, Prepared
+from models import Batch, Model
 from torch import Tensor
 from workloads import Workload
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.attention import KernelChooser, choosing
+from fxsplit_encoder.models.ways import REDUCE_OVERHEAD, EagerGraphs, Prepared, compile_forward
 
 MODES = ("auto", "full", "piecewise", "breakable", "exact", "none")
 
@@ -143,8 +144,7 @@ class Compile(_OnPrepared):
     def start(self) -> None:
         torch._dynamo.config.recompile_limit = _RECOMPILE_LIMIT
         torch._dynamo.config.accumulated_recompile_limit = _RECOMPILE_LIMIT
-        forward = self.model.adapter.encoder_cudagraph_forward
-        self._compiled: Any = torch.compile(forward, fullgraph=True, **self.settings)
+        self._compiled = compile_forward(self.model.adapter, self.settings)
 
     def load(self, batch: Batch) -> Prepared:
         prepared = super().load(batch)
@@ -155,8 +155,7 @@ class Compile(_OnPrepared):
         return prepared
 
     def run_path(self, path: str, values: Mapping[str, Tensor]) -> Tensor:
-        output: Tensor = self._compiled(dict(values), path=path)
-        return output
+        return self._compiled(path, values)
 
 
 class CompileReduceOverhead(Compile):
@@ -165,7 +164,7 @@ class CompileReduceOverhead(Compile):
     name = "compile-reduce-overhead"
     title = 'torch.compile, mode="reduce-overhead"'
     needs_cuda = True
-    settings: ClassVar[Mapping[str, Any]] = {"dynamic": False, "mode": "reduce-overhead"}
+    settings: ClassVar[Mapping[str, Any]] = REDUCE_OVERHEAD
 
     def why_not(self, workload: Workload) -> str | None:
         if len(workload.requests) > 1:
@@ -177,17 +176,6 @@ class CompileReduceOverhead(Compile):
         return super().run(batch)
 
 
-class _Captured(NamedTuple):
-    """A graph of the eager model for one layout."""
-
-    graph: torch.cuda.CUDAGraph
-    static: Mapping[str, Tensor]
-    """What the graph reads; nothing else keeps its memory."""
-    sources: Mapping[str, Tensor]
-    """What is copied there before every replay."""
-    output: Tensor
-
-
 class ExactGraph(_OnPrepared):
     """One CUDA graph of the eager model for every layout of segments, as SGLang's runner keys them."""
 
@@ -196,35 +184,10 @@ class ExactGraph(_OnPrepared):
     needs_cuda = True
 
     def start(self) -> None:
-        self._graphs: dict[int, _Captured] = {}
-        self._stream = torch.cuda.Stream()
-        self._pool = torch.cuda.graph_pool_handle()
-        # What a layout determines is captured with it; only the pixels of a batch are copied.
-        self._metadata = set(getattr(self.model.adapter, "metadata_names", ()))
+        self._graphs = EagerGraphs(self.model.adapter)
 
     def run_path(self, path: str, values: Mapping[str, Tensor]) -> Tensor:
-        key = id(values)
-        if key not in self._graphs:
-            self._graphs[key] = self._capture(path, values)
-        captured = self._graphs[key]
-        for name, source in captured.sources.items():
-            captured.static[name].copy_(source)
-        captured.graph.replay()
-        return captured.output
-
-    def _capture(self, path: str, values: Mapping[str, Tensor]) -> _Captured:
-        static = {name: tensor.clone() for name, tensor in values.items()}
-        forward = self.model.adapter.encoder_cudagraph_forward
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            for _ in range(2):
-                forward(dict(static), path=path)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-            output = forward(dict(static), path=path)
-        sources = {name: value for name, value in values.items() if name not in self._metadata}
-        return _Captured(graph, static, sources, output)
+        return self._graphs(path, values)
 
 
 class Managed(Variant):

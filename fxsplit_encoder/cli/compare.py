@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +10,7 @@ import torch
 from torch import Tensor
 
 import fxsplit_encoder as fx
+from fxsplit_encoder.capture import measure_ms
 from fxsplit_encoder.models.eager import EagerTower, max_error, rms_error
 from fxsplit_encoder.planning import Plan
 
@@ -71,8 +70,8 @@ class Comparer:
         times = None
         if self.device.type == "cuda":
             times = (
-                median_ms(lambda: self.eager(mm_kwargs)),
-                median_ms(lambda: self.manager.execute(mm_kwargs)),
+                measure_ms(lambda: self.eager(mm_kwargs), self.device),
+                measure_ms(lambda: self.manager.execute(mm_kwargs), self.device),
             )
         return Comparison(
             self.manager.plan(mm_kwargs),
@@ -80,23 +79,6 @@ class Comparer:
             max_error(ours, expected),
             None if self.reference is None else error_ratio(ours, expected, self.reference(mm_kwargs)),
         )
-
-
-def median_ms(call: Callable[[], object], repeats: int = 10) -> float:
-    """The median milliseconds of a call to the end of its work on the GPU, if there is one."""
-    times = []
-    for _ in range(repeats):
-        _synchronize()
-        start = time.perf_counter()
-        call()
-        _synchronize()
-        times.append((time.perf_counter() - start) * 1e3)
-    return statistics.median(times)
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def error_ratio(ours: Sequence[Tensor], eager: Sequence[Tensor], exact: Sequence[Tensor]) -> float:

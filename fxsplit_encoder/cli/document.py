@@ -45,12 +45,12 @@ class Document:
     def __init__(self, as_json: bool = False, file: Path | None = None) -> None:
         self.content: dict[str, Any] = {}
         """What is said so far, as JSON has it."""
-        self._as_json = as_json
+        self.as_json = as_json
         self._file = file
 
     def say(self, text: str = "") -> None:
         """A line for people alone."""
-        if not self._as_json:
+        if not self.as_json:
             print(text)
 
     def facts(self, facts: Mapping[str, str], within: Sequence[str] = ()) -> None:
@@ -97,7 +97,7 @@ class Document:
     def finish(self) -> None:
         """Prints and writes the JSON, where it is wanted."""
         text = json.dumps(self.content, indent=2, default=str)
-        if self._as_json:
+        if self.as_json:
             print(text)
         if self._file is not None:
             self._file.write_text(f"{text}\n", encoding="utf-8")

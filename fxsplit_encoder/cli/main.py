@@ -10,8 +10,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fxsplit_encoder import __version__
-from fxsplit_encoder.cli.options import AsJson, Form, Ladder, Place, complete_model, with_groups
+from fxsplit_encoder.cli.options import (
+    CONFIG,
+    AsJson,
+    Form,
+    Ladder,
+    Place,
+    Setup,
+    complete_model,
+    with_groups,
+)
 from fxsplit_encoder.cli.usage import PROGRAM, OneLineErrors
+from fxsplit_encoder.errors import InputError
 
 if TYPE_CHECKING:
     import torch
@@ -21,7 +31,6 @@ _MODEL = (
     "A tower with random weights at its true width: qwen3-vl-8b, internvl3-8b, deepseek-ocr, ... (a wrong "
     "name lists them all). Or a checkpoint: a directory or a hub name."
 )
-_CONFIG = "The budgets and how they are captured: a file, or a name of those that are shipped."
 _IMAGES = "Images, clips (animated WebP, GIF or APNG), or directories of them."
 
 app = typer.Typer(
@@ -32,17 +41,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
-
-Blocks = Annotated[
-    int | None,
-    typer.Option(
-        "--blocks",
-        min=1,
-        metavar="N",
-        help="Depth of a tower with random weights, at most the model's own.",
-        show_default=False,
-    ),
-]
 
 
 def _print_version(asked: bool) -> None:
@@ -72,6 +70,7 @@ def options(
 def demo(
     place: Place,
     form: Form,
+    setup: Setup,
     images: Annotated[
         list[Path] | None,
         typer.Option(
@@ -81,19 +80,9 @@ def demo(
             show_default="photographs and a clip that come with the package",
         ),
     ] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            "--config",
-            metavar="YAML",
-            help=_CONFIG,
-            show_default="demo; a few whole tiles for a tower of tiles",
-        ),
-    ] = None,
     model: Annotated[
         str, typer.Option("--model", metavar="MODEL", help=_MODEL, autocompletion=complete_model)
     ] = "qwen3-vl-8b",
-    blocks: Blocks = None,
 ) -> None:
     """Encode photographs and a clip with a model's vision tower, and compare with eager.
 
@@ -107,8 +96,9 @@ def demo(
     from fxsplit_encoder.cli.tower import choose_tower, is_checkpoint
 
     check_output(form.output)
-    settings = read_config(config)
+    settings = read_config(setup.config)
     device, dtype = _placed(place)
+    blocks = setup.blocks
     if blocks is None and device.type == "cpu" and not is_checkpoint(model):
         blocks = CPU_BLOCKS
     document = Document(form.as_json, form.output)
@@ -131,7 +121,7 @@ def encode(
     config: Annotated[
         Path | None,
         typer.Option(
-            "--config", metavar="YAML", help=_CONFIG, show_default="inferred budgets; on a CPU no captures"
+            "--config", metavar="YAML", help=CONFIG, show_default="inferred budgets; on a CPU no captures"
         ),
     ] = None,
 ) -> None:
@@ -155,14 +145,10 @@ def encode(
 def inspect(
     place: Place,
     form: Form,
+    setup: Setup,
     model: Annotated[
         str, typer.Option("--model", metavar="MODEL", help=_MODEL, autocompletion=complete_model)
     ] = "qwen3-vl-8b",
-    config: Annotated[
-        Path | None,
-        typer.Option("--config", metavar="YAML", help=_CONFIG, show_default="inferred budgets"),
-    ] = None,
-    blocks: Blocks = None,
     capture: Annotated[
         bool, typer.Option("--capture", help="Capture too: modes, graphs, breaks and bytes of every budget.")
     ] = False,
@@ -178,15 +164,71 @@ def inspect(
     from fxsplit_encoder.cli.tower import choose_tower
 
     check_output(form.output)
-    settings = read_config(config) or fx.EncoderConfig()
+    settings = read_config(setup.config) or fx.EncoderConfig()
     device, dtype = _placed(place)
-    chosen = choose_tower(model, blocks, device, dtype)
+    chosen = choose_tower(model, setup.blocks, device, dtype)
     document = Document(form.as_json, form.output)
     run_inspect(chosen.module, chosen.family, settings, document)
     if capture:
         say_captures(chosen.family.wrap(chosen.module), settings, document)
     if attention:
         say_attention(device, settings, document)
+    document.finish()
+
+
+@app.command()
+@with_groups
+def bench(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help=_MODEL, autocompletion=complete_model, show_default=False)
+    ],
+    place: Place,
+    setup: Setup,
+    images: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="[IMAGES]", help=_IMAGES, show_default="photographs and a clip that come with the package"
+        ),
+    ] = None,
+    ways: Annotated[
+        str, typer.Option("--ways", metavar="LIST", help="Those to compare.")
+    ] = "eager,graph,ours,reduce-overhead",
+    output: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="Write the plot (.png) or the numbers (.json) there; may be repeated.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure what this GPU would gain with your images: eager, CUDA graph, reduce-overhead, ours.
+
+    Each size alone, at most six, and everything in one request. Outputs are compared with eager's first. The
+    others get what follows from the sizes prepared beforehand, ours computes it within the time.
+    """
+    from fxsplit_encoder.cli.bench import check_ways, run_bench
+    from fxsplit_encoder.cli.document import Document
+    from fxsplit_encoder.cli.files import check_output, read_config
+    from fxsplit_encoder.cli.tower import choose_tower
+
+    for file in output or []:
+        check_output(file, ".png", ".json")
+    chosen_ways = check_ways(ways)
+    config = read_config(setup.config)
+    device, dtype = _placed(place)
+    if device.type != "cuda" and place.device == "auto":
+        raise InputError(
+            "bench measures what a GPU gains, and there is none here; encoder-cg demo shows what would be "
+            "captured, and --device cpu times the CPU all the same"
+        )
+    files = {ending: [file for file in output or [] if file.suffix == ending] for ending in (".png", ".json")}
+    document = Document(as_json, *files[".json"])
+    chosen = choose_tower(model, setup.blocks, device, dtype)
+    run_bench(chosen, images or [], config, chosen_ways, files[".png"], document)
     document.finish()
 
 

@@ -16,6 +16,8 @@ from fxsplit_encoder.config import Packing
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
+CONFIG = "The budgets and how they are captured: a file, or a name of those that are shipped."
+
 MODELS = (
     *("qwen3-vl-8b", "qwen3.5-9b", "qwen3.5-27b", "qwen2.5-vl-3b", "qwen2.5-vl-7b", "qwen2-vl-2b"),
     *("qwen2-vl-7b", "glm-4.1v-9b", "glm-4.6v", "kimi-vl-a3b", "kimi-k2.5", "internvl3-8b", "internvl3-38b"),
@@ -98,6 +100,26 @@ class Ladder:
             "--packing", metavar="NAME", help=f"How the manager will pack: {', '.join(get_args(Packing))}."
         ),
     ] = "cost"
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How a tower is built and captured."""
+
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", metavar="YAML", help=CONFIG, show_default="inferred; of the demo few"),
+    ] = None
+    blocks: Annotated[
+        int | None,
+        typer.Option(
+            "--blocks",
+            min=1,
+            metavar="N",
+            help="Depth of a tower with random weights, at most the model's own.",
+            show_default=False,
+        ),
+    ] = None
 
 
 def with_groups(verb: Callable[..., None]) -> Callable[..., None]:

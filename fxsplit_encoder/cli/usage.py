@@ -21,18 +21,19 @@ _EXTRA_PACKAGES = {
 class OneLineErrors(TyperGroup):
     """A group of commands that says in a line what is wrong; typer draws a box, Python a traceback."""
 
-    def main(  # type: ignore[override]  # another flag of Windows comes through `extra`
+    def main(
         self,
         args: Sequence[str] | None = None,
         prog_name: str | None = None,
         complete_var: str | None = None,
         standalone_mode: bool = True,
+        windows_expand_args: bool = True,
         **extra: Any,
     ) -> Any:
         """Runs a command line and exits: 0 for success, 1 where outputs differ, 2 for a mistake."""
         arguments = list(sys.argv[1:] if args is None else args) or ["--help"]
         try:
-            code = super().main(arguments, PROGRAM, complete_var, standalone_mode=False, **extra)
+            code = super().main(arguments, PROGRAM, complete_var, False, windows_expand_args, **extra)
         except typer.Abort:
             code = 1
         except Exception as error:

@@ -8,6 +8,7 @@ only, does for these model types (`transformers.conversion_mapping`).
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from fxsplit_encoder.models.prepare import ProcessorSettings
 
 Renames = Sequence[tuple[str, str]]
 """(pattern, replacement), applied one after the other."""
+
+logger = logging.getLogger(__name__)
 
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
@@ -76,11 +79,23 @@ class Checkpoint:
         return contents
 
     def processors(self) -> ProcessorSettings:
-        """What the files of its image and video processors set."""
+        """What the files of its image and video processors set, and transformers' image processor of them."""
         joint = self.read_json("processor_config.json") or {}
         image = self.read_json("preprocessor_config.json") or joint.get("image_processor") or {}
         video = self.read_json("video_preprocessor_config.json") or joint.get("video_processor") or {}
-        return ProcessorSettings(image, video)
+        return ProcessorSettings(image, video, self._image_processor() if image else None)
+
+    def _image_processor(self) -> Any:
+        """What users of the model get, on torchvision where that is installed; None: transformers knows no
+        such processor, or is of a version that imports none without torchvision.
+        """
+        from transformers import AutoImageProcessor
+
+        try:
+            return AutoImageProcessor.from_pretrained(self.directory or self.model, trust_remote_code=False)  # type: ignore[no-untyped-call]
+        except (ImportError, OSError, ValueError, KeyError) as error:
+            logger.info("%s: its image processor is not made by transformers: %s", self.model, error)
+            return None
 
 
 def _fetch(repository: str, file_name: str) -> Path | None:

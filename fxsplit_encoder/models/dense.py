@@ -27,6 +27,8 @@ def _prepare_siglip(settings: Settings, processor: ProcessorSettings) -> Process
     """Images are stretched to squares."""
     from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
+    if processor.own is not None:
+        return ProcessedTiles(processor.own)
     side = tile_side(settings, 224)
     statistics = HALF.updated(processor.image).as_settings()
     return ProcessedTiles(SiglipImageProcessorPil(size={"height": side, "width": side}, **statistics))
@@ -38,6 +40,8 @@ def _cropping(normalization: Normalization) -> Prepare:
     def read(settings: Settings, processor: ProcessorSettings) -> ProcessedTiles:
         from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
+        if processor.own is not None:
+            return ProcessedTiles(processor.own)
         side = tile_side(settings, 224)
         resized = (processor.image.get("size") or {}).get("shortest_edge", side)
         return ProcessedTiles(

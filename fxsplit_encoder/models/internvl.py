@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from PIL import Image
 from torch import Tensor, nn
 
 from fxsplit_encoder.connector.media import Frames
@@ -24,7 +25,15 @@ from fxsplit_encoder.models.family import (
 )
 from fxsplit_encoder.models.prepare import IMAGENET, Normalization, Prepared, ProcessorSettings, resized
 from fxsplit_encoder.models.sampling import Sampling, middle_of_equal_parts
-from fxsplit_encoder.models.tiles import MOST_TILES, ProcessedTiles, frame_sizes, of_frames, tile_side
+from fxsplit_encoder.models.tiles import (
+    MOST_TILES,
+    ProcessedTiles,
+    frame_sizes,
+    of_frames,
+    of_tiles,
+    tile_side,
+    tile_sizes,
+)
 
 
 def _build(settings: Settings) -> nn.Module:
@@ -61,6 +70,9 @@ class InternVLTiles(ProcessedTiles):
         from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 
         side, normalization = tile_side(settings, 448), IMAGENET.updated(processor.image)
+        sampling = Sampling(middle_of_equal_parts).updated(processor.video)
+        if processor.own is not None:
+            return cls(processor.own, side, normalization, sampling)
         made = GotOcr2ImageProcessorPil(
             size={"height": side, "width": side},
             crop_to_patches=True,
@@ -68,7 +80,18 @@ class InternVLTiles(ProcessedTiles):
             max_patches=processor.image.get("max_patches", 12),
             **normalization.as_settings(),
         )
-        return cls(made, side, normalization, Sampling(middle_of_equal_parts).updated(processor.video))
+        return cls(made, side, normalization, sampling)
+
+    def image(self, image: Image.Image) -> Prepared:
+        """1 to 13 tiles."""
+        # Its whole processor asks for crops, whatever the image processor's own settings are.
+        outputs = self.processor(images=[image], crop_to_patches=True, return_tensors="pt")
+        return of_tiles(outputs["pixel_values"])
+
+    def image_sizes(self, width: int, height: int) -> Prepared:
+        """As many tiles."""
+        crops = {"crop_to_patches": True}
+        return tile_sizes(self.processor.get_number_of_image_patches(height, width, crops))
 
     def sample(self, num_frames: int, fps: float | None) -> Sequence[int]:
         """By the rule of the model's video processor."""

@@ -92,7 +92,7 @@ VIDEO_FORMAT = PatchFormat(min_pixels=4096, max_pixels=25_165_824)
 class BlockPatches(Preparation):
     """Patches in blocks of those that merge, frames in pairs: the Qwen line and GLM.
 
-    Images go through the model's own image processor, the one without torchvision.
+    Images go through the checkpoint's own image processor, or else the model's one without torchvision.
     """
 
     image_format: PatchFormat
@@ -100,6 +100,8 @@ class BlockPatches(Preparation):
     processor: tuple[str, str] = QWEN2_VL
     """Of images: its module under `transformers.models`, and its class."""
     sampling: Sampling = field(default_factory=lambda: Sampling(first_of_equal_parts))
+    own: Any = None
+    """The checkpoint's own image processor, which goes before; None: there is none."""
     takes_clips = True
     image_options: ClassVar[Mapping[str, int]] = {"min_pixels": MOST_PIXELS, "max_pixels": MOST_PIXELS}
     clip_options: ClassVar[Mapping[str, int]] = image_options
@@ -125,20 +127,19 @@ class BlockPatches(Preparation):
                 replace(form, patch_size=own, normalization=normalization)
                 for form in (IMAGE_FORMAT, VIDEO_FORMAT)
             )
-            return cls(
-                image.updated(processor.image),
-                video.updated(processor.video),
-                image_processor,
-                Sampling(rule).updated(processor.video),
-            )
+            sampling = Sampling(rule).updated(processor.video)
+            formats = image.updated(processor.image), video.updated(processor.video)
+            return cls(*formats, image_processor, sampling, processor.own)
 
         return read
 
     def image(self, image: Image.Image) -> Prepared:
         """By the model's image processor."""
-        grid = self._image_grid(*image.size)  # before the processor, whose message says less
-        outputs = image_processor(self.image_format, self.processor)(images=[image], return_tensors="pt")
-        return of_patches(IMAGE_KEYS, outputs["pixel_values"], grid, grid)
+        self._image_grid(*image.size)  # before the processor, whose message says less
+        processor = self.own or image_processor(self.image_format, self.processor)
+        outputs = processor(images=[image], return_tensors="pt")
+        t, h, w = outputs["image_grid_thw"][0].tolist()
+        return of_patches(IMAGE_KEYS, outputs["pixel_values"], (t, h, w), (t, h, w))
 
     def image_sizes(self, width: int, height: int) -> Prepared:
         """A grid of one frame."""

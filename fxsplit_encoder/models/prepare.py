@@ -34,6 +34,8 @@ class ProcessorSettings:
 
     image: Mapping[str, Any] = field(default_factory=dict)
     video: Mapping[str, Any] = field(default_factory=dict)
+    own: Any = None
+    """The checkpoint's own image processor, as `AutoImageProcessor` makes it; None: it cannot."""
 
     def normalizing_later(self) -> ProcessorSettings:
         """The same, but for images' pixels, which stay as they are: see `Normalization.is_later`."""

@@ -1,0 +1,210 @@
+"""Measures every way on a user's images, one way after the other."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fxsplit_encoder as fx
+from fxsplit_encoder.capture import measure_ms
+from fxsplit_encoder.cli.bench.plots import print_bars, save_png
+from fxsplit_encoder.cli.bench.result import OURS, Measured, advice
+from fxsplit_encoder.cli.bench.ways import WAYS, Inputs, Ours, Way
+from fxsplit_encoder.cli.console import describe_device, describe_tower, progress_bars
+from fxsplit_encoder.cli.demo import example_images
+from fxsplit_encoder.cli.document import Column, Document, columns
+from fxsplit_encoder.cli.tower import ChosenTower
+from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.models.eager import as_tensors, rms_error
+from fxsplit_encoder.models.prepare import EncoderInputs, find_files, load_inputs
+
+# Each size takes a compilation of its own in one of the ways.
+_MOST_ALONE = 6
+_REPEATS = 30
+
+# Above it an output is wrong and not just rounded: root mean square of the difference from eager's.
+_ERROR_LIMITS = {torch.float32: 1e-3}
+_ERROR_LIMIT = 0.1
+
+
+def run_bench(
+    chosen: ChosenTower,
+    images: Sequence[Path],
+    config: fx.EncoderConfig | None,
+    ways: Sequence[str],
+    plots: Sequence[Path],
+    document: Document,
+) -> None:
+    """Time images, each size alone and all together, by every way, and say what is gained.
+
+    Args:
+        chosen: the tower.
+        images: images, clips, and directories of them; none: the examples.
+        config: of the manager; None: as inferred.
+        ways: names of `WAYS`.
+        plots: PNG files to write.
+        document: where it says what it finds.
+
+    Raises:
+        InputError: a file is not usable.
+    """
+    parameter = next(chosen.module.parameters())
+    files = find_files(images or example_images(chosen.preparation))
+    inputs = load_inputs(files, chosen.preparation).to(parameter.device, parameter.dtype)
+    document.facts(
+        {
+            "tower": f"{chosen.title}, {describe_tower(chosen.module)}",
+            "device": describe_device(parameter.device),
+        }
+    )
+    batches = _batches(chosen, inputs, document)
+    runnable = {name: WAYS[name] for name in ways if _can_run(name, parameter.device, document)}
+    seconds = _measure_all(chosen, config or fx.EncoderConfig(), runnable, batches, document)
+    titles = {name: runnable[name].title for name in sorted(runnable, key=lambda name: name == OURS)}
+    rows = [row for row, _ in batches]
+    starts = ", ".join(f"{titles[name]} {seconds[name]:.1f} s" for name in titles if name in seconds)
+    document.facts({"start": f"{starts} (compiling, capturing, first runs)"})
+    document.say()
+    _say_rows(document, rows, titles, chosen.family.unit)
+    if not document.as_json:
+        document.say()
+        print_bars(rows, titles)
+    for path in plots:
+        save_png(path, rows, titles, f"{chosen.title}: {describe_device(parameter.device)}")
+    is_cuda = parameter.device.type == "cuda"
+    said = advice(rows, titles) if is_cuda else "No advice: without a GPU these times say nothing about one."
+    document.put("advice", said, f"\n{said}")
+    for path in plots:
+        document.put("plot", str(path), f"wrote {path}")
+
+
+def _batches(chosen: ChosenTower, inputs: EncoderInputs, document: Document) -> list[tuple[Measured, Inputs]]:
+    """Every size alone, at most `_MOST_ALONE` from the smallest to the largest, and everything together."""
+    adapter: Any = chosen.family.eager_tower(chosen.module).adapter
+    tokens = [spec.output_tokens for spec in adapter.get_encoder_cudagraph_item_specs(inputs.mm_kwargs)]
+    sizes: dict[tuple[str, int], int] = {}
+    for index, item in enumerate(inputs.items):
+        sizes.setdefault((str(item.layout), item.frames), index)
+    alone = sorted(sizes.values(), key=lambda index: tokens[index])
+    if len(alone) > _MOST_ALONE:
+        step = (len(alone) - 1) / (_MOST_ALONE - 1)
+        document.notes([f"of {len(alone)} sizes {_MOST_ALONE} are measured alone, from smallest to largest"])
+        alone = [alone[round(step * n)] for n in range(_MOST_ALONE)]
+    batches = []
+    for index in alone:
+        item = inputs.items[index]
+        one = as_tensors(adapter.select_encoder_cudagraph_items(inputs.mm_kwargs, [index]))
+        batches.append((Measured(item.key, item.pixels, item.size, tokens[index]), one))
+    if len(inputs.items) > 1:
+        together = Measured(f"all {len(inputs.items)}", "", "", sum(tokens))
+        batches.append((together, inputs.mm_kwargs))
+    return batches
+
+
+def _can_run(name: str, device: torch.device, document: Document) -> bool:
+    if WAYS[name].needs_cuda and device.type != "cuda":
+        document.notes([f"{WAYS[name].title} needs a GPU"])
+        return False
+    return True
+
+
+def _measure_all(
+    chosen: ChosenTower,
+    config: fx.EncoderConfig,
+    ways: Mapping[str, type[Way]],
+    batches: Sequence[tuple[Measured, Inputs]],
+    document: Document,
+) -> dict[str, float]:
+    """Times every way, and returns the seconds that each took before it could be timed."""
+    seconds: dict[str, float] = {}
+    with progress_bars() as bar:
+        update = bar("measuring")
+        for number, (name, way) in enumerate(ways.items()):
+            update(number, len(ways))
+            try:
+                seconds[name] = _measure_way(chosen, config, name, way, batches)
+            except (InputError, MemoryError):
+                raise
+            except Exception as error:  # of a compiler, say: the others are measured all the same
+                reason = next(iter(str(error).splitlines()), "")
+                document.notes([f"{way.title} failed: {type(error).__name__}: {reason}"])
+            _free(chosen)
+        update(len(ways), len(ways))
+    return seconds
+
+
+def _measure_way(
+    chosen: ChosenTower,
+    config: fx.EncoderConfig,
+    name: str,
+    way: type[Way],
+    batches: Sequence[tuple[Measured, Inputs]],
+) -> float:
+    device = next(chosen.module.parameters()).device
+    start = time.perf_counter()
+    running = way(chosen, config)
+    seconds = time.perf_counter() - start
+    eager = chosen.family.eager_tower(chosen.module)
+    try:
+        for row, mm_kwargs in batches:
+            start = time.perf_counter()
+            results = running(mm_kwargs)
+            seconds += time.perf_counter() - start
+            _check(results, eager(mm_kwargs))
+            row.ms[name] = measure_ms(lambda batch=mm_kwargs: running(batch), device, _REPEATS)  # type: ignore[misc]
+            if isinstance(running, Ours):
+                row.padding = running.manager.plan(mm_kwargs).padding_fraction
+            running.forget()
+    finally:
+        running.close()
+    return seconds
+
+
+def _check(results: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:
+    """Raises RuntimeError for results that are wrong and not just rounded."""
+    size = rms_error(expected, [torch.zeros_like(each) for each in expected])
+    error = rms_error(results, expected) / size
+    if not error <= _ERROR_LIMITS.get(expected[0].dtype, _ERROR_LIMIT):  # so written that NaN fails too
+        raise RuntimeError(f"it is wrong: differs from eager by {error:.2g} of its root mean square")
+
+
+def _free(chosen: ChosenTower) -> None:
+    gc.collect()
+    if next(chosen.module.parameters()).device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _say_rows(document: Document, rows: Sequence[Measured], titles: Mapping[str, str], unit: str) -> None:
+    ways = list(titles)
+    is_compared = OURS in ways and len(ways) > 1 and torch.cuda.is_available()
+    what = "; gain: how many times as fast ours is as the best other" if is_compared else ""
+    document.say(f"Milliseconds, medians{what}")
+    headers = [
+        *columns(item="item", size="size px", **{unit: unit}, tokens="tokens"),
+        *(Column(f"{name}_ms".replace("-", "_"), titles[name], _milliseconds) for name in ways),
+        *([Column("gain", "gain", _gain)] if is_compared else []),
+        *([Column("padding_fraction", "padding", "{:.0%}".format)] if OURS in ways else []),
+    ]
+    table = [
+        [
+            *(row.item, row.size or None, row.patches or None, row.tokens),
+            *(row.ms.get(name) for name in ways),
+            *([row.gain] if is_compared else []),
+            *([row.padding] if OURS in ways else []),
+        ]
+        for row in rows
+    ]
+    document.table("rows", headers, table)
+
+
+def _milliseconds(ms: float | None) -> str:
+    return "-" if ms is None else f"{ms:.2f}"
+
+
+def _gain(gain: float | None) -> str:
+    return "-" if gain is None else f"{gain:.2f}"

@@ -1,0 +1,173 @@
+"""`encoder-cg bench`: what is measured, how it is shown, and what is advised."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from typer.testing import CliRunner, Result
+
+from fxsplit_encoder.cli.bench import check_ways, plots
+from fxsplit_encoder.cli.bench import run as bench_run
+from fxsplit_encoder.cli.bench.result import Measured, advice
+from fxsplit_encoder.cli.bench.ways import WAYS, Ours
+from fxsplit_encoder.cli.main import app
+from fxsplit_encoder.errors import InputError
+
+from ..models.checkpoints import save
+
+TITLES = {name: way.title for name, way in WAYS.items()}
+
+
+def bench(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["bench", *map(str, arguments)])
+
+
+def measured(item: str, **ms: float) -> Measured:
+    return Measured(item, "2x2", "4", 1, {name.replace("_", "-"): each for name, each in ms.items()})
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> list[Path]:
+    """Three files of two sizes."""
+    paths = [tmp_path / f"{number}.png" for number in range(3)]
+    for path, size in zip(paths, [(96, 64), (64, 128), (96, 64)], strict=True):
+        Image.effect_noise(size, 60).convert("RGB").save(path)
+    return paths
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> list[object]:
+    """Few captures without a trace, on a CPU."""
+    config = tmp_path / "config.yaml"
+    config.write_text("token_budgets: [8, 64]\nmode: breakable\nmax_items_per_batch: 4\n", encoding="utf-8")
+    return ["--device", "cpu", "--config", config]
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return save(tmp_path / "qwen", "qwen2_vl")[1]
+
+
+def test_images_are_measured_alone_and_together(
+    checkpoint: Path, images: list[Path], options: list[object], tmp_path: Path
+) -> None:
+    png, numbers = tmp_path / "plot.png", tmp_path / "numbers.json"
+    result = bench(checkpoint, *images, *options, "-o", png, "-o", numbers)
+    assert result.exit_code == 0, result.output
+    found = json.loads(numbers.read_text(encoding="utf-8"))
+    assert [row["item"] for row in found["rows"]] == ["0.png", "1.png", "all 3"], "a size once"
+    assert all(row["eager_ms"] > 0 and row["ours_ms"] > 0 for row in found["rows"])
+    assert found["notes"] == ["CUDA graph needs a GPU", "reduce-overhead needs a GPU"]
+    out = result.stdout
+    assert "No advice: without a GPU these times say nothing about one." in out
+    assert "gain" not in out and "ratio" not in out
+    assert out.count("█") > 10
+    assert f"wrote {png}" in out and f"wrote {numbers}" in out
+    with Image.open(png) as image:
+        assert image.format == "PNG" and image.width > 1000
+
+
+def test_as_json_nothing_is_drawn(checkpoint: Path, images: list[Path], options: list[object]) -> None:
+    result = bench(checkpoint, images[0], *options, "--json", "--ways", "ours")
+    found = json.loads(result.stdout)
+    (row,) = found["rows"]
+    assert row.keys() == {"item", "size", "patches", "tokens", "ours_ms", "padding_fraction"}
+
+
+def test_a_way_that_fails_leaves_the_others(
+    checkpoint: Path, images: list[Path], options: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: Ours, mm_kwargs: Any) -> Any:
+        raise RuntimeError("no kernel\nimage is available")
+
+    monkeypatch.setattr(Ours, "__call__", fail)
+    found = json.loads(bench(checkpoint, images[0], *options, "--json").stdout)
+    assert "ours failed: RuntimeError: no kernel" in found["notes"]
+    assert found["rows"][0]["eager_ms"] > 0 and found["rows"][0]["ours_ms"] is None
+
+
+def test_wrong_results_are_no_times(
+    checkpoint: Path, images: list[Path], options: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = Ours.__call__
+    monkeypatch.setattr(
+        Ours, "__call__", lambda self, mm_kwargs: [2 * item for item in right(self, mm_kwargs)]
+    )
+    found = json.loads(bench(checkpoint, images[0], *options, "--json").stdout)
+    assert any(
+        "ours failed: RuntimeError: it is wrong: differs from eager by 1 of" in n for n in found["notes"]
+    )
+    assert found["rows"][0]["ours_ms"] is None
+
+
+def test_many_sizes_are_thinned_out(
+    checkpoint: Path, tmp_path: Path, options: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_run, "_MOST_ALONE", 3)
+    folder = tmp_path / "many"
+    folder.mkdir()
+    for number in range(1, 6):
+        Image.effect_noise((64, 56 * number), 60).convert("RGB").save(folder / f"{number}.png")
+    found = json.loads(bench(checkpoint, folder, *options, "--json", "--ways", "eager").stdout)
+    assert [row["item"] for row in found["rows"]] == ["1.png", "3.png", "5.png", "all 5"]
+    assert "of 5 sizes 3 are measured alone" in found["notes"][0]
+
+
+def test_mistakes_are_a_line(checkpoint: Path, images: list[Path], tmp_path: Path) -> None:
+    cases = {
+        ("--ways", "ours,graphs"): "--ways graphs: no such way; did you mean graph? expected some of eager,",
+        ("-o", tmp_path): "a directory; expected the file to write",
+        ("-o", tmp_path / "plot.svg"): "expected a name that ends in .png or .json",
+    }
+    if not torch.cuda.is_available():
+        cases[()] = "bench measures what a GPU gains, and there is none here"
+    for arguments, message in cases.items():
+        result = bench(checkpoint, *images, *arguments)
+        assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1), result.output
+        assert message in result.stderr
+
+
+def test_ways_run_in_an_order_of_their_own() -> None:
+    assert check_ways(" ours, eager") == ["eager", "ours"]
+    with pytest.raises(InputError, match="expected some of"):
+        check_ways(" , ")
+
+
+# --- advice
+
+
+def test_advice_where_all_gains() -> None:
+    rows = [measured("a", eager=16, graph=3, ours=2), measured("b", eager=20, graph=12, ours=10)]
+    best, eager = "1.20 to 1.50 times as fast as the best other way", "2.00 to 8.00 times as fast as eager"
+    assert advice(rows, TITLES) == f"Use the manager: {best}, {eager}."
+
+
+def test_advice_where_some_gains() -> None:
+    rows = [
+        measured("a", eager=4, ours=2),
+        measured("b", reduce_overhead=10, ours=10),
+        measured("c", eager=9),
+    ]
+    assert advice(rows, TITLES) == (
+        "Use the manager: 2.00 times as fast as the best other way, 2.00 times as fast as eager; "
+        "nothing to gain on b, where reduce-overhead is as fast."
+    )
+
+
+def test_advice_where_nothing_gains() -> None:
+    rows = [measured("a", eager=16, graph=2, ours=2), measured("b", eager=10, graph=12, ours=10)]
+    assert advice(rows, TITLES) == "Nothing to gain on these images: CUDA graph or eager is as fast."
+
+
+def test_advice_where_nothing_was_measured() -> None:
+    assert advice([measured("a", eager=16)], TITLES).startswith("No advice")
+
+
+def test_bars_are_as_long_as_their_times(capsys: pytest.CaptureFixture[str]) -> None:
+    plots.print_bars([measured("clip[1]", eager=40, ours=10)], TITLES)
+    eager, ours = capsys.readouterr().out.splitlines()[:2]
+    assert eager.startswith("clip[1] eager") and eager.endswith("40.00")
+    assert eager.count("█") == pytest.approx(4 * ours.count("█"), abs=4)
