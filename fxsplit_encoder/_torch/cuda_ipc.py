@@ -1,8 +1,8 @@
 """GPU memory that another process of this host has allocated, in this one's address space.
 
 torch shares the memory of CUDA tensors only through pickles of `torch.multiprocessing`. What those hold are
-the plain values that these functions hand out and take. torch keeps what was shared until the other process has
-given it up, in whichever way its allocator has made it; it counts that in a file of /dev/shm.
+the plain values that these functions hand out and take. torch keeps what was shared until the other process
+has given it up, in whichever way its allocator has made it; it counts that in a file of /dev/shm.
 """
 
 from __future__ import annotations
