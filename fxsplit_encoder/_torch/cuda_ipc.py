@@ -23,7 +23,7 @@ Share = list[bytes | int | bool]
 
 def share(memory: Tensor) -> Share:
     """What another process opens the memory behind a CUDA tensor with; it is to be opened once."""
-    _, *values = memory.untyped_storage()._share_cuda_()
+    _, *values = memory.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
     return list(values)
 
 

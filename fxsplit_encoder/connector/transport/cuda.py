@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
-from typing import Protocol
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -100,7 +101,7 @@ class CudaDevices:
     def new_event(self, device: torch.device) -> DeviceEvent:
         """An event that another process may open."""
         with torch.cuda.device(device):
-            return torch.cuda.Event(interprocess=True)  # type: ignore[no-any-return,no-untyped-call]
+            return torch.cuda.Event(interprocess=True)  # type: ignore[no-untyped-call]
 
     def open_event(self, handle: bytes, device: torch.device) -> DeviceEvent:
         """Another process's event."""
@@ -214,7 +215,7 @@ class CudaTransport:
             part = memory[block.offset : block.offset + num_bytes]
             event = self._free_events.pop() if self._free_events else self._devices.new_event(memory.device)
             self._events[block.number] = event
-            with torch.no_grad(), torch.cuda.device_of(memory):
+            with torch.no_grad(), _current(memory):
                 for layout in layouts:
                     layout.view(part).copy_(buffers[layout.name], non_blocking=True)
                 event.record()
@@ -240,7 +241,7 @@ class CudaTransport:
         memory, event = self._memory_of(handle), self._event_of(handle)
         check_layouts(handle.tensors, 0, memory.numel() - handle.offset)
         part = memory[handle.offset :]
-        with torch.cuda.device_of(memory):
+        with _current(memory):
             event.wait()
             copies = copy_out({layout.name: layout.view(part) for layout in handle.tensors}, into)
             done = self._devices.new_event(memory.device)
@@ -288,6 +289,12 @@ class CudaTransport:
         self._memory = self._peer_memory = self._peer = None
         self._free_events.clear()
         self._peer_events.clear()
+
+
+def _current(memory: Tensor) -> AbstractContextManager[Any]:
+    """The memory's GPU as the current one, whose current stream events and copies go to."""
+    context: AbstractContextManager[Any] = torch.cuda.device_of(memory)  # type: ignore[no-untyped-call]
+    return context
 
 
 def _allocate(num_bytes: int, device: torch.device | None) -> Tensor:

@@ -121,8 +121,9 @@ class SharedMemoryTransport:
 
     def _on_released(self, owner: str, numbers: Sequence[int]) -> None:
         give_back = self._routes.get(owner)
-        for number in numbers if give_back is not None else ():
-            give_back(number)
+        if give_back is not None:
+            for number in numbers:
+                give_back(number)
 
     # --- putting
 
