@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fxsplit_encoder.connector.seams import Modality
+from fxsplit_encoder.connector.transport.cuda import DeviceMemory
 from fxsplit_encoder.connector.transport.seam import Handle
 from fxsplit_encoder.connector.transport.wire import Message
 
@@ -68,9 +69,12 @@ class Hello(Message, frozen=True):
 
 
 class Started(Message, frozen=True):
-    """The encoder is ready; bytes of a feature's row by modality."""
+    """The encoder is ready."""
 
     row_bytes: dict[Modality, int]
+    """Of a feature, by modality."""
+    device_memory: DeviceMemory | None = None
+    """In which features of a GPU are put, where the parent asked for that."""
 
 
 class Encoded(Message, frozen=True):

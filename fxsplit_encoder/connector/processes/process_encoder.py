@@ -105,6 +105,8 @@ class ProcessEncoder:
         declared = self._declared_row_bytes
         if declared is not None and declared != started.row_bytes:
             raise InputError(f"row_bytes: expected the encoder's {started.row_bytes}; got {declared}")
+        if started.device_memory is not None:
+            process.adopt(started.device_memory)
         return started.row_bytes
 
     def restart(self) -> None:
@@ -143,7 +145,8 @@ class ProcessEncoder:
         return self._row_bytes.get(modality)
 
     def encode(self, items: Sequence[PreparedItem]) -> list[Tensor]:
-        """Features (rows, width), one per item and in order, in memory of their own.
+        """Features (rows, width), one per item and in order, in memory of their own: the host's, or that of
+        `options.feature_device`.
 
         Raises:
             EncoderLostError: the process is gone, or hung; `start` begins another.
@@ -198,11 +201,11 @@ class ProcessEncoder:
         """Copy the features of a reply, and let the process have their memory again."""
         for sent in reply.features:
             try:
-                features[sent.index] = process.transport.get(sent.feature).buffers["feature"]
+                features[sent.index] = process.features.get(sent.feature).buffers["feature"]
             except (TransportError, KeyError) as error:
                 raise _distrust(process, str(error)) from error
             finally:
-                process.transport.release(sent.feature)
+                process.features.release(sent.feature)
 
     def stats(self) -> ProcessStats:
         """What was counted, over all processes of this encoder."""

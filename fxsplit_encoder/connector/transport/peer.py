@@ -25,22 +25,14 @@ class Greeting(Message, frozen=True):
     num_bytes: int
 
 
-class DeviceGreeting(Message, frozen=True):
-    """The first packet of each side whose memory is a GPU's; empty where it has none."""
+class Released(Message, frozen=True):
+    """Blocks of one of the reader's memories that the sender will not read again."""
 
     owner: str
-    num_bytes: int
-    device: str = ""
-    share: list[bytes | int | bool] = []  # noqa: RUF012 - msgspec copies it
-
-
-class Released(Message, frozen=True):
-    """Blocks of the reader's memory that the sender will not read again."""
-
     numbers: list[int]
 
 
-Packet = Greeting | DeviceGreeting | Released
+Packet = Greeting | Released
 
 
 class Received(NamedTuple):
@@ -60,14 +52,14 @@ class Peer:
 
     Args:
         connection: a connected Unix socket that keeps packets apart; it is closed with this object.
-        on_released: called with the numbers of blocks, on that thread.
+        on_released: called with the owner and the numbers of blocks, on that thread.
         on_hang_up: called once on that thread if the other end is gone, or says what nobody understands.
     """
 
     def __init__(
         self,
         connection: socket.socket,
-        on_released: Callable[[Sequence[int]], None],
+        on_released: Callable[[str, Sequence[int]], None],
         on_hang_up: Callable[[], None],
     ) -> None:
         if connection.family != socket.AF_UNIX or connection.type != socket.SOCK_SEQPACKET:
@@ -117,10 +109,10 @@ class Peer:
             close_all(descriptors)
             raise
 
-    def tell_released(self, numbers: Sequence[int]) -> None:
+    def tell_released(self, owner: str, numbers: Sequence[int]) -> None:
         """Say that blocks will not be read again. A process that is gone need not know."""
         try:
-            self._send(Released(list(numbers)))
+            self._send(Released(owner, list(numbers)))
         except TransportError:
             self._shut_down()
 
@@ -148,7 +140,7 @@ class Peer:
             return False
         if not isinstance(message, Released):
             return False
-        self._on_released(message.numbers)
+        self._on_released(message.owner, message.numbers)
         return True
 
     def _shut_down(self) -> None:

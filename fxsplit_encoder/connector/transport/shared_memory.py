@@ -59,6 +59,7 @@ class SharedMemoryTransport:
         self._on_hang_up = on_hang_up
         self._arena = OwnArena(max_bytes)
         self._blocks = HeldBlocks(self._arena.num_bytes, self._clear)
+        self._routes: dict[str, Callable[[int], None]] = {self.owner: self._blocks.give_back}
         self._peer: Peer | None = None
         self._peer_owner = ""
         self._peer_arena: Arena | None = None
@@ -104,9 +105,25 @@ class SharedMemoryTransport:
         self._peer_arena = adopt(descriptors[0], message.num_bytes)
         self._peer_owner = message.owner
 
-    def _on_released(self, numbers: Sequence[int]) -> None:
-        for number in numbers:
-            self._blocks.give_back(number)
+    def route(self, owner: str, give_back: Callable[[int], None]) -> None:
+        """Let another memory of this end know what the other end has released of it.
+
+        Args:
+            owner: as its handles name it.
+            give_back: called with the numbers of blocks, on a thread of the transport's.
+        """
+        self._routes[owner] = give_back
+
+    def tell_released(self, handle: Handle) -> None:
+        """Say that a handle of any memory of the other end will not be read again."""
+        if self._peer is not None:
+            self._peer.tell_released(handle.owner, [handle.number])
+
+    def _on_released(self, owner: str, numbers: Sequence[int]) -> None:
+        give_back = self._routes.get(owner)
+        if give_back is not None:
+            for number in numbers:
+                give_back(number)
 
     # --- putting
 
@@ -206,8 +223,8 @@ class SharedMemoryTransport:
         """Give up a handle of either end; see `Transport.release`."""
         if handle.owner == self.owner:
             self._blocks.give_back(handle.number)
-        elif self._peer is not None and handle.owner == self._peer_owner:
-            self._peer.tell_released([handle.number])
+        elif handle.owner == self._peer_owner:
+            self.tell_released(handle)
 
     def audit(self) -> None:
         """Asserts that the blocks of this end are consistent."""

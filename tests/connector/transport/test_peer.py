@@ -3,7 +3,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -32,7 +32,11 @@ class Listener:
         ours, self.other = connected_sockets()
         self.released: list[int] = []
         self.gone = threading.Event()
-        self.peer = Peer(ours, self.released.extend, self.gone.set)
+        self.peer = Peer(ours, self.on_released, self.gone.set)
+
+    def on_released(self, owner: str, numbers: Sequence[int]) -> None:
+        assert owner == "own"
+        self.released.extend(numbers)
 
     def greet(self) -> Received:
         self.other.send(HELLO)
@@ -55,10 +59,10 @@ def test_greetings_and_releases_are_told(listener: Listener) -> None:
     assert listener.greet().message == Greeting("other", 4096)
     assert CODEC.decode(listener.other.recv(1000)) == Greeting("own", 4096)
     for numbers in ([1, 2], [3]):
-        listener.other.send(CODEC.encode(Released(numbers)))
+        listener.other.send(CODEC.encode(Released("own", numbers)))
     assert eventually(lambda: listener.released == [1, 2, 3])
-    listener.peer.tell_released([7])
-    assert CODEC.decode(listener.other.recv(1000)) == Released([7])
+    listener.peer.tell_released("other", [7])
+    assert CODEC.decode(listener.other.recv(1000)) == Released("other", [7])
     assert not listener.gone.is_set()
 
 
@@ -66,7 +70,7 @@ def test_a_hang_up_is_told_once_and_releases_go_nowhere(listener: Listener) -> N
     listener.greet()
     listener.other.close()
     assert listener.gone.wait(30)
-    listener.peer.tell_released([1])
+    listener.peer.tell_released("other", [1])
 
 
 def test_nobody_is_told_that_we_hang_up(listener: Listener) -> None:
@@ -82,7 +86,7 @@ def test_nobody_is_told_that_we_hang_up(listener: Listener) -> None:
         b"x",
         b"fxse",
         HELLO,
-        CODEC.encode(Released([1]))[:-1],
+        CODEC.encode(Released("own", [1]))[:-1],
         wire._HEAD.pack(b"fxse", 9) + b"\x90",
         b"\0" * 9000,
     ],
@@ -100,7 +104,7 @@ def test_descriptors_that_nobody_asked_for_are_closed(listener: Listener) -> Non
     before = num_descriptors()
     for _ in range(20):
         descriptor = os.open("/dev/null", os.O_RDONLY)
-        socket.send_fds(listener.other, [CODEC.encode(Released([1]))], [descriptor])
+        socket.send_fds(listener.other, [CODEC.encode(Released("own", [1]))], [descriptor])
         os.close(descriptor)
     assert eventually(lambda: len(listener.released) == 20)
     assert num_descriptors() == before
@@ -112,7 +116,7 @@ def test_descriptors_that_nobody_asked_for_are_closed(listener: Listener) -> Non
         (b"", "other process (hung up|does not read)"),
         (b"nonsense", "begins as none"),
         (wire._HEAD.pack(b"fxse", wire.VERSION + 1) + b"\x90", "same version"),
-        (CODEC.encode(Released([1])), "expected a greeting"),
+        (CODEC.encode(Released("own", [1])), "expected a greeting"),
         (HELLO, "descriptor"),
     ],
     ids=["none", "nonsense", "version", "released", "no descriptor"],
@@ -145,4 +149,4 @@ def test_an_end_that_does_not_greet_is_given_up() -> None:
 
 def test_only_unix_sockets_are_taken() -> None:
     with socket.socket(socket.AF_INET) as network, pytest.raises(TransportError, match="Unix"):
-        Peer(network, lambda numbers: None, lambda: None)
+        Peer(network, lambda owner, numbers: None, lambda: None)

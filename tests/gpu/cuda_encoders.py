@@ -1,0 +1,43 @@
+"""Encoders on a GPU that the tests run in other processes, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fxsplit_encoder.connector.seams import Modality, PreparedItem
+
+
+class SlowEncoder:
+    """Twice the pixels, after work that keeps the GPU busy long after `encode` has returned."""
+
+    def __init__(self, device: str, width: int = 8) -> None:
+        self.device = torch.device(device)
+        self.width = width
+
+    def start(self) -> None:
+        self.load = torch.randn(4096, 4096, device=self.device)
+        torch.cuda.synchronize(self.device)
+
+    def predict_cost(self, item: PreparedItem) -> float:
+        return float(item.num_tokens)
+
+    def row_bytes(self, modality: Modality) -> int | None:
+        return 4 * self.width
+
+    def encode(self, items: Sequence[PreparedItem]) -> list[Tensor]:
+        inputs = [item.inputs["pixel_values"].to(self.device) for item in items]
+        product = self.load
+        for _ in range(100):
+            product = (product @ self.load).clamp(-1, 1)
+        late = 0 * product[0, 0]  # so that every feature waits for the products
+        return [2 * pixels + late for pixels in inputs]
+
+    def close(self) -> None:
+        pass
+
+
+def slow(device: str = "cuda:0") -> SlowEncoder:
+    return SlowEncoder(device)

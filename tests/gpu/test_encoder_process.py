@@ -1,0 +1,112 @@
+"""Encoder processes with a GPU: features through the host, and in the GPU's own memory."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fxsplit_encoder.connector.processes import EncoderProgram, ProcessEncoder, ProcessOptions
+from fxsplit_encoder.connector.seams import PreparedItem
+from fxsplit_encoder.errors import EncoderLostError, InputError
+from tests.connector.resources import nothing_left
+
+pytestmark = pytest.mark.gpu
+FACTORY = "tests.gpu.cuda_encoders:slow"
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="fx") as path:
+        yield Path(path)
+
+
+def item(rows: int) -> PreparedItem:
+    return PreparedItem("image", os.urandom(32), {"pixel_values": torch.randn(rows, 8)}, rows)
+
+
+def encoder_of(directory: Path, device: str = "cuda:0", **options: Any) -> ProcessEncoder:
+    program = EncoderProgram(FACTORY, {"device": device})
+    return ProcessEncoder(program, ProcessOptions(max_bytes=1 << 24, runtime_directory=directory, **options))
+
+
+@pytest.mark.parametrize("feature_device", ["", "cuda:0"])
+def test_features_are_complete_wherever_they_cross(directory: Path, feature_device: str) -> None:
+    torch.cuda.init()
+    encoder = encoder_of(directory, feature_device=feature_device, device_bytes=1 << 20)
+    encoder.start()
+    try:
+        for rows in ((100, 0, 7), (1000,), (30000,), (20000, 20000, 20000)):
+            items = [item(count) for count in rows]
+            features = encoder.encode(items)
+            for feature, one in zip(features, items, strict=True):
+                assert feature.is_cuda == bool(feature_device)
+                assert torch.equal(feature.cpu(), 2 * one.inputs["pixel_values"])
+        with pytest.raises(InputError, match="max_bytes"):
+            encoder.encode([item(40000)] if feature_device else [item(1 << 20)])
+    finally:
+        encoder.close()
+    assert all(
+        torch.equal(f.cpu(), 2 * i.inputs["pixel_values"]) for f, i in zip(features, items, strict=True)
+    )
+
+
+def test_memory_of_a_gpu_is_used_again_without_mixing(directory: Path) -> None:
+    encoder = encoder_of(directory, feature_device="cuda:0", device_bytes=1 << 16)
+    encoder.start()
+    kept = []
+    for _ in range(50):
+        items = [item(500), item(300)]
+        kept.append((items, encoder.encode(items)))
+    encoder.close()
+    for items, features in kept:
+        for feature, one in zip(features, items, strict=True):
+            assert torch.equal(feature.cpu(), 2 * one.inputs["pixel_values"])
+
+
+def test_features_reach_another_gpu(directory: Path) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    # The process sees the second GPU alone, and numbers it 0.
+    encoder = encoder_of(directory, feature_device="cuda:0", environment={"CUDA_VISIBLE_DEVICES": "1"})
+    encoder.start()
+    items = [item(100)]
+    (feature,) = encoder.encode(items)
+    encoder.close()
+    assert feature.device == torch.device("cuda:1")
+    assert torch.equal(feature.cpu(), 2 * items[0].inputs["pixel_values"])
+
+
+def test_a_killed_process_leaves_the_gpu_and_this_process_usable(directory: Path) -> None:
+    encoder = encoder_of(directory, feature_device="cuda:0")
+    encoder.start()
+    items = [item(100)]
+    (feature,) = encoder.encode(items)
+    assert encoder.pid is not None
+    os.kill(encoder.pid, signal.SIGKILL)
+    with pytest.raises(EncoderLostError):
+        for _ in range(1000):
+            encoder.encode([item(100)])
+    assert torch.equal(feature.cpu(), 2 * items[0].inputs["pixel_values"])
+    encoder.restart()
+    (feature,) = encoder.encode(items)
+    assert torch.equal(feature.cpu(), 2 * items[0].inputs["pixel_values"])
+    encoder.close()
+
+
+def test_memory_of_the_gpu_comes_back(directory: Path) -> None:
+    torch.cuda.synchronize()
+    before = torch.cuda.mem_get_info()[0]
+    encoder = encoder_of(directory, feature_device="cuda:0", device_bytes=1 << 28)
+    with nothing_left():
+        encoder.start()
+        encoder.encode([item(100)])
+        encoder.close()
+    torch.cuda.synchronize()
+    assert torch.cuda.mem_get_info()[0] >= before - (64 << 20)
