@@ -7,6 +7,7 @@ these calls, each followed by `settle`.
 
 from __future__ import annotations
 
+import copy
 import heapq
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -22,6 +23,7 @@ from fxsplit_encoder.connector.books.preparation import Preparation
 from fxsplit_encoder.connector.books.ticket import Ticket
 from fxsplit_encoder.connector.request import EncodeRequest
 from fxsplit_encoder.connector.states import WAITING, Availability, State
+from fxsplit_encoder.connector.statistics import ConnectorStats
 from fxsplit_encoder.errors import ConnectorError, ConnectorFullError
 
 
@@ -265,6 +267,16 @@ class Books:
         self.settle()
 
     # --- the end
+
+    def snapshot(self) -> ConnectorStats:
+        """The counts as they are now."""
+        parts, ledger = self.parts, self.parts.ledger
+        snapshot = copy.deepcopy(parts.stats)
+        snapshot.bytes_used = {account: ledger.used(account) for account in ledger.accounts()}
+        snapshot.bytes_peak = dict(ledger.peaks)
+        snapshot.waiting_items = parts.num_waiting
+        snapshot.live_tickets = len(parts.tickets)
+        return snapshot
 
     def clear_cache(self) -> None:
         """Frees every feature that nobody holds, and the host buffers that nobody has."""

@@ -63,6 +63,17 @@ class Encoding:
                 error = ConnectorError("every worker that encodes it was lost", "worker_lost", retryable=True)
                 self._holdings.fail(entry, error, may_retry=False)
 
+    def lose_worker(self, worker: Worker, *, is_running: bool) -> None:
+        """A worker's thread has ended by a fault, or is given up while it runs: others get its batches."""
+        if worker.status is not WorkerStatus.LOST:
+            self._parts.stats.lost_workers += 1
+        worker.status = WorkerStatus.LOST
+        for batch in [batch for batch in self.batches if batch.worker is worker]:
+            self.lose(batch, is_running=is_running)
+        if not is_running:
+            for batch in [batch for batch in self.leftovers if batch.worker is worker]:
+                self._returned(batch)
+
     # --- batches
 
     def take(self, worker: Worker) -> Taken:

@@ -45,6 +45,8 @@ class Worker:
         self.load = 0.0
         """Predicted cost of these."""
         self.num_batches = 0
+        self.num_losses = 0
+        """How many workers of this name were lost, one after another, before this one."""
 
     def __repr__(self) -> str:
         return f"Worker({self.name}, {self.status})"

@@ -1,0 +1,378 @@
+"""`Connector`: takes the media of requests, and hands out their features when they are needed."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from fxsplit_encoder.connector.books.audit import audit
+from fxsplit_encoder.connector.books.books import Step
+from fxsplit_encoder.connector.books.host_buffers import capacity_of
+from fxsplit_encoder.connector.books.parts import Parts
+from fxsplit_encoder.connector.books.ticket import Ticket
+from fxsplit_encoder.connector.books.workers import WorkerStatus
+from fxsplit_encoder.connector.failures import failure_of
+from fxsplit_encoder.connector.merging import copy_rows
+from fxsplit_encoder.connector.request import EncodeRequest
+from fxsplit_encoder.connector.seams import MediaProcessor, MediaReducer
+from fxsplit_encoder.connector.settings import ConnectorConfig
+from fxsplit_encoder.connector.states import Availability, State
+from fxsplit_encoder.connector.statistics import ConnectorStats
+from fxsplit_encoder.connector.threads.copies import Copies
+from fxsplit_encoder.connector.threads.core import Core
+from fxsplit_encoder.connector.threads.pool import EncoderFactory, Pool, row_bytes_of
+from fxsplit_encoder.connector.threads.preparers import Preparers
+from fxsplit_encoder.connector.threads.watchers import Clock, Warden
+from fxsplit_encoder.connector.ticket_log import TicketLog
+from fxsplit_encoder.errors import ConnectorError, InputError, MediaError
+from fxsplit_encoder.messages import shown
+
+logger = logging.getLogger(__name__)
+
+
+class FeatureRows(NamedTuple):
+    """The rows of one item, for as long as they are read."""
+
+    rows: Tensor
+    """(tokens, width), on the device that encoded them or in pinned host memory."""
+    metadata: Any
+    """What travels with them, such as the grid."""
+
+
+class Connector:
+    """Encodes the media of requests beside the engine that serves them.
+
+    `submit` returns at once. CPU workers hash, decode and preprocess; workers with an encoder each put items
+    of different requests into batches; features wait in bounded memory until the engine merges them into its
+    prompts and releases them. A failure costs one request, never the engine.
+
+    Threads may share a connector.
+
+    Args:
+        processor: counts the tokens of media, hashes them, and turns them into an encoder's inputs.
+        encoders: for each worker, what makes its encoder; called again when a worker is lost. What it returns
+            is started on the worker's own thread.
+        config: sizes and limits.
+        identity: of the weights, dtype and precision of the encoders, for the names of features.
+        copies: makes host buffers and copies; None: as the devices do.
+
+    Raises:
+        InputError: there is no encoder, or they do not agree on the size of rows.
+    """
+
+    def __init__(
+        self,
+        processor: MediaProcessor,
+        encoders: Sequence[EncoderFactory],
+        config: ConnectorConfig | None = None,
+        *,
+        identity: bytes = b"",
+        copies: Copies | None = None,
+    ) -> None:
+        self.config = config if config is not None else ConnectorConfig()
+        self.processor = processor
+        self._identity = identity
+        self._copies = copies if copies is not None else Copies()
+        self._log = TicketLog(self.config.log_tickets)
+        first = [make() for make in encoders]
+        self._row_bytes = row_bytes_of(first)
+        lock = threading.Lock()
+        parts = Parts(
+            self.config,
+            self._row_bytes.get,
+            self._key_of,
+            threading.Condition(lock),
+            can_reduce=isinstance(processor, MediaReducer),
+        )
+        self._core = Core(lock, parts, self._log.write)
+        self._pool = Pool(self._core, encoders, first, self._copies)
+        preparers = Preparers(self._core, processor, self._pool.predict_cost, self.config.cpu_workers)
+        self._threads = [*preparers.threads, Clock(self._core).thread]
+        self._warden = Warden(self._core).thread
+        for thread in (*self._threads, self._warden):
+            thread.start()
+        self._pool.start()
+
+    def _key_of(self, digest: bytes, salt: str) -> bytes:
+        hasher = hashlib.sha256()
+        for part in (digest, self._identity, salt.encode()):
+            hasher.update(len(part).to_bytes(8, "little") + part)
+        return hasher.digest()
+
+    # --- requests
+
+    def submit(self, request: EncodeRequest) -> Ticket:
+        """Takes a request; nothing is decoded, hashed or encoded before this returns.
+
+        The caller keeps the ticket: steps name it. Its token counts are exact, from the dimensions of the
+        media, so that room for the tokens can be made now. An item that cannot be encoded fails its ticket,
+        or makes it text alone, as the request asked for.
+
+        Raises:
+            ConnectorFullError: too much is waiting; submit it again later.
+            ConnectorError: the connector is closed.
+            InputError: the request asks for a reduction, and the processor cannot reduce.
+        """
+        if request.failure.reduce is not None and not self._core.books.parts.can_reduce:
+            raise InputError(
+                f"reduce: {type(self.processor).__name__} cannot ask less of an item; leave it out"
+            )
+        counts, problem = self._count(request)
+        with self._core.change() as books:
+            return books.submit(request, counts, problem)
+
+    def _count(self, request: EncodeRequest) -> tuple[list[int], tuple[int, ConnectorError] | None]:
+        """The tokens of each item, and which of them cannot be encoded, if one cannot."""
+        counts: list[int] = []
+        for index, item in enumerate(request.items):
+            row_bytes = self._row_bytes.get(item.modality)
+            if row_bytes is None:
+                error = MediaError(f"no encoder takes {shown(item.modality)}")
+                return _padded(counts, request), (index, failure_of(error, "media"))
+            try:
+                counts.append(self.processor.count_tokens(item))
+            except Exception as error:
+                return _padded(counts, request), (index, failure_of(error, "media"))
+            if (size := counts[-1] * row_bytes) > self.config.staging_bytes:
+                message = f"its feature has {size} bytes, and staging_bytes is {self.config.staging_bytes}"
+                return _padded(counts, request), (index, ConnectorError(message, "too_large", False))
+        sizes = {
+            id(item): capacity_of(count * (self._row_bytes.get(item.modality) or 0))
+            for item, count in zip(request.items, counts, strict=True)
+        }
+        if (total := sum(sizes.values())) > self.config.host_bytes:
+            message = f"its request takes {total} bytes, and host_bytes is {self.config.host_bytes}"
+            return counts, (0, ConnectorError(message, "too_large", retryable=False))
+        return counts, None
+
+    def step(self) -> Step:
+        """What has become of whom since the last step; for each step of the engine. Waits for nothing."""
+        with self._core.change() as books:
+            return books.step()
+
+    def has_pending_work(self) -> bool:
+        """Whether a later step may have something to tell, so that an engine without other work must not
+        sleep for good.
+        """
+        with self._core.lock:
+            return self._core.books.has_pending_work
+
+    def hold(self, ticket: Ticket, item: int | None = None) -> Availability:
+        """Holds every item of a ticket, or one, once more; each hold needs a `release`.
+
+        Every item is held once from its submission. What was released before is found again where it is still
+        kept, and encoded again where not: the ticket is "deferred" then. "unavailable" says that nothing is
+        held, since the ticket failed or was cancelled, or because one item alone would have to wait for
+        memory while others of its ticket hold some.
+        """
+        with self._core.change() as books:
+            return books.hold(ticket, _index(ticket, item))
+
+    def release(self, ticket: Ticket, item: int | None = None, *, keep: bool = False) -> int:
+        """Lets go of every item of a ticket, or of one, once; an item that is not ready is given up.
+
+        Args:
+            ticket: from `submit`.
+            item: the item's index; None: all.
+            keep: whether the rows stay, until memory is needed, though the request did not ask for it.
+
+        Returns:
+            The holds that were let go of: 0 if there were none, which is no error.
+        """
+        with self._core.change() as books:
+            return books.release(ticket, _index(ticket, item), keep=keep)
+
+    def cancel(self, ticket: Ticket, item: int | None = None) -> bool:
+        """Gives up every item of a ticket, or one, however often it is held; whether there was any.
+
+        What waits never enters a batch. What is in a batch is encoded and then discarded, unless somebody
+        else wants it.
+        """
+        with self._core.change() as books:
+            return books.cancel(ticket, _index(ticket, item))
+
+    # --- features
+
+    @contextlib.contextmanager
+    def read(
+        self,
+        ticket: Ticket,
+        items: Sequence[int] | None = None,
+        *,
+        device: torch.device | str = "cpu",
+    ) -> Iterator[dict[int, FeatureRows]]:
+        """The rows of some items. Nothing overwrites them before the work is over that the current stream of
+        `device` was given inside.
+
+        Raises:
+            InputError: the ticket, or one of these items, is not ready.
+        """
+        with self._core.change() as books:
+            wanted = [item.index for item in ticket.items] if items is None else list(items)
+            _check_ready(ticket, wanted)
+            features = books.begin_read(ticket, wanted)
+        event = None
+        try:
+            yield {
+                index: FeatureRows(feature.rows, ticket.metadata(index))
+                for index, feature in features.items()
+            }
+        finally:
+            event = self._copies.mark(torch.device(device))
+            with self._core.change() as books:
+                books.end_read(features.values(), event)
+
+    def merge(self, ticket: Ticket, token_range: tuple[int, int], embeddings: Tensor) -> Tensor:
+        """Writes the rows of a ticket's items into the embeddings of some tokens of its prompt.
+
+        Args:
+            ticket: that is ready; its request says where its placeholders are.
+            token_range: the first position of the merged prompt and the one after the last, for prefill in
+                chunks.
+            embeddings: (positions, width) of these tokens, in any floating dtype and on any device; those of
+                placeholders are overwritten. Rows with more columns give their first ones: what else they
+                have, `read` tells.
+
+        Returns:
+            The embeddings.
+
+        Raises:
+            InputError: the ticket or an item is not ready, the request has no placeholders, or not as many as
+                items, or the range is not one of the merged prompt. Nothing was written.
+        """
+        start, stop = token_range
+        runs = self._runs(ticket, start, stop, embeddings)
+        items = sorted({run.item for run in runs})
+        with self.read(ticket, items, device=embeddings.device) as features:
+            rows = [features[i].rows if i in features else None for i in range(len(ticket.items))]
+            copy_rows(rows, runs, embeddings, start)
+        return embeddings
+
+    def _runs(self, ticket: Ticket, start: int, stop: int, embeddings: Tensor) -> Sequence[Any]:
+        placeholders = ticket.request.placeholders
+        if placeholders is None:
+            raise InputError(f"request {ticket.request.id}: expected placeholders; got none, so use read()")
+        if ticket.state is not State.READY:
+            raise InputError(f"request {ticket.request.id}: expected it to be ready; it is {ticket.state}")
+        counts = ticket.token_counts
+        length = placeholders.merged_length(counts)
+        if not 0 <= start <= stop <= length:
+            raise InputError(f"token_range: expected one within 0 to {length}; got {start} to {stop}")
+        if embeddings.dim() != 2 or embeddings.shape[0] != stop - start:
+            raise InputError(f"embeddings: expected ({stop - start}, width); got {tuple(embeddings.shape)}")
+        return placeholders.runs(counts, start, stop)
+
+    # --- workers and books
+
+    def workers(self) -> dict[str, WorkerStatus]:
+        """How each worker is, by name."""
+        with self._core.lock:
+            return self._pool.statuses
+
+    def drain_worker(self, name: str) -> None:
+        """The worker finishes what it has in hand and stops; `restart_worker` starts it again.
+
+        Raises:
+            InputError: no worker has this name.
+        """
+        self._pool.drain(name)
+
+    def restart_worker(self, name: str) -> None:
+        """A new worker in place of one that has stopped, was lost, or hangs.
+
+        Raises:
+            InputError: no worker has this name, or the connector is closed.
+        """
+        self._pool.restart(name)
+
+    def change_identity(self, identity: bytes) -> None:
+        """After other weights were loaded: features that were made before are not found any more."""
+        with self._core.change() as books:
+            self._identity = identity
+            books.clear_cache()
+
+    def clear_cache(self) -> None:
+        """Frees what nobody holds, and idle host buffers."""
+        with self._core.change() as books:
+            books.clear_cache()
+
+    def stats(self) -> ConnectorStats:
+        """The counts so far."""
+        with self._core.lock:
+            return self._core.books.snapshot()
+
+    def audit(self) -> list[str]:
+        """What does not add up in the books, counted again from the objects; empty if they are in order."""
+        with self._core.change() as books:
+            books.settle()
+            return audit(books)
+
+    # --- the end
+
+    def close(self, timeout_s: float | None = 60.0) -> None:
+        """Cancels every ticket, lets workers finish what they have in hand, and frees everything. Further
+        calls do nothing.
+
+        Args:
+            timeout_s: how long to wait for threads; one that hangs is left to itself, with a warning.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        with self._core.change() as books:
+            books.close()
+        self._pool.stop()
+        joined: list[threading.Thread] = []
+        while threads := [thread for thread in self._pool.threads() if thread not in joined]:
+            _join(threads, deadline)
+            joined += threads
+        self._core.stop()
+        _join(self._threads, deadline)
+        _join([self._warden], deadline)
+        with self._core.change() as books:
+            books.clear_cache()
+        self._copies.give_back()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _padded(counts: list[int], request: EncodeRequest) -> list[int]:
+    """The counts that are known, and 0 for the other items."""
+    return counts + [0] * (len(request.items) - len(counts))
+
+
+def _index(ticket: Ticket, item: int | None) -> int | None:
+    if item is not None and not 0 <= item < len(ticket.items):
+        raise InputError(
+            f"item: expected an index below {len(ticket.items)} of {ticket.request.id}; got {shown(item)}"
+        )
+    return item
+
+
+def _check_ready(ticket: Ticket, items: Sequence[int]) -> None:
+    for index in items:
+        state = ticket.items[index].state
+        if state is not State.READY:
+            raise InputError(
+                f"item {index} of request {ticket.request.id}: expected it to be ready; it is {state}"
+            )
+
+
+def _join(threads: Sequence[threading.Thread], deadline: float | None) -> None:
+    for thread in threads:
+        thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        if thread.is_alive():
+            logger.warning("%s does not come to an end; it is left to itself", thread.name)

@@ -1,0 +1,103 @@
+"""An encoder and a processor without a model, to test an engine with: no GPU, no media, every fault on
+demand.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from fxsplit_encoder.connector.seams import MediaItem, Modality, PreparedItem, Reduction
+from fxsplit_encoder.errors import MediaError
+from fxsplit_encoder.messages import shown
+
+
+class FakeProcessor:
+    """Takes any media that is a string; its option `tokens` says how many rows it has.
+
+    Args:
+        default_tokens: of an item without that option.
+        on_prepare: called with every item that is preprocessed, to wait or to raise.
+    """
+
+    def __init__(
+        self, default_tokens: int = 4, on_prepare: Callable[[MediaItem], None] = lambda item: None
+    ) -> None:
+        self._default_tokens = default_tokens
+        self._on_prepare = on_prepare
+
+    def count_tokens(self, item: MediaItem) -> int:
+        """Its option, or the default."""
+        tokens = item.options.get("tokens", self._default_tokens)
+        if not isinstance(tokens, int):
+            raise MediaError(f"tokens: expected an integer; got {shown(tokens)}")
+        return tokens
+
+    def digest(self, item: MediaItem) -> bytes:
+        """Of the string and the number of tokens."""
+        if not isinstance(item.media, str):
+            raise MediaError(f"media: expected a string; got {shown(item.media)}")
+        return hashlib.sha256(f"{item.modality} {self.count_tokens(item)} {item.media}".encode()).digest()
+
+    def prepare(self, item: MediaItem) -> PreparedItem:
+        """An item whose only input is a vector of zeros; its media travels as metadata."""
+        self._on_prepare(item)
+        inputs = {"pixel_values": torch.zeros(self.count_tokens(item))}
+        digest, tokens = self.digest(item), self.count_tokens(item)
+        return PreparedItem(item.modality, digest, inputs, tokens, {"media": item.media})
+
+    def reduce(self, item: MediaItem, how: Reduction) -> MediaItem | None:
+        """The item with half the tokens."""
+        tokens = self.count_tokens(item) // 2
+        return MediaItem(item.modality, item.media, {**item.options, "tokens": tokens}) if tokens else None
+
+
+class FakeEncoder:
+    """Rows that follow from an item's digest: `fake_rows`.
+
+    Args:
+        width: columns.
+        dtype: of the rows.
+        on_encode: called with every batch before it is encoded, to wait or to raise.
+        modalities: that it encodes.
+    """
+
+    def __init__(
+        self,
+        width: int = 8,
+        dtype: torch.dtype = torch.float32,
+        on_encode: Callable[[Sequence[PreparedItem]], None] = lambda items: None,
+        modalities: Sequence[Modality] = ("image", "video", "audio"),
+    ) -> None:
+        self._width = width
+        self._dtype = dtype
+        self._on_encode = on_encode
+        self._modalities = modalities
+
+    def start(self) -> None:
+        """Nothing is needed."""
+
+    def predict_cost(self, item: PreparedItem) -> float:
+        """Its tokens."""
+        return float(item.num_tokens)
+
+    def row_bytes(self, modality: Modality) -> int | None:
+        """Of `width` columns."""
+        return self._width * self._dtype.itemsize if modality in self._modalities else None
+
+    def encode(self, items: Sequence[PreparedItem]) -> list[Tensor]:
+        """The rows of each item."""
+        self._on_encode(items)
+        return [fake_rows(item.digest, item.num_tokens, self._width, self._dtype) for item in items]
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def fake_rows(digest: bytes, num_tokens: int, width: int = 8, dtype: torch.dtype = torch.float32) -> Tensor:
+    """What a `FakeEncoder` makes of an item: the first bytes of its digest, plus the number of the row."""
+    columns = torch.tensor([digest[column % len(digest)] for column in range(width)], dtype=dtype)
+    return columns + torch.arange(num_tokens, dtype=dtype)[:, None]

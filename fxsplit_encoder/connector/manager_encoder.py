@@ -1,0 +1,100 @@
+"""Encodes items through an `EncoderCudaGraphManager`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxsplit_encoder.connector.seams import Modality, PreparedItem
+from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.manager import EncoderCudaGraphManager
+from fxsplit_encoder.messages import names_of
+from fxsplit_encoder.towers.base import WrappedTower
+
+# Of a token, before anything is measured. Only items that come before and after the capture are compared by it.
+_MILLISECONDS_PER_TOKEN = 0.01
+
+
+class ManagerEncoder:
+    """The images and videos of one tower.
+
+    Args:
+        manager: not captured yet, or captured on any thread; `start` captures what is not.
+        capture: whether `start` captures.
+        modalities: that it encodes; None: those for which the tower declares captures.
+    """
+
+    def __init__(
+        self,
+        manager: EncoderCudaGraphManager,
+        *,
+        capture: bool = True,
+        modalities: Sequence[Modality] | None = None,
+    ) -> None:
+        self.manager = manager
+        self._capture = capture
+        self._modalities = manager.model_config.modalities if modalities is None else modalities
+
+    def start(self) -> None:
+        """Captures every budget, on the thread that will replay them."""
+        if self._capture and not self.manager.is_captured():
+            self.manager.capture()
+
+    def predict_cost(self, item: PreparedItem) -> float:
+        """Milliseconds, as the manager's plan predicts; a guess by tokens where it predicts none."""
+        predicted = self.manager.plan(dict(item.inputs)).milliseconds if self._is_timed else None
+        return item.num_tokens * _MILLISECONDS_PER_TOKEN if predicted is None else predicted
+
+    @property
+    def _is_timed(self) -> bool:
+        return self.manager.pool.is_cuda and self.manager.is_captured()
+
+    def row_bytes(self, modality: Modality) -> int | None:
+        """Of the tower's output, if it encodes the modality."""
+        if modality not in self._modalities:
+            return None
+        return self.manager.model_config.out_hidden_size * self.manager.dtype.itemsize
+
+    def encode(self, items: Sequence[PreparedItem]) -> list[Tensor]:
+        """The items as one request to the manager, which packs them into its budgets.
+
+        Raises:
+            InputError: items of one modality have different inputs, or the manager refuses them.
+        """
+        # A manager's items are its images, then its videos.
+        order = sorted(range(len(items)), key=lambda index: items[index].modality == "video")
+        try:
+            rows = self.manager.execute(self._joined([items[index] for index in order]))
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()  # so that the halves of the batch have the memory that it had
+            raise
+        outputs = dict(zip(order, rows, strict=True))
+        return [outputs[index] for index in range(len(items))]
+
+    def _joined(self, items: Sequence[PreparedItem]) -> dict[str, Any]:
+        """The inputs of several items as one `mm_kwargs`."""
+        parts: dict[str, list[Tensor]] = {}
+        for item in items:
+            for name, tensor in item.inputs.items():
+                parts.setdefault(name, []).append(tensor)
+        for modality in {item.modality for item in items}:
+            names = {frozenset(item.inputs) for item in items if item.modality == modality}
+            if len(names) > 1:
+                raise InputError(
+                    f"{modality}: expected items of the same inputs; got {' and '.join(map(names_of, names))}"
+                )
+        return {name: self._join(tensors) for name, tensors in parts.items()}
+
+    def _join(self, tensors: list[Tensor]) -> Tensor | list[Tensor]:
+        # Pixels are left in parts where the tower takes them so: joining would copy them once more.
+        takes_parts = isinstance(self.manager.tower, WrappedTower) and tensors[0].is_floating_point()
+        if len(tensors) == 1:
+            return tensors[0]
+        return tensors if takes_parts else torch.cat(tensors)
+
+    def close(self) -> None:
+        """Releases the captures; `start` makes them again."""
+        self.manager.clear()

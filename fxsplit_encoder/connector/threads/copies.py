@@ -1,0 +1,86 @@
+"""Host buffers, copies into them that do not wait for the device, and the events that tell when they are
+over.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxsplit_encoder.connector.books.events import PASSED, Event
+
+
+class _CudaEvent:
+    """A CUDA event which has also passed once its device is lost: nothing uses the memory any more."""
+
+    def __init__(self, device: torch.device) -> None:
+        # A thread that waits leaves the processor to others.
+        self._event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        self._event.record(torch.cuda.current_stream(device))
+
+    def query(self) -> bool:
+        try:
+            return bool(self._event.query())
+        except RuntimeError:
+            return True
+
+    def synchronize(self) -> None:
+        self._event.synchronize()
+
+
+class Copies:
+    """Copies as the device in question makes them; without CUDA the calling thread does, at once.
+
+    A test may derive a class whose events pass when it says so: nothing else in the connector knows of
+    devices.
+    """
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, Any] = {}
+        self._lock = threading.Lock()
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        """A host buffer of so many bytes, pinned where there is CUDA."""
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+
+    def give_back(self) -> None:
+        """Hands pinned buffers that were let go of back to the system, where torch can."""
+        empty = getattr(torch.accelerator, "empty_host_cache", None)  # from torch 2.12 on
+        if torch.cuda.is_available() and empty is not None:
+            empty()
+
+    def to_host(self, rows: Tensor, buffer: Tensor) -> tuple[Tensor, Event]:
+        """Starts a copy.
+
+        Args:
+            rows: what the current stream of its device writes.
+            buffer: at least as many bytes, as from `allocate`.
+
+        Returns:
+            The same rows in the buffer, and when they are there.
+        """
+        target = buffer[: rows.nbytes].view(rows.dtype).view(rows.shape)
+        if not rows.is_cuda:
+            target.copy_(rows)
+            return target, PASSED
+        stream = self._stream(rows.device)
+        stream.wait_stream(torch.cuda.current_stream(rows.device))
+        with torch.cuda.stream(stream):
+            target.copy_(rows, non_blocking=True)
+            return target, self.mark(rows.device)
+
+    def mark(self, device: torch.device) -> Event:
+        """When everything is over that this thread has given the current stream of a device."""
+        if device.type != "cuda":
+            return PASSED
+        return _CudaEvent(device)
+
+    def _stream(self, device: torch.device) -> Any:
+        """A stream beside the one that computes, so that the next batch runs while rows are copied."""
+        with self._lock:
+            if device not in self._streams:
+                self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            return self._streams[device]

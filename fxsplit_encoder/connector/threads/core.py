@@ -1,0 +1,80 @@
+"""The books behind their lock, and who is woken when they have changed."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+
+from fxsplit_encoder.connector.books.books import Books
+from fxsplit_encoder.connector.books.parts import Parts
+from fxsplit_encoder.connector.books.ticket import Ticket, wake
+
+
+class Core:
+    """One lock, and conditions over it for each kind of thread. Nothing is called back while it is held.
+
+    Args:
+        lock: that the condition of `parts` is over.
+        parts: what the books consist of.
+        on_ended: called with every ticket that has ended, without the lock.
+    """
+
+    def __init__(self, lock: threading.Lock, parts: Parts, on_ended: Callable[[Ticket], None]) -> None:
+        self.lock = lock
+        self.books = Books(parts)
+        self.cpu_work = threading.Condition(lock)
+        self.encode_work = threading.Condition(lock)
+        self.deadline_came_closer = threading.Condition(lock)
+        self.quarantine_filled = threading.Condition(lock)
+        self.is_stopping = False
+        """Whether threads are to end once they have nothing to do."""
+        self.awaited_deadline: float | None = None
+        """The one that the clock waits for."""
+        self._on_ended = on_ended
+
+    @contextlib.contextmanager
+    def change(self) -> Iterator[Books]:
+        """The books, to be changed; afterwards everyone is told whom it concerns."""
+        with self.lock:
+            try:
+                yield self.books
+            finally:
+                self.books.settle()
+                parts = self.books.parts
+                waiters = [waiter for ticket in parts.woken for waiter in ticket.take_waiters()]
+                ended = list(parts.ended)
+                parts.woken.clear()
+                parts.ended.clear()
+                self._wake_threads()
+        wake(waiters)
+        for ticket in ended:
+            self._on_ended(ticket)
+
+    def stop(self) -> None:
+        """Tells all threads to end once they have nothing to do."""
+        with self.lock:
+            self.is_stopping = True
+            self.wake_all()
+
+    def wake_all(self) -> None:
+        """Has every thread look again; called with the lock."""
+        for condition in (
+            self.cpu_work,
+            self.encode_work,
+            self.deadline_came_closer,
+            self.quarantine_filled,
+        ):
+            condition.notify_all()
+
+    def _wake_threads(self) -> None:
+        parts = self.books.parts
+        if jobs := len(parts.to_digest) + len(parts.to_prepare):
+            self.cpu_work.notify(jobs)
+        if parts.to_encode or any(parts.cache.resting()):
+            self.encode_work.notify_all()
+        if parts.storage.quarantine:
+            self.quarantine_filled.notify_all()
+        deadline = self.books.next_deadline()
+        if deadline is not None and (self.awaited_deadline is None or deadline < self.awaited_deadline):
+            self.deadline_came_closer.notify_all()

@@ -1,0 +1,223 @@
+"""A thread with an encoder: takes batches, encodes them, and has their rows copied to where they will lie."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxsplit_encoder.connector.books.arrivals import Arrival
+from fxsplit_encoder.connector.books.demotion import Demotion
+from fxsplit_encoder.connector.books.entry import Entry
+from fxsplit_encoder.connector.books.events import Event
+from fxsplit_encoder.connector.books.workers import Batch, Worker, WorkerStatus
+from fxsplit_encoder.connector.failures import encode_each, failure_of
+from fxsplit_encoder.connector.seams import FeatureEncoder, PreparedItem
+from fxsplit_encoder.connector.threads.copies import Copies
+from fxsplit_encoder.connector.threads.core import Core
+from fxsplit_encoder.errors import ConnectorError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Flight:
+    """A batch that the device was given, and what is known to have failed."""
+
+    batch: Batch
+    failures: dict[Entry, ConnectorError]
+    num_splits: int = 0
+    arrivals: list[Arrival] = field(default_factory=list)
+
+
+class WorkerThread:
+    """One worker.
+
+    Args:
+        core: the books.
+        worker: as they see it.
+        encoder: that only this thread uses, after `start`.
+        copies: makes copies and events.
+        on_lost: called at the end of a thread that a fault ended.
+    """
+
+    def __init__(
+        self,
+        core: Core,
+        worker: Worker,
+        encoder: FeatureEncoder,
+        copies: Copies,
+        on_lost: Callable[[Worker], None],
+    ) -> None:
+        self._core = core
+        self.worker = worker
+        self._encoder = encoder
+        self._copies = copies
+        self._on_lost = on_lost
+        self._flying: deque[_Flight] = deque()
+        self.thread = threading.Thread(target=self._run, name=f"connector-{worker.name}", daemon=True)
+
+    def _run(self) -> None:
+        try:
+            self._encoder.start()
+            self._set_status(WorkerStatus.STARTING, WorkerStatus.RUNNING)
+            self._serve()
+            self._set_status(WorkerStatus.DRAINING, WorkerStatus.STOPPED)
+        except BaseException:
+            # Whatever ended this thread must not end the work that it had.
+            logger.warning("%s is lost", self.worker.name, exc_info=True)
+            self._flying.clear()
+            self._on_lost(self.worker)
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        try:
+            self._encoder.close()
+        except Exception:
+            logger.warning("%s: its encoder could not be closed", self.worker.name, exc_info=True)
+
+    def _set_status(self, before: WorkerStatus, after: WorkerStatus) -> None:
+        with self._core.change():
+            if self.worker.status is before:
+                self.worker.status = after
+            self._core.wake_all()
+
+    # --- the loop
+
+    def _serve(self) -> None:
+        """Keeps as many batches in flight as settings allow; ends once the worker takes no more."""
+        while True:
+            work = self._next()
+            if isinstance(work, Batch):
+                self._flying.append(self._launch(work))
+                self._land_what_is_over()
+            elif isinstance(work, Demotion):
+                self._demote(work)
+            elif self._flying:
+                self._land(self._flying.popleft())
+            else:
+                return
+
+    def _next(self) -> Batch | Demotion | None:
+        """What to do; None: nothing, while batches are in flight, or for ever."""
+        core, books = self._core, self._core.books
+        with core.lock:
+            while True:
+                taken = books.encoding.take(self.worker)
+                if taken.batch is not None:
+                    core.encode_work.notify_all()  # others may take the rest
+                    return taken.batch
+                if self._flying or self.worker.status is not WorkerStatus.RUNNING:
+                    return None
+                if taken.wait_s is None and (move := books.demotions.take()) is not None:
+                    return move
+                core.encode_work.wait(taken.wait_s)
+
+    # --- batches
+
+    def _launch(self, batch: Batch) -> _Flight:
+        flight = _Flight(batch, {})
+        prepared = [entry.prepared for entry in batch.entries]
+
+        def count_split() -> None:
+            flight.num_splits += 1
+
+        outputs = encode_each(self._encode, prepared, count_split)  # type: ignore[arg-type]
+        checked = [_checked(entry, rows) for entry, rows in zip(batch.entries, outputs, strict=True)]
+        for entry, rows in zip(batch.entries, checked, strict=True):
+            if isinstance(rows, ConnectorError):
+                flight.failures[entry] = rows
+        with self._core.change() as books:
+            books.parts.stats.split_batches += flight.num_splits
+            flight.arrivals = books.encoding.place(batch, checked)
+        for device in {arrival.rows.device for arrival in flight.arrivals}:
+            batch.events.append(self._copies.mark(device))
+        for arrival in flight.arrivals:
+            if arrival.is_copied:
+                self._copy(flight, arrival)
+        return flight
+
+    def _encode(self, items: Sequence[PreparedItem]) -> Sequence[Tensor]:
+        outputs = self._encoder.encode(items)
+        if len(outputs) != len(items):
+            raise RuntimeError(f"the encoder returned {len(outputs)} features for {len(items)} items")
+        return outputs
+
+    def _copy(self, flight: _Flight, arrival: Arrival) -> None:
+        batch = flight.batch
+        try:
+            if arrival.buffer is None:
+                arrival.buffer = self._allocate(arrival.capacity)
+                with self._core.change() as books:
+                    if not books.encoding.attach(batch, arrival, arrival.buffer):
+                        return
+            arrival.feature.rows, event = self._copies.to_host(arrival.rows, arrival.buffer)
+            batch.events.append(event)
+        except Exception as error:
+            flight.failures[arrival.entry] = failure_of(error, "encoder")
+
+    def _allocate(self, num_bytes: int) -> Any:
+        with self._core.lock:
+            buffers = self._core.books.parts.storage.buffers
+            was_dropped, buffers.was_dropped = buffers.was_dropped, False
+        if was_dropped:
+            self._copies.give_back()
+        return self._copies.allocate(num_bytes)
+
+    def _land_what_is_over(self) -> None:
+        """Batches come to their end in order; where the encoder waits for its device, at once."""
+        while self._flying and _is_over(self._flying[0].batch.events):
+            self._land(self._flying.popleft())
+
+    def _land(self, flight: _Flight) -> None:
+        for event in flight.batch.events:
+            event.synchronize()
+        with self._core.change() as books:
+            books.encoding.publish(flight.batch, flight.failures)
+            self.worker.num_losses = 0
+
+    # --- demotions
+
+    def _demote(self, move: Demotion) -> None:
+        rows = None
+        try:
+            if move.buffer is None:
+                move.buffer = self._allocate(move.capacity)
+                with self._core.change() as books:
+                    books.demotions.attach(move, move.buffer)
+            rows, event = self._copies.to_host(move.source.rows, move.buffer)
+            move.events.append(event)
+            event.synchronize()
+        except Exception:
+            logger.warning("a feature stays on its device", exc_info=True)
+            rows = None
+        finally:  # also where this thread is lost
+            with self._core.change() as books:
+                books.demotions.finish(move, rows if _is_over(move.events) else None)
+
+
+def _is_over(events: Sequence[Event]) -> bool:
+    return all(event.query() for event in events)
+
+
+def _checked(entry: Entry, rows: Any) -> Tensor | ConnectorError:
+    """The rows of an entry, if they are what memory was reserved for."""
+    if isinstance(rows, ConnectorError):
+        return rows
+    if not isinstance(rows, torch.Tensor) or rows.dim() != 2:
+        return ConnectorError("the encoder did not return rows", "mismatch", retryable=False)
+    if rows.shape[0] != entry.num_tokens or rows.nbytes != entry.num_bytes:
+        return ConnectorError(
+            f"expected {entry.num_tokens} rows of {entry.num_bytes} bytes in all; the encoder returned "
+            f"{tuple(rows.shape)} of {rows.nbytes} bytes",
+            "mismatch",
+            retryable=False,
+        )
+    return rows

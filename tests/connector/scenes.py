@@ -1,0 +1,158 @@
+"""What tests of the connector act with: encoders that wait or fail on demand, copies that take their time."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxsplit_encoder.connector.books.ticket import Ticket
+from fxsplit_encoder.connector.connector import Connector
+from fxsplit_encoder.connector.fake import FakeEncoder, FakeProcessor, fake_rows
+from fxsplit_encoder.connector.request import EncodeRequest
+from fxsplit_encoder.connector.seams import MediaItem, PreparedItem
+from fxsplit_encoder.connector.settings import ConnectorConfig
+from fxsplit_encoder.connector.states import Availability
+from fxsplit_encoder.connector.threads.copies import Copies
+
+PATIENCE_S = 60.0
+"""How long anything is waited for that has to come, on however busy a machine."""
+
+
+def image(name: str, tokens: int = 4) -> MediaItem:
+    return MediaItem("image", name, {"tokens": tokens})
+
+
+def request(*items: MediaItem | str, **settings: Any) -> EncodeRequest:
+    media = [image(item) if isinstance(item, str) else item for item in items]
+    return EncodeRequest("r", media, **settings)
+
+
+def rows_of(item: MediaItem) -> Tensor:
+    processor = FakeProcessor()
+    return fake_rows(processor.digest(item), processor.count_tokens(item))
+
+
+def names_of(items: Sequence[PreparedItem]) -> list[str]:
+    return [str(item.metadata["media"]) for item in items]
+
+
+def wait(ticket: Ticket) -> Availability:
+    told = ticket.wait(PATIENCE_S)
+    assert told != "deferred", ticket
+    return told
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    """For what no ticket tells of."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def queued(each: Connector) -> int:
+    """Items that wait for a worker."""
+    with each._core.lock:
+        return len(each._core.books.parts.to_encode)
+
+
+class Stage:
+    """Where every batch shows up, and waits until it may go on if the stage is closed."""
+
+    def __init__(self, *, is_open: bool = True) -> None:
+        self.batches: list[list[str]] = []
+        self.faults: dict[str, Callable[[], BaseException]] = {}
+        """By the name of an item: what a batch with it raises."""
+        self._entered = threading.Semaphore(0)
+        self._open = threading.Event()
+        if is_open:
+            self._open.set()
+
+    def __call__(self, items: Sequence[PreparedItem]) -> None:
+        names = names_of(items)
+        self.batches.append(names)
+        self._entered.release()
+        assert self._open.wait(PATIENCE_S)
+        for name in names:
+            if name in self.faults:
+                raise self.faults[name]()
+
+    def wait_for_batch(self) -> list[str]:
+        assert self._entered.acquire(timeout=PATIENCE_S)
+        return self.batches[-1]
+
+    def open(self) -> None:
+        self._open.set()
+
+    def close(self) -> None:
+        self._open.clear()
+
+
+class SlowEvent:
+    """Passes when it is told to."""
+
+    def __init__(self) -> None:
+        self.passed = threading.Event()
+
+    def query(self) -> bool:
+        return self.passed.is_set()
+
+    def synchronize(self) -> None:
+        assert self.passed.wait(PATIENCE_S)
+
+
+class SlowCopies(Copies):
+    """Copies that arrive when they are told to, like those of a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pending: list[tuple[SlowEvent, Tensor, Tensor]] = []
+        self.allocated: list[Tensor] = []
+        self.marks: list[SlowEvent] = []
+        self.marks_wait = False
+        self._started = threading.Semaphore(0)
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        self.allocated.append(torch.full((num_bytes,), 255, dtype=torch.uint8))
+        return self.allocated[-1]
+
+    def to_host(self, rows: Tensor, buffer: Tensor) -> tuple[Tensor, Any]:
+        event, target = SlowEvent(), buffer[: rows.nbytes].view(rows.dtype).view(rows.shape)
+        self.pending.append((event, rows, target))
+        self._started.release()
+        return target, event
+
+    def mark(self, device: torch.device) -> Any:
+        if not self.marks_wait:
+            return super().mark(device)
+        self.marks.append(SlowEvent())
+        return self.marks[-1]
+
+    def wait_for_copy(self) -> None:
+        assert self._started.acquire(timeout=PATIENCE_S)
+
+    def arrive(self) -> None:
+        """All copies under way are made now."""
+        pending, self.pending = self.pending, []
+        for event, rows, target in pending:
+            target.copy_(rows)
+            event.passed.set()
+
+
+def connector(
+    encoders: int | Sequence[Callable[[], Any]] = 1,
+    *,
+    stage: Callable[[Sequence[PreparedItem]], None] = lambda items: None,
+    processor: Any = None,
+    copies: Copies | None = None,
+    **settings: Any,
+) -> Connector:
+    if isinstance(encoders, int):
+        encoders = [lambda: FakeEncoder(on_encode=stage)] * encoders
+    config = ConnectorConfig(**{"cpu_workers": 2, "timeout_s": None, **settings})
+    return Connector(processor or FakeProcessor(), encoders, config, copies=copies)

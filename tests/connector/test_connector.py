@@ -1,0 +1,227 @@
+"""The life of a request through the whole connector, with an encoder that is a stand-in."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fxsplit_encoder.connector.merging import PlaceholderTokens
+from fxsplit_encoder.connector.request import EncodeRequest
+from fxsplit_encoder.connector.states import Residence, State
+from fxsplit_encoder.errors import ConnectorError, ConnectorFullError, InputError
+
+from .scenes import Stage, connector, image, request, rows_of, wait
+
+
+def test_a_ticket_has_its_counts_before_anything_is_encoded() -> None:
+    stage = Stage(is_open=False)
+    with connector(stage=stage) as each:
+        ticket = each.submit(request(image("a", 5), image("b", 7)))
+        assert ticket.token_counts == (5, 7)
+        assert ticket.availability == "deferred"
+        stage.wait_for_batch()
+        assert each.has_pending_work()
+        stage.open()
+        assert wait(ticket) == "ready"
+        assert ticket.metadata(1) == {"media": "b"}
+        assert each.audit() == []
+
+
+def test_a_step_tells_each_change_once() -> None:
+    stage = Stage(is_open=False)
+    with connector(stage=stage) as each:
+        good, bad = each.submit(request("a")), each.submit(EncodeRequest("r", [image("b", 3)]))
+        gone = each.submit(request("c"))
+        each.cancel(gone)
+        step = each.step()
+        assert (step.ready, set(step.deferred), step.unavailable) == ((), {good, bad}, (gone,))
+        assert each.step().unavailable == ()
+        stage.faults["b"] = lambda: ValueError("bad pixels")
+        stage.open()
+        assert (wait(good), wait(bad)) == ("ready", "unavailable")
+        step = each.step()
+        assert (step.ready, step.deferred, step.unavailable) == ((good,), (), (bad,))
+        assert each.step() == ((), (), (), (), ())
+        assert not each.has_pending_work()
+        each.release(good)
+        assert each.step().released == (good,)
+
+
+def test_a_request_without_media_is_ready_at_once() -> None:
+    with connector() as each:
+        ticket = each.submit(request())
+        assert ticket.availability == "ready"
+        assert each.step().ready == (ticket,)
+        assert (each.release(ticket), each.release(ticket), ticket.state) == (1, 0, State.RELEASED)
+
+
+def test_chunks_of_a_prompt_get_their_rows() -> None:
+    items = [image("a", 3), image("b", 2), image("a", 3)]
+    prompt = [1, 9, 2, 9, 9, 3]  # adjacent and repeated
+    placeholders = PlaceholderTokens.find(prompt, [9])
+    with connector() as each:
+        ticket = each.submit(request(*items, placeholders=placeholders))
+        wait(ticket)
+        text = torch.tensor(placeholders.expand(prompt, ticket.token_counts), dtype=torch.float32)
+        expected = text[:, None].repeat(1, 8)
+        expected[1:4], expected[5:7], expected[7:10] = (rows_of(item) for item in items)
+        for size in (1, 2, 4, 11):
+            chunks = [
+                each.merge(ticket, (start, min(start + size, 11)), text[start : start + size, None].repeat(1, 8))
+                for start in range(0, 11, size)
+            ]
+            assert torch.equal(torch.cat(chunks), expected)
+
+
+def test_a_merge_that_cannot_be_writes_nothing() -> None:
+    placeholders = PlaceholderTokens(2, (0,))
+    stage = Stage(is_open=False)
+    with connector(stage=stage) as each:
+        ticket = each.submit(request("a", placeholders=placeholders))
+        out = torch.zeros(5, 8)
+        with pytest.raises(InputError, match="expected it to be ready; it is"):
+            each.merge(ticket, (0, 5), out)
+        stage.open()
+        wait(ticket)
+        with pytest.raises(InputError, match="within 0 to 5; got 0 to 6"):
+            each.merge(ticket, (0, 6), torch.zeros(6, 8))
+        with pytest.raises(InputError, match=r"embeddings: expected \(5, width\); got \(4, 8\)"):
+            each.merge(ticket, (0, 5), out[:4])
+        two = each.submit(request("a", "b", placeholders=placeholders))
+        wait(two)
+        with pytest.raises(InputError, match="one for each of 2 items; got 1"):
+            each.merge(two, (0, 5), out)
+        plain = each.submit(request("a"))
+        wait(plain)
+        with pytest.raises(InputError, match="expected placeholders; got none"):
+            each.merge(plain, (0, 5), out)
+        each.release(ticket)
+        with pytest.raises(InputError, match="it is released"):
+            each.merge(ticket, (0, 5), out)
+        assert out.count_nonzero() == 0
+        with each.read(two) as rows, pytest.raises(InputError, match="item: expected an index below 2"):
+            assert torch.equal(rows[0].rows, rows_of(image("a")))
+            each.hold(two, 2)
+
+
+def test_an_item_released_before_the_others_can_be_merged_no_more() -> None:
+    with connector() as each:
+        ticket = each.submit(request("a", "b", placeholders=PlaceholderTokens(2, (0, 1))))
+        wait(ticket)
+        each.release(ticket, 0)
+        assert ticket.state is State.READY
+        each.merge(ticket, (4, 8), torch.zeros(4, 8))
+        with pytest.raises(InputError, match="item 0 of request r: expected it to be ready; it is released"):
+            each.merge(ticket, (0, 8), torch.zeros(8, 8))
+
+
+def test_holds_are_counted_for_each_occurrence() -> None:
+    with connector() as each:
+        ticket = each.submit(request("a", "a"))
+        wait(ticket)
+        assert each.hold(ticket) == "ready"
+        assert each.release(ticket, 0) == 1
+        assert each.release(ticket) == 2
+        assert [item.state for item in ticket.items] == [State.RELEASED, State.READY]
+        assert each.release(ticket) == 1
+        assert (ticket.state, each.release(ticket)) == (State.RELEASED, 0)
+        assert each.stats().batch_items == 1, "one image, though it comes twice"
+
+
+def test_a_preempted_request_reads_again() -> None:
+    stage = Stage()
+    with connector(stage=stage) as each:
+        kept, discarded = each.submit(request("a", retention="keep")), each.submit(request("b"))
+        for ticket in (kept, discarded):
+            wait(ticket)
+            each.release(ticket)
+        assert each.hold(kept) == "ready"
+        assert each.hold(discarded) == "deferred"
+        assert wait(discarded) == "ready"
+        assert sorted(sum(stage.batches, [])) == ["a", "b", "b"]
+        with each.read(discarded) as rows:
+            assert torch.equal(rows[0].rows, rows_of(image("b")))
+
+
+def test_features_are_shared_within_a_salt_only() -> None:
+    with connector() as each:
+        first = each.submit(request("a", retention="keep"))
+        wait(first)
+        same, other = each.submit(request("a")), each.submit(request("a", salt="tenant"))
+        wait(same), wait(other)
+        stats = each.stats()
+        assert (stats.hits, stats.misses, stats.hit_rate) == (1, 2, 1 / 3)
+
+
+def test_after_other_weights_nothing_old_is_found() -> None:
+    with connector() as each:
+        wait(first := each.submit(request("a", retention="keep")))
+        each.change_identity(b"other weights")
+        wait(second := each.submit(request("a", retention="keep")))
+        each.release(first), each.release(second)
+        wait(each.submit(request("a")))
+        assert (each.stats().hits, each.stats().misses) == (1, 2)
+
+
+def test_a_request_beyond_the_bound_is_refused_and_costs_nothing() -> None:
+    stage = Stage(is_open=False)
+    with connector(stage=stage, max_waiting_items=2) as each:
+        tickets = [each.submit(request("a")), each.submit(request("b"))]
+        with pytest.raises(ConnectorFullError, match="2 items wait, and max_waiting_items is 2") as refused:
+            each.submit(request("c"))
+        assert (refused.value.kind, refused.value.retryable) == ("full", True)
+        assert each.submit(request()).availability == "ready", "text needs no room"
+        stage.open()
+        assert [wait(ticket) for ticket in tickets] == ["ready", "ready"]
+        wait(each.submit(request("c")))
+        assert each.stats().refused == 1
+
+
+def test_what_cannot_ever_fit_fails_by_itself() -> None:
+    with connector(staging_bytes=320, host_bytes=8192) as each:
+        large = each.submit(request(image("a", 11)))
+        assert (wait(large), large.error and large.error.kind) == ("unavailable", "too_large")
+        many = each.submit(request("a", "b", "c"))
+        assert wait(many) == "unavailable"
+        assert str(many.error) == (
+            "item 0 of request r (image, 4 tokens): its request takes 12288 bytes, and host_bytes is 8192"
+        )
+        repeated = image("a")
+        assert wait(each.submit(request(repeated, repeated, repeated))) == "ready"
+
+
+def test_features_that_devices_have_no_room_for_lie_on_the_host() -> None:
+    with connector(device_bytes=256) as each:
+        tickets = [each.submit(request(name)) for name in "abcd"]
+        for ticket, name in zip(tickets, "abcd", strict=True):
+            wait(ticket)
+            with each.read(ticket) as rows:
+                assert torch.equal(rows[0].rows, rows_of(image(name)))
+        lie = [ticket.residence(0) for ticket in tickets]
+        assert sorted(lie) == [Residence.DEVICE] * 2 + [Residence.HOST] * 2
+        assert each.stats().bytes_used["device cpu"] == 256
+        assert each.stats().bytes_used["host"] == 2 * 4096
+        for ticket in tickets:
+            each.release(ticket)
+            assert ticket.residence(0) is Residence.NONE
+        assert each.audit() == []
+
+
+def test_closing_twice_cancels_once() -> None:
+    stage = Stage(is_open=False)
+    each = connector(stage=stage)
+    waiting = each.submit(request("a"))
+    stage.wait_for_batch()
+    stage.open()
+    each.close()
+    each.close()
+    assert waiting.state in (State.CANCELLED, State.READY, State.RELEASED)
+    assert each.hold(waiting) == "unavailable"
+    assert each.release(waiting) == 0
+    assert not each.cancel(waiting)
+    with pytest.raises(ConnectorError, match="the connector is closed"):
+        each.submit(request("a"))
+    with pytest.raises(InputError, match="closed"):
+        each.restart_worker("worker 0")
+    assert each.audit() == []
+    assert not any(each.stats().bytes_used.values())

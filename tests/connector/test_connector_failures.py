@@ -1,0 +1,338 @@
+"""A failure costs one request: media, batches, memory, time, workers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from fxsplit_encoder.connector.books.workers import WorkerStatus
+from fxsplit_encoder.connector.fake import FakeEncoder, FakeProcessor
+from fxsplit_encoder.connector.merging import PlaceholderTokens
+from fxsplit_encoder.connector.request import RETRY, TEXT_ONLY, FailurePolicy
+from fxsplit_encoder.connector.seams import MediaItem, PreparedItem
+from fxsplit_encoder.connector.states import State
+from fxsplit_encoder.errors import EncoderLostError, InputError, MediaError
+
+from .scenes import (
+    PATIENCE_S,
+    Stage,
+    connector,
+    image,
+    names_of,
+    queued,
+    request,
+    rows_of,
+    wait,
+    wait_until,
+)
+
+
+def kind_of(ticket: Any) -> tuple[str, bool]:
+    assert ticket.state is State.FAILED and ticket.error is not None
+    return ticket.error.kind, ticket.error.retryable
+
+
+# --- media
+
+
+def test_media_that_cannot_be_decoded_fail_their_request_alone() -> None:
+    def broken(item: MediaItem) -> None:
+        if item.media == "broken":
+            raise MediaError("truncated")
+
+    with connector(processor=FakeProcessor(on_prepare=broken)) as each:
+        good, bad, both = (each.submit(request(*names)) for names in (["a"], ["broken"], ["b", "broken"]))
+        assert [wait(ticket) for ticket in (good, bad, both)] == ["ready", "unavailable", "unavailable"]
+        assert kind_of(bad) == ("media", False)
+        message = "item 1 of request r (image, 4 tokens): MediaError: truncated"
+        assert str(both.error) == message
+        assert both.items[0].state is State.CANCELLED
+        assert each.stats().failures == {"media": 2}
+        each.release(good)
+        assert each.stats().bytes_used["host"] == each.stats().bytes_used["inputs"] == 0
+
+
+def test_media_whose_dimensions_or_bytes_cannot_be_read_fail_too() -> None:
+    with connector() as each:
+        no_count = each.submit(request(MediaItem("image", "a", {"tokens": "many"})))
+        no_digest = each.submit(request(MediaItem("image", 7)))
+        assert (wait(no_count), wait(no_digest)) == ("unavailable", "unavailable")
+        assert (kind_of(no_count), kind_of(no_digest)) == (("media", False), ("media", False))
+        assert no_count.token_counts == (0,)
+
+
+def test_a_modality_that_nobody_encodes_fails() -> None:
+    with connector([lambda: FakeEncoder(modalities=["image"])]) as each:
+        ticket = each.submit(request(MediaItem("audio", "a")))
+        assert kind_of(ticket) == ("media", False)
+        assert "no encoder takes 'audio'" in str(ticket.error)
+
+
+@pytest.mark.parametrize(("lie", "kind"), [("count", ("mismatch", False)), ("digest", ("media", True))])
+def test_items_that_are_not_what_was_announced_are_refused(lie: str, kind: tuple[str, bool]) -> None:
+    class Liar(FakeProcessor):
+        def prepare(self, item: MediaItem) -> PreparedItem:
+            true = super().prepare(item)
+            tokens, digest = true.num_tokens + (lie == "count"), b"?" if lie == "digest" else true.digest
+            return PreparedItem(true.modality, digest, true.inputs, tokens)
+
+    with connector(processor=Liar()) as each:
+        ticket = each.submit(request("a"))
+        wait(ticket)
+        assert kind_of(ticket) == kind
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [torch.zeros(3, 8), torch.zeros(4, 9), torch.zeros(4, 8, dtype=torch.float64), torch.zeros(32), None],
+)
+def test_rows_that_are_not_what_memory_was_reserved_for_are_refused(rows: Any) -> None:
+    class Wrong(FakeEncoder):
+        def encode(self, items: Sequence[PreparedItem]) -> list[Any]:
+            return [rows if name == "b" else right for name, right in zip(names_of(items), super().encode(items))]
+
+    with connector([Wrong]) as each:
+        good, bad = each.submit(request("a")), each.submit(request("b"))
+        assert (wait(good), wait(bad)) == ("ready", "unavailable")
+        assert kind_of(bad) == ("mismatch", False)
+
+
+def test_an_encoder_that_returns_too_few_features_fails_its_items() -> None:
+    class Forgetful(FakeEncoder):
+        def encode(self, items: Sequence[PreparedItem]) -> list[Any]:
+            return super().encode(items)[1:]
+
+    with connector([Forgetful]) as each:
+        ticket = each.submit(request("a"))
+        wait(ticket)
+        assert "returned 0 features for 1 items" in str(ticket.error)
+
+
+# --- batches
+
+
+def test_a_batch_that_fails_is_halved_until_the_guilty_is_alone() -> None:
+    stage = Stage(is_open=False)
+    with connector(stage=stage, cpu_workers=1) as each:
+        first = each.submit(request("first"))
+        stage.wait_for_batch()
+        tickets = {name: each.submit(request(name)) for name in "abcdefgh"}
+        wait_until(lambda: queued(each) == 8)
+        stage.faults["c"] = lambda: ValueError("bad pixels")
+        stage.open()
+        told = {name: wait(ticket) for name, ticket in tickets.items()}
+        assert wait(first) == "ready"
+        assert told == {name: "unavailable" if name == "c" else "ready" for name in "abcdefgh"}
+        assert kind_of(tickets["c"]) == ("encoder", False)
+        sizes = [len(batch) for batch in stage.batches]
+        assert sizes == [1, 8, 4, 2, 2, 1, 1, 4]
+        assert each.stats().split_batches == 3
+
+
+def test_what_failed_for_a_reason_that_may_pass_is_tried_again_if_asked_for() -> None:
+    faults = iter([RuntimeError("once"), RuntimeError("twice")])
+
+    def fail_twice(items: Sequence[PreparedItem]) -> None:
+        if (fault := next(faults, None)) is not None:
+            raise fault
+
+    with connector(stage=fail_twice) as each:
+        ticket = each.submit(request("a", failure=RETRY))
+        assert wait(ticket) == "ready"
+        assert each.stats().retries == 2
+        assert each.audit() == []
+
+
+def test_a_retry_is_not_for_items_that_are_to_blame() -> None:
+    stage = Stage()
+    stage.faults["a"] = lambda: ValueError("bad pixels")
+    with connector(stage=stage) as each:
+        ticket = each.submit(request("a", failure=RETRY))
+        assert wait(ticket) == "unavailable"
+        assert stage.batches == [["a"]]
+
+
+def test_a_request_may_go_on_as_text() -> None:
+    stage = Stage()
+    stage.faults["b"] = lambda: RuntimeError("broken")
+    prompt, placeholders = [1, 9, 9, 2], PlaceholderTokens(4, (1, 2))
+    with connector(stage=stage) as each:
+        ticket = each.submit(request("a", "b", failure=TEXT_ONLY, placeholders=placeholders))
+        assert each.submit(request("a", failure=TEXT_ONLY)).text_only is False
+        assert wait(ticket) == "ready"
+        assert (ticket.text_only, ticket.token_counts, ticket.epoch) == (True, (0, 0), 1)
+        assert ticket in each.step().recounted
+        assert placeholders.expand(prompt, ticket.token_counts) == [1, 2]
+        text = torch.ones(2, 8)
+        assert torch.equal(each.merge(ticket, (0, 2), text.clone()), text)
+        assert (each.release(ticket), ticket.state) == (1, State.RELEASED)
+        assert each.stats().text_only == 1
+
+
+# --- memory
+
+
+def test_less_is_asked_of_an_item_when_memory_runs_out_and_only_where_allowed() -> None:
+    def small_memory(items: Sequence[PreparedItem]) -> None:
+        if sum(item.num_tokens for item in items) > 5:
+            raise torch.OutOfMemoryError("no memory")
+
+    half = FailurePolicy(reduce="half_resolution")
+    with connector(stage=small_memory) as each:
+        allowed = each.submit(request(image("a", 16), failure=half))
+        forbidden = each.submit(request(image("b", 16)))
+        small = each.submit(request(image("c", 5)))
+        assert [wait(ticket) for ticket in (allowed, forbidden, small)] == ["ready", "unavailable", "ready"]
+        assert (allowed.token_counts, allowed.epoch) == ((4,), 2)
+        assert kind_of(forbidden) == ("out_of_memory", True)
+        assert each.step().recounted == (allowed,)
+        with each.read(allowed) as rows:
+            assert torch.equal(rows[0].rows, rows_of(image("a", 4)))
+        assert each.stats().reductions == 2
+        assert each.audit() == []
+
+
+def test_an_item_that_has_no_more_to_give_fails() -> None:
+    stage = Stage()
+    stage.faults["a"] = MemoryError
+    with connector(stage=stage) as each:
+        ticket = each.submit(request(image("a", 4), failure=FailurePolicy(reduce="half_frames")))
+        wait(ticket)
+        assert kind_of(ticket) == ("out_of_memory", True)
+        assert len(stage.batches) == 3
+        assert each.stats().bytes_used["host"] == 0
+
+
+def test_a_processor_that_cannot_reduce_says_so_at_once() -> None:
+    class Plain:
+        def __init__(self) -> None:
+            inner = FakeProcessor()
+            self.count_tokens, self.digest, self.prepare = inner.count_tokens, inner.digest, inner.prepare
+
+    with connector(processor=Plain()) as each:
+        with pytest.raises(InputError, match="reduce: Plain cannot ask less of an item"):
+            each.submit(request("a", failure=FailurePolicy(reduce="half_frames")))
+
+
+# --- time
+
+
+def test_what_is_too_slow_fails_while_its_batch_goes_on() -> None:
+    stage = Stage(is_open=False)
+    with connector(stage=stage) as each:
+        slow, patient = each.submit(request("a", timeout_s=0.05)), each.submit(request("a"))
+        stage.wait_for_batch()
+        late = each.submit(request("b", timeout_s=0.05))
+        assert (wait(slow), wait(late)) == ("unavailable", "unavailable")
+        assert kind_of(slow) == ("timeout", True)
+        assert patient.state is State.ENCODING
+        stage.open()
+        assert wait(patient) == "ready"
+        assert stage.batches == [["a"]], "what waited never entered a batch"
+        assert each.audit() == []
+
+
+# --- workers
+
+
+class Killed(BaseException):
+    """Nothing expects it."""
+
+
+def test_the_work_of_a_worker_that_dies_goes_to_another() -> None:
+    deaths = iter([Killed()])
+
+    def die_once(items: Sequence[PreparedItem]) -> None:
+        if (death := next(deaths, None)) is not None:
+            raise death
+
+    with connector(2, stage=die_once) as each:
+        tickets = [each.submit(request(name)) for name in "abc"]
+        assert [wait(ticket) for ticket in tickets] == ["ready"] * 3
+        assert (each.stats().lost_workers, each.stats().worker_restarts) == (1, 1)
+        assert each.audit() == []
+    assert not any(each.stats().bytes_used.values())
+
+
+def test_an_item_that_kills_workers_takes_nobody_along() -> None:
+    stage = Stage()
+    stage.faults["poison"] = lambda: EncoderLostError("its process is gone")
+    with connector(stage=stage, max_worker_restarts=5) as each:
+        poison, others = each.submit(request("poison")), [each.submit(request(name)) for name in "abc"]
+        assert [wait(ticket) for ticket in others] == ["ready"] * 3
+        assert wait(poison) == "unavailable"
+        assert kind_of(poison) == ("worker_lost", False)
+        assert each.stats().lost_workers == 2
+
+
+def test_when_every_worker_is_lost_nothing_hangs() -> None:
+    stage = Stage(is_open=False)
+    with connector(stage=stage, max_worker_restarts=0) as each:
+        first = each.submit(request("a"))
+        stage.wait_for_batch()
+        stage.faults["a"] = Killed
+        second = each.submit(request("b"))
+        stage.open()
+        assert (wait(first), wait(second)) == ("unavailable", "unavailable")
+        assert kind_of(second) == ("worker_lost", True)
+        assert each.workers() == {"worker 0": WorkerStatus.LOST}
+        third = each.submit(request("c"))
+        assert (wait(third), kind_of(third)) == ("unavailable", ("worker_lost", True))
+        stage.faults.clear()
+        each.restart_worker("worker 0")
+        assert wait(each.submit(request("d"))) == "ready"
+
+
+def test_an_encoder_that_does_not_start_is_given_up_after_some_tries() -> None:
+    made: list[FakeEncoder] = []
+
+    class Unable(FakeEncoder):
+        def start(self) -> None:
+            made.append(self)
+            raise RuntimeError("no such device")
+
+    with connector([Unable], max_worker_restarts=2) as each:
+        ticket = each.submit(request("a"))
+        assert (wait(ticket), kind_of(ticket)) == ("unavailable", ("worker_lost", True))
+        assert len(made) == 3
+
+
+def test_a_worker_that_hangs_can_be_replaced_and_its_memory_waits_for_it() -> None:
+    entered, may_end = threading.Event(), threading.Event()
+
+    def hang_once(items: Sequence[PreparedItem]) -> None:
+        if not entered.is_set():
+            entered.set()
+            assert may_end.wait(PATIENCE_S)
+
+    with connector(stage=hang_once) as each:
+        ticket = each.submit(request("a"))
+        assert entered.wait(PATIENCE_S)
+        each.restart_worker("worker 0")
+        assert wait(ticket) == "ready"
+        assert each.stats().bytes_used["staging worker 0"] == 128, "the thread may still write there"
+        assert each.audit() == []
+        may_end.set()
+        wait_until(lambda: not each.stats().bytes_used["staging worker 0"])
+        assert each.audit() == []
+
+
+def test_a_drained_worker_finishes_and_takes_no_more() -> None:
+    stage = Stage(is_open=False)
+    with connector(stage=stage) as each:
+        first = each.submit(request("a"))
+        stage.wait_for_batch()
+        each.drain_worker("worker 0")
+        second = each.submit(request("b"))
+        stage.open()
+        assert wait(first) == "ready"
+        assert each.workers() in ({"worker 0": WorkerStatus.DRAINING}, {"worker 0": WorkerStatus.STOPPED})
+        assert second.wait(0.05) == "deferred"
+        each.restart_worker("worker 0")
+        assert wait(second) == "ready"
+        with pytest.raises(InputError, match="worker: expected one of worker 0; got 'worker 7'"):
+            each.drain_worker("worker 7")
