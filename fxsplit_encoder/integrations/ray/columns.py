@@ -54,7 +54,12 @@ def sources(table: pa.Table, read: Callable[[str], bytes]) -> list[Prepare | str
         raise InputError(f"images: expected {columns}; got {names_of(table.column_names)}")
     errors = errors_of(table)
     values = _values(table[name])
-    make = {"bytes": _from_bytes, "image": _from_pixels, "path": _from_path(read)}[name]
+    makers: dict[str, Callable[[Any], Prepare | str]] = {
+        "bytes": _from_bytes,
+        "image": _from_pixels,
+        "path": _from_path(read),
+    }
+    make = makers[name]
     return [error or make(value) for error, value in zip(errors, values, strict=True)]
 
 
