@@ -20,6 +20,7 @@ from fxsplit_encoder.cli.options import (
     complete_model,
     with_groups,
 )
+from fxsplit_encoder.cli.ray_options import OnRay
 from fxsplit_encoder.cli.usage import PROGRAM, OneLineErrors
 from fxsplit_encoder.errors import InputError
 
@@ -114,9 +115,13 @@ def encode(
     images: Annotated[list[Path], typer.Argument(metavar="IMAGES", help=_IMAGES, show_default=False)],
     model: Annotated[str, typer.Option("--model", metavar="DIR_OR_NAME", help=_CHECKPOINT)],
     output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="FILE", help="The safetensors file to write.")
+        Path,
+        typer.Option(
+            "--output", "-o", metavar="FILE", help="The safetensors file to write; with --ray, Parquet."
+        ),
     ],
     place: Place,
+    cluster: OnRay,
     as_json: AsJson = False,
     config: Annotated[
         Path | None,
@@ -125,7 +130,7 @@ def encode(
         ),
     ] = None,
 ) -> None:
-    """Encode images and clips to a safetensors file, one tensor per item.
+    """Encode images and clips to a safetensors file, one tensor per item; with --ray, images to Parquet.
 
     A tensor's key is the item's file name; the second file of a name gets NAME#2, the third NAME#3, in the
     order given. The metadata holds grid, tokens and kind of every item, the configuration, and the model.
@@ -134,8 +139,14 @@ def encode(
     from fxsplit_encoder.cli.encode import run_encode
     from fxsplit_encoder.cli.files import check_output, read_config
 
-    check_output(output)
     document = Document(as_json)
+    if cluster.ray:
+        from fxsplit_encoder.cli.encode_ray import run_encode_ray
+
+        run_encode_ray(images, model, read_config(config), output, place, cluster, document)
+        document.finish()
+        return
+    check_output(output)
     run_encode(images, model, read_config(config), output, _placed(place), document)
     document.finish()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import warnings
 
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from fxsplit_encoder.errors import MediaError
 from fxsplit_encoder.integrations.images.settings import ImageEncoderSettings
@@ -31,6 +31,8 @@ def decode_image(data: bytes | memoryview, settings: ImageEncoderSettings) -> Im
                 return ImageOps.exif_transpose(image).convert("RGB")
     except MediaError:
         raise
+    except UnidentifiedImageError:  # its message has an address in memory
+        raise MediaError("cannot be read as an image: it has none of the known formats") from None
     except Exception as error:  # Pillow's readers raise errors of many kinds for malformed files
         raise MediaError(f"cannot be read as an image: {str(error) or type(error).__name__}") from None
 

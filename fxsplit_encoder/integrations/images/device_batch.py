@@ -61,8 +61,12 @@ class Download:
         done.record()
         return cls(host, counts, done)
 
-    def wait(self) -> list[Array]:
-        """The embedding of every image, (tokens, width), once all of them are there."""
+    def wait(self) -> None:
+        """Until they are there."""
         if self.done is not None:
             self.done.synchronize()
+
+    def embeddings(self) -> list[Array]:
+        """The embedding of every image, (tokens, width), once all of them are there."""
+        self.wait()
         return np.split(self.rows.numpy(), np.cumsum(self.counts)[:-1])

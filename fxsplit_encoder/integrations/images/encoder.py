@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -22,6 +23,11 @@ logger = logging.getLogger(__name__)
 
 Result = Array | InputError
 """An embedding, (tokens, width), or why an image has none."""
+
+Launched = Download | InputError
+
+# Batches: one that the device works on, and one that the host fills or empties.
+_UNDER_WAY = 2
 
 # Of pixels that are sent to the device at once, with another batch being encoded meanwhile.
 _BATCH_BYTES = 64 << 20
@@ -52,6 +58,7 @@ class ImageEncoder:
         self.preparer = preparer or ImagePreparer(settings)
         self._values = PixelValues(self.preparer.values, self.dtype, self.device)
         self._batch_bytes = batch_bytes
+        self._under_way: deque[Download] = deque()
         checkpoint = Checkpoint.locate(settings.model)
         tower = load_tower(checkpoint, self.dtype, self.device)
         wrapped = read_family(checkpoint)[0].wrap(tower)
@@ -70,19 +77,19 @@ class ImageEncoder:
         return sum(spec.output_tokens for spec in specs)
 
     def encode(self, images: Sequence[PreparedImage]) -> list[Result]:
-        """The embedding of every image, in order; of one that the tower refuses, or that alone does not
-        fit in memory, the error.
+        """The embedding of every image, in order; for one that the tower refuses, or that alone does not fit
+        in memory, the error.
 
         Raises:
             Exception: what else goes wrong concerns all of them.
         """
-        results: list[Result] = []
-        pending: _Pending | None = None
-        for batch in self._batches(images):
-            started = self._start(batch)
-            results += [] if pending is None else self._finish(pending)
-            pending = (batch, started)
-        return results + ([] if pending is None else self._finish(pending))
+        return results_of(self.launch(images))
+
+    def launch(self, images: Sequence[PreparedImage]) -> list[Launched]:
+        """As `encode`, but on a GPU it returns before the last batches are encoded, so that the device has
+        the next images before these are fetched. `results_of` fetches them, on any thread.
+        """
+        return [launched for batch in self._batches(images) for launched in self._launch(batch)]
 
     def _batches(self, images: Sequence[PreparedImage]) -> Iterator[Sequence[PreparedImage]]:
         start = size = 0
@@ -94,22 +101,20 @@ class ImageEncoder:
         if images:
             yield images[start:]
 
-    def _start(self, images: Sequence[PreparedImage]) -> Download | Exception:
+    def _launch(self, images: Sequence[PreparedImage]) -> list[Launched]:
+        while len(self._under_way) >= _UNDER_WAY:
+            self._under_way.popleft().wait()
         try:
             embeddings = self.manager.execute(upload(images, self._values, self.device))
             assert len(embeddings) == len(images)
-            return Download.start([self._pooled(e) for e in embeddings], self._output_dtype)
+            download = Download.start([self._pooled(e) for e in embeddings], self._output_dtype)
         except (InputError, torch.OutOfMemoryError) as error:
-            return error
-
-    def _finish(self, pending: _Pending) -> list[Result]:
-        images, started = pending
-        if isinstance(started, Download):
-            return list(started.wait())
-        if len(images) > 1:
-            half = len(images) // 2
-            return self.encode(images[:half]) + self.encode(images[half:])
-        return [started if isinstance(started, InputError) else InputError(f"out of memory: {started}")]
+            if len(images) > 1:
+                half = len(images) // 2
+                return self._launch(images[:half]) + self._launch(images[half:])
+            return [error if isinstance(error, InputError) else InputError(f"out of memory: {error}")]
+        self._under_way.append(download)
+        return [download]
 
     def _pooled(self, embedding: Tensor) -> Tensor:
         if self.settings.pooling == "none":
@@ -122,12 +127,17 @@ class ImageEncoder:
         return dtype
 
 
-_Pending = tuple[Sequence[PreparedImage], Download | Exception]
+def results_of(launched: Sequence[Launched]) -> list[Result]:
+    """What `ImageEncoder.launch` began, once it is there."""
+    results: list[Result] = []
+    for each in launched:
+        results += each.embeddings() if isinstance(each, Download) else [each]
+    return results
 
 
 def _host_inputs(image: PreparedImage) -> dict[str, Any]:
     # Of pixels, which are refused as uint8, nothing is read but their shape.
     return {
-        name: torch.from_numpy(array) if array.dtype.kind == "i" else torch.zeros(1).expand(array.shape)
+        name: torch.from_numpy(array.copy()) if array.dtype.kind == "i" else torch.zeros(1).expand(array.shape)
         for name, array in image.inputs.items()
     }

@@ -1,0 +1,82 @@
+"""`encoder-cg encode --ray`: images to Parquet on a Ray cluster."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import fxsplit_encoder as fx
+from fxsplit_encoder.cli.console import progress_bars
+from fxsplit_encoder.cli.document import Document
+from fxsplit_encoder.cli.options import Place
+from fxsplit_encoder.cli.ray_options import OnRay
+from fxsplit_encoder.errors import InputError, MissingExtraError
+from fxsplit_encoder.integrations.images import ImageEncoderSettings
+
+try:
+    import ray
+    import ray.data
+
+    from fxsplit_encoder.integrations.ray import EncodeJob
+except ModuleNotFoundError as error:
+    raise MissingExtraError("encoder-cg encode --ray", "ray") from error
+
+_SCHEME = re.compile(r"^([a-z][a-z0-9+.-]+):/(?!/)")
+
+
+def run_encode_ray(
+    images: Sequence[Path],
+    model: str,
+    config: fx.EncoderConfig | None,
+    output: Path,
+    place: Place,
+    cluster: OnRay,
+    document: Document,
+) -> None:
+    """Encode images and save their embeddings, a row an image, in the order of the paths.
+
+    What an earlier run of the same images, checkpoint and settings has written is not encoded again.
+
+    Args:
+        images: files, directories at any depth, and URIs.
+        model: a checkpoint that every node finds.
+        config: budgets; None: inferred, and on a CPU no captures.
+        output: the Parquet file, or a directory, see `EncodeJob`.
+        place: of the workers.
+        cluster: how it encodes.
+        document: what is said of it.
+
+    Raises:
+        InputError: an input, the checkpoint or the output is not usable.
+    """
+    if output.suffix not in (".parquet", ""):
+        raise InputError(f"--output {output}: with --ray, expected a name.parquet, or a directory")
+    settings = ImageEncoderSettings(
+        model=_everywhere(model),
+        config=config,
+        device=place.device,
+        dtype=place.dtype,
+        pooling=cluster.pooling,
+    )
+    paths = [_SCHEME.sub(r"\1://", str(path)) for path in images]  # a Path has joined the two slashes
+    logging.getLogger("ray.data").setLevel(logging.WARNING)
+    ray.init(ignore_reinit_error=True, logging_level=logging.WARNING)
+    ray.data.DataContext.get_current().enable_progress_bars = False
+    job = EncodeJob(paths, output, settings, shard_size=cluster.shard_size, workers=cluster.workers)
+    with progress_bars() as bar:
+        outcome = job.run(bar("encoding"))
+    document.facts(
+        {
+            "images": f"{outcome.images}, of which {outcome.written_before} were written before",
+            "errors": f"{outcome.failed} images of this run have no embedding but an error",
+        }
+    )
+    document.put("file", str(output), f"wrote {output}")
+
+
+def _everywhere(model: str) -> str:
+    """A directory by its whole path: workers have another working directory."""
+    path = Path(model)
+    return str(path.resolve()) if path.is_dir() else model

@@ -1,0 +1,162 @@
+"""The embeddings of a run on disk: a Parquet file a shard while it lasts, and one of all at its end.
+
+    OUTPUT.parts/run.json          what is encoded, how, and in shards of how many images
+    OUTPUT.parts/00000017.parquet  a shard; it gets this name once it is whole
+    OUTPUT                         all rows in order, a row group a shard
+
+A shard is always encoded as a whole, so it does not matter in which run that happens. OUTPUT may also be a
+directory, which the parts then stay in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from fxsplit_encoder.errors import InputError
+
+Run = Mapping[str, Any]
+"""What tells runs apart, of numbers, texts, and lists and mappings of them; of equal ones the parts fit."""
+
+_DESCRIPTION = "run.json"
+_KEY = b"fxsplit_encoder.run"
+
+
+class Parts:
+    """The files of a run.
+
+    Args:
+        output: the Parquet file to make; or a directory, which exists or whose name has no suffix.
+        run: what is encoded and how.
+        num_shards: that it consists of.
+    """
+
+    def __init__(self, output: Path, run: Run, num_shards: int) -> None:
+        self.output = output
+        self.num_shards = num_shards
+        self._run = json.loads(json.dumps(run))
+        self._is_dataset = output.is_dir() or not output.suffix
+        self.directory = output if self._is_dataset else output.with_name(f"{output.name}.parts")
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the output is there.
+
+        Raises:
+            InputError: it is there, and of another run.
+        """
+        if self._is_dataset:
+            return self._is_described() and not self.missing()
+        if not self.output.exists():
+            return False
+        self._check(_run_in(self.output), self.output)
+        return True
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[None]:
+        """Makes the directory of parts, or takes up the one of the same run.
+
+        Raises:
+            InputError: it holds parts of another run, or another process writes them now.
+        """
+        if not self.output.parent.is_dir():
+            raise InputError(f"{self.output}: no such directory: {self.output.parent}")
+        self.directory.mkdir(exist_ok=True)
+        with (self.directory / ".lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise InputError(f"{self.directory}: another process is writing this output") from None
+            try:
+                self._describe()
+                yield
+            finally:
+                (self.directory / ".lock").unlink(missing_ok=True)
+
+    def missing(self) -> list[int]:
+        """The shards that are not written yet."""
+        written = {int(path.stem) for path in self.directory.glob("*.parquet") if path.stem.isdecimal()}
+        return [shard for shard in range(self.num_shards) if shard not in written]
+
+    def finish(self) -> None:
+        """Joins the parts in order, and removes them. The output appears as a whole."""
+        if self._is_dataset:
+            return
+        if not self.output.exists():
+            partial = self.directory / f"output.partial-{os.getpid()}"
+            self._join(partial)
+            partial.replace(self.output)
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _join(self, path: Path) -> None:
+        paths = [part_path(self.directory, shard) for shard in range(self.num_shards)]
+        schema = pq.read_schema(paths[0])
+        metadata = {_KEY: json.dumps(self._run, sort_keys=True)}
+        with pq.ParquetWriter(path, schema.with_metadata(metadata), **_FORMAT) as writer:
+            for part in paths:
+                writer.write_table(pq.read_table(part).replace_schema_metadata(metadata))
+
+    def _describe(self) -> None:
+        if not self._is_described():
+            if any(self.directory.glob("*.parquet")):
+                raise InputError(f"{self.directory}: holds Parquet files that no run describes")
+            text = json.dumps(self._run, indent=1)
+            _write(self.directory / _DESCRIPTION, lambda path: path.write_text(text, encoding="utf-8"))
+        for left_over in self.directory.glob("*.partial-*"):
+            left_over.unlink(missing_ok=True)
+
+    def _is_described(self) -> bool:
+        description = self.directory / _DESCRIPTION
+        if not description.exists():
+            return False
+        self._check(json.loads(description.read_text(encoding="utf-8")), self.directory)
+        return True
+
+    def _check(self, stored: Run, where: Path) -> None:
+        names = {*stored, *self._run}
+        differing = sorted(name for name in names if stored.get(name) != self._run.get(name))
+        if differing:
+            what = f"is of another run, which differs in {', '.join(differing)}"
+            raise InputError(f"{where}: {what}; delete it, or give another output")
+
+
+def part_path(directory: Path, shard: int) -> Path:
+    """Where a shard goes."""
+    return directory / f"{shard:08}.parquet"
+
+
+def write_part(directory: Path, shard: int, table: pa.Table) -> None:
+    """Writes a shard; whoever looks finds all of it or nothing. Two who write the same do no harm."""
+    _write(part_path(directory, shard), lambda path: pq.write_table(table, path, **_FORMAT))
+
+
+def _write(path: Path, write: Callable[[Path], object]) -> None:
+    partial = path.with_name(f"{path.name}.partial-{os.uname().nodename}-{os.getpid()}")
+    write(partial)
+    partial.replace(path)
+
+
+def _run_in(path: Path) -> Run:
+    try:
+        metadata = pq.read_schema(path).metadata or {}
+    except (OSError, pa.ArrowInvalid) as error:
+        raise InputError(f"{path}: exists and is no Parquet file: {error}") from None
+    run: Run = json.loads(metadata.get(_KEY, b"{}"))
+    return run
+
+
+# Half of each value of a bfloat16 tower is zeros, which compress if bytes of one place are put together.
+_FORMAT: dict[str, Any] = {
+    "compression": "zstd",
+    "use_byte_stream_split": ["embedding.list.element"],
+    "use_dictionary": ["error", "layout"],
+}

@@ -1,0 +1,61 @@
+"""The stages of a run, each from a row that is a shard to a row that is the same shard.
+
+A shard is a row of one binary value, an Arrow stream, so Ray neither splits nor joins what belongs together,
+whatever the sizes of its blocks, and reads it without a copy.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from fxsplit_encoder.integrations.ray.columns import errors_of
+from fxsplit_encoder.integrations.ray.encode_images import EncodeImages
+from fxsplit_encoder.integrations.ray.parts import write_part
+from fxsplit_encoder.integrations.ray.prepare_images import prepare_images
+
+
+def prepare_shard(row: pa.Table, root: str, **settings: Any) -> pa.Table:
+    """From the paths of a shard, relative to `root`, to prepared images."""
+    shard, paths = row["shard"][0].as_py(), row["paths"][0].as_py()
+    read_from = [path if "://" in path else os.path.join(root, path) for path in paths]
+    prepared = prepare_images(pa.table({"path": read_from}), **settings)
+    return packed(shard, prepared.set_column(0, "path", pa.array(paths)))
+
+
+class EncodeShard(EncodeImages):
+    """From prepared images to embeddings."""
+
+    def __call__(self, row: pa.Table) -> pa.Table:
+        """The same shard."""
+        shard, table = unpacked(row)
+        return packed(shard, super().__call__(table))
+
+
+def write_shard(row: pa.Table, directory: str) -> pa.Table:
+    """From embeddings to a file; the result counts the shard's images and those without an embedding."""
+    shard, table = unpacked(row)
+    write_part(Path(directory), shard, table)
+    failed = sum(error is not None for error in errors_of(table))
+    return pa.table({"shard": [shard], "images": [table.num_rows], "failed": [failed]})
+
+
+def packed(shard: int, table: pa.Table) -> pa.Table:
+    """A table as a row."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    buffer = sink.getvalue()
+    offsets = pa.py_buffer(b"".join(n.to_bytes(8, "little") for n in (0, buffer.size)))
+    data = pa.Array.from_buffers(pa.large_binary(), 1, [None, offsets, buffer])
+    return pa.table({"shard": pa.array([shard], pa.int64()), "rows": data})
+
+
+def unpacked(row: pa.Table) -> tuple[int, pa.Table]:
+    """The number of a shard, and its table, which is a view of the row's memory."""
+    assert row.num_rows == 1
+    with pa.ipc.open_stream(row["rows"][0].as_buffer()) as reader:
+        return row["shard"][0].as_py(), reader.read_all()

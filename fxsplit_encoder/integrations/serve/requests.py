@@ -1,0 +1,150 @@
+"""What a client sends: bodies within limits, in one of three forms."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.requests import Request
+
+from fxsplit_encoder.integrations.serve.answers import RequestError
+from fxsplit_encoder.integrations.serve.settings import ServiceSettings
+from fxsplit_encoder.messages import names_of, shown
+
+Encoding = Literal["float", "base64", "npy"]
+
+_NPY = "application/x-npy"
+_ALLOWED = {"image", "images", "encoding_format"}
+
+
+@dataclass(frozen=True)
+class EmbeddingRequest:
+    """Encoded images, and the form of the answer."""
+
+    images: list[bytes]
+    encoding: Encoding
+
+
+async def read_request(request: Request, settings: ServiceSettings) -> EmbeddingRequest:
+    """The images of a request: parts of `multipart/form-data`, base64 in JSON, or an image as the body.
+
+    Raises:
+        RequestError: it is malformed, or beyond a limit.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind == "multipart/form-data":
+        images, fields = await _read_form(request, settings)
+    elif kind == "application/json":
+        images, fields = _read_json(await _read_body(request, settings))
+    elif kind.startswith("image/") or kind == "application/octet-stream":
+        images, fields = [await _read_body(request, settings)], {}
+    else:
+        expected = "expected multipart/form-data, application/json or image/*"
+        raise RequestError(415, "unsupported_media_type", f"Content-Type: {expected}; got {shown(kind)}")
+    if not 1 <= len(images) <= settings.max_images_per_request:
+        limit = f"expected 1 to {settings.max_images_per_request}"
+        raise RequestError(400, "invalid_request", f"images: {limit} of them; got {len(images)}")
+    return EmbeddingRequest(images, _encoding(request, fields, len(images)))
+
+
+def _encoding(request: Request, fields: dict[str, Any], num_images: int) -> Encoding:
+    named = fields.get("encoding_format") or request.query_params.get("encoding_format")
+    if named is None:
+        named = "npy" if _NPY in request.headers.get("accept", "") else "float"
+    if named not in get_args(Encoding):
+        expected = ", ".join(get_args(Encoding))
+        raise RequestError(
+            400, "invalid_request", f"encoding_format: expected one of {expected}; got {shown(named)}"
+        )
+    if named == "npy" and num_images > 1:
+        raise RequestError(400, "invalid_request", f"npy holds one embedding; got {num_images} images")
+    encoding: Encoding = named
+    return encoding
+
+
+# --- forms
+
+
+async def _read_form(request: Request, settings: ServiceSettings) -> tuple[list[bytes], dict[str, Any]]:
+    parser = MultiPartParser(
+        request.headers,
+        _limited(request, settings),
+        max_files=settings.max_images_per_request,
+        max_fields=len(_ALLOWED),
+        max_part_size=1 << 10,
+    )
+    try:
+        form = await parser.parse()
+    except (MultiPartException, KeyError) as error:  # the latter: no boundary is given
+        message = getattr(error, "message", "Content-Type: expected a boundary")
+        raise RequestError(400, "invalid_request", f"multipart: {message}") from None
+    try:
+        given = form.multi_items()
+        images = [await value.read() for _, value in given if not isinstance(value, str)]
+        fields = {name: value for name, value in given if isinstance(value, str)}
+    finally:
+        await form.close()
+    _check_names(fields)
+    return images, fields
+
+
+def _read_json(body: bytes) -> tuple[list[bytes], dict[str, Any]]:
+    try:
+        fields = json.loads(body)
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise RequestError(400, "invalid_request", f"body: not valid JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise RequestError(400, "invalid_request", f"body: expected a JSON object; got {shown(fields)}")
+    _check_names(fields)
+    if "image" in fields and "images" in fields:
+        raise RequestError(400, "invalid_request", "expected image or images; got both")
+    given = [fields["image"]] if "image" in fields else fields.get("images", [])
+    if not isinstance(given, list):
+        raise RequestError(400, "invalid_request", f"images: expected a list; got {shown(given)}")
+    return [_from_base64(index, text) for index, text in enumerate(given)], fields
+
+
+def _from_base64(index: int, text: object) -> bytes:
+    if isinstance(text, str):
+        data = text.partition(",")[2] if text.startswith("data:") else text
+        try:
+            return base64.b64decode(data, validate=True)
+        except (binascii.Error, ValueError):
+            pass
+    raise RequestError(400, "invalid_request", "image: expected base64, or a data URL of it", index)
+
+
+def _check_names(fields: dict[str, Any]) -> None:
+    if unknown := sorted(fields.keys() - _ALLOWED):
+        expected = ", ".join(sorted(_ALLOWED))
+        raise RequestError(400, "invalid_request", f"expected {expected}; got {names_of(unknown)}")
+
+
+# --- bodies
+
+
+async def _read_body(request: Request, settings: ServiceSettings) -> bytes:
+    return b"".join([chunk async for chunk in _limited(request, settings)])
+
+
+async def _limited(request: Request, settings: ServiceSettings) -> AsyncIterator[bytes]:
+    """The body as it arrives, up to the limit, by what it says it has or else by what came."""
+    declared = request.headers.get("content-length", "0")
+    size = int(declared) if declared.isdecimal() else 0
+    received = 0
+    _check_size(size, settings)
+    async for chunk in request.stream():
+        received += len(chunk)
+        _check_size(received, settings)
+        yield chunk
+
+
+def _check_size(size: int, settings: ServiceSettings) -> None:
+    if size > settings.max_request_bytes:
+        limit = f"expected at most {settings.max_request_bytes} bytes, the limit max_request_bytes"
+        raise RequestError(413, "too_large", f"body: {limit}; got {size} or more")
