@@ -52,6 +52,8 @@ _MOST_MEMORY = 2**63 - 1
 
 _MOST_PROBLEMS = 20
 
+_OF_COMPILED_PIECES = ("piece_compiler", "passes", "precision")
+
 
 def _one_of(names: Sequence[str], *, or_callable: bool = False) -> BeforeValidator:
     allowed = ", ".join(names) + (", or a callable" if or_callable else "")
@@ -231,6 +233,10 @@ class EncoderConfig(Settings):
     )
     """Operators at which the FX graph is cut, as namespace::name or namespace::name.overload."""
 
+    compile: StrictBool = True
+    """Whether the tower's forward is traced, split and compiled. False: it is captured as it is, its
+    attention inside (`full`) or between graphs (`breakable`, which `piecewise` is then, too)."""
+
     piece_compiler: Annotated[
         PieceCompiler | Callable[..., Any], _one_of(get_args(PieceCompiler), or_callable=True)
     ] = "auto"
@@ -265,6 +271,21 @@ class EncoderConfig(Settings):
 
     debug: StrictBool = False
     """Whether every capture rule is checked at every replay. Slow."""
+
+    @model_validator(mode="after")
+    def _compiles_what_needs_it(self) -> Self:
+        if self.compile:
+            return self
+        defaults = {name: type(self).model_fields[name].default for name in _OF_COMPILED_PIECES}
+        problems = [
+            f"{name}: applies to compiled pieces, and compile is false; allowed: {default}; got "
+            f"{shown(getattr(self, name))}"
+            for name, default in defaults.items()
+            if getattr(self, name) != default
+        ]
+        if problems:
+            raise ConfigError(*problems)
+        return self
 
     @model_validator(mode="after")
     def _items_within_smallest_budget(self) -> Self:

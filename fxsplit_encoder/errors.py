@@ -6,6 +6,7 @@ FxSplitError
 |   +-- MediaError                       an image, video or clip cannot be decoded, or is beyond a limit
 +-- UnsupportedTowerError (TypeError)    no adapter encodes this module
 +-- CompileError (RuntimeError)          a graph could not be split or a piece not compiled
+|   +-- UntraceableError                 Dynamo does not trace the code as one graph
 +-- CaptureError (RuntimeError)          a token budget could not be captured
 |   +-- CaptureMemoryError               it did not fit in memory, or in `max_graph_bytes`
 +-- ReplayError (RuntimeError)           a capture rule was broken at replay
@@ -65,6 +66,10 @@ class UnsupportedTowerError(FxSplitError, TypeError):
 
 class CompileError(FxSplitError, RuntimeError):
     """A graph could not be traced or split, or one of its pieces not compiled."""
+
+
+class UntraceableError(CompileError):
+    """Dynamo does not trace the code as one graph."""
 
 
 class CaptureError(FxSplitError, RuntimeError):

@@ -15,6 +15,7 @@ from fxsplit_encoder.errors import ConfigError, FxSplitError, InputError, Missin
         ("MediaError", (InputError,)),
         ("UnsupportedTowerError", (FxSplitError, TypeError)),
         ("CompileError", (FxSplitError, RuntimeError)),
+        ("UntraceableError", (errors.CompileError,)),
         ("CaptureError", (FxSplitError, RuntimeError)),
         ("CaptureMemoryError", (errors.CaptureError,)),
         ("ReplayError", (FxSplitError, RuntimeError)),

@@ -27,6 +27,7 @@ __all__ = [
     "mark_unbacked",
     "maybe_mark_dynamic",
     "original_module",
+    "traced_files",
 ]
 
 # torch.compile's documentation tells users of these, but no public module has them. A size that may be 1 must
@@ -67,6 +68,13 @@ def inner_error(error: BaseException) -> BaseException | None:
     """What an error of Dynamo's wraps: it raises some "from None", which leaves no `__cause__`."""
     found: BaseException | None = getattr(error, "inner_exception", None)
     return found
+
+
+def traced_files(error: BaseException) -> list[str]:
+    """The files of the code that Dynamo was tracing when it raised an error, outermost first; none where it
+    does not tell.
+    """
+    return [frame.filename for frame in getattr(error, "real_stack", None) or ()]
 
 
 def original_module(compiled: Callable[..., Any]) -> Any:

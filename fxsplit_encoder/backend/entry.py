@@ -101,6 +101,11 @@ def _check_applies(config: EncoderConfig) -> None:
         for name in _MANAGERS_SETTINGS
         if getattr(config, name) != getattr(defaults, name)
     ]
+    if not config.compile:
+        problems.append(
+            "compile: torch.compile has traced the module already; got False; leave it out, or set mode: "
+            "breakable, which runs the graph's operations one by one"
+        )
     if problems:
         raise ConfigError(*problems)
 

@@ -52,6 +52,8 @@ def build_program(module: fx.GraphModule, static_inputs: Sequence[int], options:
     device = _device(module.graph.output_node().args[0])  # type: ignore[arg-type]
     report = run_passes(module, options.passes, options.precision, device)
     graph = split_graph(module, targets)
+    if options.requires_tokens and token_symbol_of(graph.parts) is None:
+        raise CompileError(tokens_unknown(graph.parts, options.splitting_ops))
     return _assemble(module, graph, frozenset(static_inputs), num_rows, options, device, report)
 
 

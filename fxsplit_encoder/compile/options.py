@@ -26,6 +26,8 @@ class CompileOptions:
     """Names of `compile.passes.PASSES`; None: those that pay on the graph's device."""
     precision: str = "auto"
     """"auto" or "fp8", see `EncoderConfig.precision`."""
+    requires_tokens: bool = False
+    """Whether a graph is refused, before anything is compiled, if nothing tells what counts its tokens."""
 
     @classmethod
     def of(cls, config: EncoderConfig) -> CompileOptions:

@@ -6,23 +6,31 @@ import itertools
 import logging
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from fxsplit_encoder._torch.aot import boxed, static_inputs, to_aten
-from fxsplit_encoder._torch.dynamo import TorchDynamoException, inner_error, maybe_mark_dynamic
-from fxsplit_encoder.compile.blocks import equal_blocks_as_ops, inline_blocks
+from fxsplit_encoder._torch.dynamo import (
+    TorchDynamoException,
+    inner_error,
+    maybe_mark_dynamic,
+    traced_files,
+)
+from fxsplit_encoder.compile import blocks
+from fxsplit_encoder.compile.blocks import BlockError, equal_blocks_as_ops, inline_blocks
 from fxsplit_encoder.compile.bound import BoundProgram, bind
 from fxsplit_encoder.compile.build import build_program
 from fxsplit_encoder.compile.options import CompileOptions
 from fxsplit_encoder.compile.pieces import compile_inductor, piece_compiler, start_compile_workers
 from fxsplit_encoder.compile.program import Program
-from fxsplit_encoder.errors import CompileError, FxSplitError
+from fxsplit_encoder.errors import CompileError, FxSplitError, UntraceableError
 
 logger = logging.getLogger(__name__)
 _trace_numbers = itertools.count()
+_BLOCKS = Path(blocks.__file__).parent
 
 
 def compile_graph(
@@ -79,7 +87,8 @@ def trace_forward(
         module: the module that the forward calls; its equal blocks are traced once.
 
     Raises:
-        CompileError: Dynamo cannot trace the forward as one graph, or the graph cannot be split.
+        UntraceableError: Dynamo cannot trace the forward as one graph.
+        CompileError: the graph cannot be split, or tells no token count where `options` require one.
     """
     _start_workers(options, inputs.values())
     if module is not None:
@@ -88,8 +97,20 @@ def trace_forward(
                 if num_blocks:
                     return _trace(forward, inputs, dynamic_dims, options)
         except Exception as error:
+            if not _blames_blocks(error):
+                raise
             logger.warning("equal blocks are traced one by one, which takes longer: %s", error)
     return _trace(forward, inputs, dynamic_dims, options)
+
+
+def _blames_blocks(error: Exception) -> bool:
+    """Whether a forward may be traced block by block though its trace with blocks as ops ended like this. A
+    trace takes long, so it is not repeated for what has nothing to do with blocks.
+    """
+    if isinstance(error, UntraceableError):
+        files = traced_files(error.__cause__) if error.__cause__ is not None else []
+        return not files or any(Path(file).parent == _BLOCKS for file in files)
+    return isinstance(error, BlockError) or not isinstance(error, FxSplitError)
 
 
 def _trace(
@@ -126,7 +147,7 @@ def _trace(
         if own is not None:
             raise own from None
         cause = inner_error(error) or error.__cause__ or error
-        raise CompileError(f"the forward does not trace as one graph: {_first_line(cause)}") from error
+        raise UntraceableError(f"the forward does not trace as one graph: {_first_line(cause)}") from error
     if len(found) != 1 or not isinstance(result, torch.Tensor):
         raise CompileError(
             f"the forward became {len(found)} graphs and returned {type(result).__name__}; "

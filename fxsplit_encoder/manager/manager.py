@@ -179,10 +179,11 @@ class EncoderCudaGraphManager:
         """Traces and compiles every path's forward; `progress` gets (done, total) of each path, where two
         phases of the tracing and every piece count.
         """
+        refusals: dict[str, str] = {}
         with self._lock, _without_autograd():
             for path in self.paths_by_key.values():
                 if path.budgets:  # else nothing tells at which size to trace it, and it runs eagerly
-                    path.compile(progress)
+                    path.compile(progress, refusals)
 
     def capture(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Compiles, then captures every budget of every path, largest first (capture rule 10).

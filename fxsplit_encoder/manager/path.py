@@ -59,13 +59,18 @@ class EncoderPath(CapturedProgram):
         """What one of its budgets is called."""
         return CaptureKey(self.name, budget, self.axis_keys)
 
-    def compile(self, progress: Callable[[int, int], None] | None = None) -> None:
+    def compile(
+        self, progress: Callable[[int, int], None] | None = None, refusals: dict[str, str] | None = None
+    ) -> None:
         """Traces and compiles the forward once, for all budgets; one that does not compile is captured as it
-        is. With mode `breakable` nothing is compiled.
+        is. With mode `breakable`, and `compile: false`, nothing is compiled.
+
+        Args:
+            progress, refusals: as for `PathForward.compile`.
         """
-        if self.mode == "breakable":
+        if self.mode == "breakable" or not self.scope.config.compile:
             return
-        refusal = self.scope.not_compiled or self.forward.compile(progress)
+        refusal = self.scope.not_compiled or self.forward.compile(progress, refusals)
         if refusal is not None:
             self.note(f"{self.label}: {refusal}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,12 +17,14 @@ from fxsplit_encoder.capture.breakable import refuse_collectives
 from fxsplit_encoder.capture.buffers import StaticValue
 from fxsplit_encoder.capture.probe import difference
 from fxsplit_encoder.compile import BoundProgram, CompileOptions, NamedRegion, trace_forward
-from fxsplit_encoder.errors import CaptureError, CompileError, InputError
+from fxsplit_encoder.errors import CaptureError, CompileError, InputError, UntraceableError
 from fxsplit_encoder.manager.tower_part import tower_part, tower_tensors
 from fxsplit_encoder.planning.limits import Limits
 from fxsplit_encoder.protocol import SupportsEncoderCudaGraph
 from fxsplit_encoder.runtime import FreshInputs, request_of_module, request_of_program
 from fxsplit_encoder.runtime.weights import check_replacements, layouts_of
+
+logger = logging.getLogger(__name__)
 
 # The trace runs the forward once, so it is made at a moderate size; the size is also Inductor's hint for its
 # kernels.
@@ -206,28 +209,40 @@ class PathForward:
 
     # --- compile
 
-    def compile(self, progress: Callable[[int, int], None] | None = None) -> str | None:
-        """Traces and compiles the forward once, for all sizes; why it stays as it is, or None."""
+    def compile(
+        self, progress: Callable[[int, int], None] | None = None, refusals: dict[str, str] | None = None
+    ) -> str | None:
+        """Traces and compiles the forward once, for all sizes; why it stays as it is, or None.
+
+        Args:
+            progress: see `EncoderCudaGraphManager.compile`.
+            refusals: why paths of this tower do not compile, by their names, and of all by "". What is here
+                is not tried again; what is found out is entered.
+        """
         if not self._compiled:
             self._compiled = True
-            self._refusal = self._compile(progress)
+            self._refusal = self._compile(progress, {} if refusals is None else refusals)
         return self._refusal
 
-    def _compile(self, progress: Callable[[int, int], None] | None) -> str | None:
+    def _compile(self, progress: Callable[[int, int], None] | None, refusals: dict[str, str]) -> str | None:
+        if known := refusals.get(self.name, refusals.get("")):
+            return known
         try:
             inputs = self._traced_values()
         except InputError as error:
             return f"not compiled: {error}"
-        options = replace(self.options, progress=progress)
+        options = replace(self.options, progress=progress, requires_tokens=True)
+        logger.info("%s: its forward is traced and compiled; compile: false goes without", self.label)
         try:
             program = trace_forward(
                 self.__call__, inputs, self._dynamic_dims(inputs), options, tower_part(self.tower)
             )
-            if program.program.token_symbol is None:
-                raise CompileError(program.program.tokens_unknown)
             refuse_collectives(program.program.collectives)
         except (CaptureError, CompileError) as error:
-            return f"captured without compiling: {error}"
+            refusals[self.name] = f"captured without compiling: {error}"
+            if isinstance(error, UntraceableError):
+                refusals[""] = f"captured without compiling, as path {self.name} is: {error}"
+            return refusals[self.name]
         self.bind(program)
         return None
 

@@ -13,8 +13,9 @@ from torch import Tensor, fx, nn
 from fxsplit_encoder._torch.aot import fake_mode_of, to_aten, tracing_context
 from fxsplit_encoder._torch.tensors import storage_id, tensors_of
 from fxsplit_encoder.compile.blocks.arguments import Number, put_together
+from fxsplit_encoder.compile.blocks.errors import BlockError
 from fxsplit_encoder.compile.sizes import expression, layout
-from fxsplit_encoder.errors import CompileError, InputError
+from fxsplit_encoder.errors import InputError
 
 
 class Group:
@@ -43,7 +44,7 @@ class Group:
             output = self._run(tensors, numbers, structure, self._weights)
             storages = {storage_id(t) for t in (*tensors, *self._weights)}
             if storage_id(output) in storages:
-                raise CompileError("a block returns one of its arguments or weights, or a view of it")
+                raise BlockError("a block returns one of its arguments or weights, or a view of it")
             # Running it may have told that two symbols are equal.
             key = _key(tensors, numbers, structure)
             self._results[key] = output
@@ -88,7 +89,7 @@ class Group:
         with _unchanged_attributes(block):
             output = torch.func.functional_call(self._original, named, args, kwargs)
         if not isinstance(output, torch.Tensor):
-            raise CompileError(f"a block returns a {type(output).__name__}; an op returns a tensor")
+            raise BlockError(f"a block returns a {type(output).__name__}; an op returns a tensor")
         return output
 
 
@@ -162,4 +163,4 @@ def _unchanged_attributes(block: nn.Module) -> Iterator[None]:
         if now.keys() != attributes.keys() or any(now[k] is not v for k, v in attributes.items()):
             now.clear()
             now.update(attributes)
-            raise CompileError(f"a block's {type(module).__name__} changes its own attributes")
+            raise BlockError(f"a block's {type(module).__name__} changes its own attributes")

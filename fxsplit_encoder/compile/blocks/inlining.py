@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, fx
 
 from fxsplit_encoder._torch.aot import fake_mode_of
+from fxsplit_encoder.compile.blocks.errors import BlockError
 from fxsplit_encoder.compile.blocks.group import LiveWeights, fake_weight, weights_of
 from fxsplit_encoder.compile.blocks.op import block_op, group_of
 from fxsplit_encoder.compile.sizes import expression, layout
-from fxsplit_encoder.errors import CompileError
 
 
 def inline_blocks(module: fx.GraphModule) -> LiveWeights:
@@ -67,7 +67,7 @@ class _Inlining:
                 copies[node] = self._weight_nodes[key]
         output = self._copy_body(call, body, copies)
         if layout(output.meta["val"]) != layout(call.meta["val"]):
-            raise CompileError("a block's own trace returns another layout than in the forward")
+            raise BlockError("a block's own trace returns another layout than in the forward")
         # Copies share their traced values, but no two inputs of a piece may: only results leave a block.
         output.meta["val"] = call.meta["val"]
         call.replace_all_uses_with(output)
@@ -84,12 +84,12 @@ class _Inlining:
         with self.graph.inserting_before(call):
             for node in body.graph.nodes:
                 if node.op == "get_attr":
-                    raise CompileError(f"a block makes a constant tensor, {node.target}")
+                    raise BlockError(f"a block makes a constant tensor, {node.target}")
                 if node.op == "call_function":
                     copies[node] = self._copy(node, copies)
         results: Any = body.graph.output_node().args[0]
         if len(results) != 1:
-            raise CompileError("a block writes to its arguments")
+            raise BlockError("a block writes to its arguments")
         return copies[results[0]]
 
     def _copy(self, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:

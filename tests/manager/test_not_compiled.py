@@ -1,0 +1,184 @@
+"""Towers that are not to be compiled, and what a tower that does not compile costs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxsplit_encoder as fx
+from fxsplit_encoder.compile import CompileOptions, trace_forward
+from fxsplit_encoder.errors import ConfigError, UntraceableError
+
+from .mock_towers import (
+    AxesModel,
+    PackedModel,
+    PathsModel,
+    SplitModel,
+    alone,
+    assert_equal_items,
+    batch,
+    eagerly,
+    items,
+)
+
+
+@pytest.fixture
+def traces(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """An entry for everything that is traced."""
+    trace, made = torch.compile, []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        made.append("trace")
+        return trace(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "compile", counted)
+    return made
+
+
+def captured(model: Any, **settings: Any) -> fx.EncoderCudaGraphManager:
+    own: dict[str, Any] = {"token_budgets": (4, 8), "max_items_per_batch": 4, **settings}
+    manager = fx.EncoderCudaGraphManager(model, fx.EncoderConfig(**own), log_interval=0)
+    manager.capture()
+    return manager
+
+
+# --- compile: false
+
+
+@pytest.mark.parametrize(
+    ("mode", "graphs"),
+    [("full", "full"), ("auto", "full"), ("piecewise", "breakable"), ("breakable", "breakable")],
+)
+def test_a_tower_is_captured_as_it_is_where_that_is_asked_for(
+    mode: str, graphs: str, traces: list[str]
+) -> None:
+    model = SplitModel()
+    manager = captured(model, mode=mode, compile=False, debug=True)
+    assert {graph.mode for graph in manager.budget_graphs["default"].values()} == {graphs}
+    for lengths in ((3,), (2, 5), (9,)):
+        inputs = batch(*lengths)
+        assert_equal_items(manager.execute(inputs), alone(model, inputs))
+    assert manager.stats().hits == 3
+    assert manager.stats().fallback_runs == {"eager": 1}
+    assert (manager.programs, manager.reports, traces) == ({"default": None}, [], [])
+
+
+@pytest.mark.parametrize(("mode", "hits"), [("exact", 1), ("none", 0)])
+def test_without_budgets_nothing_is_compiled_either(mode: str, hits: int, traces: list[str]) -> None:
+    model = SplitModel()
+    manager = captured(model, mode=mode, compile=False)
+    for _ in range(2):
+        inputs = batch(3)
+        assert_equal_items(manager.execute(inputs), alone(model, inputs))
+    assert (manager.stats().hits, traces) == (hits, [])
+
+
+def test_a_wrapped_tower_is_captured_as_it_is(
+    make_manager: Any, make_batch: Any, encode: Any, tiny_towers: Any
+) -> None:
+    config = fx.EncoderConfig(mode="full", compile=False, token_budgets=(16, 32), max_items_per_batch=4)
+    manager = fx.EncoderCudaGraphManager(tiny_towers.wrapped, config, log_interval=0)
+    manager.capture()
+    assert {graph.mode for graph in manager.budget_graphs["default"].values()} == {"full"}
+    inputs = make_batch([(1, 4, 6), (1, 2, 2), (1, 8, 8)])
+    assert_equal_items(manager.execute(inputs), encode(tiny_towers.reference, inputs))
+    assert manager.stats().hits == 3
+
+
+@pytest.mark.parametrize(
+    "settings", [{"piece_compiler": "eager"}, {"passes": ["conv_to_linear"]}, {"precision": "fp8"}]
+)
+def test_what_is_of_compiled_pieces_contradicts_it(settings: dict[str, Any]) -> None:
+    (name,) = settings
+    with pytest.raises(ConfigError, match=f"^{name}: applies to compiled pieces, and compile is false"):
+        fx.EncoderConfig(compile=False, **settings)
+
+
+def test_torch_compile_has_compiled_already() -> None:
+    compiled = torch.compile(nn.Linear(2, 2), backend="encoder_cg", options={"compile": False})
+    with torch.no_grad(), pytest.raises(Exception, match=r"compile: torch\.compile has traced"):
+        compiled(torch.ones(1, 2))
+
+
+# --- what does not compile
+
+
+def test_one_refusal_is_that_of_all_axis_keys_and_paths(traces: list[str]) -> None:
+    model = AxesModel()
+    manager = captured(model)
+    assert traces == ["trace"]
+    assert len(manager.reports) == 4
+    assert all("captured without compiling: the forward does not trace" in r for r in manager.reports)
+    inputs = items(model, (3,), (2,), keys=[(4, 1), (8, 2)])
+    assert_equal_items(manager.execute(inputs), eagerly(model, inputs))
+
+    manager = captured(PathsModel())
+    assert traces == ["trace"] * 2
+    assert [report.partition(": the forward")[0] for report in manager.reports] == [
+        "path global: captured without compiling",
+        "path local: captured without compiling, as path global is",
+    ]
+
+
+def test_nothing_is_compiled_where_nothing_counts_tokens() -> None:
+    compiled = []
+
+    def note(module: Any, inputs: Any) -> Any:
+        compiled.append(module)
+        return module.forward
+
+    manager = captured(PackedModel(), piece_compiler=note)
+    assert "it has no splitting op" in manager.reports[0]
+    assert compiled == []
+    captured(SplitModel(), piece_compiler=note)
+    assert compiled
+
+
+class Block(nn.Module):
+    def __init__(self, returns: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.returns = returns
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Any:
+        q = self.linear(x).view(-1, 2, 4)
+        y = torch.ops.fxsplit.varlen_attention(q, q, q, lengths, q.shape[0], 0.5).view(-1, 8)
+        return (y,) if self.returns == "a tuple" else y
+
+
+class Blocks(nn.Module):
+    def __init__(self, returns: str = "a tensor", breaks: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(returns) for _ in range(3))
+        self.breaks = breaks
+
+    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+        x = inputs["x"]
+        for block in self.blocks:
+            y = block(x, inputs["lengths"])
+            x = x + (y[0] if isinstance(y, tuple) else y)
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return x
+
+
+def traced(model: Blocks, splitting_ops: tuple[str, ...] = ("fxsplit::varlen_attention",)) -> Any:
+    inputs = {"x": torch.randn(12, 8), "lengths": torch.tensor([0, 5, 12], dtype=torch.int32)}
+    options = CompileOptions(splitting_ops, "eager", requires_tokens=True)
+    return trace_forward(model.forward, inputs, {"x": [0]}, options, model)
+
+
+def test_a_trace_is_repeated_for_what_its_blocks_did_alone(
+    traces: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    traced(Blocks("a tuple"))  # which is no op, and traces
+    assert traces == ["trace"] * 2
+    assert "equal blocks are traced one by one" in caplog.text
+    with pytest.raises(UntraceableError, match="does not trace as one graph: Unsupported"):
+        traced(Blocks(breaks=True))
+    with pytest.raises(fx.errors.CompileError, match="it has no splitting op"):
+        traced(Blocks(), ("aten::scaled_dot_product_attention",))
+    assert traces == ["trace"] * 4  # one each
