@@ -210,7 +210,7 @@ class SharedMemoryTransport:
         self._blocks.close()
 
     def close(self) -> None:
-        """Hang up and give back both memories."""
+        """Hang up and give back both memories. What the other end has mapped stays readable there."""
         self.refuse()
         if self._peer is not None:
             self._peer.close()
