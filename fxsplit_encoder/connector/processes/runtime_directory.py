@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import shutil
-import stat
 import tempfile
 import weakref
 from pathlib import Path
 
-from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.connector.transport.private_directory import (
+    default_root,
+    private_directory,
+    socket_path,
+)
 
 _NAME = "fxsplit-encoder"
-_MOST_SOCKET_PATH = 100
-"""Linux has room for 107 characters."""
-
-
-def default_root() -> Path:
-    """`$XDG_RUNTIME_DIR`, where there is one; else the directory of temporary files."""
-    root = os.environ.get("XDG_RUNTIME_DIR", "")
-    return Path(root if root and os.access(root, os.W_OK | os.X_OK) else tempfile.gettempdir())
+_SETTING = "runtime_directory"
 
 
 class RuntimeDirectory:
@@ -38,7 +33,7 @@ class RuntimeDirectory:
     """
 
     def __init__(self, root: Path | None = None) -> None:
-        base = _own_directory(root or default_root())
+        base = private_directory((root or default_root()) / f"{_NAME}-{os.getuid()}", _SETTING)
         reap(base)
         self.path, self._lock = _new_locked(base)
         self._finalizer = weakref.finalize(self, _remove, self.path, self._lock, os.getpid())
@@ -49,33 +44,11 @@ class RuntimeDirectory:
         Raises:
             InputError: it is longer than a socket's may be.
         """
-        path = self.path / name
-        if len(os.fsencode(path)) > _MOST_SOCKET_PATH:
-            raise InputError(
-                f"runtime_directory: {path} is too long for a socket; name a directory with a shorter path"
-            )
-        return path
+        return socket_path(self.path, name, _SETTING)
 
     def close(self) -> None:
         """Remove it; idempotent."""
         self._finalizer()
-
-
-def _own_directory(root: Path) -> Path:
-    base = root / f"{_NAME}-{os.getuid()}"
-    try:
-        with contextlib.suppress(FileExistsError):
-            base.mkdir(mode=0o700)
-        state = base.lstat()
-    except OSError as error:
-        raise InputError(f"runtime_directory: {base} cannot be made: {error}") from error
-    # Whoever may write to the root may have made it first, to read along or to lead elsewhere.
-    if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.getuid() or stat.S_IMODE(state.st_mode) & 0o077:
-        raise InputError(
-            f"runtime_directory: expected {base} to be a directory of this user alone (mode 0700); "
-            "remove it, or name another root"
-        )
-    return base
 
 
 def _new_locked(base: Path) -> tuple[Path, int]:

@@ -286,6 +286,9 @@ class CudaTransport:
     def close(self) -> None:
         """Give up both memories; idempotent. The host's transport stays open."""
         self._blocks.close()
+        for event in self._events.values():
+            event.synchronize()  # the memory is another's next
+        self._events.clear()
         self._memory = self._peer_memory = self._peer = None
         self._free_events.clear()
         self._peer_events.clear()

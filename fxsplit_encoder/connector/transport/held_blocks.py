@@ -113,13 +113,13 @@ class HeldBlocks:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Free all blocks and wake whoever waits for room; idempotent."""
+        """Hold nothing any more, clear nothing, and wake whoever waits for room; idempotent."""
         with self._changed:
             self._is_open = False
-            numbers = list(self._held)
+            for block in self._held.values():
+                self._free.give_back(block.offset, block.num_bytes)
+            self._held.clear()
             self._changed.notify_all()
-        for number in numbers:
-            self.give_back(number)
 
     def audit(self) -> None:
         """Asserts that blocks and free ranges make up the memory, without overlap."""

@@ -8,26 +8,22 @@ from __future__ import annotations
 
 import secrets
 import socket
-import struct
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from fxsplit_encoder.connector.transport.arena import Arena, OwnArena, adopt
+from fxsplit_encoder.connector.transport.arena import OwnArena, adopt
+from fxsplit_encoder.connector.transport.block_reader import BlockReader, digest, write_stamp
 from fxsplit_encoder.connector.transport.held_blocks import Block, HeldBlocks
-from fxsplit_encoder.connector.transport.layout import ALIGNMENT, check_layouts, copy_out, lay_out
+from fxsplit_encoder.connector.transport.layout import ALIGNMENT, lay_out
 from fxsplit_encoder.connector.transport.peer import Greeting, Peer, close_all
-from fxsplit_encoder.connector.transport.plain import from_plain, to_plain
+from fxsplit_encoder.connector.transport.plain import to_plain
 from fxsplit_encoder.connector.transport.seam import Handle, Payload
-from fxsplit_encoder.errors import MissingExtraError, TransportError
+from fxsplit_encoder.errors import TransportError
 
 DEFAULT_MAX_BYTES = 1 << 30
 DEFAULT_KEPT_BYTES = 64 << 20
-
-# At the beginning of each block: its number and its size, so that a handle that is out of date is noticed.
-_STAMP = struct.Struct("<QQ")
-_NO_STAMP = bytes(_STAMP.size)
 
 
 def _nothing() -> None: ...
@@ -52,7 +48,7 @@ class SharedMemoryTransport:
         on_hang_up: Callable[[], None] = _nothing,
     ) -> None:
         if checksums:
-            _digest(torch.empty(0, dtype=torch.uint8))  # what is missing is said at once
+            digest(torch.empty(0, dtype=torch.uint8))  # what is missing is said at once
         self.owner = secrets.token_hex(8)
         self.checksums = checksums
         self._kept_bytes = kept_bytes
@@ -61,8 +57,8 @@ class SharedMemoryTransport:
         self._blocks = HeldBlocks(self._arena.num_bytes, self._clear)
         self._routes: dict[str, Callable[[int], None]] = {self.owner: self._blocks.give_back}
         self._peer: Peer | None = None
-        self._peer_owner = ""
-        self._peer_arena: Arena | None = None
+        self._own_blocks = BlockReader(self.owner, self._arena)
+        self._peer_blocks: BlockReader | None = None
 
     @property
     def max_bytes(self) -> int:
@@ -72,7 +68,7 @@ class SharedMemoryTransport:
     @property
     def peer_owner(self) -> str:
         """The other end's `owner`; "" before the two are connected."""
-        return self._peer_owner
+        return self._peer_blocks.owner if self._peer_blocks is not None else ""
 
     @property
     def held_bytes(self) -> int:
@@ -97,13 +93,15 @@ class SharedMemoryTransport:
         assert self._peer is None, "connected already"
         peer = Peer(connection, self._on_released, self._on_hang_up)
         self._peer = peer
-        greeting = Greeting(self.owner, self._arena.num_bytes)
-        message, descriptors = peer.greet(greeting, [self._arena.descriptor], timeout)
+        message, descriptors = peer.greet(*self.greeting(), timeout)
         if not isinstance(message, Greeting) or len(descriptors) != 1:
             close_all(descriptors)
             raise TransportError(f"expected a greeting with a descriptor; got {type(message).__name__}")
-        self._peer_arena = adopt(descriptors[0], message.num_bytes)
-        self._peer_owner = message.owner
+        self._peer_blocks = BlockReader(message.owner, adopt(descriptors[0], message.num_bytes))
+
+    def greeting(self) -> tuple[Greeting, list[int]]:
+        """What another process maps this end's memory with: a first packet, and its descriptors."""
+        return Greeting(self.owner, self._arena.num_bytes), [self._arena.descriptor]
 
     def route(self, owner: str, give_back: Callable[[int], None]) -> None:
         """Let another memory of this end know what the other end has released of it.
@@ -159,8 +157,8 @@ class SharedMemoryTransport:
             with torch.no_grad():
                 for layout in layouts:
                     layout.view(memory).copy_(buffers[layout.name])
-            checksum = _digest(memory[ALIGNMENT:]) if self.checksums else b""
-            _write_stamp(memory, _STAMP.pack(block.number, num_bytes))
+            checksum = digest(memory[ALIGNMENT:]) if self.checksums else b""
+            write_stamp(memory, block.number, num_bytes)
         except BaseException:
             self._blocks.give_back(block.number)
             raise
@@ -168,7 +166,7 @@ class SharedMemoryTransport:
 
     def _clear(self, block: Block) -> None:
         try:
-            _write_stamp(self._arena.view(block.offset, ALIGNMENT), _NO_STAMP)
+            write_stamp(self._arena.view(block.offset, ALIGNMENT), 0, 0)
             # What lies below is reused first, so its pages stay; what only a peak needed is given back.
             start = max(block.offset, self._kept_bytes)
             self._arena.drop_pages(start, block.offset + block.num_bytes - start)
@@ -179,10 +177,7 @@ class SharedMemoryTransport:
 
     def get(self, handle: Handle, into: Mapping[str, Tensor] | None = None) -> Payload:
         """Copies of a handle's tensors, from either end; see `Transport.get`."""
-        views = self._views(handle)
-        copies = copy_out(views, into)
-        self._check_stamp(handle)  # it may have been released meanwhile, against the rules
-        return Payload(copies, from_plain(handle.meta))
+        return self._reader_of(handle).get(handle, into)
 
     def view(self, handle: Handle) -> Payload:
         """A handle's tensors where they lie: valid until it is released, and to be written by nobody.
@@ -190,40 +185,20 @@ class SharedMemoryTransport:
         Raises:
             TransportError: nothing is held under the handle.
         """
-        return Payload(self._views(handle), from_plain(handle.meta))
+        return self._reader_of(handle).view(handle)
 
-    def _views(self, handle: Handle) -> dict[str, Tensor]:
-        memory = self._check_stamp(handle)
-        check_layouts(handle.tensors, ALIGNMENT, memory.numel())
-        if handle.checksum and _digest(memory[ALIGNMENT:]) != handle.checksum:
-            raise TransportError(f"the bytes of handle {handle.number} are not those that were put")
-        return {layout.name: layout.view(memory) for layout in handle.tensors}
-
-    def _check_stamp(self, handle: Handle) -> Tensor:
-        """The bytes of a handle's block, if it is held."""
-        arena = self._arena_of(handle.owner)
-        if handle.offset < 0 or handle.offset % ALIGNMENT or handle.offset + ALIGNMENT > arena.num_bytes:
-            raise TransportError(f"handle {handle.number} begins at {handle.offset}, outside its memory")
-        stamp = arena.view(handle.offset, _STAMP.size).numpy().tobytes()
-        number, num_bytes = _STAMP.unpack(stamp)
-        if number != handle.number or handle.number == 0:
-            raise TransportError(f"nothing is held under handle {handle.number}: it was released")
-        if num_bytes < ALIGNMENT or handle.offset + num_bytes > arena.num_bytes:
-            raise TransportError(f"handle {handle.number} does not lie in its memory")
-        return arena.view(handle.offset, num_bytes)
-
-    def _arena_of(self, owner: str) -> Arena:
-        if owner == self.owner:
-            return self._arena
-        if self._peer_arena is None or owner != self._peer_owner:
-            raise TransportError(f"no transport {owner} at the other end of this one")
-        return self._peer_arena
+    def _reader_of(self, handle: Handle) -> BlockReader:
+        if handle.owner == self.owner:
+            return self._own_blocks
+        if self._peer_blocks is None or handle.owner != self._peer_blocks.owner:
+            raise TransportError(f"no transport {handle.owner} at the other end of this one")
+        return self._peer_blocks
 
     def release(self, handle: Handle) -> None:
         """Give up a handle of either end; see `Transport.release`."""
         if handle.owner == self.owner:
             self._blocks.give_back(handle.number)
-        elif handle.owner == self._peer_owner:
+        elif handle.owner == self.peer_owner:
             self.tell_released(handle)
 
     def audit(self) -> None:
@@ -235,23 +210,10 @@ class SharedMemoryTransport:
         self._blocks.close()
 
     def close(self) -> None:
-        """Hang up and give back both memories."""
+        """Hang up and give back both memories. What the other end has mapped stays readable there."""
         self.refuse()
         if self._peer is not None:
             self._peer.close()
         self._arena.close()
-        if self._peer_arena is not None:
-            self._peer_arena.close()
-
-
-def _write_stamp(memory: Tensor, stamp: bytes) -> None:
-    memory[: len(stamp)] = torch.frombuffer(bytearray(stamp), dtype=torch.uint8)
-
-
-def _digest(memory: Tensor) -> bytes:
-    try:
-        from blake3 import blake3
-    except ImportError as error:
-        raise MissingExtraError("checksums", "connector") from error
-    digest: bytes = blake3(memory.numpy().data).digest()
-    return digest
+        if self._peer_blocks is not None:
+            self._peer_blocks.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,13 +21,6 @@ DOUBLING = EncoderProgram("tests.connector.processes.encoders:doubling")
 
 def make_item(rows: int = 3, modality: Modality = "image", **metadata: Any) -> PreparedItem:
     return PreparedItem(modality, os.urandom(32), {"pixel_values": torch.randn(rows, 8)}, rows, metadata)
-
-
-@pytest.fixture
-def short_path() -> Iterator[Path]:
-    """A directory whose path leaves room for a socket's name; pytest's are long."""
-    with tempfile.TemporaryDirectory(prefix="fx") as path:
-        yield Path(path)
 
 
 @pytest.fixture

@@ -1,15 +1,15 @@
 from __future__ import annotations
 
+import atexit
 import os
 import stat
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
 import pytest
 
-from fxsplit_encoder.connector.processes.runtime_directory import RuntimeDirectory, default_root, reap
+from fxsplit_encoder.connector.processes.runtime_directory import RuntimeDirectory, reap
+from fxsplit_encoder.connector.transport.private_directory import default_root
 from fxsplit_encoder.errors import InputError
 from tests.connector.resources import num_descriptors
 
@@ -122,15 +122,11 @@ def test_the_root_is_the_users_runtime_directory(short_path: Path, monkeypatch: 
 
 
 def test_it_goes_when_the_interpreter_ends(short_path: Path) -> None:
-    source = Path(sys.modules[RuntimeDirectory.__module__].__file__ or "")
-    code = f"""
-import sys, types
-errors = types.ModuleType("fxsplit_encoder.errors"); errors.InputError = ValueError
-sys.modules.update({{"fxsplit_encoder": types.ModuleType("x"), "fxsplit_encoder.errors": errors}})
-names = {{"__name__": "directory"}}
-exec(compile(open({str(source)!r}).read(), "directory", "exec"), names)
-kept = names["RuntimeDirectory"](names["Path"]({str(short_path)!r}))
-assert kept.path.exists()
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)
+    pid = quiet_fork()
+    if pid == 0:
+        kept = RuntimeDirectory(short_path)
+        kept.path.joinpath("control").touch()
+        atexit._run_exitfuncs()
+        os._exit(0)
+    os.waitpid(pid, 0)
     assert list(short_path.glob("*/*")) == []
