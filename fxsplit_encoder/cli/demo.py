@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -53,10 +54,10 @@ def run_demo(
     Raises:
         InputError: a file is not usable.
     """
+    inputs = load_inputs(find_files(images or example_images(chosen.preparation)), chosen.preparation)
     tower, family = chosen.module, chosen.family
     parameter = next(tower.parameters())
     device = parameter.device
-    inputs = load_inputs(find_files(images or example_images(chosen.preparation)), chosen.preparation)
     inputs = inputs.to(device, parameter.dtype)
     wrapped = family.wrap(share_weights(tower))
     if config is None and family.unit == "patches":
@@ -155,9 +156,8 @@ def _say_comparisons(
 
 
 def _stem(key: str) -> str:
-    """A key without the file's extension: `clip.webp[1]` is `clip[1]`."""
-    name, bracket, part = key.partition("[")
-    return f"{Path(name).stem}{bracket}{part}"
+    """A key without the file's extension: `clip.webp[1]` is `clip[1]`, and `photo.png#2` `photo#2`."""
+    return re.sub(r"\.\w+(?=$|#\d|\[\d)", "", key)
 
 
 def _served(manager: fx.EncoderCudaGraphManager, comparison: Comparison) -> list[object]:

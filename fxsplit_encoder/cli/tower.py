@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,16 +20,21 @@ from fxsplit_encoder.models.random import demo_tower
 from fxsplit_encoder.models.registry import ARCHITECTURES
 
 
-@dataclass(frozen=True)
+@dataclass
 class ChosenTower:
     """A tower, and what makes its inputs."""
 
     title: str
     """Whose it is, in words."""
-    module: Any
-    """What `wrap` takes."""
     family: Family
     preparation: Preparation
+    load: Callable[[], Any]
+    """Makes the module, which takes a while."""
+
+    @functools.cached_property
+    def module(self) -> Any:
+        """What `wrap` takes; made when it is asked for first."""
+        return self.load()
 
 
 def choose_tower(model: str, blocks: int | None, device: torch.device, dtype: torch.dtype) -> ChosenTower:
@@ -45,14 +52,14 @@ def choose_tower(model: str, blocks: int | None, device: torch.device, dtype: to
     if not is_checkpoint(model):
         known = ARCHITECTURES[model]
         preparation = known.family.prepare(known.settings(blocks), ProcessorSettings())
-        module = demo_tower(blocks, device, dtype, model=model)
-        return ChosenTower(f"{known.title}'s, random weights", module, known.family, preparation)
+        load = functools.partial(demo_tower, blocks, device, dtype, model=model)
+        return ChosenTower(f"{known.title}'s, random weights", known.family, preparation, load)
     checkpoint = locate(model)
     if blocks is not None:
         raise InputError("--blocks: only for a tower with random weights; leave it out, or name one")
     family, settings = read_family(checkpoint)
     preparation = family.prepare(settings, checkpoint.processors())
-    return ChosenTower(model, load_tower(checkpoint, dtype, device), family, preparation)
+    return ChosenTower(model, family, preparation, lambda: load_tower(checkpoint, dtype, device))
 
 
 def locate(model: str) -> Checkpoint:

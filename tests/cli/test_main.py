@@ -11,11 +11,14 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 from typer.testing import CliRunner, Result
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.cli import compare
+from fxsplit_encoder.cli import compare, files
+from fxsplit_encoder.cli.files import read_config, shipped
 from fxsplit_encoder.cli.main import app
+from fxsplit_encoder.cli.options import MODELS
 from fxsplit_encoder.cli.usage import OneLineErrors
 from fxsplit_encoder.models.patches import IMAGE_FORMAT, VIDEO_FORMAT, BlockPatches, block_eager
 from fxsplit_encoder.models.prepare import load_inputs
+from fxsplit_encoder.models.registry import ARCHITECTURES
 
 from ..models.checkpoints import save
 
@@ -54,11 +57,17 @@ def images(paths: Sequence[Path]) -> list[object]:
 
 
 @pytest.mark.slow
-def test_demo(photographs: list[Path], config: Path) -> None:
-    result = run("demo", "--blocks", 2, "--config", config, "--device", "cpu", *images(photographs))
+def test_demo(photographs: list[Path], config: Path, tmp_path: Path) -> None:
+    options = ("--config", config, "--device", "cpu", "-o", tmp_path / "demo.json")
+    result = run("demo", "--blocks", 2, *options, *images(photographs))
     assert result.exit_code == 0, result.output
     out = result.stdout
     assert "2 blocks, width 1152" in out
+    found = json.loads((tmp_path / "demo.json").read_text(encoding="utf-8"))
+    assert [row["item"] for row in found["items"]] == ["photo", "photo#2", "clip", "all 3"]
+    assert found["items"][0].keys() >= {"tokens", "budget", "difference"} and "ratio" not in found["items"][0]
+    assert (found["plan"]["hits"], found["stats"]["hits"]) == (3, 6)
+    assert found["verdict"] == "Every output is within 1e-04 of eager's."
     assert "no GPU: recorded steps are replayed without CUDA graphs; no times" in out
     (headers,) = [line.split() for line in out.splitlines() if line.startswith("item ")]
     assert headers == "item size px patches tokens budget mode served |diff|".split()
@@ -68,7 +77,7 @@ def test_demo(photographs: list[Path], config: Path) -> None:
     assert rows["clip"][1:7] == ["3x64x64", "32", "8", "8", "full", "hit"]
     assert "3 of 3" in out
     assert "Every output is within 1e-04 of eager's." in out
-    assert max(map(len, out.splitlines())) <= 100
+    assert max(map(len, out.splitlines()[:-1])) <= 100
     assert "capturing" in result.stderr and "2/2" in result.stderr
 
 
@@ -191,6 +200,28 @@ def test_inspect(config: Path, save_checkpoint: SaveCheckpoint, with_model: bool
     assert max(map(len, out.splitlines())) <= 100
 
 
+def test_inspect_as_json(config: Path, save_checkpoint: SaveCheckpoint, tmp_path: Path) -> None:
+    config.write_text("token_budgets: [8, 16]\nmode: breakable\n", encoding="utf-8")
+    output = tmp_path / "inspect.json"
+    options = ("--config", config, "--device", "cpu", "--capture", "--attention")
+    result = run("inspect", "--model", save_checkpoint(), *options, "--json", "-o", output)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found == json.loads(output.read_text(encoding="utf-8"))
+    assert [row["budget"] for row in found["budgets"]] == [8, 16]
+    assert [(row["budget"], row["mode"]) for row in found["captures"]] == [
+        (8, "breakable"),
+        (16, "breakable"),
+    ]
+    assert all(row["bytes"] > 0 for row in found["captures"])
+    assert found["programs"] == {"default": {"split": "none, this path runs eagerly"}}
+    assert "works" in {row["state"] for row in found["attention_kernels"]}
+
+
+def test_a_configuration_that_is_shipped_goes_by_its_name() -> None:
+    assert read_config(Path("demo")) == fx.EncoderConfig.from_yaml(shipped("configs/demo.yaml"))
+
+
 ERRORS = {
     "config": (["inspect", "--config", "absent.yaml"], "--config absent.yaml: no such file; expected"),
     "model": (["inspect", "--model", "absent"], "--model absent: no such directory or name; expected"),
@@ -236,7 +267,20 @@ def test_every_wrong_setting_has_a_line(tmp_path: Path) -> None:
     assert any("did you mean token_budgets?" in line for line in lines)
 
 
-@pytest.mark.parametrize("arguments", [[], ["demo"], ["encode"], ["inspect"]])
+def test_without_its_files_the_demo_says_which(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "ROOTS", (tmp_path / "data", tmp_path))
+    result = run("demo", "--model", "clip-l-336", "--blocks", 1)
+    assert result.exit_code == 2
+    assert "examples/images: not found, though it comes with every wheel" in result.stderr
+    (tmp_path / "data" / "examples" / "images").mkdir(parents=True)
+    (tmp_path / "examples" / "images").mkdir(parents=True)
+    assert shipped("examples/images") == tmp_path / "data" / "examples" / "images", "a wheel's own go first"
+
+
+COMMANDS = ["demo", "encode", "inspect", "bench", "tune", "report"]
+
+
+@pytest.mark.parametrize("arguments", [[], *([name] for name in COMMANDS)])
 def test_help(arguments: list[str]) -> None:
     for flag in ("--help", "-h"):
         result = run(*arguments, flag)
@@ -247,6 +291,27 @@ def test_help(arguments: list[str]) -> None:
 def test_without_arguments_the_help_is_shown() -> None:
     result = run()
     assert (result.exit_code, "Usage:" in result.stdout) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("encoder-cg ", set(COMMANDS)),
+        ("encoder-cg demo --mo", {"--model"}),
+        ("encoder-cg demo --model qwen3", {"qwen3-vl-8b", "qwen3.5-9b", "qwen3.5-27b"}),
+        ("encoder-cg bench intern", {"internvl3-8b", "internvl3-38b"}),
+        ("encoder-cg demo --dtype b", {"bfloat16"}),
+    ],
+)
+def test_a_shell_completes(words: str, found: set[str]) -> None:
+    count = len(words.split()) - (not words.endswith(" "))
+    environment = {"_ENCODER_CG_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(count)}
+    result = CliRunner().invoke(app, [], env=environment)
+    assert set(result.stdout.split()) == found
+
+
+def test_every_model_is_completed() -> None:
+    assert set(MODELS) == set(ARCHITECTURES)
 
 
 def test_versions() -> None:

@@ -53,9 +53,10 @@ def run_bench(
     Raises:
         InputError: a file is not usable.
     """
-    parameter = next(chosen.module.parameters())
     files = find_files(images or example_images(chosen.preparation))
-    inputs = load_inputs(files, chosen.preparation).to(parameter.device, parameter.dtype)
+    inputs = load_inputs(files, chosen.preparation)
+    parameter = next(chosen.module.parameters())
+    inputs = inputs.to(parameter.device, parameter.dtype)
     document.facts(
         {
             "tower": f"{chosen.title}, {describe_tower(chosen.module)}",

@@ -1,0 +1,138 @@
+"""The commands from a wheel: installed alone, outside of the checkout, and without the extras' packages."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from ..models.checkpoints import save
+
+pytest.importorskip("hatchling", reason="builds a wheel")
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with what the wheel holds; other packages are those of this environment."""
+    wheels, target = tmp_path_factory.mktemp("wheels"), tmp_path_factory.mktemp("target")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
+    build = ["wheel", "--no-deps", "--no-build-isolation", "-w", str(wheels), str(ROOT)]
+    subprocess.run([*pip, *build], check=True)
+    (wheel,) = wheels.glob("*.whl")
+    subprocess.run([*pip, "install", "--no-deps", "--target", str(target), str(wheel)], check=True)
+    return target
+
+
+def start(installed: Path, cwd: Path, *command: object) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(installed), "OMP_NUM_THREADS": "1"}
+    arguments = [sys.executable, *map(str, command)]
+    return subprocess.run(
+        arguments, cwd=cwd, env=environment, capture_output=True, text=True, check=False, timeout=500
+    )
+
+
+COMMANDS = """
+    import json, sys
+    from pathlib import Path
+
+    import torch
+    from typer.testing import CliRunner
+
+    import fxsplit_encoder as fx
+    from fxsplit_encoder.cli.files import shipped
+    from fxsplit_encoder.cli.main import app
+    from fxsplit_encoder.models.load import load_tower
+
+    assert Path(fx.__file__).is_relative_to(sys.argv[1]), fx.__file__
+    config = Path("config.yaml")
+    config.write_text("token_budgets: 64\\nmode: breakable\\nmax_items_per_batch: 4\\n", encoding="utf-8")
+    cat, model = shipped("examples/images/cat.jpg"), sys.argv[2]
+    assert cat.is_relative_to(sys.argv[1])
+    assert (shipped("examples") / "README.md").is_file(), "the licenses of the pictures"
+
+    manager = fx.EncoderCudaGraphManager(
+        fx.wrap(load_tower(model, torch.float32, torch.device("cpu"))), fx.EncoderConfig.from_yaml(config)
+    )
+    manager.record_trace("run.jsonl")
+    manager.execute({"pixel_values": torch.randn(16, 1176), "image_grid_thw": torch.tensor([[1, 4, 4]])})
+
+    on_cpu = ["--device", "cpu", "--config", str(config)]
+    for arguments in (
+        ["demo", "--model", model, *on_cpu],
+        ["encode", str(cat), "--model", model, "-o", "out.safetensors", *on_cpu],
+        ["inspect", "--model", model, "--capture", "--attention", *on_cpu],
+        ["bench", model, str(cat), "-o", "plot.png", *on_cpu],
+        ["tune", str(shipped("examples/traces/chat_images.jsonl")), "--max-graphs", "4", "-o", "tuned.yaml"],
+        ["report", "run.jsonl"],
+    ):
+        result = CliRunner().invoke(app, arguments)
+        print(arguments[0], result.exit_code)
+        if result.exit_code:
+            print(result.output, result.exception)
+    print(*sorted(path.name for path in Path().iterdir()))
+"""
+
+
+def test_every_command_works(installed: Path, tmp_path: Path) -> None:
+    _, model = save(tmp_path / "model", "qwen2_vl")
+    script = tmp_path / "commands.py"
+    script.write_text(textwrap.dedent(COMMANDS), encoding="utf-8")
+    work = tmp_path / "work"
+    work.mkdir()
+    finished = start(installed, work, script, installed, model)
+    assert finished.returncode == 0, finished.stderr
+    *commands, files = finished.stdout.splitlines()
+    names = ["demo", "encode", "inspect", "bench", "tune", "report"]
+    assert commands == [f"{name} 0" for name in names], finished.stdout
+    assert files == "config.yaml out.safetensors plot.png run.html run.jsonl tuned.yaml"
+
+
+WITHOUT_EXTRAS = """
+    import sys
+
+    for package in ("transformers", "PIL", "safetensors", "huggingface_hub", "jinja2", "matplotlib"):
+        sys.modules[package] = None
+
+    from typer.testing import CliRunner
+
+    from fxsplit_encoder.cli.files import shipped
+    from fxsplit_encoder.cli.main import app
+
+    trace = str(shipped("examples/traces/chat_images.jsonl"))
+    with_help, with_trace = (["--help"], ["bench", "-h"], ["--version"]), (["tune", trace], ["report", trace])
+    for arguments in (*with_help, *with_trace, ["demo"]):
+        result = CliRunner().invoke(app, arguments)
+        print(result.exit_code, result.stderr.strip() or result.stdout.strip().splitlines()[0])
+"""
+
+
+def test_without_the_extras_there_is_help_and_a_line_that_says_what_to_install(
+    installed: Path, tmp_path: Path
+) -> None:
+    script = tmp_path / "commands.py"
+    script.write_text(textwrap.dedent(WITHOUT_EXTRAS), encoding="utf-8")
+    finished = start(installed, tmp_path, script)
+    assert finished.returncode == 0, finished.stderr
+    lines = finished.stdout.splitlines()
+    assert [line.split()[0] for line in lines] == ["0", "0", "0", "0", "2", "2"], finished.stdout
+    assert "Usage: encoder-cg [OPTIONS] COMMAND" in lines[0]
+    assert lines[2].startswith("0 encoder-cg ")
+    for line in lines[4:]:
+        assert "encoder-cg: error: encoder-cg needs packages that are not installed" in line
+        assert "run: pip install " in line and "matplotlib" in line and "'transformers>=5.16'" in line
+
+
+def test_the_command_itself_is_installed(installed: Path, tmp_path: Path) -> None:
+    finished = start(installed, tmp_path, installed / "bin" / "encoder-cg", "dmo")
+    assert finished.returncode == 2
+    expected = "encoder-cg: error: dmo: no such command; did you mean demo? expected one of"
+    assert finished.stderr.startswith(expected)
+    assert len(finished.stderr.splitlines()) == 1
