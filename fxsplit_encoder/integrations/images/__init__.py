@@ -1,6 +1,5 @@
 """Images to embeddings by the tower of one checkpoint: what Ray's actors and the service have in common."""
 
-from fxsplit_encoder.integrations.images.decoding import decode_image
 from fxsplit_encoder.integrations.images.encoder import ImageEncoder, Result, results_of
 from fxsplit_encoder.integrations.images.preparer import ImagePreparer, PreparedImage
 from fxsplit_encoder.integrations.images.settings import ImageEncoderSettings
@@ -11,6 +10,5 @@ __all__ = [
     "ImagePreparer",
     "PreparedImage",
     "Result",
-    "decode_image",
     "results_of",
 ]

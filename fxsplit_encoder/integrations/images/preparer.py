@@ -11,11 +11,10 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
+from fxsplit_encoder.connector.media import MediaLimits, load_image
 from fxsplit_encoder.errors import InputError, MediaError
-from fxsplit_encoder.integrations.images.decoding import decode_image
 from fxsplit_encoder.integrations.images.pixel_values import PixelValues
 from fxsplit_encoder.integrations.images.settings import ImageEncoderSettings
-from fxsplit_encoder.messages import shown
 from fxsplit_encoder.models.checkpoint import Checkpoint
 from fxsplit_encoder.models.load import read_family
 from fxsplit_encoder.models.prepare import Normalization, Preparation, Prepared
@@ -54,7 +53,7 @@ class ImagePreparer:
     """
 
     def __init__(self, settings: ImageEncoderSettings) -> None:
-        self.settings = settings
+        self._limits = MediaLimits(max_bytes=settings.max_image_bytes, max_pixels=settings.max_pixels)
         checkpoint = Checkpoint.locate(settings.model)
         family, config = read_family(checkpoint)
         processors = checkpoint.processors()
@@ -66,28 +65,14 @@ class ImagePreparer:
         self.normalizes_later = self._gives_equal_pixels()
         """Whether pixels are uint8. Else this checkpoint's are not what `values` makes of them."""
 
-    def decode(self, data: bytes | memoryview) -> PreparedImage:
-        """An encoded image.
+    def load(self, media: bytes | memoryview | Array) -> PreparedImage:
+        """An encoded image, the first of several in a file; or pixels of uint8, (height, width) or with 1, 3
+        or 4 channels.
 
         Raises:
             MediaError: it cannot be decoded or prepared, or is beyond a limit.
         """
-        return self.prepare(decode_image(data, self.settings))
-
-    def from_pixels(self, pixels: Array) -> PreparedImage:
-        """A decoded image: (height, width) or (height, width, 3 or 4), uint8.
-
-        Raises:
-            MediaError: it is no such array, cannot be prepared, or is beyond a limit.
-        """
-        is_image = pixels.ndim == 2 or (pixels.ndim == 3 and pixels.shape[2] in (3, 4))
-        if pixels.dtype != np.uint8 or not is_image:
-            expected = "expected (height, width) or (height, width, 3 or 4) of uint8"
-            raise MediaError(f"image: {expected}; got {shown(pixels)}")
-        if pixels.shape[0] * pixels.shape[1] > self.settings.max_pixels:
-            limit = f"expected at most {self.settings.max_pixels} pixels, the limit max_pixels"
-            raise MediaError(f"image of {pixels.shape[1]} x {pixels.shape[0]}; {limit}")
-        return self.prepare(Image.fromarray(pixels).convert("RGB"))
+        return self.prepare(load_image(media, self._limits))
 
     def prepare(self, image: Image.Image) -> PreparedImage:
         """An upright RGB image.

@@ -43,7 +43,7 @@ class ImageEncoderSettings(Settings):
     """Of an image; a larger one is refused by its header, before it is decoded."""
 
     max_image_bytes: Annotated[Bytes, BeforeValidator(parse_bytes)] = 1 << 26
-    """Of an encoded image, as an integer or a size such as 20MiB."""
+    """Of an image as it is given, as an integer or a size such as 20MiB."""
 
     def resolved_device(self) -> torch.device:
         """The device on this machine.

@@ -132,7 +132,7 @@ def _lists(arrays: Sequence[Array | None], dtype: np.dtype[Any]) -> pa.Array:
     flat = [array.reshape(-1) for array in arrays if array is not None]
     values = pa.array(np.concatenate(flat) if flat else np.zeros(0, dtype))
     offsets = pa.array(np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]), pa.int64())
-    mask = pa.array([array is None for array in arrays])
+    mask = pa.array([array is None for array in arrays], pa.bool_())
     return pa.LargeListArray.from_arrays(offsets, values, mask=mask)
 
 
@@ -140,11 +140,21 @@ def _values(column: pa.ChunkedArray) -> Iterator[Any]:
     """The values of a column: buffers of binary ones, arrays of tensors."""
     for chunk in column.chunks:
         if pa.types.is_binary(chunk.type) or pa.types.is_large_binary(chunk.type):
-            yield from (value.as_buffer() for value in chunk)
+            yield from buffers(chunk)
         elif isinstance(chunk.type, pa.ExtensionType):
             yield from chunk.to_numpy(zero_copy_only=False)
         else:
             yield from chunk.to_pylist()
+
+
+def buffers(chunk: pa.Array) -> Iterator[pa.Buffer | None]:
+    """The values of a binary array where they lie; Arrow's own scalars are copies."""
+    _, ends, data = chunk.buffers()
+    size = np.int64 if pa.types.is_large_binary(chunk.type) else np.int32
+    offsets = np.frombuffer(ends, size)[chunk.offset :].tolist() if len(chunk) else []
+    for index, is_valid in enumerate(chunk.is_valid().to_pylist()):
+        start = offsets[index]
+        yield data.slice(start, offsets[index + 1] - start) if is_valid else None
 
 
 def _unpacked(data: memoryview) -> dict[str, Array]:
@@ -161,11 +171,11 @@ def _unpacked(data: memoryview) -> dict[str, Array]:
 
 
 def _from_bytes(data: pa.Buffer | None) -> Prepare | str:
-    return "no bytes" if data is None else lambda preparer: preparer.decode(memoryview(data))
+    return "no bytes" if data is None else lambda preparer: preparer.load(memoryview(data))
 
 
 def _from_pixels(pixels: Array | None) -> Prepare | str:
-    return "no pixels" if pixels is None else lambda preparer: preparer.from_pixels(np.asarray(pixels))
+    return "no pixels" if pixels is None else lambda preparer: preparer.load(np.asarray(pixels))
 
 
 def _from_path(read: Callable[[str], bytes]) -> Callable[[str | None], Prepare | str]:
@@ -174,6 +184,6 @@ def _from_path(read: Callable[[str], bytes]) -> Callable[[str | None], Prepare |
             data = read(path)
         except OSError as error:
             raise MediaError(f"cannot be read: {error}") from None
-        return preparer.decode(data)
+        return preparer.load(data)
 
     return lambda path: "no path" if path is None else lambda preparer: prepare(preparer, path)

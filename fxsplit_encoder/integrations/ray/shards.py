@@ -12,7 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from fxsplit_encoder.integrations.ray.columns import errors_of
+from fxsplit_encoder.integrations.ray.columns import buffers, errors_of
 from fxsplit_encoder.integrations.ray.encode_images import EncodeImages
 from fxsplit_encoder.integrations.ray.parts import write_part
 from fxsplit_encoder.integrations.ray.prepare_images import prepare_images
@@ -57,5 +57,6 @@ def packed(shard: int, table: pa.Table) -> pa.Table:
 def unpacked(row: pa.Table) -> tuple[int, pa.Table]:
     """The number of a shard, and its table, which is a view of the row's memory."""
     assert row.num_rows == 1
-    with pa.ipc.open_stream(row["rows"][0].as_buffer()) as reader:
+    (stream,) = buffers(row["rows"].chunk(0))
+    with pa.ipc.open_stream(stream) as reader:
         return row["shard"][0].as_py(), reader.read_all()

@@ -119,7 +119,7 @@ class Frontend:
 
     def _prepare(self, index: int, data: bytes) -> PreparedImage:
         try:
-            return self._preparer.decode(data)
+            return self._preparer.load(data)
         except MediaError as error:
             raise RequestError(422, "undecodable_image", str(error), index) from None
 

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from ...models import checkpoints
-from ..images.test_images import EXAMPLES
+from ..images.photographs import EXAMPLES
 
 pytest.importorskip("ray", reason="has an environment of its own: make test-ray")
 

@@ -109,7 +109,7 @@ def test_embeddings_are_the_managers(whole: Path, photographs: Path, model: Path
         if row["error"]:
             assert row["embedding"] is None
             continue
-        prepared = encoder.preparer.decode(Path(row["path"]).read_bytes())
+        prepared = encoder.preparer.load(Path(row["path"]).read_bytes())
         (expected,) = encoder.encode([prepared])
         assert isinstance(expected, np.ndarray)
         assert (row["tokens"], row["width"], row["layout"]) == (*expected.shape, '{"tiles": 1}')

@@ -31,7 +31,7 @@ from fxsplit_encoder.integrations.images.pixel_values import PixelValues
 from fxsplit_encoder.integrations.serve.metrics import joined
 
 from ...models.checkpoints import save
-from ..images.test_images import EXAMPLES, encoded
+from ..images.photographs import EXAMPLES, encoded
 from ..ray.processes import named
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -88,7 +88,7 @@ def photographs(model: Path) -> list[tuple[bytes, NDArray[Any]]]:
         for _ in range(4):
             image = Image.open(path).convert("RGB").resize((draw.randint(30, 200), draw.randint(30, 200)))
             data = encoded(image, "JPEG")
-            inputs = encoder.preparer.decode(data).inputs
+            inputs = encoder.preparer.load(data).inputs
             pixels = values(torch.from_numpy(inputs["pixel_values"]))
             (expected,) = encoder.manager.execute({"pixel_values": pixels})
             made.append((data, expected.numpy()))

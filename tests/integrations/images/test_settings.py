@@ -1,0 +1,35 @@
+"""Settings are checked when they are made, devices where they are used."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+import fxsplit_encoder as fx
+from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.integrations.images import ImageEncoderSettings
+
+
+def test_settings_are_checked() -> None:
+    for wrong in (
+        {"model": ""},
+        {"model": "m", "pooling": "max"},
+        {"model": "m", "config": {"mode": "fast"}},
+    ):
+        with pytest.raises(fx.ConfigError):
+            ImageEncoderSettings(**wrong)
+    with pytest.raises(InputError, match="expected auto, cpu"):
+        ImageEncoderSettings(model="m", device="tpu").resolved_device()
+    with pytest.raises(InputError, match="sees"):
+        ImageEncoderSettings(model="m", device="cuda:97").resolved_device()
+
+
+def test_settings_are_sent_to_other_processes() -> None:
+    settings = ImageEncoderSettings(
+        model="m", config={"mode": "full", "token_budgets": [4]}, max_image_bytes="1MiB"
+    )
+    sent = pickle.loads(pickle.dumps(settings))
+    assert sent == settings
+    assert hash(sent) == hash(settings)
+    assert sent.config == fx.EncoderConfig(mode="full", token_budgets=[4])

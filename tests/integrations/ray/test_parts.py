@@ -1,0 +1,156 @@
+"""The files of a run: whole or not there, of one run, written by one process at a time."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import random
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.integrations.ray.parts import Parts, part_path, write_part
+
+RUN = {"images": {"count": 6}, "settings": {"pooling": "none"}}
+
+
+def table(shard: int) -> pa.Table:
+    return pa.table(
+        {
+            "path": [f"{shard}a", f"{shard}b"],
+            "layout": ["{}", None],
+            "embedding": pa.array([[float(shard)], None], pa.large_list(pa.float32())),
+            "error": pa.array([None, "no image"]),
+        }
+    )
+
+
+def write(parts: Parts, *shards: int) -> None:
+    for shard in shards:
+        write_part(parts.directory, shard, table(shard))
+
+
+def test_parts_become_one_file_in_order(tmp_path: Path) -> None:
+    parts = Parts(tmp_path / "x.parquet", RUN, 3)
+    with parts.opened():
+        assert parts.missing() == [0, 1, 2]
+        write(parts, 2, 0)
+        assert parts.missing() == [1]
+        write(parts, 1)
+        parts.finish()
+    assert pq.read_table(tmp_path / "x.parquet")["path"].to_pylist() == ["0a", "0b", "1a", "1b", "2a", "2b"]
+    assert pq.read_metadata(tmp_path / "x.parquet").num_row_groups == 3
+    assert [path.name for path in tmp_path.iterdir()] == ["x.parquet"]
+    assert Parts(tmp_path / "x.parquet", RUN, 3).is_complete
+
+
+@given(st.permutations(range(5)), st.integers(0, 4))
+def test_the_file_is_the_same_in_whatever_runs_its_parts_were_written(order: list[int], cut: int) -> None:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as directory:
+        outputs = []
+        for name, runs in (("whole", [list(range(5))]), ("cut", [order[:cut], order[cut:]])):
+            for shards in runs:
+                parts = Parts(Path(directory) / f"{name}.parquet", RUN, 5)
+                with parts.opened():
+                    write(parts, *shards)
+                    if not parts.missing():
+                        parts.finish()
+            outputs.append(parts.output.read_bytes())
+        assert outputs[0] == outputs[1]
+
+
+def test_what_a_killed_process_left_half_written_does_not_count(tmp_path: Path) -> None:
+    parts = Parts(tmp_path / "x.parquet", RUN, 2)
+    with parts.opened():
+        write(parts, 0)
+    left_over = part_path(parts.directory, 1).with_name("00000001.parquet.partial-host-7")
+    left_over.write_bytes(b"half")
+    again = Parts(tmp_path / "x.parquet", RUN, 2)
+    with again.opened():
+        assert again.missing() == [1]
+        assert not left_over.exists()
+
+
+def test_a_process_killed_between_the_file_and_its_parts_leaves_no_trouble(tmp_path: Path) -> None:
+    parts = Parts(tmp_path / "x.parquet", RUN, 1)
+    with parts.opened():
+        write(parts, 0)
+        parts._join(parts.output)
+    assert parts.is_complete
+    parts.finish()
+    assert not parts.directory.exists()
+
+
+def test_parts_of_another_run_are_not_taken(tmp_path: Path) -> None:
+    parts = Parts(tmp_path / "x.parquet", RUN, 1)
+    with parts.opened():
+        write(parts, 0)
+    other = Parts(tmp_path / "x.parquet", {**RUN, "settings": {"pooling": "mean"}}, 1)
+    with (
+        pytest.raises(InputError, match="of another run, which differs in settings; delete it"),
+        other.opened(),
+    ):
+        pass
+    with parts.opened():
+        parts.finish()
+    with pytest.raises(InputError, match="of another run"):
+        assert other.is_complete
+    (tmp_path / "y.parquet").write_bytes(b"something else")
+    with pytest.raises(InputError, match="no Parquet file"):
+        assert Parts(tmp_path / "y.parquet", RUN, 1).is_complete
+    pq.write_table(table(0), tmp_path / "z.parquet")
+    with pytest.raises(InputError, match="differs in images, settings"):
+        assert Parts(tmp_path / "z.parquet", RUN, 1).is_complete
+
+
+def test_a_directory_keeps_its_parts(tmp_path: Path) -> None:
+    parts = Parts(tmp_path / "out", RUN, 2)
+    with parts.opened():
+        write(parts, 0, 1)
+        parts.finish()
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "00000000.parquet",
+        "00000001.parquet",
+        "run.json",
+    ]
+    assert json.loads((tmp_path / "out" / "run.json").read_text()) == RUN
+    assert Parts(tmp_path / "out", RUN, 2).is_complete
+    (tmp_path / "foreign").mkdir()
+    pq.write_table(table(0), tmp_path / "foreign" / "00000000.parquet")
+    with pytest.raises(InputError, match="no run describes"), Parts(tmp_path / "foreign", RUN, 1).opened():
+        pass
+
+
+def hold(output: Path, entered: object, leave: object) -> None:
+    with Parts(output, RUN, 1).opened():
+        entered.set()  # type: ignore[attr-defined]
+        leave.wait()  # type: ignore[attr-defined]
+
+
+def test_two_processes_do_not_write_one_output(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    entered, leave = context.Event(), context.Event()
+    process = context.Process(target=hold, args=(tmp_path / "x.parquet", entered, leave))
+    process.start()
+    entered.wait()
+    with pytest.raises(InputError, match="another process"), Parts(tmp_path / "x.parquet", RUN, 1).opened():
+        pass
+    leave.set()
+    process.join()
+    with Parts(tmp_path / "x.parquet", RUN, 1).opened():
+        pass
+
+
+def test_two_writers_of_one_part_do_no_harm(tmp_path: Path) -> None:
+    draw = random.Random(0)
+    parts = Parts(tmp_path / "x.parquet", RUN, 3)
+    with parts.opened():
+        write(parts, *draw.sample([0, 0, 1, 1, 2, 2], 6))
+        assert parts.missing() == []
