@@ -94,16 +94,32 @@ class Stage:
 
 
 class SlowEvent:
-    """Passes when it is told to."""
+    """Passes when it is told to, or fails whoever waits for it first."""
 
     def __init__(self) -> None:
-        self.passed = threading.Event()
+        self._changed = threading.Condition()
+        self._has_passed = False
+        self._fault: Exception | None = None
 
     def query(self) -> bool:
-        return self.passed.is_set()
+        return self._has_passed
 
     def synchronize(self) -> None:
-        assert self.passed.wait(PATIENCE_S)
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._has_passed or self._fault, PATIENCE_S)
+            fault, self._fault = self._fault, None
+        if fault is not None:
+            raise fault
+
+    def come_to_pass(self) -> None:
+        with self._changed:
+            self._has_passed = True
+            self._changed.notify_all()
+
+    def fail(self, fault: Exception) -> None:
+        with self._changed:
+            self._fault = fault
+            self._changed.notify_all()
 
 
 class SlowCopies(Copies):
@@ -141,7 +157,7 @@ class SlowCopies(Copies):
         pending, self.pending = self.pending, []
         for event, rows, target in pending:
             target.copy_(rows)
-            event.passed.set()
+            event.come_to_pass()
 
 
 def connector(

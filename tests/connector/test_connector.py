@@ -67,7 +67,9 @@ def test_chunks_of_a_prompt_get_their_rows() -> None:
         expected[1:4], expected[5:7], expected[7:10] = (rows_of(item) for item in items)
         for size in (1, 2, 4, 11):
             chunks = [
-                each.merge(ticket, (start, min(start + size, 11)), text[start : start + size, None].repeat(1, 8))
+                each.merge(
+                    ticket, (start, min(start + size, 11)), text[start : start + size, None].repeat(1, 8)
+                )
                 for start in range(0, 11, size)
             ]
             assert torch.equal(torch.cat(chunks), expected)

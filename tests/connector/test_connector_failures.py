@@ -93,7 +93,9 @@ def test_items_that_are_not_what_was_announced_are_refused(lie: str, kind: tuple
 def test_rows_that_are_not_what_memory_was_reserved_for_are_refused(rows: Any) -> None:
     class Wrong(FakeEncoder):
         def encode(self, items: Sequence[PreparedItem]) -> list[Any]:
-            return [rows if name == "b" else right for name, right in zip(names_of(items), super().encode(items))]
+            return [
+                rows if name == "b" else right for name, right in zip(names_of(items), super().encode(items))
+            ]
 
     with connector([Wrong]) as each:
         good, bad = each.submit(request("a")), each.submit(request("b"))

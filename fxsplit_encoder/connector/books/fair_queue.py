@@ -20,8 +20,8 @@ class FairQueue(Generic[T]):
     """Self-clocked fair queuing between flows, first in first out within one and among equals.
 
     A thing is tagged, as it comes, with the virtual time at which it would be done if all flows were served
-    at once; tags decide the order. So a thing that costs much waits for at most as much work of later flows
-    as it costs itself, and a flow of many things lets others pass between them.
+    at once; tags decide the order. So a thing waits for at most as much work of each other flow as its own
+    flow has asked for: a long video lets images pass, and a flow of many things lets others between them.
     """
 
     def __init__(self) -> None:

@@ -1,0 +1,199 @@
+"""Who is encoded with whom, when, and by which worker."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import pytest
+
+from fxsplit_encoder.connector.books.workers import Batch, WorkerStatus
+from fxsplit_encoder.connector.fake import FakeEncoder
+from fxsplit_encoder.connector.seams import MediaItem, PreparedItem
+from fxsplit_encoder.connector.settings import SPECIFIED_BATCHES
+from fxsplit_encoder.errors import InputError
+
+from .books.stand_ins import Bench
+from .books.test_any_history import AnyHistory
+from .scenes import Stage, connector, image, queued, request, wait, wait_until
+
+
+def test_items_of_different_requests_share_a_batch() -> None:
+    stage = Stage(is_open=False)
+    with connector(stage=stage) as each:
+        tickets = [each.submit(request("first"))]
+        stage.wait_for_batch()
+        tickets += [each.submit(request(name)) for name in "abc"]
+        wait_until(lambda: queued(each) == 3)
+        stage.open()
+        for ticket in tickets:
+            wait(ticket)
+        assert [sorted(batch) for batch in stage.batches] == [["first"], ["a", "b", "c"]]
+        assert each.stats().mean_batch_items == 2
+
+
+def test_batches_of_eight_or_of_five_milliseconds() -> None:
+    """The specification's."""
+    stage = Stage(is_open=False)
+    with connector(stage=stage, max_batches_in_flight=1, **SPECIFIED_BATCHES) as each:
+        alone = each.submit(request("alone"))
+        assert stage.wait_for_batch() == ["alone"], "after 5 ms, though nobody joined it"
+        tickets = [each.submit(request(f"image {number}")) for number in range(20)]
+        wait_until(lambda: queued(each) == 20)
+        stage.open()
+        for ticket in (alone, *tickets):
+            wait(ticket)
+        assert [len(batch) for batch in stage.batches] == [1, 8, 8, 4]
+
+
+def test_a_batch_that_is_not_full_waits_as_long_as_it_is_told_to() -> None:
+    bench = Bench.make(flush_delay_s=0.005, max_batch_items=2)
+    take = lambda: bench.books.encoding.take(bench.workers[0])  # noqa: E731
+    _queue(bench, "a")
+    assert take() == (None, 0.005)
+    bench.clock.now = 0.002
+    assert take() == (None, pytest.approx(0.003))
+    _queue(bench, "b")
+    assert len(_batch(take()).entries) == 2, "it is full"
+    _queue(bench, "c")
+    bench.clock.now = 0.008
+    assert len(_batch(take()).entries) == 1, "its time has come"
+
+
+def test_a_long_video_lets_images_that_come_later_pass_but_not_all_of_them() -> None:
+    stage = Stage(is_open=False)
+    with connector(stage=stage, max_batch_items=1, cpu_workers=1) as each:
+        tickets = [each.submit(request("first"))]
+        stage.wait_for_batch()
+        tickets.append(each.submit(request(MediaItem("video", "video", {"tokens": 40}))))
+        tickets.append(each.submit(request(*(f"image {number}" for number in range(16)))))
+        wait_until(lambda: queued(each) == 17)
+        stage.open()
+        for ticket in tickets:
+            wait(ticket)
+        order = [names[0] for names in stage.batches]
+        assert order.index("video") == 10, "after as many tokens of the other request as it has itself"
+
+
+def test_a_request_of_many_images_does_not_hold_up_one_of_a_single() -> None:
+    stage = Stage(is_open=False)
+    with connector(stage=stage, max_batch_items=1, cpu_workers=1) as each:
+        first = each.submit(request("first"))
+        stage.wait_for_batch()
+        many = each.submit(request(*(f"many {number}" for number in range(6))))
+        wait_until(lambda: queued(each) == 6)
+        one = each.submit(request("one"))
+        wait_until(lambda: queued(each) == 7)
+        stage.open()
+        for ticket in (first, many, one):
+            wait(ticket)
+        assert [names[0] for names in stage.batches].index("one") == 2
+
+
+def test_a_batch_ends_where_its_cost_would_be_more_than_allowed() -> None:
+    bench = Bench.make(max_batch_cost=10.0, host_bytes=1 << 20)
+    for name, cost in zip("abcd", (4.0, 6.0, 1.0, 99.0), strict=True):
+        _queue(bench, name, cost)
+    sizes = [len(_batch(bench.books.encoding.take(bench.workers[0])).entries) for _ in range(2)]
+    assert sizes == [2, 1]  # in order of the ends of their turns: 1, 4 | 6
+
+
+def test_workers_take_shares_of_equal_cost_and_the_least_loaded_goes_first() -> None:
+    bench = Bench.make(2, host_bytes=1 << 20, max_batches_in_flight=3)
+    for number in range(8):
+        _queue(bench, str(number), 1.0)
+    first, second = bench.workers
+    assert len(_batch(bench.books.encoding.take(first)).entries) == 4
+    assert bench.books.encoding.take(first).batch is None, "the other has nothing in hand"
+    assert len(_batch(bench.books.encoding.take(second)).entries) == 4
+    assert (first.load, second.load) == (4.0, 4.0)
+
+
+def test_a_worker_is_not_waited_for_if_it_takes_nothing_more() -> None:
+    bench = Bench.make(2, host_bytes=1 << 20)
+    bench.workers[1].status = WorkerStatus.DRAINING
+    for number in range(3):
+        _queue(bench, str(number), 1.0)
+    assert len(_batch(bench.books.encoding.take(bench.workers[0])).entries) == 3
+    assert bench.books.encoding.take(bench.workers[1]).batch is None
+
+
+def test_workers_get_what_they_encode() -> None:
+    images, sounds = Stage(), Stage()
+    encoders = [
+        lambda: FakeEncoder(on_encode=images, modalities=["image"]),
+        lambda: FakeEncoder(on_encode=sounds, modalities=["audio"]),
+    ]
+    with connector(encoders) as each:
+        wait(each.submit(request(image("a"), MediaItem("audio", "s"), image("b"))))
+        assert sorted(sum(images.batches, [])) == ["a", "b"]
+        assert sounds.batches == [["s"]]
+
+
+def test_encoders_have_to_agree_on_the_size_of_rows() -> None:
+    with pytest.raises(InputError, match=r"rows of one size for every image; got \[16, 32\] bytes"):
+        connector([lambda: FakeEncoder(4), lambda: FakeEncoder(8)])
+    with pytest.raises(InputError, match="encoders: expected at least one; got none"):
+        connector([])
+
+
+def test_a_batch_waits_until_there_is_room_for_what_it_writes() -> None:
+    stage = Stage(is_open=False)
+    with connector(stage=stage, staging_bytes=256) as each:
+        first = each.submit(request("a", "b"))
+        stage.wait_for_batch()
+        second = each.submit(request(image("c", 8)))
+        wait_until(lambda: queued(each) >= 1)
+        stage.open()
+        assert (wait(first), wait(second)) == ("ready", "ready")
+        assert each.stats().bytes_peak["staging worker 0"] <= 256
+
+
+def test_submission_waits_neither_for_encoders_nor_for_cpu_workers() -> None:
+    stage = Stage(is_open=False)
+    with connector(stage=stage) as each:
+        tickets = [each.submit(request(f"image {number}")) for number in range(100)]
+        assert all(ticket.availability == "deferred" for ticket in tickets)
+        assert len(each.step().deferred) == 100
+        stage.open()
+        assert {wait(ticket) for ticket in tickets} == {"ready"}
+
+
+def test_encoders_start_and_encode_on_one_thread_each() -> None:
+    threads: dict[int, set[str]] = {}
+
+    class Watched(FakeEncoder):
+        def start(self) -> None:
+            threads.setdefault(id(self), set()).add(threading.current_thread().name)
+
+        def encode(self, items: Sequence[PreparedItem]) -> list:
+            threads[id(self)].add(threading.current_thread().name)
+            return super().encode(items)
+
+        def close(self) -> None:
+            threads[id(self)].add(threading.current_thread().name)
+
+    with connector([Watched, Watched]) as each:
+        for number in range(20):
+            wait(each.submit(request(f"image {number}")))
+    assert sorted(threads.values(), key=str) == [{"connector-worker 0"}, {"connector-worker 1"}]
+
+
+def _queue(bench: Bench, name: str, cost: float = 1.0) -> None:
+    """An image that is preprocessed."""
+    bench.books.submit(request(image(name)), [4], None)
+    machine = AnyHistory()
+    machine.bench, machine.books = bench, bench.books
+    machine.digesting, machine.preparing = [], []
+    machine.take_cpu_job()
+    machine.digested(0, False)
+    bench.books.settle()
+    job = bench.books.preparation.take()
+    prepared = PreparedItem("image", job.entry.digest, {}, 4)
+    bench.books.preparation.prepared(job, prepared, cost)
+    bench.books.settle()
+
+
+def _batch(taken: tuple[Batch | None, float | None]) -> Batch:
+    assert taken[0] is not None
+    return taken[0]

@@ -1,0 +1,186 @@
+"""Memory that a device still uses belongs to nobody else: copies that take their time, injected."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from fxsplit_encoder.connector.connector import Connector
+from fxsplit_encoder.connector.merging import PlaceholderTokens
+from fxsplit_encoder.connector.states import Residence, State
+
+from .scenes import SlowCopies, Stage, connector, image, request, rows_of, wait, wait_until
+
+PAGE = 4096
+
+
+@pytest.fixture
+def copies() -> SlowCopies:
+    return SlowCopies()
+
+
+def host(each: Connector) -> int:
+    return each.stats().bytes_used["host"]
+
+
+def test_rows_are_ready_once_they_are_there(copies: SlowCopies) -> None:
+    with connector(copies=copies, device_bytes=0) as each:
+        ticket = each.submit(request("a"))
+        copies.wait_for_copy()
+        assert (ticket.state, ticket.residence(0)) == (State.ENCODING, Residence.NONE)
+        copies.arrive()
+        wait(ticket)
+        assert ticket.residence(0) is Residence.HOST
+        with each.read(ticket) as rows:
+            assert torch.equal(rows[0].rows, rows_of(image("a")))
+
+
+@pytest.mark.parametrize("why", ["cancelled", "too slow"])
+def test_a_buffer_is_not_used_again_while_a_copy_into_it_is_under_way(copies: SlowCopies, why: str) -> None:
+    with connector(copies=copies, device_bytes=0, host_bytes=PAGE) as each:
+        gone = each.submit(request("a", timeout_s=0.05 if why == "too slow" else None))
+        copies.wait_for_copy()
+        if why == "cancelled":
+            each.cancel(gone)
+        assert wait(gone) == "unavailable"
+        waiting = each.submit(request("b"))
+        assert waiting.wait(0.05) == "deferred", "all memory is in use"
+        assert (host(each), each.audit()) == (PAGE, [])
+        copies.arrive()
+        copies.wait_for_copy()
+        copies.arrive()
+        assert wait(waiting) == "ready"
+        assert len(copies.allocated) == 1, "the buffer served again"
+        assert each.stats().discarded == 1
+
+
+def test_a_fault_during_a_copy_leaves_its_buffer_alone_until_it_is_over(copies: SlowCopies) -> None:
+    """The device fails while it copies: its worker is lost, another encodes again into other memory."""
+    with connector(copies=copies, device_bytes=0, host_bytes=2 * PAGE) as each:
+        ticket = each.submit(request("a"))
+        copies.wait_for_copy()
+        (event, _, target), *_ = copies.pending
+        copies.pending.clear()
+        event.fail(RuntimeError("an illegal memory access was encountered"))
+        copies.wait_for_copy()
+        assert host(each) == 2 * PAGE, "the first buffer is in quarantine"
+        assert each.audit() == []
+        (_, _, second), *_ = copies.pending
+        assert second.data_ptr() != target.data_ptr()
+        copies.arrive()
+        assert wait(ticket) == "ready"
+        assert (host(each), each.stats().lost_workers) == (2 * PAGE, 1)
+        event.come_to_pass()
+        each.release(ticket)
+        each.clear_cache()
+        wait_until(lambda: host(each) == 0)
+        assert each.audit() == []
+
+
+def test_a_copy_that_cannot_be_started_fails_its_item_alone() -> None:
+    class NoMemory(SlowCopies):
+        def allocate(self, num_bytes: int) -> Tensor:
+            if num_bytes > PAGE:
+                raise MemoryError("cannot pin so much")
+            return super().allocate(num_bytes)
+
+    copies = NoMemory()
+    with connector(copies=copies, device_bytes=0) as each:
+        large, small = each.submit(request(image("a", 200))), each.submit(request("b"))
+        copies.wait_for_copy()
+        copies.arrive()
+        assert (wait(large), wait(small)) == ("unavailable", "ready")
+        assert large.error is not None and large.error.kind == "out_of_memory"
+        assert host(each) == PAGE
+
+
+def test_what_was_released_while_it_is_read_is_freed_afterwards(copies: SlowCopies) -> None:
+    copies.marks_wait = True
+    with connector(copies=copies) as each:
+        ticket = each.submit(request("a", placeholders=PlaceholderTokens(1, (0,))))
+        wait_until(lambda: bool(copies.marks))
+        copies.marks.pop().come_to_pass()
+        wait(ticket)
+        with each.read(ticket):
+            each.release(ticket)
+            assert each.stats().bytes_used["device cpu"] == 128, "it is being read"
+        each.step()
+        assert each.stats().bytes_used["device cpu"] == 128, "the device is not through with it"
+        assert each.has_pending_work()
+        copies.marks.pop().come_to_pass()
+        wait_until(lambda: not each.stats().bytes_used["device cpu"])
+        assert each.audit() == []
+
+
+def test_capacities_set_against_each_other() -> None:
+    """The device's is smaller than the host's, and that than what is worked on: all moves happen."""
+    names = [f"image {number}" for number in range(12)]
+    with connector(device_bytes=2 * 128, host_bytes=6 * PAGE) as each:
+        for _ in range(3):
+            for name in names:
+                ticket = each.submit(request(name, retention="keep"))
+                wait(ticket)
+                with each.read(ticket) as rows:
+                    assert torch.equal(rows[0].rows, rows_of(image(name)))
+                each.release(ticket)
+                assert each.audit() == []
+        stats = each.stats()
+        assert stats.evictions and stats.reused_buffers
+        assert stats.bytes_peak["host"] <= 6 * PAGE
+        assert stats.bytes_peak["device cpu"] <= 256
+        wait_until(lambda: each.clear_cache() is None and host(each) == 0)  # moves come to their end first
+        assert each.stats().bytes_used["device cpu"] == 0
+
+
+def test_what_is_kept_though_nobody_holds_it_moves_to_the_host(copies: SlowCopies) -> None:
+    with connector(copies=copies) as each:
+        ticket = each.submit(request("a", retention="keep"))
+        wait(ticket)
+        assert ticket.residence(0) is Residence.DEVICE
+        entry = ticket.items[0].entry
+        each.release(ticket)
+        copies.wait_for_copy()
+        assert each.hold(ticket) == "ready", "it can be read while it moves"
+        assert each.audit() == []
+        copies.arrive()
+        wait_until(lambda: ticket.residence(0) is Residence.HOST)
+        assert ticket.items[0].entry is entry
+        with each.read(ticket) as rows:
+            assert torch.equal(rows[0].rows, rows_of(image("a")))
+        assert (each.stats().demotions, each.stats().bytes_used["device cpu"]) == (1, 0)
+
+
+def test_what_is_kept_can_be_asked_for_at_the_release() -> None:
+    with connector() as each:
+        kept, discarded = each.submit(request("a")), each.submit(request("b"))
+        wait(kept), wait(discarded)
+        each.release(kept, keep=True), each.release(discarded)
+        wait(each.submit(request("a", "b")))
+        assert (each.stats().hits, each.stats().misses) == (1, 3)
+
+
+def test_no_further_item_is_decoded_while_too_many_wait() -> None:
+    stage = Stage(is_open=False)
+    with connector(stage=stage, input_bytes=64, cpu_workers=1, max_batch_items=1) as each:
+        tickets = [each.submit(request(f"image {number}")) for number in range(30)]
+        stage.wait_for_batch()
+        wait_until(lambda: each.stats().bytes_used["inputs"] >= 64)
+        assert each.stats().bytes_peak["inputs"] <= 64 + 16
+        stage.open()
+        assert {wait(ticket) for ticket in tickets} == {"ready"}
+        assert each.stats().bytes_peak["inputs"] <= 64 + 16
+        assert each.stats().bytes_used["inputs"] == 0
+
+
+def test_requests_that_need_all_memory_take_turns() -> None:
+    """Each waits for both of its items; if one had one of the two places and waited, so would the other."""
+    with connector(2, device_bytes=0, host_bytes=2 * PAGE) as each:
+        tickets = [each.submit(request(f"a{number}", f"b{number}")) for number in range(20)]
+        left = set(tickets)
+        while left:
+            for ticket in [ticket for ticket in left if ticket.availability == "ready"]:
+                each.release(ticket)
+                left.remove(ticket)
+        assert each.audit() == []
+        assert each.stats().bytes_peak["host"] == 2 * PAGE

@@ -1,0 +1,164 @@
+"""Many threads at once: nothing is lost, nothing hangs, nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from fxsplit_encoder.connector.connector import Connector
+from fxsplit_encoder.connector.fake import FakeEncoder
+from fxsplit_encoder.connector.states import WAITING, State
+
+from .scenes import PATIENCE_S, Stage, connector, request, wait
+
+
+def assert_nothing_is_left(each: Connector) -> None:
+    each.clear_cache()
+    assert each.audit() == []
+    used = {account: num_bytes for account, num_bytes in each.stats().bytes_used.items() if num_bytes}
+    assert used == {}
+    assert (each.stats().live_tickets, each.stats().waiting_items) == (0, 0)
+
+
+def test_ten_thousand_submissions_at_once() -> None:
+    with connector(2, max_waiting_items=20_000, device_bytes=0, host_bytes=97 * 4096) as each:
+
+        def submit(start: int) -> set[str]:
+            tickets = [each.submit(request(f"image {number % 97}")) for number in range(start, start + 1250)]
+            told = set()
+            for ticket in tickets:
+                told.add(wait(ticket))
+                each.release(ticket)
+            return told
+
+        with ThreadPoolExecutor(8) as threads:
+            assert set().union(*threads.map(submit, range(0, 10_000, 1250))) == {"ready"}
+        stats = each.stats()
+        assert (stats.submitted, stats.outcomes[State.RELEASED]) == (10_000, 10_000)
+        assert_nothing_is_left(each)
+
+
+def test_a_thousand_cancellations_race_with_encoding() -> None:
+    with connector(2, cpu_workers=2) as each:
+        start = threading.Barrier(2)
+
+        def cancel(tickets: list) -> None:
+            start.wait(PATIENCE_S)
+            for ticket in tickets:
+                each.cancel(ticket)
+
+        for number in range(50):
+            tickets = [each.submit(request(f"image {number} {k % 15}")) for k in range(20)]
+            canceller = threading.Thread(target=cancel, args=(tickets,))
+            canceller.start()
+            start.wait(PATIENCE_S)
+            for ticket in tickets:
+                wait(ticket)
+            canceller.join()
+            assert all(ticket.state is State.CANCELLED for ticket in tickets)
+        assert each.stats().outcomes == {State.CANCELLED: 1000}
+    assert_nothing_is_left(each)
+
+
+def test_a_thousand_requests_start_at_the_same_moment_and_share_their_work() -> None:
+    stage = Stage(is_open=False)
+    with connector(2, stage=stage) as each:
+        with ThreadPoolExecutor(8) as threads:
+            tickets = list(threads.map(lambda _: each.submit(request("a")), range(1000)))
+        stage.open()
+        for ticket in tickets:
+            assert wait(ticket) == "ready"
+            each.release(ticket)
+        assert each.stats().misses == len(sum(stage.batches, [])) == 1
+        assert_nothing_is_left(each)
+
+
+def test_who_waits_for_shared_work_can_leave_without_ending_it() -> None:
+    stage = Stage(is_open=False)
+    with connector(stage=stage) as each:
+        first, second = each.submit(request("a")), each.submit(request("a"))
+        stage.wait_for_batch()
+        while each.stats().joins < 1:
+            threading.Event().wait(0.001)
+        each.cancel(first)
+        stage.open()
+        assert wait(second) == "ready"
+        assert (first.state, stage.batches) == (State.CANCELLED, [["a"]])
+
+
+def test_what_waits_and_is_cancelled_never_enters_a_batch() -> None:
+    stage = Stage(is_open=False)
+    with connector(stage=stage) as each:
+        running = each.submit(request("a"))
+        stage.wait_for_batch()
+        waiting = [each.submit(request(f"b{number}")) for number in range(10)]
+        for ticket in waiting[:9]:
+            each.cancel(ticket)
+        each.cancel(running)
+        stage.open()
+        assert wait(waiting[9]) == "ready"
+        assert sum(stage.batches, []) == ["a", "b9"]
+        assert each.stats().discarded == 1
+
+
+def test_tickets_can_be_awaited_and_awaiting_be_given_up() -> None:
+    stage = Stage(is_open=False)
+
+    async def scene(each: Connector) -> None:
+        ticket, other = each.submit(request("a")), each.submit(request("b"))
+        tasks = [asyncio.ensure_future(_of(ticket)) for _ in range(3)]
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(_of(ticket), 0.01)
+        tasks[0].cancel()
+        await asyncio.sleep(0)
+        assert ticket.state in WAITING, "who gives up waiting does not give up the ticket"
+        stage.open()
+        assert await tasks[1] == await tasks[2] == await ticket == "ready"
+        assert tasks[0].cancelled()
+        assert await other == "ready"
+        each.release(ticket)
+        assert await ticket == "unavailable"
+
+    with connector(stage=stage) as each:
+        asyncio.run(scene(each))
+
+
+def test_a_loop_that_was_closed_meanwhile_is_no_trouble() -> None:
+    stage = Stage(is_open=False)
+    with connector(stage=stage) as each:
+        ticket = each.submit(request("a"))
+        loop = asyncio.new_event_loop()
+        task = loop.create_task(_of(ticket))
+        loop.run_until_complete(asyncio.sleep(0))
+        task.cancel()
+        loop.run_until_complete(asyncio.gather(task, return_exceptions=True))
+        loop.close()
+        stage.open()
+        assert wait(ticket) == "ready"
+
+
+async def _of(ticket) -> str:
+    return await ticket
+
+
+def test_closing_races_with_everything() -> None:
+    for _ in range(20):
+        each = connector([lambda: FakeEncoder()] * 2, cpu_workers=2)
+        tickets = [each.submit(request(f"image {number % 7}")) for number in range(40)]
+        closers = [threading.Thread(target=each.close) for _ in range(3)]
+        for closer in closers:
+            closer.start()
+        for closer in closers:
+            closer.join(PATIENCE_S)
+        assert all(ticket.is_settled for ticket in tickets)
+        assert_nothing_is_left(each)
+
+
+def test_no_thread_stays_behind() -> None:
+    with connector(2) as each:
+        wait(each.submit(request("a")))
+    left = [thread.name for thread in threading.enumerate() if thread.name.startswith("connector")]
+    assert left == []

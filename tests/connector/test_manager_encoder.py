@@ -1,0 +1,129 @@
+"""A real tower behind the connector: what its manager makes of the items, and no other values."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from fxsplit_encoder.connector.connector import Connector
+from fxsplit_encoder.connector.manager_encoder import ManagerEncoder
+from fxsplit_encoder.connector.merging import PlaceholderTokens
+from fxsplit_encoder.connector.request import EncodeRequest
+from fxsplit_encoder.connector.seams import MediaItem, PreparedItem
+from fxsplit_encoder.connector.settings import ConnectorConfig
+from fxsplit_encoder.errors import InputError
+
+from ..conftest import TinyTowers
+from .scenes import wait
+
+GRIDS = [(1, 4, 4), (1, 2, 8), (1, 8, 8), (1, 4, 6)]
+VIDEOS = [(2, 4, 4), (3, 2, 4)]
+
+
+class GridProcessor:
+    """Media are a grid and a seed; pixels are random."""
+
+    def __init__(self, make_batch: Callable[..., dict[str, Any]]) -> None:
+        self._make_batch = make_batch
+
+    def count_tokens(self, item: MediaItem) -> int:
+        (frames, height, width), _ = item.media  # type: ignore[misc]
+        return frames * height * width // 4
+
+    def digest(self, item: MediaItem) -> bytes:
+        return hashlib.sha256(f"{item.modality} {item.media}".encode()).digest()
+
+    def prepare(self, item: MediaItem) -> PreparedItem:
+        grid, seed = item.media  # type: ignore[misc]
+        kinds = {"images": [grid]} if item.modality == "image" else {"videos": [grid]}
+        inputs = self._make_batch(**kinds, seed=seed)
+        return PreparedItem(item.modality, self.digest(item), inputs, self.count_tokens(item), {"grid": grid})
+
+
+@pytest.fixture(scope="module")
+def encoder(make_manager: Callable[..., Any]) -> ManagerEncoder:
+    return ManagerEncoder(make_manager(mode="full"))
+
+
+@pytest.fixture
+def processor(make_batch: Callable[..., dict[str, Any]]) -> GridProcessor:
+    return GridProcessor(make_batch)
+
+
+def test_features_are_those_of_the_tower(
+    encoder: ManagerEncoder,
+    processor: GridProcessor,
+    tiny_towers: TinyTowers,
+    encode: Callable[..., list[torch.Tensor]],
+) -> None:
+    items = [
+        *(MediaItem("image", (grid, seed)) for seed, grid in enumerate(GRIDS)),
+        *(MediaItem("video", (grid, seed)) for seed, grid in enumerate(VIDEOS)),
+    ]
+    order = [4, 0, 1, 5, 2, 3]  # videos among images
+    mixed = [items[index] for index in order]
+    prompt = [1, *([9] * len(items)), 2]
+    placeholders = PlaceholderTokens.find(prompt, [9])
+    expected = [encode(tiny_towers.reference, dict(processor.prepare(item).inputs))[0] for item in mixed]
+    with Connector(processor, [lambda: encoder], ConnectorConfig(device_bytes=40_000)) as each:
+        ticket = each.submit(EncodeRequest("r", mixed, placeholders))
+        assert ticket.token_counts == tuple(len(rows) for rows in expected)
+        assert wait(ticket) == "ready", ticket.error
+        with each.read(ticket) as features:
+            for index, rows in enumerate(expected):
+                torch.testing.assert_close(features[index].rows, rows, rtol=0, atol=1e-5)
+                assert features[index].metadata == {"grid": mixed[index].media[0]}
+        length = placeholders.merged_length(ticket.token_counts)
+        text = torch.zeros(length, 96)
+        for start in range(0, length, 17):
+            stop = min(start + 17, length)
+            each.merge(ticket, (start, stop), text[start:stop])
+        merged = torch.cat(expected)[:, :96]
+        torch.testing.assert_close(text[1:-1], merged, rtol=0, atol=1e-5)
+        assert {str(ticket.residence(index)) for index in range(6)} == {"device", "host"}
+        stats = encoder.manager.stats()
+        assert stats.items >= 6 and not stats.misses
+        assert each.audit() == []
+
+
+def test_costs_add_up_and_rise_with_size(encoder: ManagerEncoder, processor: GridProcessor) -> None:
+    small, large = (processor.prepare(MediaItem("image", (grid, 0))) for grid in ((1, 2, 2), (1, 8, 8)))
+    assert 0 < encoder.predict_cost(small) < encoder.predict_cost(large)
+
+
+def test_rows_are_as_wide_as_the_tower_says(encoder: ManagerEncoder) -> None:
+    assert encoder.row_bytes("image") == encoder.row_bytes("video") == 3 * 96 * 4
+    assert encoder.row_bytes("audio") is None
+    assert ManagerEncoder(encoder.manager, modalities=["image"]).row_bytes("video") is None
+
+
+def test_an_item_that_the_manager_refuses_does_not_harm_its_batch(
+    encoder: ManagerEncoder, processor: GridProcessor
+) -> None:
+    class Broken(GridProcessor):
+        def prepare(self, item: MediaItem) -> PreparedItem:
+            prepared = super().prepare(item)
+            if item.media[1] == 13:
+                inputs = {**prepared.inputs, "pixel_values": prepared.inputs["pixel_values"][:-1]}
+                return PreparedItem("image", prepared.digest, inputs, prepared.num_tokens)
+            return prepared
+
+    items = [MediaItem("image", ((1, 4, 4), seed)) for seed in (11, 12, 13, 14)]
+    with Connector(Broken(processor._make_batch), [lambda: encoder]) as each:
+        tickets = [each.submit(EncodeRequest("r", [item])) for item in items]
+        told = [wait(ticket) for ticket in tickets]
+        assert told == ["ready", "ready", "unavailable", "ready"]
+        assert tickets[2].error is not None and not tickets[2].error.retryable
+
+
+def test_items_of_one_modality_have_the_same_inputs(
+    encoder: ManagerEncoder, processor: GridProcessor
+) -> None:
+    good = processor.prepare(MediaItem("image", ((1, 2, 2), 0)))
+    odd = PreparedItem("image", b"", {"pixel_values": torch.zeros(4, 8)}, 1)
+    with pytest.raises(InputError, match="image: expected items of the same inputs"):
+        encoder.encode([good, odd])
