@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from fxsplit_encoder.connector.keys import TowerIdentity, feature_key
 from fxsplit_encoder.connector.merge import MergedRows, merge_rows
 from fxsplit_encoder.connector.positions import Run
 from fxsplit_encoder.connector.request import EncodeRequest
+from fxsplit_encoder.connector.run_log import RunLog
 from fxsplit_encoder.connector.seams import MediaProcessor, MediaReducer
 from fxsplit_encoder.connector.settings import ConnectorConfig
 from fxsplit_encoder.connector.states import Availability, State
@@ -33,7 +35,6 @@ from fxsplit_encoder.connector.threads.core import Core
 from fxsplit_encoder.connector.threads.pool import EncoderFactory, Pool, row_bytes_of
 from fxsplit_encoder.connector.threads.preparers import Preparers
 from fxsplit_encoder.connector.threads.watchers import Clock, Warden
-from fxsplit_encoder.connector.ticket_log import TicketLog
 from fxsplit_encoder.errors import ConnectorError, InputError, MediaError
 from fxsplit_encoder.messages import shown
 
@@ -87,7 +88,7 @@ class Connector:
         self.processor = processor
         self._identity = identity if identity is not None else _ANY_TOWER
         self._copies = copies if copies is not None else Copies()
-        self._log = TicketLog(self.config.log_tickets)
+        self._log = RunLog(self.config.log_tickets)
         first = [make() for make in encoders]
         self._row_bytes = row_bytes_of(first)
         lock = threading.Lock()
@@ -318,6 +319,15 @@ class Connector:
         with self._core.lock:
             return self._core.books.snapshot()
 
+    def record(self, path: str | os.PathLike[str]) -> None:
+        """Appends a line of JSON to a file for every ticket that ends from now on, and the statistics when
+        the connector is closed; `encoder-cg report` shows them.
+
+        Raises:
+            InputError: the file cannot be opened.
+        """
+        self._log.open(path)
+
     def audit(self) -> list[str]:
         """What does not add up in the books, counted again from the objects; empty if they are in order."""
         with self._core.change() as books:
@@ -347,6 +357,7 @@ class Connector:
         with self._core.change() as books:
             books.clear_cache()
         self._copies.give_back()
+        self._log.close(self.stats())
 
     def __enter__(self) -> Self:
         return self

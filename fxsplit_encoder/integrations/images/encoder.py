@@ -138,6 +138,8 @@ def results_of(launched: Sequence[Launched]) -> list[Result]:
 def _host_inputs(image: PreparedImage) -> dict[str, Any]:
     # Of pixels, which are refused as uint8, nothing is read but their shape.
     return {
-        name: torch.from_numpy(array.copy()) if array.dtype.kind == "i" else torch.zeros(1).expand(array.shape)
+        name: torch.from_numpy(array.copy())
+        if array.dtype.kind == "i"
+        else torch.zeros(1).expand(array.shape)
         for name, array in image.inputs.items()
     }

@@ -12,7 +12,6 @@ from fxsplit_encoder.integrations.serve.encoder import EncoderReplica
 from fxsplit_encoder.integrations.serve.frontend import Frontend
 from fxsplit_encoder.integrations.serve.settings import ServiceSettings
 
-
 _UNLIMITED = 1 << 24
 
 
