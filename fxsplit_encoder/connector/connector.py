@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
+import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -21,8 +21,11 @@ from fxsplit_encoder.connector.books.parts import Parts
 from fxsplit_encoder.connector.books.ticket import Ticket
 from fxsplit_encoder.connector.books.workers import WorkerStatus
 from fxsplit_encoder.connector.failures import failure_of
-from fxsplit_encoder.connector.merging import copy_rows
+from fxsplit_encoder.connector.keys import TowerIdentity, feature_key
+from fxsplit_encoder.connector.merge import MergedRows, merge_rows
+from fxsplit_encoder.connector.positions import Run
 from fxsplit_encoder.connector.request import EncodeRequest
+from fxsplit_encoder.connector.run_log import RunLog
 from fxsplit_encoder.connector.seams import MediaProcessor, MediaReducer
 from fxsplit_encoder.connector.settings import ConnectorConfig
 from fxsplit_encoder.connector.states import Availability, State
@@ -32,11 +35,13 @@ from fxsplit_encoder.connector.threads.core import Core
 from fxsplit_encoder.connector.threads.pool import EncoderFactory, Pool, row_bytes_of
 from fxsplit_encoder.connector.threads.preparers import Preparers
 from fxsplit_encoder.connector.threads.watchers import Clock, Warden
-from fxsplit_encoder.connector.ticket_log import TicketLog
 from fxsplit_encoder.errors import ConnectorError, InputError, MediaError
 from fxsplit_encoder.messages import shown
 
 logger = logging.getLogger(__name__)
+
+
+_ANY_TOWER = TowerIdentity(b"", "", "")
 
 
 class FeatureRows(NamedTuple):
@@ -44,7 +49,7 @@ class FeatureRows(NamedTuple):
 
     rows: Tensor
     """(tokens, width), on the device that encoded them or in pinned host memory."""
-    metadata: Any
+    metadata: Mapping[str, Any]
     """What travels with them, such as the grid."""
 
 
@@ -62,7 +67,8 @@ class Connector:
         encoders: for each worker, what makes its encoder; called again when a worker is lost. What it returns
             is started on the worker's own thread.
         config: sizes and limits.
-        identity: of the weights, dtype and precision of the encoders, for the names of features.
+        identity: of the encoders' tower, which names of features depend on; None: features are not to be told
+            from those of other weights.
         copies: makes host buffers and copies; None: as the devices do.
 
     Raises:
@@ -75,14 +81,14 @@ class Connector:
         encoders: Sequence[EncoderFactory],
         config: ConnectorConfig | None = None,
         *,
-        identity: bytes = b"",
+        identity: TowerIdentity | None = None,
         copies: Copies | None = None,
     ) -> None:
         self.config = config if config is not None else ConnectorConfig()
         self.processor = processor
-        self._identity = identity
+        self._identity = identity if identity is not None else _ANY_TOWER
         self._copies = copies if copies is not None else Copies()
-        self._log = TicketLog(self.config.log_tickets)
+        self._log = RunLog(self.config.log_tickets)
         first = [make() for make in encoders]
         self._row_bytes = row_bytes_of(first)
         lock = threading.Lock()
@@ -103,10 +109,7 @@ class Connector:
         self._pool.start()
 
     def _key_of(self, digest: bytes, salt: str) -> bytes:
-        hasher = hashlib.sha256()
-        for part in (digest, self._identity, salt.encode()):
-            hasher.update(len(part).to_bytes(8, "little") + part)
-        return hasher.digest()
+        return feature_key(digest, self._identity, salt, "sha256")
 
     # --- requests
 
@@ -231,33 +234,39 @@ class Connector:
             with self._core.change() as books:
                 books.end_read(features.values(), event)
 
-    def merge(self, ticket: Ticket, token_range: tuple[int, int], embeddings: Tensor) -> Tensor:
+    def merge(
+        self, ticket: Ticket, token_range: tuple[int, int], embeddings: Tensor, levels: int | None = None
+    ) -> MergedRows:
         """Writes the rows of a ticket's items into the embeddings of some tokens of its prompt.
 
         Args:
             ticket: that is ready; its request says where its placeholders are.
             token_range: the first position of the merged prompt and the one after the last, for prefill in
                 chunks.
-            embeddings: (positions, width) of these tokens, in any floating dtype and on any device; those of
-                placeholders are overwritten. Rows with more columns give their first ones: what else they
-                have, `read` tells.
+            embeddings: (positions, width) of these tokens, of any floating dtype and on any device; those of
+                placeholders are overwritten, by the current stream of the device.
+            levels: deepstack levels that follow the main output in each row; None: as the items' metadata
+            say.
 
         Returns:
-            The embeddings.
+            Where the rows are, and what of them belongs to deepstack levels.
 
         Raises:
             InputError: the ticket or an item is not ready, the request has no placeholders, or not as many as
-                items, or the range is not one of the merged prompt. Nothing was written.
+                items, the range is not one of the merged prompt, or rows do not have the width. Nothing was
+                written.
         """
         start, stop = token_range
         runs = self._runs(ticket, start, stop, embeddings)
         items = sorted({run.item for run in runs})
         with self.read(ticket, items, device=embeddings.device) as features:
+            if levels is None:
+                known = (feature.metadata.get("deepstack_levels", 0) for feature in features.values())
+                levels = next(known, 0)
             rows = [features[i].rows if i in features else None for i in range(len(ticket.items))]
-            copy_rows(rows, runs, embeddings, start)
-        return embeddings
+            return merge_rows(rows, runs, embeddings, start, levels)
 
-    def _runs(self, ticket: Ticket, start: int, stop: int, embeddings: Tensor) -> Sequence[Any]:
+    def _runs(self, ticket: Ticket, start: int, stop: int, embeddings: Tensor) -> Sequence[Run]:
         placeholders = ticket.request.placeholders
         if placeholders is None:
             raise InputError(f"request {ticket.request.id}: expected placeholders; got none, so use read()")
@@ -294,7 +303,7 @@ class Connector:
         """
         self._pool.restart(name)
 
-    def change_identity(self, identity: bytes) -> None:
+    def change_identity(self, identity: TowerIdentity) -> None:
         """After other weights were loaded: features that were made before are not found any more."""
         with self._core.change() as books:
             self._identity = identity
@@ -309,6 +318,15 @@ class Connector:
         """The counts so far."""
         with self._core.lock:
             return self._core.books.snapshot()
+
+    def record(self, path: str | os.PathLike[str]) -> None:
+        """Appends a line of JSON to a file for every ticket that ends from now on, and the statistics when
+        the connector is closed; `encoder-cg report` shows them.
+
+        Raises:
+            InputError: the file cannot be opened.
+        """
+        self._log.open(path)
 
     def audit(self) -> list[str]:
         """What does not add up in the books, counted again from the objects; empty if they are in order."""
@@ -339,6 +357,7 @@ class Connector:
         with self._core.change() as books:
             books.clear_cache()
         self._copies.give_back()
+        self._log.close(self.stats())
 
     def __enter__(self) -> Self:
         return self

@@ -14,7 +14,7 @@ from fxsplit_encoder.manager import EncoderCudaGraphManager
 from fxsplit_encoder.messages import names_of
 from fxsplit_encoder.towers.base import WrappedTower
 
-# Of a token, before anything is measured. Only items that come before and after the capture are compared by it.
+# Of a token, before anything is measured: items from before the capture are compared with later ones by it.
 _MILLISECONDS_PER_TOKEN = 0.01
 
 

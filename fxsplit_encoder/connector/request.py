@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from fxsplit_encoder.connector.merging import Placeholders
+from fxsplit_encoder.connector.positions import Placeholders
 from fxsplit_encoder.connector.seams import MediaItem, Reduction
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.messages import shown
@@ -68,7 +68,7 @@ class EncodeRequest:
     once."""
 
     placeholders: Placeholders | None = None
-    """Where the rows of the items go, for `merge`; None: the caller places them itself."""
+    """Where the rows of the items go, for `merge`, such as a `PositionMap`; None: the caller places them."""
 
     failure: FailurePolicy = FAIL
 

@@ -48,9 +48,21 @@ class Durations:
                 return min(bound, self.longest)
         return self.longest
 
-    def copy(self) -> Durations:
-        """What it is now."""
-        return Durations(list(self.counts), self.total, self.longest)
+    def as_dict(self) -> dict[str, Any]:
+        """The same as plain values that JSON can hold."""
+        shown = dict(zip(("mean_s", "p50_s", "p99_s"), _shown(self), strict=False))
+        return {
+            "count": self.count,
+            **shown,
+            "longest_s": self.longest,
+            "total_s": self.total,
+            "counts": self.counts,
+        }
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> Durations:
+        """From what `as_dict` made."""
+        return cls(list(plain["counts"]), float(plain["total_s"]), float(plain["longest_s"]))
 
 
 @dataclass
@@ -110,7 +122,11 @@ class ConnectorStats:
     bytes_peak: Mapping[str, int] = field(default_factory=dict)
     """The most that it was."""
     waiting_items: int = 0
+    """Items that are not ready yet, now."""
     live_tickets: int = 0
+    """Tickets that wait for something or hold something, now."""
+    max_batch_items: int = 0
+    """The most that a batch may have."""
 
     @property
     def hit_rate(self) -> float:
@@ -123,9 +139,26 @@ class ConnectorStats:
         """Items in one batch; 0.0 before the first."""
         return self.batch_items / self.batches if self.batches else 0.0
 
+    @property
+    def batch_fill(self) -> float:
+        """The share of the places in batches that items had; 0.0 before the first."""
+        places = self.batches * self.max_batch_items
+        return self.batch_items / places if places else 0.0
+
     def as_dict(self) -> dict[str, Any]:
-        """The same as plain values that JSON can hold; durations as count, mean, percentiles and longest."""
+        """The same as plain values that JSON can hold; durations with their percentiles, in seconds."""
         return {entry.name: _plain(getattr(self, entry.name)) for entry in fields(self)}
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> ConnectorStats:
+        """From what `as_dict` made; what is not known is left out, and what is missing is 0."""
+        made = cls()
+        for entry in fields(cls):
+            if entry.name in plain:
+                kind = type(getattr(made, entry.name))
+                value = plain[entry.name]
+                setattr(made, entry.name, Durations.from_dict(value) if kind is Durations else kind(value))
+        return made
 
     def __str__(self) -> str:
         ended = (
@@ -134,7 +167,8 @@ class ConnectorStats:
         failed = "".join(f", {count} {kind}" for kind, count in sorted(self.failures.items()))
         lines = [
             f"{self.submitted} tickets ({ended}), {self.items} items; {self.live_tickets} tickets live",
-            f"{self.hit_rate:.1%} shared; {self.batches} batches of {self.mean_batch_items:.1f} items; "
+            f"{self.hit_rate:.1%} shared; {self.batches} batches of {self.mean_batch_items:.1f} items "
+            f"({self.batch_fill:.1%} full); "
             f"{self.evictions} evictions, {self.retries} retries, {self.failures.total()} failures{failed}",
         ]
         rows = [
@@ -157,6 +191,5 @@ def _shown(durations: Durations) -> tuple[float, ...]:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Durations):
-        names = ("mean_s", "p50_s", "p99_s", "longest_s")
-        return {"count": value.count, **dict(zip(names, _shown(value), strict=True))}
+        return value.as_dict()
     return dict(value) if isinstance(value, Mapping) else value

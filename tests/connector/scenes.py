@@ -13,6 +13,7 @@ from torch import Tensor
 from fxsplit_encoder.connector.books.ticket import Ticket
 from fxsplit_encoder.connector.connector import Connector
 from fxsplit_encoder.connector.fake import FakeEncoder, FakeProcessor, fake_rows
+from fxsplit_encoder.connector.positions import PositionMap
 from fxsplit_encoder.connector.request import EncodeRequest
 from fxsplit_encoder.connector.seams import MediaItem, PreparedItem
 from fxsplit_encoder.connector.settings import ConnectorConfig
@@ -30,6 +31,11 @@ def image(name: str, tokens: int = 4) -> MediaItem:
 def request(*items: MediaItem | str, **settings: Any) -> EncodeRequest:
     media = [image(item) if isinstance(item, str) else item for item in items]
     return EncodeRequest("r", media, **settings)
+
+
+def prompt(*tokens: int) -> PositionMap:
+    """A prompt in which 9 stands for an image."""
+    return PositionMap(tokens, ["image"] * tokens.count(9), {"image": 9})
 
 
 def rows_of(item: MediaItem) -> Tensor:
@@ -81,6 +87,11 @@ class Stage:
         for name in names:
             if name in self.faults:
                 raise self.faults[name]()
+
+    @property
+    def encoded(self) -> list[str]:
+        """The items of all batches."""
+        return [name for batch in self.batches for name in batch]
 
     def wait_for_batch(self) -> list[str]:
         assert self._entered.acquire(timeout=PATIENCE_S)

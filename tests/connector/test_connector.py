@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fxsplit_encoder.connector.merging import PlaceholderTokens
+from fxsplit_encoder.connector.keys import TowerIdentity
 from fxsplit_encoder.connector.request import EncodeRequest
 from fxsplit_encoder.connector.states import Residence, State
 from fxsplit_encoder.errors import ConnectorError, ConnectorFullError, InputError
 
-from .scenes import Stage, connector, image, request, rows_of, wait
+from .scenes import Stage, connector, image, prompt, request, rows_of, wait
 
 
 def test_a_ticket_has_its_counts_before_anything_is_encoded() -> None:
@@ -57,26 +57,23 @@ def test_a_request_without_media_is_ready_at_once() -> None:
 
 def test_chunks_of_a_prompt_get_their_rows() -> None:
     items = [image("a", 3), image("b", 2), image("a", 3)]
-    prompt = [1, 9, 2, 9, 9, 3]  # adjacent and repeated
-    placeholders = PlaceholderTokens.find(prompt, [9])
+    placeholders = prompt(1, 9, 2, 9, 9, 3)  # adjacent and repeated
     with connector() as each:
         ticket = each.submit(request(*items, placeholders=placeholders))
         wait(ticket)
-        text = torch.tensor(placeholders.expand(prompt, ticket.token_counts), dtype=torch.float32)
-        expected = text[:, None].repeat(1, 8)
+        text = torch.from_numpy(placeholders.token_ids(ticket.token_counts)).float()[:, None].repeat(1, 8)
+        expected = text.clone()
         expected[1:4], expected[5:7], expected[7:10] = (rows_of(item) for item in items)
         for size in (1, 2, 4, 11):
-            chunks = [
-                each.merge(
-                    ticket, (start, min(start + size, 11)), text[start : start + size, None].repeat(1, 8)
-                )
-                for start in range(0, 11, size)
-            ]
-            assert torch.equal(torch.cat(chunks), expected)
+            merged = text.clone()
+            for start in range(0, 11, size):
+                stop = min(start + size, 11)
+                each.merge(ticket, (start, stop), merged[start:stop])
+            assert torch.equal(merged, expected)
 
 
 def test_a_merge_that_cannot_be_writes_nothing() -> None:
-    placeholders = PlaceholderTokens(2, (0,))
+    placeholders = prompt(9, 1)
     stage = Stage(is_open=False)
     with connector(stage=stage) as each:
         ticket = each.submit(request("a", placeholders=placeholders))
@@ -91,8 +88,9 @@ def test_a_merge_that_cannot_be_writes_nothing() -> None:
             each.merge(ticket, (0, 5), out[:4])
         two = each.submit(request("a", "b", placeholders=placeholders))
         wait(two)
-        with pytest.raises(InputError, match="one for each of 2 items; got 1"):
+        with pytest.raises(InputError, match="expected 1 of at least 0, one for each item"):
             each.merge(two, (0, 5), out)
+        wait(one := each.submit(request("a", placeholders=placeholders)))
         plain = each.submit(request("a"))
         wait(plain)
         with pytest.raises(InputError, match="expected placeholders; got none"):
@@ -100,6 +98,8 @@ def test_a_merge_that_cannot_be_writes_nothing() -> None:
         each.release(ticket)
         with pytest.raises(InputError, match="it is released"):
             each.merge(ticket, (0, 5), out)
+        with pytest.raises(InputError, match=r"expected rows of \(4 or more, 5\)"):
+            each.merge(one, (0, 5), out[:, :5])
         assert out.count_nonzero() == 0
         with each.read(two) as rows, pytest.raises(InputError, match="item: expected an index below 2"):
             assert torch.equal(rows[0].rows, rows_of(image("a")))
@@ -108,7 +108,7 @@ def test_a_merge_that_cannot_be_writes_nothing() -> None:
 
 def test_an_item_released_before_the_others_can_be_merged_no_more() -> None:
     with connector() as each:
-        ticket = each.submit(request("a", "b", placeholders=PlaceholderTokens(2, (0, 1))))
+        ticket = each.submit(request("a", "b", placeholders=prompt(9, 9)))
         wait(ticket)
         each.release(ticket, 0)
         assert ticket.state is State.READY
@@ -140,7 +140,7 @@ def test_a_preempted_request_reads_again() -> None:
         assert each.hold(kept) == "ready"
         assert each.hold(discarded) == "deferred"
         assert wait(discarded) == "ready"
-        assert sorted(sum(stage.batches, [])) == ["a", "b", "b"]
+        assert sorted(stage.encoded) == ["a", "b", "b"]
         with each.read(discarded) as rows:
             assert torch.equal(rows[0].rows, rows_of(image("b")))
 
@@ -158,7 +158,7 @@ def test_features_are_shared_within_a_salt_only() -> None:
 def test_after_other_weights_nothing_old_is_found() -> None:
     with connector() as each:
         wait(first := each.submit(request("a", retention="keep")))
-        each.change_identity(b"other weights")
+        each.change_identity(TowerIdentity(b"other weights", "", ""))
         wait(second := each.submit(request("a", retention="keep")))
         each.release(first), each.release(second)
         wait(each.submit(request("a")))

@@ -126,7 +126,7 @@ def test_workers_get_what_they_encode() -> None:
     ]
     with connector(encoders) as each:
         wait(each.submit(request(image("a"), MediaItem("audio", "s"), image("b"))))
-        assert sorted(sum(images.batches, [])) == ["a", "b"]
+        assert sorted(images.encoded) == ["a", "b"]
         assert sounds.batches == [["s"]]
 
 

@@ -11,7 +11,6 @@ import torch
 
 from fxsplit_encoder.connector.books.workers import WorkerStatus
 from fxsplit_encoder.connector.fake import FakeEncoder, FakeProcessor
-from fxsplit_encoder.connector.merging import PlaceholderTokens
 from fxsplit_encoder.connector.request import RETRY, TEXT_ONLY, FailurePolicy
 from fxsplit_encoder.connector.seams import MediaItem, PreparedItem
 from fxsplit_encoder.connector.states import State
@@ -23,6 +22,7 @@ from .scenes import (
     connector,
     image,
     names_of,
+    prompt,
     queued,
     request,
     rows_of,
@@ -93,9 +93,8 @@ def test_items_that_are_not_what_was_announced_are_refused(lie: str, kind: tuple
 def test_rows_that_are_not_what_memory_was_reserved_for_are_refused(rows: Any) -> None:
     class Wrong(FakeEncoder):
         def encode(self, items: Sequence[PreparedItem]) -> list[Any]:
-            return [
-                rows if name == "b" else right for name, right in zip(names_of(items), super().encode(items))
-            ]
+            rights = zip(names_of(items), super().encode(items), strict=True)
+            return [rows if name == "b" else right for name, right in rights]
 
     with connector([Wrong]) as each:
         good, bad = each.submit(request("a")), each.submit(request("b"))
@@ -161,16 +160,15 @@ def test_a_retry_is_not_for_items_that_are_to_blame() -> None:
 def test_a_request_may_go_on_as_text() -> None:
     stage = Stage()
     stage.faults["b"] = lambda: RuntimeError("broken")
-    prompt, placeholders = [1, 9, 9, 2], PlaceholderTokens(4, (1, 2))
+    placeholders = prompt(1, 9, 9, 2)
     with connector(stage=stage) as each:
         ticket = each.submit(request("a", "b", failure=TEXT_ONLY, placeholders=placeholders))
         assert each.submit(request("a", failure=TEXT_ONLY)).text_only is False
         assert wait(ticket) == "ready"
         assert (ticket.text_only, ticket.token_counts, ticket.epoch) == (True, (0, 0), 1)
         assert ticket in each.step().recounted
-        assert placeholders.expand(prompt, ticket.token_counts) == [1, 2]
-        text = torch.ones(2, 8)
-        assert torch.equal(each.merge(ticket, (0, 2), text.clone()), text)
+        assert placeholders.token_ids(ticket.token_counts).tolist() == [1, 2]
+        assert each.merge(ticket, (0, 2), torch.ones(2, 8)).positions.tolist() == []
         assert (each.release(ticket), ticket.state) == (1, State.RELEASED)
         assert each.stats().text_only == 1
 

@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from fxsplit_encoder.connector.connector import Connector
-from fxsplit_encoder.connector.merging import PlaceholderTokens
 from fxsplit_encoder.connector.states import Residence, State
 
-from .scenes import SlowCopies, Stage, connector, image, request, rows_of, wait, wait_until
+from .scenes import SlowCopies, Stage, connector, image, prompt, request, rows_of, wait, wait_until
 
 PAGE = 4096
 
@@ -98,7 +97,7 @@ def test_a_copy_that_cannot_be_started_fails_its_item_alone() -> None:
 def test_what_was_released_while_it_is_read_is_freed_afterwards(copies: SlowCopies) -> None:
     copies.marks_wait = True
     with connector(copies=copies) as each:
-        ticket = each.submit(request("a", placeholders=PlaceholderTokens(1, (0,))))
+        ticket = each.submit(request("a", placeholders=prompt(9)))
         wait_until(lambda: bool(copies.marks))
         copies.marks.pop().come_to_pass()
         wait(ticket)

@@ -11,7 +11,7 @@ import torch
 
 from fxsplit_encoder.connector.connector import Connector
 from fxsplit_encoder.connector.manager_encoder import ManagerEncoder
-from fxsplit_encoder.connector.merging import PlaceholderTokens
+from fxsplit_encoder.connector.positions import PositionMap
 from fxsplit_encoder.connector.request import EncodeRequest
 from fxsplit_encoder.connector.seams import MediaItem, PreparedItem
 from fxsplit_encoder.connector.settings import ConnectorConfig
@@ -21,6 +21,7 @@ from ..conftest import TinyTowers
 from .scenes import wait
 
 GRIDS = [(1, 4, 4), (1, 2, 8), (1, 8, 8), (1, 4, 6)]
+LEVELS = {"deepstack_levels": 2}
 VIDEOS = [(2, 4, 4), (3, 2, 4)]
 
 
@@ -41,7 +42,9 @@ class GridProcessor:
         grid, seed = item.media  # type: ignore[misc]
         kinds = {"images": [grid]} if item.modality == "image" else {"videos": [grid]}
         inputs = self._make_batch(**kinds, seed=seed)
-        return PreparedItem(item.modality, self.digest(item), inputs, self.count_tokens(item), {"grid": grid})
+        return PreparedItem(
+            item.modality, self.digest(item), inputs, self.count_tokens(item), {"grid": grid, **LEVELS}
+        )
 
 
 @pytest.fixture(scope="module")
@@ -66,8 +69,8 @@ def test_features_are_those_of_the_tower(
     ]
     order = [4, 0, 1, 5, 2, 3]  # videos among images
     mixed = [items[index] for index in order]
-    prompt = [1, *([9] * len(items)), 2]
-    placeholders = PlaceholderTokens.find(prompt, [9])
+    tokens = [1, *(9 if item.modality == "image" else 8 for item in mixed), 2]
+    placeholders = PositionMap(tokens, [item.modality for item in mixed], {"image": 9, "video": 8})
     expected = [encode(tiny_towers.reference, dict(processor.prepare(item).inputs))[0] for item in mixed]
     with Connector(processor, [lambda: encoder], ConnectorConfig(device_bytes=40_000)) as each:
         ticket = each.submit(EncodeRequest("r", mixed, placeholders))
@@ -76,14 +79,14 @@ def test_features_are_those_of_the_tower(
         with each.read(ticket) as features:
             for index, rows in enumerate(expected):
                 torch.testing.assert_close(features[index].rows, rows, rtol=0, atol=1e-5)
-                assert features[index].metadata == {"grid": mixed[index].media[0]}
+                assert features[index].metadata == {"grid": mixed[index].media[0], **LEVELS}
         length = placeholders.merged_length(ticket.token_counts)
-        text = torch.zeros(length, 96)
+        text, levels = torch.zeros(length, 96), []
         for start in range(0, length, 17):
             stop = min(start + 17, length)
-            each.merge(ticket, (start, stop), text[start:stop])
-        merged = torch.cat(expected)[:, :96]
-        torch.testing.assert_close(text[1:-1], merged, rtol=0, atol=1e-5)
+            levels.append(each.merge(ticket, (start, stop), text[start:stop]).levels)
+        merged = torch.cat([text[1:-1], *torch.cat(levels, 1)], dim=1)
+        torch.testing.assert_close(merged, torch.cat(expected), rtol=0, atol=1e-5)
         assert {str(ticket.residence(index)) for index in range(6)} == {"device", "host"}
         stats = encoder.manager.stats()
         assert stats.items >= 6 and not stats.misses

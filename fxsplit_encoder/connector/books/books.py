@@ -275,6 +275,7 @@ class Books:
         snapshot.bytes_used = {account: ledger.used(account) for account in ledger.accounts()}
         snapshot.bytes_peak = dict(ledger.peaks)
         snapshot.waiting_items = parts.num_waiting
+        snapshot.max_batch_items = parts.config.max_batch_items
         snapshot.live_tickets = len(parts.tickets)
         return snapshot
 
