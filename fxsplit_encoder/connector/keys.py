@@ -144,7 +144,7 @@ class TowerIdentity:
     def of(cls, tower: nn.Module, precision: str, name: HashName = "blake3") -> TowerIdentity:
         """That of a tower as it is now: after other weights are loaded it is another one.
 
-        Reads every weight once: about a second for a gigabyte that lies on a GPU.
+        Reads every weight once; weights on a GPU pass through host memory in pieces.
         """
         dtype = next((str(parameter.dtype) for parameter in tower.parameters()), "none")
         return cls(weights_digest(tower, name), dtype, precision)

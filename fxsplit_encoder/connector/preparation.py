@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import torch
 from PIL import Image
 
-from fxsplit_encoder.connector.media import Frames
 from fxsplit_encoder.connector.seams import Modality
+from fxsplit_encoder.media import Frames
 
 
 class Inputs(Protocol):

@@ -17,7 +17,11 @@ from typing import Any
 import torch
 
 from fxsplit_encoder.connector.keys import HashName, Part, canonical, digest_of, item_digest
-from fxsplit_encoder.connector.media import (
+from fxsplit_encoder.connector.options import ANY, SAMPLING, SCALE, OptionCheck, check_options, integers
+from fxsplit_encoder.connector.preparation import Inputs, Preparation, Prepare
+from fxsplit_encoder.connector.seams import MediaItem, PreparedItem, Reduction
+from fxsplit_encoder.errors import MediaError
+from fxsplit_encoder.media import (
     Frames,
     MediaLimits,
     Video,
@@ -30,11 +34,7 @@ from fxsplit_encoder.connector.media import (
     scaled,
     shrunk,
 )
-from fxsplit_encoder.connector.media.sources import Encoded, attempt
-from fxsplit_encoder.connector.options import ANY, SAMPLING, SCALE, OptionCheck, check_options, integers
-from fxsplit_encoder.connector.preparation import Inputs, Preparation, Prepare
-from fxsplit_encoder.connector.seams import MediaItem, PreparedItem, Reduction
-from fxsplit_encoder.errors import MediaError
+from fxsplit_encoder.media.sources import Encoded, attempt
 from fxsplit_encoder.messages import shown
 
 _MOST_PREPARATIONS = 64

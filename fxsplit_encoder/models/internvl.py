@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from PIL import Image
 from torch import Tensor, nn
 
-from fxsplit_encoder.connector.media import Frames
+from fxsplit_encoder.media import Frames
 from fxsplit_encoder.models.eager import PIXELS, Inputs, joined
 from fxsplit_encoder.models.family import (
     WHOLE_MODEL,

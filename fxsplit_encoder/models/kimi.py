@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 
-from fxsplit_encoder.connector.media import Frames
+from fxsplit_encoder.media import Frames
 from fxsplit_encoder.models.checkpoint import Renames
 from fxsplit_encoder.models.eager import GRIDS, PIXELS, Inputs
 from fxsplit_encoder.models.family import (

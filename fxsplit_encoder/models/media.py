@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from fxsplit_encoder.connector.keys import HashName, canonical, digest_of
-from fxsplit_encoder.connector.media import MediaLimits
 from fxsplit_encoder.connector.preparation import Preparation
 from fxsplit_encoder.connector.preprocess import TowerProcessor
+from fxsplit_encoder.media import MediaLimits
 from fxsplit_encoder.models.checkpoint import Checkpoint
 from fxsplit_encoder.models.family import Family, Settings
 from fxsplit_encoder.models.load import read_family

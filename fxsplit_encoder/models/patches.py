@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from fxsplit_encoder.connector.media import Frames
 from fxsplit_encoder.errors import MediaError
+from fxsplit_encoder.media import Frames
 from fxsplit_encoder.models.eager import GRIDS, PIXELS, Inputs, joined
 from fxsplit_encoder.models.family import Settings, hugging_face_class, vision_settings
 from fxsplit_encoder.models.prepare import (

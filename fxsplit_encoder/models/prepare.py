@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from fxsplit_encoder.connector.media import AnimatedImage, Frames, MediaLimits
-from fxsplit_encoder.connector.media.images import open_image, upright
-from fxsplit_encoder.connector.media.sources import attempt
 from fxsplit_encoder.errors import InputError, MediaError
+from fxsplit_encoder.media import AnimatedImage, Frames, MediaLimits
+from fxsplit_encoder.media.images import open_image, upright
+from fxsplit_encoder.media.sources import attempt
 
 # Of one's own files: Pillow's limit of pixels holds before this one.
 _LIMITS = MediaLimits(max_bytes=1 << 32, max_pixels=1 << 30)

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.connector.media import MediaLimits, VideoFrames
 from fxsplit_encoder.connector.preprocess import TowerProcessor
 from fxsplit_encoder.connector.seams import MediaItem
 from fxsplit_encoder.errors import MediaError
+from fxsplit_encoder.media import MediaLimits, VideoFrames
 from fxsplit_encoder.models.load import load_tower
 from fxsplit_encoder.models.media import family_processor, media_processor, tiles_processor
 from fxsplit_encoder.models.prepare import ProcessorSettings

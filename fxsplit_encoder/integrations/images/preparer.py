@@ -11,10 +11,10 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from fxsplit_encoder.connector.media import MediaLimits, load_image
 from fxsplit_encoder.errors import InputError, MediaError
 from fxsplit_encoder.integrations.images.pixel_values import PixelValues
 from fxsplit_encoder.integrations.images.settings import ImageEncoderSettings
+from fxsplit_encoder.media import MediaLimits, load_image
 from fxsplit_encoder.models.checkpoint import Checkpoint
 from fxsplit_encoder.models.load import read_family
 from fxsplit_encoder.models.prepare import Normalization, Preparation, Prepared

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from PIL import Image
 
-from fxsplit_encoder.connector.media.images import load_image, measure_image, pixel_bytes, scaled, shrunk
-from fxsplit_encoder.connector.media.limits import MediaLimits
 from fxsplit_encoder.errors import MediaError
+from fxsplit_encoder.media.images import load_image, measure_image, pixel_bytes, scaled, shrunk
+from fxsplit_encoder.media.limits import MediaLimits
 from fxsplit_encoder.messages import shown
 
 

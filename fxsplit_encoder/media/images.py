@@ -7,8 +7,9 @@ import threading
 
 from PIL import ExifTags, Image, UnidentifiedImageError
 
-from fxsplit_encoder.connector.media.limits import MediaLimits
-from fxsplit_encoder.connector.media.sources import (
+from fxsplit_encoder.errors import MediaError
+from fxsplit_encoder.media.limits import MediaLimits
+from fxsplit_encoder.media.sources import (
     attempt,
     header_source,
     image_shape,
@@ -17,7 +18,6 @@ from fxsplit_encoder.connector.media.sources import (
     pixels_of,
     shape_of,
 )
-from fxsplit_encoder.errors import MediaError
 from fxsplit_encoder.messages import shown
 
 # Pillow knows more; among them are some that start other programs.

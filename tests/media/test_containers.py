@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from fxsplit_encoder.connector.media import MediaLimits, open_video
 from fxsplit_encoder.errors import MediaError
+from fxsplit_encoder.media import MediaLimits, open_video
 
 try:
     from torchcodec.encoders import VideoEncoder

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 
 from PIL import Image
 
-from fxsplit_encoder.connector.media.images import lock_of
-from fxsplit_encoder.connector.media.sources import attempt
-from fxsplit_encoder.connector.media.videos import Video, VideoHeader
+from fxsplit_encoder.media.images import lock_of
+from fxsplit_encoder.media.sources import attempt
+from fxsplit_encoder.media.videos import Video, VideoHeader
 
 
 class AnimatedImage(Video):

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fxsplit_encoder.connector.media.limits import MediaLimits
 from fxsplit_encoder.errors import InputError, MediaError
+from fxsplit_encoder.media.limits import MediaLimits
 from fxsplit_encoder.messages import shown
 
 Encoded = bytes | bytearray | memoryview

@@ -8,9 +8,9 @@ from typing import Any
 
 from PIL import Image
 
-from fxsplit_encoder.connector.media.sources import attempt
-from fxsplit_encoder.connector.media.videos import Video, VideoHeader
 from fxsplit_encoder.errors import MediaError, MissingExtraError
+from fxsplit_encoder.media.sources import attempt
+from fxsplit_encoder.media.videos import Video, VideoHeader
 
 _AT_ONCE = 16
 """Frames that are decoded together: torchcodec looks once for those that lie close to one another."""

@@ -6,14 +6,14 @@ from pathlib import Path
 
 from PIL import Image
 
-from fxsplit_encoder.connector.media.animated import AnimatedImage
-from fxsplit_encoder.connector.media.animations import animation_seconds, is_animation
-from fxsplit_encoder.connector.media.containers import ContainedVideo
-from fxsplit_encoder.connector.media.images import open_image
-from fxsplit_encoder.connector.media.limits import MediaLimits
-from fxsplit_encoder.connector.media.sources import attempt, header_source, is_encoded, name_of, opened
-from fxsplit_encoder.connector.media.videos import DecodedVideo, Video, VideoFrames
 from fxsplit_encoder.errors import MediaError
+from fxsplit_encoder.media.animated import AnimatedImage
+from fxsplit_encoder.media.animations import animation_seconds, is_animation
+from fxsplit_encoder.media.containers import ContainedVideo
+from fxsplit_encoder.media.images import open_image
+from fxsplit_encoder.media.limits import MediaLimits
+from fxsplit_encoder.media.sources import attempt, header_source, is_encoded, name_of, opened
+from fxsplit_encoder.media.videos import DecodedVideo, Video, VideoFrames
 
 
 def open_video(media: object, limits: MediaLimits) -> Video:

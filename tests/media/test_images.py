@@ -11,10 +11,10 @@ import pytest
 import torch
 from PIL import Image, ImageOps
 
-from fxsplit_encoder.connector.media import MediaLimits, load_image, measure_image
 from fxsplit_encoder.errors import ConfigError, MediaError
+from fxsplit_encoder.media import MediaLimits, load_image, measure_image
 
-EXAMPLES = Path(__file__).parents[3] / "examples" / "images"
+EXAMPLES = Path(__file__).parents[2] / "examples" / "images"
 LIMITS = MediaLimits()
 
 
