@@ -12,6 +12,7 @@ from fxsplit_encoder.errors import ConfigError, FxSplitError, InputError, Missin
         ("ConfigError", (FxSplitError, ValueError)),
         ("InputError", (FxSplitError, ValueError)),
         ("MediaError", (InputError,)),
+        ("WeightsLayoutError", (InputError,)),
         ("UnsupportedTowerError", (FxSplitError, TypeError)),
         ("CompileError", (FxSplitError, RuntimeError)),
         ("CaptureError", (FxSplitError, RuntimeError)),

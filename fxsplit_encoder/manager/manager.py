@@ -28,7 +28,6 @@ from fxsplit_encoder.manager.item_facts import item_segments
 from fxsplit_encoder.manager.legacy_dual_path import read_item_specs, read_model_config
 from fxsplit_encoder.manager.path import EncoderPath
 from fxsplit_encoder.manager.request_plans import RequestPlans
-from fxsplit_encoder.manager.statistics import ManagerStats, Statistics
 from fxsplit_encoder.manager.tensor_parallel import agreement_of
 from fxsplit_encoder.planning import Item, Plan
 from fxsplit_encoder.planning.limits import needs_budget_range, resolve_limits
@@ -39,6 +38,7 @@ from fxsplit_encoder.protocol import (
     missing_methods,
 )
 from fxsplit_encoder.runtime import CaptureScope, CaptureSet
+from fxsplit_encoder.runtime.statistics import ManagerStats, Statistics
 from fxsplit_encoder.runtime.weights import warn_of_new_captures
 from fxsplit_encoder.tuning.trace import TraceWriter
 
