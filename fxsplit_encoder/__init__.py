@@ -1,6 +1,5 @@
 """Fast vision encoders: graphs split at attention, CUDA graphs by token budget, and a manager that packs."""
 
-from fxsplit_encoder.backend import warmup
 from fxsplit_encoder.capture import (
     BreakableCUDAGraphCapture,
     BreakableCUDAGraphWrapper,
@@ -20,8 +19,10 @@ from fxsplit_encoder.errors import (
     RankError,
     ReplayError,
     UnsupportedTowerError,
+    WeightsLayoutError,
     WeightsMovedError,
 )
+from fxsplit_encoder.integrations import accelerate, restore, stats, warmup
 from fxsplit_encoder.manager import EncoderCudaGraphManager, ManagerStats
 from fxsplit_encoder.planning import MissReason, Plan, generate_budgets
 from fxsplit_encoder.protocol import (
@@ -35,8 +36,9 @@ from fxsplit_encoder.protocol import (
     scatter_output_slices,
 )
 from fxsplit_encoder.towers import DenseTowerSpec, PackedTower, supported_towers, wrap
+from fxsplit_encoder.version import VERSION
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = [
     "BreakableCUDAGraphCapture",
@@ -68,10 +70,14 @@ __all__ = [
     "ReplayError",
     "SupportsEncoderCudaGraph",
     "UnsupportedTowerError",
+    "WeightsLayoutError",
     "WeightsMovedError",
+    "accelerate",
     "eager_break_during_capture",
     "generate_budgets",
+    "restore",
     "scatter_output_slices",
+    "stats",
     "supported_towers",
     "warmup",
     "wrap",

@@ -3,6 +3,7 @@
 FxSplitError
 +-- ConfigError (ValueError)             a setting is unknown, malformed or contradicts another
 +-- InputError (ValueError)              an argument or a tensor is not what the call takes
+|   +-- WeightsLayoutError               parameters are others than those that were compiled for
 |   +-- MediaError                       an image, video or clip cannot be decoded, or is beyond a limit
 +-- UnsupportedTowerError (TypeError)    no adapter encodes this module
 +-- CompileError (RuntimeError)          a graph could not be split or a piece not compiled
@@ -54,6 +55,10 @@ class ConfigError(FxSplitError, ValueError):
 
 class InputError(FxSplitError, ValueError):
     """An argument, a tensor or what a tower declares about its items is not what the call takes."""
+
+
+class WeightsLayoutError(InputError):
+    """Parameters have other sizes, strides, dtypes or devices than those that a program was compiled with."""
 
 
 class MediaError(InputError):

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 import torch._dynamo
 from torch._dynamo.decorators import mark_unbacked
 from torch._dynamo.exc import (
@@ -19,14 +23,18 @@ __all__ = [
     "RestartAnalysis",
     "TorchDynamoException",
     "TraceAgain",
+    "allow_no_frame",
     "backends_in_use",
     "current_compile_id",
     "inner_error",
+    "is_compiled",
     "mark_dynamic",
     "mark_static",
     "mark_unbacked",
     "maybe_mark_dynamic",
     "original_module",
+    "owners_of",
+    "owners_of_trace",
     "traced_files",
 ]
 
@@ -57,11 +65,64 @@ def backends_in_use() -> Iterator[Any]:
     """
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
-    backend: Any = InstructionTranslator.current_tx().output.compiler_fn
+    return _unwrapped(InstructionTranslator.current_tx().output.compiler_fn)
+
+
+def _unwrapped(backend: Any) -> Iterator[Any]:
     while backend is not None:
         yield backend
         inner = (getattr(backend, name, None) for name in _WRAPPED)
         backend = next((each for each in inner if each is not None), None)
+
+
+def owners_of_trace() -> list[weakref.ref[Any]]:
+    """Whom the graph is for that Dynamo is handing over, as `owners_of` tells it of what `torch.compile`
+    returned: the call of `torch.compile`, and the module whose forward is traced.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        translator: Any = InstructionTranslator.current_tx()
+    except AttributeError:
+        return []  # a backend may be called by anybody
+    found = [*_unwrapped(translator.output.compiler_fn), translator.output.root_tx.f_locals.get("self")]
+    return [weakref.ref(each) for each in found if _is_own(each)]
+
+
+def owners_of(compiled: Callable[..., Any]) -> list[Any]:
+    """The call of `torch.compile` that returned a module or a function, and the module."""
+    context = getattr(compiled, "dynamo_ctx", None)
+    if context is None and inspect.isfunction(compiled):
+        callback = inspect.getclosurevars(compiled).nonlocals.get("callback")
+    else:
+        callback = getattr(context, "callback", None)
+    return [each for each in (*_unwrapped(callback), original_module(compiled)) if _is_own(each)]
+
+
+def _is_own(owner: Any) -> bool:
+    """Whether it belongs to one call of `torch.compile`: a backend's function serves all of them."""
+    return owner is not None and not inspect.isroutine(owner) and hasattr(owner, "__weakref__")
+
+
+def allow_no_frame() -> None:
+    """Lets the call under way end without a compiled frame of its own, which `fullgraph=True` makes an error:
+    for one that is to run eagerly, and is counted. Older versions of torch do not ask.
+    """
+    from torch._C._dynamo import eval_frame
+
+    set_count = getattr(eval_frame, "set_fullgraph_compiled_frame_count", None)
+    if set_count is None:
+        return
+    if set_count(0) < 0:
+        set_count(-1)  # no such call is under way
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        _a_frame()(torch.zeros(1))
+
+
+@functools.cache
+def _a_frame() -> Callable[[torch.Tensor], torch.Tensor]:
+    return torch.compile(torch.neg, backend="eager", dynamic=False)
 
 
 def inner_error(error: BaseException) -> BaseException | None:
@@ -75,6 +136,11 @@ def traced_files(error: BaseException) -> list[str]:
     does not tell.
     """
     return [frame.filename for frame in getattr(error, "real_stack", None) or ()]
+
+
+def is_compiled(function: Any) -> bool:
+    """Whether `torch.compile` returned it."""
+    return callable(getattr(function, "get_compiler_config", None))
 
 
 def original_module(compiled: Callable[..., Any]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from operator import attrgetter
 from typing import Any
@@ -12,8 +13,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 __all__ = [
     "INTERNALS",
     "StorageWeakRef",
+    "children_of",
+    "forward_hooks_of",
     "hooks_of",
     "is_dropped",
+    "linked_copy",
+    "share_names",
     "storage_id",
     "tensors_of",
     "version_of",
@@ -35,12 +40,64 @@ def hooks_of(module: nn.Module) -> Iterator[Any]:
     return (hook for kind in _HOOKS for hook in (getattr(module, kind, None) or {}).values())
 
 
+def forward_hooks_of(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
+    """The dictionaries in which a module holds the hooks that it calls before and after its forward: asking
+    at every call whether there are others than before is too slow by anything else.
+    """
+    return module._forward_pre_hooks, module._forward_hooks
+
+
+def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """The dictionary in which a module holds its submodules, for the same reason."""
+    return module._modules
+
+
 def tensors_of(module: nn.Module) -> tuple[dict[str, nn.Parameter | None], dict[str, Tensor | None]]:
     """The dictionaries in which a module itself holds its parameters and its buffers, those that are None
     included. Public methods yield copies of what they hold: a look-up at every call is too slow by them, and
     a tensor that is replaced would not be seen.
     """
     return module._parameters, module._buffers
+
+
+_NAMED = (
+    *("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules"),
+    *("_state_dict_hooks", "_state_dict_pre_hooks"),
+    *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+)
+
+
+def share_names(module: nn.Module, owner: nn.Module) -> None:
+    """Lets a module have the parameters, buffers and submodules of another as its own, under the same names:
+    what is replaced in one of them is replaced in both. No public API puts a module in another's place
+    without a prefix before its names.
+    """
+    for name in _NAMED:
+        module.__dict__[name] = owner.__dict__[name]
+
+
+def linked_copy(module: nn.Module) -> nn.Module:
+    """A copy of a tree of modules that holds its parameters and buffers where the tree itself does: one that
+    is replaced or moved there is another here. Everything else, as submodules, attributes and hooks, is the
+    copy's own; a `forward` that a module got for itself is left out.
+    """
+    return _linked(module, {})
+
+
+def _linked(module: nn.Module, known: dict[nn.Module, nn.Module]) -> nn.Module:
+    if module not in known:
+        twin = known[module] = copy.copy(module)
+        own = vars(twin)
+        own.pop("forward", None)
+        for name in _HOOKS:
+            own[name] = copy.copy(own[name])
+        own["_modules"] = {
+            name: None if child is None else _linked(child, known) for name, child in own["_modules"].items()
+        }
+        for name, value in own.items():
+            if name not in INTERNALS and isinstance(value, nn.Module):
+                own[name] = _linked(value, known)
+    return known[module]
 
 
 def storage_id(tensor: Tensor) -> int:

@@ -1,4 +1,5 @@
-"""transformers: which attention a module calls, hooks that collect outputs, and models without weights.
+"""transformers: which attention a module calls, hooks that collect outputs, and models without weights; and
+accelerate, whose hooks stand around a module's forward.
 
 Imports transformers where a function needs it, so that a tower of another library does not.
 """
@@ -9,6 +10,8 @@ import contextlib
 from typing import Any
 
 from torch import Tensor, nn
+
+from fxsplit_encoder._torch.tensors import forward_hooks_of
 
 _ATTENTION = "_attn_implementation_internal"
 
@@ -25,6 +28,14 @@ def set_attention_implementation(config: Any, name: str) -> None:
     setattr(config, _ATTENTION, name)
 
 
+def attention_implementation(config: Any) -> str | None:
+    """The attention that a configuration's module calls, by its name; None: the model's own choice, or it has
+    none.
+    """
+    name: str | None = getattr(config, _ATTENTION, None)
+    return name
+
+
 def install_output_hooks(module: nn.Module) -> None:
     """Makes the hooks now by which transformers collects hidden states: at their first use it takes a lock,
     which Dynamo cannot trace. There is no public way to have them made.
@@ -36,15 +47,42 @@ def install_output_hooks(module: nn.Module) -> None:
         maybe_install_capturing_hooks(module)
 
 
+def remove_output_hooks(module: nn.Module) -> None:
+    """Takes these hooks out again. A trace of blocks alone, without the forward around them that says what to
+    collect, cannot trace them.
+    """
+    for submodule in module.modules():
+        hooks = forward_hooks_of(submodule)[1]
+        for number in [number for number, hook in hooks.items() if collects_outputs(hook)]:
+            del hooks[number]
+        vars(submodule).pop("_output_capturing_hooks_installed", None)
+
+
+def collects_outputs(hook: Any) -> bool:
+    """Whether a hook is one by which transformers collects hidden states or the weights of attention, if they
+    are asked for.
+    """
+    return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
+
+
 def collects_attention(hook: Any) -> bool:
     """Whether a hook is the one by which transformers collects the weights of attention, if they are asked
     for. Kernels do not return them, so no tower of ours asks. What a hook collects is told by a variable of
     its closure alone.
     """
-    if getattr(hook, "__module__", None) != "transformers.utils.output_capturing":
+    if not collects_outputs(hook):
         return False
     keys = dict(zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True))
     return "key" in keys and keys["key"].cell_contents == "attentions"
+
+
+INNER_FORWARD = "_old_forward"
+"""Where a module keeps the forward that accelerate's hook surrounds, of which no public API tells."""
+
+
+def device_hook(module: nn.Module) -> Any:
+    """The hook of accelerate that surrounds a module's forward; None: there is none."""
+    return getattr(module, "_hf_hook", None)
 
 
 def no_init_weights() -> contextlib.AbstractContextManager[object]:

@@ -7,17 +7,22 @@ implementations whose name contains "flash"; any other name gets one call per im
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from fxsplit_encoder._torch.tensors import linked_copy
 from fxsplit_encoder._torch.transformers import has_attention_implementation, set_attention_implementation
 from fxsplit_encoder.attention.op import varlen_attention
 from fxsplit_encoder.errors import UnsupportedTowerError
 
 IMPLEMENTATION = "encoder_cg_flash"
+
+_own_configs: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+"""What modules that were given a copy had before."""
 
 
 def hugging_face_attention(
@@ -73,6 +78,17 @@ def use_dense_attention(module: nn.Module) -> None:
     _use_attention(module, "sdpa")
 
 
+def with_own_attention(module: nn.Module) -> nn.Module:
+    """A module on the same parameters that calls the attention that a module called before it was routed
+    elsewhere, for results that only that one gives, such as the weights of attention.
+    """
+    twin = linked_copy(module)
+    for routed, own in zip(module.modules(), twin.modules(), strict=True):
+        if routed in _own_configs:
+            own.config = _own_configs[routed]
+    return twin
+
+
 def _use_attention(module: nn.Module, implementation: str) -> None:
     """The submodules get a copy of their configuration first, so that the rest of the model keeps its own
     implementation.
@@ -84,4 +100,5 @@ def _use_attention(module: nn.Module, implementation: str) -> None:
             if id(config) not in copies:
                 copies[id(config)] = copy.copy(config)
                 set_attention_implementation(copies[id(config)], implementation)
+            _own_configs.setdefault(submodule, config)
             submodule.config = copies[id(config)]

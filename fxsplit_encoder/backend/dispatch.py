@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from fxsplit_encoder._torch.dynamo import owners_of_trace
 from fxsplit_encoder.attention import KernelChooser, KnownSegments, choosing
 from fxsplit_encoder.backend.forward import ProgramBudgets, ProgramForward, region_of
 from fxsplit_encoder.capture import GraphPool
@@ -25,6 +26,7 @@ from fxsplit_encoder.planning import Captured, CaptureKey, CostModel, Item, Limi
 from fxsplit_encoder.planning.plan import PathPlan
 from fxsplit_encoder.protocol import EncoderItemSpec
 from fxsplit_encoder.runtime import CapturedProgram, CaptureScope, CaptureSet
+from fxsplit_encoder.runtime.statistics import ManagerStats, Statistics
 from fxsplit_encoder.runtime.weights import check_replacements, layouts_of, warn_of_new_captures
 
 logger = logging.getLogger(__name__)
@@ -70,8 +72,9 @@ class BudgetDispatcher:
         self.pool = GraphPool(program.device)
         self.kernels = KernelChooser(config.attention)
         self.kernels.check(program.device)
-        self.hits = 0
-        self.misses: Counter[MissReason] = Counter()
+        self.statistics = Statistics(log_interval=0)
+        self.owners = owners_of_trace()
+        """Whose graph it is: what `torch.compile` made, and the module."""
         self.padding_refusal: str | None = None
         """Why the region is never padded; None: it is, or it was not decided yet."""
         self.programs: dict[tuple[int, ...], CapturedProgram] = {}
@@ -100,11 +103,10 @@ class BudgetDispatcher:
                 outputs, reason = self._replay(bindings, capture_all=warmed is not None)
             if warmed is not None:
                 warmed.append(self)
+            self.statistics.record_items(1, reason if outputs is None else None)
             if outputs is not None:
-                self.hits += 1
                 return outputs
-            assert reason is not None
-            self.misses[reason] += 1
+            self.statistics.record_fallback("exact")
             return self.program.finish(bindings, self._known_segments(bindings))
 
     def _check_parameters(self, args: Sequence[Any]) -> None:
@@ -131,6 +133,32 @@ class BudgetDispatcher:
             self._plans.clear()
 
     @property
+    def hits(self) -> int:
+        """Calls that replays served."""
+        return self.statistics.snapshot().hits
+
+    @property
+    def misses(self) -> Counter[MissReason]:
+        """Calls that ran at their exact shape, by reason."""
+        return Counter(self.statistics.snapshot().misses)
+
+    def stats(self) -> ManagerStats:
+        """What the manager's `stats` tells, of calls: each is one item. Captures of calls that differ in
+        other sizes than the token count have these as their axis keys.
+        """
+        with self._lock:
+            self.statistics.record_clear()
+            for sizes, program in self.programs.items():
+                for budget, captured in program.captured.items():
+                    key = CaptureKey(_PATH, budget, sizes)
+                    self.statistics.record_capture(key, captured.mode, program.ladder.num_bytes(budget))
+                if program.unpadded.captures.sizes:
+                    key = CaptureKey(_PATH, 0, sizes)
+                    self.statistics.record_capture(key, "exact", program.unpadded_bytes)
+            self.statistics.record_input_bytes(sum(each.input_bytes for each in self.programs.values()))
+            return self.statistics.snapshot()
+
+    @property
     def num_captured(self) -> int:
         """Captures that are kept."""
         unpadded = sum(len(each.unpadded.captures.sizes) for each in self.programs.values())
@@ -155,7 +183,7 @@ class BudgetDispatcher:
 
     def _captured_program(self, bindings: Bindings) -> CapturedProgram:
         """What holds the captures for calls of the same other sizes."""
-        key = tuple(bindings.symbols[symbol] for symbol in self.program.region_symbols)
+        key = self._sizes(bindings)
         if key not in self.programs:
             if len(self.programs) >= _MOST_PROGRAMS:
                 logger.warning("captures of %d other sizes are given up for new ones", _MOST_PROGRAMS)
@@ -166,6 +194,10 @@ class BudgetDispatcher:
             mode = "piecewise" if self.config.mode == "breakable" else self.config.mode
             self.programs[key] = CapturedProgram(forward, "torch.compile", budgets.tokens, mode, self._scope)
         return self.programs[key]
+
+    def _sizes(self, bindings: Bindings) -> tuple[int, ...]:
+        """The sizes of a call other than the token count."""
+        return tuple(bindings.symbols[symbol] for symbol in self.program.region_symbols)
 
     def _plan(self, program: CapturedProgram, bindings: Bindings, rows: int) -> PathPlan:
         """How a call of so many rows is served, after the smallest budget for it has been captured."""
@@ -216,7 +248,7 @@ class BudgetDispatcher:
         return too_small
 
     def _capture(self, program: CapturedProgram, bindings: Bindings, budgets: Sequence[int]) -> None:
-        key = tuple(bindings.symbols[symbol] for symbol in self.program.region_symbols)
+        key = self._sizes(bindings)
         done = {*program.captured, *program.ladder.dropped, *program.ladder.no_graph_needed}
         new = [budget for budget in budgets if budget not in done]
         if not new:
@@ -324,6 +356,9 @@ class BudgetDispatcher:
                     reason = MissReason.EXTENT_EXCEEDED
                     continue
                 outputs = captured.replay(debug=self.config.debug)
+                self.statistics.record_replay(
+                    CaptureKey(_PATH, budget, self._sizes(bindings)), planned.tokens
+                )
                 own = [
                     self._true_output(argument, info, output, bindings)
                     for argument, info, output in zip(

@@ -61,7 +61,7 @@ def _compiled(
             "options={'mode': ...} with one of EncoderConfig's modes"
         )
     config = EncoderConfig.from_options(options or {})
-    _check_applies(config)
+    check_applies(config)
     if _needs_gradients(example_inputs):
         _warn_once(
             "encoder_cg: called with gradients enabled, so it runs eagerly, without compiled pieces or CUDA "
@@ -92,7 +92,7 @@ def _compiled(
     return module.forward
 
 
-def _check_applies(config: EncoderConfig) -> None:
+def check_applies(config: EncoderConfig) -> None:
     """Raises ConfigError for settings of batches: here the caller makes the batches."""
     defaults = EncoderConfig()
     problems = [

@@ -9,7 +9,7 @@ from fxsplit_encoder.compile.host import HostOp, register_host_op
 from fxsplit_encoder.compile.options import CompileOptions
 from fxsplit_encoder.compile.padding import PaddingReport
 from fxsplit_encoder.compile.program import Bindings, Program, RegionInput, Step
-from fxsplit_encoder.compile.trace import compile_graph, trace_forward
+from fxsplit_encoder.compile.trace import compile_graph, trace_forward, with_own_code
 
 __all__ = [
     "Bindings",
@@ -25,4 +25,5 @@ __all__ = [
     "compile_graph",
     "register_host_op",
     "trace_forward",
+    "with_own_code",
 ]

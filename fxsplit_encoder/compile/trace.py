@@ -138,7 +138,11 @@ def _trace(
     for name, dims in dynamic_dims.items():
         for dim in dims:
             maybe_mark_dynamic(examples[name], dim)
-    compiled = torch.compile(_own_code(forward), backend=backend, fullgraph=True)
+
+    def call(inputs: dict[str, Tensor]) -> Tensor:
+        return forward(inputs)
+
+    compiled = torch.compile(with_own_code(call), backend=backend, fullgraph=True)
     try:
         with torch.inference_mode(False), torch.no_grad():
             result = compiled(examples)
@@ -189,16 +193,17 @@ def _require_dynamic(bound: BoundProgram, dynamic_dims: Mapping[str, Sequence[in
                 )
 
 
-def _own_code(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A function with a code object of its own: Dynamo keeps its cache, and its limit of recompilations, by
-    code object.
+def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function like another with a code object of its own: Dynamo keeps its cache, and its limit of
+    recompilations, by code object.
     """
-
-    def call(inputs: dict[str, Tensor]) -> Tensor:
-        return forward(inputs)  # type: ignore[no-any-return]
-
-    code = call.__code__.replace(co_name=f"encoder_forward_{next(_trace_numbers)}")
-    return types.FunctionType(code, call.__globals__, code.co_name, None, call.__closure__)
+    assert isinstance(function, types.FunctionType)
+    code = function.__code__.replace(co_name=f"encoder_forward_{next(_trace_numbers)}")
+    own = types.FunctionType(
+        code, function.__globals__, code.co_name, function.__defaults__, function.__closure__
+    )
+    own.__kwdefaults__ = function.__kwdefaults__
+    return own
 
 
 def _own_error(error: BaseException | None) -> FxSplitError | None:

@@ -1,6 +1,6 @@
 """From a request's images and videos to packed batches and replays."""
 
 from fxsplit_encoder.manager.manager import EncoderCudaGraphManager
-from fxsplit_encoder.manager.statistics import BudgetStats, ManagerStats, Statistics
+from fxsplit_encoder.runtime.statistics import BudgetStats, ManagerStats, Statistics
 
 __all__ = ["BudgetStats", "EncoderCudaGraphManager", "ManagerStats", "Statistics"]

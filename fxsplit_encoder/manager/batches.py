@@ -15,10 +15,10 @@ from fxsplit_encoder.errors import ReplayError
 from fxsplit_encoder.manager.item_facts import select_items
 from fxsplit_encoder.manager.legacy_dual_path import postprocess_of
 from fxsplit_encoder.manager.path import EncoderPath
-from fxsplit_encoder.manager.statistics import Statistics
 from fxsplit_encoder.planning import MissReason
 from fxsplit_encoder.planning.plan import PathPlan, Plan, PlannedBatch
 from fxsplit_encoder.protocol import EncoderItemSpec, SupportsEncoderCudaGraph
+from fxsplit_encoder.runtime.statistics import Statistics
 
 logger = logging.getLogger(__name__)
 

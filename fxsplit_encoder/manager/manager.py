@@ -29,7 +29,6 @@ from fxsplit_encoder.manager.legacy_dual_path import read_item_specs, read_model
 from fxsplit_encoder.manager.path import EncoderPath
 from fxsplit_encoder.manager.recording import Recorder
 from fxsplit_encoder.manager.request_plans import RequestPlans
-from fxsplit_encoder.manager.statistics import ManagerStats, Statistics
 from fxsplit_encoder.manager.tensor_parallel import agreement_of, why_not_compiled
 from fxsplit_encoder.manager.tower_part import placement_of
 from fxsplit_encoder.planning import Plan
@@ -41,6 +40,7 @@ from fxsplit_encoder.protocol import (
     missing_methods,
 )
 from fxsplit_encoder.runtime import CaptureScope, CaptureSet
+from fxsplit_encoder.runtime.statistics import ManagerStats, Statistics
 from fxsplit_encoder.runtime.weights import warn_of_new_captures
 
 logger = logging.getLogger(__name__)

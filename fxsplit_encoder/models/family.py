@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-import fxsplit_encoder as fx
 from fxsplit_encoder._torch.transformers import no_init_weights
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.models.checkpoint import Renames
 from fxsplit_encoder.models.eager import EagerForward, EagerTower
 from fxsplit_encoder.models.prepare import Preparation, ProcessorSettings
-from fxsplit_encoder.towers import DenseTowerSpec
+from fxsplit_encoder.towers import DenseTowerSpec, wrap
 
 Settings = Mapping[str, Any]
 """What a config.json holds: of a whole model, or of its vision tower alone."""
@@ -66,7 +65,7 @@ class Family:
 
     def wrap(self, module: nn.Module) -> Any:
         """The tower behind the manager's protocol."""
-        return fx.wrap(module, None if self.spec is None else self.spec(module))
+        return wrap(module, None if self.spec is None else self.spec(module))
 
 
 @dataclass(frozen=True)

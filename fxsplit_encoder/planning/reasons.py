@@ -48,3 +48,25 @@ class MissReason(StrEnum):
 
     NEW_SHAPE = "new_shape"
     """With `mode: exact`: batches of this token count have not come often enough to be captured."""
+
+    OPTIONS = "options"
+    """The call's arguments change what the tower returns, such as `output_hidden_states=True`."""
+
+    GRADIENTS = "gradients"
+    """The tower is in training mode, or gradients are to be computed through it."""
+
+    AUTOCAST = "autocast"
+    """The call runs under autocast, whose dtypes captures do not have."""
+
+    FOREIGN_CODE = "foreign_code"
+    """The tower runs code that captures would leave out: hooks, adapter layers, another forward or a custom
+    attention function."""
+
+    OFFLOADED = "offloaded"
+    """The tower's parameters are not all on one device."""
+
+    OUTER_TRACE = "outer_trace"
+    """The call is part of another trace, by `torch.compile` for example, which takes the tower as it is."""
+
+    UNCAPTURED_OUTPUT = "uncaptured_output"
+    """An output was read that captures do not make, such as hidden states: the tower itself computed it."""

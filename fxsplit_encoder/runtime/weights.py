@@ -2,7 +2,7 @@
 
 changed in place       captures read the new values; nothing happens
 replaced or moved      with the same layout: everything is captured again, with a warning
-                       with another layout, or removed: an InputError: the program was not compiled for it
+                       with another layout, or removed: a WeightsLayoutError: nothing was compiled for it
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fxsplit_encoder.compile.sizes import layout
-from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.errors import WeightsLayoutError
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ def layouts_of(values: Iterable[object]) -> list[tuple[Any, ...] | None]:
 def check_replacements(
     layouts: Sequence[tuple[Any, ...] | None], values: Sequence[object], what_to_do: str
 ) -> None:
-    """Raises InputError unless new weights have the layouts of those that the program was compiled with.
+    """Raises WeightsLayoutError unless new weights have the layouts of those that a program was compiled for.
 
     Args:
         layouts: of the old weights, None for values that are none.
@@ -38,12 +38,12 @@ def check_replacements(
         if expected is None:
             continue
         if not isinstance(value, torch.Tensor):
-            raise InputError(
+            raise WeightsLayoutError(
                 f"parameters: expected those with which the module was compiled; got {value} in the place of "
                 f"one. Put it back, or: {what_to_do}"
             )
         if layout(value) != expected:
-            raise InputError(
+            raise WeightsLayoutError(
                 "parameters: expected them in the sizes, strides, dtype and device in which the module was "
                 f"compiled; got one of {tuple(value.shape)}, strides {value.stride()}, {value.dtype} on "
                 f"{value.device} in the place of another. {what_to_do}"

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from typing import Any, ClassVar, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from fxsplit_encoder._torch.tensors import tensors_of
+from fxsplit_encoder._torch.dynamo import allow_no_frame
+from fxsplit_encoder._torch.tensors import share_names, tensors_of
 from fxsplit_encoder.compile.blocks import begin_blocks
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.protocol import scatter_output_slices
+from fxsplit_encoder.towers.options import matters, settle, without_inference_tensors
 
 _towers: weakref.WeakValueDictionary[str, WrappedTower] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
@@ -24,7 +27,14 @@ VIDEOS = "pixel_values_videos"
 class WrappedTower(nn.Module):
     """A tower behind the manager's protocol that is still a module with the tower's own forward.
 
-    An adapter gives the rest of the protocol's methods.
+    Its parameters, buffers and submodules are the tower's, under the tower's own names, so it may take the
+    tower's place in a model whose checkpoints are loaded and saved. An adapter gives the rest of the
+    protocol's methods.
+
+    Args:
+        tower: the module that encodes.
+        children: the submodules that have names here, where more of a model than its tower is wrapped; None:
+            those of the tower.
     """
 
     supports_encoder_cudagraph: ClassVar[Literal[True]] = True
@@ -39,11 +49,27 @@ class WrappedTower(nn.Module):
     deepstack_levels: int = 0
     """How many further outputs follow the main one along the hidden dimension, each as wide as it."""
 
-    def __init__(self, tower: nn.Module) -> None:
+    returns_rows: bool = False
+    """Whether the forward returns the packed rows of `encoder_cudagraph_forward` in place of the tower's own
+    output."""
+
+    input_names: Sequence[str]
+    """What the tower's own forward calls its inputs; its other arguments are options."""
+
+    tower: Any
+
+    def __init__(self, tower: nn.Module, children: Mapping[str, nn.Module] | None = None) -> None:
         super().__init__()
-        self.tower = tower
+        object.__setattr__(self, "tower", tower)  # not a submodule: its parameters have names already
+        if children is None:
+            share_names(self, tower)
+        else:
+            for name, child in children.items():
+                self.add_module(name, child)
         self.registered_name = register_tower(self)
-        self._first_parameters, self._first_name = _first_parameter(tower)
+        self.eager_calls = 0
+        """Calls that the tower itself served, for options that change what it returns."""
+        self._first_parameters, self._first_name = first_parameter(tower)
 
     def __getattr__(self, name: str) -> Any:
         """What the surrounding model reads from a tower (`config`, `spatial_merge_size`) is the tower's."""
@@ -54,6 +80,39 @@ class WrappedTower(nn.Module):
                 raise
             return getattr(self.tower, name)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.registered_name = register_tower(self)  # a copy is another tower
+
+    def train(self, mode: bool = True) -> WrappedTower:
+        """As of any module; the tower follows."""
+        super().train(mode)
+        self.tower.train(mode)
+        return self
+
+    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator, no-untyped-call]
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward, for arguments that a trace is to see: every set of options would be another one, and
+        inference mode too. This frame is not compiled, nor what it calls but the forward.
+        """
+        call = _settle(self, args, kwargs)
+        if call.is_eager:
+            return _call_uncompiled(self, args, kwargs)
+        if call.needs_gradients:
+            output = super().__call__(*call.args, **call.kwargs)
+        else:
+            with torch.inference_mode(False), torch.no_grad():
+                output = super().__call__(*call.args, **call.kwargs)
+        return output if call.returns_dict else _as_tuple(output)
+
+    def matters(self, option: str, value: Any) -> bool:
+        """Whether an option changes what the forward returns."""
+        return matters(option, value)
+
+    def call_tower(self, *args: Any, **kwargs: Any) -> Any:
+        """What the tower itself returns, with its own options."""
+        return with_own_attention(self.tower)(*args, **kwargs)
+
     @property
     def device(self) -> torch.device:
         """The device of the tower's parameters."""
@@ -63,7 +122,8 @@ class WrappedTower(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the tower's parameters."""
-        return next(self.tower.parameters()).dtype
+        dtype: torch.dtype = next(self.tower.parameters()).dtype
+        return dtype
 
     def trace_plain_blocks_once(self) -> None:
         """Lets Dynamo, if it is tracing, trace one of the equal blocks for all. For a forward that uses only
@@ -106,7 +166,58 @@ def is_hugging_face(tower: nn.Module) -> bool:
     return any(hasattr(module, "config") for module in tower.modules())
 
 
-def _first_parameter(module: nn.Module) -> tuple[dict[str, nn.Parameter | None], str]:
+class _Call(NamedTuple):
+    """A call of a wrapped tower, settled."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    returns_dict: bool
+    is_eager: bool = False
+    needs_gradients: bool = False
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _settle(module: WrappedTower, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+    options = settle(kwargs, module.input_names, module.matters)
+    if options.changing or len(args) > len(module.input_names):
+        return _Call(args, kwargs, options.returns_dict, is_eager=True)
+    if torch.is_grad_enabled() and _needs_gradients([*args, *options.kept.values()], module.parameters()):
+        return _Call(args, options.kept, options.returns_dict, needs_gradients=True)
+    with torch.inference_mode(False):
+        args, kept = without_inference_tensors((args, options.kept))
+    return _Call(args, kept, options.returns_dict)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _call_uncompiled(module: WrappedTower, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    module.eager_calls += 1
+    allow_no_frame()
+    # By position: a tower may have other names for its inputs than its adapter.
+    named = [name for name in module.input_names[len(args) :] if name in kwargs]
+    options = {name: value for name, value in kwargs.items() if name not in named}
+    return module.call_tower(*args, *(kwargs[name] for name in named), **options)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _as_tuple(output: Any) -> Any:
+    return output.to_tuple() if hasattr(output, "to_tuple") else output
+
+
+def _needs_gradients(inputs: Iterable[Any], parameters: Iterable[nn.Parameter]) -> bool:
+    tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
+    return any(tensor.requires_grad for tensor in (*tensors, *parameters))
+
+
+def with_own_attention(module: nn.Module) -> nn.Module:
+    """A module on the same parameters that calls the attention that it called before it was wrapped."""
+    if not is_hugging_face(module):
+        return module
+    from fxsplit_encoder.attention import hugging_face
+
+    return hugging_face.with_own_attention(module)
+
+
+def first_parameter(module: nn.Module) -> tuple[dict[str, nn.Parameter | None], str]:
     """Where the first parameter of a module is: the dictionary that holds it, and its key there."""
     for submodule in module.modules():
         for name, parameter in tensors_of(submodule)[0].items():

@@ -10,7 +10,7 @@ height, width), a list of (frames, channels, height, width), or one such tensor 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any, ClassVar
 
@@ -39,12 +39,10 @@ from fxsplit_encoder.towers.tiles import TileTower, View
 
 VIDEO_COUNTS = "video_num_patches"
 
-# Options with which a tower does not look into its blocks.
-_PLAIN = frozenset({"return_dict"})
-
 
 class DenseTower(TileTower):
-    """A tower of tiles of one size. An adapter gives `features` and `call`.
+    """A tower of tiles of one size. An adapter gives `features`, and `call` where that is not the tower's own
+    forward.
 
     Tiles never attend to one another, so they are the rows of a batch: the tower's attention stays torch's
     dense one, which for equal segments is faster than one with cumulative lengths.
@@ -54,7 +52,8 @@ class DenseTower(TileTower):
         tile_shape: channels, height and width of a tile.
         tokens_per_tile: rows of output that a tile gives.
         out_hidden_size: columns of the output.
-        input_name: the tiles' key in `mm_kwargs`.
+        input_name: the tiles' key in `mm_kwargs`, and the name of the forward's first argument.
+        children: as of `WrappedTower`.
     """
 
     count_keys: ClassVar[tuple[str, ...]] = ("num_patches", "image_num_patches")
@@ -69,8 +68,10 @@ class DenseTower(TileTower):
         tokens_per_tile: int,
         out_hidden_size: int,
         input_name: str = "pixel_values",
+        children: Mapping[str, nn.Module] | None = None,
     ) -> None:
-        super().__init__(tower, {"default": View(input_name, tile_shape, tokens_per_tile)}, out_hidden_size)
+        views = {"default": View(input_name, tile_shape, tokens_per_tile)}
+        super().__init__(tower, views, out_hidden_size, children)
         self.tile_shape = tile_shape
         self.tokens_per_tile = tokens_per_tile
         self.input_name = input_name
@@ -81,21 +82,24 @@ class DenseTower(TileTower):
     def features(self, tiles: Tensor) -> Tensor:
         """(tiles, tokens_per_tile, out_hidden_size) from (tiles, channels, height, width)."""
 
-    @abstractmethod
-    def call(self, tiles: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The wrapped module's own forward, with its own options and output type."""
+    def call(self, tiles: Tensor) -> Any:
+        """The wrapped module's own forward, with its own output type."""
+        return self.tower(tiles)
 
     # --- the module
 
-    def forward(self, pixel_values: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The wrapped module's own forward: tiles first, its options, its output."""
+    def forward(self, pixel_values: Tensor) -> Any:
+        """The wrapped module's own forward and output.
+
+        Called as a module, it also takes the forward's options: with those that change the output, the
+        wrapped module itself is called.
+        """
         if torch.compiler.is_compiling():
             # InternVL's reshape to -1 divides by the number of tiles.
             check(pixel_values.shape[0] > 0)  # type: ignore[no-untyped-call]
             pixel_values = tiles(pixel_values, self.tokens_per_tile, self.max_tiles, self.declares_padding)[0]
-            if not args and kwargs.keys() <= _PLAIN:
-                self.trace_plain_blocks_once()
-        return self.call(pixel_values, *args, **kwargs)
+            self.trace_plain_blocks_once()
+        return self.encode(pixel_values, "default") if self.returns_rows else self.call(pixel_values)
 
     def encode(self, tiles: Tensor, path: str) -> Tensor:
         """(tiles * tokens_per_tile, out_hidden_size) from (tiles, channels, height, width).

@@ -87,10 +87,6 @@ class GenericTower(DenseTower):
         self.has_plain_blocks = spec.has_plain_blocks
         _prepare_hugging_face(tower)
 
-    def call(self, tiles: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward."""
-        return self.tower(tiles, *args, **kwargs)
-
     def features(self, tiles: Tensor) -> Tensor:
         """The features that the spec points at."""
         result = self.tower(tiles, **self.spec.options)

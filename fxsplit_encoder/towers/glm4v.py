@@ -32,7 +32,6 @@ class Glm4vTower(PackedTower):
         "interp_indices": (TAPS["bicubic"], torch.int32),
         "interp_weights": (TAPS["bicubic"], torch.float32),
     }
-    takes_options: ClassVar[bool] = False
     # Their processor takes 2 frames per second of at most 300 seconds, and merges them in pairs.
     max_frames_per_video: int = 300
 
@@ -46,7 +45,7 @@ class Glm4vTower(PackedTower):
         )
         side = config.image_size // config.patch_size
         self.table_shape = (side, side)
-        self.from_angles = gives_angles(self.tower.rotary_pos_emb)  # type: ignore[arg-type]
+        self.from_angles = gives_angles(self.tower.rotary_pos_emb)
 
     def metadata(self, grids: Sequence[Grid]) -> dict[str, Tensor]:
         """Positions for the rotary embedding, and taps into the learned position table."""
@@ -60,7 +59,7 @@ class Glm4vTower(PackedTower):
         }
 
     def core(
-        self, pixel_values: Tensor, cu_seqlens: Tensor, metadata: dict[str, Tensor], **kwargs: Any
+        self, pixel_values: Tensor, cu_seqlens: Tensor, metadata: dict[str, Tensor]
     ) -> BaseModelOutputWithPooling:
         """The tower's forward with its position table sampled by taps."""
         tower: Any = self.tower

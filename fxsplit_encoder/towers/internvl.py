@@ -8,7 +8,10 @@ from torch import Tensor, nn
 
 from fxsplit_encoder._torch.transformers import install_output_hooks
 from fxsplit_encoder.attention.hugging_face import use_dense_attention
+from fxsplit_encoder.towers.base import with_own_attention
 from fxsplit_encoder.towers.dense import DenseTower
+
+_CONFIGURED = ("vision_feature_layer", "vision_feature_select_strategy")
 
 
 class InternVLTower(DenseTower):
@@ -17,6 +20,7 @@ class InternVLTower(DenseTower):
     A frame of a video is a tile. An item's embedding is (256 * tiles, text hidden size) with 448 x 448 tiles.
     """
 
+    model: Any
     modalities: ClassVar[tuple[str, ...]] = ("image", "video")
     has_plain_blocks = True
 
@@ -32,8 +36,8 @@ class InternVLTower(DenseTower):
                 (height // patch_height) * (width // patch_width) * config.downsample_ratio**2
             ),
             out_hidden_size=config.text_config.hidden_size,
+            children={name: getattr(inner, name) for name in ("vision_tower", "multi_modal_projector")},
         )
-        self.multi_modal_projector = inner.multi_modal_projector
         # Not a submodule: the language model's parameters are none of this module's.
         object.__setattr__(self, "model", inner)
         use_dense_attention(inner.vision_tower)
@@ -41,13 +45,23 @@ class InternVLTower(DenseTower):
         # transformers 5.23 on every forward looks for them, whatever layer it returns.
         install_output_hooks(inner.vision_tower)
 
-    def call(self, tiles: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def matters(self, option: str, value: Any) -> bool:
+        """Whether an option changes what the model returns: not one that says what its configuration does."""
+        if option in _CONFIGURED:
+            return value not in (None, getattr(self.model.config, option))
+        return super().matters(option, value)
+
+    def call(self, tiles: Tensor) -> Any:
         """`InternVLModel.get_image_features`."""
         # By the class, so that a model whose method was replaced by this module does not call itself.
-        model: Any = self.model
-        return type(model).get_image_features(model, tiles, *args, **kwargs)
+        return type(self.model).get_image_features(self.model, tiles)
+
+    def call_tower(self, *args: Any, **kwargs: Any) -> Any:
+        """The same with the model's own options and attention."""
+        model: Any = with_own_attention(self.model)
+        return type(model).get_image_features(model, *args, **kwargs)
 
     def features(self, tiles: Tensor) -> Tensor:
         """The projected features, by the layer and the strategy that the configuration names."""
-        features: Tensor = self.call(tiles, return_dict=True).pooler_output
+        features: Tensor = self.call(tiles).pooler_output
         return features

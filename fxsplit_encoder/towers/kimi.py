@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from fxsplit_encoder.errors import InputError, UnsupportedTowerError
+from fxsplit_encoder.messages import names_of
 from fxsplit_encoder.modules.blocks import merge, resample
 from fxsplit_encoder.protocol import EncoderItemSpec
 from fxsplit_encoder.towers import grid as grids_of
@@ -87,7 +88,7 @@ class KimiVLTower(RasterTower):
     (images, 2) in patches. An image's embedding is (output tokens, text_hidden_size).
     """
 
-    input_names: ClassVar[tuple[str, str]] = ("pixel_values", "image_grid_hws")
+    input_names: Sequence[str] = ("pixel_values", "image_grid_hws")
     input_keys: ClassVar[tuple[tuple[str, str], ...]] = (("pixel_values", "image_grid_hws"),)
     modalities: Sequence[str] = ("image",)
     max_frames_per_video: int = 1
@@ -118,9 +119,7 @@ class KimiVLTower(RasterTower):
         patches, grid = super().example_inputs()
         return patches, grid[:, 1:]
 
-    def core(
-        self, pixel_values: Tensor, cu_seqlens: Tensor, metadata: dict[str, Tensor], **kwargs: Any
-    ) -> Tensor:
+    def core(self, pixel_values: Tensor, cu_seqlens: Tensor, metadata: dict[str, Tensor]) -> Tensor:
         """The tower and its projector past the host metadata."""
         result: Tensor = self.tower(self.as_images(pixel_values), cu_seqlens, **metadata)
         return result
@@ -128,6 +127,11 @@ class KimiVLTower(RasterTower):
     def packed_output(self, output: Tensor) -> Tensor:
         """The embeddings as they are."""
         return output
+
+    def call_tower(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises InputError: the tower returns embeddings, and takes no options."""
+        names = ", ".join(self.input_names)
+        raise InputError(f"forward: expected {names} and no options; got {names_of(kwargs)}; leave them out")
 
 
 class KimiK25Tower(RasterTower):
@@ -144,8 +148,7 @@ class KimiK25Tower(RasterTower):
         **RasterTower.metadata_columns,
         "frame_index": (0, torch.int64),
     }
-    input_names: ClassVar[tuple[str, str]] = ("pixel_values", "grid_thw")
-    takes_options: ClassVar[bool] = False
+    input_names: Sequence[str] = ("pixel_values", "grid_thw")
 
     def __init__(self, tower: nn.Module) -> None:
         config: Any = tower.config
@@ -186,9 +189,7 @@ class KimiK25Tower(RasterTower):
         index = torch.from_numpy(np.repeat(frames, grids_of.frame_lengths(grids)))
         return {**super().metadata(grids), "frame_index": index}
 
-    def core(
-        self, pixel_values: Tensor, cu_seqlens: Tensor, metadata: dict[str, Tensor], **kwargs: Any
-    ) -> Any:
+    def core(self, pixel_values: Tensor, cu_seqlens: Tensor, metadata: dict[str, Tensor]) -> Any:
         """The tower's forward past its own host metadata; the pooled output still has all frames' tokens."""
         tower: Any = self.tower
         positions = tower.patch_embed.pos_emb

@@ -36,19 +36,17 @@ class Llama4Tower(DenseTower):
             out_hidden_size=config.projector_output_dim
             if projector is None
             else projector.linear_1.out_features,
+            children=None
+            if projector is None
+            else {"vision_model": tower, "multi_modal_projector": projector},
         )
-        self.multi_modal_projector = nn.Identity() if projector is None else projector
+        self.projects = projector is not None
         _use_real_rotary(tower)
-
-    def call(self, tiles: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The tower's forward. `vision_feature_select_strategy` changes nothing, as in the model."""
-        kwargs.pop("vision_feature_select_strategy", None)
-        return self.tower(tiles, *args, **kwargs)
 
     def features(self, tiles: Tensor) -> Tensor:
         """The projected features."""
-        features: Tensor = self.multi_modal_projector(self.tower(tiles, return_dict=True).last_hidden_state)
-        return features
+        features: Tensor = self.tower(tiles, return_dict=True).last_hidden_state
+        return self.multi_modal_projector(features) if self.projects else features
 
     def image_counts(self, mm_kwargs: dict[str, Any]) -> Any:
         """The tiles of every image; by its `aspect_ratios` (rows, columns) if nothing else says so.

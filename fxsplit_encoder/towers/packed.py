@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -27,12 +27,6 @@ from fxsplit_encoder.towers.grid import Grid
 from fxsplit_encoder.towers.inputs import check_integers, one_or_several
 from fxsplit_encoder.towers.packed_items import PackedItems
 
-# Metadata that a caller may compute itself, for the tower's own forward.
-_PRECOMPUTED = (
-    *("cu_seqlens", "position_ids", "interp_indices", "interp_weights", "max_seqlen"),
-    *("window_index", "cu_window_seqlens", "max_window_seqlen"),
-)
-
 
 class PackedTower(PackedItems):
     """A packed tower behind the manager's protocol, and still a module with the tower's own forward.
@@ -50,11 +44,8 @@ class PackedTower(PackedItems):
     segment_inputs: ClassVar[dict[str, int]] = {"cu_seqlens": 1}
     """Every input of cumulative lengths, "cu_seqlens" the last, and how many of its segments take the place
     of one frame: a capture for 8 frames holds 8 times as many."""
-    input_names: ClassVar[tuple[str, str]] = ("hidden_states", "grid_thw")
+    input_names: Sequence[str] = ("hidden_states", "grid_thw")
     """What the tower's own forward calls the patches and the grids."""
-    takes_options: ClassVar[bool] = True
-    """Whether `core` takes the tower's own options; if not, a forward with options is the tower's own, which
-    `encoder_cg` does not capture."""
     max_frames_per_video: int = 384
     """Grid frames of the longest video: 768 frames, which the processors merge in pairs."""
     min_item_tokens: ClassVar[int] = 64
@@ -100,16 +91,14 @@ class PackedTower(PackedItems):
             return {"cu_seqlens": grid[0]}
         return {name: len(lengths) for name, lengths in self.segment_lengths([grid]).items()}
 
-    def core(
-        self, pixel_values: Tensor, cu_seqlens: Tensor, metadata: dict[str, Tensor], **kwargs: Any
-    ) -> Any:
-        """The tower's forward past its own host metadata, with its own options and output type.
+    def core(self, pixel_values: Tensor, cu_seqlens: Tensor, metadata: dict[str, Tensor]) -> Any:
+        """The tower's forward past its own host metadata, with its own output type.
 
         `metadata`: the per-patch tensors, and the cumulative lengths other than `cu_seqlens`.
         """
         # The patch count bounds every segment, whatever the batch.
         return self.tower(
-            pixel_values, None, cu_seqlens=cu_seqlens, max_seqlen=pixel_values.shape[0], **metadata, **kwargs
+            pixel_values, None, cu_seqlens=cu_seqlens, max_seqlen=pixel_values.shape[0], **metadata
         )
 
     def packed_output(self, output: Any) -> Tensor:
@@ -132,26 +121,20 @@ class PackedTower(PackedItems):
         patches, grid = (values[name] for name in self.input_names)
         return patches, grid
 
-    def forward(self, hidden_states: Tensor, grid_thw: Tensor, **kwargs: Any) -> Any:
-        """The tower's forward: patches, grids (items, 3), its own options and output.
+    def forward(self, hidden_states: Tensor, grid_thw: Tensor) -> Any:
+        """The tower's forward: patches, grids (items, 3), its own output.
 
-        Called as a module, it also takes the names of the tower's own forward, `input_names`.
+        Called as a module, it also takes the names of the tower's own forward, `input_names`, and its
+        options: with those that change the output, the tower itself is called.
 
         Raises:
             InputError: one of them is not such a tensor, or the grids do not describe the patches.
         """
-        kwargs = _without_return_dict(kwargs)
-        if self._calls_the_tower(kwargs):
-            return self.tower(hidden_states, grid_thw, **kwargs)
         values = vision_metadata(hidden_states, grid_thw, self.registered_name)
         metadata = dict(zip(self.metadata_names, values, strict=True))
-        if not kwargs:
-            self.trace_plain_blocks_once()
-        return self.core(hidden_states, metadata.pop("cu_seqlens"), metadata, **kwargs)
-
-    def _calls_the_tower(self, options: Mapping[str, Any]) -> bool:
-        """Whether a forward with these options is the tower's own."""
-        return any(name in _PRECOMPUTED for name in options) or bool(options and not self.takes_options)
+        self.trace_plain_blocks_once()
+        output = self.core(hidden_states, metadata.pop("cu_seqlens"), metadata)
+        return self.packed_output(output) if self.returns_rows else output
 
     def check_own_inputs(self, patches: Any, grids: Any) -> None:
         """Raises InputError unless they are tensors as `forward` takes. Values are not read: grids are
@@ -269,11 +252,6 @@ class PackedTower(PackedItems):
         return self.encoder_cudagraph_forward(inputs)
 
 
-def _without_return_dict(options: dict[str, Any]) -> dict[str, Any]:
-    """The options without `return_dict=True`, which is the default here."""
-    return {name: value for name, value in options.items() if name != "return_dict" or not value}
-
-
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _mark_dynamic(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -284,9 +262,6 @@ def _mark_dynamic(
     """
     assert isinstance(module, PackedTower)
     patches, grid = module.own_inputs(args, kwargs)
-    options = {name: value for name, value in kwargs.items() if name not in module.input_names}
-    if module._calls_the_tower(_without_return_dict(options)):
-        return (patches, grid), options
     module.check_own_inputs(patches, grid)
     if patches.shape[0] > 1:
         patches = patches.view_as(patches)
@@ -297,7 +272,7 @@ def _mark_dynamic(
         # One image is a size like any other: a backed size of 1 would be specialized.
         mark_unbacked(grid, 0)
         mark_static(grid, 1)
-    return (patches, grid), options
+    return (patches, grid), {}
 
 
 # --- `fxsplit::vision_metadata`: a tower's host metadata as one opaque op.

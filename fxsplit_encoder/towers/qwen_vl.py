@@ -57,7 +57,6 @@ class Qwen25VLTower(PackedTower):
     # unless it is very narrow. With 4 for each typical frame of 32 tokens, a budget holds twice the windows
     # of frames that they tile; every empty one costs attention.
     segment_inputs: ClassVar[dict[str, int]] = {"cu_window_seqlens": 4, "cu_seqlens": 1}
-    takes_options: ClassVar[bool] = False
 
     def __init__(self, tower: nn.Module) -> None:
         config: Any = tower.config
@@ -70,7 +69,7 @@ class Qwen25VLTower(PackedTower):
         self.window: int = config.window_size // config.patch_size // config.spatial_merge_size
         """Output tokens along a window's side."""
         self.full_attention = frozenset(config.fullatt_block_indexes)
-        self.from_angles = gives_angles(self.tower.rotary_pos_emb)  # type: ignore[arg-type]
+        self.from_angles = gives_angles(self.tower.rotary_pos_emb)
 
     def metadata(self, grids: Sequence[Grid]) -> dict[str, Tensor]:
         """Rotary positions in the order of windows, the permutation into that order, and its inverse."""
@@ -98,7 +97,7 @@ class Qwen25VLTower(PackedTower):
         return {"cu_window_seqlens": frames * rows * columns, "cu_seqlens": frames}
 
     def core(
-        self, pixel_values: Tensor, cu_seqlens: Tensor, metadata: dict[str, Tensor], **kwargs: Any
+        self, pixel_values: Tensor, cu_seqlens: Tensor, metadata: dict[str, Tensor]
     ) -> BaseModelOutputWithPooling:
         """The tower's forward with the permutations around its blocks computed beforehand.
 

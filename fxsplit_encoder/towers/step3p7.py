@@ -11,6 +11,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from fxsplit_encoder.attention.hugging_face import use_varlen_attention
 from fxsplit_encoder.modules.folded import FoldedTable, resized_positions, sides_of
+from fxsplit_encoder.towers.dense import DenseTower
 from fxsplit_encoder.towers.tiled import CropGrid, TiledTower, crops_in_a_row, downsampled, square_view
 from fxsplit_encoder.towers.tiles import View
 
@@ -44,9 +45,12 @@ class Step3p7Tower(TiledTower):
             whole=_view("pixel_values", config.image_size, config.patch_size),
             crop=_view("pixel_values_local", crop_size, config.patch_size),
             out_hidden_size=4 * config.hidden_size if projector is None else projector.out_features,
+            children=None
+            if projector is None
+            else {"vision_model": tower, "multi_modal_projector": projector},
         )
         use_varlen_attention(tower)
-        self.projector = nn.Identity() if projector is None else projector
+        self.projects = projector is not None
         sides = sides_of((config.image_size, crop_size), config.patch_size)
         resize = functools.partial(resized_positions, mode="bilinear", leading=0, antialias=False)
         self.positions = FoldedTable("tower.embeddings.position_embedding.weight", resize, sides)
@@ -64,23 +68,23 @@ class Step3p7Tower(TiledTower):
 
     def encode(self, tiles: Tensor, path: str) -> Tensor:
         """The features of tiles, projected where there is a projector."""
-        rows: Tensor = self.projector(self._features(tiles)).flatten(0, 1)
+        features = self.plain_features(tiles)
+        rows: Tensor = (self.multi_modal_projector(features) if self.projects else features).flatten(0, 1)
         return rows
 
-    def forward(self, pixel_values: Tensor, **kwargs: Any) -> Any:
+    def forward(self, pixel_values: Tensor) -> Any:
         """The vision model's forward, (tiles, 3, size, size) to its own output type.
 
-        Tiles of another size than the two that are folded, and calls that ask for more than the last hidden
-        state, go through the vision model itself.
+        Tiles of another size than the two that are folded go through the vision model itself.
         """
         side = pixel_values.shape[-1] // self.tower.config.patch_size
-        if kwargs or side not in self.positions.sides or pixel_values.shape[-1] != pixel_values.shape[-2]:
-            return self.tower(pixel_values, **kwargs)
+        if side not in self.positions.sides or pixel_values.shape[-1] != pixel_values.shape[-2]:
+            return self.tower(pixel_values)
         self.trace_plain_blocks_once()
-        features: Any = self._features(pixel_values)
+        features: Any = self.plain_features(pixel_values)
         return BaseModelOutput(last_hidden_state=features)
 
-    def _features(self, tiles: Tensor) -> Tensor:
+    def plain_features(self, tiles: Tensor) -> Tensor:
         """The vision model past its position tables, which it makes on the host at every call.
 
         (tiles, 3, size, size) to (tiles, tokens, 4 * hidden_size).
@@ -103,6 +107,28 @@ class Step3p7Tower(TiledTower):
         positions = torch.stack((rows, columns), dim=-1).flatten(0, 1)
         # The order of frequencies is the library's: it has changed between its versions.
         return torch.stack(self.tower.rotary_emb(frequencies, positions))
+
+
+class Step3p7Tiles(DenseTower):
+    """Wraps `Step3p7VisionModel` for tiles of one size alone, whole images or crops.
+
+    A tile's embedding is (tokens, 4 * hidden_size), not projected.
+    """
+
+    has_plain_blocks = True
+
+    def __init__(self, tower: nn.Module, size: int) -> None:
+        # Its tables become submodules of the tower, and so of this module.
+        views = Step3p7Tower(tower, crop_size=size)
+        view = views.views["local"]
+        super().__init__(
+            tower, tile_shape=view.shape, tokens_per_tile=view.tokens, out_hidden_size=views.out_hidden_size
+        )
+        self._features = views.plain_features
+
+    def features(self, tiles: Tensor) -> Tensor:
+        """The features of tiles."""
+        return self._features(tiles)
 
 
 def _view(input_name: str, size: int, patch_size: int) -> View:

@@ -8,7 +8,7 @@ those. The rows of an image's tiles are put together after the replays.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -45,13 +45,21 @@ class TiledTower(TileTower):
     rows of its tiles, `num_tokens` and `assemble`.
     """
 
-    tower: Any
     max_tiles: ClassVar[int] = 8
     count_key: ClassVar[str]
     """Where `mm_kwargs` hold the number of crops of every image."""
 
-    def __init__(self, tower: nn.Module, *, whole: View, crop: View, out_hidden_size: int) -> None:
-        super().__init__(tower, {"global": whole, "local": replace(crop, optional=True)}, out_hidden_size)
+    def __init__(
+        self,
+        tower: nn.Module,
+        *,
+        whole: View,
+        crop: View,
+        out_hidden_size: int,
+        children: Mapping[str, nn.Module] | None = None,
+    ) -> None:
+        views = {"global": whole, "local": replace(crop, optional=True)}
+        super().__init__(tower, views, out_hidden_size, children)
 
     # --- what an adapter gives
 

@@ -56,6 +56,7 @@ class TileTower(WrappedTower):
         tower: the vision tower, whose parameters determine device and dtype.
         views: the tiles of every path; those of the first are what the module's own forward takes.
         out_hidden_size: columns of the output.
+        children: as of `WrappedTower`.
     """
 
     modalities: ClassVar[tuple[str, ...]] = ("image",)
@@ -64,9 +65,16 @@ class TileTower(WrappedTower):
     max_tiles: ClassVar[int]
     """The largest batch worth capturing, in tiles of the first path."""
 
-    def __init__(self, tower: nn.Module, views: Mapping[str, View], out_hidden_size: int) -> None:
-        super().__init__(tower)
+    def __init__(
+        self,
+        tower: nn.Module,
+        views: Mapping[str, View],
+        out_hidden_size: int,
+        children: Mapping[str, nn.Module] | None = None,
+    ) -> None:
+        super().__init__(tower, children)
         self.views = dict(views)
+        self.input_names = (self.first_view.input_name,)
         self.out_hidden_size = out_hidden_size
         self.fold_tables()
         self.register_forward_pre_hook(_mark_dynamic, with_kwargs=True)

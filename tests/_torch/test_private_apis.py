@@ -74,6 +74,11 @@ def configuration() -> Any:
     return found("transformers.PretrainedConfig")()
 
 
+def hooked_module() -> Any:
+    hooks = found("accelerate.hooks")
+    return hooks.add_hook_to_module(torch.nn.Identity(), hooks.AlignDevicesHook("cpu"))
+
+
 ATTENTION_FORWARD = ("scale",)
 EXC = "torch._dynamo.exc"
 INDUCTOR = "torch._inductor"
@@ -152,6 +157,20 @@ SYMBOLS = [
         "torch._dynamo.output_graph.OutputGraph.compiler_fn",
         lambda: signature_of(found("torch._dynamo.output_graph.OutputGraph")).parameters["compiler_fn"],
     ),
+    Symbol(
+        "torch._dynamo.output_graph.OutputGraph.root_tx",
+        lambda: signature_of(found("torch._dynamo.output_graph.OutputGraph")).parameters["root_tx"],
+    ),
+    Symbol(
+        "torch._dynamo.symbolic_convert.InstructionTranslator.f_locals",
+        lambda: signature_of(found("torch._dynamo.symbolic_convert.InstructionTranslator")).parameters[
+            "f_locals"
+        ],
+    ),
+    replace(
+        present("torch._C._dynamo.eval_frame.set_fullgraph_compiled_frame_count"),
+        since="2.13",
+    ),
     attribute("torch._dynamo.repro.after_dynamo.WrapBackendDebug._torchdynamo_orig_backend", wrapped_backend),
     attribute("torch._dynamo.repro.after_dynamo.WrapBackendDebug.__wrapped__", wrapped_backend),
     present(f"{EXC}.RestartAnalysis"),
@@ -161,6 +180,10 @@ SYMBOLS = [
     attribute(f"{EXC}.BackendCompilerFailed.inner_exception", failed_backend),
     attribute(
         "torch._dynamo.eval_frame.OptimizedModule._orig_mod", lambda: torch.compile(torch.nn.Identity())
+    ),
+    Symbol(
+        "torch._dynamo.eval_frame.OptimizedModule.dynamo_ctx.callback",
+        lambda: found("torch").compile(torch.nn.Identity()).dynamo_ctx.callback,
     ),
     # inductor
     called(f"{INDUCTOR}.async_compile.maybe_warm_pool", 0),
@@ -211,6 +234,11 @@ SYMBOLS = [
             "_backward_hooks",
             "_forward_hooks",
             "_forward_pre_hooks",
+            "_non_persistent_buffers_set",
+            "_state_dict_hooks",
+            "_state_dict_pre_hooks",
+            "_load_state_dict_pre_hooks",
+            "_load_state_dict_post_hooks",
         )
     ),
     # transformers
@@ -219,6 +247,8 @@ SYMBOLS = [
     present("transformers.utils.output_capturing.install_output_capuring_hook"),
     called("transformers.initialization.no_init_weights", 0),
     called("transformers.models.llama4.modeling_llama4.Llama4VisionRotaryEmbedding._compute_freqs_ci", 1),
+    Symbol("accelerate.hooks.add_hook_to_module._hf_hook", lambda: hooked_module()._hf_hook),
+    Symbol("accelerate.hooks.add_hook_to_module._old_forward", lambda: hooked_module()._old_forward),
     # triton
     present("triton.runtime.driver"),
     elsewhere(present("triton.runtime.driver.active"), "triton.runtime.driver.DriverConfig.active"),

@@ -242,7 +242,7 @@ def test_statistics_are_logged_every_so_many_items(
     full: Any, make_batch: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     full.statistics._log_interval = 3
-    with caplog.at_level(logging.INFO, "fxsplit_encoder.manager.statistics"):
+    with caplog.at_level(logging.INFO, "fxsplit_encoder.runtime.statistics"):
         full.execute(make_batch([(1, 2, 2)] * 2))
         assert "items: " not in caplog.text
         full.execute(make_batch([(1, 2, 2)] * 2))

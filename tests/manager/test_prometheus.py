@@ -10,9 +10,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from fxsplit_encoder.errors import InputError, MissingExtraError
 from fxsplit_encoder.manager.prometheus import PrometheusCollector
-from fxsplit_encoder.manager.statistics import ManagerStats, Statistics
 from fxsplit_encoder.planning.limits import CaptureKey
 from fxsplit_encoder.planning.reasons import MissReason
+from fxsplit_encoder.runtime.statistics import ManagerStats, Statistics
 
 BUDGETS = (
     "replays_total",

@@ -12,6 +12,7 @@ import torch
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.backend import BudgetDispatcher, dispatchers
+from fxsplit_encoder.runtime.statistics import Statistics
 
 from ..towers.tiny_inputs import items
 from ..towers.tiny_towers import tiny
@@ -28,9 +29,15 @@ def compiled_tower(tower: Any, config: fx.EncoderConfig, example: list[Any]) -> 
     compiled(*example)
     (dispatcher,) = set(dispatchers()) - known
     dispatcher.clear()
-    dispatcher.hits = 0
-    dispatcher.misses.clear()
+    dispatcher.statistics = Statistics(log_interval=0)
     return compiled, dispatcher
+
+
+def replays(stats: fx.ManagerStats) -> dict[Any, tuple[int, int, int]]:
+    counts = {
+        key: (each.replays, each.real_tokens, each.padded_tokens) for key, each in stats.budgets.items()
+    }
+    return {key: each for key, each in counts.items() if any(each)}
 
 
 @pytest.mark.parametrize(
@@ -59,6 +66,7 @@ def test_the_same_ladder_hits_misses_and_bits(name: str, options: dict[str, Any]
     stats = manager.stats()
     assert (stats.hits, Counter(stats.misses)) == (dispatcher.hits, dispatcher.misses)
     assert stats.hits + sum(stats.misses.values()) == len(requests)
+    assert replays(fx.stats(compiled)) == replays(stats)
     (path,) = manager.paths_by_key.values()
     for program in dispatcher.programs.values():
         assert program.budgets == path.budgets

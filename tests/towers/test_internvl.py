@@ -87,7 +87,7 @@ def test_only_what_surrounds_the_language_model_is_wrapped() -> None:
     text = model.model.language_model.config._attn_implementation
     wrapped = fx.wrap(model)
     names = {name.split(".")[0] for name, _ in wrapped.named_parameters()}
-    assert names == {"tower", "multi_modal_projector"}
+    assert names == {"vision_tower", "multi_modal_projector"}
     assert wrapped.tower is model.model.vision_tower
     assert isinstance(wrapped, fx.SupportsEncoderCudaGraph)
     assert wrapped.tower.config._attn_implementation == "sdpa"

@@ -112,7 +112,10 @@ def test_the_parameters_keep_their_names() -> None:
     assert set(model.state_dict()) == names
     model.load_state_dict(weights)
     fx.wrap(model)  # once more changes nothing
-    assert {n.split(".")[0] for n, _ in wrapped.named_parameters()} == {"tower", "multi_modal_projector"}
+    assert {n.split(".")[0] for n, _ in wrapped.named_parameters()} == {
+        "vision_model",
+        "multi_modal_projector",
+    }
 
 
 def test_a_bare_tower_is_not_projected(fresh_dynamo: None) -> None:

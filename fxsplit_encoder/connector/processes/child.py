@@ -19,7 +19,6 @@ from typing import NoReturn, get_args
 import torch
 from torch import Tensor
 
-import fxsplit_encoder
 from fxsplit_encoder.connector.processes.control import ControlClient
 from fxsplit_encoder.connector.processes.messages import (
     START,
@@ -42,6 +41,7 @@ from fxsplit_encoder.connector.transport.plain import from_plain
 from fxsplit_encoder.connector.transport.shared_memory import SharedMemoryTransport
 from fxsplit_encoder.connector.transport.wire import Codec
 from fxsplit_encoder.errors import EncoderLostError, InputError, TransportError, TransportFullError
+from fxsplit_encoder.version import VERSION
 
 EXIT_PARENT_GONE = 3
 _GREETING_SECONDS = 60.0
@@ -79,7 +79,7 @@ class EncoderHost:
 
     def serve(self) -> None:
         """Greet, then do what is asked until asked to stop."""
-        self._control.send(Hello(os.getpid(), fxsplit_encoder.__version__, str(torch.__version__)))
+        self._control.send(Hello(os.getpid(), VERSION, str(torch.__version__)))
         try:
             while not isinstance(message := self._control.receive(), Stop):
                 if not self._do(message):

@@ -15,13 +15,11 @@ from fxsplit_encoder.connector.store.messages import (
     Answer,
     Find,
     FromStore,
-    Greeting,
     Introduction,
-    Released,
 )
 from fxsplit_encoder.connector.transport.arena import adopt
 from fxsplit_encoder.connector.transport.block_reader import BlockReader
-from fxsplit_encoder.connector.transport.peer import close_all
+from fxsplit_encoder.connector.transport.peer import Greeting, Released, close_all
 from fxsplit_encoder.connector.transport.seam import Handle, Payload
 from fxsplit_encoder.connector.transport.wire import Codec, Message
 from fxsplit_encoder.errors import TransportError

@@ -21,8 +21,8 @@ from fxsplit_encoder.connector.store.messages import (
     Find,
     FromReader,
     Introduction,
-    Released,
 )
+from fxsplit_encoder.connector.transport.peer import Released
 from fxsplit_encoder.connector.transport.private_directory import private_directory, socket_path
 from fxsplit_encoder.connector.transport.seam import Handle
 from fxsplit_encoder.connector.transport.shared_memory import SharedMemoryTransport

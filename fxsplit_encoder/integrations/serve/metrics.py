@@ -12,7 +12,7 @@ import ray
 from ray.serve.metrics import Counter, Gauge, Histogram
 
 from fxsplit_encoder.integrations.images import Result
-from fxsplit_encoder.manager.statistics import ManagerStats
+from fxsplit_encoder.runtime.statistics import ManagerStats
 
 PREFIXES = ("ray_encoder_service_", "ray_serve_")
 """Of the metrics that are shown."""

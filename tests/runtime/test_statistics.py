@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxsplit_encoder.manager.statistics import BudgetStats, ManagerStats, Statistics, crossed_multiple
 from fxsplit_encoder.planning.limits import CaptureKey
 from fxsplit_encoder.planning.reasons import MissReason
+from fxsplit_encoder.runtime.statistics import BudgetStats, ManagerStats, Statistics, crossed_multiple
 
 
 def test_nothing_served_yet() -> None:

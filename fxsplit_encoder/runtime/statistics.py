@@ -1,10 +1,12 @@
-"""What the manager has served so far, counted as it serves."""
+"""What an encoder has served so far, counted as it serves."""
+
+from __future__ import annotations
 
 import logging
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from tabulate import tabulate
@@ -47,6 +49,15 @@ class BudgetStats:
     def mean_milliseconds(self) -> float | None:
         """Time of one replay; None if none was timed."""
         return self.milliseconds / self.timed_replays if self.timed_replays else None
+
+    def plus(self, other: BudgetStats) -> BudgetStats:
+        """What both have done."""
+        sums = {
+            each.name: getattr(self, each.name) + getattr(other, each.name)
+            for each in fields(self)
+            if each.name != "mode"
+        }
+        return BudgetStats(**sums, mode=self.mode or other.mode)
 
     def row(self) -> tuple[object, ...]:
         """Mode, MiB, replays, real and padded tokens, milliseconds a replay: a line of a table."""
@@ -95,6 +106,31 @@ class ManagerStats:
     def graph_bytes(self) -> int:
         """Device memory that all captures hold."""
         return sum(budget.graph_bytes for budget in self.budgets.values())
+
+    @classmethod
+    def total(cls, parts: Iterable[ManagerStats]) -> ManagerStats:
+        """The counts of several encoders together; those of equal captures are added up."""
+        parts = list(parts)
+        misses: Counter[MissReason] = Counter()
+        runs: Counter[str] = Counter()
+        budgets: dict[CaptureKey, BudgetStats] = {}
+        for part in parts:
+            misses.update(part.misses)
+            runs.update(part.fallback_runs)
+            for key, stats in part.budgets.items():
+                budgets[key] = budgets[key].plus(stats) if key in budgets else stats
+        return cls(
+            sum(part.hits for part in parts),
+            dict(misses),
+            {key: budgets[key] for key in sorted(budgets, key=_order)},
+            dict(runs),
+            sum(part.input_bytes for part in parts),
+        )
+
+    def under(self, name: str) -> ManagerStats:
+        """The same with a name before every path's."""
+        budgets = {key._replace(path=f"{name} {key.path}"): stats for key, stats in self.budgets.items()}
+        return replace(self, budgets=budgets)
 
     def as_dict(self) -> dict[str, Any]:
         """The same numbers as plain values that JSON can hold."""

@@ -1,0 +1,103 @@
+"""What encodes a tower's calls: the manager, or a program behind `torch.compile`."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fxsplit_encoder.backend import warmup
+from fxsplit_encoder.backend.stats import stats_of_compiled
+from fxsplit_encoder.compile import with_own_code
+from fxsplit_encoder.config import EncoderConfig
+from fxsplit_encoder.manager import EncoderCudaGraphManager
+from fxsplit_encoder.runtime.statistics import ManagerStats
+
+
+class Runner(Protocol):
+    """Encodes what an adapter takes."""
+
+    def run(self, inputs: dict[str, Any]) -> list[Tensor]:
+        """Every item's rows, (output tokens, hidden), in memory of their own."""
+
+    def capture(self) -> None:
+        """Compiles and captures whatever is not yet."""
+
+    def stats(self) -> ManagerStats:
+        """What was served so far."""
+
+    def clear(self) -> None:
+        """Gives all memory back."""
+
+
+class ManagerRunner:
+    """A tower's adapter in a manager, which captures when it is used first."""
+
+    def __init__(self, adapter: Any, config: EncoderConfig) -> None:
+        self.manager = EncoderCudaGraphManager(adapter, config)
+
+    def run(self, inputs: dict[str, Any]) -> list[Tensor]:
+        """As `EncoderCudaGraphManager.execute`."""
+        self.capture()
+        return self.manager.execute(inputs)
+
+    def capture(self) -> None:
+        """As `EncoderCudaGraphManager.capture`."""
+        if not self.manager.is_captured():
+            self.manager.capture()
+
+    def stats(self) -> ManagerStats:
+        """The manager's."""
+        return self.manager.stats()
+
+    def clear(self) -> None:
+        """Releases every capture."""
+        self.manager.clear()
+
+
+class CompiledRunner:
+    """A tower's adapter behind `torch.compile(backend="encoder_cg")`, where a call is one batch.
+
+    Args:
+        arguments: of the adapter's forward, from its `mm_kwargs`.
+    """
+
+    def __init__(
+        self,
+        adapter: Any,
+        config: EncoderConfig,
+        arguments: Callable[[Mapping[str, Any]], tuple[Tensor, ...]],
+    ) -> None:
+        self.adapter = adapter
+        self._arguments = arguments
+        adapter.returns_rows = True
+        # Dynamo limits how often one piece of code is compiled; every tower is to have a limit of its own.
+        adapter.forward = types.MethodType(with_own_code(type(adapter).forward), adapter)
+        options: Any = {"config": config}
+        self._compiled = torch.compile(adapter, backend="encoder_cg", fullgraph=True, options=options)
+
+    def run(self, inputs: dict[str, Any]) -> list[Tensor]:
+        """Encodes all items in one call."""
+        specs = self.adapter.get_encoder_cudagraph_item_specs(inputs)
+        with torch.inference_mode(False), torch.no_grad():
+            rows = self._compiled(*self._arguments(inputs))  # type: ignore[no-untyped-call]
+        items: dict[int, Tensor] = {}
+        tokens = [spec.output_tokens for spec in specs]
+        self.adapter.postprocess_encoder_output(
+            {"default": rows}, list(range(len(specs))), tokens, items, batch_mm_kwargs=inputs
+        )
+        return [items[index] for index in range(len(specs))]
+
+    def capture(self) -> None:
+        """As `warmup`."""
+        warmup(self._compiled)
+
+    def stats(self) -> ManagerStats:
+        """Those of the graphs that were compiled; each call is an item."""
+        return stats_of_compiled(self._compiled)
+
+    def clear(self) -> None:
+        """Nothing: what was compiled is released with the adapter."""

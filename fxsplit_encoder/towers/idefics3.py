@@ -1,0 +1,79 @@
+"""The vision towers of Idefics 3 and SmolVLM: SigLIP's, with positions that follow from each image's mask."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutput
+
+from fxsplit_encoder._torch.tensors import linked_copy
+from fxsplit_encoder.attention.hugging_face import use_dense_attention
+from fxsplit_encoder.towers.dense import DenseTower
+
+
+class Idefics3Tower(DenseTower):
+    """Wraps `Idefics3VisionTransformer` and `SmolVLMVisionTransformer` for images of one size that fill it,
+    as the tiles of these models do: positions are the same for all then.
+
+    An image's embedding is (patches, hidden_size), before the model's connector.
+
+    Args:
+        height, width: of an image in pixels; None: the size that the configuration names.
+    """
+
+    has_plain_blocks = True
+
+    def __init__(self, tower: nn.Module, height: int | None = None, width: int | None = None) -> None:
+        config: Any = tower.config
+        height, width = height or config.image_size, width or config.image_size
+        super().__init__(
+            tower,
+            tile_shape=(config.num_channels, height, width),
+            tokens_per_tile=(height // config.patch_size) * (width // config.patch_size),
+            out_hidden_size=config.hidden_size,
+        )
+        use_dense_attention(tower)
+        self.positions = _positions(self.tower.embeddings, self.tile_shape)
+        """(1, patches): rows of the position table."""
+
+    def features(self, tiles: Tensor) -> Tensor:
+        """The last hidden state of images without padding, whose attention needs no mask."""
+        tower = self.tower
+        embeddings = tower.embeddings
+        patches = embeddings.patch_embedding(tiles).flatten(2).transpose(1, 2)
+        hidden = patches + embeddings.position_embedding(self.positions)
+        output = tower.encoder(inputs_embeds=hidden, attention_mask=None)
+        features: Tensor = tower.post_layernorm(output.last_hidden_state)
+        return features
+
+    def call(self, tiles: Tensor) -> Any:
+        """The same in the tower's own output."""
+        features: Any = self.features(tiles)
+        return BaseModelOutput(last_hidden_state=features)
+
+
+@torch.no_grad()
+def _positions(embeddings: Any, shape: tuple[int, int, int]) -> Tensor:
+    """The positions that the tower itself looks up for an image without padding: it rounds them in the dtype
+    of the pixels.
+    """
+    recording, recorder = linked_copy(embeddings), _Recorder()
+    recording.position_embedding = recorder
+    weight: Tensor = embeddings.patch_embedding.weight
+    channels, height, width = shape
+    side = embeddings.patch_size
+    mask = torch.ones(1, height // side, width // side, dtype=torch.bool, device=weight.device)
+    recording(weight.new_zeros(1, channels, height, width), mask)
+    return recorder.positions
+
+
+class _Recorder(nn.Module):
+    """In the place of a position table: remembers what is looked up."""
+
+    positions: Tensor
+
+    def forward(self, positions: Tensor) -> Tensor:
+        self.positions = positions
+        return positions.new_zeros(*positions.shape, 1, dtype=torch.float32)

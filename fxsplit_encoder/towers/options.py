@@ -1,0 +1,75 @@
+"""Keyword arguments of a tower's forward: which of them change what it returns.
+
+Libraries pass on what they got themselves: transformers gives a tower `return_dict=True`, and in some
+versions `use_cache`, which a tower ignores. To Dynamo each set of arguments is another call, so they are
+settled before a trace sees them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+_IGNORED = frozenset(
+    {
+        *("use_cache", "cache_position", "logits_to_keep", "num_items_in_batch"),
+        *("vision_feature_layer", "vision_feature_layers", "vision_feature_select_strategy"),
+        *("vision_aspect_ratio", "batch_num_images"),
+    }
+)
+"""What is meant for a language model, or for the model around a tower, and a tower ignores."""
+
+_OFF = frozenset({"output_attentions", "output_hidden_states", "interpolate_pos_encoding"})
+"""What changes nothing unless it is asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The keyword arguments of a call, settled."""
+
+    kept: dict[str, Any]
+    """The tower's own inputs that were given by name."""
+    changing: dict[str, Any]
+    """What changes the result."""
+    returns_dict: bool
+    """Whether a tuple is not asked for."""
+
+
+def settle(
+    kwargs: Mapping[str, Any], own_names: Iterable[str], matters: Callable[[str, Any], bool]
+) -> Options:
+    """The keyword arguments of a call without those that change nothing.
+
+    Args:
+        kwargs: as they were given.
+        own_names: those that are inputs and no options.
+        matters: whether an option changes what is returned.
+    """
+    kept, changing = {}, {}
+    for name, value in kwargs.items():
+        if name in own_names:
+            kept[name] = value
+        elif name != "return_dict" and matters(name, value):
+            changing[name] = value
+    return Options(kept, changing, kwargs.get("return_dict") is not False)
+
+
+def matters(name: str, value: Any) -> bool:
+    """Whether an option changes what any tower returns; None is what leaving it out means."""
+    return not (value is None or name in _IGNORED or (name in _OFF and value is False))
+
+
+def without_inference_tensors(values: Any) -> Any:
+    """Tensors in tuples and dictionaries, where they were made in inference mode as copies that were not: a
+    trace that saw one kind does not hold for the other. Called outside of inference mode.
+    """
+    if isinstance(values, torch.Tensor):
+        return values.clone() if values.is_inference() else values
+    if isinstance(values, tuple):
+        return tuple(map(without_inference_tensors, values))
+    if isinstance(values, dict):
+        return {name: without_inference_tensors(value) for name, value in values.items()}
+    return values

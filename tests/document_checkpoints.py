@@ -1,0 +1,92 @@
+"""In place of the checkpoints that pages load: tiny models with random weights, and processors of theirs."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+IMAGE_TOKEN, TOKENS = 61, 64
+TEXT: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": TOKENS,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]},
+}
+VISION: dict[str, Any] = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 4,
+    "out_hidden_size": 32,
+    "deepstack_visual_indexes": [0],
+}
+SIGLIP: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 56,
+    "patch_size": 14,
+}
+
+
+def load_stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The classes that pages load from are ones that load these; some need torchvision only to be there."""
+    import transformers  # noqa: F401  # puts another module of that name in its place
+    from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+
+    def replace(name: str, made: Any) -> None:
+        monkeypatch.setattr(sys.modules["transformers"], name, SimpleNamespace(from_pretrained=made))
+
+    side = SIGLIP["image_size"]
+    size = {"height": side, "width": side}
+    replace("AutoModelForImageTextToText", lambda name, **kwargs: _model())
+    replace("AutoProcessor", lambda name: _Processor())
+    replace("AutoImageProcessor", lambda name: SiglipImageProcessorPil(size=size))
+    replace("SiglipVisionModel", lambda name: _siglip())
+
+
+def _model() -> Any:
+    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+    torch.manual_seed(0)
+    config = Qwen3VLConfig(text_config=TEXT, vision_config=VISION, image_token_id=IMAGE_TOKEN)
+    config.text_config.eos_token_id = None
+    return Qwen3VLForConditionalGeneration(config).eval()
+
+
+def _siglip() -> Any:
+    from transformers.models.siglip.configuration_siglip import SiglipVisionConfig
+    from transformers.models.siglip.modeling_siglip import SiglipVisionModel
+
+    torch.manual_seed(0)
+    return SiglipVisionModel(SiglipVisionConfig(**SIGLIP))
+
+
+class _Processor:
+    """A chat template and an image processor; every text is the same three tokens."""
+
+    def apply_chat_template(self, messages: list[Any], **options: Any) -> Any:
+        from transformers import BatchFeature
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+        assert options["tokenize"] and options["return_dict"]
+        images = [Image.open(part["path"]) for part in messages[0]["content"] if part["type"] == "image"]
+        inputs = Qwen2VLImageProcessorPil(patch_size=16, max_pixels=128 * 128)(images, return_tensors="pt")
+        num_tokens = int(inputs["image_grid_thw"].prod() // 4)
+        ids = torch.tensor([[5, 9, *[IMAGE_TOKEN] * num_tokens, 7]])
+        types = (ids == IMAGE_TOKEN).long()
+        made = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": types}
+        return BatchFeature({**made, **inputs})
+
+    def batch_decode(self, ids: torch.Tensor) -> list[str]:
+        return [" ".join(map(str, row)) for row in ids.tolist()]

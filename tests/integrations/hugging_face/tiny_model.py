@@ -1,0 +1,96 @@
+"""What the table of tiny models says of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from .prompts import IMAGE, VIDEO, Runs, batch, sequence
+
+Item = Any
+"""What an image or a video is to its model: a grid, a size, a number of tiles."""
+
+Pixels = Callable[[Sequence[Item], Sequence[Item], torch.Generator], dict[str, Any]]
+"""From images and videos to the model's inputs beside tokens."""
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    """A model with a language model of one layer, and a tower of two blocks."""
+
+    kind: str
+    """Its class in transformers."""
+    config: Callable[[], Any]
+    pixels: Pixels
+    image_runs: Callable[[Item], Runs]
+    """The tokens that stand for an image."""
+    images: tuple[Item, Item, Item]
+    """Three images, each of which it takes."""
+    video_runs: Callable[[Item], Runs] | None = None
+    """The same of a video; None: it takes none."""
+    video: Item = None
+    features: Callable[[Any, dict[str, Any]], Any] = lambda model, inputs: model.get_image_features(**inputs)
+    """The model's own method, on what `pixels` makes of images."""
+    token_types: bool = False
+    """Whether it wants to be told which tokens are an image's."""
+    video_alone: bool = False
+    """Whether the tokens of a video are an image's, so that there is no image beside it."""
+    slow: bool = False
+    """Whether its tower is another's in all but name."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """How it is captured, in what differs from the others."""
+
+    def make(self, directory: Path) -> None:
+        """Saves a checkpoint with random weights, as transformers does it."""
+        torch.manual_seed(0)
+        model = getattr(transformers, self.kind)(self.config())
+        randomize(model)
+        model.save_pretrained(directory)
+
+    def load(self, directory: Path) -> Any:
+        """The model of a checkpoint, as transformers loads it."""
+        return getattr(transformers, self.kind).from_pretrained(directory).eval()
+
+    def inputs(
+        self, sequences: Sequence[Sequence[Item]], videos: Sequence[Item] = (), seed: int = 0
+    ) -> dict[str, Any]:
+        """Arguments of `generate`: for every sequence its images, then, in the last one, the videos."""
+        generator = torch.Generator().manual_seed(seed)
+        runs: list[list[Runs]] = [[self.image_runs(image) for image in images] for images in sequences]
+        if videos:
+            assert self.video_runs is not None
+            runs[-1] += [self.video_runs(video) for video in videos]
+        inputs: dict[str, Any] = batch([sequence(items, n) for n, items in enumerate(runs)])
+        images = [image for one in sequences for image in one]
+        if self.token_types:
+            inputs["mm_token_type_ids"] = token_types(
+                inputs["input_ids"], image=2 if videos and not images else 1
+            )
+        return {**inputs, **(self.pixels(images, videos, generator) if images or videos else {})}
+
+    def image_inputs(self, images: Sequence[Item], seed: int = 0) -> dict[str, Any]:
+        """Arguments of the model's own features of images."""
+        return self.pixels(images, (), torch.Generator().manual_seed(seed))
+
+
+def token_types(ids: torch.Tensor, image: int) -> torch.Tensor:
+    """0 for text, 1 for images, 2 for videos."""
+    return image * (ids == IMAGE).long() + 2 * (ids == VIDEO).long()
+
+
+def randomize(model: nn.Module) -> None:
+    """Weights that let what a tower sees reach the tokens, none of them faint."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                fan = parameter[0].numel()
+                parameter.normal_(0, 1 / max(fan, 4) ** 0.5, generator=generator)
+            elif "bias" in name:
+                parameter.normal_(0, 0.1, generator=generator)
