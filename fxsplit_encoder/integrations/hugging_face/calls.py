@@ -57,6 +57,11 @@ class Calls(ABC):
         self.layers = tuple(layers)
         self.config = config
 
+    @staticmethod
+    def num_items(given: Mapping[str, Any]) -> int:
+        """How many images or videos a call has, for statistics of those that the tower itself serves."""
+        return 1
+
     @property
     @abstractmethod
     def expected_keys(self) -> Sequence[Hashable]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,14 +49,12 @@ class CapturedTower:
     """A tower's captures. They hold for its modules, and for the device and dtype of its parameters.
 
     Args:
-        forward: the tower's own.
+        layers: as of `Calls`.
     """
 
-    def __init__(
-        self, tower: nn.Module, layers: tuple[int, ...], settings: Settings, forward: Callable[..., Any]
-    ) -> None:
+    def __init__(self, tower: nn.Module, layers: tuple[int, ...], settings: Settings) -> None:
         self.settings = settings
-        self._forward = forward
+        self._tower = tower
         self._parameters, self._first = first_parameter(tower)
         self._placement = self._place() or (torch.device("cpu"), torch.float32)
         self._structure = Structure(tower)
@@ -65,10 +63,10 @@ class CapturedTower:
         self.calls: Calls | None = None
         self.refusal: tuple[MissReason, str] | None = None
         """Why nothing is captured, in one word and in a few."""
-        if self._structure.foreign is not None:
-            self.refusal = (MissReason.FOREIGN_CODE, self._structure.foreign)
-        elif not is_in_one_place(tower):
+        if not is_in_one_place(tower):
             self.refusal = (MissReason.OFFLOADED, "its parameters are not all on one device")
+        elif self._structure.foreign is not None:
+            self.refusal = (MissReason.FOREIGN_CODE, self._structure.foreign)
         else:
             self.calls = calls_of(tower)(_twin(tower), layers, settings.config)
 
@@ -117,8 +115,9 @@ class CapturedTower:
 
     def _make(self, key: Hashable) -> _Served:
         assert self.calls is not None
+        # Of another copy: what the calls have may be another tower than it was, and this may install hooks.
         with torch.inference_mode(False), torch.no_grad():
-            output = self._forward(**self.calls.example(key), return_dict=True)
+            output = _twin(self._tower)(**self.calls.example(key), return_dict=True)
         example = type(output)(**{n: _on_meta(value) for n, value in output.items()})
         adapter = self.calls.adapter(key, example)
         config = self.settings.config

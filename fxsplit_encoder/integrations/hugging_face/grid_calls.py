@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.integrations.hugging_face.calls import Call, Calls, Made, is_pixels
 from fxsplit_encoder.planning import MissReason
+from fxsplit_encoder.towers.inputs import number_of
 from fxsplit_encoder.towers.packed import PackedTower
 from fxsplit_encoder.towers.registry import wrap
 
@@ -27,6 +28,11 @@ class GridCalls(Calls):
         assert isinstance(adapter, PackedTower)
         self._adapter = adapter
         self.input_names = adapter.input_names
+
+    @staticmethod
+    def num_items(given: Mapping[str, Any]) -> int:
+        """One a grid."""
+        return max(1, number_of(given.get("grid_thw")))
 
     def read(self, given: Mapping[str, Any], options: Mapping[str, Any]) -> Call | MissReason:
         """The patches, and the grids as numbers: whatever reads them reads them once, since a tensor on a

@@ -20,6 +20,11 @@ class PixtralCalls(Calls):
     input_names = ("pixel_values", "image_sizes")
     expected_keys = ((),)
 
+    @staticmethod
+    def num_items(given: Mapping[str, Any]) -> int:
+        """One an image."""
+        return max(1, number_of(given.get("pixel_values")))
+
     def read(self, given: Mapping[str, Any], options: Mapping[str, Any]) -> Call | MissReason:
         """The images, and their sizes in patches."""
         if options:

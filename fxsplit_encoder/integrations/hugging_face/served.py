@@ -18,8 +18,9 @@ from torch import nn
 
 from fxsplit_encoder._torch.transformers import attention_implementation
 from fxsplit_encoder.errors import InputError, WeightsLayoutError
-from fxsplit_encoder.integrations.hugging_face.calls import Call, asked_for
+from fxsplit_encoder.integrations.hugging_face.calls import Call, Made, asked_for
 from fxsplit_encoder.integrations.hugging_face.captured import CapturedTower, Settings
+from fxsplit_encoder.integrations.hugging_face.families import calls_of
 from fxsplit_encoder.integrations.hugging_face.find import FoundTower
 from fxsplit_encoder.integrations.hugging_face.outputs import HiddenStates, make_output
 from fxsplit_encoder.planning import MissReason
@@ -30,6 +31,9 @@ logger = logging.getLogger(__name__)
 
 _EXACT_ATTENTION = frozenset({None, "eager", "sdpa", "flex_attention"})
 """Attention that computes what ours does, beside every flash attention."""
+
+_ASKED = frozenset({"hidden_states", "attentions"})
+"""Fields that an output has only where they are asked for."""
 
 _warming = threading.local()
 _numbers = itertools.count()
@@ -65,6 +69,7 @@ class ServedTower:
         self.previous = previous
         """The forward that the module had for itself; None: its class's."""
         self._parameter_names = list(inspect.signature(self.own_forward).parameters)
+        self._num_items = calls_of(found.module).num_items
         self._statistics = Statistics(log_interval=0)
         self._past: list[ManagerStats] = []
         self._lock = threading.RLock()
@@ -86,9 +91,10 @@ class ServedTower:
         if torch.compiler.is_compiling():
             _count_trace(self.number)
             return self.original(*args, **kwargs)
-        served = self._serve(args, kwargs)
+        given = {**dict(zip(self._parameter_names, args, strict=False)), **kwargs}
+        served = self._serve(given)
         if isinstance(served, MissReason):
-            self.record_miss(served)
+            self.record_miss(served, self._num_items(given))
             return self.original(*args, **kwargs)
         return served
 
@@ -103,20 +109,18 @@ class ServedTower:
 
     # --- one call
 
-    def _serve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The output of a call, or why captures do not serve it."""
-        captured = self._current()
-        calls = captured.calls
-        if calls is None:
-            return self._refused(captured)
-        given = {**dict(zip(self._parameter_names, args, strict=False)), **kwargs}
-        options = settle(given, calls.input_names, matters)
-        reason = self._condition(options.kept)
+    def _serve(self, given: dict[str, Any]) -> Any:
+        """The output of a call with these arguments, or why captures do not serve it."""
+        reason = self._condition(given)
         if reason is not None:
             return reason
+        captured = self._current()
+        if captured.calls is None:
+            return self._refused(captured)
+        options = settle(given, captured.calls.input_names, matters)
         try:
             fields, changing = asked_for(given, options.changing, self._module.config)
-            call = calls.read(options.kept, changing)
+            call = captured.calls.read(options.kept, changing)
             if isinstance(call, MissReason):
                 return call
             at_once = getattr(_warming, "on", False)
@@ -131,15 +135,15 @@ class ServedTower:
             self._tell(logging.INFO, f"{self.name}: encoded without a capture: {error}")
             return MissReason.UNSUPPORTED_INPUT
         assert captured.calls is not None
-        whole = functools.cache(functools.partial(self._compute, call, args, kwargs))
+        whole = functools.cache(functools.partial(self._compute, given))
         made = captured.calls.make(call, items, example)
-        output = _output(example, made.fields, made.layers, fields, whole)
+        output = _output(example, made, fields, whole)
         return output if _returns_dict(options, given, self._module.config) else output.to_tuple()
 
-    def _condition(self, inputs: Mapping[str, Any]) -> MissReason | None:
+    def _condition(self, given: Mapping[str, Any]) -> MissReason | None:
         """Why the tower itself serves every call that is made as this one is."""
         module = self._module
-        if module.training or (torch.is_grad_enabled() and _needs_gradients(module, inputs)):
+        if module.training or (torch.is_grad_enabled() and _needs_gradients(module, given)):
             return MissReason.GRADIENTS
         if torch.is_autocast_enabled(self._captured.device.type):
             return MissReason.AUTOCAST
@@ -156,16 +160,16 @@ class ServedTower:
             captured = self._again(captured, error)
             return captured, *captured.run(call)
 
-    def _compute(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _compute(self, given: dict[str, Any]) -> Any:
         """The tower's own output, for fields that captures do not make."""
-        self.record_miss(MissReason.UNCAPTURED_OUTPUT, call.items)
+        self.record_miss(MissReason.UNCAPTURED_OUTPUT, self._num_items(given))
         with torch.no_grad(), torch.autocast(self._captured.device.type, enabled=False):
-            return self.original(*args, **{**kwargs, "return_dict": True})
+            return self.original(**{**given, "return_dict": True})
 
     # --- what is captured
 
     def _capture(self) -> CapturedTower:
-        return CapturedTower(self._module, self._layers, self.settings, self.original)
+        return CapturedTower(self._module, self._layers, self.settings)
 
     def _current(self) -> CapturedTower:
         """What the tower is captured as now: where modules, dtype or device have changed, anew."""
@@ -225,17 +229,19 @@ class ServedTower:
             logger.log(level, "%s", message)
 
 
-def _output(
-    example: Any, made: dict[str, Any], layers: Mapping[int, Any], fields: set[str], whole: Callable[[], Any]
-) -> Any:
-    """The tower's output of what captures made, of which other fields are computed once they are read."""
-    further = {"hidden_states", "attentions"}
-    pending = ({*example.keys()} - further - made.keys()) | fields
-    if layers and "hidden_states" in fields:
-        states = HiddenStates(layers, len(example.hidden_states), lambda: whole().hidden_states)
-        made = {**made, "hidden_states": states}
+def _output(example: Any, made: Made, fields: set[str], whole: Callable[[], Any]) -> Any:
+    """The tower's output of what captures made, of which other fields are computed once they are read.
+
+    Args:
+        fields: those that were asked for beside the ones that the example has anyway.
+    """
+    ready = dict(made.fields)
+    pending = ({*example.keys()} - _ASKED - ready.keys()) | fields
+    if made.layers and "hidden_states" in fields:
+        count = len(example.hidden_states)
+        ready["hidden_states"] = HiddenStates(made.layers, count, lambda: whole().hidden_states)
         pending -= {"hidden_states"}
-    return make_output(type(example), made, pending, whole)
+    return make_output(type(example), ready, pending, whole)
 
 
 def _returns_dict(options: Options, given: Mapping[str, Any], config: Any) -> bool:

@@ -39,7 +39,7 @@ class Siglip2Calls(DenseCalls):
         if len(read) != count or mask.shape != (count, patches) or not fits:
             return MissReason.UNSUPPORTED_INPUT
         inputs = {"pixel_values": pixels, "pixel_attention_mask": mask, "spatial_shapes": read}
-        return Call(inputs, count, DenseKey((patches,)))
+        return Call(inputs, key=DenseKey((patches,)))
 
     def example(self, key: Hashable) -> dict[str, Any]:
         """One image, of one row of patches."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from PIL import Image
 
 import fxsplit_encoder as fx
 
@@ -23,6 +24,15 @@ class Loaded(NamedTuple):
     """Accelerated and warmed up. A test that changes it puts it back."""
     reference: Any
     """Nobody touches it."""
+
+
+IMAGES = Path(__file__).parents[3] / "examples" / "images"
+
+
+@pytest.fixture
+def example_image() -> Image.Image:
+    """A photograph."""
+    return Image.open(sorted(IMAGES.glob("*.jpg"))[0])
 
 
 @pytest.fixture(scope="session")
