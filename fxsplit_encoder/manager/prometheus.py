@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fxsplit_encoder.errors import InputError, MissingExtraError
@@ -33,8 +33,12 @@ class StatsSource(Protocol):
         ...
 
 
+Source = StatsSource | Callable[[], ManagerStats]
+"""What has statistics, or a function that takes them: `lambda: fxsplit_encoder.stats(model)`."""
+
+
 class PrometheusCollector(Collector):
-    """Exports the statistics of a manager; each scrape takes a snapshot, serving is not touched.
+    """Exports the statistics of an encoder; each scrape takes a snapshot, serving is not touched.
 
     | metric | type | labels | meaning |
     |---|---|---|---|
@@ -52,7 +56,8 @@ class PrometheusCollector(Collector):
     axes. All counters of items and fallbacks are there from the start, so that a rate sees the first miss.
 
     Args:
-        source: the manager.
+        source: the manager; or a function that returns statistics, for an accelerated model or a compiled
+            module: `lambda: fxsplit_encoder.stats(model)`.
         labels: names and values that every sample carries, for example the model's name.
         registry: where the collector registers itself. It takes one collector; a second manager in the same
             process needs another registry.
@@ -64,12 +69,12 @@ class PrometheusCollector(Collector):
 
     def __init__(
         self,
-        source: StatsSource,
+        source: Source,
         labels: Mapping[str, str] | None = None,
         *,
         registry: CollectorRegistry = REGISTRY,
     ) -> None:
-        self._source = source
+        self._read: Callable[[], ManagerStats] = source.stats if hasattr(source, "stats") else source
         self._labels = dict(labels or {})
         if taken := sorted(_OWN_LABELS & self._labels.keys()):
             raise InputError(f"labels: expected other names than the metrics' own; got {', '.join(taken)}")
@@ -82,7 +87,7 @@ class PrometheusCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """The metric families of this moment; Prometheus' client calls it at each scrape."""
-        stats = self._source.stats()
+        stats = self._read()
         yield from self._items(stats)
         yield from self._paths(stats)
         yield from self._budgets(stats)

@@ -1,0 +1,97 @@
+"""Statistics and warm-ups of whatever serves."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from prometheus_client import CollectorRegistry, generate_latest
+from torch import nn
+
+import fxsplit_encoder as fx
+from fxsplit_encoder.manager.prometheus import PrometheusCollector
+from fxsplit_encoder.planning import MissReason
+from fxsplit_encoder.runtime.statistics import BudgetStats, CaptureKey, ManagerStats
+
+OPTIONS: Any = {"token_budgets": [8, 16], "mode": "full", "piece_compiler": "eager"}
+
+
+def attention(x: torch.Tensor) -> torch.Tensor:
+    """(batch, rows, 16) to the same."""
+    heads = x.unflatten(2, (2, 8)).transpose(1, 2)
+    attended = torch.nn.functional.scaled_dot_product_attention(heads, heads, heads)
+    return x + attended.transpose(1, 2).flatten(2)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(attention(x))  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def test_a_manager_is_counted_and_warmed_up(make_manager: Any, make_batch: Any) -> None:
+    manager = make_manager(mode="full")
+    assert fx.warmup(manager) == len(manager.budget_graphs["default"]) == 4
+    manager.execute(make_batch([(1, 4, 6)]))
+    assert fx.stats(manager) == manager.stats()
+    assert fx.stats(manager).hits == 1
+
+
+@torch.no_grad()
+def test_calls_of_a_compiled_module_are_its_items(fresh_dynamo: None) -> None:
+    first, second = (torch.compile(Layer(), backend="encoder_cg", options=OPTIONS) for _ in range(2))
+    function = torch.compile(attention, backend="encoder_cg", options=OPTIONS)
+    for compiled in (first, first, function):
+        compiled(torch.randn(3, 4, 16))
+    counted = [fx.stats(each).items for each in (first, second, function)]
+    assert counted == [2, 0, 1]
+    stats = fx.stats(first)
+    assert stats.hits + sum(stats.misses.values()) == 2
+    assert sum(stats.fallback_runs.values()) == sum(stats.misses.values())
+    gc.collect()
+    assert fx.stats(first).items == 2
+
+
+def test_a_module_without_calls_has_none(fresh_dynamo: None) -> None:
+    compiled = torch.compile(nn.Linear(2, 2), backend="encoder_cg")
+    assert fx.stats(compiled).as_dict()["items"] == 0
+
+
+def test_statistics_of_a_function_are_exported() -> None:
+    stats = ManagerStats(3, {MissReason.OPTIONS: 2}, {CaptureKey("default", 8): BudgetStats(1, 5, 3)})
+    registry = CollectorRegistry()
+    PrometheusCollector(lambda: stats, {"model": "tiny"}, registry=registry)
+    text = generate_latest(registry).decode()
+    assert 'encoder_cudagraph_item_hits_total{model="tiny"} 3.0' in text
+    assert 'encoder_cudagraph_item_misses_total{model="tiny",reason="options"} 2.0' in text
+
+
+def test_statistics_add_up() -> None:
+    key, other = CaptureKey("default", 8), CaptureKey("default", 16)
+    first = ManagerStats(
+        1, {MissReason.OPTIONS: 1}, {key: BudgetStats(1, 5, 3, mode="full")}, {"eager": 1}, 10
+    )
+    second = ManagerStats(2, {}, {key: BudgetStats(2, 8, 8), other: BudgetStats(1, 16, 0)}, {"exact": 1}, 5)
+    assert ManagerStats.total([first, second]) == ManagerStats(
+        3,
+        {MissReason.OPTIONS: 1},
+        {key: BudgetStats(3, 13, 11, mode="full"), other: BudgetStats(1, 16, 0)},
+        {"eager": 1, "exact": 1},
+        15,
+    )
+    assert ManagerStats.total([]) == ManagerStats(0, {}, {})
+    assert list(first.under("visual").budgets) == [CaptureKey("visual default", 8)]
+
+
+@pytest.mark.parametrize("target", [nn.Linear(2, 2), 3])
+def test_what_serves_nothing_is_refused(target: Any) -> None:
+    with pytest.raises(fx.InputError, match="stats: expected a model after accelerate"):
+        fx.stats(target)
+    with pytest.raises(fx.InputError, match="makes no example inputs"):
+        fx.warmup(target)
