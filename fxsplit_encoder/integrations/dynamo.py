@@ -106,10 +106,8 @@ class DynamoVisionEncoder(VisionEncoderBackend):  # type: ignore[misc]  # Dynamo
     def forward_batch(
         self, items: Sequence[PreparedImage], target_bucket: int | None = None
     ) -> list[Tensor | Qwen3VLImageEncoding]:
-        """Encodes what `preprocess` made, on the thread that built.
-
-        Args:
-            target_bucket: one of `buckets`, or None. Either way the manager chooses among its captures.
+        """Encodes what `preprocess` made, on the thread that built. `target_bucket` is one of `buckets`, or
+        None; either way the manager chooses among its captures.
 
         Returns:
             For every item (output tokens, hidden) on the host, in the tower's dtype; grids where they belong.
