@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from fxsplit_encoder.connector.media import MediaLimits, load_image
 from fxsplit_encoder.errors import ConfigError, InputError, MediaError
+from fxsplit_encoder.media import MediaLimits, load_image
 from fxsplit_encoder.models.checkpoint import Checkpoint
 from fxsplit_encoder.models.load import load_tower, read_family
 
