@@ -1,11 +1,12 @@
-"""Fast vision encoders: graphs split at attention, CUDA graphs by token budget, and a manager that packs."""
+"""Fast vision encoders: graphs split at attention, CUDA graphs by token budget, and a manager that packs.
 
-from fxsplit_encoder.capture import (
-    BreakableCUDAGraphCapture,
-    BreakableCUDAGraphWrapper,
-    GraphPool,
-    eager_break_during_capture,
-)
+What needs torch is imported when it is used first: that takes seconds, for which a command's help need not
+wait.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from fxsplit_encoder.config import EncoderConfig, PathConfig
 from fxsplit_encoder.errors import (
     CaptureError,
@@ -22,8 +23,6 @@ from fxsplit_encoder.errors import (
     WeightsLayoutError,
     WeightsMovedError,
 )
-from fxsplit_encoder.integrations import accelerate, restore, stats, warmup
-from fxsplit_encoder.manager import EncoderCudaGraphManager, ManagerStats
 from fxsplit_encoder.planning import MissReason, Plan, generate_budgets
 from fxsplit_encoder.protocol import (
     BudgetGraphMetadata,
@@ -35,8 +34,18 @@ from fxsplit_encoder.protocol import (
     SupportsEncoderCudaGraph,
     scatter_output_slices,
 )
-from fxsplit_encoder.towers import DenseTowerSpec, PackedTower, supported_towers, wrap
 from fxsplit_encoder.version import VERSION
+
+if TYPE_CHECKING:
+    from fxsplit_encoder.capture import (
+        BreakableCUDAGraphCapture,
+        BreakableCUDAGraphWrapper,
+        GraphPool,
+        eager_break_during_capture,
+    )
+    from fxsplit_encoder.integrations import accelerate, restore, stats, warmup
+    from fxsplit_encoder.manager import EncoderCudaGraphManager, ManagerStats
+    from fxsplit_encoder.towers import DenseTowerSpec, PackedTower, supported_towers, wrap
 
 __version__ = VERSION
 
@@ -82,3 +91,33 @@ __all__ = [
     "warmup",
     "wrap",
 ]
+
+_WITH_TORCH = {
+    "accelerate": "integrations",
+    "restore": "integrations",
+    "stats": "integrations",
+    "warmup": "integrations",
+    "BreakableCUDAGraphCapture": "capture",
+    "BreakableCUDAGraphWrapper": "capture",
+    "GraphPool": "capture",
+    "eager_break_during_capture": "capture",
+    "EncoderCudaGraphManager": "manager",
+    "ManagerStats": "manager",
+    "DenseTowerSpec": "towers",
+    "PackedTower": "towers",
+    "supported_towers": "towers",
+    "wrap": "towers",
+}
+"""The packages of names that are imported when they are used."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WITH_TORCH:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_WITH_TORCH[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_WITH_TORCH})

@@ -1,3 +1,8 @@
+import subprocess
+import sys
+
+import pytest
+
 import fxsplit_encoder as fx
 
 NAMES = [
@@ -47,3 +52,17 @@ NAMES = [
 def test_the_public_names_are_these() -> None:
     assert fx.__all__ == NAMES == sorted(NAMES)
     assert all(getattr(fx, name).__doc__ for name in NAMES)
+
+
+def test_names_that_need_torch_are_listed_and_imported_when_they_are_used() -> None:
+    assert set(NAMES) <= set(dir(fx))
+    with pytest.raises(AttributeError, match="module 'fxsplit_encoder' has no attribute 'warm_up'"):
+        _ = fx.warm_up
+    script = (
+        "import sys, fxsplit_encoder as fx, fxsplit_encoder.cli.main\n"
+        "print([name for name in ('torch', 'transformers') if name in sys.modules])\n"
+        "from fxsplit_encoder import *\n"
+        "print('torch' in sys.modules, all(name in globals() for name in fx.__all__))"
+    )
+    finished = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert finished.stdout.splitlines() == ["[]", "True True"]

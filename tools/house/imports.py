@@ -44,7 +44,7 @@ def measure_imports() -> list[Measure]:
     """Circles and upward arrows, of imports that run and of those for annotations alone."""
     runs = _arrows(exclude_type_checking_imports=True)
     annotations = _arrows(exclude_type_checking_imports=False) - runs
-    floors = _with_front(read_floors(), runs)
+    floors = _with_front(read_floors(), runs | annotations)
     circles, package_circles = _circles(runs), _package_circles(runs)
     with_annotations = [circle for circle in _circles(runs | annotations) if circle not in circles]
     return [
@@ -75,8 +75,8 @@ def _arrows(*, exclude_type_checking_imports: bool) -> set[Arrow]:
 
 
 def _with_front(floors: dict[str, int], arrows: set[Arrow]) -> dict[str, int]:
-    """No floor names the package's `__init__`: it stands on the highest floor that it imports, so that those
-    above may import it.
+    """No floor names the package's `__init__`: it stands on the highest floor that it imports, if only when a
+    name is used, so that those above may import it.
     """
     imported = [height_of(after, floors) for before, after in arrows if before == PACKAGE]
     return {**floors, "": max(imported, default=0)}
