@@ -22,6 +22,7 @@ CASES: Mapping[str, str] = {
     "host": "what a request costs the CPU",
     "start": "where the seconds of a start go",
     "data_parallel": "a request shared among several GPUs",
+    "fleet": "what keeps a fleet of encoders busy, simulated",
     "ab": "two commits side by side on one device",
 }
 """By name, which is also that of its module in `cases`: what it measures."""

@@ -19,7 +19,7 @@ try:
     import ray
     import ray.data
 
-    from fxsplit_encoder.integrations.ray import EncodeJob
+    from fxsplit_encoder.integrations.ray import EncodeJob, Outcome
 except ModuleNotFoundError as error:
     raise MissingExtraError("encoder-cg encode --ray", "ray") from error
 
@@ -67,6 +67,8 @@ def run_encode_ray(
     job = EncodeJob(paths, output, settings, shard_size=cluster.shard_size, workers=cluster.workers)
     with progress_bars() as bar:
         outcome = job.run(bar("encoding"))
+    if outcome.shards:
+        document.facts({"limit": _limit(outcome)})
     document.facts(
         {
             "images": f"{outcome.images}, of which {outcome.written_before} were written before",
@@ -74,6 +76,13 @@ def run_encode_ray(
         }
     )
     document.put("file", str(output), f"wrote {output}")
+
+
+def _limit(outcome: Outcome) -> str:
+    seconds = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in outcome.seconds.items())
+    share, cpus = outcome.encoding_share, outcome.cpus_per_worker
+    wanted = f"for all of it a worker needs {cpus:.1f} CPUs that prepare and write"
+    return f"workers encoded {share:.0%} of the time ({seconds} in all); {wanted}"
 
 
 def _everywhere(model: str) -> str:

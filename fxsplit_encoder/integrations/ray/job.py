@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import ray
@@ -16,24 +15,13 @@ from fxsplit_encoder.integrations.images import ImageEncoderSettings
 from fxsplit_encoder.integrations.ray.encode_images import PREPARING, pool
 from fxsplit_encoder.integrations.ray.files import list_files
 from fxsplit_encoder.integrations.ray.fingerprints import checkpoint_digest, paths_digest
+from fxsplit_encoder.integrations.ray.outcome import Outcome, ShardReport
 from fxsplit_encoder.integrations.ray.parts import Parts
 from fxsplit_encoder.integrations.ray.prepare_images import preparer_of
 from fxsplit_encoder.integrations.ray.shards import EncodeShard, prepare_shard, write_shard
 
 Progress = Callable[[int, int], None]
 """Takes the images that are written, and how many there are."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a run came to."""
-
-    images: int
-    """All of the output's."""
-    written_before: int
-    """Of these, by runs before this one."""
-    failed: int
-    """Images of this run that have an error in place of an embedding."""
 
 
 class EncodeJob:
@@ -86,26 +74,25 @@ class EncodeJob:
         Raises:
             InputError: the output is of other images, settings or another checkpoint, or is being written.
         """
-        total = len(self.files)
+        total, workers = len(self.files), self._resources()[0]
+        shards: list[ShardReport] = []
         if self.parts.is_complete:
             self.parts.finish()
             progress(total, total)
-            return Outcome(total, total, 0)
+            return Outcome(total, total, (), workers)
         with self.parts.opened():
             missing = self.parts.missing()
-            before = done = total - sum(len(self._paths(shard)) for shard in missing)
-            failed = 0
-            progress(done, total)
+            before = total - sum(len(self._paths(shard)) for shard in missing)
+            progress(before, total)
             for row in self._dataset(missing).iter_rows() if missing else ():
-                done += row["images"]
-                failed += row["failed"]
-                progress(done, total)
+                shards.append(ShardReport.of(row))
+                progress(before + sum(shard.images for shard in shards), total)
             if left := self.parts.missing():
                 raise InputError(
                     f"{self.parts.directory}: shards {left[:8]} are not there; is it on every node?"
                 )
             self.parts.finish()
-        return Outcome(total, before, failed)
+        return Outcome(total, before, tuple(shards), workers)
 
     def _dataset(self, shards: Sequence[int]) -> ray.data.Dataset:
         """The run as a dataset: reading and preparing, encoding, writing."""

@@ -35,7 +35,7 @@ def test_inputs_come_back_as_they_were(model: Path) -> None:
     table = pa.table({"bytes": [b"a", b"b", b"c", b"d"], "name": list("abcd")})
     table = with_inputs(table, [*images[:2], "no image", images[2]])
     assert table.column_names == ["name", "inputs", "layout", "error"]
-    for sent in (table, unpacked(packed(7, table))[1]):
+    for sent in (table, unpacked(packed(7, table, {}))[1]):
         rows = inputs_of(sent)
         assert rows[2] == "no image"
         for row, image in zip([rows[0], rows[1], rows[3]], images, strict=True):
@@ -49,7 +49,7 @@ def test_inputs_come_back_as_they_were(model: Path) -> None:
 
 def test_a_shard_is_read_where_it_lies(model: Path) -> None:
     image = ImagePreparer(settings_of(model)).prepare(photograph())
-    row = packed(7, with_inputs(pa.table({"bytes": [b"a"]}), [image]))
+    row = packed(7, with_inputs(pa.table({"bytes": [b"a"]}), [image]), {})
     assert (row.num_rows, row["shard"].to_pylist()) == (1, [7])
     (found,) = inputs_of(unpacked(row)[1])
     assert isinstance(found, PreparedImage)

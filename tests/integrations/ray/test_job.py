@@ -160,8 +160,9 @@ def test_a_run_is_cut_off_and_resumed(whole: Path, photographs: Path, model: Pat
     text, _ = second.communicate()
     assert second.returncode == 0, text
     assert now == written
-    before = next(line for line in text.splitlines() if line.startswith("resumed"))
-    assert int(before.split()[1]) >= 5 * SHARD
+    images = next(line for line in text.splitlines() if line.startswith("images"))
+    assert int(images.split("of which ")[1].split()[0]) >= 5 * SHARD
+    assert any(line.startswith("limit    workers encoded") for line in text.splitlines())
     assert output.read_bytes() == whole.read_bytes()
     assert not parts.exists()
 
