@@ -77,6 +77,10 @@ class EncoderProcess:
 
     def _open(self, resources: contextlib.ExitStack) -> None:
         options = self._options
+        self._connection, theirs = connected_sockets()
+        # Closed after the transport, whose thread waits at it.
+        resources.callback(self._connection.close)
+        resources.callback(theirs.close)
         self.transport = SharedMemoryTransport(
             options.max_bytes, kept_bytes=options.kept_bytes, checksums=options.checksums
         )
@@ -89,8 +93,6 @@ class EncoderProcess:
         resources.callback(self._control.close)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         resources.callback(os.close, self._wake)
-        self._connection, theirs = connected_sockets()
-        resources.callback(self._connection.close)
         with theirs:
             arguments = options.command_line(path, theirs.fileno())
             self._process = launching.launch(arguments, theirs.fileno(), options)

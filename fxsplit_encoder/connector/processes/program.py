@@ -16,7 +16,6 @@ from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.messages import shown
 
 MODULE = "fxsplit_encoder.connector.processes"
-CHECKPOINT_FACTORY = "fxsplit_encoder.models.encoders:checkpoint_encoder"
 
 
 @dataclass(frozen=True)
@@ -30,22 +29,6 @@ class EncoderProgram:
 
     factory: str
     arguments: Mapping[str, object] = field(default_factory=dict)
-
-    @classmethod
-    def of_checkpoint(
-        cls, model: str | Path, config: str | Path | None = None, device: str = "cpu", dtype: str = "auto"
-    ) -> EncoderProgram:
-        """The tower of a checkpoint.
-
-        Args:
-            model: the directory of a Hugging Face checkpoint, or its name in the local cache.
-            config: a YAML file of settings; None: the defaults.
-            device: on which it encodes.
-            dtype: in which; auto: the checkpoint's.
-        """
-        path = None if config is None else str(config)
-        arguments = {"model": str(model), "config": path, "device": device, "dtype": dtype}
-        return cls(CHECKPOINT_FACTORY, arguments)
 
     def resolve(self) -> Callable[..., Any]:
         """The function itself.

@@ -15,13 +15,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from fxsplit_encoder.connector.processes import EncoderProgram, ProcessEncoder
+from fxsplit_encoder.connector.processes import EncoderProgram, ProcessEncoder, program
 from fxsplit_encoder.connector.seams import PreparedItem
 from fxsplit_encoder.errors import EncoderLostError, InputError, MediaError
 from tests.connector.resources import eventually, mapped_bytes, num_descriptors
 
 from .conftest import DOUBLING, make_item
 from .encoders import LIES
+from .forked import fork
 
 Make = Callable[..., ProcessEncoder]
 
@@ -386,3 +387,21 @@ def test_any_history_leaves_nothing(make_encoder: Make) -> None:
     machine: Any = Lives
     machine.TestCase.settings = settings(max_examples=8, stateful_step_count=12)
     machine.TestCase().runTest()
+
+
+def test_a_socket_that_others_have_inherited_does_not_hide_the_end(
+    make_encoder: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[int] = []
+
+    def launch(arguments: Any, descriptor: int, options: Any) -> Any:
+        kept.append(os.dup(descriptor))  # as a process that was forked meanwhile has it
+        return fork(arguments, descriptor, options)
+
+    monkeypatch.setattr(program, "launch", launch)
+    encoder = make_encoder()
+    assert encoder.pid is not None
+    os.kill(encoder.pid, signal.SIGKILL)
+    assert eventually(lambda: not encoder.is_alive)
+    encoder.close()
+    os.close(kept[0])

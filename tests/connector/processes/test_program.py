@@ -28,12 +28,6 @@ def test_what_a_module_lacks_itself_is_its_own_error(tmp_path: Path, monkeypatch
         EncoderProgram("needing:make").resolve()
 
 
-def test_a_checkpoint_is_a_program_of_plain_arguments(tmp_path: Path) -> None:
-    program = EncoderProgram.of_checkpoint(tmp_path, tmp_path / "config.yaml", device="cuda:1")
-    assert program.factory == "fxsplit_encoder.models.encoders:checkpoint_encoder"
-    assert all(isinstance(value, str) for value in program.arguments.values())
-
-
 def test_the_command_line_says_all() -> None:
     options = ProcessOptions(max_bytes=5, kept_bytes=4, checksums=True)
     words = options.command_line(Path("/run/x"), 9)

@@ -1,0 +1,107 @@
+"""A checkpoint's tower as an encoder of the connector, in this process or in one of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import fxsplit_encoder as fx
+from fxsplit_encoder.connector.manager_encoder import ManagerEncoder
+from fxsplit_encoder.connector.processes import EncoderProgram, ProcessEncoder, ProcessOptions
+from fxsplit_encoder.connector.seams import Modality
+from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.messages import shown
+from fxsplit_encoder.models.checkpoint import Checkpoint
+from fxsplit_encoder.models.load import load_tower, read_family
+
+_AUTO = "auto"
+
+
+def checkpoint_encoder(
+    model: str | Path, config: str | Path | None = None, device: str = "cpu", dtype: str = _AUTO
+) -> ManagerEncoder:
+    """An encoder in this process, not started yet.
+
+    Args:
+        model: a directory or a hub name.
+        config: a YAML file of settings; None: the defaults, or on a CPU no captures.
+        device: on which it encodes.
+        dtype: in which; auto: bfloat16 on CUDA, float32 on a CPU.
+
+    Raises:
+        InputError: a file is missing or malformed, or names no family that is known.
+        ConfigError: a setting is wrong.
+    """
+    checkpoint = Checkpoint.locate(model)
+    family, _ = read_family(checkpoint)
+    place = torch.device(device)
+    tower = load_tower(checkpoint, _dtype_of(dtype, place), place)
+    return ManagerEncoder(fx.EncoderCudaGraphManager(family.wrap(tower), _config_of(config, place)))
+
+
+def checkpoint_process(
+    model: str | Path,
+    config: str | Path | None = None,
+    device: str = "cpu",
+    dtype: str = _AUTO,
+    options: ProcessOptions | None = None,
+) -> ProcessEncoder:
+    """An encoder in a process of its own, not started yet; the arguments are those of `checkpoint_encoder`.
+
+    Args:
+        options: of the process.
+    """
+    checkpoint = Checkpoint.locate(model)
+    arguments = {
+        "model": str(model),
+        "config": None if config is None else str(config),
+        "device": device,
+        "dtype": dtype,
+    }
+    program = EncoderProgram(f"{__name__}:{checkpoint_encoder.__name__}", arguments)
+    return ProcessEncoder(program, options, _row_bytes(checkpoint, _dtype_of(dtype, torch.device(device))))
+
+
+def weightless_tower(model: str | Path | Checkpoint) -> Any:
+    """A wrapped tower that has no weights: it counts tokens and prepares nothing more.
+
+    What prepares media beside an encoder in another process needs one (`models.media.media_processor`).
+
+    Args:
+        model: a directory or a hub name.
+
+    Raises:
+        InputError: a file is missing or malformed, or names no family that is known.
+    """
+    checkpoint = model if isinstance(model, Checkpoint) else Checkpoint.locate(model)
+    family, settings = read_family(checkpoint)
+    tower = family.empty_tower(settings, torch.device("cpu"))
+    for module in tower.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(parameter.to("meta"), requires_grad=False))
+    return family.wrap(tower)
+
+
+def _row_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> Mapping[Modality, int]:
+    declared = weightless_tower(checkpoint).get_encoder_cudagraph_config()
+    return {modality: declared.out_hidden_size * dtype.itemsize for modality in declared.modalities}
+
+
+def _config_of(path: str | Path | None, device: torch.device) -> fx.EncoderConfig:
+    if path is not None:
+        return fx.EncoderConfig.from_yaml(path)
+    # Captures pay off over many calls on a GPU. On a CPU they only cost.
+    return fx.EncoderConfig() if device.type == "cuda" else fx.EncoderConfig(mode="none")
+
+
+def _dtype_of(name: str, device: torch.device) -> torch.dtype:
+    if name == _AUTO:
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise InputError(f"dtype: expected auto or a name such as bfloat16; got {shown(name)}")
+    return dtype

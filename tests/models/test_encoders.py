@@ -1,0 +1,55 @@
+"""Encoders of checkpoints. One of them runs in tests/connector/processes/test_spawned_process.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from fxsplit_encoder.connector.seams import MediaItem
+from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.models.encoders import checkpoint_encoder, checkpoint_process, weightless_tower
+from fxsplit_encoder.models.media import media_processor
+
+from .checkpoints import CHECKPOINTS, save
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_a_tower_without_weights_counts_and_declares_as_one_with_them(
+    name: str, photograph: Path, tmp_path: Path
+) -> None:
+    _, directory = save(tmp_path / "checkpoint", name)
+    tower = weightless_tower(directory)
+    assert all(parameter.is_meta for parameter in tower.parameters())
+    here, apart = checkpoint_encoder(directory), checkpoint_process(directory)
+    for modality in ("image", "video", "audio"):
+        assert apart.row_bytes(modality) == here.row_bytes(modality)
+    processor = media_processor(tower, directory)
+    item = MediaItem("image", photograph)
+    prepared = processor.prepare(item)
+    (feature,) = here.encode([prepared])
+    assert processor.count_tokens(item) == prepared.num_tokens == feature.shape[0]
+    assert feature.nbytes == feature.shape[0] * (apart.row_bytes("image") or 0)
+
+
+def test_settings_and_dtypes_are_taken(tmp_path: Path) -> None:
+    _, directory = save(tmp_path / "checkpoint", "siglip")
+    settings = tmp_path / "config.yaml"
+    settings.write_text("mode: full\ntoken_budgets: [4]\n", encoding="utf-8")
+    encoder = checkpoint_encoder(directory, settings, dtype="bfloat16")
+    assert (encoder.manager.config.mode, encoder.manager.dtype) == ("full", torch.bfloat16)
+    apart = checkpoint_process(directory, settings, dtype="bfloat16")
+    assert apart.row_bytes("image") == encoder.row_bytes("image")
+    assert apart.program.arguments["config"] == str(settings)
+
+
+@pytest.mark.parametrize("dtype", ["float", "int32", "nn", "no such"])
+def test_a_dtype_that_is_none_is_an_error(dtype: str, tmp_path: Path) -> None:
+    _, directory = save(tmp_path / "checkpoint", "siglip")
+    if dtype == "float":  # as torch has it
+        assert checkpoint_encoder(directory, dtype=dtype).manager.dtype == torch.float32
+        return
+    for make in (checkpoint_encoder, checkpoint_process):
+        with pytest.raises(InputError, match="dtype: expected"):
+            make(directory, dtype=dtype)
