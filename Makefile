@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := test
 .DELETE_ON_ERROR:
-.PHONY: demo test quick lint types docs bench house clean
+.PHONY: demo test quick soak lint types docs bench house clean
 
 demo: $(STAMP)
 	$(BIN)/encoder-cg demo
@@ -16,7 +16,11 @@ test: $(STAMP)
 
 # What a change needs first: all tests but those marked `slow` and those of a GPU.
 quick: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --maxprocesses 8 --dist loadfile -m "not slow" --ignore tests/gpu
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --maxprocesses 8 --dist loadfile -m "not slow and not soak" --ignore tests/gpu
+
+# Ten thousand requests to the connector, with every fault that can be injected.
+soak: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m soak -s tests/connector
 
 lint: $(STAMP)
 	$(BIN)/ruff check

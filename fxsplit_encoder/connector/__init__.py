@@ -1,1 +1,65 @@
-"""Asynchronous encoding above the manager: media in, features at their placeholder tokens out."""
+"""Asynchronous encoding above the manager: media in, features at their placeholder tokens out.
+
+Nothing here needs a package that only an extra installs; what does is imported by its module: encoders in other
+processes (`processes`), reading of media (`preprocess`), metrics (`prometheus`).
+"""
+
+from fxsplit_encoder.connector.books.books import Step
+from fxsplit_encoder.connector.books.ticket import Ticket
+from fxsplit_encoder.connector.books.workers import WorkerStatus
+from fxsplit_encoder.connector.connector import Connector, FeatureRows
+from fxsplit_encoder.connector.failures import FAILURE_KINDS
+from fxsplit_encoder.connector.fake import FakeEncoder, FakeProcessor, fake_rows
+from fxsplit_encoder.connector.keys import TowerIdentity
+from fxsplit_encoder.connector.manager_encoder import ManagerEncoder
+from fxsplit_encoder.connector.merge import MergedRows
+from fxsplit_encoder.connector.positions import Placeholder, Placeholders, PositionMap
+from fxsplit_encoder.connector.request import FAIL, RETRY, TEXT_ONLY, EncodeRequest, FailurePolicy
+from fxsplit_encoder.connector.seams import (
+    FeatureEncoder,
+    MediaItem,
+    MediaProcessor,
+    MediaReducer,
+    PreparedItem,
+)
+from fxsplit_encoder.connector.settings import SPECIFIED_BATCHES, ConnectorConfig
+from fxsplit_encoder.connector.specification import OmniConnector
+from fxsplit_encoder.connector.states import TRANSITIONS, Availability, Residence, State
+from fxsplit_encoder.connector.statistics import ConnectorStats, Durations
+
+__all__ = [
+    "FAIL",
+    "FAILURE_KINDS",
+    "RETRY",
+    "SPECIFIED_BATCHES",
+    "TEXT_ONLY",
+    "TRANSITIONS",
+    "Availability",
+    "Connector",
+    "ConnectorConfig",
+    "ConnectorStats",
+    "Durations",
+    "EncodeRequest",
+    "FailurePolicy",
+    "FakeEncoder",
+    "FakeProcessor",
+    "FeatureEncoder",
+    "FeatureRows",
+    "ManagerEncoder",
+    "MediaItem",
+    "MediaProcessor",
+    "MediaReducer",
+    "MergedRows",
+    "OmniConnector",
+    "Placeholder",
+    "Placeholders",
+    "PositionMap",
+    "PreparedItem",
+    "Residence",
+    "State",
+    "Step",
+    "Ticket",
+    "TowerIdentity",
+    "WorkerStatus",
+    "fake_rows",
+]

@@ -1,0 +1,258 @@
+"""An engine that serves requests for a while, with everything going wrong that can."""
+
+from __future__ import annotations
+
+import gc
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxsplit_encoder.connector.books.ticket import Ticket
+from fxsplit_encoder.connector.connector import Connector
+from fxsplit_encoder.connector.manager_encoder import ManagerEncoder
+from fxsplit_encoder.connector.positions import PositionMap
+from fxsplit_encoder.connector.request import EncodeRequest, FailurePolicy
+from fxsplit_encoder.connector.seams import FeatureEncoder, MediaItem, PreparedItem
+from fxsplit_encoder.connector.settings import ConnectorConfig
+from fxsplit_encoder.connector.states import State
+from fxsplit_encoder.connector.threads.copies import Copies
+from fxsplit_encoder.errors import ConnectorFullError
+
+from . import tiny_vision
+from .scenes import PATIENCE_S
+
+TOKENS = {"image": 9, "video": 8}
+PAGE = 4096
+
+
+class Killed(BaseException):
+    """Ends a thread; nobody expects it."""
+
+
+class FaultyEncoder:
+    """An encoder that at times raises, runs out of memory, dawdles, or takes its thread along."""
+
+    def __init__(self, inner: FeatureEncoder, rate: float, seed: int) -> None:
+        self._inner = inner
+        self._rate = rate
+        self._draw = random.Random(seed)
+        self.start, self.close = inner.start, inner.close
+        self.predict_cost, self.row_bytes = inner.predict_cost, inner.row_bytes
+
+    def encode(self, items: Sequence[PreparedItem]) -> list[Tensor]:
+        luck = self._draw.random() / self._rate
+        if luck < 0.2:
+            raise RuntimeError("an injected fault")
+        if luck < 0.4:
+            raise torch.OutOfMemoryError("an injected lack of memory")
+        if luck < 0.6:
+            raise ValueError("an injected refusal")
+        if luck < 0.8:
+            time.sleep(0.02)
+        elif luck < 0.9:
+            raise Killed
+        return self._inner.encode(items)
+
+
+class FaultyCopies(Copies):
+    """Copies that at times cannot be started, or fail while they are under way."""
+
+    def __init__(self, rate: float, seed: int) -> None:
+        super().__init__()
+        self._rate = rate
+        self._draw = random.Random(seed)
+
+    def to_host(self, rows: Tensor, buffer: Tensor) -> Any:
+        luck = self._draw.random() / self._rate
+        if luck < 0.3:
+            raise RuntimeError("an injected fault of a copy")
+        target, event = super().to_host(rows, buffer)
+        return (target, FailingEvent()) if luck < 0.6 else (target, event)
+
+
+class FailingEvent:
+    """Of a copy whose device is lost: whoever waits for it first is told."""
+
+    def __init__(self) -> None:
+        self._was_told = False
+
+    def query(self) -> bool:
+        return self._was_told
+
+    def synchronize(self) -> None:
+        was_told, self._was_told = self._was_told, True
+        if not was_told:
+            raise RuntimeError("an injected fault during a copy")
+
+
+@dataclass
+class Live:
+    """A request that the engine serves."""
+
+    ticket: Ticket
+    items: Sequence[MediaItem]
+    born: float
+    holds: int = 1
+
+
+@dataclass
+class Engine:
+    """Submits requests as fast as the connector takes them, and treats them as engines do."""
+
+    connector: Connector
+    draw: random.Random
+    num_media: int
+    references: dict[bytes, Tensor]
+    live: dict[int, Live] = field(default_factory=dict)
+    ends: Counter[str] = field(default_factory=Counter)
+    checked: int = 0
+
+    def serve(self, num_requests: int) -> None:
+        left = num_requests
+        while left or self.live:
+            while left and len(self.live) < 64:
+                if not self.submit():
+                    break
+                left -= 1
+            self.step()
+
+    def submit(self) -> bool:
+        draw = self.draw
+        items = [self.media() for _ in range(draw.choice([0, 1, 1, 1, 2, 3]))]
+        tokens = [1, *(TOKENS[item.modality] for item in items), 2]
+        policy = FailurePolicy(
+            draw.choice(["fail", "text_only"]), draw.choice([0, 1, 3]), draw.choice([None, "half_resolution"])
+        )
+        request = EncodeRequest(
+            f"request {draw.randrange(1 << 30)}",
+            items,
+            PositionMap(tokens, [item.modality for item in items], TOKENS),
+            policy,
+            draw.choice(["discard", "keep"]),
+            timeout_s=draw.choice([None] * 20 + [0.003]),
+            salt=draw.choice(["", "", "tenant"]),
+        )
+        try:
+            ticket = self.connector.submit(request)
+        except ConnectorFullError:
+            self.ends["refused"] += 1
+            return False
+        self.live[ticket.number] = Live(ticket, items, time.monotonic())
+        return True
+
+    def media(self) -> MediaItem:
+        number = self.draw.randrange(self.num_media)
+        kind = self.draw.random()
+        if kind < 0.05:
+            return MediaItem("video", tiny_vision.clip(number))
+        if kind < 0.08:
+            return MediaItem("image", tiny_vision.jpeg(number)[: self.draw.choice([0, 30, 700])])
+        return MediaItem("image", tiny_vision.jpeg(number) if kind < 0.9 else tiny_vision.crop(number))
+
+    def step(self) -> None:
+        step = self.connector.step()
+        for ticket in step.unavailable:
+            if self.live.pop(ticket.number, None) is not None:
+                self.ends[str(ticket.state)] += 1
+        for number, each in list(self.live.items()):
+            state = each.ticket.state
+            if state is State.READY:
+                self.treat(each)
+            elif state is State.RELEASED:
+                self.ends["released"] += 1
+                del self.live[number]
+            elif self.draw.random() < 0.0005:
+                self.connector.cancel(each.ticket)
+            assert time.monotonic() - each.born < PATIENCE_S, f"{each.ticket} hangs"
+        if step.deferred and not step.ready:
+            time.sleep(0.0005)
+
+    def treat(self, each: Live) -> None:
+        """Prefill in chunks, and at times preemption, beams, rollback or a client that goes."""
+        luck, connector, ticket = self.draw.random(), self.connector, each.ticket
+        if luck < 0.02:
+            connector.cancel(ticket)
+            return
+        if luck < 0.1 and each.holds < 3:
+            each.holds += connector.hold(ticket) == "ready"
+            return
+        self.prefill(ticket)
+        each.holds -= 1
+        connector.release(ticket, keep=luck > 0.95)
+        if each.holds == 0 and 0.1 < luck < 0.15 and connector.hold(ticket) != "unavailable":
+            each.holds, each.born = 1, time.monotonic()  # preempted: it reads again
+
+    def prefill(self, ticket: Ticket) -> None:
+        placeholders = ticket.request.placeholders
+        assert isinstance(placeholders, PositionMap)
+        length = placeholders.merged_length(ticket.token_counts)
+        out = torch.full((length, tiny_vision.WIDTH), -1.0)
+        chunk = self.draw.choice([5, 16, 64])
+        for start in range(0, length, chunk):
+            stop = min(start + chunk, length)
+            self.connector.merge(ticket, (start, stop), out[start:stop])
+        row = 1
+        for item, count in zip(ticket.items, ticket.token_counts, strict=True):
+            expected = self.references.get(item.digest or b"")
+            if expected is not None and count:
+                torch.testing.assert_close(out[row : row + count], expected[:, : tiny_vision.WIDTH])
+                self.checked += 1
+            row += count
+        assert row == length - 1 and (out[[0, -1]] == -1).all()
+
+
+def make_references(num_media: int) -> dict[bytes, Tensor]:
+    """What the tower itself makes of some of the media."""
+    processor, found = tiny_vision.processor(), {}
+    with torch.no_grad():
+        for number in range(0, num_media, 3):
+            item = processor.prepare(MediaItem("image", tiny_vision.jpeg(number)))
+            output = tiny_vision.tower().tower(item.inputs["pixel_values"], item.inputs["image_grid_thw"])
+            found[item.digest] = torch.cat([output.pooler_output, *output.deepstack_features], dim=1)
+    return found
+
+
+def make_connector(rate: float, encoders: Sequence[Callable[[], Any]] = (), **settings: Any) -> Connector:
+    """Two workers with real towers and faults, and others; less memory than there is to keep."""
+    managers = [tiny_vision.manager() for _ in range(2)]
+    seeds = iter(range(1 << 30))
+
+    def faulty(index: int) -> Callable[[], FaultyEncoder]:
+        return lambda: FaultyEncoder(ManagerEncoder(managers[index]), rate, next(seeds))
+
+    defaults = {
+        "host_bytes": 32 * PAGE,
+        "device_bytes": 4 * PAGE,
+        "staging_bytes": 1 << 20,
+        "cpu_workers": 2,
+        "max_batch_items": 8,
+        "max_waiting_items": 64,
+        "timeout_s": PATIENCE_S,
+        "max_worker_restarts": 1 << 20,
+        "max_item_losses": 4,
+        "log_tickets": False,
+    }
+    return Connector(
+        tiny_vision.processor(),
+        [faulty(0), faulty(1), *encoders],
+        ConnectorConfig(**{**defaults, **settings}),
+        copies=FaultyCopies(rate, 7),
+    )
+
+
+def resident_bytes() -> int:
+    """Of this process, once garbage is gone."""
+    gc.collect()
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * 4096
+
+
+def shared_memory_files() -> set[str]:
+    return {path.name for path in Path("/dev/shm").iterdir()}

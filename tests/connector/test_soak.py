@@ -1,0 +1,59 @@
+"""The connector under load and faults, for a while: none lost, none hung, nothing left."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from . import tiny_vision
+from .resources import nothing_left
+from .soak import Engine, make_connector, make_references, resident_bytes, shared_memory_files
+
+
+def serve(engine: Engine, num_requests: int) -> None:
+    engine.serve(num_requests)
+    connector = engine.connector
+    assert sum(engine.ends[end] for end in ("released", "failed", "cancelled")) == num_requests
+    assert connector.audit() == []
+    assert connector.stats().live_tickets == connector.stats().waiting_items == 0
+
+
+def test_some_requests_with_faults() -> None:
+    files, references = shared_memory_files(), make_references(60)
+    tiny_vision.manager()  # what compiling leaves behind stays
+    with nothing_left():
+        with make_connector(rate=0.1) as connector:
+            engine = Engine(connector, random.Random(0), 60, references)
+            serve(engine, 400)
+            stats = connector.stats()
+        assert connector.audit() == []
+        assert not any(connector.stats().bytes_used.values())
+    assert engine.checked > 50
+    assert stats.lost_workers and stats.split_batches and stats.retries and stats.hits and stats.evictions
+    assert shared_memory_files() == files
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_ten_thousand_requests_with_faults() -> None:
+    files, references = shared_memory_files(), make_references(600)
+    tiny_vision.manager()
+    with nothing_left():
+        with make_connector(rate=0.05) as connector:
+            engine = Engine(connector, random.Random(1), 600, references)
+            serve(engine, 2_000)
+            before = resident_bytes()
+            serve_more(engine, 8_000)
+            grown = resident_bytes() - before
+            stats = connector.stats()
+        assert connector.audit() == []
+        assert not any(connector.stats().bytes_used.values())
+    print(f"\n{stats}\n{engine.ends}, {engine.checked} checked, {grown / 2**20:.1f} MiB more")
+    assert grown < 64 << 20
+    assert shared_memory_files() == files
+
+
+def serve_more(engine: Engine, num_requests: int) -> None:
+    engine.ends.clear()
+    serve(engine, num_requests)
