@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,19 @@ import torch
 from torch import nn
 
 MAX_LEN = 2048
+
+_captures = False
+
+
+@contextlib.contextmanager
+def as_a_gpu_captures() -> Iterator[None]:
+    """Models that leave something out while a GPU captures do so inside."""
+    global _captures
+    _captures = True
+    try:
+        yield
+    finally:
+        _captures = False
 
 
 @functools.cache
@@ -23,6 +38,9 @@ def start_vllm() -> None:
     from tests_vllm.padded_attention import use_padded_attention
 
     use_padded_attention()
+    # What models ask of a GPU.
+    torch.cuda.is_current_stream_capturing = lambda: _captures
+    torch.accelerator.get_memory_info = lambda device=None: (2**30, 2**30)
     place = tempfile.mkdtemp()
     with set_current_vllm_config(VllmConfig()):
         init_distributed_environment(1, 0, f"file://{place}/rendezvous", 0, "gloo")
