@@ -123,7 +123,7 @@ def small_deepseek_ocr() -> Iterator[None]:
             use_rel_pos=True,
             global_attn_indexes=[1],
             window_size=4,
-            out_chans=32,
+            out_chans=256,
             last_conv_output=WIDTH,
         )
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from fxsplit_encoder.errors import FxSplitError, InputError
@@ -69,7 +70,7 @@ def read_item_specs(tower: Any, mm_kwargs: Any) -> list[EncoderItemSpec]:
             global_output_tokens=getattr(spec, "global_output_tokens", None),
             local_output_tokens=getattr(spec, "local_output_tokens", None),
         )
-        for spec in _specs_of(tower, mm_kwargs)
+        for spec in map(_with_integers, _specs_of(tower, mm_kwargs))
     ]
     _check_sizes(tower, specs)
     return specs
@@ -102,6 +103,17 @@ def _specs_of(tower: Any, mm_kwargs: Mapping[str, Any]) -> Sequence[Any]:
             f"mm_kwargs: {type(tower).__name__} does not read {names_of(mm_kwargs)} as items: "
             f"{type(error).__name__}: {error}"
         ) from error
+
+
+def _with_integers(spec: Any) -> Any:
+    """A spec whose sizes are integers, of one that a tower computed from the numbers in its inputs."""
+    if not isinstance(spec.input_size, Tensor | np.generic):
+        return spec
+    try:
+        paths = {name: int(size) for name, size in spec.path_output_tokens.items()}
+        return EncoderItemSpec(int(spec.input_size), int(spec.output_tokens), paths)
+    except (RuntimeError, TypeError, ValueError):  # of several elements, or no number at all
+        return spec
 
 
 def _is_size(value: Any) -> bool:
