@@ -7,6 +7,7 @@ specs, and a `local_output` argument. Towers written that way, or without what c
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
@@ -107,12 +108,13 @@ def _specs_of(tower: Any, mm_kwargs: Mapping[str, Any]) -> Sequence[Any]:
 
 def _with_integers(spec: Any) -> Any:
     """A spec whose sizes are integers, of one that a tower computed from the numbers in its inputs."""
-    if not isinstance(spec.input_size, Tensor | np.generic):
+    if not (isinstance(spec.input_size, Tensor | np.generic) and hasattr(spec, "path_output_tokens")):
         return spec
+    integer = operator.index
     try:
-        paths = {name: int(size) for name, size in spec.path_output_tokens.items()}
-        return EncoderItemSpec(int(spec.input_size), int(spec.output_tokens), paths)
-    except (RuntimeError, TypeError, ValueError):  # of several elements, or no number at all
+        paths = {name: integer(size) for name, size in spec.path_output_tokens.items()}
+        return EncoderItemSpec(integer(spec.input_size), integer(spec.output_tokens), paths)
+    except TypeError:  # of several elements, or no integer
         return spec
 
 
