@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import vllm
 
 from tests_vllm.inputs import (
     Grids,
@@ -22,6 +23,7 @@ from tests_vllm.inputs import (
     WholeAndTiles,
 )
 
+VERSION = tuple(int(part) for part in vllm.__version__.split(".")[:2])
 WIDTH = 64
 PATCH = 4
 TEXT = dict(
@@ -68,9 +70,11 @@ class Tiny:
     """What is replaced while the model is built and used: sizes that its code writes out."""
     adjust: Callable[[Any], None] = lambda model: None
     """What is replaced in the model: what asks a processor for numbers."""
-    compiles: str = ""
+    rounding: float = 0.0
+    """By how much its padded forward differs, where it pads within an image: vLLM's own captures do, too."""
+    not_compiled: str = ""
     """Why it is not compiled; empty if it is."""
-    minimum: str = "0.32"
+    since: tuple[int, int] = (0, 32)
     """The first version that captures it."""
 
     def sources(self) -> str:
@@ -114,22 +118,22 @@ def small_deepseek_ocr() -> Iterator[None]:
         return deepencoder.ImageEncoderViT(
             depth=2,
             embed_dim=WIDTH,
-            img_size=256,
-            mlp_ratio=2,
+            img_size=1024,
+            mlp_ratio=4,
             norm_layer=partial(nn.LayerNorm, eps=1e-6),
             num_heads=4,
             patch_size=16,
             qkv_bias=True,
             use_rel_pos=True,
             global_attn_indexes=[1],
-            window_size=4,
+            window_size=14,
             out_chans=256,
             last_conv_output=WIDTH,
         )
 
     clip_sizes = dict(
         hidden_size=WIDTH,
-        intermediate_size=96,
+        intermediate_size=4 * WIDTH,
         num_attention_heads=4,
         num_hidden_layers=2,
         image_size=64,
@@ -453,7 +457,7 @@ TINY: dict[str, Tiny] = {
         eager=[("image", [(4, 6)])],
         budgets=(16, 32, 64),
         small=small_deepseek_vl2,
-        minimum="0.33",
+        since=(0, 33),
     ),
     "MiniCPM-V": Tiny(
         dict(
@@ -487,6 +491,7 @@ TINY: dict[str, Tiny] = {
         [("image", [[(30, 20)], [(40, 20)] * 9])],
         budgets=(8, 16),
         code=True,
+        rounding=1e-6,
         adjust=fixed_positions,
     ),
     "Gemma 4": Tiny(
@@ -514,6 +519,7 @@ TINY: dict[str, Tiny] = {
         [[(2, 30, 21)], [(2, 30, 21), (1, 30, 21)]],
         [("image", [(1, 30, 21)] * 9)],
         budgets=(70, 140, 280),
+        not_compiled="do not have one size that varies" if VERSION < (0, 33) else "",
         small=one_hot_of_a_gpu,
     ),
 }
