@@ -30,8 +30,8 @@ def as_a_gpu_captures() -> Iterator[None]:
 
 
 @functools.cache
-def start_vllm() -> None:
-    """What a worker does before it builds a model."""
+def start_vllm(rank: int = 0, ranks: int = 1, rendezvous: str = "") -> None:
+    """What a worker does before it builds a model; the ranks share it by tensor parallelism."""
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
 
@@ -41,10 +41,10 @@ def start_vllm() -> None:
     # What models ask of a GPU.
     torch.cuda.is_current_stream_capturing = lambda: _captures
     torch.accelerator.get_memory_info = lambda device=None: (2**30, 2**30)
-    place = tempfile.mkdtemp()
+    place = rendezvous or f"file://{tempfile.mkdtemp()}/rendezvous"
     with set_current_vllm_config(VllmConfig()):
-        init_distributed_environment(1, 0, f"file://{place}/rendezvous", 0, "gloo")
-        initialize_model_parallel(1, 1)
+        init_distributed_environment(ranks, rank, place, rank, "gloo")
+        initialize_model_parallel(ranks, 1)
 
 
 def engine_config(config: dict[str, Any], code: str = "", **options: Any) -> Any:
@@ -73,7 +73,8 @@ def build(vllm_config: Any) -> Any:
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.utils import initialize_model
 
-    start_vllm()
+    if not torch.distributed.is_initialized():
+        start_vllm()
     with set_current_vllm_config(vllm_config):
         model = initialize_model(vllm_config)
     randomize(model)

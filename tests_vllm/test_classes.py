@@ -57,7 +57,7 @@ def serve(tiny: Tiny, compiles: bool) -> Iterator[Served]:
         "encoder_cudagraph_max_vision_items_per_batch": tiny.items,
         "encoder_cudagraph_max_frames_per_batch": tiny.frames,
     }
-    settings = PluginSettings(compile=compiles, encoder=EncoderConfig(piece_compiler="eager"))
+    settings = PluginSettings(EncoderConfig(piece_compiler="eager")) if compiles else PluginSettings()
     adapter = make_adapter(EncoderCudaGraphManager, settings)
     with pytest.MonkeyPatch.context() as patch, tiny.small():
         if compiles:

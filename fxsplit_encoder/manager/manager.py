@@ -216,11 +216,8 @@ class EncoderCudaGraphManager:
 
     def can_replay(self) -> bool:
         """Whether what was captured serves any batch, or the settings ask for no captures."""
-        useful = (
-            path.captured or path.ladder.no_graph_needed or path.recurring_counts == "hits"
-            for path in self.paths_by_key.values()
-        )
-        return self._is_idle or (bool(self.model_config.modalities) and any(useful))
+        serves = any(path.serves for path in self.paths_by_key.values())
+        return self._is_idle or (bool(self.model_config.modalities) and serves)
 
     def _check_captures(self) -> None:
         """An encoder that is enabled and can replay nothing says so."""

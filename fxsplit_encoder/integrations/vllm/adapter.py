@@ -72,8 +72,6 @@ class VllmEncoderManager:
         asks = needs_range(own, vllm_config, model_config)
         budget_range = model.get_encoder_cudagraph_budget_range(vllm_config) if asks else None
         config = encoder_config(own, vllm_config, model_config, budget_range)
-        if not self.settings.compile:
-            config = config.replace(mode="breakable", splitting_ops=())  # TODO
         group = None
         if self._is_data_parallel:
             config, group = config.replace(data_parallel=True), device_group()
@@ -145,7 +143,7 @@ class VllmEncoderManager:
             self._rehearsal = Rehearsal(manager)
             self._rehearsal.capture()
             return
-        if self.settings.compile:
+        if manager.config.compile:
             _note_bounds(manager)
         manager.capture()
         if manager.model_config.modalities and not manager.can_replay():

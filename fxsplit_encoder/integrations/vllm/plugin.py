@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from typing import Any
 
 from fxsplit_encoder.errors import ConfigError
@@ -55,12 +54,12 @@ def _install(settings: PluginSettings) -> str | None:
     problem = manager_problem(vllm.__version__, original, SupportsEncoderCudaGraph, encoder_cudagraph_defs)
     if problem is not None:
         return problem
-    if settings.compile:
+    if settings.encoder.compile:
         from fxsplit_encoder.integrations.vllm.attention import install_attention
 
         if (problem := install_attention()) is not None:
             warn_once(f"fxsplit_encoder does not compile encoders: {problem}")
-            settings = replace(settings, compile=False)
+            settings = settings.without_compiling()
     _replace(original, make_adapter(original, settings))
     return None
 

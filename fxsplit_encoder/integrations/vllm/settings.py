@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,7 +10,6 @@ from typing import Any
 
 from fxsplit_encoder.config import EncoderConfig, PathConfig
 from fxsplit_encoder.errors import ConfigError
-from fxsplit_encoder.messages import shown
 from fxsplit_encoder.planning.budgets import inferred_budgets
 from fxsplit_encoder.planning.limits import needs_budget_range, resolve_limits
 from fxsplit_encoder.settings_file import read_settings
@@ -29,13 +29,16 @@ _FEW_FRAMES = 16
 class PluginSettings:
     """What `VARIABLE` asks for."""
 
+    encoder: EncoderConfig = field(default_factory=functools.partial(EncoderConfig, compile=False))
+    """Settings of the manager, but that towers are compiled on demand only: then they attend through this
+    library's op in place of vLLM's."""
     enabled: bool = True
     """False: vLLM's manager is left in its place."""
-    compile: bool = False
-    """Whether towers are compiled, with this library's attention in place of vLLM's. False: they are captured
-    as they are, with vLLM's kernels."""
-    encoder: EncoderConfig = field(default_factory=EncoderConfig)
-    """Settings of the manager. Those of `data_parallel` are vLLM's to make."""
+
+    def without_compiling(self) -> PluginSettings:
+        """The same for towers as they are."""
+        defaults = {"piece_compiler": "auto", "passes": "auto", "precision": "auto"}
+        return PluginSettings(self.encoder.replace(compile=False, **defaults), self.enabled)
 
 
 def read_plugin_settings(environment: Mapping[str, str] = os.environ) -> PluginSettings:
@@ -56,13 +59,10 @@ def read_plugin_settings(environment: Mapping[str, str] = os.environ) -> PluginS
 
 
 def _parsed(values: dict[Any, Any]) -> PluginSettings:
-    compiles = values.pop("compile", False)
-    if not isinstance(compiles, bool):
-        raise ConfigError(f"compile: allowed: true or false; got {shown(compiles)}")
     if "data_parallel" in values:
         raise ConfigError("data_parallel: follows vLLM's --mm-encoder-tp-mode; leave it out")
-    encoder = EncoderConfig.from_options({"config": values})
-    return PluginSettings(encoder.enabled, compiles, encoder)
+    encoder = EncoderConfig.from_options({"config": {"compile": False, **values}})
+    return PluginSettings(encoder, encoder.enabled)
 
 
 def encoder_config(

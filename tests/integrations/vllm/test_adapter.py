@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -91,7 +90,7 @@ def test_captures_that_vllm_throws_away_only_take_memory(
     monkeypatch.setattr(
         fx.EncoderCudaGraphManager, "compile", lambda self, progress=None: compiled.append(self)
     )
-    manager = make(own=PluginSettings(compile=True))
+    manager = make(own=PluginSettings(fx.EncoderConfig()))
     for _ in range(2):
         profile_cudagraph_memory(manager)
         assert manager._rehearsal.num_captures == 4  # two budgets, in both modes of what is not compiled
@@ -251,6 +250,6 @@ def test_what_no_runner_reads_is_vllms(make: Callable[..., Any]) -> None:
 def test_settings_that_do_not_suit_the_model_leave_it_to_vllm(
     make: Callable[..., Any], warnings_of_plugin: list[str]
 ) -> None:
-    own = replace(PluginSettings(), encoder=fx.EncoderConfig(paths={"crops": fx.PathConfig(mode="full")}))
-    assert make(own=own).manager is None
+    own = fx.EncoderConfig(paths={"crops": fx.PathConfig(mode="full")})
+    assert make(own=PluginSettings(own)).manager is None
     assert "paths.crops" in warnings_of_plugin[0]

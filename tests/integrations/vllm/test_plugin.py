@@ -55,7 +55,7 @@ def test_compiling_replaces_the_attention_too(
     register()
     register()
     assert list(vllm.module(CUSTOM_OP).op_registry_oot) == ["MMEncoderAttention"]
-    assert vllm.manager.settings.compile
+    assert vllm.manager.settings.encoder.compile
     assert vllm.manager.settings.encoder.token_budgets == (64,)
 
 
