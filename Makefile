@@ -3,16 +3,23 @@ PYTHON ?= python3
 VENV  := .venv
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
+VLLM  := .venv-vllm
 
 .DEFAULT_GOAL := test
 .DELETE_ON_ERROR:
-.PHONY: demo test quick soak lint types docs bench house clean
+.PHONY: demo test test-vllm quick soak lint types docs bench house clean
 
 demo: $(STAMP)
 	$(BIN)/encoder-cg demo
 
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --maxprocesses 8 --dist loadfile
+
+# vLLM's own classes, in an environment of their own: 0.32.0, and the Python code of 0.33.0 over it.
+test-vllm: $(VLLM)/.installed
+	cd tests_vllm && OMP_NUM_THREADS=1 PYTHONPATH=site:.. ../$(VLLM)/bin/pytest -n 2 --dist loadscope
+	cd tests_vllm && OMP_NUM_THREADS=1 PYTHONPATH=../$(VLLM)/vllm-0.33.0:site:.. \
+		../$(VLLM)/bin/pytest -n 2 --dist loadscope test_plugin.py test_classes.py
 
 # What a change needs first: all tests but those marked `slow` and those of a GPU.
 quick: $(STAMP)
@@ -42,10 +49,14 @@ house: $(STAMP)
 	OMP_NUM_THREADS=1 PYTHONPATH=tools $(BIN)/python -m house
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e '.[dev,cli]'
+	touch $@
+
+$(VLLM)/.installed: tests_vllm/install.sh tests_vllm/constraints.txt
+	PYTHON=$(PYTHON) bash tests_vllm/install.sh $(VLLM)
 	touch $@

@@ -21,7 +21,7 @@ from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.capture.recorder import StepRecorder
 from fxsplit_encoder.capture.requests import CaptureRequest, ProgramBody
 from fxsplit_encoder.capture.segmented import SegmentedCapture
-from fxsplit_encoder.capture.segments import pad_cu_seqlens, pad_cu_seqlens_on_device
+from fxsplit_encoder.capture.segments import fill_cu_seqlens, pad_cu_seqlens, pad_cu_seqlens_on_device
 from fxsplit_encoder.compile.derived import DerivedParameters
 from fxsplit_encoder.errors import CaptureError, CaptureMemoryError, FxSplitError
 
@@ -46,6 +46,7 @@ class CapturedForward:
         self.inputs = request.inputs
         self.parameters = request.parameters
         self.segment_inputs = tuple(request.segment_inputs)
+        self._lengths = tuple(request.lengths)
         self.rows = request.rows
         self.num_rows = request.num_rows
         self.mode = mode
@@ -146,6 +147,9 @@ class CapturedForward:
             for name, buffer in self.inputs.buffers.items()
             if name in self.segment_inputs or (self._attended(name) and buffer.padding_logic is None)
         )
+        for name in self._lengths:  # another library's attention reads them
+            if name not in self.segment_inputs:
+                self.inputs.buffers[name].padding_logic = fill_cu_seqlens
 
     def _attended(self, name: str) -> Attended | None:
         return self.live.attended.get(self.inputs.buffers[name].tensor.data_ptr())

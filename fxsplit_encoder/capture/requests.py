@@ -68,6 +68,8 @@ class CaptureRequest:
     """Where a module's own code breaks in mode "breakable"."""
     is_alone: bool = False
     """Whether a module's own code may call no other rank: nobody sees to it that they capture the same."""
+    lengths: Sequence[str] = ()
+    """The inputs of a module's own code that look like cumulative lengths, whatever reads them."""
 
     @property
     def modes(self) -> list[str]:

@@ -94,6 +94,25 @@ def pad_cu_seqlens_on_device(cu_seqlens: Tensor, length: int) -> Tensor:
     return torch.cat([cu_seqlens, cu_seqlens[-1:].expand(spare)]) if spare else cu_seqlens
 
 
+def fill_cu_seqlens(buffer: Tensor, value: Tensor) -> None:
+    """Fills a buffer of cumulative lengths with a batch's, extended by empty segments.
+
+    Raises:
+        RuntimeError: more entries than the buffer has.
+    """
+    entries = value.shape[0]
+    buffer[:entries].copy_(value)
+    buffer[entries:].copy_(value[-1:].expand(buffer.shape[0] - entries))
+
+
+def is_cumulative(tensor: Tensor) -> bool:
+    """Whether a tensor looks like cumulative lengths: 32-bit integers that rise from 0."""
+    if tensor.dim() != 1 or tensor.dtype != torch.int32 or tensor.shape[0] < 2:
+        return False
+    entries = tensor.tolist()
+    return entries[0] == 0 < entries[-1] and all(a <= b for a, b in itertools.pairwise(entries))
+
+
 def fits(num_segments: int, num_rows: int, length: int, rows: int) -> bool:
     """Whether a batch fits captured cumulative lengths of `length` entries over `rows` rows."""
     return num_rows <= rows and num_segments <= length - 1

@@ -9,7 +9,7 @@ Between the two only operations that work row by row are passed.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import sympy
@@ -18,7 +18,8 @@ from torch import fx
 
 from fxsplit_encoder._torch.aot import fake_mode_of
 from fxsplit_encoder._torch.dispatch import has_tag
-from fxsplit_encoder.compile.sizes import expression
+from fxsplit_encoder.compile.padding.token_sizes import TokenSizes
+from fxsplit_encoder.compile.sizes import assumptions_of, expression
 
 aten = torch.ops.aten
 
@@ -47,7 +48,8 @@ def mask_pad_rows(module: fx.GraphModule, targets: Collection[Any]) -> fx.Node |
     Returns:
         A placeholder, the graph's last, for a 0-dimensional int64 tensor; None without attentions.
     """
-    found = ((node, _rows(node)) for node in module.graph.nodes if node.target in targets)
+    assumptions = assumptions_of([node for node in module.graph.nodes if node.op == "placeholder"])
+    found = ((node, _rows(node, assumptions)) for node in module.graph.nodes if node.target in targets)
     attentions = {node: rows for node, rows in found if rows is not None}
     if not attentions:
         return None
@@ -64,7 +66,7 @@ def mask_pad_rows(module: fx.GraphModule, targets: Collection[Any]) -> fx.Node |
     return num_rows
 
 
-def _rows(node: fx.Node) -> sympy.Symbol | None:
+def _rows(node: fx.Node, assumptions: Sequence[sympy.Basic]) -> sympy.Expr | None:
     """The rows that a splitting op may leave unwritten where they are padding: tokens, which `num_rows`
     counts. None for an op of torch, and for rows that are computed or constant, which are never padded.
     """
@@ -72,17 +74,20 @@ def _rows(node: fx.Node) -> sympy.Symbol | None:
     if node.target.namespace == "aten" or not isinstance(value, torch.Tensor):  # type: ignore[union-attr]
         return None
     rows = next((size for size in map(expression, value.shape) if size.free_symbols), None)
-    return rows if isinstance(rows, sympy.Symbol) and _dim_of(rows, value) is not None else None
+    if rows is None or _dim_of(rows, value) is None:
+        return None
+    symbol = str(next(iter(rows.free_symbols)))
+    return rows if rows.is_Symbol or TokenSizes(symbol, (), assumptions).count_tokens(rows) else None
 
 
-def _dim_of(rows: sympy.Symbol, value: torch.Tensor) -> int | None:
+def _dim_of(rows: sympy.Expr, value: torch.Tensor) -> int | None:
     """The dimension of so many rows, where those before it have one entry."""
     sizes = list(map(expression, value.shape))
     dim = sizes.index(rows) if rows in sizes else None
     return dim if dim is not None and all(size == 1 for size in sizes[:dim]) else None
 
 
-def _first_pointwise(attention: fx.Node, rows: sympy.Symbol) -> fx.Node:
+def _first_pointwise(attention: fx.Node, rows: sympy.Expr) -> fx.Node:
     """The node to mask: the first pointwise operation after an attention, or the attention itself."""
     node = attention
     while len(node.users) == 1:
@@ -100,7 +105,7 @@ def _first_pointwise(attention: fx.Node, rows: sympy.Symbol) -> fx.Node:
     return attention
 
 
-def _mask(graph: fx.Graph, node: fx.Node, rows: sympy.Symbol, num_rows: fx.Node, fake_mode: Any) -> None:
+def _mask(graph: fx.Graph, node: fx.Node, rows: sympy.Expr, num_rows: fx.Node, fake_mode: Any) -> None:
     users = list(node.users)
     value = node.meta["val"]
     dim = _dim_of(rows, value)

@@ -1,7 +1,7 @@
 """Asynchronous encoding above the manager: media in, features at their placeholder tokens out.
 
-Nothing here needs a package that only an extra installs; what does is imported by its module: encoders in other
-processes (`processes`), reading of media (`preprocess`), metrics (`prometheus`).
+Nothing here needs a package that only an extra installs; what does is imported by its module: encoders
+in other processes (`processes`), reading of media (`preprocess`), metrics (`prometheus`).
 """
 
 from fxsplit_encoder.connector.books.books import Step

@@ -18,9 +18,16 @@ def item_modalities(tower: SupportsEncoderCudaGraph, mm_kwargs: dict[str, Any], 
 
 
 def item_segments(tower: SupportsEncoderCudaGraph, mm_kwargs: dict[str, Any], num_items: int) -> list[int]:
-    """Attention segments of every item, of a video its frames; one each where the tower does not tell."""
+    """Attention segments of every item, of a video its frames. Where the tower does not tell: the frames in
+    its videos' grids, if it has any; else one each.
+    """
     told = _told(tower, "item_segments", mm_kwargs, num_items)
-    return told if told is not None else [1] * num_items
+    if told is not None:
+        return told
+    grids = mm_kwargs.get("video_grid_thw")
+    if grids is None or len(grids) != num_items:
+        return [1] * num_items
+    return [int(grid[0]) for grid in grids]
 
 
 def video_frames(

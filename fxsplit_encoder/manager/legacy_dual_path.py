@@ -7,10 +7,12 @@ specs, and a `local_output` argument. Towers written that way, or without what c
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from fxsplit_encoder.errors import FxSplitError, InputError
@@ -69,7 +71,7 @@ def read_item_specs(tower: Any, mm_kwargs: Any) -> list[EncoderItemSpec]:
             global_output_tokens=getattr(spec, "global_output_tokens", None),
             local_output_tokens=getattr(spec, "local_output_tokens", None),
         )
-        for spec in _specs_of(tower, mm_kwargs)
+        for spec in map(_with_integers, _specs_of(tower, mm_kwargs))
     ]
     _check_sizes(tower, specs)
     return specs
@@ -102,6 +104,18 @@ def _specs_of(tower: Any, mm_kwargs: Mapping[str, Any]) -> Sequence[Any]:
             f"mm_kwargs: {type(tower).__name__} does not read {names_of(mm_kwargs)} as items: "
             f"{type(error).__name__}: {error}"
         ) from error
+
+
+def _with_integers(spec: Any) -> Any:
+    """A spec whose sizes are integers, of one that a tower computed from the numbers in its inputs."""
+    if not (isinstance(spec.input_size, Tensor | np.generic) and hasattr(spec, "path_output_tokens")):
+        return spec
+    integer: Any = operator.index
+    try:
+        paths = {name: integer(size) for name, size in spec.path_output_tokens.items()}
+        return EncoderItemSpec(integer(spec.input_size), integer(spec.output_tokens), paths)
+    except TypeError:  # of several elements, or no integer
+        return spec
 
 
 def _is_size(value: Any) -> bool:

@@ -214,13 +214,14 @@ class EncoderCudaGraphManager:
             if self.data_parallel is not None and self.pool.is_cuda:
                 self._share_costs(self.data_parallel)
 
+    def can_replay(self) -> bool:
+        """Whether what was captured serves any batch, or the settings ask for no captures."""
+        serves = any(path.serves for path in self.paths_by_key.values())
+        return self._is_idle or (bool(self.model_config.modalities) and serves)
+
     def _check_captures(self) -> None:
         """An encoder that is enabled and can replay nothing says so."""
-        useful = (
-            path.captured or path.ladder.no_graph_needed or path.recurring_counts == "hits"
-            for path in self.paths_by_key.values()
-        )
-        if self._is_idle or (self.model_config.modalities and any(useful)):
+        if self.can_replay():
             return
         if not self.model_config.modalities:
             reason = "the tower declares no modality for them"

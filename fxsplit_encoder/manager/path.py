@@ -148,7 +148,7 @@ class EncoderPath(CapturedProgram):
         values = dict(prepared.values)
         if extra := [name for name in self.forward.unused if values.get(name) is not None]:
             raise ReplayError(f"{extra[0]}: this batch gives a value, and the tower gave None for captures")
-        return values
+        return self.forward.groups.spread(values)
 
     def runs_compiled(self, planned: PathPlan) -> bool:
         """Whether a planned batch that is not replayed goes through the compiled program."""

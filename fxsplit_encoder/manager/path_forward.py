@@ -18,6 +18,7 @@ from fxsplit_encoder.capture.buffers import StaticValue
 from fxsplit_encoder.capture.probe import difference
 from fxsplit_encoder.compile import BoundProgram, CompileOptions, NamedRegion, trace_forward
 from fxsplit_encoder.errors import CaptureError, CompileError, InputError, UntraceableError
+from fxsplit_encoder.manager.row_groups import RowGroups
 from fxsplit_encoder.manager.tower_part import tower_part, tower_tensors
 from fxsplit_encoder.planning.limits import Limits
 from fxsplit_encoder.protocol import SupportsEncoderCudaGraph
@@ -72,6 +73,8 @@ class PathForward:
         self._growing: frozenset[str] | None = None
         self.unused: dict[str, None] = {}
         """The inputs for which the tower gives None: its forward gets that, and no capture has them."""
+        self.groups = RowGroups()
+        """Inputs of the program that are given with more rows than the tower has; none without a program."""
 
     @property
     def region(self) -> NamedRegion | None:
@@ -80,7 +83,7 @@ class PathForward:
 
     def __call__(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """The tower's own forward."""
-        given: dict[str, Any] = {**self.unused, **inputs}
+        given: dict[str, Any] = {**self.unused, **self.groups.gather(inputs)}
         return self.tower.encoder_cudagraph_forward(given, path=self.name)
 
     # --- inputs
@@ -110,7 +113,7 @@ class PathForward:
                 f"{self.label}: {varying[0]} is a tensor for {budget} tokens and None for another number; "
                 "expected the same inputs to be used at every size"
             )
-        return values
+        return self.groups.spread(values)
 
     def first_values(self, budgets: Sequence[int]) -> dict[str, Tensor]:
         """Inputs of the first of these budgets for which the tower can make any.
@@ -228,6 +231,7 @@ class PathForward:
         if known := refusals.get(self.name, refusals.get("")):
             return known
         try:
+            self.groups = self._row_groups()
             inputs = self._traced_values()
         except InputError as error:
             return f"not compiled: {error}"
@@ -239,12 +243,22 @@ class PathForward:
             )
             refuse_collectives(program.program.collectives)
         except (CaptureError, CompileError) as error:
+            self.groups = RowGroups()
             refusals[self.name] = f"captured without compiling: {error}"
             if isinstance(error, UntraceableError):
                 refusals[""] = f"captured without compiling, as path {self.name} is: {error}"
             return refusals[self.name]
         self.bind(program)
         return None
+
+    def _row_groups(self) -> RowGroups:
+        """Those of the tower's inputs, as far as its budgets tell."""
+        sizes = {0, len(self.budgets) // 2, len(self.budgets) - 1}
+        if len(sizes) < 2:
+            return RowGroups()
+        samples = [self.first_values(self.budgets[size:]) for size in sorted(sizes)]
+        logics = self.padding_logics.keys()
+        return RowGroups.of([{n: v for n, v in each.items() if n not in logics} for each in samples])
 
     def _traced_values(self) -> dict[str, Tensor]:
         """Inputs of a moderate size, with two tiles rather than one: a trace makes a size of 1 a constant."""

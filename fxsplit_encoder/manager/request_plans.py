@@ -94,11 +94,17 @@ class RequestPlans:
         if plan is None:
             if len(self._kept) >= _KEPT_PLANS:
                 self._kept.clear()
-            served = self.model_config.modalities
-            refusals = [None if m in served else MissReason.UNSUPPORTED_INPUT for m in modalities]
+            refusals = [None if self._serves(m) else MissReason.UNSUPPORTED_INPUT for m in modalities]
             items = list(map(Item, specs, frames, segments, keys, refusals))
             plan = self._kept[key] = self.build(items)
         return plan
+
+    def _serves(self, modality: str) -> bool:
+        """Whether captures serve a modality. A tower with names of its own for them ("vision_chunk") is asked
+        by these before it gets a batch, and calls it an image all the same.
+        """
+        served = self.model_config.modalities
+        return modality in served or (bool(served) and not {"image", "video"} & set(served))
 
     def as_served(self, plan: Plan) -> Plan:
         """The plan with what captures of recurring token counts, which come and go, would serve now."""

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-import fxsplit_encoder as fx
+from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.connector.manager_encoder import ManagerEncoder
 from fxsplit_encoder.connector.processes import EncoderProgram, ProcessEncoder, ProcessOptions
 from fxsplit_encoder.connector.seams import Modality
 from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.manager import EncoderCudaGraphManager
 from fxsplit_encoder.messages import shown
 from fxsplit_encoder.models.checkpoint import Checkpoint
 from fxsplit_encoder.models.load import load_tower, read_family
@@ -40,7 +41,7 @@ def checkpoint_encoder(
     family, _ = read_family(checkpoint)
     place = torch.device(device)
     tower = load_tower(checkpoint, _dtype_of(dtype, place), place)
-    return ManagerEncoder(fx.EncoderCudaGraphManager(family.wrap(tower), _config_of(config, place)))
+    return ManagerEncoder(EncoderCudaGraphManager(family.wrap(tower), _config_of(config, place)))
 
 
 def checkpoint_process(
@@ -91,11 +92,11 @@ def _row_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> Mapping[Modality, 
     return {modality: declared.out_hidden_size * dtype.itemsize for modality in declared.modalities}
 
 
-def _config_of(path: str | Path | None, device: torch.device) -> fx.EncoderConfig:
+def _config_of(path: str | Path | None, device: torch.device) -> EncoderConfig:
     if path is not None:
-        return fx.EncoderConfig.from_yaml(path)
+        return EncoderConfig.from_yaml(path)
     # Captures pay off over many calls on a GPU. On a CPU they only cost.
-    return fx.EncoderConfig() if device.type == "cuda" else fx.EncoderConfig(mode="none")
+    return EncoderConfig() if device.type == "cuda" else EncoderConfig(mode="none")
 
 
 def _dtype_of(name: str, device: torch.device) -> torch.dtype:

@@ -150,6 +150,11 @@ class CapturedProgram:
     # --- captures
 
     @property
+    def serves(self) -> bool:
+        """Whether batches may be replayed, or were found to need no graph."""
+        return bool(self.captured or self.ladder.no_graph_needed) or self.recurring_counts == "hits"
+
+    @property
     def captured(self) -> dict[int, CapturedForward]:
         """The captures by budget."""
         return self.ladder.captured

@@ -18,6 +18,7 @@ from fxsplit_encoder.capture import (
     StaticInputs,
     StaticParameters,
 )
+from fxsplit_encoder.capture.segments import is_cumulative
 from fxsplit_encoder.compile import Bindings, NamedRegion
 from fxsplit_encoder.errors import CaptureError
 
@@ -112,8 +113,14 @@ def request_of_module(
     )
     inputs = StaticInputs(shared.share(buffer) if buffer.name in growing else buffer for buffer in own)
     tensors = inputs.tensors
+    unpadded = fresh.values.keys() - padding_logics.keys()
     return CaptureRequest(
-        inputs, lambda: (forward(tensors),), parameters, fresh.tokens, splitting_ops=splitting_ops
+        inputs,
+        lambda: (forward(tensors),),
+        parameters,
+        fresh.tokens,
+        lengths=[name for name in fresh.values if name in unpadded and is_cumulative(fresh.values[name])],
+        splitting_ops=splitting_ops,
     )
 
 

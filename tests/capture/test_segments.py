@@ -6,7 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxsplit_encoder.capture import pad_cu_seqlens, segment_capacity
-from fxsplit_encoder.capture.segments import fits, pad_cu_seqlens_on_device
+from fxsplit_encoder.capture.segments import (
+    fill_cu_seqlens,
+    fits,
+    is_cumulative,
+    pad_cu_seqlens_on_device,
+)
 from fxsplit_encoder.errors import InputError, ReplayError
 
 lengths = st.lists(st.integers(0, 50), max_size=20)
@@ -75,3 +80,33 @@ def test_a_budget_holds_segments_of_typical_size_within_the_users_limit() -> Non
     assert segment_capacity(64, 1000) == 8
     assert segment_capacity(4096, 5) == 5
     assert segment_capacity(4096, 0) == 1
+
+
+@given(lengths, st.integers(0, 5))
+def test_a_buffer_is_filled_to_its_end(segments: list[int], spare: int) -> None:
+    value = cumulative(segments)
+    buffer = torch.full((len(value) + spare,), -1, dtype=torch.int32)
+    fill_cu_seqlens(buffer, value)
+    assert buffer.tolist() == [*value.tolist(), *[int(value[-1])] * spare]
+
+
+def test_a_buffer_takes_no_more_than_it_holds() -> None:
+    with pytest.raises(RuntimeError):
+        fill_cu_seqlens(torch.zeros(2, dtype=torch.int32), cumulative([1, 2]))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "expected"),
+    [
+        (cumulative([2, 3]), True),
+        (cumulative([2, 0]), True),
+        (torch.tensor([0, 2, 1], dtype=torch.int32), False),
+        (torch.tensor([1, 2], dtype=torch.int32), False),
+        (torch.zeros(3, dtype=torch.int32), False),
+        (torch.tensor([0, 2]), False),
+        (torch.tensor([0], dtype=torch.int32), False),
+        (torch.zeros(2, 2, dtype=torch.int32), False),
+    ],
+)
+def test_cumulative_lengths_are_recognized(tensor: torch.Tensor, expected: bool) -> None:
+    assert is_cumulative(tensor) == expected

@@ -91,6 +91,28 @@ def test_it_splits_over_a_batch_of_one_sequence(mode: str, breaks: int, poisoned
     assert manager.reports == []
 
 
+class UnpaddedLengths(ForeignAttention):
+    """Leaves it to the manager to make as many lengths as a capture has, and says not how."""
+
+    def prepare_encoder_cudagraph_replay_buffers(
+        self, mm_kwargs: dict[str, Any], *a: Any, **k: Any
+    ) -> Values:
+        ends = torch.tensor([0, *mm_kwargs["lengths"]]).cumsum(0).to(torch.int32)
+        return Values({"patches": mm_kwargs["patches"], "lengths": ends})
+
+
+def test_lengths_that_another_attention_reads_never_fall(poisoned_memory: None) -> None:
+    model = UnpaddedLengths()
+    manager = captured(model, splitting_ops=("fxsplit::varlen_attention",))
+    assert manager.programs["default"] is None
+    lengths = manager.budget_graphs["default"][8].input_buffers["lengths"]
+    for real in ((2, 6), (8,), (1, 2, 5)):  # full, since nothing masks what this attention leaves in pad rows
+        inputs = batch(*real)
+        assert_equal_items(manager.execute(inputs), alone(model, inputs))
+        assert lengths.tolist()[len(real) :] == [8] * (_MOST_ITEMS + 1 - len(real))
+    assert manager.stats().hits == 6
+
+
 def test_what_is_not_listed_is_said_to_be_in_the_graph() -> None:
     (report,) = captured(ForeignAttention(), splitting_ops=("fxsplit::varlen_attention",)).reports
     assert "it has no splitting op, so nothing tells which of its sizes counts tokens" in report

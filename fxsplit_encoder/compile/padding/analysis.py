@@ -295,7 +295,7 @@ class Analysis:
             query = node.args[0]
             assert isinstance(query, fx.Node)
             rows = shape_exprs(query.meta["val"])[0]
-            if str(rows) != self.sizes.token_symbol:
+            if not self.sizes.count_tokens(rows):
                 return f"attention runs over {rows} rows, which are not the {self.sizes.token_symbol} tokens"
         return ""
 

@@ -87,6 +87,11 @@ class TokenSizes:
         """Whether two sizes are the same at every token count that the trace holds for; undecided is no."""
         return bool(one == other or sympy.expand(self._normal_form(one) - self._normal_form(other)) == 0)
 
+    def count_tokens(self, size: sympy.Expr) -> bool:
+        """Whether a size is the token count, however it is written."""
+        tokens = [symbol for symbol in size.free_symbols if str(symbol) == self.token_symbol]
+        return bool(tokens) and self.are_equal(size, tokens[0])
+
     def quotient(self, size: sympy.Expr, divisor: sympy.Expr | int) -> sympy.Expr | None:
         """`size / divisor` where that is an integer at every token count; None where not, or undecided."""
         normal = self._normal_form(sympy.sympify(divisor))

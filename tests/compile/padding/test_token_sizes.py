@@ -109,3 +109,21 @@ def test_a_quotient_is_an_integer_at_every_count() -> None:
     assert known.quotient(sympy.Integer(2), sympy.Integer(4)) is None
     assert known.quotient(FloorDiv(S, 5000), 2) is None
     assert known.quotient(sympy.Integer(0), 0) is None
+
+
+@pytest.mark.parametrize(
+    ("guards", "size", "expected"),
+    [
+        ((), S, True),
+        ((BY_4,), FloorDiv(S, 4) * FloorDiv(S, FloorDiv(S, 4)), True),
+        ((BY_4,), 4 * FloorDiv(S, 4), True),
+        ((), 4 * FloorDiv(S, 4), False),
+        ((BY_4,), 2 * FloorDiv(S, 4), False),
+        ((), T, False),
+        ((), sympy.Integer(4), False),
+    ],
+)
+def test_the_token_count_is_recognized_however_it_is_written(
+    guards: tuple[sympy.Basic, ...], size: sympy.Expr, expected: bool
+) -> None:
+    assert sizes(*guards).count_tokens(size) == expected

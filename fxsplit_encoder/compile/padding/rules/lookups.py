@@ -119,7 +119,7 @@ def _varlen_attention(view: NodeView) -> State:
     if view.state(view.arg(3)) is not SEGMENTS:
         raise view.fail("takes cumulative lengths that do not enter the graph as they are")
     tokens = shape_exprs(view.tensor())[0]
-    if str(tokens) != view.analysis.sizes.token_symbol:
+    if not view.analysis.sizes.count_tokens(tokens):
         # Pad rows belong to no segment, and masks keep only the tokens' finite.
         view.analysis.may_probe = False
         raise view.fail(

@@ -1,0 +1,115 @@
+"""Whether the vLLM that is installed has the interfaces that the plugin was written for."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+OLDEST = (0, 32)
+"""Versions before it have another protocol."""
+
+CONSTRUCTOR = ("vllm_config", "device", "dtype", "model")
+
+MEMBERS: Mapping[str, tuple[str, ...]] = {
+    "capture": ("graph_pool",),
+    "clear": (),
+    "execute": ("mm_kwargs",),
+    "get_cumulative_stats": (),
+    "get_num_graphs_to_capture": (),
+    "is_captured": (),
+    "supports_modality": ("modality",),
+}
+"""Every public method of vLLM's manager, and its parameters."""
+
+_CAPTURE_EXTENTS = ("token_budget", "max_batch_size", "max_frames_per_batch", "device", "dtype")
+
+PROTOCOL: Mapping[str, tuple[str, ...]] = {
+    "get_encoder_cudagraph_config": (),
+    "get_input_modality": ("mm_kwargs",),
+    "get_max_frames_per_video": (),
+    "get_encoder_cudagraph_budget_range": ("vllm_config",),
+    "get_encoder_cudagraph_item_specs": ("mm_kwargs",),
+    "select_encoder_cudagraph_items": ("mm_kwargs", "indices"),
+    "prepare_encoder_cudagraph_capture_inputs": (*_CAPTURE_EXTENTS, "path", "axis_keys"),
+    "prepare_encoder_cudagraph_replay_buffers": (
+        *("mm_kwargs", "max_batch_size", "max_frames_per_batch"),
+        "path",
+    ),
+    "encoder_cudagraph_forward": ("inputs", "path"),
+    "encoder_eager_forward": ("mm_kwargs", "path"),
+    "postprocess_encoder_output": (
+        *("outputs", "indices", "per_item_out_tokens", "dest"),
+        *("clone", "batch_mm_kwargs"),
+    ),
+}
+"""What models implement, and its parameters."""
+
+FIELDS: Mapping[str, tuple[str, ...]] = {
+    "EncoderItemSpec": ("input_size", "output_tokens", "path_output_tokens"),
+    "EncoderCudaGraphConfig": (
+        *("modalities", "buffer_keys", "out_hidden_size", "padding_logics", "max_frames_per_video"),
+        *("paths", "capture_axes"),
+    ),
+    "EncoderCudaGraphPathConfig": ("min_token_budget", "allow_zero_tokens"),
+    "EncoderCudaGraphCaptureInputs": ("values",),
+    "EncoderCudaGraphReplayBuffers": ("values",),
+}
+"""What models and managers exchange."""
+
+ATTENTION_CONSTRUCTOR = ("num_heads", "head_size", "scale", "num_kv_heads", "prefix")
+ATTENTION_FORWARD = ("query", "key", "value", "cu_seqlens", "max_seqlen", "sequence_lengths")
+
+
+def manager_problem(version: str, manager: type, protocol: type, definitions: Any) -> str | None:
+    """What of vLLM's manager and protocol is not as it was recorded; None: nothing.
+
+    Args:
+        version: of vLLM.
+        manager: vLLM's `EncoderCudaGraphManager`.
+        protocol: its `SupportsEncoderCudaGraph`.
+        definitions: the module of what they exchange.
+    """
+    number = re.match(r"(\d+)\.(\d+)", version)
+    if number is not None and (int(number[1]), int(number[2])) < OLDEST:
+        return f"its version is before {'.'.join(map(str, OLDEST))}"
+    public = {name for name, value in vars(manager).items() if callable(value) and name[0] != "_"}
+    if public != set(MEMBERS):
+        return f"its manager has the methods {', '.join(sorted(public))}"
+    for owner, recorded in ((manager, {"__init__": CONSTRUCTOR, **MEMBERS}), (protocol, PROTOCOL)):
+        for name, names in recorded.items():
+            if (problem := _parameter_problem(getattr(owner, name, None), names)) is not None:
+                return f"{owner.__name__}.{name} {problem}"
+    for name, names in FIELDS.items():
+        kind = getattr(definitions, name, None)
+        fields = tuple(field.name for field in dataclasses.fields(kind)) if kind is not None else ()
+        if fields != names:
+            return f"{name} has the fields {', '.join(fields)}"
+    return None
+
+
+def attention_problem(custom_op: type, attention: type) -> str | None:
+    """What of vLLM's encoder attention is not as it was recorded; None: nothing."""
+    recorded = {"__init__": ATTENTION_CONSTRUCTOR, "forward_native": ATTENTION_FORWARD}
+    for name, names in recorded.items():
+        if (problem := _parameter_problem(getattr(attention, name, None), names)) is not None:
+            return f"{attention.__name__}.{name} {problem}"
+    if not callable(getattr(custom_op, "register_oot", None)):
+        return f"{custom_op.__name__} has no register_oot"
+    return None
+
+
+def _parameter_problem(method: Callable[..., Any] | None, names: Sequence[str]) -> str | None:
+    """Why a method cannot be called with, or called as one of, these parameters; more may have defaults."""
+    if method is None:
+        return "is missing"
+    parameters = [
+        parameter for parameter in inspect.signature(method).parameters.values() if parameter.name != "self"
+    ]
+    first = tuple(parameter.name for parameter in parameters[: len(names)])
+    needed = [each.name for each in parameters[len(names) :] if each.default is inspect.Parameter.empty]
+    if first != tuple(names) or needed:
+        return f"takes ({', '.join(parameter.name for parameter in parameters)})"
+    return None

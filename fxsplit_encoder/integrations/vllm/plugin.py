@@ -1,0 +1,71 @@
+"""The plugin: `register`, which vLLM calls in every one of its processes before it builds a model."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from fxsplit_encoder.errors import ConfigError
+from fxsplit_encoder.integrations.vllm.compatibility import manager_problem
+from fxsplit_encoder.integrations.vllm.log import warn_once
+from fxsplit_encoder.integrations.vllm.settings import PluginSettings, read_plugin_settings
+
+_NAME = "EncoderCudaGraphManager"
+
+# The runner of the first generation imports the name from the first module when it makes a manager, that of
+# the second holds it in the other, whose import may have come before this plugin or comes after it.
+_MODULES = ("vllm.v1.worker.encoder_cudagraph", "vllm.v1.worker.gpu.model_states.interface")
+
+
+def register() -> None:
+    """Puts this library's manager in place of vLLM's. Calling it again changes nothing.
+
+    Never raises: with a vLLM that it does not know, or settings that are wrong, one warning says so, and vLLM
+    is as it was.
+    """
+    try:
+        settings = read_plugin_settings()
+    except ConfigError as error:
+        warn_once(f"fxsplit_encoder leaves vLLM as it is: {error}")
+        return
+    if not settings.enabled:
+        return
+    try:
+        problem = _install(settings)
+    except Exception as error:  # of vLLM's own imports, too: an engine must start without this plugin
+        problem = f"{type(error).__name__}: {error}"
+    if problem is not None:
+        warn_once(f"fxsplit_encoder leaves vLLM as it is, which it does not know: {problem}")
+
+
+def _install(settings: PluginSettings) -> str | None:
+    """What keeps the manager from being installed; None: it is."""
+    import vllm
+    from vllm.model_executor.models.interfaces import SupportsEncoderCudaGraph
+    from vllm.v1.worker import encoder_cudagraph, encoder_cudagraph_defs
+
+    from fxsplit_encoder.integrations.vllm.adapter import VllmEncoderManager, make_adapter
+
+    original = getattr(encoder_cudagraph, _NAME, None)
+    if original is None:
+        return f"{encoder_cudagraph.__name__} has no {_NAME}"
+    if issubclass(original, VllmEncoderManager):
+        return None
+    problem = manager_problem(vllm.__version__, original, SupportsEncoderCudaGraph, encoder_cudagraph_defs)
+    if problem is not None:
+        return problem
+    if settings.encoder.compile:
+        from fxsplit_encoder.integrations.vllm.attention import install_attention
+
+        if (problem := install_attention()) is not None:
+            warn_once(f"fxsplit_encoder does not compile encoders: {problem}")
+            settings = settings.without_compiling()
+    _replace(original, make_adapter(original, settings))
+    return None
+
+
+def _replace(original: Any, adapter: Any) -> None:
+    for name in _MODULES:
+        module = sys.modules.get(name)
+        if module is not None and getattr(module, _NAME, None) is original:
+            setattr(module, _NAME, adapter)

@@ -1,0 +1,142 @@
+"""The settings of the plugin, and what vLLM's own settings ask of the manager."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fxsplit_encoder.config import EncoderConfig, PathConfig
+from fxsplit_encoder.errors import ConfigError
+from fxsplit_encoder.planning.budgets import inferred_budgets
+from fxsplit_encoder.planning.limits import needs_budget_range, resolve_limits
+from fxsplit_encoder.settings_file import read_settings
+
+VARIABLE = "FXSPLIT_ENCODER_CONFIG"
+"""The environment variable that holds a YAML file's path, or "off". An environment variable reaches every
+process of vLLM, and does not enter the hash of what it compiles, as its `--additional-config` would."""
+
+_OFF = "off"
+
+# In a batch of few items. Rounding the tokens of a budget up to whole frames then adds an eighth at most to
+# budgets of 128 and more.
+_FEW_FRAMES = 16
+
+
+@dataclass(frozen=True)
+class PluginSettings:
+    """What `VARIABLE` asks for."""
+
+    encoder: EncoderConfig = field(default_factory=functools.partial(EncoderConfig, compile=False))
+    """Settings of the manager, but that towers are compiled on demand only: then they attend through this
+    library's op in place of vLLM's."""
+    enabled: bool = True
+    """False: vLLM's manager is left in its place."""
+
+    def without_compiling(self) -> PluginSettings:
+        """The same for towers as they are."""
+        defaults = {"piece_compiler": "auto", "passes": "auto", "precision": "auto"}
+        return PluginSettings(self.encoder.replace(compile=False, **defaults), self.enabled)
+
+
+def read_plugin_settings(environment: Mapping[str, str] = os.environ) -> PluginSettings:
+    """The settings in the file that the environment names; the defaults where it names none.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds bad settings.
+    """
+    value = environment.get(VARIABLE, "").strip()
+    if not value:
+        return PluginSettings()
+    if value.lower() == _OFF:
+        return PluginSettings(enabled=False)
+    try:
+        return _parsed(dict(read_settings(value)))
+    except ConfigError as error:
+        raise ConfigError(*(f"{VARIABLE}={value}: {problem}" for problem in error.problems)) from None
+
+
+def _parsed(values: dict[Any, Any]) -> PluginSettings:
+    if "data_parallel" in values:
+        raise ConfigError("data_parallel: follows vLLM's --mm-encoder-tp-mode; leave it out")
+    encoder = EncoderConfig.from_options({"config": {"compile": False, **values}})
+    return PluginSettings(encoder, encoder.enabled)
+
+
+def encoder_config(
+    own: EncoderConfig, vllm_config: Any, model_config: Any, budget_range: tuple[int, int] | None
+) -> EncoderConfig:
+    """The manager's settings for a model that vLLM serves.
+
+    What the plugin's file sets wins; what it leaves open is vLLM's four settings of encoder CUDA graphs,
+    with their meanings there; what these leave open is inferred.
+
+    Args:
+        own: of the plugin's file.
+        model_config: the model's `get_encoder_cudagraph_config()`.
+        budget_range: the model's `get_encoder_cudagraph_budget_range()`; None where nothing depends on it.
+
+    Raises:
+        ConfigError: the settings do not suit the model.
+    """
+    config = _with_vllms(own, vllm_config, model_config)
+    if config.max_frames_per_batch is None and "video" in model_config.modalities:
+        return config.replace(max_frames_per_batch=_inferred_frames(config, model_config, budget_range))
+    return config
+
+
+def needs_range(own: EncoderConfig, vllm_config: Any, model_config: Any) -> bool:
+    """Whether the model has to be asked for its range of budgets."""
+    return needs_budget_range(_with_vllms(own, vllm_config, model_config), model_config)
+
+
+def _with_vllms(own: EncoderConfig, vllm_config: Any, model_config: Any) -> EncoderConfig:
+    compilation = vllm_config.compilation_config
+    budgets = sorted(set(compilation.encoder_cudagraph_token_budgets))
+    items = compilation.encoder_cudagraph_max_vision_items_per_batch
+    changes: dict[str, Any] = {
+        "token_budgets": tuple(budgets),
+        "max_items_per_batch": items,
+        "max_frames_per_batch": _frames(vllm_config),
+    }
+    changes = {name: value for name, value in changes.items() if name not in own.model_fields_set}
+    if changes.get("token_budgets"):
+        own_items = own.max_items_per_batch if "max_items_per_batch" in own.model_fields_set else items
+        changes["paths"] = _path_budgets(own, model_config, budgets[-1], own_items)
+    return own.replace(**changes)
+
+
+def _frames(vllm_config: Any) -> int | None:
+    """Video frames in a batch; None: to be inferred."""
+    multimodal = vllm_config.model_config.multimodal_config
+    if multimodal is not None and multimodal.get_limit_per_prompt("video") == 0:
+        return 0
+    frames: int | None = vllm_config.compilation_config.encoder_cudagraph_max_frames_per_batch
+    return frames
+
+
+def _path_budgets(
+    own: EncoderConfig, model_config: Any, largest: int, max_items: int
+) -> dict[str, PathConfig]:
+    """On a path with a smallest budget of its own vLLM takes just the largest of the listed ones."""
+    paths = dict(own.paths)
+    for name, path in model_config.paths.items():
+        smallest = path.min_token_budget
+        given = paths.get(name, PathConfig())
+        if smallest is not None and not given.token_budgets and smallest <= largest:
+            budgets = inferred_budgets(smallest, largest, smallest, max_items)
+            paths[name] = PathConfig(token_budgets=budgets, mode=given.mode)
+    return paths
+
+
+def _inferred_frames(config: EncoderConfig, model_config: Any, budget_range: tuple[int, int] | None) -> int:
+    """Less than two frames an item, but for batches of few items.
+
+    Models lay out the inputs of a capture as the frames of a batch divided evenly among its items. With as
+    many frames as the longest videos have, which is what vLLM infers, a capture for 64 tokens has the rows of
+    thousands, and every replay computes them.
+    """
+    limits = resolve_limits(config, model_config, budget_range, has_video=True)
+    return min(limits.max_frames_per_batch, max(2 * limits.max_items_per_batch - 1, _FEW_FRAMES))

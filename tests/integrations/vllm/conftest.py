@@ -1,0 +1,36 @@
+"""A fake vLLM for every test here, and a plugin that has warned of nothing yet."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from fxsplit_encoder.integrations.vllm import log
+from fxsplit_encoder.integrations.vllm.settings import VARIABLE
+
+from .fake_vllm import VERSIONS, FakeVllm
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeVllm]:
+    """The latest recorded version."""
+    monkeypatch.delenv(VARIABLE, raising=False)
+    log._said.clear()
+    yield FakeVllm(VERSIONS[-1], monkeypatch)
+    log._said.clear()
+
+
+@pytest.fixture
+def warnings_of_plugin(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Grows while the test runs."""
+    messages: list[str] = []
+
+    class Collecting(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            messages.append(record.getMessage())
+
+    handler = Collecting(logging.WARNING)
+    log.logger.addHandler(handler)
+    return messages

@@ -1,0 +1,175 @@
+"""What `register` changes in vLLM, and when it changes nothing."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fxsplit_encoder.integrations
+from fxsplit_encoder.integrations.vllm.adapter import VllmEncoderManager
+from fxsplit_encoder.integrations.vllm.plugin import register
+from fxsplit_encoder.integrations.vllm.settings import VARIABLE
+
+from .fake_vllm import CUSTOM_OP, VERSIONS, FakeVllm
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("interface_first", [True, False])
+def test_the_manager_is_replaced_where_both_runners_take_it_from(
+    version: str, interface_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vllm = FakeVllm(version, monkeypatch)
+    original = vllm.manager
+    interface = vllm.import_interface() if interface_first else None
+    register()
+    interface = interface or vllm.import_interface()
+    adapter = vllm.manager
+    assert issubclass(adapter, VllmEncoderManager)
+    assert interface.EncoderCudaGraphManager is adapter
+    assert adapter.vllm_class is original
+    assert vllm.module(CUSTOM_OP).op_registry_oot == {}
+    register()
+    assert vllm.manager is adapter
+
+
+def test_what_holds_another_class_keeps_it(vllm: FakeVllm) -> None:
+    interface = vllm.import_interface()
+    interface.EncoderCudaGraphManager = other = type("Other", (), {})
+    register()
+    assert interface.EncoderCudaGraphManager is other
+
+
+def test_compiling_replaces_the_attention_too(
+    vllm: FakeVllm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    settings = tmp_path / "settings.yaml"
+    settings.write_text("compile: true\ntoken_budgets: [64]\n")
+    monkeypatch.setenv(VARIABLE, str(settings))
+    register()
+    register()
+    assert list(vllm.module(CUSTOM_OP).op_registry_oot) == ["MMEncoderAttention"]
+    assert vllm.manager.settings.encoder.compile
+    assert vllm.manager.settings.encoder.token_budgets == (64,)
+
+
+@pytest.mark.parametrize("value", ["off", " OFF "])
+def test_off_changes_nothing(vllm: FakeVllm, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv(VARIABLE, value)
+    before = vllm.manager
+    register()
+    assert vllm.manager is before
+
+
+def _older(vllm: FakeVllm) -> None:
+    vllm.module("vllm").__version__ = "0.26.0"
+
+
+def _new_method(vllm: FakeVllm) -> None:
+    vllm.manager.prefetch = lambda self: None
+
+
+def _new_parameter(vllm: FakeVllm) -> None:
+    vllm.manager.execute = lambda self, mm_kwargs, stream: None
+
+
+def _protocol_changed(vllm: FakeVllm) -> None:
+    protocol = vllm.module("vllm.model_executor.models.interfaces").SupportsEncoderCudaGraph
+    protocol.encoder_cudagraph_forward = lambda self, inputs, metadata: None
+
+
+def _field_added(vllm: FakeVllm) -> None:
+    definitions = vllm.module("vllm.v1.worker.encoder_cudagraph_defs")
+    definitions.EncoderItemSpec.__dataclass_fields__["segments"] = (
+        definitions.EncoderCudaGraphPathConfig.__dataclass_fields__["allow_zero_tokens"]
+    )
+
+
+def _gone(vllm: FakeVllm) -> None:
+    del vllm.module("vllm.v1.worker.encoder_cudagraph").EncoderCudaGraphManager
+
+
+def _broken(vllm: FakeVllm) -> None:
+    del vllm.module("vllm.model_executor.models.interfaces").SupportsEncoderCudaGraph
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (_older, "its version is before 0.32"),
+        (_new_method, "prefetch"),
+        (_new_parameter, r"EncoderCudaGraphManager.execute takes \(mm_kwargs, stream\)"),
+        (_protocol_changed, r"encoder_cudagraph_forward takes \(inputs, metadata\)"),
+        (_field_added, "EncoderItemSpec has the fields"),
+        (_gone, "has no EncoderCudaGraphManager"),
+        (_broken, "ImportError"),
+    ],
+)
+def test_a_vllm_that_is_not_known_is_left_alone_with_one_warning(
+    vllm: FakeVllm, warnings_of_plugin: list[str], change: Any, said: str
+) -> None:
+    change(vllm)
+    before = getattr(vllm.module("vllm.v1.worker.encoder_cudagraph"), "EncoderCudaGraphManager", None)
+    register()
+    register()
+    after = getattr(vllm.module("vllm.v1.worker.encoder_cudagraph"), "EncoderCudaGraphManager", None)
+    assert after is before
+    (warning,) = warnings_of_plugin
+    assert re.search(said, warning), warning
+
+
+def test_a_newer_vllm_with_the_same_interfaces_is_served(vllm: FakeVllm) -> None:
+    vllm.module("vllm").__version__ = "0.40.1.dev3+gabcdef"
+    vllm.manager.execute = lambda self, mm_kwargs, stream=None: None  # has a default
+    register()
+    assert issubclass(vllm.manager, VllmEncoderManager)
+
+
+@pytest.mark.parametrize(
+    "text", ["token_budgets: [4, 2]", "compile: maybe", "nonsense: 1", "data_parallel: true"]
+)
+def test_wrong_settings_leave_vllm_alone_with_one_warning(
+    vllm: FakeVllm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, warnings_of_plugin: list[str], text: str
+) -> None:
+    settings = tmp_path / "settings.yaml"
+    settings.write_text(text)
+    monkeypatch.setenv(VARIABLE, str(settings))
+    before = vllm.manager
+    register()
+    assert vllm.manager is before
+    (warning,) = warnings_of_plugin
+    assert str(settings) in warning
+    assert text.partition(":")[0] in warning
+
+
+def test_vllm_finds_the_plugin() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    entry = project["entry-points"]["vllm.general_plugins"]["fxsplit_encoder"]
+    assert entry == f"{register.__module__}:{register.__name__}"
+    assert "vllm" in project["optional-dependencies"]
+
+
+def test_vllm_is_imported_by_functions_alone() -> None:
+    for path in Path(fxsplit_encoder.integrations.__file__).parent.rglob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        inside = {
+            id(node)
+            for function in ast.walk(tree)
+            if isinstance(function, ast.FunctionDef)
+            for node in ast.walk(function)
+        }
+        names = [
+            name
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Import | ast.ImportFrom) and id(node) not in inside
+            for name in (
+                [node.module or ""] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names]
+            )
+        ]
+        assert not [name for name in names if name.partition(".")[0] == "vllm"], path

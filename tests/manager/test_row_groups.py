@@ -1,0 +1,133 @@
+"""Inputs with a row for a group of patches, as vLLM's Qwen2.5-VL has its order of tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fxsplit_encoder as fx
+from fxsplit_encoder.attention import varlen_attention
+from fxsplit_encoder.manager.row_groups import RowGroups
+
+from .mock_towers import WIDTH, Config, SplitModel, Values, alone, assert_equal_items
+
+GROUP = 4
+MOST_ITEMS = 4
+
+
+class OrderedTokens(SplitModel):
+    """Two layers over tokens of four patches each, in an order that is an input, and back."""
+
+    grows_evenly = True
+
+    def get_encoder_cudagraph_config(self) -> Config:
+        return Config(["image"], ["patches", "order", "back", "lengths"], WIDTH)
+
+    def _inputs(self, lengths: list[int], tokens: int) -> dict[str, Tensor]:
+        order = torch.arange(tokens).flip(0)
+        ends = torch.tensor([0, *lengths]).cumsum(0) * GROUP
+        ends = torch.cat([ends, ends[-1:].expand(MOST_ITEMS + 1 - len(ends))])
+        return {"order": order, "back": order.argsort(), "lengths": ends.to(torch.int32)}
+
+    def get_encoder_cudagraph_item_specs(self, mm_kwargs: dict[str, Any]) -> list[Any]:
+        return [fx.EncoderItemSpec(GROUP * n, n) for n in mm_kwargs["lengths"]]
+
+    def select_encoder_cudagraph_items(self, mm_kwargs: dict[str, Any], indices: list[int]) -> dict[str, Any]:
+        parts = mm_kwargs["patches"].split([GROUP * n for n in mm_kwargs["lengths"]])
+        return {
+            "patches": torch.cat([parts[index] for index in indices]),
+            "lengths": [mm_kwargs["lengths"][index] for index in indices],
+        }
+
+    def prepare_encoder_cudagraph_capture_inputs(self, token_budget: int, *args: Any, **k: Any) -> Values:
+        extra = 0 if self.grows_evenly or token_budget == 4 else 1
+        inputs = self._inputs([token_budget], token_budget + extra)
+        return Values({"patches": torch.randn(GROUP * token_budget, WIDTH), **inputs})
+
+    def prepare_encoder_cudagraph_replay_buffers(
+        self, mm_kwargs: dict[str, Any], *a: Any, **k: Any
+    ) -> Values:
+        lengths = mm_kwargs["lengths"]
+        return Values({"patches": mm_kwargs["patches"], **self._inputs(lengths, sum(lengths))})
+
+    def encoder_cudagraph_forward(self, inputs: dict[str, Tensor], path: str = "default") -> Tensor:
+        x = inputs["patches"]
+        rows = x.shape[0]
+        x = x.reshape(rows // GROUP, GROUP, -1)[inputs["order"]].reshape(rows, -1)
+        for _ in range(2):
+            q = self.linear(x).view(-1, 2, WIDTH // 2)
+            x = x + varlen_attention(q, q, q, inputs["lengths"], rows, 0.5).flatten(1)
+        return x.view(-1, GROUP, WIDTH).sum(1)[inputs["back"]]
+
+    def encoder_eager_forward(self, mm_kwargs: dict[str, Any], path: str = "default") -> Tensor:
+        values = self.prepare_encoder_cudagraph_replay_buffers(mm_kwargs).values
+        return self.encoder_cudagraph_forward(values)
+
+
+def batch(*lengths: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(sum(lengths))
+    patches = torch.randn(GROUP * sum(lengths), WIDTH, generator=generator)
+    return {"patches": patches, "lengths": list(lengths)}
+
+
+def captured(model: Any, **settings: Any) -> fx.EncoderCudaGraphManager:
+    config = fx.EncoderConfig(token_budgets=(4, 8, 12), max_items_per_batch=MOST_ITEMS, **settings)
+    manager = fx.EncoderCudaGraphManager(model, config, log_interval=0)
+    manager.capture()
+    return manager
+
+
+def test_a_trace_knows_them_as_a_part_of_the_patches(poisoned_memory: None) -> None:
+    model = OrderedTokens()
+    manager = captured(model, mode="full")
+    assert manager.reports == []
+    path = manager.paths["default"]
+    assert path.forward.groups.factors == {"order": GROUP, "back": GROUP}
+    assert path.program is not None
+    assert path.program.program.num_rows_slot is not None  # masks know the rows, however they are written
+    for lengths in ((4,), (8,), (3, 5, 4), (12,), (13,)):
+        inputs = batch(*lengths)
+        assert_equal_items(manager.execute(inputs), alone(model, inputs))
+    assert (manager.stats().hits, manager.stats().items) == (6, 7)
+
+
+def test_what_is_no_fixed_part_is_captured_without_compiling() -> None:
+    model = OrderedTokens()
+    model.grows_evenly = False
+    manager = fx.EncoderCudaGraphManager(model, fx.EncoderConfig(token_budgets=(4, 8), max_items_per_batch=4))
+    manager.compile()
+    assert manager.programs["default"] is None
+    assert manager.paths["default"].forward.groups.factors == {}
+
+
+@pytest.mark.parametrize(
+    ("rows", "factors"),
+    [
+        ({"patches": (16, 32), "order": (4, 8)}, {"order": 4}),
+        ({"patches": (16, 32), "order": (4, 8), "pairs": (8, 16)}, {"order": 4, "pairs": 2}),
+        ({"patches": (16, 32), "order": (4, 9)}, {}),
+        ({"patches": (16, 32), "lengths": (8, 8)}, {}),
+        ({"patches": (16, 16), "order": (4, 4)}, {}),
+        ({"patches": (16, 32), "none": (0, 2)}, {}),
+    ],
+)
+def test_factors_hold_in_every_sample(rows: dict[str, tuple[int, int]], factors: dict[str, int]) -> None:
+    samples = [{name: torch.zeros(counts[n], 2) for name, counts in rows.items()} for n in range(2)]
+    groups = RowGroups.of([{**sample, "number": torch.tensor(1)} for sample in samples])
+    assert groups.factors == factors
+
+
+def test_what_is_spread_is_gathered_again() -> None:
+    groups = RowGroups({"order": 2}, ["patches"])
+    values = {"patches": torch.randn(4, 1), "order": torch.tensor([1, 0]), "kept": None}
+    spread = groups.spread(values)
+    assert spread["kept"] is None
+    assert spread["order"].tolist() == [1, 1, 0, 0]
+    parts = groups.spread({"order": [torch.tensor([1]), torch.tensor([0])]})["order"]
+    assert [part.tolist() for part in parts] == [[1, 1], [0, 0]]
+    gathered = groups.gather({name: value for name, value in spread.items() if value is not None})
+    assert torch.equal(gathered["order"], values["order"])
+    assert gathered["patches"] is values["patches"]

