@@ -78,7 +78,8 @@ def canonical(value: object, name: str = "options") -> bytes:
     """Settings as bytes that are equal for equal settings, whatever order their names come in.
 
     Args:
-        value: None, booleans, numbers, strings, bytes, enumerations, dtypes; sequences and mappings of them.
+        value: None, booleans, numbers, strings, bytes, enumerations, dtypes; sequences and mappings of them,
+            by names or by integers.
         name: what messages call it.
 
     Raises:
@@ -93,6 +94,8 @@ def _plain(value: object, name: str) -> object:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):
+        if value and all(type(key) is int for key in value):  # such as transformers' id2label
+            return {"": ["integers", [[key, _plain(value[key], name)] for key in sorted(value)]]}
         if not all(isinstance(key, str) for key in value):
             raise InputError(f"{name}: expected names as keys; got {shown(list(value))}")
         return {key: _plain(entry, f"{name}.{key}") for key, entry in value.items()}

@@ -61,13 +61,26 @@ def test_the_order_of_names_does_not_matter(settings: dict[str, object]) -> None
 
 
 def test_different_settings_are_different_bytes() -> None:
-    values = [None, 1, 1.5, "1", True, [1], {"1": 1}, b"1", torch.float16, np.zeros(1), np.zeros(1, int)]
+    values = [
+        None,
+        1,
+        1.5,
+        "1",
+        True,
+        [1],
+        {"1": 1},
+        {1: 1},
+        b"1",
+        torch.float16,
+        np.zeros(1),
+        np.zeros(1, int),
+    ]
     assert len({canonical(value) for value in values}) == len(values)
     assert canonical((1, 2)) == canonical([1, 2]) == canonical([np.int64(1), 2])
     assert canonical(Resample.BICUBIC) == canonical(3)
 
 
-@pytest.mark.parametrize("value", [object(), {1: 2}, [lambda: None], {"a": {2}}])
+@pytest.mark.parametrize("value", [object(), {1: 2, "a": 3}, [lambda: None], {"a": {2}}])
 def test_what_has_no_canonical_form_is_refused(value: object) -> None:
     with pytest.raises(InputError, match="options"):
         canonical(value)
