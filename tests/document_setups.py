@@ -36,7 +36,13 @@ def wrapped_tower() -> Names:
     tower = fx.wrap(names["model"].model.visual)
     config = fx.EncoderConfig(token_budgets=[4, 16])
     images = {"pixel_values": names["pixel_values"], "image_grid_thw": names["grid_thw"]}
-    return {**names, "images": images, "tower": tower, "manager": fx.EncoderCudaGraphManager(tower, config)}
+    manager = fx.EncoderCudaGraphManager(tower, config)
+    return {**names, "images": images, "tower": tower, "config": config, "manager": manager}
+
+
+def one_rank() -> Names:
+    """`wrapped_tower` where no ranks share its weights."""
+    return {**wrapped_tower(), "tensor_parallel_group": None}
 
 
 class _Routed(nn.Module):
@@ -70,7 +76,7 @@ SETUPS: dict[str, Callable[[], Names]] = {
     "backend": loaded_model,
     "breakable": routed_module,
     "data_parallel": wrapped_tower,
-    "manager": wrapped_tower,
+    "manager": one_rank,
     "performance": wrapped_tower,
 }
 """By the name of the page; a page without one stands by itself."""

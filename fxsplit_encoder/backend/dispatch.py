@@ -102,11 +102,13 @@ class BudgetDispatcher:
             if reason is None:
                 outputs, reason = self._replay(bindings, capture_all=warmed is not None)
             if warmed is not None:
-                warmed.append(self)
-            self.statistics.record_items(1, reason if outputs is None else None)
+                warmed.append(self)  # and is counted nowhere: nobody asked for its outputs
+            else:
+                self.statistics.record_items(1, reason)
+                if reason is not None:
+                    self.statistics.record_fallback("exact")
             if outputs is not None:
                 return outputs
-            self.statistics.record_fallback("exact")
             return self.program.finish(bindings, self._known_segments(bindings))
 
     def _check_parameters(self, args: Sequence[Any]) -> None:
@@ -356,9 +358,9 @@ class BudgetDispatcher:
                     reason = MissReason.EXTENT_EXCEEDED
                     continue
                 outputs = captured.replay(debug=self.config.debug)
-                self.statistics.record_replay(
-                    CaptureKey(_PATH, budget, self._sizes(bindings)), planned.tokens
-                )
+                if not capture_all:
+                    key = CaptureKey(_PATH, budget, self._sizes(bindings))
+                    self.statistics.record_replay(key, planned.tokens)
                 own = [
                     self._true_output(argument, info, output, bindings)
                     for argument, info, output in zip(

@@ -120,7 +120,8 @@ def _trace_without_blocks(error: Exception) -> None:
 
 
 def warmup(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
-    """Compiles a module that uses this backend and captures its whole ladder of budgets, largest first.
+    """Compiles a module that uses this backend and captures its whole ladder of budgets, largest first. The
+    call itself is not in the statistics.
 
     Args:
         compiled: what `torch.compile(..., backend="encoder_cg")` returned.

@@ -104,5 +104,7 @@ def _dtype_of(name: str, device: torch.device) -> torch.dtype:
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise InputError(f"dtype: expected auto or a name such as bfloat16; got {shown(name)}")
+        raise InputError(
+            f"dtype: expected auto or a floating-point dtype of torch, such as bfloat16; got {shown(name)}"
+        )
     return dtype

@@ -251,6 +251,13 @@ _WHAT_TO_DO = {
     "padding_unproved": "see `encoder-cg inspect`: it names the line of code that mixes rows",
     "unsupported_graph": "see `encoder-cg inspect`: the graph draws random numbers or attends elsewhere",
     "static_shape": "the graph was traced for one shape: mark its first dimension as dynamic",
+    "options": "leave out arguments that change what the tower returns, such as output_hidden_states=True",
+    "gradients": "call eval(), under torch.no_grad() or torch.inference_mode()",
+    "autocast": "load the model in the dtype wanted instead of autocast",
+    "foreign_code": "merge adapters, and remove hooks and custom attention from the tower",
+    "offloaded": "keep the whole tower on one GPU",
+    "outer_trace": "let nothing else compile or trace the tower",
+    "uncaptured_output": "read what captures make, such as last_hidden_state; all else costs a second run",
     "new_shape": "nothing, if sizes recur: with `mode: exact` a size is captured once it has come often",
 }
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fxsplit_encoder as fx
+import fxsplit_encoder.attention  # the operators that the mock towers call
 from fxsplit_encoder.errors import CaptureError
 
 from .mock_towers import WIDTH, PackedModel, SplitModel, alone, batch

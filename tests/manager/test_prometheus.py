@@ -154,5 +154,7 @@ def test_a_registry_takes_one() -> None:
 def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     monkeypatch.delitem(sys.modules, "fxsplit_encoder.manager.prometheus")
-    with pytest.raises(MissingExtraError, match=r"pip install 'fxsplit-encoder\[prometheus\]'"):
+    with pytest.raises(
+        MissingExtraError, match=r"of the extra 'prometheus'; run: pip install prometheus-client"
+    ):
         importlib.import_module("fxsplit_encoder.manager.prometheus")

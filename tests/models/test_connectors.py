@@ -61,7 +61,8 @@ def test_the_checkpoints_dtype_is_the_default(checkpoint: Path) -> None:
 
 def test_what_is_wrong_is_named(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(
-        InputError, match="dtype: expected auto or one of float32, bfloat16, float16; got 'int8'"
+        InputError,
+        match="dtype: expected auto or a floating-point dtype of torch, such as bfloat16; got 'int8'",
     ):
         checkpoint_encoder(checkpoint, dtype="int8")
     with pytest.raises(InputError, match="devices: expected at least one"):

@@ -10,6 +10,7 @@ import torch
 from fxsplit_encoder.capture.ladder import MeasuredCosts
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.runtime.measure import MeasuredForward, measure_forward
+from fxsplit_encoder.runtime.scope import CaptureScope
 
 # Attention takes 1 ms over 10 tokens in one segment, 4 ms over 20.
 MEASURED = MeasuredForward(eager=((10, 9.0),), attention=1 / 1600, rows_per_token=4.0)
@@ -105,10 +106,16 @@ def test_unmeasured_captures_are_only_preferred_to_one_another() -> None:
     assert not MEASURED.with_captures(ladder({}), {}, compiled=True).measured
 
 
+class MeasuredScope(CaptureScope):
+    @property
+    def measured(self) -> bool:
+        return True
+
+
 def test_a_traced_tower_is_measured_before_it_is_captured(make_manager: Any) -> None:
     manager = make_manager(mode="full")
     path = manager.paths["default"]
-    path.scope = SimpleNamespace(config=manager.config, measured=True)
+    path.scope = MeasuredScope(manager.config, path.scope.pool)
     manager.capture()
     found = path.measured
     budgets = path.budgets

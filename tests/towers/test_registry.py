@@ -89,7 +89,9 @@ def test_without_transformers_the_error_says_what_to_install(
 
     monkeypatch.delitem(sys.modules, "fxsplit_encoder.towers.qwen_vl")
     monkeypatch.setattr(builtins, "__import__", missing)
-    with pytest.raises(fx.MissingExtraError, match=r"fxsplit-encoder\[hf\]") as caught:
+    with pytest.raises(
+        fx.MissingExtraError, match=r"of the extra 'hf'; run: pip install .*transformers"
+    ) as caught:
         registry.wrap(tiny_towers.reference)
     assert isinstance(caught.value, FxSplitError)
     assert isinstance(caught.value, ImportError)

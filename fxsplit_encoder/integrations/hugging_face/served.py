@@ -105,7 +105,10 @@ class ServedTower:
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
         """Calls it."""
-        return self.own_forward(*args, **kwargs)
+        if self.previous is not None:
+            return self.previous(*args, **kwargs)
+        # By the class: Dynamo does not trace a method that is bound here, as `own_forward` does.
+        return type(self._module).forward(self._module, *args, **kwargs)
 
     # --- one call
 

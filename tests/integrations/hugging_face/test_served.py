@@ -32,7 +32,6 @@ class Lifecycle(RuleBasedStateMachine):
         super().__init__()
         self.reference = tower()
         self.model = fx.accelerate(copy.deepcopy(self.reference), {"enabled": False})
-        self.hooks: list[Any] = []
 
     def both(self) -> tuple[Any, Any]:
         return self.model, self.reference
@@ -70,12 +69,13 @@ class Lifecycle(RuleBasedStateMachine):
     def hook(self, block: int) -> None:
         for each in self.both():
             layer = each.encoder.layers[block].mlp
-            self.hooks.append(layer.register_forward_hook(lambda module, args, output: output * 0.5))
+            layer.register_forward_hook(lambda module, args, output: output * 0.5)
 
     @rule()
     def unhook(self) -> None:
-        while self.hooks:
-            self.hooks.pop().remove()
+        for each in self.both():
+            for layer in each.encoder.layers:
+                layer.mlp._forward_hooks.clear()  # a handle is that of a module, not of its copy
 
     @rule(budget=st.sampled_from([0, 34]))
     def accelerate(self, budget: int) -> None:
