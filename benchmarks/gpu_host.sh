@@ -18,7 +18,10 @@
 set -euo pipefail
 
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-packages=(annotated-types pydantic pydantic-core pytest-timeout typing-extensions typing-inspection)
+packages=(
+    accelerate annotated-types blake3 msgspec peft platformdirs plotext prometheus-client pydantic pydantic-core
+    pytest-timeout pyzmq simpy typing-extensions typing-inspection
+)
 
 # FlashAttention 4 with the compiler that it calls, and cuDNN's front end. The largest wheel, of 88 MiB, is
 # cut so that each part can be carried.
