@@ -26,11 +26,15 @@ OPTIONS = {
     "start": ["--tiny", "--budgets", "[4, 16]"],
     "data_parallel": ["--tiny", "--ranks", "1", "2", "--repeats", "2", "--images", "2"],
 }
+QUICK = ("encoder", "host")
 MOST_ERROR = {"passes": 0.1, "towers": towers.ALLOWED_ERROR}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", OPTIONS)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=() if case in QUICK else pytest.mark.exhaustive) for case in OPTIONS],
+)
 def test_a_case_runs_on_a_cpu(
     case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], fresh_dynamo: None
 ) -> None:
@@ -46,6 +50,7 @@ def test_a_case_runs_on_a_cpu(
     assert "|" in capsys.readouterr().out  # its table
 
 
+@pytest.mark.exhaustive
 def test_the_command_runs_a_case() -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "bench.py"), "host", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

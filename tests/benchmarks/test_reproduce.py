@@ -58,7 +58,7 @@ def test_what_fails_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_every_case_says_what_it_is(case: str, capsys: pytest.CaptureFixture[str]) -> None:
     if case == "fleet":
-        pytest.importorskip("pyarrow", reason="the extra `ray`")
+        pytest.importorskip("ray", reason="the extra `ray`")
     with pytest.raises(SystemExit) as ended:
         parse([case, "--help"])
     assert ended.value.code == 0

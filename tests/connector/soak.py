@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -255,4 +257,11 @@ def resident_bytes() -> int:
 
 
 def shared_memory_files() -> set[str]:
-    return {path.name for path in Path("/dev/shm").iterdir()}
+    """Without those of other programs' processes, which torch names after them."""
+    names = (path.name for path in Path("/dev/shm").iterdir())
+    return {name for name in names if not _is_of_another(name)}
+
+
+def _is_of_another(name: str) -> bool:
+    named = re.match(r"torch_(\d+)_", name)
+    return named is not None and int(named[1]) != os.getpid() and Path("/proc", named[1]).exists()

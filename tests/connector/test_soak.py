@@ -31,7 +31,7 @@ def test_some_requests_with_faults() -> None:
         assert not any(connector.stats().bytes_used.values())
     assert engine.checked > 50
     assert stats.lost_workers and stats.split_batches and stats.retries and stats.hits and stats.evictions
-    assert shared_memory_files() == files
+    assert shared_memory_files() <= files
 
 
 @pytest.mark.soak
@@ -51,7 +51,7 @@ def test_ten_thousand_requests_with_faults() -> None:
         assert not any(connector.stats().bytes_used.values())
     print(f"\n{stats}\n{engine.ends}, {engine.checked} checked, {grown / 2**20:.1f} MiB more")
     assert grown < 64 << 20
-    assert shared_memory_files() == files
+    assert shared_memory_files() <= files
 
 
 def serve_more(engine: Engine, num_requests: int) -> None:
