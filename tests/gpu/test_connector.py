@@ -189,7 +189,8 @@ def test_a_pinned_buffer_waits_for_its_copy(why: str) -> None:
     """There is room for one: another is encoded once the copy of the one that is gone has arrived."""
     copies = WatchedCopies()
     with make([lambda: SlowEncoder("cuda:0", WIDTH, 300)], copies, device_bytes=0, host_bytes=SIZE) as each:
-        assert wait(warm := each.submit(request(image("warm", 10)))) == "ready"
+        warm = each.submit(request(image("warm", 10)))
+        assert wait(warm) == "ready"
         each.release(warm)
         wait_until(lambda: is_empty(each))
         before = copies.num_copies
