@@ -25,6 +25,7 @@ jobs=("readme encoder --readme")
     "modes encoder --modes --shared-cache"
     "towers towers"
     "requests requests"
+    "connector connector"
     "passes passes"
     "attention attention"
     "data_parallel data_parallel"

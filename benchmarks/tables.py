@@ -246,6 +246,24 @@ def towers(result: Result) -> str:
     return f"{by_columns({n: n for n in shown}, rows)}\n\n{caption} {described(result, rows=result['rows'])}."
 
 
+def connector(result: Result) -> str:
+    """A table of every part of the case."""
+    rows = _grouped(result["rows"], "part")
+    first = {"p50": "first token p50", "p99": "first token p99", "media p50": "with media p50"}
+    first |= {"media p99": "with media p99", "lost": "lost", "step p50": "step p50"}
+    columns = {
+        "mix": {"mix": "mix", "": "variant", **first, "items a batch": "items a batch", "busy": "busy"},
+        "beside": {"text, beside": "beside", "videos": "videos", **first},
+        "batch": {"side": "side", "one by one": "one by one", "at once": "at once", "ratio": "ratio"},
+        "merge": {"rows": "rows", "levels": "levels", "device": "device", "wall": "wall"},
+    }
+    made = [by_columns(columns[part], rows[part]) for part in columns if part in rows]
+    settings = result["settings"]
+    steps = ", ".join(f"{ms:.1f} of {count} rows" for count, ms in settings["step ms"].items())
+    where = described(result, settings["tower"], f"{settings['rate']:g} requests a second")
+    return "\n\n".join([*made, f"Milliseconds. Steps of the decoder alone: {steps}. {where}."])
+
+
 def _tower_row(name: str, rows: Sequence[Row]) -> dict[str, Any]:
     row: dict[str, Any] = {"tower": name}
     for measured in rows:

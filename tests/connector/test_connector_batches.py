@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
+import torch
 
 from fxsplit_encoder.connector.books.workers import Batch, WorkerStatus
 from fxsplit_encoder.connector.fake import FakeEncoder
 from fxsplit_encoder.connector.seams import MediaItem, PreparedItem
 from fxsplit_encoder.connector.settings import SPECIFIED_BATCHES
+from fxsplit_encoder.connector.threads.copies import Copies
 from fxsplit_encoder.errors import InputError
 
 from .books.stand_ins import Bench
@@ -30,6 +33,27 @@ def test_items_of_different_requests_share_a_batch() -> None:
             wait(ticket)
         assert [sorted(batch) for batch in stage.batches] == [["first"], ["a", "b", "c"]]
         assert each.stats().mean_batch_items == 2
+
+
+def test_a_worker_has_a_stream_of_its_own() -> None:
+    """Which stream that is, `tests/gpu` shows."""
+    inside: list[torch.device | None] = []
+    seen: list[list[torch.device | None]] = []
+
+    class OwnStreams(Copies):
+        @contextlib.contextmanager
+        def own_stream(self, device: torch.device | None) -> Iterator[None]:
+            inside.append(device)
+            yield
+            inside.pop()
+
+    class OnDevice(FakeEncoder):
+        device = torch.device("cpu")
+
+    encoder = OnDevice(on_encode=lambda items: seen.append(list(inside)))
+    with connector([lambda: encoder], copies=OwnStreams()) as each:
+        wait(each.submit(request("a")))
+    assert (seen, inside) == ([[torch.device("cpu")]], [])
 
 
 def test_batches_of_eight_or_of_five_milliseconds() -> None:
