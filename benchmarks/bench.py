@@ -20,6 +20,7 @@ CASES: Mapping[str, str] = {
     "attention": "every attention kernel over the segments of vision encoders",
     "passes": "what graph passes gain",
     "host": "what a request costs the CPU",
+    "accelerate": "what a model of transformers gains, and its calls cost",
     "connector": "what encoding costs the requests of an engine, beside it and in it",
     "start": "where the seconds of a start go",
     "data_parallel": "a request shared among several GPUs",

@@ -20,6 +20,7 @@ python=${PYTHON:-python3}
 jobs=("readme encoder --readme")
 [[ $1 == readme ]] || jobs+=(
     "host host"
+    "accelerate accelerate"
     "start start"
     "encoder encoder --shared-cache"
     "modes encoder --modes --shared-cache"

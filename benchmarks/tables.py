@@ -318,6 +318,19 @@ def host(result: Result) -> str:
     return f"{table}\n\n{described(result, result['settings']['tower'])}."
 
 
+def accelerate(result: Result) -> str:
+    groups = _grouped(result["rows"], "workload")
+    ways = list(dict.fromkeys(row["way"] for row in result["rows"]))
+    lines = [[name, *(row["p50"] for row in rows)] for name, rows in groups.items()]
+    made = [f"{what} {count}" for each in _generated(result).values() for what, count in each.items()]
+    again = f"Of `generate`, requests after the first: {', '.join(dict.fromkeys(made))}."
+    return f"{formatted(['images', *ways], lines)}\n\nMilliseconds, medians. {again} {described(result)}."
+
+
+def _generated(result: Result) -> dict[str, dict[str, int]]:
+    return {name: each for name, each in result["settings"].items() if name.startswith("generate")}
+
+
 def starts(result: Result) -> str:
     rows = {row["start"]: row for row in result["rows"]}
     shown = ("import", "compile", "capture", "first embedding", "total")
@@ -376,6 +389,7 @@ TABLES: Mapping[str, Table] = {
     "attention": Table("attention.json", attention),
     "passes": Table("passes.json", passes),
     "host": Table("host.json", host),
+    "accelerate": Table("accelerate.json", accelerate),
     "start": Table("start.json", starts),
     "data_parallel": Table("data_parallel.json", data_parallel),
     "ab": Table("ab.json", ab),

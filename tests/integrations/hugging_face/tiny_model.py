@@ -43,7 +43,6 @@ class TinyModel:
     """Whether the tokens of a video are an image's, so that there is no image beside it."""
     exhaustive: bool = False
     """Whether `make test-all` alone tries it."""
-    """Whether its tower is another's in all but name."""
     settings: dict[str, Any] = field(default_factory=dict)
     """How it is captured, in what differs from the others."""
 
