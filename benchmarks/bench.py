@@ -23,6 +23,7 @@ CASES: Mapping[str, str] = {
     "start": "where the seconds of a start go",
     "data_parallel": "a request shared among several GPUs",
     "fleet": "what keeps a fleet of encoders busy, simulated",
+    "vllm": "inside vLLM: its classes eagerly, by its manager and by ours",
     "ab": "two commits side by side on one device",
 }
 """By name, which is also that of its module in `cases`: what it measures."""
