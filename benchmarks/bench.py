@@ -25,6 +25,8 @@ CASES: Mapping[str, str] = {
     "start": "where the seconds of a start go",
     "data_parallel": "a request shared among several GPUs",
     "fleet": "what keeps a fleet of encoders busy, simulated",
+    "vllm": "inside vLLM: its classes eagerly, by its manager and by ours",
+    "vllm_serving": "vLLM's engine, from prompts with images to tokens",
     "ab": "two commits side by side on one device",
 }
 """By name, which is also that of its module in `cases`: what it measures."""
