@@ -335,7 +335,10 @@ def host(result: Result) -> str:
 def accelerate(result: Result) -> str:
     groups = _grouped(result["rows"], "workload")
     ways = list(dict.fromkeys(row["way"] for row in result["rows"]))
-    lines = [[name, *(row["p50"] for row in rows)] for name, rows in groups.items()]
+    lines = []
+    for name, rows in groups.items():
+        times = {row["way"]: row["p50"] for row in rows}
+        lines.append([name, *map(times.get, ways)])
     made = [f"{what} {count}" for each in _generated(result).values() for what, count in each.items()]
     again = f"Of `generate`, requests after the first: {', '.join(dict.fromkeys(made))}."
     return f"{formatted(['images', *ways], lines)}\n\nMilliseconds, medians. {again} {described(result)}."
