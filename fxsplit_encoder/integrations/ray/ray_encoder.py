@@ -24,6 +24,7 @@ from torch import Tensor
 
 from fxsplit_encoder.connector.seams import FeatureEncoder, Modality, PreparedItem
 from fxsplit_encoder.errors import EncoderLostError, InputError
+from fxsplit_encoder.integrations.images.device_batch import Download
 from fxsplit_encoder.integrations.ray.host_tensors import HostTensor
 
 # After these a device's context is of no use, and with it the actor.
@@ -215,9 +216,18 @@ class _Actor:
             PreparedItem(modality, digest, {n: t.copy() for n, t in inputs.items()}, tokens, metadata)
             for modality, digest, inputs, tokens, metadata in sent
         ]
-        return [HostTensor.of(feature) for feature in self._encoder.encode(items)]
+        return [HostTensor.of(feature) for feature in _on_host(self._encoder.encode(items))]
 
     def close(self) -> None:
         """Before the end."""
         if self._encoder is not None:
             self._encoder.close()
+
+
+def _on_host(features: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Features of one kind in one copy, through pinned memory."""
+    if not features or not features[0].is_cuda or len({(f.shape[1:], f.dtype) for f in features}) > 1:
+        return features
+    download = Download.start(features, features[0].dtype)
+    download.wait()
+    return download.rows.split(list(download.counts))

@@ -218,6 +218,7 @@ def test_health_and_other_paths(url: str) -> None:
     assert httpx.head(f"{url}/health").status_code == 200
     assert httpx.get(f"{url}/v1/embeddings").status_code == 405
     assert httpx.get(f"{url}/nothing").status_code == 404
+    assert httpx.get(f"{url.removesuffix('/images')}/-/healthz").text == "success"
 
 
 def test_metrics_count_what_was_encoded(url: str, photographs: list[tuple[bytes, NDArray[Any]]]) -> None:
