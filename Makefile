@@ -4,10 +4,11 @@ VENV  := .venv
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
 VLLM  := .venv-vllm
+RAY   := .venv-ray
 
 .DEFAULT_GOAL := test
 .DELETE_ON_ERROR:
-.PHONY: demo test test-all test-vllm quick soak lint types docs bench house clean
+.PHONY: demo test test-all test-vllm test-ray quick soak lint types docs bench house clean
 
 demo: $(STAMP)
 	$(BIN)/encoder-cg demo
@@ -24,6 +25,10 @@ test-vllm: $(VLLM)/.installed
 	cd tests_vllm && OMP_NUM_THREADS=1 PYTHONPATH=site:.. ../$(VLLM)/bin/pytest -n 2 --dist loadscope
 	cd tests_vllm && OMP_NUM_THREADS=1 PYTHONPATH=../$(VLLM)/vllm-0.33.0:site:.. \
 		../$(VLLM)/bin/pytest -n 2 --dist loadscope test_plugin.py test_classes.py
+
+# Ray's own classes, clusters of this machine and a service under load, in an environment of their own.
+test-ray: $(RAY)/.installed
+	OMP_NUM_THREADS=1 $(RAY)/bin/pytest tests/integrations/ray tests/integrations/serve tests/integrations/images
 
 # What a change needs first: all tests but those marked `slow` and those of a GPU.
 quick: $(STAMP)
@@ -53,7 +58,7 @@ house: $(STAMP)
 	OMP_NUM_THREADS=1 PYTHONPATH=tools $(BIN)/python -m house
 
 clean:
-	rm -rf $(VENV) $(VLLM) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) $(RAY) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml constraints.txt
@@ -63,4 +68,11 @@ $(STAMP): pyproject.toml constraints.txt
 
 $(VLLM)/.installed: tests_vllm/install.sh tests_vllm/constraints.txt
 	PYTHON=$(PYTHON) bash tests_vllm/install.sh $(VLLM)
+	touch $@
+
+# torch first, so that a wheel for CPUs that pip finds locally is not passed over for one with CUDA.
+$(RAY)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(RAY)
+	$(RAY)/bin/pip install --disable-pip-version-check -c constraints.txt torch
+	$(RAY)/bin/pip install --disable-pip-version-check -c constraints.txt -e '.[dev,cli,ray]'
 	touch $@

@@ -23,13 +23,16 @@ _AUTO = "auto"
 
 
 def checkpoint_encoder(
-    model: str | Path, config: str | Path | None = None, device: str = "cpu", dtype: str = _AUTO
+    model: str | Path,
+    config: str | Path | EncoderConfig | None = None,
+    device: str = "cpu",
+    dtype: str = _AUTO,
 ) -> ManagerEncoder:
     """An encoder in this process, not started yet.
 
     Args:
         model: a directory or a hub name.
-        config: a YAML file of settings; None: the defaults, or on a CPU no captures.
+        config: settings, or a YAML file of them; None: the defaults, or on a CPU no captures.
         device: on which it encodes.
         dtype: in which; auto: bfloat16 on CUDA, float32 on a CPU.
 
@@ -41,7 +44,7 @@ def checkpoint_encoder(
     family, _ = read_family(checkpoint)
     place = torch.device(device)
     tower = load_tower(checkpoint, _dtype_of(dtype, place), place)
-    return ManagerEncoder(EncoderCudaGraphManager(family.wrap(tower), _config_of(config, place)))
+    return ManagerEncoder(EncoderCudaGraphManager(family.wrap(tower), config_for(config, place)))
 
 
 def checkpoint_process(
@@ -64,7 +67,7 @@ def checkpoint_process(
         "dtype": dtype,
     }
     program = EncoderProgram(f"{__name__}:{checkpoint_encoder.__name__}", arguments)
-    return ProcessEncoder(program, options, _row_bytes(checkpoint, _dtype_of(dtype, torch.device(device))))
+    return ProcessEncoder(program, options, row_bytes_of(checkpoint, device, dtype))
 
 
 def weightless_tower(model: str | Path | Checkpoint) -> Any:
@@ -87,14 +90,25 @@ def weightless_tower(model: str | Path | Checkpoint) -> Any:
     return family.wrap(tower)
 
 
-def _row_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> Mapping[Modality, int]:
+def row_bytes_of(checkpoint: Checkpoint, device: str, dtype: str = _AUTO) -> Mapping[Modality, int]:
+    """Bytes of a row of a checkpoint's features by modality; no weights are read.
+
+    Args:
+        checkpoint: of a model.
+        device: on which it encodes; it need not be here.
+        dtype: in which, see `checkpoint_encoder`.
+    """
     declared = weightless_tower(checkpoint).get_encoder_cudagraph_config()
-    return {modality: declared.out_hidden_size * dtype.itemsize for modality in declared.modalities}
+    size = _dtype_of(dtype, torch.device(device)).itemsize
+    return {modality: declared.out_hidden_size * size for modality in declared.modalities}
 
 
-def _config_of(path: str | Path | None, device: torch.device) -> EncoderConfig:
-    if path is not None:
-        return EncoderConfig.from_yaml(path)
+def config_for(config: str | Path | EncoderConfig | None, device: torch.device) -> EncoderConfig:
+    """Settings of captures on a device, see `checkpoint_encoder`."""
+    if isinstance(config, EncoderConfig):
+        return config
+    if config is not None:
+        return EncoderConfig.from_yaml(config)
     # Captures pay off over many calls on a GPU. On a CPU they only cost.
     return EncoderConfig() if device.type == "cuda" else EncoderConfig(mode="none")
 

@@ -1,11 +1,23 @@
-"""Images on a Ray cluster: classes and functions for `ray.data`, and a run that survives being cut off.
+"""Images on a Ray cluster: classes and functions for `ray.data`, a run that survives being cut off, and
+encoders of the connector in actors.
 
-Needs the extra `ray`.
+`connector` puts a checkpoint behind the connector, with actors as its workers.
+
+Needs the extra `ray`; `connector` that of the same name too.
 """
 
 from fxsplit_encoder.integrations.ray.encode_images import EncodeImages, encode_images
 from fxsplit_encoder.integrations.ray.job import EncodeJob
 from fxsplit_encoder.integrations.ray.outcome import Outcome
 from fxsplit_encoder.integrations.ray.prepare_images import prepare_images
+from fxsplit_encoder.integrations.ray.ray_encoder import RayEncoder, RayOptions
 
-__all__ = ["EncodeImages", "EncodeJob", "Outcome", "encode_images", "prepare_images"]
+__all__ = [
+    "EncodeImages",
+    "EncodeJob",
+    "Outcome",
+    "RayEncoder",
+    "RayOptions",
+    "encode_images",
+    "prepare_images",
+]

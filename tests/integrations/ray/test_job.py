@@ -21,7 +21,7 @@ from fxsplit_encoder.integrations.images import ImageEncoder, ImageEncoderSettin
 from fxsplit_encoder.integrations.ray import EncodeJob
 
 from .conftest import STORE_BYTES
-from .processes import named, private_bytes
+from .processes import descendants, named, private_bytes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -38,10 +38,12 @@ def job_of(photographs: Path, output: Path, model: Path, **settings: Any) -> Enc
 
 
 class Watched:
-    """Runs beside a run: memory of the actors, and something that is done once so many shards are written."""
+    """Runs beside a run: memory of the actors and of all processes of the node, without what they share, and
+    something that is done once so many shards are written."""
 
     def __init__(self, parts: Path, shards: int = 0, act: Callable[[], None] | None = None) -> None:
         self.actor_bytes: list[int] = []
+        self.node_bytes: list[int] = []
         self.spilled = 0
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch, args=(parts, shards, act))
@@ -62,6 +64,7 @@ class Watched:
                 act = None
             if written >= 2:
                 self.actor_bytes.append(max(map(private_bytes, named(ACTOR)), default=0))
+                self.node_bytes.append(sum(map(private_bytes, descendants(os.getpid()))))
             spilled = Path("/tmp/ray/session_latest").rglob("ray_spilled_objects*/*")
             self.spilled = max(self.spilled, sum(path.stat().st_size for path in spilled if path.is_file()))
 
@@ -72,8 +75,10 @@ def whole(cluster: Any, photographs: Path, model: Path, tmp_path_factory: pytest
     output = tmp_path_factory.mktemp("whole") / "embeddings.parquet"
     job = job_of(photographs, output, model)
     seen: list[tuple[int, int]] = []
+    begin = time.monotonic()
     with Watched(job.parts.directory) as watched:
         outcome = job.run(lambda done, total: seen.append((done, total)))
+    print(f"2,000 images in {time.monotonic() - begin:.0f} s")
     assert (outcome.images, outcome.written_before, outcome.failed) == (2000, 0, 8)
     assert seen[0] == (0, 2000)
     assert seen[-1] == (2000, 2000)
@@ -83,14 +88,15 @@ def whole(cluster: Any, photographs: Path, model: Path, tmp_path_factory: pytest
 
 
 def check_memory(watched: Watched) -> None:
-    """The pixels of all images are three times Ray's shared memory, and none of it went to disk; an actor
-    holds no more at the end than when it was warm."""
+    """The pixels of all images are three times Ray's shared memory, and none of it went to disk; neither an
+    actor nor the node holds more at the end than when it was warm."""
     assert 2000 * 3 * 224 * 224 > 2.5 * STORE_BYTES
     assert watched.spilled == 0
-    samples = watched.actor_bytes
-    assert len(samples) >= 4
-    early, late = samples[: len(samples) // 2], samples[len(samples) // 2 :]
-    assert max(late) < max(early) + (64 << 20)
+    for name, samples in (("an actor", watched.actor_bytes), ("the node", watched.node_bytes)):
+        assert len(samples) >= 4
+        early, late = samples[: len(samples) // 2], samples[len(samples) // 2 :]
+        print(f"{name}: {max(early) >> 20} MiB early, {max(late) >> 20} MiB late")
+        assert max(late) < max(early) + (64 << 20)
 
 
 def test_every_image_is_there_once_and_in_order(whole: Path, photographs: Path, model: Path) -> None:

@@ -9,6 +9,7 @@ import os
 import random
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import threading
@@ -125,13 +126,18 @@ class Client:
     def __init__(self, url: str) -> None:
         self.url = f"{url}/v1/embeddings"
         self.statuses: collections.Counter[int] = collections.Counter()
+        self.seconds: list[float] = []
+        """Of every answer but refusals."""
         self._lock = threading.Lock()
 
     def send(self, client: httpx.Client, arguments: dict[str, Any]) -> httpx.Response:
         while True:
+            begin = time.monotonic()
             response = client.post(self.url, **arguments)
             with self._lock:
                 self.statuses[response.status_code] += 1
+                if response.status_code not in (429, 503):
+                    self.seconds.append(time.monotonic() - begin)
             if response.status_code not in (429, 503):
                 return response
             assert int(response.headers["retry-after"]) >= 1
@@ -173,8 +179,12 @@ def test_every_request_of_a_crowd_is_answered(
         (entry,) = response.json()["data"]
         np.testing.assert_allclose(embedding_of(entry), photographs[what][1], rtol=0, atol=1e-5)
 
+    begin = time.monotonic()
     with ThreadPoolExecutor(CLIENTS) as pool:
         answered = sum(pool.map(answer, [work[n::CLIENTS] for n in range(CLIENTS)]))
+    whole, (*_, slowest) = time.monotonic() - begin, sorted(client.seconds)
+    median = statistics.median(client.seconds)
+    print(f"{whole:.0f} s, {client.statuses}, answered after {median:.2f} s, at most {slowest:.2f} s")
     assert answered == REQUESTS
     refused = client.statuses.pop(503)
     assert refused > 0, "nobody was refused: this was no overload"
@@ -208,6 +218,7 @@ def test_health_and_other_paths(url: str) -> None:
     assert httpx.head(f"{url}/health").status_code == 200
     assert httpx.get(f"{url}/v1/embeddings").status_code == 405
     assert httpx.get(f"{url}/nothing").status_code == 404
+    assert httpx.get(f"{url.removesuffix('/images')}/-/healthz").text == "success"
 
 
 def test_metrics_count_what_was_encoded(url: str, photographs: list[tuple[bytes, NDArray[Any]]]) -> None:
