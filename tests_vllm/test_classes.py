@@ -108,6 +108,10 @@ def test_captures_serve_what_fits_with_no_difference(as_it_is: Served) -> None:
 
 def test_what_does_not_fit_is_encoded_all_the_same(as_it_is: Served) -> None:
     for modality, sizes in as_it_is.tiny.eager:
+        if as_it_is.tiny.eager_by_vllm:
+            with torch.inference_mode():
+                assert as_it_is.manager.execute(as_it_is.tiny.inputs(modality, sizes)) is None
+            continue
         for got, expected in as_it_is.compare(modality, sizes):
             torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
 

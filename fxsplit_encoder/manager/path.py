@@ -178,5 +178,15 @@ class EncoderPath(CapturedProgram):
         return self.run_eager(mm_kwargs), False
 
     def run_eager(self, mm_kwargs: dict[str, Any]) -> Tensor:
-        """The batch through the tower itself."""
-        return self.tower.encoder_eager_forward(mm_kwargs, path=self.name)
+        """The batch through the tower itself.
+
+        Raises:
+            InputError: the tower has no such forward: vLLM's protocol has one that does nothing.
+        """
+        output: Tensor | None = self.tower.encoder_eager_forward(mm_kwargs, path=self.name)
+        if output is None:
+            raise InputError(
+                f"tower: {type(self.tower).__name__}.encoder_eager_forward returned None; expected the rows "
+                "of a batch that no capture holds: implement it, or list larger token_budgets"
+            )
+        return output
