@@ -53,8 +53,8 @@ class Worker:
 
 
 _OUT_OF_PROPORTION = 3.0
-"""Times the cost of all that come before it in a batch. What costs more fills a device by itself, and little is
-lost by encoding it apart."""
+"""Times the cost of all that come before it in a batch. What costs more fills a device by itself, and little
+is lost by encoding it apart."""
 
 
 class Batch:
