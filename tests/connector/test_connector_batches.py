@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -35,7 +36,8 @@ def test_items_of_different_requests_share_a_batch() -> None:
         assert each.stats().mean_batch_items == 2
 
 
-def test_a_worker_has_a_stream_of_its_own() -> None:
+@pytest.mark.parametrize("device", [torch.device("cpu"), "cpu"])
+def test_a_worker_has_a_stream_of_its_own(device: object) -> None:
     """Which stream that is, `tests/gpu` shows."""
     inside: list[torch.device | None] = []
     seen: list[list[torch.device | None]] = []
@@ -47,10 +49,8 @@ def test_a_worker_has_a_stream_of_its_own() -> None:
             yield
             inside.pop()
 
-    class OnDevice(FakeEncoder):
-        device = torch.device("cpu")
-
-    encoder = OnDevice(on_encode=lambda items: seen.append(list(inside)))
+    encoder: Any = FakeEncoder(on_encode=lambda items: seen.append(list(inside)))
+    encoder.device = device
     with connector([lambda: encoder], copies=OwnStreams()) as each:
         wait(each.submit(request("a")))
     assert (seen, inside) == ([[torch.device("cpu")]], [])
