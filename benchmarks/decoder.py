@@ -87,7 +87,7 @@ class Decoder:
     def _capture(self, rows: int) -> Any:
         self._forward(rows)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=self.stream):
+        with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
             self._forward(rows)
         return graph
 

@@ -265,6 +265,7 @@ def connector(result: Result) -> str:
     rows = _grouped(result["rows"], "part")
     first = {"p50": "first token p50", "p99": "first token p99", "media p50": "with media p50"}
     first |= {"media p99": "with media p99", "lost": "lost", "step p50": "step p50"}
+    first |= {"longest step": "longest step"}
     columns = {
         "mix": {"mix": "mix", "": "variant", **first, "items a batch": "items a batch", "busy": "busy"},
         "beside": {"text, beside": "beside", "videos": "videos", **first},

@@ -205,7 +205,8 @@ class WorkerThread:
 
 
 def _device_of(encoder: FeatureEncoder) -> torch.device | None:
-    return encoder.device if isinstance(encoder, DeviceEncoder) else None
+    device: Any = encoder.device if isinstance(encoder, DeviceEncoder) else None
+    return torch.device(device) if isinstance(device, str | torch.device) else None
 
 
 def _is_over(events: Sequence[Event]) -> bool:
