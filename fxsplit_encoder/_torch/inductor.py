@@ -24,6 +24,7 @@ from torch._inductor.utils import BoxedBool
 from torch._inductor.virtualized import V
 
 from fxsplit_encoder._torch.aot import fake_mode_of, tracing_context
+from fxsplit_encoder._torch.symbols import under_own_name
 
 __all__ = [
     "LONGEST_ROW",
@@ -61,7 +62,8 @@ def compile_graph(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[li
         config.patch(layout_optimization=False),
         persistent_rows(),
     ):
-        compiled: Any = compile_fx_inner(module, list(inputs), is_inference=True, cudagraphs=BoxedBool(False))
+        values = [under_own_name(value) for value in inputs]
+        compiled: Any = compile_fx_inner(module, values, is_inference=True, cudagraphs=BoxedBool(False))
     return compiled  # type: ignore[no-any-return]
 
 

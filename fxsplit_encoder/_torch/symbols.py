@@ -16,7 +16,7 @@ from torch.utils._sympy.printers import PythonPrinter
 
 from fxsplit_encoder._torch.aot import fake_mode_of
 
-__all__ = ["FloorDiv", "Mod", "PythonMod", "Symbols", "check", "expression_of", "has_hint", "python_source"]
+__all__ = ["FloorDiv", "Mod", "PythonMod", "Symbols", "check", "expression_of", "has_hint", "python_source", "under_own_name"]
 
 check = torch._check
 """Tells a trace that a condition on sizes holds; outside of traces an assertion."""
@@ -26,6 +26,16 @@ def expression_of(value: Any) -> sympy.Basic:
     """The expression behind a number of a trace, or of a plain one."""
     found: sympy.Basic = value.node.expr if hasattr(value, "node") else sympy.sympify(value)
     return found
+
+
+def under_own_name(value: Any) -> Any:
+    """A traced number by the name that all sizes have for it. Inductor calls it by the one that it had before
+    the trace found two to be equal, and then misses the other. What is no such number stays.
+    """
+    if not isinstance(value, torch.SymInt) or value.node._expr == value.node.expr:
+        return value
+    node = value.node
+    return node.shape_env.create_symintnode(node.expr, hint=node.hint if node.has_hint() else None)
 
 
 def has_hint(value: torch.SymInt) -> bool:
