@@ -54,7 +54,7 @@ def test_compiling_replaces_the_attention_too(
     monkeypatch.setenv(VARIABLE, str(settings))
     register()
     register()
-    assert list(vllm.module(CUSTOM_OP).op_registry_oot) == ["MMEncoderAttention"]
+    assert list(vllm.module(CUSTOM_OP).op_registry_oot) == ["ApplyRotaryEmb", "MMEncoderAttention"]
     assert vllm.manager.settings.encoder.compile
     assert vllm.manager.settings.encoder.token_budgets == (64,)
 
