@@ -23,6 +23,7 @@ import logging
 import multiprocessing
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
@@ -52,6 +53,7 @@ PACKED = ("1x224", "1x448", "1x896", "1x1344", "mixed8", "mixed8_big", "20x336")
 """Of the workloads of packed towers; those of the others are all run, but for clips."""
 _TINY = "qwen3-vl-8b"
 _WARMUPS = 3
+_MOST_REPORTS = 3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -274,11 +276,9 @@ def _start(manager: Any) -> Row:
     ours = getattr(manager, "manager", None)
     if ours is not None:
         row["compiled"] = all(program is not None for program in ours.programs.values())
-        row["modes"] = {
-            name: {budget: graph.mode for budget, graph in path.items()}
-            for name, path in ours.budget_graphs.items()
-        }
-        row["reports"] = ours.reports
+        graphs = [graph for path in ours.budget_graphs.values() for graph in path.values()]
+        row["captured"] = dict(Counter(graph.mode for graph in graphs))
+        row["reports"] = ours.reports[:_MOST_REPORTS]
     return row
 
 
