@@ -2,7 +2,7 @@
 # Measures what the documents' tables are made of, on one otherwise idle GPU.
 #
 #   reproduce.sh readme OUT   what the README's table needs: some minutes
-#   reproduce.sh all OUT      every table (data_parallel needs four GPUs): hours
+#   reproduce.sh all OUT      every table (data_parallel needs four GPUs, vllm an installed vLLM): hours
 #
 # Results and logs are written to OUT. What is done there does not run again, so a run that was cut off goes on
 # where it ended. `python benchmarks/bench.py tables OUT/*.json` then takes the results in.
@@ -29,6 +29,8 @@ jobs=("readme encoder --readme")
     "connector connector"
     "passes passes"
     "attention attention"
+    "vllm vllm"
+    "vllm_serving vllm_serving"
     "data_parallel data_parallel"
 )
 

@@ -7,17 +7,15 @@ when it has encoded them, and ends when READY is gone.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from tests_vllm import conftest  # noqa: F401
-from tests_vllm.generate import prompts
+from tests_vllm.generate import prepare_environment, prompts
 from tests_vllm.padded_attention import use_padded_attention
 
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 _SECONDS = 300
 
 
@@ -50,6 +48,7 @@ def make_engine(model: str, directory: str, role: str) -> Any:
 
 def main(model: str, directory: str, role: str, ready: str = "") -> None:
     """Answers the requests of `generate`, and counts what is encoded for them."""
+    prepare_environment()
     from vllm import SamplingParams
 
     llm = make_engine(model, directory, role)

@@ -20,15 +20,18 @@ from PIL import Image
 from tests_vllm import conftest  # noqa: F401
 from tests_vllm.padded_attention import use_padded_attention
 
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-del os.environ["VLLM_PLUGINS"]
-
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"]
 PADS = ["<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"]
 WORDS = [f"word{number}" for number in range(120)]
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 SIZES = [(56, 56), (84, 56), (112, 84), (56, 140)]
 """Pixels of four images."""
+
+
+def prepare_environment() -> None:
+    """An engine in this process, which finds plugins by itself. Before vLLM is imported."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.pop("VLLM_PLUGINS", None)
 
 
 def save_model(directory: Path) -> None:
@@ -88,6 +91,7 @@ def prompts(seed: int) -> list[dict[str, Any]]:
 
 def main(directory: Path) -> None:
     """Generates with and without captures."""
+    prepare_environment()
     from vllm import LLM, SamplingParams
 
     use_padded_attention()

@@ -22,6 +22,7 @@ CLASSES = {
     "vllm.model_executor.models.interfaces": ("SupportsEncoderCudaGraph",),
     "vllm.model_executor.layers.attention.mm_encoder_attention": ("MMEncoderAttention",),
     "vllm.model_executor.custom_op": ("CustomOp",),
+    "vllm.model_executor.layers.rotary_embedding.common": ("ApplyRotaryEmb",),
     "vllm.distributed.ec_transfer.ec_connector.base": ("ECConnectorBase",),
 }
 """Their methods are recorded; of the attention and its base those that the plugin overrides or calls."""
@@ -29,6 +30,7 @@ CLASSES = {
 ONLY = {
     "MMEncoderAttention": ("__init__", "forward_native", "forward_cuda", "forward_cpu"),
     "CustomOp": ("register_oot", "forward"),
+    "ApplyRotaryEmb": ("forward_static", "forward_native", "forward_cuda"),
 }
 
 FIELDS = {

@@ -13,6 +13,7 @@ import torch
 from fxsplit_encoder import EncoderConfig
 from fxsplit_encoder.integrations.vllm.adapter import VllmEncoderManager, make_adapter
 from fxsplit_encoder.integrations.vllm.attention import split_attention
+from fxsplit_encoder.integrations.vllm.rotary import traceable_rotary
 from fxsplit_encoder.integrations.vllm.settings import PluginSettings
 from tests_vllm import engine
 from tests_vllm.tiny import TINY, VERSION, Tiny
@@ -62,6 +63,7 @@ def serve(tiny: Tiny, compiles: bool) -> Iterator[Served]:
     with pytest.MonkeyPatch.context() as patch, tiny.small():
         if compiles:
             patch.setitem(op_registry_oot, "MMEncoderAttention", split_attention(MMEncoderAttention))
+            patch.setitem(op_registry_oot, "ApplyRotaryEmb", rotary_of_a_gpu())
         config = engine.engine_config(tiny.config, tiny.sources(), compilation_config=compilation)
         model = engine.build(config)
         tiny.adjust(model)
@@ -72,6 +74,18 @@ def serve(tiny: Tiny, compiles: bool) -> Iterator[Served]:
         assert manager.is_captured()
         yield Served(tiny, model, manager)
         manager.clear()
+
+
+def rotary_of_a_gpu() -> type:
+    """The plugin's, which on a CPU too is what a trace on a GPU sees."""
+    from vllm.model_executor.layers.rotary_embedding.common import ApplyRotaryEmb
+
+    class RotaryOfGpu(traceable_rotary(ApplyRotaryEmb)):  # type: ignore[misc]
+        def forward_cpu(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+            forward = self.forward_traced if torch.compiler.is_compiling() else self.forward_native
+            return forward(x, cos, sin)
+
+    return RotaryOfGpu
 
 
 def of_this_version(name: str) -> Tiny:

@@ -23,6 +23,7 @@ import logging
 import multiprocessing
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
@@ -52,6 +53,7 @@ PACKED = ("1x224", "1x448", "1x896", "1x1344", "mixed8", "mixed8_big", "20x336")
 """Of the workloads of packed towers; those of the others are all run, but for clips."""
 _TINY = "qwen3-vl-8b"
 _WARMUPS = 3
+_MOST_REPORTS = 3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -190,8 +192,7 @@ class _Contest:
                 continue
             synchronize()
             seconds = time.perf_counter() - start
-            budgets = list(runs[variant].token_budgets)
-            yield {"variant": variant, "workload": "start", "seconds": seconds, "budgets": budgets}
+            yield {"variant": variant, "workload": "start", "seconds": seconds, **_start(runs[variant])}
         for name, (values, patches) in self.batches.items():
             for row in self._measure(runs, values, expected[name]):
                 yield {"workload": name, "patches": patches, **row}
@@ -199,11 +200,11 @@ class _Contest:
 
     def _split_model(self) -> Any:
         """The same weights behind this library's attention."""
-        from fxsplit_encoder.integrations.vllm.attention import install_attention
+        from fxsplit_encoder.integrations.vllm.plugin import install_layers
 
-        problem = install_attention()
+        problem = install_layers()
         if problem is not None:
-            raise RuntimeError(f"vLLM's attention cannot be replaced: {problem}")
+            raise RuntimeError(f"vLLM's layers cannot be replaced: {problem}")
         self.config = engine_config(self.cls, self.dtype)  # it holds the layers of one model
         return build(self.cls, self.config, self.device)
 
@@ -267,6 +268,18 @@ class _Eager:
     def __call__(self, values: dict[str, Tensor]) -> Sequence[Tensor]:
         outputs: Sequence[Tensor] = self._model.embed_multimodal(**values)
         return outputs
+
+
+def _start(manager: Any) -> Row:
+    """What a manager has captured; of ours also whether it compiled, and what it says of the rest."""
+    row: Row = {"budgets": list(manager.token_budgets)}
+    ours = getattr(manager, "manager", None)
+    if ours is not None:
+        row["compiled"] = all(program is not None for program in ours.programs.values())
+        graphs = [graph for path in ours.budget_graphs.values() for graph in path.values()]
+        row["captured"] = dict(Counter(graph.mode for graph in graphs))
+        row["reports"] = ours.reports[:_MOST_REPORTS]
+    return row
 
 
 def _call(run_it: Any, values: Mapping[str, Tensor]) -> Callable[[], Any]:

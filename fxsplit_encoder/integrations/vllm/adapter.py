@@ -54,6 +54,8 @@ class VllmEncoderManager:
         )
         self.manager: EncoderCudaGraphManager | None = None
         """This library's; None where vLLM's own serves."""
+        self.num_left = 0
+        """Batches that `execute` left to vLLM's eager forward: nothing was captured, or it failed."""
         self._is_data_parallel = is_data_parallel(vllm_config)
         self._rehearsal: Rehearsal | None = None
         if (reason := reason_to_leave(vllm_config, torch.device(device))) is not None:
@@ -163,16 +165,16 @@ class VllmEncoderManager:
         if self.manager is None:
             outputs: list[Tensor] | None = self.vllm_manager.execute(mm_kwargs)
             return outputs
-        if not self.manager.is_captured():
-            return None
-        try:
-            return self.manager.execute(mm_kwargs)
-        except Exception as error:  # vLLM's eager forward may still do it, or say better what is wrong
-            warn_once(f"a batch is encoded eagerly: {type(error).__name__}: {error}")
-            return None
+        if self.manager.is_captured():
+            try:
+                return self.manager.execute(mm_kwargs)
+            except Exception as error:  # vLLM's eager forward may still do it, or say better what is wrong
+                warn_once(f"a batch is encoded eagerly: {type(error).__name__}: {error}")
+        self.num_left += 1
+        return None
 
     def get_cumulative_stats(self) -> dict[str, Any]:
-        """Items so far, under vLLM's names."""
+        """Items so far, under vLLM's names; and the batches that were left to vLLM's eager forward."""
         if self.manager is None:
             stats: dict[str, Any] = self.vllm_manager.get_cumulative_stats()
             return stats
@@ -183,6 +185,7 @@ class VllmEncoderManager:
             "hit_rate": own.hit_rate,
             "num_budgets": sum(len(path) for path in self.manager.budget_graphs.values()),
             "token_budgets": self.token_budgets,
+            "batches_left": self.num_left,
         }
 
     def __getattr__(self, name: str) -> Any:

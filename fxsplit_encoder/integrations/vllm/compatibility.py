@@ -61,6 +61,10 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
 
 ATTENTION_CONSTRUCTOR = ("num_heads", "head_size", "scale", "num_kv_heads", "prefix")
 ATTENTION_FORWARD = ("query", "key", "value", "cu_seqlens", "max_seqlen", "sequence_lengths")
+ROTARY: Mapping[str, tuple[str, ...]] = {
+    "forward_static": ("x", "cos", "sin", "is_neox_style", "enable_fp32_compute"),
+    "forward_cuda": ("x", "cos", "sin"),
+}
 
 
 def manager_problem(version: str, manager: type, protocol: type, definitions: Any) -> str | None:
@@ -98,6 +102,14 @@ def attention_problem(custom_op: type, attention: type) -> str | None:
             return f"{attention.__name__}.{name} {problem}"
     if not callable(getattr(custom_op, "register_oot", None)):
         return f"{custom_op.__name__} has no register_oot"
+    return None
+
+
+def rotary_problem(rotary: type) -> str | None:
+    """What of vLLM's rotary embedding is not as it was recorded; None: nothing."""
+    for name, names in ROTARY.items():
+        if (problem := _parameter_problem(getattr(rotary, name, None), names)) is not None:
+            return f"{rotary.__name__}.{name} {problem}"
     return None
 
 

@@ -80,12 +80,19 @@ class FxsplitECConnector(ECConnectorBase):  # type: ignore[misc]
             else None
         )
 
+        self._step = EncoderCacheMetadata()
+
     # --- in workers
+
+    def bind_connector_metadata(self, connector_metadata: EncoderCacheMetadata) -> None:
+        """What the scheduler says of the step that begins."""
+        super().bind_connector_metadata(connector_metadata)
+        self._step = connector_metadata
 
     def start_save_caches(self, **kwargs: Any) -> None:
         """Offers what new requests need and earlier ones had encoded; `encoder_cache` holds it."""
         if self._offered is not None and (cache := kwargs.get("encoder_cache")) is not None:
-            self._offered.offer_again(self._get_connector_metadata().offers, cache)
+            self._offered.offer_again(self._step.offers, cache)
 
     def save_caches(self, encoder_cache: MutableMapping[str, Tensor], mm_hash: str, **kwargs: Any) -> None:
         """Offers what was just encoded."""
@@ -99,7 +106,7 @@ class FxsplitECConnector(ECConnectorBase):  # type: ignore[misc]
             TransportError: as `LoadedItems.load`.
         """
         if self._loaded is not None:
-            self._loaded.load(self._get_connector_metadata().loads, encoder_cache, _device())
+            self._loaded.load(self._step.loads, encoder_cache, _device())
 
     def build_connector_worker_meta(self) -> EncoderCacheLoaded | None:
         """What was loaded in this step; None: nothing."""

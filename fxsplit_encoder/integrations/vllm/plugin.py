@@ -55,13 +55,19 @@ def _install(settings: PluginSettings) -> str | None:
     if problem is not None:
         return problem
     if settings.encoder.compile:
-        from fxsplit_encoder.integrations.vllm.attention import install_attention
-
-        if (problem := install_attention()) is not None:
+        if (problem := install_layers()) is not None:
             warn_once(f"fxsplit_encoder does not compile encoders: {problem}")
             settings = settings.without_compiling()
     _replace(original, make_adapter(original, settings))
     return None
+
+
+def install_layers() -> str | None:
+    """What keeps the encoders that vLLM builds from being traced; None: they can be."""
+    from fxsplit_encoder.integrations.vllm.attention import install_attention
+    from fxsplit_encoder.integrations.vllm.rotary import install_rotary
+
+    return install_rotary() or install_attention()
 
 
 def _replace(original: Any, adapter: Any) -> None:

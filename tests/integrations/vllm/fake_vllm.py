@@ -85,12 +85,6 @@ class FakeVllm:
                 self.is_producer = transfer.ec_role in ("ec_producer", "ec_both")
                 self.is_consumer = transfer.ec_role in ("ec_consumer", "ec_both")
 
-            def bind_connector_metadata(self, connector_metadata: Any) -> None:
-                self._connector_metadata = connector_metadata
-
-            def _get_connector_metadata(self) -> Any:
-                return self._connector_metadata
-
         module.ECConnectorBase = ECConnectorBase
         module.ECConnectorMetadata = type("ECConnectorMetadata", (), {})
         module.ECConnectorWorkerMetadata = type("ECConnectorWorkerMetadata", (), {})

@@ -70,6 +70,7 @@ def test_it_encodes_as_the_tower_does(
         "hit_rate": 1.0,
         "num_budgets": 2,
         "token_budgets": [8, 32],
+        "batches_left": 0,
     }
     manager.clear()
     assert not manager.is_captured()
@@ -177,6 +178,7 @@ def test_what_cannot_be_encoded_is_left_to_vllms_eager_forward(
     manager.capture()
     for _ in range(3):
         assert manager.execute({"pixel_values": "nothing of the kind"}) is None
+    assert manager.get_cumulative_stats()["batches_left"] == 4
     (warning,) = warnings_of_plugin
     assert "InputError" in warning
     assert len(manager.execute(make_batch(IMAGES))) == 3
