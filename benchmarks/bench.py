@@ -22,6 +22,7 @@ CASES: Mapping[str, str] = {
     "host": "what a request costs the CPU",
     "start": "where the seconds of a start go",
     "data_parallel": "a request shared among several GPUs",
+    "map_batches": "Ray's map_batches on the GPUs of a host, beside manager.execute alone",
     "fleet": "what keeps a fleet of encoders busy, simulated",
     "ab": "two commits side by side on one device",
 }
