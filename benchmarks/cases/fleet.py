@@ -18,18 +18,16 @@ Needs the extra `ray`, and no GPU. The parts of the result:
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-from fleet import Fleet, Service, Shard, batch_time, run_offline, run_online, varied
 from fleet_runs import cluster_rows
+from fleet_simulated import SCENARIOS, offline_row, online_rows
 from photographs import PHOTOGRAPH, photographs
 from storage import RESULTS, load, new_result, store
 
@@ -41,11 +39,8 @@ from fxsplit_encoder.models.registry import architecture
 Row = dict[str, Any]
 
 SHARD = 128
-GPUS = (8, 64, 256, 1000)
-CPUS_PER_GPU = (4, 8, 16, 24)
-LOADS = (0.5, 0.7, 0.8, 0.9)
-NODE_LINK = 100e9 / 8
-"""Bytes a second of a node's network, each way."""
+SIMULATED = "siglip-so400m-384"
+MEASURED = ("prepare", "driver", "check")
 
 
 class Encoding(NamedTuple):
@@ -86,19 +81,25 @@ four are single images, encoded one by one: together they take less."""
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tiny", action="store_true", help="two towers and short runs")
+    parser.add_argument("--parts", type=Path, metavar="JSON", help="simulate anew from this result's parts")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    result = new_result("fleet", cpu=cpu_name(), photograph=list(PHOTOGRAPH), shard=SHARD)
-    names = list(ENCODINGS)[:2] if arguments.tiny else list(ENCODINGS)
-    result["rows"] += [prepare_row(name) for name in names]
-    store(arguments.output, result)
-    result["rows"] += cluster_rows(arguments.tiny)
-    store(arguments.output, result)
+    if arguments.parts is not None:
+        result = load(arguments.parts)
+        result["rows"] = [row for row in result["rows"] if row["part"] in MEASURED]
+    else:
+        result = new_result("fleet", cpu=cpu_name(), photograph=list(PHOTOGRAPH), shard=SHARD)
+        names = list(ENCODINGS)[:2] if arguments.tiny else list(ENCODINGS)
+        result["rows"] += [prepare_row(name) for name in names]
+        store(arguments.output, result)
+        result["rows"] += cluster_rows(arguments.tiny)
+        store(arguments.output, result)
     driver_s = next(row["ms a shard"] for row in result["rows"] if row["part"] == "driver") / 1e3
-    for row in [row for row in result["rows"] if row["part"] == "prepare"][1:2]:
-        result["rows"] += offline_rows(row, driver_s, GPUS[:1] if arguments.tiny else GPUS)
-        result["rows"] += online_rows(row, 2000 if arguments.tiny else 40000)
+    simulated = next(row for row in result["rows"] if row["tower"] == SIMULATED)
+    scenarios = SCENARIOS[:3] if arguments.tiny else SCENARIOS
+    result["rows"] += [offline_row(simulated, driver_s, scenario) for scenario in scenarios]
+    result["rows"] += online_rows(simulated, 2000 if arguments.tiny else 40000)
     store(arguments.output, result)
     for row in result["rows"]:
         print(json.dumps(row))
@@ -190,62 +191,3 @@ def write_seconds(directory: Path, shape: tuple[int, int]) -> float:
         write_part(directory, 0, table)
         times.append(time.process_time() - begin)
     return min(times) / images
-
-
-# --- simulated
-
-
-def offline_rows(row: Row, driver_s: float, fleets: Sequence[int]) -> Iterator[Row]:
-    """Fleets of several sizes over many images; embeddings are means, and once all rows."""
-    for gpus in fleets:
-        sizes = (SHARD, 8 * SHARD) if gpus >= 256 else (SHARD,)
-        for cpus, size in itertools.product(CPUS_PER_GPU, sizes):
-            yield offline_row(row, driver_s, gpus, cpus, size)
-        yield offline_row(row, driver_s, gpus, 2 * CPUS_PER_GPU[-1], SHARD, has_rows=True)
-
-
-def offline_row(row: Row, driver_s: float, gpus: int, cpus: int, size: int, has_rows: bool = False) -> Row:
-    """One fleet."""
-    write_ms, out_kb = (
-        (row["write rows ms"], row["rows KB"]) if has_rows else (row["write mean ms"], row["mean KB"])
-    )
-    seconds = (ms * size / 1e3 for ms in (row["prepare ms"], row["encode ms"], write_ms))
-    shard = Shard(*seconds, row["prepared KB"] * size * 1e3, out_kb * size * 1e3)
-    count = 20 * gpus
-    fleet = Fleet(gpus, gpus * cpus, link_bytes_s=NODE_LINK, driver_s=driver_s)
-    outcome = run_offline(varied(shard, count), fleet)
-    return {
-        "part": "offline",
-        "tower": row["tower"],
-        "embedding": "rows" if has_rows else "mean",
-        "GPUs": gpus,
-        "CPUs a GPU": cpus,
-        "shard": size,
-        "images/s": count * size / outcome.seconds,
-        **{f"{name} busy": share for name, share in outcome.busy.items()},
-        "limit": outcome.limit,
-    }
-
-
-def online_rows(row: Row, requests: int) -> Iterator[Row]:
-    """Encoders under load, each with as many CPUs as it needs."""
-    most = max(count for count, _ in row["points"])
-    seconds = batch_time([(count, ms / 1e3) for count, ms in row["points"]])
-    for encoders, share in itertools.product((1, 4, 16), LOADS):
-        for is_random in (False, True) if encoders > 1 else (False,):
-            rate = share * encoders * most / seconds(most)
-            cpus = max(2, int(1.5 * rate * row["prepare ms"] / 1e3) + 1)
-            service = Service(encoders, cpus, row["prepare ms"] / 1e3, seconds, most, is_random=is_random)
-            online = run_online(service, rate, requests)
-            yield {
-                "part": "online",
-                "tower": row["tower"],
-                "encoders": encoders,
-                "load": share,
-                "images/s": rate,
-                "router": "random" if is_random else "least",
-                "p50 ms": online.quantile(0.5) * 1e3,
-                "p95 ms": online.quantile(0.95) * 1e3,
-                "p99 ms": online.quantile(0.99) * 1e3,
-                "images a batch": sum(online.batches) / len(online.batches),
-            }
