@@ -8,13 +8,17 @@ RAY   := .venv-ray
 
 .DEFAULT_GOAL := test
 .DELETE_ON_ERROR:
-.PHONY: demo test test-vllm test-ray quick soak lint types docs bench house clean
+.PHONY: demo test test-all test-vllm test-ray quick soak lint types docs bench house clean
 
 demo: $(STAMP)
 	$(BIN)/encoder-cg demo
 
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --maxprocesses 8 --dist loadfile
+
+# With the cases that `test` leaves out, for the sake of machines with few cores.
+test-all: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --maxprocesses 16 --dist loadfile -m "not soak"
 
 # vLLM's own classes, in an environment of their own: 0.32.0, and the Python code of 0.33.0 over it.
 test-vllm: $(VLLM)/.installed
@@ -29,7 +33,7 @@ test-ray: $(RAY)/.installed
 
 # What a change needs first: all tests but those marked `slow` and those of a GPU.
 quick: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --maxprocesses 8 --dist loadfile -m "not slow and not soak" --ignore tests/gpu
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --maxprocesses 8 --dist loadfile -m "not slow and not exhaustive and not soak" --ignore tests/gpu
 
 # Ten thousand requests to the connector, with every fault that can be injected.
 soak: $(STAMP)

@@ -20,10 +20,14 @@ CASES: Mapping[str, str] = {
     "attention": "every attention kernel over the segments of vision encoders",
     "passes": "what graph passes gain",
     "host": "what a request costs the CPU",
+    "accelerate": "what a model of transformers gains, and its calls cost",
+    "connector": "what encoding costs the requests of an engine, beside it and in it",
     "start": "where the seconds of a start go",
     "data_parallel": "a request shared among several GPUs",
     "map_batches": "Ray's map_batches on the GPUs of a host, beside manager.execute alone",
     "fleet": "what keeps a fleet of encoders busy, simulated",
+    "vllm": "inside vLLM: its classes eagerly, by its manager and by ours",
+    "vllm_serving": "vLLM's engine, from prompts with images to tokens",
     "ab": "two commits side by side on one device",
 }
 """By name, which is also that of its module in `cases`: what it measures."""

@@ -20,11 +20,13 @@ python=${PYTHON:-python3}
 jobs=("readme encoder --readme")
 [[ $1 == readme ]] || jobs+=(
     "host host"
+    "accelerate accelerate"
     "start start"
     "encoder encoder --shared-cache"
     "modes encoder --modes --shared-cache"
     "towers towers"
     "requests requests"
+    "connector connector"
     "passes passes"
     "attention attention"
     "data_parallel data_parallel"

@@ -21,6 +21,7 @@ Result = dict[str, Any]
 KEYS: Mapping[str, tuple[str, ...]] = {
     "encoder": ("tower", "workload", "variant"),
     "towers": ("tower", "workload"),
+    "vllm": ("tower", "workload", "variant"),
 }
 """What tells the rows of cases apart whose results may be merged."""
 

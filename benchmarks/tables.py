@@ -12,6 +12,7 @@ touched but the README's claim. A test fails where a table is not what is stored
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -33,7 +34,10 @@ _TITLES = {
     OURS: "ours",
     "powers of two": "our compiled program, one full graph per power of two, greedy packing",
 }
+_IN_VLLM = ("eager", "vllm", "ours", "ours-compiled")
 _TOWER = "qwen3-vl-8b"
+_NOT_MEASURED = "Not measured on a GPU yet."
+_VLLM_NOTE = "vLLM's own tower, the better of its eager forward and its encoder manager, in a run of its own."
 _MIB, _GIB = 2**20, 2**30
 _BEGIN = r"<!-- table: (?P<name>\w+)(?P<arguments>(?: [\w.-]+)*) -->\n"
 # No other comment may stand in between, so a mark without an end does not swallow the next table.
@@ -98,7 +102,8 @@ def rewritten(document: Path, results: Path = RESULTS) -> str:
         table = TABLES.get(match["name"])
         if table is None:
             raise ValueError(f"{document.name}: no table {match['name']}; there are {', '.join(TABLES)}")
-        made = table.make(load(results / table.file), *match["arguments"].split())
+        stored = results / table.file
+        made = table.make(load(stored), *match["arguments"].split()) if stored.exists() else _NOT_MEASURED
         return f"{match['begin']}\n{made}\n\n{match['end']}"
 
     text = _MARKED.sub(table_of, text)
@@ -127,7 +132,7 @@ def readme(result: Result) -> str:
     measured = {name for rows in workloads.values() for name, row in rows.items() if "p50" in row}
     shown = [name for name in _VARIANTS if name in measured]
     vllm = load(RESULTS / "vllm.json")
-    theirs = {row["workload"]: row["p50"] for row in vllm["rows"] if row["tower"] == _TOWER}
+    theirs = _best_of_vllm(vllm)
     comparable = vllm["gpu"] == result["gpu"]
     headers = ["images", "patches", *(_TITLES[name] for name in shown)]
     headers += [f"vLLM {vllm['vllm']}*", "ours", "eager / ours"] if comparable else ["ours", "eager / ours"]
@@ -138,8 +143,17 @@ def readme(result: Result) -> str:
         line += [theirs.get(workload)] if comparable else []
         lines.append([*line, times.get(OURS), _ratio(times.get("eager"), times.get(OURS))])
     where = described(result, result["settings"]["dtype"], "random weights", rows=_of(result, _TOWER))
-    note = f" *: {vllm['note']}" if comparable else ""
+    note = f" *: {vllm.get('note', _VLLM_NOTE)}" if comparable else ""
     return f"{formatted(headers, lines)}\n\nMilliseconds, medians. {where}.{note}"
+
+
+def _best_of_vllm(result: Result) -> dict[str, float]:
+    """By workload the better of its eager forward and its manager; of a stored run the only figure."""
+    best: dict[str, float] = {}
+    for row in _of(result, _TOWER):
+        if "p50" in row and row.get("variant", "vllm") in ("eager", "vllm"):
+            best[row["workload"]] = min(row["p50"], best.get(row["workload"], math.inf))
+    return best
 
 
 def summary(result: Result, tower: str) -> str:
@@ -195,7 +209,7 @@ def _by_variant(result: Result, tower: str) -> dict[str, dict[str, Row]]:
     """The rows of a tower by workload and variant."""
     found: dict[str, dict[str, Row]] = {}
     for row in _of(result, tower):
-        if row["workload"] not in ("start", "all"):
+        if row["workload"] not in ("start", "all") and "variant" in row:
             found.setdefault(row["workload"], {})[row["variant"]] = row
     return found
 
@@ -217,6 +231,25 @@ def towers(result: Result) -> str:
     shown += ["failure"] if any("failure" in row for row in rows) else []
     caption = "Eager / `manager.execute` = ratio, medians in milliseconds."
     return f"{by_columns({n: n for n in shown}, rows)}\n\n{caption} {described(result, rows=result['rows'])}."
+
+
+def connector(result: Result) -> str:
+    """A table of every part of the case."""
+    rows = _grouped(result["rows"], "part")
+    first = {"p50": "first token p50", "p99": "first token p99", "media p50": "with media p50"}
+    first |= {"media p99": "with media p99", "lost": "lost", "step p50": "step p50"}
+    first |= {"longest step": "longest step"}
+    columns = {
+        "mix": {"mix": "mix", "": "variant", **first, "items a batch": "items a batch", "busy": "busy"},
+        "beside": {"text, beside": "beside", "videos": "videos", **first},
+        "batch": {"side": "side", "one by one": "one by one", "at once": "at once", "ratio": "ratio"},
+        "merge": {"rows": "rows", "levels": "levels", "device": "device", "wall": "wall"},
+    }
+    made = [by_columns(columns[part], rows[part]) for part in columns if part in rows]
+    settings = result["settings"]
+    steps = ", ".join(f"{ms:.1f} of {count} rows" for count, ms in settings["step ms"].items())
+    where = described(result, settings["tower"], f"{settings['rate']:g} requests a second")
+    return "\n\n".join([*made, f"Milliseconds. Steps of the decoder alone: {steps}. {where}."])
 
 
 def _tower_row(name: str, rows: Sequence[Row]) -> dict[str, Any]:
@@ -273,6 +306,22 @@ def host(result: Result) -> str:
     return f"{table}\n\n{described(result, result['settings']['tower'])}."
 
 
+def accelerate(result: Result) -> str:
+    groups = _grouped(result["rows"], "workload")
+    ways = list(dict.fromkeys(row["way"] for row in result["rows"]))
+    lines = []
+    for name, rows in groups.items():
+        times = {row["way"]: row["p50"] for row in rows}
+        lines.append([name, *map(times.get, ways)])
+    made = [f"{what} {count}" for each in _generated(result).values() for what, count in each.items()]
+    again = f"Of `generate`, requests after the first: {', '.join(dict.fromkeys(made))}."
+    return f"{formatted(['images', *ways], lines)}\n\nMilliseconds, medians. {again} {described(result)}."
+
+
+def _generated(result: Result) -> dict[str, dict[str, int]]:
+    return {name: each for name, each in result["settings"].items() if name.startswith("generate")}
+
+
 def starts(result: Result) -> str:
     rows = {row["start"]: row for row in result["rows"]}
     shown = ("import", "compile", "capture", "first embedding", "total")
@@ -287,6 +336,47 @@ def data_parallel(result: Result) -> str:
     columns = {"GPUs": "ranks", "`execute`, ms": "p50", "times as fast as one": "speed-up"}
     where = described(result, result["settings"]["tower"])
     return f"{by_columns(columns, result['rows'])}\n\n{where}."
+
+
+def vllm(result: Result) -> str:
+    """vLLM's classes eagerly, by its manager and by ours, milliseconds; a sentence where ours was not run."""
+    lines = []
+    for tower in dict.fromkeys(row["tower"] for row in result["rows"]):
+        for workload, rows in _by_variant(result, tower).items():
+            times = {name: row.get("p50") for name, row in rows.items()}
+            theirs = [time for name in ("eager", "vllm") if (time := times.get(name)) is not None]
+            if not theirs or not times.keys() & {"ours", "ours-compiled"}:
+                continue
+            best = [_ratio(min(theirs), times.get(name)) for name in ("ours", "ours-compiled")]
+            errors = [row["error"] for row in rows.values() if "error" in row]
+            lines.append([tower, workload, *map(times.get, _IN_VLLM), *best, f"{max(errors):.1e}"])
+    if not lines:
+        return _NOT_MEASURED
+    headers = [
+        "encoder",
+        "workload",
+        "vLLM eager",
+        "vLLM's manager",
+        "ours, its kernels",
+        "ours, `compile: true`",
+    ]
+    headers += ["vLLM's best / ours", "/ compiled", "error"]
+    caption = (
+        "Milliseconds, medians; error: root mean square of the difference from eager, the largest of a row."
+    )
+    dtype = result["settings"]["dtype"]
+    where = described(result, f"vLLM {result['vllm']}", dtype, "random weights", rows=result["rows"])
+    return f"{formatted(headers, lines)}\n\n{caption} {where}."
+
+
+def vllm_serving(result: Result) -> str:
+    """Milliseconds to the first token by what requests bring, a line for each variant."""
+    rows = [{**row, "rate": row.get("rate")} for row in result["rows"] if "p50" in row]
+    columns = {"requests": "requests", "a second": "rate", "encoder": "variant", "p50": "p50", "p99": "p99"}
+    columns |= {"requests / s": "requests per second", "same tokens": "same"}
+    where = described(result, f"vLLM {result['vllm']}", result["settings"]["dtype"], "random weights")
+    ordered = sorted(rows, key=lambda row: str(row["requests"]))
+    return f"{by_columns(columns, ordered)}\n\nMilliseconds to the first token. {where}."
 
 
 def ab(result: Result) -> str:
@@ -333,8 +423,11 @@ TABLES: Mapping[str, Table] = {
     "attention": Table("attention.json", attention),
     "passes": Table("passes.json", passes),
     "host": Table("host.json", host),
+    "accelerate": Table("accelerate.json", accelerate),
     "start": Table("start.json", starts),
     "data_parallel": Table("data_parallel.json", data_parallel),
+    "vllm": Table("vllm.json", vllm),
+    "vllm_serving": Table("vllm_serving.json", vllm_serving),
     "ab": Table("ab.json", ab),
     "fleet_parts": Table("fleet.json", fleet_tables.parts, needs_gpu=False),
     "fleet_decoders": Table("fleet.json", fleet_tables.decoders, needs_gpu=False),

@@ -23,9 +23,13 @@ def synchronize() -> None:
 def summarize(samples: Sequence[float]) -> dict[str, float]:
     """What is stored of samples: median, 10th and 90th percentiles (nearest rank), number."""
     ordered = sorted(samples)
-    ranks = {name: max(0, math.ceil(share * len(ordered)) - 1) for name, share in _SPREAD.items()}
-    spread = {name: ordered[rank] for name, rank in ranks.items()}
+    spread = {name: percentile(samples, share) for name, share in _SPREAD.items()}
     return {"p50": statistics.median(ordered), **spread, "samples": len(ordered)}
+
+
+def percentile(samples: Sequence[float], share: float) -> float:
+    """The sample at a share of them in order, by nearest rank."""
+    return sorted(samples)[max(0, math.ceil(share * len(samples)) - 1)]
 
 
 def timed(call: Callable[[], Any]) -> tuple[float, float]:

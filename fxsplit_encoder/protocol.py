@@ -71,7 +71,7 @@ class EncoderCudaGraphConfig:
     """What is fixed about a tower for as long as it is managed."""
 
     modalities: list[str]
-    """The modalities that graphs serve, of "image" and "video"."""
+    """The modalities that graphs serve, of "image", "video" and "audio"."""
 
     buffer_keys: list[str]
     """Names of the tensors that a capture reads."""

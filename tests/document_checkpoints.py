@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
+EXAMPLES = Path(__file__).parents[1] / "examples"
 IMAGE_TOKEN, TOKENS = 61, 64
 TEXT: dict[str, Any] = {
     "hidden_size": 32,
@@ -49,19 +51,25 @@ def load_stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
 
     side = SIGLIP["image_size"]
     size = {"height": side, "width": side}
-    replace("AutoModelForImageTextToText", lambda name, **kwargs: _model())
-    replace("AutoProcessor", lambda name: _Processor())
+    replace("AutoModelForImageTextToText", lambda name, **kwargs: small_model())
+    replace("AutoProcessor", lambda name: Processor())
     replace("AutoImageProcessor", lambda name: SiglipImageProcessorPil(size=size))
     replace("SiglipVisionModel", lambda name: _siglip())
 
 
-def _model() -> Any:
+def small_model() -> Any:
     from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
     torch.manual_seed(0)
     config = Qwen3VLConfig(text_config=TEXT, vision_config=VISION, image_token_id=IMAGE_TOKEN)
     config.text_config.eos_token_id = None
     return Qwen3VLForConditionalGeneration(config).eval()
+
+
+def image_prompt() -> Any:
+    """Arguments of its `generate`, with one photograph."""
+    messages = [{"content": [{"type": "image", "path": str(EXAMPLES / "images" / "cat.jpg")}]}]
+    return Processor().apply_chat_template(messages, tokenize=True, return_dict=True)
 
 
 def _siglip() -> Any:
@@ -72,7 +80,7 @@ def _siglip() -> Any:
     return SiglipVisionModel(SiglipVisionConfig(**SIGLIP))
 
 
-class _Processor:
+class Processor:
     """A chat template and an image processor; every text is the same three tokens."""
 
     def apply_chat_template(self, messages: list[Any], **options: Any) -> Any:

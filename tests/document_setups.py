@@ -45,6 +45,13 @@ def one_rank() -> Names:
     return {**wrapped_tower(), "tensor_parallel_group": None}
 
 
+def model_of_transformers() -> Names:
+    """A model as transformers makes it, and the inputs of a prompt with an image."""
+    from tests.document_checkpoints import image_prompt, small_model
+
+    return {"model": small_model(), "inputs": image_prompt()}
+
+
 class _Routed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -72,10 +79,14 @@ def routed_module() -> Names:
     }
 
 
+LOADING = frozenset({"quick_start"})
+"""Pages whose code loads checkpoints; see tests/document_checkpoints.py."""
+
 SETUPS: dict[str, Callable[[], Names]] = {
     "backend": loaded_model,
     "breakable": routed_module,
     "data_parallel": wrapped_tower,
+    "hugging_face": model_of_transformers,
     "manager": one_rank,
     "performance": wrapped_tower,
 }

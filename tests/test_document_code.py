@@ -15,7 +15,8 @@ import yaml
 from bench import parse
 
 import fxsplit_encoder as fx
-from tests.document_setups import REPLACED, SETUPS, nothing, working_directory
+from tests.document_checkpoints import load_stand_ins
+from tests.document_setups import LOADING, REPLACED, SETUPS, nothing, working_directory
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -70,6 +71,8 @@ def test_the_code_of_a_page_runs(
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(working_directory(tmp_path))
+    if page in LOADING:
+        load_stand_ins(monkeypatch)
     try:
         runpy.run_path(str(file), SETUPS.get(page, nothing)())
     finally:

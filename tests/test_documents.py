@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import fxsplit_encoder as fx
+from fxsplit_encoder import connector
 from tests.document_checkpoints import SIGLIP, load_stand_ins
 
 ROOT = Path(__file__).parents[1]
@@ -124,3 +125,9 @@ def test_the_reference_has_every_public_name() -> None:
     listed = re.findall(r"^\.\. auto(?:class|function):: (\w+)$", pages, re.MULTILINE)
     errors = [name for name in fx.__all__ if name in vars(fx.errors)]  # a page takes the whole module
     assert sorted([*listed, *errors]) == sorted(fx.__all__)
+
+
+def test_the_reference_has_every_name_of_the_connector() -> None:
+    page = text_of(ROOT / "docs" / "reference" / "connector.md")
+    listed = re.findall(r"^\.\. auto\w+:: fxsplit_encoder\.connector\.(?:\w+\.)?(\w+)$", page, re.MULTILINE)
+    assert sorted(listed) == sorted(connector.__all__)

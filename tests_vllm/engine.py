@@ -29,6 +29,17 @@ def as_a_gpu_captures() -> Iterator[None]:
         _captures = False
 
 
+_kept: list[torch.library.Library] = []
+
+
+def _declare_missing() -> None:
+    """Layers hold this op of the compiled library even where they do not call it, as on a CPU."""
+    if not hasattr(torch.ops._C, "gelu_quick"):
+        library = torch.library.Library("_C", "FRAGMENT")
+        library.define("gelu_quick(Tensor! out, Tensor input) -> ()")
+        _kept.append(library)
+
+
 @functools.cache
 def start_vllm(rank: int = 0, ranks: int = 1, rendezvous: str = "") -> None:
     """What a worker does before it builds a model; the ranks share it by tensor parallelism."""
@@ -38,6 +49,7 @@ def start_vllm(rank: int = 0, ranks: int = 1, rendezvous: str = "") -> None:
     from tests_vllm.padded_attention import use_padded_attention
 
     use_padded_attention()
+    _declare_missing()
     # What models ask of a GPU.
     torch.cuda.is_current_stream_capturing = lambda: _captures
     torch.accelerator.get_memory_info = lambda device=None: (2**30, 2**30)

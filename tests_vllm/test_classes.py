@@ -74,7 +74,7 @@ def serve(tiny: Tiny, compiles: bool) -> Iterator[Served]:
         manager.clear()
 
 
-def tested(name: str) -> Tiny:
+def of_this_version(name: str) -> Tiny:
     tiny = TINY[name]
     if VERSION < tiny.since:
         pytest.skip(f"vLLM captures {name} from {'.'.join(map(str, tiny.since))} on")
@@ -84,13 +84,13 @@ def tested(name: str) -> Tiny:
 @pytest.fixture(params=TINY, scope="module")
 def as_it_is(request: pytest.FixtureRequest) -> Iterator[Served]:
     """Captured without compiling, with vLLM's attention."""
-    yield from serve(tested(request.param), compiles=False)
+    yield from serve(of_this_version(request.param), compiles=False)
 
 
 @pytest.fixture(params=TINY, scope="module")
 def compiled(request: pytest.FixtureRequest) -> Iterator[Served]:
     """Compiled, with this library's attention."""
-    yield from serve(tested(request.param), compiles=True)
+    yield from serve(of_this_version(request.param), compiles=True)
 
 
 def batches(tiny: Tiny) -> list[tuple[str, list[Any]]]:
@@ -108,8 +108,12 @@ def test_captures_serve_what_fits_with_no_difference(as_it_is: Served) -> None:
 
 def test_what_does_not_fit_is_encoded_all_the_same(as_it_is: Served) -> None:
     for modality, sizes in as_it_is.tiny.eager:
+        if as_it_is.tiny.eager_by_vllm:
+            with torch.inference_mode():
+                assert as_it_is.manager.execute(as_it_is.tiny.inputs(modality, sizes)) is None
+            continue
         for got, expected in as_it_is.compare(modality, sizes):
-            torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
 
 
 def test_compiled_towers_split_and_pad(compiled: Served) -> None:

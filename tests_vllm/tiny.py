@@ -74,6 +74,8 @@ class Tiny:
     """By how much its padded forward differs, where it pads within an image: vLLM's own captures do, too."""
     not_compiled: str = ""
     """Why it is not compiled; empty if it is."""
+    eager_by_vllm: bool = False
+    """Whether it has no eager forward for what captures do not hold: `embed_multimodal` is left."""
     since: tuple[int, int] = (0, 32)
     """The first version that captures it."""
 
@@ -154,9 +156,8 @@ def small_deepseek_ocr() -> Iterator[None]:
 def small_deepseek_vl2() -> Iterator[None]:
     """SigLIP of two layers."""
     import timm
+    from timm.models import create_model as create  # not replaced, where this is entered twice
     from vllm.model_executor.models import deepseek_vl2
-
-    create = timm.create_model
 
     def small(name: str, **options: Any) -> Any:
         return create(
@@ -167,6 +168,7 @@ def small_deepseek_vl2() -> Iterator[None]:
             embed_dim=WIDTH,
             num_heads=4,
             class_token=False,
+            global_pool="map",  # as SigLIP has it
         )
 
     with _tokenizer(deepseek_vl2), mock.patch.object(timm, "create_model", small):
@@ -467,6 +469,7 @@ TINY: dict[str, Tiny] = {
         eager=[("image", [(4, 6)])],
         budgets=(16, 32, 64),
         small=small_deepseek_vl2,
+        eager_by_vllm=True,
         since=(0, 33),
     ),
     "MiniCPM-V": Tiny(

@@ -127,6 +127,17 @@ class BudgetLadder:
                 logger.warning("budget %d is dropped: %s", budget, error)
         return self.captured.get(budget)
 
+    def rehearse(self, budget: int) -> list[CapturedForward]:
+        """Captures a budget in every mode that `capture` may try, measures nothing, and hands the captures
+        over: for the memory that they take.
+
+        Raises:
+            CaptureError, torch.OutOfMemoryError: `capture` would drop it.
+        """
+        request = self._agreed_request(budget)
+        record = self._record_all if self.mode == "auto" and self.measured else self._record_first
+        return list(record(budget, request).values())
+
     def captures_of(self, budget: int) -> list[CapturedForward]:
         """All captures of one budget."""
         both = (self.captured, self.captured_single_segment)

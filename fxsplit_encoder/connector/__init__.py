@@ -7,6 +7,7 @@ in other processes (`processes`), reading of media (`preprocess`), metrics (`pro
 from fxsplit_encoder.connector.books.books import Step
 from fxsplit_encoder.connector.books.ticket import Ticket
 from fxsplit_encoder.connector.books.workers import WorkerStatus
+from fxsplit_encoder.connector.by_modality import ProcessorByModality
 from fxsplit_encoder.connector.connector import Connector, FeatureRows
 from fxsplit_encoder.connector.failures import FAILURE_KINDS
 from fxsplit_encoder.connector.fake import FakeEncoder, FakeProcessor, fake_rows
@@ -16,6 +17,7 @@ from fxsplit_encoder.connector.merge import MergedRows
 from fxsplit_encoder.connector.positions import Placeholder, Placeholders, PositionMap
 from fxsplit_encoder.connector.request import FAIL, RETRY, TEXT_ONLY, EncodeRequest, FailurePolicy
 from fxsplit_encoder.connector.seams import (
+    DeviceEncoder,
     FeatureEncoder,
     MediaItem,
     MediaProcessor,
@@ -38,6 +40,7 @@ __all__ = [
     "Connector",
     "ConnectorConfig",
     "ConnectorStats",
+    "DeviceEncoder",
     "Durations",
     "EncodeRequest",
     "FailurePolicy",
@@ -55,6 +58,7 @@ __all__ = [
     "Placeholders",
     "PositionMap",
     "PreparedItem",
+    "ProcessorByModality",
     "Residence",
     "State",
     "Step",

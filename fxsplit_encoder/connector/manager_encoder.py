@@ -38,6 +38,11 @@ class ManagerEncoder:
         self._capture = capture
         self._modalities = manager.model_config.modalities if modalities is None else modalities
 
+    @property
+    def device(self) -> torch.device:
+        """That of the tower's captures."""
+        return self.manager.pool.device
+
     def start(self) -> None:
         """Captures every budget, on the thread that will replay them."""
         if self._capture and not self.manager.is_captured():

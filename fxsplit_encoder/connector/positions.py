@@ -51,7 +51,8 @@ class Placeholder:
 
     token: int
     begin: int | None = None
-    """The token before each run of them, such as <|vision_start|>: where an item is left out, it goes too."""
+    """The token before each run of them, such as `<|vision_start|>`: where an item is left out, it goes
+    too."""
     end: int | None = None
     """The token after each run of them."""
 

@@ -75,11 +75,11 @@ class ConnectorCollector(Collector):
     |---|---|---|---|
     | `tickets_ended_total` | counter | `state` | tickets by how they ended |
     | `item_failures_total` | counter | `kind` | items that failed |
-    | `lookups_total` | counter | `found` | items whose rows were there (`hit`), in the making (`join`) or not
-    (`miss`) | | `bytes`, `peak_bytes` | gauge | `account` | memory that is, and at most was, reserved | |
-    `prepare_seconds`, `queue_seconds`, `encode_seconds`, `ready_seconds` | histogram | | how long it took | |
-    `waiting_items`, `live_tickets`, `batch_fill` | gauge | | now | | every other count of `ConnectorStats`,
-    with `_total` | counter | | as there |
+    | `lookups_total` | counter | `found` | items: `hit`, `join` (rows in the making), `miss` |
+    | `bytes`, `peak_bytes` | gauge | `account` | memory that is, and at most was, reserved |
+    | `prepare_seconds`, `queue_seconds`, `encode_seconds`, `ready_seconds` | histogram | | how long it took |
+    | `waiting_items`, `live_tickets`, `batch_fill` | gauge | | now |
+    | every other count of `ConnectorStats`, with `_total` | counter | | as there |
 
     Args:
         source: the connector.

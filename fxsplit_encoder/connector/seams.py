@@ -71,6 +71,15 @@ class MediaReducer(Protocol):
         ...
 
 
+@runtime_checkable
+class DeviceEncoder(Protocol):
+    """A ``FeatureEncoder`` that tells where its features are made: its worker gives it a stream there."""
+
+    @property
+    def device(self) -> torch.device | None:
+        """Known once it was started; None: no device that has streams."""
+
+
 class FeatureEncoder(Protocol):
     """Encodes prepared items on one device.
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from fxsplit_encoder.attention import KnownSegments
 from fxsplit_encoder.capture.buffers import StaticValue
 from fxsplit_encoder.compile import BoundProgram, CompileOptions
-from fxsplit_encoder.errors import FxSplitError, ReplayError
+from fxsplit_encoder.errors import FxSplitError, InputError, ReplayError
 from fxsplit_encoder.manager.path_forward import PathForward
 from fxsplit_encoder.planning.limits import CaptureKey, Limits
 from fxsplit_encoder.planning.plan import PathPlan
@@ -131,7 +131,8 @@ class EncoderPath(CapturedProgram):
 
         Raises:
             ReplayError: the tower cannot make it within the captured extents, of a video of more frames for
-                example, or gives an input that captures are made without.
+                example, gives an input that captures are made without, or one with another number of rows for
+                its patches than captures have.
         """
         items, frames = self.limits.max_items_per_batch, self.limits.max_frames_per_batch
         try:
@@ -148,7 +149,10 @@ class EncoderPath(CapturedProgram):
         values = dict(prepared.values)
         if extra := [name for name in self.forward.unused if values.get(name) is not None]:
             raise ReplayError(f"{extra[0]}: this batch gives a value, and the tower gave None for captures")
-        return self.forward.groups.spread(values)
+        try:
+            return self.forward.groups.spread(values)
+        except InputError as error:
+            raise ReplayError(str(error)) from error
 
     def runs_compiled(self, planned: PathPlan) -> bool:
         """Whether a planned batch that is not replayed goes through the compiled program."""
@@ -174,5 +178,15 @@ class EncoderPath(CapturedProgram):
         return self.run_eager(mm_kwargs), False
 
     def run_eager(self, mm_kwargs: dict[str, Any]) -> Tensor:
-        """The batch through the tower itself."""
-        return self.tower.encoder_eager_forward(mm_kwargs, path=self.name)
+        """The batch through the tower itself.
+
+        Raises:
+            InputError: the tower has no such forward: vLLM's protocol has one that does nothing.
+        """
+        output: Tensor | None = self.tower.encoder_eager_forward(mm_kwargs, path=self.name)
+        if output is None:
+            raise InputError(
+                f"tower: {type(self.tower).__name__}.encoder_eager_forward returned None; expected the rows "
+                "of a batch that no capture holds: implement it, or list larger token_budgets"
+            )
+        return output

@@ -8,21 +8,23 @@ from typing import TYPE_CHECKING
 import torch
 
 from fxsplit_encoder.attention import choosing
-from fxsplit_encoder.capture import CapturedForward, GraphPool, SharedBuffers
+from fxsplit_encoder.capture import BudgetLadder, CapturedForward, GraphPool, SharedBuffers
 from fxsplit_encoder.errors import CaptureError
 
 if TYPE_CHECKING:
     from fxsplit_encoder.manager.manager import EncoderCudaGraphManager
+    from fxsplit_encoder.manager.path import EncoderPath
 
 logger = logging.getLogger(__name__)
 
 
 class Rehearsal:
-    """Captures every budget of a manager, in every mode that `capture` would try, without compiling and
-    without timing anything. For engines that measure the memory of graphs before they give out the rest.
+    """Captures every budget of a manager, in every mode that `capture` may try, without compiling and without
+    timing anything. For engines that measure the memory of graphs before they give out the rest.
 
     The tower's own code takes at least the memory of intermediate values that its compiled pieces do. What
-    weights take that passes keep in another form (`pad_mlp_width`) is not rehearsed.
+    weights take that passes keep in another form (`pad_mlp_width`) is not rehearsed. It takes more than
+    `capture` keeps where `capture` finds that a budget needs no graph, or drops some for `max_graph_bytes`.
 
     Args:
         manager: whose budgets; it is not captured yet, and stays so.
@@ -30,25 +32,31 @@ class Rehearsal:
 
     def __init__(self, manager: EncoderCudaGraphManager) -> None:
         self._manager = manager
-        self._pool = GraphPool(manager.device)
+        # On the manager's stream: libraries keep a workspace for every stream for good.
+        self._pool = GraphPool(manager.device, stream=manager.pool.stream)
         self._captured: list[CapturedForward] = []
 
     def capture(self) -> None:
         """Captures, largest budgets first. One that cannot be captured is left out, as `capture` drops it."""
         planned = [each.key for each in self._manager.planned_captures().captures if each.pruned is None]
-        shared: dict[object, SharedBuffers] = {}
+        ladders = {key: self._ladder(path) for key, path in self._manager.paths_by_key.items()}
         with choosing(self._manager.kernels), torch.inference_mode(False), torch.no_grad():
             for key in sorted(planned, key=lambda key: -key.budget):
-                path = self._manager.paths_by_key[key.path, key.axis_keys]
                 try:
-                    request = path.forward.request(key.budget, shared.setdefault(path, SharedBuffers()))
-                    modes = request.modes if path.mode == "auto" else request.modes[:1]
-                    for mode in modes:
-                        captured = CapturedForward(request, mode, self._pool)
-                        captured.record()
-                        self._captured.append(captured)
+                    self._captured += ladders[key.path, key.axis_keys].rehearse(key.budget)
                 except (CaptureError, torch.OutOfMemoryError) as error:
-                    logger.info("%s: budget %d is not rehearsed: %s", path.label, key.budget, error)
+                    logger.info("path %s: budget %d is not rehearsed: %s", key.path, key.budget, error)
+
+    def _ladder(self, path: EncoderPath) -> BudgetLadder:
+        """One like the path's own, in this memory."""
+        shared, agree = SharedBuffers(), path.scope.agree
+        return BudgetLadder(
+            lambda budget: path.request(budget, shared),
+            path.mode,
+            self._pool,
+            measured=agree is None,
+            agree=agree or bool,
+        )
 
     @property
     def num_captures(self) -> int:

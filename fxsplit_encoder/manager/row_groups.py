@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fxsplit_encoder._torch.symbols import check
 from fxsplit_encoder.capture.buffers import StaticValue
+from fxsplit_encoder.errors import InputError
 
 _Value = TypeVar("_Value", bound="StaticValue | None")
 
@@ -51,7 +52,13 @@ class RowGroups:
         return cls(factors, [name for name, counts in growing.items() if counts == most])
 
     def spread(self, values: Mapping[str, _Value]) -> dict[str, _Value]:
-        """The values of a batch with a row for each patch."""
+        """The values of a batch with a row for each patch.
+
+        Raises:
+            InputError: an input has another number of rows for these patches than the samples had.
+        """
+        if self.factors:
+            self._check(values)
         return {name: self._spread(name, value) for name, value in values.items()}
 
     def gather(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -66,6 +73,17 @@ class RowGroups:
             gathered[name] = inputs[name].unflatten(0, (-1, factor))[:, 0]  # type: ignore[no-untyped-call]
         return gathered
 
+    def _check(self, values: Mapping[str, StaticValue | None]) -> None:
+        """That the factors hold here too: what the samples had in proportion may be so by chance."""
+        given = [value for name in self.patches if (value := values.get(name)) is not None]
+        for name, factor in self.factors.items():
+            value = values.get(name)
+            if value is not None and given and factor * _rows(value) != _rows(given[0]):
+                raise InputError(
+                    f"{name}: expected a row for every {factor} of {_rows(given[0])} patches, as in the "
+                    f"inputs that the tower makes for captures; got {_rows(value)}"
+                )
+
     def _spread(self, name: str, value: _Value) -> _Value:
         factor = self.factors.get(name)
         if factor is None or value is None:
@@ -73,3 +91,7 @@ class RowGroups:
         if isinstance(value, Tensor):
             return value.repeat_interleave(factor, dim=0)  # type: ignore[return-value]
         return [part.repeat_interleave(factor, dim=0) for part in value]  # type: ignore[return-value]
+
+
+def _rows(value: StaticValue) -> int:
+    return value.shape[0] if isinstance(value, Tensor) else sum(part.shape[0] for part in value)

@@ -1,6 +1,13 @@
 """Raw media: what is known of it before it is decoded, and what it is decoded to."""
 
 from fxsplit_encoder.media.animated import AnimatedImage
+from fxsplit_encoder.media.audio import (
+    AudioHeader,
+    AudioSamples,
+    load_audio,
+    measure_audio,
+    sample_bytes,
+)
 from fxsplit_encoder.media.images import load_image, measure_image, pixel_bytes, scaled, shrunk
 from fxsplit_encoder.media.limits import MediaLimits
 from fxsplit_encoder.media.readers import open_video
@@ -9,17 +16,22 @@ from fxsplit_encoder.media.videos import Frames, Video, VideoFrames, VideoHeader
 
 __all__ = [
     "AnimatedImage",
+    "AudioHeader",
+    "AudioSamples",
     "Frames",
     "MediaLimits",
     "Video",
     "VideoFrames",
     "VideoHeader",
     "frame_seconds",
+    "load_audio",
     "load_image",
+    "measure_audio",
     "measure_image",
     "open_video",
     "pixel_bytes",
     "read_source",
+    "sample_bytes",
     "scaled",
     "shrunk",
 ]

@@ -83,7 +83,9 @@ class Checkpoint:
         joint = self.read_json("processor_config.json") or {}
         image = self.read_json("preprocessor_config.json") or joint.get("image_processor") or {}
         video = self.read_json("video_preprocessor_config.json") or joint.get("video_processor") or {}
-        return ProcessorSettings(image, video, self._image_processor() if image else None)
+        # Without its name transformers guesses one by the model's type, with that one's defaults.
+        named = "image_processor_type" in image
+        return ProcessorSettings(image, video, self._image_processor() if named else None)
 
     def _image_processor(self) -> Any:
         """What users of the model get, on torchvision where that is installed; None: transformers knows no

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fxsplit_encoder._torch.transformers import no_init_weights
+from fxsplit_encoder.connector.audio import FeatureExtractor
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.models.checkpoint import Renames
 from fxsplit_encoder.models.eager import EagerForward, EagerTower
@@ -50,6 +51,8 @@ class Family:
     """From a published checkpoint's names; see `checkpoint`."""
     spec: Callable[[Any], DenseTowerSpec] | None = None
     """Declares a tower without an adapter."""
+    extractor: Callable[[Mapping[str, Any]], FeatureExtractor] | None = None
+    """Of a tower of audio, by what its processor's JSON file sets; `prepare` then refuses images."""
 
     def empty_tower(self, settings: Settings, device: torch.device) -> nn.Module:
         """What `build` makes on a device, for inference, its parameters not yet drawn.

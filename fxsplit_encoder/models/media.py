@@ -8,6 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from fxsplit_encoder.connector.audio import AudioProcessor
 from fxsplit_encoder.connector.keys import HashName, canonical, digest_of
 from fxsplit_encoder.connector.preparation import Preparation
 from fxsplit_encoder.connector.preprocess import TowerProcessor
@@ -19,13 +20,15 @@ from fxsplit_encoder.models.prepare import ProcessorSettings
 from fxsplit_encoder.models.sampling import with_sampling
 from fxsplit_encoder.models.tiles import ProcessedTiles
 
+_PREPROCESSOR, _PROCESSOR = "preprocessor_config.json", "processor_config.json"
+
 
 def media_processor(
     tower: Any,
     model: str | Path | Checkpoint,
     limits: MediaLimits | None = None,
     hash_name: HashName = "blake3",
-) -> TowerProcessor:
+) -> TowerProcessor | AudioProcessor:
     """Prepares media as the processors of a checkpoint say.
 
     Args:
@@ -39,6 +42,10 @@ def media_processor(
     """
     checkpoint = model if isinstance(model, Checkpoint) else Checkpoint.locate(model)
     family, settings = read_family(checkpoint)
+    if family.extractor is not None:
+        own = checkpoint.read_json(_PREPROCESSOR) or checkpoint.read_json(_PROCESSOR) or {}
+        found = own.get("feature_extractor", own)
+        return audio_processor(tower, family.extractor(found), limits, hash_name)
     return family_processor(tower, family, settings, checkpoint.processors(), limits, hash_name)
 
 
@@ -91,7 +98,22 @@ def tiles_processor(
     )
 
 
+def audio_processor(
+    tower: Any, extractor: Any, limits: MediaLimits | None = None, hash_name: HashName = "blake3"
+) -> AudioProcessor:
+    """Prepares audio for a tower by a feature extractor of transformers.
+
+    Args:
+        tower: what `wrap` returns of a module that encodes pieces of audio.
+        extractor: such as `WhisperFeatureExtractor.from_pretrained` returns, with `n_samples`.
+        limits: for every item.
+        hash_name: of the function for digests.
+    """
+    described = extractor.to_json_string().encode()
+    return AudioProcessor(tower, extractor, _fingerprint(described, hash_name), limits, hash_name)
+
+
 def _fingerprint(described: bytes, hash_name: HashName) -> bytes:
     """Of a processor with the packages that resize and normalize, whose versions may differ in a value."""
-    packages = [f"{name} {version(name)}".encode() for name in ("transformers", "pillow", "numpy")]
+    packages = [f"{name} {version(name)}".encode() for name in ("transformers", "pillow", "numpy", "torch")]
     return digest_of([described, *packages], hash_name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.models import deepseek_ocr, dense, glm4v, internvl, kimi, llama4, qwen_vl, step3
+from fxsplit_encoder.models import deepseek_ocr, dense, glm4v, internvl, kimi, llama4, qwen_vl, step3, whisper
 from fxsplit_encoder.models.family import Architecture, Family
 
 FAMILIES: Mapping[str, Family] = {
@@ -17,6 +17,7 @@ FAMILIES: Mapping[str, Family] = {
     **step3.FAMILIES,
     **deepseek_ocr.FAMILIES,
     **dense.FAMILIES,
+    **whisper.FAMILIES,
 }
 """By a checkpoint's model type, of a whole model or of its vision tower; else by its architecture."""
 

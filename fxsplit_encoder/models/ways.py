@@ -82,6 +82,11 @@ class EagerGraphs:
         # What a layout determines is captured with it; only the pixels of a batch are copied.
         self._metadata = set(getattr(adapter, "metadata_names", ()))
 
+    def clear(self) -> None:
+        """Gives all captures back."""
+        self.captured.clear()
+        self._pool = torch.cuda.graph_pool_handle()  # torch takes no captures into a pool that lost its last
+
     def __call__(self, path: str, values: Mapping[str, Tensor]) -> Tensor:
         """The packed output of one path. Captures when `values`, of one `Prepared`, come first."""
         key = id(values)

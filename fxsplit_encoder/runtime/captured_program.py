@@ -117,11 +117,22 @@ class CapturedProgram:
             return "hits"
         return "cost" if self.mode == "auto" and self.scope.measured else None
 
+    def request(self, tokens: int, shared: SharedBuffers) -> CaptureRequest:
+        """A capture of so many output tokens, whose inputs that every batch fills lie in `shared`.
+
+        Raises:
+            CaptureError: the forward cannot be captured, or has none of this size.
+        """
+        region = self.forward.region
+        if region is not None and (refusal := region.program.padding.capture_refusal):
+            raise CaptureError(refusal)
+        return replace(self.forward.request(tokens, shared), is_alone=self.scope.agree is None)
+
     def _request_of_budget(self, budget: int) -> CaptureRequest:
         region = self.forward.region
         if region is not None and self.padding_refused and not self.forward.is_always_full(budget):
             raise CaptureError(f"its rows are not known to be independent ({region.program.padding})")
-        request = self._request(budget, self.shared)
+        request = self.request(budget, self.shared)
         if request.segment_inputs and region is not None and region.program.padding.segments_may_grow:
             buffers = request.inputs.buffers
             entries = (buffers[name].tensor.shape[0] for name in request.segment_inputs)
@@ -130,19 +141,13 @@ class CapturedProgram:
 
     def _request_of_count(self, tokens: int, shared: SharedBuffers) -> CaptureRequest:
         """For batches of just so many tokens, with which nobody compares the capture."""
-        request = self._request(tokens, shared)
+        request = self.request(tokens, shared)
         body = request.body
         if self.padding_refused and isinstance(body, ProgramBody):
             # Of rows that may depend on one another, a single one is not the first of two.
             if not body.program.accepts(body.bindings.symbols):
                 raise CaptureError(f"the trace does not hold for {tokens} tokens, which are a single row")
         return request
-
-    def _request(self, tokens: int, shared: SharedBuffers) -> CaptureRequest:
-        region = self.forward.region
-        if region is not None and (refusal := region.program.padding.capture_refusal):
-            raise CaptureError(refusal)
-        return replace(self.forward.request(tokens, shared), is_alone=self.scope.agree is None)
 
     def _attention_ms(self, tokens: int) -> float:
         return self.measured.attention_ms(tokens)

@@ -49,7 +49,7 @@ class DenseTower(TileTower):
 
     Args:
         tower: the vision tower, whose parameters determine device and dtype.
-        tile_shape: channels, height and width of a tile.
+        tile_shape: channels, height and width of a tile, or what else one has.
         tokens_per_tile: rows of output that a tile gives.
         out_hidden_size: columns of the output.
         input_name: the tiles' key in `mm_kwargs`, and the name of the forward's first argument.
@@ -64,7 +64,7 @@ class DenseTower(TileTower):
         self,
         tower: nn.Module,
         *,
-        tile_shape: tuple[int, int, int],
+        tile_shape: tuple[int, ...],
         tokens_per_tile: int,
         out_hidden_size: int,
         input_name: str = "pixel_values",
@@ -211,8 +211,8 @@ class DenseTower(TileTower):
 
     def _check_tile(self, name: str, shape: Sequence[int], tile: Sequence[int]) -> None:
         if tuple(tile) != self.tile_shape:
-            c, h, w = self.tile_shape
-            raise InputError(f"{name}: expected (tiles, {c}, {h}, {w}); got {tuple(shape)}")
+            sizes = ", ".join(map(str, self.tile_shape))
+            raise InputError(f"{name}: expected (tiles, {sizes}); got {tuple(shape)}")
 
 
 def _counts(name: str, given: Any, total: int) -> list[int]:

@@ -1,30 +1,32 @@
-"""Any dense vision tower, by a declaration instead of an adapter."""
+"""Any dense tower, by a declaration instead of an adapter."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from fxsplit_encoder._torch.transformers import install_output_hooks
 from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.messages import shown
 from fxsplit_encoder.towers.base import is_hugging_face
 from fxsplit_encoder.towers.dense import DenseTower
 
 
 @dataclass(frozen=True)
 class DenseTowerSpec:
-    """What `wrap(module, spec)` must know of a module that encodes a batch of images of one size.
+    """What `wrap(module, spec)` must know of a module that encodes a batch of images of one size, or of
+    pieces of audio of one length.
 
     Attention is recognized by itself: that of Hugging Face modules is set to "sdpa", and a module of another
     origin is split where it calls `torch.nn.functional.scaled_dot_product_attention`.
     """
 
-    image_shape: tuple[int, int, int]
-    """Channels, height and width of an image."""
+    image_shape: tuple[int, ...]
+    """Channels, height and width of an image; mel bins and frames of a piece of audio."""
 
     tokens_per_image: int
     """Rows of output that an image gives, without those that `rows` drops."""
@@ -51,6 +53,9 @@ class DenseTowerSpec:
     then traced apart on torch before 2.13, which fails without this.
     """
 
+    modality: Literal["image", "audio"] = "image"
+    """What an image is, if not one."""
+
     has_plain_blocks: bool = False
     """Whether every block in a `ModuleList` takes tensors, numbers and names alone and returns one tensor.
     `torch.compile` traces one of the equal ones for all then.
@@ -62,11 +67,17 @@ class DenseTowerSpec:
             "tokens_per_image": self.tokens_per_image,
             "hidden_size": self.hidden_size,
         }
+        dimensions = {"image": 3, "audio": 2}.get(self.modality)
+        if dimensions is None:
+            raise InputError(f"DenseTowerSpec.modality: expected image or audio; got {shown(self.modality)}")
         for name, value in sizes.items():
             numbers = value if isinstance(value, tuple) else (value,)
-            if any(number < 1 for number in numbers) or (name == "image_shape" and len(numbers) != 3):
+            if any(number < 1 for number in numbers) or (
+                name == "image_shape" and len(numbers) != dimensions
+            ):
                 raise InputError(
-                    f"DenseTowerSpec.{name}: expected positive sizes, for an image three; got {value}"
+                    f"DenseTowerSpec.{name}: expected positive sizes, for an image three, for audio two; got "
+                    f"{value}"
                 )
 
 
@@ -82,10 +93,15 @@ class GenericTower(DenseTower):
             input_name=spec.input_name,
         )
         self.spec = spec
+        self.modalities = (spec.modality,)  # type: ignore[misc]  # of the class elsewhere
         self.declares_padding = True  # a spec says that images are encoded one by one
         self.attends_with_mask = spec.attends_with_mask
         self.has_plain_blocks = spec.has_plain_blocks
         _prepare_hugging_face(tower)
+
+    def get_input_modality(self, mm_kwargs: dict[str, Any]) -> str:
+        """What the spec says."""
+        return self.spec.modality
 
     def features(self, tiles: Tensor) -> Tensor:
         """The features that the spec points at."""

@@ -55,7 +55,7 @@ class Idefics3Tower(DenseTower):
 
 
 @torch.no_grad()
-def _positions(embeddings: Any, shape: tuple[int, int, int]) -> Tensor:
+def _positions(embeddings: Any, shape: tuple[int, ...]) -> Tensor:
     """The positions that the tower itself looks up for an image without padding: it rounds them in the dtype
     of the pixels.
     """

@@ -59,8 +59,13 @@ class PixtralTower(PackedTower):
         return cut.permute(1, 3, 0, 2, 4).reshape(-1, self.patch_features)
 
     def metadata(self, grids: Sequence[Grid]) -> dict[str, Tensor]:
-        """Row and column of every patch."""
-        return {"position_ids": grids_of.positions(grids, merge_size=1)}
+        """Row and column of every patch; before transformers 5.17 its number and a zero."""
+        positions = grids_of.positions(grids, merge_size=1)
+        if self.grid_side is not None:
+            # Here rather than in the graph, where a lookup of computed indices is not known to be in range.
+            numbers = positions[:, 0] * self.grid_side + positions[:, 1]
+            positions = torch.stack([numbers, torch.zeros_like(numbers)], dim=1)
+        return {"position_ids": positions}
 
     def core(self, pixel_values: Tensor, cu_seqlens: Tensor, metadata: dict[str, Tensor]) -> Any:
         """The tower's layers over packed patches; its convolution is a matrix product."""
@@ -69,7 +74,7 @@ class PixtralTower(PackedTower):
         hidden = tower.ln_pre(hidden)
         positions = metadata["position_ids"]
         if self.grid_side is not None:
-            positions = positions[:, 0] * self.grid_side + positions[:, 1]
+            positions = positions[:, 0]
         rotary = tower.patch_positional_embedding(hidden, positions)
         segments = {"cu_seq_lens_q": cu_seqlens, "max_length_q": pixel_values.shape[0]}
         states = [hidden]

@@ -37,8 +37,8 @@ class View:
 
     input_name: str
     """Where `mm_kwargs` holds them, (tiles, channels, height, width), and the name of the captured buffer."""
-    shape: tuple[int, int, int]
-    """Channels, height and width of a tile."""
+    shape: tuple[int, ...]
+    """Channels, height and width of a tile; of a piece of audio its mel bins and frames."""
     tokens: int
     """Output rows of a tile."""
     input_size: int = 1
@@ -181,10 +181,11 @@ class TileTower(WrappedTower):
         return self.encode(torch.cat(self.tiles(mm_kwargs, path)).to(self.device, self.dtype), path)
 
 
-def _check_tiles(tiles: Any, name: str) -> None:
+def _check_tiles(tiles: Any, name: str, dimensions: int) -> None:
     check_pixels(tiles, name)
-    if tiles.dim() != 4:
-        raise InputError(f"{name}: expected (tiles, channels, height, width); got {tuple(tiles.shape)}")
+    if tiles.dim() != dimensions:
+        expected = "tiles, channels, height, width" if dimensions == 4 else "pieces, mel bins, frames"
+        raise InputError(f"{name}: expected ({expected}); got {tuple(tiles.shape)}")
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -203,7 +204,7 @@ def _mark_dynamic(
         kwargs = dict(kwargs)
         args = (kwargs.pop(name), *args)
     if args:
-        _check_tiles(args[0], name)
+        _check_tiles(args[0], name, 1 + len(module.first_view.shape))
     if args and args[0].shape[0] > 0:
         pixels = args[0].view_as(args[0])
         if module.attends_with_mask and not MASKED_ATTENTION_TAKES_UNKNOWN_SIZES:
@@ -211,6 +212,6 @@ def _mark_dynamic(
         else:
             # One tile is a number of tiles like any other: a backed size of 1 would be specialized.
             mark_unbacked(pixels, 0)
-        mark_static(pixels, [1, 2, 3])
+        mark_static(pixels, list(range(1, pixels.dim())))
         args = (pixels, *args[1:])
     return args, kwargs

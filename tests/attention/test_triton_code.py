@@ -118,6 +118,7 @@ assert len({plain, *others}) == 5
 """
 
 
+@pytest.mark.exhaustive
 def test_a_version_is_launched_again_as_triton_would() -> None:
     pytest.importorskip("triton")
     environment = {"PYTHONPATH": ":".join(sys.path), "PATH": os.environ["PATH"]}

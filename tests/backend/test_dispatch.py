@@ -144,7 +144,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
 SLOW_CASES = ("graph breaks", "reads values", "attention with dropout")
 
 
-@pytest.mark.parametrize("inference", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("inference", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW_CASES)) for name in CASES],

@@ -73,7 +73,7 @@ assert "fxsplit_encoder" in sys.modules
     [
         ("full", None),
         *(
-            pytest.param(mode, dynamic, marks=pytest.mark.slow)
+            pytest.param(mode, dynamic, marks=pytest.mark.exhaustive)
             for mode, dynamic in (("full", True), ("piecewise", None), ("none", None), ("auto", None))
         ),
     ],

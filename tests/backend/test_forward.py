@@ -42,7 +42,10 @@ def test_entries_for_images_are_limited_and_those_for_windows_are_not() -> None:
     assert limited.segment_entries(5, 512) - 1 == 4 * (unlimited.segment_entries(3, 512) - 1)
 
 
-@pytest.mark.parametrize(("name", "num_arguments"), [("Qwen3VLVisionModel", 2), ("InternVLModel", 1)])
+@pytest.mark.parametrize(
+    ("name", "num_arguments"),
+    [("Qwen3VLVisionModel", 2), pytest.param("InternVLModel", 1, marks=pytest.mark.exhaustive)],
+)
 @pytest.mark.parametrize("max_items", [0, 7])
 @torch.no_grad()
 def test_a_towers_default_ladder_is_the_managers(

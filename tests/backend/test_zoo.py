@@ -19,10 +19,16 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 NUM_RUNS = int(os.environ.get("ZOO_RUNS", "1"))
 
 
-def each_of(zoo: dict[str, Entry]) -> Any:
-    """A test's parameters, with identifiers that `-k` takes."""
-    ids = [re.sub(r"\W+", "_", name) for name in zoo]
-    return pytest.mark.parametrize(("name", "entry"), zoo.items(), ids=ids)
+def each_of(zoo: dict[str, Entry], one_of: int) -> Any:
+    """A test's parameters, with identifiers that `-k` takes; but for one of so many, `make test-all` has
+    them."""
+    cases = [
+        pytest.param(
+            name, entry, id=re.sub(r"\W+", "_", name), marks=pytest.mark.exhaustive if number % one_of else ()
+        )
+        for number, (name, entry) in enumerate(zoo.items())
+    ]
+    return pytest.mark.parametrize(("name", "entry"), cases)
 
 
 def failure_of(run: Run) -> str | None:
@@ -34,7 +40,7 @@ def failure_of(run: Run) -> str | None:
         pytest.skip(f"torch {torch.__version__}: {str(error).splitlines()[0]}")
 
 
-@each_of(MIXING)
+@each_of(MIXING, one_of=5)
 def test_whatever_mixes_tokens_gives_eagers_results(name: str, entry: Entry) -> None:
     for number in range(max(NUM_RUNS, entry.runs)):
         torch._dynamo.reset()
@@ -45,7 +51,7 @@ def test_whatever_mixes_tokens_gives_eagers_results(name: str, entry: Entry) -> 
         assert run.num_compared >= 2, f"{name}: eager refuses nearly all of {case.counts}"
 
 
-@each_of(INDEPENDENT)
+@each_of(INDEPENDENT, one_of=2)
 def test_independent_tokens_are_served_by_padded_replays(name: str, entry: Entry) -> None:
     for number in range(max(NUM_RUNS, 2)):
         torch._dynamo.reset()

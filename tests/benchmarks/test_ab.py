@@ -21,7 +21,7 @@ def baseline(tmp_path: Path) -> Path:
     return tmp_path / "base"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_both_checkouts_are_timed_and_compared_with_eager(baseline: Path, tmp_path: Path) -> None:
     output = tmp_path / "ab.json"
     command = [sys.executable, str(REPOSITORY / "benchmarks" / "bench.py"), "ab", "--tiny"]

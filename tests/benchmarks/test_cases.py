@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+import serving
+import torch
 from bench import parse
 from cases import encoder, requests, towers
+from decoder import TINY, Decoder
 from storage import new_result
 from worker import FLOOR
 
@@ -23,14 +27,20 @@ OPTIONS = {
     "towers": ["--tiny", "--models", "kimi-vl-a3b"],
     "passes": ["--tiny", "--only", "default", "no passes"],
     "host": ["--tiny", "--samples", "2"],
+    "accelerate": ["--tiny", "--samples", "1"],
     "start": ["--tiny", "--budgets", "[4, 16]"],
+    "connector": ["--tiny", "--seconds", "0.2"],
     "data_parallel": ["--tiny", "--ranks", "1", "2", "--repeats", "2", "--images", "2"],
 }
+QUICK = ("encoder", "host")
 MOST_ERROR = {"passes": 0.1, "towers": towers.ALLOWED_ERROR}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", OPTIONS)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=() if case in QUICK else pytest.mark.exhaustive) for case in OPTIONS],
+)
 def test_a_case_runs_on_a_cpu(
     case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], fresh_dynamo: None
 ) -> None:
@@ -42,10 +52,11 @@ def test_a_case_runs_on_a_cpu(
     assert stored["rows"] and not any("failure" in row for row in stored["rows"])
     errors = [row[name] for row in stored["rows"] for name in ("error", "rms error") if name in row]
     assert all(error <= MOST_ERROR.get(case, 1e-3) for error in errors)
-    assert errors or case in ("host", "start")
+    assert errors or case in ("host", "start", "connector")
     assert "|" in capsys.readouterr().out  # its table
 
 
+@pytest.mark.exhaustive
 def test_the_command_runs_a_case() -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "bench.py"), "host", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -69,6 +80,30 @@ def test_results_are_written_as_they_come(tmp_path: Path, monkeypatch: pytest.Mo
     assert stored == [1, 2]  # graph-exact needs CUDA
     assert result["rows"][-1]["failure"] == "stopped after 7 s"
     assert json.loads(path.read_text("utf-8"))["rows"] == result["rows"]
+
+
+def test_requests_come_as_often_and_as_mixed_as_asked() -> None:
+    media: Any = {"image": ["an image"], "video": ["a video"]}
+    load = serving.arrivals({"image": 0.3, "video": 0.2}, media, 100.0, 20.0, 8, 3)
+    assert load == serving.arrivals({"image": 0.3, "video": 0.2}, media, 100.0, 20.0, 8, 3)
+    kinds = Counter(arrival.medium for arrival in load)
+    assert len(load) == pytest.approx(2000, rel=0.1)
+    assert kinds["an image"] == pytest.approx(600, rel=0.15)
+    assert kinds["a video"] == pytest.approx(400, rel=0.15)
+    assert [arrival.at for arrival in load] == sorted(arrival.at for arrival in load)
+
+
+def test_an_engine_computes_every_token_once() -> None:
+    load = serving.arrivals({}, {}, 1000.0, 0.05, 30, 5)
+    decoder = Decoder(TINY, torch.device("cpu"), torch.float32)
+    rows: list[int] = []
+    step = decoder.step
+    decoder.step = lambda count: (rows.append(count), step(count))[1]  # type: ignore[method-assign]
+    run = serving.Engine(decoder, serving.Ready()).run(load)
+    assert len(run.served) == len(load) > 20
+    assert sum(count - TINY.slots for count in rows) == 30 * len(load)  # of the prompts
+    assert all(request.came < request.first < request.last for request in run.served)
+    assert len(run.step_seconds) == len(rows)
 
 
 def test_what_is_chosen_is_measured() -> None:

@@ -1,5 +1,6 @@
 import json
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -317,7 +318,7 @@ def test_every_model_is_completed() -> None:
 def test_versions() -> None:
     result = run("--version")
     assert result.exit_code == 0
-    assert result.stdout.startswith(f"encoder-cg {fx.__version__}, torch {torch.__version__}, transformers ")
+    assert result.stdout.startswith(f"encoder-cg {fx.__version__}, torch {version('torch')}, transformers ")
 
 
 @pytest.mark.parametrize("package", ["transformers", "rich", "plotext"])

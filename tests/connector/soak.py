@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import gc
+import os
 import random
+import re
+import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -18,6 +24,7 @@ from fxsplit_encoder.connector.books.ticket import Ticket
 from fxsplit_encoder.connector.connector import Connector
 from fxsplit_encoder.connector.manager_encoder import ManagerEncoder
 from fxsplit_encoder.connector.positions import PositionMap
+from fxsplit_encoder.connector.processes import EncoderProgram, ProcessEncoder, ProcessOptions
 from fxsplit_encoder.connector.request import EncodeRequest, FailurePolicy
 from fxsplit_encoder.connector.seams import FeatureEncoder, MediaItem, PreparedItem
 from fxsplit_encoder.connector.settings import ConnectorConfig
@@ -59,6 +66,35 @@ class FaultyEncoder:
         elif luck < 0.9:
             raise Killed
         return self._inner.encode(items)
+
+
+def tower_in_a_process() -> ManagerEncoder:
+    """What such a process runs."""
+    return ManagerEncoder(tiny_vision.manager())
+
+
+class KilledProcess(ProcessEncoder):
+    """An encoder in a process of its own that is killed now and then, at once or while it encodes."""
+
+    def __init__(self, rate: float, seed: int) -> None:
+        program = EncoderProgram(f"{__name__}:tower_in_a_process", {})
+        row_bytes = 2 * tiny_vision.WIDTH * 4
+        super().__init__(program, ProcessOptions(max_bytes=1 << 24), {"image": row_bytes, "video": row_bytes})
+        self._rate = rate
+        self._draw = random.Random(seed)
+
+    def encode(self, items: Sequence[PreparedItem]) -> list[Tensor]:
+        luck = self._draw.random() / self._rate
+        if luck < 1 and self.pid is not None:
+            delay = 0.0 if luck < 0.5 else 0.003
+            killer = threading.Timer(delay, os.kill, [self.pid, signal.SIGKILL])
+            killer.start()
+            killer.join() if luck < 0.5 else None
+            try:
+                return super().encode(items)
+            finally:
+                killer.join()
+        return super().encode(items)
 
 
 class FaultyCopies(Copies):
@@ -248,11 +284,20 @@ def make_connector(rate: float, encoders: Sequence[Callable[[], Any]] = (), **se
 
 
 def resident_bytes() -> int:
-    """Of this process, once garbage is gone."""
+    """Of this process, once garbage is gone, and what the C library keeps of freed memory for each thread."""
     gc.collect()
+    with contextlib.suppress(OSError, AttributeError):  # another C library than glibc
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * 4096
 
 
 def shared_memory_files() -> set[str]:
-    return {path.name for path in Path("/dev/shm").iterdir()}
+    """Without those of other programs' processes, which torch names after them."""
+    names = (path.name for path in Path("/dev/shm").iterdir())
+    return {name for name in names if not _is_of_another(name)}
+
+
+def _is_of_another(name: str) -> bool:
+    named = re.match(r"torch_(\d+)_", name)
+    return named is not None and int(named[1]) != os.getpid() and Path("/proc", named[1]).exists()

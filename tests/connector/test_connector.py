@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fxsplit_encoder.connector.fake import FakeProcessor
 from fxsplit_encoder.connector.keys import TowerIdentity
 from fxsplit_encoder.connector.request import EncodeRequest
+from fxsplit_encoder.connector.seams import MediaItem
 from fxsplit_encoder.connector.states import Residence, State
 from fxsplit_encoder.errors import ConnectorError, ConnectorFullError, InputError
 
@@ -70,6 +72,27 @@ def test_chunks_of_a_prompt_get_their_rows() -> None:
                 stop = min(start + size, 11)
                 each.merge(ticket, (start, stop), merged[start:stop])
             assert torch.equal(merged, expected)
+
+
+def test_rows_that_are_not_as_many_as_announced_are_no_hit() -> None:
+    class Forgetful(FakeProcessor):
+        """Its digests say nothing of the options, as one that leaves out an argument."""
+
+        def digest(self, item: MediaItem) -> bytes:
+            return super().digest(MediaItem(item.modality, item.media))
+
+    with connector(processor=Forgetful()) as each:
+        kept = each.submit(request(image("a", 4), retention="keep"))
+        wait(kept)
+        other = each.submit(request(image("a", 5), retention="keep"))
+        wait(other)
+        with each.read(kept) as four, each.read(other) as five:
+            assert (len(four[0].rows), len(five[0].rows)) == (4, 5)
+        stats = each.stats()
+        assert (stats.rejected_hits, stats.hits, stats.misses) == (1, 0, 2)
+        wait(each.submit(request(image("a", 4))))
+        assert each.stats().hits == 1
+        assert each.audit() == []
 
 
 def test_a_merge_that_cannot_be_writes_nothing() -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
+import torch
 
 from fxsplit_encoder.connector.books.workers import Batch, WorkerStatus
 from fxsplit_encoder.connector.fake import FakeEncoder
 from fxsplit_encoder.connector.seams import MediaItem, PreparedItem
 from fxsplit_encoder.connector.settings import SPECIFIED_BATCHES
+from fxsplit_encoder.connector.threads.copies import Copies
 from fxsplit_encoder.errors import InputError
 
 from .books.stand_ins import Bench
@@ -30,6 +34,26 @@ def test_items_of_different_requests_share_a_batch() -> None:
             wait(ticket)
         assert [sorted(batch) for batch in stage.batches] == [["first"], ["a", "b", "c"]]
         assert each.stats().mean_batch_items == 2
+
+
+@pytest.mark.parametrize("device", [torch.device("cpu"), "cpu"])
+def test_a_worker_has_a_stream_of_its_own(device: object) -> None:
+    """Which stream that is, `tests/gpu` shows."""
+    inside: list[torch.device | None] = []
+    seen: list[list[torch.device | None]] = []
+
+    class OwnStreams(Copies):
+        @contextlib.contextmanager
+        def own_stream(self, device: torch.device | None) -> Iterator[None]:
+            inside.append(device)
+            yield
+            inside.pop()
+
+    encoder: Any = FakeEncoder(on_encode=lambda items: seen.append(list(inside)))
+    encoder.device = device
+    with connector([lambda: encoder], copies=OwnStreams()) as each:
+        wait(each.submit(request("a")))
+    assert (seen, inside) == ([[torch.device("cpu")]], [])
 
 
 def test_batches_of_eight_or_of_five_milliseconds() -> None:
@@ -75,6 +99,21 @@ def test_a_long_video_lets_images_that_come_later_pass_but_not_all_of_them() -> 
         assert order.index("video") == 10, "after as many tokens of the other request as it has itself"
 
 
+def test_images_do_not_wait_for_a_video_that_came_with_them() -> None:
+    stage = Stage(is_open=False)
+    with connector(stage=stage, max_batches_in_flight=1) as each:
+        tickets = [each.submit(request("first"))]
+        stage.wait_for_batch()
+        tickets += [each.submit(request(image("video", 100)))]
+        tickets += [each.submit(request(image(name, 4))) for name in "abc"]
+        tickets += [each.submit(request(image("large", 20)))]
+        wait_until(lambda: queued(each) == 5)
+        stage.open()
+        for ticket in tickets:
+            wait(ticket)
+        assert stage.batches[1:] == [["a", "b", "c", "large"], ["video"]]
+
+
 def test_a_request_of_many_images_does_not_hold_up_one_of_a_single() -> None:
     stage = Stage(is_open=False)
     with connector(stage=stage, max_batch_items=1, cpu_workers=1) as each:
@@ -92,10 +131,10 @@ def test_a_request_of_many_images_does_not_hold_up_one_of_a_single() -> None:
 
 def test_a_batch_ends_where_its_cost_would_be_more_than_allowed() -> None:
     bench = Bench.make(max_batch_cost=10.0, host_bytes=1 << 20)
-    for name, cost in zip("abcd", (4.0, 6.0, 1.0, 99.0), strict=True):
+    for name, cost in zip("abcd", (4.0, 6.0, 2.0, 99.0), strict=True):
         _queue(bench, name, cost)
     sizes = [len(_batch(bench.books.encoding.take(bench.workers[0])).entries) for _ in range(2)]
-    assert sizes == [2, 1]  # in order of the ends of their turns: 1, 4 | 6
+    assert sizes == [2, 1]  # in order of the ends of their turns: 2, 4 | 6
 
 
 def test_workers_take_shares_of_equal_cost_and_the_least_loaded_goes_first() -> None:

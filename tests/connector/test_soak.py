@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
 
 from . import tiny_vision
 from .resources import nothing_left
-from .soak import Engine, make_connector, make_references, resident_bytes, shared_memory_files
+from .soak import Engine, KilledProcess, make_connector, make_references, resident_bytes, shared_memory_files
 
 
 def serve(engine: Engine, num_requests: int) -> None:
@@ -31,7 +32,7 @@ def test_some_requests_with_faults() -> None:
         assert not any(connector.stats().bytes_used.values())
     assert engine.checked > 50
     assert stats.lost_workers and stats.split_batches and stats.retries and stats.hits and stats.evictions
-    assert shared_memory_files() == files
+    assert shared_memory_files() <= files
 
 
 @pytest.mark.soak
@@ -40,7 +41,8 @@ def test_ten_thousand_requests_with_faults() -> None:
     files, references = shared_memory_files(), make_references(600)
     tiny_vision.manager()
     with nothing_left():
-        with make_connector(rate=0.05) as connector:
+        seeds = itertools.count()
+        with make_connector(0.05, [lambda: KilledProcess(0.01, next(seeds))]) as connector:
             engine = Engine(connector, random.Random(1), 600, references)
             serve(engine, 2_000)
             before = resident_bytes()
@@ -49,9 +51,11 @@ def test_ten_thousand_requests_with_faults() -> None:
             stats = connector.stats()
         assert connector.audit() == []
         assert not any(connector.stats().bytes_used.values())
+    # The second is of an encoder that was started again, since its process had been killed.
+    assert next(seeds) > 1
     print(f"\n{stats}\n{engine.ends}, {engine.checked} checked, {grown / 2**20:.1f} MiB more")
     assert grown < 64 << 20
-    assert shared_memory_files() == files
+    assert shared_memory_files() <= files
 
 
 def serve_more(engine: Engine, num_requests: int) -> None:

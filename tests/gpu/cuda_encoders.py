@@ -13,9 +13,12 @@ from fxsplit_encoder.connector.seams import Modality, PreparedItem
 class SlowEncoder:
     """Twice the pixels, after work that keeps the GPU busy long after `encode` has returned."""
 
-    def __init__(self, device: str, width: int = 8) -> None:
+    def __init__(self, device: str, width: int = 8, products: int = 100) -> None:
         self.device = torch.device(device)
         self.width = width
+        self._products = products
+        self.streams: set[torch.cuda.Stream] = set()
+        """That batches were computed on."""
 
     def start(self) -> None:
         self.load = torch.randn(4096, 4096, device=self.device)
@@ -28,9 +31,10 @@ class SlowEncoder:
         return 4 * self.width
 
     def encode(self, items: Sequence[PreparedItem]) -> list[Tensor]:
+        self.streams.add(torch.cuda.current_stream(self.device))
         inputs = [item.inputs["pixel_values"].to(self.device) for item in items]
         product = self.load
-        for _ in range(100):
+        for _ in range(self._products):
             product = (product @ self.load).clamp(-1, 1)
         late = 0 * product[0, 0]  # so that every feature waits for the products
         return [2 * pixels + late for pixels in inputs]

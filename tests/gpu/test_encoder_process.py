@@ -100,6 +100,7 @@ def test_a_killed_process_leaves_the_gpu_and_this_process_usable(directory: Path
     encoder.close()
 
 
+@pytest.mark.alone
 def test_memory_of_the_gpu_comes_back(directory: Path) -> None:
     torch.cuda.synchronize()
     before = torch.cuda.mem_get_info()[0]

@@ -182,7 +182,12 @@ def four_ranks(make_tower: Any, inputs: Any, make_batch: Any, tmp_path_factory: 
     return run_ranks(4, tmp_path_factory.mktemp("four"), job)
 
 
-@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.slow) for name in ("two_ranks", "four_ranks")])
+@pytest.fixture(
+    params=[
+        pytest.param("two_ranks", marks=pytest.mark.slow),
+        pytest.param("four_ranks", marks=pytest.mark.exhaustive),
+    ]
+)
 def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     return request.getfixturevalue(request.param)
 

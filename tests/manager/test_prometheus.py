@@ -154,7 +154,5 @@ def test_a_registry_takes_one() -> None:
 def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     monkeypatch.delitem(sys.modules, "fxsplit_encoder.manager.prometheus")
-    with pytest.raises(
-        MissingExtraError, match=r"of the extra 'prometheus'; run: pip install prometheus-client"
-    ):
+    with pytest.raises(MissingExtraError, match=r"of the extra 'prometheus'; run: pip install "):
         importlib.import_module("fxsplit_encoder.manager.prometheus")

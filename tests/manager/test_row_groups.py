@@ -10,6 +10,7 @@ from torch import Tensor
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.attention import varlen_attention
+from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.manager.row_groups import RowGroups
 
 from .mock_towers import WIDTH, Config, SplitModel, Values, alone, assert_equal_items
@@ -73,6 +74,31 @@ def batch(*lengths: int) -> dict[str, Any]:
     return {"patches": patches, "lengths": list(lengths)}
 
 
+class TokensByImage(OrderedTokens):
+    """Captures are given images of four tokens each, so that an input with a row an image looks like one with
+    a row for sixteen patches.
+    """
+
+    def _inputs(self, lengths: list[int], tokens: int) -> dict[str, Tensor]:
+        inputs = super()._inputs(lengths, tokens)
+        return {**inputs, "images": torch.arange(float(len(lengths))).add(1)}
+
+    def prepare_encoder_cudagraph_capture_inputs(self, token_budget: int, *args: Any, **k: Any) -> Values:
+        inputs = self._inputs([4] * (token_budget // 4), token_budget)
+        return Values({"patches": torch.randn(GROUP * token_budget, WIDTH), **inputs})
+
+    def encoder_cudagraph_forward(self, inputs: dict[str, Tensor], path: str = "default") -> Tensor:
+        own = {name: value for name, value in inputs.items() if name != "images"}
+        scale = inputs["images"].repeat_interleave(4)
+        return super().encoder_cudagraph_forward(own) * scale[:, None]
+
+    def encoder_eager_forward(self, mm_kwargs: dict[str, Any], path: str = "default") -> Tensor:
+        values = self.prepare_encoder_cudagraph_replay_buffers(mm_kwargs).values
+        images = values.pop("images")
+        scale = images.repeat_interleave(torch.tensor(mm_kwargs["lengths"]))
+        return super().encoder_cudagraph_forward(values) * scale[:, None]
+
+
 def captured(model: Any, **settings: Any) -> fx.EncoderCudaGraphManager:
     config = fx.EncoderConfig(token_budgets=(4, 8, 12), max_items_per_batch=MOST_ITEMS, **settings)
     manager = fx.EncoderCudaGraphManager(model, config, log_interval=0)
@@ -92,6 +118,24 @@ def test_a_trace_knows_them_as_a_part_of_the_patches(poisoned_memory: None) -> N
         inputs = batch(*lengths)
         assert_equal_items(manager.execute(inputs), alone(model, inputs))
     assert (manager.stats().hits, manager.stats().items) == (6, 7)
+
+
+def test_a_proportion_of_captures_that_a_batch_does_not_have_is_encoded_eagerly() -> None:
+    model = TokensByImage()
+    manager = captured(model, mode="full")
+    assert manager.paths["default"].forward.groups.factors["images"] == 4 * GROUP
+    served = batch(4, 4)
+    for got, expected in zip(manager.execute(served), _cut(model, served), strict=True):
+        torch.testing.assert_close(got, expected)
+    for lengths in ((2, 5), (3,)):
+        inputs = batch(*lengths)
+        for got, expected in zip(manager.execute(inputs), _cut(model, inputs), strict=True):
+            torch.testing.assert_close(got, expected)
+    assert (manager.stats().hits, manager.stats().items) == (2, 5)
+
+
+def _cut(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, ...]:
+    return model.encoder_eager_forward(inputs).split(inputs["lengths"])
 
 
 def test_what_is_no_fixed_part_is_captured_without_compiling() -> None:
@@ -126,8 +170,10 @@ def test_what_is_spread_is_gathered_again() -> None:
     spread = groups.spread(values)
     assert spread["kept"] is None
     assert spread["order"].tolist() == [1, 1, 0, 0]
-    parts = groups.spread({"order": [torch.tensor([1]), torch.tensor([0])]})["order"]
+    parts = groups.spread({**values, "order": [torch.tensor([1]), torch.tensor([0])]})["order"]
     assert [part.tolist() for part in parts] == [[1, 1], [0, 0]]
+    with pytest.raises(InputError, match=r"order: expected a row for every 2 of 6 patches.*; got 2"):
+        groups.spread({**values, "patches": torch.randn(6, 1)})
     gathered = groups.gather({name: value for name, value in spread.items() if value is not None})
     assert torch.equal(gathered["order"], values["order"])
     assert gathered["patches"] is values["patches"]

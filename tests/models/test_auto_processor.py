@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,6 +31,10 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
 }
 """The processor's class and settings, and the vision tower's, by model type."""
+
+
+# Resizing by torchvision rounds some values to the next of 256 levels, of which 2 are normalized here.
+MOST_DIFFERENCE = 1.01 * 2 / 255 if importlib.util.find_spec("torchvision") else 0
 
 
 def checkpoint(directory: Path, name: str) -> tuple[Checkpoint, dict[str, Any]]:
@@ -64,7 +69,7 @@ def test_it_makes_the_pixels_that_ours_makes(name: str, tmp_path: Path) -> None:
     )
     assert own.layout == ours.layout
     for key, tensor in own.tensors.items():
-        torch.testing.assert_close(tensor, ours.tensors[key], rtol=0, atol=0)
+        torch.testing.assert_close(tensor, ours.tensors[key], rtol=0, atol=MOST_DIFFERENCE)
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, from_pretrained: Any) -> None:

@@ -47,7 +47,8 @@ def test_every_family_has_a_checkpoint_here() -> None:
     tested = {id(FAMILIES[name]) for name in CHECKPOINTS}
     bare = {"llama4_vision_model", "step3p5_vision", "glm46v"}
     untested = {name for name, family in FAMILIES.items() if id(family) not in tested}
-    assert untested - bare == {name for name in FAMILIES if name.startswith("qwen3_vl")}
+    audio = {"whisper"}  # in test_whisper.py
+    assert untested - bare - audio == {name for name in FAMILIES if name.startswith("qwen3_vl")}
 
 
 def test_what_is_beside_the_tower_is_not_read_and_what_is_missing_is_named(tmp_path: Path) -> None:

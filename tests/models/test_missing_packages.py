@@ -10,7 +10,7 @@ from fxsplit_encoder.errors import MissingExtraError
 @pytest.mark.parametrize("package", ["PIL", "safetensors", "transformers"])
 def test_a_missing_package_names_the_extra(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(MissingExtraError, match=r"the extra 'hf'; run: pip install .*transformers"):
+    with pytest.raises(MissingExtraError, match=r"the extra 'hf'; run: pip install "):
         importlib.reload(fxsplit_encoder.models)
 
 

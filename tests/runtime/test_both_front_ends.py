@@ -45,8 +45,8 @@ def replays(stats: fx.ManagerStats) -> dict[Any, tuple[int, int, int]]:
     [
         (QWEN3, {}),
         (QWEN25, {"token_budgets": (8, 40)}),
-        (QWEN3, {"mode": "exact"}),
-        (QWEN3, {"mode": "piecewise", "token_budgets": (4, 16)}),
+        pytest.param(QWEN3, {"mode": "exact"}, marks=pytest.mark.exhaustive),
+        pytest.param(QWEN3, {"mode": "piecewise", "token_budgets": (4, 16)}, marks=pytest.mark.exhaustive),
     ],
 )
 @torch.no_grad()

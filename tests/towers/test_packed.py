@@ -98,7 +98,7 @@ def test_it_compiles_once(example: Any, fresh_dynamo: None) -> None:
     assert counters["stats"]["unique_graphs"] == 1
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_class_and_the_example_need_no_transformers(example: Any) -> None:
     code = "import sys; sys.modules['transformers'] = None; exec(open(sys.argv[1]).read())"
     path = example.Tower.forward.__code__.co_filename

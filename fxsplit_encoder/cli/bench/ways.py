@@ -112,7 +112,7 @@ class CudaGraph(_OnPrepared):
     def forget(self) -> None:
         """Gives back what was made for the sizes so far."""
         super().forget()
-        self._graphs.captured.clear()  # by the addresses of what was prepared
+        self._graphs.clear()  # by the addresses of what was prepared
 
 
 class ReduceOverhead(_OnPrepared):

@@ -52,6 +52,11 @@ class Worker:
         return f"Worker({self.name}, {self.status})"
 
 
+_OUT_OF_PROPORTION = 3.0
+"""Times the cost of all that come before it in a batch. What costs more fills a device by itself, and little
+is lost by encoding it apart."""
+
+
 class Batch:
     """Entries that one worker encodes together."""
 
@@ -97,6 +102,8 @@ def choose(
         cost += entry.cost
         if free_bytes < 0 or (chosen and (cost > most or entry.num_losses)):
             break
+        if chosen and entry.cost > _OUT_OF_PROPORTION * (cost - entry.cost):
+            break  # images are ready together, and not as late as a video that came with them
         chosen.append(entry)
         if len(chosen) == config.max_batch_items or entry.num_losses:
             break  # one that was in hand when a worker was lost goes alone, and loses nobody else

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from fxsplit_encoder.connector.processes.encoder_process import EncoderProcess
@@ -72,6 +73,12 @@ class ProcessEncoder:
     def pid(self) -> int | None:
         """The process's id, if there is one."""
         return self._process.pid if self._process is not None else None
+
+    @property
+    def device(self) -> torch.device | None:
+        """That to which features are copied, as this process numbers it; None: they come to the host."""
+        memory = self._process.features.device if self._process is not None else None
+        return memory.peer_device if memory is not None else None
 
     # --- starting and ending
 

@@ -4,7 +4,9 @@ over.
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -71,6 +73,20 @@ class Copies:
         with torch.cuda.stream(stream):
             target.copy_(rows, non_blocking=True)
             return target, self.mark(rows.device)
+
+    @contextlib.contextmanager
+    def own_stream(self, device: torch.device | None) -> Iterator[None]:
+        """Inside, this thread's work on a device goes to a stream of its own, so that no other's work there
+        waits for it, nor it for theirs. None, or a device without streams: nothing changes.
+        """
+        if device is None or device.type != "cuda":
+            yield
+            return
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            yield
+        torch.cuda.current_stream(device).wait_stream(stream)
 
     def mark(self, device: torch.device) -> Event:
         """When everything is over that this thread has given the current stream of a device."""

@@ -18,7 +18,7 @@ from fxsplit_encoder.connector.books.entry import Entry
 from fxsplit_encoder.connector.books.events import Event
 from fxsplit_encoder.connector.books.workers import Batch, Worker, WorkerStatus
 from fxsplit_encoder.connector.failures import encode_each, failure_of
-from fxsplit_encoder.connector.seams import FeatureEncoder, PreparedItem
+from fxsplit_encoder.connector.seams import DeviceEncoder, FeatureEncoder, PreparedItem
 from fxsplit_encoder.connector.threads.copies import Copies
 from fxsplit_encoder.connector.threads.core import Core
 from fxsplit_encoder.errors import ConnectorError
@@ -66,8 +66,9 @@ class WorkerThread:
     def _run(self) -> None:
         try:
             self._encoder.start()
-            self._set_status(WorkerStatus.STARTING, WorkerStatus.RUNNING)
-            self._serve()
+            with self._copies.own_stream(_device_of(self._encoder)):
+                self._set_status(WorkerStatus.STARTING, WorkerStatus.RUNNING)
+                self._serve()
             self._set_status(WorkerStatus.DRAINING, WorkerStatus.STOPPED)
         except BaseException:
             # Whatever ended this thread must not end the work that it had.
@@ -201,6 +202,11 @@ class WorkerThread:
         finally:  # also where this thread is lost
             with self._core.change() as books:
                 books.demotions.finish(move, rows if _is_over(move.events) else None)
+
+
+def _device_of(encoder: FeatureEncoder) -> torch.device | None:
+    device: Any = encoder.device if isinstance(encoder, DeviceEncoder) else None
+    return torch.device(device) if isinstance(device, str | torch.device) else None
 
 
 def _is_over(events: Sequence[Event]) -> bool:

@@ -233,6 +233,11 @@ class CudaTransport:
 
     # --- getting
 
+    @property
+    def peer_device(self) -> torch.device | None:
+        """The GPU of the other end's memory; None: it has not told of any."""
+        return self._peer_memory.device if self._peer_memory is not None else None
+
     def get(self, handle: Handle, into: Mapping[str, Tensor] | None = None) -> Payload:
         """Copies of a handle's tensors, from either end, on the current stream; see `Transport.get`.
 

@@ -116,8 +116,9 @@ class CapturedTower:
     def _make(self, key: Hashable) -> _Served:
         assert self.calls is not None
         # Of another copy: what the calls have may be another tower than it was, and this may install hooks.
+        call = tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.device), self.calls.example(key))
         with torch.inference_mode(False), torch.no_grad():
-            output = _twin(self._tower)(**self.calls.example(key), return_dict=True)
+            output = _twin(self._tower)(**call, return_dict=True)
         example = type(output)(**{n: _on_meta(value) for n, value in output.items()})
         adapter = self.calls.adapter(key, example)
         config = self.settings.config

@@ -109,7 +109,10 @@ def qwen2_5_vl() -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("make", "num_weights"), [(qwen3_vl, 5 * 12 + 2 * 6), (qwen2_5_vl, 4 * 12)])
+@pytest.mark.parametrize(
+    ("make", "num_weights"),
+    [(qwen3_vl, 5 * 12 + 2 * 6), pytest.param(qwen2_5_vl, 4 * 12, marks=pytest.mark.exhaustive)],
+)
 def test_towers_of_hugging_face_become_the_program_of_a_plain_trace(
     make: Callable[[], Any], num_weights: int, inlined: list[int], fresh_dynamo: None
 ) -> None:

@@ -33,7 +33,8 @@ def test_every_rule_has_its_calls_and_no_call_is_missed() -> None:
 
 # The first graphs call every operation that has a rule, but for some interpolations.
 @pytest.mark.parametrize(
-    "chunk", [pytest.param(n, marks=pytest.mark.slow) if n >= _QUICK_CHUNKS else n for n in range(_CHUNKS)]
+    "chunk",
+    [pytest.param(n, marks=pytest.mark.exhaustive) if n >= _QUICK_CHUNKS else n for n in range(_CHUNKS)],
 )
 def test_what_is_proved_may_be_padded(chunk: int) -> None:
     tally = run_campaign(seed for name in _names(chunk) for seed in seeds_around(name, _EACH))

@@ -129,7 +129,7 @@ def _runnable(layout: int, steps: list[Step]) -> list[Step]:
     return kept
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @settings(
     max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None
 )

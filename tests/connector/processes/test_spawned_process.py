@@ -67,7 +67,7 @@ def prepared(checkpoint: Path) -> list[PreparedItem]:
     return [processor.prepare(item) for item in items]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_tower_in_a_process_of_its_own(
     checkpoint: Path, prepared: list[PreparedItem], short_path: Path
 ) -> None:

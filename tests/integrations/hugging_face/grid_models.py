@@ -155,7 +155,7 @@ GRID_MODELS = {
         "Qwen3VLMoeForConditionalGeneration",
         config("Qwen3VLMoeConfig", DEEPSTACK, {**HEAD, **EXPERTS}),
         frame_by_frame(),
-        slow=True,
+        exhaustive=True,
     ),
     "qwen3.5": model(
         "Qwen3_5ForConditionalGeneration", config("Qwen3_5Config", QWEN3, LINEAR), frame_by_frame()
@@ -164,7 +164,7 @@ GRID_MODELS = {
         "Qwen3_5MoeForConditionalGeneration",
         config("Qwen3_5MoeConfig", QWEN3, {**LINEAR, **EXPERTS, "shared_expert_intermediate_size": 16}),
         frame_by_frame(),
-        slow=True,
+        exhaustive=True,
     ),
     "glm-4.1v": model(
         "Glm4vForConditionalGeneration",
@@ -177,7 +177,7 @@ GRID_MODELS = {
         config("Glm4vMoeConfig", GLM, GLM_EXPERTS, GLM_SPECIAL),
         frame_by_frame(IMAGE),
         video_alone=True,
-        slow=True,
+        exhaustive=True,
     ),
     "glm-4.6v": model(
         "Glm46VForConditionalGeneration",
@@ -189,7 +189,7 @@ GRID_MODELS = {
         ),
         frame_by_frame(IMAGE),
         video_alone=True,
-        slow=True,
+        exhaustive=True,
     ),
     "kimi-k2.5": model(
         "Kimi_K25ForConditionalGeneration",
@@ -203,5 +203,6 @@ GRID_MODELS = {
         pixels=patches(3, PATCH, PATCH),
         video=(1, 4, 4),  # its own features of longer clips are cut as if frames were not pooled
         token_types=False,
+        exhaustive=True,
     ),
 }

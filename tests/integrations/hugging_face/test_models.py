@@ -19,7 +19,11 @@ from .conftest import Loaded
 from .models import MODELS
 
 every_model = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if tiny.slow else ()) for name, tiny in MODELS.items()]
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.exhaustive if tiny.exhaustive else ())
+        for name, tiny in MODELS.items()
+    ],
 )
 
 

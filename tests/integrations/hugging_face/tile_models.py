@@ -161,7 +161,7 @@ TILE_MODELS = {
             vision_feature_layer=[-2, -1],
         ),
         lambda count: 16 * count,
-        slow=True,
+        exhaustive=True,
     ),
     "llava-next": model(
         "LlavaNextForConditionalGeneration",
@@ -194,7 +194,7 @@ TILE_MODELS = {
             projection_dim=32,
         ),
         lambda count: 16 * count,
-        slow=True,
+        exhaustive=True,
     ),
     "gemma3": model(
         "Gemma3ForConditionalGeneration",
@@ -233,7 +233,7 @@ TILE_MODELS = {
         lambda count: 4 * count,
         padded_tiles,
         images=(1, 3, 2),
-        slow=True,
+        exhaustive=True,
     ),
     "mistral3": model(
         "Mistral3ForConditionalGeneration",
@@ -255,5 +255,6 @@ TILE_MODELS = {
         lambda crops: 16 + 9 * crops,
         views,
         images=(0, 2, 1),
+        exhaustive=True,
     ),
 }

@@ -41,8 +41,8 @@ class TinyModel:
     """Whether it wants to be told which tokens are an image's."""
     video_alone: bool = False
     """Whether the tokens of a video are an image's, so that there is no image beside it."""
-    slow: bool = False
-    """Whether its tower is another's in all but name."""
+    exhaustive: bool = False
+    """Whether `make test-all` alone tries it."""
     settings: dict[str, Any] = field(default_factory=dict)
     """How it is captured, in what differs from the others."""
 

@@ -1,0 +1,163 @@
+"""What a model of transformers gains by `accelerate`, and what its own calls cost beyond the manager's.
+
+    python benchmarks/bench.py accelerate --output out/accelerate.json
+
+The Qwen3-VL-8B vision tower in a language model of one layer, bf16, seeded random weights. The model's own
+`get_image_features`, wall milliseconds to the end of the device's work, medians:
+
+* "eager": as transformers runs it; "accelerate" and "accelerate, compile": after `fx.accelerate(model)` and
+  `warmup`; "execute": the manager with the tower alone, which makes no output of transformers' class.
+* "error": relative to eager, the root of the mean square.
+
+Then `generate`, once warm: what a second request still compiled, traced and captured.
+
+`--tiny` takes a tiny tower, on a CPU too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from storage import new_result, store
+from timing import measure
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+import fxsplit_encoder as fx
+from fxsplit_encoder.models.random import draw_weights
+from fxsplit_encoder.models.registry import architecture
+
+SIZES = {"1x224": [(14, 14)], "1x448": [(28, 28)], "20x336": [(20, 20)] * 20}
+"""Rows and columns of patches of each image, by workload."""
+TINY_SIZES = {"1x64": [(4, 4)], "2x96": [(6, 6)] * 2}
+TINY = {
+    "depth": 2,
+    "hidden_size": 32,
+    "num_heads": 2,
+    "intermediate_size": 48,
+    "deepstack_visual_indexes": [0],
+}
+IMAGE, START, END = 60, 62, 63
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tiny", action="store_true", help="a tiny tower, on a CPU too")
+    parser.add_argument("--samples", type=int, default=100, help="timed calls of a row")
+
+
+def make_model(tiny: bool, device: str) -> Any:
+    vision = architecture("qwen3-vl-8b").settings(None)["vision_config"]
+    width = 32 if tiny else vision["out_hidden_size"]
+    vision = {**vision, **(TINY if tiny else {}), "out_hidden_size": width}
+    text = {
+        "hidden_size": width,
+        "intermediate_size": width,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": width // 4,
+        "vocab_size": 64,
+        "bos_token_id": 1,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
+    marks = {"image_token_id": IMAGE, "vision_start_token_id": START, "vision_end_token_id": END}
+    config = transformers.Qwen3VLConfig(text_config=text, vision_config=vision, video_token_id=61, **marks)
+    with torch.device(device):
+        model: Any = transformers.Qwen3VLForConditionalGeneration(config)
+    draw_weights(model, 0)
+    return model.to(torch.float32 if tiny else torch.bfloat16).eval()
+
+
+def make_inputs(model: Any, sizes: list[tuple[int, int]]) -> dict[str, Tensor]:
+    tower = model.model.visual
+    weight = tower.patch_embed.proj.weight
+    rows = sum(height * width for height, width in sizes)
+    generator = torch.Generator(weight.device).manual_seed(rows)
+    pixels = torch.randn(rows, weight[0].numel(), device=weight.device, generator=generator)
+    grid = torch.tensor([[1, *size] for size in sizes], device=weight.device)
+    return {"pixel_values": pixels.to(weight.dtype), "image_grid_thw": grid}
+
+
+def make_prompt(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Arguments of `generate` with these images."""
+    counts = (inputs["image_grid_thw"].prod(1) // 4).tolist()
+    tokens = [1, *(each for count in counts for each in (START, *[IMAGE] * count, END)), 7]
+    ids = torch.tensor([tokens], device=inputs["pixel_values"].device)
+    types = (ids == IMAGE).int()
+    return {**inputs, "input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": types}
+
+
+def features(model: Any, inputs: dict[str, Tensor]) -> Tensor:
+    return torch.cat(list(model.get_image_features(**inputs).pooler_output))
+
+
+def execute(manager: fx.EncoderCudaGraphManager, width: int, inputs: dict[str, Tensor]) -> Tensor:
+    """Without the deepstack features, which lie beside an item's embedding."""
+    return torch.cat(manager.execute(inputs))[:, :width]
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    difference = found.double() - expected.double()
+    return float(difference.square().mean().sqrt() / expected.double().square().mean().sqrt())
+
+
+def made_so_far(model: nn.Module) -> dict[str, int]:
+    captures = fx.stats(model).budgets.values()
+    return {
+        "traced": counters["stats"]["unique_graphs"] + counters["frames"]["total"],
+        "captured": sum(bool(each.mode) for each in captures),
+    }
+
+
+@torch.no_grad()
+def run(arguments: argparse.Namespace) -> int:
+    tiny, device = arguments.tiny, "cuda" if torch.cuda.is_available() else "cpu"
+    if not tiny and device == "cpu":
+        raise SystemExit("accelerate: needs a CUDA device, or --tiny: there is nothing to replay without one")
+    model = make_model(tiny, device)
+    width = model.config.text_config.hidden_size
+    inputs = {name: make_inputs(model, sizes) for name, sizes in (TINY_SIZES if tiny else SIZES).items()}
+    result = new_result("accelerate", tower="tiny" if tiny else "qwen3-vl-8b")
+    expected = {name: features(model, each) for name, each in inputs.items()}
+
+    def add(way: str, call: Callable[[dict[str, Tensor]], Tensor]) -> None:
+        for name, each in inputs.items():
+            row = {"workload": name, "way": way, "error": error(call(each), expected[name])}
+            result["rows"].append({**row, **measure([functools.partial(call, each)], arguments.samples, 3)})
+            store(arguments.output, result)
+
+    add("eager", functools.partial(features, model))
+    settings = {"token_budgets": [4, 32]} if tiny else {}
+    for compile in (False, True):
+        fx.accelerate(model, settings, compile=compile)
+        fx.warmup(model)
+        way = "accelerate, compile" if compile else "accelerate"
+        add(way, functools.partial(features, model))
+        result["settings"][f"generate, {way}"] = generate_again(model, inputs)
+        fx.restore(model)
+    manager = fx.EncoderCudaGraphManager(
+        fx.wrap(model.model.visual), fx.EncoderConfig(**settings), log_interval=0
+    )
+    manager.capture()
+    add("execute", functools.partial(execute, manager, width))
+    store(arguments.output, result)
+    import tables
+
+    print(tables.accelerate(result))
+    return 0
+
+
+def generate_again(model: Any, inputs: dict[str, dict[str, Tensor]]) -> dict[str, int]:
+    """What requests after the first of all still traced and captured."""
+    prompts = [make_prompt(each) for each in inputs.values()]
+    model.generate(**prompts[0], max_new_tokens=2, do_sample=False)
+    before = made_so_far(model)
+    for prompt in prompts:
+        model.generate(**prompt, max_new_tokens=2, do_sample=False)
+    return {name: count - before[name] for name, count in made_so_far(model).items()}

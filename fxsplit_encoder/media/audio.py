@@ -1,0 +1,192 @@
+"""Audio: how long it is, from its header, and its samples, the channels of a file as one.
+
+Files are read by libsndfile through soundfile, which tells lengths without decoding and gives floats of every
+format; the standard library's `wave` knows PCM of WAV files alone, without their extended headers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fxsplit_encoder.errors import MediaError, MissingExtraError
+from fxsplit_encoder.media.limits import MediaLimits
+from fxsplit_encoder.media.sources import attempt, header_source, is_encoded, name_of, opened
+from fxsplit_encoder.messages import shown
+
+Waveform = NDArray[np.float32]
+"""(samples,), from -1 to 1."""
+
+FORMATS = ("AIFF", "FLAC", "MP3", "OGG", "RF64", "W64", "WAV", "WAVEX")
+"""Those that are read, under libsndfile's names."""
+
+_MOST_CHANNELS = 32
+_AT_ONCE = 1 << 16
+_INT16 = 1 << 15
+
+
+@dataclass(frozen=True, eq=False)
+class AudioSamples:
+    """Audio that somebody has decoded already."""
+
+    samples: Any
+    """(samples,) or (channels, samples), an array or a tensor: floats from -1 to 1, or int16."""
+
+    rate: int
+    """Samples a second."""
+
+
+@dataclass(frozen=True)
+class AudioHeader:
+    """What is known of audio before anything is decoded."""
+
+    num_samples: int
+    """Of each channel."""
+    rate: int
+    """Samples a second."""
+    channels: int
+
+    @property
+    def seconds(self) -> float:
+        """How long it is."""
+        return self.num_samples / self.rate
+
+
+def measure_audio(media: object, limits: MediaLimits) -> AudioHeader:
+    """How long audio is, from its header or its shape; nothing is decoded.
+
+    Args:
+        media: `AudioSamples`; encoded bytes; or a path.
+        limits: of seconds, and of bytes, encoded and as one channel of floats.
+
+    Raises:
+        MediaError: it is no audio, is empty, or is beyond a limit.
+        MissingExtraError: a file has to be read, and soundfile is not installed.
+    """
+    if is_encoded(media):
+        with _reading(media, limits) as file:
+            return _checked(AudioHeader(file.frames, file.samplerate, file.channels), limits, name_of(media))
+    if not isinstance(media, AudioSamples):
+        raise MediaError(f"audio: expected AudioSamples, bytes or a path; got {shown(media)}")
+    if type(media.rate) is not int or media.rate < 1:
+        raise MediaError(f"audio: expected samples a second, an integer above 0; got {shown(media.rate)}")
+    shape = _shape(media)
+    limits.check("max_bytes", media.samples.nbytes, "audio")
+    return _checked(AudioHeader(shape[-1], media.rate, shape[0] if len(shape) == 2 else 1), limits, "audio")
+
+
+def load_audio(media: object, limits: MediaLimits) -> Waveform:
+    """The samples of audio as one channel, the mean of several.
+
+    Args:
+        media: see `measure_audio`.
+        limits: as there.
+
+    Raises:
+        MediaError: it cannot be decoded, is not as long as its header says, or is beyond a limit.
+        MissingExtraError: as `measure_audio`.
+    """
+    header = measure_audio(media, limits)
+    if isinstance(media, AudioSamples):
+        samples = _floats(media)
+    else:
+        with _reading(media, limits) as file, attempt(name_of(media), "audio"):
+            samples = _decoded(file, header.num_samples, name_of(media))
+    if not np.isfinite(samples).all():
+        raise MediaError("audio: expected finite samples; some are infinite or no numbers")
+    return samples
+
+
+def sample_bytes(audio: AudioSamples) -> Iterator[bytes]:
+    """What the digest of audio that is not encoded is made of."""
+    samples = np.ascontiguousarray(_array(audio))
+    yield f"audio {audio.rate} {samples.shape} {samples.dtype}".encode()
+    yield samples.tobytes()
+
+
+# --- files
+
+
+@contextmanager
+def _reading(media: object, limits: MediaLimits) -> Iterator[Any]:
+    soundfile, name = _soundfile(), name_of(media)
+    with attempt(name, "audio"):
+        source = header_source(media, limits)
+    with opened(source) as stream:
+        with attempt(name, "audio"):
+            file = soundfile.SoundFile(stream)
+        with file:
+            if file.format not in FORMATS:
+                raise MediaError(f"{name}: expected one of {', '.join(FORMATS)}; got {shown(file.format)}")
+            yield file
+
+
+def _decoded(file: Any, num_samples: int, name: str) -> Waveform:
+    """The mean of the channels, as many samples as the header says."""
+    made, done = np.empty(num_samples, np.float32), 0
+    for block in file.blocks(_AT_ONCE, dtype="float32", always_2d=True):
+        if done + len(block) > num_samples:
+            break
+        block.mean(axis=1, out=made[done : done + len(block)])
+        done += len(block)
+    else:
+        if done == num_samples:
+            return made
+    raise MediaError(f"{name}: its header says {num_samples} samples, and there are others")
+
+
+def _soundfile() -> Any:
+    try:
+        import soundfile
+    except ImportError as error:
+        raise MissingExtraError("decoding audio files", "audio") from error
+    except OSError as error:
+        raise MediaError(f"soundfile cannot be loaded, which needs libsndfile: {error}") from error
+    return soundfile
+
+
+def _checked(header: AudioHeader, limits: MediaLimits, name: str) -> AudioHeader:
+    if not 1 <= header.channels <= _MOST_CHANNELS:
+        raise MediaError(f"{name}: expected 1 to {_MOST_CHANNELS} channels; got {header.channels}")
+    if header.num_samples < 1:
+        raise MediaError(f"{name}: expected samples; it has none")
+    limits.check("max_seconds", header.seconds, name)
+    limits.check("max_bytes", header.num_samples * np.dtype(np.float32).itemsize, name)
+    return header
+
+
+# --- arrays
+
+
+def _shape(audio: AudioSamples) -> tuple[int, ...]:
+    samples = audio.samples
+    expected = "(samples,) or (channels, samples), an array or a tensor of floats or int16"
+    if not isinstance(samples, np.ndarray | torch.Tensor):
+        raise MediaError(f"audio: expected {expected}; got {shown(samples)}")
+    kinds = ("float16", "float32", "float64", "bfloat16", "int16")
+    if samples.ndim not in (1, 2) or str(samples.dtype).removeprefix("torch.") not in kinds:
+        raise MediaError(f"audio: expected {expected}; got {tuple(samples.shape)} of {samples.dtype}")
+    return tuple(samples.shape)
+
+
+def _array(audio: AudioSamples) -> NDArray[Any]:
+    samples = audio.samples
+    if isinstance(samples, torch.Tensor):
+        samples = samples.detach().cpu()
+        samples = (samples.float() if samples.dtype == torch.bfloat16 else samples).numpy()
+    array: NDArray[Any] = samples
+    return array
+
+
+def _floats(audio: AudioSamples) -> Waveform:
+    array = _array(audio)
+    floats = array.astype(np.float32)
+    if array.dtype == np.int16:
+        floats /= _INT16
+    return floats.mean(axis=0, dtype=np.float32) if floats.ndim == 2 else floats

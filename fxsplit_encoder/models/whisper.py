@@ -1,0 +1,61 @@
+"""Whisper's encoder: audio in pieces of 30 seconds, each 1500 rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NoReturn, cast
+
+from torch import Tensor
+
+from fxsplit_encoder.connector.audio import FeatureExtractor
+from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.models.eager import Inputs
+from fxsplit_encoder.models.family import Family, Settings, hugging_face
+from fxsplit_encoder.models.prepare import ProcessorSettings
+from fxsplit_encoder.towers import DenseTowerSpec
+
+_INPUT = "input_features"
+_FRAMES_PER_ROW = 2
+"""The second convolution takes every other frame."""
+
+
+def whisper_spec(encoder: Any) -> DenseTowerSpec:
+    """Declares a `transformers` WhisperEncoder for `wrap`."""
+    config = encoder.config
+    rows = config.max_source_positions
+    shape = (config.num_mel_bins, _FRAMES_PER_ROW * rows)
+    return DenseTowerSpec(shape, rows, config.d_model, input_name=_INPUT, modality="audio")
+
+
+def whisper_extractor(processor: Mapping[str, Any]) -> FeatureExtractor:
+    """What turns samples into mel frames.
+
+    Args:
+        processor: the checkpoint's preprocessor_config.json.
+    """
+    from transformers import WhisperFeatureExtractor
+
+    made: Any = WhisperFeatureExtractor(**processor)  # type: ignore[no-untyped-call]
+    return cast("FeatureExtractor", made)
+
+
+def _eager(tower: Any, mm_kwargs: Inputs) -> Tensor:
+    features: Tensor = tower(mm_kwargs[_INPUT]).last_hidden_state
+    return features.flatten(0, 1)
+
+
+def _no_images(settings: Settings, processor: ProcessorSettings) -> NoReturn:
+    raise InputError("Whisper takes audio only; pass it to a connector (fxsplit_encoder.models.media)")
+
+
+FAMILIES = {
+    "whisper": Family(
+        hugging_face("whisper", "WhisperEncoder", "WhisperConfig"),
+        _no_images,
+        "pieces",
+        _eager,
+        ("model.encoder.", "encoder.", ""),
+        spec=whisper_spec,
+        extractor=whisper_extractor,
+    )
+}
