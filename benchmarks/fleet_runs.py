@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import itertools
-import json
 import resource
+import statistics
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import torch
+from checkpoints import random_checkpoint
 from fleet import Fleet, Shard, run_offline
 from photographs import PHOTOGRAPH, photographs
-from safetensors.torch import save_file
 
 from fxsplit_encoder.integrations.images import ImageEncoderSettings
 from fxsplit_encoder.integrations.ray import EncodeJob, Outcome
 from fxsplit_encoder.integrations.ray.outcome import ShardReport
-from fxsplit_encoder.models.random import draw_weights
 from fxsplit_encoder.models.registry import FAMILIES
 
 Row = dict[str, Any]
+
+_SHARD = 32
+"""Images of a shard in the runs."""
 
 _PATHS = 128
 """Of each shard whose scheduling is timed."""
@@ -37,7 +38,7 @@ def cluster_rows(tiny: bool) -> Iterator[Row]:
     try:
         yield driver_row(40 if tiny else 800)
         yield check_row("preparing", depth=1, width=32, images=100 if tiny else 1600)
-        yield check_row("encoding", depth=4, width=384, images=100 if tiny else 800)
+        yield check_row("encoding", depth=4, width=384, images=100 if tiny else 640)
     finally:
         ray.shutdown()
 
@@ -86,13 +87,18 @@ def check_row(limit: str, depth: int, width: int, images: int) -> Row:
         outcome = _run(directory / "second", settings, images)
     measured, ready_s = measured_seconds(outcome.shards)
     ordered = sorted(outcome.shards, key=lambda each: each.spans["prepare"])
-    simulated = run_offline(list(map(as_shard, ordered)), Fleet(gpus=2, cpus=2, ready_s=ready_s))
+    cpus, gap_s = preparing([shard.spans["prepare"] for shard in ordered])
+    simulated = run_offline(
+        [as_shard(each, gap_s) for each in ordered], Fleet(gpus=2, cpus=cpus, ready_s=ready_s)
+    )
     return {
         "part": "check",
         "limit": limit,
         "images": images,
         "shards": len(outcome.shards),
         **{f"{stage} s": seconds for stage, seconds in outcome.seconds.items()},
+        "preparing at once": cpus,
+        "between tasks s": gap_s,
         "measured s": measured,
         "simulated s": simulated.seconds,
         "measured share": outcome.encoding_share,
@@ -100,11 +106,25 @@ def check_row(limit: str, depth: int, width: int, images: int) -> Row:
     }
 
 
+def preparing(spans: Sequence[tuple[float, float]]) -> tuple[int, float]:
+    """How many shards were prepared at once at most, and the median time in which a CPU had none, between
+    two of them: Ray's own.
+
+    Args:
+        spans: by begin.
+    """
+    changes = sorted([(begin, 1) for begin, _ in spans] + [(end, -1) for _, end in spans])
+    most = max(itertools.accumulate(change for _, change in changes))
+    ends = sorted(end for _, end in spans)
+    gaps = [begin - end for (begin, _), end in zip(spans[most:], ends, strict=False)]
+    return most, max(0.0, statistics.median(gaps)) if gaps else 0.0
+
+
 def _run(directory: Path, settings: ImageEncoderSettings, images: int) -> Outcome:
     directory.mkdir()
     for number, data in zip(range(images), itertools.cycle(photographs(PHOTOGRAPH)), strict=False):
         (directory / f"{number:05}.jpg").write_bytes(data)
-    job = EncodeJob([str(directory)], directory / "out.parquet", settings, shard_size=16, workers=2)
+    job = EncodeJob([str(directory)], directory / "out.parquet", settings, shard_size=_SHARD, workers=2)
     return job.run()
 
 
@@ -112,22 +132,15 @@ def checkpoint(directory: Path, depth: int, width: int) -> Path:
     """A SigLIP of any size, with random weights."""
     sizes = {"num_hidden_layers": depth, "hidden_size": width, "intermediate_size": 4 * width}
     vision = {**sizes, "num_attention_heads": 2, "image_size": 224, "patch_size": 14}
-    settings = {"model_type": "siglip", "vision_config": vision}
-    tower = FAMILIES["siglip"].empty_tower(settings, torch.device("cpu"))
-    draw_weights(tower, 0)
-    directory.mkdir()
-    (directory / "config.json").write_text(json.dumps(settings), encoding="utf-8")
-    save_file(
-        {f"vision_model.{k}": v.clone() for k, v in tower.named_parameters()}, directory / "model.safetensors"
-    )
-    return directory
+    return random_checkpoint(directory, FAMILIES["siglip"], {"model_type": "siglip", "vision_config": vision})
 
 
-def as_shard(report: ShardReport) -> Shard:
-    """What a shard took in a run."""
-    return Shard(
-        *(end - begin for begin, end in (report.spans[stage] for stage in ("prepare", "encode", "write")))
+def as_shard(report: ShardReport, gap_s: float) -> Shard:
+    """What a shard took in a run, and a CPU before it could prepare the next."""
+    prepare, encode, write = (
+        end - begin for begin, end in (report.spans[stage] for stage in ("prepare", "encode", "write"))
     )
+    return Shard(prepare + gap_s, encode, write)
 
 
 def measured_seconds(shards: Sequence[ShardReport]) -> tuple[float, float]:

@@ -18,8 +18,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import fleet_tables
+from layout import by_columns, formatted, shown
 from storage import RESULTS, ROOT, Result, described, load, merge, store
-from tabulate import tabulate
 
 Row = Mapping[str, Any]
 
@@ -70,7 +71,7 @@ def take_in(files: Sequence[Path]) -> None:
         if file.name not in {table.file for table in TABLES.values()}:
             known = ", ".join(dict.fromkeys(table.file for table in TABLES.values()))
             raise SystemExit(f"{file}: no table is made of it; expected one of {known}")
-        if result["gpu"] is None:
+        if result["gpu"] is None and any(t.needs_gpu for t in TABLES.values() if t.file == file.name):
             raise SystemExit(f"{file}: was measured without a GPU; expected figures of one")
         by_name.setdefault(file.name, []).append(result)
     for name, parts in by_name.items():
@@ -114,36 +115,8 @@ def claim(result: Result) -> str:
     times = _by_variant(result, _TOWER)["1x224"]
     gpu = result["gpu"].removeprefix("NVIDIA ").split()[0]
     # Of the figures as the table shows them, so that a reader who divides finds the same.
-    ratio = float(_shown(times["graph-exact"]["p50"])) / float(_shown(times[OURS]["p50"]))
+    ratio = float(shown(times["graph-exact"]["p50"])) / float(shown(times[OURS]["p50"]))
     return f"on an {gpu} an image of 224 x 224 passes Qwen3-VL-8B's tower {ratio:.2f} times as fast"
-
-
-# --- layout
-
-
-def formatted(headers: Sequence[str], lines: Sequence[Sequence[Any]]) -> str:
-    """A table; None is a dash, and columns of numbers are aligned to the right."""
-    numeric = [all(isinstance(line[i], int | float | None) for line in lines) for i in range(len(headers))]
-    return tabulate(
-        [[_shown(value) for value in line] for line in lines],
-        headers,
-        tablefmt="pipe",
-        missingval="-",
-        disable_numparse=True,
-        colalign=["right" if each else "left" for each in numeric] if lines else None,
-    )
-
-
-def by_columns(columns: Mapping[str, str], rows: Sequence[Row]) -> str:
-    """A table of some values of every row: headers, and the names of the values below them."""
-    return formatted(list(columns), [[row.get(name) for name in columns.values()] for row in rows])
-
-
-def _shown(value: Any) -> Any:
-    """Three digits, and all digits of what is larger."""
-    if not isinstance(value, float):
-        return value
-    return f"{value:.0f}" if abs(value) >= 100 else f"{value:#.3g}"
 
 
 def _ratio(one: float | None, other: float | None) -> float | None:
@@ -437,6 +410,8 @@ class Table(NamedTuple):
     """In benchmarks/results."""
     make: Callable[..., str]
     """Markdown from the result and the arguments of the mark."""
+    needs_gpu: bool = True
+    """Whether figures of a machine without a GPU are refused."""
 
 
 TABLES: Mapping[str, Table] = {
@@ -454,5 +429,11 @@ TABLES: Mapping[str, Table] = {
     "vllm": Table("vllm.json", vllm),
     "vllm_serving": Table("vllm_serving.json", vllm_serving),
     "ab": Table("ab.json", ab),
+    "fleet_parts": Table("fleet.json", fleet_tables.parts, needs_gpu=False),
+    "fleet_decoders": Table("fleet.json", fleet_tables.decoders, needs_gpu=False),
+    "fleet_check": Table("fleet.json", fleet_tables.check, needs_gpu=False),
+    "fleet_offline": Table("fleet.json", fleet_tables.offline, needs_gpu=False),
+    "fleet_online": Table("fleet.json", fleet_tables.online, needs_gpu=False),
+    "fleet_thousand": Table("fleet.json", fleet_tables.thousand, needs_gpu=False),
 }
 """By the name in a mark."""

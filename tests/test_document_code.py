@@ -103,8 +103,9 @@ def check_command(words: list[str]) -> None:
         parse(words[2:])
     elif program == "python":
         assert words == ["python", "your_program.py"]
-    elif program in ("pytest", "pip"):
-        assert all((ROOT / word).exists() for word in arguments if "/" in word)
+    elif program in ("pytest", "pip", "curl") or words[:2] == ["serve", "run"]:
+        files = [word.partition("@")[2] or word for word in arguments if "://" not in word]
+        assert all((ROOT / file).exists() for file in files if "/" in file)
     else:
         assert (ROOT / program).is_file(), f"no check for: {' '.join(words)}"
 

@@ -18,18 +18,16 @@ Needs the extra `ray`, and no GPU. The parts of the result:
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-from fleet import Fleet, Service, Shard, batch_time, run_offline, run_online, varied
 from fleet_runs import cluster_rows
+from fleet_simulated import SCENARIOS, offline_row, online_rows
 from photographs import PHOTOGRAPH, photographs
 from storage import RESULTS, load, new_result, store
 
@@ -41,11 +39,8 @@ from fxsplit_encoder.models.registry import architecture
 Row = dict[str, Any]
 
 SHARD = 128
-GPUS = (8, 64, 256, 1000)
-CPUS_PER_GPU = (4, 8, 16, 24)
-LOADS = (0.5, 0.7, 0.8, 0.9)
-NODE_LINK = 100e9 / 8
-"""Bytes a second of a node's network, each way."""
+SIMULATED = "siglip-so400m-384"
+MEASURED = ("prepare", "driver", "check")
 
 
 class Encoding(NamedTuple):
@@ -58,6 +53,8 @@ class Encoding(NamedTuple):
     file: str
     points: dict[str, int]
     """By workload: its images."""
+    tower: str = ""
+    """Whose times these are; "": that of the same name."""
 
 
 ENCODINGS = {
@@ -71,25 +68,38 @@ ENCODINGS = {
         PHOTOGRAPH, (1369, 1024), "towers.json", {"small": 1, "medium": 4, "batch of 8": 24}
     ),
     "qwen3-vl-8b": Encoding((336, 336), (100, 16384), "encoder.json", {"1x448": 2, "20x336": 20}),
+    **{
+        f"qwen3-vl-8b {side}": Encoding(
+            (side, side), (patches // 4, 16384), "encoder.json", {f"1x{side}": 1}, "qwen3-vl-8b"
+        )
+        for side, patches in ((224, 196), (448, 784), (896, 3136), (1344, 7056))
+    },
 }
-"""In workloads of several sizes an image counts as so many of this one as it has as many patches."""
+"""In workloads of several sizes an image counts as so many of this one as it has as many patches. The last
+four are single images, encoded one by one: together they take less."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tiny", action="store_true", help="two towers and short runs")
+    parser.add_argument("--parts", type=Path, metavar="JSON", help="simulate anew from this result's parts")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    result = new_result("fleet", cpu=cpu_name(), photograph=list(PHOTOGRAPH), shard=SHARD)
-    names = list(ENCODINGS)[:2] if arguments.tiny else list(ENCODINGS)
-    result["rows"] += [prepare_row(name) for name in names]
-    store(arguments.output, result)
-    result["rows"] += cluster_rows(arguments.tiny)
-    store(arguments.output, result)
+    if arguments.parts is not None:
+        result = load(arguments.parts)
+        result["rows"] = [row for row in result["rows"] if row["part"] in MEASURED]
+    else:
+        result = new_result("fleet", cpu=cpu_name(), photograph=list(PHOTOGRAPH), shard=SHARD)
+        names = list(ENCODINGS)[:2] if arguments.tiny else list(ENCODINGS)
+        result["rows"] += [prepare_row(name) for name in names]
+        store(arguments.output, result)
+        result["rows"] += cluster_rows(arguments.tiny)
+        store(arguments.output, result)
     driver_s = next(row["ms a shard"] for row in result["rows"] if row["part"] == "driver") / 1e3
-    for row in [row for row in result["rows"] if row["part"] == "prepare"][1:2]:
-        result["rows"] += offline_rows(row, driver_s, GPUS[:1] if arguments.tiny else GPUS)
-        result["rows"] += online_rows(row, 2000 if arguments.tiny else 40000)
+    simulated = next(row for row in result["rows"] if row["tower"] == SIMULATED)
+    scenarios = SCENARIOS[:3] if arguments.tiny else SCENARIOS
+    result["rows"] += [offline_row(simulated, driver_s, scenario) for scenario in scenarios]
+    result["rows"] += online_rows(simulated, 2000 if arguments.tiny else 40000)
     store(arguments.output, result)
     for row in result["rows"]:
         print(json.dumps(row))
@@ -111,7 +121,7 @@ def prepare_row(name: str) -> Row:
     """One tower: what an image costs a CPU, and what it costs a GPU."""
     encoding = ENCODINGS[name]
     with tempfile.TemporaryDirectory() as directory:
-        settings = architecture(name).settings()
+        settings = architecture(encoding.tower or name).settings()
         (Path(directory) / "config.json").write_text(json.dumps(settings), encoding="utf-8")
         preparer = ImagePreparer(ImageEncoderSettings(model=directory))
         files = photographs(encoding.size)
@@ -123,12 +133,14 @@ def prepare_row(name: str) -> Row:
     best = min(ms / images for images, ms in points)
     return {
         "part": "prepare",
-        "tower": name,
+        "tower": encoding.tower or name,
+        "together": max(encoding.points.values()),
         "size": f"{encoding.size[0]} x {encoding.size[1]}",
         "prepare ms": seconds * 1e3,
         "file KB": sum(map(len, files)) / len(files) / 1e3,
         "prepared KB": sum(image.num_bytes for image in images) / len(images) / 1e3,
         "rows KB": 4 * encoding.shape[0] * encoding.shape[1] / 1e3,
+        "mean KB": 4 * encoding.shape[1] / 1e3,
         "write rows ms": rows_s * 1e3,
         "write mean ms": mean_s * 1e3,
         "encode ms": best,
@@ -136,6 +148,10 @@ def prepare_row(name: str) -> Row:
         "images/s": 1e3 / best,
         "CPUs a GPU": (seconds + mean_s) * 1e3 / best,
         "CPUs a GPU, rows": (seconds + rows_s) * 1e3 / best,
+        "MB/s files": sum(map(len, files)) / len(files) / best / 1e3,
+        "MB/s in": sum(image.num_bytes for image in images) / len(images) / best / 1e3,
+        "MB/s out": 4 * encoding.shape[1] / best / 1e3,
+        "MB/s out, rows": 4 * encoding.shape[0] * encoding.shape[1] / best / 1e3,
     }
 
 
@@ -146,7 +162,7 @@ def encode_points(name: str) -> list[tuple[int, float]]:
     of = {
         row["workload"]: row
         for row in rows
-        if row["tower"] == name and row.get("variant", "ours-auto") == "ours-auto"
+        if row["tower"] == (encoding.tower or name) and row.get("variant", "ours-auto") == "ours-auto"
     }
     return [(count, of[work].get("p50") or of[work]["ours"]) for work, count in encoding.points.items()]
 
@@ -169,54 +185,9 @@ def write_seconds(directory: Path, shape: tuple[int, int]) -> float:
     values.view(np.uint32)[...] &= np.uint32(0xFFFF0000)
     paths = {"path": [f"{n}.jpg" for n in range(images)], "layout": ["{}"] * images}
     table = with_embeddings(pa.table(paths), list(values), "float32")
-    begin = time.process_time()  # Arrow has threads of its own
-    write_part(directory, 0, table)
-    return (time.process_time() - begin) / images
-
-
-# --- simulated
-
-
-def offline_rows(row: Row, driver_s: float, fleets: Sequence[int]) -> Iterator[Row]:
-    """Fleets of several sizes over many images."""
-    for gpus, cpus in itertools.product(fleets, CPUS_PER_GPU):
-        for size in (SHARD, 8 * SHARD) if gpus >= 256 else (SHARD,):
-            milliseconds = (row["prepare ms"], row["encode ms"], row["write mean ms"])
-            shard = Shard(*(ms * size / 1e3 for ms in milliseconds), row["prepared KB"] * size * 1e3)
-            fleet = Fleet(gpus, gpus * cpus, link_bytes_s=NODE_LINK, driver_s=driver_s)
-            count = 20 * gpus
-            outcome = run_offline(varied(shard, count), fleet)
-            yield {
-                "part": "offline",
-                "tower": row["tower"],
-                "GPUs": gpus,
-                "CPUs a GPU": cpus,
-                "shard": size,
-                "images/s": count * size / outcome.seconds,
-                **{f"{name} busy": share for name, share in outcome.busy.items()},
-                "limit": outcome.limit,
-            }
-
-
-def online_rows(row: Row, requests: int) -> Iterator[Row]:
-    """Encoders under load, each with as many CPUs as it needs."""
-    most = max(count for count, _ in row["points"])
-    seconds = batch_time([(count, ms / 1e3) for count, ms in row["points"]])
-    for encoders, share in itertools.product((1, 4, 16), LOADS):
-        for is_random in (False, True) if encoders > 1 else (False,):
-            rate = share * encoders * most / seconds(most)
-            cpus = max(2, int(1.5 * rate * row["prepare ms"] / 1e3) + 1)
-            service = Service(encoders, cpus, row["prepare ms"] / 1e3, seconds, most, is_random=is_random)
-            online = run_online(service, rate, requests)
-            yield {
-                "part": "online",
-                "tower": row["tower"],
-                "encoders": encoders,
-                "load": share,
-                "images/s": rate,
-                "router": "random" if is_random else "least",
-                "p50 ms": online.quantile(0.5) * 1e3,
-                "p95 ms": online.quantile(0.95) * 1e3,
-                "p99 ms": online.quantile(0.99) * 1e3,
-                "images a batch": sum(online.batches) / len(online.batches),
-            }
+    times = []
+    for _ in range(3):
+        begin = time.process_time()  # Arrow has threads of its own
+        write_part(directory, 0, table)
+        times.append(time.process_time() - begin)
+    return min(times) / images

@@ -30,7 +30,7 @@ def test_every_table_is_measured_by_a_command_that_parses(tmp_path: Path) -> Non
     out = tmp_path / "out"
     parsed = [parse(command) for command in asked("all", out)]
     # Not again for every set of tables: two commits side by side, and what needs Ray or vLLM.
-    others = {"ab", "fleet", "vllm", "vllm_serving"}
+    others = {"ab", "fleet", "map_batches", "vllm", "vllm_serving"}
     files = {table.file for table in TABLES.values()} | {"connector.json"}
     assert {arguments.output.name for arguments in parsed} == files - {f"{case}.json" for case in others}
     assert {arguments.case for arguments in parsed} == set(CASES) - others
@@ -59,7 +59,7 @@ def test_what_fails_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_case_says_what_it_is(case: str, capsys: pytest.CaptureFixture[str]) -> None:
-    if case == "fleet":
+    if case in ("fleet", "map_batches"):
         pytest.importorskip("ray", reason="the extra `ray`")
     with pytest.raises(SystemExit) as ended:
         parse([case, "--help"])

@@ -12,7 +12,7 @@ from fxsplit_encoder.connector import Connector, ConnectorConfig, TowerIdentity
 from fxsplit_encoder.connector.keys import HashName
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.integrations.ray.fingerprints import checkpoint_digest
-from fxsplit_encoder.integrations.ray.ray_encoder import RayEncoder, RayOptions
+from fxsplit_encoder.integrations.ray.ray_encoder import RayEncoder, RayOptions, check_connection
 from fxsplit_encoder.models.checkpoint import Checkpoint
 from fxsplit_encoder.models.encoders import checkpoint_encoder, config_for, row_bytes_of, weightless_tower
 from fxsplit_encoder.models.media import media_processor
@@ -43,8 +43,10 @@ def ray_connector(
         hash_name: of the function for digests.
 
     Raises:
-        InputError: a file is missing or malformed, it holds no tower that is known, or there is no worker.
+        InputError: Ray is not connected, a file is missing or malformed, it holds no tower that is known, or
+            there is no worker.
     """
+    check_connection()
     if workers < 1:
         raise InputError(f"workers: expected at least one; got {workers}")
     options = options if options is not None else RayOptions()

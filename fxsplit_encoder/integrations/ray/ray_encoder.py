@@ -104,13 +104,12 @@ class RayEncoder:
         """
         if self._actor is not None:
             return
-        if not ray.is_initialized():
-            raise InputError("expected a connection to a cluster; call ray.init() first")
+        check_connection()
         options = self.options
         remote = ray.remote(max_restarts=0, num_gpus=options.num_gpus, num_cpus=options.num_cpus)(_Actor)
         self._actor = actor = remote.options(**options.more).remote(self._make, self._row_bytes)
         try:
-            self.pid = self._ask("start", options.start_timeout)
+            self.pid = self._ask(actor, "start", options.start_timeout)
         except BaseException:
             self._end(actor)
             raise
@@ -130,7 +129,8 @@ class RayEncoder:
             EncoderLostError: the actor is gone, or hung.
             Exception: what the encoder raised, of its own class.
         """
-        if self._actor is None:
+        actor = self._actor  # which another thread may close meanwhile
+        if actor is None:
             raise EncoderLostError("no actor was started; call start")
         sent: list[SentItem] = [
             (
@@ -142,12 +142,12 @@ class RayEncoder:
             )
             for item in items
         ]
-        features: list[HostTensor] = self._ask("encode", self.options.encode_timeout, sent)
+        features: list[HostTensor] = self._ask(actor, "encode", self.options.encode_timeout, sent)
         return [feature.copy() for feature in features]
 
     def close(self) -> None:
-        """End the actor; idempotent, and `start` may follow. From any thread: an `encode` that waits raises
-        `EncoderLostError`.
+        """End the actor; idempotent, and `start` may follow. From any thread: a batch that takes longer than
+        `close_timeout` raises `EncoderLostError` in `encode`.
         """
         actor, self._actor = self._actor, None
         if actor is None:
@@ -158,9 +158,8 @@ class RayEncoder:
 
     # --- the actor
 
-    def _ask(self, method: str, timeout: float | None, *arguments: object) -> Any:
-        """The answer of the actor, which nobody asks again after it was lost."""
-        actor = self._actor
+    def _ask(self, actor: Any, method: str, timeout: float | None, *arguments: object) -> Any:
+        """The answer of an actor, which nobody asks again after it was lost."""
         try:
             return ray.get(getattr(actor, method).remote(*arguments), timeout=timeout)
         except GetTimeoutError:
@@ -190,6 +189,12 @@ class RayEncoder:
         asked = f"{self.options.num_gpus:g} GPUs and {self.options.num_cpus:g} CPUs"
         free = ray.available_resources()
         return f"it asks for {asked}; free are {free.get('GPU', 0):g} GPUs and {free.get('CPU', 0):g} CPUs"
+
+
+def check_connection() -> None:
+    """Raises InputError where Ray is not connected to a cluster: it would start one of its own accord."""
+    if not ray.is_initialized():
+        raise InputError("expected a connection to a cluster; call ray.init() first")
 
 
 class _Actor:
