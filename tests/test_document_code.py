@@ -6,6 +6,7 @@ import re
 import runpy
 import shlex
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 import yaml
 from bench import parse
+from prometheus_client import REGISTRY
 
 import fxsplit_encoder as fx
 from tests.document_checkpoints import load_stand_ins
@@ -55,10 +57,25 @@ def test_blocks_are_in_languages_that_are_tested() -> None:
     assert {block.language for block in BLOCKS} <= LANGUAGES
 
 
+@pytest.fixture
+def global_metrics(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Takes what a page registers with Prometheus' global registry out again."""
+    collectors: list[Any] = []
+    register = REGISTRY.register
+
+    def recorded(collector: Any) -> None:
+        register(collector)
+        collectors.append(collector)
+
+    monkeypatch.setattr(REGISTRY, "register", recorded)
+    yield
+    for collector in collectors:
+        REGISTRY.unregister(collector)
+
+
+@pytest.mark.usefixtures("fresh_dynamo", "global_metrics")
 @pytest.mark.parametrize("page", PAGES)
-def test_the_code_of_a_page_runs(
-    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_dynamo: None
-) -> None:
+def test_the_code_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = [block for block in BLOCKS if (block.page, block.language) == (page, "python")]
     for block in blocks:
         compile(block.code, page, "exec")

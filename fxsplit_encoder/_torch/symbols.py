@@ -16,7 +16,17 @@ from torch.utils._sympy.printers import PythonPrinter
 
 from fxsplit_encoder._torch.aot import fake_mode_of
 
-__all__ = ["FloorDiv", "Mod", "PythonMod", "Symbols", "check", "expression_of", "has_hint", "python_source", "under_own_name"]
+__all__ = [
+    "FloorDiv",
+    "Mod",
+    "PythonMod",
+    "Symbols",
+    "check",
+    "expression_of",
+    "has_hint",
+    "python_source",
+    "under_own_name",
+]
 
 check = torch._check
 """Tells a trace that a condition on sizes holds; outside of traces an assertion."""

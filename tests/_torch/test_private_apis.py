@@ -215,6 +215,8 @@ SYMBOLS = [
     called("torch.utils._sympy.printers.PythonPrinter", 0),
     called("torch.utils._sympy.printers.PythonPrinter.doprint", 2),
     present("torch.fx.experimental.sym_node.SymNode.expr"),
+    attribute("torch.fx.experimental.sym_node.SymNode._expr", lambda: shape_env().create_unbacked_symint().node),
+    called("torch.fx.experimental.symbolic_shapes.ShapeEnv.create_symintnode", 2, "hint"),
     called("torch.fx.experimental.sym_node.SymNode.has_hint", 1),
     attribute("torch.fx.experimental.symbolic_shapes.ShapeEnv.guards", shape_env),
     attribute("torch.fx.experimental.symbolic_shapes.ShapeEnv.var_to_range", shape_env),
