@@ -58,6 +58,10 @@ def shape_env() -> Any:
     return found("torch.fx.experimental.symbolic_shapes.ShapeEnv")()
 
 
+def sym_node() -> Any:
+    return shape_env().create_unbacked_symint().node
+
+
 def failed_backend() -> Any:
     return found("torch._dynamo.exc.BackendCompilerFailed")(len, ValueError(), None)
 
@@ -215,7 +219,7 @@ SYMBOLS = [
     called("torch.utils._sympy.printers.PythonPrinter", 0),
     called("torch.utils._sympy.printers.PythonPrinter.doprint", 2),
     present("torch.fx.experimental.sym_node.SymNode.expr"),
-    attribute("torch.fx.experimental.sym_node.SymNode._expr", lambda: shape_env().create_unbacked_symint().node),
+    attribute("torch.fx.experimental.sym_node.SymNode._expr", sym_node),
     called("torch.fx.experimental.symbolic_shapes.ShapeEnv.create_symintnode", 2, "hint"),
     called("torch.fx.experimental.sym_node.SymNode.has_hint", 1),
     attribute("torch.fx.experimental.symbolic_shapes.ShapeEnv.guards", shape_env),
