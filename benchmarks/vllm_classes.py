@@ -28,6 +28,8 @@ ENVIRONMENT = {
     "VLLM_HOST_IP": "127.0.0.1",
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
+    # A Triton kernel of vLLM's reads a global of its module, which Triton 3.6 refuses.
+    "TRITON_ALLOW_NON_CONSTEXPR_GLOBALS": "1",
     "VLLM_PLUGINS": "",
 }
 
@@ -358,7 +360,8 @@ def build(cls: VllmClass, vllm_config: Any, device: torch.device) -> Any:
     from vllm.utils.torch_utils import set_default_torch_dtype
 
     dtype = vllm_config.model_config.dtype
-    with set_current_vllm_config(vllm_config), cls.around():
+    # Models are loaded outside of inference mode, as by vLLM: passes must see when weights change.
+    with torch.inference_mode(False), set_current_vllm_config(vllm_config), cls.around():
         with set_default_torch_dtype(dtype), device:
             model = initialize_model(vllm_config)
         randomize(model, device)
