@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fxsplit_encoder._torch.staging import staged
 from fxsplit_encoder.connector.seams import Modality, PreparedItem
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.manager import EncoderCudaGraphManager
@@ -56,6 +58,15 @@ class ManagerEncoder:
     @property
     def _is_timed(self) -> bool:
         return self.manager.pool.is_cuda and self.manager.is_captured()
+
+    def stage(self, item: PreparedItem) -> PreparedItem:
+        """Pixels in the tower's dtype and, for a GPU, in pinned memory: the manager sends them from there."""
+        dtype, is_pinned = self.manager.dtype, self.manager.pool.is_cuda
+        inputs = {
+            name: staged(tensor, dtype, is_pinned) if tensor.is_floating_point() else tensor
+            for name, tensor in item.inputs.items()
+        }
+        return replace(item, inputs=inputs)
 
     def row_bytes(self, modality: Modality) -> int | None:
         """Of the tower's output, if it encodes the modality."""

@@ -80,6 +80,16 @@ class DeviceEncoder(Protocol):
         """Known once it was started; None: no device that has streams."""
 
 
+@runtime_checkable
+class StagingEncoder(Protocol):
+    """A ``FeatureEncoder`` part of whose work can be done beside the thread that encodes."""
+
+    def stage(self, item: PreparedItem) -> PreparedItem:
+        """The same item in the form that ``encode`` reads soonest, such as in pinned memory. Called from any
+        thread, also before ``start``."""
+        ...
+
+
 class FeatureEncoder(Protocol):
     """Encodes prepared items on one device.
 

@@ -5,17 +5,19 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from fxsplit_encoder.connector.books.entry import Entry
 from fxsplit_encoder.connector.books.workers import Batch, WorkerStatus
 from fxsplit_encoder.connector.fake import FakeEncoder
 from fxsplit_encoder.connector.seams import MediaItem, PreparedItem
 from fxsplit_encoder.connector.settings import SPECIFIED_BATCHES
 from fxsplit_encoder.connector.threads.copies import Copies
-from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.errors import ConnectorError, InputError
 
 from .books.stand_ins import Bench
 from .books.test_any_history import AnyHistory
@@ -157,6 +159,57 @@ def test_a_worker_is_not_waited_for_if_it_takes_nothing_more() -> None:
     assert bench.books.encoding.take(bench.workers[1]).batch is None
 
 
+def test_a_worker_rests_until_it_was_busy_for_no_more_than_its_share() -> None:
+    bench = Bench.make(max_busy_share=0.25, max_batch_items=1)
+    take = lambda: bench.books.encoding.take(bench.workers[0])  # noqa: E731
+    for name in "abc":
+        _queue(bench, name)
+    first, second = _batch(take()), _batch(take())  # both are in hand at once, and take 3 seconds together
+    bench.clock.now = 2.0
+    bench.books.encoding.publish(first, _failed(first))
+    bench.clock.now = 3.0
+    bench.books.encoding.publish(second, _failed(second))
+    assert take() == (None, pytest.approx(9.0))
+    bench.clock.now = 11.9
+    assert take() == (None, pytest.approx(0.1))
+    bench.clock.now = 12.1
+    third = _batch(take())
+    bench.clock.now = 13.1
+    bench.books.encoding.publish(third, _failed(third))
+    _queue(bench, "d")
+    assert take() == (None, pytest.approx(3.0))
+
+
+def test_a_worker_that_rests_ends_when_it_is_told_to() -> None:
+    with connector(max_busy_share=1e-9) as each:
+        assert wait(each.submit(request("a"))) == "ready"
+        late = each.submit(request("b"))
+        wait_until(lambda: queued(each) == 1)
+        each.cancel(late)
+
+
+class Staging(FakeEncoder):
+    """Items come to it as it has staged them."""
+
+    def stage(self, item: PreparedItem) -> PreparedItem:
+        if item.metadata["media"] == "bad":
+            raise ValueError("no room to stage it")
+        return replace(item, inputs={"staged": item.inputs["pixel_values"] + 1})
+
+
+def test_cpu_workers_stage_items_for_their_encoder() -> None:
+    seen: list[PreparedItem] = []
+    with connector([lambda: Staging(on_encode=seen.extend)]) as each:
+        tickets = [each.submit(request(name)) for name in ("a", "bad")]
+        assert [wait(ticket) for ticket in tickets] == ["ready", "unavailable"]
+        plain = each.processor.prepare(image("a"))
+        assert [[*item.inputs] for item in seen] == [["staged"]]
+        assert torch.equal(seen[0].inputs["staged"], plain.inputs["pixel_values"] + 1)
+        error = tickets[1].error
+        assert error is not None
+        assert (error.kind, "no room to stage it" in str(error)) == ("encoder", True)
+
+
 def test_workers_get_what_they_encode() -> None:
     images, sounds = Stage(), Stage()
     encoders = [
@@ -231,6 +284,11 @@ def _queue(bench: Bench, name: str, cost: float = 1.0) -> None:
     prepared = PreparedItem("image", job.entry.digest, {}, 4)
     bench.books.preparation.prepared(job, prepared, cost)
     bench.books.settle()
+
+
+def _failed(batch: Batch) -> dict[Entry, ConnectorError]:
+    """An end of a batch that needs no rows."""
+    return {entry: ConnectorError("for the test", "encoder", retryable=False) for entry in batch.entries}
 
 
 def _batch(taken: tuple[Batch | None, float | None]) -> Batch:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -93,9 +94,27 @@ def test_features_are_those_of_the_tower(
         assert each.audit() == []
 
 
+def in_double(item: PreparedItem) -> PreparedItem:
+    return replace(item, inputs={**item.inputs, "pixel_values": item.inputs["pixel_values"].double()})
+
+
 def test_costs_add_up_and_rise_with_size(encoder: ManagerEncoder, processor: GridProcessor) -> None:
     small, large = (processor.prepare(MediaItem("image", (grid, 0))) for grid in ((1, 2, 2), (1, 8, 8)))
     assert 0 < encoder.predict_cost(small) < encoder.predict_cost(large)
+
+
+def test_staged_items_are_encoded_to_the_same_rows(encoder: ManagerEncoder, processor: GridProcessor) -> None:
+    """In the tower's dtype; what was so already is the same."""
+    encoder.start()
+    items = [in_double(processor.prepare(MediaItem("image", (grid, 0)))) for grid in GRIDS]
+    staged = [encoder.stage(item) for item in items]
+    for before, after in zip(items, staged, strict=True):
+        assert after.inputs["pixel_values"].dtype == torch.float32
+        assert after.inputs["image_grid_thw"] is before.inputs["image_grid_thw"]
+        assert after.digest == before.digest
+        assert encoder.stage(after).inputs["pixel_values"] is after.inputs["pixel_values"]
+    for before, after in zip(encoder.encode(items), encoder.encode(staged), strict=True):
+        assert torch.equal(before, after)
 
 
 def test_rows_are_as_wide_as_the_tower_says(encoder: ManagerEncoder) -> None:
