@@ -239,8 +239,9 @@ def connector(result: Result) -> str:
     first = {"p50": "first token p50", "p99": "first token p99", "media p50": "with media p50"}
     first |= {"media p99": "with media p99", "lost": "lost", "step p50": "step p50"}
     first |= {"longest step": "longest step"}
+    stages = {name: f"{name} p50" for name in ("prepare", "queue", "encode", "then")}
     columns = {
-        "mix": {"mix": "mix", "": "variant", **first, "items a batch": "items a batch", "busy": "busy"},
+        "mix": {"mix": "mix", "": "variant", **first, **stages, "batch": "items a batch", "busy": "busy"},
         "beside": {"text, beside": "beside", "videos": "videos", **first},
         "batch": {"side": "side", "one by one": "one by one", "at once": "at once", "ratio": "ratio"},
         "merge": {"rows": "rows", "levels": "levels", "device": "device", "wall": "wall"},

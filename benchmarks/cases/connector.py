@@ -10,10 +10,13 @@ step times are stored. Requests come at random times, `--rate` a second for `--s
 
 * "mix": by share of images and videos. "no encoding" has every feature lie ready. "asynchronous" is the
   connector. "synchronous" prepares and encodes on the engine's thread, one request a step; in "synchronous,
-  prepared beside" threads prepare, as the connector's do, and only encoding holds up the engine.
-  Milliseconds to the first token from the moment the request was due; "lost" is how much fewer tokens a
-  second a request of text alone gets while it decodes than in "no encoding". "busy" is what nvidia-smi says.
-* "batch": 8 images at once against one after the other, without a wait in between.
+  prepared beside" threads prepare, as the connector's do, and only encoding holds up the engine. In
+  "asynchronous, engine first" the engine's stream has a higher priority than the encoder's, else both have
+  the same. Milliseconds to the first token from the moment the request was due; "lost" is how much fewer
+  tokens a second a request of text alone gets while it decodes than in "no encoding". "busy" is what
+  nvidia-smi says. Of media in the connector, medians: "prepare" to having been preprocessed, "queue" for a
+  batch, "encode" in it, "then" until the first token.
+* "batch": 8 images, preprocessed and staged, at once against one after the other without a wait in between.
 * "beside": text alone, while the connector encodes a video of 64 frames each second, or always one.
 * "merge": 5,000 rows of width 4096 to their places.
 
@@ -68,8 +71,16 @@ MIXES: Mapping[str, Mapping[str, float]] = {
     "30 % images, 20 % videos": {"image": 0.3, "video": 0.2},
 }
 NO_ENCODING, ASYNCHRONOUS = "no encoding", "asynchronous"
+ENGINE_FIRST = "asynchronous, engine first"
 SYNCHRONOUS, PREPARED = "synchronous", "synchronous, prepared beside"
-VARIANTS = (NO_ENCODING, ASYNCHRONOUS, PREPARED, SYNCHRONOUS)
+VARIANTS = (NO_ENCODING, ASYNCHRONOUS, ENGINE_FIRST, PREPARED, SYNCHRONOUS)
+BESIDE: Mapping[str, tuple[float | None, float]] = {
+    "nothing": (None, 1.0),
+    "a video each second": (1.0, 1.0),
+    "a video always": (0.0, 1.0),
+    "a video always, busy share 0.2": (0.0, 0.2),
+}
+"""Seconds between the beginnings of two videos, and the share of time in which the worker may be busy."""
 _PARTS = ("batch", "merge", "beside", "mix")
 _PIXELS = 16
 """Of a side of a patch."""
@@ -100,10 +111,11 @@ SMALL = Scale((4, 64, 64), (8, 64, 96), 3, 2, 8, 3, (64,), (50, 32), 2, 2)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--parts", nargs="+", choices=_PARTS, default=list(_PARTS))
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--rate", type=float, default=24.0, help="requests a second")
     parser.add_argument("--seconds", type=float, default=5.0, help="for which requests come, of each mix")
     parser.add_argument("--encoder-device", default=None, help="where the connector encodes")
-    parser.add_argument("--priority", type=int, default=-1, help="of the decoder's stream: -1 goes first")
+    parser.add_argument("--priority", type=int, default=0, help="of the decoder's stream; the encoder's is 0")
     parser.add_argument("--tiny", action="store_true", help="tiny tower and decoder, on a CPU too")
 
 
@@ -135,6 +147,7 @@ class Bench:
             say(f"captured on {self.encoder_device}")
         shape = Shape() if not arguments.tiny else replace(TINY, hidden=self._facts()[0])
         self.decoder = Decoder(shape, self.device, self._dtype, arguments.priority)
+        self.first_decoder = self.decoder.at_priority(arguments.priority - 1)
         self.media = self._media()
         say(f"media of {[len(medium.rows) for kind in self.media.values() for medium in kind]} tokens")
 
@@ -195,9 +208,11 @@ class Bench:
     # --- the connector
 
     @contextmanager
-    def connector(self) -> Iterator[Connector]:
+    def connector(self, busy_share: float = 1.0) -> Iterator[Connector]:
         """One worker, over the captures that there are."""
-        config = ConnectorConfig(cpu_workers=self.scale.cpu_workers, log_tickets=False)
+        config = ConnectorConfig(
+            cpu_workers=self.scale.cpu_workers, max_busy_share=busy_share, log_tickets=False
+        )
         with Connector(self.processor, [lambda: _Kept(self.beside)], config) as connector:
             yield connector
         if problems := connector.audit():
@@ -208,8 +223,9 @@ class Bench:
     def batch(self) -> Iterator[dict[str, Any]]:
         """Eight images at once and one after the other."""
         for side in self.scale.sides:
-            prepared = [self.processor.prepare(self.image(side, side, number)) for number in range(8)]
             encoder = ManagerEncoder(self.beside)
+            images = [self.image(side, side, number) for number in range(8)]
+            prepared = [encoder.stage(self.processor.prepare(image)) for image in images]
 
             def one_by_one(items: Any = prepared, encode: Any = encoder.encode) -> None:
                 for item in items:
@@ -221,7 +237,8 @@ class Bench:
             times = [wall_ms(call, self.scale.samples) for call in (one_by_one, at_once)]
             tokens = prepared[0].num_tokens
             row = {"side": side, "tokens": tokens, "one by one": times[0], "at once": times[1]}
-            yield {**row, "ratio": times[0] / times[1]}
+            device = [_device_ms(call, self.scale.samples) for call in (one_by_one, at_once)]
+            yield {**row, "ratio": times[0] / times[1], "device one by one": device[0], "device": device[1]}
 
     def merge(self) -> Iterator[dict[str, Any]]:
         """Rows of one image, of ten, and of a video's frames, milliseconds of the device."""
@@ -249,8 +266,9 @@ class Bench:
         """Requests of text alone, while a long video is encoded now and then, or always."""
         load = self._load({})
         alone = None
-        for name, pause in (("nothing", None), ("a video each second", 1.0), ("a video always", 0.0)):
-            with self.connector() as connector, _encoding(connector, self.video(self.scale.long_clip), pause):
+        for name, (pause, share) in BESIDE.items():
+            video = self.video(self.scale.long_clip)
+            with self.connector(share) as connector, _encoding(connector, video, pause):
                 run = Engine(self.decoder, Beside(connector)).run(load)
                 row = {"beside": name, **_summary(run), "videos": connector.stats().batch_items}
             alone = row["text tokens/s"] if alone is None else alone
@@ -260,7 +278,7 @@ class Bench:
         """Every mix by every variant."""
         for mix, shares in MIXES.items():
             free = None
-            for variant in VARIANTS if shares else (NO_ENCODING, ASYNCHRONOUS):
+            for variant in self.arguments.variants if shares else (NO_ENCODING, ASYNCHRONOUS):
                 row = {"mix": mix, "variant": variant, **self._measure(variant, self._load(shares))}
                 free = row["text tokens/s"] if free is None else free
                 yield {**row, "lost": 1 - row["text tokens/s"] / free}
@@ -277,9 +295,10 @@ class Bench:
     def _measure(self, variant: str, load: Sequence[Arrival]) -> dict[str, Any]:
         stats: ConnectorStats | None = None
         with watched_gpu() as busy:
-            if variant == ASYNCHRONOUS:
+            if variant in (ASYNCHRONOUS, ENGINE_FIRST):
+                decoder = self.decoder if variant == ASYNCHRONOUS else self.first_decoder
                 with self.connector() as connector:
-                    run = Engine(self.decoder, Beside(connector)).run(load)
+                    run = Engine(decoder, Beside(connector)).run(load)
                     stats = connector.stats()
             else:
                 with ThreadPoolExecutor(self.scale.cpu_workers) as workers:
@@ -287,6 +306,7 @@ class Bench:
         row = {**_summary(run), "busy": busy.mean}
         if stats is not None:
             row |= {"items a batch": stats.mean_batch_items, "batch fill": stats.batch_fill}
+            row |= _stages(run)
         return row
 
     def _source(self, variant: str, workers: ThreadPoolExecutor) -> Source:
@@ -365,6 +385,15 @@ def _summary(run: Run) -> dict[str, Any]:
         **_percentiles(run.step_seconds, "step"),
         "longest step": 1e3 * max(run.step_seconds),
         **_percentiles([request.submit_seconds for request in run.served], "submit"),
+    }
+
+
+def _stages(run: Run) -> dict[str, float | None]:
+    """Median milliseconds of each stage on the way of media through the connector."""
+    known = [stages for request in run.served if (stages := request.stages)]
+    return {
+        f"{name} p50": 1e3 * statistics.median(stages[name] for stages in known)
+        for name in (known[0] if known else ())
     }
 
 
