@@ -37,6 +37,9 @@ from .support import errors
 
 pytestmark = pytest.mark.gpu
 
+DRIVERS = ("/dev/nvidia",)
+"""What descriptors of the GPU's driver lead to. It opens some with the first memory of another process."""
+
 WIDTH, ROWS = 8, 4096
 SIZE = ROWS * WIDTH * 4
 IMAGE = 9
@@ -268,7 +271,7 @@ def test_a_process_hands_features_over_in_the_gpus_memory(directory: Path) -> No
         made.append(ProcessEncoder(program, options, dict.fromkeys(MODALITIES, 4 * WIDTH)))
         return made[-1]
 
-    with nothing_left(), make([process], max_item_losses=3) as each:
+    with nothing_left(DRIVERS), make([process], max_item_losses=3) as each:
         for number in range(12):
             items = [image(f"image {number}"), image(f"other {number}", 100)]
             ticket = each.submit(request(*items))
