@@ -168,7 +168,7 @@ class Bench:
         manager.capture()
         synchronize()
         settings = {"model_type": "qwen3_vl", "vision_config": module.config.to_dict()}
-        return manager, family_processor(tower, FAMILIES["qwen3_vl"], settings)
+        return manager, family_processor(tower, FAMILIES["qwen3_vl"], settings, normalize_later=True)
 
     # --- media
 

@@ -54,6 +54,9 @@ def staged(tensor: Tensor, dtype: torch.dtype, is_pinned: bool) -> Tensor:
     if tensor.is_cuda or (tensor.dtype == dtype and (tensor.is_pinned() or not is_pinned)):
         return tensor
     target = torch.empty(tensor.shape, dtype=dtype, pin_memory=is_pinned)
+    if tensor.dtype == dtype and dtype not in _AS_INTEGERS:
+        np.copyto(target.numpy(), tensor.detach().numpy())
+        return target
     flat, source = target.view(-1), tensor.detach().reshape(-1)
     for start in range(0, flat.numel(), _ONE_THREAD_ELEMENTS):
         part = slice(start, start + _ONE_THREAD_ELEMENTS)

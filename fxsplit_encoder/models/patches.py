@@ -27,6 +27,7 @@ from fxsplit_encoder.models.prepare import (
     Preparation,
     Prepared,
     ProcessorSettings,
+    bicubic,
     resized,
 )
 from fxsplit_encoder.models.sampling import Rule, Sampling, first_of_equal_parts
@@ -135,8 +136,12 @@ class BlockPatches(Preparation):
 
     def image(self, image: Image.Image) -> Prepared:
         """By the model's image processor."""
-        self._image_grid(*image.size)  # before the processor, whose message says less
-        processor = self.own or image_processor(self.image_format, self.processor)
+        grid = self._image_grid(*image.size)  # before the processor, whose message says less
+        form = self.image_format
+        if form.normalization.is_later and self.processor == QWEN2_VL and self.own is None:
+            size = form.patch_size * grid[2], form.patch_size * grid[1]
+            return of_patches(IMAGE_KEYS, patchify_image(bicubic(image, size), form), grid, grid)
+        processor = self.own or image_processor(form, self.processor)
         outputs = processor(images=[image], return_tensors="pt")
         t, h, w = outputs["image_grid_thw"][0].tolist()
         return of_patches(IMAGE_KEYS, outputs["pixel_values"], (t, h, w), (t, h, w))
@@ -277,6 +282,19 @@ def patchify_video(
     # (t, temporal, C, h, mh, ph, w, mw, pw) -> (t, h, w, mh, mw, C, temporal, ph, pw)
     ordered = split.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8)
     return ordered.reshape(math.prod(grid), -1), grid
+
+
+def patchify_image(image: Image.Image, form: PatchFormat) -> NDArray[np.uint8]:
+    """`patchify_video` of one image that stands for every frame of a step, of its pixels as they are."""
+    pixels = np.asarray(image)
+    patch, merge, temporal = form.patch_size, form.merge_size, form.temporal_patch_size
+    rows, columns = pixels.shape[0] // form.factor, pixels.shape[1] // form.factor
+    split = pixels.reshape(rows, merge, patch, columns, merge, patch, -1)
+    # (h, mh, ph, w, mw, pw, C) -> (h, w, mh, mw, C, ph, pw)
+    ordered = split.transpose(0, 3, 1, 4, 6, 2, 5)
+    made = np.empty((*ordered.shape[:5], temporal, patch, patch), np.uint8)
+    made[:] = ordered[..., None, :, :]
+    return made.reshape(rows * columns * merge * merge, -1)
 
 
 def block_eager(tower: Any, mm_kwargs: Inputs) -> Tensor:

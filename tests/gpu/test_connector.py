@@ -301,7 +301,12 @@ def test_a_captured_tower_serves_two_workers_as_eager(towers: Any, managers: dic
     eager, wider, wrapped = towers
     settings = {"model_type": "qwen3_vl", "vision_config": eager.config.to_dict()}
     sizes = ProcessorSettings(image={"min_pixels": 32 * 32, "max_pixels": 256 * 256})
-    processor = family_processor(wrapped, FAMILIES["qwen3_vl"], settings, sizes, hash_name="sha256")
+    plain, processor = (
+        family_processor(
+            wrapped, FAMILIES["qwen3_vl"], settings, sizes, hash_name="sha256", normalize_later=is_later
+        )
+        for is_later in (False, True)
+    )
 
     class Kept(ManagerEncoder):
         def close(self) -> None:
@@ -313,7 +318,7 @@ def test_a_captured_tower_serves_two_workers_as_eager(towers: Any, managers: dic
         tickets = [each.submit(EncodeRequest("r", [item])) for item in items]
         for item, ticket in zip(items, tickets, strict=True):
             assert wait(ticket) == "ready"
-            prepared = processor.prepare(item).inputs
+            prepared = plain.prepare(item).inputs
             inputs = (prepared["pixel_values"].cuda(), prepared["image_grid_thw"].cuda())
             with torch.no_grad():
                 half, full = eager(inputs[0].to(torch.bfloat16), inputs[1]), wider(*inputs)
