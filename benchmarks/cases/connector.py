@@ -10,9 +10,9 @@ step times are stored. Requests come at random times, `--rate` a second for `--s
 
 * "mix": by share of images and videos. "no encoding" has every feature lie ready. "asynchronous" is the
   connector. "synchronous" prepares and encodes on the engine's thread, one request a step; in "synchronous,
-  prepared beside" threads prepare, as the connector's do, and only encoding holds up the engine. In
-  "asynchronous, engine first" the engine's stream has a higher priority than the encoder's, else both have
-  the same. Milliseconds to the first token from the moment the request was due; "lost" is how much fewer
+  prepared beside" threads prepare, as the connector's do, and only encoding holds up the engine. The streams
+  of engine and encoder have the same priority, but in "asynchronous, engine first" and "encoder first".
+  Milliseconds to the first token from the moment the request was due; "lost" is how much fewer
   tokens a second a request of text alone gets while it decodes than in "no encoding". "busy" is what
   nvidia-smi says. Of media in the connector, medians: "prepare" to having been preprocessed, "queue" for a
   batch, "encode" in it, "then" until the first token.
@@ -71,9 +71,12 @@ MIXES: Mapping[str, Mapping[str, float]] = {
     "30 % images, 20 % videos": {"image": 0.3, "video": 0.2},
 }
 NO_ENCODING, ASYNCHRONOUS = "no encoding", "asynchronous"
-ENGINE_FIRST = "asynchronous, engine first"
+ENGINE_FIRST, ENCODER_FIRST = "asynchronous, engine first", "asynchronous, encoder first"
 SYNCHRONOUS, PREPARED = "synchronous", "synchronous, prepared beside"
-VARIANTS = (NO_ENCODING, ASYNCHRONOUS, ENGINE_FIRST, PREPARED, SYNCHRONOUS)
+VARIANTS = (NO_ENCODING, ASYNCHRONOUS, ENGINE_FIRST, ENCODER_FIRST, PREPARED, SYNCHRONOUS)
+ENCODER_PRIORITY = -1
+PRIORITIES: Mapping[str, int] = {ENGINE_FIRST: -2, ENCODER_FIRST: 0}
+"""Of the decoder's stream, where it is not the encoder's."""
 BESIDE: Mapping[str, tuple[float | None, float]] = {
     "nothing": (None, 1.0),
     "a video each second": (1.0, 1.0),
@@ -115,7 +118,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rate", type=float, default=24.0, help="requests a second")
     parser.add_argument("--seconds", type=float, default=5.0, help="for which requests come, of each mix")
     parser.add_argument("--encoder-device", default=None, help="where the connector encodes")
-    parser.add_argument("--priority", type=int, default=0, help="of the decoder's stream; the encoder's is 0")
     parser.add_argument("--tiny", action="store_true", help="tiny tower and decoder, on a CPU too")
 
 
@@ -146,8 +148,8 @@ class Bench:
             self.beside, _ = self._manager(self.encoder_device)
             say(f"captured on {self.encoder_device}")
         shape = Shape() if not arguments.tiny else replace(TINY, hidden=self._facts()[0])
-        self.decoder = Decoder(shape, self.device, self._dtype, arguments.priority)
-        self.first_decoder = self.decoder.at_priority(arguments.priority - 1)
+        self.decoder = Decoder(shape, self.device, self._dtype, ENCODER_PRIORITY)
+        self.decoders = {name: self.decoder.at_priority(own) for name, own in PRIORITIES.items()}
         self.media = self._media()
         say(f"media of {[len(medium.rows) for kind in self.media.values() for medium in kind]} tokens")
 
@@ -164,6 +166,7 @@ class Bench:
             config = fx.EncoderConfig.from_yaml(ROOT / "configs" / "qwen3_vl_8b.yaml")
         if tiny and device.type == "cuda":
             config = fx.EncoderConfig(token_budgets=(16, 64), max_items_per_batch=8)
+        config = fx.EncoderConfig(**{**config.model_dump(), "stream_priority": ENCODER_PRIORITY})
         manager = fx.EncoderCudaGraphManager(tower, config, log_interval=0)
         manager.capture()
         synchronize()
@@ -295,8 +298,8 @@ class Bench:
     def _measure(self, variant: str, load: Sequence[Arrival]) -> dict[str, Any]:
         stats: ConnectorStats | None = None
         with watched_gpu() as busy:
-            if variant in (ASYNCHRONOUS, ENGINE_FIRST):
-                decoder = self.decoder if variant == ASYNCHRONOUS else self.first_decoder
+            if variant in (ASYNCHRONOUS, *PRIORITIES):
+                decoder = self.decoders.get(variant, self.decoder)
                 with self.connector() as connector:
                     run = Engine(decoder, Beside(connector)).run(load)
                     stats = connector.stats()
@@ -420,7 +423,7 @@ def measure(bench: Bench, arguments: argparse.Namespace, say: Callable[[str], No
         "rate": arguments.rate,
         "seconds": arguments.seconds,
         "encoder device": str(bench.encoder_device),
-        "priority": arguments.priority,
+        "stream priority": {"encoder": ENCODER_PRIORITY, "decoder": ENCODER_PRIORITY, **PRIORITIES},
         "step ms": {str(rows): ms for rows, ms in bench.decoder.times(bench.scale.samples).items()},
     }
     result = new_result("connector", **settings)

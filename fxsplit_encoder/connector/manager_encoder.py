@@ -51,6 +51,11 @@ class ManagerEncoder:
         """That of the tower's captures."""
         return self.manager.pool.device
 
+    @property
+    def stream_priority(self) -> int:
+        """That of the tower's captures."""
+        return self.manager.config.stream_priority
+
     def start(self) -> None:
         """Captures every budget, on the thread that will replay them."""
         if self._capture and not self.manager.is_captured():

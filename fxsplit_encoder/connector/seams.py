@@ -86,6 +86,15 @@ class DeviceEncoder(Protocol):
 
 
 @runtime_checkable
+class PrioritizedEncoder(DeviceEncoder, Protocol):
+    """A ``DeviceEncoder`` that tells how urgent its work is there."""
+
+    @property
+    def stream_priority(self) -> int:
+        """Of its worker's stream, as CUDA counts: below 0 it goes before streams of 0."""
+
+
+@runtime_checkable
 class StagingEncoder(Protocol):
     """A ``FeatureEncoder`` part of whose work can be done beside the thread that encodes."""
 

@@ -41,13 +41,13 @@ def test_items_of_different_requests_share_a_batch() -> None:
 @pytest.mark.parametrize("device", [torch.device("cpu"), "cpu"])
 def test_a_worker_has_a_stream_of_its_own(device: object) -> None:
     """Which stream that is, `tests/gpu` shows."""
-    inside: list[torch.device | None] = []
-    seen: list[list[torch.device | None]] = []
+    inside: list[tuple[torch.device | None, int]] = []
+    seen: list[list[tuple[torch.device | None, int]]] = []
 
     class OwnStreams(Copies):
         @contextlib.contextmanager
-        def own_stream(self, device: torch.device | None) -> Iterator[None]:
-            inside.append(device)
+        def own_stream(self, device: torch.device | None, priority: int = 0) -> Iterator[None]:
+            inside.append((device, priority))
             yield
             inside.pop()
 
@@ -55,7 +55,10 @@ def test_a_worker_has_a_stream_of_its_own(device: object) -> None:
     encoder.device = device
     with connector([lambda: encoder], copies=OwnStreams()) as each:
         wait(each.submit(request("a")))
-    assert (seen, inside) == ([[torch.device("cpu")]], [])
+    encoder.stream_priority = -2
+    with connector([lambda: encoder], copies=OwnStreams()) as each:
+        wait(each.submit(request("b")))
+    assert (seen, inside) == ([[(torch.device("cpu"), 0)], [(torch.device("cpu"), -2)]], [])
 
 
 def test_batches_of_eight_or_of_five_milliseconds() -> None:
@@ -103,7 +106,7 @@ def test_a_long_video_lets_images_that_come_later_pass_but_not_all_of_them() -> 
 
 def test_images_do_not_wait_for_a_video_that_came_with_them() -> None:
     stage = Stage(is_open=False)
-    with connector(stage=stage, max_batches_in_flight=1) as each:
+    with connector(stage=stage, max_batches_in_flight=1, cpu_workers=1) as each:
         tickets = [each.submit(request("first"))]
         stage.wait_for_batch()
         tickets += [each.submit(request(image("video", 100)))]

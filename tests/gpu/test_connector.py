@@ -329,3 +329,18 @@ def test_a_captured_tower_serves_two_workers_as_eager(towers: Any, managers: dic
             each.release(ticket)
         assert each.audit() == []
         wait_until(lambda: is_empty(each))
+
+
+def test_a_tower_computes_at_its_priority(towers: Any) -> None:
+    """Its captures, those of exact sizes, and what its worker computes besides."""
+    import fxsplit_encoder as fx
+
+    config = fx.EncoderConfig(token_budgets=(64,), mode="full", stream_priority=-1)
+    manager = fx.EncoderCudaGraphManager(towers[2], config, log_interval=0)
+    assert manager.pool.stream.priority == -1
+    encoder = ManagerEncoder(manager)
+    streams = []
+    with WatchedCopies().own_stream(encoder.device, encoder.stream_priority):
+        streams.append(torch.cuda.current_stream())
+    assert [stream.priority for stream in streams] == [-1]
+    assert torch.cuda.current_stream().priority == 0
