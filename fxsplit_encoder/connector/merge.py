@@ -7,14 +7,15 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from fxsplit_encoder._torch.staging import to_device
 from fxsplit_encoder.connector.positions import Run
 from fxsplit_encoder.errors import InputError
 
-_Integers = NDArray[np.int64]
+_NONE = np.empty(0, np.int64)
+_FEW = 16
+"""Up to so many runs their positions are made one after the other."""
 
 _WORD = torch.int64
 """What rows are copied as where they consist of it. torch's kernels for rows that are not one piece take an
@@ -52,59 +53,67 @@ def merge_rows(
     """
     if out.dim() != 2:
         raise InputError(f"out: expected embeddings, (positions, width); got {tuple(out.shape)}")
-    width, table = out.shape[1], np.array(runs, np.int64).reshape(-1, 4)
-    parts = _parts(rows, table, width * (1 + levels))
-    _check_places(table, start, start + len(out))
-    positions = _positions(table, start, out.device)
+    width = out.shape[1]
+    pieces = _pieces(runs, start, start + len(out))
+    parts = [_part(rows[item], item, first, stop, width * (1 + levels)) for item, first, stop in pieces]
     if not parts:
-        return MergedRows(positions, out.new_empty(levels, 0, width))
-    joined = _joined(parts, out, is_own=levels > 0)
-    _copy(joined[:, :width], table, positions, out, start)
+        return MergedRows(_positions(runs, start, out.device), out.new_empty(levels, 0, width))
+    joined = _joined(parts, out, is_own=levels > 0)  # while the device does that, the host counts positions
+    positions = _positions(runs, start, out.device)
+    _copy(joined[:, :width], runs, positions, out, start)
     return MergedRows(positions, joined[:, width:].view(len(joined), levels, width).transpose(0, 1))
 
 
-def _parts(rows: Sequence[Tensor | None], table: _Integers, columns: int) -> list[Tensor]:
-    """The rows of all runs in as few pieces as they are in.
+def _pieces(runs: Sequence[Run], start: int, stop: int) -> list[tuple[int, int, int]]:
+    """The runs in as few pieces as their rows are in: of which item, the first row and the one after the last.
 
     Raises:
-        InputError: rows are not as many or as wide as they have to be.
+        InputError: a run is not within the positions from `start` up to `stop`.
     """
-    if not len(table):
-        return []
-    items, firsts, _, lengths = table.T
-    goes_on = (items[1:] == items[:-1]) & (firsts[1:] == (firsts + lengths)[:-1])
-    begins = np.flatnonzero(np.r_[True, ~goes_on])
-    counts = np.add.reduceat(lengths, begins)
-    parts = []
-    for item, first, count in np.stack((items[begins], firsts[begins], counts), 1).tolist():
-        own, stop = rows[item], first + count
-        shape = None if own is None else own.shape
-        if own is None or shape is None or len(shape) != 2 or shape[0] < stop or shape[1] != columns:
-            got = "none" if shape is None else str(tuple(shape))
-            raise InputError(f"item {item}: expected rows of ({stop} or more, {columns}); got {got}")
-        parts.append(own[first:stop])
-    return parts
+    # For a few hundred runs this takes less than making an array of them.
+    pieces = []
+    current, first, end = -1, 0, 0
+    for item, row, position, length in runs:
+        if position < start or position + length > stop:
+            raise InputError(
+                f"out: expected embeddings of positions {position} to {position + length}; got {start} to "
+                f"{stop}"
+            )
+        if item != current or row != end:
+            if end > first:
+                pieces.append((current, first, end))
+            current, first = item, row
+        end = row + length
+    if end > first:
+        pieces.append((current, first, end))
+    return pieces
 
 
-def _check_places(table: _Integers, start: int, stop: int) -> None:
-    """Raises InputError for a run that is not within the positions from `start` up to `stop`."""
-    _, _, positions, lengths = table.T
-    outside = np.flatnonzero((positions < start) | (positions + lengths > stop))
-    if len(outside):
-        first, length = int(positions[outside[0]]), int(lengths[outside[0]])
-        raise InputError(
-            f"out: expected embeddings of positions {first} to {first + length}; got {start} to {stop}"
-        )
+def _part(own: Tensor | None, item: int, first: int, stop: int, columns: int) -> Tensor:
+    """Some rows of an item.
+
+    Raises:
+        InputError: it has not as many, or not as wide ones.
+    """
+    shape = () if own is None else own.shape
+    if own is None or len(shape) != 2 or shape[0] < stop or shape[1] != columns:
+        got = "none" if own is None else str(tuple(shape))
+        raise InputError(f"item {item}: expected rows of ({stop} or more, {columns}); got {got}")
+    return own if first == 0 and stop == shape[0] else own[first:stop]
 
 
-def _positions(table: _Integers, start: int, device: torch.device) -> Tensor:
+def _positions(runs: Sequence[Run], start: int, device: torch.device) -> Tensor:
     """Where the rows of all runs go, counted from `start`."""
-    if len(table) == 1:  # made where it is needed
-        _, _, position, length = table[0].tolist()
-        return torch.arange(position - start, position - start + length, device=device)
-    _, _, positions, lengths = table.T
-    before = np.cumsum(lengths) - lengths
-    made = np.repeat(positions - start - before, lengths) + np.arange(lengths.sum())
+    if len(runs) == 1:  # made where it is needed
+        return torch.arange(
+            runs[0].position - start, runs[0].position - start + runs[0].length, device=device
+        )
+    if len(runs) <= _FEW:
+        made = np.concatenate([_NONE, *(np.arange(run[2] - start, run[2] - start + run[3]) for run in runs)])
+    else:
+        begins, lengths = np.array([run[2] for run in runs]), np.array([run[3] for run in runs])
+        made = np.repeat(begins - start - (np.cumsum(lengths) - lengths), lengths)
+        made += np.arange(len(made))
     return to_device(torch.from_numpy(made), device)
 
 
@@ -114,18 +123,22 @@ def _joined(parts: Sequence[Tensor], out: Tensor, *, is_own: bool) -> Tensor:
     Args:
         is_own: whether they must not be the items' own memory.
     """
-    moved = [part.to(out.device, out.dtype, non_blocking=True) for part in parts]
+    device, dtype = out.device, out.dtype
+    moved = [
+        part if part.dtype == dtype and part.device == device else part.to(device, dtype, non_blocking=True)
+        for part in parts
+    ]
     # Of one tensor, too, `cat` makes another.
     return torch.cat(moved) if len(moved) > 1 or (is_own and moved[0] is parts[0]) else moved[0]
 
 
-def _copy(main: Tensor, table: _Integers, positions: Tensor, out: Tensor, start: int) -> None:
+def _copy(main: Tensor, runs: Sequence[Run], positions: Tensor, out: Tensor, start: int) -> None:
     """Rows to their positions in `out`, by one copy."""
     if _have_words(main, out):
         main, out = main.view(_WORD), out.view(_WORD)
-    if len(table) == 1:
-        _, _, position, length = table[0].tolist()
-        out[position - start : position - start + length].copy_(main)
+    if len(runs) == 1:
+        position = runs[0].position - start
+        out[position : position + runs[0].length].copy_(main)
     else:
         out.index_copy_(0, positions, main)
 
