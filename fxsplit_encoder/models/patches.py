@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -140,7 +140,8 @@ class BlockPatches(Preparation):
         form = self.image_format
         if form.normalization.is_later and self.processor == QWEN2_VL and self.own is None:
             size = form.patch_size * grid[2], form.patch_size * grid[1]
-            return of_patches(IMAGE_KEYS, patchify_image(bicubic(image, size), form), grid, grid)
+            pixels, _ = patchify_images([bicubic(image, size)], 1, size, form)
+            return of_patches(IMAGE_KEYS, pixels, grid, grid)
         processor = self.own or image_processor(form, self.processor)
         outputs = processor(images=[image], return_tensors="pt")
         t, h, w = outputs["image_grid_thw"][0].tolist()
@@ -167,8 +168,12 @@ class BlockPatches(Preparation):
         """One item of all frames."""
         form = self.video_format
         height, width = video_frame_size(len(frames), frames.height, frames.width, form)
-        pixels = form.normalization(resized(frames, (width, height)))
-        patches, grid = patchify_video(pixels.numpy(), form)
+        if form.normalization.is_later:
+            images = (bicubic(frame, (width, height)) for frame in frames)
+            pixels, grid = patchify_images(images, len(frames), (width, height), form)
+            return [of_patches(VIDEO_KEYS, pixels, grid, grid, len(frames))]
+        values = form.normalization(resized(frames, (width, height)))
+        patches, grid = patchify_video(values.numpy(), form)
         return [of_patches(VIDEO_KEYS, patches, grid, grid, len(frames))]
 
     def clip_sizes(self, num_frames: int, width: int, height: int) -> list[Prepared]:
@@ -284,17 +289,22 @@ def patchify_video(
     return ordered.reshape(math.prod(grid), -1), grid
 
 
-def patchify_image(image: Image.Image, form: PatchFormat) -> NDArray[np.uint8]:
-    """`patchify_video` of one image that stands for every frame of a step, of its pixels as they are."""
-    pixels = np.asarray(image)
+def patchify_images(
+    images: Iterable[Image.Image], count: int, size: tuple[int, int], form: PatchFormat
+) -> tuple[NDArray[np.uint8], Grid]:
+    """`patchify_video` of so many images of (width, height), with their pixels as they are."""
     patch, merge, temporal = form.patch_size, form.merge_size, form.temporal_patch_size
-    rows, columns = pixels.shape[0] // form.factor, pixels.shape[1] // form.factor
-    split = pixels.reshape(rows, merge, patch, columns, merge, patch, -1)
-    # (h, mh, ph, w, mw, pw, C) -> (h, w, mh, mw, C, ph, pw)
-    ordered = split.transpose(0, 3, 1, 4, 6, 2, 5)
-    made = np.empty((*ordered.shape[:5], temporal, patch, patch), np.uint8)
-    made[:] = ordered[..., None, :, :]
-    return made.reshape(rows * columns * merge * merge, -1)
+    steps, (width, height) = -(-count // temporal), size
+    rows, columns = height // form.factor, width // form.factor
+    made = np.empty((steps, rows, columns, merge, merge, 3, temporal, patch, patch), np.uint8)
+    for number, image in enumerate(images):
+        split = np.asarray(image).reshape(rows, merge, patch, columns, merge, patch, 3)
+        # (h, mh, ph, w, mw, pw, C) -> (h, w, mh, mw, C, ph, pw)
+        made[number // temporal, ..., number % temporal, :, :] = split.transpose(0, 3, 1, 4, 6, 2, 5)
+    for missing in range(count - temporal * steps, 0):
+        made[-1, ..., missing, :, :] = made[-1, ..., (count - 1) % temporal, :, :]
+    grid = (steps, height // patch, width // patch)
+    return made.reshape(math.prod(grid), -1), grid
 
 
 def block_eager(tower: Any, mm_kwargs: Inputs) -> Tensor:
