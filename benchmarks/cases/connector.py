@@ -9,14 +9,16 @@ step times are stored. Requests come at random times, `--rate` a second for `--s
 64 to be generated, and one image (JPEG, 100 to 1500 tokens) or video (32 frames of 256 x 448) in some.
 
 * "mix": by share of images and videos. "no encoding" has every feature lie ready. "asynchronous" is the
-  connector. "synchronous" prepares and encodes on the engine's thread, one request a step; in "synchronous,
-  prepared beside" threads prepare, as the connector's do, and only encoding holds up the engine. The streams
+  connector. "synchronous" prepares by the model's own processor and encodes on the engine's thread, one
+  request a step; "prepared as here": with pixels as the connector has them, normalized on the device;
+  "prepared beside": so by threads, as the connector does, and only encoding holds up the engine. The streams
   of engine and encoder have the same priority, but in "asynchronous, engine first" and "encoder first".
   Milliseconds to the first token from the moment the request was due; "lost" is how much fewer
   tokens a second a request of text alone gets while it decodes than in "no encoding". "busy" is what
   nvidia-smi says. Of media in the connector, medians: "prepare" to having been preprocessed, "queue" for a
   batch, "encode" in it, "then" until the first token.
-* "batch": 8 images, preprocessed and staged, at once against one after the other without a wait in between.
+* "batch": 8 images, preprocessed and staged, at once against one after the other, without a wait in between:
+  milliseconds of 8 images in a stream of 32, as a worker encodes that has the next batch in hand.
 * "beside": text alone, while the connector encodes a video of 64 frames each second, or always one.
 * "merge": 5,000 rows of width 4096 to their places.
 
@@ -70,10 +72,12 @@ MIXES: Mapping[str, Mapping[str, float]] = {
     "10 % images, 10 % videos": {"image": 0.1, "video": 0.1},
     "30 % images, 20 % videos": {"image": 0.3, "video": 0.2},
 }
+HEAVY, HEAVIER, FASTER = "30 % images, 20 % videos", "the same, 1.5 times the requests", 1.5
 NO_ENCODING, ASYNCHRONOUS = "no encoding", "asynchronous"
 ENGINE_FIRST, ENCODER_FIRST = "asynchronous, engine first", "asynchronous, encoder first"
-SYNCHRONOUS, PREPARED = "synchronous", "synchronous, prepared beside"
-VARIANTS = (NO_ENCODING, ASYNCHRONOUS, ENGINE_FIRST, ENCODER_FIRST, PREPARED, SYNCHRONOUS)
+SYNCHRONOUS, QUICK = "synchronous", "synchronous, prepared as here"
+PREPARED = "synchronous, prepared beside"
+VARIANTS = (NO_ENCODING, ASYNCHRONOUS, ENGINE_FIRST, ENCODER_FIRST, PREPARED, QUICK, SYNCHRONOUS)
 ENCODER_PRIORITY = -1
 PRIORITIES: Mapping[str, int] = {ENGINE_FIRST: -2, ENCODER_FIRST: 0}
 """Of the decoder's stream, where it is not the encoder's."""
@@ -81,10 +85,12 @@ BESIDE: Mapping[str, tuple[float | None, float]] = {
     "nothing": (None, 1.0),
     "a video each second": (1.0, 1.0),
     "a video always": (0.0, 1.0),
-    "a video always, busy share 0.2": (0.0, 0.2),
+    "a video always, busy share 0.1": (0.0, 0.1),
 }
 """Seconds between the beginnings of two videos, and the share of time in which the worker may be busy."""
 _PARTS = ("batch", "merge", "beside", "mix")
+_STREAM = 4
+"""Batches."""
 _PIXELS = 16
 """Of a side of a patch."""
 
@@ -141,11 +147,11 @@ class Bench:
         self.scale = SMALL if arguments.tiny else FULL
         self.device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
         self.encoder_device = torch.device(arguments.encoder_device or self.device)
-        self.manager, self.processor = self._manager(self.device)
+        self.manager, self.model_processor, self.processor = self._manager(self.device)
         say("captured")
         self.beside = self.manager
         if self.encoder_device != self.device:
-            self.beside, _ = self._manager(self.encoder_device)
+            self.beside, *_ = self._manager(self.encoder_device)
             say(f"captured on {self.encoder_device}")
         shape = Shape() if not arguments.tiny else replace(TINY, hidden=self._facts()[0])
         self.decoder = Decoder(shape, self.device, self._dtype, ENCODER_PRIORITY)
@@ -157,7 +163,10 @@ class Bench:
     def _dtype(self) -> torch.dtype:
         return torch.bfloat16 if self.device.type == "cuda" else torch.float32
 
-    def _manager(self, device: torch.device) -> tuple[fx.EncoderCudaGraphManager, TowerProcessor]:
+    def _manager(
+        self, device: torch.device
+    ) -> tuple[fx.EncoderCudaGraphManager, TowerProcessor, TowerProcessor]:
+        """The tower's, the model's own processor, and that which leaves pixels to be normalized later."""
         tiny = self.arguments.tiny
         module = tiny_tower().to(device, self._dtype) if tiny else demo_tower(27, device, self._dtype)
         tower = fx.wrap(share_weights(module))
@@ -171,7 +180,11 @@ class Bench:
         manager.capture()
         synchronize()
         settings = {"model_type": "qwen3_vl", "vision_config": module.config.to_dict()}
-        return manager, family_processor(tower, FAMILIES["qwen3_vl"], settings, normalize_later=True)
+        family = FAMILIES["qwen3_vl"]
+        processors = [
+            family_processor(tower, family, settings, normalize_later=is_later) for is_later in (False, True)
+        ]
+        return manager, *processors
 
     # --- media
 
@@ -230,18 +243,19 @@ class Bench:
             images = [self.image(side, side, number) for number in range(8)]
             prepared = [encoder.stage(self.processor.prepare(image)) for image in images]
 
-            def one_by_one(items: Any = prepared, encode: Any = encoder.encode) -> None:
+            def one_by_one(items: Any = prepared * _STREAM, encode: Any = encoder.encode) -> None:
                 for item in items:
                     encode([item])
 
             def at_once(items: Any = prepared, encode: Any = encoder.encode) -> None:
-                encode(items)
+                for _ in range(_STREAM):
+                    encode(items)
 
-            times = [wall_ms(call, self.scale.samples) for call in (one_by_one, at_once)]
+            times = [wall_ms(call, self.scale.samples) / _STREAM for call in (one_by_one, at_once)]
+            alone = wall_ms(lambda each=encoder.encode, items=prepared: each(items), self.scale.samples)
             tokens = prepared[0].num_tokens
             row = {"side": side, "tokens": tokens, "one by one": times[0], "at once": times[1]}
-            device = [_device_ms(call, self.scale.samples) for call in (one_by_one, at_once)]
-            yield {**row, "ratio": times[0] / times[1], "device one by one": device[0], "device": device[1]}
+            yield {**row, "ratio": times[0] / times[1], "a batch alone": alone}
 
     def merge(self) -> Iterator[dict[str, Any]]:
         """Rows of one image, of ten, and of a video's frames, milliseconds of the device."""
@@ -279,20 +293,23 @@ class Bench:
 
     def mixes(self) -> Iterator[dict[str, Any]]:
         """Every mix by every variant."""
-        for mix, shares in MIXES.items():
+        for mix, shares in {**MIXES, HEAVIER: MIXES[HEAVY]}.items():
             free = None
+            load = self._load(shares, faster=FASTER if mix == HEAVIER else 1.0)
             for variant in self.arguments.variants if shares else (NO_ENCODING, ASYNCHRONOUS):
-                row = {"mix": mix, "variant": variant, **self._measure(variant, self._load(shares))}
+                row = {"mix": mix, "variant": variant, **self._measure(variant, load)}
                 free = row["text tokens/s"] if free is None else free
                 yield {**row, "lost": 1 - row["text tokens/s"] / free}
 
     def warm_up(self) -> None:
         """Batches of mixed sizes, as the connector makes them."""
         seconds = min(2.0, self.arguments.seconds)
-        self._measure(ASYNCHRONOUS, self._load(MIXES["30 % images, 20 % videos"], seconds, seed=1))
+        self._measure(ASYNCHRONOUS, self._load(MIXES[HEAVY], seconds, seed=1))
 
-    def _load(self, mix: Mapping[str, float], seconds: float | None = None, seed: int = 0) -> list[Arrival]:
-        rate, given = self.arguments.rate, self.arguments.seconds if seconds is None else seconds
+    def _load(
+        self, mix: Mapping[str, float], seconds: float | None = None, seed: int = 0, faster: float = 1.0
+    ) -> list[Arrival]:
+        rate, given = faster * self.arguments.rate, self.arguments.seconds if seconds is None else seconds
         return arrivals(mix, self.media, rate, given, self.scale.text, self.scale.new, seed)
 
     def _measure(self, variant: str, load: Sequence[Arrival]) -> dict[str, Any]:
@@ -315,7 +332,8 @@ class Bench:
     def _source(self, variant: str, workers: ThreadPoolExecutor) -> Source:
         if variant == NO_ENCODING:
             return Ready()
-        return Inline(self.processor, ManagerEncoder(self.manager), workers if variant == PREPARED else None)
+        processor = self.model_processor if variant == SYNCHRONOUS else self.processor
+        return Inline(processor, ManagerEncoder(self.manager), workers if variant == PREPARED else None)
 
 
 @contextmanager

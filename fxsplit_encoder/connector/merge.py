@@ -65,7 +65,7 @@ def merge_rows(
 
 
 def _pieces(runs: Sequence[Run], start: int, stop: int) -> list[tuple[int, int, int]]:
-    """The runs in as few pieces as their rows are in: of which item, the first row and the one after the last.
+    """The runs in as few pieces as their rows are in: the item, the first row and the one after the last.
 
     Raises:
         InputError: a run is not within the positions from `start` up to `stop`.
