@@ -147,12 +147,12 @@ class Bench:
         self.scale = SMALL if arguments.tiny else FULL
         self.device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
         self.encoder_device = torch.device(arguments.encoder_device or self.device)
-        self.manager, self.model_processor, self.processor = self._manager(self.device)
-        say("captured")
-        self.beside = self.manager
-        if self.encoder_device != self.device:
-            self.beside, *_ = self._manager(self.encoder_device)
-            say(f"captured on {self.encoder_device}")
+        self.beside, self.model_processor, self.processor = self._manager(self.encoder_device)
+        say(f"captured on {self.encoder_device}")
+        self.manager = self.beside
+        if self.encoder_device != self.device and "mix" in arguments.parts:  # for an engine that encodes
+            self.manager, *_ = self._manager(self.device)
+            say(f"captured on {self.device}")
         shape = Shape() if not arguments.tiny else replace(TINY, hidden=self._facts()[0])
         self.decoder = Decoder(shape, self.device, self._dtype, ENCODER_PRIORITY)
         self.decoders = {name: self.decoder.at_priority(own) for name, own in PRIORITIES.items()}
