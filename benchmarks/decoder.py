@@ -9,6 +9,7 @@ of a prefill of as many rows. How long steps take is measured and stored beside 
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -43,7 +44,7 @@ class Decoder:
         shape: of the decoder, whose `hidden` is the width of embeddings.
         device: where it computes; a graph for each number of rows on CUDA.
         dtype: of its weights.
-        priority: of its stream on CUDA; below 0 it goes before others.
+        priority: of its stream on CUDA; below 0 it goes before those of others.
     """
 
     def __init__(self, shape: Shape, device: torch.device, dtype: torch.dtype, priority: int = 0) -> None:
@@ -57,6 +58,20 @@ class Decoder:
         with self.on_stream():
             for rows in reversed(shape.rows) if device.type == "cuda" else ():
                 self._graphs[rows] = self._capture(rows)
+
+    def at_priority(self, priority: int) -> Decoder:
+        """The same weights on another stream, with captures of its own: kernels of a graph have the priority
+        of the stream that they were captured on.
+        """
+        if self.stream is None:
+            return self
+        other = copy.copy(self)
+        other.stream = torch.cuda.Stream(self.device, priority)
+        other.stream.wait_stream(self.stream)
+        other._graphs = {}
+        with other.on_stream():
+            other._graphs = {rows: other._capture(rows) for rows in self._graphs}
+        return other
 
     def on_stream(self) -> contextlib.AbstractContextManager[Any]:
         """What is computed inside comes before the next step."""

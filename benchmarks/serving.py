@@ -20,6 +20,7 @@ import torch
 from decoder import Decoder
 from torch import Tensor
 
+from fxsplit_encoder.connector.books.ticket import Ticket
 from fxsplit_encoder.connector.connector import Connector
 from fxsplit_encoder.connector.manager_encoder import ManagerEncoder
 from fxsplit_encoder.connector.merge import merge_rows
@@ -119,6 +120,17 @@ class Served:
     @property
     def seconds_to_first(self) -> float:
         return self.first - self.came
+
+    @property
+    def stages(self) -> Mapping[str, float]:
+        """Seconds of the way of its media through the connector; nothing where they did not go through it."""
+        ticket = self.handle
+        if not isinstance(ticket, Ticket) or ticket.ready_at is None or not ticket.items:
+            return {}
+        ready = ticket.ready_at - ticket.submitted_at
+        waited = {"queue": ticket.queue_seconds, "encode": ticket.encode_seconds}
+        prefill = self.seconds_to_first - self.submit_seconds - ready
+        return {"prepare": ready - sum(waited.values()), **waited, "then": prefill}
 
 
 class Source(Protocol):

@@ -236,19 +236,23 @@ def towers(result: Result) -> str:
 def connector(result: Result) -> str:
     """A table of every part of the case."""
     rows = _grouped(result["rows"], "part")
-    first = {"p50": "first token p50", "p99": "first token p99", "media p50": "with media p50"}
-    first |= {"media p99": "with media p99", "lost": "lost", "step p50": "step p50"}
-    first |= {"longest step": "longest step"}
+    first = {"p50": "first token p50", "p99": "first token p99"}
+    media = {"media p50": "with media p50", "media p99": "with media p99"}
+    stages = {name: f"{name} p50" for name in ("prepare", "queue", "encode", "then")}
+    text = {"lost": "lost", "longest step": "longest step"}
     columns = {
-        "mix": {"mix": "mix", "": "variant", **first, "items a batch": "items a batch", "busy": "busy"},
-        "beside": {"text, beside": "beside", "videos": "videos", **first},
-        "batch": {"side": "side", "one by one": "one by one", "at once": "at once", "ratio": "ratio"},
+        "mix": {"mix": "mix", "": "variant", **first, **media, **text, **stages}
+        | {"batch": "items a batch", "busy": "busy"},
+        "beside": {"text, beside": "beside", "videos": "videos", **first, **text, "step p50": "step p50"},
+        "batch": {name: name for name in ("side", "one by one", "at once", "ratio", "a batch alone")},
         "merge": {"rows": "rows", "levels": "levels", "device": "device", "wall": "wall"},
     }
     made = [by_columns(columns[part], rows[part]) for part in columns if part in rows]
     settings = result["settings"]
     steps = ", ".join(f"{ms:.1f} of {count} rows" for count, ms in settings["step ms"].items())
-    where = described(result, settings["tower"], f"{settings['rate']:g} requests a second")
+    where = described(
+        result, settings["tower"], f"{settings['rate']:g} requests a second", rows=result["rows"]
+    )
     return "\n\n".join([*made, f"Milliseconds. Steps of the decoder alone: {steps}. {where}."])
 
 
@@ -440,6 +444,7 @@ TABLES: Mapping[str, Table] = {
     "host": Table("host.json", host),
     "accelerate": Table("accelerate.json", accelerate),
     "start": Table("start.json", starts),
+    "connector": Table("connector.json", connector),
     "data_parallel": Table("data_parallel.json", data_parallel),
     "vllm": Table("vllm.json", vllm),
     "vllm_serving": Table("vllm_serving.json", vllm_serving),

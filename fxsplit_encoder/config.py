@@ -139,6 +139,7 @@ _PathBudgets = Annotated[
 ]
 Bytes = Annotated[int, Field(strict=True, ge=1, le=_MOST_MEMORY)]
 _Count = Annotated[int, Field(strict=True, ge=0, le=_MOST)]
+_Priority = Annotated[int, Field(strict=True, ge=-3, le=0)]
 _Number = Annotated[int, Field(strict=True, ge=1, le=_MOST)]
 
 
@@ -262,6 +263,10 @@ class EncoderConfig(Settings):
     max_graph_bytes: Annotated[Bytes | None, BeforeValidator(parse_bytes)] = None
     """Device memory that all captures together may take, in bytes or as a size such as 4GiB or 4G. None: no
     limit but the device's."""
+
+    stream_priority: _Priority = 0
+    """Of the stream that graphs are captured on: their kernels keep it, whatever stream replays them. Below
+    0, down to -3, they go before the work of streams of 0, such as an engine's on the same device."""
 
     data_parallel: StrictBool = False
     """Whether the items of a batch are shared among the ranks of a process group: every rank calls `execute`

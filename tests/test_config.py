@@ -282,3 +282,11 @@ def test_budgets_are_accepted_if_and_only_if_strictly_increasing_and_positive(bu
     except ConfigError:
         accepted = False
     assert accepted == right
+
+
+def test_a_stream_has_one_of_cudas_priorities() -> None:
+    assert EncoderConfig().stream_priority == 0
+    assert EncoderConfig(stream_priority=-3).stream_priority == -3
+    for priority in (1, -4, "high", 0.5):
+        with pytest.raises(ConfigError, match="stream_priority"):
+            EncoderConfig(stream_priority=priority)

@@ -9,11 +9,16 @@ step times are stored. Requests come at random times, `--rate` a second for `--s
 64 to be generated, and one image (JPEG, 100 to 1500 tokens) or video (32 frames of 256 x 448) in some.
 
 * "mix": by share of images and videos. "no encoding" has every feature lie ready. "asynchronous" is the
-  connector. "synchronous" prepares and encodes on the engine's thread, one request a step; in "synchronous,
-  prepared beside" threads prepare, as the connector's do, and only encoding holds up the engine.
-  Milliseconds to the first token from the moment the request was due; "lost" is how much fewer tokens a
-  second a request of text alone gets while it decodes than in "no encoding". "busy" is what nvidia-smi says.
-* "batch": 8 images at once against one after the other, without a wait in between.
+  connector. "synchronous" prepares by the model's own processor and encodes on the engine's thread, one
+  request a step; "prepared as here": with pixels as the connector has them, normalized on the device;
+  "prepared beside": so by threads, as the connector does, and only encoding holds up the engine. The streams
+  of engine and encoder have the same priority, but in "asynchronous, engine first" and "encoder first".
+  Milliseconds to the first token from the moment the request was due; "lost" is how much fewer
+  tokens a second a request of text alone gets while it decodes than in "no encoding". "busy" is what
+  nvidia-smi says. Of media in the connector, medians: "prepare" to having been preprocessed, "queue" for a
+  batch, "encode" in it, "then" until the first token.
+* "batch": 8 images, preprocessed and staged, at once against one after the other, without a wait in between:
+  milliseconds of 8 images in a stream of 32, as a worker encodes that has the next batch in hand.
 * "beside": text alone, while the connector encodes a video of 64 frames each second, or always one.
 * "merge": 5,000 rows of width 4096 to their places.
 
@@ -67,10 +72,25 @@ MIXES: Mapping[str, Mapping[str, float]] = {
     "10 % images, 10 % videos": {"image": 0.1, "video": 0.1},
     "30 % images, 20 % videos": {"image": 0.3, "video": 0.2},
 }
+HEAVY, HEAVIER, FASTER = "30 % images, 20 % videos", "the same, 1.5 times the requests", 1.5
 NO_ENCODING, ASYNCHRONOUS = "no encoding", "asynchronous"
-SYNCHRONOUS, PREPARED = "synchronous", "synchronous, prepared beside"
-VARIANTS = (NO_ENCODING, ASYNCHRONOUS, PREPARED, SYNCHRONOUS)
+ENGINE_FIRST, ENCODER_FIRST = "asynchronous, engine first", "asynchronous, encoder first"
+SYNCHRONOUS, QUICK = "synchronous", "synchronous, prepared as here"
+PREPARED = "synchronous, prepared beside"
+VARIANTS = (NO_ENCODING, ASYNCHRONOUS, ENGINE_FIRST, ENCODER_FIRST, PREPARED, QUICK, SYNCHRONOUS)
+ENCODER_PRIORITY = -1
+PRIORITIES: Mapping[str, int] = {ENGINE_FIRST: -2, ENCODER_FIRST: 0}
+"""Of the decoder's stream, where it is not the encoder's."""
+BESIDE: Mapping[str, tuple[float | None, float]] = {
+    "nothing": (None, 1.0),
+    "a video each second": (1.0, 1.0),
+    "a video always": (0.0, 1.0),
+    "a video always, busy share 0.1": (0.0, 0.1),
+}
+"""Seconds between the beginnings of two videos, and the share of time in which the worker may be busy."""
 _PARTS = ("batch", "merge", "beside", "mix")
+_STREAM = 4
+"""Batches."""
 _PIXELS = 16
 """Of a side of a patch."""
 
@@ -100,10 +120,10 @@ SMALL = Scale((4, 64, 64), (8, 64, 96), 3, 2, 8, 3, (64,), (50, 32), 2, 2)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--parts", nargs="+", choices=_PARTS, default=list(_PARTS))
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--rate", type=float, default=24.0, help="requests a second")
     parser.add_argument("--seconds", type=float, default=5.0, help="for which requests come, of each mix")
     parser.add_argument("--encoder-device", default=None, help="where the connector encodes")
-    parser.add_argument("--priority", type=int, default=-1, help="of the decoder's stream: -1 goes first")
     parser.add_argument("--tiny", action="store_true", help="tiny tower and decoder, on a CPU too")
 
 
@@ -127,14 +147,15 @@ class Bench:
         self.scale = SMALL if arguments.tiny else FULL
         self.device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
         self.encoder_device = torch.device(arguments.encoder_device or self.device)
-        self.manager, self.processor = self._manager(self.device)
-        say("captured")
-        self.beside = self.manager
-        if self.encoder_device != self.device:
-            self.beside, _ = self._manager(self.encoder_device)
-            say(f"captured on {self.encoder_device}")
+        self.beside, self.model_processor, self.processor = self._manager(self.encoder_device)
+        say(f"captured on {self.encoder_device}")
+        self.manager = self.beside
+        if self.encoder_device != self.device and "mix" in arguments.parts:  # for an engine that encodes
+            self.manager, *_ = self._manager(self.device)
+            say(f"captured on {self.device}")
         shape = Shape() if not arguments.tiny else replace(TINY, hidden=self._facts()[0])
-        self.decoder = Decoder(shape, self.device, self._dtype, arguments.priority)
+        self.decoder = Decoder(shape, self.device, self._dtype, ENCODER_PRIORITY)
+        self.decoders = {name: self.decoder.at_priority(own) for name, own in PRIORITIES.items()}
         self.media = self._media()
         say(f"media of {[len(medium.rows) for kind in self.media.values() for medium in kind]} tokens")
 
@@ -142,7 +163,10 @@ class Bench:
     def _dtype(self) -> torch.dtype:
         return torch.bfloat16 if self.device.type == "cuda" else torch.float32
 
-    def _manager(self, device: torch.device) -> tuple[fx.EncoderCudaGraphManager, TowerProcessor]:
+    def _manager(
+        self, device: torch.device
+    ) -> tuple[fx.EncoderCudaGraphManager, TowerProcessor, TowerProcessor]:
+        """The tower's, the model's own processor, and that which leaves pixels to be normalized later."""
         tiny = self.arguments.tiny
         module = tiny_tower().to(device, self._dtype) if tiny else demo_tower(27, device, self._dtype)
         tower = fx.wrap(share_weights(module))
@@ -151,11 +175,16 @@ class Bench:
             config = fx.EncoderConfig.from_yaml(ROOT / "configs" / "qwen3_vl_8b.yaml")
         if tiny and device.type == "cuda":
             config = fx.EncoderConfig(token_budgets=(16, 64), max_items_per_batch=8)
+        config = fx.EncoderConfig(**{**config.model_dump(), "stream_priority": ENCODER_PRIORITY})
         manager = fx.EncoderCudaGraphManager(tower, config, log_interval=0)
         manager.capture()
         synchronize()
         settings = {"model_type": "qwen3_vl", "vision_config": module.config.to_dict()}
-        return manager, family_processor(tower, FAMILIES["qwen3_vl"], settings)
+        family = FAMILIES["qwen3_vl"]
+        processors = [
+            family_processor(tower, family, settings, normalize_later=is_later) for is_later in (False, True)
+        ]
+        return manager, *processors
 
     # --- media
 
@@ -195,9 +224,11 @@ class Bench:
     # --- the connector
 
     @contextmanager
-    def connector(self) -> Iterator[Connector]:
+    def connector(self, busy_share: float = 1.0) -> Iterator[Connector]:
         """One worker, over the captures that there are."""
-        config = ConnectorConfig(cpu_workers=self.scale.cpu_workers, log_tickets=False)
+        config = ConnectorConfig(
+            cpu_workers=self.scale.cpu_workers, max_busy_share=busy_share, log_tickets=False
+        )
         with Connector(self.processor, [lambda: _Kept(self.beside)], config) as connector:
             yield connector
         if problems := connector.audit():
@@ -208,20 +239,23 @@ class Bench:
     def batch(self) -> Iterator[dict[str, Any]]:
         """Eight images at once and one after the other."""
         for side in self.scale.sides:
-            prepared = [self.processor.prepare(self.image(side, side, number)) for number in range(8)]
             encoder = ManagerEncoder(self.beside)
+            images = [self.image(side, side, number) for number in range(8)]
+            prepared = [encoder.stage(self.processor.prepare(image)) for image in images]
 
-            def one_by_one(items: Any = prepared, encode: Any = encoder.encode) -> None:
+            def one_by_one(items: Any = prepared * _STREAM, encode: Any = encoder.encode) -> None:
                 for item in items:
                     encode([item])
 
             def at_once(items: Any = prepared, encode: Any = encoder.encode) -> None:
-                encode(items)
+                for _ in range(_STREAM):
+                    encode(items)
 
-            times = [wall_ms(call, self.scale.samples) for call in (one_by_one, at_once)]
+            times = [wall_ms(call, self.scale.samples) / _STREAM for call in (one_by_one, at_once)]
+            alone = wall_ms(lambda each=encoder.encode, items=prepared: each(items), self.scale.samples)
             tokens = prepared[0].num_tokens
             row = {"side": side, "tokens": tokens, "one by one": times[0], "at once": times[1]}
-            yield {**row, "ratio": times[0] / times[1]}
+            yield {**row, "ratio": times[0] / times[1], "a batch alone": alone}
 
     def merge(self) -> Iterator[dict[str, Any]]:
         """Rows of one image, of ten, and of a video's frames, milliseconds of the device."""
@@ -249,8 +283,9 @@ class Bench:
         """Requests of text alone, while a long video is encoded now and then, or always."""
         load = self._load({})
         alone = None
-        for name, pause in (("nothing", None), ("a video each second", 1.0), ("a video always", 0.0)):
-            with self.connector() as connector, _encoding(connector, self.video(self.scale.long_clip), pause):
+        for name, (pause, share) in BESIDE.items():
+            video = self.video(self.scale.long_clip)
+            with self.connector(share) as connector, _encoding(connector, video, pause):
                 run = Engine(self.decoder, Beside(connector)).run(load)
                 row = {"beside": name, **_summary(run), "videos": connector.stats().batch_items}
             alone = row["text tokens/s"] if alone is None else alone
@@ -258,28 +293,32 @@ class Bench:
 
     def mixes(self) -> Iterator[dict[str, Any]]:
         """Every mix by every variant."""
-        for mix, shares in MIXES.items():
+        for mix, shares in {**MIXES, HEAVIER: MIXES[HEAVY]}.items():
             free = None
-            for variant in VARIANTS if shares else (NO_ENCODING, ASYNCHRONOUS):
-                row = {"mix": mix, "variant": variant, **self._measure(variant, self._load(shares))}
+            load = self._load(shares, faster=FASTER if mix == HEAVIER else 1.0)
+            for variant in self.arguments.variants if shares else (NO_ENCODING, ASYNCHRONOUS):
+                row = {"mix": mix, "variant": variant, **self._measure(variant, load)}
                 free = row["text tokens/s"] if free is None else free
                 yield {**row, "lost": 1 - row["text tokens/s"] / free}
 
     def warm_up(self) -> None:
         """Batches of mixed sizes, as the connector makes them."""
         seconds = min(2.0, self.arguments.seconds)
-        self._measure(ASYNCHRONOUS, self._load(MIXES["30 % images, 20 % videos"], seconds, seed=1))
+        self._measure(ASYNCHRONOUS, self._load(MIXES[HEAVY], seconds, seed=1))
 
-    def _load(self, mix: Mapping[str, float], seconds: float | None = None, seed: int = 0) -> list[Arrival]:
-        rate, given = self.arguments.rate, self.arguments.seconds if seconds is None else seconds
+    def _load(
+        self, mix: Mapping[str, float], seconds: float | None = None, seed: int = 0, faster: float = 1.0
+    ) -> list[Arrival]:
+        rate, given = faster * self.arguments.rate, self.arguments.seconds if seconds is None else seconds
         return arrivals(mix, self.media, rate, given, self.scale.text, self.scale.new, seed)
 
     def _measure(self, variant: str, load: Sequence[Arrival]) -> dict[str, Any]:
         stats: ConnectorStats | None = None
         with watched_gpu() as busy:
-            if variant == ASYNCHRONOUS:
+            if variant in (ASYNCHRONOUS, *PRIORITIES):
+                decoder = self.decoders.get(variant, self.decoder)
                 with self.connector() as connector:
-                    run = Engine(self.decoder, Beside(connector)).run(load)
+                    run = Engine(decoder, Beside(connector)).run(load)
                     stats = connector.stats()
             else:
                 with ThreadPoolExecutor(self.scale.cpu_workers) as workers:
@@ -287,12 +326,14 @@ class Bench:
         row = {**_summary(run), "busy": busy.mean}
         if stats is not None:
             row |= {"items a batch": stats.mean_batch_items, "batch fill": stats.batch_fill}
+            row |= _stages(run)
         return row
 
     def _source(self, variant: str, workers: ThreadPoolExecutor) -> Source:
         if variant == NO_ENCODING:
             return Ready()
-        return Inline(self.processor, ManagerEncoder(self.manager), workers if variant == PREPARED else None)
+        processor = self.model_processor if variant == SYNCHRONOUS else self.processor
+        return Inline(processor, ManagerEncoder(self.manager), workers if variant == PREPARED else None)
 
 
 @contextmanager
@@ -368,6 +409,15 @@ def _summary(run: Run) -> dict[str, Any]:
     }
 
 
+def _stages(run: Run) -> dict[str, float | None]:
+    """Median milliseconds of each stage on the way of media through the connector."""
+    known = [stages for request in run.served if (stages := request.stages)]
+    return {
+        f"{name} p50": 1e3 * statistics.median(stages[name] for stages in known)
+        for name in (known[0] if known else ())
+    }
+
+
 def run(arguments: argparse.Namespace) -> int:
     if not (torch.cuda.is_available() or arguments.tiny):
         raise SystemExit("connector: needs a CUDA device, or --tiny: there is nothing to capture without one")
@@ -391,7 +441,7 @@ def measure(bench: Bench, arguments: argparse.Namespace, say: Callable[[str], No
         "rate": arguments.rate,
         "seconds": arguments.seconds,
         "encoder device": str(bench.encoder_device),
-        "priority": arguments.priority,
+        "stream priority": {"encoder": ENCODER_PRIORITY, "decoder": ENCODER_PRIORITY, **PRIORITIES},
         "step ms": {str(rows): ms for rows, ms in bench.decoder.times(bench.scale.samples).items()},
     }
     result = new_result("connector", **settings)

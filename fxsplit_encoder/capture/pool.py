@@ -29,6 +29,7 @@ class GraphPool:
     Args:
         max_bytes: what captures may take together (`charge`); None: no limit.
         handed_out: see the attribute.
+        priority: of the stream where captures are made, which their kernels keep.
         stream: where captures are made; None: one of its own. Libraries keep a workspace for every stream for
             good (cuBLAS 32 MiB on Hopper), so pools whose captures are never made at once share one.
     """
@@ -39,7 +40,9 @@ class GraphPool:
         max_bytes: int | None = None,
         handed_out: HandedOut | None = None,
         stream: torch.cuda.Stream | None = None,
+        priority: int = 0,
     ) -> None:
+        self.priority = priority
         self.device = (
             torch.device(device.type, torch.cuda.current_device())
             if device == torch.device("cuda")
@@ -62,7 +65,7 @@ class GraphPool:
         # Warm-up and capture share a stream, so that libraries' per-stream workspaces exist before a capture
         # begins.
         self.stream: Any = (
-            torch.cuda.Stream(device) if stream is None and self.is_cuda else stream  # type: ignore[no-untyped-call]
+            torch.cuda.Stream(device, priority) if stream is None and self.is_cuda else stream  # type: ignore[no-untyped-call]
         )
         self._lock = threading.RLock()
         self._last_replay: torch.cuda.Event | None = None

@@ -72,6 +72,7 @@ class UnpaddedCaptures:
         attention_ms: Callable[[int], float] = lambda tokens: 0.0,
     ) -> None:
         self.device = pool.device
+        self._priority = pool.priority
         self.threshold = threshold
         self.max_captures = max_captures
         self.max_bytes = max_bytes
@@ -209,7 +210,9 @@ class UnpaddedCaptures:
         """The newest generation, or a new one if that is full."""
         newest = self._generations[-1] if self._generations else None
         if newest is None or len(newest.sizes) >= max(1, self.max_captures // _GENERATIONS):
-            pool = GraphPool(self.device, handed_out=self._handed_out, stream=self._stream)
+            pool = GraphPool(
+                self.device, handed_out=self._handed_out, stream=self._stream, priority=self._priority
+            )
             self._stream = pool.stream
             ladder = BudgetLadder(
                 self._take_prepared,

@@ -17,12 +17,15 @@ from fxsplit_encoder.connector.merge import MergedRows
 from fxsplit_encoder.connector.positions import Placeholder, Placeholders, PositionMap
 from fxsplit_encoder.connector.request import FAIL, RETRY, TEXT_ONLY, EncodeRequest, FailurePolicy
 from fxsplit_encoder.connector.seams import (
+    PIXEL_TABLE,
     DeviceEncoder,
     FeatureEncoder,
     MediaItem,
     MediaProcessor,
     MediaReducer,
     PreparedItem,
+    PrioritizedEncoder,
+    StagingEncoder,
 )
 from fxsplit_encoder.connector.settings import SPECIFIED_BATCHES, ConnectorConfig
 from fxsplit_encoder.connector.specification import OmniConnector
@@ -32,6 +35,7 @@ from fxsplit_encoder.connector.statistics import ConnectorStats, Durations
 __all__ = [
     "FAIL",
     "FAILURE_KINDS",
+    "PIXEL_TABLE",
     "RETRY",
     "SPECIFIED_BATCHES",
     "TEXT_ONLY",
@@ -58,8 +62,10 @@ __all__ = [
     "Placeholders",
     "PositionMap",
     "PreparedItem",
+    "PrioritizedEncoder",
     "ProcessorByModality",
     "Residence",
+    "StagingEncoder",
     "State",
     "Step",
     "Ticket",

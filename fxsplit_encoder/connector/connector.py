@@ -101,7 +101,7 @@ class Connector:
         )
         self._core = Core(lock, parts, self._log.write)
         self._pool = Pool(self._core, encoders, first, self._copies)
-        preparers = Preparers(self._core, processor, self._pool.predict_cost, self.config.cpu_workers)
+        preparers = Preparers(self._core, processor, self._pool.stage, self.config.cpu_workers)
         self._threads = [*preparers.threads, Clock(self._core).thread]
         self._warden = Warden(self._core).thread
         for thread in (*self._threads, self._warden):

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from fxsplit_encoder.connector.seams import Modality, PreparedItem
+from fxsplit_encoder._torch.staging import staged, to_device
+from fxsplit_encoder.connector.seams import PIXEL_TABLE, Modality, PreparedItem
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.manager import EncoderCudaGraphManager
 from fxsplit_encoder.messages import names_of
 from fxsplit_encoder.towers.base import WrappedTower
+from fxsplit_encoder.towers.pixel_values import PixelValues
 
 # Of a token, before anything is measured: items from before the capture are compared with later ones by it.
 _MILLISECONDS_PER_TOKEN = 0.01
+
+_KEPT_TABLES = 8
 
 
 class ManagerEncoder:
@@ -36,12 +43,18 @@ class ManagerEncoder:
     ) -> None:
         self.manager = manager
         self._capture = capture
+        self._tables: dict[bytes, PixelValues] = {}
         self._modalities = manager.model_config.modalities if modalities is None else modalities
 
     @property
     def device(self) -> torch.device:
         """That of the tower's captures."""
         return self.manager.pool.device
+
+    @property
+    def stream_priority(self) -> int:
+        """That of the tower's captures."""
+        return self.manager.config.stream_priority
 
     def start(self) -> None:
         """Captures every budget, on the thread that will replay them."""
@@ -50,12 +63,26 @@ class ManagerEncoder:
 
     def predict_cost(self, item: PreparedItem) -> float:
         """Milliseconds, as the manager's plan predicts; a guess by tokens where it predicts none."""
-        predicted = self.manager.plan(dict(item.inputs)).milliseconds if self._is_timed else None
+        inputs = {name: tensor for name, tensor in item.inputs.items() if name != PIXEL_TABLE}
+        predicted = self.manager.plan(inputs).milliseconds if self._is_timed else None
         return item.num_tokens * _MILLISECONDS_PER_TOKEN if predicted is None else predicted
 
     @property
     def _is_timed(self) -> bool:
         return self.manager.pool.is_cuda and self.manager.is_captured()
+
+    def stage(self, item: PreparedItem) -> PreparedItem:
+        """Pixels in the tower's dtype and, for a GPU, in pinned memory: they are sent from there."""
+        return replace(item, inputs={name: self._staged(name, item) for name in item.inputs})
+
+    def _staged(self, name: str, item: PreparedItem) -> Tensor:
+        tensor, is_pinned = item.inputs[name], self.manager.pool.is_cuda
+        if name == PIXEL_TABLE:
+            return tensor
+        if tensor.is_floating_point():
+            return staged(tensor, self.manager.dtype, is_pinned)
+        is_pixels = PIXEL_TABLE in item.inputs and tensor.dtype == torch.uint8
+        return staged(tensor, tensor.dtype, is_pinned) if is_pixels else tensor
 
     def row_bytes(self, modality: Modality) -> int | None:
         """Of the tower's output, if it encodes the modality."""
@@ -82,24 +109,52 @@ class ManagerEncoder:
     def _joined(self, items: Sequence[PreparedItem]) -> dict[str, Any]:
         """The inputs of several items as one `mm_kwargs`."""
         parts: dict[str, list[Tensor]] = {}
+        tables: dict[str, list[Tensor | None]] = {}
         for item in items:
             for name, tensor in item.inputs.items():
-                parts.setdefault(name, []).append(tensor)
+                if name != PIXEL_TABLE:
+                    parts.setdefault(name, []).append(tensor)
+                    tables.setdefault(name, []).append(item.inputs.get(PIXEL_TABLE))
         for modality in {item.modality for item in items}:
             names = {frozenset(item.inputs) for item in items if item.modality == modality}
             if len(names) > 1:
                 raise InputError(
                     f"{modality}: expected items of the same inputs; got {' and '.join(map(names_of, names))}"
                 )
-        return {name: self._join(tensors) for name, tensors in parts.items()}
+        return {name: self._join(tensors, tables[name]) for name, tensors in parts.items()}
 
-    def _join(self, tensors: list[Tensor]) -> Tensor | list[Tensor]:
+    def _join(self, tensors: list[Tensor], tables: list[Tensor | None]) -> Tensor | list[Tensor]:
+        if tensors[0].dtype == torch.uint8 and tables[0] is not None:
+            tensors = self._normalized(tensors, tables)
         # Pixels are left in parts where the tower takes them so: joining would copy them once more.
         takes_parts = isinstance(self.manager.tower, WrappedTower) and tensors[0].is_floating_point()
         if len(tensors) == 1:
             return tensors[0]
         return tensors if takes_parts else torch.cat(tensors)
 
+    def _normalized(self, pixels: list[Tensor], tables: list[Tensor | None]) -> list[Tensor]:
+        """Pixels on the device, neighbors with the same table in one piece."""
+        pieces = []
+        by_table = groupby(zip(tables, pixels, strict=True), key=lambda pair: _bytes_of(pair[0]))
+        for table, pairs in by_table:
+            sent = [to_device(tensor, self.manager.pool.device) for _, tensor in pairs]
+            piece = torch.cat(sent) if len(sent) > 1 else sent[0]
+            pieces.append(self._values(table)(piece) if table else piece)
+        return pieces
+
+    def _values(self, table: bytes) -> PixelValues:
+        """On the device, what a table says; a processor has one for each modality."""
+        if table not in self._tables:
+            if len(self._tables) >= _KEPT_TABLES:
+                self._tables.clear()
+            values = np.frombuffer(table, np.float32).reshape(-1, 256).copy()
+            self._tables[table] = PixelValues(values, self.manager.dtype, self.manager.pool.device)
+        return self._tables[table]
+
     def close(self) -> None:
         """Releases the captures; `start` makes them again."""
         self.manager.clear()
+
+
+def _bytes_of(table: Tensor | None) -> bytes:
+    return b"" if table is None else table.numpy().tobytes()

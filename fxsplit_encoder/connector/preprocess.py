@@ -19,7 +19,7 @@ import torch
 from fxsplit_encoder.connector.keys import HashName, Part, canonical, digest_of, item_digest
 from fxsplit_encoder.connector.options import ANY, SAMPLING, SCALE, OptionCheck, check_options, integers
 from fxsplit_encoder.connector.preparation import Inputs, Preparation, Prepare
-from fxsplit_encoder.connector.seams import MediaItem, PreparedItem, Reduction
+from fxsplit_encoder.connector.seams import PIXEL_TABLE, MediaItem, PreparedItem, Reduction
 from fxsplit_encoder.errors import MediaError
 from fxsplit_encoder.media import (
     Frames,
@@ -50,6 +50,8 @@ class TowerProcessor:
         fingerprint: of the model's processor: equal ones make equal inputs of equal media.
         limits: for every item.
         hash_name: of the function for digests.
+        tables: by modality whose pixels the preparation leaves as they are, 0 to 255: the `PIXEL_TABLE` that
+            its items have.
     """
 
     def __init__(
@@ -59,12 +61,14 @@ class TowerProcessor:
         fingerprint: bytes,
         limits: MediaLimits | None = None,
         hash_name: HashName = "blake3",
+        tables: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         digest_of([], hash_name)  # a missing package is found here
         self.tower = tower
         self.limits = limits or MediaLimits()
         self.fingerprint = fingerprint
         self.hash_name: HashName = hash_name
+        self.tables = dict(tables or {})
         self._prepare = prepare
         self._preparations: OrderedDict[bytes, Preparation] = OrderedDict()
         self._lock = threading.Lock()
@@ -197,7 +201,17 @@ class TowerProcessor:
             )
         layouts = [part.layout for part in inputs]
         layout = layouts[0] if len(layouts) == 1 else {"parts": layouts}
-        return PreparedItem(item.modality, digest, _joined(inputs), count, {**self._facts, **layout, **facts})
+        tensors = self._with_table(item.modality, _joined(inputs))
+        return PreparedItem(item.modality, digest, tensors, count, {**self._facts, **layout, **facts})
+
+    def _with_table(self, modality: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The inputs with what their pixels become, where they were left as they are."""
+        table = self.tables.get(modality)
+        if table is None:
+            return tensors
+        # Some processors lay whole numbers out as floats.
+        pixels = {name: t.byte() if t.is_floating_point() else t for name, t in tensors.items()}
+        return {**pixels, PIXEL_TABLE: table}
 
     # --- what both have
 

@@ -11,6 +11,10 @@ import torch
 Modality = Literal["image", "video", "audio"]
 Reduction = Literal["half_frames", "half_resolution"]
 
+PIXEL_TABLE = "pixel_table"
+"""Among an item's inputs, (channels, 256): what each value of each channel of its uint8 inputs becomes, whose
+rows have the channels first. Whoever encodes the item does that where it encodes."""
+
 
 @dataclass(frozen=True, eq=False)
 class MediaItem:
@@ -30,8 +34,9 @@ class PreparedItem:
     """One item as the encoder takes it, in host memory.
 
     ``inputs`` are the tower's keyword arguments for this item alone: ``pixel_values`` (patches, width),
-    ``image_grid_thw`` (1, 3). Its feature has ``num_tokens`` rows. ``digest`` (32 bytes) identifies media,
-    processor and options. ``metadata`` travels with the feature: grids, timestamps of a video's frames.
+    ``image_grid_thw`` (1, 3); with a ``PIXEL_TABLE``, those before pixels are normalized. Its feature has
+    ``num_tokens`` rows. ``digest`` (32 bytes) identifies media, processor and options. ``metadata`` travels
+    with the feature: grids, timestamps of a video's frames.
     """
 
     modality: Modality
@@ -78,6 +83,25 @@ class DeviceEncoder(Protocol):
     @property
     def device(self) -> torch.device | None:
         """Known once it was started; None: no device that has streams."""
+
+
+@runtime_checkable
+class PrioritizedEncoder(DeviceEncoder, Protocol):
+    """A ``DeviceEncoder`` that tells how urgent its work is there."""
+
+    @property
+    def stream_priority(self) -> int:
+        """Of its worker's stream, as CUDA counts: below 0 it goes before streams of 0."""
+
+
+@runtime_checkable
+class StagingEncoder(Protocol):
+    """A ``FeatureEncoder`` part of whose work can be done beside the thread that encodes."""
+
+    def stage(self, item: PreparedItem) -> PreparedItem:
+        """The same item in the form that ``encode`` reads soonest, such as in pinned memory. Called from any
+        thread, also before ``start``."""
+        ...
 
 
 class FeatureEncoder(Protocol):

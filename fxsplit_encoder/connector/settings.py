@@ -12,6 +12,7 @@ _Bytes = Annotated[int, Field(strict=True, ge=0, le=2**63 - 1), BeforeValidator(
 _Count = Annotated[int, Field(strict=True, ge=0, le=2**31 - 1)]
 _Number = Annotated[int, Field(strict=True, ge=1, le=2**31 - 1)]
 _Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_Share = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -61,6 +62,11 @@ class ConnectorConfig(Settings):
 
     max_batches_in_flight: _Number = 2
     """Batches that one worker gives its device before the first of them is done."""
+
+    max_busy_share: _Share = 1.0
+    """The share of time in which a worker may have batches in hand. After each it rests for as long as that
+    takes, and leaves the device to an engine that computes there too. 1: it never rests.
+    """
 
     timeout_s: _Positive | None = 60.0
     """Seconds after which an item that is not ready fails, where its request says nothing. None: never."""

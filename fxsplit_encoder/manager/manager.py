@@ -98,7 +98,7 @@ class EncoderCudaGraphManager:
             else None,
             has_video="video" in self.model_config.modalities,
         )
-        self.pool = GraphPool(self.device)
+        self.pool = GraphPool(self.device, priority=self.config.stream_priority)
         self.kernels = KernelChooser(self.config.attention)
         self.kernels.check(self.device)
         agree = agreement_of(tower, None if self.config.data_parallel else process_group)

@@ -10,6 +10,7 @@ from PIL import ExifTags, Image, UnidentifiedImageError
 from fxsplit_encoder.errors import MediaError
 from fxsplit_encoder.media.limits import MediaLimits
 from fxsplit_encoder.media.sources import (
+    Pixels,
     attempt,
     header_source,
     image_shape,
@@ -151,6 +152,9 @@ def _orientation(image: Image.Image) -> int:
     return 1
 
 
-def pixel_bytes(image: Image.Image) -> list[bytes]:
+def pixel_bytes(image: Image.Image | Pixels) -> list[bytes | memoryview]:
     """What an RGB image's digest is made of; the same for the array of its pixels."""
-    return [f"pixels {image.width}x{image.height}".encode(), image.tobytes()]
+    if isinstance(image, Image.Image):
+        return [f"pixels {image.width}x{image.height}".encode(), image.tobytes()]
+    height, width, _ = image.shape
+    return [f"pixels {width}x{height}".encode(), image.data.cast("B")]

@@ -14,6 +14,7 @@ from PIL import Image
 from fxsplit_encoder.errors import MediaError
 from fxsplit_encoder.media.images import load_image, measure_image, pixel_bytes, scaled, shrunk
 from fxsplit_encoder.media.limits import MediaLimits
+from fxsplit_encoder.media.sources import pixels_of, shape_of
 from fxsplit_encoder.messages import shown
 
 
@@ -71,15 +72,19 @@ class Video(ABC):
             MediaError: one cannot be decoded.
         """
 
-    def parts(self) -> Iterator[bytes]:
+    def parts(self) -> Iterator[bytes | memoryview]:
         """What the digest of a video that is not encoded is made of: every frame."""
-        yield f"video {self.header.fps}".encode()
+        yield from _header_parts(self.header)
         for frame in Frames(self, range(self.header.num_frames)):
             yield from pixel_bytes(frame)
 
     def close(self) -> None:
         """Gives back what was opened."""
         return None
+
+
+def _header_parts(header: VideoHeader) -> list[bytes]:
+    return [f"video {header.fps}".encode()]
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,6 +139,15 @@ class DecodedVideo(Video):
     def decode(self, indices: Sequence[int]) -> Iterator[Image.Image]:
         """The frames as RGB images."""
         return (load_image(self._frames[index], self._limits) for index in indices)
+
+    def parts(self) -> Iterator[bytes | memoryview]:
+        """The same as of images, of arrays without making images of them."""
+        if any(shape_of(frame) is None for frame in self._frames):
+            yield from super().parts()
+            return
+        yield from _header_parts(self.header)
+        for frame in self._frames:
+            yield from pixel_bytes(pixels_of(frame, self._limits, "video"))
 
 
 def _listed(frames: object) -> Sequence[Any]:

@@ -39,7 +39,8 @@ def checkpoint_connector(
         InputError: a file is missing or malformed, or it holds no tower that is known.
     """
     checkpoint = Checkpoint.locate(model)
-    processor = media_processor(weightless_tower(checkpoint), checkpoint, hash_name=hash_name)
+    tower = weightless_tower(checkpoint)
+    processor = media_processor(tower, checkpoint, hash_name=hash_name, normalize_later=True)
     if not devices:
         raise InputError("devices: expected at least one; got none")
     made = {index: checkpoint_encoder(model, config, device, dtype) for index, device in enumerate(devices)}

@@ -8,13 +8,17 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fxsplit_encoder.connector.audio import AudioProcessor
 from fxsplit_encoder.connector.keys import HashName, canonical, digest_of
 from fxsplit_encoder.connector.preparation import Preparation
 from fxsplit_encoder.connector.preprocess import TowerProcessor
+from fxsplit_encoder.connector.seams import Modality
 from fxsplit_encoder.media import MediaLimits
 from fxsplit_encoder.models.checkpoint import Checkpoint
 from fxsplit_encoder.models.family import Family, Settings
+from fxsplit_encoder.models.later import pixel_table
 from fxsplit_encoder.models.load import read_family
 from fxsplit_encoder.models.prepare import ProcessorSettings
 from fxsplit_encoder.models.sampling import with_sampling
@@ -28,6 +32,8 @@ def media_processor(
     model: str | Path | Checkpoint,
     limits: MediaLimits | None = None,
     hash_name: HashName = "blake3",
+    *,
+    normalize_later: bool = False,
 ) -> TowerProcessor | AudioProcessor:
     """Prepares media as the processors of a checkpoint say.
 
@@ -36,6 +42,7 @@ def media_processor(
         model: a directory or a hub name.
         limits: for every item.
         hash_name: of the function for digests.
+        normalize_later: see `family_processor`; audio stays as it is.
 
     Raises:
         InputError: a file is missing or malformed, or names no family that is known.
@@ -46,7 +53,10 @@ def media_processor(
         own = checkpoint.read_json(_PREPROCESSOR) or checkpoint.read_json(_PROCESSOR) or {}
         found = own.get("feature_extractor", own)
         return audio_processor(tower, family.extractor(found), limits, hash_name)
-    return family_processor(tower, family, settings, checkpoint.processors(), limits, hash_name)
+    given = checkpoint.processors()
+    return family_processor(
+        tower, family, settings, given, limits, hash_name, normalize_later=normalize_later
+    )
 
 
 def family_processor(
@@ -56,6 +66,8 @@ def family_processor(
     processors: ProcessorSettings | None = None,
     limits: MediaLimits | None = None,
     hash_name: HashName = "blake3",
+    *,
+    normalize_later: bool = False,
 ) -> TowerProcessor:
     """Prepares media as a family does.
 
@@ -66,17 +78,28 @@ def family_processor(
         processors: what the JSON files of its processors say, or the `to_dict()` of transformers' objects.
         limits: for every item.
         hash_name: of the function for digests.
+        normalize_later: whether pixels are left as they are, uint8, for a `ManagerEncoder` to normalize on
+            its device (`PIXEL_TABLE`), of each modality for which that gives the processor's very values.
     """
     given = processors or ProcessorSettings()
+    later = given.normalizing_later()
+    whole = family.prepare(settings, given)
+    tables = _tables(whole, family.prepare(settings, later)) if normalize_later else {}
 
     def prepare(modality: str, options: Mapping[str, object]) -> Preparation:
+        used = later if modality in tables else given
         if modality == "image":
-            return family.prepare(settings, replace(given, image={**given.image, **options}))
-        return family.prepare(settings, replace(given, video=with_sampling(given.video, options)))
+            return family.prepare(settings, replace(used, image={**used.image, **options}))
+        return family.prepare(settings, replace(used, video=with_sampling(used.video, options)))
 
-    kind = type(prepare("image", {})).__qualname__
-    described = canonical([kind, settings, given.image, given.video], "settings")
-    return TowerProcessor(tower, prepare, _fingerprint(described, hash_name), limits, hash_name)
+    described = canonical([type(whole).__qualname__, settings, given.image, given.video], "settings")
+    return TowerProcessor(tower, prepare, _fingerprint(described, hash_name), limits, hash_name, tables)
+
+
+def _tables(whole: Preparation, later: Preparation) -> dict[str, torch.Tensor]:
+    modalities: list[Modality] = ["image", "video"] if whole.takes_clips else ["image"]
+    found = {modality: pixel_table(whole, later, modality) for modality in modalities}
+    return {name: torch.from_numpy(table) for name, table in found.items() if table is not None}
 
 
 def tiles_processor(

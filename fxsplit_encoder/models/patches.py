@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -27,6 +27,7 @@ from fxsplit_encoder.models.prepare import (
     Preparation,
     Prepared,
     ProcessorSettings,
+    bicubic,
     resized,
 )
 from fxsplit_encoder.models.sampling import Rule, Sampling, first_of_equal_parts
@@ -135,8 +136,13 @@ class BlockPatches(Preparation):
 
     def image(self, image: Image.Image) -> Prepared:
         """By the model's image processor."""
-        self._image_grid(*image.size)  # before the processor, whose message says less
-        processor = self.own or image_processor(self.image_format, self.processor)
+        grid = self._image_grid(*image.size)  # before the processor, whose message says less
+        form = self.image_format
+        if form.normalization.is_later and self.processor == QWEN2_VL and self.own is None:
+            size = form.patch_size * grid[2], form.patch_size * grid[1]
+            pixels, _ = patchify_images([bicubic(image, size)], 1, size, form)
+            return of_patches(IMAGE_KEYS, pixels, grid, grid)
+        processor = self.own or image_processor(form, self.processor)
         outputs = processor(images=[image], return_tensors="pt")
         t, h, w = outputs["image_grid_thw"][0].tolist()
         return of_patches(IMAGE_KEYS, outputs["pixel_values"], (t, h, w), (t, h, w))
@@ -162,8 +168,12 @@ class BlockPatches(Preparation):
         """One item of all frames."""
         form = self.video_format
         height, width = video_frame_size(len(frames), frames.height, frames.width, form)
-        pixels = form.normalization(resized(frames, (width, height)))
-        patches, grid = patchify_video(pixels.numpy(), form)
+        if form.normalization.is_later:
+            images = (bicubic(frame, (width, height)) for frame in frames)
+            pixels, grid = patchify_images(images, len(frames), (width, height), form)
+            return [of_patches(VIDEO_KEYS, pixels, grid, grid, len(frames))]
+        values = form.normalization(resized(frames, (width, height)))
+        patches, grid = patchify_video(values.numpy(), form)
         return [of_patches(VIDEO_KEYS, patches, grid, grid, len(frames))]
 
     def clip_sizes(self, num_frames: int, width: int, height: int) -> list[Prepared]:
@@ -277,6 +287,24 @@ def patchify_video(
     # (t, temporal, C, h, mh, ph, w, mw, pw) -> (t, h, w, mh, mw, C, temporal, ph, pw)
     ordered = split.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8)
     return ordered.reshape(math.prod(grid), -1), grid
+
+
+def patchify_images(
+    images: Iterable[Image.Image], count: int, size: tuple[int, int], form: PatchFormat
+) -> tuple[NDArray[np.uint8], Grid]:
+    """`patchify_video` of so many images of (width, height), with their pixels as they are."""
+    patch, merge, temporal = form.patch_size, form.merge_size, form.temporal_patch_size
+    steps, (width, height) = -(-count // temporal), size
+    rows, columns = height // form.factor, width // form.factor
+    made = np.empty((steps, rows, columns, merge, merge, 3, temporal, patch, patch), np.uint8)
+    for number, image in enumerate(images):
+        split = np.asarray(image).reshape(rows, merge, patch, columns, merge, patch, 3)
+        # (h, mh, ph, w, mw, pw, C) -> (h, w, mh, mw, C, ph, pw)
+        made[number // temporal, ..., number % temporal, :, :] = split.transpose(0, 3, 1, 4, 6, 2, 5)
+    for missing in range(count - temporal * steps, 0):
+        made[-1, ..., missing, :, :] = made[-1, ..., (count - 1) % temporal, :, :]
+    grid = (steps, height // patch, width // patch)
+    return made.reshape(math.prod(grid), -1), grid
 
 
 def block_eager(tower: Any, mm_kwargs: Inputs) -> Tensor:

@@ -38,8 +38,8 @@ class ProcessorSettings:
     """The checkpoint's own image processor, as `AutoImageProcessor` makes it; None: it cannot."""
 
     def normalizing_later(self) -> ProcessorSettings:
-        """The same, but for images' pixels, which stay as they are: see `Normalization.is_later`."""
-        return ProcessorSettings({**self.image, **_LATER}, self.video)
+        """The same, but for pixels, which stay as they are: see `Normalization.is_later`."""
+        return ProcessorSettings({**self.image, **_LATER}, {**self.video, **_LATER})
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,12 @@ IMAGENET = Normalization((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 def resized(frames: Frames, size: tuple[int, int]) -> list[Image.Image]:
     """The frames of a clip, each resized to (width, height) as it is decoded."""
-    return [frame.resize(size, Image.Resampling.BICUBIC) for frame in frames]
+    return [bicubic(frame, size) for frame in frames]
+
+
+def bicubic(image: Image.Image, size: tuple[int, int]) -> Image.Image:
+    """An image of (width, height); the same one if it has that size, whose pixels would stay as they are."""
+    return image if image.size == size else image.resize(size, Image.Resampling.BICUBIC)
 
 
 # --- files

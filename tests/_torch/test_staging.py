@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fxsplit_encoder._torch.staging import copy_on_host, to_device
+from fxsplit_encoder._torch.staging import copy_on_host, staged, to_device
 
 
 class _Called(TorchDispatchMode):
@@ -55,3 +55,13 @@ def test_a_tensor_that_is_there_stays() -> None:
     tensor = torch.randn(3)
     assert to_device(tensor, torch.device("cpu")) is tensor
     assert to_device(tensor, torch.device("cpu"), torch.float64).dtype == torch.float64
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (5, 7), (40, 1000), (3, 2, 11_000)])
+def test_a_staged_tensor_is_the_same_in_another_dtype(shape: tuple[int, ...]) -> None:
+    tensor = torch.randn(shape)
+    made = staged(tensor, torch.bfloat16, is_pinned=False)
+    assert torch.equal(made, tensor.bfloat16())
+    turned = tensor.transpose(0, -1)
+    assert torch.equal(staged(turned, torch.float64, is_pinned=False), turned.double())
+    assert staged(made, torch.bfloat16, is_pinned=False) is made

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from fxsplit_encoder.connector.transport.arena import NAME
@@ -33,9 +35,26 @@ def eventually(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
     return True
 
 
+def descriptors(but: Sequence[str] = ()) -> Counter[str]:
+    """This process's descriptors by what they lead to, but for those that lead to what begins so."""
+    found: Counter[str] = Counter()
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # that of the listing itself
+            target = os.readlink(f"/proc/self/fd/{number}")
+            found[re.sub(r"\d{2,}", "N", target)] += not target.startswith(tuple(but))
+    return +found
+
+
 @contextmanager
-def nothing_left() -> Iterator[None]:
-    """Asserts that descriptors, mapped memory and threads are as many after as before."""
-    before = num_descriptors(), mapped_bytes(), threading.active_count()
+def nothing_left(but: Sequence[str] = ()) -> Iterator[None]:
+    """Asserts that descriptors, mapped memory and threads are as many after as before.
+
+    Args:
+        but: beginnings of what descriptors lead to that are somebody else's, such as a GPU's driver's.
+    """
+    before = descriptors(but), mapped_bytes(), Counter(thread.name for thread in threading.enumerate())
     yield
-    assert (num_descriptors(), mapped_bytes(), threading.active_count()) == before
+    after = descriptors(but), mapped_bytes(), Counter(thread.name for thread in threading.enumerate())
+    assert after[0].total() == before[0].total(), f"left open: {after[0] - before[0]}"
+    assert after[1] == before[1]
+    assert after[2].total() == before[2].total(), f"still run: {after[2] - before[2]}"

@@ -5,17 +5,19 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from fxsplit_encoder.connector.books.entry import Entry
 from fxsplit_encoder.connector.books.workers import Batch, WorkerStatus
 from fxsplit_encoder.connector.fake import FakeEncoder
 from fxsplit_encoder.connector.seams import MediaItem, PreparedItem
 from fxsplit_encoder.connector.settings import SPECIFIED_BATCHES
 from fxsplit_encoder.connector.threads.copies import Copies
-from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.errors import ConnectorError, InputError
 
 from .books.stand_ins import Bench
 from .books.test_any_history import AnyHistory
@@ -39,13 +41,13 @@ def test_items_of_different_requests_share_a_batch() -> None:
 @pytest.mark.parametrize("device", [torch.device("cpu"), "cpu"])
 def test_a_worker_has_a_stream_of_its_own(device: object) -> None:
     """Which stream that is, `tests/gpu` shows."""
-    inside: list[torch.device | None] = []
-    seen: list[list[torch.device | None]] = []
+    inside: list[tuple[torch.device | None, int]] = []
+    seen: list[list[tuple[torch.device | None, int]]] = []
 
     class OwnStreams(Copies):
         @contextlib.contextmanager
-        def own_stream(self, device: torch.device | None) -> Iterator[None]:
-            inside.append(device)
+        def own_stream(self, device: torch.device | None, priority: int = 0) -> Iterator[None]:
+            inside.append((device, priority))
             yield
             inside.pop()
 
@@ -53,7 +55,10 @@ def test_a_worker_has_a_stream_of_its_own(device: object) -> None:
     encoder.device = device
     with connector([lambda: encoder], copies=OwnStreams()) as each:
         wait(each.submit(request("a")))
-    assert (seen, inside) == ([[torch.device("cpu")]], [])
+    encoder.stream_priority = -2
+    with connector([lambda: encoder], copies=OwnStreams()) as each:
+        wait(each.submit(request("b")))
+    assert (seen, inside) == ([[(torch.device("cpu"), 0)], [(torch.device("cpu"), -2)]], [])
 
 
 def test_batches_of_eight_or_of_five_milliseconds() -> None:
@@ -101,7 +106,7 @@ def test_a_long_video_lets_images_that_come_later_pass_but_not_all_of_them() -> 
 
 def test_images_do_not_wait_for_a_video_that_came_with_them() -> None:
     stage = Stage(is_open=False)
-    with connector(stage=stage, max_batches_in_flight=1) as each:
+    with connector(stage=stage, max_batches_in_flight=1, cpu_workers=1) as each:
         tickets = [each.submit(request("first"))]
         stage.wait_for_batch()
         tickets += [each.submit(request(image("video", 100)))]
@@ -155,6 +160,57 @@ def test_a_worker_is_not_waited_for_if_it_takes_nothing_more() -> None:
         _queue(bench, str(number), 1.0)
     assert len(_batch(bench.books.encoding.take(bench.workers[0])).entries) == 3
     assert bench.books.encoding.take(bench.workers[1]).batch is None
+
+
+def test_a_worker_rests_until_it_was_busy_for_no_more_than_its_share() -> None:
+    bench = Bench.make(max_busy_share=0.25, max_batch_items=1)
+    take = lambda: bench.books.encoding.take(bench.workers[0])  # noqa: E731
+    for name in "abc":
+        _queue(bench, name)
+    first, second = _batch(take()), _batch(take())  # both are in hand at once, and take 3 seconds together
+    bench.clock.now = 2.0
+    bench.books.encoding.publish(first, _failed(first))
+    bench.clock.now = 3.0
+    bench.books.encoding.publish(second, _failed(second))
+    assert take() == (None, pytest.approx(9.0))
+    bench.clock.now = 11.9
+    assert take() == (None, pytest.approx(0.1))
+    bench.clock.now = 12.1
+    third = _batch(take())
+    bench.clock.now = 13.1
+    bench.books.encoding.publish(third, _failed(third))
+    _queue(bench, "d")
+    assert take() == (None, pytest.approx(3.0))
+
+
+def test_a_worker_that_rests_ends_when_it_is_told_to() -> None:
+    with connector(max_busy_share=1e-9) as each:
+        assert wait(each.submit(request("a"))) == "ready"
+        late = each.submit(request("b"))
+        wait_until(lambda: queued(each) == 1)
+        each.cancel(late)
+
+
+class Staging(FakeEncoder):
+    """Items come to it as it has staged them."""
+
+    def stage(self, item: PreparedItem) -> PreparedItem:
+        if item.metadata["media"] == "bad":
+            raise ValueError("no room to stage it")
+        return replace(item, inputs={"staged": item.inputs["pixel_values"] + 1})
+
+
+def test_cpu_workers_stage_items_for_their_encoder() -> None:
+    seen: list[PreparedItem] = []
+    with connector([lambda: Staging(on_encode=seen.extend)]) as each:
+        tickets = [each.submit(request(name)) for name in ("a", "bad")]
+        assert [wait(ticket) for ticket in tickets] == ["ready", "unavailable"]
+        plain = each.processor.prepare(image("a"))
+        assert [[*item.inputs] for item in seen] == [["staged"]]
+        assert torch.equal(seen[0].inputs["staged"], plain.inputs["pixel_values"] + 1)
+        error = tickets[1].error
+        assert error is not None
+        assert (error.kind, "no room to stage it" in str(error)) == ("encoder", True)
 
 
 def test_workers_get_what_they_encode() -> None:
@@ -231,6 +287,11 @@ def _queue(bench: Bench, name: str, cost: float = 1.0) -> None:
     prepared = PreparedItem("image", job.entry.digest, {}, 4)
     bench.books.preparation.prepared(job, prepared, cost)
     bench.books.settle()
+
+
+def _failed(batch: Batch) -> dict[Entry, ConnectorError]:
+    """An end of a batch that needs no rows."""
+    return {entry: ConnectorError("for the test", "encoder", retryable=False) for entry in batch.entries}
 
 
 def _batch(taken: tuple[Batch | None, float | None]) -> Batch:

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+import fxsplit_encoder as fx
 from fxsplit_encoder.connector.connector import Connector
 from fxsplit_encoder.connector.manager_encoder import ManagerEncoder
 from fxsplit_encoder.connector.positions import PositionMap
 from fxsplit_encoder.connector.request import EncodeRequest
-from fxsplit_encoder.connector.seams import MediaItem, PreparedItem
+from fxsplit_encoder.connector.seams import PIXEL_TABLE, MediaItem, PreparedItem
 from fxsplit_encoder.connector.settings import ConnectorConfig
 from fxsplit_encoder.errors import InputError
 
 from ..conftest import TinyTowers
+from . import tiny_vision
 from .scenes import wait
 
 GRIDS = [(1, 4, 4), (1, 2, 8), (1, 8, 8), (1, 4, 6)]
@@ -93,9 +96,72 @@ def test_features_are_those_of_the_tower(
         assert each.audit() == []
 
 
+@pytest.fixture(scope="module")
+def tiny() -> ManagerEncoder:
+    config = fx.EncoderConfig(mode="none")
+    return ManagerEncoder(fx.EncoderCudaGraphManager(tiny_vision.tower(), config, log_interval=0))
+
+
+def test_pixels_that_are_normalized_by_the_encoder_give_the_same_rows(tiny: ManagerEncoder) -> None:
+    images = [tiny_vision.crop(number) for number in range(3)]
+    items = [MediaItem("image", image) for image in images]
+    items.insert(1, MediaItem("video", [images[0].resize((64, 32))] * 5))
+    whole, later = (tiny_vision.processor(normalize_later=is_later) for is_later in (False, True))
+    now, then = ([each.prepare(item) for item in items] for each in (whole, later))
+    assert [item.digest for item in now] == [item.digest for item in then]
+    for before, after in zip(now, then, strict=True):
+        assert {tensor.dtype for tensor in after.inputs.values()} == {
+            torch.uint8,
+            torch.int64,
+            torch.float32,
+        }
+        assert after.num_bytes < before.num_bytes / 2
+        assert tiny.predict_cost(before) == tiny.predict_cost(after)
+        assert torch.equal(tiny.stage(after).inputs[PIXEL_TABLE], after.inputs[PIXEL_TABLE])
+    for before, after in zip(tiny.encode(now), tiny.encode([*map(tiny.stage, then)]), strict=True):
+        assert torch.equal(before, after)
+
+
+def test_items_with_tables_of_their_own_are_normalized_by_those(tiny: ManagerEncoder) -> None:
+    item = tiny_vision.processor(normalize_later=True).prepare(MediaItem("image", tiny_vision.crop(0)))
+    inverted = replace(
+        item,
+        inputs={
+            **item.inputs,
+            "pixel_values": 255 - item.inputs["pixel_values"],
+            PIXEL_TABLE: item.inputs[PIXEL_TABLE].flip(1),
+        },
+    )
+    alone, same, together = tiny.encode([item, inverted, item])
+    assert torch.equal(alone, together)
+    torch.testing.assert_close(alone, same, rtol=0, atol=1e-6)
+    for number in range(20):
+        other = replace(item, inputs={**item.inputs, PIXEL_TABLE: item.inputs[PIXEL_TABLE] + number})
+        tiny.encode([other])
+    assert len(tiny._tables) < 20
+
+
+def in_double(item: PreparedItem) -> PreparedItem:
+    return replace(item, inputs={**item.inputs, "pixel_values": item.inputs["pixel_values"].double()})
+
+
 def test_costs_add_up_and_rise_with_size(encoder: ManagerEncoder, processor: GridProcessor) -> None:
     small, large = (processor.prepare(MediaItem("image", (grid, 0))) for grid in ((1, 2, 2), (1, 8, 8)))
     assert 0 < encoder.predict_cost(small) < encoder.predict_cost(large)
+
+
+def test_staged_items_are_encoded_to_the_same_rows(encoder: ManagerEncoder, processor: GridProcessor) -> None:
+    """In the tower's dtype; what was so already is the same."""
+    encoder.start()
+    items = [in_double(processor.prepare(MediaItem("image", (grid, 0)))) for grid in GRIDS]
+    staged = [encoder.stage(item) for item in items]
+    for before, after in zip(items, staged, strict=True):
+        assert after.inputs["pixel_values"].dtype == torch.float32
+        assert after.inputs["image_grid_thw"] is before.inputs["image_grid_thw"]
+        assert after.digest == before.digest
+        assert encoder.stage(after).inputs["pixel_values"] is after.inputs["pixel_values"]
+    for before, after in zip(encoder.encode(items), encoder.encode(staged), strict=True):
+        assert torch.equal(before, after)
 
 
 def test_rows_are_as_wide_as_the_tower_says(encoder: ManagerEncoder) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fxsplit_encoder.connector.merge import copy_rows, merge_rows
+from fxsplit_encoder.connector.merge import merge_rows
 from fxsplit_encoder.connector.positions import PositionMap, Run
 from fxsplit_encoder.errors import InputError
 
@@ -57,29 +57,69 @@ def test_chunks_put_every_row_where_it_belongs(
         assert torch.equal(merged.levels, further)
 
 
-def test_an_item_in_many_places_is_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("levels", [0, 2])
+@pytest.mark.parametrize("counts", [[800], [400] * 2], ids=["one item", "two items"])
+def test_many_runs_are_as_many_copies_as_one(
+    counts: list[int], levels: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[str] = []
-    for name in ("copy_", "index_copy_"):
-        own = getattr(Tensor, name)
+    for owner, name in ((Tensor, "copy_"), (Tensor, "index_copy_"), (torch, "cat")):
+        own = getattr(owner, name)
 
         def counted(*args: Any, own: Any = own, name: str = name, **kwargs: Any) -> Any:
             calls.append(name)
             return own(*args, **kwargs)
 
-        monkeypatch.setattr(Tensor, name, counted)
+        monkeypatch.setattr(owner, name, counted)
     tokens = [5, 9, 9] * 400
-    runs = PositionMap(tokens, ["video"], {"video": 9}).runs([800], 0, 1200)
+    runs = PositionMap(tokens, ["video"] * len(counts), {"video": 9}).runs(counts, 0, 1200)
     assert len(runs) == 400
-    copy_rows(features([800]), runs, torch.zeros(1200, WIDTH), 0)
-    assert calls.count("index_copy_") == 1
-    assert len(calls) <= 2
+    merge_rows(features(counts, levels), runs, torch.zeros(1200, WIDTH), 0, levels)
+    assert calls == ["cat"] * (levels > 0 or len(counts) > 1) + ["index_copy_"]
 
 
-def test_runs_whose_rows_do_not_follow_one_another_are_copied_too() -> None:
+@pytest.mark.parametrize("levels", [0, 1])
+def test_runs_whose_rows_do_not_follow_one_another_are_copied_too(levels: int) -> None:
     runs = [Run(0, row, 2 * (9 - row), 1) for row in range(9)]
     out = torch.zeros(20, WIDTH)
-    copy_rows(features([9]), runs, out, 0)
-    assert torch.equal(out[2:20:2], features([9])[0].flip(0))
+    merged = merge_rows(features([9], levels), runs, out, 0, levels)
+    expected = features([9], levels)[0]
+    assert torch.equal(out[2:20:2], expected[:, :WIDTH].flip(0))
+    assert torch.equal(merged.levels.flatten(), expected[:, WIDTH:].flatten())
+
+
+@pytest.mark.parametrize("tokens", [[9] * 8, [5, 9] * 8], ids=["one run", "eight runs"])
+def test_levels_outlast_the_rows_that_they_came_from(tokens: list[int]) -> None:
+    runs = PositionMap(tokens, ["image"], {"image": 9}).runs([8], 0, len(tokens))
+    rows = features([8], levels=2)
+    merged = merge_rows(rows, runs, torch.zeros(len(tokens), WIDTH), 0, levels=2)
+    rows[0].fill_(-7)
+    expected = features([8], levels=2)[0][:, WIDTH:].unflatten(1, (2, WIDTH)).transpose(0, 1)
+    assert torch.equal(merged.levels, expected)
+
+
+@pytest.mark.parametrize("width", [5, 6, 8])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rows_of_any_width_are_copied_into_any_part_of_embeddings(width: int, dtype: torch.dtype) -> None:
+    """Whether they consist of words or not, one run or many."""
+    rows = torch.arange(8.0 * width).view(8, width).to(dtype)
+    for tokens in ([9] * 8, [5, 9] * 8):
+        runs = PositionMap(tokens, ["image"], {"image": 9}).runs([8], 0, len(tokens))
+        for shift in (0, 1):
+            whole = torch.full((1 + len(tokens), width + 3), -1.0, dtype=dtype)
+            out = whole[shift : shift + len(tokens), shift : shift + width]
+            merged = merge_rows([rows], runs, out, 0)
+            assert torch.equal(out[merged.positions], rows)
+            assert int((whole != -1).sum()) == rows.numel()
+
+
+def test_embeddings_that_autograd_watches_are_written_too() -> None:
+    weight = torch.ones(1, 8, requires_grad=True)
+    out = weight.expand(4, 8) * 1
+    merge_rows([torch.zeros(4, 8)], [Run(0, 0, 0, 1), Run(0, 1, 2, 1)], out, 0)
+    out.sum().backward()
+    assert weight.grad is not None
+    assert torch.equal(weight.grad, torch.full((1, 8), 2.0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])

@@ -40,7 +40,7 @@ def tower() -> Any:
     return family.wrap(module)
 
 
-def processor() -> TowerProcessor:
+def processor(*, normalize_later: bool = False) -> TowerProcessor:
     """Images of 1 to 16 tokens, clips of a few more."""
     small = {"min_pixels": 32 * 32, "max_pixels": 128 * 128}
     return family_processor(
@@ -49,6 +49,7 @@ def processor() -> TowerProcessor:
         SETTINGS,
         ProcessorSettings(image=small, video=small),
         hash_name="sha256",
+        normalize_later=normalize_later,
     )
 
 

@@ -37,6 +37,9 @@ from .support import errors
 
 pytestmark = pytest.mark.gpu
 
+DRIVERS = ("/dev/nvidia",)
+"""What descriptors of the GPU's driver lead to. It opens some with the first memory of another process."""
+
 WIDTH, ROWS = 8, 4096
 SIZE = ROWS * WIDTH * 4
 IMAGE = 9
@@ -256,8 +259,10 @@ def directory() -> Iterator[Path]:
 
 
 def test_a_process_hands_features_over_in_the_gpus_memory(directory: Path) -> None:
-    """One process is killed in between: the connector starts another, and nothing is left."""
-    torch.cuda.init()
+    """One process is killed in between: the connector starts another, and nothing is left.
+
+    CUDA opens pipes, events and memory of its own when a process reads another's memory for the first time.
+    """
     made: list[ProcessEncoder] = []
 
     def process() -> ProcessEncoder:
@@ -268,7 +273,12 @@ def test_a_process_hands_features_over_in_the_gpus_memory(directory: Path) -> No
         made.append(ProcessEncoder(program, options, dict.fromkeys(MODALITIES, 4 * WIDTH)))
         return made[-1]
 
-    with nothing_left(), make([process], max_item_losses=3) as each:
+    first = process()
+    first.start()
+    first.encode([RandomRows().prepare(image("first"))])
+    first.close()
+    made.clear()
+    with nothing_left(DRIVERS), make([process], max_item_losses=3) as each:
         for number in range(12):
             items = [image(f"image {number}"), image(f"other {number}", 100)]
             ticket = each.submit(request(*items))
@@ -298,7 +308,12 @@ def test_a_captured_tower_serves_two_workers_as_eager(towers: Any, managers: dic
     eager, wider, wrapped = towers
     settings = {"model_type": "qwen3_vl", "vision_config": eager.config.to_dict()}
     sizes = ProcessorSettings(image={"min_pixels": 32 * 32, "max_pixels": 256 * 256})
-    processor = family_processor(wrapped, FAMILIES["qwen3_vl"], settings, sizes, hash_name="sha256")
+    plain, processor = (
+        family_processor(
+            wrapped, FAMILIES["qwen3_vl"], settings, sizes, hash_name="sha256", normalize_later=is_later
+        )
+        for is_later in (False, True)
+    )
 
     class Kept(ManagerEncoder):
         def close(self) -> None:
@@ -310,7 +325,7 @@ def test_a_captured_tower_serves_two_workers_as_eager(towers: Any, managers: dic
         tickets = [each.submit(EncodeRequest("r", [item])) for item in items]
         for item, ticket in zip(items, tickets, strict=True):
             assert wait(ticket) == "ready"
-            prepared = processor.prepare(item).inputs
+            prepared = plain.prepare(item).inputs
             inputs = (prepared["pixel_values"].cuda(), prepared["image_grid_thw"].cuda())
             with torch.no_grad():
                 half, full = eager(inputs[0].to(torch.bfloat16), inputs[1]), wider(*inputs)
@@ -321,3 +336,42 @@ def test_a_captured_tower_serves_two_workers_as_eager(towers: Any, managers: dic
             each.release(ticket)
         assert each.audit() == []
         wait_until(lambda: is_empty(each))
+
+
+def test_pixels_are_normalized_on_the_device_to_the_same_rows(towers: Any) -> None:
+    import fxsplit_encoder as fx
+    from fxsplit_encoder.models.media import family_processor
+    from fxsplit_encoder.models.prepare import ProcessorSettings
+    from fxsplit_encoder.models.registry import FAMILIES
+    from tests.connector.tiny_vision import crop
+
+    settings = {"model_type": "qwen3_vl", "vision_config": towers[0].config.to_dict()}
+    sizes = ProcessorSettings(image={"min_pixels": 32 * 32, "max_pixels": 256 * 256})
+    manager = fx.EncoderCudaGraphManager(towers[2], fx.EncoderConfig(mode="none"), log_interval=0)
+    encoder = ManagerEncoder(manager)
+    made = []
+    for is_later in (False, True):
+        processor = family_processor(
+            towers[2], FAMILIES["qwen3_vl"], settings, sizes, hash_name="sha256", normalize_later=is_later
+        )
+        items = [encoder.stage(processor.prepare(MediaItem("image", crop(number)))) for number in range(5)]
+        pixels = [item.inputs["pixel_values"] for item in items]
+        assert all(each.is_pinned() and each.dtype != torch.float32 for each in pixels)
+        made.append(encoder.encode(items))
+    for now, later in zip(*made, strict=True):
+        assert torch.equal(now, later)
+
+
+def test_a_tower_computes_at_its_priority(towers: Any) -> None:
+    """Its captures, and what its worker computes besides."""
+    import fxsplit_encoder as fx
+
+    config = fx.EncoderConfig(token_budgets=(64,), mode="full", stream_priority=-1)
+    manager = fx.EncoderCudaGraphManager(towers[2], config, log_interval=0)
+    assert manager.pool.stream.priority == -1
+    encoder = ManagerEncoder(manager)
+    streams = []
+    with WatchedCopies().own_stream(encoder.device, encoder.stream_priority):
+        streams.append(torch.cuda.current_stream())
+    assert [stream.priority for stream in streams] == [-1]
+    assert torch.cuda.current_stream().priority == 0

@@ -18,6 +18,7 @@ from fxsplit_encoder.errors import EncoderLostError, InputError
 from tests.connector.resources import nothing_left
 
 pytestmark = pytest.mark.gpu
+DRIVERS = ("/dev/nvidia",)  # the descriptors that the GPU's driver keeps
 FACTORY = "tests.gpu.cuda_encoders:slow"
 
 
@@ -105,7 +106,7 @@ def test_memory_of_the_gpu_comes_back(directory: Path) -> None:
     torch.cuda.synchronize()
     before = torch.cuda.mem_get_info()[0]
     encoder = encoder_of(directory, feature_device="cuda:0", device_bytes=1 << 28)
-    with nothing_left():
+    with nothing_left(DRIVERS):
         encoder.start()
         encoder.encode([item(100)])
         encoder.close()

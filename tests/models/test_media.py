@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,15 @@ from PIL import Image
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.connector.preprocess import TowerProcessor
-from fxsplit_encoder.connector.seams import MediaItem
+from fxsplit_encoder.connector.seams import PIXEL_TABLE, MediaItem
 from fxsplit_encoder.errors import MediaError
 from fxsplit_encoder.media import MediaLimits, VideoFrames
+from fxsplit_encoder.models.later import normalization_of, pixel_table
 from fxsplit_encoder.models.load import load_tower
 from fxsplit_encoder.models.media import family_processor, media_processor, tiles_processor
 from fxsplit_encoder.models.prepare import ProcessorSettings
 from fxsplit_encoder.models.registry import FAMILIES
+from fxsplit_encoder.towers.pixel_values import PixelValues
 
 from .checkpoints import CHECKPOINTS, CPU, save
 from .processors import noise
@@ -77,6 +80,68 @@ def test_a_videos_rows_follow_from_its_size(name: str, frames: int, width: int, 
     assert prepared.num_tokens == processor.count_tokens(item)
     specs = processor.tower.get_encoder_cudagraph_item_specs(dict(prepared.inputs))
     assert sum(spec.output_tokens for spec in specs) == prepared.num_tokens
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_pixels_may_be_left_to_the_encoder_to_normalize(name: str) -> None:
+    whole, family = processor_of(name), FAMILIES[name]
+    later = family_processor(whole.tower, family, settings_of(name), normalize_later=True)
+    assert later.fingerprint == whole.fingerprint
+    assert later.tables.keys() == ({"image", "video"} if name in OF_CLIPS else {"image"})
+    clip = [noise(100, 60, seed) for seed in range(4)]
+    items = [MediaItem("image", noise(131, 87)), MediaItem("video", clip)][: len(later.tables)]
+    for item in items:
+        now, then = whole.prepare(item), later.prepare(item)
+        assert (now.digest, now.num_tokens, now.metadata) == (then.digest, then.num_tokens, then.metadata)
+        values = PixelValues(then.inputs[PIXEL_TABLE].numpy(), torch.float32, CPU)
+        for key, value in now.inputs.items():
+            pixels = then.inputs[key]
+            assert pixels.dtype == (torch.uint8 if value.is_floating_point() else value.dtype)
+            assert torch.equal(values(pixels) if value.is_floating_point() else pixels, value), key
+
+
+@pytest.mark.parametrize(("width", "height"), [(64, 64), (100, 61), (31, 500), (1000, 300), (33, 40)])
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl"])
+def test_patches_of_pixels_as_they_are_are_those_of_the_processor(name: str, width: int, height: int) -> None:
+    """With limits too that have it enlarged and shrunk."""
+    image = noise(width, height)
+    for limits in ({}, {"min_pixels": 300 * 300}, {"max_pixels": 60 * 60}):
+        given = ProcessorSettings(image=limits)
+        whole, later = (
+            FAMILIES[name].prepare(settings_of(name), each) for each in (given, given.normalizing_later())
+        )
+        now, then = whole.image(image).tensors, later.image(image).tensors
+        table = torch.from_numpy(normalization_of(whole).values())
+        assert then["pixel_values"].dtype == torch.uint8
+        assert torch.equal(now["image_grid_thw"], then["image_grid_thw"])
+        values = PixelValues(table.numpy(), torch.float32, CPU)
+        assert torch.equal(values(then["pixel_values"]), now["pixel_values"])
+
+
+class Brightened:
+    """A preparation that does more to pixels than a table can say."""
+
+    def __init__(self, inner: Any) -> None:
+        self.image_format, self.takes_clips = inner.image_format, False
+        self._inner = inner
+
+    def image(self, image: Image.Image) -> Any:
+        made = self._inner.image(image)
+        if self.image_format.normalization.is_later:
+            return made
+        pixels = made.tensors["pixel_values"]
+        return replace(made, tensors={**made.tensors, "pixel_values": pixels * pixels})
+
+
+def test_a_table_is_given_only_where_it_makes_the_same_values() -> None:
+    given = ProcessorSettings()
+    preparations = [
+        FAMILIES["qwen3_vl"].prepare(settings_of("qwen3_vl"), each)
+        for each in (given, given.normalizing_later())
+    ]
+    assert pixel_table(*preparations, "image") is not None
+    assert pixel_table(*map(Brightened, preparations), "image") is None  # type: ignore[arg-type]
+    assert pixel_table(object(), object(), "image") is None  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", sorted(set(NAMES) - set(OF_CLIPS)))

@@ -84,6 +84,8 @@ class Encoding:
             return Taken()
         if not waiting or not is_least_loaded(worker, everyone, config.max_batches_in_flight):
             return Taken()
+        if (rest := worker.rests_until - self._parts.clock()) > 0:
+            return Taken(wait_s=rest)
         share = share_of(worker, everyone, waiting.cost)
         chosen = choose(waiting, worker, config, self._parts.ledger.free(worker.account), share)
         if not chosen:
@@ -140,7 +142,9 @@ class Encoding:
         if batch.is_lost:
             self._returned(batch)
             return
-        seconds = self._parts.clock() - batch.taken_at
+        now = self._parts.clock()
+        seconds = now - batch.taken_at
+        batch.worker.rest(batch, now, self._parts.config.max_busy_share)
         for entry in batch.entries:
             for ticket in self._tickets_of(entry):
                 ticket.encode_seconds = max(ticket.encode_seconds, seconds)

@@ -45,8 +45,17 @@ class Worker:
         self.load = 0.0
         """Predicted cost of these."""
         self.num_batches = 0
+        self.was_busy_until = self.rests_until = 0.0
+        """When its last batch was over, and until when it takes none."""
         self.num_losses = 0
         """How many workers of this name were lost, one after another, before this one."""
+
+    def rest(self, batch: Batch, now: float, busy_share: float) -> None:
+        """One of its batches is over; it takes no other before it was busy for no more than this share."""
+        begin = max(batch.taken_at, self.was_busy_until)
+        self.was_busy_until = now
+        if busy_share < 1:
+            self.rests_until = max(self.rests_until, begin) + (now - begin) / busy_share
 
     def __repr__(self) -> str:
         return f"Worker({self.name}, {self.status})"

@@ -75,14 +75,18 @@ class Copies:
             return target, self.mark(rows.device)
 
     @contextlib.contextmanager
-    def own_stream(self, device: torch.device | None) -> Iterator[None]:
+    def own_stream(self, device: torch.device | None, priority: int = 0) -> Iterator[None]:
         """Inside, this thread's work on a device goes to a stream of its own, so that no other's work there
         waits for it, nor it for theirs. None, or a device without streams: nothing changes.
+
+        Args:
+            device: on which.
+            priority: of the stream; below 0 its work goes before that of streams of 0.
         """
         if device is None or device.type != "cuda":
             yield
             return
-        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream = torch.cuda.Stream(device, priority)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             yield

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import get_args
 
 from fxsplit_encoder.connector.books.workers import LIVE, Worker, WorkerStatus
-from fxsplit_encoder.connector.seams import FeatureEncoder, Modality, PreparedItem
+from fxsplit_encoder.connector.seams import FeatureEncoder, Modality, PreparedItem, StagingEncoder
 from fxsplit_encoder.connector.threads.copies import Copies
 from fxsplit_encoder.connector.threads.core import Core
 from fxsplit_encoder.connector.threads.worker import WorkerThread
@@ -70,11 +70,19 @@ class Pool:
         """How each worker is, by name."""
         return {name: worker.status for name, worker in self._workers.items()}
 
-    def predict_cost(self, item: PreparedItem) -> float:
-        """Of encoding an item, as the first worker says that serves its modality."""
+    def stage(self, item: PreparedItem) -> tuple[PreparedItem, float]:
+        """An item as its encoders read it soonest, and what encoding it costs, as the first worker says that
+        serves its modality. Encoders of a connector are alike.
+        """
+        encoder = self._encoder_of(item)
+        if isinstance(encoder, StagingEncoder):
+            item = encoder.stage(item)
+        return item, encoder.predict_cost(item)
+
+    def _encoder_of(self, item: PreparedItem) -> FeatureEncoder:
         serving = [worker for worker in self._workers.values() if item.modality in worker.modalities]
         live = [worker for worker in serving if worker.status in LIVE]
-        return self._encoders[(live or serving)[0].name].predict_cost(item)
+        return self._encoders[(live or serving)[0].name]
 
     # --- one worker
 

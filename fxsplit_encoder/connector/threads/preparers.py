@@ -19,7 +19,7 @@ class Preparers:
     Args:
         core: the books.
         processor: does the work.
-        predict_cost: of encoding a preprocessed item.
+        stage: a preprocessed item as its encoder reads it soonest, and what encoding it costs.
         num_threads: how many.
     """
 
@@ -27,12 +27,12 @@ class Preparers:
         self,
         core: Core,
         processor: MediaProcessor,
-        predict_cost: Callable[[PreparedItem], float],
+        stage: Callable[[PreparedItem], tuple[PreparedItem, float]],
         num_threads: int,
     ) -> None:
         self._core = core
         self._processor = processor
-        self._predict_cost = predict_cost
+        self._stage = stage
         self.threads = [
             threading.Thread(target=self._run, name=f"connector-cpu-{number}", daemon=True)
             for number in range(num_threads)
@@ -84,7 +84,7 @@ class Preparers:
             result = failure_of(error, "media")
         else:
             try:
-                cost = self._predict_cost(result)
+                result, cost = self._stage(result)
             except Exception as error:
                 result = failure_of(error, "encoder")
         with self._core.change() as books:

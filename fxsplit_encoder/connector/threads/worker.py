@@ -18,7 +18,7 @@ from fxsplit_encoder.connector.books.entry import Entry
 from fxsplit_encoder.connector.books.events import Event
 from fxsplit_encoder.connector.books.workers import Batch, Worker, WorkerStatus
 from fxsplit_encoder.connector.failures import encode_each, failure_of
-from fxsplit_encoder.connector.seams import DeviceEncoder, FeatureEncoder, PreparedItem
+from fxsplit_encoder.connector.seams import DeviceEncoder, FeatureEncoder, PreparedItem, PrioritizedEncoder
 from fxsplit_encoder.connector.threads.copies import Copies
 from fxsplit_encoder.connector.threads.core import Core
 from fxsplit_encoder.errors import ConnectorError
@@ -66,7 +66,7 @@ class WorkerThread:
     def _run(self) -> None:
         try:
             self._encoder.start()
-            with self._copies.own_stream(_device_of(self._encoder)):
+            with self._copies.own_stream(_device_of(self._encoder), _priority_of(self._encoder)):
                 self._set_status(WorkerStatus.STARTING, WorkerStatus.RUNNING)
                 self._serve()
             self._set_status(WorkerStatus.DRAINING, WorkerStatus.STOPPED)
@@ -207,6 +207,10 @@ class WorkerThread:
 def _device_of(encoder: FeatureEncoder) -> torch.device | None:
     device: Any = encoder.device if isinstance(encoder, DeviceEncoder) else None
     return torch.device(device) if isinstance(device, str | torch.device) else None
+
+
+def _priority_of(encoder: FeatureEncoder) -> int:
+    return encoder.stream_priority if isinstance(encoder, PrioritizedEncoder) else 0
 
 
 def _is_over(events: Sequence[Event]) -> bool:

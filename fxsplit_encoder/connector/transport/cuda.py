@@ -1,13 +1,16 @@
 """Tensors from one GPU to another of the same host, or between two processes on one, past the host's memory.
 
 The owner puts tensors into a memory of its own on its GPU, which the other process opens once. Streams are
-ordered by events: each block has one, recorded behind what filled it, that the reader's stream waits for. A
-reader's copies are over before it says that a block is released, so the owner may fill it again at once.
+ordered by events: each block has one, recorded behind what filled it. A reader asks for it again and again
+before its stream waits for it: the event of a process that was killed never passes, and a stream that waits
+for it is lost. A reader's copies are over before it says that a block is released, so the owner may fill it
+again at once.
 """
 
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -23,6 +26,8 @@ from fxsplit_encoder.connector.transport.seam import Handle, Payload
 from fxsplit_encoder.connector.transport.shared_memory import SharedMemoryTransport
 from fxsplit_encoder.connector.transport.wire import Message
 from fxsplit_encoder.errors import InputError, TransportError
+
+_POLL_SECONDS = 50e-6
 
 
 class DeviceMemory(Message, frozen=True):
@@ -44,6 +49,10 @@ class DeviceEvent(Protocol):
 
     def ipc_handle(self) -> bytes:
         """What the other process opens it with."""
+        ...
+
+    def query(self) -> bool:
+        """Whether it has passed."""
         ...
 
     def wait(self) -> None:
@@ -247,12 +256,20 @@ class CudaTransport:
         check_layouts(handle.tensors, 0, memory.numel() - handle.offset)
         part = memory[handle.offset :]
         with _current(memory):
+            self._wait_for(event)
             event.wait()
             copies = copy_out({layout.name: layout.view(part) for layout in handle.tensors}, into)
             done = self._devices.new_event(memory.device)
             done.record()
             done.synchronize()
         return Payload(copies, from_plain(handle.meta))
+
+    def _wait_for(self, event: DeviceEvent) -> None:
+        """Until an event has passed, or its process cannot let it pass any more."""
+        while not event.query():
+            if not self._host.is_open:
+                raise TransportError("the other process ended before what it put was computed")
+            time.sleep(_POLL_SECONDS)
 
     def _memory_of(self, handle: Handle) -> Tensor:
         if handle.owner == self.owner:

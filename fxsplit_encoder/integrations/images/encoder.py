@@ -13,11 +13,11 @@ from torch import Tensor
 import fxsplit_encoder as fx
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.integrations.images.device_batch import Download, upload
-from fxsplit_encoder.integrations.images.pixel_values import PixelValues
 from fxsplit_encoder.integrations.images.preparer import Array, ImagePreparer, PreparedImage
 from fxsplit_encoder.integrations.images.settings import ImageEncoderSettings
 from fxsplit_encoder.models.checkpoint import Checkpoint
 from fxsplit_encoder.models.load import load_tower, read_family
+from fxsplit_encoder.towers.pixel_values import PixelValues
 
 logger = logging.getLogger(__name__)
 

@@ -7,21 +7,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from PIL import Image
 
 from fxsplit_encoder.errors import InputError, MediaError
-from fxsplit_encoder.integrations.images.pixel_values import PixelValues
 from fxsplit_encoder.integrations.images.settings import ImageEncoderSettings
 from fxsplit_encoder.media import MediaLimits, load_image
 from fxsplit_encoder.models.checkpoint import Checkpoint
+from fxsplit_encoder.models.later import normalization_of, pixel_table
 from fxsplit_encoder.models.load import read_family
-from fxsplit_encoder.models.prepare import Normalization, Preparation, Prepared
+from fxsplit_encoder.models.prepare import Prepared
 
 Array = NDArray[Any]
-
-_PROBE_SIDE = 160
 
 
 @dataclass(frozen=True)
@@ -59,10 +56,10 @@ class ImagePreparer:
         processors = checkpoint.processors()
         self._whole = family.prepare(config, processors)
         self._later = family.prepare(config, processors.normalizing_later())
-        self.values: NDArray[np.float32] = _normalization_of(self._whole).values()
+        self.values: NDArray[np.float32] = normalization_of(self._whole).values()
         """(channels, 256): what the encoder makes of each value of each channel."""
 
-        self.normalizes_later = self._gives_equal_pixels()
+        self.normalizes_later = pixel_table(self._whole, self._later, "image") is not None
         """Whether pixels are uint8. Else this checkpoint's are not what `values` makes of them."""
 
     def load(self, media: bytes | memoryview | Array) -> PreparedImage:
@@ -93,36 +90,6 @@ class ImagePreparer:
         inputs = {name: a.astype(np.uint8) if a.dtype.kind == "f" else a for name, a in made.inputs.items()}
         return PreparedImage(inputs, made.layout)
 
-    def _gives_equal_pixels(self) -> bool:
-        """Whether normalizing later gives the very floats of the processor, on an image of all colors."""
-        image, values = _probe(), PixelValues(self.values, torch.float32, torch.device("cpu"))
-        later = self._later.image(image).tensors
-        for name, now in self._whole.image(image).tensors.items():
-            pixels = later[name].byte()
-            if now.is_floating_point() and not (
-                torch.equal(pixels, later[name]) and torch.equal(now, values(pixels))
-            ):
-                return False
-        return True
-
 
 def _as_arrays(prepared: Prepared) -> PreparedImage:
     return PreparedImage({name: t.numpy() for name, t in prepared.tensors.items()}, prepared.layout)
-
-
-def _probe() -> Image.Image:
-    """Every value of every channel, each channel in another order."""
-    side = _PROBE_SIDE
-    ramp = np.arange(side * side) * 256 // (side * side)
-    channels = [ramp.reshape(side, side), ramp[::-1].reshape(side, side), ramp.reshape(side, side).T]
-    return Image.fromarray(np.stack(channels, axis=-1).astype(np.uint8))
-
-
-def _normalization_of(preparation: Preparation) -> Normalization:
-    """Of its images: its own, its format's, or its processor's."""
-    for holder in (preparation, getattr(preparation, "image_format", None)):
-        own = getattr(holder, "normalization", None)
-        if isinstance(own, Normalization):
-            return own
-    processor: Any = getattr(preparation, "processor", None)
-    return Normalization(tuple(processor.image_mean), tuple(processor.image_std))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import threading
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -32,6 +33,8 @@ class PlayedDevices:
 
     def __init__(self) -> None:
         self.log: list[str] = []
+        self.pending: set[str] = set()
+        """Events that have not passed yet."""
         self.memories: dict[bytes, torch.Tensor] = {}
         self.numbers = itertools.count()
 
@@ -51,19 +54,20 @@ class PlayedDevices:
         return CPU if uuid == "GPU-0" else None
 
     def new_event(self, device: torch.device) -> PlayedEvent:
-        return PlayedEvent(self.log, f"e{next(self.numbers)}")
+        return PlayedEvent(self.log, f"e{next(self.numbers)}", self.pending)
 
     def open_event(self, handle: bytes, device: torch.device) -> PlayedEvent:
         self.log.append(f"open {handle.decode()}")
         if not handle:
             raise RuntimeError("invalid event")
-        return PlayedEvent(self.log, handle.decode())
+        return PlayedEvent(self.log, handle.decode(), self.pending)
 
 
 class PlayedEvent:
-    def __init__(self, log: list[str], name: str) -> None:
+    def __init__(self, log: list[str], name: str, pending: set[str]) -> None:
         self.log = log
         self.name = name
+        self.pending = pending
 
     def record(self) -> None:
         self.log.append(f"record {self.name}")
@@ -71,7 +75,11 @@ class PlayedEvent:
     def ipc_handle(self) -> bytes:
         return self.name.encode()
 
+    def query(self) -> bool:
+        return self.name not in self.pending
+
     def wait(self) -> None:
+        assert self.query(), "a stream that waits for a process that is killed is lost"
         self.log.append(f"wait {self.name}")
 
     def synchronize(self) -> None:
@@ -117,6 +125,23 @@ def test_a_reader_waits_for_the_writer_and_is_done_before_it_releases(ends: Ends
     ends.reader.release(handle)
     assert eventually(lambda: ends.writer.held_bytes == 0)
     assert ends.log() == ["synchronize e0"]
+
+
+def test_a_reader_waits_on_the_host_and_not_for_a_process_that_is_gone(ends: Ends) -> None:
+    handle = ends.writer.put(b"", {"x": torch.ones(3)})
+    ends.devices.pending.add("e0")
+    later = threading.Timer(0.02, ends.devices.pending.clear)
+    later.start()
+    assert ends.reader.get(handle).buffers["x"].sum() == 3
+    later.join()
+    ends.devices.pending.add("e0")
+    gone = threading.Timer(0.02, ends.hosts[1].refuse)
+    gone.start()
+    with pytest.raises(TransportError, match="ended before"):
+        ends.reader.get(handle)
+    gone.join()
+    ends.devices.pending.clear()
+    assert ends.reader.get(handle).buffers["x"].sum() == 3, "what it had computed before can be read"
 
 
 def test_events_are_used_again_and_opened_once(ends: Ends) -> None:
