@@ -70,6 +70,9 @@ class MeasuredForward:
             for b, costs in sorted(measured.items())
             if math.isfinite(costs.exact)  # else memory ran out
         )
+        eager = tuple((b, self._beside_attention(b, milliseconds)) for b, milliseconds in self.eager)
+        if not compiled:  # then the exact shape is the tower's own forward, timed at every budget
+            exact, eager = (), exact or eager
         return PathCosts(
             replay={b: self._beside_attention(b, measured[b].best) for b in budgets},
             one_segment={
@@ -77,8 +80,8 @@ class MeasuredForward:
                 for b in budgets
                 if (cost := measured[b].single_segment) is not None
             },
-            exact=exact if compiled else (),
-            eager=tuple((b, self._beside_attention(b, milliseconds)) for b, milliseconds in self.eager),
+            exact=exact,
+            eager=eager,
             attention=self.attention,
             max_segments=max_segments,
         )
