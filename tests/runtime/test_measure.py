@@ -128,3 +128,16 @@ def test_a_traced_tower_is_measured_before_it_is_captured(make_manager: Any) -> 
     assert found.out_of_memory is None
     assert not path.costs.measured, "captures were not timed, so nothing is compared with them"
     manager.clear()
+
+
+def test_the_eager_forward_of_what_did_not_compile_was_timed_at_every_budget() -> None:
+    costs = {
+        10: MeasuredCosts({"full": 2.0}, exact=16.0, host=15.0),
+        20: MeasuredCosts({"full": 4.0}, exact=16.0, host=15.0),
+        40: MeasuredCosts({}, exact=40.0, host=15.0),
+    }
+    measured = MeasuredForward(eager=((10, 16.0), (40, 40.0)))
+    path_costs = measured.with_captures(ladder(costs, exact=(40,)), {}, compiled=False)
+    assert path_costs.exact == ()
+    # Where the host is busy all along it counts for more. A line from 10 to 40 would say 24 at 20.
+    assert dict(path_costs.eager) == pytest.approx({10: 16.8, 20: 16.8, 40: 40.0})
