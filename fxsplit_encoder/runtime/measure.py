@@ -72,7 +72,7 @@ class MeasuredForward:
         )
         eager = tuple((b, self._beside_attention(b, milliseconds)) for b, milliseconds in self.eager)
         if not compiled:  # then the exact shape is the tower's own forward, timed at every budget
-            exact, eager = (), exact or eager
+            eager, exact = exact if exact else eager, ()
         return PathCosts(
             replay={b: self._beside_attention(b, measured[b].best) for b in budgets},
             one_segment={
