@@ -172,7 +172,7 @@ class StaticBuffer:
             end = rows + part.shape[self.token_dim]
             self._rows(rows, end).copy_(part, non_blocking=True)
             rows = end
-        if self._contents.dirty != [(0, rows)]:
+        if not self._is_filled_to(rows):
             self._clear_from(rows)
 
     def remember(self, source: StaticValue | None) -> None:
@@ -197,6 +197,11 @@ class StaticBuffer:
             return self.tensor[start:end]  # in less time than `narrow` takes
         assert self.token_dim is not None
         return self.tensor.narrow(self.token_dim, start, end - start)
+
+    def _is_filled_to(self, rows: int) -> bool:
+        """Whether just so many rows are marked as filled: what else is lies behind this buffer."""
+        first, *others = self._contents.dirty
+        return first == (0, rows) and (not others or others[0][0] >= self.capacity)
 
     def _clear_from(self, rows: int) -> None:
         for first, end in self._contents.dirty:
