@@ -306,6 +306,21 @@ def host(result: Result) -> str:
     return f"{table}\n\n{described(result, result['settings']['tower'])}."
 
 
+def map_batches(result: Result) -> str:
+    """`encode_images` beside the manager alone on the same GPUs, and what preparing takes."""
+    prepare, *runs = result["rows"]
+    named = {"files": "JPEG files", "prepared": "prepared pixels"}
+    rows = [{**row, "from": named[row["way"]]} for row in runs]
+    columns = {"from": "from", "GPUs": "actors", "images/s": "images/s"}
+    table = by_columns({**columns, "`manager.execute` alone": "execute alone", "share": "share"}, rows)
+    settings = result["settings"]
+    caption = (
+        f"{settings['images']} photographs of {settings['side']} pixels each way. One CPU prepares "
+        f"{shown(prepare['images/s'])} a second: {shown(prepare['CPUs needed'])} CPUs keep these GPUs busy."
+    )
+    return f"{table}\n\n{caption} {described(result, settings['tower'])}."
+
+
 def accelerate(result: Result) -> str:
     groups = _grouped(result["rows"], "workload")
     ways = list(dict.fromkeys(row["way"] for row in result["rows"]))
@@ -429,6 +444,7 @@ TABLES: Mapping[str, Table] = {
     "vllm": Table("vllm.json", vllm),
     "vllm_serving": Table("vllm_serving.json", vllm_serving),
     "ab": Table("ab.json", ab),
+    "map_batches": Table("map_batches.json", map_batches),
     "fleet_parts": Table("fleet.json", fleet_tables.parts, needs_gpu=False),
     "fleet_decoders": Table("fleet.json", fleet_tables.decoders, needs_gpu=False),
     "fleet_check": Table("fleet.json", fleet_tables.check, needs_gpu=False),

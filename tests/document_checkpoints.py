@@ -11,6 +11,8 @@ import pytest
 import torch
 from PIL import Image
 
+from fxsplit_encoder.planning import inferred_budgets
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 IMAGE_TOKEN, TOKENS = 61, 64
 TEXT: dict[str, Any] = {
@@ -55,6 +57,16 @@ def load_stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     replace("AutoProcessor", lambda name: Processor())
     replace("AutoImageProcessor", lambda name: SiglipImageProcessorPil(size=size))
     replace("SiglipVisionModel", lambda name: _siglip())
+
+
+def infer_few_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The smaller ones alone of those that are inferred: a CPU attends to each in quadratic time."""
+
+    def few(*args: Any) -> tuple[int, ...]:
+        return tuple(budget for budget in inferred_budgets(*args) if budget <= 256)
+
+    monkeypatch.setattr("fxsplit_encoder.planning.limits.inferred_budgets", few)
+    monkeypatch.setattr("fxsplit_encoder.backend.forward.inferred_budgets", few)
 
 
 def small_model() -> Any:

@@ -17,7 +17,7 @@ from bench import parse
 from prometheus_client import REGISTRY
 
 import fxsplit_encoder as fx
-from tests.document_checkpoints import load_stand_ins
+from tests.document_checkpoints import infer_few_budgets, load_stand_ins
 from tests.document_setups import LOADING, REPLACED, SETUPS, nothing, working_directory
 
 ROOT = Path(__file__).parents[1]
@@ -88,6 +88,7 @@ def test_the_code_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(working_directory(tmp_path))
+    infer_few_budgets(monkeypatch)
     if page in LOADING:
         load_stand_ins(monkeypatch)
     try:

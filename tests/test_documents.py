@@ -13,7 +13,7 @@ import torch
 
 import fxsplit_encoder as fx
 from fxsplit_encoder import connector
-from tests.document_checkpoints import SIGLIP, load_stand_ins
+from tests.document_checkpoints import SIGLIP, infer_few_budgets, load_stand_ins
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -45,6 +45,7 @@ def pasted(
 ) -> Any:
     """What is left of the README's blocks, pasted one after another; checkpoints are tiny and random."""
     load_stand_ins(monkeypatch)
+    infer_few_budgets(monkeypatch)
     monkeypatch.chdir(ROOT)
     blocks = re.findall(r"```python\n(.*?)```", text_of(README), re.DOTALL)
     file = tmp_path / "pasted.py"  # a file, since Dynamo reads sources

@@ -241,9 +241,8 @@ class PathTable:
 
     def fallback(self, tokens: int) -> tuple[float, bool]:
         """The cost of a batch without a replay, and whether it is the eager forward that costs it."""
-        if tokens <= self.largest:
-            return self._fallbacks.item(tokens), self._eager_is_cheaper.item(tokens)
-        if not self.predicts_fallbacks:
+        # Of one size, without the tables, which are as long as the largest budget that was asked for.
+        if tokens == 0 or not self.predicts_fallbacks:
             return _UNMEASURED_FALLBACK * (tokens + 1), False
         exact, eager = self.path_costs.exact_curve.at(tokens), self.path_costs.eager_curve.at(tokens)
         return (eager, True) if eager < exact else (exact, False)
@@ -300,25 +299,13 @@ class PathTable:
         return cheapest[np.searchsorted(self.budgets, np.arange(self.largest + 2))]
 
     @functools.cached_property
-    def _both_fallbacks(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        return self._fallbacks_at(np.arange(self.largest + 1))
-
-    @functools.cached_property
     def _fallbacks(self) -> NDArray[np.float64]:
-        return np.append(np.minimum(*self._both_fallbacks), np.inf)
-
-    @functools.cached_property
-    def _eager_is_cheaper(self) -> NDArray[np.bool_]:
-        exact, eager = self._both_fallbacks
-        return eager < exact
-
-    def _fallbacks_at(self, tokens: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """The costs of the exact shape and of the eager forward; one of them is always finite."""
-        exact, eager = self.path_costs.exact_curve(tokens), self.path_costs.eager_curve(tokens)
-        unmeasured = _UNMEASURED_FALLBACK * (tokens + 1)
+        """As `fallback`, of every size."""
+        tokens = np.arange(self.largest + 1)
+        cheaper = np.minimum(self.path_costs.exact_curve(tokens), self.path_costs.eager_curve(tokens))
         # An empty batch is no shape to run: where a replay of padding alone serves it, that is taken.
         never = (tokens == 0) | (not self.predicts_fallbacks)
-        return np.where(never, unmeasured, exact), np.where(never, np.inf, eager)
+        return np.append(np.where(never, _UNMEASURED_FALLBACK * (tokens + 1), cheaper), np.inf)
 
     @functools.cached_property
     def _best(self) -> NDArray[np.float64]:

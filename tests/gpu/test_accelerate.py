@@ -24,6 +24,12 @@ def on_gpu(inputs: Mapping[str, Any]) -> dict[str, Any]:
     return {name: v.cuda() if isinstance(v, torch.Tensor) else v for name, v in inputs.items()}
 
 
+@pytest.fixture(autouse=True)
+def full_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Towers compute their patches by a product; the models' own convolutions would round to TF32."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
 def test_a_model_on_a_gpu(name: str, tmp_path: Path) -> None:
@@ -40,7 +46,8 @@ def test_a_model_on_a_gpu(name: str, tmp_path: Path) -> None:
     features = [tiny.features(each, on_gpu(tiny.image_inputs(tiny.images))) for each in (model, reference)]
     assert_close(*features, tolerance=1e-4)
     stats = fx.stats(model)
-    assert stats.hits > 0 and set(stats.misses) <= {MissReason.UNCAPTURED_OUTPUT}
+    # Models of this size may indeed be quicker without a graph.
+    assert stats.hits > 0 and set(stats.misses) <= {MissReason.UNCAPTURED_OUTPUT, MissReason.EAGER_IS_FASTER}
     assert (num_traces(), num_captures(model)) == (traces, captures)
     restored = tiny.features(fx.restore(model), on_gpu(tiny.image_inputs(tiny.images)))
     assert_same_bits(restored, features[1])

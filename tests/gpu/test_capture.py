@@ -361,7 +361,7 @@ def test_threads_share_a_manager(towers: Any, managers: Any) -> None:
 @pytest.mark.alone
 def test_costs_are_measured_and_decide(managers: Any) -> None:
     manager = managers["auto"]
-    costs = manager.paths["default"].costs()
+    costs = manager.paths["default"].costs
     assert costs.measured
     assert costs.attention > 0
     assert len(costs.eager) == 3

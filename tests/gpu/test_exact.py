@@ -20,6 +20,7 @@ from fxsplit_encoder.capture import GraphPool
 from fxsplit_encoder.models.eager import rms_error
 from fxsplit_encoder.models.random import demo_tower
 from fxsplit_encoder.models.registry import architecture
+from fxsplit_encoder.planning import PathCosts
 
 pytestmark = pytest.mark.gpu
 
@@ -176,19 +177,21 @@ def test_evicting_frees_what_was_promised(family: Any) -> None:
     assert reserved() <= before + 16 * 2**20
 
 
-@pytest.mark.alone
 @torch.no_grad()
 def test_auto_captures_a_count_that_padding_makes_dear(family: Any) -> None:
+    """With costs that are given: towers of this size may be as quick on any budget."""
     tower = family[0]
     manager = make_manager(tower, mode="auto", packing="cost", token_budgets=(64, 512))
     replays = manager.paths["default"].unpadded
     assert replays is not None
+    dear = ((64, 10.0), (512, 10.0))
+    replays.use_costs(PathCosts(replay={64: 1.0, 512: 10.0}, exact=dear, eager=dear), capture_ms=20.0)
     inputs = images([(1, 20, 16)], tower.patch_features)  # 80 tokens in a budget of 512
-    for _ in range(4000):
+    captured = []
+    for _ in range(3):
         manager.execute(inputs)
-        if 80 in replays.captures or 80 in replays.captures.not_faster:
-            break
-    assert 80 in replays.captures or 80 in replays.captures.not_faster
+        captured.append(80 in replays.captures or 80 in replays.captures.not_faster)
+    assert captured == [False, False, True]
     (expected,) = family[1](inputs)
     size = float(expected.float().square().mean().sqrt())
     assert rms_error(manager.execute(inputs), [expected]) <= 0.1 * size

@@ -70,7 +70,7 @@ def test_map_batches_encodes_on_the_gpu(cluster: None, model: Path) -> None:
     paths = sorted(EXAMPLES.iterdir())
     results = encoder.encode([encoder.preparer.load(path.read_bytes()) for path in paths])
     expected = {path.name: result for path, result in zip(paths, results, strict=True)}
-    images = ray.data.read_binary_files(str(EXAMPLES), include_paths=True)
+    images = ray.data.from_items([{"path": path.name, "bytes": path.read_bytes()} for path in paths])
     rows = encode_images(images, batch_size=4, **settings).take_all()
     assert {Path(row["path"]).name for row in rows} == expected.keys()
     for row in rows:

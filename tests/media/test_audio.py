@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import soundfile
 import torch
 
 from fxsplit_encoder.errors import MediaError, MissingExtraError
 from fxsplit_encoder.media import AudioSamples, MediaLimits, load_audio, measure_audio, sample_bytes
+
+soundfile = pytest.importorskip("soundfile", reason="the extra `audio`")
 
 LIMITS = MediaLimits()
 RATE = 16000
