@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import math
@@ -112,6 +113,8 @@ class BudgetLadder:
         """Budgets that were captured in another mode than the wanted one, and why."""
         self.costs: dict[int, MeasuredCosts] = {}
         """What was measured on a device, of budgets in `captured` and `no_graph_needed`."""
+        self.in_inference_mode = False
+        """Whether a tower's own code is timed in inference mode, in which it will run."""
         self._capture_ms: list[float] = []
         self._is_warm = False
         """Whether a tower's own code has run, so that what it prepares once is prepared."""
@@ -267,8 +270,10 @@ class BudgetLadder:
                 body, [KnownSegments(each, [0, rows]) for each in lengths if each.shape[0] == 2]
             )
 
+        own_mode = self.in_inference_mode and not isinstance(request.body, ProgramBody)
         try:
-            return measure_run(body, self.pool.device)
+            with torch.inference_mode() if own_mode else contextlib.nullcontext():
+                return measure_run(body, self.pool.device)
         except torch.OutOfMemoryError:
             return MeasuredRun(math.inf, math.inf)
 

@@ -197,9 +197,12 @@ class EncoderCudaGraphManager:
         device every way to run is timed, for `packing: cost`. `progress` is called with (budgets done,
         budgets). What is captured already stays until `clear`.
         """
+        in_inference_mode = torch.is_inference_mode_enabled()
         with self._lock, choosing(self.kernels), _without_autograd():
             if not self.config.enabled or self._captured:
                 return
+            for path in self.paths_by_key.values():
+                path.ladder.in_inference_mode = in_inference_mode
             planned = self.planned_captures()
             logger.info("%s", planned)
             self.compile()

@@ -109,9 +109,9 @@ class EncoderPath(CapturedProgram):
 
     def measure(self) -> None:
         """Times what no capture is needed for, and captures are judged by: the tower's own forward over a few
-        sizes, and attention. Where nothing was compiled, the ladder times that forward at every budget.
+        sizes, and attention.
         """
-        if not self.scope.measured or self.program is None:
+        if not self.scope.measured:
             return
         self.measured = measure_forward(self.forward, self.budgets)
         # While a capture is open torch frees none of the blocks that it keeps for later.
