@@ -31,9 +31,10 @@ PieceCompiler = Literal["auto", "inductor", "aot_eager", "eager"]
 GraphPass = Literal[
     "conv_to_linear",
     "pad_mlp_width",
-    "gelu_epilogue",
     "decomposed_bias",
     "dense_attention",
+    "wide_heads",
+    "gelu_epilogue",
 ]
 Precision = Literal["auto", "fp8"]
 Padding = Literal["proved", "probed"]
@@ -247,8 +248,8 @@ class EncoderConfig(Settings):
 
     passes: Annotated[Literal["auto"] | tuple[GraphPass, ...], BeforeValidator(_check_passes)] = "auto"
     """Which exact rewrites of the graph are made, as a list of names (docs/passes.md). auto: those that were
-    measured to pay on the device; on CUDA all of them, `decomposed_bias` from compute capability 9.0 on.
-    `pad_mlp_width` takes memory."""
+    measured to pay on the device; on CUDA all but `wide_heads`, `decomposed_bias` from compute capability 9.0
+    on. `pad_mlp_width` and `wide_heads` take memory."""
 
     precision: Precision = "auto"
     """What the linear layers of the blocks multiply in. auto: the tower's own dtype; fp8: 8-bit floating

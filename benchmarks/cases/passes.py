@@ -3,9 +3,9 @@
     python benchmarks/bench.py passes --output out/passes.json
 
 27 blocks, 1152 wide, bf16, seeded random weights: milliseconds of one full graph replay at 196, 784, 3136 and
-7056 patches, a row for each candidate: "default", what `passes: auto` is on CUDA; no pass; every pass alone,
-beside `conv_to_linear`; and fp8. Errors are relative root mean squares against float32 at the smallest size;
-"default" has that of bf16. A candidate that fails has its error in the table; the others go on.
+7056 patches, a row for each candidate: "default", what `passes: auto` is on CUDA; every pass, and none; each
+alone, beside `conv_to_linear`; and fp8. Errors are relative root mean squares against float32 at the smallest
+size; "default" has that of bf16. A candidate that fails has its error in the table; the others go on.
 
 `--tiny` takes a tiny tower, on a CPU too, where times are those of `execute`.
 """
@@ -26,6 +26,7 @@ from timing import replays_ms, wall_ms, watching_replays
 from worker import relative_error
 
 import fxsplit_encoder as fx
+from fxsplit_encoder.compile.passes import DEFAULT_PASSES
 from fxsplit_encoder.config import GRAPH_PASSES
 from fxsplit_encoder.models.random import demo_tower
 
@@ -41,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def candidates() -> dict[str, dict[str, Any]]:
     """Settings by name."""
     alone = {f"pass {name}": tuple(dict.fromkeys(("conv_to_linear", name))) for name in GRAPH_PASSES}
-    passes = {"default": GRAPH_PASSES, "no passes": (), **alone}
+    passes = {"default": DEFAULT_PASSES["cuda"], "every pass": GRAPH_PASSES, "no passes": (), **alone}
     return {**{name: {"passes": names} for name, names in passes.items()}, "fp8": {"precision": "fp8"}}
 
 

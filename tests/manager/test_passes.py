@@ -23,18 +23,19 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def tower(seed: int) -> Any:
+def tower(seed: int, **config_changes: Any) -> Any:
     from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
     from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
-    config = Qwen3VLVisionConfig(
-        depth=2,
-        hidden_size=32,
-        intermediate_size=120,
-        num_heads=2,
-        out_hidden_size=48,
-        deepstack_visual_indexes=[0],
-    )
+    settings = {
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 120,
+        "num_heads": 2,
+        "out_hidden_size": 48,
+        "deepstack_visual_indexes": [0],
+    }
+    config = Qwen3VLVisionConfig(**(settings | config_changes))
     made = Qwen3VLVisionModel(config).requires_grad_(False).train(False)
     generator = torch.Generator().manual_seed(seed)
     for parameter in made.parameters():
@@ -64,6 +65,7 @@ def test_every_pass_changes_the_tower(captured: Any) -> None:
         "gelu_epilogue": 2,
         "decomposed_bias": 0,
         "dense_attention": 0,
+        "wide_heads": 0,
     }
     assert len(program.derived.recipes) == 6
     assert program.padding.proved
@@ -135,6 +137,23 @@ def test_a_compiled_tower_sees_them_too(make_batch: Callable[..., Any]) -> None:
             result = compiled(batch["pixel_values"], batch["image_grid_thw"])
             expected = tower(seed)(batch["pixel_values"], batch["image_grid_thw"])
             torch.testing.assert_close(result.pooler_output, expected.pooler_output, rtol=1e-4, atol=1e-4)
+
+
+def test_heads_are_stored_wider(make_batch: Callable[..., Any], encode: Any) -> None:
+    inner = tower(0, hidden_size=144)  # heads of 72, as Qwen3-VL's
+    reference = copy.deepcopy(inner)
+    config = fx.EncoderConfig(**{**SETTINGS, "passes": ("conv_to_linear", "wide_heads")}, mode="full")
+    manager = fx.EncoderCudaGraphManager(fx.wrap(inner), config)
+    manager.capture()
+    (bound,) = manager.programs.values()
+    assert bound.program.pass_report == {"conv_to_linear": 1, "wide_heads": 2}
+    assert bound.program.padding.proved
+    for seed in (0, 1):
+        for each in (inner, reference):
+            each.load_state_dict(tower(seed, hidden_size=144).state_dict())
+        for grids in ([(1, 4, 6)], [(1, 4, 4), (1, 2, 2)], [(1, 8, 10)]):
+            assert_same(manager, reference, encode, make_batch(grids))
+    assert manager.stats().hits == 6
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import fxsplit_encoder as fx
@@ -76,7 +77,8 @@ def test_the_document_says_what_is_proved(case: Case) -> None:
     for name, path, padding, nodes in rows_of(case.name, case.manager):
         assert (name, path) in said, "add it: python -m tests.towers.padding_table"
         assert said[name, path][0] == padding
-        if torch.__version__.startswith("2.13."):  # traces of other versions differ by some nodes
+        if torch.__version__.startswith("2.13.") and transformers.__version__.startswith("5.23."):
+            # Traces of other versions differ by some nodes.
             assert said[name, path][1] == nodes
 
 

@@ -72,7 +72,9 @@ def test_what_is_asked_for_runs_in_the_order_of_the_registry(names: Any, report:
     torch.testing.assert_close(graph.run(), mlp(x))
 
 
-@pytest.mark.parametrize(("capability", "missing"), [((8, 0), {"decomposed_bias"}), ((9, 0), set())])
+@pytest.mark.parametrize(
+    ("capability", "missing"), [((8, 0), {"decomposed_bias", "wide_heads"}), ((9, 0), {"wide_heads"})]
+)
 def test_defaults_on_cuda_depend_on_the_architecture(
     capability: tuple[int, int], missing: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -93,9 +95,10 @@ def test_rows_for_a_table() -> None:
     assert [row[:2] for row in rows] == [
         ["conv_to_linear", "1"],
         ["pad_mlp_width", "off"],
-        ["gelu_epilogue", "off"],
         ["decomposed_bias", "off"],
         ["dense_attention", "off"],
+        ["wide_heads", "off"],
+        ["gelu_epilogue", "off"],
         ["fp8_linear", "8"],
     ]
     assert all(len(row[2]) > 20 and "\n" not in row[2] for row in rows)

@@ -1,0 +1,193 @@
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fxsplit_encoder.attention import dense_attention, varlen_attention
+from fxsplit_encoder.compile.passes.wide_heads import Piece, arrange_heads, pad_head_columns, wide_heads
+
+from .aten_graphs import Graph, aten_graph
+
+HEADS, WIDTH, WIDE = 2, 72, 80
+FEATURES = HEADS * WIDTH
+SCALE = WIDTH**-0.5
+
+
+def rotated(x_THD: Tensor) -> Tensor:
+    """Something that is computed by features, as rotary embeddings are."""
+    first, second = x_THD.chunk(2, dim=-1)
+    return x_THD * 0.5 + torch.cat([-second, first], -1) * 0.7
+
+
+class Packed(nn.Module):
+    """Attention over segments, whose queries and keys are computed with in between, or not."""
+
+    def __init__(self, *, order: str = "parts first", bias: bool = True, rotary: bool = True) -> None:
+        super().__init__()
+        self.order, self.rotary = order, rotary
+        self.qkv = nn.Linear(20, 3 * FEATURES, bias=bias)
+        self.out = nn.Linear(FEATURES, 20, bias=bias)
+
+    def parts(self, x: Tensor) -> tuple[Tensor, ...]:
+        if self.order == "heads first":
+            return self.qkv(x).view(-1, HEADS, 3, WIDTH).unbind(2)
+        return self.qkv(x).view(-1, 3, HEADS, WIDTH).permute(1, 0, 2, 3).unbind(0)
+
+    def attended(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
+        q, k, v = self.parts(x)
+        if self.rotary:
+            q, k = rotated(q), rotated(k)
+        return varlen_attention(q, k, v.unsqueeze(0).squeeze(0), cu_seqlens, 5, SCALE)
+
+    def forward(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
+        return self.out(self.attended(x, cu_seqlens).unsqueeze(0).view(-1, FEATURES))
+
+
+class Apart(nn.Module):
+    """Of a batch, from three layers, as an image encoder of Hugging Face has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(20, FEATURES) for _ in range(3))
+        self.out = nn.Linear(FEATURES, 20)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            layer(x).view(-1, x.shape[1], HEADS, WIDTH).transpose(1, 2) for layer in (self.q, self.k, self.v)
+        )
+        result = dense_attention(q, k, v, SCALE)
+        return self.out(result.transpose(1, 2).reshape(-1, x.shape[1], FEATURES))
+
+
+def packed(module: nn.Module) -> Graph:
+    return aten_graph(module, torch.randn(9, 20), torch.tensor([0, 4, 4, 9], dtype=torch.int32))
+
+
+def widths(graph: Graph) -> set[int]:
+    targets = (varlen_attention, dense_attention)
+    calls = [node for node in graph.module.graph.nodes if node.target in targets]
+    return {given.meta["val"].shape[-1] for call in calls for given in (*call.args[:3], call)}
+
+
+def num_pads(graph: Graph) -> int:
+    return graph.count(torch.ops.aten.constant_pad_nd.default)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rotary", [False, True])
+def test_attention_over_segments_gives_the_same(rotary: bool, bias: bool) -> None:
+    module = Packed(rotary=rotary, bias=bias)
+    graph = packed(module)
+    assert wide_heads(graph.module) == 1
+    assert widths(graph) == {WIDE}
+    assert num_pads(graph) == (2 if rotary else 0)  # the values' zeros are in the weights
+    torch.testing.assert_close(graph.run(), module(*graph.args[-2:]))
+
+
+def test_heads_may_be_apart_where_nothing_else_reads_them() -> None:
+    module = Packed(order="heads first", rotary=False)
+    graph = packed(module)
+    assert wide_heads(graph.module) == 1
+    torch.testing.assert_close(graph.run(), module(*graph.args[-2:]))
+
+
+def test_attention_over_a_batch_gives_the_same() -> None:
+    module, x = Apart(), torch.randn(3, 7, 20)
+    graph = aten_graph(module, x)
+    assert wide_heads(graph.module) == 1
+    assert widths(graph) == {WIDE} and num_pads(graph) == 0
+    assert len(graph.derived) == 7
+    torch.testing.assert_close(graph.run(), module(x))
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Packed(), Packed()
+
+    def forward(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
+        return self.second(x + self.first(x, cu_seqlens), cu_seqlens)
+
+
+def test_every_block_is_changed() -> None:
+    module = Twice()
+    graph = packed(module)
+    assert wide_heads(graph.module) == 2
+    torch.testing.assert_close(graph.run(), module(*graph.args[-2:]))
+
+
+class ReadTwice(Packed):
+    def forward(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
+        result = self.attended(x, cu_seqlens).view(-1, FEATURES)
+        return self.out(result) + result[:, :20]
+
+
+class ReadAsItIs(Packed):
+    """The projection's output is read whole."""
+
+    def forward(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
+        return super().forward(x, cu_seqlens) + self.qkv(x).sum(1, keepdim=True)
+
+    def parts(self, x: Tensor) -> tuple[Tensor, ...]:
+        projected = self.qkv(x)
+        q, k, v = projected.view(-1, 3, HEADS, WIDTH).permute(1, 0, 2, 3).unbind(0)
+        return q + projected.sum(1)[:, None, None], k, v
+
+
+class HeadsFirst(Packed):
+    """What is computed with is not stored head by head."""
+
+    def __init__(self) -> None:
+        super().__init__(order="heads first")
+
+
+class Normalized(Packed):
+    def forward(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
+        return self.out(self.attended(x, cu_seqlens).view(-1, FEATURES).relu())
+
+
+class ByWidth(Packed):
+    """Reads the result with heads inside of features."""
+
+    def forward(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
+        return self.out(self.attended(x, cu_seqlens).transpose(1, 2).reshape(-1, FEATURES))
+
+
+@pytest.mark.parametrize("module", [ReadTwice, ReadAsItIs, HeadsFirst, Normalized, ByWidth])
+def test_other_graphs_stay_as_they_are(module: Any) -> None:
+    made = module()
+    graph = packed(made)
+    before = str(graph.module.graph)
+    assert wide_heads(graph.module) == 0
+    assert str(graph.module.graph) == before
+    torch.testing.assert_close(graph.run(), made(*graph.args[-2:]))
+
+
+@pytest.mark.parametrize(
+    ("width", "pays"), [(16, False), (20, False), (24, False), (72, True), (88, True), (64, False)]
+)
+def test_only_widths_that_need_little_are_padded(width: int, pays: bool) -> None:
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv, self.out = nn.Linear(8, 3 * width), nn.Linear(width, 8)
+
+        def forward(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
+            q, k, v = self.qkv(x).view(-1, 3, 1, width).unbind(1)
+            return self.out(varlen_attention(q, k, v, cu_seqlens, 5, 0.2).view(-1, width))
+
+    module = Heads()
+    graph = aten_graph(module, torch.randn(9, 8), torch.tensor([0, 4, 9], dtype=torch.int32))
+    assert wide_heads(graph.module) == int(width in (72, 88))
+    torch.testing.assert_close(graph.run(), module(*graph.args[-2:]))
+
+
+def test_rows_are_arranged_by_heads() -> None:
+    weight = torch.arange(12.0)[:, None].expand(12, 3)
+    pieces = (Piece(2, 4, 2, 2, 2), Piece(0, 6, 2, 3, 4))
+    expected = [2, 3, 6, 7, 0, 1, 2, 0, 6, 7, 8, 0]
+    assert arrange_heads(weight, pieces)[:, 0].tolist() == expected
+    assert arrange_heads(torch.arange(12.0), pieces).tolist() == expected
+    columns = pad_head_columns(torch.arange(1.0, 5.0)[None], 2, 3)
+    assert columns.tolist() == [[1, 2, 0, 3, 4, 0]]
