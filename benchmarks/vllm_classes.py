@@ -30,6 +30,8 @@ ENVIRONMENT = {
     "NCCL_SOCKET_IFNAME": "lo",
     # A Triton kernel of vLLM's reads a global of its module, which Triton 3.6 refuses.
     "TRITON_ALLOW_NON_CONSTEXPR_GLOBALS": "1",
+    # Its sampler is a package of its own, which takes an engine minutes to compile.
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_PLUGINS": "",
 }
 

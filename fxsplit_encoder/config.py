@@ -196,8 +196,8 @@ class EncoderConfig(Settings):
     that the tower declares."""
 
     max_items_per_batch: _Count = 0
-    """Images and videos that one replay encodes at most; not above the smallest budget. 0: inferred from
-    the tower's range."""
+    """Images and videos that one replay encodes at most; not above the smallest budget. A tower's own forward
+    may take more where that was measured to be quicker. 0: inferred from the tower's range."""
 
     max_frames_per_batch: _Count | None = None
     """Video frames that one replay encodes at most. 0: images only. None: inferred, as many as

@@ -8,11 +8,13 @@ from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
+from torch._C import DisableTorchFunctionSubclass as as_plain_tensors
 from torch.multiprocessing.reductions import StorageWeakRef
 
 __all__ = [
     "INTERNALS",
     "StorageWeakRef",
+    "as_plain_tensors",
     "children_of",
     "forward_hooks_of",
     "hooks_of",

@@ -22,13 +22,12 @@ from fxsplit_encoder._torch.dispatch import (
     OpOverloadPacket,
     TorchDispatchMode,
     schema_of,
-    tree_leaves,
 )
 from fxsplit_encoder._torch.distributed import calls_other_ranks, num_ranks
 from fxsplit_encoder.attention import varlen_attention
 from fxsplit_encoder.capture.breaks import RecordedBreak
 from fxsplit_encoder.capture.eager_attention import LiveSegments, break_at_attention, masked_attention
-from fxsplit_encoder.capture.memory import OwnedBuffers, storage_address
+from fxsplit_encoder.capture.memory import OwnedBuffers, storage_address, tensors_in
 from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.capture.recorded_ops import RecordedOps
 from fxsplit_encoder.capture.segmented import SegmentedCapture
@@ -136,6 +135,8 @@ class BreakableCUDAGraphCapture(SegmentedCapture):
         self._failed = False
         self.read: set[int] = set()
         """Where the memory begins that the ops read, breaks included."""
+        self.met_break = False
+        """Whether there was anything that breaks, or would with `breaks`."""
         self.release()
 
     def __enter__(self) -> Self:
@@ -175,6 +176,7 @@ class BreakableCUDAGraphCapture(SegmentedCapture):
         Raises:
             CaptureError: it returned something that cannot be kept at a fixed address.
         """
+        self.met_break = True
         if not self._is_recording or not self.breaks:
             return function(*args, **kwargs)
         step = RecordedBreak(function, args, kwargs, self.pool, self._buffers)
@@ -197,17 +199,19 @@ class BreakableCUDAGraphCapture(SegmentedCapture):
 
     def run_op(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Every op that is called in the context comes here."""
-        given = tree_leaves((args, kwargs))
-        self.read.update(storage_address(each) for each in given if isinstance(each, torch.Tensor))
+        given = tensors_in((args, kwargs))
+        self.read.update(map(storage_address, given))
         if not self._is_recording:
             return op(*args, **kwargs)
         self.running = op.name()
         if self._is_alone and calls_other_ranks(op):
             refuse_collectives([op.name()])
-        if op is varlen_attention and op in self._targets:
-            return self._run_attention(args, kwargs)
-        if op in self._targets and self.breaks:
-            return self.break_at(op, args, kwargs)
+        if op in self._targets:
+            self.met_break = True
+            if op is varlen_attention:
+                return self._run_attention(args, kwargs)
+            if self.breaks:
+                return self.break_at(op, args, kwargs)
         refuse_synchronization(op, args, kwargs, self.pool.device)
         return self._record(op, args, kwargs)
 
@@ -236,7 +240,7 @@ class BreakableCUDAGraphCapture(SegmentedCapture):
         if isinstance(self._graph, RecordedOps):
             self._graph.record(call, args, kwargs, results)
         else:
-            self.pool.note_allocated(results, (args, kwargs))
+            self.pool.note_tensors(tensors_in(results), tensors_in((args, kwargs)))
         return results
 
     def _new_graph(self) -> torch.cuda.CUDAGraph | RecordedOps:
@@ -276,7 +280,7 @@ def refuse_synchronization(
     """Raises CaptureError if the op, called with these arguments, would wait for `device`."""
     if op in _COPIES:
         reason = _waiting_copy(args, kwargs, device)
-    elif _on_device(args, kwargs, device) and _depends_on_values(op, args, kwargs):
+    elif _depends_on_values(op, args, kwargs) and _on_device(args, kwargs, device):
         reason = "the host needs values that the device computes"
     else:
         return
@@ -296,8 +300,7 @@ def _depends_on_values(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 
 def _on_device(args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device) -> bool:
-    leaves = tree_leaves((args, kwargs))
-    return any(isinstance(leaf, torch.Tensor) and leaf.device.type == device.type for leaf in leaves)
+    return any(tensor.device.type == device.type for tensor in tensors_in((args, kwargs)))
 
 
 def _waiting_copy(args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device) -> str | None:

@@ -105,9 +105,17 @@ class StaticBuffer:
 
     def check(self, value: StaticValue) -> None:
         """Raises ReplayError unless `value` fits: same dimensions, at most as many rows (capture rule 3)."""
-        self._check_shape(value)
+        if not (isinstance(value, Tensor) and self._holds_rows_of(value)):
+            self._check_shape(value)
         if self.is_permutation:
             self._check_order(value)
+
+    def _holds_rows_of(self, value: Tensor) -> bool:
+        """Whether a tensor is plainly as this one, or has fewer rows: as nearly every value is."""
+        got, own = value.shape, self.tensor.shape
+        return got == own or (
+            self.token_dim == 0 and len(got) == len(own) and got[0] <= own[0] and got[1:] == own[1:]
+        )
 
     def _check_shape(self, value: StaticValue) -> None:
         expected, dim, rows = self.tensor.shape, self.token_dim, 0
@@ -164,7 +172,7 @@ class StaticBuffer:
             end = rows + part.shape[self.token_dim]
             self._rows(rows, end).copy_(part, non_blocking=True)
             rows = end
-        if self._contents.dirty != [(0, rows)]:
+        if not self._is_filled_to(rows):
             self._clear_from(rows)
 
     def remember(self, source: StaticValue | None) -> None:
@@ -189,6 +197,11 @@ class StaticBuffer:
             return self.tensor[start:end]  # in less time than `narrow` takes
         assert self.token_dim is not None
         return self.tensor.narrow(self.token_dim, start, end - start)
+
+    def _is_filled_to(self, rows: int) -> bool:
+        """Whether just so many rows are marked as filled: what else is lies behind this buffer."""
+        first, *others = self._contents.dirty
+        return first == (0, rows) and (not others or others[0][0] >= self.capacity)
 
     def _clear_from(self, rows: int) -> None:
         for first, end in self._contents.dirty:

@@ -25,7 +25,8 @@ from fxsplit_encoder.capture.segments import fill_cu_seqlens, pad_cu_seqlens, pa
 from fxsplit_encoder.compile.derived import DerivedParameters
 from fxsplit_encoder.errors import CaptureError, CaptureMemoryError, FxSplitError
 
-_WARMUPS = 2
+WARMUPS = 2
+"""Runs of a forward before it is captured: the first prepares what is prepared once."""
 
 # Times that one thing is timed, and the milliseconds after which two are enough: a good part of capturing a
 # ladder is waiting for what is timed.
@@ -82,8 +83,17 @@ class CapturedForward:
         self._real: tuple[int, int] | None = None
         """Rows of the batch that was loaded, of how many captured ones; None: not known."""
 
-    def record(self) -> None:
+    @property
+    def is_unbroken(self) -> bool:
+        """Whether this is a graph of a module's own code that no other mode would break either."""
+        capture = self.capture
+        return isinstance(capture, BreakableCUDAGraphCapture) and not (capture.breaks or capture.met_break)
+
+    def record(self, warmups: int = WARMUPS) -> None:
         """Warms the forward up at full depth, then captures it.
+
+        Args:
+            warmups: runs before, on the stream of the capture.
 
         Raises:
             CaptureMemoryError: out of device memory, or over the pool's limit. Nothing is kept.
@@ -96,7 +106,7 @@ class CapturedForward:
             with torch.inference_mode(False), torch.no_grad():
                 if self.pool.is_cuda:
                     with self.pool.capturing():
-                        for _ in range(_WARMUPS):
+                        for _ in range(warmups):
                             self._body()
                     torch.cuda.synchronize(self.pool.device)
                     before = self.pool.reserved_bytes()

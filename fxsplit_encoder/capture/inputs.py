@@ -44,6 +44,8 @@ class StaticInputs:
 
     def check_complete(self, values: Mapping[str, StaticValue | None]) -> None:
         """Raises ReplayError if a buffer that is no constant got no value at all (capture rule 4)."""
+        if self.buffers.keys() <= values.keys():
+            return
         for name, buffer in self.buffers.items():
             if name not in values and not buffer.is_constant:
                 raise ReplayError(
@@ -108,6 +110,8 @@ def _pinned(
     """
     num_bytes = 0
     for buffer, value in given:
+        if isinstance(value, Tensor) and value.is_cuda:
+            continue
         if buffer.tensor.is_cuda:
             for part in parts_of(value):
                 if not _can_be_sent(part, buffer.tensor.dtype):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import math
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from fxsplit_encoder.attention import KnownSegments, measuring
-from fxsplit_encoder.capture.forward import CapturedForward, MeasuredRun, measure_run
+from fxsplit_encoder.capture.forward import WARMUPS, CapturedForward, MeasuredRun, measure_run
 from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.capture.requests import CaptureRequest, ProgramBody
 from fxsplit_encoder.errors import CaptureError
@@ -32,6 +33,10 @@ _HIDDEN_HOST = 0.5
 # took. Both figures are choices.
 _BUSY_HOST = 0.75
 _BUSY_HOST_PRICE = 1.05
+
+# Where a tower's own code keeps the host busy for more than this share of the time that it takes, the device
+# keeps up with it: a smaller size takes as long, and need not be run to know it. The share is a choice.
+_BOUND_BY_HOST = 0.9
 
 # A second graph for batches of one segment is kept where it costs at most this share of the other: less is
 # within the noise of a measurement, and takes memory all the same.
@@ -108,7 +113,13 @@ class BudgetLadder:
         """Budgets that were captured in another mode than the wanted one, and why."""
         self.costs: dict[int, MeasuredCosts] = {}
         """What was measured on a device, of budgets in `captured` and `no_graph_needed`."""
+        self.in_inference_mode = False
+        """Whether a tower's own code is timed in inference mode, in which it will run."""
         self._capture_ms: list[float] = []
+        self._is_warm = False
+        """Whether a tower's own code has run, so that what it prepares once is prepared."""
+        self._bound_by_host: tuple[int, MeasuredRun] | None = None
+        """The largest budget at which a tower's own code was found to be, and its run."""
         self._request = request
         self._attention_ms = attention_ms
         self._agree = agree
@@ -182,6 +193,7 @@ class BudgetLadder:
         self.no_graph_needed.clear()
         self.dropped.clear()
         self.costs.clear()
+        self._bound_by_host = None
 
     def _capture(self, budget: int) -> None:
         request = self._agreed_request(budget)
@@ -210,7 +222,7 @@ class BudgetLadder:
 
     def _capture_cheapest_mode(self, budget: int, request: CaptureRequest) -> MeasuredCosts:
         """Captures in every mode that may be, measures, and keeps the cheapest."""
-        exact = self._measure_exact(request)
+        exact = self._exact_run(budget, request)
         costs = MeasuredCosts({}, *exact, self._attention_ms(budget))
         if self.mode == "auto" and costs.hides_host:
             logger.info("budget %d: exact shape %.3f ms, of the host %.3f", budget, *exact)
@@ -233,6 +245,18 @@ class BudgetLadder:
             self.captured[budget] = candidates[best]
         return costs
 
+    def _exact_run(self, budget: int, request: CaptureRequest) -> MeasuredRun:
+        """What a run at the exact shape takes: measured, or as a larger one that the host bounds."""
+        if isinstance(request.body, ProgramBody):
+            return self._measure_exact(request)
+        self._is_warm = True
+        if self._bound_by_host is not None and budget < self._bound_by_host[0]:
+            return self._bound_by_host[1]
+        run = self._measure_exact(request)
+        if run.host > _BOUND_BY_HOST * run.wall and math.isfinite(run.wall):
+            self._bound_by_host = budget, run
+        return run
+
     def _measure_exact(self, request: CaptureRequest) -> MeasuredRun:
         """A run at the exact shape, on one segment as long as the budget."""
         single = request.single_segment() if request.single_segment is not None else request
@@ -246,8 +270,10 @@ class BudgetLadder:
                 body, [KnownSegments(each, [0, rows]) for each in lengths if each.shape[0] == 2]
             )
 
+        own_mode = self.in_inference_mode and not isinstance(request.body, ProgramBody)
         try:
-            return measure_run(body, self.pool.device)
+            with torch.inference_mode() if own_mode else contextlib.nullcontext():
+                return measure_run(body, self.pool.device)
         except torch.OutOfMemoryError:
             return MeasuredRun(math.inf, math.inf)
 
@@ -270,10 +296,12 @@ class BudgetLadder:
             single.release()
 
     def _record_all(self, budget: int, request: CaptureRequest) -> dict[str, CapturedForward]:
-        """Captures in every mode; fails only if all fail."""
+        """Captures in every mode that differs; fails only if all fail."""
         recorded: dict[str, CapturedForward] = {}
         failures: list[CaptureError] = []
         for mode in request.modes:
+            if any(captured.is_unbroken for captured in recorded.values()):
+                break  # the other mode would be the same graph
             try:
                 recorded[mode] = self._record(budget, request, mode)
             except CaptureError as error:
@@ -306,6 +334,7 @@ class BudgetLadder:
 
     def _record(self, budget: int, request: CaptureRequest, mode: str) -> CapturedForward:
         captured = CapturedForward(request, mode, self.pool)
-        captured.record()
+        warm = self._is_warm and not isinstance(request.body, ProgramBody)
+        captured.record(warmups=1 if warm else WARMUPS)
         self._num_bytes[budget] += captured.num_bytes
         return captured

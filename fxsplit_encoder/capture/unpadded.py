@@ -122,6 +122,10 @@ class UnpaddedCaptures:
         """Whether a size is captured."""
         return tokens in self._held
 
+    def __len__(self) -> int:
+        """How many sizes are captured."""
+        return len(self._held)
+
     @property
     def sizes(self) -> list[int]:
         """The sizes that are captured, increasing."""

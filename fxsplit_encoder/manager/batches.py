@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
@@ -29,6 +30,7 @@ class BatchRunner:
     Args:
         paths: by (name, axis keys).
         num_axes: how many capture axes the tower has.
+        max_items: of a batch that captures hold.
         debug: whether every rule is checked at every replay.
     """
 
@@ -40,6 +42,7 @@ class BatchRunner:
         statistics: Statistics,
         *,
         num_axes: int,
+        max_items: int,
         debug: bool,
     ) -> None:
         self.tower = tower
@@ -47,7 +50,11 @@ class BatchRunner:
         self.pool = pool
         self.statistics = statistics
         self.num_axes = num_axes
+        self.max_items = max_items
         self.debug = debug
+        self.in_inference_mode = False
+        """Whether a tower's own code runs in inference mode, as the caller of `execute` does: there the host
+        needs less for every op."""
         self._postprocess = postprocess_of(tower)
 
     def run(
@@ -72,12 +79,14 @@ class BatchRunner:
         served: list[PlannedBatch] = []
         for batch in plan.batches:
             selected, keys = self._select(batch, mm_kwargs, len(specs))
+            # More items than captures hold are left to the tower's own forward.
+            replayable = may_replay and len(batch.indices) <= self.max_items
             outputs: dict[str, Tensor] = {}
             changed: dict[str, PathPlan] = {}
             running = [(name, planned) for name, planned in batch.paths.items() if not planned.skipped]
             with self.pool.replaying():
                 for name, planned in running:
-                    output, done = self._run_path(name, keys, planned, selected, may_replay)
+                    output, done = self._run_path(name, keys, planned, selected, replayable)
                     if done is not planned:
                         changed[name] = done
                     if done.reason is None and len(outputs) < len(running) - 1:
@@ -113,7 +122,7 @@ class BatchRunner:
             self.statistics.record_fallback("eager")
             output = self.tower.encoder_eager_forward(selected, path=name)
             return output, PathPlan(planned.tokens, None, MissReason.NOT_CAPTURED, eager=True)
-        captures = list(path.captures_for(planned)) if may_replay else []
+        captures = path.captures_for(planned) if may_replay else []
         values = None
         if captures or path.runs_compiled(planned):
             values = self._values(path, planned, selected)
@@ -139,6 +148,9 @@ class BatchRunner:
     ) -> dict[str, StaticValue | None] | None:
         """What the path needs of a batch; None: the tower refuses it, and only its own forward is left."""
         try:
+            if self.in_inference_mode and path.program is None:  # no program gets what it makes
+                with torch.inference_mode():
+                    return path.values(selected)
             return path.values(selected)
         except ReplayError as error:
             logger.warning("%s, %d tokens: %s", path.label, planned.tokens, error)
@@ -152,7 +164,8 @@ class BatchRunner:
         values: dict[str, StaticValue | None] | None,
     ) -> tuple[Tensor, PathPlan]:
         if planned.eager or values is None:
-            output, compiled = path.run_eager(selected), False
+            with torch.inference_mode() if self.in_inference_mode else contextlib.nullcontext():
+                output, compiled = path.run_eager(selected), False
         else:
             output, compiled = path.run_unpadded(selected, values)
         self.statistics.record_fallback("exact" if compiled else "eager")

@@ -9,54 +9,53 @@ from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.protocol import ENCODER_CUDAGRAPH_AXIS_KEYS_KWARG, SupportsEncoderCudaGraph
 
 
-def item_modalities(tower: SupportsEncoderCudaGraph, mm_kwargs: dict[str, Any], num_items: int) -> list[str]:
-    """ "image" or "video" for every item; the batch's own modality where the tower does not tell."""
-    told = _told(tower, "item_modalities", mm_kwargs, num_items)
-    if told is not None:
-        return told
-    return [tower.get_input_modality(mm_kwargs)] * num_items if num_items else []
+class ItemFacts:
+    """What a tower tells of the items of a batch, by methods that it may lack.
 
-
-def item_segments(tower: SupportsEncoderCudaGraph, mm_kwargs: dict[str, Any], num_items: int) -> list[int]:
-    """Attention segments of every item, of a video its frames. Where the tower does not tell: the frames in
-    its videos' grids, if it has any; else one each.
+    Which it has is found out once: a module that is asked for what it has not looks everywhere first.
     """
-    told = _told(tower, "item_segments", mm_kwargs, num_items)
-    if told is not None:
+
+    def __init__(self, tower: SupportsEncoderCudaGraph) -> None:
+        self._tower = tower
+        self._modalities = getattr(tower, "item_modalities", None)
+        self._segments = getattr(tower, "item_segments", None)
+        self._frames = getattr(tower, "item_frames", None)
+
+    def modalities(self, mm_kwargs: dict[str, Any], num_items: int) -> list[str]:
+        """ "image" or "video" for every item; the batch's own modality where the tower does not tell."""
+        if self._modalities is not None:
+            return self._check(self._modalities(mm_kwargs), "item_modalities", num_items)
+        return [self._tower.get_input_modality(mm_kwargs)] * num_items if num_items else []
+
+    def segments(self, mm_kwargs: dict[str, Any], num_items: int) -> list[int]:
+        """Attention segments of every item, of a video its frames. Where the tower does not tell: the frames
+        in its videos' grids, if it has any; else one each.
+        """
+        if self._segments is not None:
+            return self._check(self._segments(mm_kwargs), "item_segments", num_items)
+        grids = mm_kwargs.get("video_grid_thw")
+        if grids is None or len(grids) != num_items:
+            return [1] * num_items
+        return [int(grid[0]) for grid in grids]
+
+    def frames(
+        self, mm_kwargs: dict[str, Any], modalities: Sequence[str], segments: Sequence[int]
+    ) -> list[int]:
+        """Video frames of every item, 0 for an image; a frame is a segment where the tower does not tell."""
+        if "video" not in modalities:
+            return [0] * len(modalities)
+        told = segments
+        if self._frames is not None:
+            told = self._check(self._frames(mm_kwargs), "item_frames", len(modalities))
+        return [count if modality == "video" else 0 for count, modality in zip(told, modalities, strict=True)]
+
+    def _check(self, told: list[Any], method: str, num_items: int) -> list[Any]:
+        if len(told) != num_items:
+            raise InputError(
+                f"{type(self._tower).__name__}.{method}: expected one entry an item, {num_items}; got "
+                f"{len(told)}"
+            )
         return told
-    grids = mm_kwargs.get("video_grid_thw")
-    if grids is None or len(grids) != num_items:
-        return [1] * num_items
-    return [int(grid[0]) for grid in grids]
-
-
-def video_frames(
-    tower: SupportsEncoderCudaGraph,
-    mm_kwargs: dict[str, Any],
-    modalities: Sequence[str],
-    segments: Sequence[int],
-) -> list[int]:
-    """Video frames of every item, 0 for an image; a frame is a segment where the tower does not tell."""
-    if "video" not in modalities:
-        return [0] * len(modalities)
-    told = _told(tower, "item_frames", mm_kwargs, len(modalities))
-    frames = told if told is not None else segments
-    return [count if modality == "video" else 0 for count, modality in zip(frames, modalities, strict=True)]
-
-
-def _told(
-    tower: SupportsEncoderCudaGraph, name: str, mm_kwargs: dict[str, Any], num_items: int
-) -> list[Any] | None:
-    """What an optional method of the tower says of every item; None: the tower does not have it."""
-    method = getattr(tower, name, None)
-    if method is None:
-        return None
-    told: list[Any] = method(mm_kwargs)
-    if len(told) != num_items:
-        raise InputError(
-            f"{type(tower).__name__}.{name}: expected one entry an item, {num_items}; got {len(told)}"
-        )
-    return told
 
 
 def item_axis_keys(

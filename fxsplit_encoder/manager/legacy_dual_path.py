@@ -108,7 +108,10 @@ def _specs_of(tower: Any, mm_kwargs: Mapping[str, Any]) -> Sequence[Any]:
 
 def _with_integers(spec: Any) -> Any:
     """A spec whose sizes are integers, of one that a tower computed from the numbers in its inputs."""
-    if not (isinstance(spec.input_size, Tensor | np.generic) and hasattr(spec, "path_output_tokens")):
+    size = spec.input_size
+    if type(size) is int or not (
+        isinstance(size, Tensor | np.generic) and hasattr(spec, "path_output_tokens")
+    ):
         return spec
     integer: Any = operator.index
     try:

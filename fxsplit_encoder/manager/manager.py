@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -124,7 +123,13 @@ class EncoderCudaGraphManager:
         self._plans = RequestPlans(tower, self.config, self.model_config, self.paths_by_key)
         num_axes, debug = len(self.model_config.capture_axes), self.config.debug
         self._runner = BatchRunner(
-            tower, self.paths_by_key, self.pool, self.statistics, num_axes=num_axes, debug=debug
+            tower,
+            self.paths_by_key,
+            self.pool,
+            self.statistics,
+            num_axes=num_axes,
+            max_items=self.limits.max_items_per_batch,
+            debug=debug,
         )
         self._recorder: Recorder | None = None
         self._captured = False
@@ -192,9 +197,12 @@ class EncoderCudaGraphManager:
         device every way to run is timed, for `packing: cost`. `progress` is called with (budgets done,
         budgets). What is captured already stays until `clear`.
         """
+        in_inference_mode = torch.is_inference_mode_enabled()
         with self._lock, choosing(self.kernels), _without_autograd():
             if not self.config.enabled or self._captured:
                 return
+            for path in self.paths_by_key.values():
+                path.ladder.in_inference_mode = in_inference_mode
             planned = self.planned_captures()
             logger.info("%s", planned)
             self.compile()
@@ -316,6 +324,7 @@ class EncoderCudaGraphManager:
         # Before the lock is taken: whoever sends bad inputs holds up nobody else. Ranks have to tell one
         # another that theirs are bad, in the order of their calls.
         specs = self._item_specs(mm_kwargs) if self.data_parallel is None else None
+        in_inference_mode = torch.is_inference_mode_enabled()
         with self._lock, choosing(self.kernels), _without_autograd():
             if self._missed_capture:
                 self._missed_capture = False
@@ -323,6 +332,7 @@ class EncoderCudaGraphManager:
                     "encoder CUDA graphs are enabled, but nothing has been captured: every item falls back; "
                     "call capture() before execute(), or set enabled: false"
                 )
+            self._runner.in_inference_mode = in_inference_mode
             if self.data_parallel is not None:
                 return self.data_parallel.execute(mm_kwargs, self._encode, self.tower)
             return self._encode(mm_kwargs, specs)
@@ -388,11 +398,23 @@ class EncoderCudaGraphManager:
 
 
 def _without_autograd() -> AbstractContextManager[None]:
-    return _outside_inference_mode() if torch.is_inference_mode_enabled() else torch.no_grad()
+    return _OutsideInferenceMode() if torch.is_inference_mode_enabled() else torch.no_grad()
 
 
-@contextlib.contextmanager
-def _outside_inference_mode() -> Iterator[None]:
-    # Static buffers are ordinary tensors; inside inference mode they could not be written outside of it.
-    with torch.inference_mode(False), torch.no_grad():
-        yield
+# Entered for every request of vLLM's: a class takes less time than a generator.
+class _OutsideInferenceMode(AbstractContextManager[None]):
+    """Without autograd, and outside of inference mode: static buffers are ordinary tensors, which could not
+    be written outside of it if they were made inside.
+    """
+
+    __slots__ = ("_inference_mode", "_no_grad")
+
+    def __enter__(self) -> None:
+        self._inference_mode = torch.inference_mode(False)
+        self._no_grad = torch.no_grad()
+        self._inference_mode.__enter__()
+        self._no_grad.__enter__()
+
+    def __exit__(self, *raised: object) -> None:
+        self._no_grad.__exit__(None, None, None)
+        self._inference_mode.__exit__(None, None, None)

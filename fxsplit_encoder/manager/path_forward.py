@@ -128,8 +128,9 @@ class PathForward:
 
     def rows(self, values: Mapping[str, StaticValue | None]) -> int | None:
         """Rows of the attended sequence of a batch, where its values tell."""
-        present = {name: value for name, value in values.items() if value is not None}
-        return self.program.tokens(present) if self.program is not None else None
+        if self.program is None:
+            return None
+        return self.program.tokens({name: value for name, value in values.items() if value is not None})
 
     def inputs(self, program: BoundProgram, values: Mapping[str, StaticValue | None]) -> dict[str, Tensor]:
         """The values, each in one tensor, on the devices and in the dtypes of the trace."""

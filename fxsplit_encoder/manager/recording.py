@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fxsplit_encoder.manager.item_facts import item_segments
+from fxsplit_encoder.manager.item_facts import ItemFacts
 from fxsplit_encoder.manager.path import EncoderPath
 from fxsplit_encoder.planning import Item, Limits
 from fxsplit_encoder.planning.plan import PlannedBatch
@@ -48,6 +48,7 @@ class Recorder:
         self.limits = limits
         self.paths = paths
         self.dtype = dtype
+        self.facts = ItemFacts(tower)
         self._writer = TraceWriter(path)
         self._is_described = False
 
@@ -73,7 +74,7 @@ class Recorder:
         if not self._is_described:
             self._writer.write_run(self._describe())
             self._is_described = True
-        segments = item_segments(self.tower, mm_kwargs, len(specs))
+        segments = self.facts.segments(mm_kwargs, len(specs))
         items = [Item(spec, segments=n) for spec, n in zip(specs, segments, strict=True)]
         served = [batch.as_dict() for batch in batches]
         self._writer.write(items, batches=served, host_ms=round(host_ms, 3))

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from fxsplit_encoder.config import EncoderConfig
-from fxsplit_encoder.manager.item_facts import item_axis_keys, item_modalities, item_segments, video_frames
+from fxsplit_encoder.manager.item_facts import ItemFacts, item_axis_keys
 from fxsplit_encoder.manager.path import EncoderPath
 from fxsplit_encoder.planning import (
     Captured,
@@ -48,6 +48,7 @@ class RequestPlans:
         self.config = config
         self.model_config = model_config
         self.paths = paths
+        self.facts = ItemFacts(tower)
         self._kept: dict[Hashable, Plan] = {}
 
     def use_captures(self, limits: Limits, *, captured: bool) -> None:
@@ -83,9 +84,9 @@ class RequestPlans:
             items = list(map(Item, specs))
             paths, skippable = self._limits.path_budgets, self._limits.skippable_paths
             return build_fallback_plan(items, paths, MissReason.DISABLED, skippable)
-        modalities = item_modalities(self.tower, mm_kwargs, len(specs))
-        segments = item_segments(self.tower, mm_kwargs, len(specs))
-        frames = video_frames(self.tower, mm_kwargs, modalities, segments)
+        modalities = self.facts.modalities(mm_kwargs, len(specs))
+        segments = self.facts.segments(mm_kwargs, len(specs))
+        frames = self.facts.frames(mm_kwargs, modalities, segments)
         num_axes = len(self.model_config.capture_axes)
         keys = item_axis_keys(self.tower, mm_kwargs, len(specs), num_axes) if num_axes else [()] * len(specs)
         sizes = tuple([(s.input_size, s.output_tokens, *s.path_output_tokens.items()) for s in specs])

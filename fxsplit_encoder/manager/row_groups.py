@@ -57,8 +57,9 @@ class RowGroups:
         Raises:
             InputError: an input has another number of rows for these patches than the samples had.
         """
-        if self.factors:
-            self._check(values)
+        if not self.factors:
+            return dict(values)
+        self._check(values)
         return {name: self._spread(name, value) for name, value in values.items()}
 
     def gather(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:

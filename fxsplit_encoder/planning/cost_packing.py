@@ -36,8 +36,9 @@ def pack_by_cost(
         loads: what the items take up. An item above the largest batch of a path is a batch of its own.
         tables: the costs of each path; no batch has more tokens there than its `largest`, and no budget is
             replayed with more segments than it holds.
-        capacity: what a batch of `pack_greedy` may have. Of this, a batch here keeps to `max_items`, and is
-            not replayed with more than `max_frames`.
+        capacity: what a batch of `pack_greedy` may have. Of this, a batch here is not replayed with more than
+            `max_items` and `max_frames`, and has no more than `max_items` unless the eager forward is all
+            that serves without a replay, on every path.
         per_batch: the cost that every batch adds.
 
     Returns:
@@ -86,6 +87,8 @@ class _Prices:
         self._per_batch = per_batch
         # A limit that all items together keep is left out: it would cost time at every sum.
         always_held = [table.always_held for _, table in self.paths if table.always_held is not None]
+        self.eager_takes_any = all(table.eager_takes_any for _, table in self.paths)
+        """Whether batches of more items than captures hold may be run eagerly."""
         self._limits_frames = sum(loads.frames) > capacity.max_frames
         self._limits_segments = bool(always_held) and sum(loads.segments) > min(always_held)
         rows = [tokens for tokens, _ in self.paths]
@@ -108,6 +111,16 @@ class _Prices:
         costs: NDArray[np.float64] = np.array(self._per_batch)
         for (_, table), tokens in zip(self.paths, sums, strict=False):
             costs = costs + table.costs(tokens, segments, replayable, one_segment=one_segment)
+        return costs
+
+    def of_eager_sums(self, sums: NDArray[np.int64]) -> NDArray[np.float64]:
+        """The same of batches with more items than captures hold: what they cost eagerly, if known."""
+        if not self.eager_takes_any:
+            return np.full(sums.shape[1:], np.inf)
+        costs: NDArray[np.float64] = np.array(self._per_batch)
+        nowhere = np.zeros(sums.shape[1:], dtype=np.bool_)
+        for (_, table), tokens in zip(self.paths, sums, strict=False):
+            costs = costs + table.costs(tokens, replayable=nowhere)
         return costs
 
     def of_singles(self) -> tuple[NDArray[np.intp], NDArray[np.float64]]:
@@ -150,12 +163,17 @@ def _above(limits: Iterable[tuple[Sequence[int], int]]) -> set[int]:
 def _cheapest_cut(prices: _Prices, order: list[int], max_items: int) -> tuple[float, list[list[int]]]:
     """The cheapest way to cut the items, in this order, into runs; with its cost."""
     num_items = len(order)
-    longest = min(max_items, prices.longest_run())
+    longest = prices.longest_run()
+    if not prices.eager_takes_any:
+        longest = min(max_items, longest)
     # Column n holds the sums of the first n items. Runs past the last item have more tokens than any batch.
     before = np.full((len(prices.loads), num_items + longest), _BEYOND_THE_END)
     before[:, 0] = 0
     prices.loads[:, order].cumsum(axis=1, out=before[:, 1 : num_items + 1])
-    costs = prices.of_sums(before[:, _ends(num_items, longest)] - before[:, :num_items, None])
+    sums = before[:, _ends(num_items, longest)] - before[:, :num_items, None]
+    costs = prices.of_sums(sums[:, :, :max_items])
+    if longest > max_items:
+        costs = np.concatenate([costs, prices.of_eager_sums(sums[:, :, max_items:])], axis=1)
     singles, single_costs = prices.of_singles()
     if singles.size:
         costs[np.argsort(order)[singles], 0] = single_costs
@@ -200,7 +218,8 @@ def _cheapest_partition(prices: _Prices, max_items: int) -> list[list[int]]:
     singles, single_costs = prices.of_singles()
     costs[1 << singles] = single_costs
     if num_items > max_items:
-        costs[_bit_counts(num_items) > max_items] = np.inf
+        many = _bit_counts(num_items) > max_items
+        costs[many] = prices.of_eager_sums(sums[:, many])
 
     best = np.zeros(1 << num_items)
     for highest in range(num_items - 1):

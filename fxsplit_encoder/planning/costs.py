@@ -212,6 +212,11 @@ class PathTable:
         self.predicts_fallbacks = bool(path_costs.exact or path_costs.eager)
         """Whether the cost of a fallback is a time."""
 
+    @property
+    def eager_takes_any(self) -> bool:
+        """Whether the eager forward, which takes any number of items, is all that serves without a replay."""
+        return bool(self.path_costs.eager) and not self.path_costs.exact
+
     # --- one batch
 
     def replay(

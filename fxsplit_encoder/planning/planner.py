@@ -72,7 +72,7 @@ def build_plan(
         paths = [_path(limits, name, axis_keys, captured, costs) for name in limits.path_budgets]
         group = _Group(chosen, indices, paths)
         batches += [
-            group.plan(positions, limits.max_frames_per_batch, packing == "cost", per_batch)
+            group.plan(positions, limits, packing == "cost", per_batch)
             for positions in group.pack(limits, packing, per_batch or 0.0)
         ]
     return Plan(tuple(batches), len(items))
@@ -161,6 +161,14 @@ class _Path:
         return PathPlan(
             tokens, None, self._reason(tokens, frames_fit, found is not None, eager), eager, milliseconds
         )
+
+    def plan_eager(self, tokens: int, pairs: float) -> PathPlan:
+        """How a batch of more items than captures hold is encoded: it was packed because that is quicker."""
+        table = self.table
+        if tokens == 0 and table.skippable:
+            return _SKIPPED
+        milliseconds = table.fallback(tokens)[0] + table.path_costs.attention * pairs if tokens else None
+        return PathPlan(tokens, None, MissReason.EAGER_IS_FASTER, eager=True, milliseconds=milliseconds)
 
     def _exact_serves(self, tokens: int, below: float) -> bool:
         return bool(self.not_needed) and any(tokens <= budget < below for budget in self.not_needed)
@@ -268,18 +276,22 @@ class _Group:
         return pack_greedy(self._loads, capacity, budgets)
 
     def plan(
-        self, positions: Sequence[int], max_frames: int, by_cost: bool, per_batch: float | None
+        self, positions: Sequence[int], limits: Limits, by_cost: bool, per_batch: float | None
     ) -> PlannedBatch:
         """How a batch is encoded; `per_batch` is its host time, None if it is not known."""
         loads = self._loads
-        frames_fit = not self._has_frames or _sum(loads.frames, positions) <= max_frames
+        frames_fit = not self._has_frames or _sum(loads.frames, positions) <= limits.max_frames_per_batch
+        items_fit = len(positions) <= limits.max_items_per_batch
         segments = _sum(loads.segments, positions)
         pairs = _sum(self._pairs, positions) if self._pairs is not None else 0.0
         plans = {}
         milliseconds = per_batch
         for path in self._paths:
             tokens = _sum(loads.tokens[path.name], positions)
-            planned = path.plan(tokens, segments, frames_fit, by_cost, pairs)
+            if items_fit:
+                planned = path.plan(tokens, segments, frames_fit, by_cost, pairs)
+            else:
+                planned = path.plan_eager(tokens, pairs)
             plans[path.name] = planned
             if milliseconds is not None and planned is not _SKIPPED:
                 known = planned.milliseconds

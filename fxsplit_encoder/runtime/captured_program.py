@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -250,22 +250,26 @@ class CapturedProgram:
 
     def captures_for(
         self, planned: PathPlan, *, capture_now: bool = False
-    ) -> Iterator[tuple[int, BudgetLadder, int]]:
+    ) -> list[tuple[int, BudgetLadder, int]]:
         """What may serve a planned batch, the best first: its budget (0: none, unpadded), what holds the
         capture, and its size.
 
         Args:
             capture_now: whether the batch's own token count is captured at once, if it ever is.
         """
-        is_held = self.padding_refused and planned.tokens in self.captured
-        if (by := self.recurring_counts) is not None and not is_held:
-            # Where nothing is padded, a batch that fills a budget is as welcome as one that recurs.
-            fills = self.padding_refused and planned.tokens in self.budgets
-            ladder = self.unpadded.find(planned, by_cost=by == "cost", now=capture_now or fills)
-            if ladder is not None:
-                yield 0, ladder, planned.tokens
-        if planned.budget is not None and planned.budget in self.captured:
-            yield planned.budget, self.ladder, planned.budget
+        found: list[tuple[int, BudgetLadder, int]] = []
+        by = self.recurring_counts
+        if by is not None:
+            refused = self.padding_refused
+            if not (refused and planned.tokens in self.captured):
+                # Where nothing is padded, a batch that fills a budget is as welcome as one that recurs.
+                fills = refused and planned.tokens in self.budgets
+                ladder = self.unpadded.find(planned, by_cost=by == "cost", now=capture_now or fills)
+                if ladder is not None:
+                    found.append((0, ladder, planned.tokens))
+        if planned.budget is not None and planned.budget in self.ladder.captured:
+            found.append((planned.budget, self.ladder, planned.budget))
+        return found
 
     def best_capture(
         self, ladder: BudgetLadder, size: int, values: Mapping[str, StaticValue | None]

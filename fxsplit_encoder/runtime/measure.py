@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,12 +14,21 @@ from torch import Tensor
 
 from fxsplit_encoder.attention import KnownSegments, measuring
 from fxsplit_encoder.capture import BudgetLadder, measure_ms
+from fxsplit_encoder.capture.segments import is_cumulative
 from fxsplit_encoder.compile import BoundProgram
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.planning.costs import PathCosts, Points
 
 # Equal segments that a full budget is cut into to find what attention costs.
 _MEASURED_SEGMENTS = 8
+
+# Attention in a tower's own code is timed at this part of the largest budget.
+_MEASURED_PART = 4
+
+# Inputs of which one segment has more of the pairs than this tell nothing of attention.
+_ONE_SEGMENT = 0.9
+
+logger = logging.getLogger(__name__)
 
 
 class TimedForward(Protocol):
@@ -47,6 +58,13 @@ class MeasuredForward:
     rows_per_token: float = 1.0
     """Rows of the attended sequence for an output token."""
 
+    share: float = 1.0
+    """Of the pairs of one segment as long as a budget, those that attend to one another in the inputs with
+    which it is captured and timed: an eighth where a tower lays these out as eight equal images."""
+
+    runs_share: float = 1.0
+    """The same of the runs at the exact shape, which of a program are on one segment."""
+
     out_of_memory: int | None = None
     """The output tokens at which memory ran out, and no more were timed."""
 
@@ -65,52 +83,113 @@ class MeasuredForward:
         if not measured:
             return PathCosts.unmeasured(budgets, max_segments)
         # A batch of short segments has less attention to hide the host behind.
-        exact = tuple(
-            (b, max(costs.host, self._beside_attention(b, costs.exact_price)))
+        runs = tuple(
+            (b, max(costs.host, self._beside_attention(b, price, self.runs_share)))
             for b, costs in sorted(measured.items())
-            if math.isfinite(costs.exact)  # else memory ran out
+            # Whoever serves a tower as it is compares with what its own forward takes, busy host or not.
+            if math.isfinite(price := costs.exact_price if compiled else costs.exact)  # else memory ran out
         )
+        eager = tuple((b, self._beside_attention(b, cost, self.share)) for b, cost in self.eager)
+        exact = runs if compiled else ()
+        if runs and not compiled:  # they were of the tower's own forward
+            eager = runs
         return PathCosts(
-            replay={b: self._beside_attention(b, measured[b].best) for b in budgets},
+            replay={b: self._beside_attention(b, measured[b].best, self.share) for b in budgets},
             one_segment={
-                b: self._beside_attention(b, cost)
+                b: self._beside_attention(b, cost, 1.0)
                 for b in budgets
                 if (cost := measured[b].single_segment) is not None
             },
-            exact=exact if compiled else (),
-            eager=tuple((b, self._beside_attention(b, milliseconds)) for b, milliseconds in self.eager),
+            exact=exact,
+            eager=eager,
             attention=self.attention,
             max_segments=max_segments,
         )
 
-    def attention_ms(self, budget: int) -> float:
-        """Milliseconds of attention over one segment as long as a budget."""
-        return self.attention * (budget * self.rows_per_token) ** 2
+    def attention_ms(self, budget: int, share: float | None = None) -> float:
+        """Milliseconds of attention in a run at a budget's size.
 
-    def _beside_attention(self, budget: int, milliseconds: float) -> float:
-        return max(0.0, milliseconds - self.attention_ms(budget))
+        Args:
+            budget: the size in output tokens.
+            share: of the pairs of one segment; None: that of runs at the exact shape.
+        """
+        share = self.runs_share if share is None else share
+        return self.attention * share * (budget * self.rows_per_token) ** 2
+
+    def _beside_attention(self, budget: int, milliseconds: float, share: float) -> float:
+        return max(0.0, milliseconds - self.attention_ms(budget, share))
 
 
 @torch.no_grad()
 @measuring()
 def measure_forward(forward: TimedForward, budgets: Sequence[int]) -> MeasuredForward:
-    """Times the tower's own forward at the smallest, the middle and the largest budget, and attention."""
+    """Times the tower's own forward at the smallest, the middle and the largest budget, and attention. Of
+    what was not compiled attention alone: the ladder times that forward.
+    """
+    if forward.program is None:
+        return _measure_uncompiled(forward, budgets)
     eager: list[tuple[int, float]] = []
     attention, rows_per_token, out_of_memory = 0.0, 1.0, None
+    share = runs_share = 1.0
     for budget in sorted({budgets[0], budgets[len(budgets) // 2], budgets[-1]}):
         try:
             values = forward.capture_values(budget)
             eager.append((budget, measure_ms(lambda v=values: forward(v), forward.device)))  # type: ignore[misc]
-            rows = forward.program.tokens(values) if forward.program is not None else None
+            rows = forward.program.tokens(values)
             if rows is not None:
                 rows_per_token = rows / budget
+                share, runs_share = _shares(forward.program, values, rows)
             attention = _attention_cost(forward, values, attention)
         except InputError:  # the tower has no inputs of this size
             continue
         except torch.OutOfMemoryError:
             out_of_memory = budget
             break
-    return MeasuredForward(tuple(eager), attention, rows_per_token, out_of_memory)
+    return MeasuredForward(
+        tuple(eager), attention, rows_per_token, share, runs_share, out_of_memory=out_of_memory
+    )
+
+
+def _shares(program: BoundProgram, values: Mapping[str, Tensor], rows: int) -> tuple[float, float]:
+    """Of the pairs of one segment, those of the inputs that a tower makes for captures, and those of the runs
+    that the ladder times: on one segment, where the program takes any number of them.
+    """
+    frames = program.region.frame_lengths
+    if frames is None or frames not in values:
+        return 1.0, 1.0
+    share = _share_of(values[frames].tolist(), rows)
+    return share, 1.0 if program.region.program.padding.segments_may_grow else share
+
+
+def _share_of(cu_seqlens: Sequence[int], rows: int) -> float:
+    return sum((end - start) ** 2 for start, end in itertools.pairwise(cu_seqlens)) / rows**2
+
+
+def _measure_uncompiled(forward: TimedForward, budgets: Sequence[int]) -> MeasuredForward:
+    """What attention costs in a tower's own code: the difference that it makes where its inputs, several
+    equal segments, become a single one. At a moderate size: the cost of one segment grows with its square.
+    """
+    budget = max((each for each in budgets if each <= budgets[-1] // _MEASURED_PART), default=budgets[0])
+    try:
+        values = forward.capture_values(budget)
+        lengths = {name: value.tolist() for name, value in values.items() if is_cumulative(value)}
+        if not lengths:
+            return MeasuredForward()
+        # Of cumulative lengths over the same rows those of images are fewer than those of their windows.
+        name = min(lengths, key=lambda each: (-lengths[each][-1], len(lengths[each])))
+        rows = lengths[name][-1]
+        share = _share_of(lengths[name], rows)
+        several = measure_ms(lambda: forward(values), forward.device)
+        if share > _ONE_SEGMENT:
+            return MeasuredForward(rows_per_token=rows / budget)
+        one = torch.full_like(values[name], rows)
+        one[0] = 0
+        single = measure_ms(lambda: forward({**values, name: one}), forward.device)
+    except (InputError, RuntimeError) as error:  # of its own code, over lengths that it did not expect
+        logger.info("what attention costs is not known: %s", error)
+        return MeasuredForward()
+    attention = max(0.0, single - several) / (rows**2 * (1 - share))
+    return MeasuredForward((), attention, rows / budget, share, share)
 
 
 def _attention_cost(forward: TimedForward, values: Mapping[str, Tensor], before: float) -> float:

@@ -14,6 +14,8 @@ from fxsplit_encoder.runtime.scope import CaptureScope
 # Inputs of larger captures than any before get as many rows again to spare: sizes come in no order.
 _GROWTH = 2
 
+_KEPT_WEIGHTS = 1024
+
 _NEVER_REPLAYED = frozenset({MissReason.DISABLED, MissReason.UNSUPPORTED_INPUT})
 
 
@@ -51,12 +53,15 @@ class UnpaddedReplays:
         self._costs = PathCosts()
         self._replay_curve = CostCurve(())
         self._capture_ms = 0.0
+        self._weights: dict[PathPlan, float] = {}
+        """By plan, of which a service sees few."""
 
     def use_costs(self, costs: PathCosts, capture_ms: float) -> None:
         """What replays, other runs, and a capture of the path cost; for `by_cost`."""
         self._costs = costs
         self._replay_curve = CostCurve(tuple(sorted(costs.replay.items())))
         self._capture_ms = capture_ms
+        self._weights.clear()
 
     def find(self, planned: PathPlan, *, by_cost: bool, now: bool = False) -> BudgetLadder | None:
         """What holds a capture of the batch's token count, made if it is time or `now`; None: nothing."""
@@ -67,9 +72,11 @@ class UnpaddedReplays:
         if now:
             weight = math.inf
         elif by_cost and tokens not in self.captures:
-            weight = self._weight(planned) * self.captures.threshold
+            weight = self._kept_weight(planned) * self.captures.threshold
+            if not weight:
+                return None
         ladder = self.captures.find(tokens, weight)
-        if ladder is None and not self.captures.sizes:
+        if ladder is None and not self.captures:
             self.inputs.clear()  # of captures that were not made, or are no more
         return ladder
 
@@ -86,6 +93,14 @@ class UnpaddedReplays:
         """Releases every capture and forgets what was counted."""
         self.captures.clear()
         self.inputs.clear()
+
+    def _kept_weight(self, planned: PathPlan) -> float:
+        weight = self._weights.get(planned)
+        if weight is None:
+            if len(self._weights) >= _KEPT_WEIGHTS:
+                self._weights.clear()
+            weight = self._weights[planned] = self._weight(planned)
+        return weight
 
     def _weight(self, planned: PathPlan) -> float:
         """What a batch costs more than at its exact shape, as a share of what a capture costs."""

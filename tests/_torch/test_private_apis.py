@@ -228,6 +228,7 @@ SYMBOLS = [
     # tensors
     present("torch.Tensor._version"),
     present("torch.UntypedStorage._cdata"),
+    present("torch._C.DisableTorchFunctionSubclass"),
     called("torch.multiprocessing.reductions.StorageWeakRef", 1),
     called("torch.multiprocessing.reductions.StorageWeakRef.expired", 1),
     *(

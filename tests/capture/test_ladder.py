@@ -12,6 +12,10 @@ from fxsplit_encoder.capture import (
     CapturedForward,
     CaptureRequest,
     GraphPool,
+    StaticBuffer,
+    StaticInputs,
+    StaticParameters,
+    eager_break_during_capture,
     ladder,
 )
 from fxsplit_encoder.capture.forward import MeasuredRun
@@ -225,3 +229,73 @@ def test_auto_takes_what_can_be_captured(monkeypatch: pytest.MonkeyPatch) -> Non
     neither = Measured(monkeypatch, costs, fails=("piecewise", "full")).ladder
     assert neither.capture(8) is None
     assert neither.dropped == {8: "full fails"}
+
+
+# --- a module's own code
+
+
+def module_request(body: Callable[[], Any]) -> CaptureRequest:
+    x = StaticBuffer("x", torch.ones(8, 2))
+    return CaptureRequest(StaticInputs([x]), lambda: [body()], StaticParameters(()), 8)
+
+
+def module_ladder(
+    monkeypatch: pytest.MonkeyPatch, run: MeasuredRun, body: Callable[[], Any] = lambda: torch.ones(2) + 1
+) -> tuple[BudgetLadder, list[int], list[tuple[str, int]]]:
+    """A measured ladder whose code takes as long as is said; what is timed, and the (modes, warm-ups) that
+    are recorded."""
+    timed: list[int] = []
+    recorded: list[tuple[str, int]] = []
+    budgets: list[int] = []
+    record = CapturedForward.record
+
+    def made(budget: int) -> CaptureRequest:
+        budgets.append(budget)
+        return module_request(body)
+
+    def measured(call: Any, device: torch.device, repeats: int = 3) -> MeasuredRun:
+        timed.append(budgets[-1])
+        return run
+
+    def recording(self: CapturedForward, warmups: int) -> None:
+        recorded.append((self.mode, warmups))
+        self.pool.is_cuda = False  # a recording of calls stands in for graphs
+        record(self, warmups)
+        self.pool.is_cuda = True
+
+    monkeypatch.setattr(ladder, "measure_run", measured)
+    monkeypatch.setattr(CapturedForward, "measure", lambda self: 1.0)
+    monkeypatch.setattr(CapturedForward, "record", recording)
+    found = BudgetLadder(made, "auto", GraphPool(torch.device("cpu")))
+    found.pool.is_cuda = True
+    return found, timed, recorded
+
+
+def test_code_that_the_host_bounds_is_not_timed_again_at_smaller_sizes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made, timed, recorded = module_ladder(monkeypatch, MeasuredRun(10.0, 9.5))
+    for budget in (8, 4, 2):
+        assert made.capture(budget) is not None
+    assert timed == [8]
+    assert {costs.exact for costs in made.costs.values()} == {10.0}
+    assert recorded == [("full", 1)] * 3, "one mode, which ran before"
+    assert made.capture(16) is not None
+    assert timed == [8, 16], "a larger one may be bound by the device"
+    made.clear()
+    made.capture(4)
+    assert timed == [8, 16, 4]
+
+
+def test_code_that_the_device_bounds_is_timed_at_every_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, timed, _ = module_ladder(monkeypatch, MeasuredRun(10.0, 6.0))
+    for budget in (8, 4):
+        made.capture(budget)
+    assert timed == [8, 4]
+
+
+def test_both_modes_are_tried_where_code_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    breaking = eager_break_during_capture(lambda: torch.zeros(2))
+    made, _, recorded = module_ladder(monkeypatch, MeasuredRun(10.0, 9.5), lambda: breaking() + 1)
+    made.capture(8)
+    assert [mode for mode, _ in recorded] == ["full", "breakable"]

@@ -846,13 +846,10 @@ def test_rule_8_every_layer_runs_before_the_capture(device_pool: Any) -> None:
     assert events == [*depth, *depth, "synchronize", "begin", *depth, "end"]
 
 
-def test_rule_8_without_a_warm_up_the_capture_fails(
-    device_pool: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rule_8_without_a_warm_up_the_capture_fails(device_pool: Any) -> None:
     pool, events = device_pool
-    monkeypatch.setattr(forward, "_WARMUPS", 0)
     with pytest.raises(CaptureError, match="layer 0 compiles inside the capture"):
-        captured_layers(pool, events).record()
+        captured_layers(pool, events).record(warmups=0)
     assert not events.capturing
 
 
@@ -968,9 +965,9 @@ def pool_events(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     events: list[Any] = []
     record, retire = CapturedForward.record, GraphPool.retire
 
-    def spy_record(self: CapturedForward) -> None:
+    def spy_record(self: CapturedForward, warmups: int) -> None:
         events.append((id(self.pool), self.rows))
-        record(self)
+        record(self, warmups)
 
     def spy_retire(self: GraphPool) -> None:
         events.append((id(self), "retire"))

@@ -25,10 +25,10 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Recorded]:
     def rehearse(failing: str = "", **settings: Any) -> Recorded:
         own = CapturedForward.record
 
-        def record(self: CapturedForward) -> None:
+        def record(self: CapturedForward, warmups: int) -> None:
             if self.mode == failing:
                 raise CaptureError("it looks at a value")
-            own(self)
+            own(self, warmups)
 
         monkeypatch.setattr(CapturedForward, "record", record)
         config = fx.EncoderConfig(token_budgets=(4, 8), max_items_per_batch=4, **settings)

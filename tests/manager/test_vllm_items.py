@@ -10,7 +10,7 @@ import torch
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.manager.item_facts import item_segments
+from fxsplit_encoder.manager.item_facts import ItemFacts
 from fxsplit_encoder.planning import MissReason
 
 from .mock_towers import Config, ItemSpec, PackedModel, alone, assert_equal_items, batch
@@ -89,4 +89,4 @@ def test_sizes_that_no_item_has_are_refused(size: torch.Tensor, monkeypatch: pyt
 )
 def test_grids_of_videos_tell_their_frames(inputs: dict[str, Any], expected: list[int]) -> None:
     tower: Any = PackedModel()
-    assert item_segments(tower, inputs, 2) == expected
+    assert ItemFacts(tower).segments(inputs, 2) == expected

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -90,7 +91,6 @@ def as_told(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_towers_own_forward_is_timed_at_three_sizes() -> None:
     found = measure_forward(Forward(), (10, 20, 30, 40, 50))  # type: ignore[arg-type]
     assert found == MeasuredForward(((10, 10.0), (30, 30.0), (50, 50.0)), 0.0, rows_per_token=4.0)
-    assert measure_forward(Forward(compiled=False), (10,)).rows_per_token == 1.0  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("as_told")
@@ -128,3 +128,81 @@ def test_a_traced_tower_is_measured_before_it_is_captured(make_manager: Any) -> 
     assert found.out_of_memory is None
     assert not path.costs.measured, "captures were not timed, so nothing is compared with them"
     manager.clear()
+
+
+def test_the_eager_forward_of_what_did_not_compile_was_timed_at_every_budget() -> None:
+    costs = {
+        10: MeasuredCosts({"full": 2.0}, exact=16.0, host=15.0),
+        20: MeasuredCosts({"full": 4.0}, exact=16.0, host=15.0),
+        40: MeasuredCosts({}, exact=40.0, host=15.0),
+    }
+    measured = MeasuredForward(eager=((10, 16.0), (40, 40.0)))
+    path_costs = measured.with_captures(ladder(costs, exact=(40,)), {}, compiled=False)
+    assert path_costs.exact == ()
+    # A line from 10 to 40 would say 24 at 20.
+    assert dict(path_costs.eager) == pytest.approx({10: 16.0, 20: 16.0, 40: 40.0})
+
+
+def test_replays_lack_the_attention_of_the_inputs_that_they_were_timed_with() -> None:
+    """A tower of vLLM's lays captures out as eight images: without this, attention over one segment as long
+    as a large budget left nothing of its price, and the smallest image replayed it.
+    """
+    eight = MeasuredForward(attention=1 / 1600, rows_per_token=4.0, share=1 / 8)
+    costs = {
+        10: MeasuredCosts({"full": 2.0}, exact=9.0, host=0.5),
+        40: MeasuredCosts({"full": 8.0}, exact=30.0, host=0.5, single_segment=20.0),
+    }
+    found = eight.with_captures(ladder(costs), {}, compiled=True)
+    assert eight.attention_ms(40) == pytest.approx(16.0), "exact runs are on one segment"
+    assert found.replay == pytest.approx({10: 2.0 - 1 / 8, 40: 8.0 - 16 / 8})
+    assert found.one_segment == pytest.approx({40: 4.0})
+    assert dict(found.exact) == pytest.approx({10: 8.0, 40: 14.0})
+
+    as_it_is = replace(eight, runs_share=1 / 8)
+    found = as_it_is.with_captures(ladder(costs), {}, compiled=False)
+    assert as_it_is.attention_ms(40) == pytest.approx(2.0)
+    assert dict(found.eager) == pytest.approx({10: 9.0 - 1 / 8, 40: 28.0})
+
+
+class OwnCode:
+    """A forward that was not compiled, whose attention takes a millionth of a millisecond a pair."""
+
+    device = torch.device("cpu")
+    program = None
+
+    def __init__(self, segments: int, lengths: str = "cu_seqlens") -> None:
+        self.segments = segments
+        self.lengths = lengths
+
+    def capture_values(self, budget: int) -> dict[str, Any]:
+        rows = 4 * budget
+        windows = torch.arange(0, rows + 1, 4, dtype=torch.int32)
+        lengths = torch.arange(self.segments + 1, dtype=torch.int32) * rows // self.segments
+        return {"pixels": torch.ones(rows), "windows": windows, self.lengths: lengths.to(torch.int32)}
+
+    def __call__(self, inputs: dict[str, Any]) -> float:
+        if self.lengths not in inputs:
+            raise RuntimeError("no such input")
+        return 1.0 + float((inputs[self.lengths].diff().double() ** 2).sum()) * 1e-6
+
+
+@pytest.mark.usefixtures("as_told")
+def test_attention_of_a_towers_own_code_is_what_one_segment_adds() -> None:
+    found = measure_forward(OwnCode(8), (64, 128, 256, 512, 1024))  # type: ignore[arg-type]
+    assert found.eager == (), "the ladder times it at every budget"
+    assert found.attention == pytest.approx(1e-6)
+    assert (found.rows_per_token, found.share, found.runs_share) == (4.0, 1 / 8, 1 / 8)
+    alone = measure_forward(OwnCode(1), (64, 128))  # type: ignore[arg-type]
+    assert (alone.attention, alone.share) == (0.0, 1.0)
+
+
+@pytest.mark.usefixtures("as_told")
+def test_attention_that_cannot_be_told_is_left_in_the_prices() -> None:
+    class Refuses(OwnCode):
+        def __call__(self, inputs: dict[str, Any]) -> float:
+            raise RuntimeError("of its own")
+
+    for forward in (Refuses(8), Forward(compiled=False)):
+        if isinstance(forward, Forward):
+            forward.capture_values = lambda budget: {"pixels": torch.ones(budget)}  # type: ignore
+        assert measure_forward(forward, (64, 128)) == MeasuredForward()  # type: ignore[arg-type]
