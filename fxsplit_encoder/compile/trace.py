@@ -65,6 +65,8 @@ def compile_graph(
 
 def _start_workers(options: CompileOptions, inputs: Iterable[Any]) -> None:
     """Starts Inductor's workers if it will compile the pieces: they get ready while the graph is traced."""
+    if options.is_known:
+        return
     device = next((value.device for value in inputs if isinstance(value, torch.Tensor)), torch.device("cpu"))
     if piece_compiler(options.piece_compiler, device) is compile_inductor:
         start_compile_workers()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fxsplit_encoder.attention import KnownSegments, measuring
-from fxsplit_encoder.capture import BudgetLadder, measure_ms
+from fxsplit_encoder.capture import BudgetLadder, KnownBudget, measure_ms
 from fxsplit_encoder.compile import BoundProgram
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.planning.costs import PathCosts, Points
@@ -89,6 +89,16 @@ class MeasuredForward:
 
     def _beside_attention(self, budget: int, milliseconds: float) -> float:
         return max(0.0, milliseconds - self.attention_ms(budget))
+
+
+@dataclass(frozen=True)
+class KnownCosts:
+    """What was measured of a forward and its captures, in another process on a device of the same kind."""
+
+    forward: MeasuredForward
+    budgets: Mapping[int, KnownBudget]
+    capture_ms: float
+    """What capturing and measuring a budget took."""
 
 
 @torch.no_grad()

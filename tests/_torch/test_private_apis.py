@@ -259,6 +259,9 @@ SYMBOLS = [
     present("triton.runtime.driver"),
     elsewhere(present("triton.runtime.driver.active"), "triton.runtime.driver.DriverConfig.active"),
     called("triton.compiler.compiler.CompiledKernel.__getitem__", 2),
+    called("triton.runtime.cache.get_cache_manager", 1),
+    called("triton.runtime.cache.FileCacheManager.put", 3, "binary"),
+    called("triton.runtime.cache.FileCacheManager.put_group", 3),
 ]
 
 
