@@ -93,6 +93,7 @@ def _setting(value: object) -> Any:
 
 def _indexed(device: torch.device) -> torch.device:
     """The device as tensors on it name theirs."""
-    if device.type == "cuda" and device.index is None:
+    index: int | None = device.index
+    if device.type == "cuda" and index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
