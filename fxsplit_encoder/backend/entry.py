@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 _warned: set[str] = set()
 
 # What decides how items are packed into batches, and on which path and GPU they run.
-_MANAGERS_SETTINGS = ("packing", "paths", "data_parallel", "max_frames_per_batch")
+_MANAGERS_SETTINGS = ("packing", "paths", "data_parallel", "max_frames_per_batch", "start_file")
 
 
 @takes_blocks
