@@ -13,12 +13,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxsplit_encoder._torch.aot import boxed, static_inputs, to_aten
-from fxsplit_encoder._torch.dynamo import (
-    TorchDynamoException,
-    inner_error,
-    maybe_mark_dynamic,
-    traced_files,
-)
+from fxsplit_encoder._torch.dynamo import inner_error, maybe_mark_dynamic, traced_files
+from fxsplit_encoder._torch.dynamo_errors import TorchDynamoException
 from fxsplit_encoder.compile import blocks
 from fxsplit_encoder.compile.blocks import BlockError, equal_blocks_as_ops, inline_blocks
 from fxsplit_encoder.compile.bound import BoundProgram, bind

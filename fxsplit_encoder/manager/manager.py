@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,7 +19,6 @@ from torch.distributed import ProcessGroup
 
 from fxsplit_encoder.attention import KernelChooser, choosing
 from fxsplit_encoder.capture import GraphPool
-from fxsplit_encoder.compile import BoundProgram
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import InputError, StartFileError, WeightsMovedError
 from fxsplit_encoder.manager.batches import BatchRunner
@@ -43,6 +42,9 @@ from fxsplit_encoder.protocol import (
 from fxsplit_encoder.runtime import CaptureScope, CaptureSet
 from fxsplit_encoder.runtime.statistics import ManagerStats, Statistics
 from fxsplit_encoder.runtime.weights import warn_of_new_captures
+
+if TYPE_CHECKING:
+    from fxsplit_encoder.compile import BoundProgram
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from fxsplit_encoder.capture import CapturedForward, CaptureRequest, SharedBuffe
 from fxsplit_encoder.capture.breakable import refuse_collectives
 from fxsplit_encoder.capture.buffers import StaticValue
 from fxsplit_encoder.capture.probe import difference
-from fxsplit_encoder.compile import BoundProgram, CompileOptions, NamedRegion, trace_forward
+from fxsplit_encoder.compile import CompileOptions
 from fxsplit_encoder.errors import CaptureError, CompileError, InputError, UntraceableError
 from fxsplit_encoder.manager.row_groups import RowGroups
 from fxsplit_encoder.manager.tower_part import tower_part, tower_tensors
@@ -24,6 +24,9 @@ from fxsplit_encoder.planning.limits import Limits
 from fxsplit_encoder.protocol import SupportsEncoderCudaGraph
 from fxsplit_encoder.runtime import FreshInputs, request_of_module, request_of_program
 from fxsplit_encoder.runtime.weights import check_replacements, layouts_of
+
+if TYPE_CHECKING:
+    from fxsplit_encoder.compile import BoundProgram, NamedRegion
 
 logger = logging.getLogger(__name__)
 
@@ -235,6 +238,8 @@ class PathForward:
             inputs = self._traced_values()
         except InputError as error:
             return f"not compiled: {error}"
+        from fxsplit_encoder.compile import trace_forward
+
         options = replace(self.options, progress=progress, requires_tokens=True)
         logger.info("%s: its forward is traced and compiled; compile: false goes without", self.label)
         try:

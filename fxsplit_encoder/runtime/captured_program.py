@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from fxsplit_encoder.capture import BudgetLadder, CapturedForward, CaptureRequest, ProgramBody, SharedBuffers
 from fxsplit_encoder.capture.buffers import StaticValue
-from fxsplit_encoder.compile import NamedRegion
 from fxsplit_encoder.errors import CaptureError
 from fxsplit_encoder.planning import MissReason
 from fxsplit_encoder.planning.costs import PathCosts
@@ -19,6 +18,9 @@ from fxsplit_encoder.planning.plan import PathPlan
 from fxsplit_encoder.runtime.measure import KnownCosts, MeasuredForward
 from fxsplit_encoder.runtime.scope import CaptureScope
 from fxsplit_encoder.runtime.unpadded import UnpaddedReplays
+
+if TYPE_CHECKING:
+    from fxsplit_encoder.compile import NamedRegion
 
 logger = logging.getLogger(__name__)
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from fxsplit_encoder.attention import KnownSegments, measuring
 from fxsplit_encoder.capture import BudgetLadder, KnownBudget, measure_ms
-from fxsplit_encoder.compile import BoundProgram
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.planning.costs import PathCosts, Points
+
+if TYPE_CHECKING:
+    from fxsplit_encoder.compile import BoundProgram
 
 # Equal segments that a full budget is cut into to find what attention costs.
 _MEASURED_SEGMENTS = 8
