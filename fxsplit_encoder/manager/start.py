@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -10,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fxsplit_encoder.errors import StartFileError
+from fxsplit_encoder.errors import CompileError, StartFileError
 from fxsplit_encoder.manager.tower_part import tower_part
 from fxsplit_encoder.start import Key, KnownTower, load, plain, save
 
 if TYPE_CHECKING:
     from fxsplit_encoder.manager.manager import EncoderCudaGraphManager
+
+logger = logging.getLogger(__name__)
 
 # Settings that change nothing of what is compiled, measured or chosen.
 _OF_NO_MATTER = ("start_file", "debug")
@@ -24,7 +27,13 @@ _OF_NO_MATTER = ("start_file", "debug")
 def save_manager(manager: EncoderCudaGraphManager, path: Path) -> int:
     """Writes what a captured manager compiled, measured and chose; how many bytes the file has."""
     paths = {each.label: each.known() for each in manager.paths_by_key.values()}
-    tower = KnownTower(tower_key(manager), paths)
+    programs = {}
+    for each in manager.paths_by_key.values():
+        try:
+            programs[each.label] = each.forward.to_save()
+        except CompileError as error:
+            logger.info("%s: a start from %s traces it again: %s", each.label, path, error)
+    tower = KnownTower(tower_key(manager), paths, programs)
     return save(path, _indexed(manager.device), manager.kernels.measurements, [tower])
 
 
@@ -41,6 +50,7 @@ def load_manager(manager: EncoderCudaGraphManager, path: Path) -> None:
         if known is None:
             raise StartFileError(f"{each.label}: expected what was measured of it; got nothing")
         each.expect(known)
+        each.forward.saved = loaded.tower.programs.get(each.label)
         each.forward.options = replace(each.forward.options, is_known=True)
 
 

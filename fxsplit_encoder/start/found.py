@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -28,6 +28,8 @@ class KnownTower:
     """What tells it from others, see `manager.start`."""
     paths: Mapping[str, KnownCosts]
     """By the label of a path."""
+    programs: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    """The traced programs, by the label of a path; without those that cannot be saved."""
 
 
 _TOWERS = TypeAdapter(list[KnownTower])

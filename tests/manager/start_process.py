@@ -24,6 +24,7 @@ def start(path: str) -> None:
         "used": used,
         "hits": inductor["fxgraph_cache_hit"],
         "misses": inductor["fxgraph_cache_miss"],
+        "traces": torch._dynamo.utils.counters["stats"]["unique_graphs"],
         "outputs": [output.tolist() for output in outputs],
     }
     print(json.dumps(found))

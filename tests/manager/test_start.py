@@ -56,7 +56,7 @@ def refusal(manager: fx.EncoderCudaGraphManager, path: Path, caplog: pytest.LogC
 
 
 @pytest.mark.slow
-def test_another_process_compiles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_process_traces_and_compiles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "here"))
     manager = captured(config=CONFIG)
     path = tmp_path / "a.start"
@@ -67,7 +67,8 @@ def test_another_process_compiles_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     found = json.loads(done.stdout.splitlines()[-1])
     program = manager.programs["default"].program
-    assert found["used"] and (found["hits"], found["misses"]) == (program.num_distinct, 0)
+    assert found["used"] and found["traces"] == 0
+    assert (found["hits"], found["misses"]) == (program.num_distinct, 0)
     torch.testing.assert_close([torch.tensor(each) for each in found["outputs"]], expected)
 
 
