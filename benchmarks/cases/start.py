@@ -13,7 +13,7 @@ what the first saved. Seconds:
 * "load": `load_start`. "compile", "capture": those methods of the manager. "first embedding": the first
   `execute`. "save": `save_start`, which is not part of the total.
 
-"compiled" counts the pieces that Inductor compiled, "kernels" what Triton and FlashAttention 4 did while
+"traced" counts Dynamo's graphs, "compiled" the pieces that Inductor compiled, "kernels" what Triton and FlashAttention 4 did while
 capturing, "measured" the classes of attention whose kernels were timed. `--profile DIR` writes where the
 CPU was in each phase, which makes them slower.
 
@@ -139,6 +139,7 @@ def start(arguments: argparse.Namespace, budgets: Sequence[int]) -> dict[str, An
         **seconds,
         "own import": own_import,
         "total": sum(seconds[name] for name in PHASES),
+        "traced": torch._dynamo.utils.counters["stats"]["unique_graphs"],
         "compiled": torch._dynamo.utils.counters["inductor"]["fxgraph_cache_miss"],
         "kernels": count_kernels() - kernels,
         "measured": measured,

@@ -47,6 +47,7 @@ def test_a_start_from_a_file_measures_nothing_and_captures_the_same(
     second.capture()
     program = second.programs["default"].program
     inductor = torch._dynamo.utils.counters["inductor"]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 0
     assert (inductor["fxgraph_cache_hit"], inductor["fxgraph_cache_miss"]) == (program.num_distinct, 0)
     old, new = first.paths["default"].ladder, second.paths["default"].ladder
     assert old.costs == new.costs and old.no_graph_needed == new.no_graph_needed
