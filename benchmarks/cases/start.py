@@ -13,9 +13,9 @@ what the first saved. Seconds:
 * "load": `load_start`. "compile", "capture": those methods of the manager. "first embedding": the first
   `execute`. "save": `save_start`, which is not part of the total.
 
-"traced" counts Dynamo's graphs, "compiled" the pieces that Inductor compiled, "kernels" what Triton and FlashAttention 4 did while
-capturing, "measured" the classes of attention whose kernels were timed. `--profile DIR` writes where the
-CPU was in each phase, which makes them slower.
+"traced" counts Dynamo's graphs, "compiled" the pieces that Inductor compiled, "kernels" what Triton and
+FlashAttention 4 did while capturing, "measured" the classes of attention whose kernels were timed. `--profile
+DIR` writes where the CPU was in each phase, which makes them slower.
 
 "bytes" is what the captures take; the start "largest alone" captures the largest budget alone.
 """
