@@ -16,6 +16,7 @@ import torch
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.capture import KnownBudget, MeasuredCosts
+from fxsplit_encoder.compile import saved
 from fxsplit_encoder.manager import path as path_module
 from fxsplit_encoder.manager.start import tower_key
 from fxsplit_encoder.runtime import KnownCosts, MeasuredForward
@@ -177,6 +178,33 @@ def test_what_matters_not_is_no_part_of_the_key(tmp_path: Path) -> None:
     one = fx.EncoderCudaGraphManager(SplitModel(), EAGER)
     other = fx.EncoderCudaGraphManager(SplitModel(), EAGER.replace(debug=True, start_file=tmp_path))
     assert tower_key(one) == tower_key(other)
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_a_program_that_gives_other_results_is_traced(
+    fits: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = CONFIG.replace(piece_compiler="eager")
+    first = fx.EncoderCudaGraphManager(SplitModel(), config)
+    first.compile()
+    program = first.programs["default"]
+    pieces = {str(step.distinct): step.call for step in program.program.pieces}
+    monkeypatch.setattr(saved, "_piece_keys", lambda program: [(key, "") for key in pieces])
+    monkeypatch.setattr(
+        saved,
+        "_load_piece",
+        lambda key, guards: lambda *args: [x if fits else 2 * x for x in pieces[key](*args)],
+    )
+    second = fx.EncoderCudaGraphManager(SplitModel(), config)
+    second.paths["default"].forward.saved = first.paths["default"].forward.to_save()
+    counts = torch._dynamo.utils.counters["stats"]
+    before = counts["unique_graphs"]
+    second.capture()
+    assert (counts["unique_graphs"] == before) == fits
+    said = "the saved start's program is not used, it is traced: program: expected what the forward returns"
+    assert (said in caplog.text) != fits
+    inputs = batch(3, 5)
+    torch.testing.assert_close(second.execute(inputs), first.execute(inputs))
 
 
 def test_costs_that_are_known_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
