@@ -15,17 +15,13 @@ from typing import Any
 
 from torch import fx
 from torch._inductor import config
-from torch._inductor.async_compile import CompiledTritonKernels, maybe_warm_pool
+from torch._inductor.async_compile import maybe_warm_pool
 from torch._inductor.choices import InductorChoices
-from torch._inductor.codecache import FxGraphCache
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
-from torch._inductor.output_code import CompiledFxGraphConstants
 from torch._inductor.runtime.hints import ReductionHint
 from torch._inductor.utils import BoxedBool
 from torch._inductor.virtualized import V
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fxsplit_encoder._torch.aot import fake_mode_of, tracing_context
 from fxsplit_encoder._torch.symbols import under_own_name
@@ -34,8 +30,6 @@ __all__ = [
     "LONGEST_ROW",
     "PersistentRows",
     "compile_graph",
-    "key_of",
-    "load_graph",
     "maybe_warm_pool",
     "persistent_rows",
     "select_decomp_table",
@@ -71,40 +65,6 @@ def compile_graph(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[li
         values = [under_own_name(value) for value in inputs]
         compiled: Any = compile_fx_inner(module, values, is_inference=True, cudagraphs=BoxedBool(False))
     return compiled  # type: ignore[no-any-return]
-
-
-def key_of(compiled: Any) -> tuple[str, str] | None:
-    """What Inductor's cache finds a compiled graph by: its key, and the conditions on sizes that it was
-    compiled under. None: it is not in the cache.
-    """
-    key = getattr(compiled, "_fx_graph_cache_key", None)
-    return None if key is None else (key, compiled.guards_expr or "")
-
-
-def load_graph(key: str, guards: str) -> Callable[[list[Any]], Any] | None:
-    """The compiled graph of a key in Inductor's cache, without the graph that it was compiled from; None: it
-    is not there.
-    """
-    fake_mode = FakeTensorMode(shape_env=ShapeEnv())
-    constants = CompiledFxGraphConstants()
-    CompiledTritonKernels.cache_clear()  # type: ignore[no-untyped-call]
-    with tracing_context(fake_mode), V.set_fake_mode(fake_mode):
-        compiled, _ = FxGraphCache.load_with_key(
-            key,
-            [],
-            [],
-            local=True,
-            remote_cache=None,
-            is_backward=False,
-            constants=constants,
-            evaluate_guards=lambda found, hints: found == guards,
-        )
-        if compiled is None:
-            return None
-        options: Any = {"cudagraphs": BoxedBool(False), "is_backward": False, "is_inference": True}
-        compiled.post_compile([], constants, options)
-    compiled._fx_graph_cache_key = key
-    return compiled
 
 
 class PersistentRows(InductorChoices):

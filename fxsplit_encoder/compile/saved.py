@@ -166,7 +166,7 @@ def _tensor(tensors: Mapping[str, Tensor], name: str) -> Tensor:
 
 def _piece_keys(program: Program) -> list[tuple[str, str]]:
     """By the number of a distinct compilation, how Inductor's cache finds it."""
-    from fxsplit_encoder._torch.inductor import key_of
+    from fxsplit_encoder._torch.inductor_cache import key_of
 
     calls = {step.distinct: step.call for step in program.pieces}
     keys = []
@@ -180,7 +180,7 @@ def _piece_keys(program: Program) -> list[tuple[str, str]]:
 
 
 def _load_piece(key: str, guards: str) -> CompiledPiece:
-    from fxsplit_encoder._torch.inductor import load_graph
+    from fxsplit_encoder._torch.inductor_cache import load_graph
 
     compiled = load_graph(key, guards)
     if compiled is None:
