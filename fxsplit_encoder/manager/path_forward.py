@@ -246,7 +246,8 @@ class PathForward:
             inputs = self._traced_values()
         except InputError as error:
             return f"not compiled: {error}"
-        if self.saved is not None and (restored := self._restored(self.saved, inputs)) is not None:
+        saved, self.saved = self.saved, None  # it is for the parameters that the tower has now
+        if saved is not None and (restored := self._restored(saved, inputs)) is not None:
             self.bind(restored)
             return None
         from fxsplit_encoder.compile import trace_forward
@@ -271,12 +272,11 @@ class PathForward:
         """The program, for `saved` of another process.
 
         Raises:
-            CompileError: it cannot be saved, and why; or there is none.
+            CompileError: it cannot be saved, and why.
         """
         from fxsplit_encoder.compile.saved import save_program
 
-        if self.program is None:
-            raise CompileError(self._refusal or "nothing was compiled")
+        assert self.program is not None
         if self.options.precision != "auto":
             raise CompileError(f"precision {self.options.precision}: it does not give the forward's results")
         return save_program(self.program, named_tensors(self.tower))

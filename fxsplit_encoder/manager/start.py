@@ -13,7 +13,7 @@ import torch
 
 from fxsplit_encoder.errors import CompileError, StartFileError
 from fxsplit_encoder.manager.tower_part import tower_part
-from fxsplit_encoder.start import Key, KnownTower, load, plain, save
+from fxsplit_encoder.start import Key, KnownTower, plain, read, save
 
 if TYPE_CHECKING:
     from fxsplit_encoder.manager.manager import EncoderCudaGraphManager
@@ -29,10 +29,12 @@ def save_manager(manager: EncoderCudaGraphManager, path: Path) -> int:
     paths = {each.label: each.known() for each in manager.paths_by_key.values()}
     programs = {}
     for each in manager.paths_by_key.values():
+        if each.program is None:  # it is captured as it is
+            continue
         try:
             programs[each.label] = each.forward.to_save()
         except CompileError as error:
-            logger.info("%s: a start from %s traces it again: %s", each.label, path, error)
+            logger.warning("%s: a start from %s will trace it again: %s", each.label, path, error)
     tower = KnownTower(tower_key(manager), paths, programs)
     return save(path, _indexed(manager.device), manager.kernels.measurements, [tower])
 
@@ -43,14 +45,15 @@ def load_manager(manager: EncoderCudaGraphManager, path: Path) -> None:
     Raises:
         StartFileError: it is damaged, or was made for something else. Nothing of it is used then.
     """
-    key = tower_key(manager)
-    loaded = load(path, _indexed(manager.device), manager.kernels.measurements, key)
-    for each in manager.paths_by_key.values():
-        known = loaded.tower.paths.get(each.label)
-        if known is None:
+    start = read(path, _indexed(manager.device), tower_key(manager))
+    paths = list(manager.paths_by_key.values())
+    for each in paths:
+        if each.label not in start.tower.paths:
             raise StartFileError(f"{each.label}: expected what was measured of it; got nothing")
-        each.expect(known)
-        each.forward.saved = loaded.tower.programs.get(each.label)
+    start.hand_over(manager.kernels.measurements)
+    for each in paths:
+        each.expect(start.tower.paths[each.label])
+        each.forward.saved = start.tower.programs.get(each.label)
         each.forward.options = replace(each.forward.options, is_known=True)
 
 
@@ -85,7 +88,7 @@ def _structure(tower: object) -> str | None:
         return None
     lines = [f"{name} {_name(type(module))}" for name, module in part.named_modules()]
     tensors = (*part.named_parameters(), *part.named_buffers())
-    lines += [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors]
+    lines += [f"{name} {tuple(each.shape)} {each.stride()} {each.dtype}" for name, each in tensors]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 

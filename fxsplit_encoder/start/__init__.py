@@ -2,6 +2,6 @@
 
 from fxsplit_encoder.start.environment import Key, differences, plain
 from fxsplit_encoder.start.found import KnownTower
-from fxsplit_encoder.start.saved import LoadedStart, load, save
+from fxsplit_encoder.start.saved import ReadStart, read, save
 
-__all__ = ["Key", "KnownTower", "LoadedStart", "differences", "load", "plain", "save"]
+__all__ = ["Key", "KnownTower", "ReadStart", "differences", "plain", "read", "save"]

@@ -11,6 +11,7 @@ from typing import TypeVar
 import torch
 import torch.compiler
 
+from fxsplit_encoder.attention.cache import Table
 from fxsplit_encoder.attention.choice import Measurements
 from fxsplit_encoder.attention.kernels.binaries import compiled_kernels, restore_kernels
 from fxsplit_encoder.errors import StartFileError
@@ -37,12 +38,31 @@ _KERNELS = "kernels/"
 
 
 @dataclass(frozen=True)
-class LoadedStart:
-    """What a file was loaded for, and gave."""
+class ReadStart:
+    """A file that was read and checked; nobody has anything of it yet."""
 
     tower: KnownTower
-    num_bytes: int
-    """Of the file's parts."""
+    attention: Table
+    device: torch.device
+    compiled: bytes | None
+    """What torch compiled; None: nothing, with eager pieces, say."""
+    kernels: dict[str, bytes]
+    """The files of other compiled kernels, as `compiled_kernels` names them."""
+
+    def hand_over(self, measurements: Measurements) -> None:
+        """Gives torch, Triton and attention what is in it for them.
+
+        Raises:
+            StartFileError: torch or a compiler refuses it. What torch has taken by then is found by its
+                content alone: whoever compiles something else does not see it.
+        """
+        if self.compiled is not None:
+            _hand_to_torch(self.compiled)
+        try:
+            restore_kernels(self.kernels)
+        except (OSError, ValueError) as error:
+            raise StartFileError(f"kernels: expected compiled kernels; got {error}") from error
+        measurements.add(self.device, self.attention)
 
 
 def save(path: Path, device: torch.device, measurements: Measurements, towers: Sequence[KnownTower]) -> int:
@@ -63,14 +83,14 @@ def save(path: Path, device: torch.device, measurements: Measurements, towers: S
     return write_parts(path, parts)
 
 
-def load(path: Path, device: torch.device, measurements: Measurements, key: Key) -> LoadedStart:
-    """Reads a file for a tower, and hands over to torch, Triton and attention what is in it for them.
+def read(path: Path, device: torch.device, key: Key) -> ReadStart:
+    """Reads a file for a tower, and checks all of it.
 
     Args:
         key: of the tower and its configuration.
 
     Raises:
-        StartFileError: it is damaged, or was made for something else. Nothing of it is used then.
+        StartFileError: it is damaged, or was made for something else.
     """
     parts = read_parts(path)
     environment = _part(parts, _ENVIRONMENT, lambda content: dict(json.loads(content)))
@@ -78,20 +98,11 @@ def load(path: Path, device: torch.device, measurements: Measurements, key: Key)
         raise StartFileError(*different)
     tower = _the_one_of(key, _part(parts, _TOWERS, towers_from_json))
     table = _part(parts, _ATTENTION, lambda content: attention_from_json(content, device))
-    _hand_to_torch(parts.get(_COMPILED))
     kernels = {name.removeprefix(_KERNELS): part for name, part in parts.items() if name.startswith(_KERNELS)}
-    try:
-        restore_kernels(kernels)
-    except (OSError, ValueError) as error:
-        # What torch has taken is found by its content alone: whoever compiles something else does not see it.
-        raise StartFileError(f"kernels: expected compiled kernels; got {error}") from error
-    measurements.add(device, table)
-    return LoadedStart(tower, sum(map(len, parts.values())))
+    return ReadStart(tower, table, device, parts.get(_COMPILED), kernels)
 
 
-def _hand_to_torch(compiled: bytes | None) -> None:
-    if compiled is None:  # nothing was compiled: with eager pieces, say
-        return
+def _hand_to_torch(compiled: bytes) -> None:
     problem = ""
     try:
         if torch.compiler.load_cache_artifacts(compiled) is not None:

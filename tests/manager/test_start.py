@@ -116,6 +116,11 @@ def with_part(name: str, content: bytes) -> Callable[[dict[str, bytes]], None]:
     return lambda parts: parts.__setitem__(name, content)
 
 
+def without_paths(parts: dict[str, bytes]) -> None:
+    (tower,) = json.loads(parts["towers.json"])
+    parts["towers.json"] = json.dumps([{**tower, "paths": {}}]).encode()
+
+
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
@@ -124,6 +129,7 @@ def with_part(name: str, content: bytes) -> Callable[[dict[str, bytes]], None]:
         (change_environment(fxsplit_encoder="9"), f'fxsplit_encoder: expected "{fx.__version__}"; got "9"'),
         (without("environment.json"), "environment.json: expected in every saved start; got none"),
         (without("towers.json"), "towers.json: expected in every saved start; got none"),
+        (without_paths, "path default: expected what was measured of it; got nothing"),
         (with_part("towers.json", b"[]"), "towers: expected at least one; got none"),
         (with_part("environment.json", b"[1]"), "environment.json: expected JSON of a saved start; got "),
         (with_part("attention.json", b"[{}]"), "attention: expected measured classes; got KeyError"),
