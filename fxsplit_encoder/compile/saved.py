@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from importlib import import_module
 from typing import Any
 
@@ -270,13 +270,34 @@ def _save(argument: Argument) -> Any:
     if isinstance(argument, Size):
         check_arithmetic(argument.source, argument.symbols)
         return {"size": [argument.shown, argument.source, list(argument.symbols)]}
-    if isinstance(argument, list | tuple):
+    if type(argument) in (list, tuple):
         return {type(argument).__name__: [_save(each) for each in argument]}
     if isinstance(argument, _TORCH_VALUES):
         return {"torch": str(argument).removeprefix("torch.")}
     if isinstance(argument, torch.device):
         return {"device": argument.type}
-    raise CompileError(f"it has an argument that has no name, a {type(argument).__name__}")
+    names = _fields(type(argument))
+    if names is None:
+        raise CompileError(f"it has an argument that has no name, a {type(argument).__name__}")
+    kind = type(argument)
+    return {"own": [kind.__module__, kind.__qualname__, {n: _save(getattr(argument, n)) for n in names}]}
+
+
+def _fields(kind: Any) -> tuple[str, ...] | None:
+    """Of a dataclass or a named tuple of this library, that its module has by name; None: it is none."""
+    if not (isinstance(kind, type) and kind.__module__.startswith(_OWN)):
+        return None
+    if getattr(import_module(kind.__module__), kind.__qualname__, None) is not kind:
+        return None
+    names = getattr(kind, "_fields", None)
+    return tuple(each.name for each in fields(kind)) if is_dataclass(kind) else names
+
+
+def _load_own(module: str, name: str, values: Mapping[str, Any], device: torch.device) -> Any:
+    kind = getattr(import_module(module), name) if module.startswith(_OWN) else None
+    if _fields(kind) is None:
+        raise ValueError(f"no dataclass of {_OWN[:-1]}: {module}.{name}")
+    return kind(**{key: _load(each, device) for key, each in values.items()})  # type: ignore[misc]
 
 
 def _load(saved: Any, device: torch.device) -> Argument:
@@ -292,6 +313,9 @@ def _load(saved: Any, device: torch.device) -> Argument:
         return list(loaded) if kind == "list" else tuple(loaded)
     if kind == "float":
         return float(value)
+    if kind == "own":
+        module, name, values = value
+        return _load_own(module, name, values, device)
     if kind == "device":
         return _placed(value, device)
     found = getattr(torch, value) if kind == "torch" else None

@@ -20,6 +20,7 @@ from fxsplit_encoder.compile.saved import restore_program, save_program
 from fxsplit_encoder.compile.sizes import Guards, Size, check_arithmetic
 from fxsplit_encoder.errors import CompileError, StartFileError
 from fxsplit_encoder.manager.tower_part import named_tensors
+from fxsplit_encoder.planning.limits import CaptureKey, Limits
 
 from ..manager.mock_towers import SplitModel
 
@@ -81,6 +82,26 @@ def test_derived_parameters_come_back_by_name(kept: Any) -> None:
     )
     content["derived"][0]["make"] = ["os", "system"]
     with pytest.raises(StartFileError, match=r"expected a function of fxsplit_encoder; got os\.system"):
+        restore_program(content, named_tensors(tower), CPU)
+
+
+@pytest.mark.parametrize(
+    "value", [CaptureKey("a", 4, (1, "b")), Limits({"a": (1, 2)}, 1, 0), (1.5, [None, -0.0])]
+)
+def test_arguments_of_this_library_come_back(kept: Any, value: Any) -> None:
+    tower, bound, _ = kept
+    recipe = DerivedParameter(1, (0,), functools.partial(pad_rows, rows=value))
+    derived = replace(bound, program=replace(bound.program, derived=DerivedParameters([recipe])))
+    try:
+        content = json.loads(json.dumps(save_program(derived, named_tensors(tower))))
+    except CompileError:
+        assert isinstance(value, Limits)  # a mapping is no argument
+        return
+    (found,) = restore_program(content, named_tensors(tower), CPU).program.derived.recipes
+    assert found.make.keywords == {"rows": value}  # type: ignore[attr-defined]
+    assert type(found.make.keywords["rows"]) is type(value)  # type: ignore[attr-defined]
+    content["derived"][0]["kwargs"] = {"rows": {"own": ["pathlib", "Path", {}]}}
+    with pytest.raises(StartFileError, match="no dataclass of fxsplit_encoder"):
         restore_program(content, named_tensors(tower), CPU)
 
 
