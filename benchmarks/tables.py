@@ -346,12 +346,16 @@ def _generated(result: Result) -> dict[str, dict[str, int]]:
 
 def starts(result: Result) -> str:
     rows = {row["start"]: row for row in result["rows"]}
-    shown = ("import", "compile", "capture", "first embedding", "total")
-    lines = [[name, *map(rows[name].get, shown)] for name in ("cold", "second")]
-    ratio = rows["second"]["bytes"] / rows["largest alone"]["bytes"]
-    memory = f"{rows['second']['captured']} budgets take {ratio:.2f} times the memory of the largest alone."
+    loads = ("load",) if "from file" in rows else ()
+    shown = ("import", *loads, "compile", "capture", "first embedding", "total")
+    lines = [[name, *map(rows[name].get, shown)] for name in ("cold", "second", "from file") if name in rows]
+    memory = ""
+    if "largest alone" in rows:
+        one = rows[next(name for name in ("second", "cold", "from file") if name in rows)]
+        ratio = one["bytes"] / rows["largest alone"]["bytes"]
+        memory = f"{one['captured']} budgets take {ratio:.2f} times the memory of the largest alone. "
     where = described(result, result["settings"]["tower"])
-    return f"{formatted(['start', *shown], lines)}\n\nSeconds. {memory} {where}."
+    return f"{formatted(['start', *shown], lines)}\n\nSeconds. {memory}{where}."
 
 
 def data_parallel(result: Result) -> str:

@@ -5,6 +5,7 @@ import itertools
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import (
@@ -271,6 +272,12 @@ class EncoderConfig(Settings):
     data_parallel: StrictBool = False
     """Whether the items of a batch are shared among the ranks of a process group: every rank calls `execute`
     with the same inputs, encodes its share and returns all items."""
+
+    start_file: Path | None = None
+    """A file of `EncoderCudaGraphManager.save_start` or `encoder-cg build`, with which managers start without
+    compiling and measuring. One that is missing, damaged or made for something else is ignored, with a
+    warning. It holds compiled code: name one that you trust. None: everything is compiled and measured, or
+    found in the caches of this machine."""
 
     paths: Mapping[str, PathConfig] = Field(default_factory=dict)
     """Settings of single encoder paths, by the path's name."""

@@ -5,6 +5,7 @@ FxSplitError
 +-- InputError (ValueError)              an argument or a tensor is not what the call takes
 |   +-- WeightsLayoutError               parameters are others than those that were compiled for
 |   +-- MediaError                       an image, video or clip cannot be decoded, or is beyond a limit
+|   +-- StartFileError                   a saved start is damaged, or was not made for this
 +-- UnsupportedTowerError (TypeError)    no adapter encodes this module
 +-- CompileError (RuntimeError)          a graph could not be split or a piece not compiled
 |   +-- UntraceableError                 Dynamo does not trace the code as one graph
@@ -63,6 +64,21 @@ class WeightsLayoutError(InputError):
 
 class MediaError(InputError):
     """An image, a video or a clip cannot be decoded, or is beyond a limit."""
+
+
+class StartFileError(InputError):
+    """A saved start cannot be used here: it is damaged, or another device, version, tower or setting made it.
+
+    Each argument is one difference: its name, what was expected, what the file has.
+    """
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """The single differences."""
+        return tuple(str(problem) for problem in self.args)
+
+    def __str__(self) -> str:
+        return "; ".join(self.problems)
 
 
 class UnsupportedTowerError(FxSplitError, TypeError):

@@ -40,6 +40,13 @@ def wrapped_tower() -> Names:
     return {**names, "images": images, "tower": tower, "config": config, "manager": manager}
 
 
+def manager_in_a_folder() -> Names:
+    """`wrapped_tower`; few budgets, nothing compiled."""
+    names = wrapped_tower()
+    config = fx.EncoderConfig(token_budgets=[4], compile=False)
+    return {**names, "config": config, "manager": fx.EncoderCudaGraphManager(names["tower"], config)}
+
+
 def one_rank() -> Names:
     """`wrapped_tower` where no ranks share its weights."""
     return {**wrapped_tower(), "tensor_parallel_group": None}
@@ -89,6 +96,7 @@ SETUPS: dict[str, Callable[[], Names]] = {
     "hugging_face": model_of_transformers,
     "manager": one_rank,
     "performance": wrapped_tower,
+    "start": manager_in_a_folder,
 }
 """By the name of the page; a page without one stands by itself."""
 

@@ -13,6 +13,7 @@ from fxsplit_encoder.errors import ConfigError, FxSplitError, InputError, Missin
         ("ConfigError", (FxSplitError, ValueError)),
         ("InputError", (FxSplitError, ValueError)),
         ("MediaError", (InputError,)),
+        ("StartFileError", (InputError,)),
         ("WeightsLayoutError", (InputError,)),
         ("UnsupportedTowerError", (FxSplitError, TypeError)),
         ("CompileError", (FxSplitError, RuntimeError)),

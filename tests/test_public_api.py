@@ -66,3 +66,26 @@ def test_names_that_need_torch_are_listed_and_imported_when_they_are_used() -> N
     )
     finished = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert finished.stdout.splitlines() == ["[]", "True True"]
+
+
+def test_what_captures_is_imported_without_what_compiles() -> None:
+    """Dynamo, Inductor and sympy take seconds to import; a manager needs them when it compiles."""
+    heavy = (
+        "torch._dynamo",
+        "torch._inductor",
+        "sympy",
+        "transformers",
+        "torch.distributed.tensor",
+        "triton",
+    )
+    script = (
+        "import sys, torch\n"
+        "before = set(sys.modules)\n"
+        "import fxsplit_encoder as fx\n"
+        "fx.EncoderCudaGraphManager, fx.BreakableCUDAGraphWrapper, fx.GraphPool, fx.EncoderConfig()\n"
+        f"print(sorted(set({heavy}) & (set(sys.modules) - before)))\n"
+        "from fxsplit_encoder.compile import trace_forward\n"
+        "print('torch._dynamo' in sys.modules)\n"
+    )
+    finished = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert finished.stdout.splitlines() == ["[]", "True"]

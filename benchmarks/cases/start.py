@@ -1,23 +1,32 @@
-"""Where the time of a start goes: each phase of a cold start and of a second one, in processes of their own.
+"""Where the time of a start goes: each phase of a cold start, of a second one, and of one from a saved file,
+each in a process of its own.
 
     python benchmarks/bench.py start --output out/start.json
 
 The Qwen3-VL-8B vision tower, 27 blocks, bf16, random weights, 16 budgets, mode `full`. `--tiny` takes a tiny
 tower and 4 budgets, for a machine without a GPU, where nothing is a graph and pieces run as traced. The cold
-start has empty caches, the second one what the first left there. Seconds:
+start has empty caches, the second one what the first left there; the one from a file has empty caches and
+what the first saved. Seconds:
 
-* "import": torch, transformers and this package. "tower": making the tower, which a server does by reading
-  its checkpoint; it is not part of the total.
-* "compile", "capture": those methods of the manager. "first embedding": the first `execute`.
+* "import": torch, transformers and this package, "own import" being this package's part. "tower": making the
+  tower, which a server does by reading its checkpoint; it is not part of the total.
+* "load": `load_start`. "compile", "capture": those methods of the manager. "first embedding": the first
+  `execute`. "save": `save_start`, which is not part of the total.
 
-"bytes" is what the captures take; the start "largest alone" captures the largest budget and no other.
+"traced" counts Dynamo's graphs, "compiled" the pieces that Inductor compiled, "kernels" what Triton and
+FlashAttention 4 did while capturing, "measured" the classes of attention whose kernels were timed. `--profile
+DIR` writes where the CPU was in each phase, which makes them slower.
+
+"bytes" is what the captures take; the start "largest alone" captures the largest budget alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import cProfile
 import json
 import os
+import pstats
 import subprocess
 import sys
 import tempfile
@@ -30,58 +39,130 @@ from typing import Any
 BUDGETS = (16, 32, 48, 64, 96, 128, 196, 256, 324, 400, 512, 784, 1024, 1296, 1764, 2304)
 TINY_BUDGETS = (4, 16, 32, 64)
 LIMITS = {"mode": "full", "max_items_per_batch": 4, "max_frames_per_batch": 8}
-PHASES = ("import", "compile", "capture", "first embedding")
+PHASES = ("import", "load", "compile", "capture", "first embedding")
+STARTS = ("cold", "second", "from file", "largest alone")
+CACHES = {
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "TRITON_CACHE_DIR": "triton",
+    "XDG_CACHE_HOME": "cache",
+    "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "cute",
+}
 _BENCH = Path(__file__).resolve().parents[1] / "bench.py"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tiny", action="store_true", help="a tiny tower, on a CPU too")
     parser.add_argument("--budgets", type=json.loads, metavar="JSON", help="other token budgets")
-    parser.add_argument("--in-this-process", action="store_true", help="one start; prints its row")
+    parser.add_argument("--starts", nargs="+", choices=STARTS, default=STARTS, help="those to make")
+    parser.add_argument("--file", help="where the cold start saves it, or an earlier one did")
+    parser.add_argument("--profile", metavar="DIR", help="write where the CPU was in each phase")
+    parser.add_argument("--in-this-process", metavar="NAME", help="one start; prints its row")
+    parser.add_argument("--save", metavar="FILE", help="of one start: save it")
+    parser.add_argument("--load", metavar="FILE", help="of one start: begin with what was saved")
 
 
-def start(tiny: bool, budgets: Sequence[int]) -> dict[str, Any]:
-    """One start in this process: seconds of each phase, and what the captures take."""
-    seconds: dict[str, float] = {}
+class Phases:
+    """Seconds of each phase.
+
+    Args:
+        profile: where the profiles of the phases go; None: none are made.
+    """
+
+    def __init__(self, profile: Path | None) -> None:
+        self.seconds: dict[str, float] = {}
+        self._profile = profile
 
     @contextmanager
-    def phase(name: str) -> Iterator[None]:
+    def phase(self, name: str) -> Iterator[None]:
+        profiler = None if self._profile is None else cProfile.Profile()
         begin = time.perf_counter()
+        if profiler is not None:
+            profiler.enable()
         yield
-        if name != "import":
-            synchronize()
-        seconds[name] = time.perf_counter() - begin
+        if "import" not in name:
+            from timing import synchronize
 
+            synchronize()
+        if profiler is not None:
+            profiler.disable()
+        self.seconds[name] = time.perf_counter() - begin
+        if profiler is not None and self._profile is not None:
+            with (self._profile / f"{name}.txt").open("w", encoding="utf-8") as file:
+                pstats.Stats(profiler, stream=file).sort_stats("cumulative").print_stats(120)
+
+
+def start(arguments: argparse.Namespace, budgets: Sequence[int]) -> dict[str, Any]:
+    """One start in this process: seconds of each phase, and what the captures take."""
+    profile = None
+    if arguments.profile is not None:
+        profile = Path(arguments.profile) / arguments.in_this_process.replace(" ", "-")
+        profile.mkdir(parents=True, exist_ok=True)
+    phases = Phases(profile)
+    phase, seconds = phases.phase, phases.seconds
     with phase("import"):
         import torch
-        from models import tiny_tower
-        from timing import synchronize
+        import transformers.models.qwen3_vl.modeling_qwen3_vl  # noqa: F401 - the model's own code
 
+        begin = time.perf_counter()
         import fxsplit_encoder as fx
-        from fxsplit_encoder.models.random import demo_tower
+
+        make_manager, wrap = fx.EncoderCudaGraphManager, fx.wrap
+        own_import = time.perf_counter() - begin
+
+    from models import tiny_tower
+
+    from fxsplit_encoder.models.random import demo_tower
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with phase("tower"):
-        made = tiny_tower().to(device) if tiny else demo_tower(27, device, torch.bfloat16)
-        tower = fx.wrap(made)
-    manager = fx.EncoderCudaGraphManager(tower, fx.EncoderConfig(**LIMITS, token_budgets=tuple(budgets)))
+        made = tiny_tower().to(device) if arguments.tiny else demo_tower(27, device, torch.bfloat16)
+        tower = wrap(made)
+    manager = make_manager(tower, fx.EncoderConfig(**LIMITS, token_budgets=tuple(budgets)))
+    with phase("load"):
+        if arguments.load is not None and not manager.load_start(arguments.load):
+            raise SystemExit(manager.reports[0])
+    known = len(manager.kernels.measurements.table(manager.device))
     with phase("compile"):
         manager.compile()
+    kernels = count_kernels()
     with phase("capture"):
         manager.capture()
-    side = 4 if tiny else 16
+    side = 4 if arguments.tiny else 16
     pixels = torch.randn(side * side, tower.patch_features, device=device)
     with phase("first embedding"):
         manager.execute({"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, side, side]])})
-    total = sum(seconds[name] for name in PHASES)
-    captured = len(manager.budget_graphs["default"])
-    return {**seconds, "total": total, "captured": captured, "bytes": manager.num_bytes}
+    measured = len(manager.kernels.measurements.table(manager.device)) - known
+    if arguments.save is not None:
+        with phase("save"):
+            seconds["file bytes"] = manager.save_start(arguments.save)
+    return {
+        **seconds,
+        "own import": own_import,
+        "total": sum(seconds[name] for name in PHASES),
+        "traced": torch._dynamo.utils.counters["stats"]["unique_graphs"],
+        "compiled": torch._dynamo.utils.counters["inductor"]["fxgraph_cache_miss"],
+        "kernels": count_kernels() - kernels,
+        "measured": measured,
+        "captured": len(manager.budget_graphs["default"]),
+        "bytes": manager.num_bytes,
+    }
 
 
-def in_new_process(tiny: bool, budgets: Sequence[int], caches: str) -> dict[str, Any]:
-    options = ["--in-this-process", "--budgets", json.dumps(budgets), *(["--tiny"] if tiny else [])]
-    folders = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "XDG_CACHE_HOME": "cache"}
-    environment = {**os.environ, **{name: f"{caches}/{folder}" for name, folder in folders.items()}}
+def count_kernels() -> int:
+    """Compiled kernels in the caches of Triton and of FlashAttention 4."""
+    triton = Path(os.environ["TRITON_CACHE_DIR"]).rglob("*.cubin")
+    cute = Path(os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"]).rglob("*.o")
+    return sum(1 for _ in (*triton, *cute))
+
+
+def in_new_process(
+    name: str, arguments: argparse.Namespace, budgets: Sequence[int], caches: str, *options: str
+) -> dict[str, Any]:
+    options += ("--in-this-process", name, "--budgets", json.dumps(budgets))
+    options += ("--tiny",) if arguments.tiny else ()
+    options += ("--profile", arguments.profile) if arguments.profile is not None else ()
+    environment = {**os.environ, **{name: f"{caches}/{folder}" for name, folder in CACHES.items()}}
+    environment["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] = "1"
     command = [sys.executable, str(_BENCH), "start", *options]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     row: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -89,19 +170,26 @@ def in_new_process(tiny: bool, budgets: Sequence[int], caches: str) -> dict[str,
 
 
 def run(arguments: argparse.Namespace) -> int:
-    tiny = arguments.tiny
-    budgets = arguments.budgets or (TINY_BUDGETS if tiny else BUDGETS)
+    budgets = arguments.budgets or (TINY_BUDGETS if arguments.tiny else BUDGETS)
     if arguments.in_this_process:
-        print(json.dumps(start(tiny, budgets)))
+        print(json.dumps(start(arguments, budgets)))
         return 0
     from storage import new_result, store
     from tables import starts
 
-    tower = "tiny" if tiny else "qwen3-vl-8b"
+    tower = "tiny" if arguments.tiny else "qwen3-vl-8b"
     result = new_result("start", tower=tower, **LIMITS, token_budgets=list(budgets))
-    with tempfile.TemporaryDirectory() as caches:
-        for name, its_budgets in (("cold", budgets), ("second", budgets), ("largest alone", [max(budgets)])):
-            result["rows"].append({"start": name, **in_new_process(tiny, its_budgets, caches)})
+    with tempfile.TemporaryDirectory() as made:
+        for name in arguments.starts:
+            file, options = arguments.file or f"{made}/saved.start", []
+            if name == "cold":
+                options = ["--save", file]
+            elif name == "from file":
+                options = ["--load", file]
+            caches = f"{made}/{'empty' if name == 'from file' else 'caches'}"
+            its_budgets = [max(budgets)] if name == "largest alone" else budgets
+            row = in_new_process(name, arguments, its_budgets, caches, *options)
+            result["rows"].append({"start": name, **row})
             store(arguments.output, result)
     print(starts(result))
     return 0

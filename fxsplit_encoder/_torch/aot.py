@@ -1,4 +1,7 @@
-"""AOT and fake tensors: from a module to its ATen graph, and the tracing context that both share."""
+"""AOT and fake tensors: from a module to its ATen graph, and the tracing context that both share.
+
+Importing this loads neither AOT nor Dynamo.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import fx, nn
-from torch._dynamo.backends.common import aot_autograd
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -37,6 +39,8 @@ def to_aten(
         module: a forward from tensors and numbers to a tuple; its weights, if any, become inputs.
         example_inputs: traced ones where a trace is under way.
     """
+    from torch._dynamo.backends.common import aot_autograd
+
     backend = aot_autograd(fw_compiler=compile_graph, inference_compiler=compile_graph)
     return backend(module, example_inputs)  # type: ignore[arg-type]
 

@@ -1,4 +1,4 @@
-"""Dynamo: marking sizes, its errors, and what it is compiling now."""
+"""Dynamo: marking sizes, and what it is compiling now. Importing this does not load it."""
 
 from __future__ import annotations
 
@@ -9,20 +9,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch._dynamo
-from torch._dynamo.decorators import mark_unbacked
-from torch._dynamo.exc import (
-    RestartAnalysis,
-    TensorifyScalarRestartAnalysis,
-    TorchDynamoException,
-    UnspecializeRestartAnalysis,
-)
+from torch import Tensor
 from torch._guards import CompileContext
 
 __all__ = [
-    "RestartAnalysis",
-    "TorchDynamoException",
-    "TraceAgain",
     "allow_no_frame",
     "backends_in_use",
     "current_compile_id",
@@ -38,12 +28,6 @@ __all__ = [
     "traced_files",
 ]
 
-# torch.compile's documentation tells users of these, but no public module has them. A size that may be 1 must
-# be unbacked, or a trace is specialized to it.
-mark_dynamic = torch._dynamo.mark_dynamic
-mark_static = torch._dynamo.mark_static
-maybe_mark_dynamic = torch._dynamo.maybe_mark_dynamic
-
 current_compile_id = CompileContext.current_compile_id
 """What Dynamo compiles now, None outside of it: tells a trace from an earlier one that failed before its
 backend was called, which no public API reports.
@@ -53,10 +37,36 @@ backend was called, which no public API reports.
 _WRAPPED = ("compiler_fn", "__wrapped__", "_torchdynamo_orig_backend")
 
 
-class TraceAgain(TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis):
-    """Has Dynamo trace again: a backend may raise the first, and with the second Dynamo forgets where its
-    last trace went. A public API for a backend that wants another graph does not exist.
-    """
+# torch.compile's documentation tells users of these, but no public module has them. A size that may be 1 must
+# be unbacked, or a trace is specialized to it.
+
+
+def mark_dynamic(tensor: Tensor, dims: int | list[int]) -> None:
+    """Says that sizes vary: a trace that makes one a constant is an error."""
+    from torch._dynamo import mark_dynamic
+
+    mark_dynamic(tensor, dims)
+
+
+def maybe_mark_dynamic(tensor: Tensor, dims: int | list[int]) -> None:
+    """Says that sizes may vary."""
+    from torch._dynamo import maybe_mark_dynamic
+
+    maybe_mark_dynamic(tensor, dims)
+
+
+def mark_static(tensor: Tensor, dims: int | list[int]) -> None:
+    """Says that sizes do not vary."""
+    from torch._dynamo import mark_static
+
+    mark_static(tensor, dims)
+
+
+def mark_unbacked(tensor: Tensor, dim: int) -> None:
+    """Says that a size varies, and that a trace may not look at it."""
+    from torch._dynamo.decorators import mark_unbacked
+
+    mark_unbacked(tensor, dim)
 
 
 def backends_in_use() -> Iterator[Any]:

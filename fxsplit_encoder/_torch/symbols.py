@@ -21,15 +21,11 @@ __all__ = [
     "Mod",
     "PythonMod",
     "Symbols",
-    "check",
     "expression_of",
     "has_hint",
     "python_source",
     "under_own_name",
 ]
-
-check = torch._check
-"""Tells a trace that a condition on sizes holds; outside of traces an assertion."""
 
 
 def expression_of(value: Any) -> sympy.Basic:

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -79,9 +79,7 @@ class MeasurementCache:
         """What is stored, for this device; nothing where there is no file, or none that can be read."""
         try:
             stored = json.loads(self.path.read_text(encoding="utf-8"))
-            return {
-                _shape(entry["shape"], device): Measured(**entry["measured"]) for entry in stored["classes"]
-            }
+            return table_of(stored["classes"], device)
         except FileNotFoundError:
             return {}
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -91,16 +89,7 @@ class MeasurementCache:
     def store(self, table: Table, device: torch.device) -> None:
         """Adds a table to what the file holds. A directory that cannot be written is logged once per call."""
         merged = {**self.load(device), **table}
-        content = {
-            "environment": self.environment,
-            "classes": [
-                {
-                    "shape": _fields(shape),
-                    "measured": {"microseconds": found.microseconds, "rejected": found.rejected},
-                }
-                for shape, found in merged.items()
-            ],
-        }
+        content = {"environment": self.environment, "classes": entries_of(merged)}
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(
@@ -110,6 +99,26 @@ class MeasurementCache:
             os.replace(file.name, self.path)
         except OSError as error:
             logger.warning("what was measured of attention is not kept: %s", error)
+
+
+def entries_of(table: Table) -> list[dict[str, Any]]:
+    """A table as JSON has it, without its device."""
+    return [
+        {
+            "shape": _fields(shape),
+            "measured": {"microseconds": found.microseconds, "rejected": found.rejected},
+        }
+        for shape, found in table.items()
+    ]
+
+
+def table_of(entries: Sequence[Mapping[str, Any]], device: torch.device) -> Table:
+    """The table of these entries, for a device.
+
+    Raises:
+        ValueError, TypeError, KeyError, AttributeError: they are no such entries.
+    """
+    return {_shape(entry["shape"], device): Measured(**entry["measured"]) for entry in entries}
 
 
 _NUMBERS = ("heads", "head_dim", "tokens", "longest", "segments", "host_lengths", "equal")

@@ -111,6 +111,14 @@ class Measurements:
         """All classes that were measured on a device, now or by an earlier process."""
         return dict(self._table(device))
 
+    def add(self, device: torch.device, table: Mapping[AttentionShape, Measured]) -> None:
+        """Takes over what was measured elsewhere, of classes of which nothing is known here."""
+        known = self._table(device)
+        with self._lock:
+            known.update({shape: found for shape, found in table.items() if shape not in known})
+            self._nearest.clear()
+            self.version += 1
+
     def _may_measure(self, shape: AttentionShape) -> bool:
         return (
             _measuring.get()

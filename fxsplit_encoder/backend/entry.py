@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxsplit_encoder._torch.dynamo import RestartAnalysis, TraceAgain, original_module
+from fxsplit_encoder._torch.dynamo import original_module
+from fxsplit_encoder._torch.dynamo_errors import RestartAnalysis, TraceAgain
 from fxsplit_encoder.backend.dispatch import BudgetDispatcher, capturing_all
 from fxsplit_encoder.compile import CompileOptions, Program, compile_graph
 from fxsplit_encoder.compile.blocks import end_blocks, takes_blocks
@@ -22,7 +23,7 @@ logger = logging.getLogger(__name__)
 _warned: set[str] = set()
 
 # What decides how items are packed into batches, and on which path and GPU they run.
-_MANAGERS_SETTINGS = ("packing", "paths", "data_parallel", "max_frames_per_batch")
+_MANAGERS_SETTINGS = ("packing", "paths", "data_parallel", "max_frames_per_batch", "start_file")
 
 
 @takes_blocks

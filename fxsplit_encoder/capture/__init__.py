@@ -8,7 +8,7 @@ from fxsplit_encoder.capture.breakable import (
 from fxsplit_encoder.capture.buffers import SharedBuffers, StaticBuffer
 from fxsplit_encoder.capture.forward import CapturedForward, measure_ms
 from fxsplit_encoder.capture.inputs import StaticInputs
-from fxsplit_encoder.capture.ladder import BudgetLadder
+from fxsplit_encoder.capture.ladder import BudgetLadder, KnownBudget, MeasuredCosts
 from fxsplit_encoder.capture.memory import HandedOut
 from fxsplit_encoder.capture.parameters import StaticParameters
 from fxsplit_encoder.capture.pool import GraphPool
@@ -26,6 +26,8 @@ __all__ = [
     "CapturedForward",
     "GraphPool",
     "HandedOut",
+    "KnownBudget",
+    "MeasuredCosts",
     "ProgramBody",
     "RowCount",
     "SegmentedCapture",

@@ -31,7 +31,7 @@ from fxsplit_encoder.capture.memory import OwnedBuffers, storage_address, tensor
 from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.capture.recorded_ops import RecordedOps
 from fxsplit_encoder.capture.segmented import SegmentedCapture
-from fxsplit_encoder.compile.split import DENSE_ATTENTION, splitting_targets
+from fxsplit_encoder.compile.splitting_ops import DENSE_ATTENTION, splitting_targets
 from fxsplit_encoder.errors import CaptureError
 
 P = ParamSpec("P")

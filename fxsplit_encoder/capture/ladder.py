@@ -9,8 +9,8 @@ import math
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -77,6 +77,15 @@ class MeasuredCosts:
         return min(self.modes.values())
 
 
+@dataclass(frozen=True, slots=True)
+class KnownBudget:
+    """What another ladder of the same forward found out of a budget."""
+
+    costs: MeasuredCosts
+    mode: str | None
+    """In which it is captured; None: it needs no graph."""
+
+
 class BudgetLadder:
     """The captures of one forward.
 
@@ -120,6 +129,7 @@ class BudgetLadder:
         """Whether a tower's own code has run, so that what it prepares once is prepared."""
         self._bound_by_host: tuple[int, MeasuredRun] | None = None
         """The largest budget at which a tower's own code was found to be, and its run."""
+        self._known: dict[int, KnownBudget] = {}
         self._request = request
         self._attention_ms = attention_ms
         self._agree = agree
@@ -132,7 +142,8 @@ class BudgetLadder:
             try:
                 with measuring():
                     self._capture(budget)
-                self._capture_ms.append((time.perf_counter() - start) * 1e3)
+                if budget not in self._known:
+                    self._capture_ms.append((time.perf_counter() - start) * 1e3)
             except (CaptureError, torch.OutOfMemoryError) as error:  # the second: for the static inputs
                 self.dropped[budget] = str(error)
                 logger.warning("budget %d is dropped: %s", budget, error)
@@ -148,6 +159,25 @@ class BudgetLadder:
         request = self._agreed_request(budget)
         record = self._record_all if self.mode == "auto" and self.measured else self._record_first
         return list(record(budget, request).values())
+
+    def expect(self, known: Mapping[int, KnownBudget], capture_ms: float) -> None:
+        """Takes over what another ladder of the same forward found out on a device of this kind: such a
+        budget is captured as it was there, and nothing is timed. It stays known after `clear`.
+
+        Args:
+            capture_ms: the other's `capture_ms`.
+        """
+        self._known = dict(known)
+        self._capture_ms = [capture_ms] if known else []
+
+    def known(self) -> dict[int, KnownBudget]:
+        """What was found out of the budgets that were measured, for another ladder to `expect`."""
+        found = {}
+        for budget, costs in self.costs.items():
+            if budget in self.captured or budget in self.no_graph_needed:
+                mode = self.captured[budget].mode if budget in self.captured else None
+                found[budget] = KnownBudget(costs, mode)
+        return found
 
     def captures_of(self, budget: int) -> list[CapturedForward]:
         """All captures of one budget."""
@@ -196,14 +226,39 @@ class BudgetLadder:
         self._bound_by_host = None
 
     def _capture(self, budget: int) -> None:
+        timed = self.measured and self.pool.is_cuda
+        known = self._known.get(budget) if timed else None
+        if known is not None and known.mode is None:
+            self.costs[budget] = replace(known.costs)
+            self.no_graph_needed.add(budget)
+            return
         request = self._agreed_request(budget)
-        if not (self.measured and self.pool.is_cuda):
+        if not timed:
             self.captured.update((budget, each) for each in self._record_first(budget, request).values())
+            return
+        if known is not None and self._capture_as_known(budget, request, known):
             return
         costs = self._capture_cheapest_mode(budget, request)
         self.costs[budget] = costs
         if request.single_segment is not None and budget in self.captured:
-            self._capture_single_segment(budget, request.single_segment(), costs)
+            self._capture_single_segment(budget, request, costs)
+
+    def _capture_as_known(self, budget: int, request: CaptureRequest, known: KnownBudget) -> bool:
+        """Captures a budget as it was captured elsewhere; whether that was possible."""
+        assert known.mode is not None
+        try:
+            self.captured[budget] = self._record(budget, request, known.mode)
+        except CaptureError as error:
+            logger.warning("budget %d is measured again: in mode %s %s", budget, known.mode, error)
+            return False
+        self.costs[budget] = costs = replace(known.costs)
+        if costs.single_segment is not None:
+            single = self._record_single_segment(budget, request)
+            if single is not None:
+                self.captured_single_segment[budget] = single
+            else:
+                costs.single_segment = None
+        return True
 
     def _agreed_request(self, budget: int) -> CaptureRequest:
         """What one rank alone cannot do must show before its forward runs: inside, others would wait for it.
@@ -281,12 +336,8 @@ class BudgetLadder:
         """Adds a full graph for one segment, where it costs less than the capture for any number."""
         if self.captured[budget].mode != "full" and self.mode != "auto":
             return  # the user wants piecewise, which attends to the true segments anyway
-        try:
-            single = self._record(budget, request, "full")
-        except CaptureError as error:
-            logger.warning(
-                "budget %d: batches of one segment share the capture of all others: %s", budget, error
-            )
+        single = self._record_single_segment(budget, request)
+        if single is None:
             return
         cost = single.measure()
         if cost < costs.best * _SINGLE_SEGMENT_GAIN:
@@ -294,6 +345,18 @@ class BudgetLadder:
             costs.single_segment = cost
         else:
             single.release()
+
+    def _record_single_segment(self, budget: int, request: CaptureRequest) -> CapturedForward | None:
+        """A full graph for one segment; None, with a warning, where there is none."""
+        try:
+            if request.single_segment is None:
+                raise CaptureError("the forward tells no segments")
+            return self._record(budget, request.single_segment(), "full")
+        except CaptureError as error:
+            logger.warning(
+                "budget %d: batches of one segment share the capture of all others: %s", budget, error
+            )
+            return None
 
     def _record_all(self, budget: int, request: CaptureRequest) -> dict[str, CapturedForward]:
         """Captures in every mode that differs; fails only if all fail."""

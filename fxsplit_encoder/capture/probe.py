@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from fxsplit_encoder.compile import Bindings, Program
+if TYPE_CHECKING:
+    from fxsplit_encoder.compile import Bindings, Program
+
 
 # Relative to the largest output; padding may change the order of sums, never more than rounding.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -53,7 +55,8 @@ def _padded(
     program: Program, exact: Bindings, rows: int, pad_rows: Callable[[Tensor, int, int], Tensor]
 ) -> Bindings:
     """A bindings with pad rows; `pad_rows(value, dim, count)` makes those of an input."""
-    padded = Bindings(list(exact.slots), padded_symbols(program, exact, rows))
+    padded = exact.copy()
+    padded.symbols = padded_symbols(program, exact, rows)
     for entry in program.region_inputs:
         dim, value = entry.token_dim, exact.slots[entry.slot]
         if dim is not None:

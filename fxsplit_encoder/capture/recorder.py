@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fxsplit_encoder.attention import varlen_attention
 from fxsplit_encoder.capture.breaks import RecordedBreak, name_of
 from fxsplit_encoder.capture.eager_attention import LiveSegments, break_at_attention
 from fxsplit_encoder.capture.memory import OwnedBuffers
 from fxsplit_encoder.capture.segmented import SegmentedCapture
-from fxsplit_encoder.compile import Step
+
+if TYPE_CHECKING:
+    from fxsplit_encoder.compile import Step
 
 
 class StepRecorder:

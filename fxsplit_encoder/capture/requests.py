@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,7 +12,9 @@ from fxsplit_encoder.attention import KnownSegments
 from fxsplit_encoder.capture.breakable import DEFAULT_SPLITTING_OPS
 from fxsplit_encoder.capture.inputs import StaticInputs
 from fxsplit_encoder.capture.parameters import StaticParameters
-from fxsplit_encoder.compile import Bindings, Program
+
+if TYPE_CHECKING:
+    from fxsplit_encoder.compile import Bindings, Program
 
 
 class RowCount:

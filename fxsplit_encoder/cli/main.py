@@ -189,6 +189,39 @@ def inspect(
 
 @app.command()
 @with_groups
+def build(
+    place: Place,
+    setup: Setup,
+    output: Annotated[
+        Path,
+        typer.Option("--output", "-o", metavar="FILE", help="The file to write.", show_default=False),
+    ],
+    model: Annotated[
+        str, typer.Option("--model", metavar="MODEL", help=_MODEL, autocompletion=complete_model)
+    ] = "qwen3-vl-8b",
+    as_json: AsJson = False,
+) -> None:
+    """Compile, measure and choose once, for every process that serves this tower on a GPU of this kind.
+
+    They name the file as `start_file` in their configuration, or give it to `manager.load_start`. It is for
+    this GPU, these versions, this tower and this configuration; with others it is ignored, with a warning.
+    """
+    import fxsplit_encoder as fx
+    from fxsplit_encoder.cli.build import run_build
+    from fxsplit_encoder.cli.document import Document
+    from fxsplit_encoder.cli.files import check_output, read_config
+    from fxsplit_encoder.cli.tower import choose_tower
+
+    check_output(output)
+    settings = read_config(setup.config) or fx.EncoderConfig()
+    device, dtype = _placed(place)
+    document = Document(as_json)
+    run_build(choose_tower(model, setup.blocks, device, dtype), settings, device, output, document)
+    document.finish()
+
+
+@app.command()
+@with_groups
 def bench(
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help=_MODEL, autocompletion=complete_model, show_default=False)

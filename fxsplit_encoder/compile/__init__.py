@@ -1,15 +1,21 @@
 """FX only: a Dynamo graph becomes an ATen graph, is split at attention, and becomes a compiled `Program`.
 
-Knows nothing of CUDA graphs or models.
+Knows nothing of CUDA graphs or models. What compiles loads Dynamo and sympy, which take seconds, so it is
+imported when it is used first.
 """
 
-from fxsplit_encoder.compile.bound import BoundProgram, NamedRegion
-from fxsplit_encoder.compile.build import build_program
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from fxsplit_encoder.compile.host import HostOp, register_host_op
 from fxsplit_encoder.compile.options import CompileOptions
-from fxsplit_encoder.compile.padding import PaddingReport
-from fxsplit_encoder.compile.program import Bindings, Program, RegionInput, Step
-from fxsplit_encoder.compile.trace import compile_graph, trace_forward, with_own_code
+
+if TYPE_CHECKING:
+    from fxsplit_encoder.compile.bound import BoundProgram, NamedRegion
+    from fxsplit_encoder.compile.build import build_program
+    from fxsplit_encoder.compile.padding import PaddingReport
+    from fxsplit_encoder.compile.program import Bindings, Program, RegionInput, Step
+    from fxsplit_encoder.compile.trace import compile_graph, trace_forward, with_own_code
 
 __all__ = [
     "Bindings",
@@ -27,3 +33,26 @@ __all__ = [
     "trace_forward",
     "with_own_code",
 ]
+
+_WHEN_USED = {
+    "BoundProgram": "bound",
+    "NamedRegion": "bound",
+    "build_program": "build",
+    "PaddingReport": "padding",
+    "Bindings": "program",
+    "Program": "program",
+    "RegionInput": "program",
+    "Step": "program",
+    "compile_graph": "trace",
+    "trace_forward": "trace",
+    "with_own_code": "trace",
+}
+"""The modules of names that are imported when they are used."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHEN_USED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_WHEN_USED[name]}"), name)
+    globals()[name] = value
+    return value

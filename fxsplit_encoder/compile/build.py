@@ -28,8 +28,8 @@ from fxsplit_encoder.compile.split import (
     is_scalar,
     node_value,
     split_graph,
-    splitting_targets,
 )
+from fxsplit_encoder.compile.splitting_ops import splitting_targets
 from fxsplit_encoder.compile.steps import Slots, make_steps, slots_in, tensor_info, with_frees
 from fxsplit_encoder.errors import CompileError
 

@@ -29,6 +29,9 @@ class CompileOptions:
     requires_tokens: bool = False
     """Whether a graph is refused, before anything is compiled, if nothing tells what counts its tokens."""
 
+    is_known: bool = False
+    """Whether its pieces are expected in Inductor's cache, so that no workers are started to compile them."""
+
     @classmethod
     def of(cls, config: EncoderConfig) -> CompileOptions:
         """What a configuration says of building."""

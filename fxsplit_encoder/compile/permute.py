@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxsplit_encoder._torch.symbols import check
+from fxsplit_encoder._torch.checks import check
 
 _library: Any = torch.library.Library("fxsplit", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define("permute_rows(Tensor rows, Tensor permutation) -> Tensor")

@@ -102,16 +102,26 @@ def compile_aot_eager(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable
     return _decompose(module, inputs).forward
 
 
+class CompiledPiece:
+    """A piece that Inductor compiled.
+
+    Args:
+        compiled: takes the list of arguments, which it empties.
+    """
+
+    def __init__(self, compiled: Callable[[list[Any]], Any]) -> None:
+        self.compiled = compiled
+
+    def __call__(self, *args: Any) -> Any:
+        """The piece's outputs."""
+        return self.compiled(list(args))
+
+
 def compile_inductor(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     """The piece through Inductor, for all token counts."""
     from fxsplit_encoder._torch.inductor import compile_graph
 
-    compiled = compile_graph(_decompose(module, inputs), inputs)
-
-    def call(*args: Any) -> Any:
-        return compiled(list(args))
-
-    return call
+    return CompiledPiece(compile_graph(_decompose(module, inputs), inputs))
 
 
 def _decompose(module: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:

@@ -7,8 +7,10 @@ since Dynamo checks them on its own path, which ours bypasses.
 
 from __future__ import annotations
 
+import ast
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
@@ -32,11 +34,30 @@ class Size:
     """A size (or another scalar) of the graph, evaluated for symbol values."""
 
     def __init__(self, expr: sympy.Expr) -> None:
-        self.expr = expr
-        self.symbols = tuple(sorted(str(s) for s in expr.free_symbols))
+        self._set(str(expr), python_source(expr), tuple(sorted(str(s) for s in expr.free_symbols)))
         self._constant = int(expr) if not self.symbols and expr.is_Integer else None
-        source = f"lambda {', '.join(self.symbols)}: {python_source(expr)}"
-        self._function: Callable[..., Any] = eval(source, {"math": math, "torch": torch})
+
+    def _set(self, shown: str, source: str, symbols: tuple[str, ...]) -> None:
+        self.shown = shown
+        self.source = source
+        """The expression in Python."""
+        self.symbols = symbols
+        function = f"lambda {', '.join(symbols)}: {source}"
+        self._function: Callable[..., Any] = eval(function, {"math": math, "torch": torch})
+
+    @classmethod
+    def restored(cls, shown: str, source: str, symbols: Sequence[str]) -> Size:
+        """A size from what another one tells of itself.
+
+        Raises:
+            ValueError: the source is more than arithmetic of these symbols.
+        """
+        check_arithmetic(source, symbols)
+        size = cls.__new__(cls)
+        size._set(shown, source, tuple(symbols))
+        number = source.strip("()")
+        size._constant = int(number) if not symbols and number.isdigit() else None
+        return size
 
     @classmethod
     def of(cls, value: int | torch.SymInt | torch.SymFloat | torch.SymBool) -> Size:
@@ -51,12 +72,12 @@ class Size:
             result = self._function(*(values[s] for s in self.symbols))
         except KeyError as error:
             raise CompileError(
-                f"size {self.expr} depends on {error.args[0]}, which no input of the graph determines"
+                f"size {self.shown} depends on {error.args[0]}, which no input of the graph determines"
             ) from error
         return result  # type: ignore[no-any-return]
 
     def __repr__(self) -> str:
-        return str(self.expr)
+        return self.shown
 
 
 def symbol_of(size: int | torch.SymInt) -> str | None:
@@ -104,8 +125,67 @@ def holds_for_capture(
     return accepts(values) or (tokens % divisor == 0 and accepts({**values, token_symbol: 2 * tokens}))
 
 
-def guards_of(inputs: Sequence[fx.Node], independent: str | None = None) -> Callable[[SymbolValues], bool]:
-    """Whether a trace holds for given values of symbols, as a function of them.
+_ARITHMETIC = (
+    *(ast.Expression, ast.Constant, ast.Name, ast.Load, ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare),
+    *(ast.operator, ast.unaryop, ast.boolop, ast.cmpop, ast.Call, ast.Attribute, ast.IfExp),
+)
+_OF_TORCH = frozenset(f"torch.sym_{name}" for name in ("float", "int", "max", "min", "not", "sum"))
+_FUNCTIONS = frozenset(("abs", "bool", "float", "int", "max", "min", "pow", "round"))
+
+
+def check_arithmetic(source: str, symbols: Sequence[str]) -> None:
+    """Raises ValueError unless a source is an expression of numbers, symbols, and functions of `math`."""
+    if not all(symbol.isidentifier() for symbol in symbols):
+        raise ValueError(f"symbols: expected names; got {list(symbols)}")
+    try:
+        tree = ast.parse(source, mode="eval")
+    except SyntaxError as error:
+        raise ValueError(f"size: expected arithmetic; got {source!r}") from error
+    for node in ast.walk(tree):
+        known = isinstance(node, _ARITHMETIC)
+        if isinstance(node, ast.Attribute):
+            module = node.value.id if isinstance(node.value, ast.Name) else ""
+            known = (module == "math" and node.attr[0] != "_") or f"{module}.{node.attr}" in _OF_TORCH
+        elif isinstance(node, ast.Name):
+            known = node.id in symbols or node.id in (*_FUNCTIONS, "math", "torch")
+        elif isinstance(node, ast.Constant):
+            known = isinstance(node.value, int | float)
+        if not known:
+            raise ValueError(
+                f"size: expected arithmetic of {', '.join(symbols) or 'numbers'}; got {source!r}"
+            )
+
+
+@dataclass(frozen=True)
+class Guards:
+    """Whether a trace holds for given values of symbols."""
+
+    bounds: Mapping[str, tuple[float, float]]
+    """The least and the greatest value of a symbol."""
+    conditions: tuple[Size, ...]
+    """What has to be true."""
+
+    def __call__(self, values: SymbolValues) -> bool:
+        """Whether it does, as far as these values tell."""
+        within = all(
+            self.bounds[symbol][0] <= value <= self.bounds[symbol][1]
+            for symbol, value in values.items()
+            if symbol in self.bounds
+        )
+        known = (condition for condition in self.conditions if set(condition.symbols) <= values.keys())
+        try:
+            return within and all(bool(condition(values)) for condition in known)
+        except ZeroDivisionError:  # s % (s // 4) == 0, of fewer than four
+            return False
+
+
+def _number(bound: sympy.Basic) -> float:
+    """A bound, which may be one of several infinities."""
+    return int(bound) if bound.is_Integer else math.copysign(math.inf, 1 if bool(bound > 0) else -1)
+
+
+def guards_of(inputs: Sequence[fx.Node], independent: str | None = None) -> Guards:
+    """Whether a trace holds for given values of symbols.
 
     Dynamo lets symbols begin at 2. One that counts independent rows may be 1: a run of one row is the first
     row of a run of two.
@@ -115,21 +195,8 @@ def guards_of(inputs: Sequence[fx.Node], independent: str | None = None) -> Call
         independent: the symbol that counts independent rows, if any.
     """
     symbols = Symbols(node.meta["val"] for node in inputs)
-    bounds = symbols.ranges
+    bounds = {symbol: (_number(low), _number(high)) for symbol, (low, high) in symbols.ranges.items()}
     if independent in bounds and bounds[independent][0] == 2:
         bounds[independent] = (1, bounds[independent][1])
-    conditions = [Size(guard) for guard in symbols.guards if not guard.is_Boolean or guard.free_symbols]
-
-    def accepts(values: SymbolValues) -> bool:
-        within = all(
-            bool(bounds[symbol][0] <= value) and bool(value <= bounds[symbol][1])
-            for symbol, value in values.items()
-            if symbol in bounds
-        )
-        known = (condition for condition in conditions if set(condition.symbols) <= values.keys())
-        try:
-            return within and all(bool(condition(values)) for condition in known)
-        except ZeroDivisionError:  # s % (s // 4) == 0, of fewer than four
-            return False
-
-    return accepts
+    conditions = (Size(guard) for guard in symbols.guards if not guard.is_Boolean or guard.free_symbols)
+    return Guards(bounds, tuple(conditions))

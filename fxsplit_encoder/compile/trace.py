@@ -13,12 +13,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxsplit_encoder._torch.aot import boxed, static_inputs, to_aten
-from fxsplit_encoder._torch.dynamo import (
-    TorchDynamoException,
-    inner_error,
-    maybe_mark_dynamic,
-    traced_files,
-)
+from fxsplit_encoder._torch.dynamo import inner_error, maybe_mark_dynamic, traced_files
+from fxsplit_encoder._torch.dynamo_errors import TorchDynamoException
 from fxsplit_encoder.compile import blocks
 from fxsplit_encoder.compile.blocks import BlockError, equal_blocks_as_ops, inline_blocks
 from fxsplit_encoder.compile.bound import BoundProgram, bind
@@ -65,6 +61,8 @@ def compile_graph(
 
 def _start_workers(options: CompileOptions, inputs: Iterable[Any]) -> None:
     """Starts Inductor's workers if it will compile the pieces: they get ready while the graph is traced."""
+    if options.is_known:
+        return
     device = next((value.device for value in inputs if isinstance(value, torch.Tensor)), torch.device("cpu"))
     if piece_compiler(options.piece_compiler, device) is compile_inductor:
         start_compile_workers()

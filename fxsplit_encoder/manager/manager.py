@@ -9,7 +9,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,9 +18,8 @@ from torch.distributed import ProcessGroup
 
 from fxsplit_encoder.attention import KernelChooser, choosing
 from fxsplit_encoder.capture import GraphPool
-from fxsplit_encoder.compile import BoundProgram
 from fxsplit_encoder.config import EncoderConfig
-from fxsplit_encoder.errors import InputError, WeightsMovedError
+from fxsplit_encoder.errors import InputError, StartFileError, WeightsMovedError
 from fxsplit_encoder.manager.batches import BatchRunner
 from fxsplit_encoder.manager.budget_memory import check_budgets
 from fxsplit_encoder.manager.captures import CapturePlan, plan_captures
@@ -41,6 +41,9 @@ from fxsplit_encoder.protocol import (
 from fxsplit_encoder.runtime import CaptureScope, CaptureSet
 from fxsplit_encoder.runtime.statistics import ManagerStats, Statistics
 from fxsplit_encoder.runtime.weights import warn_of_new_captures
+
+if TYPE_CHECKING:
+    from fxsplit_encoder.compile import BoundProgram
 
 logger = logging.getLogger(__name__)
 
@@ -132,6 +135,9 @@ class EncoderCudaGraphManager:
             debug=debug,
         )
         self._recorder: Recorder | None = None
+        self._start_refused: str | None = None
+        """Why a saved start is not used."""
+        self._start_read = False
         self._captured = False
         self._missed_capture = not self._is_idle
         """Whether an execution before the first capture is still to be warned of."""
@@ -164,7 +170,8 @@ class EncoderCudaGraphManager:
     @property
     def reports(self) -> list[str]:
         """What was dropped or runs in another way than asked, and why."""
-        return [note for path in self.paths_by_key.values() for note in path.notes]
+        refused = [self._start_refused] if self._start_refused is not None else []
+        return [*refused, *(note for path in self.paths_by_key.values() for note in path.notes)]
 
     @property
     def budget_graphs(self) -> dict[str, dict[int, BudgetGraphMetadata]]:
@@ -186,6 +193,8 @@ class EncoderCudaGraphManager:
         """
         refusals: dict[str, str] = {}
         with self._lock, _without_autograd():
+            if self.config.start_file is not None and not self._start_read:
+                self.load_start(self.config.start_file)
             for path in self.paths_by_key.values():
                 if path.budgets:  # else nothing tells at which size to trace it, and it runs eagerly
                     path.compile(progress, refusals)
@@ -221,6 +230,52 @@ class EncoderCudaGraphManager:
             self._check_captures()
             if self.data_parallel is not None and self.pool.is_cuda:
                 self._share_costs(self.data_parallel)
+
+    def save_start(self, path: str | os.PathLike[str]) -> int:
+        """Writes a file with which other processes start on devices of the same kind without compiling and
+        without measuring: what this process compiled, what was measured of attention on this device, and what
+        of this tower. The file replaces what was there as a whole.
+
+        Returns:
+            How many bytes it has.
+
+        Raises:
+            InputError: nothing was captured yet, or the file cannot be written.
+        """
+        from fxsplit_encoder.manager.start import save_manager
+
+        with self._lock:
+            if not self._captured:
+                raise InputError("save_start: nothing was compiled or measured yet; call capture() first")
+            return save_manager(self, Path(path))
+
+    def load_start(self, path: str | os.PathLike[str]) -> bool:
+        """Has `compile` and `capture` use what `save_start` wrote. The file holds compiled code, so it has to
+        come from someone who may run code here.
+
+        One that is damaged, or was made by another GPU, version, tower or configuration, is ignored, with a
+        warning that names what differs; `reports` says so too.
+
+        Returns:
+            Whether it is used.
+
+        Raises:
+            InputError: captures are there already.
+        """
+        from fxsplit_encoder.manager.start import load_manager
+
+        with self._lock:
+            if self._captured:
+                raise InputError("load_start: everything is captured already; call it before capture()")
+            self._start_read = True
+            try:
+                load_manager(self, Path(path))
+            except StartFileError as error:
+                self._start_refused = f"the start in {path} is not used: {error}"
+                logger.warning("%s", self._start_refused)
+                return False
+            self._start_refused = None
+            return True
 
     def can_replay(self) -> bool:
         """Whether what was captured serves any batch, or the settings ask for no captures."""

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from fxsplit_encoder.attention import KnownSegments
 from fxsplit_encoder.capture.buffers import StaticValue
-from fxsplit_encoder.compile import BoundProgram, CompileOptions
+from fxsplit_encoder.compile import CompileOptions
 from fxsplit_encoder.errors import FxSplitError, InputError, ReplayError
 from fxsplit_encoder.manager.path_forward import PathForward
 from fxsplit_encoder.planning.limits import CaptureKey, Limits
 from fxsplit_encoder.planning.plan import PathPlan
 from fxsplit_encoder.protocol import BudgetGraphMetadata, SupportsEncoderCudaGraph
 from fxsplit_encoder.runtime import CapturedProgram, CaptureScope, measure_forward
+
+if TYPE_CHECKING:
+    from fxsplit_encoder.compile import BoundProgram
 
 
 class EncoderPath(CapturedProgram):
@@ -112,6 +115,9 @@ class EncoderPath(CapturedProgram):
         sizes, and attention.
         """
         if not self.scope.measured:
+            return
+        if self.expected is not None:
+            self.measured = self.expected.forward
             return
         self.measured = measure_forward(self.forward, self.budgets)
         # While a capture is open torch frees none of the blocks that it keeps for later.

@@ -6,7 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,14 +16,23 @@ from fxsplit_encoder.capture import CapturedForward, CaptureRequest, SharedBuffe
 from fxsplit_encoder.capture.breakable import refuse_collectives
 from fxsplit_encoder.capture.buffers import StaticValue
 from fxsplit_encoder.capture.probe import difference
-from fxsplit_encoder.compile import BoundProgram, CompileOptions, NamedRegion, trace_forward
-from fxsplit_encoder.errors import CaptureError, CompileError, InputError, UntraceableError
+from fxsplit_encoder.compile import CompileOptions
+from fxsplit_encoder.errors import (
+    CaptureError,
+    CompileError,
+    InputError,
+    StartFileError,
+    UntraceableError,
+)
 from fxsplit_encoder.manager.row_groups import RowGroups
-from fxsplit_encoder.manager.tower_part import tower_part, tower_tensors
+from fxsplit_encoder.manager.tower_part import named_tensors, tower_part, tower_tensors
 from fxsplit_encoder.planning.limits import Limits
 from fxsplit_encoder.protocol import SupportsEncoderCudaGraph
 from fxsplit_encoder.runtime import FreshInputs, request_of_module, request_of_program
 from fxsplit_encoder.runtime.weights import check_replacements, layouts_of
+
+if TYPE_CHECKING:
+    from fxsplit_encoder.compile import BoundProgram, NamedRegion
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +80,8 @@ class PathForward:
         self._refusal: str | None = None
         """Why it does not compile."""
         self._growing: frozenset[str] | None = None
+        self.saved: Mapping[str, Any] | None = None
+        """The program, as another process saved it: it is restored rather than traced."""
         self.unused: dict[str, None] = {}
         """The inputs for which the tower gives None: its forward gets that, and no capture has them."""
         self.groups = RowGroups()
@@ -236,6 +247,12 @@ class PathForward:
             inputs = self._traced_values()
         except InputError as error:
             return f"not compiled: {error}"
+        saved, self.saved = self.saved, None  # it is for the parameters that the tower has now
+        if saved is not None and (restored := self._restored(saved, inputs)) is not None:
+            self.bind(restored)
+            return None
+        from fxsplit_encoder.compile import trace_forward
+
         options = replace(self.options, progress=progress, requires_tokens=True)
         logger.info("%s: its forward is traced and compiled; compile: false goes without", self.label)
         try:
@@ -251,6 +268,35 @@ class PathForward:
             return refusals[self.name]
         self.bind(program)
         return None
+
+    def to_save(self) -> dict[str, Any]:
+        """The program, for `saved` of another process.
+
+        Raises:
+            CompileError: it cannot be saved, and why.
+        """
+        from fxsplit_encoder.compile.saved import save_program
+
+        assert self.program is not None
+        if self.options.precision != "auto":
+            raise CompileError(f"precision {self.options.precision}: it does not give the forward's results")
+        return save_program(self.program, named_tensors(self.tower))
+
+    @torch.no_grad()
+    def _restored(self, saved: Mapping[str, Any], values: Mapping[str, Tensor]) -> BoundProgram | None:
+        """The saved program, if it can be restored and gives what the forward gives; else that is said."""
+        from fxsplit_encoder.compile.saved import restore_program
+
+        try:
+            program = restore_program(saved, named_tensors(self.tower), self.device)
+            values = {name: _with_contents(tensor) for name, tensor in values.items()}
+            got = program(self.inputs(program, values))
+            if difference([self(values)], [got], "no") is not None:
+                raise StartFileError("program: expected what the forward returns; got something else")
+        except Exception as error:  # whatever torch raises of what it cannot load
+            logger.warning("%s: the saved start's program is not used, it is traced: %s", self.label, error)
+            return None
+        return program
 
     def _row_groups(self) -> RowGroups:
         """Those of the tower's inputs, as far as its budgets tell."""

@@ -36,6 +36,14 @@ def tower_tensors(tower: object) -> list[Tensor]:
     return [*part.parameters(), *part.buffers(), *own]
 
 
+def named_tensors(tower: object) -> dict[str, Tensor]:
+    """The parameters and buffers of a model, by every name that they have; none of what is no module."""
+    if not isinstance(tower, nn.Module):
+        return {}
+    both = (*tower.named_parameters(remove_duplicate=False), *tower.named_buffers(remove_duplicate=False))
+    return dict(both)
+
+
 def placement_of(
     tower: object, device: torch.device | str | None, dtype: torch.dtype | None
 ) -> tuple[torch.device, torch.dtype]:

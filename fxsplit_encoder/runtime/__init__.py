@@ -1,7 +1,7 @@
 """A program with its captures: what the manager and torch.compile both run."""
 
 from fxsplit_encoder.runtime.captured_program import CapturableForward, CapturedProgram
-from fxsplit_encoder.runtime.measure import MeasuredForward, measure_forward
+from fxsplit_encoder.runtime.measure import KnownCosts, MeasuredForward, measure_forward
 from fxsplit_encoder.runtime.memory_limit import CaptureSet
 from fxsplit_encoder.runtime.requests import FreshInputs, request_of_module, request_of_program
 from fxsplit_encoder.runtime.scope import CaptureScope
@@ -13,6 +13,7 @@ __all__ = [
     "CaptureSet",
     "CapturedProgram",
     "FreshInputs",
+    "KnownCosts",
     "MeasuredForward",
     "UnpaddedReplays",
     "measure_forward",

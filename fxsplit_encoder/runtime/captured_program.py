@@ -5,20 +5,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from fxsplit_encoder.capture import BudgetLadder, CapturedForward, CaptureRequest, ProgramBody, SharedBuffers
 from fxsplit_encoder.capture.buffers import StaticValue
-from fxsplit_encoder.compile import NamedRegion
 from fxsplit_encoder.errors import CaptureError
 from fxsplit_encoder.planning import MissReason
 from fxsplit_encoder.planning.costs import PathCosts
 from fxsplit_encoder.planning.plan import PathPlan
-from fxsplit_encoder.runtime.measure import MeasuredForward
+from fxsplit_encoder.runtime.measure import KnownCosts, MeasuredForward
 from fxsplit_encoder.runtime.scope import CaptureScope
 from fxsplit_encoder.runtime.unpadded import UnpaddedReplays
+
+if TYPE_CHECKING:
+    from fxsplit_encoder.compile import NamedRegion
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +85,8 @@ class CapturedProgram:
         self.notes: list[str] = []
         """What was dropped or runs in another way than asked, and why."""
         self.measured = MeasuredForward()
+        self.expected: KnownCosts | None = None
+        """What need not be measured, see `expect`."""
         self.ladder = BudgetLadder(
             self._request_of_budget,
             mode,
@@ -245,6 +249,17 @@ class CapturedProgram:
         """What was measured, or an order of preference where nothing was."""
         compiled = self.forward.region is not None
         return self.measured.with_captures(self.ladder, self.segment_capacity, compiled=compiled)
+
+    def expect(self, known: KnownCosts) -> None:
+        """Takes over what was measured elsewhere of this forward, on a device of the same kind: nothing of it
+        is measured here. It stays known after `clear`.
+        """
+        self.expected = known
+        self.ladder.expect(known.budgets, known.capture_ms)
+
+    def known(self) -> KnownCosts:
+        """What was measured here, or taken over."""
+        return KnownCosts(self.measured, self.ladder.known(), self.ladder.capture_ms)
 
     # --- replays
 

@@ -7,17 +7,20 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from fxsplit_encoder.attention import KnownSegments, measuring
-from fxsplit_encoder.capture import BudgetLadder, measure_ms
+from fxsplit_encoder.capture import BudgetLadder, KnownBudget, measure_ms
 from fxsplit_encoder.capture.segments import is_cumulative
 from fxsplit_encoder.compile import BoundProgram
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.planning.costs import PathCosts, Points
+
+if TYPE_CHECKING:
+    from fxsplit_encoder.compile import BoundProgram
 
 # Equal segments that a full budget is cut into to find what attention costs.
 _MEASURED_SEGMENTS = 8
@@ -118,6 +121,16 @@ class MeasuredForward:
 
     def _beside_attention(self, budget: int, milliseconds: float, share: float) -> float:
         return max(0.0, milliseconds - self.attention_ms(budget, share))
+
+
+@dataclass(frozen=True)
+class KnownCosts:
+    """What was measured of a forward and its captures, in another process on a device of the same kind."""
+
+    forward: MeasuredForward
+    budgets: Mapping[int, KnownBudget]
+    capture_ms: float
+    """What capturing and measuring a budget took."""
 
 
 @torch.no_grad()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,8 +19,10 @@ from fxsplit_encoder.capture import (
     StaticParameters,
 )
 from fxsplit_encoder.capture.segments import is_cumulative
-from fxsplit_encoder.compile import Bindings, NamedRegion
 from fxsplit_encoder.errors import CaptureError
+
+if TYPE_CHECKING:
+    from fxsplit_encoder.compile import Bindings, NamedRegion
 
 PaddingLogics: TypeAlias = Mapping[str, Callable[[Tensor, Tensor], None]]
 """By name, how a tower fills an input of a capture (first) from a value (second) itself."""

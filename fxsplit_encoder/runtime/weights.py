@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from fxsplit_encoder.compile.sizes import layout
 from fxsplit_encoder.errors import WeightsLayoutError
 
 logger = logging.getLogger(__name__)
@@ -22,6 +21,11 @@ logger = logging.getLogger(__name__)
 def layouts_of(values: Iterable[object]) -> list[tuple[Any, ...] | None]:
     """The layouts of weights; None for a value that is no tensor."""
     return [layout(value) if isinstance(value, torch.Tensor) else None for value in values]
+
+
+def layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Sizes, strides, dtype and device of a weight."""
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
 
 
 def check_replacements(

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from fxsplit_encoder._torch.dynamo import allow_no_frame
 from fxsplit_encoder._torch.tensors import share_names, tensors_of
-from fxsplit_encoder.compile.blocks import begin_blocks
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.protocol import scatter_output_slices
 from fxsplit_encoder.towers.options import matters, settle, without_inference_tensors
@@ -243,4 +242,6 @@ def trace_equal_blocks_once(tower_name: str) -> bool:
     """Replaces the equal blocks of a tower by ops in the trace that Dynamo is making; returns whether it did.
     Dynamo calls this and does not trace it.
     """
+    from fxsplit_encoder.compile.blocks import begin_blocks
+
     return begin_blocks(registered_tower(tower_name).tower)

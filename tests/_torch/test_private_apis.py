@@ -191,6 +191,24 @@ SYMBOLS = [
     ),
     # inductor
     called(f"{INDUCTOR}.async_compile.maybe_warm_pool", 0),
+    called(f"{INDUCTOR}.async_compile.CompiledTritonKernels.cache_clear", 0),
+    called(
+        f"{INDUCTOR}.codecache.FxGraphCache.load_with_key",
+        3,
+        *("local", "remote_cache", "is_backward", "constants", "evaluate_guards"),
+    ),
+    called(f"{INDUCTOR}.output_code.CompiledFxGraphConstants", 0),
+    called(f"{INDUCTOR}.output_code.CompiledFxGraph.post_compile", 4),
+    Symbol(
+        f"{INDUCTOR}.output_code.CompiledFxGraph._fx_graph_cache_key",
+        lambda: found(f"{INDUCTOR}.output_code.CompiledFxGraph").__dataclass_fields__["_fx_graph_cache_key"],
+    ),
+    Symbol(
+        f"{INDUCTOR}.output_code.CompiledFxGraph.guards_expr",
+        lambda: found(f"{INDUCTOR}.output_code.CompiledFxGraph").__dataclass_fields__["guards_expr"],
+    ),
+    called("torch._subclasses.fake_tensor.FakeTensorMode", 0, "shape_env"),
+    called("torch.fx.experimental.symbolic_shapes.ShapeEnv", 0),
     called(f"{INDUCTOR}.compile_fx.compile_fx_inner", 2, "is_inference", "cudagraphs"),
     called(f"{INDUCTOR}.decomposition.select_decomp_table", 0),
     called(f"{INDUCTOR}.utils.BoxedBool", 1),
@@ -260,6 +278,9 @@ SYMBOLS = [
     present("triton.runtime.driver"),
     elsewhere(present("triton.runtime.driver.active"), "triton.runtime.driver.DriverConfig.active"),
     called("triton.compiler.compiler.CompiledKernel.__getitem__", 2),
+    called("triton.runtime.cache.get_cache_manager", 1),
+    called("triton.runtime.cache.FileCacheManager.put", 3, "binary"),
+    called("triton.runtime.cache.FileCacheManager.put_group", 3),
 ]
 
 

@@ -22,6 +22,7 @@ from fxsplit_encoder.attention import (
 from fxsplit_encoder.attention.cache import MeasurementCache
 from fxsplit_encoder.attention.choice import Measurements
 from fxsplit_encoder.attention.kernels import KERNELS, AttentionShape
+from fxsplit_encoder.attention.measure import Measured
 from fxsplit_encoder.attention.pins import Pin
 from fxsplit_encoder.errors import ConfigError
 
@@ -271,3 +272,23 @@ def test_an_earlier_process_has_measured(tmp_path: Any) -> None:
         assert chosen(KernelChooser(measurements=second), shape(2048)) == "fast"
     assert meter.measured == []
     assert second.table(CUDA) == first.table(CUDA)
+
+
+def test_what_was_measured_elsewhere_is_not_measured_again() -> None:
+    chooser, meter = make()
+    with measuring():
+        chooser.ranking(shape(2048))
+    measured = chooser.measurements.table(CUDA)
+    other, other_meter = make()
+    assert chosen(other, shape(2048)) == "base"
+    other.measurements.add(CUDA, measured)
+    with measuring():
+        assert chosen(other, shape(2048)) == chosen(chooser, shape(2048)) == "fast"
+        assert meter.measured and not other_meter.measured
+        chosen(other, shape(256))
+    assert len(other_meter.measured) == 1
+    with measuring():
+        chosen(chooser, shape(256))
+    before = chooser.measurements.table(CUDA)
+    chooser.measurements.add(CUDA, {each: Measured({"base": 9.0}) for each in before})
+    assert chooser.measurements.table(CUDA) == before  # what was measured here stays

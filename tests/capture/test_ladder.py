@@ -299,3 +299,65 @@ def test_both_modes_are_tried_where_code_breaks(monkeypatch: pytest.MonkeyPatch)
     made, _, recorded = module_ladder(monkeypatch, MeasuredRun(10.0, 9.5), lambda: breaking() + 1)
     made.capture(8)
     assert [mode for mode, _ in recorded] == ["full", "breakable"]
+
+
+COSTS = {"full": 2.0, "piecewise": 1.0, "exact": 3.0, "single": 0.5}
+UNKNOWN = {"exact": math.nan}  # to ask for a replay's time is a KeyError
+
+
+def refuse_to_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object) -> MeasuredRun:
+        raise AssertionError("nothing is timed where it is known")
+
+    monkeypatch.setattr(ladder, "measure_run", fail)
+
+
+@pytest.mark.parametrize("single", [0.5, 1.5])
+def test_what_another_ladder_found_is_captured_without_timing(
+    single: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = Measured(monkeypatch, {**COSTS, "single": single}).ladder
+    first.capture(8)
+    known = first.known()
+    assert known[8].mode == "piecewise"
+    second = Measured(monkeypatch, UNKNOWN)
+    second.ladder.expect(known, first.capture_ms)
+    refuse_to_measure(monkeypatch)
+    for _ in range(2):
+        captured = second.ladder.capture(8)
+        assert captured is not None and captured.mode == "piecewise"
+        assert second.ladder.costs == first.costs
+        assert second.ladder.captured_single_segment.keys() == first.captured_single_segment.keys()
+        assert second.ladder.capture_ms == first.capture_ms
+        assert second.ladder.known() == known
+        second.ladder.clear()  # what is known stays known
+
+
+def test_a_budget_that_needed_no_graph_makes_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = Measured(monkeypatch, {**COSTS, "host": 1.4}).ladder
+    assert first.capture(8) is None
+    second = Measured(monkeypatch, UNKNOWN)
+    second.ladder.expect(first.known(), 1.0)
+    refuse_to_measure(monkeypatch)
+    assert second.ladder.capture(8) is None
+    assert second.ladder.no_graph_needed == {8} and second.requests == []
+
+
+def test_what_cannot_be_captured_as_it_was_is_measured(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = Measured(monkeypatch, COSTS).ladder
+    first.capture(8)
+    second = Measured(monkeypatch, COSTS, fails=("piecewise",)).ladder
+    second.expect(first.known(), 1.0)
+    captured = second.capture(8)
+    assert captured is not None and captured.mode == "full"
+    assert "budget 8 is measured again: in mode piecewise piecewise fails" in caplog.text
+    assert second.costs[8].modes == {"full": 2.0}
+
+
+def test_a_budget_that_was_dropped_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = Measured(monkeypatch, COSTS).ladder
+    first.capture(8)
+    first.drop(8, "no room")
+    assert first.known() == {}

@@ -16,6 +16,7 @@ from fxsplit_encoder.cli import compare, files
 from fxsplit_encoder.cli.files import read_config, shipped
 from fxsplit_encoder.cli.main import app
 from fxsplit_encoder.cli.options import MODELS
+from fxsplit_encoder.cli.tower import choose_tower
 from fxsplit_encoder.cli.usage import OneLineErrors
 from fxsplit_encoder.models.patches import IMAGE_FORMAT, VIDEO_FORMAT, BlockPatches, block_eager
 from fxsplit_encoder.models.prepare import load_inputs
@@ -184,6 +185,27 @@ def test_encode_with_two_views(photographs: list[Path], tmp_path: Path) -> None:
     }
 
 
+def test_build(save_checkpoint: SaveCheckpoint, tmp_path: Path) -> None:
+    settings = tmp_path / "settings.yaml"
+    file = tmp_path / "tower.start"
+    text = f"token_budgets: [8, 16]\nmax_items_per_batch: 4\ncompile: false\nstart_file: {file}\n"
+    settings.write_text(text, encoding="utf-8")
+    model = save_checkpoint()
+    result = run("build", "--model", model, "--config", settings, "-o", file, "--device", "cpu", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["file"] == str(file) and found["budgets"] == {"default": [8, 16]}
+    assert found["notes"] == ["no GPU: nothing was measured, and on GPUs this file is refused"]
+    chosen = choose_tower(str(model), None, torch.device("cpu"), torch.float32)
+    manager = fx.EncoderCudaGraphManager(chosen.family.wrap(chosen.module), read_config(settings))
+    manager.capture()
+    assert manager.reports == []
+    disabled = tmp_path / "disabled.yaml"
+    disabled.write_text("enabled: false\n", encoding="utf-8")
+    refused = run("build", "--model", model, "--config", disabled, "-o", file, "--device", "cpu")
+    assert (refused.exit_code, "enabled: false" in refused.stderr) == (2, True)
+
+
 @pytest.mark.parametrize("with_model", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_inspect(config: Path, save_checkpoint: SaveCheckpoint, with_model: bool) -> None:
     source = ["--model", save_checkpoint()] if with_model else ["--blocks", 1]
@@ -278,7 +300,7 @@ def test_without_its_files_the_demo_says_which(tmp_path: Path, monkeypatch: pyte
     assert shipped("examples/images") == tmp_path / "data" / "examples" / "images", "a wheel's own go first"
 
 
-COMMANDS = ["demo", "encode", "inspect", "bench", "tune", "report"]
+COMMANDS = ["demo", "encode", "inspect", "build", "bench", "tune", "report"]
 
 
 @pytest.mark.parametrize("arguments", [[], *([name] for name in COMMANDS)])

@@ -69,6 +69,7 @@ COMMANDS = """
         ["demo", "--model", model, *on_cpu],
         ["encode", str(cat), "--model", model, "-o", "out.safetensors", *on_cpu],
         ["inspect", "--model", model, "--capture", "--attention", *on_cpu],
+        ["build", "--model", model, "-o", "tower.start", *on_cpu],
         ["bench", model, str(cat), "-o", "plot.png", *on_cpu],
         ["tune", str(shipped("examples/traces/chat_images.jsonl")), "--max-graphs", "4", "-o", "tuned.yaml"],
         ["report", "run.jsonl"],
@@ -90,9 +91,9 @@ def test_every_command_works(installed: Path, tmp_path: Path) -> None:
     finished = start(installed, work, script, installed, model)
     assert finished.returncode == 0, finished.stderr
     *commands, files = finished.stdout.splitlines()
-    names = ["demo", "encode", "inspect", "bench", "tune", "report"]
+    names = ["demo", "encode", "inspect", "build", "bench", "tune", "report"]
     assert commands == [f"{name} 0" for name in names], finished.stdout
-    assert files == "config.yaml out.safetensors plot.png run.html run.jsonl tuned.yaml"
+    assert files == "config.yaml out.safetensors plot.png run.html run.jsonl tower.start tuned.yaml"
 
 
 WITHOUT_EXTRAS = """

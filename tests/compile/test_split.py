@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fxsplit_encoder.compile import BoundProgram, CompileOptions, trace_forward
-from fxsplit_encoder.compile.split import splitting_targets
+from fxsplit_encoder.compile.splitting_ops import splitting_targets
 from fxsplit_encoder.errors import CompileError, ConfigError
 
 

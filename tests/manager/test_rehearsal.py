@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import fxsplit_encoder as fx
+from fxsplit_encoder.attention import choice
 from fxsplit_encoder.capture import CapturedForward
 from fxsplit_encoder.errors import CaptureError
 from fxsplit_encoder.manager.rehearsal import Rehearsal
@@ -72,3 +73,24 @@ def test_what_cannot_be_captured_is_left_out(
 
     monkeypatch.setattr("fxsplit_encoder.manager.path_forward.PathForward.request", fail)
     assert recorded() == []
+
+
+def test_a_rehearsal_neither_compiles_nor_times(
+    recorded: Callable[..., Recorded], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("compiled or timed")
+
+    record = CapturedForward.record
+
+    def record_unmeasured(self: CapturedForward, warmups: int) -> None:
+        assert not choice._measuring.get(), "kernels would be compared"
+        record(self, warmups)
+
+    monkeypatch.setattr(CapturedForward, "record", record_unmeasured)
+    for place in (
+        *("manager.path_forward.PathForward.compile", "manager.path.measure_forward"),
+        *("capture.ladder.measure_run", "capture.forward.measure_run", "attention.measure.Meter.measure"),
+    ):
+        monkeypatch.setattr(f"fxsplit_encoder.{place}", fail)
+    assert len(recorded()) == 4

@@ -6,6 +6,7 @@ Towers are those of `tiny_towers.TINY`, in mode `full`.
 from __future__ import annotations
 
 import itertools
+import json
 from typing import Any
 
 import pytest
@@ -15,6 +16,9 @@ from torch import nn
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.capture.buffers import parts_of
+from fxsplit_encoder.compile import saved
+from fxsplit_encoder.compile.saved import restore_program
+from fxsplit_encoder.manager.tower_part import named_tensors
 from fxsplit_encoder.protocol import missing_methods
 
 from .conformance import FRAMES, ITEMS, Case, make_case
@@ -70,6 +74,23 @@ def test_padding_is_proved_and_every_budget_is_captured(case: Case) -> None:
         assert program.program.splits, "nothing tells where tokens attend"
         assert tuple(case.manager.budget_graphs[path]) == budgets
     assert case.manager.reports == []
+
+
+def test_its_programs_are_saved_and_restored(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    for path in case.manager.paths_by_key.values():
+        assert path.program is not None
+        pieces = {str(step.distinct): step.call for step in path.program.program.pieces}
+        with monkeypatch.context() as patch:  # in place of Inductor's cache
+            patch.setattr(saved, "_piece_keys", lambda program, known=pieces: [(key, "") for key in known])
+            patch.setattr(saved, "_load_piece", lambda key, guards, known=pieces: known[key])
+            content = json.loads(json.dumps(path.forward.to_save()))
+            restored = restore_program(content, named_tensors(case.manager.tower), CPU)
+        for budget in path.budgets[:2]:
+            values = path.forward.capture_values(budget)
+            torch.testing.assert_close(restored(values), path.program(values), rtol=0, atol=0)
+            symbols = path.program.symbols(values)
+            assert restored.symbols(values) == symbols
+            assert restored.program.may_be_captured(symbols) == path.program.program.may_be_captured(symbols)
 
 
 def test_the_document_says_what_is_proved(case: Case) -> None:

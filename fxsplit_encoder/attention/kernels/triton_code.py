@@ -196,6 +196,11 @@ def _launch(
         compiled[grid](*args, stream=driver.active.get_current_stream(device))
 
 
+def compiled_kernels() -> list[Any]:
+    """The versions of the kernel that were launched, each once."""
+    return list(dict.fromkeys(_compiled.values()))
+
+
 @functools.cache
 def split_head(head_dim: int) -> tuple[int, int]:
     """Two powers of two, at least 16, that cover a head with few columns to spare; the second may be 0.

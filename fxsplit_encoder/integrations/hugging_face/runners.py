@@ -11,7 +11,6 @@ from torch import Tensor
 
 from fxsplit_encoder.backend import warmup
 from fxsplit_encoder.backend.stats import stats_of_compiled
-from fxsplit_encoder.compile import with_own_code
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.manager import EncoderCudaGraphManager
 from fxsplit_encoder.runtime.statistics import ManagerStats
@@ -75,6 +74,8 @@ class CompiledRunner:
         self._arguments = arguments
         adapter.returns_rows = True
         # Dynamo limits how often one piece of code is compiled; every tower is to have a limit of its own.
+        from fxsplit_encoder.compile import with_own_code
+
         adapter.forward = types.MethodType(with_own_code(type(adapter).forward), adapter)
         options: Any = {"config": config}
         self._compiled = torch.compile(adapter, backend="encoder_cg", fullgraph=True, options=options)

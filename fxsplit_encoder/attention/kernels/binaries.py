@@ -1,0 +1,85 @@
+"""Kernels that were compiled in this process and not by Inductor, as files, and back into the caches in which
+their compilers look: Triton's, and that of `flash-attn-4`, which is switched on by its environment variable.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path, PurePosixPath
+
+_TRITON_CODE = "fxsplit_encoder.attention.kernels.triton_code"
+_FLASH_CACHE = "flash_attn.cute.cache_utils"
+_FLASH_SWITCH = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
+
+
+def compiled_kernels() -> dict[str, bytes]:
+    """The files of the kernels, by a path of their own; none of a compiler that was not used."""
+    return {**_triton_files(), **_flash_files()}
+
+
+def restore_kernels(files: Mapping[str, bytes]) -> None:
+    """Puts the files of `compiled_kernels` where the compilers look for them, before the first is launched.
+
+    Raises:
+        ValueError: a path is none of those. Nothing was written then.
+    """
+    groups: dict[str, dict[str, bytes]] = {}
+    objects: dict[str, bytes] = {}
+    for name, content in files.items():
+        path = PurePosixPath(name)
+        if path.is_absolute() or ".." in path.parts or len(path.parts) < 3:
+            raise ValueError(f"{name}: no compiled kernel")
+        compiler, *_ = path.parts
+        if compiler == "triton" and len(path.parts) == 3:
+            groups.setdefault(path.parts[1], {})[path.name] = content
+        elif compiler == "flash_attn_4":
+            objects[str(path.relative_to(compiler))] = content
+        else:
+            raise ValueError(f"{name}: no compiled kernel")
+    if groups and find_spec("triton") is not None:
+        from fxsplit_encoder._torch.triton import restore_files
+
+        for number, group in groups.items():
+            restore_files(number, group)
+    if objects and find_spec("flash_attn") is not None:
+        _restore_flash(objects)
+
+
+def _triton_files() -> dict[str, bytes]:
+    if (module := sys.modules.get(_TRITON_CODE)) is None:
+        return {}
+    from fxsplit_encoder._torch.triton import cached_files
+
+    files = (cached_files(kernel) for kernel in module.compiled_kernels())
+    return {f"triton/{number}/{name}": content for number, group in files for name, content in group.items()}
+
+
+def switch_on_flash_cache() -> None:
+    """Has `flash-attn-4` keep what it compiles on disk, unless its user decided otherwise; before it is
+    imported.
+    """
+    os.environ.setdefault(_FLASH_SWITCH, "1")
+
+
+def _flash_files() -> dict[str, bytes]:
+    cache = sys.modules.get(_FLASH_CACHE)
+    if cache is None or not cache.CUTE_DSL_CACHE_ENABLED:
+        return {}
+    root: Path = cache.get_cache_path()
+    return {f"flash_attn_4/{path.relative_to(root)}": path.read_bytes() for path in root.rglob("[!.]*.o")}
+
+
+def _restore_flash(objects: Mapping[str, bytes]) -> None:
+    switch_on_flash_cache()
+    root: Path = import_module(_FLASH_CACHE).get_cache_path()
+    for name, content in objects.items():
+        path = root / name
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial = path.with_name(f".{path.stem}.{os.getpid()}.tmp.o")
+            partial.write_bytes(content)
+            os.replace(partial, path)

@@ -1,0 +1,112 @@
+"""A manager's start on disk: which tower and settings it was measured for, and what is saved of its paths."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fxsplit_encoder.errors import CompileError, StartFileError
+from fxsplit_encoder.manager.tower_part import tower_part
+from fxsplit_encoder.start import Key, KnownTower, plain, read, save
+
+if TYPE_CHECKING:
+    from fxsplit_encoder.manager.manager import EncoderCudaGraphManager
+
+logger = logging.getLogger(__name__)
+
+# Settings that change nothing of what is compiled, measured or chosen.
+_OF_NO_MATTER = ("start_file", "debug")
+
+
+def save_manager(manager: EncoderCudaGraphManager, path: Path) -> int:
+    """Writes what a captured manager compiled, measured and chose; how many bytes the file has."""
+    paths = {each.label: each.known() for each in manager.paths_by_key.values()}
+    programs = {}
+    for each in manager.paths_by_key.values():
+        if each.program is None:  # it is captured as it is
+            continue
+        try:
+            programs[each.label] = each.forward.to_save()
+        except CompileError as error:
+            logger.warning("%s: a start from %s will trace it again: %s", each.label, path, error)
+    tower = KnownTower(tower_key(manager), paths, programs)
+    return save(path, _indexed(manager.device), manager.kernels.measurements, [tower])
+
+
+def load_manager(manager: EncoderCudaGraphManager, path: Path) -> None:
+    """Has a manager compile and capture by what is in a file.
+
+    Raises:
+        StartFileError: it is damaged, or was made for something else. Nothing of it is used then.
+    """
+    start = read(path, _indexed(manager.device), tower_key(manager))
+    paths = list(manager.paths_by_key.values())
+    for each in paths:
+        if each.label not in start.tower.paths:
+            raise StartFileError(f"{each.label}: expected what was measured of it; got nothing")
+    start.hand_over(manager.kernels.measurements)
+    for each in paths:
+        each.expect(start.tower.paths[each.label])
+        each.forward.saved = start.tower.programs.get(each.label)
+        each.forward.options = replace(each.forward.options, is_known=True)
+
+
+def tower_key(manager: EncoderCudaGraphManager) -> Key:
+    """What a start has to have been made for: the tower, and how it is captured."""
+    config = manager.config
+    settings = {
+        name: _setting(getattr(config, name))
+        for name in type(config).model_fields
+        if name not in _OF_NO_MATTER
+    }
+    limits = manager.limits
+    return plain(
+        {
+            "tower": _name(type(manager.tower)),
+            "tower.modules": _structure(manager.tower),
+            "dtype": str(manager.dtype),
+            "paths": {each.label: list(each.budgets) for each in manager.paths_by_key.values()},
+            "items": limits.max_items_per_batch,
+            "frames": limits.max_frames_per_batch,
+            "settings": settings,
+        }
+    )
+
+
+def _structure(tower: object) -> str | None:
+    """A digest of a tower's modules and of what their parameters and buffers look like; None for what is no
+    module.
+    """
+    part = tower_part(tower)
+    if part is None:
+        return None
+    lines = [f"{name} {_name(type(module))}" for name, module in part.named_modules()]
+    tensors = (*part.named_parameters(), *part.named_buffers())
+    lines += [f"{name} {tuple(each.shape)} {each.stride()} {each.dtype}" for name, each in tensors]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _setting(value: object) -> Any:
+    if isinstance(value, Mapping):
+        return {str(name): _setting(each) for name, each in value.items()}
+    if callable(value):
+        return getattr(value, "__qualname__", repr(type(value)))
+    return value if isinstance(value, int | float | list | tuple | None) else str(value)
+
+
+def _indexed(device: torch.device) -> torch.device:
+    """The device as tensors on it name theirs."""
+    index: int | None = device.index
+    if device.type == "cuda" and index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device

@@ -1,0 +1,172 @@
+"""Programs as JSON and back. Pieces are those of this process, in place of Inductor's."""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fxsplit_encoder as fx
+from fxsplit_encoder.compile import BoundProgram, HostOp, saved
+from fxsplit_encoder.compile.derived import DerivedParameter, DerivedParameters
+from fxsplit_encoder.compile.passes.pad_mlp_width import pad_rows
+from fxsplit_encoder.compile.pieces import CompiledPiece
+from fxsplit_encoder.compile.saved import restore_program, save_program
+from fxsplit_encoder.compile.sizes import Guards, Size, check_arithmetic
+from fxsplit_encoder.errors import CompileError, StartFileError
+from fxsplit_encoder.manager.tower_part import named_tensors
+from fxsplit_encoder.planning.limits import CaptureKey, Limits
+
+from ..manager.mock_towers import SplitModel
+
+CPU = torch.device("cpu")
+CONFIG = fx.EncoderConfig(token_budgets=(4, 16), max_items_per_batch=4)
+
+
+@pytest.fixture(scope="module")
+def compiled() -> tuple[SplitModel, BoundProgram]:
+    tower = SplitModel()
+    manager = fx.EncoderCudaGraphManager(tower, CONFIG)
+    manager.compile()
+    bound = manager.programs["default"]
+    assert bound is not None
+    return tower, bound
+
+
+@pytest.fixture
+def kept(compiled: tuple[SplitModel, BoundProgram], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """(tower, program, what is saved of it); its pieces are kept here in place of Inductor's cache."""
+    tower, bound = compiled
+    pieces = {str(step.distinct): step.call for step in bound.program.pieces}
+    monkeypatch.setattr(saved, "_piece_keys", lambda program: [(number, "") for number in pieces])
+    monkeypatch.setattr(saved, "_load_piece", lambda key, guards: CompiledPiece(lambda a: pieces[key](*a)))
+    return tower, bound, json.loads(json.dumps(save_program(bound, named_tensors(tower))))
+
+
+def test_a_program_comes_back(kept: Any) -> None:
+    tower, bound, content = kept
+    restored = restore_program(content, named_tensors(tower), CPU)
+    assert [step.call for step in restored.program.splits] == [step.call for step in bound.program.splits]
+    assert all(a is b for a, b in zip(restored.fixed, bound.fixed, strict=True))
+    for tokens in (2, 4, 7, 16):
+        inputs = tower.prepare_encoder_cudagraph_capture_inputs(tokens, 4, 0, CPU, torch.float32).values
+        torch.testing.assert_close(restored(inputs), bound(inputs), rtol=0, atol=0)
+        symbols = bound.symbols(inputs)
+        assert restored.symbols(inputs) == symbols
+        assert restored.program.accepts(symbols) == bound.program.accepts(symbols)
+        assert restored.program.may_be_captured(symbols) == bound.program.may_be_captured(symbols)
+
+
+def test_what_is_restored_is_saved_again(kept: Any) -> None:
+    tower, _, content = kept
+    restored = restore_program(content, named_tensors(tower), CPU)
+    assert json.loads(json.dumps(save_program(restored, named_tensors(tower)))) == content
+
+
+def test_derived_parameters_come_back_by_name(kept: Any) -> None:
+    tower, bound, _ = kept
+    recipe = DerivedParameter(1, (0,), functools.partial(pad_rows, rows=12))
+    derived = replace(bound, program=replace(bound.program, derived=DerivedParameters([recipe])))
+    content = json.loads(json.dumps(save_program(derived, named_tensors(tower))))
+    (found,) = restore_program(content, named_tensors(tower), CPU).program.derived.recipes
+    assert (found.slot, found.sources, found.make.func, found.make.keywords) == (
+        1,
+        (0,),
+        pad_rows,
+        {"rows": 12},
+    )
+    content["derived"][0]["make"] = ["os", "system"]
+    with pytest.raises(StartFileError, match=r"expected a function of fxsplit_encoder; got os\.system"):
+        restore_program(content, named_tensors(tower), CPU)
+
+
+@pytest.mark.parametrize(
+    "value", [CaptureKey("a", 4, (1, "b")), Limits({"a": (1, 2)}, 1, 0), (1.5, [None, -0.0])]
+)
+def test_arguments_of_this_library_come_back(kept: Any, value: Any) -> None:
+    tower, bound, _ = kept
+    recipe = DerivedParameter(1, (0,), functools.partial(pad_rows, rows=value))
+    derived = replace(bound, program=replace(bound.program, derived=DerivedParameters([recipe])))
+    try:
+        content = json.loads(json.dumps(save_program(derived, named_tensors(tower))))
+    except CompileError:
+        assert isinstance(value, Limits)  # a mapping is no argument
+        return
+    (found,) = restore_program(content, named_tensors(tower), CPU).program.derived.recipes
+    assert found.make.keywords == {"rows": value}  # type: ignore[attr-defined]
+    assert type(found.make.keywords["rows"]) is type(value)  # type: ignore[attr-defined]
+    content["derived"][0]["kwargs"] = {"rows": {"own": ["pathlib", "Path", {}]}}
+    with pytest.raises(StartFileError, match="no dataclass of fxsplit_encoder"):
+        restore_program(content, named_tensors(tower), CPU)
+
+
+def foreign(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def test_what_has_no_name_is_not_saved(kept: Any) -> None:
+    tower, bound, _ = kept
+    program, tensors = bound.program, named_tensors(tower)
+    first = program.steps[0]
+    cases = [
+        (replace(program, constants={0: torch.ones(1)}), "tensors of its own"),
+        (replace(program, steps=(replace(first, kind="host", call=HostOp(list)),)), "metadata on the host"),
+        (replace(program, steps=(replace(first, args=(object(),)),)), "a object"),
+        (replace(program, derived=DerivedParameters([DerivedParameter(0, (), foreign)])), "foreign"),
+    ]
+    for changed, expected in cases:
+        with pytest.raises(CompileError, match=expected):
+            save_program(replace(bound, program=changed), tensors)
+    with pytest.raises(CompileError, match="no parameter and no buffer"):
+        save_program(bound, {})
+
+
+def test_a_program_for_another_tower_is_refused(kept: Any) -> None:
+    tower, _, content = kept
+    tensors = named_tensors(tower)
+    with pytest.raises(StartFileError, match="parameters: expected linear"):
+        restore_program(content, {name: t for name, t in tensors.items() if "weight" not in name}, CPU)
+    for broken in ({}, {**content, "steps": 3}, {**content, "outputs": [{"torch": "load"}]}):
+        with pytest.raises(StartFileError, match="program: expected one that was saved"):
+            restore_program(broken, tensors, CPU)
+
+
+@pytest.mark.parametrize(
+    "source", ["2 * s0 + s1 // 4", "math.floor(s0 / 2)", "(s0 % 2 == 0) and s1 > 1", "384"]
+)
+def test_arithmetic_is_restored(source: str) -> None:
+    size = Size.restored("shown", source, ["s0", "s1"])
+    assert size({"s0": 6, "s1": 9}) == eval(source, {"math": __import__("math"), "s0": 6, "s1": 9})
+    assert str(size) == "shown"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "__import__('os')",
+        "s0.__class__",
+        "math.__dict__",
+        "torch.load",
+        "(lambda: 1)()",
+        "[1]",
+        "s9",
+        "'a'",
+        "1 +",
+    ],
+)
+def test_anything_but_arithmetic_is_refused(source: str) -> None:
+    with pytest.raises(ValueError, match="expected arithmetic"):
+        check_arithmetic(source, ["s0"])
+    with pytest.raises(ValueError, match="expected names"):
+        check_arithmetic("1", ["s0, x=print()"])
+
+
+def test_guards_hold_within_bounds_and_conditions() -> None:
+    guards = Guards({"s0": (2, float("inf"))}, (Size.restored("", "s0 % (s0 // 4) == 0", ["s0"]),))
+    assert [guards({"s0": n}) for n in (1, 2, 8, 9)] == [False, False, True, False]
+    assert guards({"s1": 1})

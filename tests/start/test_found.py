@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fxsplit_encoder.capture import KnownBudget, MeasuredCosts
+from fxsplit_encoder.errors import StartFileError
+from fxsplit_encoder.runtime import KnownCosts, MeasuredForward
+from fxsplit_encoder.start.found import (
+    KnownTower,
+    attention_from_json,
+    attention_to_json,
+    towers_from_json,
+    towers_to_json,
+)
+
+from ..attention.fakes import CUDA
+from ..attention.test_cache import tables
+
+times = st.floats(0, 1e9) | st.just(math.inf)
+costs = st.builds(
+    MeasuredCosts,
+    st.dictionaries(st.sampled_from(["full", "piecewise"]), times, max_size=2),
+    times,
+    times,
+    times,
+    st.none() | times,
+)
+forwards = st.builds(
+    MeasuredForward,
+    st.lists(st.tuples(st.integers(1, 10**6), times), max_size=3).map(tuple),
+    times,
+    st.floats(0.1, 9),
+    st.none() | st.integers(1, 99),
+)
+budgets = st.dictionaries(
+    st.integers(1, 10**6), st.builds(KnownBudget, costs, st.sampled_from(["full", "piecewise", None]))
+)
+towers = st.builds(
+    KnownTower,
+    st.just({"tower": "T", "items": 4, "settings.mode": None}),
+    st.dictionaries(st.text(max_size=9), st.builds(KnownCosts, forwards, budgets, times), max_size=2),
+)
+
+
+@settings(max_examples=25)
+@given(known=st.lists(towers, max_size=2))
+def test_what_was_measured_of_towers_comes_back(known: list[KnownTower]) -> None:
+    assert towers_from_json(towers_to_json(known)) == known
+
+
+@settings(max_examples=15)
+@given(table=tables)
+def test_what_was_measured_of_attention_comes_back(table: dict) -> None:
+    assert attention_from_json(attention_to_json(table), CUDA) == table
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda content: b"{",
+        lambda content: b"{}",
+        lambda content: content.replace(b"capture_ms", b"capture_us"),
+        lambda content: content.replace(b'"rows_per_token": 1.0', b'"rows_per_token": "many"'),
+    ],
+)
+def test_anything_else_is_refused(change: object) -> None:
+    known = KnownTower({}, {"path default": KnownCosts(MeasuredForward(), {}, 1.0)})
+    content = towers_to_json([known])
+    assert towers_from_json(content) == [known]
+    with pytest.raises(StartFileError, match=r"^towers: expected"):
+        towers_from_json(change(content))  # type: ignore[operator]
+    with pytest.raises(StartFileError, match=r"^attention: expected"):
+        attention_from_json(json.dumps([{"shape": {}}]).encode(), CUDA)
