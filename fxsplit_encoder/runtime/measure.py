@@ -15,7 +15,6 @@ from torch import Tensor
 from fxsplit_encoder.attention import KnownSegments, measuring
 from fxsplit_encoder.capture import BudgetLadder, KnownBudget, measure_ms
 from fxsplit_encoder.capture.segments import is_cumulative
-from fxsplit_encoder.compile import BoundProgram
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.planning.costs import PathCosts, Points
 

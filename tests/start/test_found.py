@@ -35,6 +35,8 @@ forwards = st.builds(
     st.lists(st.tuples(st.integers(1, 10**6), times), max_size=3).map(tuple),
     times,
     st.floats(0.1, 9),
+    st.floats(0.01, 1),
+    st.floats(0.01, 1),
     st.none() | st.integers(1, 99),
 )
 budgets = st.dictionaries(
