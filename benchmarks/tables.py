@@ -37,10 +37,8 @@ _TITLES = {
 _IN_VLLM = ("eager", "vllm", "ours", "ours-compiled")
 _TOWER = "qwen3-vl-8b"
 _NOT_MEASURED = "Not measured on a GPU yet."
-_VLLM_NOTE = (
-    "vLLM's own tower, the better of its eager forward and its encoder manager, in a run of its own. "
-    "On another host, on 2026-11-21, its times in the first five lines were 2.44, 4.34, 13.0, 30.8 and 37.3."
-)
+_VLLM_IN_ENCODER = {"vllm-eager", "vllm"}
+_VLLM_NOTE = "vLLM's own tower, the better of its eager forward and its encoder manager"
 _MIB, _GIB = 2**20, 2**30
 _BEGIN = r"<!-- table: (?P<name>\w+)(?P<arguments>(?: [\w.-]+)*) -->\n"
 # No other comment may stand in between, so a mark without an end does not swallow the next table.
@@ -134,11 +132,12 @@ def readme(result: Result) -> str:
     workloads = _by_variant(result, _TOWER)
     measured = {name for rows in workloads.values() for name, row in rows.items() if "p50" in row}
     shown = [name for name in _VARIANTS if name in measured]
-    vllm = load(RESULTS / "vllm.json")
-    theirs = _best_of_vllm(vllm)
-    comparable = vllm["gpu"] == result["gpu"]
+    own_run = result if measured & _VLLM_IN_ENCODER else load(RESULTS / "vllm.json")
+    theirs = _best_of_vllm(own_run)
+    comparable = own_run["gpu"] == result["gpu"]
     headers = ["images", "patches", *(_TITLES[name] for name in shown)]
-    headers += [f"vLLM {vllm['vllm']}*", "ours", "eager / ours"] if comparable else ["ours", "eager / ours"]
+    headers += [f"vLLM {own_run['vllm']}*"] if comparable else []
+    headers += ["ours", "eager / ours"]
     lines = []
     for workload, rows in workloads.items():
         times = {name: row.get("p50") for name, row in rows.items()}
@@ -146,15 +145,18 @@ def readme(result: Result) -> str:
         line += [theirs.get(workload)] if comparable else []
         lines.append([*line, times.get(OURS), _ratio(times.get("eager"), times.get(OURS))])
     where = described(result, result["settings"]["dtype"], "random weights", rows=_of(result, _TOWER))
-    note = f" *: {vllm.get('note', _VLLM_NOTE)}" if comparable else ""
+    note = ""
+    if comparable:
+        note = f" *: {_VLLM_NOTE}." if own_run is result else f" *: {_VLLM_NOTE}, in a run of its own."
     return f"{formatted(headers, lines)}\n\nMilliseconds, medians. {where}.{note}"
 
 
 def _best_of_vllm(result: Result) -> dict[str, float]:
-    """By workload the better of its eager forward and its manager; of a stored run the only figure."""
+    """By workload the better of its eager forward and its manager."""
+    names = _VLLM_IN_ENCODER if result["case"] == "encoder" else {"eager", "vllm"}
     best: dict[str, float] = {}
     for row in _of(result, _TOWER):
-        if "p50" in row and row.get("variant", "vllm") in ("eager", "vllm"):
+        if "p50" in row and row["variant"] in names:
             best[row["workload"]] = min(row["p50"], best.get(row["workload"], math.inf))
     return best
 

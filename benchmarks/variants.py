@@ -68,6 +68,10 @@ class Variant(ABC):
         """Why it does not run a workload; None if it does."""
         return None
 
+    def reference(self, batch: Batch) -> Tensor | None:
+        """What its results are compared with; None: the model's own."""
+        return None
+
     def start(self) -> None:  # noqa: B027 - many have nothing to do
         """Everything that it does once, whatever the workloads."""
 

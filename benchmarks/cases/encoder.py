@@ -13,8 +13,9 @@ Per workload, in milliseconds: median, 10th and 90th percentile of the wall time
 work; "host", the CPU's time, and "device", between events; the share of padding, the error, the device memory
 beyond the tower's, and what the first request took ("first s": compilation and capture, where they are lazy).
 The variant "floor" is the operations of the matrix products, convolutions and attention over the rate of a
-large matrix product measured in the same run. Inductor's cache is empty when a variant starts, except with
-`--shared-cache`.
+large matrix product measured in the same run. "vllm-eager" and "vllm", its manager, are vLLM's own class with
+weights of its own, compared with its own forward; they run where vLLM can be imported. Inductor's cache is
+empty when a variant starts, except with `--shared-cache`.
 """
 
 from __future__ import annotations
@@ -29,14 +30,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from contenders import CONTENDERS
 from models import DEFAULT_TOWERS, TINY, kind_of, tower_names
 from storage import Result, new_result, store
-from variants import MODES, VARIANTS
+from variants import MODES
+from vllm_classes import vllm_or_none
 from worker import FLOOR, Job, known_workloads, run_job, start_method
 
 README = ("1x224", "1x448", "1x896", "1x1344", "mixed8", "20x336")
-README_VARIANTS = ("eager", "ours-auto", "graph-exact", "compile")
-MAIN_VARIANTS = (FLOOR, "eager", "ours-auto", "graph-exact", "compile-reduce-overhead")
+README_VARIANTS = ("eager", "ours-auto", "graph-exact", "compile", "vllm-eager", "vllm")
+MAIN_VARIANTS = (
+    *(FLOOR, "eager", "ours-auto", "graph-exact", "compile-reduce-overhead"),
+    *("vllm-eager", "vllm"),
+)
 QUICK_VARIANTS = (FLOOR, "eager", "ours-auto", "ours-backend", "graph-exact")
 MODE_VARIANTS = ("eager", *(f"ours-{mode}" for mode in MODES))
 _QUICK_CONFIG = {"token_budgets": [4, 16], "max_items_per_batch": 4, "max_frames_per_batch": 0}
@@ -50,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     preset.add_argument("--quick", action="store_true", help="a tiny tower and small images")
     add("--towers", nargs="+", choices=tower_names(), metavar="TOWER", help=", ".join(tower_names()))
     add("--workloads", nargs="+", metavar="NAME", help="of those that a tower takes")
-    add("--variants", nargs="+", choices=[FLOOR, *VARIANTS], metavar="NAME", help=", ".join(VARIANTS))
+    add("--variants", nargs="+", choices=[FLOOR, *CONTENDERS], metavar="NAME", help=", ".join(CONTENDERS))
     add("--blocks", type=int, help="the most blocks of a tower")
     add("--samples", type=int, default=30, help="the fewest timed calls of a row")
     add("--seconds", type=float, default=1.0, help="how long a row's calls are timed at least, of up to 200")
@@ -97,7 +103,7 @@ def measure(jobs: Sequence[Job], timeout: float, result: Result, path: Path | No
     method = start_method()
     rows: list[dict[str, Any]] = result["rows"]
     for job in jobs:
-        variant = VARIANTS.get(job.variant)
+        variant = CONTENDERS.get(job.variant)
         reason = variant and variant.unavailable(kind_of(job.tower), job.device)
         if reason:
             print(f"{job.tower}, {job.variant}: not run: {reason}", flush=True)
@@ -127,6 +133,7 @@ def run(options: argparse.Namespace) -> int:
     result = new_result(
         "encoder", **{name: getattr(first, name) for name in names}, config=dict(first.config)
     )
+    result["vllm"] = vllm_or_none()
     measure(jobs, options.timeout, result, options.output)
     import tables
 

@@ -37,7 +37,7 @@ from vllm_classes import (
     MAX_ITEMS,
     MAX_TOKENS,
     build,
-    capturing,
+    captured_manager,
     engine_config,
     installed_version,
     narrow,
@@ -214,17 +214,13 @@ class _Contest:
         Raises:
             RuntimeError: ours left the work to vLLM's; the message is its warning.
         """
-        from vllm.platforms import current_platform
         from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
 
         make: Any = EncoderCudaGraphManager
         if variant != "vllm":
             make = _ours(EncoderCudaGraphManager, variant == "ours-compiled", self.tiny)
         with _warnings() as said:
-            manager = make(vllm_config=self.config, device=self.device, dtype=self.dtype, model=model)
-            with capturing(self.device):
-                pool = None if self.tiny else current_platform.graph_pool_handle()
-                manager.capture(graph_pool=pool)
+            manager = captured_manager(make, self.config, self.device, self.dtype, model)
         if variant != "vllm" and manager.manager is None:
             raise RuntimeError("; ".join(said) or "vLLM's own manager serves")
         return manager

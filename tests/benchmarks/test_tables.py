@@ -87,7 +87,13 @@ def test_a_new_result_replaces_the_table_and_the_claim(
     assert not any("vLLM" in name for name in header)  # measured on another GPU
     result["gpu"] = load(RESULTS / "vllm.json")["gpu"]
     assert "vLLM" in tables.readme(result)
-    assert load(RESULTS / "vllm.json").get("note", "the better of its eager") in tables.readme(result)
+    assert tables.readme(result).endswith("in a run of its own.")
+    own = {"tower": "qwen3-vl-8b", "workload": "1x224", "patches": 196}
+    rows = [{**own, "variant": "vllm-eager", "p50": 9.25}, {**own, "variant": "vllm", "p50": 2.25}]
+    together = {**result, "vllm": "0.33.0", "rows": [*result["rows"], *rows]}
+    header, line, *_ = cells(tables.readme(together))
+    assert line[header.index("vLLM 0.33.0*")] == "2.25"
+    assert tables.readme(together).endswith("its encoder manager.")
 
 
 def test_vllm_is_compared_where_ours_was_run(result: Result) -> None:

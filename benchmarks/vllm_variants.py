@@ -1,0 +1,102 @@
+"""vLLM's own tower as a variant: its eager forward, and its manager of captures.
+
+It has random weights of its own, so its manager is compared with its own eager forward.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from models import Batch, rows_of
+from torch import Tensor
+from variants import Variant
+from vllm_classes import (
+    CLASSES,
+    INTERNVL_IMAGE,
+    build,
+    captured_manager,
+    engine_config,
+    prepare_environment,
+    start_vllm,
+    vllm_or_none,
+)
+from workloads import Workload
+
+
+def vllm_inputs(kind: str, mm_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """A batch's inputs by vLLM's names, with grids and counts on the host, as its processors leave them."""
+    if kind != "tiles":
+        return dict(mm_kwargs)
+    counts = torch.tensor(mm_kwargs["num_patches"])
+    tiles = {"pixel_values_flat": mm_kwargs["pixel_values"], "image_num_patches": counts}
+    return {**tiles, "image_token_id": torch.tensor(INTERNVL_IMAGE)}
+
+
+class VllmEager(Variant):
+    name = "vllm-eager"
+    title = "vLLM eager"
+    needs_cuda = True
+
+    @classmethod
+    def unavailable(cls, kind: str, device: str) -> str | None:
+        missing = None if vllm_or_none() else "vLLM is not installed"
+        return super().unavailable(kind, device) or missing
+
+    def why_not(self, workload: Workload) -> str | None:
+        if self.model.name not in CLASSES:
+            return f"vLLM's classes here are those of {', '.join(CLASSES)}"
+        return "videos are left out" if any(request.clips for request in workload.requests) else None
+
+    def start(self) -> None:
+        if self.model.name not in CLASSES:
+            return
+        prepare_environment()
+        start_vllm(self.model.device)
+        described = CLASSES[self.model.name]
+        self._config = engine_config(described, self.model.dtype)
+        with self.timed("load"):
+            self._tower = build(described, self._config, self.model.device)
+
+    def reference(self, batch: Batch) -> Tensor:
+        return rows_of(self._eager(self._inputs(batch)))
+
+    def run(self, batch: Batch) -> Any:
+        return self._eager(self._inputs(batch))
+
+    def _inputs(self, batch: Batch) -> dict[str, Any]:
+        return vllm_inputs(self.model.kind, batch.mm_kwargs)
+
+    @torch.inference_mode()
+    def _eager(self, inputs: dict[str, Any]) -> Sequence[Tensor]:
+        outputs: Sequence[Tensor] = self._tower.embed_multimodal(**inputs)
+        return outputs
+
+
+class VllmManager(VllmEager):
+    name = "vllm"
+    title = "vLLM's encoder manager"
+
+    @functools.cached_property
+    def _manager(self) -> Any:
+        from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
+
+        with self.timed("capture"):
+            return captured_manager(
+                EncoderCudaGraphManager, self._config, self.model.device, self.model.dtype, self._tower
+            )
+
+    def start(self) -> None:
+        super().start()
+        if self.model.name in CLASSES:
+            _ = self._manager
+
+    @torch.inference_mode()
+    def run(self, batch: Batch) -> Any:
+        return self._manager.execute(self._inputs(batch))
+
+
+VLLM_VARIANTS: Mapping[str, type[Variant]] = {each.name: each for each in (VllmEager, VllmManager)}
+"""By name."""
