@@ -210,9 +210,7 @@ class KimiK25Tower(RasterTower):
         hidden = tower.final_layernorm(hidden)
         return BaseModelOutputWithPooling(
             last_hidden_state=hidden,
-            pooler_output=merge(  # type: ignore[arg-type]
-                hidden, metadata["merge_permutation"], self.rows_per_token
-            ),
+            pooler_output=merge(hidden, metadata["merge_permutation"], self.rows_per_token),
         )
 
     def packed_output(self, output: Any) -> Tensor:
