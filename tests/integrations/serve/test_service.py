@@ -261,7 +261,13 @@ def test_one_yaml_starts_it(
     command = [Path(sys.executable).with_name("serve"), "run", tmp_path / "serve.yaml"]
     with (tmp_path / "log").open("w") as log:
         server = subprocess.Popen(
-            command, cwd=ROOT, stdout=log, stderr=log, env={**os.environ, "RAY_ADDRESS": "local"}
+            command,
+            cwd=ROOT,
+            stdout=log,
+            stderr=log,
+            env={**os.environ, "RAY_ADDRESS": "local"},
+            # What a shell runs in the background ignores the signal that ends this.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
     try:
         data, expected = photographs[0]
