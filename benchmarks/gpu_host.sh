@@ -51,19 +51,25 @@ download() {
         --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 -d "$dir" "$@"
 }
 
-download_wheels() {
-    local package requirements=()
-    for package in "${packages[@]}"; do
+# download_pinned DIR PACKAGE...
+download_pinned() {
+    local dir=$1 package requirements=()
+    shift
+    for package in "$@"; do
         requirements+=("$(requirement "$package")")
     done
-    download "$1" "${requirements[@]}"
+    download "$dir" "${requirements[@]}"
+}
+
+download_wheels() {
+    download_pinned "$1" "${packages[@]}"
 }
 
 download_attention_wheels() {
     local dir=$1 wheel
     rm -rf "$dir/1" "$dir/2"
     mkdir -p "$dir/1" "$dir/2"
-    download "$dir/2" "${attention_packages[@]/flash-attn-4/flash-attn-4>=4.0.0b1}" "$large_package"
+    download_pinned "$dir/2" "${attention_packages[@]}" "$large_package"
     wheel=$(find "$dir/2" -name "${large_package//-/_}-*.whl")
     split -b "$first_part" -d -a 1 "$wheel" "$wheel.part"
     rm "$wheel"
