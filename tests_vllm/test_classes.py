@@ -13,6 +13,7 @@ import torch
 from fxsplit_encoder import EncoderConfig
 from fxsplit_encoder.integrations.vllm.adapter import VllmEncoderManager, make_adapter
 from fxsplit_encoder.integrations.vllm.attention import split_attention
+from fxsplit_encoder.integrations.vllm.relative_positions import install_relative_positions
 from fxsplit_encoder.integrations.vllm.rotary import traceable_rotary
 from fxsplit_encoder.integrations.vllm.settings import PluginSettings
 from tests_vllm import engine
@@ -64,6 +65,7 @@ def serve(tiny: Tiny, compiles: bool) -> Iterator[Served]:
         if compiles:
             patch.setitem(op_registry_oot, "MMEncoderAttention", split_attention(MMEncoderAttention))
             patch.setitem(op_registry_oot, "ApplyRotaryEmb", rotary_of_a_gpu())
+            install_relative_positions()
         config = engine.engine_config(tiny.config, tiny.sources(), compilation_config=compilation)
         model = engine.build(config)
         tiny.adjust(model)
@@ -145,3 +147,16 @@ def test_compiled_towers_split_and_pad(compiled: Served) -> None:
             torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
     hits, items = compiled.hits
     assert hits > items / 2
+
+
+@pytest.mark.skipif((0, 33) > VERSION, reason="has no kernel for it")
+def test_relative_positions_are_traced_without_the_kernel() -> None:
+    install_relative_positions()
+    from vllm.model_executor.models.deepencoder import RelPosAttention
+
+    layer: Any = RelPosAttention(32, 2, use_rel_pos=True, use_triton_attention=True, input_size=(4, 4))
+    assert layer.use_triton_attention  # outside of a trace
+    x = torch.randn(1, 4, 4, 32)
+    with torch.no_grad():
+        traced = torch.compile(layer, backend="eager", fullgraph=True)(x)
+        torch.testing.assert_close(traced, layer(x))  # on a CPU without it too
