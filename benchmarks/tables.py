@@ -147,14 +147,17 @@ def readme(result: Result) -> str:
     where = described(result, result["settings"]["dtype"], "random weights", rows=_of(result, _TOWER))
     note = ""
     if comparable:
-        note = f" *: {_VLLM_NOTE}." if own_run is result else f" *: {_VLLM_NOTE}, in a run of its own."
+        where_run = "" if own_run is result else ", in a run of its own"
+        if "earlier" in own_run:
+            where_run = f", at its best of two runs of its own, one stored on {own_run['earlier']['stored']}"
+        note = f" *: {_VLLM_NOTE}{where_run}."
     return f"{formatted(headers, lines)}\n\nMilliseconds, medians. {where}.{note}"
 
 
 def _best_of_vllm(result: Result) -> dict[str, float]:
-    """By workload the better of its eager forward and its manager."""
+    """By workload the better of its eager forward and its manager, in this run and an earlier one."""
     names = _VLLM_IN_ENCODER if result["case"] == "encoder" else {"eager", "vllm"}
-    best: dict[str, float] = {}
+    best: dict[str, float] = dict(result.get("earlier", {}).get("best", {}))
     for row in _of(result, _TOWER):
         if "p50" in row and row["variant"] in names:
             best[row["workload"]] = min(row["p50"], best.get(row["workload"], math.inf))

@@ -4,6 +4,7 @@ them is most of the work of preparing an image.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,8 @@ from fxsplit_encoder.errors import MediaError
 from fxsplit_encoder.media import Frames, MediaLimits, VideoFrames, open_video
 from fxsplit_encoder.models.prepare import Normalization
 from fxsplit_encoder.towers.pixel_values import PixelValues
+
+logger = logging.getLogger(__name__)
 
 # The second has to be resized, whatever the sides of patches.
 _PROBES = ((160, 160), (150, 170))
@@ -36,8 +39,11 @@ def pixel_table(whole: Preparation, later: Preparation, modality: Modality) -> N
     try:
         table = normalization_of(whole, modality).values()
         is_same = all(_are_equal(*_probed(whole, later, modality, size), table) for size in _PROBES)
-    except (AttributeError, MediaError, TypeError, ValueError):
-        return None  # it does something else with pixels
+    except (AttributeError, MediaError, TypeError, ValueError) as error:  # it does something else with pixels
+        logger.info("%s pixels are normalized by the model's own processor: %s", modality, error)
+        return None
+    if not is_same:
+        logger.info("%s pixels are normalized by the model's own processor: it gives other values", modality)
     return table if is_same else None
 
 

@@ -87,7 +87,8 @@ def test_a_new_result_replaces_the_table_and_the_claim(
     assert not any("vLLM" in name for name in header)  # measured on another GPU
     result["gpu"] = load(RESULTS / "vllm.json")["gpu"]
     assert "vLLM" in tables.readme(result)
-    assert tables.readme(result).endswith("in a run of its own.")
+    assert tables.readme(result).endswith("one stored on 2026-11-21.")
+    assert tables._best_of_vllm(load(RESULTS / "vllm.json"))["1x224"] == 2.44  # the better run
     own = {"tower": "qwen3-vl-8b", "workload": "1x224", "patches": 196}
     rows = [{**own, "variant": "vllm-eager", "p50": 9.25}, {**own, "variant": "vllm", "p50": 2.25}]
     together = {**result, "vllm": "0.33.0", "rows": [*result["rows"], *rows]}
