@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._guards import CompileContext
 
 __all__ = [
+    "Marks",
     "allow_no_frame",
     "backends_in_use",
     "current_compile_id",
@@ -22,6 +23,7 @@ __all__ = [
     "mark_static",
     "mark_unbacked",
     "maybe_mark_dynamic",
+    "not_traced",
     "original_module",
     "owners_of",
     "owners_of_trace",
@@ -67,6 +69,49 @@ def mark_unbacked(tensor: Tensor, dim: int) -> None:
     from torch._dynamo.decorators import mark_unbacked
 
     mark_unbacked(tensor, dim)
+
+
+class Marks:
+    """Marks of sizes, for one tensor after another.
+
+    Args:
+        write: puts them on a tensor by the functions above.
+    """
+
+    def __init__(self, write: Callable[[Tensor], None]) -> None:
+        self._write = write
+        self._written: dict[int, dict[str, Any]] = {}
+
+    def on_alias(self, tensor: Tensor) -> Tensor:
+        """An alias with the marks, so that the caller's tensor stays as it is.
+
+        torch's functions take tens of microseconds; what they wrote to the first tensor of so many dimensions
+        is copied to the others.
+        """
+        alias = tensor.view_as(tensor)
+        if type(alias) is not Tensor:  # theirs are on what a subclass is made of, too
+            self._write(alias)
+            return alias
+        written = self._written.get(alias.dim())
+        if written is None:
+            self._write(alias)
+            self._written[alias.dim()] = dict(vars(alias))
+        else:
+            vars(alias).update(written)
+        return alias
+
+
+def not_traced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that Dynamo does not trace, though it traces what the function calls.
+
+    `torch.compiler.disable` tells that only when Dynamo has set out to trace the frame, at every call again:
+    two thirds of what a compiled tower's call costs Python. So the frame is also marked as one to skip.
+    """
+    from torch._dynamo.eval_frame import skip_code
+
+    skip_code(function.__code__)
+    disabled: Callable[..., Any] = torch.compiler.disable(function, recursive=False)  # type: ignore[no-untyped-call]
+    return disabled
 
 
 def backends_in_use() -> Iterator[Any]:

@@ -7,7 +7,8 @@ import logging
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -15,11 +16,10 @@ import torch
 from fxsplit_encoder._torch.dynamo import owners_of_trace
 from fxsplit_encoder.attention import KernelChooser, KnownSegments, choosing
 from fxsplit_encoder.backend.forward import ProgramBudgets, ProgramForward, region_of
+from fxsplit_encoder.backend.outputs import Output
 from fxsplit_encoder.capture import GraphPool
 from fxsplit_encoder.capture.probe import probe_padding
 from fxsplit_encoder.compile import Bindings, Program
-from fxsplit_encoder.compile.program import Ref
-from fxsplit_encoder.compile.sizes import Size
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import ReplayError
 from fxsplit_encoder.planning import Captured, CaptureKey, CostModel, Item, Limits, MissReason, build_plan
@@ -84,6 +84,8 @@ class BudgetDispatcher:
         self._region = region_of(program)
         self._padding_allowed = program.padding.allowed
         self._static_inputs = sorted(program.static_inputs)
+        self._weights_of = _picker(self._static_inputs)
+        self._outputs = tuple(map(Output.of, program.outputs, program.output_infos))
         self._addresses: list[int] = []
         self._layouts: list[tuple[Any, ...] | None] | None = None
         self._known_budgets: ProgramBudgets | None = None
@@ -114,7 +116,7 @@ class BudgetDispatcher:
     def _check_parameters(self, args: Sequence[Any]) -> None:
         """Captures read parameters by address: where there are others now, they are made again (rule 6)."""
         try:
-            addresses = list(map(torch.Tensor.data_ptr, map(args.__getitem__, self._static_inputs)))
+            addresses = list(map(torch.Tensor.data_ptr, self._weights_of(args)))
         except TypeError:
             addresses = []  # one was removed
         if addresses != self._addresses:
@@ -357,35 +359,15 @@ class BudgetDispatcher:
                     logger.warning("%d tokens: %s", size, error)
                     reason = MissReason.EXTENT_EXCEEDED
                     continue
-                outputs = captured.replay(debug=self.config.debug)
+                outputs = captured.replay(debug=self.config.debug, parameters_are_checked=True)
                 if not capture_all:
                     key = CaptureKey(_PATH, budget, self._sizes(bindings))
                     self.statistics.record_replay(key, planned.tokens)
-                own = [
-                    self._true_output(argument, info, output, bindings)
-                    for argument, info, output in zip(
-                        self.program.outputs, self.program.output_infos, outputs, strict=True
-                    )
-                ]
+                own = [each.own(found, bindings) for each, found in zip(self._outputs, outputs, strict=True)]
                 if self.config.debug:
                     self.pool.handed_out.add(tensor for tensor in own if isinstance(tensor, torch.Tensor))
                 return own, None
         return None, reason or program.miss_reason(planned)
-
-    def _true_output(self, argument: Any, info: Any, output: Any, bindings: Bindings) -> Any:
-        """An output at its true size, as the caller's own (capture rule 7)."""
-        if isinstance(argument, Size):
-            return argument(bindings.symbols)
-        if not isinstance(output, torch.Tensor):
-            return output
-        assert isinstance(argument, Ref)
-        if bindings.slots[argument.slot] is not None:
-            return bindings.slots[argument.slot]  # made before the region
-        true_output = output
-        for dim, (size, captured) in enumerate(zip(info.shape, output.shape, strict=True)):
-            if (true_size := size(bindings.symbols)) != captured:
-                true_output = true_output.narrow(dim, 0, true_size)
-        return true_output.clone()
 
     def _known_segments(self, bindings: Bindings) -> list[KnownSegments]:
         """Brings the bindings to the device; returns the segments of lengths that a host op has just computed
@@ -395,3 +377,10 @@ class BudgetDispatcher:
         known = {s: bindings.slots[s].tolist() for s in slots if bindings.slots[s].device.type == "cpu"}
         self.program.move_to_device(bindings)
         return [KnownSegments(bindings.slots[slot], lengths) for slot, lengths in known.items()]
+
+
+def _picker(indices: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """What returns the items at these indices, without Python for each of them."""
+    if len(indices) > 1:
+        return itemgetter(*indices)
+    return lambda items: [items[index] for index in indices]

@@ -70,6 +70,8 @@ class CapturedForward:
         self._derived = (
             request.body.program.derived if isinstance(request.body, ProgramBody) else DerivedParameters()
         )
+        self._derived_stamp: object = None
+        """As of the last replay: its parameters have not moved since, or a replay says so."""
         self.outputs: list[Any] = []
         self.output_addresses: list[int] = []
         self.num_bytes = 0
@@ -238,12 +240,14 @@ class CapturedForward:
             known.append(KnownSegments(buffer[: len(lengths)], lengths))
         self.live.set(rows, known)
 
-    def replay(self, *, debug: bool = False) -> list[Any]:
+    def replay(self, *, debug: bool = False, parameters_are_checked: bool = False) -> list[Any]:
         """Runs the captured forward on what the static inputs hold; returns its outputs, which the next
         replay overwrites.
 
         Args:
             debug: whether every rule is checked (`capture.checks`), which waits for the device.
+            parameters_are_checked: whether the caller has just seen that none has moved, and has refreshed
+                those that are derived.
 
         Raises:
             InputError: parameters are inference tensors, whose changes cannot be seen.
@@ -256,12 +260,14 @@ class CapturedForward:
             derived.refresh()
             self._check_before_replay()
         self.capture.replay()
-        # While the device works, which takes longer. Should one have moved, the replay has read what is still
-        # held for it, and its outputs reach nobody. Should one have changed that is kept in another form, the
-        # capture runs once more on the new one.
-        self.parameters.check_addresses()
-        if derived.refresh():
-            self.capture.replay()
+        if not parameters_are_checked:
+            # While the device works, which takes longer. Should one have moved, the replay has read what is
+            # still held for it, and its outputs reach nobody. Should one have changed that is kept in another
+            # form, the capture runs once more on the new one.
+            self.parameters.check_addresses()
+            if derived.refresh(self._derived_stamp):
+                self.capture.replay()
+            self._derived_stamp = derived.stamp
         if debug and (real := self._real or self._read_rows()) is not None:
             checks.check_output_padding(self.outputs, *real)
         return self.outputs

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fxsplit_encoder._torch.dynamo import allow_no_frame
+from fxsplit_encoder._torch.dynamo import allow_no_frame, not_traced
 from fxsplit_encoder._torch.tensors import share_names, tensors_of
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.protocol import scatter_output_slices
@@ -89,7 +89,7 @@ class WrappedTower(nn.Module):
         self.tower.train(mode)
         return self
 
-    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator, no-untyped-call]
+    @not_traced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The forward, for arguments that a trace is to see: every set of options would be another one, and
         inference mode too. This frame is not compiled, nor what it calls but the forward.

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fxsplit_encoder._torch.dynamo import mark_dynamic, mark_static, mark_unbacked
+from fxsplit_encoder._torch.dynamo import Marks, mark_dynamic, mark_static, mark_unbacked
 from fxsplit_encoder._torch.staging import to_device
 from fxsplit_encoder.capture.segments import full_cu_seqlens, segment_capacity
 from fxsplit_encoder.compile import HostOp, register_host_op
@@ -264,15 +264,24 @@ def _mark_dynamic(
     patches, grid = module.own_inputs(args, kwargs)
     module.check_own_inputs(patches, grid)
     if patches.shape[0] > 1:
-        patches = patches.view_as(patches)
-        mark_dynamic(patches, 0)
-        mark_static(patches, list(range(1, patches.dim())))
+        patches = _PATCHES.on_alias(patches)
     if grid.dim() == 2 and grid.shape[0] > 0:
-        grid = grid.view_as(grid)
-        # One image is a size like any other: a backed size of 1 would be specialized.
-        mark_unbacked(grid, 0)
-        mark_static(grid, 1)
+        grid = _GRIDS.on_alias(grid)
     return (patches, grid), {}
+
+
+def _mark_patches(patches: Tensor) -> None:
+    mark_dynamic(patches, 0)
+    mark_static(patches, list(range(1, patches.dim())))
+
+
+def _mark_grids(grids: Tensor) -> None:
+    # One image is a size like any other: a backed size of 1 would be specialized.
+    mark_unbacked(grids, 0)
+    mark_static(grids, 1)
+
+
+_PATCHES, _GRIDS = Marks(_mark_patches), Marks(_mark_grids)
 
 
 # --- `fxsplit::vision_metadata`: a tower's host metadata as one opaque op.

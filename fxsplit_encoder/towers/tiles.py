@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
-from fxsplit_encoder._torch.dynamo import mark_static, mark_unbacked, maybe_mark_dynamic
+from fxsplit_encoder._torch.dynamo import Marks, mark_static, mark_unbacked, maybe_mark_dynamic
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.modules.folded import refresh_tables, tables_of
 from fxsplit_encoder.protocol import (
@@ -206,12 +206,21 @@ def _mark_dynamic(
     if args:
         _check_tiles(args[0], name, 1 + len(module.first_view.shape))
     if args and args[0].shape[0] > 0:
-        pixels = args[0].view_as(args[0])
-        if module.attends_with_mask and not MASKED_ATTENTION_TAKES_UNKNOWN_SIZES:
-            maybe_mark_dynamic(pixels, 0)  # one tile is traced apart
-        else:
-            # One tile is a number of tiles like any other: a backed size of 1 would be specialized.
-            mark_unbacked(pixels, 0)
-        mark_static(pixels, list(range(1, pixels.dim())))
-        args = (pixels, *args[1:])
+        traced_apart = module.attends_with_mask and not MASKED_ATTENTION_TAKES_UNKNOWN_SIZES
+        marks = _ONE_TILE_APART if traced_apart else _TILES
+        args = (marks.on_alias(args[0]), *args[1:])
     return args, kwargs
+
+
+def _mark_tiles(tiles: Tensor) -> None:
+    # One tile is a number of tiles like any other: a backed size of 1 would be specialized.
+    mark_unbacked(tiles, 0)
+    mark_static(tiles, list(range(1, tiles.dim())))
+
+
+def _mark_more_tiles(tiles: Tensor) -> None:
+    maybe_mark_dynamic(tiles, 0)
+    mark_static(tiles, list(range(1, tiles.dim())))
+
+
+_TILES, _ONE_TILE_APART = Marks(_mark_tiles), Marks(_mark_more_tiles)

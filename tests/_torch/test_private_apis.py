@@ -155,6 +155,7 @@ SYMBOLS = [
     called("torch._dynamo.mark_static", 2),
     called("torch._dynamo.maybe_mark_dynamic", 2),
     called("torch._dynamo.decorators.mark_unbacked", 2),
+    called("torch._dynamo.eval_frame.skip_code", 1),
     called("torch._guards.CompileContext.current_compile_id", 0),
     called("torch._dynamo.symbolic_convert.InstructionTranslator.current_tx", 0),
     Symbol(

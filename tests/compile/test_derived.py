@@ -103,3 +103,29 @@ def _derived_parameters(count: int) -> DerivedParameters:
     derived = DerivedParameters(recipes)
     derived.fill([torch.ones(1) for _ in range(count)] + [None] * count)
     return derived
+
+
+def test_with_a_stamp_that_holds_addresses_are_not_asked_for(
+    parameters: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    derived = DerivedParameters(RECIPES)
+    derived.fill(parameters)
+    stamp = derived.stamp
+    with monkeypatch.context() as patch:
+        patch.setattr(Tensor, "data_ptr", None)
+        assert not derived.refresh(stamp)
+    parameters[0].add_(1)
+    assert derived.refresh(stamp)
+    assert torch.equal(parameters[4], torch.full((2, 3), 14.0))
+    assert derived.stamp is not stamp
+
+
+def test_a_stamp_of_other_parameters_does_not_hold(parameters: list[Any]) -> None:
+    derived = DerivedParameters(RECIPES)
+    derived.fill(parameters)
+    stamp, first = derived.stamp, parameters[0].data
+    parameters[0].data = torch.full((2, 3), 5.0)
+    derived.fill(list(parameters))
+    parameters[0].data = first
+    assert derived.refresh(stamp)
+    assert torch.equal(parameters[4], torch.full((2, 3), 12.0))

@@ -1,0 +1,48 @@
+"""The outputs of a replay as those of a call: at their true sizes, the caller's own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fxsplit_encoder.compile import Bindings
+from fxsplit_encoder.compile.program import Argument, Ref, TensorInfo
+from fxsplit_encoder.compile.sizes import Size
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One output of a graph."""
+
+    argument: Argument
+    varying: tuple[tuple[int, Size], ...]
+    """The dimensions whose sizes differ from call to call, with their sizes."""
+
+    @classmethod
+    def of(cls, argument: Argument, info: TensorInfo | None) -> Output:
+        """That of a program's output, and of what its trace knows of it."""
+        shape = () if info is None else info.shape
+        return cls(argument, tuple((dim, size) for dim, size in enumerate(shape) if size.symbols))
+
+    def own(self, replayed: Any, bindings: Bindings) -> Any:
+        """The output at its true size, as the caller's own (capture rule 7).
+
+        Args:
+            replayed: what the replay returned in its place, which the next one overwrites.
+            bindings: of the call.
+        """
+        argument = self.argument
+        if isinstance(argument, Size):
+            return argument(bindings.symbols)
+        if not isinstance(replayed, torch.Tensor):
+            return replayed
+        assert isinstance(argument, Ref)
+        made_before = bindings.slots[argument.slot]
+        if made_before is not None:  # before the region
+            return made_before
+        for dim, size in self.varying:
+            if (true_size := size(bindings.symbols)) != replayed.shape[dim]:
+                replayed = replayed.narrow(dim, 0, true_size)
+        return replayed.clone()
