@@ -6,7 +6,7 @@ import functools
 import itertools
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -53,6 +53,8 @@ class Meter:
 
     def __init__(self, timer: Callable[[Callable[[], object], AttentionShape], float] | None = None) -> None:
         self.timer = microseconds if timer is None else timer
+        self._found: dict[tuple[object, ...], float] = {}
+        """Errors and times that are known, by kernel and call: classes may have a call in common."""
 
     def can_measure(self, device: torch.device) -> bool:
         """Whether choices are measured here: on a CPU there is nothing to choose from."""
@@ -60,24 +62,42 @@ class Meter:
 
     @torch.no_grad()
     def measure(self, kernels: Sequence[AttentionKernel], shape: AttentionShape) -> Measured:
-        """Errors and times of all kernels on random values. What a kernel raises is why it is rejected."""
-        examples = make_examples(shape)
+        """Errors and times of all kernels on random values. What a kernel raises is why it is rejected.
+
+        A call that another class has too is measured once: segments that are known to be equal are also
+        segments that are known.
+        """
+        calls = [(replace(shape, equal=False), *lengths) for lengths in example_lengths(shape)]
+        wanted = {("time", kernel.name, call) for kernel in kernels for call in calls}
+        examples = make_examples(shape) if wanted - self._found.keys() else []
         references = [_expected(example) for example in examples]
         measured = Measured()
+
+        def error_on(kernel: AttentionKernel, number: int) -> float:
+            return self._once(
+                ("error", kernel.name, calls[number]),
+                lambda: _error(kernel, examples[number], references[number]),
+            )
+
+        def time_on(kernel: AttentionKernel, number: int) -> float:
+            return self._once(
+                ("time", kernel.name, calls[number]),
+                lambda: self.timer(_call(kernel, examples[number], shape), shape),
+            )
+
         fastest = float("inf")
         rounding = torch.finfo(shape.dtype).eps
         limit = _FIRST_ROUNDINGS * rounding
         for kernel in kernels:
             try:
-                errors = map(functools.partial(_error, kernel), examples, references)
-                error = sum(errors) / len(examples)
+                error = statistics.fmean(error_on(kernel, number) for number in range(len(calls)))
                 if not error <= limit:  # it may be NaN, where a row was not written
                     measured.rejected[kernel.name] = f"error {error:.2g}; allowed: {limit:.2g}"
                     continue
-                first = self.timer(_call(kernel, examples[0], shape), shape)
+                first = time_on(kernel, 0)
                 fastest = min(fastest, first)
-                others = examples[1:] if first <= _FAR_BEHIND * fastest else []
-                times = [first, *(self.timer(_call(kernel, example, shape), shape) for example in others)]
+                others = range(1, len(calls)) if first <= _FAR_BEHIND * fastest else ()
+                times = [first, *(time_on(kernel, number) for number in others)]
             except Exception as problem:
                 measured.rejected[kernel.name] = f"{type(problem).__name__}: {problem}"
                 continue
@@ -85,6 +105,11 @@ class Meter:
                 limit = max(_TOLERANCE * error, _FEWEST_ROUNDINGS * rounding)
             measured.microseconds[kernel.name] = statistics.fmean(times)
         return measured
+
+    def _once(self, key: tuple[object, ...], find: Callable[[], float]) -> float:
+        if key not in self._found:
+            self._found[key] = find()
+        return self._found[key]
 
 
 def _call(kernel: AttentionKernel, example: Example, shape: AttentionShape) -> Callable[[], object]:

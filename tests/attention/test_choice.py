@@ -22,7 +22,7 @@ from fxsplit_encoder.attention import (
 from fxsplit_encoder.attention.cache import MeasurementCache
 from fxsplit_encoder.attention.choice import Measurements
 from fxsplit_encoder.attention.kernels import KERNELS, AttentionShape
-from fxsplit_encoder.attention.measure import Measured
+from fxsplit_encoder.attention.measure import Measured, Meter
 from fxsplit_encoder.attention.pins import Pin
 from fxsplit_encoder.errors import ConfigError
 
@@ -142,6 +142,25 @@ def test_known_segments_are_measured_for_several_of_them_at_once() -> None:
     found = {(of.longest, of.segments, of.equal) for of, _ in meter.measured}
     assert found == {(1024 // n, n, equal) for n in (1, 4, 16) for equal in (False, True)}
     assert chosen(chooser, shape(700, 70, 10, host_lengths=True, equal=True)) == "dense"
+
+
+def test_known_segments_that_are_equal_are_timed_once_for_both_of_their_classes() -> None:
+    timed: list[AttentionShape] = []
+
+    class Everywhere(Meter):
+        def can_measure(self, device: torch.device) -> bool:
+            return True
+
+    def clock(call: Callable[[], object], shape: AttentionShape) -> float:
+        timed.append(shape)
+        return 7.0
+
+    measurements = Measurements([FakeKernel("packed"), FakeKernel("dense", dense=True)], Everywhere(clock))
+    of = AttentionShape(torch.device("cpu"), torch.bfloat16, 2, 8, 64, 64, 1, host_lengths=True)
+    with measuring():
+        assert measurements.find(of) is not None
+    assert len(measurements.table(of.device)) == 6
+    assert len(timed) == 2 * 3  # kernels, numbers of segments
 
 
 def test_without_accurate_kernels_the_first_ones_are_left() -> None:
