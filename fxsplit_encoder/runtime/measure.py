@@ -135,8 +135,8 @@ class KnownCosts:
 @torch.no_grad()
 @measuring()
 def measure_forward(forward: TimedForward, budgets: Sequence[int]) -> MeasuredForward:
-    """Times the tower's own forward at the smallest, the middle and the largest budget, and attention. Of
-    what was not compiled attention alone: the ladder times that forward.
+    """Times the tower's own forward at the smallest, the middle and the largest budget, and attention at the
+    largest that memory holds. Of what was not compiled attention alone: the ladder times that forward.
     """
     if forward.program is None:
         return _measure_uncompiled(forward, budgets)
@@ -151,12 +151,17 @@ def measure_forward(forward: TimedForward, budgets: Sequence[int]) -> MeasuredFo
             if rows is not None:
                 rows_per_token = rows / budget
                 share, runs_share = _shares(forward.program, values, rows)
-            attention = _attention_cost(forward, values, attention)
         except InputError:  # the tower has no inputs of this size
             continue
         except torch.OutOfMemoryError:
             out_of_memory = budget
             break
+    for budget, _ in reversed(eager):
+        try:
+            attention = _attention_cost(forward, forward.capture_values(budget))
+            break
+        except torch.OutOfMemoryError:
+            out_of_memory = budget
     return MeasuredForward(
         tuple(eager), attention, rows_per_token, share, runs_share, out_of_memory=out_of_memory
     )
@@ -204,15 +209,15 @@ def _measure_uncompiled(forward: TimedForward, budgets: Sequence[int]) -> Measur
     return MeasuredForward((), attention, rows / budget, share, share)
 
 
-def _attention_cost(forward: TimedForward, values: Mapping[str, Tensor], before: float) -> float:
-    """Milliseconds of an attended pair, from a batch as one segment and as several of equal length; what was
-    found before where the batch is too small to tell.
+def _attention_cost(forward: TimedForward, values: Mapping[str, Tensor]) -> float:
+    """Milliseconds of an attended pair, from a batch as one segment and as several of equal length; 0 where
+    the batch is too small to tell.
     """
     program = forward.program
     frames = program.region.frame_lengths if program is not None else None
     rows = program.tokens(values) if program is not None else None
     if program is None or frames is None or rows is None or rows < _MEASURED_SEGMENTS:
-        return before
+        return 0.0
 
     def milliseconds(segments: int) -> float:
         cu_seqlens = (torch.arange(segments + 1) * rows // segments).to(torch.int32)

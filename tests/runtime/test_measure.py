@@ -102,6 +102,26 @@ def test_sizes_that_a_tower_refuses_are_left_out_and_memory_may_run_out() -> Non
     assert (found.eager, found.out_of_memory) == (((10, 10.0),), 20)
 
 
+@pytest.mark.usefixtures("as_told")
+@pytest.mark.parametrize(("memory", "timed", "ran_out"), [(99, [50], None), (40, [50, 30], 50)])
+def test_attention_is_timed_at_the_largest_size_that_memory_holds(
+    memory: int, timed: list[int], ran_out: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[int] = []
+
+    def attention_cost(forward: Any, tokens: int) -> float:
+        tried.append(tokens)
+        if tokens > memory:
+            raise torch.OutOfMemoryError
+        return 0.25
+
+    monkeypatch.setattr("fxsplit_encoder.runtime.measure._attention_cost", attention_cost)
+    found = measure_forward(Forward(), (10, 20, 30, 40, 50))  # type: ignore[arg-type]
+    assert tried == timed
+    assert (found.attention, found.out_of_memory) == (0.25, ran_out)
+    assert [tokens for tokens, _ in found.eager] == [10, 30, 50]
+
+
 def test_unmeasured_captures_are_only_preferred_to_one_another() -> None:
     assert not MEASURED.with_captures(ladder({}), {}, compiled=True).measured
 
