@@ -162,8 +162,12 @@ def test_estimates_grow_with_the_pairs_that_attend_but_not_below_what_a_call_cos
 
 def test_shapes_are_rounded_up_to_their_class() -> None:
     assert shape(784, segments=9).rounded() == shape(1024, segments=12)
-    assert shape(3136).rounded() == shape(4096)
-    assert shape(3000).rounded() == shape(3072)
+    assert shape(3136, segments=4).rounded() == shape(4096, segments=4)
+    assert shape(3000, segments=4).rounded() == shape(3072, segments=4)
+    assert shape(1764).rounded() == shape(2048)
+    # Of a long segment one tile more may cost a wave.
+    assert [shape(tokens).rounded().tokens for tokens in (3136, 3137, 7056)] == [3136, 3200, 7104]
+    assert shape(3137, 4096).rounded().longest == 3200
     assert shape(3000, host_lengths=True).rounded() == shape(4096, host_lengths=True)
     assert shape(6272, 64, 98).rounded() == shape(8192, 64, 128)
     equal = shape(20 * 441, 441, 20, host_lengths=True, equal=True).rounded()

@@ -19,6 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+# Of one captured segment that is longer, every size is a class of its own, rounded up to the smallest tile.
+_SHORT_SEGMENT, _TILE = 2048, 64
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
@@ -43,7 +46,8 @@ class AttentionShape:
     def rounded(self) -> AttentionShape:
         """The class: every number rounded up to a power of two, or halfway to the next where the call is
         captured, since such calls are few. The sequences of a captured batch are as long as the model says:
-        their length stays as it is.
+        their length stays as it is. So does, but for less than a tile, that of a long captured segment: a
+        kernel takes whole waves of tiles, and one tile more may cost a wave (`whole_waves`).
         """
         longest, segments = (
             _round_up(n, halfway=not self.host_lengths) for n in (self.longest, self.segments)
@@ -51,6 +55,8 @@ class AttentionShape:
         if self.equal and not self.host_lengths:
             longest = self.longest
         tokens = longest * segments if self.equal else _round_up(self.tokens, halfway=not self.host_lengths)
+        if self.segments == 1 and not (self.equal or self.host_lengths) and self.tokens > _SHORT_SEGMENT:
+            tokens = -(-self.tokens // _TILE) * _TILE
         return replace(self, tokens=tokens, longest=min(longest, tokens), segments=segments)
 
     def __str__(self) -> str:
@@ -228,6 +234,14 @@ class PaddedHeads(AttentionKernel):
 def capability(device: torch.device) -> tuple[int, int]:
     """The compute capability of a CUDA device."""
     return torch.cuda.get_device_capability(device)
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """The multiprocessors of a CUDA device; 0 where there is none."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return 0
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @functools.cache
