@@ -2,13 +2,13 @@
 
     python benchmarks/bench.py attention --output out/attention.json
 
-16 heads of 72 (`--head-dim`), bf16, queries, keys and values as a fused projection leaves them. Microseconds of the device
-inside of a CUDA graph, medians: "known" with the true segments and bound, "captured" with eight empty
-segments more and the token count as bound, as a budget's graph has them. "host" is what a call keeps the CPU,
-"first ms" what the first call of a shape takes, where kernels are compiled or planned. What the chooser picks
-for either is marked, for equal segments what it picks for a batch in a graph, and for one segment what it
-picks for a graph of one; it measures for itself, on random values of the shape's class. The file is written after each list of segments; `--segments` takes some
-of them.
+16 heads of 72 (`--head-dim`), bf16, queries, keys and values as a fused projection leaves them.
+Microseconds of the device inside of a CUDA graph, medians: "known" with the true segments and bound,
+"captured" with eight empty segments more and the token count as bound, as a budget's graph has them. "host"
+is what a call keeps the CPU, "first ms" what the first call of a shape takes, where kernels are compiled or
+planned. What the chooser picks for either is marked, for equal segments what it picks for a batch in a
+graph, and for one segment what it picks for a graph of one; it measures for itself, on random values of the
+shape's class. The file is written after each list of segments; `--segments` takes some of them.
 """
 
 from __future__ import annotations

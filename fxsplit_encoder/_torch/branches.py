@@ -42,7 +42,7 @@ class Branch:
         """Inside, the sibling is the current stream."""
         if self._main is not None:
             self._entered = torch.cuda.stream(self._sibling)
-            self._entered.__enter__()
+            self._entered.__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

@@ -37,10 +37,11 @@ class StepRecorder:
 
     def prepare(self, step: Step, args: Sequence[Any]) -> None:
         """Calls a step that a warm-up leaves out, before the first graph begins: what it launches is compiled
-        then.
+        then, and its stream made.
         """
         if step.kind == "prefetch" and self.prefetches:
-            step.call(*args)
+            self._branches.placed(step)(*args)
+            self._branches.join()
 
     def record(self, step: Step, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Calls a step as part of the running graph, or breaks the graph there; returns its result."""

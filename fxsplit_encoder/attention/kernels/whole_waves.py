@@ -84,7 +84,8 @@ class WholeWaves(FlashAttention4):
         scale: float,
         target: Tensor | None,
     ) -> Tensor:
-        cut = self._cut(*query.shape, query.device)
+        rows, heads, head_dim = query.shape
+        cut = self._cut(rows, heads, head_dim, query.device)
         if not cut:  # a call that is pinned, or of another size than what was measured
             lengths = (cu_seqlens, cu_seqlens, max_seqlen)
             return self._packed(query, key, value, lengths, scale, target, _OWN)

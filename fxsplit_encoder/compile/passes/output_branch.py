@@ -7,6 +7,8 @@ from collections.abc import Collection
 import torch
 from torch import fx
 
+from fxsplit_encoder._torch.dispatch import OpOverload
+from fxsplit_encoder._torch.distributed import calls_other_ranks
 from fxsplit_encoder.compile.rewriting import cuts_after_host_ops, is_parameter, mark_beside
 
 aten = torch.ops.aten
@@ -28,8 +30,10 @@ def output_branch(module: fx.GraphModule) -> int:
             begun = True
         elif begun and node.op == "call_function" and node not in needed:
             aside[-1].append(node)
-    # Behind the last cut nothing is left to run beside.
-    groups = [nodes for nodes in aside[:-1] if any(map(_is_product, nodes))]
+    # Behind the last cut nothing is left to run beside. Ranks have to call one another in one order.
+    groups = [
+        nodes for nodes in aside[:-1] if any(map(_is_product, nodes)) and not any(map(_calls_ranks, nodes))
+    ]
     for nodes in groups:
         mark_beside(nodes)
     return len(groups)
@@ -45,6 +49,10 @@ def _behind(cuts: Collection[fx.Node]) -> set[fx.Node]:
             found.add(node)
             waiting += node.all_input_nodes
     return found
+
+
+def _calls_ranks(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and calls_other_ranks(node.target)
 
 
 def _is_product(node: fx.Node) -> bool:

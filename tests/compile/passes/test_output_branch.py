@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -108,6 +109,13 @@ def test_layers_that_an_op_of_the_configuration_needs_stay() -> None:
     for ops, changed in ((SPLITTING_OPS, 1), ((*SPLITTING_OPS, "aten::sort"), 0)):
         options = CompileOptions(ops, "eager", passes=("output_branch",))
         assert trace_packed(layers, options=options).program.pass_report == {"output_branch": changed}
+
+
+def test_layers_that_call_other_ranks_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two streams nobody knows which calls first."""
+    pass_module = importlib.import_module("fxsplit_encoder.compile.passes.output_branch")
+    monkeypatch.setattr(pass_module, "calls_other_ranks", lambda op: op is torch.ops.aten.gelu.default)
+    assert traced(Layers((0, 1))).program.pass_report == {"output_branch": 0}
 
 
 def test_a_graph_without_a_cut_is_left_alone() -> None:
