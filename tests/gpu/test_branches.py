@@ -58,9 +58,10 @@ def batches(features: int) -> list[dict[str, Any]]:
 def test_every_place_runs_beside(branched: Any) -> None:
     (bound,) = branched.programs.values()
     program = bound.program
-    assert program.pass_report["output_branch"] == 3
+    # Of the three mergers of six blocks the last one follows the last attention.
+    assert program.pass_report["output_branch"] == 2
     assert program.pass_report["prefetch_weights"] == len(program.splits)
-    assert sum(step.beside for step in program.pieces) == 3
+    assert sum(step.beside for step in program.pieces) == 2
     assert not branched.reports
 
 
@@ -96,15 +97,19 @@ def test_errors_are_those_without_branches(branched: Any, towers: Any, managers:
 def test_a_run_at_its_exact_shape_has_branches_too(branched: Any, towers: Any) -> None:
     _, reference, wrapped = towers
     torch.manual_seed(2)
-    inputs = batch([(1, 60, 60)], [], wrapped.patch_features)  # larger than every budget
-    before = branched.stats().hits
+    passes = (*DEFAULT_PASSES["cuda"], *BRANCHES)
+    limits = {"max_items_per_batch": 4, "max_frames_per_batch": 4}
+    exact = fx.EncoderCudaGraphManager(wrapped, fx.EncoderConfig(mode="none", passes=passes, **limits))
+    exact.capture()
+    inputs = batch([(1, 60, 60)], [], wrapped.patch_features)
     outputs = []
     for _ in range(5):
-        outputs.append(branched.execute(inputs))
+        outputs.append(exact.execute(inputs))
         poison(branched.pool, largest=64)
-    assert branched.stats().hits == before
+    assert exact.stats().hits == 0
     assert all(torch.equal(output[0], outputs[0][0]) for output in outputs)
     assert mean_error(outputs[0], encode(reference, inputs)) < 0.05
+    exact.clear()
 
 
 @torch.no_grad()
