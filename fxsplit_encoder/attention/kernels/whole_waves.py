@@ -58,6 +58,8 @@ class WholeWaves(FlashAttention4):
         probabilities_in_registers: for the rest, as for `FlashAttention4`.
     """
 
+    depends_on_tokens = True
+
     def __init__(self, tile: tuple[int, int], *, probabilities_in_registers: bool | None = None) -> None:
         super().__init__(tile, probabilities_in_registers=probabilities_in_registers)
         self.name = f"flash_attn_4_waves_{tile[0]}x{tile[1]}"
