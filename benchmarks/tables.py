@@ -281,6 +281,10 @@ def _tower_row(name: str, rows: Sequence[Row]) -> dict[str, Any]:
     return row
 
 
+# Of what is timed at known lengths, for which other calls it is chosen.
+_IN_GRAPHS = {"batch": "†", "single": "‡"}
+
+
 def attention(result: Result) -> str:
     """Microseconds at known lengths and in a graph, "known / captured", a column for each kernel."""
     names = list(dict.fromkeys(row["kernel"] for row in result["rows"]))
@@ -289,9 +293,11 @@ def attention(result: Result) -> str:
         cells = {row["kernel"]: _known_and_captured(row) for row in rows}
         lines.append([segments, *map(cells.get, names)])
     heads = f"{result['settings']['heads']} heads of {result['settings']['head_dim']}"
-    caption = "Microseconds, known lengths / in a graph; bold: what is chosen; †: for a batch in a graph."
+    caption = "Microseconds, known lengths / in a graph; bold: what is chosen; †: for a batch in a graph"
+    if any("single" in row["chosen"].split(", ") for row in result["rows"]):
+        caption += "; ‡: for one segment in a graph"
     table = formatted(["segments", *(f"`{name}`" for name in names)], lines)
-    return f"{table}\n\n{caption} {described(result, 'bf16', heads)}."
+    return f"{table}\n\n{caption}. {described(result, 'bf16', heads)}."
 
 
 def _known_and_captured(row: Row) -> str:
@@ -302,7 +308,8 @@ def _known_and_captured(row: Row) -> str:
         value = row.get(where)
         text = missing if value is None else f"{value:.1f}"
         text = f"**{text}**" if where in chosen else text
-        cells.append(f"{text}†" if where == "known" and "batch" in chosen else text)
+        marks = [mark for what, mark in _IN_GRAPHS.items() if where == "known" and what in chosen]
+        cells.append(text + "".join(marks))
     return " / ".join(cells)
 
 

@@ -2,13 +2,13 @@
 
     python benchmarks/bench.py attention --output out/attention.json
 
-16 heads of 72, bf16, queries, keys and values as a fused projection leaves them. Microseconds of the device
-inside of a CUDA graph, medians: "known" with the true segments and bound, "captured" with eight empty
-segments more and the token count as bound, as a budget's graph has them. "host" is what a call keeps the CPU,
-"first ms" what the first call of a shape takes, where kernels are compiled or planned. What the chooser picks
-for either is marked, and for equal segments what it picks for a batch in a graph; it measures for itself, on
-random values of the shape's class. The file is written after each list of segments; `--segments` takes some
-of them.
+16 heads of 72 (`--head-dim`), bf16, queries, keys and values as a fused projection leaves them.
+Microseconds of the device inside of a CUDA graph, medians: "known" with the true segments and bound,
+"captured" with eight empty segments more and the token count as bound, as a budget's graph has them. "host"
+is what a call keeps the CPU, "first ms" what the first call of a shape takes, where kernels are compiled or
+planned. What the chooser picks for either is marked, for equal segments what it picks for a batch in a
+graph, and for one segment what it picks for a graph of one; it measures for itself, on random values of the
+shape's class. The file is written after each list of segments; `--segments` takes some of them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fxsplit_encoder.attention.choice import Measurements, shape_of, works
 from fxsplit_encoder.attention.kernels import KERNELS, AttentionKernel
 from fxsplit_encoder.attention.measure import microseconds
 
-HEADS, HEAD_DIM = 16, 72
+HEADS = 16
 EMPTY_SEGMENTS = 8
 
 SEGMENTS = {
@@ -43,18 +43,21 @@ SEGMENTS = {
 def _call(kernel: AttentionKernel, values: Any, lengths: list[int], bound: int) -> Callable[[], Any]:
     boundaries = [0, *itertools.accumulate(lengths)]
     cu_seqlens = torch.tensor(boundaries, dtype=torch.int32, device="cuda")
-    return lambda: kernel(*values, cu_seqlens, bound, HEAD_DIM**-0.5)
+    scale = values[0].shape[-1] ** -0.5
+    return lambda: kernel(*values, cu_seqlens, bound, scale)
 
 
-def measure(name: str, lengths: list[int], chooser: KernelChooser) -> list[dict[str, Any]]:
+def measure(name: str, lengths: list[int], head_dim: int, chooser: KernelChooser) -> list[dict[str, Any]]:
     """A row for each kernel."""
     tokens, longest = sum(lengths), max(lengths)
-    size = (tokens, 3, HEADS, HEAD_DIM)
+    size = (tokens, 3, HEADS, head_dim)
     values = torch.randn(size, device="cuda", dtype=torch.bfloat16).unbind(1)
     equal = len(set(lengths)) == 1
     known = shape_of(values[0], longest, len(lengths), host_lengths=True, equal=equal)
     captured = shape_of(values[0], tokens, len(lengths) + EMPTY_SEGMENTS)
     shapes = {"known": known, "captured": captured}
+    if len(lengths) == 1:
+        shapes["single"] = shape_of(values[0], tokens, 1)
     if equal:
         shapes["batch"] = shape_of(values[0], longest, len(lengths), equal=True)
     chosen = {what: chooser.ranking(shape)[0] for what, shape in shapes.items()}
@@ -88,6 +91,7 @@ def _first_ms(call: Callable[[], Any]) -> float:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--segments", nargs="+", choices=SEGMENTS, default=list(SEGMENTS), metavar="NAME")
+    add("--head-dim", type=int, default=72, help="width of a head")
 
 
 @torch.no_grad()
@@ -97,10 +101,10 @@ def run(arguments: argparse.Namespace) -> int:
     device = torch.device("cuda", torch.cuda.current_device())
     unavailable = {k.name: reason for k in KERNELS if (reason := k.unavailable_reason(device)) is not None}
     chooser = KernelChooser(measurements=Measurements())
-    result = new_result("attention", heads=HEADS, head_dim=HEAD_DIM, unavailable=unavailable)
+    result = new_result("attention", heads=HEADS, head_dim=arguments.head_dim, unavailable=unavailable)
     for name in arguments.segments:
         with measuring():
-            result["rows"] += measure(name, SEGMENTS[name], chooser)
+            result["rows"] += measure(name, SEGMENTS[name], arguments.head_dim, chooser)
         store(arguments.output, result)
     import tables
 

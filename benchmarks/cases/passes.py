@@ -4,8 +4,10 @@
 
 27 blocks, 1152 wide, bf16, seeded random weights: milliseconds of one full graph replay at 196, 784, 3136 and
 7056 patches, a row for each candidate: "default", what `passes: auto` is on CUDA; every pass, and none; each
-alone, beside `conv_to_linear`; and fp8. Errors are relative root mean squares against float32 at the smallest
-size; "default" has that of bf16. A candidate that fails has its error in the table; the others go on.
+alone, beside `conv_to_linear`; and fp8. Then "default" with each pass that is none of it, and with attention
+pinned to FlashAttention 4 with and without a cut at whole waves, each with `wide_heads` and without. Errors
+are relative root mean squares against float32 at the smallest size; "default" has that of bf16. A candidate
+that fails has its error in the table; the others go on.
 
 `--tiny` takes a tiny tower, on a CPU too, where times are those of `execute`.
 """
@@ -26,12 +28,15 @@ from timing import replays_ms, wall_ms, watching_replays
 from worker import relative_error
 
 import fxsplit_encoder as fx
+from fxsplit_encoder.attention import KERNEL_NAMES
 from fxsplit_encoder.compile.passes import DEFAULT_PASSES
 from fxsplit_encoder.config import GRAPH_PASSES
 from fxsplit_encoder.models.random import demo_tower
 
 PATCHES = (196, 784, 3136, 7056)
 TINY_PATCHES = (16, 64)
+
+_WAVES = ("flash_attn_4_waves_64x128", "flash_attn_4_waves_128x128")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,9 +46,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def candidates() -> dict[str, dict[str, Any]]:
     """Settings by name."""
+    default = DEFAULT_PASSES["cuda"]
     alone = {f"pass {name}": tuple(dict.fromkeys(("conv_to_linear", name))) for name in GRAPH_PASSES}
-    passes = {"default": DEFAULT_PASSES["cuda"], "every pass": GRAPH_PASSES, "no passes": (), **alone}
-    return {**{name: {"passes": names} for name, names in passes.items()}, "fp8": {"precision": "fp8"}}
+    further = {f"with {name}": (*default, name) for name in GRAPH_PASSES if name not in default}
+    passes = {"default": default, "every pass": GRAPH_PASSES, "no passes": (), **alone, **further}
+    settings = {name: {"passes": names} for name, names in passes.items()}
+    return {**settings, **_whole_waves(default), "fp8": {"precision": "fp8"}}
+
+
+def _whole_waves(default: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+    """FlashAttention 4 with and without a cut at whole waves, with heads as they are and wider. Sizes that a
+    kernel does not compute have what was measured, as the other candidates do everywhere.
+    """
+    kernels = [name for name in KERNEL_NAMES if name in ("flash_attn_4", *_WAVES)]
+    heads = {"": default, " and wide_heads": (*default, "wide_heads")}
+    return {
+        f"{kernel}{what}": {"passes": passes, "attention": {"captured, segments=1": kernel}}
+        for kernel in kernels
+        for what, passes in heads.items()
+    }
 
 
 def measure(settings: dict[str, Any], tower: Any, patches: Sequence[int], exact: Any) -> dict[str, Any]:

@@ -92,7 +92,8 @@ class Measurements:
 
         Inside `measuring()` the class itself is measured, unless a CUDA graph is being captured.
         """
-        rounded = shape.rounded()
+        own_tokens = any(kernel.depends_on_tokens and works(kernel, shape) for kernel in self.kernels)
+        rounded = shape.rounded(own_tokens=own_tokens)
         table = self._table(shape.device)
         if rounded not in table and self._may_measure(shape):
             self._measure(rounded)

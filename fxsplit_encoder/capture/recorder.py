@@ -10,6 +10,7 @@ from fxsplit_encoder.capture.breaks import RecordedBreak, name_of
 from fxsplit_encoder.capture.eager_attention import LiveSegments, break_at_attention
 from fxsplit_encoder.capture.memory import OwnedBuffers
 from fxsplit_encoder.capture.segmented import SegmentedCapture
+from fxsplit_encoder.compile.branches import StepBranches
 
 if TYPE_CHECKING:
     from fxsplit_encoder.compile import Step
@@ -29,11 +30,25 @@ class StepRecorder:
         self.live = live
         self._attention_buffers = OwnedBuffers()
         self._buffers = OwnedBuffers()
+        self.prefetches = capture.pool.is_cuda and not breaks
+        """Whether weights are read into the cache: where the host need not launch it at each replay."""
+        # A graph ends with all its branches, and between graphs the host launches what would run beside.
+        self._branches = StepBranches(capture.pool.device, active=not breaks)
+
+    def prepare(self, step: Step, args: Sequence[Any]) -> None:
+        """Calls a step that a warm-up leaves out, before the first graph begins: what it launches is compiled
+        then, and its stream made.
+        """
+        if step.kind == "prefetch" and self.prefetches:
+            self._branches.placed(step)(*args)
+            self._branches.join()
 
     def record(self, step: Step, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Calls a step as part of the running graph, or breaks the graph there; returns its result."""
         is_attention = step.call is varlen_attention
         breaks = self.breaks and step.kind == "split"
+        if step.kind == "prefetch" and not self.prefetches:
+            return None
         self.capture.running = step.name if step.kind == "piece" else name_of(step.call)
         if breaks and is_attention:
             # The pieces around it mask pad rows.
@@ -45,4 +60,8 @@ class StepRecorder:
             return self.capture.eager(recorded, lambda: recorded.first_run(args, kwargs))
         if is_attention:
             self.live.note(args[0], args[3], args[4])
-        return self.capture.captured(step.call, *args, **kwargs)
+        return self.capture.captured(self._branches.placed(step), *args, **kwargs)
+
+    def finish(self) -> None:
+        """Behind the last step: what runs beside ends in the running graph."""
+        self._branches.join()

@@ -20,7 +20,7 @@ from fxsplit_encoder.compile.pieces import PieceCache, piece_compiler
 from fxsplit_encoder.compile.program import Program
 from fxsplit_encoder.compile.queries import token_symbol_of, tokens_unknown
 from fxsplit_encoder.compile.region import Region
-from fxsplit_encoder.compile.rewriting import derivation, mark_parameters
+from fxsplit_encoder.compile.rewriting import derivation, mark_cuts, mark_parameters
 from fxsplit_encoder.compile.sizes import assumptions_of, expression, guards_of, shape_exprs
 from fxsplit_encoder.compile.split import (
     Cut,
@@ -30,7 +30,7 @@ from fxsplit_encoder.compile.split import (
     split_graph,
 )
 from fxsplit_encoder.compile.splitting_ops import splitting_targets
-from fxsplit_encoder.compile.steps import Slots, make_steps, slots_in, tensor_info, with_frees
+from fxsplit_encoder.compile.steps import Slots, make_steps, slots_in, tensor_info, with_frees, with_joins
 from fxsplit_encoder.errors import CompileError
 
 
@@ -50,6 +50,7 @@ def build_program(module: fx.GraphModule, static_inputs: Sequence[int], options:
     targets = splitting_targets(options.splitting_ops)
     num_rows = mask_pad_rows(module, targets)
     device = _device(module.graph.output_node().args[0])  # type: ignore[arg-type]
+    mark_cuts(module, targets)
     report = run_passes(module, options.passes, options.precision, device)
     graph = split_graph(module, targets)
     if options.requires_tokens and token_symbol_of(graph.parts) is None:
@@ -73,7 +74,7 @@ def _assemble(
     for node in (*inputs, *graph.constants, *derived):
         slots.of(node)
     cache = PieceCache(piece_compiler(options.piece_compiler, device))
-    steps = make_steps(graph.parts, slots, cache, options)
+    steps = with_joins(make_steps(graph.parts, slots, cache, options))
     outputs = tuple(slots.argument(a) for a in graph.output_args)
     kept = {*slots_in(outputs), *(slots.of(n) for n in (*graph.placeholders, *graph.constants))}
     token_symbol = token_symbol_of(graph.parts)

@@ -28,6 +28,8 @@ class Piece:
     inputs: tuple[fx.Node, ...]
     """Nodes outside the piece that it reads, tensors and scalars, in order of first use."""
     outputs: tuple[fx.Node, ...]
+    beside: bool = False
+    """Whether it runs beside what comes after it, see `Step`."""
 
 
 def signature(piece: Piece) -> tuple[Any, ...]:

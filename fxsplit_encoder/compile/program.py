@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fxsplit_encoder._torch.staging import to_device
 from fxsplit_encoder.attention import KnownSegments, varlen_attention
+from fxsplit_encoder.compile.branches import StepBranches
 from fxsplit_encoder.compile.derived import DerivedParameters
 from fxsplit_encoder.compile.padding import PaddingReport
 from fxsplit_encoder.compile.sizes import Size, SymbolValues, holds_for_capture
@@ -34,10 +35,10 @@ Argument = Any
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One call: a compiled piece, a splitting op, or a host op."""
+    """One call: a compiled piece, a splitting op, a host op, or weights that are read into the cache."""
 
     kind: str
-    """"piece", "split" or "host"."""
+    """"piece", "split", "host" or "prefetch"."""
     name: str
     call: Callable[..., Any]
     args: tuple[Argument, ...]
@@ -53,6 +54,10 @@ class Step:
     """For a piece: which distinct compilation it calls."""
     nodes: tuple[str, ...] = ()
     """The names of the graph's nodes that it stands for."""
+    beside: bool = False
+    """Whether it may run beside the steps after it (`compile.branches`)."""
+    joins: bool = False
+    """Whether it reads what a step before it computes beside."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,15 +202,19 @@ class Program:
         """
         self.fill_num_rows(bindings)
         known = {each.cu_seqlens.data_ptr(): each for each in segments}
+        branches = StepBranches(self.device)
         for step in self.region:
+            if step.kind == "prefetch":
+                continue  # the host would launch it while the device waits
             args, kwargs = bindings.arguments(step)
             own = known.get(args[3].data_ptr()) if known and step.call is varlen_attention else None
             if own is None:
-                result = step.call(*args, **kwargs)
+                result = branches.placed(step)(*args, **kwargs)
             else:
                 query, key, value, _, _, scale = args
                 result = own.attend(query, key, value, scale)
             bindings.store(step, result)
+        branches.join()
         return self.results(bindings)
 
     def results(self, bindings: Bindings) -> list[Any]:

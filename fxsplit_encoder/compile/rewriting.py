@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from fxsplit_encoder._torch.aot import detect_fake_mode, fake_mode_of
+from fxsplit_encoder.compile.host import host_op
 
 aten = torch.ops.aten
 
 _PARAMETER = "is_parameter"
+_CUTS = "splitting_targets"
+_BESIDE = "runs_beside"
+_PREFETCHED = "prefetched"
 
 
 def mark_parameters(graph: fx.Graph, positions: Iterable[int]) -> None:
@@ -25,6 +29,47 @@ def mark_parameters(graph: fx.Graph, positions: Iterable[int]) -> None:
 def is_parameter(argument: Any) -> bool:
     """Whether an argument is a parameter, or derived from parameters alone."""
     return isinstance(argument, fx.Node) and bool(argument.meta.get(_PARAMETER))
+
+
+def mark_cuts(module: fx.GraphModule, targets: frozenset[Any]) -> None:
+    """Remembers at which operators a graph will be split."""
+    module.meta[_CUTS] = targets
+
+
+def cuts_after_host_ops(module: fx.GraphModule) -> list[fx.Node]:
+    """The nodes at which the graph will be split, those after the last host op, in order."""
+    targets = module.meta.get(_CUTS, frozenset())
+    cuts: list[fx.Node] = []
+    for node in module.graph.nodes:
+        if node.op == "call_function" and host_op(node.target) is not None:
+            cuts.clear()
+        elif node.target in targets:
+            cuts.append(node)
+    return cuts
+
+
+def mark_beside(nodes: Iterable[fx.Node]) -> None:
+    """Marks nodes between two cuts, which no other node there reads, to be a piece that runs beside what
+    comes after it.
+    """
+    for node in nodes:
+        node.meta[_BESIDE] = True
+
+
+def runs_beside(node: fx.Node) -> bool:
+    """Whether a node is marked so."""
+    return bool(node.meta.get(_BESIDE))
+
+
+def mark_prefetch(cut: fx.Node, weights: Sequence[fx.Node]) -> None:
+    """Marks inputs of the graph to be read into the cache while a cut runs."""
+    cut.meta[_PREFETCHED] = tuple(weights)
+
+
+def prefetched(cut: fx.Node) -> tuple[fx.Node, ...]:
+    """What is marked so."""
+    weights: tuple[fx.Node, ...] = cut.meta.get(_PREFETCHED, ())
+    return weights
 
 
 def call_function(graph: fx.Graph, target: Any, *args: Any, **kwargs: Any) -> fx.Node:

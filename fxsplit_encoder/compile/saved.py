@@ -205,6 +205,8 @@ def _save_step(step: Step) -> dict[str, Any]:
         "frees": list(step.frees),
         "distinct": step.distinct,
         "nodes": list(step.nodes),
+        "beside": step.beside,
+        "joins": step.joins,
     }
 
 
@@ -221,6 +223,8 @@ def _load_step(saved: Mapping[str, Any], pieces: Sequence[CompiledPiece], device
         frees=tuple(saved["frees"]),
         distinct=saved["distinct"],
         nodes=tuple(saved["nodes"]),
+        beside=saved["beside"],
+        joins=saved["joins"],
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from fxsplit_encoder._torch.dispatch import OpOverload
 from fxsplit_encoder._torch.symbols import has_hint
 from fxsplit_encoder.compile.host import host_op
 from fxsplit_encoder.compile.pieces import Piece
+from fxsplit_encoder.compile.rewriting import runs_beside
 from fxsplit_encoder.compile.sizes import expression
 from fxsplit_encoder.errors import CompileError
 
@@ -66,8 +67,9 @@ def split_graph(module: fx.GraphModule, targets: frozenset[Any]) -> SplitGraph:
             assert isinstance(parts[-1], list)
             parts[-1].append(node)
     symbols = _symbol_nodes(module.graph, placeholders)
-    pieces_and_cuts = [p if isinstance(p, Cut) else _piece(p, output_args, symbols) for p in parts if p]
-    return SplitGraph(placeholders, constants, pieces_and_cuts, output_args)
+    pieces_and_cuts = (p if isinstance(p, Cut) else _pieces(p, output_args, symbols) for p in parts)
+    flat = [part for each in pieces_and_cuts for part in ([each] if isinstance(each, Cut) else each)]
+    return SplitGraph(placeholders, constants, flat, output_args)
 
 
 def is_scalar(node: fx.Node) -> bool:
@@ -113,6 +115,16 @@ def _is_assertion(node: fx.Node) -> bool:
         torch.ops.aten.sym_constrain_range.default,
         torch.ops.aten.sym_constrain_range_for_size.default,
     )
+
+
+def _pieces(
+    nodes: Sequence[fx.Node], output_args: Iterable[Any], symbols: Mapping[str, fx.Node]
+) -> list[Piece]:
+    """What lies between two cuts: as one piece, or as two, of which the second runs beside what follows."""
+    aside = [node for node in nodes if runs_beside(node)]
+    rest = [node for node in nodes if not runs_beside(node)]
+    pieces = [_piece(rest, output_args, symbols)] if rest else []
+    return [*pieces, replace(_piece(aside, output_args, symbols), beside=True)] if aside else pieces
 
 
 def _piece(nodes: list[fx.Node], output_args: Iterable[Any], symbols: Mapping[str, fx.Node]) -> Piece:

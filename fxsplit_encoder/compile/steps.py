@@ -11,8 +11,10 @@ from torch import fx
 
 from fxsplit_encoder.compile.host import host_op
 from fxsplit_encoder.compile.options import TRACING_PHASES, CompileOptions
+from fxsplit_encoder.compile.passes.prefetch_weights import prefetch
 from fxsplit_encoder.compile.pieces import Piece, PieceCache
 from fxsplit_encoder.compile.program import Argument, Ref, Step, TensorInfo
+from fxsplit_encoder.compile.rewriting import prefetched
 from fxsplit_encoder.compile.sizes import Size
 from fxsplit_encoder.compile.split import Cut, is_scalar, node_value
 
@@ -55,7 +57,7 @@ def make_steps(
     options.report(done, num_pieces)
     for part in parts:
         if isinstance(part, Cut):
-            steps.append(_cut_step(part, slots))
+            steps += [*_prefetch_steps(part, slots), _cut_step(part, slots)]
             continue
         steps.append(_piece_step(part, f"piece_{done - TRACING_PHASES}", slots, cache))
         done += 1
@@ -75,7 +77,26 @@ def _piece_step(piece: Piece, name: str, slots: Slots, cache: PieceCache) -> Ste
         returns_tensor=False,
         distinct=distinct,
         nodes=tuple(node.name for node in piece.nodes),
+        beside=piece.beside,
     )
+
+
+def _prefetch_steps(cut: Cut, slots: Slots) -> list[Step]:
+    weights = prefetched(cut.node)
+    if not weights:
+        return []
+    return [
+        Step(
+            kind="prefetch",
+            name=f"prefetch_{cut.node.name}",
+            call=prefetch,
+            args=([slots.argument(weight) for weight in weights],),
+            kwargs={},
+            outputs=(),
+            returns_tensor=True,
+            beside=True,
+        )
+    ]
 
 
 def _cut_step(cut: Cut, slots: Slots) -> Step:
@@ -100,8 +121,26 @@ def _cut_step(cut: Cut, slots: Slots) -> Step:
     )
 
 
+def with_joins(steps: Sequence[Step]) -> list[Step]:
+    """The steps, those marked that read what an earlier one computes beside, unless another has waited."""
+    open_slots: set[int] = set()
+    marked: list[Step] = []
+    for step in steps:
+        reads = slots_in((step.args, tuple(step.kwargs.values())))
+        if step.beside:
+            open_slots.update(step.outputs)
+        elif not open_slots.isdisjoint(reads):
+            step = replace(step, joins=True)
+            open_slots.clear()
+        marked.append(step)
+    return marked
+
+
 def with_frees(steps: Sequence[Step], kept: Collection[int]) -> list[Step]:
     """The steps with the slots that no later step reads, so that a run holds no more memory than eager does.
+
+    What a step beside others reads or writes is kept until one of them joins: until then nothing else may get
+    its memory.
 
     Args:
         steps: the steps of a program, in order.
@@ -109,11 +148,12 @@ def with_frees(steps: Sequence[Step], kept: Collection[int]) -> list[Step]:
     """
     last_use: dict[int, int] = {}
     for index, step in enumerate(steps):
+        joined = next((i for i in range(index, len(steps)) if steps[i].joins), len(steps))
         for slot in (*step.outputs, *slots_in((step.args, tuple(step.kwargs.values())))):
-            last_use[slot] = index
+            last_use[slot] = max(last_use.get(slot, 0), joined if step.beside else index)
     frees: list[list[int]] = [[] for _ in steps]
     for slot, index in last_use.items():
-        if slot >= 0 and slot not in kept:
+        if slot >= 0 and slot not in kept and index < len(steps):
             frees[index].append(slot)
     return [replace(step, frees=tuple(f)) for step, f in zip(steps, frees, strict=True)]
 

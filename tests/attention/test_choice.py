@@ -89,6 +89,24 @@ def test_the_fastest_is_chosen_class_by_class() -> None:
         assert chosen(chooser, shape(4096, 1024, 4, host_lengths=True)) == "fast"
 
 
+def test_every_number_of_tokens_is_a_class_where_a_kernel_depends_on_it() -> None:
+    """Where it does not work, or for the host's segments, numbers are rounded as ever."""
+    waves = FakeKernel("waves", lambda shape: shape.tokens < 5000 and not shape.host_lengths)
+    waves.depends_on_tokens = True  # type: ignore[misc]
+    times: Any = {"base": 10.0, "fast": 30.0, "waves": lambda shape: 5.0 if shape.tokens == 3136 else 20.0}
+    chooser, meter = make(BASE, FAST, waves, **times)
+    with measuring():
+        assert chosen(chooser, shape(3136)) == "waves"
+        assert chosen(chooser, shape(3137)) == "base"
+        assert chosen(chooser, shape(3136)) == "waves"
+        assert chosen(chooser, shape(7056)) == chosen(chooser, shape(7000)) == "base"
+        assert chosen(chooser, shape(3136, host_lengths=True)) == "base"
+    captured = [of.tokens for of, _ in meter.measured if not of.host_lengths]
+    assert captured == [3136, 3137, 8192]
+    # A size that was not measured gets the choice of the nearest.
+    assert chosen(chooser, shape(3130)) == "waves"
+
+
 def test_a_small_gain_does_not_replace_the_first_kernel() -> None:
     for microseconds, expected in ((9.6, "base"), (9.4, "fast")):
         chooser, _ = make(BASE, FAST, base=10.0, fast=microseconds)
@@ -183,6 +201,8 @@ def test_shapes_are_rounded_up_to_their_class() -> None:
     assert shape(784, segments=9).rounded() == shape(1024, segments=12)
     assert shape(3136).rounded() == shape(4096)
     assert shape(3000).rounded() == shape(3072)
+    assert shape(3136).rounded(own_tokens=True) == shape(3136)
+    assert shape(3136, 1500, 9).rounded(own_tokens=True) == shape(3136, 1536, 12)
     assert shape(3000, host_lengths=True).rounded() == shape(4096, host_lengths=True)
     assert shape(6272, 64, 98).rounded() == shape(8192, 64, 128)
     equal = shape(20 * 441, 441, 20, host_lengths=True, equal=True).rounded()
@@ -197,6 +217,10 @@ def test_a_class_holds_its_shapes_and_is_its_own(of: AttentionShape) -> None:
     assert of.tokens <= rounded.tokens <= 4 * of.tokens
     assert of.segments <= rounded.segments < 2 * of.segments + 1
     assert of.longest <= rounded.longest <= rounded.tokens
+    own = of.rounded(own_tokens=True)
+    assert own.rounded(own_tokens=True) == own
+    assert (own.tokens, own.segments) == (of.tokens, rounded.segments)
+    assert own.longest <= own.tokens
 
 
 def pinned(attention: Any, measurements: Measurements | None = None) -> KernelChooser:

@@ -183,11 +183,13 @@ def test_a_kernel_that_was_chosen_or_failed_shows() -> None:
     rows = [
         {**row, "kernel": "flash", "known": 49.25, "captured": 66.0, "chosen": "captured"},
         {**row, "kernel": "dense", "known": 40.0, "chosen": "known, batch"},
+        {**row, "kernel": "cut", "known": 35.0, "chosen": "batch, single"},
         {**row, "kernel": "broken", "failure": "RuntimeError", "known": 30.0},
     ]
     stored = {**load(RESULTS / "attention.json"), "rows": rows}
     _, line = cells(tables.attention(stored))
-    assert line == ["1024", "49.2 / **66.0**", "**40.0**† / -", "30.0 / failed"]
+    assert line == ["1024", "49.2 / **66.0**", "**40.0**† / -", "35.0†‡ / -", "30.0 / failed"]
+    assert "‡: for one segment in a graph." in tables.attention(stored)
 
 
 # --- files

@@ -22,7 +22,9 @@ from fxsplit_encoder.attention import (
 from fxsplit_encoder.attention.cache import MeasurementCache, describe_environment
 from fxsplit_encoder.attention.choice import Measurements, shape_of, works
 from fxsplit_encoder.attention.kernels import KERNELS, AttentionKernel
+from fxsplit_encoder.attention.kernels.base import processors
 from fxsplit_encoder.attention.kernels.triton_varlen import TritonVarlen
+from fxsplit_encoder.attention.kernels.whole_waves import WholeWaves, rows_of_whole_waves
 
 pytestmark = pytest.mark.gpu
 
@@ -201,6 +203,53 @@ def test_a_batch_in_a_graph(kernel: AttentionKernel, tokens: int, head_dim: int)
         assert error(attended, expected(values, [tokens] * batch, scale)) < 0.005
 
 
+@pytest.mark.parametrize("kernel", [k for k in KERNELS if isinstance(k, WholeWaves)], ids=lambda k: k.name)
+@pytest.mark.parametrize(
+    ("capacity", "head_dim"), [(1764, 72), (3136, 72), (3136, 80), (4096, 64), (5184, 128)]
+)
+@torch.no_grad()
+def test_queries_cut_at_whole_waves(kernel: WholeWaves, capacity: int, head_dim: int) -> None:
+    """Lengths around the cut, in turn, in one capture whose memory other work takes as soon as it may."""
+    static, scale = projection(capacity, head_dim), head_dim**-0.5
+    shape = shape_of(static[0], capacity, 1)
+    reason = kernel.unavailable_reason(static[0].device)
+    if reason is not None or not works(kernel, shape):
+        pytest.skip(reason or f"does not compute {shape}")
+    tile_rows = 128 if head_dim > 96 else 192
+    cut = rows_of_whole_waves(capacity, HEADS, tile_rows, processors(static[0].device))
+    cu_seqlens = cumulative([capacity])
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+
+    def work() -> Tensor:
+        kept = kernel(*static, cu_seqlens, capacity, scale).clone()
+        for _ in range(3):  # what attention no longer uses
+            fill_memory(capacity, head_dim)
+            (static[0].float() * float("nan")).bfloat16()
+        return kept
+
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            work()
+    torch.cuda.current_stream().wait_stream(stream)
+    with torch.cuda.graph(graph, stream=stream):
+        out = work()
+    lengths = [capacity, cut, cut - 1, cut + 1, 1, tile_rows, capacity - 1, 1000, capacity]
+    for seed, length in enumerate(lengths):
+        values = projection(capacity, head_dim, seed)
+        for mine, new in zip(static, values, strict=True):
+            mine.copy_(new)
+        cu_seqlens.copy_(cumulative([length]))
+        out.fill_(float("nan"))
+        graph.replay()
+        assert error(out, expected(values, [length], scale)) < 0.005, length
+    # Outside of a graph, as a warm-up calls it, with the rows behind as they were.
+    target = torch.full((capacity + 3, HEADS, head_dim), 7.0, device="cuda", dtype=torch.bfloat16)
+    assert kernel(*static, cu_seqlens, capacity, scale, target) is target
+    assert error(target, expected(values, [lengths[-1]], scale)) < 0.005
+    assert target[capacity:].eq(7).all()
+
+
 @pytest.fixture
 def measurements(tmp_path: Path) -> Iterator[Measurements]:
     yield Measurements(cache=lambda device: MeasurementCache(describe_environment(device), tmp_path))
@@ -224,6 +273,23 @@ def test_measuring_chooses_per_class_and_says_what_it_found(measurements: Measur
         assert each.microseconds[each.chosen] <= min(each.microseconds.values()) / 0.95
     other = Measurements(cache=measurements._cache)
     assert other.table(device) == {k: v for k, v in measurements.table(device).items() if v.microseconds}
+
+
+@pytest.mark.alone
+def test_cuts_at_whole_waves_are_measured_for_the_size_itself(measurements: Measurements) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    waves = [kernel for kernel in KERNELS if isinstance(kernel, WholeWaves)]
+    if reason := waves[0].unavailable_reason(device):
+        pytest.skip(reason)
+    chooser = KernelChooser(measurements=measurements)
+    query = projection(3136, 80)[0]
+    if not works(waves[0], shape_of(query, 3136, 1)):
+        pytest.skip("this device has other waves")
+    with measuring():
+        chooser.of(query, cumulative([3136]), 3136)
+    (found,) = describe(device, chooser).classes
+    assert "tokens 3136" in found.shape
+    assert {kernel.name for kernel in waves} <= found.microseconds.keys(), found.rejected
 
 
 @torch.no_grad()

@@ -66,6 +66,8 @@ def test_every_pass_changes_the_tower(captured: Any) -> None:
         "decomposed_bias": 0,
         "dense_attention": 0,
         "wide_heads": 0,
+        "output_branch": 1,
+        "prefetch_weights": 2,
     }
     assert len(program.derived.recipes) == 6
     assert program.padding.proved

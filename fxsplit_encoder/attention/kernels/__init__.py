@@ -17,6 +17,7 @@ from fxsplit_encoder.attention.kernels.generic import Masked, PerSegment
 from fxsplit_encoder.attention.kernels.torch_flash import TorchFlash
 from fxsplit_encoder.attention.kernels.triton_varlen import TritonVarlen
 from fxsplit_encoder.attention.kernels.vllm_flash_attn import VllmFlashAttention
+from fxsplit_encoder.attention.kernels.whole_waves import WholeWaves
 
 __all__ = ["KERNELS", "AttentionKernel", "AttentionShape"]
 
@@ -33,6 +34,8 @@ KERNELS: tuple[AttentionKernel, ...] = (
     FlashAttention4(),
     FlashAttention4((64, 128), up_to=_SHORT),
     FlashAttention4((128, 128), up_to=_MEDIUM, probabilities_in_registers=True),
+    WholeWaves((64, 128)),
+    WholeWaves((128, 128), probabilities_in_registers=True),
     DenseFlashAttention4(),
     DenseFlashAttention4((128, 128), up_to=_MEDIUM, probabilities_in_registers=True),
     _fa3,

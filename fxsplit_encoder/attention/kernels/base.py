@@ -40,10 +40,13 @@ class AttentionShape:
     """Whether all segments are known to have `longest` tokens. If not `host_lengths`, they are the entries of
     a batch, in a graph too."""
 
-    def rounded(self) -> AttentionShape:
+    def rounded(self, *, own_tokens: bool = False) -> AttentionShape:
         """The class: every number rounded up to a power of two, or halfway to the next where the call is
         captured, since such calls are few. The sequences of a captured batch are as long as the model says:
         their length stays as it is.
+
+        Args:
+            own_tokens: whether the tokens stay as they are, for a kernel that `depends_on_tokens`.
         """
         longest, segments = (
             _round_up(n, halfway=not self.host_lengths) for n in (self.longest, self.segments)
@@ -51,6 +54,8 @@ class AttentionShape:
         if self.equal and not self.host_lengths:
             longest = self.longest
         tokens = longest * segments if self.equal else _round_up(self.tokens, halfway=not self.host_lengths)
+        if own_tokens:
+            tokens = self.tokens
         return replace(self, tokens=tokens, longest=min(longest, tokens), segments=segments)
 
     def __str__(self) -> str:
@@ -79,6 +84,8 @@ class AttentionKernel(ABC):
     capturable: bool = True
     """Whether a CUDA graph may hold it, and other segments at every replay."""
     needs_equal_segments: ClassVar[bool] = False
+    depends_on_tokens: ClassVar[bool] = False
+    """Whether a few tokens more may change its time much: every number of them is a class where it works."""
     plans_each_shape: bool = False
     """Whether a shape's first call takes tens of milliseconds on the host."""
     is_last_resort: ClassVar[bool] = False
@@ -228,6 +235,14 @@ class PaddedHeads(AttentionKernel):
 def capability(device: torch.device) -> tuple[int, int]:
     """The compute capability of a CUDA device."""
     return torch.cuda.get_device_capability(device)
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """The multiprocessors of a CUDA device; 0 where there is none."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return 0
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @functools.cache

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -73,7 +74,7 @@ class FlashAttention4(HalfPrecisionKernel):
         self.name = "flash_attn_4" + (f"_{tile[0]}x{tile[1]}" if tile else "") + self.suffix
         self._in_graphs_alone = tile is not None or self.needs_equal_segments
         self.architectures = (9, 10, 11) if tile is None else (9,)
-        self._variant = {"tile_mn": tile, "mma_pv_is_rs": probabilities_in_registers}
+        self._variant: dict[str, Any] = {"tile_mn": tile, "mma_pv_is_rs": probabilities_in_registers}
 
     def supports(self, shape: AttentionShape) -> bool:
         """Segments that are not too long for its tiles; of the variants, in graphs."""
@@ -91,17 +92,37 @@ class FlashAttention4(HalfPrecisionKernel):
         scale: float,
         target: Tensor | None,
     ) -> Tensor:
+        lengths = (cu_seqlens, cu_seqlens, max_seqlen)
+        return self._packed(query, key, value, lengths, scale, target, self._variant)
+
+    def _packed(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        lengths: tuple[Tensor, Tensor, int],
+        scale: float,
+        target: Tensor | None,
+        variant: Mapping[str, Any],
+    ) -> Tensor:
+        """A call of the package's function.
+
+        Args:
+            lengths: cumulative lengths of the queries and of the keys, and the bound of both.
+            variant: the arguments that choose how it computes; none: the package chooses.
+        """
+        cu_queries, cu_keys, max_seqlen = lengths
         result: Tensor = self.function(
             query,
             key,
             value,
-            cu_seqlens_q=cu_seqlens,
-            cu_seqlens_k=cu_seqlens,
+            cu_seqlens_q=cu_queries,
+            cu_seqlens_k=cu_keys,
             max_seqlen_q=max_seqlen,
             max_seqlen_k=max_seqlen,
             softmax_scale=scale,
             out=target,
-            **self._variant,
+            **variant,
         )[0]
         return result if target is None else target
 

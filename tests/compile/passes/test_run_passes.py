@@ -19,6 +19,7 @@ from ..packed_forwards import SPLITTING_OPS, WIDTH, trace_packed
 from .aten_graphs import Mlp, aten_graph
 
 CPU = torch.device("cpu")
+NOT_MEASURED = {"wide_heads", "output_branch", "prefetch_weights"}
 COMPILERS = ("eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow))
 
 
@@ -73,7 +74,7 @@ def test_what_is_asked_for_runs_in_the_order_of_the_registry(names: Any, report:
 
 
 @pytest.mark.parametrize(
-    ("capability", "missing"), [((8, 0), {"decomposed_bias", "wide_heads"}), ((9, 0), {"wide_heads"})]
+    ("capability", "missing"), [((8, 0), {"decomposed_bias", *NOT_MEASURED}), ((9, 0), NOT_MEASURED)]
 )
 def test_defaults_on_cuda_depend_on_the_architecture(
     capability: tuple[int, int], missing: set[str], monkeypatch: pytest.MonkeyPatch
@@ -99,6 +100,8 @@ def test_rows_for_a_table() -> None:
         ["dense_attention", "off"],
         ["wide_heads", "off"],
         ["gelu_epilogue", "off"],
+        ["output_branch", "off"],
+        ["prefetch_weights", "off"],
         ["fp8_linear", "8"],
     ]
     assert all(len(row[2]) > 20 and "\n" not in row[2] for row in rows)
@@ -108,7 +111,8 @@ def test_rows_for_a_table() -> None:
 @pytest.mark.parametrize("compiler", COMPILERS)
 def test_a_program_with_every_pass_gives_the_same(compiler: str, inputs: Callable[..., Any]) -> None:
     mlp, bound = traced_mlp(compiler)
-    changed = {name: int(name in ("pad_mlp_width", "gelu_epilogue")) for name in PASSES}
+    changing = ("pad_mlp_width", "gelu_epilogue", "prefetch_weights")
+    changed = {name: int(name in changing) for name in PASSES}
     assert bound.program.pass_report == changed
     assert bound.program.padding.proved
     assert bound.program.derived.num_bytes > 4 * WIDTH * 128

@@ -1,0 +1,62 @@
+"""Steps that run beside the ones after them: on sibling streams, which a CUDA graph has as branches."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fxsplit_encoder._torch.branches import Branch
+
+if TYPE_CHECKING:
+    from fxsplit_encoder.compile.program import Step
+
+
+class StepBranches:
+    """The branches of one run of a program, one for each kind of step that is marked `beside`: weights are
+    not to be read ahead behind a piece that takes its time.
+
+    The program keeps what such a step reads and writes until a step that `joins` has run (`with_frees`); who
+    runs it calls `join` behind the last step, before anyone reads a result.
+
+    Args:
+        device: of the program. Without CUDA steps run where they stand.
+        active: whether steps may run beside others; not where graphs end in between, which a branch cannot
+            outlive.
+    """
+
+    def __init__(self, device: torch.device, *, active: bool = True) -> None:
+        self._device = device
+        self._active = active
+        self._branches: dict[str, Branch] = {}
+        self._open: set[str] = set()
+        """The kinds of which something runs beside that nobody has waited for."""
+
+    def placed(self, step: Step) -> Callable[..., Any]:
+        """What to call in place of `step.call`, with the same arguments."""
+        if not self._active:
+            return step.call
+        if step.beside:
+            return functools.partial(self._beside, step)
+        return functools.partial(self._behind, step.call) if step.joins and self._open else step.call
+
+    def join(self) -> None:
+        """What is enqueued from now on runs after all steps that ran beside."""
+        for kind in sorted(self._open):
+            self._branches[kind].join()
+        self._open.clear()
+
+    def _beside(self, step: Step, *args: Any, **kwargs: Any) -> Any:
+        if step.kind not in self._branches:  # made here, where the stream of the capture is current
+            self._branches[step.kind] = Branch(self._device, step.kind)
+        branch = self._branches[step.kind]
+        branch.fork()
+        self._open.add(step.kind)
+        with branch:
+            return step.call(*args, **kwargs)
+
+    def _behind(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.join()
+        return call(*args, **kwargs)

@@ -1,0 +1,123 @@
+"""What only the outputs read becomes a piece that runs beside the blocks after it."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fxsplit_encoder.compile import BoundProgram, CompileOptions
+from fxsplit_encoder.compile.passes.output_branch import output_branch
+
+from ..packed_forwards import SPLITTING_OPS, WIDTH, attend, packed_inputs, trace_packed
+from .aten_graphs import aten_graph
+
+Inputs = Mapping[str, Tensor]
+
+
+class Layers(nn.Module):
+    """Blocks with a layer beside some of them, as Qwen3-VL's deepstack mergers."""
+
+    def __init__(self, taps: tuple[int, ...], *, products: bool = True) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.mergers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(WIDTH), *([nn.Linear(WIDTH, WIDTH), nn.GELU()] if products else []))
+            for _ in taps
+        )
+        self.taps = taps
+
+    def forward(self, y: Tensor, inputs: Inputs) -> Tensor:
+        deep = []
+        for number, block in enumerate(self.blocks):
+            y = y + block(y).sigmoid()
+            if number in self.taps:
+                deep.append(self.mergers[self.taps.index(number)](y))
+            y = y + attend(y, inputs["cu"])
+        return torch.cat([y.tanh(), *deep], dim=1)
+
+
+def traced(layers: nn.Module, passes: tuple[str, ...] = ("output_branch",)) -> BoundProgram:
+    layers.requires_grad_(False)
+    return trace_packed(layers, options=CompileOptions(SPLITTING_OPS, "eager", passes=passes))
+
+
+def shape_of(program: Any) -> list[str]:
+    """Each step as a letter: piece, split, beside, joining."""
+    return [
+        "b" if step.beside else "j" if step.joins else step.kind[0]
+        for step in program.steps
+        if step.kind != "prefetch"
+    ]
+
+
+@pytest.mark.parametrize("taps", [(0,), (0, 1), (0, 1, 2)])
+def test_layers_aside_run_beside_and_are_joined_where_they_are_read(taps: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    layers = Layers(taps)
+    bound, plain = traced(layers), traced(layers, ())
+    program = bound.program
+    assert program.pass_report == {"output_branch": len(taps)}
+    assert program.padding == plain.program.padding
+    assert program.padding.proved
+    expected = ["p", "s"]
+    for number in range(3):
+        expected += ["p", "b", "s"] if number in taps else ["p", "s"]
+    assert shape_of(program) == [*expected, "j"]
+    # The layers beside equal blocks share a compilation, and leave equal blocks behind.
+    assert len({step.distinct for step in program.pieces if step.beside}) == 1
+    for tokens in (2, 5, 12):
+        inputs = packed_inputs(tokens)
+        assert torch.equal(bound(inputs), plain(inputs))
+
+
+class Last(nn.Module):
+    """A layer behind the last attention, and one beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, y: Tensor, inputs: Inputs) -> Tensor:
+        return torch.cat([self.layer(y), self.other(y)], dim=1)
+
+
+@pytest.mark.parametrize("layers", [Layers((0, 1), products=False), Last()], ids=["no product", "last"])
+def test_what_is_little_or_has_nothing_to_run_beside_stays(layers: nn.Module) -> None:
+    program = traced(layers).program
+    assert program.pass_report == {"output_branch": 0}
+    assert not any(step.beside or step.joins for step in program.steps)
+
+
+def test_layers_that_an_op_of_the_configuration_needs_stay() -> None:
+    """Cuts are those of the configuration, whatever they compute."""
+
+    class Sorted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, y: Tensor, inputs: Inputs) -> Tensor:
+            tapped = self.layer(y)
+            return torch.cat([attend(y, inputs["cu"]), torch.ops.aten.sort.default(tapped)[0]], dim=1)
+
+    layers = Sorted().requires_grad_(False)
+    for ops, changed in ((SPLITTING_OPS, 1), ((*SPLITTING_OPS, "aten::sort"), 0)):
+        options = CompileOptions(ops, "eager", passes=("output_branch",))
+        assert trace_packed(layers, options=options).program.pass_report == {"output_branch": changed}
+
+
+def test_layers_that_call_other_ranks_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two streams nobody knows which calls first."""
+    pass_module = importlib.import_module("fxsplit_encoder.compile.passes.output_branch")
+    monkeypatch.setattr(pass_module, "calls_other_ranks", lambda op: op is torch.ops.aten.gelu.default)
+    assert traced(Layers((0, 1))).program.pass_report == {"output_branch": 0}
+
+
+def test_a_graph_without_a_cut_is_left_alone() -> None:
+    graph = aten_graph(nn.Linear(WIDTH, WIDTH), torch.randn(3, WIDTH))
+    assert output_branch(graph.module) == 0
