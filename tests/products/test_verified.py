@@ -139,11 +139,12 @@ def test_nothing_is_tried_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPa
 def test_layers_differ_by_layout_and_epilogue_not_by_weights() -> None:
     library = Library()
     products = VerifiedProducts(library, own, FEW)
-    run(products, 16)
+    weight = WEIGHT.clone()
+    products(ROWS[:16].clone(), weight.t(), BIAS, "")
     tried = len(library.counts)
-    products(ROWS[:16].clone(), torch.zeros_like(WEIGHT).t(), BIAS, "")  # of the same kind: tried already
+    products(ROWS[:16].clone(), weight.zero_().t(), BIAS, "")  # of the same kind: tried already
     assert len(library.counts) == tried + 1
-    products(ROWS[:16].clone(), WEIGHT.t(), None, "")
+    products(ROWS[:16].clone(), weight.t(), None, "")
     assert len(products.choices(CPU)) == 2
 
 
