@@ -1,5 +1,5 @@
-"""`invariant: true`: all bits of an item are those that it gets alone, in any batch, mode and budget; what cannot
-keep that is refused.
+"""`invariant: true`: all bits of an item are those that it gets alone, in any batch, mode and budget; what
+cannot keep that is refused.
 """
 
 from __future__ import annotations
