@@ -14,14 +14,17 @@ import torch
 from fxsplit_encoder.attention.kernels import AttentionKernel, AttentionShape
 from fxsplit_encoder.errors import ConfigError
 
+# The fastest of them at long segments, by the measurements of docs/attention.md; then as they are listed.
+_PREFERRED = frozenset(("flash_attn_4",))
+
 
 def invariant_kernel(
     kernels: Sequence[AttentionKernel], shape: AttentionShape, pinned: str | None = None
 ) -> AttentionKernel:
-    """The first kernel that attends to heads of this kind by one algorithm, whatever the segments.
+    """The best kernel that attends to heads of this kind by one algorithm, whatever the segments.
 
     Args:
-        kernels: in order of preference.
+        kernels: all that there are.
         shape: of which the device, the dtype and the heads count, so that all calls of a tower get the same.
         pinned: the name of the only one that will do; None: any.
 
@@ -29,7 +32,7 @@ def invariant_kernel(
         ConfigError: there is none, and why.
     """
     reasons = []
-    for kernel in kernels:
+    for kernel in _in_order(kernels):
         if pinned not in (None, kernel.name):
             continue
         reason = _why_not(kernel, shape)
@@ -46,7 +49,13 @@ def invariant_kernel(
 
 def invariant_names(kernels: Sequence[AttentionKernel], device: torch.device) -> list[str]:
     """The kernels that `invariant` may choose on a device, in order of preference."""
-    return [k.name for k in kernels if k.unavailable_reason(device) is None and k.is_invariant_on(device)]
+    working = (k for k in _in_order(kernels) if k.is_invariant and k.unavailable_reason(device) is None)
+    return [kernel.name for kernel in working if kernel.is_invariant_on(device)]
+
+
+def _in_order(kernels: Sequence[AttentionKernel]) -> list[AttentionKernel]:
+    """The kernels in order of preference: elsewhere what comes first is what others have to beat."""
+    return sorted(kernels, key=lambda kernel: kernel.name not in _PREFERRED)
 
 
 def _why_not(kernel: AttentionKernel, shape: AttentionShape) -> str | None:

@@ -46,6 +46,9 @@ def filled_up(function: Any, *args: Any, **kwargs: Any) -> Tensor:
     """A function of single entries, of tensors that are filled up to whole vectors."""
     tensors = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor)]
     shape = torch.Size(numpy.broadcast_shapes(*(tuple(tensor.shape) for tensor in tensors)))
+    if not shape:
+        result: Tensor = function(*args, **kwargs)
+        return result
     count = shape.numel()
 
     def filled(argument: Any) -> Any:
@@ -55,8 +58,8 @@ def filled_up(function: Any, *args: Any, **kwargs: Any) -> Tensor:
         whole[:count] = argument.expand(shape).reshape(-1)
         return whole
 
-    result = function(*map(filled, args), **{name: filled(value) for name, value in kwargs.items()})
-    return _laid_out_as_traced(result[:count].view(shape), tensors)
+    made = function(*map(filled, args), **{name: filled(value) for name, value in kwargs.items()})
+    return _laid_out_as_traced(made[:count].view(shape), tensors)
 
 
 def _laid_out_as_traced(result: Tensor, tensors: list[Tensor]) -> Tensor:
