@@ -259,6 +259,11 @@ class EncoderConfig(Settings):
     """What the linear layers of the blocks multiply in. auto: the tower's own dtype; fp8: 8-bit floating
     point with a scale for every row and every output channel, which adds an error to the results."""
 
+    invariant: StrictBool = False
+    """Whether an image or a video gets the same bits alone, in any batch, on any budget and on any rank: one
+    algorithm a layer, however many rows it gets. A tower for which that cannot be kept is refused
+    (docs/invariant.md)."""
+
     attention: Annotated[str | Mapping[str, str], BeforeValidator(_check_attention)] = "auto"
     """The attention kernel. auto: for each class of shapes the fastest that was measured; a kernel's name:
     that one, wherever it can compute; or a mapping from conditions, such as tokens>4096, to these."""
@@ -297,6 +302,33 @@ class EncoderConfig(Settings):
             f"{shown(getattr(self, name))}"
             for name, default in defaults.items()
             if getattr(self, name) != default
+        ]
+        if problems:
+            raise ConfigError(*problems)
+        return self
+
+    @model_validator(mode="after")
+    def _invariant_can_be_kept(self) -> Self:
+        if not self.invariant:
+            return self
+        modes = {"mode": self.mode, **{f"paths.{name}.mode": path.mode for name, path in self.paths.items()}}
+        contradictions = {
+            "enabled": (not self.enabled, "the tower's own code would run", "true"),
+            "compile": (not self.compile, "the tower's own code would run", "true"),
+            **{
+                name: (mode == "breakable", "the tower's own code would run", "another mode")
+                for name, mode in modes.items()
+            },
+            "padding": (self.padding != "proved", "rows that may mix would be padded", "proved"),
+            "piece_compiler": (callable(self.piece_compiler), "nothing is known of it", "a name"),
+            "precision": (self.precision != "auto", "its products depend on their rows", "auto"),
+            "attention": (not isinstance(self.attention, str), "one kernel attends", "auto, or one kernel"),
+        }
+        problems = [
+            f"{name}: contradicts invariant: {why}; allowed: {allowed}; got "
+            f"{shown(modes.get(name, getattr(self, name, None)))}"
+            for name, (contradicts, why, allowed) in contradictions.items()
+            if contradicts
         ]
         if problems:
             raise ConfigError(*problems)

@@ -42,13 +42,21 @@ LONGEST_ROW = 4096
 _BLOCKS = ("strict_sum_rblock", "strict_reduction_rblock")
 
 
-def compile_graph(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+# Settings that forbid choices by time, and by sizes, where they show in the numbers. 2.13 has the first.
+_INVARIANT = ("batch_invariant", "deterministic")
+
+
+def compile_graph(
+    module: fx.GraphModule, inputs: Sequence[Any], *, invariant: bool = False
+) -> Callable[[list[Any]], Any]:
     """An inference graph in Inductor's operations, compiled for all sizes that its symbols take; reused
     across processes by Inductor's own cache.
 
     Args:
         module: the graph, decomposed by `select_decomp_table`.
         inputs: traced values, as many as the graph has inputs.
+        invariant: whether no kernel is chosen by time, or by a size that was guessed, where that changes the
+            order in which it adds.
 
     Returns:
         A function of the list of arguments, which it empties.
@@ -60,6 +68,7 @@ def compile_graph(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[li
         tracing_context(fake_mode),
         V.set_fake_mode(fake_mode),
         config.patch(layout_optimization=False),
+        config.patch({name: True for name in _INVARIANT if invariant and hasattr(config, name)}),
         persistent_rows(),
     ):
         values = [under_own_name(value) for value in inputs]

@@ -4,7 +4,13 @@ Attention is where the graph is cut: it is the one operation that mixes rows (to
 two attentions may be padded, compiled once for every token count, and captured.
 """
 
-from fxsplit_encoder.attention.choice import KernelChooser, choosing, current_chooser, measuring
+from fxsplit_encoder.attention.choice import (
+    KernelChooser,
+    choosing,
+    current_chooser,
+    is_measuring,
+    measuring,
+)
 from fxsplit_encoder.attention.known_segments import KnownSegments
 from fxsplit_encoder.attention.op import (
     attend,
@@ -26,6 +32,7 @@ __all__ = [
     "current_chooser",
     "dense_attention",
     "describe",
+    "is_measuring",
     "measuring",
     "parse_attention",
     "varlen_attention",

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fxsplit_encoder.attention.cache import MeasurementCache, Table, describe_environment
+from fxsplit_encoder.attention.invariant import invariant_kernel, invariant_names
 from fxsplit_encoder.attention.kernels import KERNELS, AttentionKernel, AttentionShape
 from fxsplit_encoder.attention.measure import Measured, Meter, example_lengths, pairs
 from fxsplit_encoder.attention.pins import AUTO, parse_attention
@@ -56,6 +57,11 @@ def measuring() -> Iterator[None]:
         yield
     finally:
         _measuring.reset(token)
+
+
+# Every product of an invariant program asks for it: no frame of Python.
+is_measuring: Callable[[], bool] = _measuring.get
+"""Whether `measuring` encloses the call."""
 
 
 class Measurements:
@@ -208,16 +214,24 @@ class KernelChooser:
     Args:
         attention: the setting of that name, see `attention.pins`.
         measurements: where times come from.
+        invariant: whether one kernel attends everywhere, see `attention.invariant`; of the settings a
+            kernel's name and `auto` allow that.
 
     Raises:
         ConfigError: the setting names an unknown kernel or condition.
     """
 
     def __init__(
-        self, attention: str | Mapping[str, str] = AUTO, measurements: Measurements = MEASUREMENTS
+        self,
+        attention: str | Mapping[str, str] = AUTO,
+        measurements: Measurements = MEASUREMENTS,
+        *,
+        invariant: bool = False,
     ) -> None:
         self.pins = parse_attention(attention)
         self.measurements = measurements
+        self.invariant = invariant
+        self._by_heads: dict[tuple[object, ...], AttentionKernel] = {}
         self._by_call: dict[tuple[object, ...], AttentionKernel] = {}
         self._version = 0
         self._warned: set[str] = set()
@@ -235,6 +249,12 @@ class KernelChooser:
             for name in sorted(pinned)
             if (reason := kernels[name].unavailable_reason(device)) is not None
         ]
+        if self.invariant and not pinned <= (allowed := {*invariant_names(tuple(kernels.values()), device)}):
+            problems += [
+                f"attention: contradicts invariant: {name} may attend by several algorithms on {device}; "
+                f"allowed: {', '.join((AUTO, *sorted(allowed)))}"
+                for name in sorted(pinned - allowed)
+            ]
         if problems:
             raise ConfigError(*problems)
 
@@ -266,6 +286,8 @@ class KernelChooser:
 
     def ranking(self, shape: AttentionShape) -> tuple[AttentionKernel, ...]:
         """The kernels that may compute this shape, the chosen one first; at least one."""
+        if self.invariant:
+            return (self.only(shape),)
         candidates = self.measurements.candidates(shape)
         pinned = self.pinned(shape)
         if pinned is not None:
@@ -281,6 +303,28 @@ class KernelChooser:
             measured.insert(0, first)
         rest = [k for k in candidates if k.name not in times and k.name not in rejected]
         return (*measured, *rest) or tuple(candidates)
+
+    def only(self, shape: AttentionShape) -> AttentionKernel:
+        """The kernel of every call with heads like these, where `invariant` is set.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        heads = (shape.device, shape.dtype, shape.heads, shape.head_dim)
+        if heads not in self._by_heads:
+            pinned = next((pin.kernel for pin in self.pins if pin.kernel != AUTO), None)
+            # Of the calls that there are the least is known of a captured one.
+            any_call = replace(shape, host_lengths=False, equal=False)
+            self._by_heads[heads] = invariant_kernel(self.measurements.kernels, any_call, pinned)
+        return self._by_heads[heads]
+
+    @property
+    def chosen(self) -> list[str]:
+        """The kernels that `only` has chosen so far, each with what it attends to."""
+        return sorted(
+            f"{heads}x{head_dim} {str(dtype).removeprefix('torch.')}: {kernel.name}"
+            for (_, dtype, heads, head_dim), kernel in self._by_heads.items()
+        )
 
     def estimate(self, shape: AttentionShape, lengths: Sequence[int]) -> float | None:
         """Microseconds that the chosen kernel will take for known segments; None: nothing was measured.

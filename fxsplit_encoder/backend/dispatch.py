@@ -70,7 +70,7 @@ class BudgetDispatcher:
         self.program = program
         self.config = config
         self.pool = GraphPool(program.device)
-        self.kernels = KernelChooser(config.attention)
+        self.kernels = KernelChooser(config.attention, invariant=config.invariant)
         self.kernels.check(program.device)
         self.statistics = Statistics(log_interval=0)
         self.owners = owners_of_trace()

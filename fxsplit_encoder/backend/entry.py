@@ -64,6 +64,11 @@ def _compiled(
     config = EncoderConfig.from_options(options or {})
     check_applies(config)
     if _needs_gradients(example_inputs):
+        if config.invariant:
+            raise ConfigError(
+                "invariant: a call with gradients enabled runs the module's own code, whose bits depend on "
+                "the batch; call under torch.no_grad() or torch.inference_mode()"
+            )
         _warn_once(
             "encoder_cg: called with gradients enabled, so it runs eagerly, without compiled pieces or CUDA "
             "graphs; call under torch.no_grad() or torch.inference_mode()"
@@ -82,15 +87,25 @@ def _compiled(
         raise  # the second is how AOT asks Dynamo to trace again
     except CompileError as error:
         _trace_without_blocks(error)
+        _refuse_eager(config, error)
         _warn_once(f"encoder_cg: a graph runs eagerly because it cannot be split: {error}")
     except Exception as error:
         _trace_without_blocks(error)
+        _refuse_eager(config, error)
         # Whatever Dynamo hands over must give eager's results, so no failure of ours may end a forward.
         logger.exception("compiling a graph failed")
         _warn_once(
             f"encoder_cg: a graph runs eagerly because compiling it failed: {type(error).__name__}: {error}"
         )
     return module.forward
+
+
+def _refuse_eager(config: EncoderConfig, error: Exception) -> None:
+    """Raises ConfigError where a graph may not run eagerly."""
+    if config.invariant:
+        raise ConfigError(
+            f"invariant: a graph does not compile, and run eagerly its bits depend on the batch: {error}"
+        ) from error
 
 
 def check_applies(config: EncoderConfig) -> None:

@@ -13,6 +13,7 @@ from fxsplit_encoder._torch.dispatch import OpOverload
 from fxsplit_encoder._torch.distributed import calls_other_ranks
 from fxsplit_encoder.compile.derived import DerivedParameter, DerivedParameters
 from fxsplit_encoder.compile.host import host_op
+from fxsplit_encoder.compile.invariance import check_proof, check_rows
 from fxsplit_encoder.compile.masks import mask_pad_rows
 from fxsplit_encoder.compile.options import CompileOptions
 from fxsplit_encoder.compile.passes import run_passes
@@ -44,14 +45,16 @@ def build_program(module: fx.GraphModule, static_inputs: Sequence[int], options:
 
     Raises:
         CompileError: the graph cannot be split; its message says at which node.
-        ConfigError: a pass or the precision is not possible.
+        ConfigError: a pass or the precision is not possible, or `invariant` not for this graph.
     """
     mark_parameters(module.graph, static_inputs)
     targets = splitting_targets(options.splitting_ops)
     num_rows = mask_pad_rows(module, targets)
     device = _device(module.graph.output_node().args[0])  # type: ignore[arg-type]
     mark_cuts(module, targets)
-    report = run_passes(module, options.passes, options.precision, device)
+    report = run_passes(module, options.passes, options.precision, device, invariant=options.invariant)
+    if options.invariant:
+        check_rows(module, device, options.piece_compiler)
     graph = split_graph(module, targets)
     if options.requires_tokens and token_symbol_of(graph.parts) is None:
         raise CompileError(tokens_unknown(graph.parts, options.splitting_ops))
@@ -73,7 +76,7 @@ def _assemble(
     slots = Slots()
     for node in (*inputs, *graph.constants, *derived):
         slots.of(node)
-    cache = PieceCache(piece_compiler(options.piece_compiler, device))
+    cache = PieceCache(piece_compiler(options.piece_compiler, device, invariant=options.invariant))
     steps = with_joins(make_steps(graph.parts, slots, cache, options))
     outputs = tuple(slots.argument(a) for a in graph.output_args)
     kept = {*slots_in(outputs), *(slots.of(n) for n in (*graph.placeholders, *graph.constants))}
@@ -82,6 +85,8 @@ def _assemble(
     fixed = {*made_here, *graph.constants, *(inputs[i] for i in static_inputs)}
     region = Region(graph.parts[region_start:], graph.output_args, fixed, slots, token_symbol)
     report = region.prove(assumptions_of(inputs))
+    if options.invariant:
+        check_proof(report, token_symbol)
     hosts = ((host_op(part.node.target), part.node) for part in graph.parts if isinstance(part, Cut))
     if any(op and op.declares_padding and op.declares_padding(*node.args) for op, node in hosts):
         report = replace(report, declared=True)

@@ -29,6 +29,8 @@ class CompileOptions:
     requires_tokens: bool = False
     """Whether a graph is refused, before anything is compiled, if nothing tells what counts its tokens."""
 
+    invariant: bool = False
+    """Whether an item's bits may not depend on what else is encoded, see `EncoderConfig.invariant`."""
     is_known: bool = False
     """Whether its pieces are expected in Inductor's cache, so that no workers are started to compile them."""
 
@@ -36,7 +38,13 @@ class CompileOptions:
     def of(cls, config: EncoderConfig) -> CompileOptions:
         """What a configuration says of building."""
         passes = None if config.passes == "auto" else config.passes
-        return cls(config.splitting_ops, config.piece_compiler, passes=passes, precision=config.precision)
+        return cls(
+            config.splitting_ops,
+            config.piece_compiler,
+            passes=passes,
+            precision=config.precision,
+            invariant=config.invariant,
+        )
 
     def report(self, done: int, num_pieces: int = 1) -> None:
         """Reports how many phases and pieces are done."""

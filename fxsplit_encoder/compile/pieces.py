@@ -16,6 +16,7 @@ from torch import fx
 
 from fxsplit_encoder._torch.aot import fake_mode_of, make_fx
 from fxsplit_encoder.compile.sizes import layout
+from fxsplit_encoder.compile.whole_vectors import in_whole_vectors
 
 PieceCompiler = "Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Sequence[Any]]]"
 
@@ -119,11 +120,15 @@ class CompiledPiece:
         return self.compiled(list(args))
 
 
-def compile_inductor(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """The piece through Inductor, for all token counts."""
+def compile_inductor(
+    module: fx.GraphModule, inputs: Sequence[Any], *, invariant: bool = False
+) -> Callable[..., Any]:
+    """The piece through Inductor, for all token counts; `invariant`: every process gets the same kernels, and
+    none is chosen by time.
+    """
     from fxsplit_encoder._torch.inductor import compile_graph
 
-    return CompiledPiece(compile_graph(_decompose(module, inputs), inputs))
+    return CompiledPiece(compile_graph(_decompose(module, inputs), inputs, invariant=invariant))
 
 
 def _decompose(module: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
@@ -152,10 +157,25 @@ def start_compile_workers() -> None:
     maybe_warm_pool()
 
 
-def piece_compiler(name: str | Callable[..., Any], device: torch.device) -> Callable[..., Callable[..., Any]]:
+def piece_compiler(
+    name: str | Callable[..., Any], device: torch.device, *, invariant: bool = False
+) -> Callable[..., Callable[..., Any]]:
     """The compiler of a configured name; "auto" is Inductor on CUDA and eager elsewhere."""
     if callable(name):
         return name
     if name == "auto":
         name = "inductor" if device.type == "cuda" else "eager"
-    return PIECE_COMPILERS[name]
+    if not invariant:
+        return PIECE_COMPILERS[name]
+    if name == "inductor":
+        return functools.partial(compile_inductor, invariant=True)
+    return functools.partial(_compile_in_whole_vectors, decomposed=name == "aot_eager")
+
+
+def _compile_in_whole_vectors(
+    module: fx.GraphModule, inputs: Sequence[Any], *, decomposed: bool
+) -> Callable[..., Any]:
+    """The piece run op by op, on a CPU, by the same code for every entry."""
+    module = _decompose(module, inputs) if decomposed else module
+    in_whole_vectors(module)
+    return module.forward

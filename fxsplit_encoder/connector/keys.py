@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import InputError, MissingExtraError
 from fxsplit_encoder.messages import shown
 
@@ -141,16 +142,27 @@ class TowerIdentity:
     """The digest of class, configuration, parameters and buffers, see `weights_digest`."""
     dtype: str
     precision: str
-    """The configuration's `precision`."""
+    """What the configuration says of how numbers are rounded, see `precision_of`."""
 
     @classmethod
     def of(cls, tower: nn.Module, precision: str, name: HashName = "blake3") -> TowerIdentity:
         """That of a tower as it is now: after other weights are loaded it is another one.
 
+        Args:
+            precision: what `precision_of` tells of the configuration.
+            name: of the hash function.
+
         Reads every weight once; weights on a GPU pass through host memory in pieces.
         """
         dtype = next((str(parameter.dtype) for parameter in tower.parameters()), "none")
         return cls(weights_digest(tower, name), dtype, precision)
+
+
+def precision_of(config: EncoderConfig) -> str:
+    """The configuration's `precision`, and whether it is `invariant`: a feature that was made without would
+    not have the bits that are promised with it.
+    """
+    return f"{config.precision}, invariant" if config.invariant else config.precision
 
 
 def feature_key(item: bytes, tower: TowerIdentity, salt: str = "", name: HashName = "blake3") -> bytes:

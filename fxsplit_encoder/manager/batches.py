@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fxsplit_encoder.capture import GraphPool
 from fxsplit_encoder.capture.buffers import StaticValue
-from fxsplit_encoder.errors import ReplayError
+from fxsplit_encoder.errors import InputError, ReplayError
 from fxsplit_encoder.manager.item_facts import select_items
 from fxsplit_encoder.manager.legacy_dual_path import postprocess_of
 from fxsplit_encoder.manager.path import EncoderPath
@@ -32,6 +32,7 @@ class BatchRunner:
         num_axes: how many capture axes the tower has.
         max_items: of a batch that captures hold.
         debug: whether every rule is checked at every replay.
+        invariant: whether no batch may run through the tower's own forward.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class BatchRunner:
         num_axes: int,
         max_items: int,
         debug: bool,
+        invariant: bool = False,
     ) -> None:
         self.tower = tower
         self.paths = paths
@@ -52,6 +54,7 @@ class BatchRunner:
         self.num_axes = num_axes
         self.max_items = max_items
         self.debug = debug
+        self.invariant = invariant
         self.in_inference_mode = False
         """Whether a tower's own code runs in inference mode, as the caller of `execute` does: there the host
         needs less for every op."""
@@ -73,6 +76,7 @@ class BatchRunner:
 
         Raises:
             WeightsMovedError: a capture reads parameters that are elsewhere now; its batch was not counted.
+            InputError: with `invariant`, a batch that only the tower's own forward takes.
         """
         tokens = [spec.output_tokens for spec in specs]
         results: dict[int, Tensor] = {}
@@ -119,9 +123,16 @@ class BatchRunner:
         """The path's output, and how it was served."""
         path = self.paths.get((name, keys))
         if path is None:  # items of the same keys make up a batch of others
+            if self.invariant:
+                raise InputError(
+                    f"invariant: path {name}: nothing is compiled for axis keys {keys}, and the tower's own "
+                    "forward gives other bits; expected keys that the tower lists as capture axes"
+                )
             self.statistics.record_fallback("eager")
             output = self.tower.encoder_eager_forward(selected, path=name)
             return output, PathPlan(planned.tokens, None, MissReason.NOT_CAPTURED, eager=True)
+        if self.invariant and planned.eager:
+            planned = planned._replace(eager=False)
         captures = path.captures_for(planned) if may_replay else []
         values = None
         if captures or path.runs_compiled(planned):

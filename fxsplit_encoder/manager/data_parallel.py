@@ -155,6 +155,20 @@ class DataParallel:
         # An item counts as one segment: how a video is cut into frames is not part of its spec.
         self.costs = lambda spec: patch * spec.input_size + pair * spec.input_size**2
 
+    def check_same(self, what: str, values: Sequence[str]) -> None:
+        """Compares what every rank has found out for itself; every rank must call it.
+
+        Raises:
+            ConfigError: they differ.
+        """
+        digest = _hashed(values)
+        digests = [row[0] for row in self._exchange([digest])] if self.num_ranks > 1 else [digest]
+        if differing := [rank for rank, other in enumerate(digests) if other != digests[0]]:
+            raise ConfigError(
+                f"{what}: expected the same on every rank; rank {', '.join(map(str, differing))} differs "
+                f"from rank 0; this one, rank {self.rank}, has: {'; '.join(values)}"
+            )
+
     def assignment(self, specs: Sequence[EncoderItemSpec]) -> list[list[int]]:
         """The items that every rank encodes of a request with these items."""
         return assign_items(item_weights(specs, self.costs), self.num_ranks)
@@ -317,8 +331,12 @@ def _host_group(group: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGro
 def _digest(specs: Sequence[EncoderItemSpec], assignment: Sequence[Sequence[int]]) -> int:
     """The same on two ranks only if they see the same items and assign them alike."""
     sizes = [(spec.input_size, spec.output_tokens, sorted(spec.path_output_tokens.items())) for spec in specs]
-    hashed = hashlib.blake2b(repr((sizes, assignment)).encode(), digest_size=8).digest()
-    return int.from_bytes(hashed, signed=True)
+    return _hashed((sizes, assignment))
+
+
+def _hashed(values: Any) -> int:
+    """A number of 64 bits that the same values have on every rank."""
+    return int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=8).digest(), signed=True)
 
 
 def _check_agreement(headers: Sequence[_Header]) -> None:

@@ -20,6 +20,7 @@ from fxsplit_encoder.attention import KernelChooser, choosing
 from fxsplit_encoder.capture import GraphPool
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import InputError, StartFileError, WeightsMovedError
+from fxsplit_encoder.manager import invariance
 from fxsplit_encoder.manager.batches import BatchRunner
 from fxsplit_encoder.manager.budget_memory import check_budgets
 from fxsplit_encoder.manager.captures import CapturePlan, plan_captures
@@ -101,7 +102,7 @@ class EncoderCudaGraphManager:
             has_video="video" in self.model_config.modalities,
         )
         self.pool = GraphPool(self.device, priority=self.config.stream_priority)
-        self.kernels = KernelChooser(self.config.attention)
+        self.kernels = KernelChooser(self.config.attention, invariant=self.config.invariant)
         self.kernels.check(self.device)
         agree = agreement_of(tower, None if self.config.data_parallel else process_group)
         self._scope = CaptureScope(
@@ -133,6 +134,7 @@ class EncoderCudaGraphManager:
             num_axes=num_axes,
             max_items=self.limits.max_items_per_batch,
             debug=debug,
+            invariant=self.config.invariant,
         )
         self._recorder: Recorder | None = None
         self._start_refused: str | None = None
@@ -171,7 +173,8 @@ class EncoderCudaGraphManager:
     def reports(self) -> list[str]:
         """What was dropped or runs in another way than asked, and why."""
         refused = [self._start_refused] if self._start_refused is not None else []
-        return [*refused, *(note for path in self.paths_by_key.values() for note in path.notes)]
+        notes = [note for path in self.paths_by_key.values() for note in path.notes]
+        return [*refused, *notes, *(invariance.findings(self) if self.config.invariant else ())]
 
     @property
     def budget_graphs(self) -> dict[str, dict[int, BudgetGraphMetadata]]:
@@ -228,6 +231,8 @@ class EncoderCudaGraphManager:
             self._missed_capture = False
             self._use_captures()
             self._check_captures()
+            if self.data_parallel is not None and self.config.invariant:
+                self.data_parallel.check_same("invariant: kernels", invariance.choices(self))
             if self.data_parallel is not None and self.pool.is_cuda:
                 self._share_costs(self.data_parallel)
 
@@ -426,6 +431,17 @@ class EncoderCudaGraphManager:
         self._captures.clear()
         self._captures.capture(held)
         self._use_captures()
+
+    def check_invariance(self, mm_kwargs: dict[str, Any], *, packings: int = 16, seed: int = 0) -> list[int]:
+        """Encodes every item alone, then so many random choices of the items, and compares all bits.
+
+        Returns:
+            The items that ever got other bits than alone, by their position; with `invariant` none.
+
+        Raises:
+            InputError, RankError: as `execute`.
+        """
+        return invariance.differing_items(self, mm_kwargs, packings, seed)
 
     def record_trace(self, path: str | os.PathLike[str]) -> None:
         """Appends every request from now on to a file, for `encoder-cg tune` and `encoder-cg report`: sizes,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +12,9 @@ from torch import Tensor
 from fxsplit_encoder.attention import KnownSegments
 from fxsplit_encoder.capture.buffers import StaticValue
 from fxsplit_encoder.compile import CompileOptions
-from fxsplit_encoder.errors import FxSplitError, InputError, ReplayError
+from fxsplit_encoder.errors import ConfigError, FxSplitError, InputError, ReplayError
+from fxsplit_encoder.manager.item_facts import select_items
+from fxsplit_encoder.manager.legacy_dual_path import read_item_specs
 from fxsplit_encoder.manager.path_forward import PathForward
 from fxsplit_encoder.planning.limits import CaptureKey, Limits
 from fxsplit_encoder.planning.plan import PathPlan
@@ -70,12 +73,18 @@ class EncoderPath(CapturedProgram):
 
         Args:
             progress, refusals: as for `PathForward.compile`.
+
+        Raises:
+            ConfigError: with `invariant`, if it does not compile, or to what would not keep that.
         """
         if self.mode == "breakable" or not self.scope.config.compile:
             return
         refusal = self.scope.not_compiled or self.forward.compile(progress, refusals)
-        if refusal is not None:
-            self.note(f"{self.label}: {refusal}")
+        if refusal is None:
+            return
+        if self.scope.config.invariant:
+            raise ConfigError(f"invariant: {self.label}: the tower's own code would run: {refusal}")
+        self.note(f"{self.label}: {refusal}")
 
     def input_bytes_by_name(self, budget: int) -> dict[str, int]:
         """Memory of every static input of a budget.
@@ -120,6 +129,8 @@ class EncoderPath(CapturedProgram):
             self.measured = self.expected.forward
             return
         self.measured = measure_forward(self.forward, self.budgets)
+        if self.scope.config.invariant:  # nothing may take the tower's own forward, however fast
+            self.measured = replace(self.measured, eager=())
         # While a capture is open torch frees none of the blocks that it keeps for later.
         torch.cuda.empty_cache()
         if self.measured.out_of_memory is not None:
@@ -168,27 +179,54 @@ class EncoderPath(CapturedProgram):
         self, mm_kwargs: dict[str, Any], values: Mapping[str, StaticValue | None]
     ) -> tuple[Tensor, bool]:
         """The batch at its exact shape, and whether the compiled program ran: where its assumptions do not
-        hold, the tower runs eagerly.
+        hold, the tower runs eagerly. With `invariant` an item for which they do not hold runs twice in a
+        batch, where they may.
+
+        Raises:
+            InputError: as `run_eager`.
         """
+        output = self._run_program(values)
+        if output is None and self.scope.config.invariant and self.program is not None:
+            output = self._run_twice(mm_kwargs)
+        return (output, True) if output is not None else (self.run_eager(mm_kwargs), False)
+
+    def _run_program(self, values: Mapping[str, StaticValue | None]) -> Tensor | None:
+        """The compiled program at the exact shape; None where its assumptions do not hold."""
         program = self.forward.current_program()
-        if program is not None:
-            inputs = self.forward.inputs(program, values)
-            given = inputs.keys() >= set(program.names) - {None}
-            if given and program.program.accepts(program.symbols(inputs)):
-                segments = [
-                    KnownSegments(inputs[name], cu_seqlens.tolist())
-                    for name in program.region.segment_inputs
-                    if isinstance(cu_seqlens := values[name], torch.Tensor) and not cu_seqlens.is_cuda
-                ]
-                return program(inputs, segments), True
-        return self.run_eager(mm_kwargs), False
+        if program is None:
+            return None
+        inputs = self.forward.inputs(program, values)
+        given = inputs.keys() >= set(program.names) - {None}
+        if not (given and program.program.accepts(program.symbols(inputs))):
+            return None
+        segments = [
+            KnownSegments(inputs[name], cu_seqlens.tolist())
+            for name in program.region.segment_inputs
+            if isinstance(cu_seqlens := values[name], torch.Tensor) and not cu_seqlens.is_cuda
+        ]
+        return program(inputs, segments)
+
+    def _run_twice(self, mm_kwargs: dict[str, Any]) -> Tensor | None:
+        """A single item beside itself; None for several, or where that does not help either."""
+        if len(read_item_specs(self.tower, mm_kwargs)) != 1:
+            return None
+        twice, _ = select_items(self.tower, mm_kwargs, (0, 0), len(self.axis_keys))
+        output = self._run_program(self.values(twice))
+        return None if output is None else output[: output.shape[0] // 2]
 
     def run_eager(self, mm_kwargs: dict[str, Any]) -> Tensor:
         """The batch through the tower itself.
 
         Raises:
-            InputError: the tower has no such forward: vLLM's protocol has one that does nothing.
+            InputError: the tower has no such forward: vLLM's protocol has one that does nothing. Or it would
+                give other bits, and `invariant` is set.
         """
+        if self.scope.config.invariant:
+            raise InputError(
+                f"invariant: {self.label}: the compiled program does not take this batch, and the tower's "
+                "own forward gives other bits; call compile() or capture() first, encode the items apart, or "
+                "raise max_items_per_batch or max_frames_per_batch"
+            )
         output: Tensor | None = self.tower.encoder_eager_forward(mm_kwargs, path=self.name)
         if output is None:
             raise InputError(

@@ -9,10 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from fxsplit_encoder.errors import CompileError, StartFileError
-from fxsplit_encoder.manager.tower_part import tower_part
+from fxsplit_encoder.manager.tower_part import indexed, tower_part
 from fxsplit_encoder.start import Key, KnownTower, plain, read, save
 
 if TYPE_CHECKING:
@@ -36,7 +34,7 @@ def save_manager(manager: EncoderCudaGraphManager, path: Path) -> int:
         except CompileError as error:
             logger.warning("%s: a start from %s will trace it again: %s", each.label, path, error)
     tower = KnownTower(tower_key(manager), paths, programs)
-    return save(path, _indexed(manager.device), manager.kernels.measurements, [tower])
+    return save(path, indexed(manager.device), manager.kernels.measurements, [tower])
 
 
 def load_manager(manager: EncoderCudaGraphManager, path: Path) -> None:
@@ -45,7 +43,7 @@ def load_manager(manager: EncoderCudaGraphManager, path: Path) -> None:
     Raises:
         StartFileError: it is damaged, or was made for something else. Nothing of it is used then.
     """
-    start = read(path, _indexed(manager.device), tower_key(manager))
+    start = read(path, indexed(manager.device), tower_key(manager))
     paths = list(manager.paths_by_key.values())
     for each in paths:
         if each.label not in start.tower.paths:
@@ -102,11 +100,3 @@ def _setting(value: object) -> Any:
     if callable(value):
         return getattr(value, "__qualname__", repr(type(value)))
     return value if isinstance(value, int | float | list | tuple | None) else str(value)
-
-
-def _indexed(device: torch.device) -> torch.device:
-    """The device as tensors on it name theirs."""
-    index: int | None = device.index
-    if device.type == "cuda" and index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device

@@ -70,3 +70,11 @@ def _tower_names(model: Any) -> set[str]:
     listed = [getattr(model, _MARKED, ())]
     listed += [getattr(mapping, kind, ()) for kind in ("tower_model", "connector")]
     return {name.rstrip(".") for names in listed for name in names}
+
+
+def indexed(device: torch.device) -> torch.device:
+    """The device as tensors on it name theirs."""
+    index: int | None = device.index
+    if device.type == "cuda" and index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from fxsplit_encoder.connector.connector import Connector
-from fxsplit_encoder.connector.keys import HashName, TowerIdentity
+from fxsplit_encoder.connector.keys import HashName, TowerIdentity, precision_of
 from fxsplit_encoder.connector.manager_encoder import ManagerEncoder
 from fxsplit_encoder.connector.settings import ConnectorConfig
 from fxsplit_encoder.errors import InputError
@@ -45,7 +45,7 @@ def checkpoint_connector(
         raise InputError("devices: expected at least one; got none")
     made = {index: checkpoint_encoder(model, config, device, dtype) for index, device in enumerate(devices)}
     manager = made[0].manager
-    identity = TowerIdentity.of(manager.tower, manager.config.precision, hash_name)  # type: ignore[arg-type]
+    identity = TowerIdentity.of(manager.tower, precision_of(manager.config), hash_name)  # type: ignore[arg-type]
 
     def encoder_for(index: int) -> ManagerEncoder:
         """The one that was made, and another where its worker is started again."""

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.connector.keys import (
     HashName,
     TowerIdentity,
@@ -17,6 +18,7 @@ from fxsplit_encoder.connector.keys import (
     digest_of,
     feature_key,
     item_digest,
+    precision_of,
     weights_digest,
 )
 from fxsplit_encoder.errors import InputError, MissingExtraError
@@ -154,3 +156,8 @@ def test_a_features_key_covers_tower_and_salt() -> None:
     ]
     assert len(set(others)) == len(others)
     assert others[0] == feature_key(b"i" * 32, TowerIdentity.of(module(), "auto"))
+
+
+def test_features_with_promised_bits_are_apart_from_others() -> None:
+    settings = ({}, {"precision": "fp8"}, {"invariant": True})
+    assert [precision_of(EncoderConfig(**each)) for each in settings] == ["auto", "fp8", "auto, invariant"]

@@ -173,6 +173,21 @@ def _older_paths(rank: int, num_ranks: int, job: dict[str, Any]) -> dict[str, An
     return {"older paths": output, "older paths: stats": manager.stats()}
 
 
+def _invariant(rank: int, num_ranks: int, job: dict[str, Any]) -> dict[str, Any]:
+    """A request whose items get the same bits on every rank, and ranks that chose other kernels."""
+    config = fx.EncoderConfig(**LIMITS, mode="full", data_parallel=True, invariant=True)
+    manager = fx.EncoderCudaGraphManager(fx.wrap(job["tower"]), config, log_interval=0)
+    manager.capture()
+    parallel = manager.data_parallel
+    assert parallel is not None
+    kernel = "another" if rank == FAILING_RANK else "one"
+    return {
+        "invariant": manager.execute(job["inputs"]),
+        "invariant: same": _attempt(lambda: parallel.check_same("kernels", ["one"])),
+        "invariant: others": _attempt(lambda: parallel.check_same("kernels", [kernel])),
+    }
+
+
 def _lost_ranks(rank: int, num_ranks: int, job: dict[str, Any]) -> dict[str, Any]:
     """A rank that does not call, then one that dies. A group each: after either, it is of no more use.
 
@@ -205,5 +220,6 @@ PARTS = {
     "faults": _faults,
     "fake towers": _fake_towers,
     "older paths": _older_paths,
+    "invariant": _invariant,
     "lost ranks": _lost_ranks,
 }

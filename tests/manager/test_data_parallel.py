@@ -160,6 +160,7 @@ def two_ranks(
         },
         "fake towers": {},
         "older paths": {"inputs": older_paths},
+        "invariant": {"tower": make_tower(), "inputs": inputs["videos beside images"]},
         "lost ranks": {"tower": make_tower(), "good": good, "num_items": 3},
     }
     return run_ranks(2, tmp_path_factory.mktemp("two"), job)
@@ -237,6 +238,29 @@ def test_a_tower_in_the_older_spelling_of_two_paths_is_shared(two_ranks: Any, ol
     stats = [rank["older paths: stats"] for rank in two_ranks]
     assert [counts.hit_rate for counts in stats] == [1, 1]
     assert sum(counts.items for counts in stats) == 5
+
+
+@pytest.mark.slow
+def test_invariant_ranks_give_the_bits_of_one_process(
+    two_ranks: Any, make_tower: Any, inputs: Any, single_thread: None
+) -> None:
+    config = fx.EncoderConfig(**LIMITS, mode="piecewise", invariant=True)
+    manager = fx.EncoderCudaGraphManager(fx.wrap(make_tower()), config, log_interval=0)
+    manager.capture()
+    expected = manager.execute(inputs["videos beside images"])
+    for results in two_ranks:
+        assert all(map(torch.equal, results["invariant"], expected))
+        assert len(results["invariant"]) == len(expected)
+
+
+@pytest.mark.slow
+def test_ranks_that_chose_other_kernels_are_told(two_ranks: Any) -> None:
+    for rank, results in enumerate(two_ranks):
+        assert results["invariant: same"] is None
+        kind, message = results["invariant: others"]
+        assert kind is ConfigError
+        assert "kernels: expected the same on every rank; rank 1 differs from rank 0" in message
+        assert f"this one, rank {rank}" in message
 
 
 def test_every_item_has_memory_of_its_own(ranks: Any) -> None:

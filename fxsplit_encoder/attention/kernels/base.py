@@ -90,6 +90,9 @@ class AttentionKernel(ABC):
     """Whether a shape's first call takes tens of milliseconds on the host."""
     is_last_resort: ClassVar[bool] = False
     """Whether it is used only where no other kernel works; it is never measured then."""
+    is_invariant: bool = False
+    """Whether the bits that a segment gets depend on that segment alone, not on its place, on other segments
+    or on bounds."""
 
     @abstractmethod
     def unavailable_reason(self, device: torch.device) -> str | None:
@@ -98,6 +101,10 @@ class AttentionKernel(ABC):
     @abstractmethod
     def supports(self, shape: AttentionShape) -> bool:
         """Whether it computes this shape, where it is available."""
+
+    def is_invariant_on(self, device: torch.device) -> bool:
+        """Whether `is_invariant` holds on a device on which it can run."""
+        return self.is_invariant
 
     def __call__(
         self,

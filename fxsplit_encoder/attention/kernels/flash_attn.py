@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
-from fxsplit_encoder.attention.kernels.base import AttentionShape, HalfPrecisionKernel, as_batch
+from fxsplit_encoder.attention.kernels.base import AttentionShape, HalfPrecisionKernel, as_batch, capability
+
+_HOPPER = 9
 
 
 class FlashAttention2(HalfPrecisionKernel):
@@ -74,7 +77,14 @@ class FlashAttention4(HalfPrecisionKernel):
         self.name = "flash_attn_4" + (f"_{tile[0]}x{tile[1]}" if tile else "") + self.suffix
         self._in_graphs_alone = tile is not None or self.needs_equal_segments
         self.architectures = (9, 10, 11) if tile is None else (9,)
+        self.is_invariant = tile is None and not self.needs_equal_segments
         self._variant: dict[str, Any] = {"tile_mn": tile, "mma_pv_is_rs": probabilities_in_registers}
+
+    def is_invariant_on(self, device: torch.device) -> bool:
+        """On Hopper, where the tile follows from head_dim; on Blackwell the longest segment decides how many
+        tiles of queries a block takes.
+        """
+        return self.is_invariant and capability(device)[0] == _HOPPER
 
     def supports(self, shape: AttentionShape) -> bool:
         """Segments that are not too long for its tiles; of the variants, in graphs."""

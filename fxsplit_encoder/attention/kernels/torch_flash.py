@@ -10,9 +10,13 @@ from fxsplit_encoder.attention.kernels.base import HalfPrecisionKernel
 
 
 class TorchFlash(HalfPrecisionKernel):
-    """`aten::_flash_attention_forward`. Empty segments and loose bounds cost it thread blocks."""
+    """`aten::_flash_attention_forward`. Empty segments and loose bounds cost it thread blocks.
+
+    Its tile follows from head_dim alone, and without a cache of pages it does not split the keys.
+    """
 
     name = "torch_flash"
+    is_invariant = True
 
     def package_problem(self, device: torch.device) -> str | None:
         """It comes with torch."""

@@ -40,6 +40,7 @@ class TritonVarlen(HalfPrecisionKernel):
     module: ClassVar[str] = "fxsplit_encoder.attention.kernels.triton_code"
     attribute: ClassVar[str] = "attend"
     max_head_dim: ClassVar[int] = 128
+    is_invariant = True  # one tile, laid from the start of each segment on
 
     def __init__(self, block_m: int, block_n: int, num_warps: int) -> None:
         self.name = f"triton_{block_m}x{block_n}"

@@ -14,6 +14,7 @@ from torch import fx
 from fxsplit_encoder.compile.passes.conv_to_linear import conv_to_linear
 from fxsplit_encoder.compile.passes.decomposed_bias import decomposed_bias
 from fxsplit_encoder.compile.passes.dense_attention import dense_attention
+from fxsplit_encoder.compile.passes.fixed_products import fixed_products
 from fxsplit_encoder.compile.passes.fp8_linear import fp8_linear, relative_rms
 from fxsplit_encoder.compile.passes.gelu_epilogue import gelu_epilogue
 from fxsplit_encoder.compile.passes.output_branch import output_branch
@@ -67,7 +68,12 @@ def default_passes(device: torch.device) -> tuple[str, ...]:
 
 
 def run_passes(
-    module: fx.GraphModule, names: Sequence[str] | None, precision: str, device: torch.device
+    module: fx.GraphModule,
+    names: Sequence[str] | None,
+    precision: str,
+    device: torch.device,
+    *,
+    invariant: bool = False,
 ) -> dict[str, int]:
     """Runs passes over a graph, in the order of `PASSES`.
 
@@ -75,6 +81,7 @@ def run_passes(
         names: of `PASSES`; None: those that pay on this device.
         precision: "fp8" quantizes the linear layers too; "auto" does not.
         device: that of the graph.
+        invariant: whether products and attention are to add in one order whatever the rows.
 
     Returns:
         At how many places each pass that ran changed the graph.
@@ -91,6 +98,8 @@ def run_passes(
             changed["fp8_linear"] = fp8_linear(module)
         if name in chosen:
             changed[name] = run(module)
+    if invariant:  # after all that see layers by torch's names
+        changed["fixed_products"] = fixed_products(module)
     if any(changed.values()):
         module.graph.eliminate_dead_code()
     return changed
@@ -101,7 +110,7 @@ def pass_rows(report: Mapping[str, int]) -> list[list[str]]:
 
     An exact pass that did not run is listed as "off".
     """
-    known = {**PASSES, "fp8_linear": fp8_linear}
+    known = {**PASSES, "fp8_linear": fp8_linear, "fixed_products": fixed_products}
     names = [name for name in known if name in report or name in PASSES]
     return [[name, str(report.get(name, "off")), _what(known[name])] for name in names]
 

@@ -32,22 +32,30 @@ def dense_attention(module: fx.GraphModule) -> int:
     """
     changed = 0
     for node in list(module.graph.nodes):
-        if node.target in _KERNELS and _is_plain(node):
-            _replace(module.graph, node)
+        if attends_plainly(node) and _is_fast(node):
+            replace_by_dense_attention(module.graph, node)
             changed += 1
     return changed
 
 
-def _is_plain(node: fx.Node) -> bool:
+def attends_plainly(node: fx.Node) -> bool:
+    """Whether a node is attention over a batch of sequences without a mask, of which nothing else is read."""
+    if node.target not in _KERNELS:
+        return False
     given = arguments_of(node)
     bias = given.get("attn_bias", given.get("attn_mask"))
     if bias is not None or given["dropout_p"] or given["is_causal"] or not is_only_result(node):
         return False
-    query, key, value = (given[name].meta["val"] for name in ("query", "key", "value"))
-    return (
-        query.dtype in (torch.bfloat16, torch.float16)
-        and shape_exprs(query) == shape_exprs(key) == shape_exprs(value)
-        and all(map(_is_packed, (query, key, value, node.meta["val"][0])))
+    query, key, value = (shape_exprs(given[name].meta["val"]) for name in ("query", "key", "value"))
+    return query == key == value
+
+
+def _is_fast(node: fx.Node) -> bool:
+    """Whether our kernels compute it, and without copies."""
+    given = arguments_of(node)
+    values = [given[name].meta["val"] for name in ("query", "key", "value")]
+    return values[0].dtype in (torch.bfloat16, torch.float16) and all(
+        map(_is_packed, (*values, node.meta["val"][0]))
     )
 
 
@@ -61,7 +69,8 @@ def _is_packed(value_BHTD: Tensor) -> bool:
     return strides[3] == 1 and strides[0] == tokens * strides[2]
 
 
-def _replace(graph: fx.Graph, node: fx.Node) -> None:
+def replace_by_dense_attention(graph: fx.Graph, node: fx.Node) -> None:
+    """Puts `fxsplit::dense_attention` in the place of attention for which `attends_plainly` holds."""
     given: dict[str, Any] = arguments_of(node)
     query = given["query"]
     scale = given["scale"] if given["scale"] is not None else query.meta["val"].shape[-1] ** -0.5

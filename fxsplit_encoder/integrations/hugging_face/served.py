@@ -94,6 +94,7 @@ class ServedTower:
         given = {**dict(zip(self._parameter_names, args, strict=False)), **kwargs}
         served = self._serve(given)
         if isinstance(served, MissReason):
+            self._refuse_own_forward(served)
             self.record_miss(served, self._num_items(given))
             return self.original(*args, **kwargs)
         return served
@@ -127,7 +128,8 @@ class ServedTower:
             if isinstance(call, MissReason):
                 return call
             at_once = getattr(_warming, "on", False)
-            if not captured.serves(call, at_once=at_once):
+            # With `invariant` no call may wait for others of its size in the tower's own forward.
+            if not captured.serves(call, at_once=at_once or self.settings.config.invariant):
                 return MissReason.NEW_SHAPE
             if at_once:
                 captured.of(call.key).runner.capture()
@@ -165,9 +167,18 @@ class ServedTower:
 
     def _compute(self, given: dict[str, Any]) -> Any:
         """The tower's own output, for fields that captures do not make."""
+        self._refuse_own_forward(MissReason.UNCAPTURED_OUTPUT)
         self.record_miss(MissReason.UNCAPTURED_OUTPUT, self._num_items(given))
         with torch.no_grad(), torch.autocast(self._captured.device.type, enabled=False):
             return self.original(**{**given, "return_dict": True})
+
+    def _refuse_own_forward(self, reason: MissReason) -> None:
+        """Raises InputError where the tower's own forward may not serve a call."""
+        if self.settings.config.invariant:
+            raise InputError(
+                f"invariant: {self.name}: only the model's own forward serves this call ({reason}), and its "
+                "bits depend on the batch; call it otherwise (docs/invariant.md), or leave invariant out"
+            )
 
     # --- what is captured
 

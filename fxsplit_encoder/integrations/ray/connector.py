@@ -9,7 +9,7 @@ import torch
 
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.connector import Connector, ConnectorConfig, TowerIdentity
-from fxsplit_encoder.connector.keys import HashName
+from fxsplit_encoder.connector.keys import HashName, precision_of
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.integrations.ray.fingerprints import checkpoint_digest
 from fxsplit_encoder.integrations.ray.ray_encoder import RayEncoder, RayOptions, check_connection
@@ -56,7 +56,7 @@ def ray_connector(
     rows = row_bytes_of(checkpoint, device, dtype)
     make = partial(checkpoint_encoder, name, chosen, device, dtype)
     digest = bytes.fromhex(checkpoint_digest(name))
-    identity = TowerIdentity(digest, f"{dtype} on {device}", chosen.precision)
+    identity = TowerIdentity(digest, f"{dtype} on {device}", precision_of(chosen))
     processor = media_processor(weightless_tower(checkpoint), checkpoint, hash_name=hash_name)
     return Connector(
         processor, [partial(RayEncoder, make, rows, options)] * workers, settings, identity=identity

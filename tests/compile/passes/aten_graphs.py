@@ -84,6 +84,18 @@ def aten_graph(forward: Callable[..., Tensor], *examples: Tensor) -> Graph:
     return Graph(graph_module, [*parameters.values(), *examples])
 
 
+class WithParameters(nn.Module):
+    """A function of inputs and then of parameters."""
+
+    def __init__(self, function: Callable[..., Tensor], *parameters: Tensor) -> None:
+        super().__init__()
+        self.function = function
+        self.own = nn.ParameterList(parameters)
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.function(*inputs, *self.own)
+
+
 class Mlp(nn.Module):
     """Two linear layers with an activation between them, of (rows, width) or (images, tokens, width)."""
 

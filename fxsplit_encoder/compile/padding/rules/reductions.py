@@ -9,10 +9,10 @@ SIZED_WITH_ROWS = frozenset(("native_group_norm",))
 """These take sizes, which may follow the token count, where they take rows and their rule is asked."""
 
 
-@rule("mm", "matmul", "linear")
+@rule("mm", "matmul", "linear", "fxsplit::fixed_linear")
 def _linear(view: NodeView) -> State:
-    """mm(x, w), linear(x, w, b): a row of the result is a row of x times a shared matrix. The sum runs over
-    the last dimension of x, which must not be that of the rows.
+    """mm(x, w), linear(x, w, b), fixed_linear(x, w, b): a row of the result is a row of x times a shared
+    matrix. The sum runs over the last dimension of x, which must not be that of the rows.
     """
     view.require_shared(1, 2)
     if view.rows_of().dim == view.rank() - 1:

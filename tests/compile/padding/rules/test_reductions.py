@@ -25,6 +25,7 @@ PROVED: dict[str, Forward] = {
     "linear": lambda y, i: F.linear(y, WEIGHT, BIAS),
     "linear of three dimensions": lambda y, i: F.linear(y.view(-1, 1, WIDTH), WEIGHT),
     "linear with its gelu": lambda y, i: torch.ops.fxsplit.addmm_gelu(BIAS, y, WEIGHT),
+    "linear in fixed blocks": lambda y, i: torch.ops.fxsplit.fixed_linear(y, WEIGHT.t(), BIAS, "gelu_tanh"),
     "linear in fp8": lambda y, i: linear_fp8(y) + linear_fp8(y, bias=None),
     "rows quantized": lambda y, i: torch.ops.fxsplit.quantize_rows(y.view(-1, 2, 4))[1],
     "bmm with the tokens as batch": lambda y, i: y.view(-1, 2, 4) @ i["x"].view(-1, 4, 2),
@@ -67,6 +68,10 @@ PROVED: dict[str, Forward] = {
 REFUSED: dict[str, tuple[Forward, str]] = {
     "tokens as the weight before a gelu": (
         lambda y, i: torch.ops.fxsplit.addmm_gelu(y[:, 0], WEIGHT, y.t()),
+        "depends on the tokens",
+    ),
+    "tokens as the weight of fixed blocks": (
+        lambda y, i: torch.ops.fxsplit.fixed_linear(WEIGHT, y.t(), None, ""),
         "depends on the tokens",
     ),
     "tokens as the weight in fp8": (

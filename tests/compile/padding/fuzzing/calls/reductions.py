@@ -62,6 +62,15 @@ def _addmm(b: Builder, name: str) -> fx.Node | None:
     return b.call(aten.addmm.default, added, x, weight, **({"beta": 2} if b.chance(0.2) else {}))
 
 
+@call_of("fxsplit::fixed_linear")
+def _fixed_linear(b: Builder, name: str) -> fx.Node | None:
+    x = b.floats(rank=2)
+    weight = _matrix(b, _inner(b, x), 3)
+    bias = b.shared([3]) if b.flag() else None
+    pair = (weight, x) if b.chance(0.1) else (x, weight)
+    return b.call(torch.ops.fxsplit.fixed_linear.default, *pair, bias, "")
+
+
 @call_of("bmm", "baddbmm")
 def _batched(b: Builder, name: str) -> fx.Node | None:
     x = b.floats(rank=3)

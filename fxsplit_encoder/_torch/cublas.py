@@ -1,0 +1,31 @@
+"""How cuBLAS adds up: whether a product may be split along its inner dimension."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+_SETTINGS = {
+    torch.bfloat16: "allow_bf16_reduced_precision_reduction",
+    torch.float16: "allow_fp16_reduced_precision_reduction",
+}
+
+
+@contextlib.contextmanager
+def split_k_forbidden(dtype: torch.dtype) -> Iterator[None]:
+    """Inside, products of 16 bits by cuBLASLt are not split along their inner dimension, where this torch can
+    say so. Others that cuBLAS itself would compute raise RuntimeError then. A setting of the process: other
+    threads have it too, for as long.
+    """
+    matmul, name = torch.backends.cuda.matmul, _SETTINGS.get(dtype)
+    if name is None or not hasattr(matmul, f"{name}_split_k"):
+        yield
+        return
+    before = getattr(matmul, name), getattr(matmul, f"{name}_split_k")
+    setattr(matmul, name, (False, False))
+    try:
+        yield
+    finally:
+        setattr(matmul, name, before)

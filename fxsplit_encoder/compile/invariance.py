@@ -1,0 +1,144 @@
+"""`invariant: true`: which graphs give a row the same bits whatever other rows are with it, and which do not.
+
+Every operation has to be one of these:
+
+* a value of its own for every entry, from the entries at its place (what torch tags as pointwise);
+* values moved, looked up, or made from sizes;
+* a reduction over dimensions whose sizes never change, so that each result adds the same number of entries;
+* `fxsplit::fixed_linear`, or attention by the one kernel of `attention.invariant`.
+
+Anything else may choose an algorithm by how many rows there are, or mix rows, and is refused with its name.
+That real rows do not read others is the proof of `compile.padding`, which has to have succeeded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxsplit_encoder.attention import dense_attention, varlen_attention
+from fxsplit_encoder.compile.host import host_op
+from fxsplit_encoder.compile.padding import PaddingReport
+from fxsplit_encoder.compile.padding.rules import CONSTRUCTORS, COPIES, MOVERS
+from fxsplit_encoder.compile.padding.states import is_pointwise, named, operation
+from fxsplit_encoder.compile.passes.fixed_products import of_parameters
+from fxsplit_encoder.compile.sizes import shape_exprs
+from fxsplit_encoder.errors import ConfigError
+from fxsplit_encoder.products.fixed import fixed_linear
+
+_FIXED = (fixed_linear, varlen_attention, dense_attention)
+
+_PLAIN = frozenset(
+    (
+        *(CONSTRUCTORS | COPIES | MOVERS),
+        *("alias", "contiguous", "detach", "to", "lift_fresh_copy", "zeros_like", "ones_like", "empty_like"),
+        *("full_like", "view_as_real", "view_as_complex", "tril", "triu", "constant_pad_nd", "unfold"),
+        *("embedding", "index", "_unsafe_index", "index_select", "gather", "take", "fxsplit::permute_rows"),
+        *("floor_divide", "pixel_shuffle", "pixel_unshuffle"),
+    )
+)
+
+_OVER_TRAILING = ("native_layer_norm", "layer_norm", "_fused_rms_norm", "rms_norm")
+_OVER_DIMS = (
+    "sum",
+    "mean",
+    "amax",
+    "amin",
+    "argmax",
+    "argmin",
+    "prod",
+    "any",
+    "all",
+    "var",
+    "std",
+    "var_mean",
+)
+_OVER_DIM = ("_softmax", "_log_softmax", "softmax", "linalg_vector_norm", "flip", "roll")
+_OVER_SIZES = frozenset((*_OVER_TRAILING, *_OVER_DIMS, *_OVER_DIM))
+
+_MOST_PROBLEMS = 10
+
+
+def check_rows(module: fx.GraphModule, device: torch.device, compiler: str | Callable[..., Any]) -> None:
+    """Checks every node of a graph after the passes.
+
+    Raises:
+        ConfigError: `invariant` cannot be kept for this graph; names the nodes, or what to change.
+    """
+    problems = [*_of_compiler(device, compiler), *_of_threads(device)]
+    problems += [f"invariant: {node.name}: {why}" for node, why in row_dependence(module.graph)]
+    if problems:
+        raise ConfigError(*problems[:_MOST_PROBLEMS])
+
+
+def _of_compiler(device: torch.device, compiler: str | Callable[..., Any]) -> Iterator[str]:
+    """Why what compiles the pieces does not do."""
+    if device.type == "cuda" and compiler in ("eager", "aot_eager"):
+        why, allowed = "on CUDA torch's own reductions add in an order by the number of rows", "inductor"
+    elif device.type == "cpu" and compiler == "inductor":
+        why, allowed = "on a CPU its loops end by other code than they begin", "eager, aot_eager"
+    else:
+        return
+    yield f"piece_compiler: contradicts invariant: {why}; allowed: auto, {allowed}; got {compiler!r}"
+
+
+def _of_threads(device: torch.device) -> Iterator[str]:
+    """Why the threads of a CPU do not do."""
+    if device.type == "cpu" and (threads := torch.get_num_threads()) > 1:
+        yield (
+            "invariant: on a CPU threads share tensors by their number of entries, and each ends its part by "
+            f"other code; allowed: one, by torch.set_num_threads(1); got {threads}"
+        )
+
+
+def check_proof(report: PaddingReport, token_symbol: str | None) -> None:
+    """Raises ConfigError where rows may read one another, or a graph was made for one shape alone."""
+    if token_symbol is None:
+        raise ConfigError(
+            "invariant: the graph was traced for one shape, and gives other shapes to other graphs; expected "
+            "a size that counts tokens"
+        )
+    if not report.proved:
+        node, reason = report.reasons[0]
+        raise ConfigError(f"invariant: {node}: rows may depend on other rows: {reason}")
+
+
+def row_dependence(graph: fx.Graph) -> Iterator[tuple[fx.Node, str]]:
+    """The nodes whose rows may get other bits among other rows, and why."""
+    for node in graph.nodes:
+        if node.op != "call_function" or not isinstance(_first(node.meta.get("val")), torch.Tensor):
+            continue  # a size
+        if node.target in _FIXED or host_op(node.target) or all(map(of_parameters, node.all_input_nodes)):
+            continue
+        why = _why(node)
+        if why is not None:
+            yield node, why
+
+
+def _why(node: fx.Node) -> str | None:
+    name = operation(node)
+    if name in _PLAIN or is_pointwise(node):
+        return None
+    if name in _OVER_SIZES:
+        return None if _has_fixed_sizes(node, name) else f"{name} runs over as many entries as there are rows"
+    return f"{name} may choose an algorithm by the number of rows"
+
+
+def _has_fixed_sizes(node: fx.Node, name: str) -> bool:
+    """Whether an operation over some dimensions runs over the same number of entries in every call."""
+    source: Any = node.args[0]
+    if name in _OVER_TRAILING:
+        shape: Any = node.args[1]
+        return all(isinstance(size, int) for size in shape)
+    sizes = shape_exprs(source.meta["val"])
+    dims: Any = named(node, "dims" if name in ("flip", "roll") else "dim")
+    if dims is None or dims == []:
+        dims = range(len(sizes))
+    return all(sizes[dim].is_Integer for dim in (dims if isinstance(dims, list | range) else [dims]))
+
+
+def _first(value: Any) -> Any:
+    return value[0] if isinstance(value, list | tuple) and value else value

@@ -1,0 +1,85 @@
+"""`invariant: true` behind torch.compile: rows of an image have the same bits in any call, or it is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
+
+import fxsplit_encoder as fx
+from tests.manager.packings import packed_items, packings
+from tests.towers import tiny_towers
+from tests.towers.tiny_inputs import Item
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def compiled(module: Any, **options: Any) -> Any:
+    return torch.compile(module, backend="encoder_cg", options={"invariant": True, **options})
+
+
+@pytest.mark.parametrize("mode", ["full", "piecewise", "none"])
+def test_bits_are_those_of_an_image_alone(mode: str) -> None:
+    inputs = tiny_towers.QWEN
+    tower = compiled(fx.wrap(tiny_towers.make("Qwen3VLVisionModel")), mode=mode, token_budgets=[8, 32, 64])
+
+    def encoded(items: list[Item]) -> list[Tensor]:
+        given = inputs.make(items)
+        with torch.no_grad():
+            output = tower(given["pixel_values"], given["image_grid_thw"])
+        packed = torch.cat([output.pooler_output, *output.deepstack_features], 1)
+        return list(packed.split([inputs.tokens(item) for item in items]))
+
+    # A single token is traced for itself, as another graph, which is refused (below).
+    items = [item for item in packed_items(14, videos=False) if inputs.tokens(item) > 1]
+    alone = {item: encoded([item])[0] for item in items}
+    for batches in packings(items, 3):
+        for batch in batches:
+            for item, result in zip(batch, encoded(batch), strict=True):
+                assert torch.equal(result, alone[item]), item
+
+
+class Pooled(nn.Module):
+    """Its rows are added up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.linear(rows) - rows.mean(0)
+
+
+def test_a_graph_that_mixes_rows_is_refused() -> None:
+    module = compiled(Pooled())
+    rows = torch.randn(6, 8)
+    torch._dynamo.mark_dynamic(rows, 0)
+    with (
+        torch.no_grad(),
+        pytest.raises(BackendCompilerFailed, match="invariant: mean: mean runs over as many entries"),
+    ):
+        module(rows)
+
+
+def test_a_graph_of_one_shape_is_refused() -> None:
+    module = compiled(nn.Linear(8, 8))
+    with torch.no_grad(), pytest.raises(BackendCompilerFailed, match="traced for one shape"):
+        module(torch.randn(6, 8))
+
+
+def test_gradients_are_refused() -> None:
+    module = compiled(nn.Linear(8, 8))
+    with pytest.raises(BackendCompilerFailed, match="invariant: a call with gradients enabled"):
+        module(torch.randn(6, 8))

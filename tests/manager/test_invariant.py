@@ -1,0 +1,310 @@
+"""`invariant: true`: all bits of an item are those that it gets alone, in any batch, mode and budget; what
+cannot keep that is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import fxsplit_encoder as fx
+from fxsplit_encoder.attention import measuring
+from fxsplit_encoder.attention.kernels import KERNELS
+from fxsplit_encoder.errors import ConfigError, InputError
+from fxsplit_encoder.planning.plan import PathPlan
+from tests.manager.mock_towers import PackedModel
+from tests.manager.packings import differing, packed_items, packings, tile_items
+from tests.towers import tiny_towers
+from tests.towers.tiny_inputs import Inputs, Item
+
+MODES = ("full", "piecewise", "exact", "none", "auto")
+CASES = [
+    ("Qwen3VLVisionModel", torch.float32),
+    ("Qwen3VLVisionModel", torch.bfloat16),
+    ("Qwen2_5_VisionTransformerPretrainedModel", torch.float32),
+    ("InternVLModel", torch.float32),
+    ("InternVLModel", torch.bfloat16),
+]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+class Encoders(NamedTuple):
+    inputs: Inputs
+    items: list[Item]
+    managers: dict[str, Any]
+    alone: dict[Item, Tensor]
+
+
+def make_manager(tower: Any, inputs: Inputs, **settings: Any) -> Any:
+    limits = {"token_budgets": inputs.budgets["default"], "max_items_per_batch": 4, "max_frames_per_batch": 8}
+    config = fx.EncoderConfig(**{**limits, "invariant": True, "debug": True, "exact_min_hits": 1, **settings})
+    return fx.EncoderCudaGraphManager(tower, config, log_interval=0)
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-{case[1]}".replace("torch.", ""))
+def encoders(request: pytest.FixtureRequest) -> Encoders:
+    name, dtype = request.param
+    inputs = tiny_towers.tiny(name).inputs
+    items = tile_items(40) if "InternVL" in name else packed_items(40)
+    tower = fx.wrap(tiny_towers.make(name).to(dtype))
+    managers: dict[str, Any] = {}
+    for mode in MODES:
+        manager = managers[mode] = make_manager(tower, inputs, mode=mode)
+        if mode != MODES[0]:  # traced once; all of them share that
+            manager.paths["default"].forward.bind(managers[MODES[0]].programs["default"])
+        manager.capture()
+    alone = {item: managers["none"].execute(inputs.make([item]))[0] for item in items}
+    return Encoders(inputs, items, managers, alone)
+
+
+def check_packings(encoders: Encoders, count: int) -> None:
+    for number, batches in enumerate(packings(encoders.items, count)):
+        mode = MODES[number % len(MODES)]
+        found = differing(encoders.managers[mode], encoders.inputs, batches, encoders.alone)
+        assert found == [], (mode, found[:3])
+
+
+def test_bits_are_those_of_an_item_alone_in_every_packing_and_mode(encoders: Encoders) -> None:
+    check_packings(encoders, 10)
+    hits = {mode: manager.stats().hits for mode, manager in encoders.managers.items()}
+    assert min(hits[mode] for mode in ("full", "piecewise", "exact", "auto")) > 40
+    assert hits["none"] == 0
+
+
+@pytest.mark.exhaustive
+def test_bits_are_those_of_an_item_alone_in_500_packings(encoders: Encoders) -> None:
+    check_packings(encoders, 500)
+
+
+def test_every_budget_gives_the_same_bits(encoders: Encoders) -> None:
+    item = min(encoders.items, key=encoders.inputs.tokens)
+    values_of = encoders.inputs.make([item])
+    for mode in ("full", "piecewise"):
+        path = encoders.managers[mode].paths["default"]
+        values = path.values(values_of)
+        used = 0
+        for budget in sorted(path.captured):
+            captured = path.best_capture(path.ladder, budget, values)
+            captured.load(values, path.forward.rows(values))
+            got = captured.replay(debug=True)[0]
+            expected = encoders.alone[item]
+            assert torch.equal(got.flatten(0, -2)[: len(expected)], expected)
+            used += 1
+        assert used >= 2
+
+
+def test_results_are_the_towers_but_for_rounding(encoders: Encoders) -> None:
+    tower = encoders.managers["full"].tower
+    for item in encoders.items[:4]:
+        with torch.no_grad():
+            expected = tower.encoder_eager_forward(encoders.inputs.make([item]), path="default")
+        got, tolerance = encoders.alone[item], 64 * torch.finfo(expected.dtype).eps
+        scale = float(expected.abs().max())
+        torch.testing.assert_close(got, expected.reshape(got.shape), rtol=0, atol=tolerance * scale)
+
+
+def test_the_public_check_finds_nothing_and_finds_what_differs(encoders: Encoders) -> None:
+    manager = encoders.managers["full"]
+    batch = sorted(encoders.items[:9], key=lambda item: item.modality)
+    inputs = encoders.inputs.make(batch)
+    assert manager.check_invariance(inputs, packings=4) == []
+    assert manager.check_invariance(encoders.inputs.make([]), packings=4) == []
+    encode = manager._runner._collect
+
+    def differs_in_company(batch: Any, outputs: Any, *rest: Any) -> None:
+        if len(batch.indices) > 1:
+            outputs = {name: output + 1 for name, output in outputs.items()}
+        encode(batch, outputs, *rest)
+
+    manager._runner._collect = differs_in_company
+    try:
+        assert manager.check_invariance(inputs, packings=8) != []
+    finally:
+        manager._runner._collect = encode
+
+
+def test_reports_name_the_kernel_that_attends(encoders: Encoders) -> None:
+    (line,) = encoders.managers["full"].reports
+    assert line.startswith("invariant: attention of ")
+    assert line.endswith(": per_segment")
+
+
+# --- routes
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Any:
+    tower = fx.wrap(tiny_towers.make("Qwen3VLVisionModel"))
+    return make_manager(tower, tiny_towers.QWEN, mode="none"), tower
+
+
+def test_nothing_runs_before_it_is_compiled(tiny: Any) -> None:
+    manager = make_manager(tiny[1], tiny_towers.QWEN)
+    with pytest.raises(InputError, match=r"invariant: .* call compile\(\) or capture\(\) first"):
+        manager.execute(tiny_towers.QWEN.make(packed_items(1)))
+
+
+def test_a_plan_for_the_towers_own_forward_runs_the_program(tiny: Any) -> None:
+    manager, tower = tiny
+    manager.capture()
+    item = Item("image", (1, 4, 6), 7)
+    inputs = tiny_towers.QWEN.make([item])
+    (expected,) = manager.execute(inputs)
+    tower_forward, called = tower.encoder_eager_forward, []
+    tower.encoder_eager_forward = lambda *args, **kwargs: (
+        called.append(args) or tower_forward(*args, **kwargs)
+    )
+    try:
+        planned = PathPlan(6, None, fx.MissReason.EAGER_IS_FASTER, eager=True)
+        output, done = manager._runner._run_path("default", (), planned, inputs, True)
+        assert torch.equal(output, expected)
+        assert not done.eager
+        with pytest.raises(InputError, match="the tower's own forward gives other bits"):
+            manager.paths["default"].run_eager(inputs)
+    finally:
+        del tower.encoder_eager_forward
+    assert called == []
+
+
+def test_a_video_beyond_the_limits_runs_the_program_too(tiny: Any) -> None:
+    manager, _ = tiny
+    manager.capture()
+    long = Item("video", (40, 2, 2), 3)
+    (got,) = manager.execute(tiny_towers.QWEN.make([long]))
+    beside = manager.execute(tiny_towers.QWEN.make([Item("image", (1, 4, 4), 1), long]))
+    assert torch.equal(beside[1], got)
+
+
+def test_no_time_of_the_towers_own_forward_is_kept(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fxsplit_encoder.manager import path as module
+    from fxsplit_encoder.runtime.measure import MeasuredForward
+
+    manager, _ = tiny
+    path = manager.paths["default"]
+    monkeypatch.setattr(type(path.scope), "measured", True)
+    monkeypatch.setattr(module, "measure_forward", lambda *_: MeasuredForward(((4, 0.1),), 1e-6))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    before = path.measured
+    try:
+        path.measure()
+        assert (path.measured.eager, path.measured.attention) == ((), 1e-6)
+    finally:
+        path.measured = before
+
+
+# --- what is refused
+
+
+@pytest.mark.parametrize(
+    ("name", "node"),
+    [
+        ("DeepseekOcrVisionModel", "bmm"),
+        ("Llama4VisionModel", "im2col"),
+        ("Step3VisionModel", "convolution_2"),
+    ],
+)
+def test_towers_with_other_products_are_refused_by_the_node(name: str, node: str) -> None:
+    manager = fx.EncoderCudaGraphManager(fx.wrap(tiny_towers.make(name)), fx.EncoderConfig(invariant=True))
+    with pytest.raises(ConfigError, match=rf"invariant: {node}: .* by the number of rows"):
+        manager.capture()
+
+
+def test_a_tower_that_does_not_compile_is_refused() -> None:
+    class Untraceable(PackedModel):
+        def encoder_cudagraph_forward(self, inputs: Any, path: str = "default") -> Tensor:
+            if float(inputs["patches"].sum()) > 1e9:
+                return inputs["patches"]
+            return super().encoder_cudagraph_forward(inputs, path)
+
+    manager = fx.EncoderCudaGraphManager(Untraceable(), fx.EncoderConfig(invariant=True), dtype=torch.float32)
+    with pytest.raises(ConfigError, match="invariant: path default: the tower's own code would run"):
+        manager.capture()
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [
+        ({"mode": "breakable"}, "mode"),
+        ({"paths": {"local": {"mode": "breakable"}}}, "paths.local.mode"),
+        ({"compile": False}, "compile"),
+        ({"enabled": False}, "enabled"),
+        ({"padding": "probed"}, "padding"),
+        ({"precision": "fp8"}, "precision"),
+        ({"attention": {"windowed": "torch_flash"}}, "attention"),
+        ({"piece_compiler": lambda module, inputs: module}, "piece_compiler"),
+    ],
+)
+def test_settings_that_contradict_it_are_refused(settings: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{field}: contradicts invariant: .*allowed: .*; got"):
+        fx.EncoderConfig(invariant=True, **settings)
+    fx.EncoderConfig(invariant=False, **settings)
+
+
+def test_a_kernel_that_may_attend_by_several_algorithms_is_refused(tiny: Any) -> None:
+    with pytest.raises(ConfigError, match=r"contradicts invariant: masked .*allowed: auto, per_segment"):
+        make_manager(tiny[1], tiny_towers.QWEN, attention="masked")
+    pinned = make_manager(tiny[1], tiny_towers.QWEN, attention="per_segment")
+    assert pinned.kernels.chosen == []
+
+
+def test_several_threads_are_refused_on_a_cpu(tiny: Any) -> None:
+    manager = make_manager(tiny[1], tiny_towers.QWEN)
+    torch.set_num_threads(2)
+    try:
+        with pytest.raises(ConfigError, match=r"torch.set_num_threads\(1\); got 2"):
+            manager.compile()
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_compiled_loops_are_refused_on_a_cpu(tiny: Any) -> None:
+    manager = make_manager(tiny[1], tiny_towers.QWEN, piece_compiler="inductor")
+    with pytest.raises(ConfigError, match="piece_compiler: contradicts invariant"):
+        manager.compile()
+
+
+def test_it_is_part_of_what_a_saved_start_holds_for(tiny: Any) -> None:
+    from fxsplit_encoder.manager.start import tower_key
+
+    with_it = tower_key(tiny[0])
+    without = tower_key(make_manager(tiny[1], tiny_towers.QWEN, mode="none", invariant=False))
+    assert with_it != without
+
+
+# --- a stand-in that depends on the batch is found
+
+
+def test_attention_that_reads_its_bounds_shows_in_the_check(
+    tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `check_invariance` and the packings above are worth."""
+    kernel = next(kernel for kernel in KERNELS if kernel.name == "per_segment")
+    attend = type(kernel)._attend
+
+    def worse_where_long(self: Any, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, *rest: Any) -> Tensor:
+        result = attend(self, q, k, v, lengths, *rest)
+        return result * (1 + 1e-6) if q.shape[0] > 64 else result
+
+    monkeypatch.setattr(type(kernel), "_attend", worse_where_long)
+    manager = tiny[0]
+    manager.capture()
+    assert manager.check_invariance(tiny_towers.QWEN.make(packed_items(12, videos=False))) != []
+
+
+def test_measuring_is_told_to_products() -> None:
+    from fxsplit_encoder.attention import is_measuring
+
+    assert not is_measuring()
+    with measuring():
+        assert is_measuring()
