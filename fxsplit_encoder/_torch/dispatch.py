@@ -53,7 +53,7 @@ addmm_activation = torch.ops.aten._addmm_activation
 """A product with its bias and GELU in one kernel of cuBLAS, which no public function asks for."""
 
 scaled_mm = torch._scaled_mm
-"""A product of 8-bit floats with a scale per row and column."""
+"""A product of 8-bit floats with a scale for each factor."""
 
 
 def schema_of(target: Any) -> Any:

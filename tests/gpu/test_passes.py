@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 
 import fxsplit_encoder as fx
+from fxsplit_encoder.capture import measure_ms
 from fxsplit_encoder.compile.passes import PASSES, relative_rms
-from fxsplit_encoder.compile.passes.fp8_linear import linear_fp8, quantize_rows
+from fxsplit_encoder.compile.passes.fp8_linear import product_fp8, quantize_rows
 from fxsplit_encoder.models.random import demo_tower, draw_weights
 from fxsplit_encoder.modules.clip_encoder import ClipConfig
 from fxsplit_encoder.modules.deepseek_encoder import DeepseekOcrConfig, DeepseekOcrVisionModel
@@ -156,14 +157,60 @@ def test_the_epilogue_is_the_gelu_behind_the_product(rows: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 196, 3136])
-@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("features", [(1152, 3456), (4352, 1152)])
 @torch.no_grad()
-def test_the_product_in_fp8_is_that_of_the_reference(rows: int, with_bias: bool, needs_fp8: None) -> None:
-    x = torch.randn(rows, 1152, device="cuda").bfloat16()
-    weight = torch.randn(3456, 1152, device="cuda").bfloat16()
-    bias = torch.randn(3456, device="cuda").bfloat16() if with_bias else None
-    operands = (*quantize_rows(x), *quantize_rows(weight), bias)
-    on_device = linear_fp8(*operands, torch.bfloat16)
-    on_host = linear_fp8(*[None if t is None else t.cpu() for t in operands], torch.bfloat16)
+def test_the_product_in_fp8_is_that_of_the_reference(
+    rows: int, features: tuple[int, int], needs_fp8: None
+) -> None:
+    x = torch.randn(rows, features[0], device="cuda").bfloat16()
+    x[0] = 0
+    weight = torch.randn(*features[::-1], device="cuda").bfloat16()
+    operands = (quantize_rows(x)[0], quantize_rows(weight)[0], torch.ones((), device="cuda"))
+    on_device = product_fp8(*operands, torch.bfloat16)
+    on_host = product_fp8(*[t.cpu() for t in operands], torch.bfloat16)
     assert on_device.dtype == torch.bfloat16
+    assert torch.isfinite(on_device).all()
     assert relative_rms(on_device.cpu(), on_host) < 1e-2
+
+
+@torch.no_grad()
+def test_garbage_in_a_row_of_the_product_stays_in_it(needs_fp8: None) -> None:
+    x = torch.randn(64, 1152, device="cuda").bfloat16()
+    weight = quantize_rows(torch.randn(3456, 1152, device="cuda").bfloat16())[0]
+    one = torch.ones((), device="cuda")
+    expected = product_fp8(quantize_rows(x)[0], weight, one, torch.bfloat16)
+    x[40:50] = float("nan")
+    x[50:] = float("inf")
+    result = product_fp8(quantize_rows(x)[0], weight, one, torch.bfloat16)
+    assert torch.equal(result[:40], expected[:40])
+
+
+def wall_ms(manager: fx.EncoderCudaGraphManager, inputs: dict[str, Any]) -> float:
+    return measure_ms(lambda: manager.execute(inputs), manager.device)
+
+
+@torch.no_grad()
+def test_quantizing_adds_three_kernels_a_block_at_most(
+    towers: Any, pixels: torch.Tensor, needs_fp8: None
+) -> None:
+    """Kernels and milliseconds of a replay; times are printed, see -s."""
+    kernels: dict[str, int] = {}
+    for precision in ("auto", "fp8"):
+        config = fx.EncoderConfig(mode="full", packing="greedy", precision=precision, **LIMITS)
+        manager = fx.EncoderCudaGraphManager(towers[2], config)
+        manager.capture()
+        inputs = {"pixel_values": pixels, "image_grid_thw": GRID}
+        manager.execute(inputs)
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            manager.execute(inputs)
+            torch.cuda.synchronize()
+        kernels[precision] = sum(event.count for event in profile.key_averages())
+        print(precision, kernels[precision], "kernels,", wall_ms(manager, inputs), "ms")
+        assert manager.stats().hits
+        manager.clear()
+    # A block gains the values' scaling, the quantization of what attention returns, and the activation, which
+    # cuBLAS's epilogue did before.
+    blocks = len(towers[0].blocks)
+    batches = 2
+    assert kernels["fp8"] <= kernels["auto"] + 3 * blocks * batches

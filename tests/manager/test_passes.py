@@ -12,7 +12,7 @@ import torch
 import fxsplit_encoder as fx
 from fxsplit_encoder.capture import SegmentedCapture
 from fxsplit_encoder.compile.passes import PASSES, relative_rms
-from fxsplit_encoder.compile.passes.fp8_linear import fp8_linear
+from fxsplit_encoder.compile.passes.fp8_linear import candidates
 
 SETTINGS: dict[str, Any] = {
     "token_budgets": (4, 16),
@@ -162,7 +162,7 @@ def test_heads_are_stored_wider(make_batch: Callable[..., Any], encode: Any) -> 
 def test_fp8_adds_an_error_of_its_own_size(
     monkeypatch: pytest.MonkeyPatch, make_batch: Callable[..., Any], encode: Any
 ) -> None:
-    monkeypatch.setattr(fp8_linear, "__defaults__", (32,))
+    monkeypatch.setattr(candidates, "__defaults__", (32,))
     config = fx.EncoderConfig(mode="full", precision="fp8", **{**SETTINGS, "passes": "auto"})
     inner = tower(0)
     reference = copy.deepcopy(inner)

@@ -2,17 +2,36 @@
 
     rows (M, K)     -> float8_e4m3fn, one scale per row, in every run
     weight (N, K)   -> float8_e4m3fn, one scale per row (an output channel), once: derived parameters
-    product         -> summed in float32, times both scales, plus the bias, in the rows' own dtype
+    product         -> summed in float32, rounded to bfloat16 (float32 where the tower is not in bfloat16)
+    scaling         -> times both scales, plus the bias, in float32; then the rows' own dtype
 
-`fxsplit::quantize_rows` is a name for its parts: a compiler takes it apart, so that Inductor quantizes rows
-in the kernel that makes them. The product is one operation, `fxsplit::linear_fp8`.
+The product alone is one operation, `fxsplit::product_fp8`; the rest are operations that Inductor fuses with
+what is there anyway: `fxsplit::quantize_rows` is taken apart, so that the kernel of a layer norm or an
+activation writes float8 and the scale, and the scaling goes into what reads the product. The scales are not
+given to the product since torch's kernel for a scale per row is the slower one: fc2 of Qwen3-VL-8B at 3136
+rows takes it 83 microseconds, cuBLAS in bfloat16 47; qkv takes 29, and 20.9 with one scale per tensor (H200).
+Called with scales of one, that kernel gives the bare sums. They are at most 448 * 448 * K, far inside
+bfloat16's range, and rounding them loses what rounding the scaled product did: bfloat16's relative precision
+does not depend on the scale.
+
+What moves, in bytes a row of width W and hidden width H, beside the products' own operands:
+
+    qkv    the rotary kernel reads the product of q and k in place of the layer's output; the values are
+           scaled by a pass of their own, 4 W. A row's scale of a value cannot wait until after attention,
+           which adds up rows; the kernel with a scale per row would take 8 microseconds more at 3136 rows,
+           where 4 W are 14 MB.
+    proj   the residual addition reads the product in place of the layer's output: nothing more
+    fc1    activation and quantization read 2 H (twice, where a row does not stay in registers) and write H,
+           where cuBLAS's epilogue wrote 2 H
+    fc2    as proj; its operand is half as long as in bfloat16
+    norms  write W and a scale in place of 2 W
 """
 
 from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +39,7 @@ from torch import Tensor, fx
 
 from fxsplit_encoder._torch.dispatch import scaled_mm
 from fxsplit_encoder.compile.passes.layers import Linear, linears
-from fxsplit_encoder.compile.rewriting import call_function, derived_parameter
+from fxsplit_encoder.compile.rewriting import call_function, derivation, derived_parameter
 from fxsplit_encoder.errors import ConfigError
 
 aten = torch.ops.aten
@@ -32,67 +51,36 @@ _SMALLEST_SCALE = 1e-12
 
 _LEAST_FEATURES = 1024
 """Linear layers with fewer input or output features stay as they are."""
-# cuBLAS and CUTLASS ask for rows and columns of 16 bytes.
+# cuBLAS asks for rows and columns of 16 bytes.
 _MULTIPLE = 16
 _CAPABILITY = (9, 0)
 
 _library: Any = torch.library.Library("fxsplit", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define(
-    "linear_fp8(Tensor rows, Tensor row_scales, Tensor weight, Tensor weight_scales, Tensor? bias,"
-    " ScalarType dtype) -> Tensor"
-)
+_library.define("product_fp8(Tensor rows, Tensor weight, Tensor one, ScalarType dtype) -> Tensor")
 
 
-def _reference(
-    rows: Tensor,
-    row_scales: Tensor,
-    weight: Tensor,
-    weight_scales: Tensor,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
-    """rows (M, K) and weight (N, K) in float8_e4m3fn, row_scales (M, 1), weight_scales (N, 1) in float32,
-    bias (N,): (M, N) in `dtype`. What the device's kernel computes, in float32.
+def _reference(rows: Tensor, weight: Tensor, one: Tensor, dtype: torch.dtype) -> Tensor:
+    """rows (M, K) and weight (N, K) in float8_e4m3fn, `one` the number 1 in float32: their product (M, N) in
+    `dtype`. What the device's kernel computes, in float32.
     """
-    product = (rows.float() @ weight.float().t()) * row_scales * weight_scales.t()
-    return (product if bias is None else product + bias.float()).to(dtype)
+    return (rows.float() @ weight.float().t()).to(dtype)
 
 
-def _scaled_product(
-    rows: Tensor,
-    row_scales: Tensor,
-    weight: Tensor,
-    weight_scales: Tensor,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
+def _product(rows: Tensor, weight: Tensor, one: Tensor, dtype: torch.dtype) -> Tensor:
     return scaled_mm(
-        rows,
-        weight.t(),
-        scale_a=row_scales,
-        scale_b=weight_scales.t(),
-        bias=bias,
-        out_dtype=dtype,
-        use_fast_accum=True,
+        rows, weight.t(), scale_a=one, scale_b=one, bias=None, out_dtype=dtype, use_fast_accum=True
     )
 
 
-def _fake(
-    rows: Tensor,
-    row_scales: Tensor,
-    weight: Tensor,
-    weight_scales: Tensor,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
+def _fake(rows: Tensor, weight: Tensor, one: Tensor, dtype: torch.dtype) -> Tensor:
     return rows.new_empty(rows.shape[0], weight.shape[0], dtype=dtype)
 
 
-_library.impl("linear_fp8", _reference, "CPU")
-_library.impl("linear_fp8", _scaled_product, "CUDA")
-torch.library.register_fake("fxsplit::linear_fp8", _fake, lib=_library)
+_library.impl("product_fp8", _reference, "CPU")
+_library.impl("product_fp8", _product, "CUDA")
+torch.library.register_fake("fxsplit::product_fp8", _fake, lib=_library)
 
-linear_fp8 = torch.ops.fxsplit.linear_fp8.default
+product_fp8 = torch.ops.fxsplit.product_fp8.default
 
 
 def quantize_rows(matrix: Tensor) -> tuple[Tensor, Tensor]:
@@ -115,9 +103,14 @@ def quantized_weight(weight: Tensor) -> Tensor:
     return quantize_rows(weight)[0]
 
 
-def weight_scales(weight: Tensor) -> Tensor:
-    """(N, 1) in float32."""
-    return quantize_rows(weight)[1]
+def channel_scales(weight: Tensor) -> Tensor:
+    """(1, N) in float32."""
+    return quantize_rows(weight)[1].t().contiguous()
+
+
+def one_like(weight: Tensor) -> Tensor:
+    """The number 1 in float32, a scalar on the device of a weight."""
+    return torch.ones((), dtype=torch.float32, device=weight.device)
 
 
 def relative_rms(result: Tensor, reference: Tensor) -> float:
@@ -128,21 +121,28 @@ def relative_rms(result: Tensor, reference: Tensor) -> float:
     return float(difference / reference.double().square().mean().sqrt())
 
 
-def fp8_linear(module: fx.GraphModule, least_features: int = _LEAST_FEATURES) -> int:
-    """The linear layers of the blocks, with at least `least_features` input and output features.
+def fp8_linear(module: fx.GraphModule, least_features: int | None = None, kept: Collection[int] = ()) -> int:
+    """The linear layers of the blocks, with at least 1024 (or `least_features`) input and output features.
 
     Not exact: each of the two factors keeps 4 significant bits. The first layer (the patch embedding), the
     last, and those that run on another number of rows than most (the merger and the projector after it) keep
-    their dtype.
+    their dtype, and so do those that `kept` names by their positions among the others.
 
     Raises:
         ConfigError: the tower is on a CUDA device that cannot, or in another dtype than bfloat16 there.
     """
-    chosen = [layer for layer in _of_blocks(linears(module.graph)) if _is_large(layer, least_features)]
-    for layer in chosen:
+    found = candidates(module.graph, *(() if least_features is None else (least_features,)))
+    for layer in found:
         _check_device(layer.rows.meta["val"])
+    chosen = [layer for number, layer in enumerate(found) if number not in kept]
+    for layer in chosen:
         _quantize(module.graph, layer)
     return len(chosen)
+
+
+def candidates(graph: fx.Graph, least_features: int = _LEAST_FEATURES) -> list[Linear]:
+    """The layers that `fp8_linear` quantizes if none is kept, in the graph's order."""
+    return [layer for layer in _of_blocks(linears(graph)) if _is_large(layer, least_features)]
 
 
 _PRODUCTS = (aten.mm.default, aten.addmm.default, aten.convolution.default)
@@ -170,7 +170,7 @@ def _reaches_product(start: fx.Node, neighbors: Callable[[fx.Node], Iterable[fx.
     waiting = list(neighbors(start))
     while waiting:
         node = waiting.pop()
-        if node.target in _PRODUCTS or node.target is linear_fp8:
+        if node.target in _PRODUCTS or node.target is product_fp8:
             return True
         if node not in seen:
             seen.add(node)
@@ -201,13 +201,29 @@ def _check_device(rows: Tensor) -> None:
 
 def _quantize(graph: fx.Graph, layer: Linear) -> None:
     weight = derived_parameter(graph, quantized_weight, layer.weight)
-    scales = derived_parameter(graph, weight_scales, layer.weight)
+    scales = derived_parameter(graph, channel_scales, layer.weight)
+    one = _one(graph, layer.weight)
     dtype = layer.node.meta["val"].dtype
+    summed = dtype if dtype == torch.bfloat16 else torch.float32
     with graph.inserting_before(layer.node):
         rows, row_scales = _quantized(graph, layer.rows)
-        product = call_function(graph, linear_fp8, rows, row_scales, weight, scales, layer.bias, dtype)
-    layer.node.replace_all_uses_with(product)
+        product = call_function(graph, product_fp8, rows, weight, one, summed)
+        scaled = call_function(graph, aten.mul.Tensor, product, row_scales)
+        scaled = call_function(graph, aten.mul.Tensor, scaled, scales)
+        if layer.bias is not None:
+            scaled = call_function(graph, aten.add.Tensor, scaled, layer.bias)
+        result = call_function(graph, aten._to_copy.default, scaled, dtype=dtype)
+    layer.node.replace_all_uses_with(result)
     graph.erase_node(layer.node)
+
+
+def _one(graph: fx.Graph, weight: fx.Node) -> fx.Node:
+    """The scale of every product, once for a graph."""
+    for node in graph.find_nodes(op="placeholder"):
+        found = derivation(node)
+        if found is not None and found[0] is one_like:
+            return node
+    return derived_parameter(graph, one_like, weight)
 
 
 def _quantized(graph: fx.Graph, rows: fx.Node) -> Sequence[fx.Node]:

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from fxsplit_encoder.compile import padding
 from fxsplit_encoder.compile.passes.fp8_linear import (
     FP8,
+    candidates,
     fp8_linear,
-    linear_fp8,
+    product_fp8,
     quantize_rows,
     relative_rms,
 )
@@ -43,7 +44,7 @@ def test_the_layers_of_the_blocks_are_quantized_and_no_others() -> None:
     tower, x = Tower(), torch.randn(16, 48)
     graph = aten_graph(tower, x)
     assert fp8_linear(graph.module, 64) == 6
-    assert graph.count(linear_fp8) == 6
+    assert graph.count(product_fp8) == 6
     weights = [tuple(node.meta["val"].shape) for node in graph.derived if node.meta["val"].dtype == FP8]
     assert weights == [(128, 64), (64, 128)] * 3
     assert graph.count(torch.ops.aten.addmm.default) == 2
@@ -117,22 +118,73 @@ def test_rows_of_other_rows_do_not_matter() -> None:
         assert torch.equal(a.float(), b[:3].float())
 
 
-def test_the_operation_multiplies_what_was_quantized() -> None:
-    rows, weight, bias = torch.randn(5, 32), torch.randn(16, 32), torch.randn(16)
-    (a, a_scales), (b, b_scales) = quantize_rows(rows), quantize_rows(weight)
-    result = linear_fp8(a, a_scales, b, b_scales, bias, torch.float32)
-    expected = F.linear(a.float() * a_scales, b.float() * b_scales, bias)
-    torch.testing.assert_close(result, expected)
-    without = linear_fp8(a, a_scales, b, b_scales, None, torch.bfloat16)
-    torch.testing.assert_close(without, (expected - bias).bfloat16(), rtol=1e-2, atol=2e-2)
+def by_scaled_rows(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """A layer as one product with a scale per row and column, which rounds once."""
+    (a, a_scales), (b, b_scales) = quantize_rows(x), quantize_rows(weight)
+    exact = (a.double() @ b.double().t()) * a_scales * b_scales.t()
+    return (exact if bias is None else exact + bias.double()).to(dtype)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_layer_is_the_product_of_scaled_rows(bias: bool, dtype: torch.dtype) -> None:
+    blocks = nn.Sequential(*[nn.Linear(64, 64, bias=bias) for _ in range(3)]).to(dtype)
+    x = torch.randn(9, 64).to(dtype)
+    graph = aten_graph(blocks, x)
+    assert fp8_linear(graph.module, 64) == 1
+    first = blocks[0](x)
+    middle = by_scaled_rows(first, blocks[1].weight, blocks[1].bias, dtype)
+    assert relative_rms(graph.run(), blocks[2](middle)) < 4 * torch.finfo(dtype).eps
+
+
+def test_bfloat16_holds_the_largest_sums_and_no_relative_error_is_added() -> None:
+    # Rows and channels of every magnitude, all entries at the largest number of the format.
+    x = torch.full((4, 4352), 1.0) * torch.tensor([1e-20, 1e-3, 1.0, 1e20])[:, None]
+    (a, scales), (b, factors) = quantize_rows(x), quantize_rows(torch.full((16, 4352), -3.0))
+    product = product_fp8(a, b, torch.ones(()), torch.bfloat16)
+    assert torch.isfinite(product).all()
+    result = product.double() * scales * factors.t()
+    # Below the smallest scale a row counts as zeros.
+    torch.testing.assert_close(result[1:], -3.0 * 4352 * x[1:, :16].double(), rtol=2**-8, atol=0)
+    assert (result[0].abs() < 1e-11).all()
+
+
+def test_garbage_in_a_row_stays_in_it() -> None:
+    tower = Tower()
+    graph = aten_graph(tower, torch.randn(16, 48))
+    fp8_linear(graph.module, 64)
+    clean = torch.randn(16, 48)
+    dirty = clean.clone()
+    dirty[12], dirty[13], dirty[14], dirty[15] = float("nan"), float("inf"), 1e30, 0.0
+    results = []
+    for x in (clean, dirty):
+        graph.args[-1] = x
+        results.append(graph.run())
+    assert torch.equal(results[0][:3], results[1][:3])  # the merger joins four rows
+    assert torch.isnan(results[1][3]).all()
+
+
+def test_kept_layers_stay_and_the_others_are_quantized() -> None:
+    graph = aten_graph(Tower(), torch.randn(16, 48))
+    names = [layer.node.name for layer in candidates(graph.module.graph, 64)]
+    assert fp8_linear(graph.module, 64, kept=(0, 5)) == 4
+    left = {node.name for node in graph.module.graph.nodes}
+    assert [name in left for name in names] == [True, False, False, False, False, True]
+
+
+def test_the_unit_scale_is_derived_once() -> None:
+    graph = aten_graph(Tower(), torch.randn(16, 48))
+    fp8_linear(graph.module, 64)
+    assert sum(node.meta["val"].dim() == 0 for node in graph.derived) == 1
+    assert len(graph.derived) == 13
 
 
 def test_the_operation_is_well_formed() -> None:
-    (a, a_scales), (b, b_scales) = quantize_rows(torch.randn(5, 32)), quantize_rows(torch.randn(16, 32))
-    for bias in (None, torch.randn(16)):
-        inputs: Any = (a, a_scales, b, b_scales, bias, torch.float32)
+    a, b = quantize_rows(torch.randn(5, 32))[0], quantize_rows(torch.randn(16, 32))[0]
+    for dtype in (torch.float32, torch.bfloat16):
+        inputs: Any = (a, b, torch.ones(()), dtype)
         # The check of the schema compares inputs by operations that float8 lacks.
-        torch.library.opcheck(linear_fp8, inputs, test_utils="test_faketensor")
+        torch.library.opcheck(product_fp8, inputs, test_utils="test_faketensor")
 
 
 def test_the_relative_error() -> None:

@@ -31,11 +31,11 @@ def _addmm(view: NodeView) -> State:
     return view.rows_of(1)
 
 
-@rule("fxsplit::linear_fp8")
-def _linear_fp8(view: NodeView) -> State:
-    """linear_fp8(rows, row_scales, weight, weight_scales, bias): rows with a scale each, shared weights."""
-    view.require_shared(2, 3, 4)
-    if view.rows(0) != 0 or view.rows(1) != 0:
+@rule("fxsplit::product_fp8")
+def _product_fp8(view: NodeView) -> State:
+    """product_fp8(rows, weight, one): rows times a shared matrix; the scales come after it."""
+    view.require_shared(1, 2)
+    if view.rows(0) != 0:
         raise view.fail("contracts the token dimension")
     return Rows(0)
 

@@ -10,12 +10,12 @@ from fxsplit_encoder.compile.passes.fp8_linear import quantize_rows
 
 from ..checks import BIAS, WEIGHT, WIDTH, Forward, assert_proved, assert_refused, trace_each
 
-FP8_WEIGHT, FP8_SCALES = quantize_rows(WEIGHT)
+FP8_WEIGHT = quantize_rows(WEIGHT)[0]
 
 
-def linear_fp8(rows: Tensor, bias: Tensor | None = BIAS) -> Tensor:
+def product_fp8(rows: Tensor) -> Tensor:
     quantized, scales = torch.ops.fxsplit.quantize_rows(rows)
-    return torch.ops.fxsplit.linear_fp8(quantized, scales, FP8_WEIGHT, FP8_SCALES, bias, torch.float32)
+    return torch.ops.fxsplit.product_fp8(quantized, FP8_WEIGHT, torch.ones(()), torch.float32) * scales
 
 
 KERNEL_1D = torch.linspace(-1, 1, 18).view(3, 2, 3)
@@ -26,7 +26,7 @@ PROVED: dict[str, Forward] = {
     "linear of three dimensions": lambda y, i: F.linear(y.view(-1, 1, WIDTH), WEIGHT),
     "linear with its gelu": lambda y, i: torch.ops.fxsplit.addmm_gelu(BIAS, y, WEIGHT),
     "linear in fixed blocks": lambda y, i: torch.ops.fxsplit.fixed_linear(y, WEIGHT.t(), BIAS, "gelu_tanh"),
-    "linear in fp8": lambda y, i: linear_fp8(y) + linear_fp8(y, bias=None),
+    "product in fp8": lambda y, i: product_fp8(y),
     "rows quantized": lambda y, i: torch.ops.fxsplit.quantize_rows(y.view(-1, 2, 4))[1],
     "bmm with the tokens as batch": lambda y, i: y.view(-1, 2, 4) @ i["x"].view(-1, 4, 2),
     "bmm with shared matrices": lambda y, i: torch.bmm(y.view(-1, 2, 4).transpose(0, 1), torch.ones(2, 4, 4)),
@@ -75,8 +75,8 @@ REFUSED: dict[str, tuple[Forward, str]] = {
         "depends on the tokens",
     ),
     "tokens as the weight in fp8": (
-        lambda y, i: torch.ops.fxsplit.linear_fp8(
-            FP8_WEIGHT, FP8_SCALES, *torch.ops.fxsplit.quantize_rows(y), None, torch.float32
+        lambda y, i: torch.ops.fxsplit.product_fp8(
+            FP8_WEIGHT, torch.ops.fxsplit.quantize_rows(y)[0], torch.ones(()), torch.float32
         ),
         "depends on the tokens",
     ),

@@ -91,21 +91,20 @@ def _batched(b: Builder, name: str) -> fx.Node | None:
     return b.call(aten.baddbmm.default, added, *pair)
 
 
-@call_of("fxsplit::quantize_rows", "fxsplit::linear_fp8")
+@call_of("fxsplit::quantize_rows", "fxsplit::product_fp8")
 def _fp8(b: Builder, name: str) -> fx.Node | None:
-    x = b.floats(rank=2 if name.endswith("linear_fp8") else None)
+    x = b.floats(rank=2 if name.endswith("product_fp8") else None)
     quantized = b.call(torch.ops.fxsplit.quantize_rows.default, x)
     if name.endswith("quantize_rows") or quantized is None:
         return quantized
-    rows, scales = b.values[-2:]
+    rows = b.values[-2]
     inner = _inner(b, x) or 4
     weight = b.call(torch.ops.fxsplit.quantize_rows.default, b.shared([3, inner]))
     if weight is None:
         return None
-    matrix, factors = b.values[-2:]
-    bias = b.shared([3], torch.float32) if b.flag() else None
-    arguments = (rows, scales, matrix, factors, bias, torch.float32)
-    return b.call(torch.ops.fxsplit.linear_fp8.default, *arguments)
+    matrix = b.values[-2]
+    one = b.shared([], torch.float32)
+    return b.call(torch.ops.fxsplit.product_fp8.default, rows, matrix, one, torch.float32)
 
 
 @call_of("sum", "mean", "any", "all", "var", "std", "var_mean")
