@@ -18,7 +18,7 @@ from fxsplit_encoder.attention import KnownSegments, measuring
 from fxsplit_encoder.capture.forward import WARMUPS, CapturedForward, MeasuredRun, measure_run
 from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.capture.requests import CaptureRequest, ProgramBody
-from fxsplit_encoder.errors import CaptureError
+from fxsplit_encoder.errors import CaptureError, CaptureMemoryError
 from fxsplit_encoder.planning.costs import EXACT_TOLERANCE
 
 logger = logging.getLogger(__name__)
@@ -96,6 +96,7 @@ class BudgetLadder:
         attention_ms: what attention takes over one segment as long as a budget, as far as it is known.
         agree: for a forward with collectives, whose ranks capture the same budgets in the same modes: whether
             every rank says yes.
+        compares_kernels: whether attention kernels that were not compared yet are compared before a capture.
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class BudgetLadder:
         measured: bool = True,
         attention_ms: Callable[[int], float] = lambda budget: 0.0,
         agree: Callable[[bool], bool] = bool,
+        compares_kernels: bool = True,
     ) -> None:
         self.pool = pool
         self.mode = mode
@@ -118,6 +120,8 @@ class BudgetLadder:
         """Budgets at whose size `auto` found the exact shape to be as fast."""
         self.dropped: dict[int, str] = {}
         """Budgets that could not be captured, and why."""
+        self.out_of_memory: set[int] = set()
+        """Those of them for which the device had no memory."""
         self.replaced: dict[int, str] = {}
         """Budgets that were captured in another mode than the wanted one, and why."""
         self.costs: dict[int, MeasuredCosts] = {}
@@ -133,6 +137,7 @@ class BudgetLadder:
         self._request = request
         self._attention_ms = attention_ms
         self._agree = agree
+        self._comparing = measuring if compares_kernels else contextlib.nullcontext
         self._num_bytes: Counter[int] = Counter()
 
     def capture(self, budget: int) -> CapturedForward | None:
@@ -140,12 +145,14 @@ class BudgetLadder:
         if budget not in self.captured and budget not in self.dropped and budget not in self.no_graph_needed:
             start = time.perf_counter()
             try:
-                with measuring():
+                with self._comparing():
                     self._capture(budget)
                 if budget not in self._known:
                     self._capture_ms.append((time.perf_counter() - start) * 1e3)
             except (CaptureError, torch.OutOfMemoryError) as error:  # the second: for the static inputs
                 self.dropped[budget] = str(error)
+                if isinstance(error, (CaptureMemoryError, torch.OutOfMemoryError)):
+                    self.out_of_memory.add(budget)
                 logger.warning("budget %d is dropped: %s", budget, error)
         return self.captured.get(budget)
 
@@ -207,6 +214,11 @@ class BudgetLadder:
                 captures.pop(budget).release()
         self.dropped[budget] = reason
 
+    def forget_drop(self, budget: int) -> None:
+        """Has the next `capture` of a dropped budget try again."""
+        self.dropped.pop(budget, None)
+        self.out_of_memory.discard(budget)
+
     def release(self) -> None:
         """Releases every capture, to be made again; what was found out of other budgets stays."""
         for captures in (self.captured, self.captured_single_segment):
@@ -222,6 +234,7 @@ class BudgetLadder:
         self.release()
         self.no_graph_needed.clear()
         self.dropped.clear()
+        self.out_of_memory.clear()
         self.costs.clear()
         self._bound_by_host = None
 

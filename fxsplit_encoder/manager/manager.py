@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
-import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,16 +20,18 @@ from fxsplit_encoder.capture import GraphPool
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import InputError, StartFileError, WeightsMovedError
 from fxsplit_encoder.manager import invariance
-from fxsplit_encoder.manager.batches import BatchRunner
+from fxsplit_encoder.manager.autograd import without_autograd
+from fxsplit_encoder.manager.background import BackgroundCapture, stop_with
 from fxsplit_encoder.manager.budget_memory import check_budgets
-from fxsplit_encoder.manager.captures import CapturePlan, plan_captures
+from fxsplit_encoder.manager.captures import CapturePlan
 from fxsplit_encoder.manager.data_parallel import DataParallel
+from fxsplit_encoder.manager.generation import Generation, Served, first_of
 from fxsplit_encoder.manager.legacy_dual_path import read_item_specs, read_model_config
 from fxsplit_encoder.manager.path import EncoderPath
 from fxsplit_encoder.manager.recording import Recorder
-from fxsplit_encoder.manager.request_plans import RequestPlans
-from fxsplit_encoder.manager.tensor_parallel import agreement_of, why_not_compiled
+from fxsplit_encoder.manager.tensor_parallel import agreement_of
 from fxsplit_encoder.manager.tower_part import placement_of
+from fxsplit_encoder.manager.turns import StoppedError, Turns
 from fxsplit_encoder.planning import Plan
 from fxsplit_encoder.planning.limits import needs_budget_range, resolve_limits
 from fxsplit_encoder.protocol import (
@@ -39,7 +40,7 @@ from fxsplit_encoder.protocol import (
     SupportsEncoderCudaGraph,
     missing_methods,
 )
-from fxsplit_encoder.runtime import CaptureScope, CaptureSet
+from fxsplit_encoder.runtime.progress import Phase
 from fxsplit_encoder.runtime.statistics import ManagerStats, Statistics
 from fxsplit_encoder.runtime.weights import warn_of_new_captures
 
@@ -101,49 +102,30 @@ class EncoderCudaGraphManager:
             else None,
             has_video="video" in self.model_config.modalities,
         )
-        self.pool = GraphPool(self.device, priority=self.config.stream_priority)
         self.kernels = KernelChooser(self.config.attention, invariant=self.config.invariant)
         self.kernels.check(self.device)
-        agree = agreement_of(tower, None if self.config.data_parallel else process_group)
-        self._scope = CaptureScope(
-            self.config,
-            self.pool,
-            lambda: self._captures.remaining_bytes,
-            agree,
-            not_compiled="" if agree is None else why_not_compiled(tower),
-        )
-        self.paths_by_key = {
-            (name, keys): EncoderPath(name, tower, self.limits, self._scope, self.dtype, keys)
-            for name in self.limits.path_budgets
-            for keys in itertools.product(*self.model_config.capture_axes)
-        }
-        """Every path at every combination of axis keys."""
-        self._check_budgets()
         self.statistics = Statistics(log_interval)
-        skippable = {key for key in self.paths_by_key if key[0] in self.limits.skippable_paths}
-        limit = self.config.max_graph_bytes
-        self._captures = CaptureSet(self.paths_by_key, self.pool, limit, skippable, agree)
-        self.data_parallel = DataParallel(process_group, self.device) if self.config.data_parallel else None
-        self._plans = RequestPlans(tower, self.config, self.model_config, self.paths_by_key)
-        num_axes, debug = len(self.model_config.capture_axes), self.config.debug
-        self._runner = BatchRunner(
-            tower,
-            self.paths_by_key,
-            self.pool,
+        self._own = Generation(
+            Served(tower, self.model_config, self.limits, self.dtype),
+            self.config,
+            GraphPool(self.device, priority=self.config.stream_priority),
             self.statistics,
-            num_axes=num_axes,
-            max_items=self.limits.max_items_per_batch,
-            debug=debug,
-            invariant=self.config.invariant,
+            agree=agreement_of(tower, None if self.config.data_parallel else process_group),
         )
+        """What `capture` captures."""
+        self._serving = self._own
+        """What serves: until that is captured perhaps what is captured sooner."""
+        self._check_budgets()
+        self.data_parallel = DataParallel(process_group, self.device) if self.config.data_parallel else None
+        self._background: BackgroundCapture | None = None
         self._recorder: Recorder | None = None
         self._start_refused: str | None = None
         """Why a saved start is not used."""
         self._start_read = False
         self._captured = False
-        self._missed_capture = not self._is_idle
+        self._missed_capture = not self._own.is_idle
         """Whether an execution before the first capture is still to be warned of."""
-        self._lock = threading.RLock()
+        self._lock = Turns()
         self._use_captures()
 
     def _check_budgets(self) -> None:
@@ -160,9 +142,19 @@ class EncoderCudaGraphManager:
     # --- compile and capture
 
     @property
+    def pool(self) -> GraphPool:
+        """The memory of the captures that serve."""
+        return self._serving.pool
+
+    @property
+    def paths_by_key(self) -> dict[tuple[str, tuple[Hashable, ...]], EncoderPath]:
+        """Every path at every combination of axis keys, with the captures that serve."""
+        return self._serving.paths_by_key
+
+    @property
     def paths(self) -> dict[str, EncoderPath]:
         """The paths by name, of a tower without capture axes; else those of the first axis keys."""
-        return {name: path for (name, _), path in reversed(self.paths_by_key.items())}
+        return self._serving.paths
 
     @property
     def programs(self) -> dict[str, BoundProgram | None]:
@@ -173,8 +165,10 @@ class EncoderCudaGraphManager:
     def reports(self) -> list[str]:
         """What was dropped or runs in another way than asked, and why."""
         refused = [self._start_refused] if self._start_refused is not None else []
+        behind = self._background.notes if self._background is not None else []
         notes = [note for path in self.paths_by_key.values() for note in path.notes]
-        return [*refused, *notes, *(invariance.findings(self) if self.config.invariant else ())]
+        kept = invariance.findings(self) if self.config.invariant else ()
+        return [*refused, *behind, *notes, *kept]
 
     @property
     def budget_graphs(self) -> dict[str, dict[int, BudgetGraphMetadata]]:
@@ -186,55 +180,140 @@ class EncoderCudaGraphManager:
 
     def planned_captures(self) -> CapturePlan:
         """What `capture` will capture, and the memory of its static inputs."""
-        if not self.config.enabled or not self.model_config.modalities:
-            return CapturePlan(())
-        return plan_captures(self.paths_by_key.values(), self.limits)
+        return self._own.planned_captures()
 
     def compile(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Traces and compiles every path's forward; `progress` gets (done, total) of each path, where two
         phases of the tracing and every piece count.
         """
-        refusals: dict[str, str] = {}
-        with self._lock, _without_autograd():
-            if self.config.start_file is not None and not self._start_read:
-                self.load_start(self.config.start_file)
-            for path in self.paths_by_key.values():
-                if path.budgets:  # else nothing tells at which size to trace it, and it runs eagerly
-                    path.compile(progress, refusals)
+        self.wait_captured()
+        with self._lock, without_autograd():
+            self._read_start()
+            self._own.compile(progress)
 
-    def capture(self, progress: Callable[[int, int], None] | None = None) -> None:
+    def _read_start(self) -> None:
+        """Reads the start that the settings name, once."""
+        if self.config.start_file is not None and not self._start_read:
+            self.load_start(self.config.start_file)
+
+    def capture(self, progress: Callable[[int, int], None] | None = None, *, wait: bool = True) -> None:
         """Compiles, then captures every budget of every path, largest first (capture rule 10).
 
         A budget that cannot be captured is dropped, with its reason in `reports`; the others serve. On a
         device every way to run is timed, for `packing: cost`. `progress` is called with (budgets done,
-        budgets). What is captured already stays until `clear`.
+        budgets). What is captured already stays until `clear`. While `capture(wait=False)` is under way it
+        waits for the end; if that failed, it does all of it here.
+
+        Args:
+            wait: whether all of that is done at the return. False: a few budgets of the tower's own forward
+                are captured, which takes seconds, and serve from then on; the rest happens between requests,
+                and `stats().progress` says how far it is. Where nothing is compiled there is no such rest.
+
+        Raises:
+            InputError: `wait=False` with `data_parallel` or `invariant`.
         """
+        if not wait:
+            self._capture_first(progress)
+            return
+        self.wait_captured()
         in_inference_mode = torch.is_inference_mode_enabled()
-        with self._lock, choosing(self.kernels), _without_autograd():
-            if not self.config.enabled or self._captured:
+        with self._lock, choosing(self.kernels), without_autograd():
+            if not self.config.enabled or self._is_complete:
                 return
-            for path in self.paths_by_key.values():
-                path.ladder.in_inference_mode = in_inference_mode
+            self._own.run_in(in_inference_mode)
             planned = self.planned_captures()
             logger.info("%s", planned)
             self.compile()
-            for capture in planned.captures:
-                if capture.pruned is not None:
-                    path = self.paths_by_key[capture.key.path, capture.key.axis_keys]
-                    path.note(f"{path.label}: budget {capture.key.budget} is not captured: {capture.pruned}")
-            wanted = [capture.key for capture in planned.captures if capture.pruned is None]
-            if self.config.packing == "cost":
-                for key in dict.fromkeys((key.path, key.axis_keys) for key in wanted):
-                    self.paths_by_key[key].measure()
-            self._captures.capture([((key.path, key.axis_keys), key.budget) for key in wanted], progress)
-            self._captured = True
-            self._missed_capture = False
-            self._use_captures()
-            self._check_captures()
+            told = 0
+            for _, done, total in self._own.capture(planned):
+                if progress is not None and done > told:
+                    told = done
+                    progress(done, total)
+            self._switch()
             if self.data_parallel is not None and self.config.invariant:
                 self.data_parallel.check_same("invariant: kernels", invariance.choices(self))
             if self.data_parallel is not None and self.pool.is_cuda:
                 self._share_costs(self.data_parallel)
+
+    @property
+    def _is_complete(self) -> bool:
+        """Whether everything is captured."""
+        return self._captured and self._serving is self._own
+
+    def _capture_first(self, progress: Callable[[int, int], None] | None) -> None:
+        """As `capture(wait=False)`."""
+        if self.data_parallel is not None:
+            raise InputError(
+                "wait: expected True with data_parallel, whose ranks share their costs in the order of their "
+                "calls; got False. Call capture() on every rank, or capture from a start_file"
+            )
+        if self.config.invariant:
+            raise InputError(
+                "wait: expected True with invariant, since the first captures are of the tower's own forward "
+                "and have other bits than the next; got False. Call capture(), with a start_file to be sooner"
+            )
+        if not self._own.compiled_paths or not self.config.enabled:
+            self.capture(progress)
+            return
+        first, in_inference_mode = self._own.uncompiled(), torch.is_inference_mode_enabled()
+        planned: CapturePlan | None = None
+        captures: Iterator[tuple[Phase, int, int]] = iter(())
+        while True:
+            with self._lock.step(at_once=True), choosing(self.kernels), without_autograd():
+                if self._captured:  # by another thread
+                    first.clear()
+                    return
+                if planned is None:
+                    self._read_start()
+                    for generation in (first, self._own):
+                        generation.run_in(in_inference_mode)
+                    planned = self._own.planned_captures()
+                    captures = first.capture(first_of(first.planned_captures()))
+                elif (made := next(captures, None)) is None:
+                    self._serve(first)
+                    self._start_background(planned, first)
+                    return
+                elif progress is not None:
+                    progress(*made[1:])
+
+    def _start_background(self, planned: CapturePlan, first: Generation) -> None:
+        switch = weakref.WeakMethod(self._switch)
+
+        def switch_if_wanted() -> None:
+            if (found := switch()) is None:
+                raise StoppedError
+            found()
+
+        self._background = BackgroundCapture(
+            self._own, planned, first, self._lock, self.kernels, switch_if_wanted
+        )
+        stop_with(self, self._background)
+        self._background.start()
+
+    def _switch(self) -> None:
+        """Has what `capture` captures serve, as far as it is captured, and releases what served before."""
+        before = self._serving
+        self._serve(self._own)
+        if before is not self._own:
+            before.clear()
+        self._check_captures()
+
+    def _serve(self, generation: Generation) -> None:
+        self._serving = generation
+        self._captured = True
+        self._missed_capture = False
+        self._use_captures()
+
+    def wait_captured(self, timeout: float | None = None) -> bool:
+        """Waits for the work behind `capture(wait=False)`, if there is any.
+
+        Args:
+            timeout: seconds; None: as long as it takes.
+
+        Returns:
+            Whether it is over: `stats().progress` says how it ended.
+        """
+        return self._background is None or self._background.wait(timeout)
 
     def save_start(self, path: str | os.PathLike[str]) -> int:
         """Writes a file with which other processes start on devices of the same kind without compiling and
@@ -245,14 +324,16 @@ class EncoderCudaGraphManager:
             How many bytes it has.
 
         Raises:
-            InputError: nothing was captured yet, or the file cannot be written.
+            InputError: nothing was captured yet, or the file cannot be written. While `capture(wait=False)`
+                is under way it waits for the end.
         """
-        from fxsplit_encoder.manager.start import save_manager
+        from fxsplit_encoder.manager.start import save_captured
 
+        self.wait_captured()
         with self._lock:
-            if not self._captured:
+            if not self._is_complete:
                 raise InputError("save_start: nothing was compiled or measured yet; call capture() first")
-            return save_manager(self, Path(path))
+            return save_captured(self._own, self.kernels.measurements, Path(path))
 
     def load_start(self, path: str | os.PathLike[str]) -> bool:
         """Has `compile` and `capture` use what `save_start` wrote. The file holds compiled code, so it has to
@@ -267,14 +348,14 @@ class EncoderCudaGraphManager:
         Raises:
             InputError: captures are there already.
         """
-        from fxsplit_encoder.manager.start import load_manager
+        from fxsplit_encoder.manager.start import load_captured
 
         with self._lock:
             if self._captured:
                 raise InputError("load_start: everything is captured already; call it before capture()")
             self._start_read = True
             try:
-                load_manager(self, Path(path))
+                load_captured(self._own, self.kernels.measurements, Path(path))
             except StartFileError as error:
                 self._start_refused = f"the start in {path} is not used: {error}"
                 logger.warning("%s", self._start_refused)
@@ -285,7 +366,7 @@ class EncoderCudaGraphManager:
     def can_replay(self) -> bool:
         """Whether what was captured serves any batch, or the settings ask for no captures."""
         serves = any(path.serves for path in self.paths_by_key.values())
-        return self._is_idle or (bool(self.model_config.modalities) and serves)
+        return self._own.is_idle or (bool(self.model_config.modalities) and serves)
 
     def _check_captures(self) -> None:
         """An encoder that is enabled and can replay nothing says so."""
@@ -300,11 +381,6 @@ class EncoderCudaGraphManager:
             reason,
         )
 
-    @property
-    def _is_idle(self) -> bool:
-        """Whether the settings ask for no captures."""
-        return not self.config.enabled or all(path.mode == "none" for path in self.paths_by_key.values())
-
     def _share_costs(self, data_parallel: DataParallel) -> None:
         """So that ranks get items of equal cost, not just of equal size."""
         per_patch, per_pair = 1.0, 0.0
@@ -317,7 +393,7 @@ class EncoderCudaGraphManager:
 
     def _use_captures(self) -> None:
         """Tells of the captures whoever plans, runs and counts."""
-        self._plans.use_captures(self.limits, captured=self._captured)
+        self._serving.plans.use_captures(self.limits, captured=self._captured)
         self.statistics.record_clear()
         for path in self.paths_by_key.values():
             for budget, captured in path.captured.items():
@@ -327,25 +403,30 @@ class EncoderCudaGraphManager:
                     self.statistics.record_time(key, costs.best)
         self.statistics.record_input_bytes(sum(path.input_bytes for path in self.paths_by_key.values()))
         if self._recorder is not None:
-            self._recorder.captures_changed()
+            self._recorder.captures_changed(self.paths)
 
     def is_captured(self) -> bool:
-        """Whether `capture` has run since the last `clear`."""
+        """Whether `capture` has run since the last `clear`; of `capture(wait=False)` the part that it does
+        before it returns.
+        """
         return self._captured
 
     def clear(self) -> None:
-        """Releases every capture and its memory; `capture` may be called again."""
+        """Releases every capture and its memory; `capture` may be called again. What is under way behind
+        `capture(wait=False)` ends.
+        """
+        if self._background is not None:
+            self._background.stop()
         with self._lock:
-            self._captures.clear()
-            for path in self.paths_by_key.values():
-                path.notes.clear()
-            self._captured = False
+            for generation in {self._serving, self._own}:
+                generation.clear()
+            self._serving, self._captured = self._own, False
             self._use_captures()
 
     @property
     def num_bytes(self) -> int:
         """Memory that all captures hold: their graphs' pool and their static inputs."""
-        return self._captures.num_bytes
+        return sum(each.captures.num_bytes for each in {self._serving, self._own})
 
     def supports_modality(self, modality: str) -> bool:
         """Whether captures serve "image" or "video" inputs of this tower."""
@@ -362,7 +443,8 @@ class EncoderCudaGraphManager:
         Raises:
             InputError: as `execute`.
         """
-        return self._plans.as_served(self._plans.of(mm_kwargs, self._item_specs(mm_kwargs)))
+        plans = self._serving.plans
+        return plans.as_served(plans.of(mm_kwargs, self._item_specs(mm_kwargs)))
 
     def execute(self, mm_kwargs: dict[str, Any]) -> list[Tensor]:
         """Encodes a batch of images and videos.
@@ -385,14 +467,14 @@ class EncoderCudaGraphManager:
         # another that theirs are bad, in the order of their calls.
         specs = self._item_specs(mm_kwargs) if self.data_parallel is None else None
         in_inference_mode = torch.is_inference_mode_enabled()
-        with self._lock, choosing(self.kernels), _without_autograd():
+        with self._lock, choosing(self.kernels), without_autograd():
             if self._missed_capture:
                 self._missed_capture = False
                 logger.warning(
                     "encoder CUDA graphs are enabled, but nothing has been captured: every item falls back; "
                     "call capture() before execute(), or set enabled: false"
                 )
-            self._runner.in_inference_mode = in_inference_mode
+            self._serving.runner.in_inference_mode = in_inference_mode
             if self.data_parallel is not None:
                 return self.data_parallel.execute(mm_kwargs, self._encode, self.tower)
             return self._encode(mm_kwargs, specs)
@@ -404,13 +486,14 @@ class EncoderCudaGraphManager:
         if specs is None:
             specs = self._item_specs(mm_kwargs)
         start = time.perf_counter()
-        plan, captured = self._plans.of(mm_kwargs, specs), self._captured
+        plans, runner = self._serving.plans, self._serving.runner
+        plan, captured = plans.of(mm_kwargs, specs), self._captured
         try:
-            results, batches = self._runner.run(plan, mm_kwargs, specs, may_replay=captured)
+            results, batches = runner.run(plan, mm_kwargs, specs, may_replay=captured)
         except WeightsMovedError as error:
             self._capture_again(error)
-            plan = self._plans.of(mm_kwargs, specs)
-            results, batches = self._runner.run(plan, mm_kwargs, specs, may_replay=captured)
+            plan = plans.of(mm_kwargs, specs)
+            results, batches = runner.run(plan, mm_kwargs, specs, may_replay=captured)
         if self._recorder is not None:  # what was encoded: a request that was refused is no load to tune for
             self._recorder.write(mm_kwargs, specs, batches, (time.perf_counter() - start) * 1e3)
         return results
@@ -422,14 +505,15 @@ class EncoderCudaGraphManager:
             InputError: the program was compiled for others.
             WeightsMovedError: the tower's parameters are sharded: its ranks may not have seen it together.
         """
-        if self._scope.agree is not None:
+        if self._own.scope.agree is not None:
             raise error
         for path in self.paths_by_key.values():
             path.forward.current_program()
         warn_of_new_captures(error)
-        held = self._captures.held()
-        self._captures.clear()
-        self._captures.capture(held)
+        captures = self._serving.captures
+        held = captures.held()
+        captures.clear()
+        captures.capture(held)
         self._use_captures()
 
     def check_invariance(self, mm_kwargs: dict[str, Any], *, packings: int = 16, seed: int = 0) -> list[int]:
@@ -453,7 +537,7 @@ class EncoderCudaGraphManager:
         with self._lock:
             if self._recorder is not None:
                 self._recorder.close()
-            self._recorder = Recorder(path, self.tower, self._scope, self.limits, self.paths, self.dtype)
+            self._recorder = Recorder(path, self.tower, self._own.scope, self.limits, self.paths, self.dtype)
 
     def stats(self) -> ManagerStats:
         """Hits, misses by reason, padding and bytes so far."""
@@ -462,30 +546,8 @@ class EncoderCudaGraphManager:
                 self.statistics.record_capture(path.key(0), "exact", path.unpadded_bytes)
             else:
                 self.statistics.record_release(path.key(0))
-        return self.statistics.snapshot()
+        progress = self._background.progress if self._background is not None else None
+        return replace(self.statistics.snapshot(), progress=progress)
 
     def _item_specs(self, mm_kwargs: dict[str, Any]) -> list[EncoderItemSpec]:
         return read_item_specs(self.tower, mm_kwargs)
-
-
-def _without_autograd() -> AbstractContextManager[None]:
-    return _OutsideInferenceMode() if torch.is_inference_mode_enabled() else torch.no_grad()
-
-
-# Entered for every request of vLLM's: a class takes less time than a generator.
-class _OutsideInferenceMode(AbstractContextManager[None]):
-    """Without autograd, and outside of inference mode: static buffers are ordinary tensors, which could not
-    be written outside of it if they were made inside.
-    """
-
-    __slots__ = ("_inference_mode", "_no_grad")
-
-    def __enter__(self) -> None:
-        self._inference_mode = torch.inference_mode(False)
-        self._no_grad = torch.no_grad()
-        self._inference_mode.__enter__()
-        self._no_grad.__enter__()
-
-    def __exit__(self, *raised: object) -> None:
-        self._no_grad.__exit__(None, None, None)
-        self._inference_mode.__exit__(None, None, None)

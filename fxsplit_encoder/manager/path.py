@@ -65,6 +65,11 @@ class EncoderPath(CapturedProgram):
         """What one of its budgets is called."""
         return CaptureKey(self.name, budget, self.axis_keys)
 
+    @property
+    def is_to_compile(self) -> bool:
+        """Whether `compile` traces and compiles the forward."""
+        return self.mode != "breakable" and self.scope.config.compile and not self.scope.not_compiled
+
     def compile(
         self, progress: Callable[[int, int], None] | None = None, refusals: dict[str, str] | None = None
     ) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fxsplit_encoder._torch.staging import to_device
+from fxsplit_encoder._torch.tensors import linked_copy
 from fxsplit_encoder.capture import CapturedForward, CaptureRequest, SharedBuffers, StaticParameters
 from fxsplit_encoder.capture.breakable import refuse_collectives
 from fxsplit_encoder.capture.buffers import StaticValue
@@ -20,6 +22,7 @@ from fxsplit_encoder.compile import CompileOptions
 from fxsplit_encoder.errors import (
     CaptureError,
     CompileError,
+    FxSplitError,
     InputError,
     StartFileError,
     UntraceableError,
@@ -39,6 +42,15 @@ logger = logging.getLogger(__name__)
 # The trace runs the forward once, so it is made at a moderate size; the size is also Inductor's hint for its
 # kernels.
 _TRACED_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class TracedExample:
+    """What a forward is traced with."""
+
+    inputs: dict[str, Tensor]
+    dynamic_dims: dict[str, list[int]]
+    """Of each input the dimensions whose sizes vary."""
 
 
 class PathForward:
@@ -86,6 +98,16 @@ class PathForward:
         """The inputs for which the tower gives None: its forward gets that, and no capture has them."""
         self.groups = RowGroups()
         """Inputs of the program that are given with more rows than the tower has; none without a program."""
+
+    @property
+    def refusal(self) -> str | None:
+        """Why it does not compile; None: it does, or nobody knows yet."""
+        return self._refusal
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether it was compiled, or found not to compile."""
+        return self._compiled
 
     @property
     def region(self) -> NamedRegion | None:
@@ -242,32 +264,73 @@ class PathForward:
     def _compile(self, progress: Callable[[int, int], None] | None, refusals: dict[str, str]) -> str | None:
         if known := refusals.get(self.name, refusals.get("")):
             return known
+        example = self.example()
+        if isinstance(example, str):
+            return example
+        if self.restore(example):
+            return None
+        return self.take(self.trace(example, progress), refusals)
+
+    def example(self) -> TracedExample | str:
+        """Inputs to trace the forward with; or why there are none."""
         try:
             self.groups = self._row_groups()
             inputs = self._traced_values()
+            return TracedExample(inputs, self._dynamic_dims(inputs))
         except InputError as error:
             return f"not compiled: {error}"
+
+    def restore(self, example: TracedExample) -> bool:
+        """Takes the saved program; whether there is one that works."""
         saved, self.saved = self.saved, None  # it is for the parameters that the tower has now
-        if saved is not None and (restored := self._restored(saved, inputs)) is not None:
+        if saved is not None and (restored := self._restored(saved, example.inputs)) is not None:
             self.bind(restored)
-            return None
+        return self.program is not None
+
+    def trace(
+        self, example: TracedExample, progress: Callable[[int, int], None] | None, *, beside: bool = False
+    ) -> BoundProgram | CaptureError | CompileError:
+        """The compiled forward, for `take`; or why it does not compile.
+
+        Args:
+            beside: whether the tower serves meanwhile, in another thread: modules of it that are treated
+                specially while they are traced are then copies, over the same parameters.
+        """
         from fxsplit_encoder.compile import trace_forward
 
+        forward = self
+        if beside and isinstance(self.tower, nn.Module):
+            forward = copy.copy(self)
+            twin: Any = linked_copy(self.tower)
+            forward.tower = twin
         options = replace(self.options, progress=progress, requires_tokens=True)
         logger.info("%s: its forward is traced and compiled; compile: false goes without", self.label)
         try:
             program = trace_forward(
-                self.__call__, inputs, self._dynamic_dims(inputs), options, tower_part(self.tower)
+                forward.__call__, example.inputs, example.dynamic_dims, options, tower_part(forward.tower)
             )
             refuse_collectives(program.program.collectives)
+            return program
         except (CaptureError, CompileError) as error:
-            self.groups = RowGroups()
-            refusals[self.name] = f"captured without compiling: {error}"
-            if isinstance(error, UntraceableError):
-                refusals[""] = f"captured without compiling, as path {self.name} is: {error}"
-            return refusals[self.name]
-        self.bind(program)
-        return None
+            return error
+
+    def take(
+        self, traced: BoundProgram | CaptureError | CompileError, refusals: dict[str, str]
+    ) -> str | None:
+        """Takes what `trace` found; why the forward stays as it is, or None."""
+        if isinstance(traced, FxSplitError):
+            refusals[self.name] = f"captured without compiling: {traced}"
+            if isinstance(traced, UntraceableError):
+                refusals[""] = f"captured without compiling, as path {self.name} is: {traced}"
+            self.refuse(refusals[self.name])
+        else:
+            self.bind(traced)
+        return self._refusal
+
+    def refuse(self, why: str) -> None:
+        """Leaves the forward as it is."""
+        self._compiled, self._refusal = True, why
+        self.groups = RowGroups()
 
     def to_save(self) -> dict[str, Any]:
         """The program, for `saved` of another process.
@@ -289,14 +352,18 @@ class PathForward:
 
         try:
             program = restore_program(saved, named_tensors(self.tower), self.device)
-            values = {name: _with_contents(tensor) for name, tensor in values.items()}
-            got = program(self.inputs(program, values))
-            if difference([self(values)], [got], "no") is not None:
+            if not self.agrees(program, values):
                 raise StartFileError("program: expected what the forward returns; got something else")
         except Exception as error:  # whatever torch raises of what it cannot load
             logger.warning("%s: the saved start's program is not used, it is traced: %s", self.label, error)
             return None
         return program
+
+    @torch.no_grad()
+    def agrees(self, program: BoundProgram, values: Mapping[str, Tensor]) -> bool:
+        """Whether a program gives what the tower's own forward gives of these inputs."""
+        values = {name: _with_contents(tensor) for name, tensor in values.items()}
+        return difference([self(values)], [program(self.inputs(program, values))], "no") is None
 
     def _row_groups(self) -> RowGroups:
         """Those of the tower's inputs, as far as its budgets tell."""

@@ -52,8 +52,13 @@ class Recorder:
         self._writer = TraceWriter(path)
         self._is_described = False
 
-    def captures_changed(self) -> None:
-        """What serves is described anew before the next request."""
+    def captures_changed(self, paths: Mapping[str, EncoderPath]) -> None:
+        """What serves is described anew before the next request.
+
+        Args:
+            paths: those that serve now.
+        """
+        self.paths = paths
         self._is_described = False
 
     def write(

@@ -14,7 +14,9 @@ from fxsplit_encoder.manager.tower_part import indexed, tower_part
 from fxsplit_encoder.start import Key, KnownTower, plain, read, save
 
 if TYPE_CHECKING:
-    from fxsplit_encoder.manager.manager import EncoderCudaGraphManager
+    from fxsplit_encoder.attention.choice import Measurements
+    from fxsplit_encoder.manager.generation import Generation
+    from fxsplit_encoder.start import ReadStart
 
 logger = logging.getLogger(__name__)
 
@@ -22,54 +24,78 @@ logger = logging.getLogger(__name__)
 _OF_NO_MATTER = ("start_file", "debug")
 
 
-def save_manager(manager: EncoderCudaGraphManager, path: Path) -> int:
-    """Writes what a captured manager compiled, measured and chose; how many bytes the file has."""
-    paths = {each.label: each.known() for each in manager.paths_by_key.values()}
+def save_captured(generation: Generation, measurements: Measurements, path: Path) -> int:
+    """Writes what was compiled, measured and chosen for captures; how many bytes the file has."""
+    paths = {each.label: each.known() for each in generation.paths_by_key.values()}
     programs = {}
-    for each in manager.paths_by_key.values():
+    for each in generation.paths_by_key.values():
         if each.program is None:  # it is captured as it is
             continue
         try:
             programs[each.label] = each.forward.to_save()
         except CompileError as error:
             logger.warning("%s: a start from %s will trace it again: %s", each.label, path, error)
-    tower = KnownTower(tower_key(manager), paths, programs)
-    return save(path, indexed(manager.device), manager.kernels.measurements, [tower])
+    tower = KnownTower(tower_key(generation), paths, programs)
+    return save(path, indexed(generation.pool.device), measurements, [tower])
 
 
-def load_manager(manager: EncoderCudaGraphManager, path: Path) -> None:
-    """Has a manager compile and capture by what is in a file.
+def save_programs(
+    generation: Generation, measurements: Measurements, programs: Mapping[str, dict[str, Any]], path: Path
+) -> None:
+    """Writes programs alone, by the labels of their paths, before anything was measured."""
+    tower = KnownTower(tower_key(generation), {}, programs)
+    save(path, indexed(generation.pool.device), measurements, [tower])
+
+
+def load_captured(generation: Generation, measurements: Measurements, path: Path) -> None:
+    """Has captures made by what is in a file.
 
     Raises:
         StartFileError: it is damaged, or was made for something else. Nothing of it is used then.
     """
-    start = read(path, indexed(manager.device), tower_key(manager))
-    paths = list(manager.paths_by_key.values())
+    start = read(path, indexed(generation.pool.device), tower_key(generation))
+    paths = list(generation.paths_by_key.values())
     for each in paths:
         if each.label not in start.tower.paths:
             raise StartFileError(f"{each.label}: expected what was measured of it; got nothing")
-    start.hand_over(manager.kernels.measurements)
+    start.hand_over(measurements)
     for each in paths:
         each.expect(start.tower.paths[each.label])
+    _use_programs(generation, start)
+
+
+def load_programs(generation: Generation, measurements: Measurements, path: Path) -> None:
+    """Has forwards restored from what `save_programs` wrote.
+
+    Raises:
+        StartFileError: as of `load_captured`.
+    """
+    start = read(path, indexed(generation.pool.device), tower_key(generation))
+    start.hand_over(measurements)
+    _use_programs(generation, start)
+
+
+def _use_programs(generation: Generation, start: ReadStart) -> None:
+    for each in generation.paths_by_key.values():
         each.forward.saved = start.tower.programs.get(each.label)
         each.forward.options = replace(each.forward.options, is_known=True)
 
 
-def tower_key(manager: EncoderCudaGraphManager) -> Key:
+def tower_key(generation: Generation) -> Key:
     """What a start has to have been made for: the tower, and how it is captured."""
-    config = manager.config
+    config, tower = generation.config, generation.served.tower
     settings = {
         name: _setting(getattr(config, name))
         for name in type(config).model_fields
         if name not in _OF_NO_MATTER
     }
-    limits = manager.limits
+    limits = generation.served.limits
     return plain(
         {
-            "tower": _name(type(manager.tower)),
-            "tower.modules": _structure(manager.tower),
-            "dtype": str(manager.dtype),
-            "paths": {each.label: list(each.budgets) for each in manager.paths_by_key.values()},
+            "tower": _name(type(tower)),
+            "tower.modules": _structure(tower),
+            "dtype": str(generation.served.dtype),
+            "paths": {each.label: list(each.budgets) for each in generation.paths_by_key.values()},
             "items": limits.max_items_per_batch,
             "frames": limits.max_frames_per_batch,
             "settings": settings,

@@ -94,6 +94,7 @@ class CapturedProgram:
             measured=scope.measured,
             attention_ms=self._attention_ms,
             agree=scope.agree or bool,
+            compares_kernels=scope.compares_kernels,
         )
         self.unpadded = UnpaddedReplays(self._request_of_count, scope, attention_ms=self._attention_ms)
 
@@ -196,6 +197,12 @@ class CapturedProgram:
         """Releases the captures of one budget."""
         self.ladder.drop(budget, reason)
         self.note(f"{self.label}: budget {budget} is dropped: {reason}")
+
+    def forget_drop(self, budget: int) -> None:
+        """Has the next `capture` of a dropped budget try again, and says nothing of the drop any more."""
+        said = f"{self.label}: budget {budget} is dropped: "
+        self.notes = [note for note in self.notes if not note.startswith(said)]
+        self.ladder.forget_drop(budget)
 
     def release(self) -> None:
         """Releases every capture, to be made again; what was found out of dropped budgets stays."""

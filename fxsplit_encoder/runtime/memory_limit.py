@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -36,6 +36,8 @@ class CaptureSet:
         self.max_bytes = max_bytes
         self.skippable = skippable
         self._agree = agree
+        self.spare: Callable[[], None] | None = None
+        """Gives back memory that something of less use holds, once a capture has found too little."""
 
     @property
     def num_bytes(self) -> int:
@@ -64,13 +66,25 @@ class CaptureSet:
             wanted: (program's key, budget).
             progress: is called with (budgets done, budgets).
         """
+        told = 0
+        for done, total in self.capturing(wanted):
+            if progress is not None and done > told:
+                told = done
+                progress(done, total)
+
+    def capturing(self, wanted: Iterable[tuple[Hashable, int]]) -> Iterator[tuple[int, int]]:
+        """As `capture`, a budget each time that it is asked for one. Nothing is replayed before the end.
+
+        Yields:
+            (budgets done, budgets), with all done where budgets are captured again under the limit.
+        """
         ordered = sorted(wanted, key=lambda each: -each[1])
         for done, (key, budget) in enumerate(ordered):
             self._capture_one(key, budget)
-            if progress is not None:
-                progress(done + 1, len(ordered))
+            yield done + 1, len(ordered)
         while self._over_limit():
-            self._drop_least_useful()
+            for _ in self._drop_least_useful():
+                yield len(ordered), len(ordered)
 
     def clear(self) -> None:
         """Releases every capture; their memory goes back to the device."""
@@ -85,6 +99,11 @@ class CaptureSet:
     def _capture_one(self, key: Hashable, budget: int) -> None:
         program = self.programs[key]
         program.capture(budget)
+        if self.spare is not None and budget in program.ladder.out_of_memory:
+            spare, self.spare = self.spare, None
+            spare()
+            program.forget_drop(budget)
+            program.capture(budget)
         captures = self.num_captured
         if captures == 1 and budget in program.captured and self._over_limit():
             program.drop(budget, f"{self._excess()}, by this one alone")
@@ -101,8 +120,8 @@ class CaptureSet:
     def _excess(self) -> str:
         return f"captures take {self.num_bytes} bytes, max_graph_bytes allows {self.max_bytes}"
 
-    def _drop_least_useful(self) -> None:
-        """Drops the budgets that gain least for their bytes, and captures the rest again.
+    def _drop_least_useful(self) -> Iterator[None]:
+        """Drops the budgets that gain least for their bytes, and captures the rest again, one at a time.
 
         Memory of a pool is given back as a whole, so what remains has to be captured again.
         """
@@ -121,6 +140,7 @@ class CaptureSet:
         self.pool.retire()
         for key, budget in sorted(kept, key=lambda each: -each[1]):
             self._capture_one(key, budget)
+            yield
 
     def _least_useful(self) -> tuple[CapturedProgram, int]:
         found = []

@@ -21,6 +21,8 @@ class CaptureScope:
     """For a forward with collectives: whether every rank says yes."""
     not_compiled: str = ""
     """Why nothing is compiled; empty: it is."""
+    compares_kernels: bool = True
+    """Whether attention kernels that were not compared yet are compared before captures."""
 
     @property
     def measured(self) -> bool:

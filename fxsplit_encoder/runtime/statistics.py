@@ -13,6 +13,7 @@ from tabulate import tabulate
 
 from fxsplit_encoder.planning.limits import CaptureKey
 from fxsplit_encoder.planning.reasons import MissReason
+from fxsplit_encoder.runtime.progress import CaptureProgress, least
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +86,9 @@ class ManagerStats:
     input_bytes: int = 0
     """Device memory of the captures' static inputs."""
 
+    progress: CaptureProgress | None = None
+    """How far the work behind `capture(wait=False)` is; None: there is none."""
+
     @property
     def items(self) -> int:
         """Items served in any way."""
@@ -125,6 +129,7 @@ class ManagerStats:
             {key: budgets[key] for key in sorted(budgets, key=_order)},
             dict(runs),
             sum(part.input_bytes for part in parts),
+            least(part.progress for part in parts),
         )
 
     def under(self, name: str) -> ManagerStats:
@@ -143,6 +148,7 @@ class ManagerStats:
             "fallback_runs": dict(self.fallback_runs),
             "graph_bytes": self.graph_bytes,
             "input_bytes": self.input_bytes,
+            "progress": None if self.progress is None else self.progress.as_dict(),
             "budgets": [
                 {
                     "path": key.path,
@@ -161,6 +167,8 @@ class ManagerStats:
             f"{self.padding_fraction:.1%} padding; {self.graph_bytes / 2**20:.1f} MiB, "
             f"inputs {self.input_bytes / 2**20:.1f} MiB"
         )
+        if self.progress is not None:
+            summary += f"; captures: {self.progress}"
         headers = ["path", "budget", "mode", "MiB", "replays", "tokens", "padding", "ms a replay"]
         rows = [
             [_path_label(key), key.budget or "exact", *stats.row()] for key, stats in self.budgets.items()
@@ -245,6 +253,7 @@ class Statistics:
         with self._lock:
             for stats in self._budgets.values():
                 stats.mode, stats.graph_bytes = "", 0
+                stats.timed_replays, stats.milliseconds = 0, 0.0  # of captures that are no more
             self._input_bytes = 0
 
     def snapshot(self) -> ManagerStats:

@@ -203,7 +203,7 @@ def test_rule_1_without_a_program_attention_clears_the_pad_rows(
 
     # Did it leave them as they are, they would reach real rows.
     monkeypatch.setattr(eager_attention, "_clear_pad_rows", lambda out, cu_seqlens: out)
-    manager._runner.debug = False
+    manager._serving.runner.debug = False
     assert differs(manager.execute(inputs), expected)
 
 
@@ -747,7 +747,7 @@ def test_rule_7_a_view_of_the_output_would_not_survive(
     for debug in (False, True):
         manager = make_manager(mode="full", debug=debug)
         manager.capture()
-        monkeypatch.setattr(manager._runner, "_own", lambda *args: None)
+        monkeypatch.setattr(manager._serving.runner, "_own", lambda *args: None)
         (item,) = manager.execute(make_batch([(1, 4, 4)]))
         kept = item.clone()
         if debug:

@@ -1,0 +1,296 @@
+"""The work behind `capture(wait=False)`: what `capture` does, in steps between requests."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager
+
+import torch
+
+from fxsplit_encoder.attention import KernelChooser, choosing
+from fxsplit_encoder.errors import FxSplitError, InputError, StartFileError
+from fxsplit_encoder.manager.autograd import without_autograd
+from fxsplit_encoder.manager.captures import CapturePlan
+from fxsplit_encoder.manager.compile_worker import CompileWorker, why_not_elsewhere
+from fxsplit_encoder.manager.generation import Generation
+from fxsplit_encoder.manager.path import EncoderPath
+from fxsplit_encoder.manager.start import load_programs
+from fxsplit_encoder.manager.turns import StoppedError, Turns
+from fxsplit_encoder.runtime.progress import CaptureProgress, Phase
+
+logger = logging.getLogger(__name__)
+
+_EXIT_SECONDS = 10.0
+"""How long the interpreter's end waits for a step."""
+
+_running: weakref.WeakSet[BackgroundCapture] = weakref.WeakSet()
+
+
+class BackgroundCapture:
+    """Compiles, measures and captures one generation while another serves, on a thread of its own.
+
+    What runs on the device or touches the tower is a step, which has the manager's turn; tracing and
+    compiling happen in another process, or beside the requests.
+
+    Args:
+        target: what is captured.
+        planned: of it.
+        first: what serves meanwhile.
+        turns: of the manager.
+        kernels: of the manager.
+        switch: has the target serve; is called in a step.
+    """
+
+    def __init__(
+        self,
+        target: Generation,
+        planned: CapturePlan,
+        first: Generation,
+        turns: Turns,
+        kernels: KernelChooser,
+        switch: Callable[[], None],
+    ) -> None:
+        self.notes: list[str] = []
+        """Where and why it did not go as it does otherwise."""
+        self._target = target
+        self._planned = planned
+        self._first: Generation | None = first
+        self._turns = turns
+        self._kernels = kernels
+        self._switch = switch
+        self._begin = time.perf_counter()
+        self._progress = CaptureProgress("tracing")
+        self._stopped = threading.Event()
+        self._over = threading.Event()
+        self._worker: CompileWorker | None = None
+        self._thread: threading.Thread | None = None
+
+    # --- from other threads
+
+    @property
+    def progress(self) -> CaptureProgress:
+        """How far it is."""
+        progress = self._progress
+        if progress.is_over:
+            return progress
+        seconds = time.perf_counter() - self._begin
+        return CaptureProgress(progress.phase, progress.done, progress.total, seconds)
+
+    def start(self) -> None:
+        """Begins, on a thread."""
+        _running.add(self)
+        self._thread = threading.Thread(target=self.run, name="fxsplit-capture", daemon=True)
+        self._thread.start()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Waits for its end, of whatever kind; whether it has come."""
+        return self._over.wait(timeout)
+
+    def stop(self) -> None:
+        """Begins no further step, and ends the other process. Nothing happens to a step that runs."""
+        self._stopped.set()
+        if not self._progress.is_over:
+            self._finish("stopped")
+        self._over.set()
+        if (worker := self._worker) is not None:
+            worker.close()
+
+    def end(self) -> None:
+        """As `stop`, and waits for a step that runs; at the interpreter's end."""
+        self.stop()
+        if self._thread is not None:
+            self._thread.join(_EXIT_SECONDS)
+
+    # --- the thread
+
+    def run(self) -> None:
+        """All of it, one piece after another."""
+        work = self.work()
+        try:
+            for _ in work:
+                if self._stopped.is_set():
+                    raise StoppedError
+        except StoppedError:
+            pass
+        finally:
+            work.close()
+            self._over.set()
+
+    def work(self) -> Generator[None, None, None]:
+        """The work, piece by piece: what is no step may take long, and holds up nobody."""
+        try:
+            yield from self._compile()
+            captures = self._target.capture(self._planned)
+            self._target.captures.spare = self._give_way
+            while True:
+                with self._step():
+                    found = next(captures, None)
+                    if found is None:
+                        self._switch()
+                        self._first = None
+                        self._finish("done")
+                        return
+                    self._tell(*found)
+                yield
+        except StoppedError:
+            raise
+        except Exception as error:  # whatever compiling raises: requests go on being served
+            logger.exception("captures behind capture(wait=False) are given up")
+            yield from self._fail(error)
+        finally:
+            self._target.captures.spare = None
+
+    def _fail(self, error: Exception) -> Iterator[None]:
+        reason = str(error) if isinstance(error, FxSplitError) else f"{type(error).__name__}: {error}"
+        with self._step():
+            if self._first is not None:  # else it serves already
+                self._target.clear()
+            self.notes.append(f"captures of the uncompiled tower go on serving: {reason}")
+            self._finish("failed", reason)
+        yield
+
+    def _give_way(self) -> None:
+        """Has the target serve what it has, so that it gets the memory of what served until now."""
+        self.notes.append("too little memory for both: the first captures were released before the last came")
+        self._switch()
+        self._first = None
+
+    @contextlib.contextmanager
+    def _step(self) -> Iterator[None]:
+        with self._turns.step(self._stopped.is_set), contextlib.ExitStack() as around:
+            for context in self._around():
+                around.enter_context(context)
+            yield
+
+    def _around(self) -> Iterator[AbstractContextManager[object]]:
+        yield choosing(self._kernels)
+        yield without_autograd()
+        if self._target.pool.is_cuda:
+            yield torch.cuda.device(self._target.pool.device)
+        if self._first is not None:  # on the device, too, after the requests before and before those behind
+            yield self._first.pool.replaying()
+
+    def _tell(self, phase: Phase, done: int = 0, total: int = 0) -> None:
+        if not self._stopped.is_set():
+            self._progress = CaptureProgress(phase, done, total)
+
+    def _finish(self, phase: Phase, reason: str = "") -> None:
+        seconds = time.perf_counter() - self._begin
+        last = self._progress
+        self._progress = CaptureProgress(phase, last.done, last.total, seconds, reason)
+        logger.info("captures behind capture(wait=False): %s", self._progress)
+
+    # --- compiling
+
+    def _compile(self) -> Iterator[None]:
+        """Leaves every forward compiled, or found not to compile."""
+        paths = self._target.compiled_paths
+        yield from self._restore(paths)
+        if self._pending(paths):
+            if not (reason := why_not_elsewhere(self._target)):
+                try:
+                    yield from self._compile_elsewhere(paths)
+                except InputError as error:
+                    reason = str(error)
+            refusals: dict[str, str] = {}
+            for path in self._pending(paths):
+                if reason:
+                    self.notes.append(f"{path.label}: compiled on a thread beside the requests: {reason}")
+                yield from self._compile_beside(path, refusals)
+        with self._step():
+            self._target.compile()  # nothing is left but what there is to say
+        yield
+
+    def _pending(self, paths: list[EncoderPath]) -> list[EncoderPath]:
+        return [path for path in paths if not path.forward.is_settled]
+
+    def _restore(self, paths: list[EncoderPath]) -> Iterator[None]:
+        """Takes the programs that were saved, a path a step."""
+        for path in paths:
+            if path.forward.saved is not None:
+                with self._step():
+                    example = path.forward.example()
+                    if not isinstance(example, str):
+                        path.forward.restore(example)
+                yield
+
+    def _compile_elsewhere(self, paths: list[EncoderPath]) -> Iterator[None]:
+        """In another process, from which the programs are restored.
+
+        Raises:
+            InputError: it cannot make the tower.
+            CompileError: it has failed.
+        """
+        with self._step():
+            worker = self._worker = CompileWorker(self._target)
+        try:
+            yield
+            compiled = worker.wait(self._stopped.is_set, self._tell_compiled)
+            if compiled is None:
+                raise StoppedError
+            try:
+                load_programs(self._target, self._kernels.measurements, compiled.start)
+            except StartFileError as error:
+                self.notes.append(f"what another process compiled is not used: {error}")
+        finally:
+            self._worker = None
+            worker.close()
+        yield
+        for path in paths:
+            if path.label in compiled.refused:
+                path.forward.refuse(compiled.refused[path.label])
+            elif path.label in compiled.unsaved:
+                self.notes.append(
+                    f"{path.label}: compiled again in this process: {compiled.unsaved[path.label]}"
+                )
+        yield from self._restore(paths)
+
+    def _compile_beside(self, path: EncoderPath, refusals: dict[str, str]) -> Iterator[None]:
+        """On this thread, while others serve."""
+        forward = path.forward
+        with self._step():
+            known = refusals.get(forward.name, refusals.get(""))
+            example = known if known is not None else forward.example()
+            if isinstance(example, str):
+                forward.refuse(example)
+                return
+        yield
+        with choosing(self._kernels), without_autograd(), self._on_device():
+            traced = forward.trace(example, self._tell_compiled, beside=True)
+        yield
+        with self._step():
+            if not isinstance(traced, FxSplitError) and not forward.agrees(traced, example.inputs):
+                self.notes.append(f"{path.label}: traced again while requests waited: results differed")
+                traced = forward.trace(example, self._tell_compiled)
+            forward.take(traced, refusals)
+        yield
+
+    def _on_device(self) -> AbstractContextManager[object]:
+        pool = self._target.pool
+        return torch.cuda.device(pool.device) if pool.is_cuda else contextlib.nullcontext()
+
+    def _tell_compiled(self, done: int, total: int) -> None:
+        from fxsplit_encoder.compile.options import TRACING_PHASES
+
+        pieces, all_pieces = done - TRACING_PHASES, total - TRACING_PHASES
+        self._tell(*(("compiling", pieces, all_pieces) if pieces >= 0 and total else ("tracing", 0, 0)))
+
+
+def _end_all() -> None:
+    """A thread that captures must not outlive what it calls."""
+    for background in list(_running):
+        background.end()
+
+
+atexit.register(_end_all)
+
+
+def stop_with(owner: object, background: BackgroundCapture) -> None:
+    """Ends the work once its owner is garbage."""
+    weakref.finalize(owner, background.stop).atexit = False

@@ -1,0 +1,119 @@
+"""Inside the process that compiles a tower for another one, which serves it meanwhile.
+
+    python -m fxsplit_encoder.manager.compile_process DIRECTORY PARENT
+
+The directory is the parent's alone. `REQUEST` is there at the start; the process writes `START`, which is a
+saved start without measurements, and then `ANSWER`. Lines on standard output that begin with `PROGRESS` say
+how far it is. It ends with its parent, whose end of standard input closes then.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fxsplit_encoder.attention import choosing
+from fxsplit_encoder.attention.choice import MEASUREMENTS, KernelChooser
+from fxsplit_encoder.capture import GraphPool
+from fxsplit_encoder.config import EncoderConfig
+from fxsplit_encoder.errors import CompileError
+from fxsplit_encoder.manager import tower_pickle
+from fxsplit_encoder.manager.generation import Generation, Served
+from fxsplit_encoder.manager.legacy_dual_path import read_model_config
+from fxsplit_encoder.manager.start import save_programs
+from fxsplit_encoder.planning.limits import Limits
+from fxsplit_encoder.protocol import SupportsEncoderCudaGraph
+from fxsplit_encoder.runtime.statistics import Statistics
+
+REQUEST, START, ANSWER = "request.pickle", "programs.start", "answer.json"
+PROGRESS = "fxsplit-encoder-progress"
+
+CANNOT_REBUILD = 3
+"""Exit status: there is no such tower here, and the message on standard error says why."""
+
+_PARENT_GONE = 4
+_LOOK_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class CompileRequest:
+    """What is to be compiled."""
+
+    tower: SupportsEncoderCudaGraph
+    limits: Limits
+    dtype: torch.dtype
+    config: EncoderConfig
+    device: torch.device
+
+
+def main(directory: Path, parent: int) -> int:
+    """Compiles what the request says; the exit status."""
+    threading.Thread(target=_end_with, args=(parent,), name="fxsplit-parent", daemon=True).start()
+    try:
+        request: CompileRequest = tower_pickle.load((directory / REQUEST).read_bytes())
+    except Exception as error:  # whatever importing and making its classes raises
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return CANNOT_REBUILD
+    _write(directory / ANSWER, compile_request(request, directory / START))
+    return 0
+
+
+def compile_request(request: CompileRequest, path: Path) -> dict[str, dict[str, str]]:
+    """Compiles, and saves the programs.
+
+    Returns:
+        By the labels of paths, why forwards stay as they are ("refused"), and why programs that were
+        compiled are not in the file ("unsaved").
+    """
+    if request.device.type == "cuda":
+        torch.cuda.set_device(request.device)
+    tower = request.tower
+    served = Served(tower, read_model_config(tower), request.limits, request.dtype)
+    generation = Generation(served, request.config, GraphPool(request.device), Statistics(0))
+    refused: dict[str, str] = {}
+    unsaved: dict[str, str] = {}
+    programs: dict[str, dict[str, Any]] = {}
+    with choosing(KernelChooser(request.config.attention)), torch.no_grad():
+        generation.compile(_tell)
+    for each in generation.compiled_paths:
+        if each.program is None:
+            refused[each.label] = each.forward.refusal or "not compiled"
+            continue
+        try:
+            programs[each.label] = each.forward.to_save()
+        except CompileError as error:
+            unsaved[each.label] = str(error)
+    save_programs(generation, MEASUREMENTS, programs, path)
+    return {"refused": refused, "unsaved": unsaved}
+
+
+def _tell(done: int, total: int) -> None:
+    print(PROGRESS, done, total, flush=True)
+
+
+def _write(path: Path, content: object) -> None:
+    """Makes a file that is whole as soon as it is there."""
+    partial = path.with_suffix(".tmp")
+    partial.write_text(json.dumps(content), encoding="utf-8")
+    os.replace(partial, path)
+
+
+def _end_with(parent: int) -> None:
+    """Ends this process with its parent, whoever else has inherited the parent's end of the pipe."""
+    while os.getppid() == parent:
+        ready, _, _ = select.select([0], [], [], _LOOK_SECONDS)
+        if ready and not os.read(0, 1):
+            break
+    os._exit(_PARENT_GONE)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2])))

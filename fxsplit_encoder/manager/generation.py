@@ -1,0 +1,195 @@
+"""What serves a tower's requests at one time: its paths with their captures, their plans and their runs."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from fxsplit_encoder.capture import GraphPool
+from fxsplit_encoder.config import EncoderConfig, Mode, PathConfig
+from fxsplit_encoder.manager.batches import BatchRunner
+from fxsplit_encoder.manager.captures import CapturePlan, plan_captures
+from fxsplit_encoder.manager.path import EncoderPath
+from fxsplit_encoder.manager.request_plans import RequestPlans
+from fxsplit_encoder.manager.tensor_parallel import why_not_compiled
+from fxsplit_encoder.planning.limits import CaptureKey, Limits
+from fxsplit_encoder.protocol import EncoderCudaGraphConfig, SupportsEncoderCudaGraph
+from fxsplit_encoder.runtime import CaptureScope, CaptureSet
+from fxsplit_encoder.runtime.progress import Phase
+from fxsplit_encoder.runtime.statistics import Statistics
+
+logger = logging.getLogger(__name__)
+
+# Budgets of each path that are captured before anything is compiled. Four over a whole ladder are captured in
+# seconds; a batch that suits none of them runs as it would without captures. The number is a choice.
+_FIRST_BUDGETS = 4
+
+# Settings of compiled pieces, and what they are without any.
+_UNCOMPILED = {"compile": False, "piece_compiler": "auto", "passes": "auto", "precision": "auto"}
+
+
+@dataclass(frozen=True)
+class Served:
+    """A tower, and how large its captures are."""
+
+    tower: SupportsEncoderCudaGraph
+    model_config: EncoderCudaGraphConfig
+    limits: Limits
+    dtype: torch.dtype
+
+
+class Generation:
+    """The paths of a tower under one configuration, over one pool.
+
+    Args:
+        served: whose paths.
+        config: how they are captured.
+        pool: where.
+        statistics: which count what is served.
+        agree: see `CaptureScope`.
+        compares_kernels: see `CaptureScope`.
+    """
+
+    def __init__(
+        self,
+        served: Served,
+        config: EncoderConfig,
+        pool: GraphPool,
+        statistics: Statistics,
+        *,
+        agree: Callable[[bool], bool] | None = None,
+        compares_kernels: bool = True,
+    ) -> None:
+        tower, limits = served.tower, served.limits
+        self.served = served
+        self.config = config
+        self.pool = pool
+        self.scope = CaptureScope(
+            config,
+            pool,
+            lambda: self.captures.remaining_bytes,
+            agree,
+            not_compiled="" if agree is None else why_not_compiled(tower),
+            compares_kernels=compares_kernels,
+        )
+        axes = served.model_config.capture_axes
+        self.paths_by_key = {
+            (name, keys): EncoderPath(name, tower, limits, self.scope, served.dtype, keys)
+            for name in limits.path_budgets
+            for keys in itertools.product(*axes)
+        }
+        """Every path at every combination of axis keys."""
+        skippable = {key for key in self.paths_by_key if key[0] in limits.skippable_paths}
+        self.captures = CaptureSet(self.paths_by_key, pool, config.max_graph_bytes, skippable, agree)
+        self.plans = RequestPlans(tower, config, served.model_config, self.paths_by_key)
+        self.runner = BatchRunner(
+            tower,
+            self.paths_by_key,
+            pool,
+            statistics,
+            num_axes=len(axes),
+            max_items=limits.max_items_per_batch,
+            debug=config.debug,
+            invariant=config.invariant,
+        )
+
+    @property
+    def paths(self) -> dict[str, EncoderPath]:
+        """The paths by name, of a tower without capture axes; else those of the first axis keys."""
+        return {name: path for (name, _), path in reversed(self.paths_by_key.items())}
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the settings ask for no captures."""
+        return not self.config.enabled or all(path.mode == "none" for path in self.paths_by_key.values())
+
+    @property
+    def compiled_paths(self) -> list[EncoderPath]:
+        """Those whose forward is compiled, or is to be. Without budgets nothing tells at which size to trace
+        a path, and it runs eagerly.
+        """
+        return [path for path in self.paths_by_key.values() if path.budgets and path.is_to_compile]
+
+    def planned_captures(self) -> CapturePlan:
+        """What `capture` makes."""
+        if not self.config.enabled or not self.served.model_config.modalities:
+            return CapturePlan(())
+        return plan_captures(self.paths_by_key.values(), self.served.limits)
+
+    def compile(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """As `EncoderCudaGraphManager.compile`."""
+        refusals: dict[str, str] = {}
+        for path in self.paths_by_key.values():
+            if path.budgets:
+                path.compile(progress, refusals)
+
+    def capture(self, planned: CapturePlan) -> Iterator[tuple[Phase, int, int]]:
+        """Measures and captures what was planned, a step each time that it is asked for one: a path's
+        forward, or a budget. Where the captures are too large together, further steps make them again.
+
+        Yields:
+            What was done, and of budgets how many of all.
+        """
+        for capture in planned.captures:
+            if capture.pruned is not None:
+                path = self.paths_by_key[capture.key.path, capture.key.axis_keys]
+                path.note(f"{path.label}: budget {capture.key.budget} is not captured: {capture.pruned}")
+        wanted = [capture.key for capture in planned.captures if capture.pruned is None]
+        if self.config.packing == "cost" and self.scope.compares_kernels:
+            for key in dict.fromkeys((key.path, key.axis_keys) for key in wanted):
+                self.paths_by_key[key].measure()
+                yield "measuring", 0, 0
+        for done, total in self.captures.capturing([((k.path, k.axis_keys), k.budget) for k in wanted]):
+            yield "capturing", done, total
+
+    def run_in(self, inference_mode: bool) -> None:
+        """Has the tower's own code timed as it will run."""
+        for path in self.paths_by_key.values():
+            path.ladder.in_inference_mode = inference_mode
+
+    def clear(self) -> None:
+        """Releases every capture and forgets what was said of them."""
+        self.captures.clear()
+        for path in self.paths_by_key.values():
+            path.notes.clear()
+
+    # --- the first captures
+
+    def uncompiled(self) -> Generation:
+        """One whose captures take seconds: of the towers' own forwards, in mode `breakable`, by the measured
+        costs of replays and eager runs, and with the attention kernels that are known already.
+        """
+        first = {**_UNCOMPILED, "mode": _first_mode(self.config.mode), "packing": "cost"}
+        paths = {
+            name: PathConfig(token_budgets=path.token_budgets, mode=path.mode and _first_mode(path.mode))
+            for name, path in self.config.paths.items()
+        }
+        pool = GraphPool(self.pool.device, stream=self.pool.stream, priority=self.pool.priority)
+        return Generation(
+            self.served,
+            self.config.replace(**first, paths=paths),
+            pool,
+            self.runner.statistics,
+            compares_kernels=False,
+        )
+
+
+def first_of(planned: CapturePlan) -> CapturePlan:
+    """Of each path a few of the planned captures, the smallest and the largest among them."""
+    by_path: dict[tuple[object, ...], list[CaptureKey]] = {}
+    for capture in planned.captures:
+        if capture.pruned is None:
+            by_path.setdefault((capture.key.path, capture.key.axis_keys), []).append(capture.key)
+    kept: set[CaptureKey] = set()
+    for keys in by_path.values():
+        number = min(_FIRST_BUDGETS, len(keys))
+        kept.update(keys[round(n * (len(keys) - 1) / max(number - 1, 1))] for n in range(number))
+    return CapturePlan(tuple(capture for capture in planned.captures if capture.key in kept))
+
+
+def _first_mode(mode: Mode) -> Mode:
+    return "breakable" if mode in ("auto", "full", "piecewise") else mode

@@ -1,0 +1,122 @@
+"""Whose turn it is: one request at a time, and between requests a step of work that nobody waits for."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+_POLL_SECONDS = 0.05
+"""How often a step that is not due looks again, for a stop among others."""
+
+
+class StoppedError(Exception):
+    """A step was not begun since nobody wants it any more."""
+
+
+class Turns:
+    """The lock of whoever serves requests, which other work shares in steps.
+
+    Used as a context by requests, in any thread; one that has it may enter again. A step waits until nobody
+    has asked for a while; under a load without pauses it is due nevertheless after so many requests or
+    seconds, and then goes before those that come later. So a request waits for one step at most, and steps
+    go on whatever the load.
+
+    Args:
+        requests: that go before a step.
+        seconds: that a step waits at most, for the request that is running then and no other.
+        quiet: seconds without a request after which a step may begin.
+    """
+
+    def __init__(self, requests: int = 16, seconds: float = 1.0, quiet: float = 0.01) -> None:
+        self._requests = requests
+        self._seconds = seconds
+        self._quiet = quiet
+        self._lock = threading.Lock()
+        self._owner: int | None = None
+        """The thread that has the lock; it alone changes this to and from its own number."""
+        self._depth = 0
+        self._passed = 0
+        """Requests so far; changed by whoever has the lock."""
+        self._last_end = 0.0
+        self._changed = threading.Condition()
+        # Guarded by `_changed`:
+        self._waiting = 0
+        self._due: int | None = None
+        """The thread whose step comes next: requests that come now wait for it."""
+
+    def __enter__(self) -> Turns:
+        me = threading.get_ident()
+        if self._owner == me:
+            self._depth += 1
+            return self
+        # Of a manager without such work, and of most requests with it, this is all that it costs.
+        if self._due is not None or not self._lock.acquire(blocking=False):
+            self._wait()
+        self._owner, self._depth = me, 1
+        self._passed += 1
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self._last_end = time.perf_counter()
+            self._owner = None
+            self._lock.release()
+
+    def _wait(self) -> None:
+        with self._changed:
+            self._waiting += 1
+            self._changed.wait_for(lambda: self._due is None)
+        self._lock.acquire()
+        with self._changed:
+            self._waiting -= 1
+            self._changed.notify_all()
+
+    @contextmanager
+    def step(
+        self, is_stopped: Callable[[], bool] = lambda: False, *, at_once: bool = False
+    ) -> Iterator[None]:
+        """One step of other work, alone.
+
+        Args:
+            is_stopped: whether the step is not wanted any more.
+            at_once: whether it goes before the requests that come, after those that wait already.
+
+        Raises:
+            StoppedError: it is not wanted; nothing was done.
+        """
+        me = threading.get_ident()
+        assert self._owner != me, "a step is begun by whoever serves nobody"
+        self._await_turn(me, is_stopped, at_once=at_once)
+        try:
+            self._lock.acquire()
+            self._owner, self._depth = me, 1
+            try:
+                if is_stopped():
+                    raise StoppedError
+                yield
+            finally:
+                self._owner = None
+                self._lock.release()
+        finally:
+            with self._changed:
+                self._due = None
+                self._changed.notify_all()
+
+    def _await_turn(self, me: int, is_stopped: Callable[[], bool], *, at_once: bool) -> None:
+        begin, passed = time.perf_counter(), self._passed
+        with self._changed:
+            while True:
+                if is_stopped():
+                    raise StoppedError
+                if self._due is None:
+                    now = time.perf_counter()
+                    busy = self._owner is not None or bool(self._waiting)
+                    is_quiet = not busy and now - self._last_end >= self._quiet
+                    share = self._passed - passed >= self._requests or now - begin >= self._seconds
+                    if is_quiet or share or (at_once and not self._waiting):
+                        self._due = me
+                        return
+                self._changed.wait(min(self._quiet or _POLL_SECONDS, _POLL_SECONDS))

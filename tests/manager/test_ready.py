@@ -1,0 +1,482 @@
+"""`capture(wait=False)`: served at once and rightly at every moment; at the end as `capture()` leaves it."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import random
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fxsplit_encoder as fx
+from fxsplit_encoder.manager import background as background_module
+from fxsplit_encoder.manager.background import BackgroundCapture
+from fxsplit_encoder.manager.compile_worker import CompileWorker
+from fxsplit_encoder.manager.generation import first_of
+from fxsplit_encoder.manager.path_forward import PathForward
+from fxsplit_encoder.runtime.progress import CaptureProgress, least
+
+from .mock_towers import (
+    OlderTwoPaths,
+    PackedModel,
+    SplitModel,
+    UntraceableModel,
+    alone,
+    assert_equal_items,
+    batch,
+    eagerly,
+    items,
+)
+
+CONFIG = fx.EncoderConfig(token_budgets=(4, 6, 8, 12, 16), max_items_per_batch=4, piece_compiler="eager")
+
+
+@pytest.fixture
+def by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The work begins when a test asks for it."""
+    monkeypatch.setattr(BackgroundCapture, "start", lambda self: None)
+
+
+def manager_of(tower: Any = None, config: fx.EncoderConfig = CONFIG) -> fx.EncoderCudaGraphManager:
+    return fx.EncoderCudaGraphManager(SplitModel() if tower is None else tower, config, log_interval=0)
+
+
+def captured(tower: Any = None, config: fx.EncoderConfig = CONFIG) -> fx.EncoderCudaGraphManager:
+    manager = manager_of(tower, config)
+    manager.capture()
+    return manager
+
+
+def assert_right(manager: fx.EncoderCudaGraphManager, *lengths: int) -> None:
+    inputs = batch(*lengths)
+    torch.testing.assert_close(manager.execute(inputs), alone(manager.tower, inputs))
+
+
+def modes(manager: fx.EncoderCudaGraphManager) -> dict[str, dict[int, str]]:
+    return {
+        name: {budget: graph.mode for budget, graph in graphs.items()}
+        for name, graphs in manager.budget_graphs.items()
+    }
+
+
+def state(manager: fx.EncoderCudaGraphManager) -> Any:
+    """What `capture` decides."""
+    paths = manager.paths_by_key
+    return (
+        modes(manager),
+        {key: (path.ladder.no_graph_needed, path.ladder.dropped, path.notes) for key, path in paths.items()},
+        {key: (path.costs.replay, path.costs.measured, path.measured) for key, path in paths.items()},
+        {key: path.program is not None for key, path in paths.items()},
+        manager.is_captured(),
+    )
+
+
+def phase(manager: fx.EncoderCudaGraphManager) -> str:
+    progress = manager.stats().progress
+    assert progress is not None
+    return progress.phase
+
+
+def wait_for_end(manager: fx.EncoderCudaGraphManager) -> CaptureProgress:
+    assert manager.wait_captured(60)
+    progress = manager.stats().progress
+    assert progress is not None and progress.is_over
+    return progress
+
+
+def threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("fxsplit")]
+
+
+# --- piece by piece
+
+
+def test_it_serves_at_once_and_rightly_after_each_piece(by_hand: None) -> None:
+    manager = manager_of()
+    manager.capture(wait=False)
+    assert manager.is_captured() and manager.programs == {"default": None}
+    assert modes(manager) == {"default": dict.fromkeys((4, 6, 12, 16), "breakable")}
+    work = manager._background.work()
+    seen = []
+    for _ in work:
+        assert_right(manager, 3, 5)
+        assert_right(manager, 13)
+        seen.append((phase(manager), manager.programs["default"] is not None))
+    assert_right(manager, 3, 5)
+    assert all(not compiled for _, compiled in seen), "what serves changes at the end, and at once"
+    assert [each for each, _ in seen][-5:] == ["capturing"] * 5 and seen[0][0] == "tracing"
+    assert phase(manager) == "done"
+    assert state(manager) == state(captured())
+    (how,) = manager.reports
+    assert how.startswith("path default: compiled on a thread beside the requests: only what Inductor")
+    hits = manager.stats()
+    assert (hits.hits, hits.misses) == (2 * 2 * len(seen) - len(seen) + 2, {})
+
+
+def test_progress_is_told(by_hand: None) -> None:
+    manager = manager_of()
+    told: list[tuple[int, int]] = []
+    manager.capture(lambda done, total: told.append((done, total)), wait=False)
+    assert told == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    list(manager._background.work())
+    stats = manager.stats()
+    assert stats.as_dict()["progress"]["phase"] == "done" and "captures: done 5 of 5" in str(stats)
+    assert manager_of().stats().progress is None
+
+
+def test_what_waits_for_the_end(tmp_path: Any) -> None:
+    manager = manager_of()
+    manager.capture(wait=False)
+    manager.capture()
+    assert phase(manager) == "done" and state(manager) == state(captured())
+    before = manager.paths["default"].captured.copy()
+    manager.capture(wait=False)
+    assert manager.paths["default"].captured == before
+    assert manager.save_start(tmp_path / "a.start") > 0
+
+
+def test_of_a_tower_that_does_not_compile_its_captures_are_made(by_hand: None) -> None:
+    manager = manager_of(UntraceableModel())
+    manager.capture(wait=False)
+    for _ in manager._background.work():
+        assert_right(manager, 3, 5)
+    other = captured(UntraceableModel())
+    assert state(manager) == state(other)
+    assert manager.reports[1:] == other.reports
+
+
+def test_several_paths_and_what_some_skip(by_hand: None) -> None:
+    config = CONFIG.replace(token_budgets=(4, 8, 16))
+    manager = manager_of(OlderTwoPaths(), config)
+    manager.capture(wait=False)
+    inputs = items(manager.tower, (3, 0), (2, 2))
+    for _ in manager._background.work():
+        assert_equal_items(manager.execute(inputs), eagerly(manager.tower, inputs))
+    assert_equal_items(manager.execute(inputs), eagerly(manager.tower, inputs))
+    assert state(manager) == state(captured(OlderTwoPaths(), config))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"mode": "breakable"},
+        {"compile": False, "piece_compiler": "auto"},
+        {"enabled": False},
+    ],
+)
+def test_where_nothing_compiles_all_is_done_at_once(changes: dict[str, Any]) -> None:
+    config = CONFIG.replace(**changes)
+    manager = manager_of(config=config)
+    manager.capture(wait=False)
+    assert manager.stats().progress is None and manager.wait_captured()
+    assert state(manager) == state(captured(config=config))
+    assert_right(manager, 3, 5)
+
+
+@pytest.mark.parametrize("changes", [{"mode": "none"}, {"mode": "exact"}, {"packing": "greedy"}])
+def test_other_settings_end_as_without(changes: dict[str, Any], by_hand: None) -> None:
+    config = CONFIG.replace(**changes)
+    manager = manager_of(config=config)
+    manager.capture(wait=False)
+    for _ in manager._background.work():
+        assert_right(manager, 3, 5)
+    assert state(manager) == state(captured(config=config))
+
+
+def test_a_start_from_a_file(tmp_path: Any, by_hand: None) -> None:
+    path = tmp_path / "a.start"
+    captured().save_start(path)
+    manager = manager_of(config=CONFIG.replace(start_file=path))
+    manager.capture(wait=False)
+    assert manager.paths["default"].expected is None, "what serves first was never measured"
+    list(manager._background.work())
+    assert manager.paths["default"].expected is not None
+
+
+def test_ranks_have_to_wait() -> None:
+    manager = manager_of()
+    manager.data_parallel = object()
+    with pytest.raises(fx.InputError, match="wait: expected True with data_parallel"):
+        manager.capture(wait=False)
+    assert not manager.is_captured()
+
+
+# --- memory
+
+
+def test_first_captures_give_way_where_memory_is_short(
+    by_hand: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = manager_of()
+    manager.capture(wait=False)
+    first, request = manager._serving, PathForward.request
+    released = []
+    monkeypatch.setattr(first, "clear", lambda: released.append(True))
+
+    def short(self: PathForward, tokens: int, shared: Any) -> Any:
+        if self.program is not None and tokens == 12 and not released:
+            raise torch.OutOfMemoryError("none left")
+        return request(self, tokens, shared)
+
+    monkeypatch.setattr(PathForward, "request", short)
+    for _ in manager._background.work():
+        assert_right(manager, 3, 5)
+    assert released == [True] and sorted(manager.budget_graphs["default"]) == [4, 6, 8, 12, 16]
+    assert "too little memory for both" in manager.reports[-1]
+    assert not manager.paths["default"].notes
+
+
+def test_the_first_are_few_of_every_path() -> None:
+    config = CONFIG.replace(token_budgets=tuple(range(4, 40)))
+    planned = manager_of(config=config).planned_captures()
+    assert [each.key.budget for each in first_of(planned).captures] == [4, 16, 27, 39]
+    one = manager_of(config=CONFIG.replace(token_budgets=(4,))).planned_captures()
+    assert first_of(one) == one
+
+
+# --- what goes wrong
+
+
+def test_a_failure_is_said_and_what_serves_goes_on(by_hand: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = manager_of()
+    manager.capture(wait=False)
+    before = modes(manager)
+
+    def fail(self: Any, *args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("no more")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(PathForward, "trace", fail)
+        list(manager._background.work())
+    assert phase(manager) == "failed" and "failed: RuntimeError: no more" in str(manager.stats())
+    assert "go on serving: RuntimeError: no more" in manager.reports[-1]
+    assert modes(manager) == before
+    assert_right(manager, 3, 5)
+    manager._background._over.set()
+    manager.capture()
+    assert state(manager) == state(captured())
+
+
+def test_clear_in_the_middle(by_hand: None) -> None:
+    manager = manager_of()
+    manager.capture(wait=False)
+    for number in range(8):
+        work = manager._background.work()
+        for _ in range(number):
+            next(work, None)
+        background = manager._background
+        manager.clear()
+        with pytest.raises(background_module.StoppedError):
+            list(work)
+        assert phase(manager) == "stopped" and not manager.is_captured() and manager.num_bytes == 0
+        assert_right(manager, 3, 5)
+        manager.capture(wait=False)
+        assert manager._background is not background
+    list(manager._background.work())
+    assert state(manager) == state(captured())
+
+
+def test_weights_that_move_meanwhile(by_hand: None) -> None:
+    manager = manager_of()
+    manager.capture(wait=False)
+    for number, _ in enumerate(manager._background.work()):
+        if number % 3 == 1:
+            manager.tower.linear.weight = nn.Parameter(manager.tower.linear.weight + 1, requires_grad=False)
+        assert_right(manager, 3, 5)
+    assert_right(manager, 3, 5)
+    assert phase(manager) == "done"
+
+
+# --- threads
+
+
+def test_requests_of_several_threads_meanwhile() -> None:
+    manager = manager_of()
+    expected = {n: alone(manager.tower, batch(n, 16 - n)) for n in range(1, 16)}
+    served, errors = [0] * 3, []
+    stop = threading.Event()
+
+    def serve(number: int) -> None:
+        source = random.Random(number)
+        with torch.inference_mode(number == 1):
+            while not stop.is_set():
+                n = source.randint(1, 15)
+                try:
+                    torch.testing.assert_close(manager.execute(batch(n, 16 - n)), expected[n])
+                except Exception as error:
+                    errors.append(error)
+                    return
+                served[number] += 2
+
+    serving = [threading.Thread(target=serve, args=(number,)) for number in range(3)]
+    for thread in serving:
+        thread.start()
+    for _ in range(2):
+        manager.capture(wait=False)
+        assert wait_for_end(manager).phase == "done"
+        manager.clear()
+    stop.set()
+    for thread in serving:
+        thread.join()
+    assert not errors and all(served)
+    assert manager.stats().items == sum(served), "none is lost or served twice"
+
+
+def test_garbage_ends_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, trace = threading.Event(), PathForward.trace
+
+    def slow(self: PathForward, *args: Any, **kwargs: Any) -> Any:
+        begun.set()
+        time.sleep(0.2)
+        return trace(self, *args, **kwargs)
+
+    monkeypatch.setattr(PathForward, "trace", slow)
+    manager = manager_of()
+    manager.capture(wait=False)
+    assert begun.wait(60)
+    thread, background = manager._background._thread, manager._background
+    gone = weakref.ref(manager)
+    del manager
+    gc.collect()
+    assert gone() is None
+    thread.join(60)
+    assert not thread.is_alive() and background.progress.phase == "stopped"
+
+
+# --- in another process
+
+
+class Sleeps(SplitModel):
+    """One that another process is long in making."""
+
+    def __reduce__(self) -> Any:
+        return time.sleep, (600,)
+
+
+class Raises(SplitModel):
+    def __setstate__(self, state: Any) -> None:
+        if "compile_process" in sys.argv[0]:  # in the other process
+            raise RuntimeError("not here")
+        super().__setstate__(state)
+
+
+@pytest.fixture
+def elsewhere(by_hand: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[CompileWorker]]:
+    """The processes that were started, though nothing is for Inductor."""
+    started: list[CompileWorker] = []
+    launch = CompileWorker._launch
+
+    def remember(self: CompileWorker) -> Any:
+        started.append(self)
+        return launch(self)
+
+    monkeypatch.setattr(background_module, "why_not_elsewhere", lambda generation: "")
+    monkeypatch.setattr(CompileWorker, "_launch", remember)
+    yield started
+    for worker in started:
+        assert not worker.path.exists()
+        with pytest.raises(ProcessLookupError):
+            os.kill(worker.pid, 0)
+
+
+def test_a_tower_that_another_process_cannot_make(elsewhere: list[CompileWorker]) -> None:
+    class Local(SplitModel):
+        pass
+
+    for tower, why in (
+        (Local(), "it cannot be pickled"),
+        (Raises(), "cannot make it: RuntimeError: not here"),
+    ):
+        manager = manager_of(tower)
+        manager.capture(wait=False)
+        for _ in manager._background.work():
+            assert_right(manager, 3, 5)
+        assert phase(manager) == "done" and why in manager.reports[0]
+        assert manager.programs["default"] is not None
+    assert len(elsewhere) == 1
+
+
+@pytest.mark.parametrize("ended_by", ["kill", "clear"])
+def test_a_process_that_ends_too_soon(ended_by: str, elsewhere: list[CompileWorker]) -> None:
+    manager = manager_of(Sleeps())
+    manager.capture(wait=False)
+    work = manager._background.work()
+    next(work)
+    (worker,) = elsewhere
+    assert worker.path.stat().st_mode & 0o777 == 0o700
+    if ended_by == "kill":
+        os.kill(worker.pid, 9)
+        list(work)
+        assert "the process that compiled ended with status -9" in manager.reports[-1]
+        assert phase(manager) == "failed"
+    else:
+        manager.clear()
+        with pytest.raises(background_module.StoppedError):
+            next(work)
+    assert_right(manager, 3, 5)
+
+
+def test_what_another_process_finds_not_to_compile(elsewhere: list[CompileWorker]) -> None:
+    manager = manager_of(UntraceableModel())
+    manager.capture(wait=False)
+    list(manager._background.work())
+    assert len(elsewhere) == 1 and phase(manager) == "done"
+    assert state(manager) == state(captured(UntraceableModel()))
+    assert manager.reports == captured(UntraceableModel()).reports
+
+
+def test_what_another_process_cannot_save_is_compiled_here(elsewhere: list[CompileWorker]) -> None:
+    manager = manager_of()
+    manager.capture(wait=False)
+    for _ in manager._background.work():
+        assert_right(manager, 3, 5)
+    assert manager.reports == [
+        "path default: compiled again in this process: a piece is not in Inductor's cache"
+    ]
+    assert state(manager) == state(captured())
+
+
+@pytest.mark.slow
+def test_another_process_compiles_and_this_one_traces_nothing(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, by_hand: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    config = CONFIG.replace(piece_compiler="inductor", token_budgets=(4, 16))
+    manager = manager_of(config=config)
+    manager.capture(wait=False)
+    counts = torch._dynamo.utils.counters["stats"]
+    before = counts["unique_graphs"]
+    with caplog.at_level(logging.WARNING, "fxsplit_encoder"):
+        for _ in manager._background.work():
+            assert_right(manager, 3, 5)
+    assert counts["unique_graphs"] == before
+    assert not caplog.records and not manager.reports and phase(manager) == "done"
+    assert_right(manager, 3, 5)
+    assert modes(manager) == {"default": {4: "full", 16: "full"}}
+
+
+# --- several encoders
+
+
+def test_the_least_of_several_encoders_is_told() -> None:
+    known = [CaptureProgress("done"), None, CaptureProgress("capturing", 3, 16), CaptureProgress("failed")]
+    assert least(known) == known[2]
+    assert least(known[:2]) == known[0] and least([known[0], known[3]]) == known[3]
+    assert least([None]) is None
+    assert str(CaptureProgress("capturing", 3, 16, 2.04)) == "capturing 3 of 16, 2.0 s"
+
+
+def test_packed_models_without_a_splitting_op(by_hand: None) -> None:
+    manager = manager_of(PackedModel())
+    manager.capture(wait=False)
+    list(manager._background.work())
+    assert state(manager) == state(captured(PackedModel()))
