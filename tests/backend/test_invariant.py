@@ -1,4 +1,4 @@
-"""`invariant: true` behind torch.compile: rows of an image have the same bits in any call, or it is refused."""
+"""`invariant: true` behind torch.compile: rows of an image have the same bits in any call, or are refused."""
 
 from __future__ import annotations
 
