@@ -255,6 +255,20 @@ def _ours(selected: str) -> type[Managed]:
     return Ours
 
 
+class Invariant(Managed):
+    name = "ours-invariant"
+    title = "ours, invariant: true"
+
+    def __init__(self, model: Model, config: Mapping[str, Any]) -> None:
+        super().__init__(model, {**config, "invariant": True})
+
+    @classmethod
+    def unavailable(cls, kind: str, device: str) -> str | None:
+        if device == "cpu" and torch.get_num_threads() > 1:
+            return "needs a single thread on a CPU"
+        return super().unavailable(kind, device)
+
+
 # The most telling ones first: device time may end before the last.
 VARIANTS: Mapping[str, type[Variant]] = {
     variant.name: variant
@@ -265,6 +279,7 @@ VARIANTS: Mapping[str, type[Variant]] = {
         Compile,
         CompileReduceOverhead,
         Backend,
+        Invariant,
     )
 }
 """By name, in the order in which they run."""

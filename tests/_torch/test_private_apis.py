@@ -216,6 +216,8 @@ SYMBOLS = [
     present(f"{INDUCTOR}.config"),
     called(f"{INDUCTOR}.config.patch", 0, "layout_optimization", "inductor_choices_class"),
     present(f"{INDUCTOR}.config.layout_optimization"),
+    present(f"{INDUCTOR}.config.deterministic"),
+    replace(present(f"{INDUCTOR}.config.batch_invariant"), since="2.13"),
     present(f"{INDUCTOR}.config.inductor_choices_class"),
     present(f"{INDUCTOR}.config.triton.persistent_reductions"),
     called(f"{INDUCTOR}.choices.InductorChoices", 0),

@@ -1,4 +1,4 @@
-"""`invariant: true` behind torch.compile: an image has the same bits in any call, or the tower is refused."""
+"""`invariant: true` behind torch.compile: rows of an image have the same bits in any call, or are refused."""
 
 from __future__ import annotations
 

@@ -219,6 +219,7 @@ def _quantize(graph: fx.Graph, layer: Linear) -> None:
 
 def _one(graph: fx.Graph, weight: fx.Node) -> fx.Node:
     """The scale of every product, once for a graph."""
+    node: fx.Node
     for node in graph.find_nodes(op="placeholder"):
         found = derivation(node)
         if found is not None and found[0] is one_like:
