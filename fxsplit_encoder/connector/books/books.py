@@ -140,6 +140,7 @@ class Books:
         """
         holds_others = any(each.entry is not None for each in ticket.items)
         self._reopen(ticket)
+        self._set_deadline(ticket)  # what has to be encoded again has as long as it had at first
         if self.admission.admit(ticket, released):
             return True
         if holds_others:
@@ -153,7 +154,6 @@ class Books:
         """A ticket that may have ended is known again."""
         if ticket.number not in self.parts.tickets:
             self.parts.tickets[ticket.number] = ticket
-            self._set_deadline(ticket)
         self.parts.changed[ticket.number] = ticket
 
     def release(self, ticket: Ticket, item: int | None = None, *, keep: bool = False) -> int:

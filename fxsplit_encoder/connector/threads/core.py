@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Callable, Iterator
 
 from fxsplit_encoder.connector.books.books import Books
 from fxsplit_encoder.connector.books.parts import Parts
 from fxsplit_encoder.connector.books.ticket import Ticket, wake
+
+logger = logging.getLogger(__name__)
 
 
 class Core:
@@ -49,7 +52,10 @@ class Core:
                 self._wake_threads()
         wake(waiters)
         for ticket in ended:
-            self._on_ended(ticket)
+            try:
+                self._on_ended(ticket)
+            except Exception:  # this thread may be an engine's, or a worker's with a batch in hand
+                logger.warning("what is told of tickets that ended failed", exc_info=True)
 
     def stop(self) -> None:
         """Tells all threads to end once they have nothing to do."""
