@@ -30,6 +30,8 @@ class Core:
         self.encode_work = threading.Condition(lock)
         self.deadline_came_closer = threading.Condition(lock)
         self.quarantine_filled = threading.Condition(lock)
+        self.cpu_threads: frozenset[threading.Thread] = frozenset()
+        """Those that do CPU work."""
         self.is_stopping = False
         """Whether threads are to end once they have nothing to do."""
         self.awaited_deadline: float | None = None
@@ -75,9 +77,10 @@ class Core:
 
     def _wake_threads(self) -> None:
         parts = self.books.parts
-        if jobs := len(parts.to_digest) + len(parts.to_prepare):
+        # A thread of these that changes the books looks itself for what to do next.
+        if (jobs := self.books.preparation.num_jobs - (threading.current_thread() in self.cpu_threads)) > 0:
             self.cpu_work.notify(jobs)
-        if parts.to_encode or any(parts.cache.resting()):
+        if parts.to_encode or self.books.demotions.may_move:
             self.encode_work.notify_all()
         if parts.storage.quarantine:
             self.quarantine_filled.notify_all()

@@ -42,6 +42,7 @@ class Preparers:
             threading.Thread(target=self._run, name=f"connector-cpu-{number}", daemon=True)
             for number in range(num_threads)
         ]
+        core.cpu_threads = frozenset(self.threads)
 
     def _run(self) -> None:
         while (job := self._take()) is not None:
