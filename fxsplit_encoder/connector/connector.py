@@ -32,8 +32,8 @@ from fxsplit_encoder.connector.states import Availability, State
 from fxsplit_encoder.connector.statistics import ConnectorStats
 from fxsplit_encoder.connector.threads.copies import Copies
 from fxsplit_encoder.connector.threads.core import Core
-from fxsplit_encoder.connector.threads.pool import EncoderFactory, Pool, row_bytes_of
-from fxsplit_encoder.connector.threads.preparers import Preparers
+from fxsplit_encoder.connector.threads.pool import EncoderFactory, Pool, make_encoders, row_bytes_of
+from fxsplit_encoder.connector.threads.preparers import Preparers, checked_count
 from fxsplit_encoder.connector.threads.watchers import Clock, Warden
 from fxsplit_encoder.errors import ConnectorError, InputError, MediaError
 from fxsplit_encoder.messages import shown
@@ -89,7 +89,7 @@ class Connector:
         self._identity = identity if identity is not None else _ANY_TOWER
         self._copies = copies if copies is not None else Copies()
         self._log = RunLog(self.config.log_tickets)
-        first = [make() for make in encoders]
+        first = make_encoders(encoders)
         self._row_bytes = row_bytes_of(first)
         lock = threading.Lock()
         parts = Parts(
@@ -142,7 +142,7 @@ class Connector:
                 error = MediaError(f"no encoder takes {shown(item.modality)}")
                 return _padded(counts, request), (index, failure_of(error, "media"))
             try:
-                counts.append(self.processor.count_tokens(item))
+                counts.append(checked_count(self.processor.count_tokens(item)))
             except Exception as error:
                 return _padded(counts, request), (index, failure_of(error, "media"))
             if (size := counts[-1] * row_bytes) > self.config.staging_bytes:
@@ -219,6 +219,7 @@ class Connector:
         Raises:
             InputError: the ticket, or one of these items, is not ready.
         """
+        reader = torch.device(device)  # before anything is held: it may be no device
         with self._core.change() as books:
             wanted = [item.index for item in ticket.items] if items is None else list(items)
             _check_ready(ticket, wanted)
@@ -230,9 +231,11 @@ class Connector:
                 for index, feature in features.items()
             }
         finally:
-            event = self._copies.mark(torch.device(device))
-            with self._core.change() as books:
-                books.end_read(features.values(), event)
+            try:
+                event = self._copies.mark(reader)
+            finally:  # a device that records no event any more reads nothing any more
+                with self._core.change() as books:
+                    books.end_read(features.values(), event)
 
     def is_kept(self, ticket: Ticket, item: int) -> bool:
         """Whether the rows of one item are there, held by anybody or by nobody."""

@@ -124,8 +124,13 @@ def _joined(parts: Sequence[Tensor], out: Tensor, *, is_own: bool) -> Tensor:
         is_own: whether they must not be the items' own memory.
     """
     device, dtype = out.device, out.dtype
+    may_wait = (
+        device.type != "cpu"
+    )  # the host does not wait for a copy that comes to it, and would read too early
     moved = [
-        part if part.dtype == dtype and part.device == device else part.to(device, dtype, non_blocking=True)
+        part
+        if part.dtype == dtype and part.device == device
+        else part.to(device, dtype, non_blocking=may_wait)
         for part in parts
     ]
     # Of one tensor, too, `cat` makes another.

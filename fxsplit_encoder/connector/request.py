@@ -57,7 +57,7 @@ class EncodeRequest:
     """The media of one request.
 
     Raises:
-        InputError: the id is empty, or the timeout no positive number.
+        InputError: the id is empty, the salt no text, or the timeout no positive number.
     """
 
     id: str
@@ -85,7 +85,17 @@ class EncodeRequest:
     def __post_init__(self) -> None:
         if not self.id:
             raise InputError("id: expected a name for the request; got an empty one")
+        if not _is_text(self.salt):
+            raise InputError(f"salt: expected text that UTF-8 can encode; got {shown(self.salt)}")
         if self.retention not in ("discard", "keep"):
             raise InputError(f"retention: expected discard or keep; got {shown(self.retention)}")
         if self.timeout_s is not None and not self.timeout_s > 0:
             raise InputError(f"timeout_s: expected a positive number or None; got {shown(self.timeout_s)}")
+
+
+def _is_text(value: object) -> bool:
+    """Whether a string has bytes: a lone surrogate, as JSON may bring it, has none."""
+    try:
+        return isinstance(value, str) and value.encode() is not None
+    except UnicodeEncodeError:
+        return False

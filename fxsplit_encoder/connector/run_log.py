@@ -8,6 +8,7 @@ The file's last line holds the statistics of the whole run. A run that was kille
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -51,7 +52,7 @@ class RunLog:
         with self._lock:
             before, self._file = self._file, file
         if before is not None:
-            before.close()
+            _close(before)
 
     def write(self, ticket: Ticket) -> None:
         """Log a ticket that has ended."""
@@ -68,12 +69,24 @@ class RunLog:
         with self._lock:
             file, self._file = self._file, None
         if file is not None:
-            file.close()
+            _close(file)
 
     def _append(self, line: str) -> None:
         with self._lock:
-            if self._file is not None:
+            if self._file is None:
+                return
+            try:
                 self._file.write(f"{line}\n")
+                return
+            except OSError as error:  # such as a full disk: whoever told of a ticket is not to blame
+                logger.warning("%s: cannot be written, and ends here: %s", self._file.name, error)
+            file, self._file = self._file, None
+        _close(file)
+
+
+def _close(file: TextIO) -> None:
+    with contextlib.suppress(OSError):  # of lines that could not be written: that was said
+        file.close()
 
 
 def describe(ticket: Ticket) -> dict[str, Any]:

@@ -39,6 +39,9 @@ def _tickets(books: Books) -> Iterator[str]:
             yield f"{ticket}: needs memory and does not wait for it"
         if ticket.state in (State.FAILED, State.CANCELLED, State.RELEASED):
             yield f"{ticket}: has ended and is still known"
+    unsettled = {number for number, ticket in parts.tickets.items() if not ticket.is_settled}
+    if unsettled != set(parts.unsettled):
+        yield f"{len(unsettled)} tickets are not ready, {len(parts.unsettled)} counted"
     waiting = sum(item.state in WAITING for ticket in parts.tickets.values() for item in ticket.items)
     if waiting != parts.num_waiting:
         yield f"{waiting} items wait, {parts.num_waiting} counted"

@@ -140,6 +140,7 @@ class Books:
         """
         holds_others = any(each.entry is not None for each in ticket.items)
         self._reopen(ticket)
+        self._set_deadline(ticket)  # what has to be encoded again has as long as it had at first
         if self.admission.admit(ticket, released):
             return True
         if holds_others:
@@ -153,7 +154,6 @@ class Books:
         """A ticket that may have ended is known again."""
         if ticket.number not in self.parts.tickets:
             self.parts.tickets[ticket.number] = ticket
-            self._set_deadline(ticket)
         self.parts.changed[ticket.number] = ticket
 
     def release(self, ticket: Ticket, item: int | None = None, *, keep: bool = False) -> int:
@@ -233,7 +233,7 @@ class Books:
             ticket.told_epoch = ticket.epoch
         return Step(
             ready=tuple(ticket for ticket in told if ticket.state is State.READY),
-            deferred=tuple(ticket for ticket in self.parts.tickets.values() if not ticket.is_settled),
+            deferred=tuple(self.parts.unsettled.values()),
             unavailable=tuple(t for t in told if t.state in _GONE),
             recounted=tuple(recounted),
             released=tuple(ticket for ticket in told if ticket.state is State.RELEASED),
@@ -242,8 +242,8 @@ class Books:
     @property
     def has_pending_work(self) -> bool:
         """Whether a later step may have something to tell, or memory is not free yet because it is copied."""
-        waits = any(not ticket.is_settled for ticket in self.parts.tickets.values())
-        return waits or bool(self.parts.news) or bool(self.parts.storage.quarantine)
+        parts = self.parts
+        return bool(parts.unsettled) or bool(parts.news) or bool(parts.storage.quarantine)
 
     # --- reading
 

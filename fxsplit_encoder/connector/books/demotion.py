@@ -32,16 +32,30 @@ class Demotions:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self.moving: dict[Demotion, None] = {}
+        self._in_vain: tuple[int, int] | None = None
+        """What had happened when there was nothing that could be moved."""
+
+    @property
+    def may_move(self) -> bool:
+        """Whether it makes sense to ask for one."""
+        return any(self._parts.cache.resting_on_device()) and self._in_vain != self._happened
+
+    @property
+    def _happened(self) -> tuple[int, int]:
+        """Changes with what may let something move."""
+        return self._parts.cache.num_rests, self._parts.ledger.num_releases
 
     def take(self) -> Demotion | None:
         """The next feature to move; None: there is none, or no memory for it."""
+        if not self.may_move:
+            return None
         moving = {move.entry for move in self.moving}
         buffers = self._parts.storage.buffers
-        for entry in self._parts.cache.resting():
+        for entry in self._parts.cache.resting_on_device():
             source = entry.feature
             assert source is not None
             fits = capacity_of(entry.num_bytes) <= buffers.available()
-            if source.residence is Residence.DEVICE and entry not in moving and fits:
+            if entry not in moving and fits and source.is_written:
                 target = Feature(None, Residence.HOST, HOST)
                 reserved = buffers.reserve(target, entry.num_bytes)
                 assert reserved
@@ -50,6 +64,7 @@ class Demotions:
                 move = Demotion(entry, source, target, buffers.buffer(target), capacity)
                 self.moving[move] = None
                 return move
+        self._in_vain = self._happened
         return None
 
     def attach(self, move: Demotion, buffer: Any) -> None:
@@ -69,9 +84,11 @@ class Demotions:
         if rows is not None and entry.feature is move.source:
             move.target.rows = rows
             entry.feature = move.target
+            self._parts.cache.moved_to_host(entry)
             self._parts.stats.demotions += 1
             self._parts.storage.free(move.source)
         else:
             move.target.read_events = list(move.events)
             self._parts.storage.free(move.target)
+        self._in_vain = None
         self._parts.storage.was_freed = True

@@ -201,6 +201,10 @@ class Holdings:
             if ticket.is_settled and not ticket.was_settled:
                 self._tell(ticket)
             ticket.was_settled = ticket.is_settled
+            if ticket.was_settled:
+                parts.unsettled.pop(ticket.number, None)
+            else:
+                parts.unsettled[ticket.number] = ticket
             if ticket.state in _ENDED:
                 del parts.tickets[ticket.number]
                 parts.stats.outcomes[ticket.state] += 1

@@ -42,6 +42,8 @@ class Parts:
     cache: FeatureCache = field(default_factory=FeatureCache)
     tickets: dict[int, Ticket] = field(default_factory=dict)
     """Those that wait for something or hold something."""
+    unsettled: dict[int, Ticket] = field(default_factory=dict)
+    """Those of them that are not ready yet."""
     to_digest: FairQueue[Occurrence] = field(default_factory=FairQueue)
     """Also items of which less is to be asked, which are hashed again."""
     to_prepare: FairQueue[Entry] = field(default_factory=FairQueue)

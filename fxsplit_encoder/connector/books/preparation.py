@@ -44,20 +44,40 @@ class Preparation:
     def __init__(self, parts: Parts, holdings: Holdings) -> None:
         self._parts = parts
         self._holdings = holdings
+        self._was_hashed = False
+        """Whether the last job was to hash."""
+
+    @property
+    def num_jobs(self) -> int:
+        """How many things `take` would hand out."""
+        to_prepare = len(self._parts.to_prepare) if self._has_room else 0
+        return len(self._parts.to_digest) + to_prepare
+
+    @property
+    def _has_room(self) -> bool:
+        return self._parts.ledger.used(INPUTS) < self._parts.config.input_bytes
 
     def take(self) -> DigestJob | PrepareJob | None:
         """The next thing to do; None: nothing, or too much waits for encoders already."""
-        parts = self._parts
-        for item in parts.to_digest:
-            parts.to_digest.take(item)
-            policy = parts.tickets[item.ticket].request.failure
-            return DigestJob(item, item.media, policy.reduce if item.is_reducing else None)
-        if parts.ledger.used(INPUTS) < parts.config.input_bytes:
-            for entry in parts.to_prepare:
-                parts.to_prepare.take(entry)
-                entry.is_preparing = True
-                return PrepareJob(entry, entry.media)
-        return None
+        may_prepare = bool(self._parts.to_prepare) and self._has_room
+        # In turns: else nothing was preprocessed for as long as requests come as fast as they are hashed.
+        if self._parts.to_digest and not (may_prepare and self._was_hashed):
+            self._was_hashed = True
+            return self._digest_job()
+        self._was_hashed = False
+        return self._prepare_job() if may_prepare else None
+
+    def _digest_job(self) -> DigestJob:
+        item = next(iter(self._parts.to_digest))
+        self._parts.to_digest.take(item)
+        policy = self._parts.tickets[item.ticket].request.failure
+        return DigestJob(item, item.media, policy.reduce if item.is_reducing else None)
+
+    def _prepare_job(self) -> PrepareJob:
+        entry = next(iter(self._parts.to_prepare))
+        self._parts.to_prepare.take(entry)
+        entry.is_preparing = True
+        return PrepareJob(entry, entry.media)
 
     def digested(self, job: DigestJob, result: Digested | ConnectorError) -> None:
         """An item was hashed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import queue
 import signal
@@ -33,6 +34,8 @@ from fxsplit_encoder.connector.transport.peer import connected_sockets
 from fxsplit_encoder.connector.transport.shared_memory import SharedMemoryTransport
 from fxsplit_encoder.connector.transport.wire import Codec, Message
 from fxsplit_encoder.errors import EncoderLostError, TransportError
+
+logger = logging.getLogger(__name__)
 
 _LAST_WORDS_MS = 20
 """How long messages that a process sent before it ended may take to arrive."""
@@ -96,6 +99,7 @@ class EncoderProcess:
         with theirs:
             arguments = options.command_line(path, theirs.fileno())
             self._process = launching.launch(arguments, theirs.fileno(), options)
+        resources.callback(self._end)
         self._pidfd = os.pidfd_open(self._process.pid)
         resources.callback(os.close, self._pidfd)
 
@@ -192,6 +196,9 @@ class EncoderProcess:
             self._serve()
         except TransportError as error:
             self.kill(f"the encoder process {self.pid} sent what nobody understands: {error}")
+        except Exception as error:  # of this end: a process that nobody listens to is of no use
+            logger.warning("the thread that listens to an encoder process ends", exc_info=True)
+            self.kill(f"the encoder process {self.pid} could not be listened to: {error}")
         finally:
             self._lose()
 
@@ -253,6 +260,12 @@ class EncoderProcess:
         """
         self._reason = self._reason or reason
         self._process.kill()
+
+    def _end(self) -> None:
+        """Leave no process behind; one that has ended was waited for."""
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
 
     def close(self) -> None:
         """Ask the process to end, end it if it does not, and give back what belonged to it; idempotent."""

@@ -100,9 +100,15 @@ class StoreReader:
             except (OSError, TransportError) as error:
                 self._lose()
                 raise TransportError(f"the store at {self.path} does not answer: {error}") from error
+            except BaseException:  # a key that was pressed: the answer is still to come
+                self._lose()
+                raise
             if not isinstance(answer, Answer):
                 self._lose()
                 raise TransportError(f"expected an answer of the store; got {type(answer).__name__}")
+            if answer.handle is not None and answer.handle.key != key:
+                self._lose()
+                raise TransportError(f"the store at {self.path} answered with another feature")
             return answer
 
     def _check(self) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Callable, Iterator
 
 from fxsplit_encoder.connector.books.books import Books
 from fxsplit_encoder.connector.books.parts import Parts
 from fxsplit_encoder.connector.books.ticket import Ticket, wake
+
+logger = logging.getLogger(__name__)
 
 
 class Core:
@@ -27,6 +30,8 @@ class Core:
         self.encode_work = threading.Condition(lock)
         self.deadline_came_closer = threading.Condition(lock)
         self.quarantine_filled = threading.Condition(lock)
+        self.cpu_threads: frozenset[threading.Thread] = frozenset()
+        """Those that do CPU work."""
         self.is_stopping = False
         """Whether threads are to end once they have nothing to do."""
         self.awaited_deadline: float | None = None
@@ -49,7 +54,10 @@ class Core:
                 self._wake_threads()
         wake(waiters)
         for ticket in ended:
-            self._on_ended(ticket)
+            try:
+                self._on_ended(ticket)
+            except Exception:  # this thread may be an engine's, or a worker's with a batch in hand
+                logger.warning("what is told of tickets that ended failed", exc_info=True)
 
     def stop(self) -> None:
         """Tells all threads to end once they have nothing to do."""
@@ -69,9 +77,10 @@ class Core:
 
     def _wake_threads(self) -> None:
         parts = self.books.parts
-        if jobs := len(parts.to_digest) + len(parts.to_prepare):
+        # A thread of these that changes the books looks itself for what to do next.
+        if (jobs := self.books.preparation.num_jobs - (threading.current_thread() in self.cpu_threads)) > 0:
             self.cpu_work.notify(jobs)
-        if parts.to_encode or any(parts.cache.resting()):
+        if parts.to_encode or self.books.demotions.may_move:
             self.encode_work.notify_all()
         if parts.storage.quarantine:
             self.quarantine_filled.notify_all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -107,11 +108,12 @@ class Pool:
         """
         with self._core.change() as books:
             worker = self._worker(name)
-            if self._core.is_stopping:
+            if books.is_closed:
                 raise InputError(f"{name}: expected an open connector; it is closed")
             if self._threads[name].thread.is_alive():
                 books.encoding.lose_worker(worker, is_running=True)
-                self._given_up.append(self._threads[name])
+                left = [each for each in self._given_up if each.thread.is_alive()]
+                self._given_up = [*left, self._threads[name]]
             successor = self._succeed(worker)
             self._core.wake_all()
         self._start(successor)
@@ -124,10 +126,11 @@ class Pool:
     def _lost(self, worker: Worker) -> None:
         """At the end of a thread that a fault has ended."""
         with self._core.change() as books:
+            was_serving = worker.status in LIVE
             books.encoding.lose_worker(worker, is_running=False)
             successor, most = None, books.parts.config.max_worker_restarts
             is_current = self._workers[worker.name] is worker
-            if is_current and not self._core.is_stopping and worker.num_losses < most:
+            if is_current and was_serving and not books.is_closed and worker.num_losses < most:
                 successor = self._succeed(worker)
                 successor.num_losses = worker.num_losses + 1
             self._core.wake_all()
@@ -162,12 +165,27 @@ class Pool:
     def threads(self) -> list[threading.Thread]:
         """All that may still run. One that ends by a fault may add another before it has ended."""
         with self._core.lock:
+            self._given_up = [each for each in self._given_up if each.thread.is_alive()]
             return [each.thread for each in (*self._threads.values(), *self._given_up)]
 
 
 def modalities_of(encoder: FeatureEncoder) -> frozenset[str]:
     """What an encoder encodes."""
     return frozenset(modality for modality in MODALITIES if encoder.row_bytes(modality) is not None)
+
+
+def make_encoders(factories: Sequence[EncoderFactory]) -> list[FeatureEncoder]:
+    """The first encoder of each worker; those that were made are closed if another cannot be."""
+    made: list[FeatureEncoder] = []
+    try:
+        for make in factories:
+            made.append(make())
+    except BaseException:
+        for encoder in made:
+            with contextlib.suppress(Exception):
+                encoder.close()
+        raise
+    return made
 
 
 def row_bytes_of(encoders: Sequence[FeatureEncoder]) -> dict[Modality, int | None]:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
+import operator
 import threading
 import time
 from collections.abc import Callable
 
+import torch
+
 from fxsplit_encoder.connector.books.preparation import Digested, DigestJob, PrepareJob
 from fxsplit_encoder.connector.failures import failure_of
-from fxsplit_encoder.connector.seams import MediaProcessor, MediaReducer, PreparedItem
+from fxsplit_encoder.connector.seams import MediaItem, MediaProcessor, MediaReducer, PreparedItem
 from fxsplit_encoder.connector.threads.core import Core
 from fxsplit_encoder.errors import ConnectorError
+from fxsplit_encoder.messages import shown
 
 
 class Preparers:
@@ -37,6 +42,7 @@ class Preparers:
             threading.Thread(target=self._run, name=f"connector-cpu-{number}", daemon=True)
             for number in range(num_threads)
         ]
+        core.cpu_threads = frozenset(self.threads)
 
     def _run(self) -> None:
         while (job := self._take()) is not None:
@@ -57,36 +63,72 @@ class Preparers:
         result: Digested | ConnectorError
         try:
             result = self._reduced(job) if job.reduction else self._digested(job)
-        except Exception as error:
+        except BaseException as error:  # a decoder that ends its thread must not end this one
             result = failure_of(error, "media")
         with self._core.change() as books:
             books.preparation.digested(job, result)
 
     def _digested(self, job: DigestJob) -> Digested:
-        return Digested(job.media, job.item.num_tokens, self._processor.digest(job.media))
+        return Digested(job.media, job.item.num_tokens, self._hashed(job.media))
+
+    def _hashed(self, media: MediaItem) -> bytes:
+        digest: object = self._processor.digest(media)
+        if not isinstance(digest, bytes):
+            raise TypeError(f"digest: expected bytes of the processor; got {shown(digest)}")
+        return digest
 
     def _reduced(self, job: DigestJob) -> Digested:
         assert isinstance(self._processor, MediaReducer) and job.reduction is not None
         media = self._processor.reduce(job.media, job.reduction)
-        num_tokens = self._processor.count_tokens(media) if media is not None else job.item.num_tokens
+        num_tokens = job.item.num_tokens
+        if media is not None:
+            num_tokens = checked_count(self._processor.count_tokens(media))
         if media is None or num_tokens >= job.item.num_tokens:
             raise ConnectorError(
                 "memory ran out, and it has no more to give", "out_of_memory", retryable=True
             )
-        return Digested(media, num_tokens, self._processor.digest(media))
+        return Digested(media, num_tokens, self._hashed(media))
 
     def _prepare(self, job: PrepareJob) -> None:
         started, cost = time.monotonic(), 0.0
         result: PreparedItem | ConnectorError
         try:
-            result = self._processor.prepare(job.media)
-        except Exception as error:
+            result = _checked_item(self._processor.prepare(job.media))
+        except BaseException as error:
             result = failure_of(error, "media")
         else:
             try:
                 result, cost = self._stage(result)
-            except Exception as error:
+                result, cost = _checked_item(result), _checked_cost(cost)
+            except BaseException as error:
                 result = failure_of(error, "encoder")
         with self._core.change() as books:
             books.parts.stats.prepare.add(time.monotonic() - started)
             books.preparation.prepared(job, result, cost)
+
+
+def checked_count(count: object) -> int:
+    """What a processor counted, as an integer; TypeError or ValueError for what is none of at least 0."""
+    if isinstance(count, bool):
+        raise TypeError(f"count_tokens: expected an integer of the processor; got {shown(count)}")
+    number = operator.index(count)  # type: ignore[arg-type]
+    if number < 0:
+        raise ValueError(f"count_tokens: expected at least 0 of the processor; got {number}")
+    return number
+
+
+def _checked_item(item: object) -> PreparedItem:
+    """An item whose bytes can be counted: the books do so under their lock, where nothing may fail."""
+    if not isinstance(item, PreparedItem):
+        raise TypeError(f"prepare: expected a PreparedItem; got {shown(item)}")
+    for name, tensor in item.inputs.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"prepare: expected a tensor as {name}; got {shown(tensor)}")
+    return item
+
+
+def _checked_cost(cost: object) -> float:
+    number = float(cost)  # type: ignore[arg-type]
+    if not (math.isfinite(number) and number >= 0):
+        raise ValueError(f"predict_cost: expected a number of at least 0; got {number}")
+    return number

@@ -112,10 +112,12 @@ class HeldBlocks:
             block = self._held.pop(number, None)
         if block is None:
             return
-        self._clear(block)
-        with self._changed:
-            self._free.give_back(block.offset, block.num_bytes)
-            self._changed.notify_all()
+        try:
+            self._clear(block)
+        finally:  # what cannot be cleared belongs to a device that is lost, and is used by nobody
+            with self._changed:
+                self._free.give_back(block.offset, block.num_bytes)
+                self._changed.notify_all()
 
     def close(self) -> None:
         """Hold nothing any more, clear nothing, and wake whoever waits for room; idempotent."""

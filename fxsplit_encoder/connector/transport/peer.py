@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import socket
@@ -11,6 +12,8 @@ from typing import NamedTuple
 
 from fxsplit_encoder.connector.transport.wire import Codec, Message
 from fxsplit_encoder.errors import TransportError
+
+logger = logging.getLogger(__name__)
 
 _MOST_PACKET_BYTES = 1 << 16
 _MOST_DESCRIPTORS = 4
@@ -117,6 +120,15 @@ class Peer:
             self._shut_down()
 
     def _listen(self) -> None:
+        try:
+            self._read_until_gone()
+        except Exception:  # of `on_released`: nothing is given back any more, and nobody may wait for it
+            logger.warning("word of what the other process released could not be taken", exc_info=True)
+            self._shut_down()
+        if not self._is_closing:
+            self._on_hang_up()
+
+    def _read_until_gone(self) -> None:
         poll = select.poll()
         poll.register(self._socket, select.POLLIN | select.POLLRDHUP)
         while True:
@@ -124,9 +136,7 @@ class Peer:
             if event & select.POLLIN and self._read_packets():
                 continue
             if event & _GONE or event & select.POLLIN:
-                break
-        if not self._is_closing:
-            self._on_hang_up()
+                return
 
     def _read_packets(self) -> bool:
         """Whether what came was understood."""
