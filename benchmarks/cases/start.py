@@ -3,10 +3,11 @@ each in a process of its own.
 
     python benchmarks/bench.py start --output out/start.json
 
-The Qwen3-VL-8B vision tower, 27 blocks, bf16, random weights, 16 budgets, mode `full`. `--tiny` takes a tiny
-tower and 4 budgets, for a machine without a GPU, where nothing is a graph and pieces run as traced. The cold
-start has empty caches, the second one what the first left there; the one from a file has empty caches and
-what the first saved. Seconds:
+The Qwen3-VL-8B vision tower, 27 blocks, bf16, random weights, 16 budgets, mode `full`. `--tower` takes that
+of another model, with its configuration in configs/; the import of its model's code is in "tower". `--tiny`
+takes a tiny tower and 4 budgets, for a machine without a GPU, where nothing is a graph and pieces run as
+traced. The cold start has empty caches, the second one what the first left there; the one from a file has
+empty caches and what the first saved. Seconds:
 
 * "import": torch, transformers and this package, "own import" being this package's part. "tower": making the
   tower, which a server does by reading its checkpoint; it is not part of the total.
@@ -16,6 +17,11 @@ what the first saved. Seconds:
 "traced" counts Dynamo's graphs, "compiled" the pieces that Inductor compiled, "kernels" what Triton and
 FlashAttention 4 did while capturing, "measured" the classes of attention whose kernels were timed. `--profile
 DIR` writes where the CPU was in each phase, which makes them slower.
+
+`--spent` shares out the seconds of compiling and capturing: "trace", "pieces" (what Inductor compiles),
+"attention measured", "captures" and "timings" (of replays, of exact shapes and of the tower's own forward),
+each without what is inside it of another kind; "calls" says how often. To watch them imports some of what
+compiling would, so the other columns are for runs without it.
 
 "bytes" is what the captures take; the start "largest alone" captures the largest budget alone.
 """
@@ -36,6 +42,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+TOWER = "qwen3-vl-8b"
 BUDGETS = (16, 32, 48, 64, 96, 128, 196, 256, 324, 400, 512, 784, 1024, 1296, 1764, 2304)
 TINY_BUDGETS = (4, 16, 32, 64)
 LIMITS = {"mode": "full", "max_items_per_batch": 4, "max_frames_per_batch": 8}
@@ -52,6 +59,8 @@ _BENCH = Path(__file__).resolve().parents[1] / "bench.py"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tiny", action="store_true", help="a tiny tower, on a CPU too")
+    parser.add_argument("--tower", default=TOWER, help="of which model, a name of cases/towers.py")
+    parser.add_argument("--spent", action="store_true", help="share out compiling and capturing")
     parser.add_argument("--budgets", type=json.loads, metavar="JSON", help="other token budgets")
     parser.add_argument("--starts", nargs="+", choices=STARTS, default=STARTS, help="those to make")
     parser.add_argument("--file", help="where the cold start saves it, or an earlier one did")
@@ -93,11 +102,7 @@ class Phases:
 
 def start(arguments: argparse.Namespace, budgets: Sequence[int]) -> dict[str, Any]:
     """One start in this process: seconds of each phase, and what the captures take."""
-    profile = None
-    if arguments.profile is not None:
-        profile = Path(arguments.profile) / arguments.in_this_process.replace(" ", "-")
-        profile.mkdir(parents=True, exist_ok=True)
-    phases = Phases(profile)
+    phases = Phases(profile_of(arguments))
     phase, seconds = phases.phase, phases.seconds
     with phase("import"):
         import torch
@@ -109,15 +114,17 @@ def start(arguments: argparse.Namespace, budgets: Sequence[int]) -> dict[str, An
         make_manager, wrap = fx.EncoderCudaGraphManager, fx.wrap
         own_import = time.perf_counter() - begin
 
-    from models import tiny_tower
+    from spent import Spent
 
-    from fxsplit_encoder.models.random import demo_tower
+    from fxsplit_encoder.models.random import random_inputs
 
+    spent = Spent()
+    if arguments.spent:
+        spent.watch()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with phase("tower"):
-        made = tiny_tower().to(device) if arguments.tiny else demo_tower(27, device, torch.bfloat16)
-        tower = wrap(made)
-    manager = make_manager(tower, fx.EncoderConfig(**LIMITS, token_budgets=tuple(budgets)))
+        tower = wrap(make_tower(arguments, device))
+    manager = make_manager(tower, config_of(arguments, budgets))
     with phase("load"):
         if arguments.load is not None and not manager.load_start(arguments.load):
             raise SystemExit(manager.reports[0])
@@ -127,10 +134,10 @@ def start(arguments: argparse.Namespace, budgets: Sequence[int]) -> dict[str, An
     kernels = count_kernels()
     with phase("capture"):
         manager.capture()
-    side = 4 if arguments.tiny else 16
-    pixels = torch.randn(side * side, tower.patch_features, device=device)
+    packed = hasattr(tower, "patch_features")
+    inputs = random_inputs(tower, [(16 if arguments.tiny else 256) if packed else 1])
     with phase("first embedding"):
-        manager.execute({"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, side, side]])})
+        manager.execute(inputs)
     measured = len(manager.kernels.measurements.table(manager.device)) - known
     if arguments.save is not None:
         with phase("save"):
@@ -143,9 +150,43 @@ def start(arguments: argparse.Namespace, budgets: Sequence[int]) -> dict[str, An
         "compiled": torch._dynamo.utils.counters["inductor"]["fxgraph_cache_miss"],
         "kernels": count_kernels() - kernels,
         "measured": measured,
-        "captured": len(manager.budget_graphs["default"]),
+        "captured": sum(map(len, manager.budget_graphs.values())),
         "bytes": manager.num_bytes,
+        **(spent.row(seconds["compile"]) if arguments.spent else {}),
     }
+
+
+def profile_of(arguments: argparse.Namespace) -> Path | None:
+    """Where the profiles of one start go, if any are made."""
+    if arguments.profile is None:
+        return None
+    profile = Path(arguments.profile) / arguments.in_this_process.replace(" ", "-")
+    profile.mkdir(parents=True, exist_ok=True)
+    return profile
+
+
+def make_tower(arguments: argparse.Namespace, device: str) -> Any:
+    """The tower of a start, with random weights."""
+    import torch
+    from models import tiny_tower
+
+    from fxsplit_encoder.models.random import demo_tower
+
+    if arguments.tiny:
+        return tiny_tower().to(device)
+    return demo_tower(None, device, torch.bfloat16, model=arguments.tower)
+
+
+def config_of(arguments: argparse.Namespace, budgets: Sequence[int]) -> Any:
+    """The settings of a start: those of this case, or for another tower than its own those in configs/."""
+    import fxsplit_encoder as fx
+
+    if arguments.tiny or arguments.tower == TOWER:
+        return fx.EncoderConfig(**LIMITS, token_budgets=tuple(budgets))
+    from cases.towers import chosen_config
+
+    config = chosen_config(arguments.tower, tiny=False)
+    return config.replace(token_budgets=tuple(budgets)) if budgets else config
 
 
 def count_kernels() -> int:
@@ -159,7 +200,9 @@ def in_new_process(
     name: str, arguments: argparse.Namespace, budgets: Sequence[int], caches: str, *options: str
 ) -> dict[str, Any]:
     options += ("--in-this-process", name, "--budgets", json.dumps(budgets))
+    options += ("--tower", arguments.tower)
     options += ("--tiny",) if arguments.tiny else ()
+    options += ("--spent",) if arguments.spent else ()
     options += ("--profile", arguments.profile) if arguments.profile is not None else ()
     environment = {**os.environ, **{name: f"{caches}/{folder}" for name, folder in CACHES.items()}}
     environment["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] = "1"
@@ -170,17 +213,21 @@ def in_new_process(
 
 
 def run(arguments: argparse.Namespace) -> int:
-    budgets = arguments.budgets or (TINY_BUDGETS if arguments.tiny else BUDGETS)
+    own = BUDGETS if arguments.tower == TOWER else ()
+    budgets = arguments.budgets or (TINY_BUDGETS if arguments.tiny else own)
     if arguments.in_this_process:
         print(json.dumps(start(arguments, budgets)))
         return 0
     from storage import new_result, store
     from tables import starts
 
-    tower = "tiny" if arguments.tiny else "qwen3-vl-8b"
-    result = new_result("start", tower=tower, **LIMITS, token_budgets=list(budgets))
+    tower = "tiny" if arguments.tiny else arguments.tower
+    limits = LIMITS if arguments.tiny or tower == TOWER else {}
+    result = new_result("start", tower=tower, **limits, token_budgets=list(budgets))
     with tempfile.TemporaryDirectory() as made:
         for name in arguments.starts:
+            if name == "largest alone" and not budgets:
+                continue  # its budgets are not known here
             file, options = arguments.file or f"{made}/saved.start", []
             if name == "cold":
                 options = ["--save", file]
