@@ -63,7 +63,7 @@ def make_manager(tower: Any, inputs: Inputs, **settings: Any) -> Any:
 def encoders(request: pytest.FixtureRequest) -> Encoders:
     name, dtype = request.param
     inputs = tiny_towers.tiny(name).inputs
-    items = tile_items(40) if "InternVL" in name else packed_items(40)
+    items = tile_items(40) if "InternVL" in name else packed_items(40, videos=bool(inputs.videos))
     tower = fx.wrap(tiny_towers.make(name).to(dtype))
     managers: dict[str, Any] = {}
     for mode in MODES:
