@@ -20,6 +20,8 @@ import torch
 from torch import fx
 
 from fxsplit_encoder.attention import dense_attention, varlen_attention
+from fxsplit_encoder.attention.invariant import invariant_kernel
+from fxsplit_encoder.attention.kernels import KERNELS, AttentionShape
 from fxsplit_encoder.compile.host import host_op
 from fxsplit_encoder.compile.padding import PaddingReport
 from fxsplit_encoder.compile.padding.rules import CONSTRUCTORS, COPIES, MOVERS
@@ -68,7 +70,7 @@ def check_rows(module: fx.GraphModule, device: torch.device, compiler: str | Cal
     Raises:
         ConfigError: `invariant` cannot be kept for this graph; names the nodes, or what to change.
     """
-    problems = [*_of_compiler(device, compiler), *_of_threads(device)]
+    problems = [*_of_compiler(device, compiler), *_of_threads(device), *_of_heads(module.graph, device)]
     problems += [f"invariant: {node.name}: {why}" for node, why in row_dependence(module.graph)]
     if problems:
         raise ConfigError(*problems[:_MOST_PROBLEMS])
@@ -92,6 +94,20 @@ def _of_threads(device: torch.device) -> Iterator[str]:
             "invariant: on a CPU threads share tensors by their number of entries, and each ends its part by "
             f"other code; allowed: one, by torch.set_num_threads(1); got {threads}"
         )
+
+
+def _of_heads(graph: fx.Graph, device: torch.device) -> Iterator[str]:
+    """Why no kernel attends to the heads of a graph."""
+    for node in graph.nodes:
+        if node.target in (varlen_attention, dense_attention):
+            value = node.meta["val"]
+            heads, head_dim = int(value.shape[1]), int(value.shape[-1])
+            shape = AttentionShape(device, value.dtype, heads, head_dim, tokens=1, longest=1, segments=1)
+            try:
+                invariant_kernel(KERNELS, shape)
+            except ConfigError as error:
+                yield f"{error}; at {node.name}"
+                return
 
 
 def check_proof(report: PaddingReport, token_symbol: str | None) -> None:
