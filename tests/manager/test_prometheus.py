@@ -12,6 +12,7 @@ from fxsplit_encoder.errors import InputError, MissingExtraError
 from fxsplit_encoder.manager.prometheus import PrometheusCollector
 from fxsplit_encoder.planning.limits import CaptureKey
 from fxsplit_encoder.planning.reasons import MissReason
+from fxsplit_encoder.runtime.progress import CaptureProgress
 from fxsplit_encoder.runtime.statistics import ManagerStats, Statistics
 
 BUDGETS = (
@@ -75,6 +76,17 @@ def test_a_scrape_shows_the_counts() -> None:
 
     source.statistics.record_items(4)
     assert sample(scrape(registry), "item_hits_total") == 7
+
+
+def test_the_phase_of_work_that_nobody_waits_for() -> None:
+    source, registry = Source(), CollectorRegistry()
+    PrometheusCollector(lambda: replace(source.stats(), progress=progress), registry=registry)
+    progress = None
+    assert not any(name == "capture_phase" for name, _ in scrape(registry))
+    progress = CaptureProgress("capturing", 3, 16)
+    scraped = scrape(registry)
+    assert sample(scraped, "capture_phase", phase="capturing") == 1
+    assert sample(scraped, "capture_phase", phase="done") == 0
 
 
 def test_counters_of_items_start_at_zero() -> None:
