@@ -80,8 +80,8 @@ def test_a_scrape_shows_the_counts() -> None:
 
 def test_the_phase_of_work_that_nobody_waits_for() -> None:
     source, registry = Source(), CollectorRegistry()
+    progress: CaptureProgress | None = None
     PrometheusCollector(lambda: replace(source.stats(), progress=progress), registry=registry)
-    progress = None
     assert not any(name == "capture_phase" for name, _ in scrape(registry))
     progress = CaptureProgress("capturing", 3, 16)
     scraped = scrape(registry)
@@ -107,6 +107,7 @@ def test_types_and_names_are_prometheus_own() -> None:
     counters = {"item_hits", "item_misses", "replays", "real_tokens", "padded_tokens", "fallback_runs"}
     assert types == {
         **{f"encoder_cudagraph_{name}": "counter" for name in counters},
+        "encoder_cudagraph_capture_phase": "gauge",
         "encoder_cudagraph_graph_bytes": "gauge",
         "encoder_cudagraph_input_bytes": "gauge",
         "encoder_cudagraph_calibrated_replay_seconds": "gauge",
