@@ -366,8 +366,18 @@ def starts(result: Result) -> str:
         one = rows[next(name for name in ("second", "cold", "from file") if name in rows)]
         ratio = one["bytes"] / rows["largest alone"]["bytes"]
         memory = f"{one['captured']} budgets take {ratio:.2f} times the memory of the largest alone. "
+    ready = ""
+    if "ready at once" in rows:
+        row = rows["ready at once"]
+        first = row["capture"] + row["first embedding"]
+        ready = (
+            f"`capture(wait=False)`: the first embedding after {first:.1f} s, everything captured after "
+            f"{row['done']:.1f}; of {row['requests']} requests meanwhile the longest took "
+            f"{row['longest request']:.1f} ms, the median {row['median request']:.1f}, "
+            f"eager {row['eager']:.1f}. "
+        )
     where = described(result, result["settings"]["tower"])
-    return f"{formatted(['start', *shown], lines)}\n\nSeconds. {memory}{where}."
+    return f"{formatted(['start', *shown], lines)}\n\nSeconds. {memory}{ready}{where}."
 
 
 def data_parallel(result: Result) -> str:

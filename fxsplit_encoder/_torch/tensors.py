@@ -86,6 +86,18 @@ def linked_copy(module: nn.Module) -> nn.Module:
     return _linked(module, {})
 
 
+def traced_copy(module: nn.Module) -> nn.Module:
+    """A linked copy whose modules hold the same parameters in dictionaries of their own: a trace puts fake
+    tensors there for a while, which whoever runs the tree meanwhile must not see.
+    """
+    twin = linked_copy(module)
+    for submodule in twin.modules():
+        own = vars(submodule)
+        for name in ("_parameters", "_buffers"):
+            own[name] = own[name].copy()
+    return twin
+
+
 def _linked(module: nn.Module, known: dict[nn.Module, nn.Module]) -> nn.Module:
     if module not in known:
         twin = known[module] = copy.copy(module)

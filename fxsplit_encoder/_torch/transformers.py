@@ -65,6 +65,24 @@ def collects_outputs(hook: Any) -> bool:
     return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
 
 
+def collected_by(hook: Any) -> tuple[str, int]:
+    """What a hook that collects outputs was made for, for `output_hook` of another process: it is a function
+    inside another and cannot be pickled.
+    """
+    held = dict(zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True))
+    return held["key"].cell_contents, held["index"].cell_contents
+
+
+def output_hook(key: str, index: int) -> Any:
+    """A hook as transformers makes it, which collects the output of that index under a key."""
+    from transformers.utils.output_capturing import install_output_capuring_hook
+
+    module = nn.Module()
+    install_output_capuring_hook(module, key, index)
+    (hook,) = forward_hooks_of(module)[1].values()
+    return hook
+
+
 def collects_attention(hook: Any) -> bool:
     """Whether a hook is the one by which transformers collects the weights of attention, if they are asked
     for. Kernels do not return them, so no tower of ours asks. What a hook collects is told by a variable of

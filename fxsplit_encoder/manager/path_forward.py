@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fxsplit_encoder._torch.staging import to_device
-from fxsplit_encoder._torch.tensors import linked_copy
+from fxsplit_encoder._torch.tensors import traced_copy
 from fxsplit_encoder.capture import CapturedForward, CaptureRequest, SharedBuffers, StaticParameters
 from fxsplit_encoder.capture.breakable import refuse_collectives
 from fxsplit_encoder.capture.buffers import StaticValue
@@ -301,7 +301,7 @@ class PathForward:
         forward = self
         if beside and isinstance(self.tower, nn.Module):
             forward = copy.copy(self)
-            twin: Any = linked_copy(self.tower)
+            twin: Any = traced_copy(self.tower)
             forward.tower = twin
         options = replace(self.options, progress=progress, requires_tokens=True)
         logger.info("%s: its forward is traced and compiled; compile: false goes without", self.label)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from fxsplit_encoder.errors import InputError, MissingExtraError
 from fxsplit_encoder.planning.reasons import MissReason
+from fxsplit_encoder.runtime.progress import PHASES
 from fxsplit_encoder.runtime.statistics import FALLBACK_KINDS, BudgetStats, ManagerStats
 
 try:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 _PREFIX = "encoder_cudagraph"
 _BUDGET_LABELS = ("path", "token_budget", "axis_keys")
-_OWN_LABELS = {"reason", "kind", *_BUDGET_LABELS}
+_OWN_LABELS = {"reason", "kind", "phase", *_BUDGET_LABELS}
 
 
 class StatsSource(Protocol):
@@ -46,6 +47,7 @@ class PrometheusCollector(Collector):
     | `encoder_cudagraph_item_misses_total` | counter | `reason` | those that fell back on some path |
     | `encoder_cudagraph_replays_total` | counter | budget | replays |
     | `encoder_cudagraph_fallback_runs_total` | counter | `kind` | runs without one: `exact` or `eager` |
+    | `encoder_cudagraph_capture_phase` | gauge | `phase` | 1 in that of `capture(wait=False)` |
     | `encoder_cudagraph_input_bytes` | gauge | | device memory of the captures' static inputs |
     | `encoder_cudagraph_real_tokens_total` | counter | budget | output tokens of items in replays |
     | `encoder_cudagraph_padded_tokens_total` | counter | budget | output tokens of padding in replays |
@@ -89,6 +91,7 @@ class PrometheusCollector(Collector):
         """The metric families of this moment; Prometheus' client calls it at each scrape."""
         stats = self._read()
         yield from self._items(stats)
+        yield from self._progress(stats)
         yield from self._paths(stats)
         yield from self._budgets(stats)
 
@@ -111,6 +114,17 @@ class PrometheusCollector(Collector):
         for reason in MissReason:
             misses.add_metric([*shared, str(reason)], stats.misses.get(reason, 0))
         yield misses
+
+    def _progress(self, stats: ManagerStats) -> Iterator[Metric]:
+        phases = GaugeMetricFamily(
+            f"{_PREFIX}_capture_phase",
+            "1 in the phase of the work behind capture(wait=False).",
+            labels=[*self._labels, "phase"],
+        )
+        for phase in PHASES if stats.progress is not None else ():
+            assert stats.progress is not None
+            phases.add_metric([*self._labels.values(), phase], float(phase == stats.progress.phase))
+        yield phases
 
     def _paths(self, stats: ManagerStats) -> Iterator[Metric]:
         shared = list(self._labels.values())

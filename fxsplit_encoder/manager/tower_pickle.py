@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxsplit_encoder._torch.transformers import collected_by, collects_outputs, output_hook
 from fxsplit_encoder.errors import InputError
 
 # Tensors of so many bytes are sent with their values: tables and counts that a forward's code may read.
@@ -63,6 +64,11 @@ def dump(value: object) -> bytes:
                 blanks.append(_blank(found))
                 held.append(found)  # while it lives its id is no other's
             return numbers[id(found)]
+
+        def reducer_override(self, found: Any) -> Any:
+            if isinstance(found, types.FunctionType) and collects_outputs(found):
+                return output_hook, collected_by(found)
+            return NotImplemented
 
     structure = BytesIO()
     try:

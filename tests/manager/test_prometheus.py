@@ -12,6 +12,7 @@ from fxsplit_encoder.errors import InputError, MissingExtraError
 from fxsplit_encoder.manager.prometheus import PrometheusCollector
 from fxsplit_encoder.planning.limits import CaptureKey
 from fxsplit_encoder.planning.reasons import MissReason
+from fxsplit_encoder.runtime.progress import CaptureProgress
 from fxsplit_encoder.runtime.statistics import ManagerStats, Statistics
 
 BUDGETS = (
@@ -77,6 +78,17 @@ def test_a_scrape_shows_the_counts() -> None:
     assert sample(scrape(registry), "item_hits_total") == 7
 
 
+def test_the_phase_of_work_that_nobody_waits_for() -> None:
+    source, registry = Source(), CollectorRegistry()
+    progress: CaptureProgress | None = None
+    PrometheusCollector(lambda: replace(source.stats(), progress=progress), registry=registry)
+    assert not any(name == "capture_phase" for name, _ in scrape(registry))
+    progress = CaptureProgress("capturing", 3, 16)
+    scraped = scrape(registry)
+    assert sample(scraped, "capture_phase", phase="capturing") == 1
+    assert sample(scraped, "capture_phase", phase="done") == 0
+
+
 def test_counters_of_items_start_at_zero() -> None:
     registry = CollectorRegistry()
     PrometheusCollector(Source(), registry=registry)
@@ -95,6 +107,7 @@ def test_types_and_names_are_prometheus_own() -> None:
     counters = {"item_hits", "item_misses", "replays", "real_tokens", "padded_tokens", "fallback_runs"}
     assert types == {
         **{f"encoder_cudagraph_{name}": "counter" for name in counters},
+        "encoder_cudagraph_capture_phase": "gauge",
         "encoder_cudagraph_graph_bytes": "gauge",
         "encoder_cudagraph_input_bytes": "gauge",
         "encoder_cudagraph_calibrated_replay_seconds": "gauge",

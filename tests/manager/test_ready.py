@@ -6,6 +6,8 @@ import gc
 import logging
 import os
 import random
+import shutil
+import subprocess
 import sys
 import threading
 import time
@@ -425,6 +427,36 @@ def test_a_process_that_ends_too_soon(ended_by: str, elsewhere: list[CompileWork
     assert_right(manager, 3, 5)
 
 
+_PARENT = """
+import time
+from fxsplit_encoder.manager.compile_worker import CompileWorker
+from tests.manager.test_ready import Sleeps, manager_of
+worker = CompileWorker(manager_of(Sleeps())._own)
+print(worker.pid, worker.path, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+def test_the_other_process_ends_with_this_one() -> None:
+    parent = subprocess.Popen([sys.executable, "-c", _PARENT], stdout=subprocess.PIPE, text=True)
+    with parent:
+        assert parent.stdout is not None
+        pid, path = parent.stdout.readline().split()
+        parent.kill()
+    shutil.rmtree(path)  # nobody was left to do that
+    for _ in range(600):
+        try:
+            with open(f"/proc/{pid}/stat", encoding="utf-8") as status:
+                if status.read().split()[2] == "Z":  # whoever is its parent now may leave it so
+                    return
+        except FileNotFoundError:
+            return
+        time.sleep(0.1)
+    raise AssertionError("it is still there")
+
+
+@pytest.mark.slow
 def test_what_another_process_finds_not_to_compile(elsewhere: list[CompileWorker]) -> None:
     manager = manager_of(UntraceableModel())
     manager.capture(wait=False)
@@ -434,6 +466,7 @@ def test_what_another_process_finds_not_to_compile(elsewhere: list[CompileWorker
     assert manager.reports == captured(UntraceableModel()).reports
 
 
+@pytest.mark.slow
 def test_what_another_process_cannot_save_is_compiled_here(elsewhere: list[CompileWorker]) -> None:
     manager = manager_of()
     manager.capture(wait=False)

@@ -1,0 +1,122 @@
+"""`capture(wait=False)` on a device: served soon and rightly while the rest is made; then the same."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fxsplit_encoder as fx
+from fxsplit_encoder.attention.choice import KernelChooser, Measurements
+
+from .support import batch, encode, errors
+
+pytestmark = pytest.mark.gpu
+
+CONFIG = fx.EncoderConfig(
+    mode="full", token_budgets=(16, 64, 256, 1024), max_items_per_batch=4, max_frames_per_batch=4
+)
+SIDES = (8, 16, 32)
+
+
+def manager_of(wrapped: Any) -> fx.EncoderCudaGraphManager:
+    """One that knows nothing of attention, neither from this process nor from the disk."""
+    manager = fx.EncoderCudaGraphManager(wrapped, CONFIG)
+    manager.kernels = KernelChooser(measurements=Measurements())
+    return manager
+
+
+def requests(features: int) -> list[dict[str, Any]]:
+    return [batch([(1, side, side)], [], features) for side in SIDES]
+
+
+def seconds(call: Any) -> float:
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    return time.perf_counter() - begin
+
+
+@pytest.fixture
+def empty_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+
+
+def test_results_are_right_meanwhile_and_captures_the_same_at_the_end(
+    towers: Any, empty_caches: None
+) -> None:
+    eager, precise, wrapped = towers
+    asked = requests(wrapped.patch_features)
+    expected = [encode(precise, each) for each in asked]
+    allowed = [1.5 * errors(encode(eager, each), want) for each, want in zip(asked, expected, strict=True)]
+    manager = manager_of(wrapped)
+    manager.capture(wait=False)
+    number = 0
+    while not manager.wait_captured(0):
+        which = number % len(asked)
+        assert errors(manager.execute(asked[which]), expected[which]) <= allowed[which]
+        number += 1
+        time.sleep(0.02)
+    progress = manager.stats().progress
+    assert progress is not None and progress.phase == "done", (progress, manager.reports)
+    assert not manager.reports and number > 0 and manager.stats().items == number
+    for which, each in enumerate(asked):
+        assert errors(manager.execute(each), expected[which]) <= allowed[which]
+    other = manager_of(wrapped)
+    other.capture()
+    old, new = other.paths["default"].ladder, manager.paths["default"].ladder
+    assert {b: c.mode for b, c in old.captured.items()} == {b: c.mode for b, c in new.captured.items()}
+    assert old.costs.keys() == new.costs.keys() and new.costs
+    torch.testing.assert_close(manager.execute(asked[1]), other.execute(asked[1]), rtol=0.02, atol=0.02)
+    manager.clear()
+    other.clear()
+
+
+@pytest.mark.alone
+def test_the_first_request_is_soon_and_none_waits_long(towers: Any, empty_caches: None) -> None:
+    eager, _, wrapped = towers
+    asked = requests(wrapped.patch_features)
+    for each in asked:
+        encode(eager, each)
+    usual = {
+        n: statistics.median(seconds(lambda e=e: encode(eager, e)) for _ in range(9))
+        for n, e in enumerate(asked)
+    }
+    manager = manager_of(wrapped)
+    begin = time.perf_counter()
+    manager.capture(wait=False)
+    seconds(lambda: manager.execute(asked[1]))
+    first = time.perf_counter() - begin
+    took: list[float] = []
+    number = 0
+    while not manager.wait_captured(0):
+        which = number % len(asked)
+        took.append(seconds(lambda w=which: manager.execute(asked[w])) / usual[which])
+        number += 1
+        time.sleep(0.02)
+    late = sorted(took)[-5:]
+    print(
+        f"first {first:.2f} s, {manager.stats().progress}, times eager's: {late}, "
+        f"median {statistics.median(took)}"
+    )
+    assert first < 5
+    assert statistics.median(took) < 1.5
+    manager.clear()
+
+
+def test_what_it_takes_is_given_back(towers: Any) -> None:
+    manager = manager_of(towers[2])
+    before = torch.cuda.memory_allocated()
+    manager.capture(wait=False)
+    manager.clear()
+    assert manager.stats().progress is not None and manager.stats().progress.is_over
+    assert manager.num_bytes == 0
+    thread = manager._background._thread
+    thread.join(60)
+    assert torch.cuda.memory_allocated() <= before + 2**20

@@ -1,0 +1,111 @@
+"""Turns: one at a time, requests first, and steps go on under any load."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+
+import pytest
+
+from fxsplit_encoder.manager.turns import StoppedError, Turns
+
+
+def test_one_at_a_time_whoever_it_is() -> None:
+    turns, inside, most = Turns(requests=3, seconds=0.01, quiet=0.0), [0], [0]
+
+    def enter() -> None:
+        inside[0] += 1
+        most[0] = max(most[0], inside[0])
+        time.sleep(0)
+        inside[0] -= 1
+
+    def serve() -> None:
+        for _ in range(300):
+            with turns, turns:  # whoever has it may enter again
+                enter()
+
+    def work() -> None:
+        for _ in range(20):
+            with turns.step(), turns:
+                enter()
+
+    threads = [threading.Thread(target=each) for each in (serve, serve, serve, work, work)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert most == [1]
+
+
+def test_a_step_is_due_after_so_many_requests_under_a_load_without_pauses() -> None:
+    turns = Turns(requests=10, seconds=1e9, quiet=1e9)
+    stop, served, at_step = threading.Event(), [0], []
+
+    def serve() -> None:
+        while not stop.is_set():
+            with turns:
+                served[0] += 1
+
+    threads = [threading.Thread(target=serve) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for _ in range(3):
+        with turns.step():
+            at_step.append(served[0])
+    stop.set()
+    for thread in threads:
+        thread.join(60)
+    assert at_step[0] >= 10 and all(b - a >= 10 for a, b in itertools.pairwise(at_step))
+
+
+def test_a_step_is_due_after_a_time_and_at_once_where_nobody_asks() -> None:
+    with Turns(requests=10**9, seconds=0.01, quiet=1e9).step():
+        pass
+    with Turns(requests=10**9, seconds=1e9, quiet=0.0).step():
+        pass
+    with Turns(requests=10**9, seconds=1e9, quiet=1e9).step(at_once=True):
+        pass
+
+
+def test_requests_that_wait_go_before_a_step() -> None:
+    turns, order = Turns(requests=100, seconds=1e9, quiet=0.0), []
+
+    def serve(number: int) -> None:
+        with turns:
+            order.append(number)
+
+    with turns:
+        waiting = [threading.Thread(target=serve, args=(number,)) for number in range(2)]
+        for thread in waiting:
+            thread.start()
+        while turns._waiting < 2:
+            time.sleep(0)
+        step = threading.Thread(target=lambda: [order.append("step") for _ in _once(turns)])
+        step.start()
+        time.sleep(0.02)
+    for thread in (*waiting, step):
+        thread.join(60)
+    assert sorted(map(str, order[:2])) == ["0", "1"] and order[2] == "step"
+
+
+def _once(turns: Turns) -> list[None]:
+    with turns.step():
+        return [None]
+
+
+def test_a_step_that_nobody_wants_is_not_begun() -> None:
+    turns = Turns()
+    with pytest.raises(StoppedError), turns.step(lambda: True):
+        raise AssertionError("begun")
+    with turns:  # and holds up nobody
+        pass
+
+
+def test_a_step_that_raises_gives_the_turn_back() -> None:
+    turns = Turns(quiet=0.0)
+    with pytest.raises(ValueError), turns.step():
+        raise ValueError
+    with turns, turns:
+        pass
