@@ -63,15 +63,6 @@ class Feature:
     """Reads that are being issued."""
     read_events: list[Event] = field(default_factory=list)
     """When those that have been issued are over."""
-    written: Event | None = None
-    """When its rows are there, where they are handed out before; None: they are."""
-
-    @property
-    def is_written(self) -> bool:
-        """Whether its rows are there."""
-        if self.written is not None and self.written.query():
-            self.written = None
-        return self.written is None
 
     @property
     def is_idle(self) -> bool:

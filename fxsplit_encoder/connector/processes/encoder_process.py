@@ -263,7 +263,7 @@ class EncoderProcess:
 
     def _end(self) -> None:
         """Leave no process behind; one that has ended was waited for."""
-        if self._process.poll() is None:
+        if not self._ended.is_set():
             self._process.kill()
             self._process.wait()
 

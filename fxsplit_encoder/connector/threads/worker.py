@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +20,7 @@ from fxsplit_encoder.connector.failures import encode_each, failure_of
 from fxsplit_encoder.connector.seams import DeviceEncoder, FeatureEncoder, PreparedItem, PrioritizedEncoder
 from fxsplit_encoder.connector.threads.copies import Copies
 from fxsplit_encoder.connector.threads.core import Core
+from fxsplit_encoder.connector.threads.landing import Landing
 from fxsplit_encoder.errors import ConnectorError
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class WorkerThread:
         self._encoder = encoder
         self._copies = copies
         self._on_lost = on_lost
-        self._flying: deque[_Flight] = deque()
+        self._landing = Landing(self._land, self._wake, f"connector-landing-{worker.name}")
         self.thread = threading.Thread(target=self._run, name=f"connector-{worker.name}", daemon=True)
 
     def _run(self) -> None:
@@ -73,7 +73,7 @@ class WorkerThread:
         except BaseException:
             # Whatever ended this thread must not end the work that it had.
             logger.warning("%s is lost", self.worker.name, exc_info=True)
-            self._flying.clear()
+            self._landing.finish()  # what the device was given before it may still come to its end
             self._on_lost(self.worker)
         finally:
             self._close()
@@ -83,6 +83,10 @@ class WorkerThread:
             self._encoder.close()
         except Exception:
             logger.warning("%s: its encoder could not be closed", self.worker.name, exc_info=True)
+
+    def _wake(self) -> None:
+        with self._core.lock:
+            self._core.encode_work.notify_all()
 
     def _set_status(self, before: WorkerStatus, after: WorkerStatus) -> None:
         with self._core.change():
@@ -97,27 +101,28 @@ class WorkerThread:
         while True:
             work = self._next()
             if isinstance(work, Batch):
-                self._flying.append(self._launch(work))
-                self._land_what_is_over()
+                self._follow(self._launch(work))
             elif isinstance(work, Demotion):
                 self._demote(work)
-            elif self._flying:
-                self._land(self._flying.popleft())
             else:
-                return
+                break
+        self._landing.finish()
+        self._check_landing()
 
     def _next(self) -> Batch | Demotion | None:
-        """What to do; None: nothing, while batches are in flight, or for ever."""
+        """What to do; None: nothing any more."""
         core, books = self._core, self._core.books
         with core.lock:
             while True:
+                self._check_landing()
                 taken = books.encoding.take(self.worker)
                 if taken.batch is not None:
                     core.encode_work.notify_all()  # others may take the rest
                     return taken.batch
-                if self._flying or self.worker.status is not WorkerStatus.RUNNING:
+                if self.worker.status is not WorkerStatus.RUNNING:
                     return None
-                if taken.wait_s is None and (move := books.demotions.take()) is not None:
+                has_time = taken.wait_s is None and not self.worker.num_batches
+                if has_time and (move := books.demotions.take()) is not None:
                     return move
                 core.encode_work.wait(taken.wait_s)
 
@@ -172,10 +177,17 @@ class WorkerThread:
             self._copies.give_back()
         return self._copies.allocate(num_bytes)
 
-    def _land_what_is_over(self) -> None:
+    def _follow(self, flight: _Flight) -> None:
         """Batches come to their end in order; where the encoder waits for its device, at once."""
-        while self._flying and _is_over(self._flying[0].batch.events):
-            self._land(self._flying.popleft())
+        if self._landing.is_empty and _is_over(flight.batch.events):
+            self._land(flight)
+        else:
+            self._landing.add(flight)
+
+    def _check_landing(self) -> None:
+        """A fault of the device that shows while it is waited for is this worker's."""
+        if self._landing.fault is not None:
+            raise self._landing.fault
 
     def _land(self, flight: _Flight) -> None:
         for event in flight.batch.events:

@@ -9,7 +9,7 @@ import pytest
 
 from fxsplit_encoder.connector.books.preparation import Digested, DigestJob
 from tests.connector.books.stand_ins import Bench
-from tests.connector.scenes import Stage, connector, queued, request, wait, wait_until
+from tests.connector.scenes import Stage, connector, request, wait, wait_until
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, condition: Any, name: str) -> list[int]:
@@ -47,7 +47,7 @@ def test_cpu_workers_are_not_woken_for_what_they_may_not_do_yet(monkeypatch: pyt
     with connector(stage=stage, input_bytes=1, max_batches_in_flight=1, max_batch_items=1) as each:
         tickets = [each.submit(request(name)) for name in "abcdef"]
         stage.wait_for_batch()
-        wait_until(lambda: queued(each) >= 1 and len(each._core.cpu_work._waiters) == 2)
+        wait_until(lambda: len(each._core.cpu_work._waiters) == 2)
         calls = counted(monkeypatch, each._core.cpu_work, "notify")
         for _ in range(50):
             each.step()
