@@ -10,7 +10,8 @@ and 99th percentile) include vLLM's own preprocessing of images; "requests per s
 that came at once. "same" is the share of requests whose tokens are those of the first variant.
 
 Every variant's engine starts at the same time, in processes of its own, and they are measured one after
-another: the GPU holds them all. One that does not start leaves the reason. `--tiny` runs narrow models on a
+another: the GPU holds them all. One that does not start leaves the first error of its processes, which names
+the package that is missing, and their log is printed. `--tiny` runs narrow models on a
 CPU, where vLLM's worker makes no manager, so that all of them encode eagerly.
 """
 
@@ -21,6 +22,7 @@ import asyncio
 import json
 import multiprocessing
 import os
+import re
 import tempfile
 import time
 import traceback
@@ -99,6 +101,8 @@ def _run_all(options: argparse.Namespace, folder: str, result: Result) -> None:
                 _keep(variant, row, options, result)
                 if "failure" in row:
                     break
+        if any(row["variant"] == variant and "failure" in row for row in result["rows"]):
+            print((Path(folder) / f"{variant}.log").read_text(encoding="utf-8", errors="replace"), flush=True)
         process.terminate()
         process.join(10)
         process.kill()
@@ -190,12 +194,37 @@ def prompts(images: int, count: int, tiny: bool) -> list[dict[str, Any]]:
 
 
 def _work(variant: str, folder: str, options: argparse.Namespace, pipe: Connection) -> None:
+    log = Path(folder) / f"{variant}.log"
+    _write_to(log)
     try:
         asyncio.run(_serve(variant, folder, options, pipe))
         pipe.send({"end": None})
     except Exception as error:
         traceback.print_exc()
-        pipe.send({"requests": "start", "failure": one_line(error)})
+        written = log.read_text(encoding="utf-8", errors="replace")
+        causes = dict.fromkeys((root_cause(written), one_line(error)))
+        pipe.send({"requests": "start", "failure": "; ".join(filter(None, causes))})
+
+
+def _write_to(log: Path) -> None:
+    """Has this process and those that it starts write to a file: vLLM's engine fails in one of them, and says
+    only there of what.
+    """
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(file, stream)
+
+
+def root_cause(log: str) -> str | None:
+    """The error of the first traceback in the log of an engine's processes: what others were raised from."""
+    plain = re.sub(r"^(?:\([^)]*\) )*(?:ERROR \S+ \S+ \[[^\]]*\] ?)?", "", log, flags=re.MULTILINE)
+    _, found, rest = plain.partition("Traceback (most recent call last)")
+    error = (
+        re.search(r"^[A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt)\b.*$", rest, re.MULTILINE)
+        if found
+        else None
+    )
+    return error[0].strip() if error is not None else None
 
 
 def _environment(variant: str, folder: str) -> None:

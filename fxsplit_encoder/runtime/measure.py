@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fxsplit_encoder.attention import KnownSegments, measuring
 from fxsplit_encoder.capture import BudgetLadder, KnownBudget, measure_ms
+from fxsplit_encoder.capture.forward import measure_run
 from fxsplit_encoder.capture.segments import is_cumulative
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.planning.costs import PathCosts, Points
@@ -24,8 +25,12 @@ if TYPE_CHECKING:
 # Equal segments that a full budget is cut into to find what attention costs.
 _MEASURED_SEGMENTS = 8
 
-# Attention in a tower's own code is timed at this part of the largest budget.
-_MEASURED_PART = 4
+# Attention in a tower's own code is timed at a quarter of the largest budget, or at more of it where the
+# device keeps up with the host: there a run takes as long as the host needs, whatever attention takes.
+_MEASURED_PARTS = (4, 2, 1)
+
+# The host's share of a run from which on the device is taken to keep up with it. A choice.
+_BOUND_BY_HOST = 0.9
 
 # Inputs of which one segment has more of the pairs than this tell nothing of attention.
 _ONE_SEGMENT = 0.9
@@ -186,17 +191,21 @@ def _measure_uncompiled(forward: TimedForward, budgets: Sequence[int]) -> Measur
     """What attention costs in a tower's own code: the difference that it makes where its inputs, several
     equal segments, become a single one. At a moderate size: the cost of one segment grows with its square.
     """
-    budget = max((each for each in budgets if each <= budgets[-1] // _MEASURED_PART), default=budgets[0])
+    limits = [budgets[-1] // part for part in _MEASURED_PARTS]
+    sizes = [max((each for each in budgets if each <= most), default=budgets[0]) for most in limits]
     try:
-        values = forward.capture_values(budget)
-        lengths = {name: value.tolist() for name, value in values.items() if is_cumulative(value)}
-        if not lengths:
-            return MeasuredForward()
-        # Of cumulative lengths over the same rows those of images are fewer than those of their windows.
-        name = min(lengths, key=lambda each: (-lengths[each][-1], len(lengths[each])))
+        for budget in dict.fromkeys(sizes):
+            values = forward.capture_values(budget)
+            lengths = {name: value.tolist() for name, value in values.items() if is_cumulative(value)}
+            if not lengths:
+                return MeasuredForward()
+            # Of cumulative lengths over the same rows those of images are fewer than those of their windows.
+            name = min(lengths, key=lambda each: (-lengths[each][-1], len(lengths[each])))
+            several = measure_run(lambda v=values: forward(v), forward.device)  # type: ignore[misc]
+            if several.host < _BOUND_BY_HOST * several.wall:
+                break
         rows = lengths[name][-1]
         share = _share_of(lengths[name], rows)
-        several = measure_ms(lambda: forward(values), forward.device)
         if share > _ONE_SEGMENT:
             return MeasuredForward(rows_per_token=rows / budget)
         one = torch.full_like(values[name], rows)
@@ -205,7 +214,7 @@ def _measure_uncompiled(forward: TimedForward, budgets: Sequence[int]) -> Measur
     except (InputError, RuntimeError) as error:  # of its own code, over lengths that it did not expect
         logger.info("what attention costs is not known: %s", error)
         return MeasuredForward()
-    attention = max(0.0, single - several) / (rows**2 * (1 - share))
+    attention = max(0.0, single - several.wall) / (rows**2 * (1 - share))
     return MeasuredForward((), attention, rows / budget, share, share)
 
 

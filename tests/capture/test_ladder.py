@@ -218,7 +218,7 @@ def test_attention_over_one_segment_does_not_hide_the_host(monkeypatch: pytest.M
     assert captured.mode == "full"
     measured = attending.costs[8]
     assert (measured.exact, measured.host, measured.attention) == (10.0, 4.0, 5.0)
-    assert measured.exact_price == pytest.approx(10.5)
+    assert measured.exact_price == pytest.approx(10.25), "5 % of what is not attention"
 
 
 def test_auto_takes_what_can_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
