@@ -257,6 +257,11 @@ class EncoderConfig(Settings):
     """What the linear layers of the blocks multiply in. auto: the tower's own dtype; fp8: 8-bit floating
     point with a scale for every row and every output channel, which adds an error to the results."""
 
+    fp8_max_error: Annotated[float | None, Field(gt=0, allow_inf_nan=False)] = 0.08
+    """With `precision: fp8`: how much it may add to the results, as a relative root mean square. What each
+    layer adds is measured by the manager on one batch before it compiles, and those that add most stay in the
+    tower's dtype. None, and behind torch.compile: nothing is measured, and every layer is taken."""
+
     attention: Annotated[str | Mapping[str, str], BeforeValidator(_check_attention)] = "auto"
     """The attention kernel. auto: for each class of shapes the fastest that was measured; a kernel's name:
     that one, wherever it can compute; or a mapping from conditions, such as tokens>4096, to these."""

@@ -50,7 +50,9 @@ def build_program(module: fx.GraphModule, static_inputs: Sequence[int], options:
     targets = splitting_targets(options.splitting_ops)
     num_rows = mask_pad_rows(module, targets)
     device = _device(module.graph.output_node().args[0])  # type: ignore[arg-type]
-    report = run_passes(module, options.passes, options.precision, device)
+    report = run_passes(module, options.passes, options.precision, device, options.fp8_kept)
+    if options.observe is not None:
+        options.observe(module)
     graph = split_graph(module, targets)
     if options.requires_tokens and token_symbol_of(graph.parts) is None:
         raise CompileError(tokens_unknown(graph.parts, options.splitting_ops))

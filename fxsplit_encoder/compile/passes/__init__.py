@@ -6,7 +6,7 @@ says why the results stay the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import fx
@@ -59,7 +59,11 @@ def default_passes(device: torch.device) -> tuple[str, ...]:
 
 
 def run_passes(
-    module: fx.GraphModule, names: Sequence[str] | None, precision: str, device: torch.device
+    module: fx.GraphModule,
+    names: Sequence[str] | None,
+    precision: str,
+    device: torch.device,
+    fp8_kept: Collection[int] = (),
 ) -> dict[str, int]:
     """Runs passes over a graph, in the order of `PASSES`.
 
@@ -67,6 +71,7 @@ def run_passes(
         names: of `PASSES`; None: those that pay on this device.
         precision: "fp8" quantizes the linear layers too; "auto" does not.
         device: that of the graph.
+        fp8_kept: layers that fp8 leaves as they are, see `fp8_linear`.
 
     Returns:
         At how many places each pass that ran changed the graph.
@@ -80,7 +85,7 @@ def run_passes(
     changed: dict[str, int] = {}
     for name, run in PASSES.items():
         if precision == "fp8" and name == _FP8_BEFORE:
-            changed["fp8_linear"] = fp8_linear(module)
+            changed["fp8_linear"] = fp8_linear(module, kept=fp8_kept)
         if name in chosen:
             changed[name] = run(module)
     if any(changed.values()):
