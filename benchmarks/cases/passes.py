@@ -4,8 +4,9 @@
 
 27 blocks, 1152 wide, bf16, seeded random weights: milliseconds of one full graph replay at 196, 784, 3136 and
 7056 patches, a row for each candidate: "default", what `passes: auto` is on CUDA; every pass, and none; each
-alone, beside `conv_to_linear`; and fp8. Errors are relative root mean squares against float32 at the smallest
-size; "default" has that of bf16. A candidate that fails has its error in the table; the others go on.
+alone, beside `conv_to_linear`; and fp8, with the layers that it chooses and with all. Errors are relative
+root mean squares against float32 at the smallest size; "default" has that of bf16. A candidate that fails has
+its error in the table; the others go on.
 
 `--tiny` takes a tiny tower, on a CPU too, where times are those of `execute`.
 """
@@ -43,7 +44,12 @@ def candidates() -> dict[str, dict[str, Any]]:
     """Settings by name."""
     alone = {f"pass {name}": tuple(dict.fromkeys(("conv_to_linear", name))) for name in GRAPH_PASSES}
     passes = {"default": DEFAULT_PASSES["cuda"], "every pass": GRAPH_PASSES, "no passes": (), **alone}
-    return {**{name: {"passes": names} for name, names in passes.items()}, "fp8": {"precision": "fp8"}}
+    fp8 = {
+        "fp8": {"precision": "fp8"},
+        "fp8, every layer": {"precision": "fp8", "fp8_max_error": None},
+        "fp8, no exact passes": {"precision": "fp8", "fp8_max_error": None, "passes": ()},
+    }
+    return {**{name: {"passes": names} for name, names in passes.items()}, **fp8}
 
 
 def measure(settings: dict[str, Any], tower: Any, patches: Sequence[int], exact: Any) -> dict[str, Any]:
