@@ -259,6 +259,11 @@ class EncoderConfig(Settings):
     """What the linear layers of the blocks multiply in. auto: the tower's own dtype; fp8: 8-bit floating
     point with a scale for every row and every output channel, which adds an error to the results."""
 
+    fp8_max_error: Annotated[float | None, Field(gt=0, allow_inf_nan=False)] = 0.08
+    """With `precision: fp8`: how much it may add to the results, as a relative root mean square. What each
+    layer adds is measured by the manager on one batch before it compiles, and those that add most stay in the
+    tower's dtype. None, and behind torch.compile: nothing is measured, and every layer is taken."""
+
     invariant: StrictBool = False
     """Whether an image or a video gets the same bits alone, in any batch, on any budget and on any rank: one
     algorithm a layer, however many rows it gets. A tower for which that cannot be kept is refused

@@ -4,7 +4,7 @@
 
 27 blocks, 1152 wide, bf16, seeded random weights: milliseconds of one full graph replay at 196, 784, 3136 and
 7056 patches, a row for each candidate: "default", what `passes: auto` is on CUDA; every pass, and none; each
-alone, beside `conv_to_linear`; and fp8. Then "default" with each pass that is none of it, and with attention
+alone, beside `conv_to_linear`; and fp8, with the layers that it chooses and with all. Then "default" with each pass that is none of it, and with attention
 pinned to FlashAttention 4 with and without a cut at whole waves, each with `wide_heads` and without. Errors
 are relative root mean squares against float32 at the smallest size; "default" has that of bf16. A candidate
 that fails has its error in the table; the others go on.
@@ -51,7 +51,12 @@ def candidates() -> dict[str, dict[str, Any]]:
     further = {f"with {name}": (*default, name) for name in GRAPH_PASSES if name not in default}
     passes = {"default": default, "every pass": GRAPH_PASSES, "no passes": (), **alone, **further}
     settings = {name: {"passes": names} for name, names in passes.items()}
-    return {**settings, **_whole_waves(default), "fp8": {"precision": "fp8"}}
+    fp8 = {
+        "fp8": {"precision": "fp8"},
+        "fp8, every layer": {"precision": "fp8", "fp8_max_error": None},
+        "fp8, no exact passes": {"precision": "fp8", "fp8_max_error": None, "passes": ()},
+    }
+    return {**settings, **_whole_waves(default), **fp8}
 
 
 def _whole_waves(default: tuple[str, ...]) -> dict[str, dict[str, Any]]:

@@ -166,6 +166,9 @@ def inspect(
     attention: Annotated[
         bool, typer.Option("--attention", help="The attention kernels: which work, which were chosen.")
     ] = False,
+    precision: Annotated[
+        bool, typer.Option("--precision", help="What fp8 adds to the results, by layer, and what it gains.")
+    ] = False,
 ) -> None:
     """Show how a tower is split at attention, which pieces may be padded, and its budgets."""
     import fxsplit_encoder as fx
@@ -184,6 +187,10 @@ def inspect(
         say_captures(chosen.family.wrap(chosen.module), settings, document)
     if attention:
         say_attention(device, settings, document)
+    if precision:
+        from fxsplit_encoder.cli.precision import say_precision
+
+        say_precision(chosen.family.wrap(chosen.module), settings, document)
     document.finish()
 
 

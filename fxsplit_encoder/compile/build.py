@@ -52,9 +52,18 @@ def build_program(module: fx.GraphModule, static_inputs: Sequence[int], options:
     num_rows = mask_pad_rows(module, targets)
     device = _device(module.graph.output_node().args[0])  # type: ignore[arg-type]
     mark_cuts(module, targets)
-    report = run_passes(module, options.passes, options.precision, device, invariant=options.invariant)
+    report = run_passes(
+        module,
+        options.passes,
+        options.precision,
+        device,
+        fp8_kept=options.fp8_kept,
+        invariant=options.invariant,
+    )
     if options.invariant:
         check_rows(module, device, options.piece_compiler)
+    if options.observe is not None:
+        options.observe(module)
     graph = split_graph(module, targets)
     if options.requires_tokens and token_symbol_of(graph.parts) is None:
         raise CompileError(tokens_unknown(graph.parts, options.splitting_ops))

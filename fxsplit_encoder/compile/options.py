@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fxsplit_encoder.config import EncoderConfig
+
+if TYPE_CHECKING:
+    from torch import fx
 
 TRACING_PHASES = 2
 """What progress counts before the pieces: the Python forward traced, its ATen graph traced and split."""
@@ -26,6 +29,12 @@ class CompileOptions:
     """Names of `compile.passes.PASSES`; None: those that pay on the graph's device."""
     precision: str = "auto"
     """"auto" or "fp8", see `EncoderConfig.precision`."""
+    fp8_max_error: float | None = None
+    """See `EncoderConfig.fp8_max_error`."""
+    fp8_kept: tuple[int, ...] = ()
+    """Linear layers that fp8 leaves as they are, by their positions among those that it may take."""
+    observe: Callable[[fx.GraphModule], None] | None = None
+    """Is given the graph after the passes, before it is split."""
     requires_tokens: bool = False
     """Whether a graph is refused, before anything is compiled, if nothing tells what counts its tokens."""
 
@@ -44,6 +53,7 @@ class CompileOptions:
             passes=passes,
             precision=config.precision,
             invariant=config.invariant,
+            fp8_max_error=config.fp8_max_error,
         )
 
     def report(self, done: int, num_pieces: int = 1) -> None:

@@ -36,6 +36,7 @@ from fxsplit_encoder.runtime.weights import check_replacements, layouts_of
 
 if TYPE_CHECKING:
     from fxsplit_encoder.compile import BoundProgram, NamedRegion
+    from fxsplit_encoder.compile.precision import PrecisionReport
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +85,8 @@ class PathForward:
         self.declares_padding: bool = getattr(tower, "declares_padding", True)
         """Whether the tower's word is taken that padding leaves its real rows alone: that of any that
         implements the protocol itself, since padded replays are what the protocol describes."""
+        self.precision: PrecisionReport | None = None
+        """What fp8 does to the results, where that was measured."""
         self.program: BoundProgram | None = None
         """None before `compile`, and where the forward does not compile."""
         self.parameters = StaticParameters(())
@@ -306,6 +309,7 @@ class PathForward:
         options = replace(self.options, progress=progress, requires_tokens=True)
         logger.info("%s: its forward is traced and compiled; compile: false goes without", self.label)
         try:
+            options = self._with_kept_layers(inputs, options)
             program = trace_forward(
                 forward.__call__, example.inputs, example.dynamic_dims, options, tower_part(forward.tower)
             )
@@ -331,6 +335,19 @@ class PathForward:
         """Leaves the forward as it is."""
         self._compiled, self._refusal = True, why
         self.groups = RowGroups()
+
+    def _with_kept_layers(self, inputs: Mapping[str, Tensor], options: CompileOptions) -> CompileOptions:
+        """The options with the layers that fp8 leaves as they are, by their measured error."""
+        if options.precision != "fp8" or options.fp8_max_error is None:
+            return options
+        from fxsplit_encoder.compile.precision import measure_precision
+
+        values = {name: _with_contents(tensor) for name, tensor in inputs.items()}
+        dims, part = self._dynamic_dims(inputs), tower_part(self.tower)
+        names = named_tensors(self.tower)
+        self.precision = measure_precision(self.__call__, values, dims, options, part, names)
+        logger.info("%s: %s", self.label, self.precision)
+        return replace(options, fp8_kept=self.precision.kept)
 
     def to_save(self) -> dict[str, Any]:
         """The program, for `saved` of another process.

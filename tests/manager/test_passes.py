@@ -175,3 +175,13 @@ def test_fp8_adds_an_error_of_its_own_size(
         batch = make_batch(grids)
         for output, expected in zip(manager.execute(batch), encode(reference, batch), strict=True):
             assert 1e-4 < relative_rms(output, expected) < 0.1
+    (path,) = manager.paths_by_key.values()
+    report = path.forward.precision
+    assert report is not None and not report.kept
+    assert [layer.name for layer in report.layers[:2]] == [
+        "blocks.0.attn.qkv.weight",
+        "blocks.0.attn.proj.weight",
+    ]
+    assert report.own == 0.0
+    joint = sum(layer.error**2 for layer in report.layers) ** 0.5
+    assert report.fp8 / 2 < joint < report.fp8 * 2

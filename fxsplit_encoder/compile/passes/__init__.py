@@ -6,7 +6,7 @@ says why the results stay the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import fx
@@ -73,6 +73,7 @@ def run_passes(
     precision: str,
     device: torch.device,
     *,
+    fp8_kept: Collection[int] = (),
     invariant: bool = False,
 ) -> dict[str, int]:
     """Runs passes over a graph, in the order of `PASSES`.
@@ -81,6 +82,7 @@ def run_passes(
         names: of `PASSES`; None: those that pay on this device.
         precision: "fp8" quantizes the linear layers too; "auto" does not.
         device: that of the graph.
+        fp8_kept: layers that fp8 leaves as they are, see `fp8_linear`.
         invariant: whether products and attention are to add in one order whatever the rows.
 
     Returns:
@@ -95,7 +97,7 @@ def run_passes(
     changed: dict[str, int] = {}
     for name, run in PASSES.items():
         if precision == "fp8" and name == _FP8_BEFORE:
-            changed["fp8_linear"] = fp8_linear(module)
+            changed["fp8_linear"] = fp8_linear(module, kept=fp8_kept)
         if name in chosen:
             changed[name] = run(module)
     if invariant:  # after all that see layers by torch's names
