@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 import fxsplit_encoder as fx
+from fxsplit_encoder._torch.tensors import traced_copy
 from fxsplit_encoder.manager import background as background_module
 from fxsplit_encoder.manager.background import BackgroundCapture
 from fxsplit_encoder.manager.compile_worker import CompileWorker
@@ -513,3 +514,11 @@ def test_packed_models_without_a_splitting_op(by_hand: None) -> None:
     manager.capture(wait=False)
     list(manager._background.work())
     assert state(manager) == state(captured(PackedModel()))
+
+
+def test_what_is_traced_beside_requests_shares_weights_and_not_who_holds_them() -> None:
+    tower = SplitModel()
+    twin = traced_copy(tower)
+    assert twin.linear.weight is tower.linear.weight
+    twin.linear.weight = nn.Parameter(torch.zeros(1), requires_grad=False)
+    assert tower.linear.weight.shape == (8, 8)
