@@ -309,7 +309,8 @@ class PathForward:
         options = replace(self.options, progress=progress, requires_tokens=True)
         logger.info("%s: its forward is traced and compiled; compile: false goes without", self.label)
         try:
-            options = self._with_kept_layers(inputs, options)
+            options = forward._with_kept_layers(example, options)
+            self.precision = forward.precision
             program = trace_forward(
                 forward.__call__, example.inputs, example.dynamic_dims, options, tower_part(forward.tower)
             )
@@ -336,16 +337,15 @@ class PathForward:
         self._compiled, self._refusal = True, why
         self.groups = RowGroups()
 
-    def _with_kept_layers(self, inputs: Mapping[str, Tensor], options: CompileOptions) -> CompileOptions:
+    def _with_kept_layers(self, example: TracedExample, options: CompileOptions) -> CompileOptions:
         """The options with the layers that fp8 leaves as they are, by their measured error."""
         if options.precision != "fp8" or options.fp8_max_error is None:
             return options
         from fxsplit_encoder.compile.precision import measure_precision
 
-        values = {name: _with_contents(tensor) for name, tensor in inputs.items()}
-        dims, part = self._dynamic_dims(inputs), tower_part(self.tower)
-        names = named_tensors(self.tower)
-        self.precision = measure_precision(self.__call__, values, dims, options, part, names)
+        values = {name: _with_contents(tensor) for name, tensor in example.inputs.items()}
+        part, names = tower_part(self.tower), named_tensors(self.tower)
+        self.precision = measure_precision(self.__call__, values, example.dynamic_dims, options, part, names)
         logger.info("%s: %s", self.label, self.precision)
         return replace(options, fp8_kept=self.precision.kept)
 
