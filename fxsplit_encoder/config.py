@@ -4,27 +4,16 @@ import functools
 import itertools
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ByteSize,
-    ConfigDict,
-    Field,
-    StrictBool,
-    StrictInt,
-    TypeAdapter,
-    ValidationError,
-    model_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, StrictBool, StrictInt, model_validator
 
 from fxsplit_encoder.errors import ConfigError
-from fxsplit_encoder.messages import name_of, nearest, shown
+from fxsplit_encoder.messages import name_of, shown
 from fxsplit_encoder.settings_file import check_extent, check_number, read_settings
+from fxsplit_encoder.settings_model import MOST_PROBLEMS, Bytes, Settings, one_of, parse_bytes, unknown_option
 
 Mode = Literal["auto", "full", "piecewise", "breakable", "exact", "none"]
 Packing = Literal["cost", "greedy", "greedy_defer"]
@@ -45,29 +34,12 @@ Padding = Literal["proved", "probed"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 GRAPH_PASSES: tuple[GraphPass, ...] = get_args(GraphPass)
 
-# ByteSize reads what a text begins with, and ignores the rest.
-_BYTES = re.compile(r"\s*(\d*\.)?\d+\s*[a-zA-Z]*\s*")
-_BYTE_SIZE = TypeAdapter(ByteSize)
 _OPERATOR = re.compile(r"\w+::\w+(\.\w+)?")
 
-# Cumulative lengths are 32-bit integers, memory is counted in 64 bits.
+# Cumulative lengths are 32-bit integers.
 _MOST = 2**31 - 1
-_MOST_MEMORY = 2**63 - 1
-
-_MOST_PROBLEMS = 20
 
 _OF_COMPILED_PIECES = ("piece_compiler", "passes", "precision")
-
-
-def _one_of(names: Sequence[str], *, or_callable: bool = False) -> BeforeValidator:
-    allowed = ", ".join(names) + (", or a callable" if or_callable else "")
-
-    def check(value: object) -> object:
-        if (isinstance(value, str) and value in names) or (or_callable and callable(value)):
-            return value
-        raise ValueError(f"not one of the allowed: {allowed}")
-
-    return BeforeValidator(check)
 
 
 def _check_attention(value: object) -> object:
@@ -115,60 +87,21 @@ def _check_passes(names: object) -> object:
     return names
 
 
-def parse_bytes(value: object) -> object:
-    """A size such as "4GiB" in bytes; anything but a string as it is."""
-    if not isinstance(value, str):
-        return value
-    try:
-        size = int(_BYTE_SIZE.validate_python(value)) if _BYTES.fullmatch(value) else 0
-    except (ValidationError, OverflowError):
-        size = 0
-    if not 1 <= size <= _MOST_MEMORY:
-        raise ValueError("not a size; allowed: bytes, or a number with a unit, such as 4GiB, 4GB, 4gb or 4G")
-    return size
-
-
 def _listed(value: object) -> object:
     """A single budget as a list of one."""
     return (value,) if isinstance(value, int) else value
 
 
-_Mode = Annotated[Mode, _one_of(MODES)]
+_Mode = Annotated[Mode, one_of(MODES)]
 _Budgets = Annotated[tuple[StrictInt, ...], BeforeValidator(_listed), AfterValidator(_check_budgets)]
 _PathBudgets = Annotated[
     tuple[StrictInt, ...],
     BeforeValidator(_listed),
     AfterValidator(functools.partial(_check_budgets, smallest=0)),
 ]
-Bytes = Annotated[int, Field(strict=True, ge=1, le=_MOST_MEMORY)]
 _Count = Annotated[int, Field(strict=True, ge=0, le=_MOST)]
 _Priority = Annotated[int, Field(strict=True, ge=-3, le=0)]
 _Number = Annotated[int, Field(strict=True, ge=1, le=_MOST)]
-
-
-class Settings(BaseModel):
-    """A frozen pydantic model whose constructor raises `ConfigError`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-    def __init__(self, **values: Any) -> None:
-        check_extent(values, "")
-        try:
-            super().__init__(**values)
-        except ValidationError as error:
-            raise ConfigError(*_problems(error, list(type(self).model_fields))) from None
-
-    def __hash__(self) -> int:
-        values = (getattr(self, name) for name in type(self).model_fields)
-        return hash(tuple(frozenset(v.items()) if isinstance(v, Mapping) else v for v in values))
-
-    def __repr_args__(self) -> Iterator[tuple[str, Any]]:
-        for name, field in type(self).model_fields.items():
-            if (value := getattr(self, name)) != field.get_default(call_default_factory=True):
-                yield name, value
-
-    def __str__(self) -> str:
-        return repr(self)
 
 
 class PathConfig(Settings):
@@ -213,7 +146,7 @@ class EncoderConfig(Settings):
     nothing, all run at their exact shape; auto: what measures cheapest for each budget, and token counts for
     which padding has cost more than their own capture would."""
 
-    padding: Annotated[Padding, _one_of(get_args(Padding))] = "proved"
+    padding: Annotated[Padding, one_of(get_args(Padding))] = "proved"
     """When `torch.compile(..., backend="encoder_cg")` may pad a call up to a budget. proved: where an
     analysis of the graph proves that real rows do not depend on pad rows, or the tower declares it; any other
     call runs at its exact shape, which is captured if it repeats. probed: also where the analysis knows
@@ -227,7 +160,7 @@ class EncoderConfig(Settings):
     """Token counts of each path that are captured at exact shapes at most; those that were not used for
     longest give way."""
 
-    packing: Annotated[Packing, _one_of(get_args(Packing))] = "cost"
+    packing: Annotated[Packing, one_of(get_args(Packing))] = "cost"
     """How items are grouped into replays. cost: so that the measured costs of all replays and fallbacks add
     up to the least; greedy: by ascending size, as many as fit the largest budget; greedy_defer: the same, but
     an item for which a batch would grow by more than its own budget starts the next one."""
@@ -243,7 +176,7 @@ class EncoderConfig(Settings):
     attention inside (`full`) or between graphs (`breakable`, which `piecewise` is then, too)."""
 
     piece_compiler: Annotated[
-        PieceCompiler | Callable[..., Any], _one_of(get_args(PieceCompiler), or_callable=True)
+        PieceCompiler | Callable[..., Any], one_of(get_args(PieceCompiler), or_callable=True)
     ] = "auto"
     """What compiles the pieces between splitting ops. auto: inductor on CUDA, eager on a CPU. In Python, any
     callable that takes a graph module and its example inputs and returns a callable. torch.compile will not
@@ -376,7 +309,7 @@ class EncoderConfig(Settings):
         allowed = ("config", *cls.model_fields)
         check_number(options, "options")
         if unknown := [name for name in options if name not in allowed]:
-            raise ConfigError(*(_unknown(name, allowed) for name in unknown[:_MOST_PROBLEMS]))
+            raise ConfigError(*(unknown_option(name, allowed) for name in unknown[:MOST_PROBLEMS]))
         overrides = dict(options)
         base = overrides.pop("config", {})
         if isinstance(base, (str, os.PathLike)):
@@ -401,25 +334,3 @@ class EncoderConfig(Settings):
     def _from_mapping(cls, values: Mapping[Any, Any]) -> Self:
         check_extent(values, "")
         return cls(**{name_of(name): value for name, value in values.items()})
-
-
-def _unknown(name: object, allowed: Sequence[str]) -> str:
-    text = name_of(name)
-    return f"{text}: unknown option; {nearest(text, allowed)}allowed: {', '.join(allowed)}"
-
-
-def _problems(error: ValidationError, allowed: Sequence[str]) -> Iterator[str]:
-    """One line for each wrong field, a nested model's own lines under the name of the field it is in."""
-    count = error.error_count()
-    for detail in itertools.islice(error.errors(include_url=False), _MOST_PROBLEMS):
-        field = ".".join(map(name_of, detail["loc"]))
-        cause = detail.get("ctx", {}).get("error")
-        if detail["type"] == "extra_forbidden":
-            yield _unknown(field, allowed)
-        elif isinstance(cause, ConfigError):
-            yield from (f"{field}.{problem}" if field else problem for problem in cause.problems)
-        else:
-            allowed_values = detail["msg"].replace("Input should be", "allowed:").replace("tuple", "list")
-            yield f"{field}: {cause or allowed_values}; got {shown(detail['input'])}"
-    if count > _MOST_PROBLEMS:
-        yield f"and {count - _MOST_PROBLEMS} settings more"

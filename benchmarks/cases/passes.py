@@ -4,10 +4,11 @@
 
 27 blocks, 1152 wide, bf16, seeded random weights: milliseconds of one full graph replay at 196, 784, 3136 and
 7056 patches, a row for each candidate: "default", what `passes: auto` is on CUDA; every pass, and none; each
-alone, beside `conv_to_linear`; and fp8, with the layers that it chooses and with all. Then "default" with each
-pass that is none of it, and with attention pinned to FlashAttention 4 with and without a cut at whole waves,
-each with `wide_heads` and without. Errors are relative root mean squares against float32 at the smallest size;
-"default" has that of bf16. A candidate that fails has its error in the table; the others go on.
+alone, beside `conv_to_linear`; and fp8, with the layers that it chooses and with all. Then "default" with
+each pass that is none of it, and with attention pinned to FlashAttention 4 with and without a cut at whole
+waves, each with `wide_heads` and without. Errors are relative root mean squares against float32 at the
+smallest size; "default" has that of bf16. A candidate that fails has its error in the table; the others go
+on.
 
 `--tiny` takes a tiny tower, on a CPU too, where times are those of `execute`.
 """

@@ -5,10 +5,11 @@ from fxsplit_encoder.capture.breakable import (
     active_capture,
     eager_break_during_capture,
 )
+from fxsplit_encoder.capture.budget_costs import KnownBudget, MeasuredCosts
 from fxsplit_encoder.capture.buffers import SharedBuffers, StaticBuffer
 from fxsplit_encoder.capture.forward import CapturedForward, measure_ms
 from fxsplit_encoder.capture.inputs import StaticInputs
-from fxsplit_encoder.capture.ladder import BudgetLadder, KnownBudget, MeasuredCosts
+from fxsplit_encoder.capture.ladder import BudgetLadder
 from fxsplit_encoder.capture.memory import HandedOut
 from fxsplit_encoder.capture.parameters import StaticParameters
 from fxsplit_encoder.capture.pool import GraphPool

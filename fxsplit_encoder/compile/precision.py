@@ -199,7 +199,7 @@ class Interpreter:
         elif node.op == "call_function":
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: values[n])
             if exact:
-                args, kwargs = fx.node.map_aggregate((args, kwargs), _lengthened)  # type: ignore[misc]
+                args, kwargs = fx.node.map_aggregate((args, kwargs), _lengthened)
             assert callable(node.target)
             values[node] = node.target(*args, **kwargs)
         for read in node.all_input_nodes:

@@ -8,12 +8,12 @@ from fxsplit_encoder.connector.books.books import Step
 from fxsplit_encoder.connector.books.ticket import Ticket
 from fxsplit_encoder.connector.books.workers import WorkerStatus
 from fxsplit_encoder.connector.by_modality import ProcessorByModality
-from fxsplit_encoder.connector.connector import Connector, FeatureRows
+from fxsplit_encoder.connector.connector import Connector
 from fxsplit_encoder.connector.failures import FAILURE_KINDS
 from fxsplit_encoder.connector.fake import FakeEncoder, FakeProcessor, fake_rows
 from fxsplit_encoder.connector.keys import TowerIdentity
 from fxsplit_encoder.connector.manager_encoder import ManagerEncoder
-from fxsplit_encoder.connector.merge import MergedRows
+from fxsplit_encoder.connector.merge import FeatureRows, MergedRows
 from fxsplit_encoder.connector.positions import Placeholder, Placeholders, PositionMap
 from fxsplit_encoder.connector.request import FAIL, RETRY, TEXT_ONLY, EncodeRequest, FailurePolicy
 from fxsplit_encoder.connector.seams import (

@@ -7,9 +7,9 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from fxsplit_encoder.connector.books.ticket import Ticket
 from fxsplit_encoder.connector.books.workers import WorkerStatus
 from fxsplit_encoder.connector.failures import failure_of
 from fxsplit_encoder.connector.keys import TowerIdentity, feature_key
-from fxsplit_encoder.connector.merge import MergedRows, merge_rows
+from fxsplit_encoder.connector.merge import FeatureRows, MergedRows, merge_rows
 from fxsplit_encoder.connector.positions import Run
 from fxsplit_encoder.connector.request import EncodeRequest
 from fxsplit_encoder.connector.run_log import RunLog
@@ -40,17 +40,7 @@ from fxsplit_encoder.messages import shown
 
 logger = logging.getLogger(__name__)
 
-
 _ANY_TOWER = TowerIdentity(b"", "", "")
-
-
-class FeatureRows(NamedTuple):
-    """The rows of one item, for as long as they are read."""
-
-    rows: Tensor
-    """(tokens, width), on the device that encoded them or in pinned host memory."""
-    metadata: Mapping[str, Any]
-    """What travels with them, such as the grid."""
 
 
 class Connector:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +21,15 @@ _FEW = 16
 _WORD = torch.int64
 """What rows are copied as where they consist of it. torch's kernels for rows that are not one piece take an
 element at a time, and a word holds four of bfloat16."""
+
+
+class FeatureRows(NamedTuple):
+    """The rows of one item, for as long as they are read."""
+
+    rows: Tensor
+    """(tokens, width), on the device that encoded them or in pinned host memory."""
+    metadata: Mapping[str, Any]
+    """What travels with them, such as the grid."""
 
 
 @dataclass(frozen=True, eq=False)

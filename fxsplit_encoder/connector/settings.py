@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field, StrictBool
 
-from fxsplit_encoder.config import Settings, parse_bytes
+from fxsplit_encoder.settings_model import Settings, parse_bytes
 
 _Bytes = Annotated[int, Field(strict=True, ge=0, le=2**63 - 1), BeforeValidator(parse_bytes)]
 _Count = Annotated[int, Field(strict=True, ge=0, le=2**31 - 1)]

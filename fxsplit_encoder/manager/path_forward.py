@@ -6,7 +6,7 @@ import contextlib
 import copy
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +29,7 @@ from fxsplit_encoder.errors import (
 )
 from fxsplit_encoder.manager.row_groups import RowGroups
 from fxsplit_encoder.manager.tower_part import named_tensors, tower_part, tower_tensors
+from fxsplit_encoder.manager.traced_example import TracedExample, row_groups_of, with_contents
 from fxsplit_encoder.planning.limits import Limits
 from fxsplit_encoder.protocol import SupportsEncoderCudaGraph
 from fxsplit_encoder.runtime import FreshInputs, request_of_module, request_of_program
@@ -39,19 +40,6 @@ if TYPE_CHECKING:
     from fxsplit_encoder.compile.precision import PrecisionReport
 
 logger = logging.getLogger(__name__)
-
-# The trace runs the forward once, so it is made at a moderate size; the size is also Inductor's hint for its
-# kernels.
-_TRACED_TOKENS = 256
-
-
-@dataclass(frozen=True)
-class TracedExample:
-    """What a forward is traced with."""
-
-    inputs: dict[str, Tensor]
-    dynamic_dims: dict[str, list[int]]
-    """Of each input the dimensions whose sizes vary."""
 
 
 class PathForward:
@@ -241,7 +229,7 @@ class PathForward:
             values = {}
         if not values or any(tensor.numel() == 0 for tensor in values.values()):
             return None  # no batch is smaller, so nothing is ever padded
-        values = {name: _with_contents(tensor) for name, tensor in values.items()}
+        values = with_contents(values)
         expected = self(values)
         with captured.inputs.kept_constants():
             captured.load(values, self.rows(values))
@@ -277,9 +265,8 @@ class PathForward:
     def example(self) -> TracedExample | str:
         """Inputs to trace the forward with; or why there are none."""
         try:
-            self.groups = self._row_groups()
-            inputs = self._traced_values()
-            return TracedExample(inputs, self._dynamic_dims(inputs))
+            self.groups = row_groups_of(self, self.padding_logics.keys())
+            return TracedExample.of(self)
         except InputError as error:
             return f"not compiled: {error}"
 
@@ -343,7 +330,7 @@ class PathForward:
             return options
         from fxsplit_encoder.compile.precision import measure_precision
 
-        values = {name: _with_contents(tensor) for name, tensor in example.inputs.items()}
+        values = with_contents(example.inputs)
         part, names = tower_part(self.tower), named_tensors(self.tower)
         self.precision = measure_precision(self.__call__, values, example.dynamic_dims, options, part, names)
         logger.info("%s: %s", self.label, self.precision)
@@ -379,37 +366,8 @@ class PathForward:
     @torch.no_grad()
     def agrees(self, program: BoundProgram, values: Mapping[str, Tensor]) -> bool:
         """Whether a program gives what the tower's own forward gives of these inputs."""
-        values = {name: _with_contents(tensor) for name, tensor in values.items()}
+        values = with_contents(values)
         return difference([self(values)], [program(self.inputs(program, values))], "no") is None
-
-    def _row_groups(self) -> RowGroups:
-        """Those of the tower's inputs, as far as its budgets tell."""
-        sizes = {0, len(self.budgets) // 2, len(self.budgets) - 1}
-        if len(sizes) < 2:
-            return RowGroups()
-        samples = [self.first_values(self.budgets[size:]) for size in sorted(sizes)]
-        logics = self.padding_logics.keys()
-        return RowGroups.of([{n: v for n, v in each.items() if n not in logics} for each in samples])
-
-    def _traced_values(self) -> dict[str, Tensor]:
-        """Inputs of a moderate size, with two tiles rather than one: a trace makes a size of 1 a constant."""
-        nearest = sorted(self.budgets, key=lambda budget: abs(budget - _TRACED_TOKENS))
-        inputs = self.first_values(nearest)
-        growing = self.growing_inputs() if len(self.budgets) > 1 else inputs.keys()
-        if any(inputs[name].shape[:1] == (1,) for name in inputs.keys() & growing):
-            return self.first_values([2 * budget for budget in nearest])
-        return inputs
-
-    def _dynamic_dims(self, inputs: Mapping[str, Tensor]) -> dict[str, list[int]]:
-        """The dimensions that differ between two budgets; with one budget, the first of every tensor."""
-        budgets = self.budgets
-        if len(budgets) < 2:
-            return {name: [0] for name, tensor in inputs.items() if tensor.dim() > 0 and tensor.shape[0] > 1}
-        small, large = self.first_values(budgets), self.first_values(budgets[::-1])
-        return {
-            name: [dim for dim, size in enumerate(tensor.shape) if size != large[name].shape[dim]]
-            for name, tensor in small.items()
-        }
 
     def bind(self, program: BoundProgram) -> None:
         """Takes a program, on the parameters that it was bound to."""
@@ -439,11 +397,3 @@ class PathForward:
         except InputError:
             self.program = None
             self._compiled = False
-
-
-def _with_contents(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that tells something: zeros are the same wherever they come from."""
-    if not tensor.is_floating_point() or bool(tensor.any()):
-        return tensor
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(tensor.shape, generator=generator).to(tensor)

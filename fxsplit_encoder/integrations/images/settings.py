@@ -7,8 +7,9 @@ from typing import Annotated, Literal
 import torch
 from pydantic import BeforeValidator, Field
 
-from fxsplit_encoder.config import Bytes, EncoderConfig, Settings, parse_bytes
+from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.settings_model import Bytes, Settings, parse_bytes
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 Pooling = Literal["none", "mean"]

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from fxsplit_encoder.config import Bytes, parse_bytes
 from fxsplit_encoder.integrations.images import ImageEncoderSettings
+from fxsplit_encoder.settings_model import Bytes, parse_bytes
 
 # A command line gives numbers as text.
 _Number = Annotated[int, Field(ge=1)]

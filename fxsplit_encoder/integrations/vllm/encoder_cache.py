@@ -15,12 +15,12 @@ import torch
 from pydantic import BeforeValidator, Field
 from torch import Tensor
 
-from fxsplit_encoder.config import Bytes, Settings, parse_bytes
 from fxsplit_encoder.connector.store import FeatureStore, Stores
 from fxsplit_encoder.connector.transport.private_directory import default_root
 from fxsplit_encoder.connector.transport.seam import Handle
 from fxsplit_encoder.errors import ConfigError, InputError
 from fxsplit_encoder.integrations.vllm.log import logger, warn_once
+from fxsplit_encoder.settings_model import Bytes, Settings, parse_bytes
 
 _ROWS = "rows"
 
