@@ -4,7 +4,7 @@ Attention is where the graph is cut: it is the one operation that mixes rows (to
 two attentions may be padded, compiled once for every token count, and captured.
 """
 
-from fxsplit_encoder.attention.choice import KernelChooser, choosing, current_chooser, measuring
+from fxsplit_encoder.attention.choice import KernelChooser, current_chooser
 from fxsplit_encoder.attention.known_segments import KnownSegments
 from fxsplit_encoder.attention.op import (
     attend,
@@ -14,7 +14,6 @@ from fxsplit_encoder.attention.op import (
     varlen_attention_out,
 )
 from fxsplit_encoder.attention.pins import KERNEL_NAMES, parse_attention
-from fxsplit_encoder.attention.report import describe
 
 __all__ = [
     "KERNEL_NAMES",
@@ -22,11 +21,8 @@ __all__ = [
     "KnownSegments",
     "attend",
     "attend_out",
-    "choosing",
     "current_chooser",
     "dense_attention",
-    "describe",
-    "measuring",
     "parse_attention",
     "varlen_attention",
     "varlen_attention_out",

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fxsplit_encoder._torch.dynamo import owners_of_trace
-from fxsplit_encoder.attention import KernelChooser, KnownSegments, choosing
+from fxsplit_encoder.attention import KernelChooser, KnownSegments
 from fxsplit_encoder.backend.forward import ProgramBudgets, ProgramForward, region_of
 from fxsplit_encoder.capture import GraphPool
 from fxsplit_encoder.capture.probe import probe_padding
@@ -22,6 +22,7 @@ from fxsplit_encoder.compile.program import Ref
 from fxsplit_encoder.compile.sizes import Size
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import ReplayError
+from fxsplit_encoder.kernels import choosing
 from fxsplit_encoder.planning import Captured, CaptureKey, CostModel, Item, Limits, MissReason, build_plan
 from fxsplit_encoder.planning.plan import PathPlan
 from fxsplit_encoder.protocol import EncoderItemSpec

@@ -12,7 +12,7 @@ from torch import fx as torch_fx
 
 import fxsplit_encoder as fx
 from fxsplit_encoder._torch.dispatch import schema_of
-from fxsplit_encoder.attention import KernelChooser, describe
+from fxsplit_encoder.attention import KernelChooser
 from fxsplit_encoder.capture import CapturedForward, segment_capacity
 from fxsplit_encoder.cli.console import (
     describe_device,
@@ -24,6 +24,7 @@ from fxsplit_encoder.cli.console import (
 from fxsplit_encoder.cli.document import Column, Document, columns
 from fxsplit_encoder.compile import Program, Step
 from fxsplit_encoder.compile.padding import PaddingReport
+from fxsplit_encoder.kernels import describe
 from fxsplit_encoder.models.family import Family
 from fxsplit_encoder.planning import Limits
 

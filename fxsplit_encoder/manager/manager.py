@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fxsplit_encoder.attention import KernelChooser, choosing
+from fxsplit_encoder.attention import KernelChooser
 from fxsplit_encoder.capture import GraphPool
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import InputError, StartFileError, WeightsMovedError
+from fxsplit_encoder.kernels import choosing
 from fxsplit_encoder.manager.batches import BatchRunner
 from fxsplit_encoder.manager.budget_memory import check_budgets
 from fxsplit_encoder.manager.captures import CapturePlan, plan_captures

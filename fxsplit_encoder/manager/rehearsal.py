@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fxsplit_encoder.attention import choosing
 from fxsplit_encoder.capture import BudgetLadder, CapturedForward, GraphPool, SharedBuffers
 from fxsplit_encoder.errors import CaptureError
+from fxsplit_encoder.kernels import choosing
 
 if TYPE_CHECKING:
     from fxsplit_encoder.manager.manager import EncoderCudaGraphManager

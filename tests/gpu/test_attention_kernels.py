@@ -14,15 +14,12 @@ from fxsplit_encoder.attention import (
     KernelChooser,
     KnownSegments,
     attend,
-    choosing,
     dense_attention,
-    describe,
-    measuring,
 )
-from fxsplit_encoder.attention.cache import MeasurementCache, describe_environment
-from fxsplit_encoder.attention.choice import Measurements, shape_of, works
+from fxsplit_encoder.attention.choice import Measurements, shape_of
 from fxsplit_encoder.attention.kernels import KERNELS, AttentionKernel
 from fxsplit_encoder.attention.kernels.triton_varlen import TritonVarlen
+from fxsplit_encoder.kernels import choosing, describe, measuring, works
 
 pytestmark = pytest.mark.gpu
 
@@ -203,7 +200,7 @@ def test_a_batch_in_a_graph(kernel: AttentionKernel, tokens: int, head_dim: int)
 
 @pytest.fixture
 def measurements(tmp_path: Path) -> Iterator[Measurements]:
-    yield Measurements(cache=lambda device: MeasurementCache(describe_environment(device), tmp_path))
+    yield Measurements().keep(tmp_path)
 
 
 @pytest.mark.alone

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.attention import choice
 from fxsplit_encoder.attention.choice import KernelChooser, Measurements
 from fxsplit_encoder.capture import ladder
+from fxsplit_encoder.kernels import Meter
 from fxsplit_encoder.manager import path as path_module
 
 pytestmark = pytest.mark.gpu
@@ -40,7 +40,7 @@ def test_a_start_from_a_file_measures_nothing_and_captures_the_same(
 
     for module, name in ((path_module, "measure_forward"), (ladder, "measure_run")):
         monkeypatch.setattr(module, name, fail)
-    monkeypatch.setattr(choice.Meter, "measure", fail)
+    monkeypatch.setattr(Meter, "measure", fail)
     torch._dynamo.utils.counters.clear()
     second = manager_of(wrapped)
     assert second.load_start(path), second.reports
