@@ -36,6 +36,7 @@ GraphPass = Literal[
     "dense_attention",
     "wide_heads",
     "gelu_epilogue",
+    "measured_products",
 ]
 Precision = Literal["auto", "fp8"]
 Padding = Literal["proved", "probed"]
@@ -68,8 +69,8 @@ def _one_of(names: Sequence[str], *, or_callable: bool = False) -> BeforeValidat
     return BeforeValidator(check)
 
 
-def _check_attention(value: object) -> object:
-    """The form alone: which kernels and conditions there are is known to `attention.pins`."""
+def _check_kernels(value: object) -> object:
+    """The form alone: which kernels and conditions there are is known to the operations."""
     for name in value.values() if isinstance(value, Mapping) else [value]:
         if not isinstance(name, str):
             raise ValueError("allowed: auto, a kernel's name, or a mapping of conditions to these")
@@ -250,16 +251,20 @@ class EncoderConfig(Settings):
 
     passes: Annotated[Literal["auto"] | tuple[GraphPass, ...], BeforeValidator(_check_passes)] = "auto"
     """Which exact rewrites of the graph are made, as a list of names (docs/passes.md). auto: those that were
-    measured to pay on the device; on CUDA all but `wide_heads`, `decomposed_bias` from compute capability 9.0
-    on. `pad_mlp_width` and `wide_heads` take memory."""
+    measured to pay on the device; on CUDA all but `wide_heads` and `measured_products`, `decomposed_bias`
+    from compute capability 9.0 on. `pad_mlp_width` and `wide_heads` take memory."""
 
     precision: Precision = "auto"
     """What the linear layers of the blocks multiply in. auto: the tower's own dtype; fp8: 8-bit floating
     point with a scale for every row and every output channel, which adds an error to the results."""
 
-    attention: Annotated[str | Mapping[str, str], BeforeValidator(_check_attention)] = "auto"
+    attention: Annotated[str | Mapping[str, str], BeforeValidator(_check_kernels)] = "auto"
     """The attention kernel. auto: for each class of shapes the fastest that was measured; a kernel's name:
     that one, wherever it can compute; or a mapping from conditions, such as tokens>4096, to these."""
+
+    products: Annotated[str | Mapping[str, str], BeforeValidator(_check_kernels)] = "auto"
+    """The kernel of the linear layers that the pass `measured_products` takes over, as `attention` says it.
+    Conditions: residual, gelu, plain, and comparisons of rows, in_features and out_features."""
 
     max_graph_bytes: Annotated[Bytes | None, BeforeValidator(parse_bytes)] = None
     """Device memory that all captures together may take, in bytes or as a size such as 4GiB or 4G. None: no

@@ -121,7 +121,7 @@ def start(arguments: argparse.Namespace, budgets: Sequence[int]) -> dict[str, An
     with phase("load"):
         if arguments.load is not None and not manager.load_start(arguments.load):
             raise SystemExit(manager.reports[0])
-    known = len(manager.kernels.measurements.table(manager.device))
+    known = len(manager.kernels.attention.measurements.table(manager.device))
     with phase("compile"):
         manager.compile()
     kernels = count_kernels()
@@ -131,7 +131,7 @@ def start(arguments: argparse.Namespace, budgets: Sequence[int]) -> dict[str, An
     pixels = torch.randn(side * side, tower.patch_features, device=device)
     with phase("first embedding"):
         manager.execute({"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, side, side]])})
-    measured = len(manager.kernels.measurements.table(manager.device)) - known
+    measured = len(manager.kernels.attention.measurements.table(manager.device)) - known
     if arguments.save is not None:
         with phase("save"):
             seconds["file bytes"] = manager.save_start(arguments.save)

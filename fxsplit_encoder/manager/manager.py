@@ -16,11 +16,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fxsplit_encoder.attention import KernelChooser
 from fxsplit_encoder.capture import GraphPool
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import InputError, StartFileError, WeightsMovedError
-from fxsplit_encoder.kernels import choosing
 from fxsplit_encoder.manager.batches import BatchRunner
 from fxsplit_encoder.manager.budget_memory import check_budgets
 from fxsplit_encoder.manager.captures import CapturePlan, plan_captures
@@ -39,7 +37,7 @@ from fxsplit_encoder.protocol import (
     SupportsEncoderCudaGraph,
     missing_methods,
 )
-from fxsplit_encoder.runtime import CaptureScope, CaptureSet
+from fxsplit_encoder.runtime import CaptureScope, CaptureSet, Choosers
 from fxsplit_encoder.runtime.statistics import ManagerStats, Statistics
 from fxsplit_encoder.runtime.weights import warn_of_new_captures
 
@@ -102,7 +100,7 @@ class EncoderCudaGraphManager:
             has_video="video" in self.model_config.modalities,
         )
         self.pool = GraphPool(self.device, priority=self.config.stream_priority)
-        self.kernels = KernelChooser(self.config.attention)
+        self.kernels = Choosers.of(self.config)
         self.kernels.check(self.device)
         agree = agreement_of(tower, None if self.config.data_parallel else process_group)
         self._scope = CaptureScope(
@@ -208,7 +206,7 @@ class EncoderCudaGraphManager:
         budgets). What is captured already stays until `clear`.
         """
         in_inference_mode = torch.is_inference_mode_enabled()
-        with self._lock, choosing(self.kernels), _without_autograd():
+        with self._lock, self.kernels.choosing(), _without_autograd():
             if not self.config.enabled or self._captured:
                 return
             for path in self.paths_by_key.values():
@@ -381,7 +379,7 @@ class EncoderCudaGraphManager:
         # another that theirs are bad, in the order of their calls.
         specs = self._item_specs(mm_kwargs) if self.data_parallel is None else None
         in_inference_mode = torch.is_inference_mode_enabled()
-        with self._lock, choosing(self.kernels), _without_autograd():
+        with self._lock, self.kernels.choosing(), _without_autograd():
             if self._missed_capture:
                 self._missed_capture = False
                 logger.warning(

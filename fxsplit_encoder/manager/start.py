@@ -36,7 +36,7 @@ def save_manager(manager: EncoderCudaGraphManager, path: Path) -> int:
         except CompileError as error:
             logger.warning("%s: a start from %s will trace it again: %s", each.label, path, error)
     tower = KnownTower(tower_key(manager), paths, programs)
-    return save(path, _indexed(manager.device), [manager.kernels.measurements], [tower])
+    return save(path, _indexed(manager.device), manager.kernels.measurements, [tower])
 
 
 def load_manager(manager: EncoderCudaGraphManager, path: Path) -> None:
@@ -45,7 +45,7 @@ def load_manager(manager: EncoderCudaGraphManager, path: Path) -> None:
     Raises:
         StartFileError: it is damaged, or was made for something else. Nothing of it is used then.
     """
-    start = read(path, _indexed(manager.device), tower_key(manager), [manager.kernels.measurements])
+    start = read(path, _indexed(manager.device), tower_key(manager), manager.kernels.measurements)
     paths = list(manager.paths_by_key.values())
     for each in paths:
         if each.label not in start.tower.paths:

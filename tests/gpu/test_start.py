@@ -22,7 +22,7 @@ CONFIG = fx.EncoderConfig(token_budgets=(64, 256, 1024), max_items_per_batch=4, 
 def manager_of(wrapped: Any) -> fx.EncoderCudaGraphManager:
     """One that knows nothing of attention, neither from this process nor from the disk."""
     manager = fx.EncoderCudaGraphManager(wrapped, CONFIG)
-    manager.kernels = KernelChooser(measurements=Measurements())
+    manager.kernels.attention = KernelChooser(measurements=Measurements())
     return manager
 
 

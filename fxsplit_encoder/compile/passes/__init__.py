@@ -16,6 +16,7 @@ from fxsplit_encoder.compile.passes.decomposed_bias import decomposed_bias
 from fxsplit_encoder.compile.passes.dense_attention import dense_attention
 from fxsplit_encoder.compile.passes.fp8_linear import fp8_linear, relative_rms
 from fxsplit_encoder.compile.passes.gelu_epilogue import gelu_epilogue
+from fxsplit_encoder.compile.passes.measured_products import measured_products
 from fxsplit_encoder.compile.passes.pad_mlp_width import pad_mlp_width
 from fxsplit_encoder.compile.passes.wide_heads import wide_heads
 from fxsplit_encoder.errors import ConfigError
@@ -31,12 +32,14 @@ PASSES: Mapping[str, Pass] = {
     "dense_attention": dense_attention,
     "wide_heads": wide_heads,
     "gelu_epilogue": gelu_epilogue,
+    "measured_products": measured_products,
 }
 """The exact passes, by the names that `EncoderConfig.passes` takes, in the order in which they run."""
 
 DEFAULT_PASSES: Mapping[str, tuple[str, ...]] = {
     "cpu": ("conv_to_linear",),
-    "cuda": tuple(name for name in PASSES if name != "wide_heads"),  # it has not been measured in a tower
+    # The others have not been measured in a tower.
+    "cuda": tuple(name for name in PASSES if name not in ("wide_heads", "measured_products")),
 }
 """What `passes: auto` stands for, by the type of the device; on others nothing. On CUDA each pass that
 changed a tower measured was faster (docs/passes.md names the runs); one that finds nothing costs nothing.
