@@ -65,7 +65,10 @@ def _addmm(b: Builder, name: str) -> fx.Node | None:
 @call_of("fxsplit::linear")
 def _linear_and_what_follows(b: Builder, name: str) -> fx.Node | None:
     x = b.floats(rank=2)
-    weight = _matrix(b, 3, _inner(b, x))
+    inner = _inner(b, x)
+    weight = b.shared([3, inner]) if inner is not None else b.call(aten.t.default, _matrix(b, None, 3))
+    if weight is None:
+        return None
     bias = b.shared([3]) if b.chance(0.5) else None
     activation = b.choice(("none", "gelu_tanh"))
     target = torch.ops.fxsplit.linear.default
