@@ -25,6 +25,7 @@ GraphPass = Literal[
     "dense_attention",
     "wide_heads",
     "gelu_epilogue",
+    "measured_products",
     "output_branch",
     "prefetch_weights",
 ]
@@ -42,8 +43,8 @@ _MOST = 2**31 - 1
 _OF_COMPILED_PIECES = ("piece_compiler", "passes", "precision")
 
 
-def _check_attention(value: object) -> object:
-    """The form alone: which kernels and conditions there are is known to `attention.pins`."""
+def _check_kernels(value: object) -> object:
+    """The form alone: which kernels and conditions there are is known to the operations."""
     for name in value.values() if isinstance(value, Mapping) else [value]:
         if not isinstance(name, str):
             raise ValueError("allowed: auto, a kernel's name, or a mapping of conditions to these")
@@ -185,8 +186,9 @@ class EncoderConfig(Settings):
 
     passes: Annotated[Literal["auto"] | tuple[GraphPass, ...], BeforeValidator(_check_passes)] = "auto"
     """Which exact rewrites of the graph are made, as a list of names (docs/passes.md). auto: those that were
-    measured to pay on the device; on CUDA all but `wide_heads`, `output_branch` and `prefetch_weights`,
-    `decomposed_bias` from compute capability 9.0 on. `pad_mlp_width` and `wide_heads` take memory."""
+    measured to pay on the device; on CUDA all but `wide_heads`, `measured_products`, `output_branch` and
+    `prefetch_weights`, `decomposed_bias` from compute capability 9.0 on. `pad_mlp_width` and `wide_heads`
+    take memory."""
 
     precision: Precision = "auto"
     """What the linear layers of the blocks multiply in. auto: the tower's own dtype; fp8: 8-bit floating
@@ -202,9 +204,13 @@ class EncoderConfig(Settings):
     algorithm a layer, however many rows it gets. A tower for which that cannot be kept is refused
     (docs/invariant.md)."""
 
-    attention: Annotated[str | Mapping[str, str], BeforeValidator(_check_attention)] = "auto"
+    attention: Annotated[str | Mapping[str, str], BeforeValidator(_check_kernels)] = "auto"
     """The attention kernel. auto: for each class of shapes the fastest that was measured; a kernel's name:
     that one, wherever it can compute; or a mapping from conditions, such as tokens>4096, to these."""
+
+    products: Annotated[str | Mapping[str, str], BeforeValidator(_check_kernels)] = "auto"
+    """The kernel of the linear layers that the pass `measured_products` takes over, as `attention` says it.
+    Conditions: residual, gelu, plain, and comparisons of rows, in_features and out_features."""
 
     max_graph_bytes: Annotated[Bytes | None, BeforeValidator(parse_bytes)] = None
     """Device memory that all captures together may take, in bytes or as a size such as 4GiB or 4G. None: no

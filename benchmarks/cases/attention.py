@@ -23,10 +23,10 @@ import torch
 from storage import new_result, one_line, store
 from timing import host_us
 
-from fxsplit_encoder.attention import KernelChooser, measuring
-from fxsplit_encoder.attention.choice import Measurements, shape_of, works
+from fxsplit_encoder.attention import KernelChooser
+from fxsplit_encoder.attention.choice import Measurements, shape_of
 from fxsplit_encoder.attention.kernels import KERNELS, AttentionKernel
-from fxsplit_encoder.attention.measure import microseconds
+from fxsplit_encoder.kernels import measuring, microseconds, works
 
 HEADS = 16
 EMPTY_SEGMENTS = 8

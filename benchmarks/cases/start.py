@@ -132,7 +132,8 @@ def start(arguments: argparse.Namespace, budgets: Sequence[int]) -> dict[str, An
     with phase("load"):
         if arguments.load is not None and not manager.load_start(arguments.load):
             raise SystemExit(manager.reports[0])
-    known = len(manager.kernels.measurements.table(manager.device))
+    measurements = manager.kernels.attention.measurements
+    known = len(measurements.table(manager.device))
     at_once = arguments.in_this_process == "ready at once"
     with phase("compile"):
         if not at_once:
@@ -145,7 +146,7 @@ def start(arguments: argparse.Namespace, budgets: Sequence[int]) -> dict[str, An
     with phase("first embedding"):
         manager.execute(inputs)
     meanwhile = serve_meanwhile(manager, inputs) if at_once else {}
-    measured = len(manager.kernels.measurements.table(manager.device)) - known
+    measured = len(measurements.table(manager.device)) - known
     if arguments.save is not None:
         with phase("save"):
             seconds["file bytes"] = manager.save_start(arguments.save)

@@ -4,13 +4,7 @@ Attention is where the graph is cut: it is the one operation that mixes rows (to
 two attentions may be padded, compiled once for every token count, and captured.
 """
 
-from fxsplit_encoder.attention.choice import (
-    KernelChooser,
-    choosing,
-    current_chooser,
-    is_measuring,
-    measuring,
-)
+from fxsplit_encoder.attention.choice import KernelChooser, current_chooser
 from fxsplit_encoder.attention.known_segments import KnownSegments
 from fxsplit_encoder.attention.op import (
     attend,
@@ -20,7 +14,6 @@ from fxsplit_encoder.attention.op import (
     varlen_attention_out,
 )
 from fxsplit_encoder.attention.pins import KERNEL_NAMES, parse_attention
-from fxsplit_encoder.attention.report import describe
 
 __all__ = [
     "KERNEL_NAMES",
@@ -28,12 +21,8 @@ __all__ = [
     "KnownSegments",
     "attend",
     "attend_out",
-    "choosing",
     "current_chooser",
     "dense_attention",
-    "describe",
-    "is_measuring",
-    "measuring",
     "parse_attention",
     "varlen_attention",
     "varlen_attention_out",

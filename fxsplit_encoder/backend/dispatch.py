@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fxsplit_encoder._torch.dynamo import owners_of_trace
-from fxsplit_encoder.attention import KernelChooser, KnownSegments, choosing
+from fxsplit_encoder.attention import KnownSegments
 from fxsplit_encoder.backend.forward import ProgramBudgets, ProgramForward, region_of
 from fxsplit_encoder.backend.outputs import Output
 from fxsplit_encoder.capture import GraphPool
@@ -25,7 +25,7 @@ from fxsplit_encoder.errors import ReplayError
 from fxsplit_encoder.planning import Captured, CaptureKey, CostModel, Item, Limits, MissReason, build_plan
 from fxsplit_encoder.planning.plan import PathPlan
 from fxsplit_encoder.protocol import EncoderItemSpec
-from fxsplit_encoder.runtime import CapturedProgram, CaptureScope, CaptureSet
+from fxsplit_encoder.runtime import CapturedProgram, CaptureScope, CaptureSet, Choosers
 from fxsplit_encoder.runtime.statistics import ManagerStats, Statistics
 from fxsplit_encoder.runtime.weights import check_replacements, layouts_of, warn_of_new_captures
 
@@ -70,7 +70,7 @@ class BudgetDispatcher:
         self.program = program
         self.config = config
         self.pool = GraphPool(program.device)
-        self.kernels = KernelChooser(config.attention, invariant=config.invariant)
+        self.kernels = Choosers.of(config)
         self.kernels.check(program.device)
         self.statistics = Statistics(log_interval=0)
         self.owners = owners_of_trace()
@@ -95,7 +95,7 @@ class BudgetDispatcher:
 
     def __call__(self, args: Sequence[Any]) -> list[Any]:
         """Runs the graph on its inputs; the outputs are the caller's own (capture rule 7)."""
-        with self._lock, choosing(self.kernels), torch.inference_mode(False), torch.no_grad():
+        with self._lock, self.kernels.choosing(), torch.inference_mode(False), torch.no_grad():
             self._check_parameters(args)
             bindings = self.program.begin(args)
             warmed = getattr(_warming, "called", None)

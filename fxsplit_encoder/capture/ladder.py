@@ -14,12 +14,13 @@ from dataclasses import replace
 
 import torch
 
-from fxsplit_encoder.attention import KnownSegments, measuring
+from fxsplit_encoder.attention import KnownSegments
 from fxsplit_encoder.capture.budget_costs import KnownBudget, MeasuredCosts
 from fxsplit_encoder.capture.forward import WARMUPS, CapturedForward, MeasuredRun, measure_run
 from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.capture.requests import CaptureRequest, ProgramBody
 from fxsplit_encoder.errors import CaptureError, CaptureMemoryError
+from fxsplit_encoder.kernels import measuring
 from fxsplit_encoder.planning.costs import EXACT_TOLERANCE
 
 logger = logging.getLogger(__name__)

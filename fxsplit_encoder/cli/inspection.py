@@ -12,7 +12,6 @@ from torch import fx as torch_fx
 
 import fxsplit_encoder as fx
 from fxsplit_encoder._torch.dispatch import schema_of
-from fxsplit_encoder.attention import KernelChooser, describe
 from fxsplit_encoder.capture import CapturedForward, segment_capacity
 from fxsplit_encoder.cli.console import (
     describe_device,
@@ -24,8 +23,10 @@ from fxsplit_encoder.cli.console import (
 from fxsplit_encoder.cli.document import Column, Document, columns
 from fxsplit_encoder.compile import Program, Step
 from fxsplit_encoder.compile.padding import PaddingReport
+from fxsplit_encoder.kernels import OperationReport, describe
 from fxsplit_encoder.models.family import Family
 from fxsplit_encoder.planning import Limits
+from fxsplit_encoder.runtime import Choosers
 
 _SHOWN_OPERATORS = 3
 
@@ -218,20 +219,24 @@ def _figures(captured: CapturedForward) -> tuple[str, int, int, int]:
     return captured.mode, capture.num_graphs, capture.num_eager_breaks, len(capture.segments)
 
 
-def say_attention(device: torch.device, config: fx.EncoderConfig, document: Document) -> None:
-    """List which attention kernels work on a device, and which was chosen for every class of shapes that was
-    measured there, now or by an earlier process.
+def say_kernels(device: torch.device, config: fx.EncoderConfig, document: Document) -> None:
+    """List which kernels of attention and of linear layers work on a device, and which was chosen for every
+    class of calls that was measured there, now or by an earlier process.
     """
-    report = describe(device, KernelChooser(config.attention))
+    for chooser in Choosers.of(config):
+        _say_operation(chooser.measurements.shape.operation, describe(device, chooser), document)
+
+
+def _say_operation(operation: str, report: OperationReport, document: Document) -> None:
     document.say()
     rows = [[k.name, k.unavailable or "works", len(k.chosen)] for k in report.kernels]
-    headers = columns(kernel="attention kernel", state="on this device", classes="chosen for classes")
-    document.table("attention_kernels", headers, rows)
+    headers = columns(kernel=f"{operation} kernel", state="on this device", classes="chosen for classes")
+    document.table(f"{operation}_kernels", headers, rows)
     if report.classes:
         document.say()
         document.table(
-            "attention_classes",
-            [*columns(shape="class of shapes", chosen="chosen", how=""), _MICROSECONDS],
+            f"{operation}_classes",
+            [*columns(shape="class of calls", chosen="chosen", how=""), _MICROSECONDS],
             [
                 [each.shape, each.chosen, "pinned" if each.pinned else "measured", dict(each.microseconds)]
                 for each in report.classes

@@ -164,7 +164,11 @@ def inspect(
         bool, typer.Option("--capture", help="Capture too: modes, graphs, breaks and bytes of every budget.")
     ] = False,
     attention: Annotated[
-        bool, typer.Option("--attention", help="The attention kernels: which work, which were chosen.")
+        bool,
+        typer.Option(
+            "--attention",
+            help="The kernels of attention and of linear layers: which work, which were chosen.",
+        ),
     ] = False,
     precision: Annotated[
         bool, typer.Option("--precision", help="What fp8 adds to the results, by layer, and what it gains.")
@@ -174,7 +178,7 @@ def inspect(
     import fxsplit_encoder as fx
     from fxsplit_encoder.cli.document import Document
     from fxsplit_encoder.cli.files import check_output, read_config
-    from fxsplit_encoder.cli.inspection import run_inspect, say_attention, say_captures
+    from fxsplit_encoder.cli.inspection import run_inspect, say_captures, say_kernels
     from fxsplit_encoder.cli.tower import choose_tower
 
     check_output(form.output)
@@ -186,7 +190,7 @@ def inspect(
     if capture:
         say_captures(chosen.family.wrap(chosen.module), settings, document)
     if attention:
-        say_attention(device, settings, document)
+        say_kernels(device, settings, document)
     if precision:
         from fxsplit_encoder.cli.precision import say_precision
 

@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from fxsplit_encoder.attention import KernelChooser, choosing
 from fxsplit_encoder.errors import FxSplitError, InputError, StartFileError
 from fxsplit_encoder.manager.autograd import without_autograd
 from fxsplit_encoder.manager.captures import CapturePlan
@@ -22,6 +21,7 @@ from fxsplit_encoder.manager.generation import Generation
 from fxsplit_encoder.manager.path import EncoderPath
 from fxsplit_encoder.manager.start import load_programs
 from fxsplit_encoder.manager.turns import StoppedError, Turns
+from fxsplit_encoder.runtime import Choosers
 from fxsplit_encoder.runtime.progress import CaptureProgress, Phase
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class BackgroundCapture:
         planned: CapturePlan,
         first: Generation,
         turns: Turns,
-        kernels: KernelChooser,
+        kernels: Choosers,
         switch: Callable[[], None],
     ) -> None:
         self.notes: list[str] = []
@@ -169,7 +169,7 @@ class BackgroundCapture:
             yield
 
     def _around(self) -> Iterator[AbstractContextManager[object]]:
-        yield choosing(self._kernels)
+        yield self._kernels.choosing()
         yield without_autograd()
         if self._target.pool.is_cuda:
             yield torch.cuda.device(self._target.pool.device)
@@ -261,7 +261,7 @@ class BackgroundCapture:
                 forward.refuse(example)
                 return
         yield
-        with choosing(self._kernels), without_autograd(), self._on_device():
+        with self._kernels.choosing(), without_autograd(), self._on_device():
             traced = forward.trace(example, self._tell_compiled, beside=True)
         yield
         with self._step():

@@ -20,8 +20,6 @@ from typing import Any
 
 import torch
 
-from fxsplit_encoder.attention import choosing
-from fxsplit_encoder.attention.choice import MEASUREMENTS, KernelChooser
 from fxsplit_encoder.capture import GraphPool
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import CompileError
@@ -31,6 +29,7 @@ from fxsplit_encoder.manager.legacy_dual_path import read_model_config
 from fxsplit_encoder.manager.start import save_programs
 from fxsplit_encoder.planning.limits import Limits
 from fxsplit_encoder.protocol import SupportsEncoderCudaGraph
+from fxsplit_encoder.runtime import Choosers
 from fxsplit_encoder.runtime.statistics import Statistics
 
 REQUEST, START, ANSWER = "request.pickle", "programs.start", "answer.json"
@@ -81,7 +80,8 @@ def compile_request(request: CompileRequest, path: Path) -> dict[str, dict[str, 
     refused: dict[str, str] = {}
     unsaved: dict[str, str] = {}
     programs: dict[str, dict[str, Any]] = {}
-    with choosing(KernelChooser(request.config.attention)), torch.no_grad():
+    choosers = Choosers.of(request.config)
+    with choosers.choosing(), torch.no_grad():
         generation.compile(_tell)
     for each in generation.compiled_paths:
         if each.program is None:
@@ -91,7 +91,7 @@ def compile_request(request: CompileRequest, path: Path) -> dict[str, dict[str, 
             programs[each.label] = each.forward.to_save()
         except CompileError as error:
             unsaved[each.label] = str(error)
-    save_programs(generation, MEASUREMENTS, programs, path)
+    save_programs(generation, choosers.measurements, programs, path)
     return {"refused": refused, "unsaved": unsaved}
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fxsplit_encoder.attention.cache import describe_environment
+from fxsplit_encoder.kernels import describe_environment
 from fxsplit_encoder.manager.item_facts import select_items
 from fxsplit_encoder.manager.legacy_dual_path import read_item_specs
 from fxsplit_encoder.manager.tower_part import indexed
@@ -22,7 +22,7 @@ def findings(manager: EncoderCudaGraphManager) -> list[str]:
     """Which kernels keep it, a line each, as far as anything has run."""
     from fxsplit_encoder.products.fixed import PRODUCTS
 
-    attention = [f"attention of {chosen}" for chosen in manager.kernels.chosen]
+    attention = [f"attention of {chosen}" for chosen in manager.kernels.attention.chosen]
     return [f"invariant: {each}" for each in (*attention, *PRODUCTS.describe(indexed(manager.device)))]
 
 
@@ -38,7 +38,7 @@ def choices(manager: EncoderCudaGraphManager) -> list[str]:
         known = describe_environment(device)
     return [
         *(f"{name} {value}" for name, value in known.items()),
-        *manager.kernels.chosen,
+        *manager.kernels.attention.chosen,
         *PRODUCTS.choices(device),
     ]
 

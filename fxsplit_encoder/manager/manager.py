@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fxsplit_encoder.attention import KernelChooser, choosing
 from fxsplit_encoder.capture import GraphPool
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import InputError, StartFileError, WeightsMovedError
@@ -40,6 +39,7 @@ from fxsplit_encoder.protocol import (
     SupportsEncoderCudaGraph,
     missing_methods,
 )
+from fxsplit_encoder.runtime import Choosers
 from fxsplit_encoder.runtime.progress import Phase
 from fxsplit_encoder.runtime.statistics import ManagerStats, Statistics
 from fxsplit_encoder.runtime.weights import warn_of_new_captures
@@ -102,7 +102,7 @@ class EncoderCudaGraphManager:
             else None,
             has_video="video" in self.model_config.modalities,
         )
-        self.kernels = KernelChooser(self.config.attention, invariant=self.config.invariant)
+        self.kernels = Choosers.of(self.config)
         self.kernels.check(self.device)
         self.statistics = Statistics(log_interval)
         self._own = Generation(
@@ -217,7 +217,7 @@ class EncoderCudaGraphManager:
             return
         self.wait_captured()
         in_inference_mode = torch.is_inference_mode_enabled()
-        with self._lock, choosing(self.kernels), without_autograd():
+        with self._lock, self.kernels.choosing(), without_autograd():
             if not self.config.enabled or self._is_complete:
                 return
             self._own.run_in(in_inference_mode)
@@ -259,7 +259,7 @@ class EncoderCudaGraphManager:
         planned: CapturePlan | None = None
         captures: Iterator[tuple[Phase, int, int]] = iter(())
         while True:
-            with self._lock.step(at_once=True), choosing(self.kernels), without_autograd():
+            with self._lock.step(at_once=True), self.kernels.choosing(), without_autograd():
                 if self._captured:  # by another thread
                     first.clear()
                     return
@@ -467,7 +467,7 @@ class EncoderCudaGraphManager:
         # another that theirs are bad, in the order of their calls.
         specs = self._item_specs(mm_kwargs) if self.data_parallel is None else None
         in_inference_mode = torch.is_inference_mode_enabled()
-        with self._lock, choosing(self.kernels), without_autograd():
+        with self._lock, self.kernels.choosing(), without_autograd():
             if self._missed_capture:
                 self._missed_capture = False
                 logger.warning(

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fxsplit_encoder.errors import CompileError, StartFileError
+from fxsplit_encoder.kernels import KernelMeasurements
 from fxsplit_encoder.manager.tower_part import indexed, tower_part
 from fxsplit_encoder.start import Key, KnownTower, plain, read, save
 
 if TYPE_CHECKING:
-    from fxsplit_encoder.attention.choice import Measurements
     from fxsplit_encoder.manager.generation import Generation
     from fxsplit_encoder.start import ReadStart
 
 logger = logging.getLogger(__name__)
+
+Measurements = Sequence[KernelMeasurements[Any, Any]]
+"""Of every operation that has several kernels."""
 
 # Settings that change nothing of what is compiled, measured or chosen.
 _OF_NO_MATTER = ("start_file", "debug")
@@ -53,12 +56,12 @@ def load_captured(generation: Generation, measurements: Measurements, path: Path
     Raises:
         StartFileError: it is damaged, or was made for something else. Nothing of it is used then.
     """
-    start = read(path, indexed(generation.pool.device), tower_key(generation))
+    start = read(path, indexed(generation.pool.device), tower_key(generation), measurements)
     paths = list(generation.paths_by_key.values())
     for each in paths:
         if each.label not in start.tower.paths:
             raise StartFileError(f"{each.label}: expected what was measured of it; got nothing")
-    start.hand_over(measurements)
+    start.hand_over()
     for each in paths:
         each.expect(start.tower.paths[each.label])
     _use_programs(generation, start)
@@ -70,8 +73,8 @@ def load_programs(generation: Generation, measurements: Measurements, path: Path
     Raises:
         StartFileError: as of `load_captured`.
     """
-    start = read(path, indexed(generation.pool.device), tower_key(generation))
-    start.hand_over(measurements)
+    start = read(path, indexed(generation.pool.device), tower_key(generation), measurements)
+    start.hand_over()
     _use_programs(generation, start)
 
 

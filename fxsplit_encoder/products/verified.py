@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fxsplit_encoder.attention import is_measuring
 from fxsplit_encoder.errors import CaptureError
+from fxsplit_encoder.kernels import is_measuring
 from fxsplit_encoder.products.layer import ALIGNMENT, Layer
 
 Product = Callable[[Tensor, Tensor, Tensor | None, str], Tensor]

@@ -1,6 +1,7 @@
 """A program with its captures: what the manager and torch.compile both run."""
 
 from fxsplit_encoder.runtime.captured_program import CapturableForward, CapturedProgram
+from fxsplit_encoder.runtime.choosers import Choosers
 from fxsplit_encoder.runtime.measure import KnownCosts, MeasuredForward, measure_forward
 from fxsplit_encoder.runtime.memory_limit import CaptureSet
 from fxsplit_encoder.runtime.requests import FreshInputs, request_of_module, request_of_program
@@ -12,6 +13,7 @@ __all__ = [
     "CaptureScope",
     "CaptureSet",
     "CapturedProgram",
+    "Choosers",
     "FreshInputs",
     "KnownCosts",
     "MeasuredForward",

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from fxsplit_encoder.attention import KnownSegments, measuring
+from fxsplit_encoder.attention import KnownSegments
 from fxsplit_encoder.capture import BudgetLadder, KnownBudget, measure_ms
 from fxsplit_encoder.capture.forward import measure_run
 from fxsplit_encoder.capture.segments import is_cumulative
 from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.kernels import measuring
 from fxsplit_encoder.planning.costs import PathCosts, Points
 
 if TYPE_CHECKING:

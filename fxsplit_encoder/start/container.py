@@ -17,7 +17,7 @@ from fxsplit_encoder.errors import InputError, StartFileError
 
 _MAGIC = b"fxsplit_encoder start"
 
-FORMAT = 1
+FORMAT = 2
 """Changes when what is in the file does."""
 
 _LONGEST_LINE = 200

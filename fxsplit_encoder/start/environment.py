@@ -6,14 +6,14 @@ import functools
 import hashlib
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fxsplit_encoder.attention.cache import describe_environment
+from fxsplit_encoder.kernels import KernelMeasurements, describe_environment
 from fxsplit_encoder.version import VERSION
 
 Key = dict[str, Any]
@@ -22,9 +22,12 @@ Key = dict[str, Any]
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
-def environment_key(device: torch.device) -> Key:
+def environment_key(device: torch.device, measurements: Iterable[KernelMeasurements[Any, Any]] = ()) -> Key:
     """What has to be the same where a start is loaded. The driver is not in it: compiled kernels are binaries
     for the GPU's architecture, and of the driver need no more than this torch does.
+
+    Args:
+        measurements: those of the operations whose kernels are chosen.
     """
     key: Key = {
         "fxsplit_encoder": VERSION,
@@ -38,7 +41,8 @@ def environment_key(device: torch.device) -> Key:
     if device.type == "cuda":
         key["gpu.capability"] = ".".join(map(str, torch.cuda.get_device_capability(device)))
         measured_with = describe_environment(device)
-        key |= {f"attention.{name}": value for name, value in measured_with.items() if name != "gpu"}
+        key["measured_with"] = {name: value for name, value in measured_with.items() if name != "gpu"}
+        key |= {f"{each.shape.operation}.kernels": [k.name for k in each.kernels] for each in measurements}
         key["gpu"] = measured_with["gpu"]
     else:
         key["gpu"] = None

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from fxsplit_encoder.attention.cache import Table, entries_of, table_of
 from fxsplit_encoder.errors import StartFileError
+from fxsplit_encoder.kernels import Measured
+from fxsplit_encoder.kernels.base import ShapeT
+from fxsplit_encoder.kernels.cache import entries_of, table_of
 from fxsplit_encoder.runtime import KnownCosts
 from fxsplit_encoder.start.environment import Key
 
@@ -52,19 +54,19 @@ def towers_from_json(content: bytes) -> list[KnownTower]:
         raise StartFileError(f"towers: expected what was measured of towers; got {error}") from error
 
 
-def attention_to_json(table: Table) -> bytes:
-    """What was measured of attention as a part of a file."""
+def table_to_json(table: Mapping[ShapeT, Measured]) -> bytes:
+    """What was measured of an operation as a part of a file."""
     return json.dumps(entries_of(table), indent=1).encode()
 
 
-def attention_from_json(content: bytes, device: torch.device) -> Table:
-    """What a part of a file says of attention, for a device.
+def table_from_json(content: bytes, shape: type[ShapeT], device: torch.device) -> dict[ShapeT, Measured]:
+    """What a part of a file says of an operation, for a device.
 
     Raises:
         StartFileError: it holds something else.
     """
     try:
         entries: list[Mapping[str, Any]] = json.loads(content)
-        return table_of(entries, device)
+        return table_of(entries, shape, device)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise StartFileError(f"attention: expected measured classes; got {error!r}") from error
+        raise StartFileError(f"{shape.operation}: expected measured classes; got {error!r}") from error

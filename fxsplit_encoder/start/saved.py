@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.compiler
 
-from fxsplit_encoder.attention.cache import Table
-from fxsplit_encoder.attention.choice import Measurements
 from fxsplit_encoder.attention.kernels.binaries import compiled_kernels, restore_kernels
 from fxsplit_encoder.errors import StartFileError
+from fxsplit_encoder.kernels import KernelMeasurements, Measured
 from fxsplit_encoder.start.container import read_parts, write_parts
 from fxsplit_encoder.start.environment import Key, differences, environment_key
 from fxsplit_encoder.start.found import (
     KnownTower,
-    attention_from_json,
-    attention_to_json,
+    table_from_json,
+    table_to_json,
     towers_from_json,
     towers_to_json,
 )
@@ -28,13 +28,10 @@ from fxsplit_encoder.start.found import (
 Content = TypeVar("Content")
 
 # The parts of a file.
-_ENVIRONMENT, _TOWERS, _ATTENTION, _COMPILED = (
-    "environment.json",
-    "towers.json",
-    "attention.json",
-    "torch.bin",
-)
-_KERNELS = "kernels/"
+_ENVIRONMENT, _TOWERS, _COMPILED = "environment.json", "towers.json", "torch.bin"
+_KERNELS, _MEASURED = "kernels/", "measured/"
+
+_Measurements = Sequence[KernelMeasurements[Any, Any]]
 
 
 @dataclass(frozen=True)
@@ -42,15 +39,16 @@ class ReadStart:
     """A file that was read and checked; nobody has anything of it yet."""
 
     tower: KnownTower
-    attention: Table
+    measured: Sequence[tuple[KernelMeasurements[Any, Any], Mapping[Any, Measured]]]
+    """Whose measurements, and what the file says of them."""
     device: torch.device
     compiled: bytes | None
     """What torch compiled; None: nothing, with eager pieces, say."""
     kernels: dict[str, bytes]
     """The files of other compiled kernels, as `compiled_kernels` names them."""
 
-    def hand_over(self, measurements: Measurements) -> None:
-        """Gives torch, Triton and attention what is in it for them.
+    def hand_over(self) -> None:
+        """Gives torch, Triton and the choice of kernels what is in it for them.
 
         Raises:
             StartFileError: torch or a compiler refuses it. What torch has taken by then is found by its
@@ -62,10 +60,11 @@ class ReadStart:
             restore_kernels(self.kernels)
         except (OSError, ValueError) as error:
             raise StartFileError(f"kernels: expected compiled kernels; got {error}") from error
-        measurements.add(self.device, self.attention)
+        for measurements, table in self.measured:
+            measurements.add(self.device, table)
 
 
-def save(path: Path, device: torch.device, measurements: Measurements, towers: Sequence[KnownTower]) -> int:
+def save(path: Path, device: torch.device, measurements: _Measurements, towers: Sequence[KnownTower]) -> int:
     """Writes what this process compiled, and what was measured on a device; how many bytes it has.
 
     Raises:
@@ -73,9 +72,9 @@ def save(path: Path, device: torch.device, measurements: Measurements, towers: S
     """
     compiled = torch.compiler.save_cache_artifacts()
     parts = {
-        _ENVIRONMENT: json.dumps(environment_key(device), indent=1).encode(),
+        _ENVIRONMENT: json.dumps(environment_key(device, measurements), indent=1).encode(),
         _TOWERS: towers_to_json(towers),
-        _ATTENTION: attention_to_json(dict(measurements.table(device))),
+        **{_part_of(each): table_to_json(each.table(device)) for each in measurements},
         **{f"{_KERNELS}{name}": content for name, content in compiled_kernels().items()},
     }
     if compiled is not None:
@@ -83,23 +82,30 @@ def save(path: Path, device: torch.device, measurements: Measurements, towers: S
     return write_parts(path, parts)
 
 
-def read(path: Path, device: torch.device, key: Key) -> ReadStart:
+def read(path: Path, device: torch.device, key: Key, measurements: _Measurements) -> ReadStart:
     """Reads a file for a tower, and checks all of it.
 
     Args:
         key: of the tower and its configuration.
+        measurements: those of the operations whose kernels are chosen.
 
     Raises:
         StartFileError: it is damaged, or was made for something else.
     """
     parts = read_parts(path)
     environment = _part(parts, _ENVIRONMENT, lambda content: dict(json.loads(content)))
-    if different := differences(environment_key(device), environment):
+    if different := differences(environment_key(device, measurements), environment):
         raise StartFileError(*different)
     tower = _the_one_of(key, _part(parts, _TOWERS, towers_from_json))
-    table = _part(parts, _ATTENTION, lambda content: attention_from_json(content, device))
+    tables = [
+        (
+            each,
+            _part(parts, _part_of(each), functools.partial(table_from_json, shape=each.shape, device=device)),
+        )
+        for each in measurements
+    ]
     kernels = {name.removeprefix(_KERNELS): part for name, part in parts.items() if name.startswith(_KERNELS)}
-    return ReadStart(tower, table, device, parts.get(_COMPILED), kernels)
+    return ReadStart(tower, tables, device, parts.get(_COMPILED), kernels)
 
 
 def _hand_to_torch(compiled: bytes) -> None:
@@ -112,6 +118,10 @@ def _hand_to_torch(compiled: bytes) -> None:
     raise StartFileError(
         f"{_COMPILED}: expected graphs that torch compiled; got {len(compiled)} bytes{problem}"
     )
+
+
+def _part_of(measurements: KernelMeasurements[Any, Any]) -> str:
+    return f"{_MEASURED}{measurements.shape.operation}.json"
 
 
 def _part(parts: dict[str, bytes], name: str, read: Callable[[bytes], Content]) -> Content:

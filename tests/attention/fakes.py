@@ -11,7 +11,8 @@ from torch import Tensor
 
 from fxsplit_encoder.attention.kernels import AttentionKernel, AttentionShape
 from fxsplit_encoder.attention.kernels.generic import PerSegment
-from fxsplit_encoder.attention.measure import Measured, Meter
+from fxsplit_encoder.attention.measure import AttentionMeter
+from fxsplit_encoder.kernels import Measured
 
 CUDA = torch.device("meta")  # any device but the CPU, and none that the tests would touch
 
@@ -73,7 +74,7 @@ class FakeKernel(AttentionKernel):
         return self._change(PerSegment()(query, key, value, cu, longest, scale, target))
 
 
-class FakeMeter(Meter):
+class FakeMeter(AttentionMeter):
     """Takes times from a table, or from a function of the shape.
 
     A kernel that is not in the table is rejected.

@@ -10,21 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxsplit_encoder.attention import (
-    KERNEL_NAMES,
-    KernelChooser,
-    attend,
-    choice,
-    choosing,
-    current_chooser,
-    measuring,
-)
-from fxsplit_encoder.attention.cache import MeasurementCache
+from fxsplit_encoder.attention import KERNEL_NAMES, KernelChooser, attend, current_chooser
 from fxsplit_encoder.attention.choice import Measurements
 from fxsplit_encoder.attention.kernels import KERNELS, AttentionShape
-from fxsplit_encoder.attention.measure import Measured, Meter
-from fxsplit_encoder.attention.pins import Pin
+from fxsplit_encoder.attention.measure import AttentionMeter
 from fxsplit_encoder.errors import ConfigError
+from fxsplit_encoder.kernels import Measured, MeasurementCache, Pin, choice, choosing, measuring
 
 from .fakes import CUDA, FakeKernel, FakeMeter, cumulative, fused_qkv, shape
 
@@ -165,7 +156,7 @@ def test_known_segments_are_measured_for_several_of_them_at_once() -> None:
 def test_known_segments_that_are_equal_are_timed_once_for_both_of_their_classes() -> None:
     timed: list[AttentionShape] = []
 
-    class Everywhere(Meter):
+    class Everywhere(AttentionMeter):
         def can_measure(self, device: torch.device) -> bool:
             return True
 
@@ -282,7 +273,7 @@ def test_a_call_is_looked_up_once_until_something_new_is_measured(monkeypatch: p
     with measuring():
         assert chooser.of(query, cu, 2048) is FAST
     assert chooser.of(query, cu, 2048) is FAST
-    monkeypatch.setattr(choice, "_MOST_CALLS", 3)
+    monkeypatch.setattr(choice, "MOST_CALLS", 3)
     for rows in range(1, 20):
         chooser.of(query[:rows], cu, rows)
     assert len(chooser._by_call) <= 3
@@ -304,7 +295,12 @@ def test_what_plans_each_shape_is_for_captures() -> None:
 def test_an_earlier_process_has_measured(tmp_path: Any) -> None:
     def measurements() -> tuple[Measurements, FakeMeter]:
         meter = FakeMeter(TIMES)
-        return Measurements(EVERY, meter, lambda device: MeasurementCache({"gpu": "H"}, tmp_path)), meter
+        names = [kernel.name for kernel in EVERY]
+
+        def cache(device: torch.device) -> MeasurementCache[AttentionShape]:
+            return MeasurementCache({"gpu": "H"}, AttentionShape, names, tmp_path)
+
+        return Measurements(EVERY, meter, cache), meter
 
     first, meter = measurements()
     with measuring():

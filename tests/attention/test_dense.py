@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxsplit_encoder.attention import KernelChooser, choosing, dense, dense_attention
+from fxsplit_encoder.attention import KernelChooser, dense, dense_attention
+from fxsplit_encoder.kernels import choosing
 
 
 @pytest.fixture(autouse=True)

@@ -11,12 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxsplit_encoder.attention import KernelChooser, KnownSegments, attend, choosing, measuring
+from fxsplit_encoder.attention import KernelChooser, KnownSegments, attend
 from fxsplit_encoder.attention.choice import Measurements
 from fxsplit_encoder.attention.invariant import invariant_kernel, invariant_names
 from fxsplit_encoder.attention.kernels import KERNELS, AttentionShape
 from fxsplit_encoder.attention.kernels import base as kernels_base
 from fxsplit_encoder.errors import ConfigError
+from fxsplit_encoder.kernels import choosing, measuring
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 SHAPE = AttentionShape(CUDA, torch.bfloat16, 16, 72, 3136, 3136, 1)

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fxsplit_encoder.attention import KernelChooser, KnownSegments, attend, choosing, measuring
+from fxsplit_encoder.attention import KernelChooser, KnownSegments, attend
 from fxsplit_encoder.attention import known_segments as segments
 from fxsplit_encoder.attention.choice import Measurements
 from fxsplit_encoder.attention.kernels import AttentionShape
 from fxsplit_encoder.attention.measure import example_lengths, pairs
-from fxsplit_encoder.attention.pins import Pin
+from fxsplit_encoder.kernels import Pin, choosing, measuring
 
 from .fakes import FakeKernel, FakeMeter, cumulative, fused_qkv, reference
 

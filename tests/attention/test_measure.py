@@ -15,7 +15,8 @@ from torch import Tensor
 
 from fxsplit_encoder.attention import measure as measuring
 from fxsplit_encoder.attention.kernels import AttentionShape
-from fxsplit_encoder.attention.measure import Measured, Meter, example_lengths, make_examples, pairs
+from fxsplit_encoder.attention.measure import AttentionMeter, example_lengths, make_examples, pairs
+from fxsplit_encoder.kernels import Measured
 
 from .fakes import FakeKernel, shape
 
@@ -27,7 +28,7 @@ def measure(*kernels: FakeKernel, of: AttentionShape = SMALL) -> Measured:
         call()
         return 7.0
 
-    return Meter(clock).measure(kernels, of)
+    return AttentionMeter(clock).measure(kernels, of)
 
 
 def forget(row: int) -> Callable[[Tensor], Tensor]:
@@ -98,7 +99,7 @@ def test_a_kernel_that_fails_under_the_clock_is_rejected_too() -> None:
     def clock(call: Callable[[], object], shape: AttentionShape) -> float:
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    found = Meter(clock).measure([FakeKernel("any")], SMALL)
+    found = AttentionMeter(clock).measure([FakeKernel("any")], SMALL)
     assert found.rejected == {"any": "RuntimeError: operation not permitted when stream is capturing"}
 
 
@@ -116,7 +117,7 @@ def test_eager_calls_are_timed_into_a_buffer(host_lengths: bool, writes: bool) -
         return 7.0
 
     targets: list[bool] = []
-    found = Meter(clock).measure([Watching("any")], replace(SMALL, host_lengths=host_lengths))
+    found = AttentionMeter(clock).measure([Watching("any")], replace(SMALL, host_lengths=host_lengths))
     assert found.microseconds == {"any": 7.0}
 
 
@@ -132,7 +133,7 @@ def test_a_kernel_far_behind_is_timed_on_one_batch_alone(slow_us: float, timed: 
         timings[name] += 1
         return 10.0 if name == "fast" else slow_us
 
-    found = Meter(clock).measure(kernels, SMALL)
+    found = AttentionMeter(clock).measure(kernels, SMALL)
     assert timings == {"fast": 2, "slow": timed}
     assert found.microseconds == {"fast": 10.0, "slow": slow_us}
 
@@ -145,7 +146,7 @@ def test_a_call_that_two_classes_share_is_measured_once(monkeypatch: pytest.Monk
         timed.append(shape)
         return 5.0 + len(timed)
 
-    meter, packed, dense = Meter(clock), FakeKernel("packed"), FakeKernel("dense", dense=True)
+    meter, packed, dense = AttentionMeter(clock), FakeKernel("packed"), FakeKernel("dense", dense=True)
     equal = replace(SMALL, longest=12, host_lengths=True, equal=True)
     first = meter.measure([packed, dense], equal)
     assert first.microseconds == {"packed": 6.0, "dense": 7.0}
@@ -158,7 +159,7 @@ def test_a_call_that_two_classes_share_is_measured_once(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("other", [{"tokens": 47}, {"longest": 20}, {"heads": 1}, {"host_lengths": True}])
 def test_other_calls_are_measured_apart(other: dict[str, Any]) -> None:
-    meter, kernel = Meter(lambda call, shape: 7.0), FakeKernel("any")
+    meter, kernel = AttentionMeter(lambda call, shape: 7.0), FakeKernel("any")
     meter.measure([kernel], SMALL)
     calls = len(kernel.calls)
     meter.measure([kernel], replace(SMALL, **other))

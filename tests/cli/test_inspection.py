@@ -11,7 +11,7 @@ from torch import nn
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.cli.document import Document
-from fxsplit_encoder.cli.inspection import run_inspect, say_attention, say_captures
+from fxsplit_encoder.cli.inspection import run_inspect, say_captures, say_kernels
 from fxsplit_encoder.cli.precision import say_precision
 from fxsplit_encoder.compile.passes.fp8_linear import candidates
 from fxsplit_encoder.towers import DenseTowerSpec
@@ -100,7 +100,7 @@ def test_captures_that_come_later_are_announced(capsys: pytest.CaptureFixture[st
 
 
 def test_kernels_say_why_they_cannot_run(capsys: pytest.CaptureFixture[str]) -> None:
-    say_attention(torch.device("cpu"), fx.EncoderConfig(), Document())
+    say_kernels(torch.device("cpu"), fx.EncoderConfig(), Document())
     lines = capsys.readouterr().out.splitlines()
     (flash,) = [line for line in lines if line.startswith("torch_flash ")]
     assert "needs CUDA" in flash

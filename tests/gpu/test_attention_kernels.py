@@ -14,17 +14,14 @@ from fxsplit_encoder.attention import (
     KernelChooser,
     KnownSegments,
     attend,
-    choosing,
     dense_attention,
-    describe,
-    measuring,
 )
-from fxsplit_encoder.attention.cache import MeasurementCache, describe_environment
-from fxsplit_encoder.attention.choice import Measurements, shape_of, works
+from fxsplit_encoder.attention.choice import Measurements, shape_of
 from fxsplit_encoder.attention.kernels import KERNELS, AttentionKernel
 from fxsplit_encoder.attention.kernels.base import processors
 from fxsplit_encoder.attention.kernels.triton_varlen import TritonVarlen
 from fxsplit_encoder.attention.kernels.whole_waves import WholeWaves, rows_of_whole_waves
+from fxsplit_encoder.kernels import choosing, describe, measuring, works
 
 pytestmark = pytest.mark.gpu
 
@@ -252,7 +249,7 @@ def test_queries_cut_at_whole_waves(kernel: WholeWaves, capacity: int, head_dim:
 
 @pytest.fixture
 def measurements(tmp_path: Path) -> Iterator[Measurements]:
-    yield Measurements(cache=lambda device: MeasurementCache(describe_environment(device), tmp_path))
+    yield Measurements().keep(tmp_path)
 
 
 @pytest.mark.alone

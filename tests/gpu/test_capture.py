@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.attention import KernelChooser, KnownSegments, attend, choosing, varlen_attention
+from fxsplit_encoder.attention import KernelChooser, KnownSegments, attend, varlen_attention
 from fxsplit_encoder.capture import (
     CapturedForward,
     GraphPool,
@@ -22,6 +22,7 @@ from fxsplit_encoder.capture import (
     StaticInputs,
     pad_cu_seqlens,
 )
+from fxsplit_encoder.kernels import choosing
 
 from ..capture.bodies import body_calling, request_of
 

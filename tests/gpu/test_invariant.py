@@ -12,10 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.attention import KernelChooser, KnownSegments, attend, choosing, measuring
+from fxsplit_encoder.attention import KernelChooser, KnownSegments, attend
 from fxsplit_encoder.attention.invariant import invariant_names
 from fxsplit_encoder.attention.kernels import KERNELS
 from fxsplit_encoder.errors import ConfigError
+from fxsplit_encoder.kernels import choosing, measuring
 from fxsplit_encoder.models.random import demo_tower
 from fxsplit_encoder.models.registry import architecture
 from fxsplit_encoder.products.fixed import PRODUCTS, fixed_linear

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.attention import choice
 from fxsplit_encoder.attention.choice import KernelChooser, Measurements
 from fxsplit_encoder.capture import ladder
+from fxsplit_encoder.kernels import Meter
 from fxsplit_encoder.manager import path as path_module
 
 pytestmark = pytest.mark.gpu
@@ -22,7 +22,7 @@ CONFIG = fx.EncoderConfig(token_budgets=(64, 256, 1024), max_items_per_batch=4, 
 def manager_of(wrapped: Any) -> fx.EncoderCudaGraphManager:
     """One that knows nothing of attention, neither from this process nor from the disk."""
     manager = fx.EncoderCudaGraphManager(wrapped, CONFIG)
-    manager.kernels = KernelChooser(measurements=Measurements())
+    manager.kernels.attention = KernelChooser(measurements=Measurements())
     return manager
 
 
@@ -40,7 +40,7 @@ def test_a_start_from_a_file_measures_nothing_and_captures_the_same(
 
     for module, name in ((path_module, "measure_forward"), (ladder, "measure_run")):
         monkeypatch.setattr(module, name, fail)
-    monkeypatch.setattr(choice.Meter, "measure", fail)
+    monkeypatch.setattr(Meter, "measure", fail)
     torch._dynamo.utils.counters.clear()
     second = manager_of(wrapped)
     assert second.load_start(path), second.reports

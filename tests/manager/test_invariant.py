@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.attention import measuring
 from fxsplit_encoder.attention.kernels import KERNELS
 from fxsplit_encoder.errors import ConfigError, InputError
+from fxsplit_encoder.kernels import measuring
 from fxsplit_encoder.planning.plan import PathPlan
 from tests.manager.mock_towers import PackedModel
 from tests.manager.packings import differing, packed_items, packings, tile_items
@@ -262,7 +262,7 @@ def test_a_kernel_that_may_attend_by_several_algorithms_is_refused(tiny: Any) ->
     with pytest.raises(ConfigError, match=r"contradicts invariant: masked .*allowed: auto, per_segment"):
         make_manager(tiny[1], tiny_towers.QWEN, attention="masked")
     pinned = make_manager(tiny[1], tiny_towers.QWEN, attention="per_segment")
-    assert pinned.kernels.chosen == []
+    assert pinned.kernels.attention.chosen == []
 
 
 def test_several_threads_are_refused_on_a_cpu(tiny: Any) -> None:
@@ -310,7 +310,7 @@ def test_attention_that_reads_its_bounds_shows_in_the_check(
 
 
 def test_measuring_is_told_to_products() -> None:
-    from fxsplit_encoder.attention import is_measuring
+    from fxsplit_encoder.kernels import is_measuring
 
     assert not is_measuring()
     with measuring():

@@ -66,6 +66,7 @@ def test_every_pass_changes_the_tower(captured: Any) -> None:
         "decomposed_bias": 0,
         "dense_attention": 0,
         "wide_heads": 0,
+        "measured_products": 12,
         "output_branch": 1,
         "prefetch_weights": 2,
     }
@@ -156,6 +157,21 @@ def test_heads_are_stored_wider(make_batch: Callable[..., Any], encode: Any) -> 
         for grids in ([(1, 4, 6)], [(1, 4, 4), (1, 2, 2)], [(1, 8, 10)]):
             assert_same(manager, reference, encode, make_batch(grids))
     assert manager.stats().hits == 6
+
+
+def test_linear_layers_run_by_measured_kernels(make_batch: Callable[..., Any], encode: Any) -> None:
+    inner = tower(0)
+    reference = copy.deepcopy(inner)
+    passes = ("conv_to_linear", "gelu_epilogue", "measured_products")
+    config = fx.EncoderConfig(**{**SETTINGS, "passes": passes}, mode="full")
+    manager = fx.EncoderCudaGraphManager(fx.wrap(inner), config)
+    manager.capture()
+    (bound,) = manager.programs.values()
+    assert bound.program.pass_report["measured_products"] >= 8  # four in each of two blocks, and the mergers'
+    assert bound.program.padding.proved
+    for grids in ([(1, 4, 6)], [(1, 4, 4), (1, 2, 2)], [(1, 8, 10)]):
+        assert_same(manager, reference, encode, make_batch(grids))
+    assert manager.stats().hits == 3
 
 
 @pytest.mark.slow

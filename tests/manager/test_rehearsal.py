@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.attention import choice
 from fxsplit_encoder.capture import CapturedForward
 from fxsplit_encoder.errors import CaptureError
+from fxsplit_encoder.kernels import is_measuring
 from fxsplit_encoder.manager.rehearsal import Rehearsal
 
 from .mock_towers import SplitModel
@@ -84,13 +84,13 @@ def test_a_rehearsal_neither_compiles_nor_times(
     record = CapturedForward.record
 
     def record_unmeasured(self: CapturedForward, warmups: int) -> None:
-        assert not choice._measuring.get(), "kernels would be compared"
+        assert not is_measuring(), "kernels would be compared"
         record(self, warmups)
 
     monkeypatch.setattr(CapturedForward, "record", record_unmeasured)
     for place in (
         *("manager.path_forward.PathForward.compile", "manager.path.measure_forward"),
-        *("capture.ladder.measure_run", "capture.forward.measure_run", "attention.measure.Meter.measure"),
+        *("capture.ladder.measure_run", "capture.forward.measure_run", "kernels.measure.Meter.measure"),
     ):
         monkeypatch.setattr(f"fxsplit_encoder.{place}", fail)
     assert len(recorded()) == 4

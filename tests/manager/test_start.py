@@ -132,7 +132,7 @@ def without_paths(parts: dict[str, bytes]) -> None:
         (without_paths, "path default: expected what was measured of it; got nothing"),
         (with_part("towers.json", b"[]"), "towers: expected at least one; got none"),
         (with_part("environment.json", b"[1]"), "environment.json: expected JSON of a saved start; got "),
-        (with_part("attention.json", b"[{}]"), "attention: expected measured classes; got KeyError"),
+        (with_part("measured/attention.json", b"[{}]"), "attention: expected measured classes; got KeyError"),
         (with_part("torch.bin", b"torn"), "torch.bin: expected graphs that torch compiled; got 4 bytes"),
         (with_part("kernels/../../x", b""), "kernels: expected compiled kernels; got ../../x"),
     ],

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxsplit_encoder.attention import measuring
 from fxsplit_encoder.errors import CaptureError
+from fxsplit_encoder.kernels import measuring
 from fxsplit_encoder.products import verified
 from fxsplit_encoder.products.layer import Layer
 from fxsplit_encoder.products.verified import COUNTS, VerifiedProducts, same_bits

@@ -53,9 +53,9 @@ def test_a_file_cut_short_is_noticed(data: st.DataObject, written: Path) -> None
 def test_no_file_and_another_format_are_named(written: Path, tmp_path: Path) -> None:
     with pytest.raises(StartFileError, match="file: expected a saved start; got FileNotFoundError"):
         read_parts(tmp_path / "none.start")
-    newer = written.read_bytes().replace(b"start 1 ", b"start 2 ", 1)
+    newer = written.read_bytes().replace(b"start 2 ", b"start 3 ", 1)
     written.write_bytes(newer)
-    with pytest.raises(StartFileError, match="format: expected 1; got 2"):
+    with pytest.raises(StartFileError, match="format: expected 2; got 3"):
         read_parts(written)
 
 

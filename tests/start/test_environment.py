@@ -5,7 +5,8 @@ import json
 import pytest
 import torch
 
-from fxsplit_encoder.attention import cache
+from fxsplit_encoder.attention.choice import MEASUREMENTS
+from fxsplit_encoder.kernels import cache
 from fxsplit_encoder.start.environment import differences, environment_key, plain
 
 CPU = torch.device("cpu")
@@ -30,9 +31,9 @@ def test_of_a_gpu_its_name_capability_and_kernels_count(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(cache, "_version", lambda package: "4.0" if package == "flash-attn-4" else None)
-    key = environment_key(torch.device("cuda", 0))
+    key = environment_key(torch.device("cuda", 0), [MEASUREMENTS])
     assert (key["gpu"], key["gpu.capability"]) == ("NVIDIA H200", "9.0")
-    assert key["attention.packages.flash-attn-4"] == "4.0"
+    assert key["measured_with.packages.flash-attn-4"] == "4.0"
     assert "torch_flash" in key["attention.kernels"]
 
 

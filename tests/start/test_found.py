@@ -7,19 +7,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fxsplit_encoder.attention.kernels import AttentionShape
 from fxsplit_encoder.capture import KnownBudget, MeasuredCosts
 from fxsplit_encoder.errors import StartFileError
 from fxsplit_encoder.runtime import KnownCosts, MeasuredForward
 from fxsplit_encoder.start.found import (
     KnownTower,
-    attention_from_json,
-    attention_to_json,
+    table_from_json,
+    table_to_json,
     towers_from_json,
     towers_to_json,
 )
 
 from ..attention.fakes import CUDA
-from ..attention.test_cache import tables
+from ..kernels.test_cache import tables
 
 times = st.floats(0, 1e9) | st.just(math.inf)
 costs = st.builds(
@@ -58,7 +59,7 @@ def test_what_was_measured_of_towers_comes_back(known: list[KnownTower]) -> None
 @settings(max_examples=15)
 @given(table=tables)
 def test_what_was_measured_of_attention_comes_back(table: dict) -> None:
-    assert attention_from_json(attention_to_json(table), CUDA) == table
+    assert table_from_json(table_to_json(table), AttentionShape, CUDA) == table
 
 
 @pytest.mark.parametrize(
@@ -77,4 +78,4 @@ def test_anything_else_is_refused(change: object) -> None:
     with pytest.raises(StartFileError, match=r"^towers: expected"):
         towers_from_json(change(content))  # type: ignore[operator]
     with pytest.raises(StartFileError, match=r"^attention: expected"):
-        attention_from_json(json.dumps([{"shape": {}}]).encode(), CUDA)
+        table_from_json(json.dumps([{"shape": {}}]).encode(), AttentionShape, CUDA)

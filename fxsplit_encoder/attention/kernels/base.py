@@ -10,22 +10,27 @@ rows past the last segment must therefore cover them by a segment or own their v
 from __future__ import annotations
 
 import functools
-import importlib
-from abc import ABC, abstractmethod
+from abc import abstractmethod
+from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fxsplit_encoder.kernels import CallShape, CudaKernel, Kernel, round_up
+
+# Numbers of segments that are measured together where the host has the lengths.
+_KNOWN_SEGMENTS = (1, 4, 16)
+
 
 @dataclass(frozen=True, slots=True)
-class AttentionShape:
+class AttentionShape(CallShape):
     """One call of packed attention; rounded, the class of calls that share a kernel."""
 
-    device: torch.device
-    dtype: torch.dtype
+    operation: ClassVar[str] = "attention"
+
     heads: int
     head_dim: int
     tokens: int
@@ -49,14 +54,41 @@ class AttentionShape:
             own_tokens: whether the tokens stay as they are, for a kernel that `depends_on_tokens`.
         """
         longest, segments = (
-            _round_up(n, halfway=not self.host_lengths) for n in (self.longest, self.segments)
+            round_up(n, halfway=not self.host_lengths) for n in (self.longest, self.segments)
         )
         if self.equal and not self.host_lengths:
             longest = self.longest
-        tokens = longest * segments if self.equal else _round_up(self.tokens, halfway=not self.host_lengths)
+        tokens = longest * segments if self.equal else round_up(self.tokens, halfway=not self.host_lengths)
         if own_tokens:
             tokens = self.tokens
         return replace(self, tokens=tokens, longest=min(longest, tokens), segments=segments)
+
+    def kind(self) -> tuple[int | str, ...]:
+        """The heads, and what is known of the segments."""
+        return self.heads, self.head_dim, self.host_lengths, self.equal
+
+    def extents(self) -> tuple[int, ...]:
+        """The rows, the longest segment and the number of segments."""
+        return self.tokens, self.longest, self.segments
+
+    @property
+    def is_captured(self) -> bool:
+        """Where the host knows the segments, attention runs eagerly."""
+        return not self.host_lengths
+
+    def measured_with(self) -> Collection[AttentionShape]:
+        """With one known segment others of as many tokens: what runs at known lengths has any number of
+        segments, while warm-up sees only one.
+        """
+        shapes = {self}
+        if self.host_lengths and self.segments == 1:
+            shapes |= {
+                replace(self, longest=self.tokens // segments, segments=segments, equal=equal)
+                for segments in _KNOWN_SEGMENTS
+                if segments <= self.tokens
+                for equal in (False, True)
+            }
+        return shapes
 
     def __str__(self) -> str:
         if self.host_lengths:
@@ -69,38 +101,17 @@ class AttentionShape:
         )
 
 
-def _round_up(number: int, *, halfway: bool) -> int:
-    power = 1 << (number - 1).bit_length() if number > 0 else 0
-    return power * 3 // 4 if halfway and power >= 4 and number <= power * 3 // 4 else power
-
-
-class AttentionKernel(ABC):
-    """Attention within each segment of a packed sequence.
-
-    Kernels have no state of their own: one object serves all threads and devices.
+class AttentionKernel(Kernel[AttentionShape]):
+    """Attention within each segment of a packed sequence. A capturable one takes other segments at every
+    replay.
     """
 
-    name: str
-    capturable: bool = True
-    """Whether a CUDA graph may hold it, and other segments at every replay."""
     needs_equal_segments: ClassVar[bool] = False
     depends_on_tokens: ClassVar[bool] = False
     """Whether a few tokens more may change its time much: every number of them is a class where it works."""
-    plans_each_shape: bool = False
-    """Whether a shape's first call takes tens of milliseconds on the host."""
-    is_last_resort: ClassVar[bool] = False
-    """Whether it is used only where no other kernel works; it is never measured then."""
     is_invariant: bool = False
     """Whether the bits that a segment gets depend on that segment alone, not on its place, on other segments
     or on bounds."""
-
-    @abstractmethod
-    def unavailable_reason(self, device: torch.device) -> str | None:
-        """Why it cannot run on this device, by its architecture or for a missing package; None: it can."""
-
-    @abstractmethod
-    def supports(self, shape: AttentionShape) -> bool:
-        """Whether it computes this shape, where it is available."""
 
     def is_invariant_on(self, device: torch.device) -> bool:
         """Whether `is_invariant` holds on a device on which it can run."""
@@ -155,33 +166,10 @@ class AttentionKernel(ABC):
         """
 
 
-class HalfPrecisionKernel(AttentionKernel):
+class HalfPrecisionKernel(CudaKernel[AttentionShape], AttentionKernel):
     """A CUDA kernel for 16-bit values whose head_dim is a multiple of 8."""
 
     max_head_dim: ClassVar[int] = 256
-    architectures: tuple[int, ...] = (8, 9, 10, 11, 12)
-    """Major numbers of the compute capabilities that it is built for."""
-    module: ClassVar[str]
-    attribute: ClassVar[str]
-
-    def unavailable_reason(self, device: torch.device) -> str | None:
-        """By the device first: importing a package may take seconds."""
-        if device.type != "cuda":
-            return "needs CUDA"
-        major, minor = capability(device)
-        if major not in self.architectures:
-            needed = ", ".join(f"{m}.x" for m in self.architectures)
-            return f"needs compute capability {needed}; this device has {major}.{minor}"
-        return self.package_problem(device)
-
-    def package_problem(self, device: torch.device) -> str | None:
-        """Why its package cannot be used; None: it can."""
-        return find(self.module, self.attribute)[1]
-
-    @property
-    def function(self) -> Any:
-        """The package's function."""
-        return find(self.module, self.attribute)[0]
 
     def supports(self, shape: AttentionShape) -> bool:
         """CUDA, 16-bit, head_dim a multiple of 8 that is not too large; equal segments where they must be."""
@@ -239,26 +227,11 @@ class PaddedHeads(AttentionKernel):
 
 
 @functools.cache
-def capability(device: torch.device) -> tuple[int, int]:
-    """The compute capability of a CUDA device."""
-    return torch.cuda.get_device_capability(device)
-
-
-@functools.cache
 def processors(device: torch.device) -> int:
     """The multiprocessors of a CUDA device; 0 where there is none."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return 0
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@functools.cache
-def find(module: str, attribute: str) -> tuple[Any, str | None]:
-    """An attribute of an optional package, or why it is not there."""
-    try:
-        return getattr(importlib.import_module(module), attribute), None
-    except Exception as error:  # a package that is there but broken is as good as missing
-        return None, f"cannot import {module}.{attribute}: {type(error).__name__}: {error}"
 
 
 def as_batch(tensor_THD: Tensor, count: int) -> Tensor:

@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fxsplit_encoder.attention.kernels.base import AttentionShape, HalfPrecisionKernel, as_batch, capability
+from fxsplit_encoder.attention.kernels.base import AttentionShape, HalfPrecisionKernel, as_batch
+from fxsplit_encoder.kernels.base import capability
 
 _HOPPER = 9
 

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxsplit_encoder.attention.kernels.base import HalfPrecisionKernel, capability, find
+from fxsplit_encoder.attention.kernels.base import HalfPrecisionKernel
+from fxsplit_encoder.kernels import capability, find
 
 _ALIAS = "fxsplit_encoder_vllm_flash_attn"
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.attention import KernelChooser, choosing
+from fxsplit_encoder.attention import KernelChooser
 from fxsplit_encoder.cli.tower import ChosenTower
+from fxsplit_encoder.kernels import choosing
 from fxsplit_encoder.models.eager import share_weights
 from fxsplit_encoder.models.ways import (
     REDUCE_OVERHEAD,

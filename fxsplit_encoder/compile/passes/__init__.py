@@ -17,6 +17,7 @@ from fxsplit_encoder.compile.passes.dense_attention import dense_attention
 from fxsplit_encoder.compile.passes.fixed_products import fixed_products
 from fxsplit_encoder.compile.passes.fp8_linear import fp8_linear, relative_rms
 from fxsplit_encoder.compile.passes.gelu_epilogue import gelu_epilogue
+from fxsplit_encoder.compile.passes.measured_products import measured_products
 from fxsplit_encoder.compile.passes.output_branch import output_branch
 from fxsplit_encoder.compile.passes.pad_mlp_width import pad_mlp_width
 from fxsplit_encoder.compile.passes.prefetch_weights import prefetch_weights
@@ -34,13 +35,14 @@ PASSES: Mapping[str, Pass] = {
     "dense_attention": dense_attention,
     "wide_heads": wide_heads,
     "gelu_epilogue": gelu_epilogue,
+    "measured_products": measured_products,
     # They mark the nodes that the others leave.
     "output_branch": output_branch,
     "prefetch_weights": prefetch_weights,
 }
 """The exact passes, by the names that `EncoderConfig.passes` takes, in the order in which they run."""
 
-_NOT_MEASURED = ("wide_heads", "output_branch", "prefetch_weights")
+_NOT_MEASURED = ("wide_heads", "measured_products", "output_branch", "prefetch_weights")
 """In a tower; no defaults."""
 
 DEFAULT_PASSES: Mapping[str, tuple[str, ...]] = {

@@ -31,6 +31,19 @@ def _addmm(view: NodeView) -> State:
     return view.rows_of(1)
 
 
+@rule("fxsplit::linear")
+def _linear_and_what_follows(view: NodeView) -> State:
+    """linear(rows, weight, bias, residual, activation): a row of the result is a row of the first argument
+    times shared weights, plus the same row of the residual, if there is one.
+    """
+    view.require_shared(1, 2)
+    if view.rows() != 0:
+        raise view.fail("contracts the token dimension")
+    if view.arg(3) is not None and view.state(view.arg(3)) != view.rows_of():
+        raise view.fail("adds a tensor whose rows are not those of the product")
+    return Rows(0)
+
+
 @rule("fxsplit::product_fp8")
 def _product_fp8(view: NodeView) -> State:
     """product_fp8(rows, weight, one): rows times a shared matrix; the scales come after it."""

@@ -25,6 +25,10 @@ PROVED: dict[str, Forward] = {
     "linear": lambda y, i: F.linear(y, WEIGHT, BIAS),
     "linear of three dimensions": lambda y, i: F.linear(y.view(-1, 1, WIDTH), WEIGHT),
     "linear with its gelu": lambda y, i: torch.ops.fxsplit.addmm_gelu(BIAS, y, WEIGHT),
+    "linear and what follows": lambda y, i: (
+        torch.ops.fxsplit.linear(y, WEIGHT, BIAS, i["x"], "none")
+        + torch.ops.fxsplit.linear(y, WEIGHT, None, None, "gelu_tanh")
+    ),
     "linear in fixed blocks": lambda y, i: torch.ops.fxsplit.fixed_linear(y, WEIGHT.t(), BIAS, "gelu_tanh"),
     "product in fp8": lambda y, i: product_fp8(y),
     "rows quantized": lambda y, i: torch.ops.fxsplit.quantize_rows(y.view(-1, 2, 4))[1],
@@ -66,6 +70,10 @@ PROVED: dict[str, Forward] = {
 }
 
 REFUSED: dict[str, tuple[Forward, str]] = {
+    "tokens as the weight of a measured product": (
+        lambda y, i: torch.ops.fxsplit.linear(WEIGHT, y, None, None, "none"),
+        "depends on the tokens",
+    ),
     "tokens as the weight before a gelu": (
         lambda y, i: torch.ops.fxsplit.addmm_gelu(y[:, 0], WEIGHT, y.t()),
         "depends on the tokens",

@@ -62,6 +62,20 @@ def _addmm(b: Builder, name: str) -> fx.Node | None:
     return b.call(aten.addmm.default, added, x, weight, **({"beta": 2} if b.chance(0.2) else {}))
 
 
+@call_of("fxsplit::linear")
+def _linear_and_what_follows(b: Builder, name: str) -> fx.Node | None:
+    x = b.floats(rank=2)
+    inner = _inner(b, x)
+    weight = b.shared([3, inner]) if inner is not None else b.call(aten.t.default, _matrix(b, None, 3))
+    if weight is None:
+        return None
+    bias = b.shared([3]) if b.chance(0.5) else None
+    activation = b.choice(("none", "gelu_tanh"))
+    target = torch.ops.fxsplit.linear.default
+    residual = b.call(target, x, weight, None, None, "none") if b.chance(0.5) else None
+    return b.call(target, x, weight, bias, residual, activation)
+
+
 @call_of("fxsplit::fixed_linear")
 def _fixed_linear(b: Builder, name: str) -> fx.Node | None:
     x = b.floats(rank=2)

@@ -1,11 +1,10 @@
 from __future__ import annotations
 
-from fxsplit_encoder.attention import KernelChooser, describe, measuring
+from fxsplit_encoder.attention import KernelChooser, parse_attention
 from fxsplit_encoder.attention.choice import Measurements
-from fxsplit_encoder.attention.pins import Pin, parse_attention
-from fxsplit_encoder.attention.report import KernelReport
+from fxsplit_encoder.kernels import KernelReport, Pin, describe, measuring
 
-from .fakes import CUDA, FakeKernel, FakeMeter, shape
+from ..attention.fakes import CUDA, FakeKernel, FakeMeter, shape
 
 
 def test_a_report_says_what_was_measured_and_what_is_chosen_and_why_not() -> None:
@@ -39,7 +38,7 @@ def test_a_report_says_what_was_measured_and_what_is_chosen_and_why_not() -> Non
 
 
 def test_on_a_cpu_nothing_is_measured() -> None:
-    report = describe(shape().device.__class__("cpu"))
+    report = describe(shape().device.__class__("cpu"), KernelChooser())
     assert report.classes == ()
     assert [each.name for each in report.kernels if each.unavailable is None] == [
         "batched_dense",

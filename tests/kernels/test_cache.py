@@ -2,19 +2,31 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxsplit_encoder.attention import cache
-from fxsplit_encoder.attention.cache import MeasurementCache, cache_directory
-from fxsplit_encoder.attention.measure import Measured
+from fxsplit_encoder.attention.kernels import AttentionShape
+from fxsplit_encoder.kernels import Measured, MeasurementCache, cache_directory
 
-from .fakes import CUDA, shape
+from ..attention.fakes import CUDA, shape
 
 ENVIRONMENT = {"gpu": "H200", "packages": {"flash-attn-4": "4.0"}}
+
+Table = dict[AttentionShape, Measured]
+
+
+def cache(
+    directory: Path, environment: Mapping[str, Any] = ENVIRONMENT, kernels: Sequence[str] = "abcdef"
+) -> MeasurementCache[AttentionShape]:
+    return MeasurementCache(environment, AttentionShape, kernels, directory)
+
 
 tables = st.dictionaries(
     st.builds(
@@ -32,14 +44,32 @@ tables = st.dictionaries(
 @settings(max_examples=15)
 @given(first=tables, second=tables)
 def test_what_is_stored_is_loaded(
-    first: cache.Table, second: cache.Table, tmp_path_factory: pytest.TempPathFactory
+    first: Table, second: Table, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     directory = tmp_path_factory.mktemp("cache")
-    MeasurementCache(ENVIRONMENT, directory).store(first, CUDA)
-    MeasurementCache(ENVIRONMENT, directory).store(second, CUDA)
-    assert MeasurementCache(ENVIRONMENT, directory).load(CUDA) == {**first, **second}
-    assert MeasurementCache({**ENVIRONMENT, "gpu": "B200"}, directory).load(CUDA) == {}
+    cache(directory).store(first, CUDA)
+    cache(directory).store(second, CUDA)
+    assert cache(directory).load(CUDA) == {**first, **second}
+    assert cache(directory, {**ENVIRONMENT, "gpu": "B200"}).load(CUDA) == {}
+    assert cache(directory, kernels="abc").load(CUDA) == {}  # there are other candidates
     assert len(list(directory.iterdir())) == 1  # no temporary file is left
+
+
+@dataclass(frozen=True, slots=True)
+class OtherShape(AttentionShape):
+    operation: ClassVar[str] = "another"
+
+
+def test_operations_share_a_file_and_leave_each_other_alone(tmp_path: Path) -> None:
+    other = MeasurementCache(ENVIRONMENT, OtherShape, ["a"], tmp_path)
+    its = {OtherShape(CUDA, torch.bfloat16, 1, 2, 3, 4, 5): Measured({"a": 2.0})}
+    own = {shape(): Measured({"a": 1.0})}
+    other.store(its, CUDA)
+    cache(tmp_path).store(own, CUDA)
+    assert len(list(tmp_path.iterdir())) == 1
+    assert (cache(tmp_path).load(CUDA), other.load(CUDA)) == (own, its)
+    assert MeasurementCache(ENVIRONMENT, OtherShape, ["b"], tmp_path).load(CUDA) == {}
+    assert cache(tmp_path).load(CUDA) == own
 
 
 @pytest.mark.parametrize(
@@ -48,15 +78,17 @@ def test_what_is_stored_is_loaded(
         "",
         "{",
         "[]",
-        '{"classes": [{}]}',
-        '{"classes": [{"shape": {"dtype": "none"}, "measured": {}}]}',
+        '{"operations": {"attention": 1}}',
+        '{"operations": {"attention": {"kernels": ["a"]}}}',
+        '{"operations": {"attention": {"kernels": ["a"], "classes": [{}]}}}',
+        '{"operations": {"attention": {"kernels": ["a"], "classes": [{"shape": {"dtype": "none"}}]}}}',
         "\x00",
     ],
 )
 def test_a_broken_file_is_a_warning_and_replaced(
     content: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    kept = MeasurementCache(ENVIRONMENT, tmp_path)
+    kept = cache(tmp_path, kernels="a")
     kept.path.write_text(content)
     assert kept.load(CUDA) == {}
     assert "attention is measured again" in caplog.text
@@ -69,14 +101,14 @@ def test_writers_at_the_same_time_leave_a_whole_file(tmp_path: Path) -> None:
     def write(number: int) -> None:
         for step in range(20):
             table = {shape(100 * number + step + 1): Measured({"a": 1.0})}
-            MeasurementCache(ENVIRONMENT, tmp_path).store(table, CUDA)
+            cache(tmp_path).store(table, CUDA)
 
     threads = [threading.Thread(target=write, args=(number,)) for number in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert MeasurementCache(ENVIRONMENT, tmp_path).load(CUDA)
+    assert cache(tmp_path).load(CUDA)
     assert len(list(tmp_path.iterdir())) == 1
 
 
@@ -84,7 +116,7 @@ def test_a_directory_that_cannot_be_written_is_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("")
-    MeasurementCache(ENVIRONMENT, tmp_path / "file").store({shape(): Measured({"a": 1.0})}, CUDA)
+    cache(tmp_path / "file").store({shape(): Measured({"a": 1.0})}, CUDA)
     assert "not kept" in caplog.text
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from fxsplit_encoder.attention.choice import KernelChooser, current_chooser
+from fxsplit_encoder.kernels.choice import Chooser
 
 
 class KernelReport(NamedTuple):
@@ -17,11 +17,11 @@ class KernelReport(NamedTuple):
     unavailable: str | None
     """Why it cannot run on the device; None: it can."""
     chosen: tuple[str, ...]
-    """The classes of shapes that it computes."""
+    """The classes of calls that it computes."""
 
 
 class ClassReport(NamedTuple):
-    """One class of shapes that was measured."""
+    """One class of calls that was measured."""
 
     shape: str
     chosen: str
@@ -32,25 +32,20 @@ class ClassReport(NamedTuple):
     """Why the other candidates may not be chosen."""
 
 
-class AttentionReport(NamedTuple):
-    """All kernels, in order of preference, and all classes, by their size."""
+class OperationReport(NamedTuple):
+    """All kernels of an operation, in order of preference, and all classes, by their size."""
 
     kernels: tuple[KernelReport, ...]
     classes: tuple[ClassReport, ...]
 
 
-def describe(device: torch.device, chooser: KernelChooser | None = None) -> AttentionReport:
-    """What was measured on a device, by this process or an earlier one, and what a chooser makes of it.
-
-    Args:
-        chooser: whose pins count; the current one if None.
+def describe(device: torch.device, chooser: Chooser[Any, Any]) -> OperationReport:
+    """What was measured of an operation on a device, by this process or an earlier one, and what a chooser
+    makes of it.
     """
-    chooser = current_chooser() if chooser is None else chooser
     table = chooser.measurements.table(device)
     classes = []
-    for shape in sorted(
-        table, key=lambda s: (str(s.dtype), s.heads, s.head_dim, s.host_lengths, s.equal, s.tokens)
-    ):
+    for shape in sorted(table, key=lambda s: (str(s.dtype), s.kind(), s.extents())):
         found = table[shape]
         chosen, pinned = chooser.ranking(shape)[0].name, chooser.pinned(shape) is not None
         classes.append(ClassReport(str(shape), chosen, pinned, found.microseconds, found.rejected))
@@ -62,4 +57,4 @@ def describe(device: torch.device, chooser: KernelChooser | None = None) -> Atte
         )
         for kernel in chooser.measurements.kernels
     )
-    return AttentionReport(kernels, tuple(classes))
+    return OperationReport(kernels, tuple(classes))

@@ -1,0 +1,160 @@
+"""What a kernel is, and a class of calls that share one, whatever the operation."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Collection
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Generic, Self, TypeVar
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class CallShape(ABC):
+    """One call of an operation; rounded, the class of calls that share a kernel. The fields of a subclass are
+    numbers, flags and names, so that JSON keeps them.
+    """
+
+    operation: ClassVar[str]
+    """What is computed: also the setting that pins kernels of it."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+    @abstractmethod
+    def rounded(self) -> Self:
+        """The class of calls; its own."""
+
+    @abstractmethod
+    def kind(self) -> tuple[int | str, ...]:
+        """What has to be the same where one class stands in for another, beside the dtype."""
+
+    @abstractmethod
+    def extents(self) -> tuple[int, ...]:
+        """The numbers in which classes of one kind differ."""
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether the call is, or will be, part of a CUDA graph; else of an eager program, where what it
+        costs the host counts too.
+        """
+        return True
+
+    def measured_with(self) -> Collection[Self]:
+        """The classes that are measured when this one is met."""
+        return (self,)
+
+    def to_json(self) -> dict[str, Any]:
+        """Its fields, without the device."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return {"dtype": dtype, **{name: getattr(self, name) for name in _own_fields(type(self))}}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any], device: torch.device) -> Self:
+        """The class with these fields.
+
+        Raises:
+            TypeError, KeyError, AttributeError: they are no such fields.
+        """
+        own = {name: values[name] for name in _own_fields(cls)}
+        return cls(device, getattr(torch, values["dtype"]), **own)
+
+
+@functools.cache
+def _own_fields(shape: type[CallShape]) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(shape) if field.name not in ("device", "dtype"))
+
+
+ShapeT = TypeVar("ShapeT", bound=CallShape)
+KernelT = TypeVar("KernelT", bound="Kernel[Any]")
+
+
+class Kernel(ABC, Generic[ShapeT]):
+    """One way to compute an operation. One object serves all threads and devices."""
+
+    name: str
+    capturable: bool = True
+    """Whether a CUDA graph may hold it."""
+    plans_each_shape: bool = False
+    """Whether a shape's first call takes tens of milliseconds on the host."""
+    is_last_resort: ClassVar[bool] = False
+    """Whether it is used only where no other kernel works; it is never measured then."""
+
+    @abstractmethod
+    def unavailable_reason(self, device: torch.device) -> str | None:
+        """Why it cannot run on this device, by its architecture or for a missing package; None: it can."""
+
+    @abstractmethod
+    def supports(self, shape: ShapeT) -> bool:
+        """Whether it computes this shape, where it is available."""
+
+
+class CudaKernel(Kernel[ShapeT]):
+    """A kernel of a package for some GPUs."""
+
+    architectures: tuple[int, ...] = (8, 9, 10, 11, 12)
+    """Major numbers of the compute capabilities that it is built for."""
+    module: ClassVar[str]
+    attribute: ClassVar[str]
+
+    def unavailable_reason(self, device: torch.device) -> str | None:
+        """By the device first: importing a package may take seconds."""
+        if device.type != "cuda":
+            return "needs CUDA"
+        major, minor = capability(device)
+        if major not in self.architectures:
+            needed = ", ".join(f"{m}.x" for m in self.architectures)
+            return f"needs compute capability {needed}; this device has {major}.{minor}"
+        return self.package_problem(device)
+
+    def package_problem(self, device: torch.device) -> str | None:
+        """Why its package cannot be used; None: it can."""
+        return find(self.module, self.attribute)[1]
+
+    @property
+    def function(self) -> Any:
+        """The package's function."""
+        return find(self.module, self.attribute)[0]
+
+
+def works(kernel: Kernel[ShapeT], shape: ShapeT) -> bool:
+    """Whether a kernel computes this shape and can run on its device."""
+    if shape.is_captured and not kernel.capturable and shape.device.type == "cuda":
+        return False
+    return kernel.supports(shape) and kernel.unavailable_reason(shape.device) is None
+
+
+def is_same_kind(shape: CallShape, other: CallShape) -> bool:
+    """Whether one class may stand in for the other."""
+    return shape.dtype == other.dtype and shape.kind() == other.kind()
+
+
+def distance(shape: CallShape, other: CallShape) -> float:
+    """Between classes of one kind: the sum of the logarithms, to base 2, of the ratios of their numbers."""
+    pairs = zip(shape.extents(), other.extents(), strict=True)
+    return sum(abs(math.log2(max(1, one) / max(1, another))) for one, another in pairs)
+
+
+def round_up(number: int, *, halfway: bool) -> int:
+    """The next power of two, or the number halfway to it."""
+    power = 1 << (number - 1).bit_length() if number > 0 else 0
+    return power * 3 // 4 if halfway and power >= 4 and number <= power * 3 // 4 else power
+
+
+@functools.cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """The compute capability of a CUDA device."""
+    return torch.cuda.get_device_capability(device)
+
+
+@functools.cache
+def find(module: str, attribute: str) -> tuple[Any, str | None]:
+    """An attribute of an optional package, or why it is not there."""
+    try:
+        return getattr(importlib.import_module(module), attribute), None
+    except Exception as error:  # a package that is there but broken is as good as missing
+        return None, f"cannot import {module}.{attribute}: {type(error).__name__}: {error}"

@@ -1,0 +1,151 @@
+"""What was measured of kernels, kept on disk: one file for each combination of GPU and versions, with a
+section for each operation.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Generic
+
+import platformdirs
+import torch
+
+from fxsplit_encoder.kernels.base import ShapeT
+from fxsplit_encoder.kernels.measure import Measured
+
+logger = logging.getLogger(__name__)
+
+# Changes when what is measured, or how it is written, does.
+_FORMAT = 4
+
+_PACKAGES = (
+    "flash-attn",
+    "flash-attn-3",
+    "flash-attn-4",
+    "nvidia-cublas",
+    "nvidia-cudnn-frontend",
+    "nvidia-cutlass-dsl",
+    "nvmath-python",
+    "quack-kernels",
+    "vllm",
+)
+
+
+def cache_directory() -> Path:
+    """`fxsplit_encoder` where the system keeps caches: on Linux in $XDG_CACHE_HOME, or in ~/.cache."""
+    return platformdirs.user_cache_path("fxsplit_encoder", appauthor=False)
+
+
+def describe_environment(device: torch.device) -> dict[str, Any]:
+    """What the measured times of every operation depend on."""
+    cudnn: Any = torch.backends.cudnn
+    return {
+        "format": _FORMAT,
+        "gpu": torch.cuda.get_device_name(device),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "cudnn": cudnn.version(),
+        "packages": {name: version for name in _PACKAGES if (version := _version(name)) is not None},
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+class MeasurementCache(Generic[ShapeT]):
+    """The section of one operation in the file of one environment. Several processes may use it at the same
+    time: it is replaced as a whole, and a measurement that is lost between two writers is made again.
+
+    Args:
+        environment: what the measurements depend on.
+        shape: what the classes of calls are.
+        kernels: the names of all candidates. What other ones were measured is not loaded.
+        directory: where the file is; `cache_directory` if None.
+    """
+
+    def __init__(
+        self,
+        environment: Mapping[str, Any],
+        shape: type[ShapeT],
+        kernels: Sequence[str],
+        directory: Path | None = None,
+    ) -> None:
+        self.environment = json.loads(json.dumps(environment))
+        self._shape = shape
+        self._kernels = list(kernels)
+        digest = hashlib.sha256(json.dumps(self.environment, sort_keys=True).encode()).hexdigest()[:16]
+        self.path = (directory or cache_directory()) / f"kernels-{digest}.json"
+
+    def load(self, device: torch.device) -> dict[ShapeT, Measured]:
+        """What is stored, for this device; nothing where there is no file, or none that can be read."""
+        try:
+            section = self._operations().get(self._shape.operation, {})
+            if section.get("kernels") != self._kernels:
+                return {}
+            return table_of(section["classes"], self._shape, device)
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            name = self._shape.operation
+            logger.warning("%s cannot be read, so %s is measured again: %s", self.path, name, error)
+            return {}
+
+    def store(self, table: Mapping[ShapeT, Measured], device: torch.device) -> None:
+        """Adds a table to what the file holds. A directory that cannot be written is logged once per call."""
+        merged = {**self.load(device), **table}
+        section = {"kernels": self._kernels, "classes": entries_of(merged)}
+        operations = {**self._other_operations(), self._shape.operation: section}
+        content = {"environment": self.environment, "operations": operations}
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(
+                "w", encoding="utf-8", dir=self.path.parent, suffix=".tmp", delete=False
+            ) as file:
+                json.dump(content, file, indent=1)
+            os.replace(file.name, self.path)
+        except OSError as error:
+            logger.warning("what was measured of %s is not kept: %s", self._shape.operation, error)
+
+    def _operations(self) -> dict[str, Any]:
+        stored = json.loads(self.path.read_text(encoding="utf-8"))
+        return dict(stored["operations"])
+
+    def _other_operations(self) -> dict[str, Any]:
+        """What the file holds of others, as it is: nothing where it cannot be read, which `load` says."""
+        try:
+            return self._operations()
+        except (OSError, ValueError, TypeError, KeyError):
+            return {}
+
+
+def entries_of(table: Mapping[ShapeT, Measured]) -> list[dict[str, Any]]:
+    """A table as JSON has it, without its device."""
+    return [
+        {
+            "shape": shape.to_json(),
+            "measured": {"microseconds": found.microseconds, "rejected": found.rejected},
+        }
+        for shape, found in table.items()
+    ]
+
+
+def table_of(
+    entries: Sequence[Mapping[str, Any]], shape: type[ShapeT], device: torch.device
+) -> dict[ShapeT, Measured]:
+    """The table of these entries, for a device.
+
+    Raises:
+        ValueError, TypeError, KeyError, AttributeError: they are no such entries.
+    """
+    return {shape.from_json(entry["shape"], device): Measured(**entry["measured"]) for entry in entries}

@@ -1,0 +1,280 @@
+"""Which kernel computes a call: measured for each class of calls at warm-up, or pinned.
+
+`KernelMeasurements` holds what was found of one operation and is shared by the whole process; a `Chooser`
+adds one configuration's pins. Kernels are timed inside `measuring()` only, which captures and warm-ups enter;
+everywhere else, and while a CUDA graph is being captured, the nearest class that was measured decides, and
+torch's own kernel where there is none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar, Token
+from pathlib import Path
+from typing import Any, ClassVar, Generic, Self
+
+import torch
+
+from fxsplit_encoder.errors import ConfigError
+from fxsplit_encoder.kernels.base import KernelT, ShapeT, distance, is_same_kind, works
+from fxsplit_encoder.kernels.cache import MeasurementCache, describe_environment
+from fxsplit_encoder.kernels.measure import Measured, Meter
+from fxsplit_encoder.kernels.pins import AUTO, Pin
+
+logger = logging.getLogger(__name__)
+
+# A kernel replaces the first candidate, torch's own where it works, if it takes at most this much of its
+# time.
+_REQUIRED_GAIN = 0.95
+
+# How far the numbers of a measured class may be from a call, as the sum of the logarithms of their ratios.
+_FARTHEST = 3.0
+
+# Distinct calls whose kernel is remembered.
+MOST_CALLS = 4096
+
+_measuring: ContextVar[bool] = ContextVar("fxsplit_encoder_measuring_kernels", default=False)
+
+is_measuring: Callable[[], bool] = _measuring.get
+"""Whether `measuring` was entered."""
+
+
+@contextlib.contextmanager
+def measuring() -> Iterator[None]:
+    """Inside, a class of calls that is met for the first time is measured: at warm-up, before captures."""
+    token = _measuring.set(True)
+    try:
+        yield
+    finally:
+        _measuring.reset(token)
+
+
+class KernelMeasurements(Generic[ShapeT, KernelT]):
+    """What is known of every class of calls of one operation, on every device.
+
+    Args:
+        shape: what the classes are.
+        kernels: candidates, in order of preference where nothing was measured.
+        meter: compares them.
+        cache: makes the cache of a device; None: nothing is kept for other processes.
+    """
+
+    def __init__(
+        self,
+        shape: type[ShapeT],
+        kernels: Sequence[KernelT],
+        meter: Meter[ShapeT, KernelT],
+        cache: Callable[[torch.device], MeasurementCache[ShapeT]] | None = None,
+    ) -> None:
+        self.shape = shape
+        self.kernels = tuple(kernels)
+        self.meter = meter
+        self._cache = cache
+        self._tables: dict[torch.device, dict[ShapeT, Measured]] = {}
+        self._nearest: dict[ShapeT, ShapeT | None] = {}
+        self._lock = threading.Lock()
+        self.version = 0
+        """Grows whenever something was measured, so that remembered choices are made again."""
+
+    def keep(self, directory: Path | None = None) -> Self:
+        """Keeps what is measured in the file of each device's environment; itself."""
+        names = [kernel.name for kernel in self.kernels]
+        self._cache = lambda device: MeasurementCache(
+            describe_environment(device), self.shape, names, directory
+        )
+        return self
+
+    def candidates(self, shape: ShapeT) -> list[KernelT]:
+        """The kernels that work here and compute this shape; last resorts only where there is no other."""
+        usable = [kernel for kernel in self.kernels if works(kernel, shape)]
+        return [kernel for kernel in usable if not kernel.is_last_resort] or usable
+
+    def class_of(self, shape: ShapeT) -> ShapeT:
+        """The class of calls that share a kernel with this one."""
+        return shape.rounded()
+
+    def find(self, shape: ShapeT) -> tuple[ShapeT, Measured] | None:
+        """The class of this shape, or the nearest that was measured, and what was found.
+
+        Inside `measuring()` the class itself is measured, unless a CUDA graph is being captured.
+        """
+        rounded = self.class_of(shape)
+        table = self._table(shape.device)
+        if rounded not in table and self._may_measure(shape):
+            self._measure(rounded)
+        if rounded in table:
+            return rounded, table[rounded]
+        if rounded not in self._nearest:
+            others = [other for other in table if is_same_kind(other, rounded) and table[other].microseconds]
+            nearest = min(others, key=lambda other: distance(other, rounded), default=None)
+            if nearest is not None and distance(nearest, rounded) > _FARTHEST:
+                nearest = None
+            self._nearest[rounded] = nearest
+        known = self._nearest[rounded]
+        return None if known is None else (known, table[known])
+
+    def table(self, device: torch.device) -> Mapping[ShapeT, Measured]:
+        """All classes that were measured on a device, now or by an earlier process."""
+        return dict(self._table(device))
+
+    def add(self, device: torch.device, table: Mapping[ShapeT, Measured]) -> None:
+        """Takes over what was measured elsewhere, of classes of which nothing is known here."""
+        known = self._table(device)
+        with self._lock:
+            known.update({shape: found for shape, found in table.items() if shape not in known})
+            self._nearest.clear()
+            self.version += 1
+
+    def _may_measure(self, shape: ShapeT) -> bool:
+        return (
+            is_measuring()
+            and self.meter.can_measure(shape.device)
+            and not (shape.device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+        )
+
+    def _table(self, device: torch.device) -> dict[ShapeT, Measured]:
+        if device not in self._tables:
+            with self._lock:
+                if device not in self._tables:
+                    make = self._cache if self.meter.can_measure(device) else None
+                    self._tables[device] = {} if make is None else make(device).load(device)
+        return self._tables[device]
+
+    def _measure(self, shape: ShapeT) -> None:
+        with self._lock:
+            table = self._tables[shape.device]
+            new = {each: self._compare(each) for each in shape.measured_with() if each not in table}
+            table.update(new)
+            self._nearest.clear()
+            self.version += 1
+            if self._cache is not None:
+                found = {each: measured for each, measured in new.items() if measured.microseconds}
+                self._cache(shape.device).store(found, shape.device)
+
+    def _compare(self, shape: ShapeT) -> Measured:
+        candidates = self.candidates(shape)
+        if not candidates or candidates[0].is_last_resort or (len(candidates) == 1 and shape.is_captured):
+            return Measured()  # nothing to choose from, and no time that anything depends on
+        try:
+            measured = self.meter.measure(candidates, shape)
+        except torch.OutOfMemoryError:
+            logger.warning("not enough memory to compare kernels for %s", shape)
+            return Measured()
+        logger.info("%s, %s: microseconds %s", shape.operation, shape, measured.microseconds)
+        if measured.rejected:
+            logger.info("%s, %s: not chosen: %s", shape.operation, shape, measured.rejected)
+        return measured
+
+
+class Chooser(Generic[ShapeT, KernelT]):
+    """Chooses the kernel of every call: the pinned one, else the fastest that was measured.
+
+    Args:
+        pins: what the setting of the operation says.
+        measurements: where times come from.
+    """
+
+    current: ClassVar[ContextVar[Any]]
+    """That of the enclosing `choosing`."""
+
+    def __init__(
+        self, pins: Sequence[Pin[ShapeT]], measurements: KernelMeasurements[ShapeT, KernelT]
+    ) -> None:
+        self.pins = tuple(pins)
+        self.measurements = measurements
+        self._operation = measurements.shape.operation
+        self._by_call: dict[tuple[object, ...], KernelT] = {}
+        self._version = 0
+        self._warned: set[str] = set()
+
+    def check(self, device: torch.device) -> None:
+        """Checks that every pinned kernel works on a device.
+
+        Raises:
+            ConfigError: one does not, and why.
+        """
+        kernels = {kernel.name: kernel for kernel in self.measurements.kernels}
+        pinned = {pin.kernel for pin in self.pins} - {AUTO}
+        problems = [
+            f"{self._operation}: {name} cannot run on {device}: {reason}"
+            for name in sorted(pinned)
+            if (reason := kernels[name].unavailable_reason(device)) is not None
+        ]
+        if problems:
+            raise ConfigError(*problems)
+
+    def remembered(self, call: tuple[object, ...], shape: Callable[[], ShapeT]) -> KernelT:
+        """The kernel of a call; one that has come before costs one look-up in a dictionary.
+
+        Args:
+            call: what tells it from others.
+            shape: makes its shape.
+        """
+        call = (*call, is_measuring())  # what was chosen without measuring does not count inside
+        if self._version != self.measurements.version or len(self._by_call) >= MOST_CALLS:
+            self._by_call.clear()
+            self._version = self.measurements.version
+        kernel = self._by_call.get(call)
+        if kernel is None:
+            kernel = self._by_call[call] = self._ready(shape())
+        return kernel
+
+    def _ready(self, shape: ShapeT) -> KernelT:
+        """The chosen kernel; but what plans each shape is for captures, and other calls seldom recur."""
+        ranking = self.ranking(shape)
+        if is_measuring() or self.pinned(shape) is not None:
+            return ranking[0]
+        return next((kernel for kernel in ranking if not kernel.plans_each_shape), ranking[0])
+
+    def ranking(self, shape: ShapeT) -> tuple[KernelT, ...]:
+        """The kernels that may compute this shape, the chosen one first; at least one."""
+        candidates = self.measurements.candidates(shape)
+        pinned = self.pinned(shape)
+        if pinned is not None:
+            return (pinned, *(kernel for kernel in candidates if kernel is not pinned))
+        found = self.measurements.find(shape)
+        if found is None:
+            return tuple(candidates)
+        times, rejected = found[1].microseconds, found[1].rejected
+        measured = sorted((k for k in candidates if k.name in times), key=lambda k: times[k.name])
+        first = candidates[0]
+        if first in measured and times[measured[0].name] > _REQUIRED_GAIN * times[first.name]:
+            measured.remove(first)
+            measured.insert(0, first)
+        rest = [k for k in candidates if k.name not in times and k.name not in rejected]
+        return (*measured, *rest) or tuple(candidates)
+
+    def pinned(self, shape: ShapeT) -> KernelT | None:
+        """The kernel that is pinned for a shape, if one is and it computes this shape."""
+        name = next((pin.kernel for pin in self.pins if pin.holds(shape)), AUTO)
+        kernel = next((kernel for kernel in self.measurements.kernels if kernel.name == name), None)
+        if kernel is None or works(kernel, shape):
+            return kernel
+        if name not in self._warned:
+            self._warned.add(name)
+            logger.warning(
+                "%s: %s is pinned but does not compute %s; another kernel does", self._operation, name, shape
+            )
+        return None
+
+
+# Entered for every request: a class takes a third of the time of a generator.
+class choosing:
+    """Inside, these choosers decide, each for its operation: for captures and for what runs eagerly between
+    them.
+    """
+
+    __slots__ = ("_choosers", "_tokens")
+
+    def __init__(self, *choosers: Chooser[Any, Any]) -> None:
+        self._choosers = choosers
+
+    def __enter__(self) -> None:
+        self._tokens: list[Token[Any]] = [chooser.current.set(chooser) for chooser in self._choosers]
+
+    def __exit__(self, *raised: object) -> None:
+        for chooser, token in zip(self._choosers, self._tokens, strict=True):
+            chooser.current.reset(token)

@@ -1,0 +1,210 @@
+"""How kernels are compared for a class of calls: first by accuracy, then by time."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, cast
+
+import torch
+from torch import Tensor
+
+from fxsplit_encoder._torch.allocator import end_failed_capture
+from fxsplit_encoder._torch.deferred_free import defer_frees
+from fxsplit_encoder.kernels.base import CallShape, KernelT, ShapeT
+
+# What a kernel's error may be: a multiple of that of the first accurate candidate, which is torch's own where
+# it works; and a number of roundings of the dtype, for the first one itself and where its error is next to
+# none.
+_TOLERANCE = 1.1
+_FIRST_ROUNDINGS, _FEWEST_ROUNDINGS = 4.0, 0.25
+
+# Time that the timed calls of one kernel should take, in microseconds, and how often they are timed.
+_ROUND_US = 500.0
+_MOST_CALLS = 20
+_ROUNDS = 3
+
+# A kernel that takes this many times as long as another on the first example is timed on no other.
+_FAR_BEHIND = 1.5
+
+Timer = Callable[[Callable[[], object], CallShape], float]
+
+
+@dataclass(slots=True)
+class Measured:
+    """What was found for one class of calls."""
+
+    microseconds: dict[str, float] = field(default_factory=dict)
+    """Of a call, by the kernel's name; those that are accurate."""
+    rejected: dict[str, str] = field(default_factory=dict)
+    """Why the other candidates cannot be chosen."""
+
+
+class Example(ABC, Generic[KernelT]):
+    """One call on random values."""
+
+    @abstractmethod
+    def expected(self) -> Tensor:
+        """What is right, in float32, which is exact relative to the 16-bit values that are compared."""
+
+    @abstractmethod
+    def result(self, kernel: KernelT) -> Tensor:
+        """What a kernel makes of it, as `expected` has it, in the kernel's own dtype."""
+
+    @abstractmethod
+    def timed(self, kernel: KernelT) -> Callable[[], object]:
+        """The call whose time counts."""
+
+
+class Meter(ABC, Generic[ShapeT, KernelT]):
+    """Compares kernels on the device.
+
+    Args:
+        timer: microseconds of a call; replaced in tests.
+    """
+
+    def __init__(self, timer: Timer | None = None) -> None:
+        self.timer = microseconds if timer is None else timer
+        self._found: dict[tuple[object, ...], float] = {}
+        """Errors and times that are known, by kernel and call: classes may have a call in common."""
+
+    @abstractmethod
+    def examples(self, shape: ShapeT) -> Sequence[Example[KernelT]]:
+        """The calls of this shape on which kernels are compared."""
+
+    def calls(self, shape: ShapeT) -> Sequence[tuple[object, ...]]:
+        """What tells each of `examples` from the calls of other classes."""
+        return [(shape,)]
+
+    def can_measure(self, device: torch.device) -> bool:
+        """Whether choices are measured here: on a CPU there is nothing to choose from."""
+        return device.type == "cuda"
+
+    @torch.no_grad()
+    def measure(self, kernels: Sequence[KernelT], shape: ShapeT) -> Measured:
+        """Errors and times of all kernels on random values. What a kernel raises is why it is rejected. A
+        call that another class has too is measured once.
+        """
+        calls = self.calls(shape)
+        wanted = {("time", kernel.name, call) for kernel in kernels for call in calls}
+        examples = self.examples(shape) if wanted - self._found.keys() else []
+        references = [example.expected() for example in examples]
+        measured = Measured()
+
+        def error_on(kernel: KernelT, number: int) -> float:
+            return self._once(
+                ("error", kernel.name, calls[number]),
+                lambda: _error(kernel, examples[number], references[number]),
+            )
+
+        def time_on(kernel: KernelT, number: int) -> float:
+            return self._once(
+                ("time", kernel.name, calls[number]),
+                lambda: self.timer(examples[number].timed(kernel), shape),
+            )
+
+        fastest = float("inf")
+        rounding = torch.finfo(shape.dtype).eps
+        limit = _FIRST_ROUNDINGS * rounding
+        for kernel in kernels:
+            try:
+                error = statistics.fmean(error_on(kernel, number) for number in range(len(calls)))
+                if not error <= limit:  # it may be NaN, where a row was not written
+                    measured.rejected[kernel.name] = f"error {error:.2g}; allowed: {limit:.2g}"
+                    continue
+                first = time_on(kernel, 0)
+                fastest = min(fastest, first)
+                others = range(1, len(calls)) if first <= _FAR_BEHIND * fastest else ()
+                times = [first, *(time_on(kernel, number) for number in others)]
+            except Exception as problem:
+                measured.rejected[kernel.name] = f"{type(problem).__name__}: {problem}"
+                continue
+            if not measured.microseconds:
+                limit = max(_TOLERANCE * error, _FEWEST_ROUNDINGS * rounding)
+            measured.microseconds[kernel.name] = statistics.fmean(times)
+        return measured
+
+    def _once(self, key: tuple[object, ...], find: Callable[[], float]) -> float:
+        if key not in self._found:
+            self._found[key] = find()
+        return self._found[key]
+
+
+def _error(kernel: KernelT, example: Example[KernelT], expected: Tensor) -> float:
+    """Root mean square of the difference, relative to that of the expected values."""
+    out = example.result(kernel).float()
+    return float((out - expected).norm() / expected.norm())
+
+
+def spoil_memory(like: Tensor) -> None:
+    """Fills memory for a contiguous tensor with NaN and frees it at once, so that a kernel is likely to get
+    it: a row that it does not write is then NaN, instead of the right one from an earlier kernel.
+    """
+    torch.full_like(like, float("nan"), memory_format=torch.contiguous_format)
+
+
+def microseconds(call: Callable[[], object], shape: CallShape) -> float:
+    """Of a call, the median: inside a CUDA graph, or of eager calls, so that what they cost the host counts
+    too.
+    """
+    stream = _stream(shape.device)
+    stream.wait_stream(torch.cuda.current_stream(shape.device))
+    with torch.cuda.stream(stream):
+        call()
+        calls = max(1, min(_MOST_CALLS, int(_ROUND_US / max(1.0, _elapsed(call)))))
+        if shape.is_captured:
+            graph = _record(call, calls)
+            graph.replay()
+            times = [_elapsed(graph.replay) / calls for _ in range(_ROUNDS)]
+        else:
+            times = [_elapsed(call, calls) for _ in range(_ROUNDS)]
+    return statistics.median(times)
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all: the allocator keeps the memory of every stream apart."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def _elapsed(call: Callable[[], object], calls: int = 1) -> float:
+    """Microseconds of a call, mean of `calls` in a row."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    start.record()
+    for _ in range(calls):
+        call()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) * 1e3 / calls
+
+
+def _record(call: Callable[[], object], calls: int) -> torch.cuda.CUDAGraph:
+    """A graph of `calls` calls; its failure leaves the device as it was."""
+    graph, memory = torch.cuda.CUDAGraph(), torch.cuda.MemPool()
+    uses, handle = memory.use_count(), cast("Any", memory.id)
+    with defer_frees():
+        graph.capture_begin(pool=handle, capture_error_mode="thread_local")
+        try:
+            for _ in range(calls):
+                call()
+            graph.capture_end()
+        except BaseException:
+            _abandon(graph, memory, uses)
+            raise
+    return graph
+
+
+def _abandon(graph: torch.cuda.CUDAGraph, memory: torch.cuda.MemPool, uses: int) -> None:
+    """Ends a capture that failed. If that fails too, the random generators refuse to run until another
+    capture succeeds.
+    """
+    try:
+        graph.capture_end()
+    except RuntimeError:
+        end_failed_capture(graph, memory, uses)
+        scratch = torch.zeros(1, device="cuda")
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+            scratch.add_(1)

@@ -1,0 +1,75 @@
+"""What a kernel of a linear layer is.
+
+Shape suffixes: M rows, K features of the input, N features of the output.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fxsplit_encoder.kernels import Kernel
+from fxsplit_encoder.products.shape import ProductShape
+
+
+class ProductKernel(Kernel[ProductShape]):
+    """`activation(rows @ weight.T + bias) + residual`. Every row of the result comes from the same row of
+    its inputs alone: pad rows may hold anything.
+    """
+
+    fuses_residual: ClassVar[bool] = False
+    """Whether the residual is added by the product; else another kernel adds it."""
+
+    def __call__(
+        self,
+        rows_MK: Tensor,
+        weight_NK: Tensor,
+        bias_N: Tensor | None,
+        residual_MN: Tensor | None,
+        activation: str,
+    ) -> Tensor:
+        """Multiplies.
+
+        Args:
+            rows_MK: (rows, in_features), its last stride 1.
+            weight_NK: (out_features, in_features), contiguous.
+            bias_N: (out_features,).
+            residual_MN: (rows, out_features), contiguous; not written.
+            activation: one of `ACTIVATIONS`.
+
+        Returns:
+            (rows, out_features), contiguous and new.
+        """
+        if residual_MN is None or self.fuses_residual:
+            return self._multiply(rows_MK, weight_NK, bias_N, residual_MN, activation)
+        return self._multiply(rows_MK, weight_NK, bias_N, None, activation).add_(residual_MN)
+
+    @abstractmethod
+    def _multiply(
+        self,
+        rows: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        activation: str,
+    ) -> Tensor:
+        """The whole operation; without a residual where it is not fused."""
+
+
+def activate(values: Tensor, activation: str) -> Tensor:
+    """Applies an activation of `ACTIVATIONS`."""
+    return F.gelu(values, approximate="tanh") if activation == "gelu_tanh" else values
+
+
+def is_half_precision(shape: ProductShape) -> bool:
+    """Whether it is a product of 16-bit values on a GPU whose rows begin at multiples of 16 bytes."""
+    return (
+        shape.device.type == "cuda"
+        and shape.dtype in (torch.bfloat16, torch.float16)
+        and shape.in_features % 8 == 0
+        and shape.out_features % 8 == 0
+    )

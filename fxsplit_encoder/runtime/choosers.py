@@ -1,0 +1,53 @@
+"""Which kernels one configuration's calls get, of every operation that has several."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+
+from fxsplit_encoder.attention import KernelChooser
+from fxsplit_encoder.config import EncoderConfig
+from fxsplit_encoder.kernels import Chooser, KernelMeasurements, choosing
+from fxsplit_encoder.products import ProductChooser
+
+
+@dataclass
+class Choosers:
+    """One of each operation."""
+
+    attention: KernelChooser = field(default_factory=KernelChooser)
+    products: ProductChooser = field(default_factory=ProductChooser)
+
+    @classmethod
+    def of(cls, config: EncoderConfig) -> Self:
+        """Those that settings ask for.
+
+        Raises:
+            ConfigError: a setting names an unknown kernel or condition.
+        """
+        attention = KernelChooser(config.attention, invariant=config.invariant)
+        return cls(attention, ProductChooser(config.products))
+
+    def check(self, device: torch.device) -> None:
+        """Checks that every pinned kernel works on a device.
+
+        Raises:
+            ConfigError: one does not, and why.
+        """
+        for chooser in self:
+            chooser.check(device)
+
+    def choosing(self) -> choosing:
+        """Inside, these decide."""
+        return choosing(*self)
+
+    @property
+    def measurements(self) -> list[KernelMeasurements[Any, Any]]:
+        """Where their times come from."""
+        return [chooser.measurements for chooser in self]
+
+    def __iter__(self) -> Iterator[Chooser[Any, Any]]:
+        return iter((self.attention, self.products))

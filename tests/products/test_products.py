@@ -1,0 +1,186 @@
+"""Linear layers by measured kernels, with stand-ins and a clock that is made up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fxsplit_encoder.errors import ConfigError, InputError
+from fxsplit_encoder.kernels import (
+    KernelMeasurements,
+    Measured,
+    MeasurementCache,
+    choosing,
+    describe,
+    measuring,
+)
+from fxsplit_encoder.products import ProductChooser, ProductShape, current_product_chooser, linear
+from fxsplit_encoder.products.kernels import KERNELS, ProductKernel
+from fxsplit_encoder.products.kernels.cublas import Cublas, CublasAccumulating
+from fxsplit_encoder.products.measure import ProductMeter
+
+META, CPU = torch.device("meta"), torch.device("cpu")  # one that the tests would not touch, and one they do
+
+
+def shape(rows: int = 48, *, device: torch.device = CPU, residual: bool = True) -> ProductShape:
+    return ProductShape(device, torch.bfloat16, rows, 16, 8, True, residual, "none")
+
+
+class FakeKernel(Cublas):
+    def __init__(self, name: str, change: Callable[[Tensor], Tensor] = lambda out: out) -> None:
+        self.name = name
+        self._change = change
+        self.calls = 0
+
+    def _multiply(self, *arguments: Any) -> Tensor:
+        self.calls += 1
+        return self._change(super()._multiply(*arguments))
+
+
+class Clock(ProductMeter):
+    """Compares accuracy for real, on the CPU, and takes times from a table."""
+
+    def __init__(self, kernels: tuple[FakeKernel, ...], **times: float) -> None:
+        super().__init__(self._time)
+        self._kernels, self._times = kernels, times
+        self.measured: list[ProductShape] = []
+
+    def can_measure(self, device: torch.device) -> bool:
+        return True
+
+    def measure(self, kernels: Any, shape: ProductShape) -> Measured:
+        self.measured.append(shape)
+        return super().measure(kernels, shape)
+
+    def _time(self, call: Callable[[], object], shape: Any) -> float:
+        before = [kernel.calls for kernel in self._kernels]
+        call()
+        (name,) = [k.name for k, n in zip(self._kernels, before, strict=True) if k.calls != n]
+        return self._times[name]
+
+
+def fail(out: Tensor) -> Tensor:
+    raise RuntimeError("no tile for it")
+
+
+def make(cache: Any = None) -> tuple[ProductChooser, Clock]:
+    kernels = (
+        FakeKernel("base"),
+        FakeKernel("fast"),
+        FakeKernel("wrong", lambda out: out * 1.05),
+        FakeKernel("fails", fail),
+    )
+    clock = Clock(kernels, base=10.0, fast=5.0, wrong=1.0, fails=1.0)
+    return ProductChooser(measurements=KernelMeasurements(ProductShape, kernels, clock, cache)), clock
+
+
+def test_accuracy_comes_before_time_and_the_fastest_is_chosen() -> None:
+    chooser, clock = make()
+    assert chooser.ranking(shape())[0].name == "base"
+    with measuring():
+        assert [kernel.name for kernel in chooser.ranking(shape())] == ["fast", "base"]
+        chooser.ranking(shape(40))
+    assert clock.measured == [shape(48)]
+    (found,) = describe(CPU, chooser).classes
+    assert found.shape == "bfloat16 16 to 8 + bias + residual, rows 48"
+    assert (found.chosen, found.microseconds) == ("fast", {"base": 10.0, "fast": 5.0})
+    assert found.rejected["wrong"].startswith("error 0.0")
+    assert found.rejected["fails"] == "RuntimeError: no tile for it"
+
+
+def test_what_follows_makes_another_class() -> None:
+    chooser, clock = make()
+    with measuring():
+        for each in (shape(), shape(residual=False), shape(100)):
+            chooser.ranking(each)
+    assert clock.measured == [shape(), shape(residual=False), shape(128)]
+
+
+def test_measurements_are_kept_on_disk(tmp_path: Path) -> None:
+    def cache(device: torch.device) -> MeasurementCache[ProductShape]:
+        return MeasurementCache({"gpu": "H"}, ProductShape, ["base", "fast", "wrong", "fails"], tmp_path)
+
+    with measuring():
+        make(cache)[0].ranking(shape())
+        chooser, clock = make(cache)
+        assert chooser.ranking(shape())[0].name == "fast"
+    assert clock.measured == []
+
+
+def test_the_current_chooser_decides_what_the_op_runs() -> None:
+    chooser, _ = make()
+    rows, weight = torch.randn(5, 16), torch.randn(8, 16)
+    before = current_product_chooser()
+    with choosing(chooser):
+        assert current_product_chooser() is chooser
+        out = linear(rows, weight, None, None, "none")
+    assert current_product_chooser() is before
+    assert chooser.measurements.kernels[0].calls == 1
+    torch.testing.assert_close(out, rows @ weight.t())
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 9), st.booleans(), st.booleans(), st.sampled_from(["none", "gelu_tanh"]), st.booleans())
+def test_the_op_is_a_linear_layer_and_what_follows(
+    rows: int, with_bias: bool, with_residual: bool, activation: str, transposed: bool
+) -> None:
+    x = torch.randn(16, rows).t() if transposed else torch.randn(rows, 16)
+    weight, bias, residual = torch.randn(8, 16), torch.randn(8), torch.randn(rows, 8)
+    kept = residual.clone()
+    expected = F.linear(x, weight, bias if with_bias else None)
+    expected = F.gelu(expected, approximate="tanh") if activation == "gelu_tanh" else expected
+    expected = expected + residual if with_residual else expected
+    found = linear(x, weight, bias if with_bias else None, residual if with_residual else None, activation)
+    torch.testing.assert_close(found, expected)
+    assert found.is_contiguous() and torch.equal(residual, kept)
+
+
+def test_accumulating_adds_the_residual_in_the_product_and_leaves_it_alone() -> None:
+    kernel: ProductKernel = CublasAccumulating()
+    rows, weight, bias, residual = (torch.randn(*size) for size in ((5, 16), (8, 16), (8,), (5, 8)))
+    kept = residual.clone()
+    for each in (bias, None):
+        expected = F.linear(rows, weight, each) + residual
+        torch.testing.assert_close(kernel(rows, weight, each, residual, "none"), expected)
+    assert torch.equal(residual, kept)
+
+
+def test_wrong_arguments_are_named() -> None:
+    rows, weight = torch.randn(5, 16), torch.randn(8, 16)
+    for arguments, message in (
+        ((rows, weight, None, None, "relu"), "activation: expected one of none, gelu_tanh, got 'relu'"),
+        ((rows[None], weight, None, None, "none"), "expected rows"),
+        ((rows, weight, rows[0], None, "none"), r"bias: expected \(8,\), got \(16,\)"),
+        ((rows, weight, None, rows, "none"), r"residual: expected \(M, 8\)"),
+    ):
+        with pytest.raises(InputError, match=message):
+            linear(*arguments)
+
+
+def test_the_operation_is_well_formed() -> None:
+    rows, weight, bias, residual = (torch.randn(*size) for size in ((5, 16), (8, 16), (8,), (5, 8)))
+    for arguments in ((rows, weight, bias, residual, "none"), (rows, weight, None, None, "gelu_tanh")):
+        torch.library.opcheck(linear, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_products_are_pinned_as_attention_is() -> None:
+    chooser = ProductChooser({"residual, rows>=1000": "cublas_accumulating", "gelu": "cublas"})
+    assert [pin.holds(shape(2000)) for pin in chooser.pins] == [True, False]
+    with pytest.raises(ConfigError, match=r"products\.tokens<=4: unknown; .*rows<=N"):
+        ProductChooser({"tokens<=4": "cublas"})
+    with pytest.raises(ConfigError, match="products: quack cannot run on cpu: needs CUDA"):
+        ProductChooser("quack").check(CPU)
+
+
+def test_on_a_cpu_there_is_nothing_to_choose_from() -> None:
+    report = describe(CPU, ProductChooser())
+    assert report.classes == ()
+    assert [kernel.name for kernel in KERNELS if kernel.supports(shape())] == ["cublas"]
