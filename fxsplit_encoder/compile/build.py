@@ -21,13 +21,12 @@ from fxsplit_encoder.compile.pieces import PieceCache, piece_compiler
 from fxsplit_encoder.compile.program import Program
 from fxsplit_encoder.compile.queries import token_symbol_of, tokens_unknown
 from fxsplit_encoder.compile.region import Region
-from fxsplit_encoder.compile.rewriting import derivation, mark_cuts, mark_parameters
+from fxsplit_encoder.compile.rewriting import derivation, mark_cuts, mark_parameters, node_value
 from fxsplit_encoder.compile.sizes import assumptions_of, expression, guards_of, shape_exprs
 from fxsplit_encoder.compile.split import (
     Cut,
     SplitGraph,
     is_scalar,
-    node_value,
     split_graph,
 )
 from fxsplit_encoder.compile.splitting_ops import splitting_targets

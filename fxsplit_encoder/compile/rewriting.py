@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from fxsplit_encoder._torch.aot import detect_fake_mode, fake_mode_of
+from fxsplit_encoder._torch.dispatch import OpOverload
 from fxsplit_encoder.compile.host import host_op
 
 aten = torch.ops.aten
@@ -77,6 +78,17 @@ def call_function(graph: fx.Graph, target: Any, *args: Any, **kwargs: Any) -> fx
     node = graph.call_function(target, args, kwargs)
     retrace(node)
     return node
+
+
+def node_value(node: fx.Node) -> Any:
+    """A node's traced value. Arithmetic on symbols that torch's runtime assertions insert carries none: it is
+    redone.
+    """
+    if "val" not in node.meta and node.op == "call_function" and not isinstance(node.target, OpOverload):
+        args = fx.node.map_arg(node.args, node_value)
+        if not any(a is None for a in args):
+            node.meta["val"] = node.target(*args)  # type: ignore[operator]
+    return node.meta.get("val")
 
 
 def retrace(node: fx.Node) -> None:

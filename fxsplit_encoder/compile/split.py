@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxsplit_encoder._torch.dispatch import OpOverload
 from fxsplit_encoder._torch.symbols import has_hint
 from fxsplit_encoder.compile.host import host_op
 from fxsplit_encoder.compile.pieces import Piece
-from fxsplit_encoder.compile.rewriting import runs_beside
+from fxsplit_encoder.compile.rewriting import node_value, runs_beside
 from fxsplit_encoder.compile.sizes import expression
 from fxsplit_encoder.errors import CompileError
 
@@ -76,17 +75,6 @@ def is_scalar(node: fx.Node) -> bool:
     """Whether a node computes a number rather than a tensor."""
     value = node_value(node)
     return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool | int | float | bool)
-
-
-def node_value(node: fx.Node) -> Any:
-    """A node's traced value. Arithmetic on symbols that torch's runtime assertions insert carries none: it is
-    redone.
-    """
-    if "val" not in node.meta and node.op == "call_function" and not isinstance(node.target, OpOverload):
-        args = fx.node.map_arg(node.args, node_value)
-        if not any(a is None for a in args):
-            node.meta["val"] = node.target(*args)  # type: ignore[operator]
-    return node.meta.get("val")
 
 
 def _require_symbolic(node: fx.Node) -> None:

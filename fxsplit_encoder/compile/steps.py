@@ -14,9 +14,9 @@ from fxsplit_encoder.compile.options import TRACING_PHASES, CompileOptions
 from fxsplit_encoder.compile.passes.prefetch_weights import prefetch
 from fxsplit_encoder.compile.pieces import Piece, PieceCache
 from fxsplit_encoder.compile.program import Argument, Ref, Step, TensorInfo
-from fxsplit_encoder.compile.rewriting import prefetched
+from fxsplit_encoder.compile.rewriting import node_value, prefetched
 from fxsplit_encoder.compile.sizes import Size
-from fxsplit_encoder.compile.split import Cut, is_scalar, node_value
+from fxsplit_encoder.compile.split import Cut, is_scalar
 
 
 class Slots:

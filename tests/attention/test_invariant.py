@@ -15,8 +15,8 @@ from fxsplit_encoder.attention import KernelChooser, KnownSegments, attend
 from fxsplit_encoder.attention.choice import Measurements
 from fxsplit_encoder.attention.invariant import invariant_kernel, invariant_names
 from fxsplit_encoder.attention.kernels import KERNELS, AttentionShape
-from fxsplit_encoder.attention.kernels import base as kernels_base
 from fxsplit_encoder.errors import ConfigError
+from fxsplit_encoder.kernels import base as kernels_base
 from fxsplit_encoder.kernels import choosing, measuring
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -32,8 +32,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
             return None, None if module.startswith(packages) else f"cannot import {module}"
 
         monkeypatch.setattr(kernels_base, "find", find)
-        for name in ("base", "flash_attn"):
-            monkeypatch.setattr(f"fxsplit_encoder.attention.kernels.{name}.capability", lambda _: (major, 0))
+        for name in ("kernels.base", "attention.kernels.flash_attn"):
+            monkeypatch.setattr(f"fxsplit_encoder.{name}.capability", lambda _: (major, 0))
 
     return install
 

@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fxsplit_encoder.attention.kernels import KERNELS, AttentionShape, base, whole_waves
+from fxsplit_encoder.attention.kernels import KERNELS, AttentionShape, whole_waves
 from fxsplit_encoder.attention.kernels.whole_waves import WholeWaves, rows_of_whole_waves
+from fxsplit_encoder.kernels import base
 
 from .fakes import cumulative, fused_qkv, reference
 

@@ -60,8 +60,8 @@ from fxsplit_encoder.compile.padding.token_sizes import (
     TokenSizes,
     symbols_of,
 )
+from fxsplit_encoder.compile.rewriting import node_value
 from fxsplit_encoder.compile.sizes import shape_exprs
-from fxsplit_encoder.compile.split import node_value
 
 
 @dataclass(frozen=True, slots=True)
