@@ -152,6 +152,14 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 
 @functools.cache
+def processors(device: torch.device) -> int:
+    """The multiprocessors of a CUDA device; 0 where there is none."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return 0
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
 def find(module: str, attribute: str) -> tuple[Any, str | None]:
     """An attribute of an optional package, or why it is not there."""
     try:

@@ -9,7 +9,6 @@ rows past the last segment must therefore cover them by a segment or own their v
 
 from __future__ import annotations
 
-import functools
 from abc import abstractmethod
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -224,14 +223,6 @@ class PaddedHeads(AttentionKernel):
         missing = (0, self._width(head_dim) - head_dim)
         q, k, v = (F.pad(x, missing) for x in (query, key, value))
         return self.kernel(q, k, v, cu_seqlens, max_seqlen, scale)[..., :head_dim]
-
-
-@functools.cache
-def processors(device: torch.device) -> int:
-    """The multiprocessors of a CUDA device; 0 where there is none."""
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return 0
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def as_batch(tensor_THD: Tensor, count: int) -> Tensor:

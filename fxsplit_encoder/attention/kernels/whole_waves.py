@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from fxsplit_encoder._torch.branches import Branch
-from fxsplit_encoder.attention.kernels.base import AttentionShape, processors
+from fxsplit_encoder.attention.kernels.base import AttentionShape
 from fxsplit_encoder.attention.kernels.flash_attn import FlashAttention4
+from fxsplit_encoder.kernels.base import processors
 
 # Queries of the tile that the package takes for itself on Hopper, by the widest heads that get it
 # (`_tile_size_fwd_sm90` of flash-attn-4 4.0.0b36). Were it another, cuts would be off whole waves, and lose
