@@ -12,6 +12,7 @@ import torch
 from fxsplit_encoder.capture import GraphPool
 from fxsplit_encoder.config import EncoderConfig, Mode, PathConfig
 from fxsplit_encoder.manager.batches import BatchRunner
+from fxsplit_encoder.manager.budget_memory import check_budgets
 from fxsplit_encoder.manager.captures import CapturePlan, plan_captures
 from fxsplit_encoder.manager.path import EncoderPath
 from fxsplit_encoder.manager.request_plans import RequestPlans
@@ -114,6 +115,28 @@ class Generation:
         """
         return [path for path in self.paths_by_key.values() if path.budgets and path.is_to_compile]
 
+    def check_budgets(self) -> None:
+        """Raises ConfigError for budgets that the device cannot hold."""
+        model_config = self.served.model_config
+        for path in self.paths_by_key.values():
+            own = self.config.paths.get(path.name)
+            check_budgets(
+                path.forward,
+                tile=model_config.paths[path.name].min_token_budget,
+                out_hidden_size=model_config.out_hidden_size,
+                field=f"paths.{path.name}.token_budgets" if own and own.token_budgets else "token_budgets",
+            )
+
+    def unit_costs(self) -> tuple[float, float]:
+        """Milliseconds of a patch at the exact shape, and of a pair of patches in attention."""
+        per_patch, per_pair = 1.0, 0.0
+        for path in self.paths_by_key.values():
+            costs = path.costs
+            if costs.exact:
+                tokens, milliseconds = costs.exact[-1]
+                per_patch, per_pair = milliseconds / (tokens * path.measured.rows_per_token), costs.attention
+        return per_patch, per_pair
+
     def planned_captures(self) -> CapturePlan:
         """What `capture` makes."""
         if not self.config.enabled or not self.served.model_config.modalities:
@@ -150,6 +173,27 @@ class Generation:
         """Has the tower's own code timed as it will run."""
         for path in self.paths_by_key.values():
             path.ladder.in_inference_mode = inference_mode
+
+    def record_captures(self) -> None:
+        """Has the statistics show these captures, and no others."""
+        statistics = self.runner.statistics
+        statistics.record_clear()
+        for path in self.paths_by_key.values():
+            for budget, made in path.captured.items():
+                key, costs = path.key(budget), path.ladder.costs.get(budget)
+                statistics.record_capture(key, made.mode, path.ladder.num_bytes(budget))
+                if costs is not None:
+                    statistics.record_time(key, costs.best)
+        statistics.record_input_bytes(sum(path.input_bytes for path in self.paths_by_key.values()))
+
+    def record_unpadded(self) -> None:
+        """Has the statistics show the captures of recurring token counts as they are now."""
+        statistics = self.runner.statistics
+        for path in self.paths_by_key.values():
+            if path.unpadded.captures.sizes:
+                statistics.record_capture(path.key(0), "exact", path.unpadded_bytes)
+            else:
+                statistics.record_release(path.key(0))
 
     def clear(self) -> None:
         """Releases every capture and forgets what was said of them."""

@@ -117,6 +117,6 @@ def test_what_it_takes_is_given_back(towers: Any) -> None:
     manager.clear()
     assert manager.stats().progress is not None and manager.stats().progress.is_over
     assert manager.num_bytes == 0
-    thread = manager._background._thread
+    thread = manager._lifecycle.background._thread
     thread.join(60)
     assert torch.cuda.memory_allocated() <= before + 2**20

@@ -135,7 +135,7 @@ def _with_less_memory(rank: int) -> fx.EncoderCudaGraphManager:
     """On one rank less is left than captures take."""
     manager = _manager(ParallelPacked(), mode="full", max_graph_bytes="1GiB")
     if rank == 1:
-        manager._own.captures.max_bytes = 1400
+        manager._lifecycle.own.captures.max_bytes = 1400
     manager.capture()
     return manager
 

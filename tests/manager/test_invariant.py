@@ -127,18 +127,18 @@ def test_the_public_check_finds_nothing_and_finds_what_differs(encoders: Encoder
     inputs = encoders.inputs.make(batch)
     assert manager.check_invariance(inputs, packings=4) == []
     assert manager.check_invariance(encoders.inputs.make([]), packings=4) == []
-    encode = manager._runner._collect
+    encode = manager._serving.runner._collect
 
     def differs_in_company(batch: Any, outputs: Any, *rest: Any) -> None:
         if len(batch.indices) > 1:
             outputs = {name: output + 1 for name, output in outputs.items()}
         encode(batch, outputs, *rest)
 
-    manager._runner._collect = differs_in_company
+    manager._serving.runner._collect = differs_in_company
     try:
         assert manager.check_invariance(inputs, packings=8) != []
     finally:
-        manager._runner._collect = encode
+        manager._serving.runner._collect = encode
 
 
 def test_reports_name_the_kernel_that_attends(encoders: Encoders) -> None:
@@ -174,7 +174,7 @@ def test_a_plan_for_the_towers_own_forward_runs_the_program(tiny: Any) -> None:
     )
     try:
         planned = PathPlan(6, None, fx.MissReason.EAGER_IS_FASTER, eager=True)
-        output, done = manager._runner._run_path("default", (), planned, inputs, True)
+        output, done = manager._serving.runner._run_path("default", (), planned, inputs, True)
         assert torch.equal(output, expected)
         assert not done.eager
         with pytest.raises(InputError, match="the tower's own forward gives other bits"):

@@ -108,7 +108,7 @@ def test_it_serves_at_once_and_rightly_after_each_piece(by_hand: None) -> None:
     manager.capture(wait=False)
     assert manager.is_captured() and manager.programs == {"default": None}
     assert modes(manager) == {"default": dict.fromkeys((4, 6, 12, 16), "breakable")}
-    work = manager._background.work()
+    work = manager._lifecycle.background.work()
     seen = []
     for _ in work:
         assert_right(manager, 3, 5)
@@ -130,7 +130,7 @@ def test_progress_is_told(by_hand: None) -> None:
     told: list[tuple[int, int]] = []
     manager.capture(lambda done, total: told.append((done, total)), wait=False)
     assert told == [(1, 4), (2, 4), (3, 4), (4, 4)]
-    list(manager._background.work())
+    list(manager._lifecycle.background.work())
     stats = manager.stats()
     assert stats.as_dict()["progress"]["phase"] == "done" and "captures: done 5 of 5" in str(stats)
     assert manager_of().stats().progress is None
@@ -150,7 +150,7 @@ def test_what_waits_for_the_end(tmp_path: Any) -> None:
 def test_of_a_tower_that_does_not_compile_its_captures_are_made(by_hand: None) -> None:
     manager = manager_of(UntraceableModel())
     manager.capture(wait=False)
-    for _ in manager._background.work():
+    for _ in manager._lifecycle.background.work():
         assert_right(manager, 3, 5)
     other = captured(UntraceableModel())
     assert state(manager) == state(other)
@@ -162,7 +162,7 @@ def test_several_paths_and_what_some_skip(by_hand: None) -> None:
     manager = manager_of(OlderTwoPaths(), config)
     manager.capture(wait=False)
     inputs = items(manager.tower, (3, 0), (2, 2))
-    for _ in manager._background.work():
+    for _ in manager._lifecycle.background.work():
         assert_equal_items(manager.execute(inputs), eagerly(manager.tower, inputs))
     assert_equal_items(manager.execute(inputs), eagerly(manager.tower, inputs))
     assert state(manager) == state(captured(OlderTwoPaths(), config))
@@ -190,7 +190,7 @@ def test_other_settings_end_as_without(changes: dict[str, Any], by_hand: None) -
     config = CONFIG.replace(**changes)
     manager = manager_of(config=config)
     manager.capture(wait=False)
-    for _ in manager._background.work():
+    for _ in manager._lifecycle.background.work():
         assert_right(manager, 3, 5)
     assert state(manager) == state(captured(config=config))
 
@@ -201,7 +201,7 @@ def test_a_start_from_a_file(tmp_path: Any, by_hand: None) -> None:
     manager = manager_of(config=CONFIG.replace(start_file=path))
     manager.capture(wait=False)
     assert manager.paths["default"].expected is None, "what serves first was never measured"
-    list(manager._background.work())
+    list(manager._lifecycle.background.work())
     assert manager.paths["default"].expected is not None
 
 
@@ -209,6 +209,13 @@ def test_ranks_have_to_wait() -> None:
     manager = manager_of()
     manager.data_parallel = object()
     with pytest.raises(fx.InputError, match="wait: expected True with data_parallel"):
+        manager.capture(wait=False)
+    assert not manager.is_captured()
+
+
+def test_invariant_captures_are_waited_for() -> None:
+    manager = manager_of(config=CONFIG.replace(invariant=True))
+    with pytest.raises(fx.InputError, match="wait: expected True with invariant"):
         manager.capture(wait=False)
     assert not manager.is_captured()
 
@@ -231,7 +238,7 @@ def test_first_captures_give_way_where_memory_is_short(
         return request(self, tokens, shared)
 
     monkeypatch.setattr(PathForward, "request", short)
-    for _ in manager._background.work():
+    for _ in manager._lifecycle.background.work():
         assert_right(manager, 3, 5)
     assert released == [True] and sorted(manager.budget_graphs["default"]) == [4, 6, 8, 12, 16]
     assert "too little memory for both" in manager.reports[-1]
@@ -259,12 +266,12 @@ def test_a_failure_is_said_and_what_serves_goes_on(by_hand: None, monkeypatch: p
 
     with monkeypatch.context() as patched:
         patched.setattr(PathForward, "trace", fail)
-        list(manager._background.work())
+        list(manager._lifecycle.background.work())
     assert phase(manager) == "failed" and "failed: RuntimeError: no more" in str(manager.stats())
     assert "go on serving: RuntimeError: no more" in manager.reports[-1]
     assert modes(manager) == before
     assert_right(manager, 3, 5)
-    manager._background._over.set()
+    manager._lifecycle.background._over.set()
     manager.capture()
     assert state(manager) == state(captured())
 
@@ -273,25 +280,25 @@ def test_clear_in_the_middle(by_hand: None) -> None:
     manager = manager_of()
     manager.capture(wait=False)
     for number in range(8):
-        work = manager._background.work()
+        work = manager._lifecycle.background.work()
         for _ in range(number):
             next(work, None)
-        background = manager._background
+        background = manager._lifecycle.background
         manager.clear()
         with pytest.raises(background_module.StoppedError):
             list(work)
         assert phase(manager) == "stopped" and not manager.is_captured() and manager.num_bytes == 0
         assert_right(manager, 3, 5)
         manager.capture(wait=False)
-        assert manager._background is not background
-    list(manager._background.work())
+        assert manager._lifecycle.background is not background
+    list(manager._lifecycle.background.work())
     assert state(manager) == state(captured())
 
 
 def test_weights_that_move_meanwhile(by_hand: None) -> None:
     manager = manager_of()
     manager.capture(wait=False)
-    for number, _ in enumerate(manager._background.work()):
+    for number, _ in enumerate(manager._lifecycle.background.work()):
         if number % 3 == 1:
             manager.tower.linear.weight = nn.Parameter(manager.tower.linear.weight + 1, requires_grad=False)
         assert_right(manager, 3, 5)
@@ -346,7 +353,7 @@ def test_garbage_ends_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
     manager = manager_of()
     manager.capture(wait=False)
     assert begun.wait(60)
-    thread, background = manager._background._thread, manager._background
+    thread, background = manager._lifecycle.background._thread, manager._lifecycle.background
     gone = weakref.ref(manager)
     del manager
     gc.collect()
@@ -401,7 +408,7 @@ def test_a_tower_that_another_process_cannot_make(elsewhere: list[CompileWorker]
     ):
         manager = manager_of(tower)
         manager.capture(wait=False)
-        for _ in manager._background.work():
+        for _ in manager._lifecycle.background.work():
             assert_right(manager, 3, 5)
         assert phase(manager) == "done" and why in manager.reports[0]
         assert manager.programs["default"] is not None
@@ -412,7 +419,7 @@ def test_a_tower_that_another_process_cannot_make(elsewhere: list[CompileWorker]
 def test_a_process_that_ends_too_soon(ended_by: str, elsewhere: list[CompileWorker]) -> None:
     manager = manager_of(Sleeps())
     manager.capture(wait=False)
-    work = manager._background.work()
+    work = manager._lifecycle.background.work()
     next(work)
     (worker,) = elsewhere
     assert worker.path.stat().st_mode & 0o777 == 0o700
@@ -432,7 +439,7 @@ _PARENT = """
 import time
 from fxsplit_encoder.manager.compile_worker import CompileWorker
 from tests.manager.test_ready import Sleeps, manager_of
-worker = CompileWorker(manager_of(Sleeps())._own)
+worker = CompileWorker(manager_of(Sleeps())._lifecycle.own)
 print(worker.pid, worker.path, flush=True)
 time.sleep(600)
 """
@@ -461,7 +468,7 @@ def test_the_other_process_ends_with_this_one() -> None:
 def test_what_another_process_finds_not_to_compile(elsewhere: list[CompileWorker]) -> None:
     manager = manager_of(UntraceableModel())
     manager.capture(wait=False)
-    list(manager._background.work())
+    list(manager._lifecycle.background.work())
     assert len(elsewhere) == 1 and phase(manager) == "done"
     assert state(manager) == state(captured(UntraceableModel()))
     assert manager.reports == captured(UntraceableModel()).reports
@@ -471,7 +478,7 @@ def test_what_another_process_finds_not_to_compile(elsewhere: list[CompileWorker
 def test_what_another_process_cannot_save_is_compiled_here(elsewhere: list[CompileWorker]) -> None:
     manager = manager_of()
     manager.capture(wait=False)
-    for _ in manager._background.work():
+    for _ in manager._lifecycle.background.work():
         assert_right(manager, 3, 5)
     assert manager.reports == [
         "path default: compiled again in this process: a piece is not in Inductor's cache"
@@ -490,7 +497,7 @@ def test_another_process_compiles_and_this_one_traces_nothing(
     counts = torch._dynamo.utils.counters["stats"]
     before = counts["unique_graphs"]
     with caplog.at_level(logging.WARNING, "fxsplit_encoder"):
-        for _ in manager._background.work():
+        for _ in manager._lifecycle.background.work():
             assert_right(manager, 3, 5)
     assert counts["unique_graphs"] == before
     assert not caplog.records and not manager.reports and phase(manager) == "done"
@@ -512,7 +519,7 @@ def test_the_least_of_several_encoders_is_told() -> None:
 def test_packed_models_without_a_splitting_op(by_hand: None) -> None:
     manager = manager_of(PackedModel())
     manager.capture(wait=False)
-    list(manager._background.work())
+    list(manager._lifecycle.background.work())
     assert state(manager) == state(captured(PackedModel()))
 
 

@@ -1,0 +1,200 @@
+"""What serves a manager's requests over time: nothing, the first captures, and then all of them."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from fxsplit_encoder.errors import InputError, StartFileError, WeightsMovedError
+from fxsplit_encoder.manager.autograd import without_autograd
+from fxsplit_encoder.manager.background import BackgroundCapture, stop_with
+from fxsplit_encoder.manager.captures import CapturePlan
+from fxsplit_encoder.manager.generation import Generation, first_of
+from fxsplit_encoder.manager.start import load_captured, save_captured
+from fxsplit_encoder.manager.turns import StoppedError, Turns
+from fxsplit_encoder.runtime import Choosers
+from fxsplit_encoder.runtime.progress import CaptureProgress, Phase
+from fxsplit_encoder.runtime.weights import warn_of_new_captures
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[int, int], None]
+"""Is called with (done, total)."""
+
+
+class Lifecycle:
+    """Captures a tower's forwards, at once or in steps between requests, and says which captures serve.
+
+    Args:
+        own: what is captured in the end.
+        kernels: which decide meanwhile.
+        changed: a method that is called, in a turn, when other captures serve; its object is not kept alive.
+    """
+
+    def __init__(self, own: Generation, kernels: Choosers, changed: Callable[[], None]) -> None:
+        self.own = own
+        self.serving = own
+        """What serves: until `own` is captured perhaps what is captured sooner."""
+        self.turns = Turns()
+        self.background: BackgroundCapture | None = None
+        self.is_captured = False
+        """Whether anything was captured since the last `clear`."""
+        self.start_refused: str | None = None
+        """Why a saved start is not used."""
+        self._start_read = False
+        self._kernels = kernels
+        self._changed = weakref.WeakMethod(changed)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether everything is captured."""
+        return self.is_captured and self.serving is self.own
+
+    def compile(self, progress: Progress | None = None) -> None:
+        """As `EncoderCudaGraphManager.compile`."""
+        self.wait()
+        with self.turns, without_autograd():
+            self._read_start()
+            self.own.compile(progress)
+
+    def capture(self, progress: Progress | None = None) -> None:
+        """Compiles and captures everything that is not captured yet. The caller has the turn."""
+        self.own.run_in(torch.is_inference_mode_enabled())
+        planned = self.own.planned_captures()
+        logger.info("%s", planned)
+        self.compile()
+        told = 0
+        for _, done, total in self.own.capture(planned):
+            if progress is not None and done > told:
+                told = done
+                progress(done, total)
+        self._switch()
+
+    def capture_first(self, progress: Progress | None = None) -> None:
+        """Captures a few budgets of the tower's own forward, and has the rest done between requests."""
+        first, in_inference_mode = self.own.uncompiled(), torch.is_inference_mode_enabled()
+        planned: CapturePlan | None = None
+        captures: Iterator[tuple[Phase, int, int]] = iter(())
+        while True:
+            with self.turns.step(at_once=True), self._kernels.choosing(), without_autograd():
+                if self.is_captured:  # by another thread
+                    first.clear()
+                    return
+                if planned is None:
+                    self._read_start()
+                    for generation in (first, self.own):
+                        generation.run_in(in_inference_mode)
+                    planned = self.own.planned_captures()
+                    captures = first.capture(first_of(first.planned_captures()))
+                elif (made := next(captures, None)) is None:
+                    self._serve(first)
+                    self._start_background(planned, first)
+                    return
+                elif progress is not None:
+                    progress(*made[1:])
+
+    def _start_background(self, planned: CapturePlan, first: Generation) -> None:
+        switch = weakref.WeakMethod(self._switch)
+
+        def switch_if_wanted() -> None:
+            if (found := switch()) is None:
+                raise StoppedError
+            found()
+
+        self.background = BackgroundCapture(
+            self.own, planned, first, self.turns, self._kernels, switch_if_wanted
+        )
+        stop_with(self, self.background)
+        self.background.start()
+
+    def _switch(self) -> None:
+        """Has what is captured in the end serve, as far as it is, and releases what served before."""
+        before = self.serving
+        self._serve(self.own)
+        if before is not self.own:
+            before.clear()
+
+    def _serve(self, generation: Generation) -> None:
+        self.serving = generation
+        self.is_captured = True
+        self._tell()
+
+    def _tell(self) -> None:
+        if (changed := self._changed()) is not None:
+            changed()
+
+    @property
+    def progress(self) -> CaptureProgress | None:
+        """Of the work between requests; None: there is none."""
+        return self.background.progress if self.background is not None else None
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """As `EncoderCudaGraphManager.wait_captured`."""
+        return self.background is None or self.background.wait(timeout)
+
+    def clear(self) -> None:
+        """As `EncoderCudaGraphManager.clear`."""
+        if self.background is not None:
+            self.background.stop()
+        with self.turns:
+            for generation in {self.serving, self.own}:
+                generation.clear()
+            self.serving, self.is_captured = self.own, False
+            self._tell()
+
+    def capture_again(self, error: WeightsMovedError) -> None:
+        """Captures what serves over the parameters that the tower has now. The caller has the turn.
+
+        Raises:
+            InputError: the program was compiled for others.
+            WeightsMovedError: the tower's parameters are sharded: its ranks may not have seen it together.
+        """
+        if self.own.scope.agree is not None:
+            raise error
+        for path in self.serving.paths_by_key.values():
+            path.forward.current_program()
+        warn_of_new_captures(error)
+        held = self.serving.captures.held()
+        self.serving.captures.clear()
+        self.serving.captures.capture(held)
+        self._tell()
+
+    # --- a saved start
+
+    def save_start(self, path: Path) -> int:
+        """As `EncoderCudaGraphManager.save_start`."""
+        self.wait()
+        with self.turns:
+            if not self.is_complete:
+                raise InputError("save_start: nothing was compiled or measured yet; call capture() first")
+            return save_captured(self.own, self._kernels.measurements, path)
+
+    def load_start(self, path: Path) -> bool:
+        """As `EncoderCudaGraphManager.load_start`."""
+        with self.turns:
+            if self.is_captured:
+                raise InputError("load_start: everything is captured already; call it before capture()")
+            self._start_read = True
+            try:
+                load_captured(self.own, self._kernels.measurements, path)
+            except StartFileError as error:
+                self.start_refused = f"the start in {path} is not used: {error}"
+                logger.warning("%s", self.start_refused)
+                return False
+            self.start_refused = None
+            return True
+
+    def _read_start(self) -> None:
+        """Reads the start that the settings name, once."""
+        if self.own.config.start_file is not None and not self._start_read:
+            self.load_start(Path(self.own.config.start_file))
+
+    @property
+    def notes(self) -> list[str]:
+        """Where and why it did not go as it does otherwise."""
+        refused = [self.start_refused] if self.start_refused is not None else []
+        return [*refused, *(self.background.notes if self.background is not None else ())]
