@@ -15,7 +15,7 @@ from fxsplit_encoder.attention.kernels import KERNELS, AttentionKernel, Attentio
 from fxsplit_encoder.attention.measure import AttentionMeter, example_lengths, pairs
 from fxsplit_encoder.attention.pins import parse_attention
 from fxsplit_encoder.errors import ConfigError
-from fxsplit_encoder.kernels import AUTO, Chooser, KernelMeasurements, MeasurementCache, works
+from fxsplit_encoder.kernels import AUTO, Chooser, KernelMeasurements, MeasurementCache
 
 # What an eager call costs at least, however little it attends to: the host's part of it. That of the dense
 # kernels was 38 to 141 microseconds on the host of an H200, with a median of 55
@@ -36,7 +36,7 @@ class Measurements(KernelMeasurements[AttentionShape, AttentionKernel]):
 
     def class_of(self, shape: AttentionShape) -> AttentionShape:
         """Every number of tokens is a class of its own where a kernel works that `depends_on_tokens`."""
-        own_tokens = any(kernel.depends_on_tokens and works(kernel, shape) for kernel in self.kernels)
+        own_tokens = any(kernel.depends_on_tokens for kernel in self.candidates(shape))
         return shape.rounded(own_tokens=own_tokens)
 
 

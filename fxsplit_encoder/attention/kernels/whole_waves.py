@@ -60,6 +60,7 @@ class WholeWaves(FlashAttention4):
     """
 
     depends_on_tokens = True
+    needs_pin = True
 
     def __init__(self, tile: tuple[int, int], *, probabilities_in_registers: bool | None = None) -> None:
         super().__init__(tile, probabilities_in_registers=probabilities_in_registers)
