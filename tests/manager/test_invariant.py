@@ -284,8 +284,8 @@ def test_compiled_loops_are_refused_on_a_cpu(tiny: Any) -> None:
 def test_it_is_part_of_what_a_saved_start_holds_for(tiny: Any) -> None:
     from fxsplit_encoder.manager.start import tower_key
 
-    with_it = tower_key(tiny[0])
-    without = tower_key(make_manager(tiny[1], tiny_towers.QWEN, mode="none", invariant=False))
+    with_it = tower_key(tiny[0]._lifecycle.own)
+    without = tower_key(make_manager(tiny[1], tiny_towers.QWEN, mode="none", invariant=False)._lifecycle.own)
     assert with_it != without
 
 
