@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import platform
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fxsplit_encoder import __version__
 from fxsplit_encoder.cli.options import (
     CONFIG,
     AsJson,
@@ -22,6 +19,7 @@ from fxsplit_encoder.cli.options import (
 )
 from fxsplit_encoder.cli.ray_options import OnRay
 from fxsplit_encoder.cli.usage import PROGRAM, OneLineErrors
+from fxsplit_encoder.cli.versions import versions
 from fxsplit_encoder.errors import InputError
 
 if TYPE_CHECKING:
@@ -46,13 +44,7 @@ app = typer.Typer(
 
 def _print_version(asked: bool) -> None:
     if asked:
-        versions = [f"{PROGRAM} {__version__}"]
-        for package in ("torch", "transformers"):
-            try:
-                versions.append(f"{package} {metadata.version(package)}")
-            except metadata.PackageNotFoundError:
-                versions.append(f"no {package}")
-        typer.echo(", ".join([*versions, f"Python {platform.python_version()}"]))
+        typer.echo(versions())
         raise typer.Exit
 
 
@@ -179,6 +171,7 @@ def inspect(
     from fxsplit_encoder.cli.document import Document
     from fxsplit_encoder.cli.files import check_output, read_config
     from fxsplit_encoder.cli.inspection import run_inspect, say_captures, say_kernels
+    from fxsplit_encoder.cli.precision import say_precision
     from fxsplit_encoder.cli.tower import choose_tower
 
     check_output(form.output)
@@ -192,8 +185,6 @@ def inspect(
     if attention:
         say_kernels(device, settings, document)
     if precision:
-        from fxsplit_encoder.cli.precision import say_precision
-
         say_precision(chosen.family.wrap(chosen.module), settings, document)
     document.finish()
 
