@@ -395,7 +395,7 @@ def test_a_tower_without_modalities_captures_nothing_and_says_so(
 ) -> None:
     monkeypatch.setattr(tiny_towers.wrapped, "modalities", (), raising=False)
     manager = make_manager(mode="full")
-    with caplog.at_level(logging.INFO, "fxsplit_encoder.manager.manager"):
+    with caplog.at_level(logging.INFO, "fxsplit_encoder.manager"):
         manager.capture()
     assert "0 captures" in caplog.text
     assert manager.budget_graphs == {"default": {}}

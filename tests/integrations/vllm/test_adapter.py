@@ -12,6 +12,7 @@ import fxsplit_encoder as fx
 from fxsplit_encoder.integrations.vllm import adapter
 from fxsplit_encoder.integrations.vllm.plugin import register
 from fxsplit_encoder.integrations.vllm.settings import PluginSettings
+from fxsplit_encoder.manager.lifecycle import Lifecycle
 
 from .fake_vllm import FakeVllm
 
@@ -88,9 +89,7 @@ def test_captures_that_vllm_throws_away_only_take_memory(
     make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, make_batch: Any
 ) -> None:
     compiled: list[Any] = []
-    monkeypatch.setattr(
-        fx.EncoderCudaGraphManager, "compile", lambda self, progress=None: compiled.append(self)
-    )
+    monkeypatch.setattr(Lifecycle, "compile", lambda self, progress=None: compiled.append(self))
     manager = make(own=PluginSettings(fx.EncoderConfig()))
     for _ in range(2):
         profile_cudagraph_memory(manager)
@@ -101,7 +100,7 @@ def test_captures_that_vllm_throws_away_only_take_memory(
     manager.capture(graph_pool=None)  # the second generation captures the same manager again, in earnest
     assert manager._rehearsal is None
     assert manager.is_captured()
-    assert compiled == [manager.manager]
+    assert compiled == [manager.manager._lifecycle]
     manager.clear()
 
 
