@@ -19,7 +19,7 @@ class StepBranches:
     not to be read ahead behind a piece that takes its time.
 
     The program keeps what such a step reads and writes until a step that `joins` has run (`with_frees`); who
-    runs it calls `join` behind the last step, before anyone reads a result.
+    runs it calls `join` after the last step, before anyone reads a result.
 
     Args:
         device: of the program. Without CUDA steps run where they stand.

@@ -2,11 +2,12 @@
 
 The forward is traced once more, with uncompiled pieces, and its ATen graph is interpreted in float32: once as
 it is, and once for each candidate from that layer on, with this layer alone quantized. Layers stay in the
-tower's dtype, largest error first, until the others together are within the limit.
+tower's dtype, largest error first, until what the others add, quantized together, is within the limit.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,6 +29,9 @@ _AFTER_FP8 = "gelu_epilogue"
 
 _SHORT = (torch.bfloat16, torch.float16)
 _MANY_ROWS = 2**31 - 1
+
+# Where the chosen layers together add too much, a part of so many is taken out before they are run again.
+_PARTS_OF_TOO_MANY = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,17 +112,21 @@ def measure_precision(
 def choose(interpreter: Interpreter, limit: float, by_address: Mapping[int, str]) -> PrecisionReport:
     """The report of a graph on its arguments, with the layers that together keep within `limit`.
 
-    Errors of single layers are independent, so their squares add up.
+    How many may be quantized is guessed from the errors of single layers, whose squares would add up if they
+    were independent. As they need not be, what that many add is measured, and fewer are while it is too much.
     """
     found = candidates(interpreter.graph)
     exact, errors = interpreter.errors(found)
-    quantized: set[int] = set()
-    total = 0.0
-    for number in sorted(range(len(found)), key=lambda n: (errors[n], n)):
-        total += errors[number] ** 2
-        if not math.sqrt(total) <= limit:
+    own = relative_rms(interpreter.run(), exact)
+    order = sorted(range(len(found)), key=lambda n: (errors[n], n))
+    sums = itertools.accumulate(errors[number] ** 2 for number in order)
+    count, fp8 = sum(math.sqrt(total) <= limit for total in sums), own
+    while count:
+        fp8 = relative_rms(interpreter.run([found[number] for number in sorted(order[:count])]), exact)
+        if math.sqrt(max(0.0, fp8**2 - own**2)) <= limit:
             break
-        quantized.add(number)
+        count, fp8 = count - -(-count // _PARTS_OF_TOO_MANY), own
+    quantized = set(order[:count])
     layers = tuple(
         LayerError(
             by_address.get(interpreter.address_of(layer.weight), ""),
@@ -129,9 +137,6 @@ def choose(interpreter: Interpreter, limit: float, by_address: Mapping[int, str]
         )
         for number, layer in enumerate(found)
     )
-    own = relative_rms(interpreter.run(), exact)
-    chosen = [found[number] for number in sorted(quantized)]
-    fp8 = relative_rms(interpreter.run(chosen), exact) if chosen else own
     return PrecisionReport(layers, own, fp8)
 
 

@@ -7,6 +7,8 @@ import random
 
 import pytest
 
+from fxsplit_encoder.connector import ConnectorStats
+
 from . import tiny_vision
 from .resources import nothing_left
 from .soak import Engine, KilledProcess, make_connector, make_references, resident_bytes, shared_memory_files
@@ -20,6 +22,11 @@ def serve(engine: Engine, num_requests: int) -> None:
     assert connector.stats().live_tickets == connector.stats().waiting_items == 0
 
 
+def has_met(stats: ConnectorStats) -> list[int]:
+    """What the load is to bring about."""
+    return [stats.lost_workers, stats.split_batches, stats.retries, stats.hits, stats.evictions]
+
+
 def test_some_requests_with_faults() -> None:
     files, references = shared_memory_files(), make_references(60)
     tiny_vision.manager()  # what compiling leaves behind stays
@@ -27,11 +34,16 @@ def test_some_requests_with_faults() -> None:
         with make_connector(rate=0.1) as connector:
             engine = Engine(connector, random.Random(0), 60, references)
             serve(engine, 400)
+            # Which faults are met depends on how requests fall into batches, and that on the machine.
+            for _ in range(9):
+                if all(has_met(connector.stats())):
+                    break
+                serve_more(engine, 200)
             stats = connector.stats()
         assert connector.audit() == []
         assert not any(connector.stats().bytes_used.values())
     assert engine.checked > 50
-    assert stats.lost_workers and stats.split_batches and stats.retries and stats.hits and stats.evictions
+    assert all(has_met(stats)), stats
     assert shared_memory_files() <= files
 
 

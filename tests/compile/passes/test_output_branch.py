@@ -76,7 +76,7 @@ def test_layers_aside_run_beside_and_are_joined_where_they_are_read(taps: tuple[
 
 
 class Last(nn.Module):
-    """A layer behind the last attention, and one beside it."""
+    """A layer after the last attention, and one beside it."""
 
     def __init__(self) -> None:
         super().__init__()
