@@ -297,7 +297,7 @@ def test_captures_and_their_bytes_are_known_before_anything_is_captured(
     assert header.split() == "path budget axis 0 axis 1 input MiB".split()
     assert len(rows) == 8
     assert rows[0].split() == ["default", "4", "4", "1", "0.00", "captured"]
-    with caplog.at_level(logging.INFO, "fxsplit_encoder.manager.manager"):
+    with caplog.at_level(logging.INFO, "fxsplit_encoder.manager"):
         manager.capture()
     assert summary in caplog.text
     for path in manager.paths_by_key.values():
