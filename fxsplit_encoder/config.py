@@ -27,7 +27,6 @@ GraphPass = Literal[
     "gelu_epilogue",
     "measured_products",
     "output_branch",
-    "prefetch_weights",
 ]
 Precision = Literal["auto", "fp8"]
 Padding = Literal["proved", "probed"]
@@ -186,9 +185,8 @@ class EncoderConfig(Settings):
 
     passes: Annotated[Literal["auto"] | tuple[GraphPass, ...], BeforeValidator(_check_passes)] = "auto"
     """Which exact rewrites of the graph are made, as a list of names (docs/passes.md). auto: those that were
-    measured to pay on the device; on CUDA all but `wide_heads`, `measured_products`, `output_branch` and
-    `prefetch_weights`, `decomposed_bias` from compute capability 9.0 on. `pad_mlp_width` and `wide_heads`
-    take memory."""
+    measured to pay on the device; on CUDA all but `measured_products`, and `decomposed_bias` from compute
+    capability 9.0 on. `pad_mlp_width` and `wide_heads` take memory."""
 
     precision: Precision = "auto"
     """What the linear layers of the blocks multiply in. auto: the tower's own dtype; fp8: 8-bit floating

@@ -148,9 +148,6 @@ class CapturedForward:
         recorder = StepRecorder(self.capture, breaks=self.mode == "piecewise", live=self.live)
         program, bindings = body.program, body.bindings.copy()
         program.fill_num_rows(bindings)
-        prefetch = next((step for step in program.region if step.kind == "prefetch"), None)
-        if prefetch is not None:
-            recorder.prepare(prefetch, bindings.arguments(prefetch)[0])
         for step in program.region:
             bindings.store(step, recorder.record(step, *bindings.arguments(step)))
         recorder.finish()

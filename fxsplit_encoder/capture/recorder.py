@@ -30,25 +30,13 @@ class StepRecorder:
         self.live = live
         self._attention_buffers = OwnedBuffers()
         self._buffers = OwnedBuffers()
-        self.prefetches = capture.pool.is_cuda and not breaks
-        """Whether weights are read into the cache: where the host need not launch it at each replay."""
         # A graph ends with all its branches, and between graphs the host launches what would run beside.
         self._branches = StepBranches(capture.pool.device, active=not breaks)
-
-    def prepare(self, step: Step, args: Sequence[Any]) -> None:
-        """Calls a step that a warm-up leaves out, before the first graph begins: what it launches is compiled
-        then, and its stream made.
-        """
-        if step.kind == "prefetch" and self.prefetches:
-            self._branches.placed(step)(*args)
-            self._branches.join()
 
     def record(self, step: Step, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Calls a step as part of the running graph, or breaks the graph there; returns its result."""
         is_attention = step.call is varlen_attention
         breaks = self.breaks and step.kind == "split"
-        if step.kind == "prefetch" and not self.prefetches:
-            return None
         self.capture.running = step.name if step.kind == "piece" else name_of(step.call)
         if breaks and is_attention:
             # The pieces around it mask pad rows.

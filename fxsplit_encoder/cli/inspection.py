@@ -105,8 +105,6 @@ def _small_budgets(wrapped: Any, limits: Limits) -> dict[str, fx.PathConfig]:
 def _say_program(document: Document, path: str, program: Program, *, declared: bool) -> None:
     kinds = Counter(step.kind for step in program.steps)
     parts = f"{kinds['piece']} pieces, {kinds['split']} splitting ops, {kinds['host']} host ops"
-    if kinds["prefetch"]:
-        parts += f", {kinds['prefetch']} prefetches"
     padding = _verdict(program.padding, declared)
     changed = ", ".join(f"{name} {places}" for name, places in program.pass_report.items())
     facts = {"steps": f"{len(program.steps)}: {parts}", "padding": padding, "passes": changed or "none"}

@@ -1,4 +1,4 @@
-"""Steps that run beside the ones after them: on sibling streams, which a CUDA graph has as branches."""
+"""Steps that run beside the ones after them: on a sibling stream, which a CUDA graph has as a branch."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 
 
 class StepBranches:
-    """The branches of one run of a program, one for each kind of step that is marked `beside`: weights are
-    not to be read ahead behind a piece that takes its time.
+    """The branch of one run of a program, for the steps that are marked `beside`.
 
     The program keeps what such a step reads and writes until a step that `joins` has run (`with_frees`); who
     runs it calls `join` after the last step, before anyone reads a result.
@@ -30,9 +29,9 @@ class StepBranches:
     def __init__(self, device: torch.device, *, active: bool = True) -> None:
         self._device = device
         self._active = active
-        self._branches: dict[str, Branch] = {}
-        self._open: set[str] = set()
-        """The kinds of which something runs beside that nobody has waited for."""
+        self._branch: Branch | None = None
+        self._open = False
+        """Whether something runs beside that nobody has waited for."""
 
     def placed(self, step: Step) -> Callable[..., Any]:
         """What to call in place of `step.call`, with the same arguments."""
@@ -44,17 +43,16 @@ class StepBranches:
 
     def join(self) -> None:
         """What is enqueued from now on runs after all steps that ran beside."""
-        for kind in sorted(self._open):
-            self._branches[kind].join()
-        self._open.clear()
+        if self._branch is not None and self._open:
+            self._branch.join()
+        self._open = False
 
     def _beside(self, step: Step, *args: Any, **kwargs: Any) -> Any:
-        if step.kind not in self._branches:  # made here, where the stream of the capture is current
-            self._branches[step.kind] = Branch(self._device, step.kind)
-        branch = self._branches[step.kind]
-        branch.fork()
-        self._open.add(step.kind)
-        with branch:
+        if self._branch is None:  # made here, where the stream of the capture is current
+            self._branch = Branch(self._device, "steps")
+        self._branch.fork()
+        self._open = True
+        with self._branch:
             return step.call(*args, **kwargs)
 
     def _behind(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

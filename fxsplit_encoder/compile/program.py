@@ -35,10 +35,10 @@ Argument = Any
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One call: a compiled piece, a splitting op, a host op, or weights that are read into the cache."""
+    """One call: a compiled piece, a splitting op or a host op."""
 
     kind: str
-    """"piece", "split", "host" or "prefetch"."""
+    """"piece", "split" or "host"."""
     name: str
     call: Callable[..., Any]
     args: tuple[Argument, ...]
@@ -204,8 +204,6 @@ class Program:
         known = {each.cu_seqlens.data_ptr(): each for each in segments}
         branches = StepBranches(self.device)
         for step in self.region:
-            if step.kind == "prefetch":
-                continue  # the host would launch it while the device waits
             args, kwargs = bindings.arguments(step)
             own = known.get(args[3].data_ptr()) if known and step.call is varlen_attention else None
             if own is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ aten = torch.ops.aten
 _PARAMETER = "is_parameter"
 _CUTS = "splitting_targets"
 _BESIDE = "runs_beside"
-_PREFETCHED = "prefetched"
 
 
 def mark_parameters(graph: fx.Graph, positions: Iterable[int]) -> None:
@@ -60,17 +59,6 @@ def mark_beside(nodes: Iterable[fx.Node]) -> None:
 def runs_beside(node: fx.Node) -> bool:
     """Whether a node is marked so."""
     return bool(node.meta.get(_BESIDE))
-
-
-def mark_prefetch(cut: fx.Node, weights: Sequence[fx.Node]) -> None:
-    """Marks inputs of the graph to be read into the cache while a cut runs."""
-    cut.meta[_PREFETCHED] = tuple(weights)
-
-
-def prefetched(cut: fx.Node) -> tuple[fx.Node, ...]:
-    """What is marked so."""
-    weights: tuple[fx.Node, ...] = cut.meta.get(_PREFETCHED, ())
-    return weights
 
 
 def call_function(graph: fx.Graph, target: Any, *args: Any, **kwargs: Any) -> fx.Node:

@@ -11,10 +11,9 @@ from torch import fx
 
 from fxsplit_encoder.compile.host import host_op
 from fxsplit_encoder.compile.options import TRACING_PHASES, CompileOptions
-from fxsplit_encoder.compile.passes.prefetch_weights import prefetch
 from fxsplit_encoder.compile.pieces import Piece, PieceCache
 from fxsplit_encoder.compile.program import Argument, Ref, Step, TensorInfo
-from fxsplit_encoder.compile.rewriting import node_value, prefetched
+from fxsplit_encoder.compile.rewriting import node_value
 from fxsplit_encoder.compile.sizes import Size
 from fxsplit_encoder.compile.split import Cut, is_scalar
 
@@ -57,7 +56,7 @@ def make_steps(
     options.report(done, num_pieces)
     for part in parts:
         if isinstance(part, Cut):
-            steps += [*_prefetch_steps(part, slots), _cut_step(part, slots)]
+            steps.append(_cut_step(part, slots))
             continue
         steps.append(_piece_step(part, f"piece_{done - TRACING_PHASES}", slots, cache))
         done += 1
@@ -79,24 +78,6 @@ def _piece_step(piece: Piece, name: str, slots: Slots, cache: PieceCache) -> Ste
         nodes=tuple(node.name for node in piece.nodes),
         beside=piece.beside,
     )
-
-
-def _prefetch_steps(cut: Cut, slots: Slots) -> list[Step]:
-    weights = prefetched(cut.node)
-    if not weights:
-        return []
-    return [
-        Step(
-            kind="prefetch",
-            name=f"prefetch_{cut.node.name}",
-            call=prefetch,
-            args=([slots.argument(weight) for weight in weights],),
-            kwargs={},
-            outputs=(),
-            returns_tensor=True,
-            beside=True,
-        )
-    ]
 
 
 def _cut_step(cut: Cut, slots: Slots) -> Step:

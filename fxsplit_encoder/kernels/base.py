@@ -81,8 +81,6 @@ class Kernel(ABC, Generic[ShapeT]):
     """Whether a CUDA graph may hold it."""
     plans_each_shape: bool = False
     """Whether a shape's first call takes tens of milliseconds on the host."""
-    needs_pin: ClassVar[bool] = False
-    """Whether it is used only where a setting pins it: nobody has measured it on a device yet."""
     is_last_resort: ClassVar[bool] = False
     """Whether it is used only where no other kernel works; it is never measured then."""
 

@@ -88,10 +88,8 @@ class KernelMeasurements(Generic[ShapeT, KernelT]):
         return self
 
     def candidates(self, shape: ShapeT) -> list[KernelT]:
-        """The kernels that work here, compute this shape and need no pin; last resorts only where there is no
-        other.
-        """
-        usable = [kernel for kernel in self.kernels if not kernel.needs_pin and works(kernel, shape)]
+        """The kernels that work here, and compute this shape; last resorts only where there is no other."""
+        usable = [kernel for kernel in self.kernels if works(kernel, shape)]
         return [kernel for kernel in usable if not kernel.is_last_resort] or usable
 
     def class_of(self, shape: ShapeT) -> ShapeT:

@@ -129,7 +129,7 @@ def test_the_rest_gets_the_small_tiles(package: FlashAttention4) -> None:
         (1536, 0),  # 128 blocks of 132: less than a wave
         (1764, 1536),
         (3136, 3072),
-        (4096, 3072),
+        (4096, 0),  # the last wave is two thirds full
         (5184, 4608),
         (7056, 6336),
         (6336, 0),  # four waves

@@ -51,17 +51,15 @@ def test_steps_are_placed_as_they_are_marked(notes: list[str]) -> None:
     run = StepBranches(CPU)
     assert run.placed(step("first", notes))(1, a=2) == ("first", (1,), {"a": 2})
     assert run.placed(step("aside", notes, beside=True))(3, b=4) == ("aside", (3,), {"b": 4})
-    run.placed(step("weights", notes, "prefetch", beside=True))()
     run.placed(step("next", notes))()
     run.placed(step("aside 2", notes, beside=True))()
     assert run.placed(step("reads", notes, joins=True))(5, c=6) == ("reads", (5,), {"c": 6})
     run.placed(step("reads again", notes, joins=True))()
     run.join()
     assert notes == [
-        *("first", "fork piece", "enter piece", "aside", "leave piece"),
-        *("fork prefetch", "enter prefetch", "weights", "leave prefetch", "next"),
-        *("fork piece", "enter piece", "aside 2", "leave piece"),
-        *("join piece", "join prefetch", "reads", "reads again"),
+        *("first", "fork steps", "enter steps", "aside", "leave steps"),
+        *("next", "fork steps", "enter steps", "aside 2", "leave steps"),
+        *("join steps", "reads", "reads again"),
     ]
 
 
@@ -70,8 +68,8 @@ def test_what_nobody_has_waited_for_ends_with_the_run(notes: list[str]) -> None:
     run.placed(step("aside", notes, beside=True))()
     run.join()
     run.join()
-    assert notes[-1] == "join piece"
-    assert notes.count("join piece") == 1
+    assert notes[-1] == "join steps"
+    assert notes.count("join steps") == 1
 
 
 def test_between_graphs_every_step_runs_in_order(notes: list[str]) -> None:

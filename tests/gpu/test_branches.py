@@ -17,22 +17,14 @@ from .support import batch, encode, mean_error
 
 pytestmark = pytest.mark.gpu
 
-BRANCHES = ("output_branch", "prefetch_weights")
-
 
 @pytest.fixture(scope="module")
-def needs_prefetch() -> None:
-    if torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0):
-        pytest.skip("needs compute capability 9.0")
-
-
-@pytest.fixture(scope="module")
-def branched(towers: Any, needs_prefetch: None) -> Iterator[fx.EncoderCudaGraphManager]:
+def branched(towers: Any) -> Iterator[fx.EncoderCudaGraphManager]:
     """With graphs for a single segment, whose attention may have a branch of its own."""
     config = fx.EncoderConfig(
         mode="full",
         packing="greedy",
-        passes=(*DEFAULT_PASSES["cuda"], *BRANCHES),
+        passes=DEFAULT_PASSES["cuda"],
         token_budgets=(49, 196, 784),
         max_items_per_batch=4,
         max_frames_per_batch=4,
@@ -60,7 +52,6 @@ def test_every_place_runs_beside(branched: Any) -> None:
     program = bound.program
     # Of the three mergers of six blocks the last one follows the last attention.
     assert program.pass_report["output_branch"] == 2
-    assert program.pass_report["prefetch_weights"] == len(program.splits)
     assert sum(step.beside for step in program.pieces) == 2
     assert not branched.reports
 
@@ -97,7 +88,7 @@ def test_errors_are_those_without_branches(branched: Any, towers: Any, managers:
 def test_a_run_at_its_exact_shape_has_branches_too(branched: Any, towers: Any) -> None:
     _, reference, wrapped = towers
     torch.manual_seed(2)
-    passes = (*DEFAULT_PASSES["cuda"], *BRANCHES)
+    passes = DEFAULT_PASSES["cuda"]
     limits = {"max_items_per_batch": 4, "max_frames_per_batch": 4}
     exact = fx.EncoderCudaGraphManager(wrapped, fx.EncoderConfig(mode="none", passes=passes, **limits))
     exact.capture()
@@ -110,24 +101,3 @@ def test_a_run_at_its_exact_shape_has_branches_too(branched: Any, towers: Any) -
     assert all(torch.equal(output[0], outputs[0][0]) for output in outputs)
     assert mean_error(outputs[0], encode(reference, inputs)) < 0.05
     exact.clear()
-
-
-@torch.no_grad()
-def test_weights_are_asked_for_in_one_launch_each(needs_prefetch: None) -> None:
-    """Nothing is written, whatever the size, and the kernel may be captured."""
-    pytest.importorskip("triton")
-    from fxsplit_encoder.compile.passes.prefetch_weights import prefetch
-
-    weights = [
-        torch.randn(size, device="cuda", dtype=torch.bfloat16) for size in (8, 2047, 2048, 1152 * 4304)
-    ]
-    before = [weight.clone() for weight in weights]
-    prefetch(weights)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        prefetch(weights)
-        total = torch.stack([weight.float().sum() for weight in weights])
-    graph.replay()
-    torch.cuda.synchronize()
-    assert all(torch.equal(a, b) for a, b in zip(weights, before, strict=True))
-    assert torch.equal(total, torch.stack([weight.float().sum() for weight in before]))

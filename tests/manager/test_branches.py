@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,16 +11,12 @@ import torch
 from torch import Tensor
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.capture.eager_attention import LiveSegments
-from fxsplit_encoder.capture.pool import GraphPool
-from fxsplit_encoder.capture.recorder import StepRecorder
-from fxsplit_encoder.capture.segmented import SegmentedCapture
 from fxsplit_encoder.compile import branches
 from fxsplit_encoder.compile.steps import slots_in
 
 from .test_passes import tower
 
-BRANCHES = ("output_branch", "prefetch_weights")
+BRANCHES = ("output_branch",)
 SETTINGS: dict[str, Any] = {
     **dict.fromkeys(("max_items_per_batch", "max_frames_per_batch"), 2),
     "token_budgets": (4, 16),
@@ -74,7 +69,7 @@ def test_results_are_those_without_branches(
 ) -> None:
     branched = full if mode == "full" else manager_of(BRANCHES, mode)
     (bound,) = branched.programs.values()
-    assert bound.program.pass_report == {"conv_to_linear": 1, "output_branch": 2, "prefetch_weights": 3}
+    assert bound.program.pass_report == {"conv_to_linear": 1, "output_branch": 2}
     assert bound.program.padding == plain.programs["default"].program.padding
     for grids in ([(1, 4, 6)], [(1, 4, 4), (1, 2, 2)], [(1, 8, 10)], [(1, 2, 2)]):
         batch = make_batch(grids)
@@ -100,7 +95,7 @@ def test_what_runs_beside_is_held_until_it_is_joined(
     def noted(self: Any, step: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, step, *args, **kwargs)
         values = [value for value in (*args, *result) if isinstance(value, Tensor)]
-        self._branches[step.kind].held += map(weakref.ref, values)
+        self._branch.held += map(weakref.ref, values)
         seen.append(step)
         return result
 
@@ -113,26 +108,3 @@ def test_what_runs_beside_is_held_until_it_is_joined(
     (joining,) = (step for step in steps if step.joins)
     assert written <= set(slots_in(joining.args))
     assert written <= set(joining.frees)
-
-
-def test_weights_are_prepared_before_a_graph_and_read_in_it_alone(full: Any) -> None:
-    calls: list[str] = []
-    steps = full.programs["default"].program.steps
-    step = replace(
-        next(step for step in steps if step.kind == "prefetch"), call=lambda weights: calls.append("call")
-    )
-    pool = GraphPool(torch.device("cpu"))
-    for is_cuda, breaks, expected in (
-        (True, False, ["call", "call"]),
-        (True, True, []),
-        (False, False, []),
-    ):
-        calls.clear()
-        pool.is_cuda = is_cuda
-        capture = SegmentedCapture(pool)
-        capture.captured = lambda call, *args, **kwargs: call(*args, **kwargs)  # type: ignore[method-assign]
-        recorder = StepRecorder(capture, breaks=breaks, live=LiveSegments())
-        recorder.prepare(step, [[]])
-        assert recorder.record(step, [[]], {}) is None
-        recorder.finish()
-        assert calls == expected

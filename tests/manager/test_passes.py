@@ -68,7 +68,6 @@ def test_every_pass_changes_the_tower(captured: Any) -> None:
         "wide_heads": 0,
         "measured_products": 12,
         "output_branch": 1,
-        "prefetch_weights": 2,
     }
     assert len(program.derived.recipes) == 6
     assert program.padding.proved

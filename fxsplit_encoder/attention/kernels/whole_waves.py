@@ -31,6 +31,10 @@ _OWN: Mapping[str, Any] = {}
 # cut nor measured.
 _MOST_WAVES = 4
 
+# The same where more than this part of the last wave is full. On an H200, with 16 heads of 80, 0.67 of it, at
+# 4096 tokens, left 4 % to gain; 0.06, at 3136, left 22 %.
+_FULLEST_LAST_WAVE = 0.5
+
 
 def rows_of_whole_waves(rows: int, heads: int, tile_rows: int, processors: int) -> int:
     """The first queries of a segment whose tiles fill all multiprocessors a whole number of times, as nearly
@@ -41,9 +45,12 @@ def rows_of_whole_waves(rows: int, heads: int, tile_rows: int, processors: int) 
         tile_rows: queries of a tile.
         processors: multiprocessors, each of which holds one tile of one head at a time.
     """
-    waves = -(-rows // tile_rows) * heads // max(1, processors)
+    if not processors:
+        return 0
+    waves, last = divmod(-(-rows // tile_rows) * heads, processors)
     cut = waves * processors // heads * tile_rows
-    return cut if 1 <= waves <= _MOST_WAVES and cut < rows else 0
+    pays = 1 <= waves <= _MOST_WAVES and last <= _FULLEST_LAST_WAVE * processors
+    return cut if pays and cut < rows else 0
 
 
 class WholeWaves(FlashAttention4):
@@ -60,7 +67,6 @@ class WholeWaves(FlashAttention4):
     """
 
     depends_on_tokens = True
-    needs_pin = True
 
     def __init__(self, tile: tuple[int, int], *, probabilities_in_registers: bool | None = None) -> None:
         super().__init__(tile, probabilities_in_registers=probabilities_in_registers)

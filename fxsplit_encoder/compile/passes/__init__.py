@@ -20,7 +20,6 @@ from fxsplit_encoder.compile.passes.gelu_epilogue import gelu_epilogue
 from fxsplit_encoder.compile.passes.measured_products import measured_products
 from fxsplit_encoder.compile.passes.output_branch import output_branch
 from fxsplit_encoder.compile.passes.pad_mlp_width import pad_mlp_width
-from fxsplit_encoder.compile.passes.prefetch_weights import prefetch_weights
 from fxsplit_encoder.compile.passes.wide_heads import wide_heads
 from fxsplit_encoder.errors import ConfigError
 
@@ -36,18 +35,17 @@ PASSES: Mapping[str, Pass] = {
     "wide_heads": wide_heads,
     "gelu_epilogue": gelu_epilogue,
     "measured_products": measured_products,
-    # They mark the nodes that the others leave.
+    # It marks the nodes that the others leave.
     "output_branch": output_branch,
-    "prefetch_weights": prefetch_weights,
 }
 """The exact passes, by the names that `EncoderConfig.passes` takes, in the order in which they run."""
 
-_NOT_MEASURED = ("wide_heads", "measured_products", "output_branch", "prefetch_weights")
-"""In a tower; no defaults."""
+_NO_DEFAULTS = ("measured_products",)
+"""It pays at some sizes and costs at others."""
 
 DEFAULT_PASSES: Mapping[str, tuple[str, ...]] = {
     "cpu": ("conv_to_linear",),
-    "cuda": tuple(name for name in PASSES if name not in _NOT_MEASURED),
+    "cuda": tuple(name for name in PASSES if name not in _NO_DEFAULTS),
 }
 """What `passes: auto` stands for, by the type of the device; on others nothing. On CUDA each pass that
 changed a tower measured was faster (docs/passes.md names the runs); one that finds nothing costs nothing.

@@ -48,11 +48,7 @@ def traced(layers: nn.Module, passes: tuple[str, ...] = ("output_branch",)) -> B
 
 def shape_of(program: Any) -> list[str]:
     """Each step as a letter: piece, split, beside, joining."""
-    return [
-        "b" if step.beside else "j" if step.joins else step.kind[0]
-        for step in program.steps
-        if step.kind != "prefetch"
-    ]
+    return ["b" if step.beside else "j" if step.joins else step.kind[0] for step in program.steps]
 
 
 @pytest.mark.parametrize("taps", [(0,), (0, 1), (0, 1, 2)])

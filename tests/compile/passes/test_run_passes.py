@@ -19,7 +19,7 @@ from ..packed_forwards import SPLITTING_OPS, WIDTH, trace_packed
 from .aten_graphs import Mlp, aten_graph
 
 CPU = torch.device("cpu")
-NOT_MEASURED = {"wide_heads", "measured_products", "output_branch", "prefetch_weights"}
+NO_DEFAULTS = {"measured_products"}
 COMPILERS = ("eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow))
 
 
@@ -74,7 +74,7 @@ def test_what_is_asked_for_runs_in_the_order_of_the_registry(names: Any, report:
 
 
 @pytest.mark.parametrize(
-    ("capability", "missing"), [((8, 0), {"decomposed_bias", *NOT_MEASURED}), ((9, 0), NOT_MEASURED)]
+    ("capability", "missing"), [((8, 0), {"decomposed_bias", *NO_DEFAULTS}), ((9, 0), NO_DEFAULTS)]
 )
 def test_defaults_on_cuda_depend_on_the_architecture(
     capability: tuple[int, int], missing: set[str], monkeypatch: pytest.MonkeyPatch
@@ -102,7 +102,6 @@ def test_rows_for_a_table() -> None:
         ["gelu_epilogue", "off"],
         ["measured_products", "off"],
         ["output_branch", "off"],
-        ["prefetch_weights", "off"],
         ["fp8_linear", "8"],
     ]
     assert all(len(row[2]) > 20 and "\n" not in row[2] for row in rows)
@@ -112,7 +111,7 @@ def test_rows_for_a_table() -> None:
 @pytest.mark.parametrize("compiler", COMPILERS)
 def test_a_program_with_every_pass_gives_the_same(compiler: str, inputs: Callable[..., Any]) -> None:
     mlp, bound = traced_mlp(compiler)
-    changing = ("pad_mlp_width", "gelu_epilogue", "prefetch_weights")
+    changing = ("pad_mlp_width", "gelu_epilogue")
     changed = {name: int(name in changing) for name in PASSES}
     changed["measured_products"] = 2
     assert bound.program.pass_report == changed
