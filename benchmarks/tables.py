@@ -494,6 +494,7 @@ TABLES: Mapping[str, Table] = {
     "requests": Table("requests.json", requests),
     "towers": Table("towers.json", towers),
     "attention": Table("attention.json", attention),
+    "products": Table("products.json", products),
     "passes": Table("passes.json", passes),
     "host": Table("host.json", host),
     "accelerate": Table("accelerate.json", accelerate),

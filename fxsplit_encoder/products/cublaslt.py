@@ -4,8 +4,8 @@ Torch takes the first one. It is the library that torch has loaded, so no packag
 are those of `cublasLt.h`, where they only ever grow.
 
 cuBLASLt reads matrices by columns, so it sees the transpose of each: of the weight (in_features,
-out_features), of the rows (in_features, rows). It multiplies the first, transposed, by the second, and adds the
-bias to every column of the result (out_features, rows).
+out_features), of the rows (in_features, rows). It multiplies the first, transposed, by the second, and adds
+the bias to every column of the result (out_features, rows).
 """
 
 from __future__ import annotations
