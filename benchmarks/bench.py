@@ -18,6 +18,7 @@ CASES: Mapping[str, str] = {
     "requests": "requests of mixed images through one tower",
     "towers": "every tower: error and time against eager, start, memory",
     "attention": "every attention kernel over the segments of vision encoders",
+    "products": "every kernel of linear layers over the layers of a vision tower",
     "passes": "what graph passes gain",
     "host": "what a request costs the CPU",
     "accelerate": "what a model of transformers gains, and its calls cost",

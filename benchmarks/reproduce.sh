@@ -27,6 +27,7 @@ jobs=("readme encoder --readme")
     "towers towers"
     "requests requests"
     "connector connector"
+    "products products --in-turns"
     "passes passes"
     "attention attention"
     "vllm vllm"

@@ -313,6 +313,31 @@ def _known_and_captured(row: Row) -> str:
     return " / ".join(cells)
 
 
+def products(result: Result) -> str:
+    """Microseconds, a column for each kernel, and the reasons of those that failed or cannot run."""
+    names = list(dict.fromkeys(row["kernel"] for row in result["rows"]))
+    lines = []
+    for layer, of_layer in _grouped(result["rows"], "layer").items():
+        for rows, found in _grouped(of_layer, "rows").items():
+            cells = {row["kernel"]: _chosen_or_not(row) for row in found}
+            errors = [row["error"] for row in found if "error" in row]
+            lines.append([layer, rows, *map(cells.get, names), max(errors, default=None)])
+    table = formatted(["layer", "rows", *(f"`{name}`" for name in names), "largest error"], lines)
+    caption = "Microseconds of a call, weights from memory; bold: what is chosen"
+    failures = [
+        f"{row['kernel']}, {row['layer']}, {row['rows']} rows: {row['failure']}"
+        for row in result["rows"]
+        if "failure" in row
+    ]
+    failures += [f"{name}: {reason}" for name, reason in result["settings"]["unavailable"].items()]
+    return "\n\n".join([table, f"{caption}. {described(result, 'bf16')}.", *failures])
+
+
+def _chosen_or_not(row: Row) -> str:
+    text = "failed" if "failure" in row else f"{row['us']:.1f}"
+    return f"**{text}**" if row["chosen"] else text
+
+
 def passes(result: Result) -> str:
     sizes = [str(count) for count in result["settings"]["patches"]]
     shown = ["candidate", *sizes, "error", *_if_any("failure", result["rows"])]
@@ -469,6 +494,7 @@ TABLES: Mapping[str, Table] = {
     "requests": Table("requests.json", requests),
     "towers": Table("towers.json", towers),
     "attention": Table("attention.json", attention),
+    "products": Table("products.json", products),
     "passes": Table("passes.json", passes),
     "host": Table("host.json", host),
     "accelerate": Table("accelerate.json", accelerate),

@@ -208,7 +208,7 @@ class EncoderConfig(Settings):
 
     products: Annotated[str | Mapping[str, str], BeforeValidator(_check_kernels)] = "auto"
     """The kernel of the linear layers that the pass `measured_products` takes over, as `attention` says it.
-    Conditions: residual, gelu, plain, and comparisons of rows, in_features and out_features."""
+    Conditions: gelu, plain, and comparisons of rows, in_features and out_features."""
 
     max_graph_bytes: Annotated[Bytes | None, BeforeValidator(parse_bytes)] = None
     """Device memory that all captures together may take, in bytes or as a size such as 4GiB or 4G. None: no

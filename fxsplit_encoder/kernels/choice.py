@@ -108,6 +108,8 @@ class KernelMeasurements(Generic[ShapeT, KernelT]):
         if rounded in table:
             return rounded, table[rounded]
         if rounded not in self._nearest:
+            if len(self._nearest) >= MOST_CALLS:
+                self._nearest.clear()
             others = [other for other in table if is_same_kind(other, rounded) and table[other].microseconds]
             nearest = min(others, key=lambda other: distance(other, rounded), default=None)
             if nearest is not None and distance(nearest, rounded) > _FARTHEST:

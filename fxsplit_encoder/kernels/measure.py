@@ -7,7 +7,7 @@ import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, cast
+from typing import Any, ClassVar, Generic, cast
 
 import torch
 from torch import Tensor
@@ -16,15 +16,13 @@ from fxsplit_encoder._torch.allocator import end_failed_capture
 from fxsplit_encoder._torch.deferred_free import defer_frees
 from fxsplit_encoder.kernels.base import CallShape, KernelT, ShapeT
 
-# What a kernel's error may be: a multiple of that of the first accurate candidate, which is torch's own where
-# it works; and a number of roundings of the dtype, for the first one itself and where its error is next to
-# none.
-_TOLERANCE = 1.1
+# What a kernel's error may be, in roundings of the dtype: that of the first candidate, and where its error is
+# next to none.
 _FIRST_ROUNDINGS, _FEWEST_ROUNDINGS = 4.0, 0.25
 
 # Time that the timed calls of one kernel should take, in microseconds, and how often they are timed.
 _ROUND_US = 500.0
-_MOST_CALLS = 20
+MOST_CALLS_TIMED = 32
 _ROUNDS = 3
 
 # A kernel that takes this many times as long as another on the first example is timed on no other.
@@ -64,6 +62,11 @@ class Meter(ABC, Generic[ShapeT, KernelT]):
 
     Args:
         timer: microseconds of a call; replaced in tests.
+    """
+
+    tolerance: ClassVar[float] = 1.1
+    """What a kernel's error may be, as a multiple of that of the first accurate candidate, which is torch's
+    own where it works.
     """
 
     def __init__(self, timer: Timer | None = None) -> None:
@@ -123,7 +126,7 @@ class Meter(ABC, Generic[ShapeT, KernelT]):
                 measured.rejected[kernel.name] = f"{type(problem).__name__}: {problem}"
                 continue
             if not measured.microseconds:
-                limit = max(_TOLERANCE * error, _FEWEST_ROUNDINGS * rounding)
+                limit = max(self.tolerance * error, _FEWEST_ROUNDINGS * rounding)
             measured.microseconds[kernel.name] = statistics.fmean(times)
         return measured
 
@@ -154,7 +157,7 @@ def microseconds(call: Callable[[], object], shape: CallShape) -> float:
     stream.wait_stream(torch.cuda.current_stream(shape.device))
     with torch.cuda.stream(stream):
         call()
-        calls = max(1, min(_MOST_CALLS, int(_ROUND_US / max(1.0, _elapsed(call)))))
+        calls = max(1, min(MOST_CALLS_TIMED, int(_ROUND_US / max(1.0, _elapsed(call)))))
         if shape.is_captured:
             graph = _record(call, calls)
             graph.replay()

@@ -1,6 +1,6 @@
 """Products of linear layers: ops in place of torch's, their kernels, and the choice between them.
 
-`fxsplit::linear` computes a layer with what follows it by a kernel that was measured; `fxsplit::fixed_linear`
+`fxsplit::linear` computes a layer and its activation by a kernel that was measured; `fxsplit::fixed_linear`
 (`products.fixed`) adds in one order however many rows it gets.
 """
 

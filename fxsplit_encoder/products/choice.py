@@ -22,9 +22,8 @@ _GRAMMAR: PinGrammar[ProductShape] = PinGrammar(
     ProductShape.operation,
     tuple(kernel.name for kernel in KERNELS),
     words={
-        "residual": lambda shape: shape.residual,
         "gelu": lambda shape: shape.activation == "gelu_tanh",
-        "plain": lambda shape: not shape.residual and shape.activation == "none",
+        "plain": lambda shape: shape.activation == "none",
     },
     numbers=("rows", "in_features", "out_features"),
 )
@@ -57,17 +56,13 @@ class ProductChooser(Chooser[ProductShape, ProductKernel]):
     ) -> None:
         super().__init__(parse_products(products), measurements)
 
-    def of(
-        self, rows: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str
-    ) -> ProductKernel:
+    def of(self, rows: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> ProductKernel:
         """The kernel of a call."""
-        call = (rows.shape, weight.shape, rows.dtype, rows.device, bias is None, residual is None, activation)
-        return self.remembered(call, lambda: shape_of(rows, weight, bias, residual, activation))
+        call = (rows.shape, weight.shape, rows.dtype, rows.device, bias is None, activation)
+        return self.remembered(call, lambda: shape_of(rows, weight, bias, activation))
 
 
-def shape_of(
-    rows: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str
-) -> ProductShape:
+def shape_of(rows: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> ProductShape:
     """The shape of a call."""
     return ProductShape(
         rows.device,
@@ -76,7 +71,6 @@ def shape_of(
         in_features=weight.shape[1],
         out_features=weight.shape[0],
         bias=bias is not None,
-        residual=residual is not None,
         activation=activation,
     )
 

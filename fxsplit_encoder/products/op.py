@@ -1,4 +1,4 @@
-"""`fxsplit::linear`: a linear layer with what follows it, by the kernel that measured fastest."""
+"""`fxsplit::linear`: a linear layer and its activation, by the kernel that measured fastest."""
 
 from __future__ import annotations
 
@@ -12,16 +12,13 @@ from fxsplit_encoder.products.choice import current_product_chooser
 from fxsplit_encoder.products.shape import ACTIVATIONS
 
 
-def multiply(
-    rows_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, residual_MN: Tensor | None, activation: str
-) -> Tensor:
-    """`activation(rows @ weight.T + bias) + residual`.
+def multiply(rows_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, activation: str) -> Tensor:
+    """`activation(rows @ weight.T + bias)`.
 
     Args:
         rows_MK: (rows, in_features).
         weight_NK: (out_features, in_features).
         bias_N: (out_features,).
-        residual_MN: (rows, out_features).
         activation: one of `ACTIVATIONS`.
 
     Returns:
@@ -30,17 +27,14 @@ def multiply(
     Raises:
         InputError: sizes do not fit, or there is no such activation.
     """
-    _check(rows_MK, weight_NK, bias_N, residual_MN, activation)
+    _check(rows_MK, weight_NK, bias_N, activation)
     rows = rows_MK if rows_MK.stride(1) == 1 else rows_MK.contiguous()
-    residual = None if residual_MN is None else residual_MN.contiguous()
     weight = weight_NK.contiguous()
-    kernel = current_product_chooser().of(rows, weight, bias_N, residual, activation)
-    return kernel(rows, weight, bias_N, residual, activation)
+    kernel = current_product_chooser().of(rows, weight, bias_N, activation)
+    return kernel(rows, weight, bias_N, activation)
 
 
-def _check(
-    rows: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str
-) -> None:
+def _check(rows: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> None:
     if activation not in ACTIVATIONS:
         raise InputError(
             f"fxsplit::linear: activation: expected one of {', '.join(ACTIVATIONS)}, got {activation!r}"
@@ -52,24 +46,16 @@ def _check(
         )
     if bias is not None and tuple(bias.shape) != (weight.shape[0],):
         raise InputError(f"fxsplit::linear: bias: expected ({weight.shape[0]},), got {tuple(bias.shape)}")
-    if residual is not None and (residual.dim() != 2 or residual.shape[1] != weight.shape[0]):
-        raise InputError(
-            f"fxsplit::linear: residual: expected (M, {weight.shape[0]}), got {tuple(residual.shape)}"
-        )
 
 
 _library: Any = torch.library.Library("fxsplit", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define(
-    "linear(Tensor rows, Tensor weight, Tensor? bias, Tensor? residual, str activation) -> Tensor"
-)
+_library.define("linear(Tensor rows, Tensor weight, Tensor? bias, str activation) -> Tensor")
 for _device in ("CPU", "CUDA"):
     _library.impl("linear", multiply, _device)
 
 
-def _fake(
-    rows: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str
-) -> Tensor:
-    _check(rows, weight, bias, residual, activation)
+def _fake(rows: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    _check(rows, weight, bias, activation)
     return rows.new_empty(rows.shape[0], weight.shape[0])
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
-from fxsplit_encoder.kernels import CallShape, round_up
+from fxsplit_encoder.kernels import CallShape
 
 Activation = Literal["none", "gelu_tanh"]
 ACTIVATIONS: tuple[str, ...] = get_args(Activation)
@@ -13,7 +13,9 @@ ACTIVATIONS: tuple[str, ...] = get_args(Activation)
 
 @dataclass(frozen=True, slots=True)
 class ProductShape(CallShape):
-    """One call of a linear layer; rounded, the class of calls that share a kernel."""
+    """One call of a linear layer, which is a class by itself: how full the last wave of tiles is decides
+    between kernels, and a few rows more begin another one.
+    """
 
     operation: ClassVar[str] = "products"
 
@@ -21,16 +23,15 @@ class ProductShape(CallShape):
     in_features: int
     out_features: int
     bias: bool
-    residual: bool
     activation: str
 
     def rounded(self) -> ProductShape:
-        """The class: rows rounded up to a power of two, or halfway to the next. The layer stays as it is."""
-        return replace(self, rows=round_up(self.rows, halfway=True))
+        """The class: itself. Only what will be captured is measured, so there are as many as budgets."""
+        return self
 
     def kind(self) -> tuple[int | str, ...]:
         """The layer, and what follows the product."""
-        return self.in_features, self.out_features, self.bias, self.residual, self.activation
+        return self.in_features, self.out_features, self.bias, self.activation
 
     def extents(self) -> tuple[int, ...]:
         """The rows."""
@@ -40,7 +41,6 @@ class ProductShape(CallShape):
         steps = [
             *(["bias"] if self.bias else []),
             *([self.activation] if self.activation != "none" else []),
-            *(["residual"] if self.residual else []),
         ]
         return (
             f"{str(self.dtype).removeprefix('torch.')} {self.in_features} to {self.out_features}"

@@ -25,6 +25,7 @@ OPTIONS = {
     "encoder": ["--quick", "--variants", "ours-auto", "--workloads", "1x64"],
     "requests": ["--tiny", "--repeats", "1"],
     "towers": ["--tiny", "--models", "kimi-vl-a3b"],
+    "products": ["--tiny", "--rows", "4", "12"],
     "passes": ["--tiny", "--only", "default", "no passes"],
     "host": ["--tiny", "--samples", "2"],
     "accelerate": ["--tiny", "--samples", "1"],
@@ -32,8 +33,8 @@ OPTIONS = {
     "connector": ["--tiny", "--seconds", "0.2"],
     "data_parallel": ["--tiny", "--ranks", "1", "2", "--repeats", "2", "--images", "2"],
 }
-QUICK = ("encoder", "host")
-MOST_ERROR = {"passes": 0.1, "towers": towers.ALLOWED_ERROR}
+QUICK = ("encoder", "host", "products")
+MOST_ERROR = {"passes": 0.1, "products": 0.01, "towers": towers.ALLOWED_ERROR}
 
 
 @pytest.mark.slow

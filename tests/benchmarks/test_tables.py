@@ -192,6 +192,24 @@ def test_a_kernel_that_was_chosen_or_failed_shows() -> None:
     assert "‡: for one segment in a graph." in tables.attention(stored)
 
 
+def test_the_products_that_were_chosen_or_failed_show() -> None:
+    row = {"layer": "fc2", "rows": 196, "chosen": False, "error": 0.00225}
+    rows = [
+        {**row, "kernel": "cublas", "us": 10.84},
+        {**row, "kernel": "cublaslt_3", "us": 8.16, "error": 0.00231, "chosen": True},
+        {**row, "kernel": "quack_256x128", "failure": "RuntimeError: no tile"},
+        {**row, "kernel": "cublas", "rows": 784, "us": 16.6, "chosen": True},
+    ]
+    settings = {"unavailable": {"quack_128x192": "cannot import quack"}}
+    table = tables.products({**load(RESULTS / "attention.json"), "settings": settings, "rows": rows})
+    assert cells(table)[1:] == [
+        ["fc2", "196", "10.8", "**8.2**", "failed", "0.00231"],
+        ["fc2", "784", "**16.6**", "-", "-", "0.00225"],
+    ]
+    assert "quack_256x128, fc2, 196 rows: RuntimeError: no tile" in table
+    assert table.endswith("quack_128x192: cannot import quack")
+
+
 # --- files
 
 

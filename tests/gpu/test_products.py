@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,54 +10,56 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fxsplit_encoder.kernels import KernelMeasurements, describe, measuring, works
-from fxsplit_encoder.products import ProductChooser, ProductShape
+from fxsplit_encoder.kernels import KernelMeasurements, choosing, describe, measuring, works
+from fxsplit_encoder.products import ProductChooser, ProductShape, linear
 from fxsplit_encoder.products.choice import shape_of
 from fxsplit_encoder.products.kernels import KERNELS, ProductKernel
 from fxsplit_encoder.products.measure import ProductExample, ProductMeter
 
 pytestmark = pytest.mark.gpu
 
-# (bias, residual, activation)
-EPILOGUES = ((True, False, "none"), (True, False, "gelu_tanh"), (True, True, "none"), (False, True, "none"))
+# QuACK compiles each tile for each epilogue.
+TESTED = [
+    each for each in KERNELS if each.name in {f"cublaslt_{n}" for n in (1, 2, 4, 8)} | {"quack_256x128"}
+]
+EPILOGUES = ((True, "none"), (True, "gelu_tanh"), (False, "none"))
 
 
-def example(
-    rows: int, in_features: int, out_features: int, epilogue: tuple[bool, bool, str]
-) -> ProductExample:
-    shape = ProductShape(
-        torch.device("cuda", torch.cuda.current_device()),
-        torch.bfloat16,
-        *(rows, in_features, out_features),
-        *epilogue,
-    )
+def example(rows: int, in_features: int, out_features: int, epilogue: tuple[bool, str]) -> ProductExample:
+    device = torch.device("cuda", torch.cuda.current_device())
+    shape = ProductShape(device, torch.bfloat16, rows, in_features, out_features, *epilogue)
     return ProductMeter().examples(shape)[0]  # type: ignore[return-value]
 
 
 def error(found: Tensor, each: ProductExample) -> float:
     bias = None if each.bias is None else each.bias.double()
-    expected = F.linear(each.rows.double(), each.weight.double(), bias)
+    expected = F.linear(each.rows.double(), each.weights[0].double(), bias)
     expected = F.gelu(expected, approximate="tanh") if each.activation == "gelu_tanh" else expected
-    expected = expected if each.residual is None else expected + each.residual.double()
     return float((found.double() - expected).norm() / expected.norm())
 
 
-@pytest.mark.parametrize("kernel", KERNELS[1:], ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("kernel", TESTED, ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize("epilogue", EPILOGUES, ids=str)
 @pytest.mark.parametrize(
     "size", [(1, 1152, 3456), (196, 4352, 1152), (3136, 1152, 4304), (77, 1152, 1152)], ids=str
 )
 @torch.no_grad()
 def test_no_kernel_errs_more_than_torch_eagerly_and_captured(
-    size: tuple[int, int, int], epilogue: tuple[bool, bool, str], kernel: ProductKernel
+    size: tuple[int, int, int], epilogue: tuple[bool, str], kernel: ProductKernel
 ) -> None:
     each = example(*size, epilogue)
-    arguments = (each.rows, each.weight, each.bias, each.residual, each.activation)
+    arguments = (each.rows, each.weights[0], each.bias, each.activation)
     if not works(kernel, shape_of(*arguments)):
-        pytest.skip(f"{kernel.name}: {kernel.unavailable_reason(each.rows.device) or 'another epilogue'}")
+        pytest.skip(f"{kernel.name}: {kernel.unavailable_reason(each.rows.device) or 'another shape'}")
     limit = 1.1 * error(KERNELS[0](*arguments), each)
-    for _ in range(2):
-        assert error(kernel(*arguments), each) <= limit
+    try:
+        first = kernel(*arguments)
+    except RuntimeError as reason:
+        if "algorithms for it" in str(reason):
+            pytest.skip(str(reason))
+        raise
+    assert error(first, each) <= limit
+    assert error(kernel(*arguments), each) <= limit
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -67,11 +70,31 @@ def test_no_kernel_errs_more_than_torch_eagerly_and_captured(
         out = kernel(*arguments)
     for factor in (0.5, -1.0):
         each.rows.mul_(factor)
-        if each.residual is not None:
-            each.residual.mul_(factor)
         out.fill_(float("nan"))
         graph.replay()
         assert error(out, each) <= 1.1 * error(KERNELS[0](*arguments), each)
+
+
+@torch.no_grad()
+def test_torch_is_as_fast_by_the_op_as_by_itself() -> None:
+    """The op launches what Inductor would for such a layer, no kernel more."""
+    each = example(196, 4352, 1152, (True, "none"))
+    with choosing(ProductChooser("cublas")):
+        assert kernels_of(lambda: linear(each.rows, each.weights[0], each.bias, "none")) == kernels_of(
+            lambda: torch.addmm(each.bias, each.rows, each.weights[0].t())
+        )
+
+
+def kernels_of(call: Callable[[], object]) -> list[str]:
+    """The names of the device's kernels that a call launches."""
+    call()  # what it loads and plans is not its kernels
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    names = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    assert names
+    return names
 
 
 @pytest.mark.alone
@@ -80,11 +103,11 @@ def test_measuring_finds_times_of_all_that_are_there_and_keeps_them(tmp_path: Pa
         return KernelMeasurements(ProductShape, KERNELS, ProductMeter()).keep(tmp_path)
 
     first = measurements()
-    each = example(3136, 4352, 1152, (True, True, "none"))
+    each = example(3136, 4352, 1152, (True, "none"))
     chooser = ProductChooser(measurements=first)
     with measuring():
-        chosen = chooser.of(each.rows, each.weight, each.bias, each.residual, each.activation)
+        chosen = chooser.of(each.rows, each.weights[0], each.bias, each.activation)
     (found,) = describe(each.rows.device, chooser).classes
-    assert {"cublas", "cublas_accumulating"} <= found.microseconds.keys(), found.rejected
+    assert "cublas" in found.microseconds, found.rejected
     assert found.chosen == chosen.name
     assert measurements().table(each.rows.device) == first.table(each.rows.device)

@@ -6,7 +6,6 @@ Shape suffixes: M rows, K features of the input, N features of the output.
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -17,47 +16,23 @@ from fxsplit_encoder.products.shape import ProductShape
 
 
 class ProductKernel(Kernel[ProductShape]):
-    """`activation(rows @ weight.T + bias) + residual`. Every row of the result comes from the same row of
-    its inputs alone: pad rows may hold anything.
+    """`activation(rows @ weight.T + bias)`. Every row of the result comes from the same row of its inputs
+    alone: pad rows may hold anything.
     """
 
-    fuses_residual: ClassVar[bool] = False
-    """Whether the residual is added by the product; else another kernel adds it."""
-
-    def __call__(
-        self,
-        rows_MK: Tensor,
-        weight_NK: Tensor,
-        bias_N: Tensor | None,
-        residual_MN: Tensor | None,
-        activation: str,
-    ) -> Tensor:
+    @abstractmethod
+    def __call__(self, rows_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, activation: str) -> Tensor:
         """Multiplies.
 
         Args:
             rows_MK: (rows, in_features), its last stride 1.
             weight_NK: (out_features, in_features), contiguous.
             bias_N: (out_features,).
-            residual_MN: (rows, out_features), contiguous; not written.
             activation: one of `ACTIVATIONS`.
 
         Returns:
             (rows, out_features), contiguous and new.
         """
-        if residual_MN is None or self.fuses_residual:
-            return self._multiply(rows_MK, weight_NK, bias_N, residual_MN, activation)
-        return self._multiply(rows_MK, weight_NK, bias_N, None, activation).add_(residual_MN)
-
-    @abstractmethod
-    def _multiply(
-        self,
-        rows: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        activation: str,
-    ) -> Tensor:
-        """The whole operation; without a residual where it is not fused."""
 
 
 def activate(values: Tensor, activation: str) -> Tensor:

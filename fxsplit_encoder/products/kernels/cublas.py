@@ -23,41 +23,12 @@ class Cublas(ProductKernel):
         """Everything."""
         return True
 
-    def _multiply(
-        self,
-        rows: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        activation: str,
-    ) -> Tensor:
-        matrix = weight.t()
-        if bias is None:
-            return activate(rows @ matrix, activation)
-        if activation == "gelu_tanh" and rows.is_cuda:
-            result: Tensor = addmm_activation(bias, rows, matrix, use_gelu=True)
+    def __call__(self, rows_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, activation: str) -> Tensor:
+        """The calls that Inductor makes of such a layer: where it is chosen, nothing is gained or lost."""
+        matrix = weight_NK.t()
+        if bias_N is None:
+            return activate(rows_MK @ matrix, activation)
+        if activation == "gelu_tanh" and rows_MK.is_cuda:
+            result: Tensor = addmm_activation(bias_N, rows_MK, matrix, use_gelu=True)
             return result
-        return activate(torch.addmm(bias, rows, matrix), activation)
-
-
-class CublasAccumulating(Cublas):
-    """The residual is what cuBLAS adds the product to (beta = 1), its bias added to it before."""
-
-    name = "cublas_accumulating"
-    fuses_residual = True
-
-    def supports(self, shape: ProductShape) -> bool:
-        """Layers with a residual and no activation, on a GPU: torch's own product is as good elsewhere."""
-        return shape.residual and shape.activation == "none" and shape.device.type == "cuda"
-
-    def _multiply(
-        self,
-        rows: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        activation: str,
-    ) -> Tensor:
-        assert residual is not None
-        added = residual.clone() if bias is None else residual + bias
-        return added.addmm_(rows, weight.t())
+        return activate(torch.addmm(bias_N, rows_MK, matrix), activation)

@@ -9,7 +9,7 @@ SIZED_WITH_ROWS = frozenset(("native_group_norm",))
 """These take sizes, which may follow the token count, where they take rows and their rule is asked."""
 
 
-@rule("mm", "matmul", "linear", "fxsplit::fixed_linear")
+@rule("mm", "matmul", "linear", "fxsplit::linear", "fxsplit::fixed_linear")
 def _linear(view: NodeView) -> State:
     """mm(x, w), linear(x, w, b), fixed_linear(x, w, b): a row of the result is a row of x times a shared
     matrix. The sum runs over the last dimension of x, which must not be that of the rows.
@@ -29,19 +29,6 @@ def _addmm(view: NodeView) -> State:
     if view.rows_of(1).dim != 0:
         raise view.fail("contracts the token dimension")
     return view.rows_of(1)
-
-
-@rule("fxsplit::linear")
-def _linear_and_what_follows(view: NodeView) -> State:
-    """linear(rows, weight, bias, residual, activation): a row of the result is a row of the first argument
-    times shared weights, plus the same row of the residual, if there is one.
-    """
-    view.require_shared(1, 2)
-    if view.rows() != 0:
-        raise view.fail("contracts the token dimension")
-    if view.arg(3) is not None and view.state(view.arg(3)) != view.rows_of():
-        raise view.fail("adds a tensor whose rows are not those of the product")
-    return Rows(0)
 
 
 @rule("fxsplit::product_fp8")

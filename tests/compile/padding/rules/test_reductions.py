@@ -25,9 +25,9 @@ PROVED: dict[str, Forward] = {
     "linear": lambda y, i: F.linear(y, WEIGHT, BIAS),
     "linear of three dimensions": lambda y, i: F.linear(y.view(-1, 1, WIDTH), WEIGHT),
     "linear with its gelu": lambda y, i: torch.ops.fxsplit.addmm_gelu(BIAS, y, WEIGHT),
-    "linear and what follows": lambda y, i: (
-        torch.ops.fxsplit.linear(y, WEIGHT, BIAS, i["x"], "none")
-        + torch.ops.fxsplit.linear(y, WEIGHT, None, None, "gelu_tanh")
+    "linear by a measured kernel": lambda y, i: (
+        torch.ops.fxsplit.linear(y, WEIGHT, BIAS, "none")
+        + torch.ops.fxsplit.linear(y, WEIGHT, None, "gelu_tanh")
     ),
     "linear in fixed blocks": lambda y, i: torch.ops.fxsplit.fixed_linear(y, WEIGHT.t(), BIAS, "gelu_tanh"),
     "product in fp8": lambda y, i: product_fp8(y),
@@ -71,7 +71,7 @@ PROVED: dict[str, Forward] = {
 
 REFUSED: dict[str, tuple[Forward, str]] = {
     "tokens as the weight of a measured product": (
-        lambda y, i: torch.ops.fxsplit.linear(WEIGHT, y, None, None, "none"),
+        lambda y, i: torch.ops.fxsplit.linear(WEIGHT, y, None, "none"),
         "depends on the tokens",
     ),
     "tokens as the weight before a gelu": (

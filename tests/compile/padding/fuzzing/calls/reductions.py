@@ -63,7 +63,7 @@ def _addmm(b: Builder, name: str) -> fx.Node | None:
 
 
 @call_of("fxsplit::linear")
-def _linear_and_what_follows(b: Builder, name: str) -> fx.Node | None:
+def _linear(b: Builder, name: str) -> fx.Node | None:
     x = b.floats(rank=2)
     inner = _inner(b, x)
     weight = b.shared([3, inner]) if inner is not None else b.call(aten.t.default, _matrix(b, None, 3))
@@ -71,9 +71,7 @@ def _linear_and_what_follows(b: Builder, name: str) -> fx.Node | None:
         return None
     bias = b.shared([3]) if b.chance(0.5) else None
     activation = b.choice(("none", "gelu_tanh"))
-    target = torch.ops.fxsplit.linear.default
-    residual = b.call(target, x, weight, None, None, "none") if b.chance(0.5) else None
-    return b.call(target, x, weight, bias, residual, activation)
+    return b.call(torch.ops.fxsplit.linear.default, x, weight, bias, activation)
 
 
 @call_of("fxsplit::fixed_linear")

@@ -1,0 +1,194 @@
+"""Every kernel of linear layers that is available here, over the layers of Qwen3-VL-8B's vision tower.
+
+    python benchmarks/bench.py products --output out/products.json
+
+The layers of a block as the default passes leave them, and those of the merger, which has a quarter of the
+rows; bf16, random values. Microseconds of the device inside a CUDA graph of a call for each of 27 weights, as
+many as the tower has blocks, so that they come from memory; medians. Errors are relative root mean squares
+against float64. "first ms" is what the first call of a kernel for a layer takes, where it is compiled or
+planned. What the chooser picks is marked; it measures for itself. A kernel that fails has its error in the
+file, and in a line below the table. `--in-turns` replays the kernels' graphs in turn, so that a change of the
+clock meets all.
+
+`--tiny` takes tiny layers, on a CPU too, where times are those of the wall.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from storage import new_result, one_line, store
+from timing import synchronize, wall_ms
+from torch import Tensor
+from worker import relative_error
+
+from fxsplit_encoder.kernels import KernelMeasurements, measuring, works
+from fxsplit_encoder.products import ProductChooser, ProductShape
+from fxsplit_encoder.products.kernels import KERNELS, ProductKernel
+from fxsplit_encoder.products.measure import ProductMeter
+
+WEIGHTS = 27
+ROUNDS = 15
+PATCHES = (196, 784, 3136, 7056)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A linear layer with a bias."""
+
+    name: str
+    in_features: int
+    out_features: int
+    activation: str = "none"
+    patches_per_row: int = 1
+
+
+LAYERS = (
+    Layer("qkv", 1152, 3456),
+    Layer("proj", 1152, 1152),
+    Layer("fc1 + GELU", 1152, 4352, "gelu_tanh"),
+    Layer("fc2", 4352, 1152),
+    Layer("merger fc1", 4608, 4608, patches_per_row=4),
+    Layer("merger fc2", 4608, 4096, patches_per_row=4),
+)
+TINY_LAYERS = (Layer("proj", 16, 16), Layer("fc1 + GELU", 16, 32, "gelu_tanh"))
+
+
+@dataclass(frozen=True)
+class Call:
+    """A layer at some number of rows, with values."""
+
+    layer: Layer
+    rows: Tensor
+    weights: Sequence[Tensor]
+    bias: Tensor
+
+    @classmethod
+    def of(cls, layer: Layer, rows: int, weights: int, device: torch.device) -> Call:
+        generator = torch.Generator(device).manual_seed(0)
+
+        def random(*size: int) -> Tensor:
+            return torch.randn(size, dtype=torch.bfloat16, device=device, generator=generator)
+
+        scale = layer.in_features**-0.5
+        matrices = [random(layer.out_features, layer.in_features) * scale for _ in range(weights)]
+        return cls(layer, random(rows, layer.in_features), matrices, random(layer.out_features))
+
+    @property
+    def shape(self) -> ProductShape:
+        sizes = self.rows.shape[0], self.layer.in_features, self.layer.out_features
+        return ProductShape(self.rows.device, torch.bfloat16, *sizes, True, self.layer.activation)
+
+    def run(self, kernel: ProductKernel, weight: Tensor) -> Tensor:
+        return kernel(self.rows, weight, self.bias, self.layer.activation)
+
+    def expected(self) -> Tensor:
+        values = F.linear(self.rows.double(), self.weights[0].double(), self.bias.double())
+        return F.gelu(values, approximate="tanh") if self.layer.activation == "gelu_tanh" else values
+
+
+def measure(call: Call, kernels: Sequence[ProductKernel], in_turns: bool) -> list[dict[str, Any]]:
+    """A row for each kernel that computes the layer."""
+    rows: dict[ProductKernel, dict[str, Any]] = {}
+    replays: dict[ProductKernel, Callable[[], float]] = {}
+    expected = call.expected()
+    for kernel in kernels:
+        if not works(kernel, call.shape):
+            continue
+        row = rows[kernel] = {"layer": call.layer.name, "rows": len(call.rows), "kernel": kernel.name}
+        try:
+            row["first ms"] = _first_ms(lambda kernel=kernel: call.run(kernel, call.weights[0]))
+            row["error"] = relative_error(call.run(kernel, call.weights[0]), expected)
+            replays[kernel] = _recorded(call, kernel)
+        except Exception as error:  # one kernel's failure is a result too
+            row["failure"] = one_line(error)
+    for kernel, times in _times(replays, in_turns).items():
+        rows[kernel]["us"] = median(times)
+    return list(rows.values())
+
+
+def _times(
+    replays: dict[ProductKernel, Callable[[], float]], in_turns: bool
+) -> dict[ProductKernel, list[float]]:
+    times: dict[ProductKernel, list[float]] = {kernel: [] for kernel in replays}
+    order = [*replays] * ROUNDS if in_turns else [kernel for kernel in replays for _ in range(ROUNDS)]
+    for kernel in order:
+        times[kernel].append(replays[kernel]())
+    return times
+
+
+def _first_ms(call: Callable[[], Any]) -> float:
+    synchronize()
+    start = time.perf_counter()
+    call()
+    synchronize()
+    return (time.perf_counter() - start) * 1e3
+
+
+def _recorded(call: Call, kernel: ProductKernel) -> Callable[[], float]:
+    """What gives the microseconds of a call, mean over the weights, each time it is called."""
+    if not call.rows.is_cuda:
+        return lambda: wall_ms(lambda: call.run(kernel, call.weights[0]), 3, 1) * 1e3
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for weight in call.weights:
+            call.run(kernel, weight)
+    graph.replay()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def replayed() -> float:
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) * 1e3 / len(call.weights)
+
+    return replayed
+
+
+def calls(arguments: argparse.Namespace, device: torch.device) -> Iterator[Call]:
+    """Those that are asked for, one at a time: their weights take gigabytes together."""
+    for layer in TINY_LAYERS if arguments.tiny else LAYERS:
+        for patches in arguments.rows:
+            rows = patches // layer.patches_per_row
+            yield Call.of(layer, rows, 1 if arguments.tiny else WEIGHTS, device)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--rows", nargs="+", type=int, default=PATCHES, help="patches, of which the merger has a quarter")
+    add("--kernels", nargs="+", default=[""], help="those whose names contain one of these; torch's always")
+    add("--in-turns", action="store_true", help="replay the kernels of a layer in turn")
+    add("--tiny", action="store_true", help="tiny layers, on a CPU too")
+
+
+@torch.no_grad()
+def run(arguments: argparse.Namespace) -> int:
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+    if device is None and not arguments.tiny:
+        raise SystemExit("products: needs a CUDA device, or --tiny")
+    device = device or torch.device("cpu")
+    others = [k for k in KERNELS[1:] if any(part in k.name for part in arguments.kernels)]
+    kernels = [KERNELS[0], *others]
+    unavailable = {k.name: reason for k in kernels if (reason := k.unavailable_reason(device)) is not None}
+    chooser = ProductChooser(measurements=KernelMeasurements(ProductShape, kernels, ProductMeter()))
+    result = new_result(
+        "products", weights=WEIGHTS, in_turns=arguments.in_turns, tiny=arguments.tiny, unavailable=unavailable
+    )
+    for call in calls(arguments, device):
+        rows = measure(call, kernels, arguments.in_turns)
+        with measuring():
+            chosen = chooser.ranking(call.shape)[0].name
+        result["rows"] += [{**row, "chosen": row["kernel"] == chosen} for row in rows]
+        store(arguments.output, result)
+    import tables
+
+    print(tables.products(result))
+    return 0
