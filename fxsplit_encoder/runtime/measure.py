@@ -6,14 +6,14 @@ import itertools
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from fxsplit_encoder.attention import KnownSegments
-from fxsplit_encoder.capture import BudgetLadder, KnownBudget, measure_ms
+from fxsplit_encoder.capture import BudgetLadder, KnownBudget, MeasuredCosts, measure_ms
 from fxsplit_encoder.capture.forward import measure_run
 from fxsplit_encoder.capture.segments import is_cumulative
 from fxsplit_encoder.errors import InputError
@@ -32,6 +32,11 @@ _MEASURED_PARTS = (4, 2, 1)
 
 # The host's share of a run from which on the device is taken to keep up with it. A choice.
 _BOUND_BY_HOST = 0.9
+
+# The share of any run that attention takes at most. What a pair of rows costs is the difference of two runs,
+# which other work on the device may make larger than a whole run that was timed at another moment; a batch
+# never costs nothing. A choice: a segment of 65536 rows in a tower 1152 wide comes near it.
+_MOST_ATTENTION = 0.95
 
 # Inputs of which one segment has more of the pairs than this tell nothing of attention.
 _ONE_SEGMENT = 0.9
@@ -90,6 +95,27 @@ class MeasuredForward:
         measured = ladder.costs
         if not measured:
             return PathCosts.unmeasured(budgets, max_segments)
+        return self._limited(measured)._costs(budgets, measured, max_segments, compiled=compiled)
+
+    def _limited(self, measured: Mapping[int, MeasuredCosts]) -> MeasuredForward:
+        """With no more attention than every run has room for."""
+        timed = [(b, milliseconds, self.share) for b, milliseconds in self.eager]
+        for b, costs in measured.items():
+            timed.append((b, costs.exact, self.runs_share))
+            timed += [(b, milliseconds, self.share) for milliseconds in costs.modes.values()]
+            timed += [(b, costs.single_segment, 1.0)] if costs.single_segment is not None else []
+        pairs = ((share * (b * self.rows_per_token) ** 2, milliseconds) for b, milliseconds, share in timed)
+        most = min(_MOST_ATTENTION * milliseconds / n for n, milliseconds in pairs if n)
+        return replace(self, attention=min(self.attention, most))
+
+    def _costs(
+        self,
+        budgets: Sequence[int],
+        measured: Mapping[int, MeasuredCosts],
+        max_segments: Mapping[int, int],
+        *,
+        compiled: bool,
+    ) -> PathCosts:
         # A batch of short segments has less attention to hide the host behind.
         runs = tuple(
             (b, max(costs.host, self._beside_attention(b, price, self.runs_share)))

@@ -44,6 +44,24 @@ def test_an_exact_run_costs_no_less_than_the_host_needs() -> None:
     assert path_costs.replay[20] < path_costs.exact[0][1]
 
 
+@pytest.mark.parametrize("compiled", [True, False])
+def test_no_batch_costs_nothing_however_much_attention_was_found(compiled: bool) -> None:
+    """Other work on the device made the runs that attention was found from slower than those of the ladder."""
+    found = MeasuredForward(((10, 2.0), (20, 3.0)), attention=1.0, rows_per_token=4.0)
+    costs = {
+        10: MeasuredCosts({"full": 1.0}, 1.5, 0.1, found.attention_ms(10), single_segment=0.9),
+        20: MeasuredCosts({}, 2.5, 0.1, found.attention_ms(20)),
+    }
+    assert costs[20].exact_price == 2.5
+    path_costs = found.with_captures(ladder(costs, exact=(20,)), {}, compiled=compiled)
+    points = (*path_costs.exact, *path_costs.eager)
+    alone = [*path_costs.replay.values(), *path_costs.one_segment.values(), *(cost for _, cost in points)]
+    assert len(alone) == (6 if compiled else 4) and min(alone) > 0
+    pairs = {10: 1600, 20: 6400}
+    for budget, milliseconds in ((10, 0.9), (10, 1.0), (10, 1.5), (20, 2.5)):
+        assert path_costs.attention * pairs[budget] <= 0.95001 * milliseconds
+
+
 def test_what_did_not_compile_has_no_exact_shape() -> None:
     costs = {10: MeasuredCosts({"full": 2.0}, exact=math.inf, host=math.inf)}
     path_costs = MEASURED.with_captures(ladder(costs), {}, compiled=False)
