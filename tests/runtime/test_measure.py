@@ -46,7 +46,7 @@ def test_an_exact_run_costs_no_less_than_the_host_needs() -> None:
 
 @pytest.mark.parametrize("compiled", [True, False])
 def test_no_batch_costs_nothing_however_much_attention_was_found(compiled: bool) -> None:
-    """Other work on the device made the runs that attention was found from slower than those of the ladder."""
+    """Other work on the device slowed the runs that attention was found from, and not those of the ladder."""
     found = MeasuredForward(((10, 2.0), (20, 3.0)), attention=1.0, rows_per_token=4.0)
     costs = {
         10: MeasuredCosts({"full": 1.0}, 1.5, 0.1, found.attention_ms(10), single_segment=0.9),
