@@ -143,6 +143,7 @@ class TimedLadder(BudgetLadder):
         return self._device.eager(request.budget, segments)
 
     def _record_all(self, budget: int, request: Any) -> Any:
+        yield
         return {"full": Taken(self._device.replay(budget, self._eight(budget)))}
 
     def _record_single_segment(self, budget: int, request: Any) -> Any:
