@@ -19,8 +19,9 @@ FlashAttention 4 did while capturing, "measured" the classes of attention whose 
 DIR` writes where the CPU was in each phase, which makes them slower.
 
 `--spent` shares out the seconds of compiling and capturing: "trace", "pieces" (what Inductor compiles),
-"attention measured", "captures" and "timings" (of replays, of exact shapes and of the tower's own forward),
-each without what is inside it of another kind; "calls" says how often. To watch them imports some of what
+"kernels compared", "captures" and "timings" (of replays, of exact shapes and of the tower's own forward),
+each without what is inside it of another kind; "calls" says how often, and below them are the seconds of each
+kernel that was compared and of each phase of torch's compiler. To watch them imports some of what
 compiling would, so the other columns are for runs without it.
 
 "bytes" is what the captures take; the start "largest alone" captures the largest budget alone. The start
@@ -279,4 +280,8 @@ def run(arguments: argparse.Namespace) -> int:
             result["rows"].append({"start": name, **row})
             store(arguments.output, result)
     print(starts(result))
+    if arguments.spent:
+        from spent import shares
+
+        print(*(shares(row) for row in result["rows"]), sep="\n")
     return 0

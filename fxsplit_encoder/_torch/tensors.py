@@ -9,10 +9,12 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass as as_plain_tensors
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 
 __all__ = [
     "INTERNALS",
+    "FakeTensorMode",
     "StorageWeakRef",
     "as_plain_tensors",
     "children_of",

@@ -41,9 +41,9 @@ class MeasuredCosts:
         """What an exact run counts when it is compared with a replay: where the host is about as busy as the
         device, 5 % more than it took beside attention, which a batch of short segments does without.
         """
-        beside = self.exact - self.attention
+        beside = max(0.0, self.exact - self.attention)  # two measurements: the first may be the smaller one
         busy = self.host > _BUSY_HOST * beside
-        return self.attention + beside * _BUSY_HOST_PRICE if busy else self.exact
+        return self.exact + beside * (_BUSY_HOST_PRICE - 1) if busy else self.exact
 
     @property
     def best(self) -> float:

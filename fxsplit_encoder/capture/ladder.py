@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import math
 import statistics
@@ -14,13 +13,13 @@ from dataclasses import replace
 
 import torch
 
-from fxsplit_encoder.attention import KnownSegments
 from fxsplit_encoder.capture.budget_costs import KnownBudget, MeasuredCosts
 from fxsplit_encoder.capture.forward import WARMUPS, CapturedForward, MeasuredRun, measure_run
 from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.capture.requests import CaptureRequest, ProgramBody
 from fxsplit_encoder.errors import CaptureError, CaptureMemoryError
 from fxsplit_encoder.kernels import measuring
+from fxsplit_encoder.parts import Parts, each_within, in_one_go
 from fxsplit_encoder.planning.costs import EXACT_TOLERANCE
 
 logger = logging.getLogger(__name__)
@@ -90,19 +89,39 @@ class BudgetLadder:
 
     def capture(self, budget: int) -> CapturedForward | None:
         """Captures a budget unless that was done or failed before; None if it is dropped (capture rule 9)."""
-        if budget not in self.captured and budget not in self.dropped and budget not in self.no_graph_needed:
-            start = time.perf_counter()
-            try:
-                with self._comparing():
-                    self._capture(budget)
-                if budget not in self._known:
-                    self._capture_ms.append((time.perf_counter() - start) * 1e3)
-            except (CaptureError, torch.OutOfMemoryError) as error:  # the second: for the static inputs
-                self.dropped[budget] = str(error)
-                if isinstance(error, (CaptureMemoryError, torch.OutOfMemoryError)):
-                    self.out_of_memory.add(budget)
-                logger.warning("budget %d is dropped: %s", budget, error)
+        in_one_go(self.capturing(budget))
         return self.captured.get(budget)
+
+    def capturing(self, budget: int) -> Parts[None]:
+        """As `capture`, a part each time that it is asked for one: one run that is timed, or one capture."""
+        if budget in self.captured or budget in self.dropped or budget in self.no_graph_needed:
+            return
+        parts, seconds = each_within(self._comparing, self._capture(budget)), 0.0
+        try:
+            while True:
+                start = time.perf_counter()
+                is_over = next(parts, self) is self  # which is nothing that parts yield
+                seconds += time.perf_counter() - start
+                if is_over:
+                    break
+                yield
+        except (CaptureError, torch.OutOfMemoryError) as error:  # the second: for the static inputs
+            self.dropped[budget] = str(error)
+            if isinstance(error, (CaptureMemoryError, torch.OutOfMemoryError)):
+                self.out_of_memory.add(budget)
+            logger.warning("budget %d is dropped: %s", budget, error)
+        else:
+            if budget not in self._known:
+                self._capture_ms.append(seconds * 1e3)
+
+    def runs(self, budget: int) -> Parts[None]:
+        """What `capture` would run on a device of a budget that is not known, as `CaptureRequest.runs`."""
+        if not (self.measured and self.pool.is_cuda) or budget in self._known:
+            return
+        try:
+            yield from self._request(budget).runs()
+        except (CaptureError, torch.OutOfMemoryError) as error:  # `capture` will say it
+            logger.info("budget %d cannot be run ahead: %s", budget, error)
 
     def rehearse(self, budget: int) -> list[CapturedForward]:
         """Captures a budget in every mode that `capture` may try, measures nothing, and hands the captures
@@ -113,7 +132,7 @@ class BudgetLadder:
         """
         request = self._agreed_request(budget)
         record = self._record_all if self.mode == "auto" and self.measured else self._record_first
-        return list(record(budget, request).values())
+        return list(in_one_go(record(budget, request)).values())
 
     def expect(self, known: Mapping[int, KnownBudget], capture_ms: float) -> None:
         """Takes over what another ladder of the same forward found out on a device of this kind: such a
@@ -186,7 +205,7 @@ class BudgetLadder:
         self.costs.clear()
         self._bound_by_host = None
 
-    def _capture(self, budget: int) -> None:
+    def _capture(self, budget: int) -> Parts[None]:
         timed = self.measured and self.pool.is_cuda
         known = self._known.get(budget) if timed else None
         if known is not None and known.mode is None:
@@ -195,16 +214,17 @@ class BudgetLadder:
             return
         request = self._agreed_request(budget)
         if not timed:
-            self.captured.update((budget, each) for each in self._record_first(budget, request).values())
+            recorded = yield from self._record_first(budget, request)
+            self.captured.update((budget, each) for each in recorded.values())
             return
-        if known is not None and self._capture_as_known(budget, request, known):
+        if known is not None and (yield from self._capture_as_known(budget, request, known)):
             return
-        costs = self._capture_cheapest_mode(budget, request)
-        self.costs[budget] = costs
+        costs = yield from self._capture_cheapest_mode(budget, request)
         if request.single_segment is not None and budget in self.captured:
-            self._capture_single_segment(budget, request, costs)
+            yield
+            yield from self._capture_single_segment(budget, request, costs)
 
-    def _capture_as_known(self, budget: int, request: CaptureRequest, known: KnownBudget) -> bool:
+    def _capture_as_known(self, budget: int, request: CaptureRequest, known: KnownBudget) -> Parts[bool]:
         """Captures a budget as it was captured elsewhere; whether that was possible."""
         assert known.mode is not None
         try:
@@ -214,6 +234,7 @@ class BudgetLadder:
             return False
         self.costs[budget] = costs = replace(known.costs)
         if costs.single_segment is not None:
+            yield
             single = self._record_single_segment(budget, request)
             if single is not None:
                 self.captured_single_segment[budget] = single
@@ -236,17 +257,21 @@ class BudgetLadder:
             raise CaptureError("another rank has no inputs of this size")
         return request
 
-    def _capture_cheapest_mode(self, budget: int, request: CaptureRequest) -> MeasuredCosts:
-        """Captures in every mode that may be, measures, and keeps the cheapest."""
+    def _capture_cheapest_mode(self, budget: int, request: CaptureRequest) -> Parts[MeasuredCosts]:
+        """Captures in every mode that may be, measures, and keeps the cheapest and what it found."""
         exact = self._exact_run(budget, request)
+        yield
         costs = MeasuredCosts({}, *exact, self._attention_ms(budget))
         if self.mode == "auto" and costs.hides_host:
             logger.info("budget %d: exact shape %.3f ms, of the host %.3f", budget, *exact)
             self.no_graph_needed.add(budget)
+            self.costs[budget] = costs
             return costs
         record = self._record_all if self.mode == "auto" else self._record_first
-        candidates = record(budget, request)
-        costs.modes = {mode: captured.measure() for mode, captured in candidates.items()}
+        candidates = yield from record(budget, request)
+        for mode, captured in candidates.items():
+            yield
+            costs.modes[mode] = captured.measure()
         logger.info(
             "budget %d: replay ms %s, exact shape %.3f ms, of the host %.3f", budget, costs.modes, *exact
         )
@@ -259,6 +284,7 @@ class BudgetLadder:
             self.no_graph_needed.add(budget)
         else:
             self.captured[budget] = candidates[best]
+        self.costs[budget] = costs
         return costs
 
     def _exact_run(self, budget: int, request: CaptureRequest) -> MeasuredRun:
@@ -274,32 +300,24 @@ class BudgetLadder:
         return run
 
     def _measure_exact(self, request: CaptureRequest) -> MeasuredRun:
-        """A run at the exact shape, on one segment as long as the budget."""
-        single = request.single_segment() if request.single_segment is not None else request
-        body = single.body
-        if isinstance(body, ProgramBody):
-            rows = single.rows
-            assert rows is not None
-            lengths = [single.inputs.tensors[name] for name in single.segment_inputs]
-            # Of frames, that is: windows, which are cut much finer, keep the bound that was traced.
-            body = functools.partial(
-                body, [KnownSegments(each, [0, rows]) for each in lengths if each.shape[0] == 2]
-            )
-
+        """Times a run at the exact shape, on one segment as long as the budget."""
         own_mode = self.in_inference_mode and not isinstance(request.body, ProgramBody)
         try:
             with torch.inference_mode() if own_mode else contextlib.nullcontext():
-                return measure_run(body, self.pool.device)
+                return measure_run(request.exact_body(), self.pool.device)
         except torch.OutOfMemoryError:
             return MeasuredRun(math.inf, math.inf)
 
-    def _capture_single_segment(self, budget: int, request: CaptureRequest, costs: MeasuredCosts) -> None:
+    def _capture_single_segment(
+        self, budget: int, request: CaptureRequest, costs: MeasuredCosts
+    ) -> Parts[None]:
         """Adds a full graph for one segment, where it costs less than the capture for any number."""
         if self.captured[budget].mode != "full" and self.mode != "auto":
             return  # the user wants piecewise, which attends to the true segments anyway
         single = self._record_single_segment(budget, request)
         if single is None:
             return
+        yield
         cost = single.measure()
         if cost < costs.best * _SINGLE_SEGMENT_GAIN:
             self.captured_single_segment[budget] = single
@@ -319,13 +337,15 @@ class BudgetLadder:
             )
             return None
 
-    def _record_all(self, budget: int, request: CaptureRequest) -> dict[str, CapturedForward]:
+    def _record_all(self, budget: int, request: CaptureRequest) -> Parts[dict[str, CapturedForward]]:
         """Captures in every mode that differs; fails only if all fail."""
         recorded: dict[str, CapturedForward] = {}
         failures: list[CaptureError] = []
         for mode in request.modes:
             if any(captured.is_unbroken for captured in recorded.values()):
                 break  # the other mode would be the same graph
+            if recorded or failures:
+                yield
             try:
                 recorded[mode] = self._record(budget, request, mode)
             except CaptureError as error:
@@ -334,13 +354,15 @@ class BudgetLadder:
             raise failures[0]
         return recorded
 
-    def _record_first(self, budget: int, request: CaptureRequest) -> dict[str, CapturedForward]:
+    def _record_first(self, budget: int, request: CaptureRequest) -> Parts[dict[str, CapturedForward]]:
         """Captures in the wanted mode, or else in another, which is remembered in `replaced`."""
         possible = request.modes
         # Without a program the mode that breaks at attention is `breakable`.
         wanted = self.mode if self.mode in possible else possible[0 if self.mode == "auto" else -1]
         failures: list[CaptureError] = []
         for mode in (wanted, *(mode for mode in possible if mode != wanted)):
+            if failures:
+                yield
             try:
                 recorded = {mode: self._record(budget, request, mode)}
             except CaptureError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from fxsplit_encoder.attention import KnownSegments
 from fxsplit_encoder.capture.breakable import DEFAULT_SPLITTING_OPS
 from fxsplit_encoder.capture.inputs import StaticInputs
 from fxsplit_encoder.capture.parameters import StaticParameters
+from fxsplit_encoder.parts import Parts
 
 if TYPE_CHECKING:
     from fxsplit_encoder.compile import Bindings, Program
@@ -79,3 +81,28 @@ class CaptureRequest:
         if not isinstance(self.body, ProgramBody):
             return ["full", "breakable"]
         return ["full", "piecewise"] if self.body.program.splits else ["full"]
+
+    def exact_body(self) -> Callable[[], Any]:
+        """The body as it runs at the exact shape, on one segment as long as the rows."""
+        single = self.single_segment() if self.single_segment is not None else self
+        body = single.body
+        if not isinstance(body, ProgramBody):
+            return body
+        rows = single.rows
+        assert rows is not None
+        lengths = [single.inputs.tensors[name] for name in single.segment_inputs]
+        # Of frames, that is: windows, which are cut much finer, keep the bound that was traced.
+        frames = [KnownSegments(each, [0, rows]) for each in lengths if each.shape[0] == 2]
+        return functools.partial(body, frames)
+
+    def runs(self) -> Parts[None]:
+        """Runs, once each, what is run to time and to capture it on a device: whoever looks on learns which
+        kernels it calls.
+        """
+        bodies: list[Callable[[], Any]] = [self.body, self.exact_body()]
+        if self.single_segment is not None:
+            bodies.append(self.single_segment().body)
+        for body in bodies:
+            yield
+            with torch.inference_mode(False), torch.no_grad():
+                body()

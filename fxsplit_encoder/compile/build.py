@@ -11,6 +11,7 @@ from torch import fx
 
 from fxsplit_encoder._torch.dispatch import OpOverload
 from fxsplit_encoder._torch.distributed import calls_other_ranks
+from fxsplit_encoder.attention.ahead import compile_ahead
 from fxsplit_encoder.compile.derived import DerivedParameter, DerivedParameters
 from fxsplit_encoder.compile.host import host_op
 from fxsplit_encoder.compile.invariance import check_proof, check_rows
@@ -59,6 +60,7 @@ def build_program(module: fx.GraphModule, static_inputs: Sequence[int], options:
         fp8_kept=options.fp8_kept,
         invariant=options.invariant,
     )
+    compile_ahead(module.graph.nodes, device)
     if options.invariant:
         check_rows(module, device, options.piece_compiler)
     if options.observe is not None:

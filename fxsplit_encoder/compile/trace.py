@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, fx, nn
 from fxsplit_encoder._torch.aot import boxed, static_inputs, to_aten
 from fxsplit_encoder._torch.dynamo import inner_error, maybe_mark_dynamic, traced_files
 from fxsplit_encoder._torch.dynamo_errors import TorchDynamoException
+from fxsplit_encoder.attention import ahead
 from fxsplit_encoder.compile import blocks
 from fxsplit_encoder.compile.blocks import BlockError, equal_blocks_as_ops, inline_blocks
 from fxsplit_encoder.compile.bound import BoundProgram, bind
@@ -55,17 +57,26 @@ def compile_graph(
 
         return call
 
-    _start_workers(options, example_inputs)
-    return to_aten(module, example_inputs, compile_inference)
+    with _workers(options, example_inputs):
+        return to_aten(module, example_inputs, compile_inference)
 
 
-def _start_workers(options: CompileOptions, inputs: Iterable[Any]) -> None:
-    """Starts Inductor's workers if it will compile the pieces: they get ready while the graph is traced."""
+@contextlib.contextmanager
+def _workers(options: CompileOptions, inputs: Iterable[Any]) -> Iterator[None]:
+    """Processes that will compile pieces, which are Inductor's, and attention kernels: they get ready while
+    the graph is traced.
+    """
     if options.is_known:
+        yield
         return
     device = next((value.device for value in inputs if isinstance(value, torch.Tensor)), torch.device("cpu"))
     if piece_compiler(options.piece_compiler, device) is compile_inductor:
         start_compile_workers()
+    ahead.warm_up(device)
+    try:
+        yield
+    finally:
+        ahead.dismiss()
 
 
 def trace_forward(
@@ -88,17 +99,17 @@ def trace_forward(
         UntraceableError: Dynamo cannot trace the forward as one graph.
         CompileError: the graph cannot be split, or tells no token count where `options` require one.
     """
-    _start_workers(options, inputs.values())
-    if module is not None:
-        try:
-            with equal_blocks_as_ops(module) as num_blocks:
-                if num_blocks:
-                    return _trace(forward, inputs, dynamic_dims, options)
-        except Exception as error:
-            if not _blames_blocks(error):
-                raise
-            logger.warning("equal blocks are traced one by one, which takes longer: %s", error)
-    return _trace(forward, inputs, dynamic_dims, options)
+    with _workers(options, inputs.values()):
+        if module is not None:
+            try:
+                with equal_blocks_as_ops(module) as num_blocks:
+                    if num_blocks:
+                        return _trace(forward, inputs, dynamic_dims, options)
+            except Exception as error:
+                if not _blames_blocks(error):
+                    raise
+                logger.warning("equal blocks are traced one by one, which takes longer: %s", error)
+        return _trace(forward, inputs, dynamic_dims, options)
 
 
 def _blames_blocks(error: Exception) -> bool:

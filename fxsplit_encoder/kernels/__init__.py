@@ -6,12 +6,21 @@ time, the choice, what users pin, and what is kept of it on disk.
 
 from fxsplit_encoder.kernels.base import CallShape, CudaKernel, Kernel, capability, find, round_up, works
 from fxsplit_encoder.kernels.cache import MeasurementCache, cache_directory, describe_environment
-from fxsplit_encoder.kernels.choice import Chooser, KernelMeasurements, choosing, is_measuring, measuring
+from fxsplit_encoder.kernels.choice import (
+    Chooser,
+    KernelMeasurements,
+    Unmeasured,
+    choosing,
+    collecting,
+    is_measuring,
+    measuring,
+)
 from fxsplit_encoder.kernels.measure import (
     MOST_CALLS_TIMED,
     Example,
     Measured,
     Meter,
+    Part,
     microseconds,
     spoil_memory,
 )
@@ -33,11 +42,14 @@ __all__ = [
     "MeasurementCache",
     "Meter",
     "OperationReport",
+    "Part",
     "Pin",
     "PinGrammar",
+    "Unmeasured",
     "cache_directory",
     "capability",
     "choosing",
+    "collecting",
     "describe",
     "describe_environment",
     "find",

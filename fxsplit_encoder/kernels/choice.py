@@ -3,7 +3,7 @@
 `KernelMeasurements` holds what was found of one operation and is shared by the whole process; a `Chooser`
 adds one configuration's pins. Kernels are timed inside `measuring()` only, which captures and warm-ups enter;
 everywhere else, and while a CUDA graph is being captured, the nearest class that was measured decides, and
-torch's own kernel where there is none.
+torch's own kernel where there is none. Inside `collecting()` too, which finds out what is to be measured.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any, ClassVar, Generic, Self
 import torch
 
 from fxsplit_encoder.errors import ConfigError
-from fxsplit_encoder.kernels.base import KernelT, ShapeT, distance, is_same_kind, works
+from fxsplit_encoder.kernels.base import CallShape, KernelT, ShapeT, distance, is_same_kind, works
 from fxsplit_encoder.kernels.cache import MeasurementCache, describe_environment
-from fxsplit_encoder.kernels.measure import Measured, Meter
+from fxsplit_encoder.kernels.measure import Measured, Meter, Part
 from fxsplit_encoder.kernels.pins import AUTO, Pin
 
 logger = logging.getLogger(__name__)
@@ -41,6 +41,8 @@ _measuring: ContextVar[bool] = ContextVar("fxsplit_encoder_measuring_kernels", d
 is_measuring: Callable[[], bool] = _measuring.get
 """Whether `measuring` was entered."""
 
+_unmeasured: ContextVar[Unmeasured | None] = ContextVar("fxsplit_encoder_unmeasured_kernels", default=None)
+
 
 @contextlib.contextmanager
 def measuring() -> Iterator[None]:
@@ -50,6 +52,16 @@ def measuring() -> Iterator[None]:
         yield
     finally:
         _measuring.reset(token)
+
+
+@contextlib.contextmanager
+def collecting(found: Unmeasured) -> Iterator[None]:
+    """Inside, a class of calls that is met for the first time is not measured, but entered in `found`."""
+    token = _unmeasured.set(found)
+    try:
+        yield
+    finally:
+        _unmeasured.reset(token)
 
 
 class KernelMeasurements(Generic[ShapeT, KernelT]):
@@ -104,7 +116,10 @@ class KernelMeasurements(Generic[ShapeT, KernelT]):
         rounded = self.class_of(shape)
         table = self._table(shape.device)
         if rounded not in table and self._may_measure(shape):
-            self._measure(rounded)
+            if is_measuring():
+                self._measure(rounded)
+            elif (unmeasured := _unmeasured.get()) is not None:
+                unmeasured[self, rounded] = None
         if rounded in table:
             return rounded, table[rounded]
         if rounded not in self._nearest:
@@ -132,7 +147,7 @@ class KernelMeasurements(Generic[ShapeT, KernelT]):
 
     def _may_measure(self, shape: ShapeT) -> bool:
         return (
-            is_measuring()
+            (is_measuring() or _unmeasured.get() is not None)
             and self.meter.can_measure(shape.device)
             and not (shape.device.type == "cuda" and torch.cuda.is_current_stream_capturing())
         )
@@ -149,26 +164,65 @@ class KernelMeasurements(Generic[ShapeT, KernelT]):
         with self._lock:
             table = self._tables[shape.device]
             new = {each: self._compare(each) for each in shape.measured_with() if each not in table}
-            table.update(new)
-            self._nearest.clear()
-            self.version += 1
-            if self._cache is not None:
-                found = {each: measured for each, measured in new.items() if measured.microseconds}
-                self._cache(shape.device).store(found, shape.device)
+            self._take(shape.device, new)
 
-    def _compare(self, shape: ShapeT) -> Measured:
+    def comparing(self, shape: ShapeT) -> Iterator[Part]:
+        """Measures a class, and those that are measured with it, as a call inside `measuring` does, but a
+        part each time that it is asked for one. Other threads may choose kernels meanwhile.
+
+        Yields:
+            What comes next.
+        """
+        table = self._table(shape.device)
+        for each in shape.measured_with():
+            if each in table:
+                continue
+            found = Measured()
+            if candidates := self._to_compare(each):
+                try:
+                    found = self._noted(each, (yield from self.meter.parts(candidates, each)))
+                except torch.OutOfMemoryError:
+                    _note_lack_of_memory(each)
+            with self._lock:
+                self._take(shape.device, {each: found})
+
+    def _take(self, device: torch.device, new: Mapping[ShapeT, Measured]) -> None:
+        """Enters what was found. The caller has the lock."""
+        self._tables[device].update(new)
+        self._nearest.clear()
+        self.version += 1
+        if self._cache is not None:
+            found = {each: measured for each, measured in new.items() if measured.microseconds}
+            self._cache(device).store(found, device)
+
+    def _to_compare(self, shape: ShapeT) -> list[KernelT]:
+        """The candidates; none where there is nothing to choose from, and no time anything depends on."""
         candidates = self.candidates(shape)
         if not candidates or candidates[0].is_last_resort or (len(candidates) == 1 and shape.is_captured):
-            return Measured()  # nothing to choose from, and no time that anything depends on
+            return []
+        return candidates
+
+    def _compare(self, shape: ShapeT) -> Measured:
+        candidates = self._to_compare(shape)
         try:
-            measured = self.meter.measure(candidates, shape)
+            return self._noted(shape, self.meter.measure(candidates, shape)) if candidates else Measured()
         except torch.OutOfMemoryError:
-            logger.warning("not enough memory to compare kernels for %s", shape)
+            _note_lack_of_memory(shape)
             return Measured()
+
+    def _noted(self, shape: ShapeT, measured: Measured) -> Measured:
         logger.info("%s, %s: microseconds %s", shape.operation, shape, measured.microseconds)
         if measured.rejected:
             logger.info("%s, %s: not chosen: %s", shape.operation, shape, measured.rejected)
         return measured
+
+
+Unmeasured = dict[tuple[KernelMeasurements[Any, Any], Any], None]
+"""Classes of calls that are to be measured, in the order in which they were met, with what measures them."""
+
+
+def _note_lack_of_memory(shape: CallShape) -> None:
+    logger.warning("not enough memory to compare kernels for %s", shape)
 
 
 class Chooser(Generic[ShapeT, KernelT]):
@@ -215,6 +269,8 @@ class Chooser(Generic[ShapeT, KernelT]):
             call: what tells it from others.
             shape: makes its shape.
         """
+        if _unmeasured.get() is not None:
+            return self._ready(shape())
         call = (*call, is_measuring())  # what was chosen without measuring does not count inside
         if self._version != self.measurements.version or len(self._by_call) >= MOST_CALLS:
             self._by_call.clear()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import statistics
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, cast
+from typing import Any, ClassVar, Generic, Literal, cast
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch import Tensor
 from fxsplit_encoder._torch.allocator import end_failed_capture
 from fxsplit_encoder._torch.deferred_free import defer_frees
 from fxsplit_encoder.kernels.base import CallShape, KernelT, ShapeT
+from fxsplit_encoder.parts import in_one_go
 
 # What a kernel's error may be, in roundings of the dtype: that of the first candidate, and where its error is
 # next to none.
@@ -29,6 +30,10 @@ _ROUNDS = 3
 _FAR_BEHIND = 1.5
 
 Timer = Callable[[Callable[[], object], CallShape], float]
+
+Part = Literal["check", "time"]
+"""Of a comparison. A check compares results, and may compile a kernel first; other work on the device changes
+nothing. A time is that of one kernel on one call, and wants the device for itself."""
 
 
 @dataclass(slots=True)
@@ -86,11 +91,20 @@ class Meter(ABC, Generic[ShapeT, KernelT]):
         """Whether choices are measured here: on a CPU there is nothing to choose from."""
         return device.type == "cuda"
 
-    @torch.no_grad()
     def measure(self, kernels: Sequence[KernelT], shape: ShapeT) -> Measured:
         """Errors and times of all kernels on random values. What a kernel raises is why it is rejected. A
         call that another class has too is measured once.
         """
+        return in_one_go(self.parts(kernels, shape))
+
+    @torch.no_grad()
+    def parts(self, kernels: Sequence[KernelT], shape: ShapeT) -> Generator[Part, None, Measured]:
+        """As `measure`, a part each time that it is asked for one.
+
+        Yields:
+            What comes next.
+        """
+        yield "check"
         calls = self.calls(shape)
         wanted = {("time", kernel.name, call) for kernel in kernels for call in calls}
         examples = self.examples(shape) if wanted - self._found.keys() else []
@@ -113,15 +127,19 @@ class Meter(ABC, Generic[ShapeT, KernelT]):
         rounding = torch.finfo(shape.dtype).eps
         limit = _FIRST_ROUNDINGS * rounding
         for kernel in kernels:
+            yield "check"
+            times: list[float] = []
             try:
                 error = statistics.fmean(error_on(kernel, number) for number in range(len(calls)))
                 if not error <= limit:  # it may be NaN, where a row was not written
                     measured.rejected[kernel.name] = f"error {error:.2g}; allowed: {limit:.2g}"
                     continue
-                first = time_on(kernel, 0)
-                fastest = min(fastest, first)
-                others = range(1, len(calls)) if first <= _FAR_BEHIND * fastest else ()
-                times = [first, *(time_on(kernel, number) for number in others)]
+                for number in range(len(calls)):
+                    if number and times[0] > _FAR_BEHIND * fastest:
+                        break
+                    yield "time"
+                    times.append(time_on(kernel, number))
+                    fastest = min(fastest, times[0])
             except Exception as problem:
                 measured.rejected[kernel.name] = f"{type(problem).__name__}: {problem}"
                 continue

@@ -9,13 +9,13 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager
 
 import torch
 
 from fxsplit_encoder.errors import FxSplitError, InputError, StartFileError
 from fxsplit_encoder.manager.autograd import without_autograd
 from fxsplit_encoder.manager.captures import CapturePlan
+from fxsplit_encoder.manager.comparisons import compare_between_requests
 from fxsplit_encoder.manager.compile_worker import CompileWorker, why_not_elsewhere
 from fxsplit_encoder.manager.generation import Generation
 from fxsplit_encoder.manager.path import EncoderPath
@@ -126,6 +126,7 @@ class BackgroundCapture:
         """The work, piece by piece: what is no step may take long, and holds up nobody."""
         try:
             yield from self._compile()
+            yield from self._compare()
             captures = self._target.capture(self._planned)
             self._target.captures.spare = self._give_way
             while True:
@@ -163,18 +164,18 @@ class BackgroundCapture:
 
     @contextlib.contextmanager
     def _step(self) -> Iterator[None]:
-        with self._turns.step(self._stopped.is_set), contextlib.ExitStack() as around:
-            for context in self._around():
-                around.enter_context(context)
-            yield
+        with self._turns.step(self._stopped.is_set), self._beside():
+            # On the device, too, after the requests before and before those behind.
+            with self._first.pool.replaying() if self._first is not None else contextlib.nullcontext():
+                yield
 
-    def _around(self) -> Iterator[AbstractContextManager[object]]:
-        yield self._kernels.choosing()
-        yield without_autograd()
-        if self._target.pool.is_cuda:
-            yield torch.cuda.device(self._target.pool.device)
-        if self._first is not None:  # on the device, too, after the requests before and before those behind
-            yield self._first.pool.replaying()
+    @contextlib.contextmanager
+    def _beside(self) -> Iterator[None]:
+        """What is no step: requests are served meanwhile."""
+        pool = self._target.pool
+        on_device = torch.cuda.device(pool.device) if pool.is_cuda else contextlib.nullcontext()
+        with self._kernels.choosing(), without_autograd(), on_device:
+            yield
 
     def _tell(self, phase: Phase, done: int = 0, total: int = 0) -> None:
         if not self._stopped.is_set():
@@ -206,6 +207,17 @@ class BackgroundCapture:
         with self._step():
             self._target.compile()  # nothing is left but what there is to say
         yield
+
+    def _compare(self) -> Iterator[None]:
+        """Compares the kernels that the captures will call, so that no capture has to."""
+        if self._target.scope.measured:
+            self._tell("measuring")
+            yield from compare_between_requests(
+                self._target.runs(self._planned),
+                self._target.pool.device,
+                step=self._step,
+                beside=self._beside,
+            )
 
     def _pending(self, paths: list[EncoderPath]) -> list[EncoderPath]:
         return [path for path in paths if not path.forward.is_settled]
@@ -261,7 +273,7 @@ class BackgroundCapture:
                 forward.refuse(example)
                 return
         yield
-        with self._kernels.choosing(), without_autograd(), self._on_device():
+        with self._beside():
             traced = forward.trace(example, self._tell_compiled, beside=True)
         yield
         with self._step():
@@ -270,10 +282,6 @@ class BackgroundCapture:
                 traced = forward.trace(example, self._tell_compiled)
             forward.take(traced, refusals)
         yield
-
-    def _on_device(self) -> AbstractContextManager[object]:
-        pool = self._target.pool
-        return torch.cuda.device(pool.device) if pool.is_cuda else contextlib.nullcontext()
 
     def _tell_compiled(self, done: int, total: int) -> None:
         from fxsplit_encoder.compile.options import TRACING_PHASES

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from tabulate import tabulate
 
 from fxsplit_encoder.errors import InputError
@@ -84,7 +85,8 @@ def plan_captures(paths: Iterable[EncoderPath], limits: Limits) -> CapturePlan:
 
 def _input_size(path: EncoderPath) -> tuple[float, float, int, dict[int, str]]:
     """Bytes a token and bytes beside of a path's static inputs, from the two smallest budgets that the tower
-    can make inputs for; the bytes of those that do not grow; and why it cannot for smaller ones.
+    can make inputs for, in the memory that there is; the bytes of those that do not grow; and why it cannot
+    for smaller ones.
     """
     sizes: dict[int, int] = {}
     refusals: dict[int, str] = {}
@@ -95,7 +97,7 @@ def _input_size(path: EncoderPath) -> tuple[float, float, int, dict[int, str]]:
             growing = path.forward.growing_inputs()
             sizes[budget] = sum(by_name.values())
             own = sum(num_bytes for name, num_bytes in by_name.items() if name not in growing)
-        except InputError as error:
+        except (InputError, torch.OutOfMemoryError) as error:
             refusals[budget] = str(error)
         if len(sizes) == 2:
             break

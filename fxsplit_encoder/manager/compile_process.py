@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from fxsplit_encoder.attention.kernels import ahead
 from fxsplit_encoder.capture import GraphPool
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import CompileError
@@ -92,6 +93,7 @@ def compile_request(request: CompileRequest, path: Path) -> dict[str, dict[str, 
         except CompileError as error:
             unsaved[each.label] = str(error)
     save_programs(generation, choosers.measurements, programs, path)
+    ahead.wait()  # what was begun ends with this process
     return {"refused": refused, "unsaved": unsaved}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,7 @@ from fxsplit_encoder.manager.captures import CapturePlan, plan_captures
 from fxsplit_encoder.manager.path import EncoderPath
 from fxsplit_encoder.manager.request_plans import RequestPlans
 from fxsplit_encoder.manager.tensor_parallel import why_not_compiled
+from fxsplit_encoder.parts import Parts
 from fxsplit_encoder.planning.limits import CaptureKey, Limits
 from fxsplit_encoder.protocol import EncoderCudaGraphConfig, SupportsEncoderCudaGraph
 from fxsplit_encoder.runtime import CaptureScope, CaptureSet
@@ -151,8 +152,9 @@ class Generation:
                 path.compile(progress, refusals)
 
     def capture(self, planned: CapturePlan) -> Iterator[tuple[Phase, int, int]]:
-        """Measures and captures what was planned, a step each time that it is asked for one: a path's
-        forward, or a budget. Where the captures are too large together, further steps make them again.
+        """Measures and captures what was planned, a step each time that it is asked for one: a forward that
+        is timed at one size, or a part of a budget's capture. Where the captures are too large together,
+        further steps make them again.
 
         Yields:
             What was done, and of budgets how many of all.
@@ -161,13 +163,30 @@ class Generation:
             if capture.pruned is not None:
                 path = self.paths_by_key[capture.key.path, capture.key.axis_keys]
                 path.note(f"{path.label}: budget {capture.key.budget} is not captured: {capture.pruned}")
-        wanted = [capture.key for capture in planned.captures if capture.pruned is None]
-        if self.config.packing == "cost" and self.scope.compares_kernels:
-            for key in dict.fromkeys((key.path, key.axis_keys) for key in wanted):
-                self.paths_by_key[key].measure()
+        wanted = _wanted(planned)
+        if self._measures:
+            for key in dict.fromkeys(key for key, _ in wanted):
+                for _ in self.paths_by_key[key].measuring():
+                    yield "measuring", 0, 0
                 yield "measuring", 0, 0
-        for done, total in self.captures.capturing([((k.path, k.axis_keys), k.budget) for k in wanted]):
+        for done, total in self.captures.capturing(wanted):
             yield "capturing", done, total
+
+    @property
+    def _measures(self) -> bool:
+        return self.config.packing == "cost" and self.scope.compares_kernels
+
+    def runs(self, planned: CapturePlan) -> Parts[None]:
+        """Runs, once each, what `capture` will time and capture, largest first, a run each time that it is
+        asked for one: whoever looks on learns which kernels are to be compared.
+        """
+        wanted = sorted(_wanted(planned), key=lambda each: -each[1])
+        for key, budget in wanted:
+            yield from self.paths_by_key[key].ladder.runs(budget)
+            yield
+        for key in dict.fromkeys(key for key, _ in wanted if self._measures):
+            yield from self.paths_by_key[key].attention_runs()
+            yield
 
     def run_in(self, inference_mode: bool) -> None:
         """Has the tower's own code timed as it will run."""
@@ -220,6 +239,12 @@ class Generation:
             self.runner.statistics,
             compares_kernels=False,
         )
+
+
+def _wanted(planned: CapturePlan) -> list[tuple[tuple[str, tuple[Hashable, ...]], int]]:
+    """(path's key, budget) of what is captured."""
+    keys = (capture.key for capture in planned.captures if capture.pruned is None)
+    return [((key.path, key.axis_keys), key.budget) for key in keys]
 
 
 def first_of(planned: CapturePlan) -> CapturePlan:

@@ -79,6 +79,7 @@ class Lifecycle:
         first, in_inference_mode = self.own.uncompiled(), torch.is_inference_mode_enabled()
         planned: CapturePlan | None = None
         captures: Iterator[tuple[Phase, int, int]] = iter(())
+        told = 0
         while True:
             with self.turns.step(at_once=True), self._kernels.choosing(), without_autograd():
                 if self.is_captured:  # by another thread
@@ -94,7 +95,8 @@ class Lifecycle:
                     self._serve(first)
                     self._start_background(planned, first)
                     return
-                elif progress is not None:
+                elif progress is not None and made[1] > told:
+                    told = made[1]
                     progress(*made[1:])
 
     def _start_background(self, planned: CapturePlan, first: Generation) -> None:

@@ -16,10 +16,11 @@ from fxsplit_encoder.errors import ConfigError, FxSplitError, InputError, Replay
 from fxsplit_encoder.manager.item_facts import select_items
 from fxsplit_encoder.manager.legacy_dual_path import read_item_specs
 from fxsplit_encoder.manager.path_forward import PathForward
+from fxsplit_encoder.parts import Parts
 from fxsplit_encoder.planning.limits import CaptureKey, Limits
 from fxsplit_encoder.planning.plan import PathPlan
 from fxsplit_encoder.protocol import BudgetGraphMetadata, SupportsEncoderCudaGraph
-from fxsplit_encoder.runtime import CapturedProgram, CaptureScope, measure_forward
+from fxsplit_encoder.runtime import CapturedProgram, CaptureScope, attention_runs, measuring_forward
 
 if TYPE_CHECKING:
     from fxsplit_encoder.compile import BoundProgram
@@ -124,22 +125,27 @@ class EncoderPath(CapturedProgram):
             graph_bytes=self.ladder.num_bytes(budget),
         )
 
-    def measure(self) -> None:
+    def measuring(self) -> Parts[None]:
         """Times what no capture is needed for, and captures are judged by: the tower's own forward over a few
-        sizes, and attention.
+        sizes, and attention. A part each time that it is asked for one.
         """
         if not self.scope.measured:
             return
         if self.expected is not None:
             self.measured = self.expected.forward
             return
-        self.measured = measure_forward(self.forward, self.budgets)
+        self.measured = yield from measuring_forward(self.forward, self.budgets)
         if self.scope.config.invariant:  # nothing may take the tower's own forward, however fast
             self.measured = replace(self.measured, eager=())
         # While a capture is open torch frees none of the blocks that it keeps for later.
         torch.cuda.empty_cache()
         if self.measured.out_of_memory is not None:
             self.note(f"{self.label}: out of memory while {self.measured.out_of_memory} tokens were timed")
+
+    def attention_runs(self) -> Parts[None]:
+        """Runs, once each, what `measuring` will time of attention and no capture runs."""
+        if self.scope.measured and self.expected is None:
+            yield from attention_runs(self.forward, self.budgets)
 
     def clear(self) -> None:
         """Releases every capture. What is captured next reads the parameters that the tower has then."""

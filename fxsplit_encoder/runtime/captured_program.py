@@ -12,6 +12,7 @@ import torch
 from fxsplit_encoder.capture import BudgetLadder, CapturedForward, CaptureRequest, ProgramBody, SharedBuffers
 from fxsplit_encoder.capture.buffers import StaticValue
 from fxsplit_encoder.errors import CaptureError
+from fxsplit_encoder.parts import Parts
 from fxsplit_encoder.planning import MissReason
 from fxsplit_encoder.planning.costs import PathCosts
 from fxsplit_encoder.planning.plan import PathPlan
@@ -169,14 +170,17 @@ class CapturedProgram:
         """The captures by budget."""
         return self.ladder.captured
 
-    def capture(self, budget: int) -> None:
-        """Captures one budget unless that was done or failed before, or notes why it is dropped."""
+    def capturing(self, budget: int) -> Parts[None]:
+        """Captures one budget unless that was done or failed before, or notes why it is dropped; in the parts
+        of `BudgetLadder.capturing`.
+        """
         is_new = budget not in self.captured
-        self.ladder.capture(budget)
+        yield from self.ladder.capturing(budget)
         if is_new and not (self.padding_proved or self.forward.declares_padding):
             for captured in self.ladder.captures_of(budget):
                 captured.must_be_full = self.forward.is_always_full(budget)
         if is_new and budget in self.captured and self._must_compare():
+            yield
             change = self.forward.padding_change(self.captured[budget], budget)
             if not (self.scope.agree or bool)(change is None):
                 full = self.captured[budget].must_be_full

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from fxsplit_encoder.attention import KnownSegments
-from fxsplit_encoder.capture import BudgetLadder, KnownBudget, measure_ms
+from fxsplit_encoder.capture import BudgetLadder, KnownBudget, MeasuredCosts, measure_ms
 from fxsplit_encoder.capture.forward import measure_run
 from fxsplit_encoder.capture.segments import is_cumulative
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.kernels import measuring
+from fxsplit_encoder.parts import Parts, each_within
 from fxsplit_encoder.planning.costs import PathCosts, Points
 
 if TYPE_CHECKING:
@@ -32,6 +34,11 @@ _MEASURED_PARTS = (4, 2, 1)
 
 # The host's share of a run from which on the device is taken to keep up with it. A choice.
 _BOUND_BY_HOST = 0.9
+
+# The share of any run that attention takes at most. What a pair of rows costs is the difference of two runs,
+# which other work on the device may make larger than a whole run that was timed at another moment; a batch
+# never costs nothing. A choice: a segment of 65536 rows in a tower 1152 wide comes near it.
+_MOST_ATTENTION = 0.95
 
 # Inputs of which one segment has more of the pairs than this tell nothing of attention.
 _ONE_SEGMENT = 0.9
@@ -90,6 +97,27 @@ class MeasuredForward:
         measured = ladder.costs
         if not measured:
             return PathCosts.unmeasured(budgets, max_segments)
+        return self._limited(measured)._costs(budgets, measured, max_segments, compiled=compiled)
+
+    def _limited(self, measured: Mapping[int, MeasuredCosts]) -> MeasuredForward:
+        """With no more attention than every run has room for."""
+        timed = [(b, milliseconds, self.share) for b, milliseconds in self.eager]
+        for b, costs in measured.items():
+            timed.append((b, costs.exact, self.runs_share))
+            timed += [(b, milliseconds, self.share) for milliseconds in costs.modes.values()]
+            timed += [(b, costs.single_segment, 1.0)] if costs.single_segment is not None else []
+        pairs = ((share * (b * self.rows_per_token) ** 2, milliseconds) for b, milliseconds, share in timed)
+        most = min(_MOST_ATTENTION * milliseconds / n for n, milliseconds in pairs if n)
+        return replace(self, attention=min(self.attention, most))
+
+    def _costs(
+        self,
+        budgets: Sequence[int],
+        measured: Mapping[int, MeasuredCosts],
+        max_segments: Mapping[int, int],
+        *,
+        compiled: bool,
+    ) -> PathCosts:
         # A batch of short segments has less attention to hide the host behind.
         runs = tuple(
             (b, max(costs.host, self._beside_attention(b, price, self.runs_share)))
@@ -138,14 +166,35 @@ class KnownCosts:
     """What capturing and measuring a budget took."""
 
 
-@torch.no_grad()
-@measuring()
-def measure_forward(forward: TimedForward, budgets: Sequence[int]) -> MeasuredForward:
+@contextlib.contextmanager
+def _timing() -> Iterator[None]:
+    with torch.no_grad(), measuring():
+        yield
+
+
+def measuring_forward(forward: TimedForward, budgets: Sequence[int]) -> Parts[MeasuredForward]:
     """Times the tower's own forward at the smallest, the middle and the largest budget, and attention at the
-    largest that memory holds. Of what was not compiled attention alone: the ladder times that forward.
+    largest that memory holds. Of what was not compiled attention alone: the ladder times that forward. A part
+    is what is timed at one size.
     """
-    if forward.program is None:
-        return _measure_uncompiled(forward, budgets)
+    measure = _measure_compiled if forward.program is not None else _measure_uncompiled
+    return each_within(_timing, measure(forward, budgets))
+
+
+def attention_runs(forward: TimedForward, budgets: Sequence[int]) -> Parts[None]:
+    """Runs, once each, what `measuring_forward` times of attention and no capture runs: whoever looks on
+    learns which kernels it calls.
+    """
+    with contextlib.suppress(InputError, torch.OutOfMemoryError):  # which measuring says
+        run = _attention_run(forward, forward.capture_values(budgets[-1]), _MEASURED_SEGMENTS)
+        if run is not None:
+            yield
+            with torch.no_grad():
+                run()
+
+
+def _measure_compiled(forward: TimedForward, budgets: Sequence[int]) -> Parts[MeasuredForward]:
+    assert forward.program is not None
     eager: list[tuple[int, float]] = []
     attention, rows_per_token, out_of_memory = 0.0, 1.0, None
     share = runs_share = 1.0
@@ -162,9 +211,10 @@ def measure_forward(forward: TimedForward, budgets: Sequence[int]) -> MeasuredFo
         except torch.OutOfMemoryError:
             out_of_memory = budget
             break
+        yield
     for budget, _ in reversed(eager):
         try:
-            attention = _attention_cost(forward, forward.capture_values(budget))
+            attention = yield from _attention_cost(forward, forward.capture_values(budget))
             break
         except torch.OutOfMemoryError:
             out_of_memory = budget
@@ -188,7 +238,7 @@ def _share_of(cu_seqlens: Sequence[int], rows: int) -> float:
     return sum((end - start) ** 2 for start, end in itertools.pairwise(cu_seqlens)) / rows**2
 
 
-def _measure_uncompiled(forward: TimedForward, budgets: Sequence[int]) -> MeasuredForward:
+def _measure_uncompiled(forward: TimedForward, budgets: Sequence[int]) -> Parts[MeasuredForward]:
     """What attention costs in a tower's own code: the difference that it makes where its inputs, several
     equal segments, become a single one. At a moderate size: the cost of one segment grows with its square.
     """
@@ -203,6 +253,7 @@ def _measure_uncompiled(forward: TimedForward, budgets: Sequence[int]) -> Measur
             # Of cumulative lengths over the same rows those of images are fewer than those of their windows.
             name = min(lengths, key=lambda each: (-lengths[each][-1], len(lengths[each])))
             several = measure_run(lambda v=values: forward(v), forward.device)  # type: ignore[misc]
+            yield
             if several.host < _BOUND_BY_HOST * several.wall:
                 break
         rows = lengths[name][-1]
@@ -219,25 +270,34 @@ def _measure_uncompiled(forward: TimedForward, budgets: Sequence[int]) -> Measur
     return MeasuredForward((), attention, rows / budget, share, share)
 
 
-def _attention_cost(forward: TimedForward, values: Mapping[str, Tensor]) -> float:
+def _attention_cost(forward: TimedForward, values: Mapping[str, Tensor]) -> Parts[float]:
     """Milliseconds of an attended pair, from a batch as one segment and as several of equal length; 0 where
     the batch is too small to tell.
+    """
+    one, several = (_attention_run(forward, values, segments) for segments in (1, _MEASURED_SEGMENTS))
+    if forward.program is None or one is None or several is None:
+        return 0.0
+    rows = forward.program.tokens(values)
+    assert rows is not None
+    as_one = measure_ms(one, forward.device)
+    yield
+    pairs = rows**2 * (1 - 1 / _MEASURED_SEGMENTS)
+    return max(0.0, (as_one - measure_ms(several, forward.device)) / pairs)
+
+
+def _attention_run(
+    forward: TimedForward, values: Mapping[str, Tensor], segments: int
+) -> Callable[[], Tensor] | None:
+    """The program over a batch as so many segments of equal length; None where the batch is too small for
+    attention to tell.
     """
     program = forward.program
     frames = program.region.frame_lengths if program is not None else None
     rows = program.tokens(values) if program is not None else None
     if program is None or frames is None or rows is None or rows < _MEASURED_SEGMENTS:
-        return 0.0
-
-    def milliseconds(segments: int) -> float:
-        cu_seqlens = (torch.arange(segments + 1) * rows // segments).to(torch.int32)
-        on_device = cu_seqlens.to(forward.device)
-        inputs = {**values, frames: on_device}
-
-        def run() -> Tensor:
-            return program(inputs, [KnownSegments(on_device, cu_seqlens.tolist())])
-
-        return measure_ms(run, forward.device)
-
-    pairs = rows**2 * (1 - 1 / _MEASURED_SEGMENTS)
-    return max(0.0, (milliseconds(1) - milliseconds(_MEASURED_SEGMENTS)) / pairs)
+        return None
+    cu_seqlens = (torch.arange(segments + 1) * rows // segments).to(torch.int32)
+    on_device = cu_seqlens.to(forward.device)
+    inputs = {**values, frames: on_device}
+    known = [KnownSegments(on_device, cu_seqlens.tolist())]
+    return lambda: program(inputs, known)

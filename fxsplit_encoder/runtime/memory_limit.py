@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from fxsplit_encoder.capture import GraphPool
+from fxsplit_encoder.parts import Parts
 from fxsplit_encoder.planning.costs import EXACT_LAUNCH_TOKENS, PathCosts
 from fxsplit_encoder.runtime.captured_program import CapturedProgram
 
@@ -73,14 +74,16 @@ class CaptureSet:
                 progress(done, total)
 
     def capturing(self, wanted: Iterable[tuple[Hashable, int]]) -> Iterator[tuple[int, int]]:
-        """As `capture`, a budget each time that it is asked for one. Nothing is replayed before the end.
+        """As `capture`, a part each time that it is asked for one, of which a budget has several. Nothing is
+        replayed before the end.
 
         Yields:
             (budgets done, budgets), with all done where budgets are captured again under the limit.
         """
         ordered = sorted(wanted, key=lambda each: -each[1])
         for done, (key, budget) in enumerate(ordered):
-            self._capture_one(key, budget)
+            for _ in self._capture_one(key, budget):
+                yield done, len(ordered)
             yield done + 1, len(ordered)
         while self._over_limit():
             for _ in self._drop_least_useful():
@@ -96,14 +99,14 @@ class CaptureSet:
         """What `capture` makes of what is captured now."""
         return [(key, budget) for key, program in self.programs.items() for budget in program.captured]
 
-    def _capture_one(self, key: Hashable, budget: int) -> None:
+    def _capture_one(self, key: Hashable, budget: int) -> Parts[None]:
         program = self.programs[key]
-        program.capture(budget)
+        yield from program.capturing(budget)
         if self.spare is not None and budget in program.ladder.out_of_memory:
             spare, self.spare = self.spare, None
             spare()
             program.forget_drop(budget)
-            program.capture(budget)
+            yield from program.capturing(budget)
         captures = self.num_captured
         if captures == 1 and budget in program.captured and self._over_limit():
             program.drop(budget, f"{self._excess()}, by this one alone")
@@ -120,8 +123,8 @@ class CaptureSet:
     def _excess(self) -> str:
         return f"captures take {self.num_bytes} bytes, max_graph_bytes allows {self.max_bytes}"
 
-    def _drop_least_useful(self) -> Iterator[None]:
-        """Drops the budgets that gain least for their bytes, and captures the rest again, one at a time.
+    def _drop_least_useful(self) -> Parts[None]:
+        """Drops the budgets that gain least for their bytes, and captures the rest again, in parts.
 
         Memory of a pool is given back as a whole, so what remains has to be captured again.
         """
@@ -139,7 +142,7 @@ class CaptureSet:
             program.release()
         self.pool.retire()
         for key, budget in sorted(kept, key=lambda each: -each[1]):
-            self._capture_one(key, budget)
+            yield from self._capture_one(key, budget)
             yield
 
     def _least_useful(self) -> tuple[CapturedProgram, int]:

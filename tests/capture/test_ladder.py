@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from fxsplit_encoder.capture import (
     CapturedForward,
     CaptureRequest,
     GraphPool,
+    KnownBudget,
+    MeasuredCosts,
     StaticBuffer,
     StaticInputs,
     StaticParameters,
@@ -20,6 +23,7 @@ from fxsplit_encoder.capture import (
 )
 from fxsplit_encoder.capture.forward import MeasuredRun
 from fxsplit_encoder.errors import CaptureError, ConfigError
+from fxsplit_encoder.kernels import is_measuring
 
 from .bodies import body_calling, request_of
 
@@ -219,6 +223,67 @@ def test_attention_over_one_segment_does_not_hide_the_host(monkeypatch: pytest.M
     measured = attending.costs[8]
     assert (measured.exact, measured.host, measured.attention) == (10.0, 4.0, 5.0)
     assert measured.exact_price == pytest.approx(10.25), "5 % of what is not attention"
+
+
+def test_a_part_of_a_capture_is_one_timing_or_one_recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that whoever waits for a part waits for no more than that."""
+    measured = Measured(monkeypatch, {"full": 2.0, "piecewise": 1.0, "exact": 3.0, "single": 0.5})
+    events: list[str] = []
+    record, timed = BudgetLadder._record, ladder.measure_run
+
+    def recording(self: BudgetLadder, *arguments: Any) -> CapturedForward:
+        events.append("record")
+        captured = record(self, *arguments)
+        measure = captured.measure
+        captured.measure = lambda: [events.append("time"), measure()][1]  # type: ignore
+        return captured
+
+    monkeypatch.setattr(BudgetLadder, "_record", recording)
+    monkeypatch.setattr(ladder, "measure_run", lambda *given: [events.append("exact"), timed(*given)][1])
+    by_part = []
+    for _ in measured.ladder.capturing(8):
+        assert not is_measuring(), "what comes in between compares nothing"
+        by_part.append(tuple(events))
+        events.clear()
+    by_part.append(tuple(events))
+    assert by_part == [
+        *[("exact",), ("record",), ("record",), ("time",), ("time",)],
+        *[("record",), ("time",)],
+    ]
+    captured = measured.ladder.captured[8]
+    assert (captured.mode, measured.ladder.capture_ms > 0) == ("piecewise", True)
+    assert list(measured.ladder.capturing(8)) == [], "once"
+
+
+def test_what_a_capture_would_run_is_run_once_and_nothing_is_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ran: list[str] = []
+
+    def wanted(name: str, **options: Any) -> CaptureRequest:
+        return replace(request_of(body_calling(lambda: [torch.zeros(2)]), **options), body=run(name))
+
+    def run(name: str) -> Callable[[], list[torch.Tensor]]:
+        return lambda: [ran.append(name), [torch.zeros(2)]][1]  # type: ignore
+
+    def make() -> CaptureRequest:
+        return wanted("any", single_segment=lambda: wanted("single"))
+
+    made = make_ladder("auto", [], make)
+    made.pool.is_cuda = True
+    parts = made.runs(8)
+    for number, _ in enumerate(parts):
+        assert len(ran) == number, "a run a part"
+    assert ran == ["any", "single", "single"] and not made.captured and not made.costs
+    made.expect({8: KnownBudget(MeasuredCosts({"full": 1.0}, 1.0), "full")}, 1.0)
+    assert list(made.runs(8)) == [], "of a known budget nothing is compared"
+
+    def none_left() -> CaptureRequest:
+        raise torch.OutOfMemoryError("none left")
+
+    without = make_ladder("auto", [], none_left)
+    without.pool.is_cuda = True
+    assert list(without.runs(8)) == [] and not without.dropped, "capturing will say it"
 
 
 def test_auto_takes_what_can_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:

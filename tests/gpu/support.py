@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from typing import Any
 
@@ -55,3 +56,10 @@ def mean_error(output: list[torch.Tensor], reference: list[torch.Tensor]) -> flo
     total = sum((a.float() - b).square().sum().item() for a, b in zip(output, reference, strict=True))
     scale = sum(b.square().sum().item() for b in reference)
     return (total / scale) ** 0.5
+
+
+def settled() -> tuple[int, int]:
+    """Allocated and reserved bytes without garbage, which may be any earlier test's."""
+    torch.cuda.synchronize()
+    gc.collect()
+    return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()

@@ -335,9 +335,9 @@ def test_running_out_of_memory_for_static_inputs_drops_the_budget_alone(
     config = fx.EncoderConfig(mode="full", packing="greedy", token_budgets=(64, 256), max_items_per_batch=4)
     manager = fx.EncoderCudaGraphManager(towers[2], config)
     manager.compile()
-    planned = manager.planned_captures()
+    planned = manager.planned_captures()  # which would find out too
     monkeypatch.setattr(type(towers[2]), "prepare_encoder_cudagraph_capture_inputs", greedy)
-    monkeypatch.setattr(manager, "planned_captures", lambda: planned)
+    monkeypatch.setattr(manager._lifecycle.own, "planned_captures", lambda: planned)
     manager.capture()
     assert list(manager.budget_graphs["default"]) == [64]
     assert "memory" in manager.reports[0]

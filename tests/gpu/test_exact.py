@@ -5,7 +5,6 @@ and without a leak.
 from __future__ import annotations
 
 import copy
-import gc
 import random
 import statistics
 from collections.abc import Iterator
@@ -21,6 +20,8 @@ from fxsplit_encoder.models.eager import rms_error
 from fxsplit_encoder.models.random import demo_tower
 from fxsplit_encoder.models.registry import architecture
 from fxsplit_encoder.planning import PathCosts
+
+from .support import settled
 
 pytestmark = pytest.mark.gpu
 
@@ -58,13 +59,6 @@ def random_images(source: random.Random, features: int) -> dict[str, Any]:
     return images([(1, source.choice(SIDES), source.choice(SIDES)) for _ in range(count)], features)
 
 
-def settled() -> tuple[int, int]:
-    """Allocated and reserved bytes without garbage, which may be any earlier test's."""
-    torch.cuda.synchronize()
-    gc.collect()
-    return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-
-
 @pytest.fixture(scope="module", params=["qwen3-vl-8b", "qwen2.5-vl-7b"])
 def family(request: pytest.FixtureRequest) -> Iterator[Any]:
     """(wrapped tower, Hugging Face's, the same in float32)."""
@@ -81,7 +75,7 @@ def family(request: pytest.FixtureRequest) -> Iterator[Any]:
 def always_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """A count is captured though its replay may gain nothing, so that nothing here depends on times."""
     monkeypatch.setattr("fxsplit_encoder.capture.ladder.EXACT_TOLERANCE", 0.0)
-    monkeypatch.setattr("fxsplit_encoder.capture.ladder._HIDDEN_HOST", 0.0)
+    monkeypatch.setattr("fxsplit_encoder.capture.budget_costs._HIDDEN_HOST", 0.0)
 
 
 def pools(manager: fx.EncoderCudaGraphManager) -> list[GraphPool]:

@@ -51,6 +51,22 @@ def kept(manager: fx.EncoderCudaGraphManager) -> dict[str, list[int]]:
 # --- plans
 
 
+def test_a_budget_whose_inputs_do_not_fit_costs_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare = SplitModel.prepare_encoder_cudagraph_capture_inputs
+
+    def greedy(self: SplitModel, token_budget: int, *args: Any, **kwargs: Any) -> Any:
+        if token_budget == 8:
+            raise torch.OutOfMemoryError("out of memory: none left")
+        return prepare(self, token_budget, *args, **kwargs)
+
+    manager = make(SplitModel(), token_budgets=(4, 8), piece_compiler="eager")
+    manager.compile()
+    monkeypatch.setattr(SplitModel, "prepare_encoder_cudagraph_capture_inputs", greedy)
+    manager.capture()
+    assert kept(manager) == {"default": [4]}
+    assert "budget 8 is not captured: out of memory" in manager.reports[0]
+
+
 def test_a_plan_lists_every_budget_of_every_path() -> None:
     manager = make(PathsModel(), paths={"local": {"token_budgets": [0, 8]}})
     plan = plan_captures(manager.paths_by_key.values(), manager.limits)

@@ -15,6 +15,7 @@ import fxsplit_encoder as fx
 from fxsplit_encoder.attention.kernels import KERNELS
 from fxsplit_encoder.errors import ConfigError, InputError
 from fxsplit_encoder.kernels import measuring
+from fxsplit_encoder.parts import Parts, in_one_go
 from fxsplit_encoder.planning.plan import PathPlan
 from tests.manager.mock_towers import PackedModel
 from tests.manager.packings import differing, packed_items, packings, tile_items
@@ -200,11 +201,16 @@ def test_no_time_of_the_towers_own_forward_is_kept(tiny: Any, monkeypatch: pytes
     manager, _ = tiny
     path = manager.paths["default"]
     monkeypatch.setattr(type(path.scope), "measured", True)
-    monkeypatch.setattr(module, "measure_forward", lambda *_: MeasuredForward(((4, 0.1),), 1e-6))
+
+    def found(*_: Any) -> Parts[MeasuredForward]:
+        yield
+        return MeasuredForward(((4, 0.1),), 1e-6)
+
+    monkeypatch.setattr(module, "measuring_forward", found)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     before = path.measured
     try:
-        path.measure()
+        in_one_go(path.measuring())
         assert (path.measured.eager, path.measured.attention) == ((), 1e-6)
     finally:
         path.measured = before

@@ -217,7 +217,7 @@ def test_costs_that_are_known_are_not_measured(monkeypatch: pytest.MonkeyPatch) 
     def fail(*args: object) -> None:
         raise AssertionError("measured")
 
-    monkeypatch.setattr(path_module, "measure_forward", fail)
+    monkeypatch.setattr(path_module, "measuring_forward", fail)
     manager = fx.EncoderCudaGraphManager(SplitModel(), EAGER)
     path = manager.paths["default"]
     monkeypatch.setattr(manager.pool, "is_cuda", True)

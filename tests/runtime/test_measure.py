@@ -11,11 +11,16 @@ import torch
 from fxsplit_encoder.capture import MeasuredCosts
 from fxsplit_encoder.capture.forward import MeasuredRun
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.runtime.measure import MeasuredForward, measure_forward
+from fxsplit_encoder.parts import Parts, in_one_go
+from fxsplit_encoder.runtime.measure import MeasuredForward, measuring_forward
 from fxsplit_encoder.runtime.scope import CaptureScope
 
 # Attention takes 1 ms over 10 tokens in one segment, 4 ms over 20.
 MEASURED = MeasuredForward(eager=((10, 9.0),), attention=1 / 1600, rows_per_token=4.0)
+
+
+def measure_forward(*arguments: Any) -> MeasuredForward:
+    return in_one_go(measuring_forward(*arguments))
 
 
 def ladder(costs: dict[int, MeasuredCosts], exact: tuple[int, ...] = ()) -> Any:
@@ -42,6 +47,24 @@ def test_an_exact_run_costs_no_less_than_the_host_needs() -> None:
     path_costs = MEASURED.with_captures(ladder(costs), {}, compiled=True)
     assert dict(path_costs.exact) == pytest.approx({20: 6.0}), "not 8.2 - 4.0"
     assert path_costs.replay[20] < path_costs.exact[0][1]
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_no_batch_costs_nothing_however_much_attention_was_found(compiled: bool) -> None:
+    """Other work on the device slowed the runs that attention was found from, and not those of the ladder."""
+    found = MeasuredForward(((10, 2.0), (20, 3.0)), attention=1.0, rows_per_token=4.0)
+    costs = {
+        10: MeasuredCosts({"full": 1.0}, 1.5, 0.1, found.attention_ms(10), single_segment=0.9),
+        20: MeasuredCosts({}, 2.5, 0.1, found.attention_ms(20)),
+    }
+    assert costs[20].exact_price == 2.5
+    path_costs = found.with_captures(ladder(costs, exact=(20,)), {}, compiled=compiled)
+    points = (*path_costs.exact, *path_costs.eager)
+    alone = [*path_costs.replay.values(), *path_costs.one_segment.values(), *(cost for _, cost in points)]
+    assert len(alone) == (6 if compiled else 4) and min(alone) > 0
+    pairs = {10: 1600, 20: 6400}
+    for budget, milliseconds in ((10, 0.9), (10, 1.0), (10, 1.5), (20, 2.5)):
+        assert path_costs.attention * pairs[budget] <= 0.95001 * milliseconds
 
 
 def test_what_did_not_compile_has_no_exact_shape() -> None:
@@ -92,7 +115,7 @@ def as_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("as_told")
 def test_the_towers_own_forward_is_timed_at_three_sizes() -> None:
-    found = measure_forward(Forward(), (10, 20, 30, 40, 50))  # type: ignore[arg-type]
+    found = measure_forward(Forward(), (10, 20, 30, 40, 50))
     assert found == MeasuredForward(((10, 10.0), (30, 30.0), (50, 50.0)), 0.0, rows_per_token=4.0)
 
 
@@ -112,14 +135,15 @@ def test_attention_is_timed_at_the_largest_size_that_memory_holds(
 ) -> None:
     tried: list[int] = []
 
-    def attention_cost(forward: Any, tokens: int) -> float:
+    def attention_cost(forward: Any, tokens: int) -> Parts[float]:
         tried.append(tokens)
+        yield
         if tokens > memory:
             raise torch.OutOfMemoryError
         return 0.25
 
     monkeypatch.setattr("fxsplit_encoder.runtime.measure._attention_cost", attention_cost)
-    found = measure_forward(Forward(), (10, 20, 30, 40, 50))  # type: ignore[arg-type]
+    found = measure_forward(Forward(), (10, 20, 30, 40, 50))
     assert tried == timed
     assert (found.attention, found.out_of_memory) == (0.25, ran_out)
     assert [tokens for tokens, _ in found.eager] == [10, 30, 50]
@@ -211,11 +235,11 @@ class OwnCode:
 
 @pytest.mark.usefixtures("as_told")
 def test_attention_of_a_towers_own_code_is_what_one_segment_adds() -> None:
-    found = measure_forward(OwnCode(8), (64, 128, 256, 512, 1024))  # type: ignore[arg-type]
+    found = measure_forward(OwnCode(8), (64, 128, 256, 512, 1024))
     assert found.eager == (), "the ladder times it at every budget"
     assert found.attention == pytest.approx(1e-6)
     assert (found.rows_per_token, found.share, found.runs_share) == (4.0, 1 / 8, 1 / 8)
-    alone = measure_forward(OwnCode(1), (64, 128))  # type: ignore[arg-type]
+    alone = measure_forward(OwnCode(1), (64, 128))
     assert (alone.attention, alone.share) == (0.0, 1.0)
 
 
@@ -228,4 +252,4 @@ def test_attention_that_cannot_be_told_is_left_in_the_prices() -> None:
     for forward in (Refuses(8), Forward(compiled=False)):
         if isinstance(forward, Forward):
             forward.capture_values = lambda budget: {"pixels": torch.ones(budget)}  # type: ignore
-        assert measure_forward(forward, (64, 128)) == MeasuredForward()  # type: ignore[arg-type]
+        assert measure_forward(forward, (64, 128)) == MeasuredForward()

@@ -11,9 +11,10 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 
+from fxsplit_encoder.attention.kernels.ahead import SWITCH
+
 _TRITON_CODE = "fxsplit_encoder.attention.kernels.triton_code"
 _FLASH_CACHE = "flash_attn.cute.cache_utils"
-_FLASH_SWITCH = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 
 
 def compiled_kernels() -> dict[str, bytes]:
@@ -62,7 +63,7 @@ def switch_on_flash_cache() -> None:
     """Has `flash-attn-4` keep what it compiles on disk, unless its user decided otherwise; before it is
     imported.
     """
-    os.environ.setdefault(_FLASH_SWITCH, "1")
+    os.environ.setdefault(SWITCH, "1")
 
 
 def _flash_files() -> dict[str, bytes]:

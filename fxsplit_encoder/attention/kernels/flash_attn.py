@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from fxsplit_encoder.attention.kernels import ahead
 from fxsplit_encoder.attention.kernels.base import AttentionShape, HalfPrecisionKernel, as_batch
 from fxsplit_encoder.kernels.base import capability
 
@@ -123,6 +124,8 @@ class FlashAttention4(HalfPrecisionKernel):
             variant: the arguments that choose how it computes; none: the package chooses.
         """
         cu_queries, cu_keys, max_seqlen = lengths
+        if ahead.is_running():
+            ahead.wait()
         result: Tensor = self.function(
             query,
             key,
@@ -157,5 +160,7 @@ class DenseFlashAttention4(FlashAttention4):
         count = cu_seqlens.shape[0] - 1
         q, k, v = (as_batch(tensor, count).transpose(1, 2) for tensor in (query, key, value))
         out = None if target is None else target.view(q.shape)
+        if ahead.is_running():
+            ahead.wait()
         result: Tensor = self.function(q, k, v, softmax_scale=scale, out=out, **self._variant)[0]
         return result.view(query.shape) if target is None else target

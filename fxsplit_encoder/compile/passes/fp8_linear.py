@@ -113,10 +113,10 @@ def one_like(weight: Tensor) -> Tensor:
 
 def relative_rms(result: Tensor, reference: Tensor) -> float:
     """Root mean square of the difference, over that of the reference: how an error in fp8 is compared with
-    bfloat16's own, both against float32.
+    bfloat16's own, both against float32. 0 where they are equal, if only in being zero.
     """
     difference = (result.double() - reference.double()).square().mean().sqrt()
-    return float(difference / reference.double().square().mean().sqrt())
+    return float(difference / reference.double().square().mean().sqrt()) if difference else 0.0
 
 
 def fp8_linear(module: fx.GraphModule, least_features: int | None = None, kept: Collection[int] = ()) -> int:

@@ -191,3 +191,9 @@ def test_the_relative_error() -> None:
     reference = torch.tensor([3.0, -4.0])
     assert relative_rms(reference * 1.1, reference) == pytest.approx(0.1, rel=1e-5)
     assert relative_rms(reference, reference) == 0.0
+
+
+def test_equal_zeros_have_no_error() -> None:
+    zeros, ones = torch.zeros(2, 3), torch.ones(2, 3)
+    assert relative_rms(zeros, zeros) == relative_rms(ones, ones) == 0
+    assert relative_rms(ones, zeros) == float("inf")

@@ -18,6 +18,7 @@ import torch
 from fxsplit_encoder.capture import BudgetLadder
 from fxsplit_encoder.capture.forward import MeasuredRun
 from fxsplit_encoder.capture.requests import ProgramBody
+from fxsplit_encoder.parts import in_one_go
 from fxsplit_encoder.planning import build_plan
 from fxsplit_encoder.planning.budgets import default_budgets
 from fxsplit_encoder.planning.costs import HOST_MS_PER_BATCH, CostModel, PathCosts
@@ -26,7 +27,7 @@ from fxsplit_encoder.planning.limits import CaptureKey, Limits
 from fxsplit_encoder.planning.plan import Plan
 from fxsplit_encoder.planning.planner import Captured
 from fxsplit_encoder.protocol import EncoderItemSpec
-from fxsplit_encoder.runtime.measure import MeasuredForward, measure_forward
+from fxsplit_encoder.runtime.measure import MeasuredForward, measuring_forward
 
 MAX_ITEMS = 8
 BUDGETS = tuple(default_budgets(64, 8192))
@@ -67,7 +68,7 @@ class Device:
 
 
 class Tower:
-    """What `measure_forward` times: captures are laid out as eight equal images."""
+    """What `measuring_forward` times: captures are laid out as eight equal images."""
 
     device = torch.device("cpu")
 
@@ -142,6 +143,7 @@ class TimedLadder(BudgetLadder):
         return self._device.eager(request.budget, segments)
 
     def _record_all(self, budget: int, request: Any) -> Any:
+        yield
         return {"full": Taken(self._device.replay(budget, self._eight(budget)))}
 
     def _record_single_segment(self, budget: int, request: Any) -> Any:
@@ -153,7 +155,7 @@ def choices(monkeypatch: pytest.MonkeyPatch, device: Device, compiled: bool) -> 
     module = "fxsplit_encoder.runtime.measure"
     monkeypatch.setattr(f"{module}.measure_ms", lambda call, device: float(call()))
     monkeypatch.setattr(f"{module}.measure_run", lambda call, on: MeasuredRun(float(call()), device.host))
-    measured = measure_forward(Tower(device, compiled), BUDGETS)  # type: ignore[arg-type]
+    measured = in_one_go(measuring_forward(Tower(device, compiled), BUDGETS))  # type: ignore[arg-type]
     ladder = TimedLadder(device, measured, compiled)
     for budget in reversed(BUDGETS):
         ladder.capture(budget)

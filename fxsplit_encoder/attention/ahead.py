@@ -1,0 +1,60 @@
+"""Which kernels of a graph's attention are worth compiling before they are called."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, fx
+
+from fxsplit_encoder.attention.choice import KernelChooser, current_chooser
+from fxsplit_encoder.attention.kernels import ahead
+from fxsplit_encoder.attention.kernels.ahead import dismiss
+from fxsplit_encoder.attention.kernels.flash_attn import FlashAttention4
+from fxsplit_encoder.attention.op import dense_attention, varlen_attention
+from fxsplit_encoder.kernels import AUTO
+
+__all__ = ["compile_ahead", "dismiss", "warm_up"]
+
+
+def warm_up(device: torch.device) -> None:
+    """Starts processes for `compile_ahead` where nothing was measured on a device yet; `dismiss` ends those
+    that were not needed.
+    """
+    chooser = current_chooser()
+    if not (_is_settled(chooser) or ahead.why_not(device) or chooser.measurements.table(device)):
+        ahead.warm_up(len(_names(chooser, is_dense=False)), device)
+
+
+def compile_ahead(nodes: Iterable[fx.Node], device: torch.device) -> None:
+    """Begins to compile the kernels that will be compared for the attention among some nodes; none where a
+    setting chooses, or where times of such heads are known and with them the kernels.
+    """
+    chooser = current_chooser()
+    if _is_settled(chooser) or ahead.why_not(device):
+        return
+    table = chooser.measurements.table(device)
+    known = {(shape.dtype, shape.head_dim) for shape, found in table.items() if found.microseconds}
+    wanted: dict[tuple[torch.dtype, int], bool] = {}
+    for node in nodes:
+        if node.target in (varlen_attention, dense_attention):
+            query: Tensor = node.args[0].meta["val"]  # type: ignore[union-attr]
+            of = (query.dtype, query.shape[-1])
+            if of not in known:
+                wanted[of] = wanted.get(of, False) or node.target is dense_attention
+    for (dtype, head_dim), is_dense in wanted.items():
+        ahead.start(_names(chooser, is_dense=is_dense), head_dim, dtype, device)
+
+
+def _is_settled(chooser: KernelChooser) -> bool:
+    return chooser.invariant or any(pin.kernel != AUTO for pin in chooser.pins)
+
+
+def _names(chooser: KernelChooser, *, is_dense: bool) -> list[str]:
+    return [
+        kernel.name
+        for kernel in chooser.measurements.kernels
+        if isinstance(kernel, FlashAttention4)
+        and not kernel.needs_pin
+        and (is_dense or not kernel.needs_equal_segments)
+    ]

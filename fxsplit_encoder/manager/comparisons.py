@@ -1,0 +1,54 @@
+"""Kernels compared between requests, in parts that hold up nobody for long."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+
+import torch
+
+from fxsplit_encoder.kernels import Unmeasured, collecting
+from fxsplit_encoder.parts import Parts, each_within
+
+Around = Callable[[], AbstractContextManager[object]]
+
+
+def compare_between_requests(
+    runs: Parts[None], device: torch.device, *, step: Around, beside: Around
+) -> Iterator[None]:
+    """Compares the kernels of every class of calls that some runs meet, a part each time that it is asked for
+    one.
+
+    A run, and the timing of one kernel on one call, is a step. Checking a kernel's results is none: it may
+    compile the kernel first, for seconds, and other work on the device does not change it.
+
+    Args:
+        runs: a run a part.
+        device: where they are.
+        step: what is around a step.
+        beside: what is around the rest, on this thread, while requests are served.
+    """
+    unmeasured: Unmeasured = {}
+
+    @contextlib.contextmanager
+    def collecting_step() -> Iterator[None]:
+        with step(), collecting(unmeasured):
+            yield
+
+    yield from each_within(collecting_step, runs)
+    is_cuda = device.type == "cuda"
+    # Of its own, so that requests do not queue behind it.
+    stream = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
+    for measurements, shape in unmeasured:
+        parts = measurements.comparing(shape)
+        coming = next(parts, None)
+        while coming is not None:
+            with step() if coming == "time" else beside(), torch.cuda.stream(stream):
+                if is_cuda and coming == "time":
+                    torch.cuda.synchronize(device)  # the device may still be at the request before
+                coming = next(parts, None)
+            yield
+    if is_cuda:
+        # While a capture is open torch frees none of the blocks that it keeps for later.
+        torch.cuda.empty_cache()

@@ -1,0 +1,218 @@
+"""FlashAttention 4 compiled ahead: when, which variants, and by processes that end."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from fxsplit_encoder.attention import KernelChooser, ahead, dense_attention, varlen_attention
+from fxsplit_encoder.attention.choice import Measurements
+from fxsplit_encoder.attention.kernels import KERNELS, flash_attn
+from fxsplit_encoder.attention.kernels import ahead as processes
+from fxsplit_encoder.kernels import choosing, measuring
+
+from .fakes import CUDA, FakeMeter, cumulative, fused_qkv, shape
+
+PACKED = ["flash_attn_4", "flash_attn_4_64x128", "flash_attn_4_128x128"]
+DENSE = ["flash_attn_4_dense", "flash_attn_4_128x128_dense"]
+HOPPER = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def possible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A host on which kernels may be compiled ahead, by a stand-in; where it leaves what was done."""
+    monkeypatch.setenv(processes.SWITCH, "1")
+    monkeypatch.setenv("JOBS_DONE", str(tmp_path))
+    monkeypatch.setattr(processes, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(processes, "processors", lambda device: 132)
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    monkeypatch.setattr(metadata, "version", lambda package: "4.0")
+    monkeypatch.setattr(processes, "_MODULE", "tests.attention.ahead_jobs")
+    monkeypatch.setattr(processes, "_asked", set())
+    yield tmp_path
+    for each in [*processes._processes]:
+        each.end(0)
+    processes._processes.clear()
+
+
+def done(possible: Path) -> list[str]:
+    return sorted(path.name for path in possible.iterdir())
+
+
+def test_every_condition_has_a_reason(possible: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert processes.why_not(HOPPER) == ""
+    assert "GPU" in processes.why_not(torch.device("cpu"))
+    with monkeypatch.context() as other:
+        other.setattr(processes, "capability", lambda device: (10, 0))
+        assert "GPU" in processes.why_not(HOPPER)
+    with monkeypatch.context() as other:
+        other.setattr(os, "cpu_count", lambda: 2)
+        assert processes.why_not(HOPPER) == "fewer than 4 processors"
+    with monkeypatch.context() as other:
+
+        def missing(package: str) -> str:
+            raise metadata.PackageNotFoundError(package)
+
+        other.setattr(metadata, "version", missing)
+        assert "not installed" in processes.why_not(HOPPER)
+    monkeypatch.delenv(processes.SWITCH)
+    assert processes.why_not(HOPPER) == f"{processes.SWITCH} is not 1"
+    processes.start(["any"], 72, torch.bfloat16, HOPPER)
+    processes.warm_up(3, HOPPER)
+    assert not processes.is_running()
+
+
+def test_what_was_begun_is_waited_for_and_not_begun_again(possible: Path) -> None:
+    for _ in range(2):
+        processes.start(["one", "two"], 72, torch.bfloat16, HOPPER)
+    assert len(processes._processes) == 2
+    processes.wait()
+    assert not processes.is_running() and done(possible) == ["one-72", "two-72"]
+    assert (possible / "one-72").read_text() == "132"
+    processes.start(["one"], 72, torch.bfloat16, HOPPER)
+    assert not processes.is_running()
+    processes.start(["one"], 80, torch.bfloat16, HOPPER)
+    processes.wait()
+    assert done(possible) == ["one-72", "one-80", "two-72"]
+
+
+def test_processes_that_wait_already_are_used_and_the_others_end(possible: Path) -> None:
+    processes.warm_up(2, HOPPER)
+    processes.warm_up(2, HOPPER)
+    first, second = (each.popen for each in processes._processes)
+    processes.start(["one"], 72, torch.bfloat16, HOPPER)
+    ahead.dismiss()
+    assert [each.popen for each in processes._processes] == [first]
+    assert second.returncode is not None
+    processes.wait()
+    assert done(possible) == ["one-72"] and first.returncode == 0
+    processes.warm_up(1, HOPPER)
+    ahead.dismiss()
+    assert not processes.is_running()
+
+
+def test_what_fails_or_takes_too_long_is_said_and_compiled_later(
+    possible: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    processes.start(["fails"], 72, torch.bfloat16, HOPPER)
+    processes.wait()
+    assert "not compiled ahead: [('fails', 72, 'bfloat16')]: RuntimeError: no such tile" in caplog.text
+    monkeypatch.setattr(processes, "_LONGEST_WAIT", 0.1)
+    processes.start(["sleeps"], 72, torch.bfloat16, HOPPER)
+    processes.wait()
+    assert not processes.is_running() and "('sleeps', 72, 'bfloat16')" in caplog.text
+
+
+@pytest.mark.parametrize("kernel", [flash_attn.FlashAttention4(), flash_attn.DenseFlashAttention4()])
+def test_a_call_waits_for_what_is_being_compiled(
+    kernel: flash_attn.FlashAttention4, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log: list[str] = []
+
+    def attend(query: torch.Tensor, *_: Any, **given: Any) -> tuple[torch.Tensor]:
+        log.append("called")
+        return (query,)
+
+    monkeypatch.setattr(type(kernel), "function", attend)
+    monkeypatch.setattr(type(kernel), "function", property(lambda self: attend))
+    monkeypatch.setattr(processes, "is_running", lambda: not log)
+    monkeypatch.setattr(processes, "wait", lambda: log.append("waited"))
+    for _ in range(2):
+        kernel(*fused_qkv(6), cumulative([6]), 6, 1.0)
+    assert log == ["waited", "called", "called"]
+
+
+# --- which
+
+
+@pytest.fixture
+def begun(possible: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], int]]:
+    found: list[tuple[list[str], int]] = []
+    monkeypatch.setattr(processes, "start", lambda names, width, *_: found.append((names, width)))
+    monkeypatch.setattr(processes, "warm_up", lambda number, device: found.append(([], number)))
+    return found
+
+
+def node(target: Any, width: int = 72) -> Any:
+    value = torch.empty(4, 16, width, dtype=torch.bfloat16, device="meta")
+    return SimpleNamespace(target=target, args=[SimpleNamespace(meta={"val": value})])
+
+
+def chooser(attention: str = "auto", **options: Any) -> KernelChooser:
+    return KernelChooser(attention, Measurements(KERNELS, FakeMeter({})), **options)
+
+
+def test_variants_follow_from_the_attention_of_a_graph(begun: list[tuple[list[str], int]]) -> None:
+    other = node(torch.ops.aten.mm.default)
+    with choosing(chooser()):
+        ahead.compile_ahead([other], HOPPER)
+        assert begun == []
+        ahead.compile_ahead([node(varlen_attention), other, node(varlen_attention)], HOPPER)
+        ahead.compile_ahead([node(dense_attention, 64), node(varlen_attention, 80)], HOPPER)
+        ahead.warm_up(HOPPER)
+    assert begun == [(PACKED, 72), ([*PACKED, *DENSE], 64), (PACKED, 80), ([], 3)]
+
+
+@pytest.mark.parametrize("settled", [chooser("torch_flash"), chooser(invariant=True)])
+def test_nothing_is_compiled_where_nothing_is_compared(
+    settled: KernelChooser, begun: list[tuple[list[str], int]]
+) -> None:
+    with choosing(settled):
+        ahead.warm_up(HOPPER)
+        ahead.compile_ahead([node(varlen_attention)], HOPPER)
+    assert begun == []
+
+
+def test_heads_whose_times_are_known_are_left_out(
+    begun: list[tuple[list[str], int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fakes = Measurements(KERNELS, FakeMeter({"torch_flash": 1.0, "flash_attn_4": 2.0}))
+    monkeypatch.setattr(fakes, "candidates", lambda shape: list(KERNELS[:4]))
+    with choosing(KernelChooser(measurements=fakes)), measuring():
+        fakes.find(shape(1024))
+        ahead.warm_up(CUDA)
+        ahead.compile_ahead([node(varlen_attention, 72), node(varlen_attention, 80)], CUDA)
+    assert begun == []  # this device is none that it works on
+    monkeypatch.setattr(processes, "why_not", lambda device: "")
+    with choosing(KernelChooser(measurements=fakes)):
+        ahead.warm_up(CUDA)
+        ahead.compile_ahead([node(varlen_attention, 72), node(varlen_attention, 80)], CUDA)
+    assert begun == [(PACKED, 80)]
+
+
+# --- with the package, which needs no GPU for it
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="flash-attn-4 is not installed")
+def test_what_one_process_compiles_another_loads(tmp_path: Path) -> None:
+    environment = {
+        **os.environ,
+        "CUDA_VISIBLE_DEVICES": "",
+        "FLASH_ATTENTION_ARCH": "sm_90",
+        "CUTE_DSL_ARCH": "sm_90a",
+        "FLASH_ATTENTION_NUM_SMS": "132",
+        processes.SWITCH: "1",
+        "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": str(tmp_path),
+    }
+    module = "fxsplit_encoder.attention.kernels.ahead_process"
+    never = f"import cutlass.cute, {module} as m; cutlass.cute.compile = None; m.main([input()])"
+    for command in (["-m", module], ["-c", never]):
+        subprocess.run(
+            [sys.executable, *command],
+            env=environment,
+            input='["flash_attn_4_64x128", 72, "bfloat16"]\n',
+            text=True,
+            check=True,
+        )
+        assert len([*tmp_path.rglob("*.o")]) == 1

@@ -1,0 +1,58 @@
+"""What processes without a device compile of FlashAttention 4 is what this device loads and runs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fxsplit_encoder.attention.kernels import KERNELS, ahead
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+
+SCRIPT = """
+import time, sys
+from pathlib import Path
+import torch
+from fxsplit_encoder.attention.kernels import KERNELS, ahead
+from fxsplit_encoder.attention.kernels.generic import PerSegment
+
+names, device = ["flash_attn_4", "flash_attn_4_64x128", "flash_attn_4_dense"], torch.device("cuda", 0)
+begin = time.perf_counter()
+ahead.warm_up(3, device)
+ahead.start(names, 72, torch.bfloat16, device)
+ahead.wait()
+print("compiled ahead in", time.perf_counter() - begin)
+import cutlass.cute as cute
+cute.compile = None  # nothing is left to compile
+query, key, value = torch.randn(512, 3, 16, 72, device=device).bfloat16().unbind(1)
+lengths = torch.tensor([0, 512], dtype=torch.int32, device=device)
+expected = PerSegment()(query.float(), key.float(), value.float(), lengths, 512, 72**-0.5)
+for kernel in KERNELS:
+    if kernel.name in names:
+        begin = time.perf_counter()
+        found = kernel(query, key, value, lengths, 512, 72**-0.5)
+        torch.cuda.synchronize()
+        print(kernel.name, "first call", time.perf_counter() - begin)
+        torch.testing.assert_close(found.float(), expected, rtol=0.05, atol=0.02)
+"""
+
+
+def test_what_is_compiled_ahead_is_loaded_and_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda", 0)
+    kernel = next(each for each in KERNELS if each.name == "flash_attn_4")
+    if (reason := kernel.unavailable_reason(device)) is not None:
+        pytest.skip(reason)
+    monkeypatch.setenv(ahead.SWITCH, "1")
+    if reason := ahead.why_not(device):
+        pytest.skip(reason)
+    environment = {**os.environ, "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": str(tmp_path)}
+    ran = subprocess.run(
+        [sys.executable, "-c", SCRIPT], env=environment, text=True, stdout=subprocess.PIPE, check=True
+    )
+    print(ran.stdout)
+    assert len([*tmp_path.rglob("*.o")]) == 3

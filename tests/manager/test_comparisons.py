@@ -1,0 +1,139 @@
+"""Kernels are compared between requests in parts: a part is one run, one check or one timing."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from fxsplit_encoder.attention import KernelChooser
+from fxsplit_encoder.attention.choice import Measurements
+from fxsplit_encoder.attention.kernels import AttentionShape
+from fxsplit_encoder.attention.measure import AttentionMeter
+from fxsplit_encoder.kernels import is_measuring, measuring
+from fxsplit_encoder.manager.comparisons import compare_between_requests
+from fxsplit_encoder.parts import Parts, in_one_go
+from tests.attention.fakes import FakeKernel
+
+CPU = torch.device("cpu")
+CAPTURED = AttentionShape(CPU, torch.bfloat16, 2, 8, 48, 24, 4)
+KNOWN = AttentionShape(CPU, torch.bfloat16, 2, 8, 64, 64, 1, host_lengths=True)
+
+
+class Scene:
+    """Kernels and a clock that log what they do, and contexts that log where."""
+
+    def __init__(self) -> None:
+        self.where = "outside"
+        self.log: list[tuple[str, str]] = []
+
+        def kernel(name: str) -> FakeKernel:
+            def note(out: torch.Tensor) -> torch.Tensor:
+                self.log.append((name, self.where))
+                return out
+
+            return FakeKernel(name, change=note)
+
+        def clock(call: Callable[[], object], shape: AttentionShape) -> float:
+            self.log.append(("clock", self.where))
+            return 7.0
+
+        class Everywhere(AttentionMeter):
+            def can_measure(self, device: torch.device) -> bool:
+                return True
+
+        self.chooser = KernelChooser(
+            measurements=Measurements([kernel("one"), kernel("two")], Everywhere(clock))
+        )
+
+    @contextlib.contextmanager
+    def at(self, where: str) -> Iterator[None]:
+        self.where = where
+        try:
+            yield
+        finally:
+            self.where = "outside"
+
+    def runs(self, *shapes: AttentionShape) -> Parts[None]:
+        for shape in shapes:
+            assert self.where == "step"
+            self.chooser.ranking(shape)
+            assert not self.log, "a run measures nothing"
+            yield
+
+    def work(self, *shapes: AttentionShape) -> Iterator[None]:
+        return compare_between_requests(
+            self.runs(*shapes), CPU, step=lambda: self.at("step"), beside=lambda: self.at("beside")
+        )
+
+
+def table(scene: Scene, *shapes: AttentionShape) -> Any:
+    return scene.chooser.measurements.table(CPU)
+
+
+def test_a_step_is_one_run_or_one_timing_and_checks_are_none() -> None:
+    scene = Scene()
+    log = scene.log
+    parts = []
+    for _ in scene.work(CAPTURED, KNOWN, CAPTURED):
+        assert scene.where == "outside" and not is_measuring()
+        scene.chooser.ranking(CAPTURED)  # a request that comes in between measures nothing
+        parts.append(tuple(log))
+        log.clear()
+    timings = [part for part in parts if any(what == "clock" for what, _ in part)]
+    # Two kernels: of the captured class on two calls, of the known ones on one segment, four and sixteen.
+    assert timings == [(("clock", "step"),)] * (2 * 2 + 2 * 3)
+    checks = [part for part in parts if part and part not in timings]
+    assert all(len({what for what, _ in part}) == 1 for part in checks), "one kernel a part"
+    assert {where for part in checks for _, where in part} == {"beside"}
+
+
+def test_what_is_found_is_what_a_capture_would_have_found() -> None:
+    scene, at_once = Scene(), Scene()
+    for _ in scene.work(CAPTURED, KNOWN):
+        pass
+    with measuring():
+        for shape in (CAPTURED, KNOWN):
+            at_once.chooser.ranking(shape)
+    assert table(scene) == table(at_once) and len(table(scene)) == 7
+    with measuring():
+        log = len(scene.log)
+        for shape in (CAPTURED, KNOWN):
+            scene.chooser.ranking(shape)
+    assert len(scene.log) == log, "nothing is left to compare"
+
+
+def test_what_is_known_already_is_not_compared() -> None:
+    scene = Scene()
+    with measuring():
+        scene.chooser.ranking(KNOWN)
+    known = len(scene.log)
+    assert known
+    scene.log.clear()
+    assert [None for _ in scene.work(KNOWN)] == [None], "the run alone"
+    assert not scene.log
+
+
+def test_memory_that_runs_out_leaves_a_class_without_a_choice() -> None:
+    scene = Scene()
+    meter = scene.chooser.measurements.meter
+
+    def none_left(shape: AttentionShape) -> Any:
+        raise torch.OutOfMemoryError("none left")
+
+    meter.examples = none_left  # type: ignore[method-assign]
+    for _ in scene.work(CAPTURED):
+        pass
+    (found,) = table(scene).values()
+    assert not found.microseconds and not found.rejected
+
+
+def test_parts_return_what_the_work_returns() -> None:
+    def work() -> Parts[int]:
+        yield
+        yield
+        return 3
+
+    assert in_one_go(work()) == 3
