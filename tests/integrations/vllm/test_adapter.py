@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -246,6 +247,15 @@ def test_what_no_runner_reads_is_vllms(make: Callable[..., Any]) -> None:
         manager.nothing_of_the_kind  # noqa: B018
     with pytest.raises(AttributeError):
         type(manager).__new__(type(manager)).__deepcopy__  # noqa: B018
+
+
+def test_without_what_a_manager_imports_vllms_own_is_made(
+    make: Callable[..., Any], vllm: FakeVllm, monkeypatch: pytest.MonkeyPatch, warnings_of_plugin: list[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, adapter.__name__, None)
+    assert type(make()) is vllm.manager.vllm_class
+    (warning,) = warnings_of_plugin
+    assert "could not be imported" in warning
 
 
 def test_settings_that_do_not_suit_the_model_leave_it_to_vllm(
