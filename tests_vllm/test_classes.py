@@ -27,6 +27,7 @@ class Served:
     """A model and the manager that vLLM's runner would have."""
 
     tiny: Tiny
+    vllm_config: Any
     model: Any
     manager: VllmEncoderManager
 
@@ -48,7 +49,11 @@ class Served:
         return stats["graph_hits"], stats["graph_hits"] + stats["graph_misses"]
 
 
-def serve(tiny: Tiny, compiles: bool) -> Iterator[Served]:
+AS_IT_IS = PluginSettings()
+COMPILED = PluginSettings(EncoderConfig(piece_compiler="eager"))
+
+
+def serve(tiny: Tiny, settings: PluginSettings) -> Iterator[Served]:
     from vllm.model_executor.custom_op import op_registry_oot
     from vllm.model_executor.layers.attention.mm_encoder_attention import MMEncoderAttention
     from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
@@ -59,10 +64,9 @@ def serve(tiny: Tiny, compiles: bool) -> Iterator[Served]:
         "encoder_cudagraph_max_vision_items_per_batch": tiny.items,
         "encoder_cudagraph_max_frames_per_batch": tiny.frames,
     }
-    settings = PluginSettings(EncoderConfig(piece_compiler="eager")) if compiles else PluginSettings()
     adapter = make_adapter(EncoderCudaGraphManager, settings)
     with pytest.MonkeyPatch.context() as patch, tiny.small():
-        if compiles:
+        if settings.encoder.compile:
             patch.setitem(op_registry_oot, "MMEncoderAttention", split_attention(MMEncoderAttention))
             patch.setitem(op_registry_oot, "ApplyRotaryEmb", rotary_of_a_gpu())
             install_relative_positions()
@@ -74,7 +78,7 @@ def serve(tiny: Tiny, compiles: bool) -> Iterator[Served]:
             manager.capture(graph_pool=None)
         assert manager.manager is not None
         assert manager.is_captured()
-        yield Served(tiny, model, manager)
+        yield Served(tiny, config, model, manager)
         manager.clear()
 
 
@@ -100,13 +104,13 @@ def of_this_version(name: str) -> Tiny:
 @pytest.fixture(params=TINY, scope="module")
 def as_it_is(request: pytest.FixtureRequest) -> Iterator[Served]:
     """Captured without compiling, with vLLM's attention."""
-    yield from serve(of_this_version(request.param), compiles=False)
+    yield from serve(of_this_version(request.param), AS_IT_IS)
 
 
 @pytest.fixture(params=TINY, scope="module")
 def compiled(request: pytest.FixtureRequest) -> Iterator[Served]:
     """Compiled, with this library's attention."""
-    yield from serve(of_this_version(request.param), compiles=True)
+    yield from serve(of_this_version(request.param), COMPILED)
 
 
 def batches(tiny: Tiny) -> list[tuple[str, list[Any]]]:

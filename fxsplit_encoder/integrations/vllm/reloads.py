@@ -6,7 +6,7 @@ import functools
 import weakref
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.graph import increment_version
 
 
@@ -27,12 +27,8 @@ def note_reloads(model: nn.Module) -> None:
         try:
             return load(*args, **kwargs)
         finally:
-            for parameter in filter(_has_version, (reference() for reference in parameters)):
-                increment_version(parameter)
+            now = (reference() for reference in parameters)
+            increment_version([parameter for parameter in now if parameter is not None])
 
     load_weights.notes_reloads = True  # type: ignore[attr-defined]
     model.load_weights = load_weights  # type: ignore[assignment]
-
-
-def _has_version(parameter: Tensor | None) -> bool:
-    return parameter is not None and not parameter.is_inference()

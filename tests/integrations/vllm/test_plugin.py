@@ -163,11 +163,12 @@ from fxsplit_encoder.integrations.vllm.plugin import register
 register()
 new = set(sys.modules) - before
 print(vllm.manager.__module__)
-print(*(name for name in sorted(new) if name.startswith(("torch._dynamo", "torch._inductor", "sympy", "transformers"))))
+heavy = ("torch._dynamo", "torch._inductor", "sympy", "transformers")
+print(*(name for name in sorted(new) if name.startswith(heavy)))
 print(*sorted({".".join(name.split(".")[:3]) for name in new if name.startswith("fxsplit_encoder.")}))
 """
-LIGHT = {"config", "errors", "integrations", "integrations.vllm", "messages", "planning", "protocol", "version"}
-LIGHT |= {"settings_file", "settings_model"}
+LIGHT = {"config", "errors", "integrations", "integrations.vllm", "messages", "planning", "protocol"}
+LIGHT |= {"settings_file", "settings_model", "version"}
 COMPILING = {"_torch", "attention", "kernels"}
 
 

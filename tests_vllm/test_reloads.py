@@ -1,0 +1,54 @@
+"""New weights by vLLM's own reloading, into an encoder that is captured with padded weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from fxsplit_encoder import EncoderConfig
+from fxsplit_encoder.integrations.vllm.settings import PluginSettings
+from tests_vllm.test_classes import Served, serve
+from tests_vllm.tiny import TINY
+
+QWEN = TINY["Qwen3-VL"]
+WIDTH = 120
+"""Of MLPs; padded to 128."""
+
+
+def padded() -> Any:
+    config = {**QWEN.config, "vision_config": {**QWEN.config["vision_config"], "intermediate_size": WIDTH}}
+    return dataclasses.replace(QWEN, config=config)
+
+
+def reload(served: Served, weights: dict[str, torch.Tensor]) -> None:
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.reload.inplace import reload_weights
+
+    config = served.vllm_config
+    with set_current_vllm_config(config), torch.inference_mode():
+        reload_weights(config, served.model, iter(weights.items()), None, is_checkpoint_format=True)
+
+
+def test_captures_use_what_vllm_reloads() -> None:
+    settings = PluginSettings(EncoderConfig(piece_compiler="eager", passes=("pad_mlp_width",)))
+    for served in serve(padded(), settings):
+        manager = served.manager.manager
+        assert manager is not None
+        program = manager.paths["default"].program
+        assert program is not None
+        assert program.program.derived.recipes
+        addresses = [parameter.data_ptr() for parameter in served.model.parameters()]
+        before = served.compare("image", [(1, 8, 8)])
+        new = {
+            name: (torch.randn_like(value) * 0.1 if "mlp" in name else value.clone())
+            for name, value in served.model.named_parameters()
+        }
+        reload(served, new)
+        after = served.compare("image", [(1, 8, 8)])
+        assert [parameter.data_ptr() for parameter in served.model.parameters()] == addresses
+        for (got, expected), (old, _) in zip(after, before, strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
+            assert not torch.allclose(got, old, rtol=0.01)
+        assert served.hits == (2, 2)
