@@ -13,6 +13,7 @@ import torch
 from fxsplit_encoder import EncoderConfig
 from fxsplit_encoder.integrations.vllm.adapter import VllmEncoderManager, make_adapter
 from fxsplit_encoder.integrations.vllm.attention import split_attention
+from fxsplit_encoder.integrations.vllm.input_norm import traceable_input_norm
 from fxsplit_encoder.integrations.vllm.relative_positions import install_relative_positions
 from fxsplit_encoder.integrations.vllm.rotary import traceable_rotary
 from fxsplit_encoder.integrations.vllm.settings import PluginSettings
@@ -70,7 +71,10 @@ def serve(tiny: Tiny, settings: PluginSettings) -> Iterator[Served]:
             patch.setitem(op_registry_oot, "MMEncoderAttention", split_attention(MMEncoderAttention))
             patch.setitem(op_registry_oot, "ApplyRotaryEmb", rotary_of_a_gpu())
             install_relative_positions()
-        config = engine.engine_config(tiny.config, tiny.sources(), compilation_config=compilation)
+            patch.setitem(op_registry_oot, "FusedMMInputNorm", input_norm_of_a_gpu())
+        config = engine.engine_config(
+            tiny.config, tiny.sources(), tiny.processor, compilation_config=compilation
+        )
         model = engine.build(config)
         tiny.adjust(model)
         with torch.inference_mode(), engine.as_a_gpu_captures():
@@ -92,6 +96,19 @@ def rotary_of_a_gpu() -> type:
             return forward(x, cos, sin)
 
     return RotaryOfGpu
+
+
+def input_norm_of_a_gpu() -> type:
+    """The same of raw pixels."""
+    from vllm.model_executor.layers.fusion.mm_input_norm import FusedMMInputNorm
+
+    class InputNormOfGpu(traceable_input_norm(FusedMMInputNorm)):  # type: ignore[misc]
+        def forward_cpu(self, pixel_values: torch.Tensor, visual_dtype: torch.dtype) -> torch.Tensor:
+            compiles = torch.compiler.is_compiling()
+            forward = self.forward_cuda if compiles else self.forward_native
+            return forward(pixel_values, visual_dtype)
+
+    return InputNormOfGpu
 
 
 def of_this_version(name: str) -> Tiny:
@@ -164,3 +181,17 @@ def test_relative_positions_are_traced_without_the_kernel() -> None:
     with torch.no_grad():
         traced = torch.compile(layer, backend="eager", fullgraph=True)(x)
         torch.testing.assert_close(traced, layer(x))  # on a CPU without it too
+
+
+@pytest.mark.skipif((0, 32) > VERSION, reason="asks for a whole processor")
+def test_bytes_are_normalized_without_the_kernel_in_traces() -> None:
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.layers.fusion.mm_input_norm import FusedMMInputNorm
+
+    config = engine.engine_config(TINY["Qwen3-VL, bytes"].config)
+    pixels = torch.randint(0, 256, (8, 96), dtype=torch.uint8)
+    with set_current_vllm_config(config):
+        layer: Any = traceable_input_norm(FusedMMInputNorm)([0.4] * 3, [0.2] * 3, 1 / 255)
+        own = FusedMMInputNorm([0.4] * 3, [0.2] * 3, 1 / 255)
+    traced = torch.compile(layer.forward_cuda, backend="eager", fullgraph=True)(pixels, torch.bfloat16)
+    assert torch.equal(traced, own.forward_native(pixels, torch.bfloat16))

@@ -23,12 +23,18 @@ def padded() -> Any:
 
 
 def reload(served: Served, weights: dict[str, torch.Tensor]) -> None:
+    """What vLLM's `reload_weights` does, whose place is another in each version."""
     from vllm.config import set_current_vllm_config
-    from vllm.model_executor.model_loader.reload.inplace import reload_weights
+    from vllm.model_executor.model_loader.reload import (
+        finalize_layerwise_reload,
+        initialize_layerwise_reload,
+    )
 
     config = served.vllm_config
     with set_current_vllm_config(config), torch.inference_mode():
-        reload_weights(config, served.model, iter(weights.items()), None, is_checkpoint_format=True)
+        initialize_layerwise_reload(served.model)
+        served.model.load_weights(iter(weights.items()))
+        finalize_layerwise_reload(served.model, config.model_config)
 
 
 def test_captures_use_what_vllm_reloads() -> None:

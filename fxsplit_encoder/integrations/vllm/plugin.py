@@ -64,12 +64,14 @@ def _install(settings: PluginSettings) -> str | None:
 def install_layers() -> str | None:
     """What keeps the encoders that vLLM builds from being traced; None: they can be."""
     from fxsplit_encoder.integrations.vllm.attention import install_attention
+    from fxsplit_encoder.integrations.vllm.input_norm import install_input_norm
     from fxsplit_encoder.integrations.vllm.relative_positions import install_relative_positions
     from fxsplit_encoder.integrations.vllm.rotary import install_rotary
 
     problem = install_rotary() or install_attention()
     if problem is None:
         install_relative_positions()
+        install_input_norm()
     return problem
 
 

@@ -104,7 +104,7 @@ def _broken(vllm: FakeVllm) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (_older, "its version is before 0.32"),
+        (_older, "its version is before 0.31"),
         (_new_method, "prefetch"),
         (_new_parameter, r"EncoderCudaGraphManager.execute takes \(mm_kwargs, stream\)"),
         (_protocol_changed, r"encoder_cudagraph_forward takes \(inputs, metadata\)"),
