@@ -8,17 +8,21 @@ from typing import Any
 import torch
 
 from fxsplit_encoder import EncoderConfig
+from fxsplit_encoder.integrations.vllm.adapter import _derived_bytes
 from fxsplit_encoder.integrations.vllm.settings import PluginSettings
 from tests_vllm.test_classes import Served, serve
-from tests_vllm.tiny import TINY
+from tests_vllm.tiny import TINY, VISION, WIDTH
 
 QWEN = TINY["Qwen3-VL"]
-WIDTH = 120
-"""Of MLPs; padded to 128."""
+MLP_WIDTH, WIDTH_OF_TILES = 120, 128
+"""Of the MLPs of the tower, and of the padded ones."""
 
 
 def padded() -> Any:
-    config = {**QWEN.config, "vision_config": {**QWEN.config["vision_config"], "intermediate_size": WIDTH}}
+    config = {
+        **QWEN.config,
+        "vision_config": {**QWEN.config["vision_config"], "intermediate_size": MLP_WIDTH},
+    }
     return dataclasses.replace(QWEN, config=config)
 
 
@@ -45,6 +49,8 @@ def test_captures_use_what_vllm_reloads() -> None:
         program = manager.paths["default"].program
         assert program is not None
         assert program.program.derived.recipes
+        padded_weights = 2 * VISION["depth"] * WIDTH_OF_TILES * WIDTH + VISION["depth"] * WIDTH_OF_TILES
+        assert _derived_bytes(manager) == 4 * padded_weights
         addresses = [parameter.data_ptr() for parameter in served.model.parameters()]
         before = served.compare("image", [(1, 8, 8)])
         new = {

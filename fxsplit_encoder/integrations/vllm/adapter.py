@@ -153,6 +153,12 @@ class VllmEncoderManager:
         manager.capture()
         if manager.model_config.modalities and not manager.can_replay():
             raise CaptureError("; ".join(manager.reports) or "no budget could be captured")
+        if (num_bytes := _derived_bytes(manager)) > 0:
+            logger.info(
+                "passes keep %d MiB of weights in another form, in memory that vLLM's measurement of graphs "
+                "has no part of",
+                num_bytes >> 20,
+            )
 
     def clear(self) -> None:
         """Releases every capture; `capture` may be called again."""
@@ -215,6 +221,12 @@ def _note_bounds(manager: EncoderCudaGraphManager) -> None:
             for budget in {path.budgets[0], path.budgets[-1]} if path.budgets else ():
                 with contextlib.suppress(InputError):
                     path.forward(path.forward.capture_values(budget))
+
+
+def _derived_bytes(manager: EncoderCudaGraphManager) -> int:
+    """Memory of weights in another form, which is known once passes have run."""
+    programs = (path.program for path in manager.paths_by_key.values())
+    return sum(program.program.derived.num_bytes for program in programs if program is not None)
 
 
 def _is_profiling() -> bool:

@@ -86,6 +86,23 @@ def test_without_compiling_the_tower_is_captured_as_it_is(make: Callable[..., An
     assert {each.mode for each in manager.manager.budget_graphs["default"].values()} == {"full"}
 
 
+@pytest.mark.parametrize(("num_bytes", "said"), [(0, False), (5 << 20, True)])
+def test_weights_that_passes_keep_are_named_with_their_size(
+    num_bytes: int,
+    said: bool,
+    make: Callable[..., Any],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Since vLLM's measurement of graphs has no part of them."""
+    caplog.set_level("INFO", adapter.logger.name)
+    manager = make()
+    assert adapter._derived_bytes(manager.manager) == 0
+    monkeypatch.setattr(adapter, "_derived_bytes", lambda manager: num_bytes)
+    manager.capture()
+    assert ("passes keep 5 MiB of weights" in caplog.text) == said
+
+
 def test_captures_that_vllm_throws_away_only_take_memory(
     make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, make_batch: Any
 ) -> None:
