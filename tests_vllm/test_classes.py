@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from fxsplit_encoder import EncoderConfig
+from fxsplit_encoder.compile.passes import DEFAULT_PASSES
 from fxsplit_encoder.integrations.vllm.adapter import VllmEncoderManager, make_adapter
 from fxsplit_encoder.integrations.vllm.attention import split_attention
 from fxsplit_encoder.integrations.vllm.input_norm import traceable_input_norm
@@ -51,7 +52,8 @@ class Served:
 
 
 AS_IT_IS = PluginSettings()
-COMPILED = PluginSettings(EncoderConfig(piece_compiler="eager"))
+# Rewritten as on a GPU.
+COMPILED = PluginSettings(EncoderConfig(piece_compiler="eager", passes=DEFAULT_PASSES["cuda"]))
 
 
 def serve(tiny: Tiny, settings: PluginSettings) -> Iterator[Served]:
