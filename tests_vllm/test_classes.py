@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from fxsplit_encoder import EncoderConfig
+from fxsplit_encoder.compile.passes import DEFAULT_PASSES
 from fxsplit_encoder.integrations.vllm.adapter import VllmEncoderManager, make_adapter
 from fxsplit_encoder.integrations.vllm.attention import split_attention
+from fxsplit_encoder.integrations.vllm.input_norm import traceable_input_norm
 from fxsplit_encoder.integrations.vllm.relative_positions import install_relative_positions
 from fxsplit_encoder.integrations.vllm.rotary import traceable_rotary
 from fxsplit_encoder.integrations.vllm.settings import PluginSettings
@@ -27,6 +29,7 @@ class Served:
     """A model and the manager that vLLM's runner would have."""
 
     tiny: Tiny
+    vllm_config: Any
     model: Any
     manager: VllmEncoderManager
 
@@ -48,7 +51,12 @@ class Served:
         return stats["graph_hits"], stats["graph_hits"] + stats["graph_misses"]
 
 
-def serve(tiny: Tiny, compiles: bool) -> Iterator[Served]:
+AS_IT_IS = PluginSettings()
+# Rewritten as on a GPU.
+COMPILED = PluginSettings(EncoderConfig(piece_compiler="eager", passes=DEFAULT_PASSES["cuda"]))
+
+
+def serve(tiny: Tiny, settings: PluginSettings) -> Iterator[Served]:
     from vllm.model_executor.custom_op import op_registry_oot
     from vllm.model_executor.layers.attention.mm_encoder_attention import MMEncoderAttention
     from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
@@ -59,14 +67,16 @@ def serve(tiny: Tiny, compiles: bool) -> Iterator[Served]:
         "encoder_cudagraph_max_vision_items_per_batch": tiny.items,
         "encoder_cudagraph_max_frames_per_batch": tiny.frames,
     }
-    settings = PluginSettings(EncoderConfig(piece_compiler="eager")) if compiles else PluginSettings()
     adapter = make_adapter(EncoderCudaGraphManager, settings)
     with pytest.MonkeyPatch.context() as patch, tiny.small():
-        if compiles:
+        if settings.encoder.compile:
             patch.setitem(op_registry_oot, "MMEncoderAttention", split_attention(MMEncoderAttention))
             patch.setitem(op_registry_oot, "ApplyRotaryEmb", rotary_of_a_gpu())
             install_relative_positions()
-        config = engine.engine_config(tiny.config, tiny.sources(), compilation_config=compilation)
+            patch.setitem(op_registry_oot, "FusedMMInputNorm", input_norm_of_a_gpu())
+        config = engine.engine_config(
+            tiny.config, tiny.sources(), tiny.processor, compilation_config=compilation
+        )
         model = engine.build(config)
         tiny.adjust(model)
         with torch.inference_mode(), engine.as_a_gpu_captures():
@@ -74,7 +84,7 @@ def serve(tiny: Tiny, compiles: bool) -> Iterator[Served]:
             manager.capture(graph_pool=None)
         assert manager.manager is not None
         assert manager.is_captured()
-        yield Served(tiny, model, manager)
+        yield Served(tiny, config, model, manager)
         manager.clear()
 
 
@@ -90,6 +100,19 @@ def rotary_of_a_gpu() -> type:
     return RotaryOfGpu
 
 
+def input_norm_of_a_gpu() -> type:
+    """The same of raw pixels."""
+    from vllm.model_executor.layers.fusion.mm_input_norm import FusedMMInputNorm
+
+    class InputNormOfGpu(traceable_input_norm(FusedMMInputNorm)):  # type: ignore[misc]
+        def forward_cpu(self, pixel_values: torch.Tensor, visual_dtype: torch.dtype) -> torch.Tensor:
+            compiles = torch.compiler.is_compiling()
+            forward = self.forward_cuda if compiles else self.forward_native
+            return forward(pixel_values, visual_dtype)
+
+    return InputNormOfGpu
+
+
 def of_this_version(name: str) -> Tiny:
     tiny = TINY[name]
     if VERSION < tiny.since:
@@ -100,13 +123,13 @@ def of_this_version(name: str) -> Tiny:
 @pytest.fixture(params=TINY, scope="module")
 def as_it_is(request: pytest.FixtureRequest) -> Iterator[Served]:
     """Captured without compiling, with vLLM's attention."""
-    yield from serve(of_this_version(request.param), compiles=False)
+    yield from serve(of_this_version(request.param), AS_IT_IS)
 
 
 @pytest.fixture(params=TINY, scope="module")
 def compiled(request: pytest.FixtureRequest) -> Iterator[Served]:
     """Compiled, with this library's attention."""
-    yield from serve(of_this_version(request.param), compiles=True)
+    yield from serve(of_this_version(request.param), COMPILED)
 
 
 def batches(tiny: Tiny) -> list[tuple[str, list[Any]]]:
@@ -160,3 +183,17 @@ def test_relative_positions_are_traced_without_the_kernel() -> None:
     with torch.no_grad():
         traced = torch.compile(layer, backend="eager", fullgraph=True)(x)
         torch.testing.assert_close(traced, layer(x))  # on a CPU without it too
+
+
+@pytest.mark.skipif((0, 32) > VERSION, reason="asks for a whole processor")
+def test_bytes_are_normalized_without_the_kernel_in_traces() -> None:
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.layers.fusion.mm_input_norm import FusedMMInputNorm
+
+    config = engine.engine_config(TINY["Qwen3-VL, bytes"].config)
+    pixels = torch.randint(0, 256, (8, 96), dtype=torch.uint8)
+    with set_current_vllm_config(config):
+        layer: Any = traceable_input_norm(FusedMMInputNorm)([0.4] * 3, [0.2] * 3, 1 / 255)
+        own = FusedMMInputNorm([0.4] * 3, [0.2] * 3, 1 / 255)
+    traced = torch.compile(layer.forward_cuda, backend="eager", fullgraph=True)(pixels, torch.bfloat16)
+    assert torch.equal(traced, own.forward_native(pixels, torch.bfloat16))

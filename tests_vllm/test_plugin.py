@@ -10,7 +10,7 @@ import pytest
 import vllm
 
 from fxsplit_encoder.integrations.vllm import plugin
-from fxsplit_encoder.integrations.vllm.adapter import VllmEncoderManager
+from fxsplit_encoder.integrations.vllm.stand_in import StandIn
 from tests_vllm.record import RECORDED, record
 
 
@@ -28,10 +28,10 @@ def test_both_runners_get_this_librarys_manager(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(module, "EncoderCudaGraphManager", original)
     for _ in range(2):
         plugin.register()
-        adapter = encoder_cudagraph.EncoderCudaGraphManager
-        assert issubclass(adapter, VllmEncoderManager)
-        assert adapter.vllm_class is original
-        assert interface.EncoderCudaGraphManager is adapter
+        stand_in = encoder_cudagraph.EncoderCudaGraphManager
+        assert issubclass(stand_in, StandIn)
+        assert stand_in.vllm_class is original
+        assert interface.EncoderCudaGraphManager is stand_in
 
 
 LOADED = """

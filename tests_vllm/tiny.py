@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -44,6 +44,8 @@ MROPE = {"rope_type": "default", "type": "mrope", "mrope_section": [2, 3, 3]}
 IDS = dict(image_token_id=250, video_token_id=251, vision_start_token_id=252, vision_end_token_id=253)
 
 QWEN = Grids(3 * 2 * PATCH**2)
+RAW_QWEN = Grids(QWEN.features, raw=True)
+NORMALIZED = dict(do_normalize=True, do_rescale=True, image_mean=[0.4, 0.5, 0.6], image_std=[0.2, 0.3, 0.4])
 IMAGES = [[(1, 8, 8)], [(1, 4, 8), (1, 8, 8), (1, 16, 8)], [(1, 2, 4)] * 6]
 VIDEOS = [[(2, 8, 8)], [(2, 8, 8), (3, 8, 4)]]
 TOO_LARGE = [(1, 32, 32)]
@@ -76,7 +78,9 @@ class Tiny:
     """Why it is not compiled; empty if it is."""
     eager_by_vllm: bool = False
     """Whether it has no eager forward for what captures do not hold: `embed_multimodal` is left."""
-    since: tuple[int, int] = (0, 32)
+    processor: dict[str, Any] | None = None
+    """Of one that leaves it to the model to normalize pixels, as vLLM's does for Qwen's classes."""
+    since: tuple[int, int] = (0, 31)
     """The first version that captures it."""
 
     def sources(self) -> str:
@@ -536,3 +540,12 @@ TINY: dict[str, Tiny] = {
         small=one_hot_of_a_gpu,
     ),
 }
+
+TINY["Qwen3-VL, bytes"] = replace(
+    TINY["Qwen3-VL"],
+    inputs=RAW_QWEN,
+    processor=NORMALIZED,
+    videos=[],
+    eager=[("image", TOO_LARGE)],
+    since=(0, 32),
+)

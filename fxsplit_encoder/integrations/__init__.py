@@ -1,6 +1,4 @@
-"""Other libraries' models, served by captures in place; and what is done alike with all that serves."""
+"""Other libraries' models, served by captures in place; and what is done alike with all that serves.
 
-from fxsplit_encoder.integrations.hugging_face import accelerate, restore
-from fxsplit_encoder.integrations.serving import stats, warmup
-
-__all__ = ["accelerate", "restore", "stats", "warmup"]
+Every package here is imported by itself: what one of them needs takes seconds that the others need not pay.
+"""

@@ -22,8 +22,9 @@ class Rehearsal:
     timing anything. For engines that measure the memory of graphs before they give out the rest.
 
     The tower's own code takes at least the memory of intermediate values that its compiled pieces do. What
-    weights take that passes keep in another form (`pad_mlp_width`) is not rehearsed. It takes more than
-    `capture` keeps where `capture` finds that a budget needs no graph, or drops some for `max_graph_bytes`.
+    weights take that passes keep in another form (`pad_mlp_width`, `wide_heads`) is not rehearsed. It takes
+    more than `capture` keeps where `capture` finds that a budget needs no graph, or drops some for
+    `max_graph_bytes`.
 
     Args:
         manager: whose budgets; it is not captured yet, and stays so.

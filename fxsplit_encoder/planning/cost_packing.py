@@ -37,8 +37,8 @@ def pack_by_cost(
         tables: the costs of each path; no batch has more tokens there than its `largest`, and no budget is
             replayed with more segments than it holds.
         capacity: what a batch of `pack_greedy` may have. Of this, a batch here is not replayed with more than
-            `max_items` and `max_frames`, and has no more than `max_items` unless the eager forward is all
-            that serves without a replay, on every path.
+            `max_items` and `max_frames`; with more than `max_items` it runs in the eager forward, if what
+            that costs is known on every path.
         per_batch: the cost that every batch adds.
 
     Returns:
@@ -87,7 +87,7 @@ class _Prices:
         self._per_batch = per_batch
         # A limit that all items together keep is left out: it would cost time at every sum.
         always_held = [table.always_held for _, table in self.paths if table.always_held is not None]
-        self.eager_takes_any = all(table.eager_takes_any for _, table in self.paths)
+        self.knows_eager = all(table.knows_eager for _, table in self.paths)
         """Whether batches of more items than captures hold may be run eagerly."""
         self._limits_frames = sum(loads.frames) > capacity.max_frames
         self._limits_segments = bool(always_held) and sum(loads.segments) > min(always_held)
@@ -115,12 +115,11 @@ class _Prices:
 
     def of_eager_sums(self, sums: NDArray[np.int64]) -> NDArray[np.float64]:
         """The same of batches with more items than captures hold: what they cost eagerly, if known."""
-        if not self.eager_takes_any:
+        if not self.knows_eager:
             return np.full(sums.shape[1:], np.inf)
         costs: NDArray[np.float64] = np.array(self._per_batch)
-        nowhere = np.zeros(sums.shape[1:], dtype=np.bool_)
         for (_, table), tokens in zip(self.paths, sums, strict=False):
-            costs = costs + table.costs(tokens, replayable=nowhere)
+            costs = costs + table.eager_costs(tokens)
         return costs
 
     def of_singles(self) -> tuple[NDArray[np.intp], NDArray[np.float64]]:
@@ -164,7 +163,7 @@ def _cheapest_cut(prices: _Prices, order: list[int], max_items: int) -> tuple[fl
     """The cheapest way to cut the items, in this order, into runs; with its cost."""
     num_items = len(order)
     longest = prices.longest_run()
-    if not prices.eager_takes_any:
+    if not prices.knows_eager:
         longest = min(max_items, longest)
     # Column n holds the sums of the first n items. Runs past the last item have more tokens than any batch.
     before = np.full((len(prices.loads), num_items + longest), _BEYOND_THE_END)

@@ -213,9 +213,9 @@ class PathTable:
         """Whether the cost of a fallback is a time."""
 
     @property
-    def eager_takes_any(self) -> bool:
-        """Whether the eager forward, which takes any number of items, is all that serves without a replay."""
-        return bool(self.path_costs.eager) and not self.path_costs.exact
+    def knows_eager(self) -> bool:
+        """Whether it is known what the eager forward costs, which takes any number of items."""
+        return bool(self.path_costs.eager)
 
     # --- one batch
 
@@ -246,6 +246,10 @@ class PathTable:
             return _UNMEASURED_FALLBACK * (tokens + 1), False
         exact, eager = self.path_costs.exact_curve.at(tokens), self.path_costs.eager_curve.at(tokens)
         return (eager, True) if eager < exact else (exact, False)
+
+    def eager(self, tokens: int) -> float:
+        """The cost of a batch in the eager forward."""
+        return self.path_costs.eager_curve.at(tokens)
 
     def _first_that_holds(self, segments: int) -> int:
         """The position of the first budget from which on every one holds `segments` segments."""
@@ -283,6 +287,12 @@ class PathTable:
             costs[tokens == 0] = 0.0
         return costs
 
+    def eager_costs(self, tokens: NDArray[np.int64]) -> NDArray[np.float64]:
+        """What batches cost in the eager forward; infinite where there are more tokens than it was measured
+        with, for which memory may not do.
+        """
+        return self._eager.take(tokens, mode="clip")
+
     # Each table has an entry for every count from 0 to `largest`, and one more for all counts above.
 
     @functools.cached_property
@@ -306,6 +316,15 @@ class PathTable:
         # An empty batch is no shape to run: where a replay of padding alone serves it, that is taken.
         never = (tokens == 0) | (not self.predicts_fallbacks)
         return np.append(np.where(never, _UNMEASURED_FALLBACK * (tokens + 1), cheaper), np.inf)
+
+    @functools.cached_property
+    def _eager(self) -> NDArray[np.float64]:
+        tokens = np.arange(self.largest + 1)
+        most = self.path_costs.eager[-1][0] if self.path_costs.eager else -1
+        costs = np.where(tokens <= most, self.path_costs.eager_curve(tokens), np.inf)
+        if self.skippable:
+            costs[0] = 0.0
+        return np.append(costs, np.inf)
 
     @functools.cached_property
     def _best(self) -> NDArray[np.float64]:

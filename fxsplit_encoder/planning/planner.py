@@ -167,7 +167,7 @@ class _Path:
         table = self.table
         if tokens == 0 and table.skippable:
             return _SKIPPED
-        milliseconds = table.fallback(tokens)[0] + table.path_costs.attention * pairs if tokens else None
+        milliseconds = table.eager(tokens) + table.path_costs.attention * pairs if tokens else None
         return PathPlan(tokens, None, MissReason.EAGER_IS_FASTER, eager=True, milliseconds=milliseconds)
 
     def _exact_serves(self, tokens: int, below: float) -> bool:

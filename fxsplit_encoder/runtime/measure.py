@@ -81,7 +81,10 @@ class MeasuredForward:
     """The same of the runs at the exact shape, which of a program are on one segment."""
 
     out_of_memory: int | None = None
-    """The output tokens at which memory ran out, and no more were timed."""
+    """The least output tokens at which memory ran out; None: nowhere."""
+
+    eager_host: float = 0.0
+    """Milliseconds that the host needs for the tower's own forward, whatever its size."""
 
     def with_captures(
         self, ladder: BudgetLadder, max_segments: Mapping[int, int], *, compiled: bool
@@ -125,7 +128,9 @@ class MeasuredForward:
             # Whoever serves a tower as it is compares with what its own forward takes, busy host or not.
             if math.isfinite(price := costs.exact_price if compiled else costs.exact)  # else memory ran out
         )
-        eager = tuple((b, self._beside_attention(b, cost, self.share)) for b, cost in self.eager)
+        eager = tuple(
+            (b, max(self.eager_host, self._beside_attention(b, cost, self.share))) for b, cost in self.eager
+        )
         exact = runs if compiled else ()
         if runs and not compiled:  # they were of the tower's own forward
             eager = runs
@@ -173,9 +178,9 @@ def _timing() -> Iterator[None]:
 
 
 def measuring_forward(forward: TimedForward, budgets: Sequence[int]) -> Parts[MeasuredForward]:
-    """Times the tower's own forward at the smallest, the middle and the largest budget, and attention at the
-    largest that memory holds. Of what was not compiled attention alone: the ladder times that forward. A part
-    is what is timed at one size.
+    """Times the tower's own forward from the largest budget down, each time at half the size or less, until
+    the host bounds it: smaller sizes take as long; and attention at the largest that memory holds. Of what
+    was not compiled attention alone: the ladder times that forward. A part is what is timed at one size.
     """
     measure = _measure_compiled if forward.program is not None else _measure_uncompiled
     return each_within(_timing, measure(forward, budgets))
@@ -198,18 +203,27 @@ def _measure_compiled(forward: TimedForward, budgets: Sequence[int]) -> Parts[Me
     eager: list[tuple[int, float]] = []
     attention, rows_per_token, out_of_memory = 0.0, 1.0, None
     share = runs_share = 1.0
-    for budget in sorted({budgets[0], budgets[len(budgets) // 2], budgets[-1]}):
+    host = 0.0
+    most: float = budgets[-1]
+    for budget in reversed(budgets):
+        if budget > most:
+            continue
+        most = budget / 2
         try:
             values = forward.capture_values(budget)
-            eager.append((budget, measure_ms(lambda v=values: forward(v), forward.device)))  # type: ignore[misc]
-            rows = forward.program.tokens(values)
-            if rows is not None:
-                rows_per_token = rows / budget
-                share, runs_share = _shares(forward.program, values, rows)
+            run = measure_run(lambda v=values: forward(v), forward.device)  # type: ignore[misc]
         except InputError:  # the tower has no inputs of this size
             continue
         except torch.OutOfMemoryError:
             out_of_memory = budget
+            continue
+        rows = forward.program.tokens(values)
+        if rows is not None and not eager:
+            rows_per_token = rows / budget
+            share, runs_share = _shares(forward.program, values, rows)
+        eager.insert(0, (budget, run.wall))
+        host = run.host  # of the smallest: behind a long queue the host waits, too
+        if host >= _BOUND_BY_HOST * run.wall:
             break
         yield
     for budget, _ in reversed(eager):
@@ -219,7 +233,7 @@ def _measure_compiled(forward: TimedForward, budgets: Sequence[int]) -> Parts[Me
         except torch.OutOfMemoryError:
             out_of_memory = budget
     return MeasuredForward(
-        tuple(eager), attention, rows_per_token, share, runs_share, out_of_memory=out_of_memory
+        tuple(eager), attention, rows_per_token, share, runs_share, out_of_memory, eager_host=host
     )
 
 

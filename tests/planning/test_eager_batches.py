@@ -1,4 +1,4 @@
-"""Towers that are captured as they are: what their own forward does better than replays."""
+"""What a tower's own forward does better than replays."""
 
 from __future__ import annotations
 
@@ -46,11 +46,28 @@ def test_few_items_are_replayed_where_that_is_quicker() -> None:
     assert [len(batch.indices) for batch in made.batches] == [8, 8]
 
 
-def test_a_tower_that_was_compiled_keeps_to_its_items() -> None:
-    costs = replace(COSTS, exact=COSTS.eager)
+def test_a_program_at_its_exact_shape_keeps_to_the_items_of_captures() -> None:
+    fast = tuple((tokens, cost / 10) for tokens, cost in COSTS.eager)
     for items in (9, 20):
-        made = plan(*[90] * items, costs=costs)
+        made = plan(*[90] * items, costs=replace(COSTS, exact=fast))
         assert max(len(batch.indices) for batch in made.batches) <= 8
+        assert made.misses == {MissReason.EXACT_IS_FASTER: items}
+
+
+def test_the_own_forward_of_a_compiled_tower_takes_more() -> None:
+    slow = tuple((tokens, cost * 1.1) for tokens, cost in COSTS.eager)
+    made = plan(*[90] * 20, costs=replace(COSTS, exact=slow))
+    assert made.misses == {MissReason.EAGER_IS_FASTER: 20}
+    assert len(made.batches) == 1
+    assert made.milliseconds == pytest.approx(0.3 + 16.0 + (1800 - 1600) * 5 / 448), "not the exact shape's"
+
+
+def test_the_own_forward_takes_no_more_than_it_was_measured_with() -> None:
+    costs = replace(COSTS, replay={**COSTS.replay, 4096: 80.0})
+    assert len(plan(*[90] * 40, costs=costs).batches) == 1
+    measured = tuple(point for point in COSTS.eager if point[0] <= 2048)
+    made = plan(*[90] * 40, costs=replace(costs, eager=measured))
+    assert max(batch.output_tokens for batch in made.batches) <= 2048
 
 
 def test_the_greedy_packings_keep_to_their_items() -> None:

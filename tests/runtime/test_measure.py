@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from types import SimpleNamespace
@@ -114,22 +115,40 @@ def as_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("as_told")
-def test_the_towers_own_forward_is_timed_at_three_sizes() -> None:
+def test_the_towers_own_forward_is_timed_at_halves_of_the_largest_size() -> None:
     found = measure_forward(Forward(), (10, 20, 30, 40, 50))
-    assert found == MeasuredForward(((10, 10.0), (30, 30.0), (50, 50.0)), 0.0, rows_per_token=4.0)
+    assert found == MeasuredForward(((10, 10.0), (20, 20.0), (50, 50.0)), 0.0, rows_per_token=4.0)
+
+
+@pytest.mark.usefixtures("as_told")
+def test_sizes_below_one_that_the_host_bounds_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "fxsplit_encoder.runtime.measure.measure_run",
+        lambda call, device: MeasuredRun(max(float(call()), 19.0), 19.0),
+    )
+    found = measure_forward(Forward(), (2, 5, 10, 20, 40, 80))
+    assert found.eager == ((20, 20.0), (40, 40.0), (80, 80.0))
+    assert found.eager_host == 19.0
+
+
+def test_the_own_forward_costs_no_less_than_the_host_needs() -> None:
+    forward = replace(MEASURED, eager=((10, 9.0), (20, 20.0)), eager_host=8.5)
+    captured = ladder({10: MeasuredCosts({"full": 2.0}, exact=4.0)})
+    path_costs = forward.with_captures(captured, {}, compiled=True)
+    assert dict(path_costs.eager) == pytest.approx({10: 8.5, 20: 16.0}), "not 9.0 - 1.0"
 
 
 @pytest.mark.usefixtures("as_told")
 def test_sizes_that_a_tower_refuses_are_left_out_and_memory_may_run_out() -> None:
     refused: Any = Forward({10: InputError("too small")})
-    assert [tokens for tokens, _ in measure_forward(refused, (10, 20, 30)).eager] == [20, 30]
-    full: Any = Forward({20: torch.OutOfMemoryError()})
-    found = measure_forward(full, (10, 20, 30))
+    assert [tokens for tokens, _ in measure_forward(refused, (10, 20, 40)).eager] == [20, 40]
+    full: Any = Forward({20: torch.OutOfMemoryError(), 40: torch.OutOfMemoryError()})
+    found = measure_forward(full, (10, 20, 40))
     assert (found.eager, found.out_of_memory) == (((10, 10.0),), 20)
 
 
 @pytest.mark.usefixtures("as_told")
-@pytest.mark.parametrize(("memory", "timed", "ran_out"), [(99, [50], None), (40, [50, 30], 50)])
+@pytest.mark.parametrize(("memory", "timed", "ran_out"), [(99, [50], None), (40, [50, 20], 50)])
 def test_attention_is_timed_at_the_largest_size_that_memory_holds(
     memory: int, timed: list[int], ran_out: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,7 +165,7 @@ def test_attention_is_timed_at_the_largest_size_that_memory_holds(
     found = measure_forward(Forward(), (10, 20, 30, 40, 50))
     assert tried == timed
     assert (found.attention, found.out_of_memory) == (0.25, ran_out)
-    assert [tokens for tokens, _ in found.eager] == [10, 30, 50]
+    assert [tokens for tokens, _ in found.eager] == [10, 20, 50]
 
 
 def test_unmeasured_captures_are_only_preferred_to_one_another() -> None:
@@ -166,9 +185,9 @@ def test_a_traced_tower_is_measured_before_it_is_captured(make_manager: Any) -> 
     manager.capture()
     found = path.measured
     budgets = path.budgets
-    assert [tokens for tokens, _ in found.eager] == sorted(
-        {budgets[0], budgets[len(budgets) // 2], budgets[-1]}
-    )
+    timed = [tokens for tokens, _ in found.eager]
+    assert timed[-1] == budgets[-1]
+    assert all(2 * one <= next_one for one, next_one in itertools.pairwise(timed))
     assert all(milliseconds > 0 for _, milliseconds in found.eager)
     assert found.rows_per_token == 4
     assert found.attention >= 0

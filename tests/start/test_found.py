@@ -39,6 +39,7 @@ forwards = st.builds(
     st.floats(0.01, 1),
     st.floats(0.01, 1),
     st.none() | st.integers(1, 99),
+    times,
 )
 budgets = st.dictionaries(
     st.integers(1, 10**6), st.builds(KnownBudget, costs, st.sampled_from(["full", "piecewise", None]))

@@ -15,6 +15,7 @@ from fxsplit_encoder.integrations.vllm.attention import noting_bounds
 from fxsplit_encoder.integrations.vllm.leave import reason_to_leave
 from fxsplit_encoder.integrations.vllm.log import logger, warn_once
 from fxsplit_encoder.integrations.vllm.ranks import all_agree, device_group, is_data_parallel
+from fxsplit_encoder.integrations.vllm.reloads import note_reloads
 from fxsplit_encoder.integrations.vllm.settings import (
     VARIABLE,
     PluginSettings,
@@ -33,7 +34,7 @@ class VllmEncoderManager:
     """vLLM's manager of encoder CUDA graphs, by this library's; by vLLM's own wherever this one fails.
 
     The constructor and the members are those that vLLM's runners use. `make_adapter` derives the class that
-    takes the place of a vLLM's.
+    a `StandIn` makes in place of a vLLM's.
 
     Args:
         vllm_config: vLLM's configuration.
@@ -77,6 +78,8 @@ class VllmEncoderManager:
         group = None
         if self._is_data_parallel:
             config, group = config.replace(data_parallel=True), device_group()
+        if config.compile:  # passes may keep weights in another form
+            note_reloads(model)
         logger.info("encoder CUDA graphs by fxsplit_encoder (%s=off: by vLLM): %s", VARIABLE, config)
         return EncoderCudaGraphManager(
             model, config, device=device, dtype=dtype, vllm_config=vllm_config, process_group=group
@@ -150,6 +153,12 @@ class VllmEncoderManager:
         manager.capture()
         if manager.model_config.modalities and not manager.can_replay():
             raise CaptureError("; ".join(manager.reports) or "no budget could be captured")
+        if (num_bytes := _derived_bytes(manager)) > 0:
+            logger.info(
+                "passes keep %d MiB of weights in another form, in memory that vLLM's measurement of graphs "
+                "has no part of",
+                num_bytes >> 20,
+            )
 
     def clear(self) -> None:
         """Releases every capture; `capture` may be called again."""
@@ -200,8 +209,8 @@ class VllmEncoderManager:
             self._rehearsal = None
 
 
-def make_adapter(vllm_class: type, settings: PluginSettings) -> type[VllmEncoderManager]:
-    """The class that takes the place of vLLM's."""
+def make_adapter(vllm_class: Any, settings: PluginSettings) -> type[VllmEncoderManager]:
+    """The class of managers in place of vLLM's."""
     return type(vllm_class.__name__, (VllmEncoderManager,), {"vllm_class": vllm_class, "settings": settings})
 
 
@@ -212,6 +221,12 @@ def _note_bounds(manager: EncoderCudaGraphManager) -> None:
             for budget in {path.budgets[0], path.budgets[-1]} if path.budgets else ():
                 with contextlib.suppress(InputError):
                     path.forward(path.forward.capture_values(budget))
+
+
+def _derived_bytes(manager: EncoderCudaGraphManager) -> int:
+    """Memory of weights in another form, which is known once passes have run."""
+    programs = (path.program for path in manager.paths_by_key.values())
+    return sum(program.program.derived.num_bytes for program in programs if program is not None)
 
 
 def _is_profiling() -> bool:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-OLDEST = (0, 32)
+OLDEST = (0, 31)
 """Versions before it have another protocol."""
 
 CONSTRUCTOR = ("vllm_config", "device", "dtype", "model")

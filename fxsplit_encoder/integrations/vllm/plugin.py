@@ -9,6 +9,7 @@ from fxsplit_encoder.errors import ConfigError
 from fxsplit_encoder.integrations.vllm.compatibility import manager_problem
 from fxsplit_encoder.integrations.vllm.log import warn_once
 from fxsplit_encoder.integrations.vllm.settings import PluginSettings, read_plugin_settings
+from fxsplit_encoder.integrations.vllm.stand_in import StandIn, make_stand_in
 
 _NAME = "EncoderCudaGraphManager"
 
@@ -44,12 +45,10 @@ def _install(settings: PluginSettings) -> str | None:
     from vllm.model_executor.models.interfaces import SupportsEncoderCudaGraph
     from vllm.v1.worker import encoder_cudagraph, encoder_cudagraph_defs
 
-    from fxsplit_encoder.integrations.vllm.adapter import VllmEncoderManager, make_adapter
-
     original = getattr(encoder_cudagraph, _NAME, None)
     if original is None:
         return f"{encoder_cudagraph.__name__} has no {_NAME}"
-    if issubclass(original, VllmEncoderManager):
+    if issubclass(original, StandIn):
         return None
     problem = manager_problem(vllm.__version__, original, SupportsEncoderCudaGraph, encoder_cudagraph_defs)
     if problem is not None:
@@ -58,19 +57,21 @@ def _install(settings: PluginSettings) -> str | None:
         if (problem := install_layers()) is not None:
             warn_once(f"fxsplit_encoder does not compile encoders: {problem}")
             settings = settings.without_compiling()
-    _replace(original, make_adapter(original, settings))
+    _replace(original, make_stand_in(original, settings))
     return None
 
 
 def install_layers() -> str | None:
     """What keeps the encoders that vLLM builds from being traced; None: they can be."""
     from fxsplit_encoder.integrations.vllm.attention import install_attention
+    from fxsplit_encoder.integrations.vllm.input_norm import install_input_norm
     from fxsplit_encoder.integrations.vllm.relative_positions import install_relative_positions
     from fxsplit_encoder.integrations.vllm.rotary import install_rotary
 
     problem = install_rotary() or install_attention()
     if problem is None:
         install_relative_positions()
+        install_input_norm()
     return problem
 
 

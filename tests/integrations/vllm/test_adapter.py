@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -83,6 +84,23 @@ def test_without_compiling_the_tower_is_captured_as_it_is(make: Callable[..., An
     manager.capture()
     assert manager.manager.programs == {"default": None}
     assert {each.mode for each in manager.manager.budget_graphs["default"].values()} == {"full"}
+
+
+@pytest.mark.parametrize(("num_bytes", "said"), [(0, False), (5 << 20, True)])
+def test_weights_that_passes_keep_are_named_with_their_size(
+    num_bytes: int,
+    said: bool,
+    make: Callable[..., Any],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Since vLLM's measurement of graphs has no part of them."""
+    caplog.set_level("INFO", adapter.logger.name)
+    manager = make()
+    assert adapter._derived_bytes(manager.manager) == 0
+    monkeypatch.setattr(adapter, "_derived_bytes", lambda manager: num_bytes)
+    manager.capture()
+    assert ("passes keep 5 MiB of weights" in caplog.text) == said
 
 
 def test_captures_that_vllm_throws_away_only_take_memory(
@@ -246,6 +264,15 @@ def test_what_no_runner_reads_is_vllms(make: Callable[..., Any]) -> None:
         manager.nothing_of_the_kind  # noqa: B018
     with pytest.raises(AttributeError):
         type(manager).__new__(type(manager)).__deepcopy__  # noqa: B018
+
+
+def test_without_what_a_manager_imports_vllms_own_is_made(
+    make: Callable[..., Any], vllm: FakeVllm, monkeypatch: pytest.MonkeyPatch, warnings_of_plugin: list[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, adapter.__name__, None)
+    assert type(make()) is vllm.manager.vllm_class
+    (warning,) = warnings_of_plugin
+    assert "could not be imported" in warning
 
 
 def test_settings_that_do_not_suit_the_model_leave_it_to_vllm(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,9 @@ from typing import Any
 import pytest
 
 import fxsplit_encoder.integrations
-from fxsplit_encoder.integrations.vllm.adapter import VllmEncoderManager
 from fxsplit_encoder.integrations.vllm.plugin import register
 from fxsplit_encoder.integrations.vllm.settings import VARIABLE
+from fxsplit_encoder.integrations.vllm.stand_in import StandIn
 
 from .fake_vllm import CUSTOM_OP, VERSIONS, FakeVllm
 
@@ -30,13 +32,13 @@ def test_the_manager_is_replaced_where_both_runners_take_it_from(
     interface = vllm.import_interface() if interface_first else None
     register()
     interface = interface or vllm.import_interface()
-    adapter = vllm.manager
-    assert issubclass(adapter, VllmEncoderManager)
-    assert interface.EncoderCudaGraphManager is adapter
-    assert adapter.vllm_class is original
+    stand_in = vllm.manager
+    assert issubclass(stand_in, StandIn)
+    assert interface.EncoderCudaGraphManager is stand_in
+    assert stand_in.vllm_class is original
     assert vllm.module(CUSTOM_OP).op_registry_oot == {}
     register()
-    assert vllm.manager is adapter
+    assert vllm.manager is stand_in
 
 
 def test_what_holds_another_class_keeps_it(vllm: FakeVllm) -> None:
@@ -102,7 +104,7 @@ def _broken(vllm: FakeVllm) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (_older, "its version is before 0.32"),
+        (_older, "its version is before 0.31"),
         (_new_method, "prefetch"),
         (_new_parameter, r"EncoderCudaGraphManager.execute takes \(mm_kwargs, stream\)"),
         (_protocol_changed, r"encoder_cudagraph_forward takes \(inputs, metadata\)"),
@@ -128,7 +130,7 @@ def test_a_newer_vllm_with_the_same_interfaces_is_served(vllm: FakeVllm) -> None
     vllm.module("vllm").__version__ = "0.40.1.dev3+gabcdef"
     vllm.manager.execute = lambda self, mm_kwargs, stream=None: None  # has a default
     register()
-    assert issubclass(vllm.manager, VllmEncoderManager)
+    assert issubclass(vllm.manager, StandIn)
 
 
 @pytest.mark.parametrize(
@@ -146,6 +148,51 @@ def test_wrong_settings_leave_vllm_alone_with_one_warning(
     (warning,) = warnings_of_plugin
     assert str(settings) in warning
     assert text.partition(":")[0] in warning
+
+
+LOADED = """
+import pydantic, sys, torch, yaml  # which vLLM has imported by then
+before = set(sys.modules)
+
+import pytest
+from tests.integrations.vllm.fake_vllm import VERSIONS, FakeVllm
+
+vllm = FakeVllm(VERSIONS[-1], pytest.MonkeyPatch())
+from fxsplit_encoder.integrations.vllm.plugin import register
+
+register()
+new = set(sys.modules) - before
+print(vllm.manager.__module__)
+heavy = ("torch._dynamo", "torch._inductor", "sympy", "transformers")
+print(*(name for name in sorted(new) if name.startswith(heavy)))
+print(*sorted({".".join(name.split(".")[:3]) for name in new if name.startswith("fxsplit_encoder.")}))
+"""
+LIGHT = {"config", "errors", "integrations", "integrations.vllm", "messages", "planning", "protocol"}
+LIGHT |= {"settings_file", "settings_model", "version"}
+COMPILING = {"_torch", "attention", "kernels"}
+
+
+@pytest.mark.parametrize(
+    ("setting", "module", "more"),
+    [
+        ("off", "tests.integrations.vllm.fake_vllm", set()),
+        ("", "fxsplit_encoder.integrations.vllm.stand_in", set()),
+        ("compile: true", "fxsplit_encoder.integrations.vllm.stand_in", COMPILING),
+    ],
+)
+def test_a_process_that_makes_no_manager_imports_little(
+    setting: str, module: str, more: set[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if ":" in setting:
+        (tmp_path / "settings.yaml").write_text(setting)
+        setting = str(tmp_path / "settings.yaml")
+    monkeypatch.setenv(VARIABLE, setting)
+    ran = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True, check=True, cwd=ROOT)
+    stands_in, slow, ours = ran.stdout.split("\n")[:3]
+    assert (stands_in, slow) == (module, "")
+    allowed = {f"fxsplit_encoder.{name}" for name in LIGHT | more}
+    extra = {name for name in ours.split() if not any(name == a or name.startswith(f"{a}.") for a in allowed)}
+    assert not extra
 
 
 def test_vllm_finds_the_plugin() -> None:

@@ -1,0 +1,66 @@
+"""New weights by vLLM's own reloading, into an encoder that is captured with padded weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from fxsplit_encoder import EncoderConfig
+from fxsplit_encoder.integrations.vllm.adapter import _derived_bytes
+from fxsplit_encoder.integrations.vllm.settings import PluginSettings
+from tests_vllm.test_classes import Served, serve
+from tests_vllm.tiny import TINY, VISION, WIDTH
+
+QWEN = TINY["Qwen3-VL"]
+MLP_WIDTH, WIDTH_OF_TILES = 120, 128
+"""Of the MLPs of the tower, and of the padded ones."""
+
+
+def padded() -> Any:
+    config = {
+        **QWEN.config,
+        "vision_config": {**QWEN.config["vision_config"], "intermediate_size": MLP_WIDTH},
+    }
+    return dataclasses.replace(QWEN, config=config)
+
+
+def reload(served: Served, weights: dict[str, torch.Tensor]) -> None:
+    """What vLLM's `reload_weights` does, whose place is another in each version."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.reload import (
+        finalize_layerwise_reload,
+        initialize_layerwise_reload,
+    )
+
+    config = served.vllm_config
+    with set_current_vllm_config(config), torch.inference_mode():
+        initialize_layerwise_reload(served.model)
+        served.model.load_weights(iter(weights.items()))
+        finalize_layerwise_reload(served.model, config.model_config)
+
+
+def test_captures_use_what_vllm_reloads() -> None:
+    settings = PluginSettings(EncoderConfig(piece_compiler="eager", passes=("pad_mlp_width",)))
+    for served in serve(padded(), settings):
+        manager = served.manager.manager
+        assert manager is not None
+        program = manager.paths["default"].program
+        assert program is not None
+        assert program.program.derived.recipes
+        padded_weights = 2 * VISION["depth"] * WIDTH_OF_TILES * WIDTH + VISION["depth"] * WIDTH_OF_TILES
+        assert _derived_bytes(manager) == 4 * padded_weights
+        addresses = [parameter.data_ptr() for parameter in served.model.parameters()]
+        before = served.compare("image", [(1, 8, 8)])
+        new = {
+            name: (torch.randn_like(value) * 0.1 if "mlp" in name else value.clone())
+            for name, value in served.model.named_parameters()
+        }
+        reload(served, new)
+        after = served.compare("image", [(1, 8, 8)])
+        assert [parameter.data_ptr() for parameter in served.model.parameters()] == addresses
+        for (got, expected), (old, _) in zip(after, before, strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
+            assert not torch.allclose(got, old, rtol=0.01)
+        assert served.hits == (2, 2)
