@@ -122,6 +122,9 @@ class FailingEvent:
     def query(self) -> bool:
         return self._was_told
 
+    def has_succeeded(self) -> bool:
+        return False
+
     def synchronize(self) -> None:
         was_told, self._was_told = self._was_told, True
         if not was_told:
