@@ -19,8 +19,8 @@ step times are stored. Requests come at random times, `--rate` a second for `--s
   nvidia-smi says. Of media in the connector, medians: "prepare" to having been preprocessed, "queue" for a
   batch, "encode" in it, "then" until the first token.
 * "batch": 8 images, preprocessed and staged, at once against one after the other, without a wait in between:
-  milliseconds of 8 images in a stream of 32, as a worker encodes that has the next batch in hand, after the
-  batch has come 400 times.
+  milliseconds of 8 images in a stream of 32, as a worker encodes that has the next batch in hand. Both have
+  come before until they were replayed without padding, as the manager does with what recurs, or 2,000 times.
 * "beside": text alone, while the connector encodes a video of 64 frames each second, or always one.
 * "merge": 5,000 rows of width 4096 to their places.
 
@@ -133,11 +133,11 @@ class Scale:
     samples: int
     cpu_workers: int
     recurrences: int
-    """How often a batch comes before it is timed: a size gets a capture of its own once its padding has cost
-    as much as that."""
+    """How often a batch comes at most before it is timed: a size gets a capture of its own once its padding
+    has cost as much as that."""
 
 
-FULL = Scale((32, 256, 448), (64, 256, 448), 24, 4, 128, 64, (224, 448), (5000, 4096), 30, 8, 400)
+FULL = Scale((32, 256, 448), (64, 256, 448), 24, 4, 128, 64, (224, 448), (5000, 4096), 30, 8, 2000)
 SMALL = Scale((4, 64, 64), (8, 64, 96), 3, 2, 8, 3, (64,), (50, 32), 2, 2, 2)
 
 
@@ -278,13 +278,27 @@ class Bench:
                 for _ in range(_STREAM):
                     encode(items)
 
-            for _ in range(self.scale.recurrences // _STREAM):
-                at_once()
+            recurrences = [self._settle(call) for call in (one_by_one, at_once)]
             times = [wall_ms(call, self.scale.samples) / _STREAM for call in (one_by_one, at_once)]
             alone = wall_ms(lambda each=encoder.encode, items=prepared: each(items), self.scale.samples)
             tokens = prepared[0].num_tokens
             row = {"side": side, "tokens": tokens, "one by one": times[0], "at once": times[1]}
-            yield {**row, "ratio": times[0] / times[1], "a batch alone": alone}
+            row |= {"ratio": times[0] / times[1], "a batch alone": alone}
+            yield {**row, "streams before": recurrences}
+
+    def _settle(self, call: Callable[[], None]) -> int:
+        """Repeats a stream of batches until nothing of it is padded any more; how often it came."""
+        most = self.scale.recurrences // _STREAM
+        for number in range(1, most):
+            before = self._padded_tokens
+            call()
+            if self._padded_tokens == before:
+                return number
+        return most
+
+    @property
+    def _padded_tokens(self) -> int:
+        return sum(budget.padded_tokens for budget in self.beside.stats().budgets.values())
 
     def merge(self) -> Iterator[dict[str, Any]]:
         """Rows of one image, of ten, and of a video's frames, milliseconds of the device."""
