@@ -21,7 +21,8 @@ step times are stored. Requests come at random times, `--rate` a second for `--s
 * "batch": 8 images, preprocessed and staged, at once against one after the other, without a wait in between:
   milliseconds of 8 images in a stream of 32, as a worker encodes that has the next batch in hand. Both have
   come before until they were replayed without padding, as the manager does with what recurs, or 2,000 times.
-* "beside": text alone, while the connector encodes a video of 64 frames each second, or always one.
+* "beside": text alone, while the connector encodes a video of 64 frames each second, or always one; whole,
+  in slices of 5 ms, and with a worker that rests.
 * "merge": 5,000 rows of width 4096 to their places.
 
 A percentile of few requests is one of the slowest: of 120, p99 is the second slowest, of the 12 with images
@@ -29,7 +30,7 @@ the slowest. "beyond" and "media beyond" in the results count those that were sl
 figure to be relied on has ten: 1,000 requests, 42 seconds at 24 a second; of those with media the time that
 1,000 of them take, 7 minutes for 10 % images. `--mixes`, `--variants`, `--seconds` and `--beside-seconds`
 choose. Starting takes about a minute, for all parts together; a variant takes its seconds and a few more, and
-"beside" four times its own. A run of about seven minutes that says something of all requests' p99, and of
+"beside" six times its own. A run of about seven minutes that says something of all requests' p99, and of
 what else is to be reached: `--parts batch beside mix --mixes "10 % images" --seconds 60 --beside-seconds 10
 --variants "no encoding" asynchronous "asynchronous, ready ahead" "asynchronous, encoder first" "synchronous,
 prepared as here"`.
@@ -101,13 +102,16 @@ WAYS: Mapping[str, tuple[int, float]] = {
 }
 """Of those with the connector: the priority of the decoder's stream, and `ready_ahead_s`."""
 VARIANTS = (NO_ENCODING, *WAYS, PREPARED, QUICK, SYNCHRONOUS)
-BESIDE: Mapping[str, tuple[float | None, float]] = {
-    "nothing": (None, 1.0),
-    "a video each second": (1.0, 1.0),
-    "a video always": (0.0, 1.0),
-    "a video always, busy share 0.1": (0.0, 0.1),
+SLICE_MS = 5.0
+BESIDE: Mapping[str, tuple[float | None, Mapping[str, float]]] = {
+    "nothing": (None, {}),
+    "a video each second": (1.0, {}),
+    "a video always": (0.0, {}),
+    "a video always, slices": (0.0, {"max_slice_cost": SLICE_MS}),
+    "a video always, busy share 0.1": (0.0, {"max_busy_share": 0.1}),
+    "a video always, busy share 0.1, slices": (0.0, {"max_busy_share": 0.1, "max_slice_cost": SLICE_MS}),
 }
-"""Seconds between the beginnings of two videos, and the share of time in which the worker may be busy."""
+"""Seconds between the beginnings of two videos, and settings of the connector."""
 _PARTS = ("batch", "merge", "beside", "mix")
 _STREAM = 4
 """Batches."""
@@ -326,9 +330,9 @@ class Bench:
         """Requests of text alone, while a long video is encoded now and then, or always."""
         load = self._load({}, self.arguments.beside_seconds)
         alone = None
-        for name, (pause, share) in BESIDE.items():
+        for name, (pause, settings) in BESIDE.items():
             video = self.video(self.scale.long_clip)
-            with self.connector(max_busy_share=share) as connector, _encoding(connector, video, pause):
+            with self.connector(**settings) as connector, _encoding(connector, video, pause):
                 run = Engine(self.decoder, Beside(connector)).run(load)
                 row = {"beside": name, **_summary(run), "videos": connector.stats().batch_items}
             alone = row["text tokens/s"] if alone is None else alone
@@ -501,6 +505,7 @@ def measure(bench: Bench, arguments: argparse.Namespace, say: Callable[[str], No
         "encoder device": str(bench.encoder_device),
         "stream priority": {"encoder": ENCODER_PRIORITY, **{name: way[0] for name, way in WAYS.items()}},
         "ready ahead ms": 1e3 * READY_AHEAD_S,
+        "slices ms": SLICE_MS,
         "step ms": {str(rows): ms for rows, ms in bench.decoder.times(bench.scale.samples).items()},
     }
     result = new_result("connector", **settings)

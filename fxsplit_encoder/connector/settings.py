@@ -55,6 +55,12 @@ class ConnectorConfig(Settings):
     """Predicted cost of a batch, in the encoder's unit, above which no further item joins it. None: no limit
     but the workers' even share."""
 
+    max_slice_cost: _Positive | None = None
+    """Predicted cost, in the encoder's unit, of what a worker gives its device at once of an item that can be
+    encoded in slices (`SlicingEncoder`), such as a video by frames. Between slices it rests as
+    `max_busy_share` says, and lets batches of no more than that cost pass. None: items are not cut.
+    """
+
     flush_delay_s: _Seconds = 0.0
     """Seconds that an item waits for others while its batch is not full. 0: a free worker takes what there
     is.

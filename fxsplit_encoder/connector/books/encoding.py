@@ -77,8 +77,13 @@ class Encoding:
 
     # --- batches
 
-    def take(self, worker: Worker) -> Taken:
-        """The next batch of a worker, if there is one and no other worker has less in hand."""
+    def take(self, worker: Worker, most_cost: float | None = None) -> Taken:
+        """The next batch of a worker, if there is one and no other worker has less in hand.
+
+        Args:
+            worker: who asks.
+            most_cost: of the batch; None: any.
+        """
         config, waiting = self._parts.config, self._parts.to_encode
         everyone = self.workers.values()
         if worker.status is not WorkerStatus.RUNNING or worker.num_batches >= config.max_batches_in_flight:
@@ -88,7 +93,8 @@ class Encoding:
         if (rest := worker.rests_until - self._parts.clock()) > 0:
             return Taken(wait_s=rest)
         share = share_of(worker, everyone, waiting.cost)
-        chosen = choose(waiting, worker, config, self._parts.ledger.free(worker.account), share)
+        free_bytes = self._parts.ledger.free(worker.account)
+        chosen = choose(waiting, worker, config, free_bytes, share, most_cost)
         if not chosen:
             return Taken()
         delay = min(entry.queued_at for entry in chosen) + config.flush_delay_s - self._parts.clock()

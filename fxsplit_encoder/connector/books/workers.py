@@ -61,10 +61,19 @@ class Worker:
 
     def finish(self, batch: Batch, now: float, busy_share: float) -> None:
         """One of its batches is over; it takes no other before it was busy for no more than this share."""
-        begin = max(batch.taken_at, self.was_busy_until)
+        begin = max(batch.taken_at, self.was_busy_until, batch.rested_until)
         self.was_busy_until = now
-        if batch.cost > 0:
+        if batch.cost > 0 and not batch.rested_until:
             self._paces.append((now - begin) / batch.cost)
+        self._rest(begin, now, busy_share)
+
+    def finish_slice(self, batch: Batch, begin: float, now: float, busy_share: float) -> None:
+        """Part of a batch is over that was given to the device after the last one's rest."""
+        self._rest(max(begin, batch.rested_until), now, busy_share)
+        if busy_share < 1:
+            batch.rested_until = self.rests_until
+
+    def _rest(self, begin: float, now: float, busy_share: float) -> None:
         if busy_share < 1:
             self.rests_until = max(self.rests_until, begin) + (now - begin) / busy_share
 
@@ -108,6 +117,8 @@ class Batch:
         self.num_bytes = sum(entry.num_bytes for entry in entries)
         self.cost = sum(entry.cost for entry in entries)
         self.taken_at = now
+        self.rested_until = 0.0
+        """The end of the worker's last rest between slices of it: up to then it has rested enough."""
         self.outputs: Any = None
         """Rows as the encoder returned them, for as long as a device may read them."""
         self.events: list[Event] = []
@@ -135,6 +146,7 @@ def choose(
     config: ConnectorConfig,
     free_bytes: int,
     share: float,
+    most_cost: float | None = None,
 ) -> list[Entry]:
     """The next entries for a worker, in the order in which they are due; none if the first has no room yet.
 
@@ -144,6 +156,7 @@ def choose(
         config: the limits of a batch.
         free_bytes: for their features.
         share: cost above which further entries are left to other workers.
+        most_cost: of all together, the first included; None: any.
     """
     chosen: list[Entry] = []
     cost, most = 0.0, min(share, config.max_batch_cost or share)
@@ -152,6 +165,8 @@ def choose(
             continue
         free_bytes -= entry.num_bytes
         cost += entry.cost
+        if most_cost is not None and cost > most_cost:
+            break
         if free_bytes < 0 or (chosen and (cost > most or entry.num_losses)):
             break
         if chosen and entry.cost > _OUT_OF_PROPORTION * (cost - entry.cost):

@@ -16,11 +16,18 @@ from fxsplit_encoder.connector.books.entry import Entry
 from fxsplit_encoder.connector.books.events import Event
 from fxsplit_encoder.connector.books.workers import Batch, Worker, WorkerStatus
 from fxsplit_encoder.connector.failures import encode_each, failure_of
-from fxsplit_encoder.connector.seams import DeviceEncoder, FeatureEncoder, PreparedItem, PrioritizedEncoder
+from fxsplit_encoder.connector.seams import (
+    DeviceEncoder,
+    FeatureEncoder,
+    PreparedItem,
+    PrioritizedEncoder,
+    SlicingEncoder,
+)
 from fxsplit_encoder.connector.threads.copies import Copies
 from fxsplit_encoder.connector.threads.core import Core
 from fxsplit_encoder.connector.threads.landing import Landing
-from fxsplit_encoder.errors import ConnectorError
+from fxsplit_encoder.connector.threads.slices import Slices
+from fxsplit_encoder.errors import ConnectorError, EncoderLostError
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +56,9 @@ class WorkerThread:
         self._encoder = encoder
         self._copies = copies
         self._on_lost = on_lost
+        self._slices: Slices | None = None
+        if isinstance(encoder, SlicingEncoder):
+            self._slices = Slices(core, worker, encoder, copies, self._let_pass)
         self._landing = Landing(self._land, self._wake, f"connector-landing-{worker.name}")
         self.thread = threading.Thread(target=self._run, name=f"connector-{worker.name}", daemon=True)
 
@@ -125,8 +135,13 @@ class WorkerThread:
             nonlocal num_splits
             num_splits += 1
 
+        def encode(items: Sequence[PreparedItem]) -> Sequence[Tensor]:
+            if self._slices is None:
+                return self._encode(items)
+            return self._slices.encode(batch, items, self._encode)
+
         prepared = [entry.prepared for entry in batch.entries]
-        outputs = encode_each(self._encode, prepared, count_split)  # type: ignore[arg-type]
+        outputs = encode_each(encode, prepared, count_split)  # type: ignore[arg-type]
         checked = [_checked(entry, rows) for entry, rows in zip(batch.entries, outputs, strict=True)]
         for entry, rows in zip(batch.entries, checked, strict=True):
             if isinstance(rows, ConnectorError):
@@ -141,6 +156,20 @@ class WorkerThread:
                 self._copy(batch, arrival)
             else:
                 arrival.events = (marks[arrival.rows.device],)
+
+    def _let_pass(self, most_cost: float) -> None:
+        """Gives the device another batch between slices of one, if one is due that costs no more."""
+        with self._core.lock:
+            batch = self._core.books.encoding.take(self.worker, most_cost).batch
+        if batch is None:
+            return
+        try:
+            self._launch(batch)
+            self._follow(batch)
+        except EncoderLostError:
+            raise
+        except Exception as error:  # not the fault of what is encoded in slices
+            raise EncoderLostError(f"{self.worker.name} cannot go on: {error}") from error
 
     def _encode(self, items: Sequence[PreparedItem]) -> Sequence[Tensor]:
         outputs = self._encoder.encode(items)
