@@ -13,7 +13,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -450,6 +450,53 @@ def test_a_captured_tower_serves_two_workers_as_eager(towers: Any, managers: dic
             each.release(ticket)
         assert each.audit() == []
         wait_until(lambda: is_empty(each))
+
+
+def test_a_video_in_slices_is_the_video(towers: Any, managers: dict[str, Any]) -> None:
+    """Images pass between the slices, and the rows are those of frames that know nothing of each other."""
+    from fxsplit_encoder.models.media import family_processor
+    from fxsplit_encoder.models.prepare import ProcessorSettings
+    from fxsplit_encoder.models.registry import FAMILIES
+    from tests.connector.tiny_vision import crop
+
+    eager, wider, wrapped = towers
+    settings = {"model_type": "qwen3_vl", "vision_config": eager.config.to_dict()}
+    sizes = ProcessorSettings(video={"min_pixels": 32 * 32, "max_pixels": 16 * 64 * 64})
+    processor = family_processor(
+        wrapped, FAMILIES["qwen3_vl"], settings, sizes, hash_name="sha256", normalize_later=True
+    )
+    plain = family_processor(wrapped, FAMILIES["qwen3_vl"], settings, sizes, hash_name="sha256")
+
+    class Kept(ManagerEncoder):
+        sizes: ClassVar[list[int]] = []
+
+        def encode(self, items: Sequence[PreparedItem]) -> list[Tensor]:
+            self.sizes.extend(item.num_tokens for item in items)
+            return super().encode(items)
+
+        def close(self) -> None:
+            """The captures are other tests' too."""
+
+    frames = [crop(number).resize((64, 64)) for number in range(16)]
+    video = MediaItem("video", frames, {"do_sample_frames": False})
+    encoder = Kept(managers["full"])
+    most = encoder.predict_cost(processor.prepare(video)) / 3
+    config = ConnectorConfig(
+        timeout_s=None, log_tickets=False, device_bytes=1 << 24, max_slice_cost=most, max_busy_share=0.5
+    )
+    with Connector(processor, [lambda: encoder], config) as each:
+        tickets = [each.submit(EncodeRequest("r", [item])) for item in (video, MediaItem("image", crop(0)))]
+        assert [wait(ticket) for ticket in tickets] == ["ready", "ready"]
+        prepared = plain.prepare(video).inputs
+        inputs = (prepared["pixel_values_videos"].cuda(), prepared["video_grid_thw"].cuda())
+        with torch.no_grad():
+            half, full = eager(inputs[0].to(torch.bfloat16), inputs[1]), wider(*inputs)
+        exact = [torch.cat([full.pooler_output, *full.deepstack_features], dim=1)]
+        known = [torch.cat([half.pooler_output, *half.deepstack_features], dim=1)]
+        with each.read(tickets[0], device="cuda:0") as rows:
+            assert errors([rows[0].rows.cuda()], exact) <= 2 * errors(known, exact)
+        assert len(encoder.sizes) >= 4 and max(encoder.sizes) < tickets[0].token_counts[0]
+        assert each.audit() == []
 
 
 def test_pixels_are_normalized_on_the_device_to_the_same_rows(towers: Any) -> None:

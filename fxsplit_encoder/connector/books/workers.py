@@ -63,7 +63,7 @@ class Worker:
         """One of its batches is over; it takes no other before it was busy for no more than this share."""
         begin = max(batch.taken_at, self.was_busy_until, batch.rested_until)
         self.was_busy_until = now
-        if batch.cost > 0 and not batch.rested_until:
+        if batch.cost > 0 and not batch.is_cut:
             self._paces.append((now - begin) / batch.cost)
         self._rest(begin, now, busy_share)
 
@@ -117,6 +117,8 @@ class Batch:
         self.num_bytes = sum(entry.num_bytes for entry in entries)
         self.cost = sum(entry.cost for entry in entries)
         self.taken_at = now
+        self.is_cut = False
+        """Whether it was encoded in slices, and maybe others between them: its time says little of a pace."""
         self.rested_until = 0.0
         """The end of the worker's last rest between slices of it: up to then it has rested enough."""
         self.outputs: Any = None
