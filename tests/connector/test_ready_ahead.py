@@ -77,6 +77,7 @@ def test_a_reader_waits_for_rows_that_are_ready_early(device_bytes: int) -> None
         assert torch.equal(read[0], rows_of(image("a")))
         each.release(ticket)
         wait_until(lambda: cleared(each, "host"))
+        wait_until(lambda: not each.stats().bytes_used["staging worker 0"])
         assert_nothing_is_left(each)
 
 
