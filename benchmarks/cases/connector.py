@@ -12,23 +12,28 @@ step times are stored. Requests come at random times, `--rate` a second for `--s
   connector. "synchronous" prepares by the model's own processor and encodes on the engine's thread, one
   request a step; "prepared as here": with pixels as the connector has them, normalized on the device;
   "prepared beside": so by threads, as the connector does, and only encoding holds up the engine. The streams
-  of engine and encoder have the same priority, but in "asynchronous, engine first" and "encoder first".
+  of engine and encoder have the same priority, but in "asynchronous, engine first" and "encoder first". In
+  "ready ahead" media may be ready 20 ms before their rows are written, for which the engine's stream waits.
   Milliseconds to the first token from the moment the request was due; "lost" is how much fewer
   tokens a second a request of text alone gets while it decodes than in "no encoding". "busy" is what
   nvidia-smi says. Of media in the connector, medians: "prepare" to having been preprocessed, "queue" for a
   batch, "encode" in it, "then" until the first token.
 * "batch": 8 images, preprocessed and staged, at once against one after the other, without a wait in between:
-  milliseconds of 8 images in a stream of 32, as a worker encodes that has the next batch in hand, after the
-  batch has come 400 times.
-* "beside": text alone, while the connector encodes a video of 64 frames each second, or always one.
+  milliseconds of 8 images in a stream of 32, as a worker encodes that has the next batch in hand. Both have
+  come before until they were replayed without padding, as the manager does with what recurs, or 2,000 times.
+* "beside": text alone, while the connector encodes a video of 64 frames each second, or always one; whole,
+  in slices of 5 ms, and with a worker that rests.
 * "merge": 5,000 rows of width 4096 to their places.
 
 A percentile of few requests is one of the slowest: of 120, p99 is the second slowest, of the 12 with images
 the slowest. "beyond" and "media beyond" in the results count those that were slower than their p99. A
 figure to be relied on has ten: 1,000 requests, 42 seconds at 24 a second; of those with media the time that
-1,000 of them take, 7 minutes for 10 % images. `--mixes`, `--variants` and `--seconds` choose. A run of
-about four minutes that says something of all requests' p99: `--parts mix --mixes "10 % images" --seconds 60
---variants "no encoding" asynchronous "synchronous, prepared as here"`.
+1,000 of them take, 7 minutes for 10 % images. `--mixes`, `--variants`, `--seconds` and `--beside-seconds`
+choose. Starting takes about a minute, for all parts together; a variant takes its seconds and a few more, and
+"beside" six times its own. A run of about seven minutes that says something of all requests' p99, and of
+what else is to be reached: `--parts batch beside mix --mixes "10 % images" --seconds 60 --beside-seconds 10
+--variants "no encoding" asynchronous "asynchronous, ready ahead" "asynchronous, encoder first" "synchronous,
+prepared as here"`.
 
 `--encoder-device cuda:1` gives the connector a GPU of its own. `--tiny` shows on a CPU that it runs.
 """
@@ -83,19 +88,30 @@ MIXES: Mapping[str, Mapping[str, float]] = {
 HEAVY, HEAVIER, FASTER = "30 % images, 20 % videos", "the same, 1.5 times the requests", 1.5
 NO_ENCODING, ASYNCHRONOUS = "no encoding", "asynchronous"
 ENGINE_FIRST, ENCODER_FIRST = "asynchronous, engine first", "asynchronous, encoder first"
+AHEAD, BOTH = "asynchronous, ready ahead", "asynchronous, encoder first, ready ahead"
 SYNCHRONOUS, QUICK = "synchronous", "synchronous, prepared as here"
 PREPARED = "synchronous, prepared beside"
-VARIANTS = (NO_ENCODING, ASYNCHRONOUS, ENGINE_FIRST, ENCODER_FIRST, PREPARED, QUICK, SYNCHRONOUS)
 ENCODER_PRIORITY = -1
-PRIORITIES: Mapping[str, int] = {ENGINE_FIRST: -2, ENCODER_FIRST: 0}
-"""Of the decoder's stream, where it is not the encoder's."""
-BESIDE: Mapping[str, tuple[float | None, float]] = {
-    "nothing": (None, 1.0),
-    "a video each second": (1.0, 1.0),
-    "a video always": (0.0, 1.0),
-    "a video always, busy share 0.1": (0.0, 0.1),
+READY_AHEAD_S = 0.02
+WAYS: Mapping[str, tuple[int, float]] = {
+    ASYNCHRONOUS: (ENCODER_PRIORITY, 0.0),
+    ENGINE_FIRST: (-2, 0.0),
+    ENCODER_FIRST: (0, 0.0),
+    AHEAD: (ENCODER_PRIORITY, READY_AHEAD_S),
+    BOTH: (0, READY_AHEAD_S),
 }
-"""Seconds between the beginnings of two videos, and the share of time in which the worker may be busy."""
+"""Of those with the connector: the priority of the decoder's stream, and `ready_ahead_s`."""
+VARIANTS = (NO_ENCODING, *WAYS, PREPARED, QUICK, SYNCHRONOUS)
+SLICE_MS = 5.0
+BESIDE: Mapping[str, tuple[float | None, Mapping[str, float]]] = {
+    "nothing": (None, {}),
+    "a video each second": (1.0, {}),
+    "a video always": (0.0, {}),
+    "a video always, slices": (0.0, {"max_slice_cost": SLICE_MS}),
+    "a video always, busy share 0.1": (0.0, {"max_busy_share": 0.1}),
+    "a video always, busy share 0.1, slices": (0.0, {"max_busy_share": 0.1, "max_slice_cost": SLICE_MS}),
+}
+"""Seconds between the beginnings of two videos, and settings of the connector."""
 _PARTS = ("batch", "merge", "beside", "mix")
 _STREAM = 4
 """Batches."""
@@ -121,11 +137,11 @@ class Scale:
     samples: int
     cpu_workers: int
     recurrences: int
-    """How often a batch comes before it is timed: a size gets a capture of its own once its padding has cost
-    as much as that."""
+    """How often a batch comes at most before it is timed: a size gets a capture of its own once its padding
+    has cost as much as that."""
 
 
-FULL = Scale((32, 256, 448), (64, 256, 448), 24, 4, 128, 64, (224, 448), (5000, 4096), 30, 8, 400)
+FULL = Scale((32, 256, 448), (64, 256, 448), 24, 4, 128, 64, (224, 448), (5000, 4096), 30, 8, 2000)
 SMALL = Scale((4, 64, 64), (8, 64, 96), 3, 2, 8, 3, (64,), (50, 32), 2, 2, 2)
 
 
@@ -135,6 +151,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--rate", type=float, default=24.0, help="requests a second")
     parser.add_argument("--seconds", type=float, default=5.0, help="for which requests come, of each mix")
+    parser.add_argument(
+        "--beside-seconds", type=float, default=5.0, help="the same, beside each pace of videos"
+    )
     parser.add_argument("--encoder-device", default=None, help="where the connector encodes")
     parser.add_argument("--tiny", action="store_true", help="tiny tower and decoder, on a CPU too")
 
@@ -167,7 +186,8 @@ class Bench:
             say(f"captured on {self.device}")
         shape = Shape() if not arguments.tiny else replace(TINY, hidden=self._facts()[0])
         self.decoder = Decoder(shape, self.device, self._dtype, ENCODER_PRIORITY)
-        self.decoders = {name: self.decoder.at_priority(own) for name, own in PRIORITIES.items()}
+        self.decoders = {ENCODER_PRIORITY: self.decoder}
+        """By the priority of their streams; others are made when they are needed."""
         self.media = self._media()
         say(f"media of {[len(medium.rows) for kind in self.media.values() for medium in kind]} tokens")
 
@@ -236,11 +256,10 @@ class Bench:
     # --- the connector
 
     @contextmanager
-    def connector(self, busy_share: float = 1.0) -> Iterator[Connector]:
+    def connector(self, **settings: float) -> Iterator[Connector]:
         """One worker, over the captures that there are."""
-        config = ConnectorConfig(
-            cpu_workers=self.scale.cpu_workers, max_busy_share=busy_share, log_tickets=False
-        )
+        given = {"cpu_workers": self.scale.cpu_workers, "log_tickets": False, **settings}
+        config = ConnectorConfig(**given)
         with Connector(self.processor, [lambda: _Kept(self.beside)], config) as connector:
             yield connector
         if problems := connector.audit():
@@ -263,13 +282,27 @@ class Bench:
                 for _ in range(_STREAM):
                     encode(items)
 
-            for _ in range(self.scale.recurrences // _STREAM):
-                at_once()
+            recurrences = [self._settle(call) for call in (one_by_one, at_once)]
             times = [wall_ms(call, self.scale.samples) / _STREAM for call in (one_by_one, at_once)]
             alone = wall_ms(lambda each=encoder.encode, items=prepared: each(items), self.scale.samples)
             tokens = prepared[0].num_tokens
             row = {"side": side, "tokens": tokens, "one by one": times[0], "at once": times[1]}
-            yield {**row, "ratio": times[0] / times[1], "a batch alone": alone}
+            row |= {"ratio": times[0] / times[1], "a batch alone": alone}
+            yield {**row, "streams before": recurrences}
+
+    def _settle(self, call: Callable[[], None]) -> int:
+        """Repeats a stream of batches until nothing of it is padded any more; how often it came."""
+        most = self.scale.recurrences // _STREAM
+        for number in range(1, most):
+            before = self._padded_tokens
+            call()
+            if self._padded_tokens == before:
+                return number
+        return most
+
+    @property
+    def _padded_tokens(self) -> int:
+        return sum(budget.padded_tokens for budget in self.beside.stats().budgets.values())
 
     def merge(self) -> Iterator[dict[str, Any]]:
         """Rows of one image, of ten, and of a video's frames, milliseconds of the device."""
@@ -295,11 +328,11 @@ class Bench:
 
     def beside_videos(self) -> Iterator[dict[str, Any]]:
         """Requests of text alone, while a long video is encoded now and then, or always."""
-        load = self._load({})
+        load = self._load({}, self.arguments.beside_seconds)
         alone = None
-        for name, (pause, share) in BESIDE.items():
+        for name, (pause, settings) in BESIDE.items():
             video = self.video(self.scale.long_clip)
-            with self.connector(share) as connector, _encoding(connector, video, pause):
+            with self.connector(**settings) as connector, _encoding(connector, video, pause):
                 run = Engine(self.decoder, Beside(connector)).run(load)
                 row = {"beside": name, **_summary(run), "videos": connector.stats().batch_items}
             alone = row["text tokens/s"] if alone is None else alone
@@ -331,10 +364,10 @@ class Bench:
     def _measure(self, variant: str, load: Sequence[Arrival]) -> dict[str, Any]:
         stats: ConnectorStats | None = None
         with watched_gpu() as busy:
-            if variant in (ASYNCHRONOUS, *PRIORITIES):
-                decoder = self.decoders.get(variant, self.decoder)
-                with self.connector() as connector:
-                    run = Engine(decoder, Beside(connector)).run(load)
+            if variant in WAYS:
+                priority, ahead = WAYS[variant]
+                with self.connector(ready_ahead_s=ahead) as connector:
+                    run = Engine(self._decoder_at(priority), Beside(connector)).run(load)
                     stats = connector.stats()
             else:
                 with ThreadPoolExecutor(self.scale.cpu_workers) as workers:
@@ -342,8 +375,14 @@ class Bench:
         row = {**_summary(run), "busy": busy.mean}
         if stats is not None:
             row |= {"items a batch": stats.mean_batch_items, "batch fill": stats.batch_fill}
+            row["early"] = stats.early
             row |= _stages(run)
         return row
+
+    def _decoder_at(self, priority: int) -> Decoder:
+        if priority not in self.decoders:
+            self.decoders[priority] = self.decoder.at_priority(priority)
+        return self.decoders[priority]
 
     def _source(self, variant: str, workers: ThreadPoolExecutor) -> Source:
         if variant == NO_ENCODING:
@@ -428,12 +467,17 @@ def _summary(run: Run) -> dict[str, Any]:
 
 
 def _stages(run: Run) -> dict[str, float | None]:
-    """Median milliseconds of each stage on the way of media through the connector."""
-    known = [stages for request in run.served if (stages := request.stages)]
-    return {
-        f"{name} p50": 1e3 * statistics.median(stages[name] for stages in known)
-        for name in (known[0] if known else ())
-    }
+    """Milliseconds of each stage on the way of media through the connector: medians, and means of that tenth
+    of them which waited longest for the first token.
+    """
+    found: dict[str, float | None] = {}
+    known = [(request.seconds_to_first, stages) for request in run.served if (stages := request.stages)]
+    known.sort(key=lambda pair: pair[0])
+    slowest = known[-max(1, len(known) // 10) :]
+    for name in known[0][1] if known else ():
+        found[f"{name} p50"] = 1e3 * statistics.median(stages[name] for _, stages in known)
+        found[f"{name} of the slowest"] = 1e3 * statistics.mean(stages[name] for _, stages in slowest)
+    return found
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -459,7 +503,9 @@ def measure(bench: Bench, arguments: argparse.Namespace, say: Callable[[str], No
         "rate": arguments.rate,
         "seconds": arguments.seconds,
         "encoder device": str(bench.encoder_device),
-        "stream priority": {"encoder": ENCODER_PRIORITY, "decoder": ENCODER_PRIORITY, **PRIORITIES},
+        "stream priority": {"encoder": ENCODER_PRIORITY, **{name: way[0] for name, way in WAYS.items()}},
+        "ready ahead ms": 1e3 * READY_AHEAD_S,
+        "slices ms": SLICE_MS,
         "step ms": {str(rows): ms for rows, ms in bench.decoder.times(bench.scale.samples).items()},
     }
     result = new_result("connector", **settings)

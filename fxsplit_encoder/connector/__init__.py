@@ -25,6 +25,7 @@ from fxsplit_encoder.connector.seams import (
     MediaReducer,
     PreparedItem,
     PrioritizedEncoder,
+    SlicingEncoder,
     StagingEncoder,
 )
 from fxsplit_encoder.connector.settings import SPECIFIED_BATCHES, ConnectorConfig
@@ -65,6 +66,7 @@ __all__ = [
     "PrioritizedEncoder",
     "ProcessorByModality",
     "Residence",
+    "SlicingEncoder",
     "StagingEncoder",
     "State",
     "Step",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -17,6 +18,7 @@ from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.manager import EncoderCudaGraphManager
 from fxsplit_encoder.messages import names_of
 from fxsplit_encoder.towers.base import WrappedTower
+from fxsplit_encoder.towers.packed import PackedTower
 from fxsplit_encoder.towers.pixel_values import PixelValues
 
 # Of a token, before anything is measured: items from before the capture are compared with later ones by it.
@@ -83,6 +85,29 @@ class ManagerEncoder:
             return staged(tensor, self.manager.dtype, is_pinned)
         is_pixels = PIXEL_TABLE in item.inputs and tensor.dtype == torch.uint8
         return staged(tensor, tensor.dtype, is_pinned) if is_pixels else tensor
+
+    def slices(self, item: PreparedItem, most_cost: float) -> list[PreparedItem]:
+        """A video by frames, as evenly as its predicted cost asks for; the item alone where frames depend on
+        each other (`PackedTower.frames_are_independent`).
+        """
+        keys = _video_keys(self.manager.tower)
+        if keys is None or {*item.inputs} - {PIXEL_TABLE} != {*keys}:
+            return [item]
+        pixels, grid = (item.inputs[key] for key in keys)
+        num_frames = int(grid[0, 0]) if len(grid) == 1 else 1
+        num_slices = min(num_frames, math.ceil(self.predict_cost(item) / most_cost))
+        if num_slices <= 1 or len(pixels) % num_frames or item.num_tokens % num_frames:
+            return [item]
+        made, start = [], 0
+        for number in range(num_slices):
+            stop = num_frames * (number + 1) // num_slices
+            rows, tokens = len(pixels) // num_frames, item.num_tokens // num_frames
+            cut = grid.clone()
+            cut[0, 0] = stop - start
+            inputs = {**item.inputs, keys[0]: pixels[start * rows : stop * rows], keys[1]: cut}
+            made.append(replace(item, inputs=inputs, num_tokens=(stop - start) * tokens))
+            start = stop
+        return made
 
     def row_bytes(self, modality: Modality) -> int | None:
         """Of the tower's output, if it encodes the modality."""
@@ -154,6 +179,14 @@ class ManagerEncoder:
     def close(self) -> None:
         """Releases the captures; `start` makes them again."""
         self.manager.clear()
+
+
+def _video_keys(tower: object) -> tuple[str, str] | None:
+    """What a tower calls the patches and the grids of videos, if it encodes each of their frames alone."""
+    if not isinstance(tower, PackedTower) or not tower.frames_are_independent:
+        return None
+    keys = [pair for pair in tower.input_keys if "video" in pair[1]]
+    return keys[0] if keys else None
 
 
 def _bytes_of(table: Tensor | None) -> bytes:

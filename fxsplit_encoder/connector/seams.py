@@ -104,6 +104,16 @@ class StagingEncoder(Protocol):
         ...
 
 
+@runtime_checkable
+class SlicingEncoder(Protocol):
+    """A ``FeatureEncoder`` that can encode parts of an item apart, such as the frames of a video."""
+
+    def slices(self, item: PreparedItem, most_cost: float) -> Sequence[PreparedItem]:
+        """Items whose features, one after the other, are the item's: each of no more than that cost, as far
+        as it can be cut. The item alone: it is not."""
+        ...
+
+
 class FeatureEncoder(Protocol):
     """Encodes prepared items on one device.
 

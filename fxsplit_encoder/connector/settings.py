@@ -55,6 +55,12 @@ class ConnectorConfig(Settings):
     """Predicted cost of a batch, in the encoder's unit, above which no further item joins it. None: no limit
     but the workers' even share."""
 
+    max_slice_cost: _Positive | None = None
+    """Predicted cost, in the encoder's unit, of what a worker gives its device at once of an item that can be
+    encoded in slices (`SlicingEncoder`), such as a video by frames. Between slices it rests as
+    `max_busy_share` says, and lets batches of no more than that cost pass. None: items are not cut.
+    """
+
     flush_delay_s: _Seconds = 0.0
     """Seconds that an item waits for others while its batch is not full. 0: a free worker takes what there
     is.
@@ -62,6 +68,13 @@ class ConnectorConfig(Settings):
 
     max_batches_in_flight: _Number = 2
     """Batches that one worker gives its device before the first of them is done."""
+
+    ready_ahead_s: _Seconds | None = 0.0
+    """Seconds before its rows are written, as the worker's last batches predict it, from which an item may be
+    ready: a stream that reads them waits for the rest on its device, and what was given to it later with it.
+    An engine's step then takes so much longer, and media join an earlier one. 0: not before the rows are
+    there. None: once the device was given everything.
+    """
 
     max_busy_share: _Share = 1.0
     """The share of time in which a worker may have batches in hand. After each it rests for as long as that

@@ -26,7 +26,8 @@ class State(StrEnum):
     """In a batch, or on its way to where it will lie."""
 
     READY = "ready"
-    """Its rows may be read."""
+    """Its rows may be read. Where settings allow that (`ready_ahead_s`) its device may have to write them
+    yet: a stream that reads them waits for it."""
 
     RELEASED = "released"
     """Nobody of its ticket holds it any more. It may be held again."""
@@ -45,7 +46,8 @@ TRANSITIONS: Mapping[State, frozenset[State]] = {
     State.QUEUED: frozenset({State.ENCODING, State.FAILED, State.CANCELLED}),
     # Back to QUEUED for a retry, to NEW where less is asked of it after memory ran out.
     State.ENCODING: frozenset({State.READY, State.QUEUED, State.NEW, State.FAILED, State.CANCELLED}),
-    State.READY: frozenset({State.RELEASED, State.CANCELLED}),
+    # FAILED only where the device had still to write its rows, and was lost.
+    State.READY: frozenset({State.RELEASED, State.CANCELLED, State.FAILED}),
     # Held again: ready where the feature is still kept, else encoded once more.
     State.RELEASED: frozenset({State.NEW, State.QUEUED, State.ENCODING, State.READY, State.CANCELLED}),
     State.FAILED: frozenset(),

@@ -107,6 +107,8 @@ class ConnectorStats:
     batches: int = 0
     batch_items: int = 0
     batch_tokens: int = 0
+    early: int = 0
+    """Features that were ready before the device had written them (`ready_ahead_s`)."""
     discarded: int = 0
     """Features that were encoded when nobody wanted them any more."""
     prepare: Durations = field(default_factory=Durations)

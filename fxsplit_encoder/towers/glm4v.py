@@ -27,6 +27,7 @@ class Glm4vTower(PackedTower):
     """
 
     has_plain_blocks = True
+    frames_are_independent = True
     metadata_columns: ClassVar[dict[str, tuple[int, torch.dtype]]] = {
         "position_ids": (2, torch.int64),
         "interp_indices": (TAPS["bicubic"], torch.int32),

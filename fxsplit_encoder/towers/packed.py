@@ -48,6 +48,9 @@ class PackedTower(PackedItems):
     """What the tower's own forward calls the patches and the grids."""
     max_frames_per_video: int = 384
     """Grid frames of the longest video: 768 frames, which the processors merge in pairs."""
+    frames_are_independent: ClassVar[bool] = False
+    """Whether a video's rows are those of its grid frames, each encoded alone, one after the other: nothing
+    attends to another frame, and nothing depends on which frame it is."""
     min_item_tokens: ClassVar[int] = 64
     """The smallest item worth a budget of its own: 256 x 256 pixels."""
     max_budget: ClassVar[int] = 4096

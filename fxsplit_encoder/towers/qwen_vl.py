@@ -21,6 +21,7 @@ class Qwen2VLTower(PackedTower):
     """Wraps `Qwen2VisionTransformerPretrainedModel`: rotary positions only, and attention within frames."""
 
     has_plain_blocks = True
+    frames_are_independent = True
     metadata_columns: ClassVar[dict[str, tuple[int, torch.dtype]]] = {"position_ids": (2, torch.int64)}
 
     def __init__(self, tower: nn.Module) -> None:
@@ -48,6 +49,7 @@ class Qwen25VLTower(PackedTower):
     """
 
     has_plain_blocks = True
+    frames_are_independent = True
     metadata_columns: ClassVar[dict[str, tuple[int, torch.dtype]]] = {
         "position_ids": (2, torch.int64),
         "window_permutation": (0, torch.int64),
@@ -129,6 +131,7 @@ class Qwen3VLTower(PackedTower):
     """
 
     has_plain_blocks = True
+    frames_are_independent = True
     metadata_columns: ClassVar[dict[str, tuple[int, torch.dtype]]] = {
         "position_ids": (2, torch.int64),
         "interp_indices": (TAPS["bilinear"], torch.int32),

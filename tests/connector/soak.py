@@ -30,7 +30,7 @@ from fxsplit_encoder.connector.seams import FeatureEncoder, MediaItem, PreparedI
 from fxsplit_encoder.connector.settings import ConnectorConfig
 from fxsplit_encoder.connector.states import State
 from fxsplit_encoder.connector.threads.copies import Copies
-from fxsplit_encoder.errors import ConnectorFullError
+from fxsplit_encoder.errors import ConnectorError, ConnectorFullError, InputError
 
 from . import tiny_vision
 from .scenes import PATIENCE_S
@@ -98,7 +98,9 @@ class KilledProcess(ProcessEncoder):
 
 
 class FaultyCopies(Copies):
-    """Copies that at times cannot be started, or fail while they are under way."""
+    """Copies that at times cannot be started, or fail while they are under way; a device that is at times
+    through with its work later than the host.
+    """
 
     def __init__(self, rate: float, seed: int) -> None:
         super().__init__()
@@ -112,6 +114,24 @@ class FaultyCopies(Copies):
         target, event = super().to_host(rows, buffer)
         return (target, FailingEvent()) if luck < 0.6 else (target, event)
 
+    def mark(self, device: torch.device) -> Any:
+        return LateEvent() if self._draw.random() < self._rate else super().mark(device)
+
+
+class LateEvent:
+    """Of a device that needs some milliseconds."""
+
+    def __init__(self) -> None:
+        self._due = time.monotonic() + 0.003
+
+    def query(self) -> bool:
+        return time.monotonic() >= self._due
+
+    has_succeeded = query
+
+    def synchronize(self) -> None:
+        time.sleep(max(0.0, self._due - time.monotonic()))
+
 
 class FailingEvent:
     """Of a copy whose device is lost: whoever waits for it first is told."""
@@ -121,6 +141,9 @@ class FailingEvent:
 
     def query(self) -> bool:
         return self._was_told
+
+    def has_succeeded(self) -> bool:
+        return False
 
     def synchronize(self) -> None:
         was_told, self._was_told = self._was_told, True
@@ -219,7 +242,15 @@ class Engine:
         if luck < 0.1 and each.holds < 3:
             each.holds += connector.hold(ticket) == "ready"
             return
-        self.prefill(ticket)
+        try:
+            self.prefill(ticket)
+        except ConnectorError as error:
+            assert error.kind == "worker_lost"  # while it wrote what was ready ahead
+            self.ends["told of a loss"] += 1
+            return
+        except InputError:
+            assert ticket.state is State.FAILED  # meanwhile, for the same reason
+            return
         each.holds -= 1
         connector.release(ticket, keep=luck > 0.95)
         if each.holds == 0 and 0.1 < luck < 0.15 and connector.hold(ticket) != "unavailable":

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from fxsplit_encoder.connector.books.entry import Entry
 from fxsplit_encoder.connector.books.workers import Batch, WorkerStatus
 from fxsplit_encoder.connector.fake import FakeEncoder
 from fxsplit_encoder.connector.seams import MediaItem, PreparedItem
@@ -169,16 +168,16 @@ def test_a_worker_rests_until_it_was_busy_for_no_more_than_its_share() -> None:
         _queue(bench, name)
     first, second = _batch(take()), _batch(take())  # both are in hand at once, and take 3 seconds together
     bench.clock.now = 2.0
-    bench.books.encoding.publish(first, _failed(first))
+    _end(bench, first)
     bench.clock.now = 3.0
-    bench.books.encoding.publish(second, _failed(second))
+    _end(bench, second)
     assert take() == (None, pytest.approx(9.0))
     bench.clock.now = 11.9
     assert take() == (None, pytest.approx(0.1))
     bench.clock.now = 12.1
     third = _batch(take())
     bench.clock.now = 13.1
-    bench.books.encoding.publish(third, _failed(third))
+    _end(bench, third)
     _queue(bench, "d")
     assert take() == (None, pytest.approx(3.0))
 
@@ -289,9 +288,10 @@ def _queue(bench: Bench, name: str, cost: float = 1.0) -> None:
     bench.books.settle()
 
 
-def _failed(batch: Batch) -> dict[Entry, ConnectorError]:
+def _end(bench: Bench, batch: Batch) -> None:
     """An end of a batch that needs no rows."""
-    return {entry: ConnectorError("for the test", "encoder", retryable=False) for entry in batch.entries}
+    batch.failures = {each: ConnectorError("for the test", "encoder", False) for each in batch.entries}
+    bench.books.encoding.publish(batch)
 
 
 def _batch(taken: tuple[Batch | None, float | None]) -> Batch:

@@ -22,8 +22,8 @@ def test_whatever_waits_may_fail_and_be_cancelled_and_become_ready() -> None:
         assert State.READY in reached
 
 
-def test_what_is_ready_neither_fails_nor_waits_again_unless_released() -> None:
-    assert TRANSITIONS[State.READY] == {State.RELEASED, State.CANCELLED}
+def test_what_is_ready_waits_again_only_once_it_was_released() -> None:
+    assert TRANSITIONS[State.READY] == {State.RELEASED, State.CANCELLED, State.FAILED}
 
 
 def test_other_changes_are_faults_of_ours() -> None:

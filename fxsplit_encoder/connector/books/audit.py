@@ -98,6 +98,10 @@ def _workers(books: Books) -> Iterator[str]:
     encoded = {entry for entry in books.parts.cache.entries if entry.state is State.ENCODING}
     if set(in_hand) != encoded or set(in_hand.values()) - {1}:
         yield f"{len(encoded)} features are encoded, batches have {in_hand.total()}"
+    announced = {each.feature for batch in encoding.batches if batch.is_announced for each in batch.arrivals}
+    for entry in books.parts.cache.entries:
+        if entry.feature is not None and entry.feature.written and entry.feature not in announced:
+            yield f"{entry}: is being written, by no batch"
     for worker in encoding.workers.values():
         own = [batch for batch in encoding.batches if batch.worker is worker]
         load = sum(batch.cost for batch in own)

@@ -224,6 +224,7 @@ class Books:
 
     def step(self) -> Step:
         """What has become of whom since the last step."""
+        self.encoding.poll()
         self.expire()
         self.settle()
         told = [self.parts.news[number] for number in sorted(self.parts.news)]

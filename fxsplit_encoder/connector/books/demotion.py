@@ -55,7 +55,7 @@ class Demotions:
             source = entry.feature
             assert source is not None
             fits = capacity_of(entry.num_bytes) <= buffers.available()
-            if entry not in moving and fits:
+            if entry not in moving and fits and not source.is_being_written:
                 target = Feature(None, Residence.HOST, HOST)
                 reserved = buffers.reserve(target, entry.num_bytes)
                 assert reserved

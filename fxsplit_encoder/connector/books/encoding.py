@@ -68,6 +68,7 @@ class Encoding:
         if worker.status is not WorkerStatus.LOST:
             self._parts.stats.lost_workers += 1
         worker.status = WorkerStatus.LOST
+        self._publish_over(worker)
         for batch in [batch for batch in self.batches if batch.worker is worker]:
             self.lose(batch, is_running=is_running)
         if not is_running:
@@ -76,8 +77,13 @@ class Encoding:
 
     # --- batches
 
-    def take(self, worker: Worker) -> Taken:
-        """The next batch of a worker, if there is one and no other worker has less in hand."""
+    def take(self, worker: Worker, most_cost: float | None = None) -> Taken:
+        """The next batch of a worker, if there is one and no other worker has less in hand.
+
+        Args:
+            worker: who asks.
+            most_cost: of the batch; None: any.
+        """
         config, waiting = self._parts.config, self._parts.to_encode
         everyone = self.workers.values()
         if worker.status is not WorkerStatus.RUNNING or worker.num_batches >= config.max_batches_in_flight:
@@ -87,7 +93,8 @@ class Encoding:
         if (rest := worker.rests_until - self._parts.clock()) > 0:
             return Taken(wait_s=rest)
         share = share_of(worker, everyone, waiting.cost)
-        chosen = choose(waiting, worker, config, self._parts.ledger.free(worker.account), share)
+        free_bytes = self._parts.ledger.free(worker.account)
+        chosen = choose(waiting, worker, config, free_bytes, share, most_cost)
         if not chosen:
             return Taken()
         delay = min(entry.queued_at for entry in chosen) + config.flush_delay_s - self._parts.clock()
@@ -125,11 +132,12 @@ class Encoding:
         if batch.is_lost:
             return []
         batch.outputs = outputs
-        return [
+        batch.arrivals = [
             place(self._parts, entry, rows)
             for entry, rows in zip(batch.entries, outputs, strict=True)
             if not isinstance(rows, ConnectorError)
         ]
+        return batch.arrivals
 
     def attach(self, batch: Batch, arrival: Arrival, buffer: Any) -> bool:
         """A buffer was allocated for rows that are to be copied; False: nobody waits for them any more."""
@@ -137,29 +145,82 @@ class Encoding:
             self._parts.storage.buffers.attach(arrival.entry, buffer)
         return not batch.is_lost
 
-    def publish(self, batch: Batch, failures: dict[Entry, ConnectorError]) -> None:
+    def launched(self, batch: Batch) -> None:
+        """The device was given everything of a batch, and it is not over yet."""
+        batch.is_launched = True
+        self.poll()
+
+    def poll(self) -> None:
+        """Publishes the batches that are over, whether or not their workers' threads know it already; what
+        will be over soon becomes READY as far as settings allow.
+        """
+        for worker in self.workers.values():
+            self._publish_over(worker)
+            if self._parts.config.ready_ahead_s != 0:
+                self._announce_near(worker)
+
+    def _launched(self, worker: Worker) -> list[Batch]:
+        return [batch for batch in self.batches if batch.worker is worker and batch.is_launched]
+
+    def _publish_over(self, worker: Worker) -> None:
+        for batch in self._launched(worker):
+            if all(event.has_succeeded() for event in batch.events):
+                self.publish(batch)
+
+    def _announce_near(self, worker: Worker) -> None:
+        ahead, now = self._parts.config.ready_ahead_s, self._parts.clock()
+        launched = self._launched(worker)
+        if all(batch.is_announced for batch in launched):
+            return
+        for batch, end in zip(launched, worker.predicted_ends(launched), strict=True):
+            is_near = ahead is None or (end is not None and end - now <= ahead)
+            if is_near and not batch.is_announced:
+                self._announce(batch)
+
+    def _announce(self, batch: Batch) -> None:
+        for arrival in batch.arrivals:
+            if arrival.entry not in batch.failures:
+                batch.announced.append(arrival.entry)
+                arrival.feature.written = arrival.events
+                self._arrive(batch, arrival.entry)
+        batch.entries = [entry for entry in batch.entries if entry in batch.failures]
+        batch.is_announced = True
+        self._parts.stats.early += len(batch.announced)
+
+    def publish(self, batch: Batch) -> None:
         """Every row of a batch is where it will lie, but for those of entries that failed."""
         if batch.is_lost:
             self._returned(batch)
             return
-        now = self._parts.clock()
-        seconds = now - batch.taken_at
-        batch.worker.rest(batch, now, self._parts.config.max_busy_share)
+        if batch not in self.batches:
+            return  # somebody saw it before
+        batch.worker.finish(batch, self._parts.clock(), self._parts.config.max_busy_share)
+        batch.worker.num_losses = 0
+        for arrival in batch.arrivals:
+            arrival.feature.written = ()
+        for entry in batch.announced:
+            self._holdings.drop_inputs(entry)
         for entry in batch.entries:
-            for ticket in self._tickets_of(entry):
-                ticket.encode_seconds = max(ticket.encode_seconds, seconds)
-            if (error := failures.get(entry)) is not None:
+            if (error := batch.failures.get(entry)) is not None:
+                self._note_encoding(batch, entry)
                 self._fail(entry, error, batch)
             else:
-                self._parts.stats.encode.add(seconds)
-                self._arrive(entry)
+                self._arrive(batch, entry)
+                self._holdings.drop_inputs(entry)
         del self.batches[batch]
         self._parts.ledger.release(batch.worker.account, batch)
         self._leave(batch)
 
-    def _arrive(self, entry: Entry) -> None:
+    def _note_encoding(self, batch: Batch, entry: Entry) -> float:
+        """How long an entry was in a batch, which its tickets are told."""
+        seconds = self._parts.clock() - batch.taken_at
+        for ticket in self._tickets_of(entry):
+            ticket.encode_seconds = max(ticket.encode_seconds, seconds)
+        return seconds
+
+    def _arrive(self, batch: Batch, entry: Entry) -> None:
+        self._parts.stats.encode.add(self._note_encoding(batch, entry))
         settle_in(self._parts, entry)
-        self._holdings.drop_inputs(entry)
         if not entry.is_wanted:
             self._parts.stats.discarded += 1
             self._holdings.drop(entry, State.CANCELLED)
@@ -203,7 +264,7 @@ class Encoding:
         parts = self._parts
         batch.is_lost = True
         del self.batches[batch]
-        rest = Feature(batch.outputs, Residence.NONE, batch.worker.account)
+        rest = Feature((batch.outputs, batch.inputs), Residence.NONE, batch.worker.account)
         rest.read_events = list(batch.events)
         parts.ledger.move(rest.account, batch, rest)
         left = [rest]
@@ -218,6 +279,11 @@ class Encoding:
         self._leave(batch)
         for entry in batch.entries:
             self._pass_on(entry)
+        for entry in batch.announced:
+            self._holdings.drop_inputs(entry)
+            if entry.state is State.READY:
+                message = "its worker was lost while its rows were written"
+                self._holdings.spoil(entry, ConnectorError(message, "worker_lost", retryable=True))
 
     def _pass_on(self, entry: Entry) -> None:
         entry.num_losses += 1

@@ -84,9 +84,10 @@ class Holdings:
         parts.storage.was_freed = True
 
     def drop_inputs(self, entry: Entry) -> None:
-        """Free what was preprocessed."""
-        entry.prepared = None
-        self._parts.ledger.release(INPUTS, entry)
+        """Free what was preprocessed, if it is still there."""
+        if entry.prepared is not None:
+            entry.prepared = None
+            self._parts.ledger.release(INPUTS, entry)
 
     # --- failures
 
@@ -122,6 +123,17 @@ class Holdings:
             if entry.state is not State.QUEUED:
                 self.move(entry, State.QUEUED)
             parts.to_encode.push(entry, entry.flow, entry.cost, first=True)
+
+    def spoil(self, entry: Entry, error: ConnectorError) -> None:
+        """A READY entry whose rows will never be there: everybody who holds it fails. Nobody's retries help,
+        since some of the rows may have been read.
+        """
+        entry.keep = False
+        for item in list(entry.holders):
+            if item.entry is entry:  # else it went with another item of its ticket
+                self.fail_item(item, error)
+        if entry.state is State.READY:
+            self.drop(entry, State.RELEASED)
 
     def fail_item(self, item: Occurrence, error: ConnectorError) -> None:
         """An item fails, and its request goes on or not as it asked."""

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import statistics
+from collections import deque
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from typing import Any
 
+from fxsplit_encoder.connector.books.arrivals import Arrival
 from fxsplit_encoder.connector.books.entry import Entry
 from fxsplit_encoder.connector.books.events import Event
 from fxsplit_encoder.connector.books.fair_queue import FairQueue
 from fxsplit_encoder.connector.settings import ConnectorConfig
+from fxsplit_encoder.errors import ConnectorError
 
 
 class WorkerStatus(StrEnum):
@@ -23,6 +27,9 @@ class WorkerStatus(StrEnum):
     LOST = "lost"
     """Its thread or its encoder ended by a fault, and is not started again."""
 
+
+_REMEMBERED_PACES = 9
+"""Batches by whose pace the end of others is predicted; their median forgets one that had to wait."""
 
 LIVE = frozenset({WorkerStatus.STARTING, WorkerStatus.RUNNING})
 """Those of a worker that encodes, or will soon."""
@@ -49,13 +56,39 @@ class Worker:
         """When its last batch was over, and until when it takes none."""
         self.num_losses = 0
         """How many workers of this name were lost, one after another, before this one."""
+        self._paces: deque[float] = deque(maxlen=_REMEMBERED_PACES)
+        """Seconds for each unit of predicted cost, of its last batches."""
 
-    def rest(self, batch: Batch, now: float, busy_share: float) -> None:
+    def finish(self, batch: Batch, now: float, busy_share: float) -> None:
         """One of its batches is over; it takes no other before it was busy for no more than this share."""
-        begin = max(batch.taken_at, self.was_busy_until)
+        begin = max(batch.taken_at, self.was_busy_until, batch.rested_until)
         self.was_busy_until = now
+        if batch.cost > 0 and not batch.is_cut:
+            self._paces.append((now - begin) / batch.cost)
+        self._rest(begin, now, busy_share)
+
+    def finish_slice(self, batch: Batch, begin: float, now: float, busy_share: float) -> None:
+        """Part of a batch is over that was given to the device after the last one's rest."""
+        self._rest(max(begin, batch.rested_until), now, busy_share)
+        if busy_share < 1:
+            batch.rested_until = self.rests_until
+
+    def _rest(self, begin: float, now: float, busy_share: float) -> None:
         if busy_share < 1:
             self.rests_until = max(self.rests_until, begin) + (now - begin) / busy_share
+
+    def predicted_ends(self, batches: Sequence[Batch]) -> list[float | None]:
+        """When each of some batches that it has in hand, in their order, will be over; None: it has finished
+        none yet to tell by.
+        """
+        if not self._paces:
+            return [None] * len(batches)
+        pace, end = statistics.median(self._paces), self.was_busy_until
+        ends: list[float | None] = []
+        for batch in batches:
+            end = max(end, batch.taken_at) + batch.cost * pace
+            ends.append(end)
+        return ends
 
     def __repr__(self) -> str:
         return f"Worker({self.name}, {self.status})"
@@ -67,18 +100,41 @@ is lost by encoding it apart."""
 
 
 class Batch:
-    """Entries that one worker encodes together."""
+    """Entries that one worker encodes together.
+
+    Args:
+        worker: that has it in hand.
+        entries: in the order of the encoder's outputs.
+        now: when it was taken.
+    """
 
     def __init__(self, worker: Worker, entries: list[Entry], now: float) -> None:
         self.worker = worker
         self.entries = entries
+        """Those that are not READY by it."""
+        self.inputs = [entry.prepared for entry in entries]
+        """Kept for as long as a device may read them."""
         self.num_bytes = sum(entry.num_bytes for entry in entries)
         self.cost = sum(entry.cost for entry in entries)
         self.taken_at = now
+        self.is_cut = False
+        """Whether it was encoded in slices, and maybe others between them: its time says little of a pace."""
+        self.rested_until = 0.0
+        """The end of the worker's last rest between slices of it: up to then it has rested enough."""
         self.outputs: Any = None
         """Rows as the encoder returned them, for as long as a device may read them."""
         self.events: list[Event] = []
         """When everything is over that the device was given for it."""
+        self.arrivals: list[Arrival] = []
+        """The rows that it makes."""
+        self.failures: dict[Entry, ConnectorError] = {}
+        """What is known to have failed."""
+        self.is_launched = False
+        """Whether the device was given everything, and what is above will not change."""
+        self.is_announced = False
+        """Whether its entries are READY though the device has still to write their rows."""
+        self.announced: list[Entry] = []
+        """Those, if so."""
         self.is_lost = False
         """Whether its worker was given up; nobody waits for its results."""
 
@@ -92,6 +148,7 @@ def choose(
     config: ConnectorConfig,
     free_bytes: int,
     share: float,
+    most_cost: float | None = None,
 ) -> list[Entry]:
     """The next entries for a worker, in the order in which they are due; none if the first has no room yet.
 
@@ -101,6 +158,7 @@ def choose(
         config: the limits of a batch.
         free_bytes: for their features.
         share: cost above which further entries are left to other workers.
+        most_cost: of all together, the first included; None: any.
     """
     chosen: list[Entry] = []
     cost, most = 0.0, min(share, config.max_batch_cost or share)
@@ -109,6 +167,8 @@ def choose(
             continue
         free_bytes -= entry.num_bytes
         cost += entry.cost
+        if most_cost is not None and cost > most_cost:
+            break
         if free_bytes < 0 or (chosen and (cost > most or entry.num_losses)):
             break
         if chosen and entry.cost > _OUT_OF_PROPORTION * (cost - entry.cost):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,23 +16,20 @@ from fxsplit_encoder.connector.books.entry import Entry
 from fxsplit_encoder.connector.books.events import Event
 from fxsplit_encoder.connector.books.workers import Batch, Worker, WorkerStatus
 from fxsplit_encoder.connector.failures import encode_each, failure_of
-from fxsplit_encoder.connector.seams import DeviceEncoder, FeatureEncoder, PreparedItem, PrioritizedEncoder
+from fxsplit_encoder.connector.seams import (
+    DeviceEncoder,
+    FeatureEncoder,
+    PreparedItem,
+    PrioritizedEncoder,
+    SlicingEncoder,
+)
 from fxsplit_encoder.connector.threads.copies import Copies
 from fxsplit_encoder.connector.threads.core import Core
 from fxsplit_encoder.connector.threads.landing import Landing
-from fxsplit_encoder.errors import ConnectorError
+from fxsplit_encoder.connector.threads.slices import Slices
+from fxsplit_encoder.errors import ConnectorError, EncoderLostError
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class _Flight:
-    """A batch that the device was given, and what is known to have failed."""
-
-    batch: Batch
-    failures: dict[Entry, ConnectorError]
-    num_splits: int = 0
-    arrivals: list[Arrival] = field(default_factory=list)
 
 
 class WorkerThread:
@@ -60,6 +56,9 @@ class WorkerThread:
         self._encoder = encoder
         self._copies = copies
         self._on_lost = on_lost
+        self._slices: Slices | None = None
+        if isinstance(encoder, SlicingEncoder):
+            self._slices = Slices(core, worker, encoder, copies, self._let_pass)
         self._landing = Landing(self._land, self._wake, f"connector-landing-{worker.name}")
         self.thread = threading.Thread(target=self._run, name=f"connector-{worker.name}", daemon=True)
 
@@ -101,7 +100,8 @@ class WorkerThread:
         while True:
             work = self._next()
             if isinstance(work, Batch):
-                self._follow(self._launch(work))
+                self._launch(work)
+                self._follow(work)
             elif isinstance(work, Demotion):
                 self._demote(work)
             else:
@@ -128,27 +128,48 @@ class WorkerThread:
 
     # --- batches
 
-    def _launch(self, batch: Batch) -> _Flight:
-        flight = _Flight(batch, {})
-        prepared = [entry.prepared for entry in batch.entries]
+    def _launch(self, batch: Batch) -> None:
+        num_splits = 0
 
         def count_split() -> None:
-            flight.num_splits += 1
+            nonlocal num_splits
+            num_splits += 1
 
-        outputs = encode_each(self._encode, prepared, count_split)  # type: ignore[arg-type]
+        def encode(items: Sequence[PreparedItem]) -> Sequence[Tensor]:
+            if self._slices is None:
+                return self._encode(items)
+            return self._slices.encode(batch, items, self._encode)
+
+        prepared = [entry.prepared for entry in batch.entries]
+        outputs = encode_each(encode, prepared, count_split)  # type: ignore[arg-type]
         checked = [_checked(entry, rows) for entry, rows in zip(batch.entries, outputs, strict=True)]
         for entry, rows in zip(batch.entries, checked, strict=True):
             if isinstance(rows, ConnectorError):
-                flight.failures[entry] = rows
+                batch.failures[entry] = rows
         with self._core.change() as books:
-            books.parts.stats.split_batches += flight.num_splits
-            flight.arrivals = books.encoding.place(batch, checked)
-        for device in {arrival.rows.device for arrival in flight.arrivals}:
-            batch.events.append(self._copies.mark(device))
-        for arrival in flight.arrivals:
+            books.parts.stats.split_batches += num_splits
+            arrivals = books.encoding.place(batch, checked)
+        marks = {device: self._copies.mark(device) for device in {each.rows.device for each in arrivals}}
+        batch.events += marks.values()
+        for arrival in arrivals:
             if arrival.is_copied:
-                self._copy(flight, arrival)
-        return flight
+                self._copy(batch, arrival)
+            else:
+                arrival.events = (marks[arrival.rows.device],)
+
+    def _let_pass(self, most_cost: float) -> None:
+        """Gives the device another batch between slices of one, if one is due that costs no more."""
+        with self._core.lock:
+            batch = self._core.books.encoding.take(self.worker, most_cost).batch
+        if batch is None:
+            return
+        try:
+            self._launch(batch)
+            self._follow(batch)
+        except EncoderLostError:
+            raise
+        except Exception as error:  # not the fault of what is encoded in slices
+            raise EncoderLostError(f"{self.worker.name} cannot go on: {error}") from error
 
     def _encode(self, items: Sequence[PreparedItem]) -> Sequence[Tensor]:
         outputs = self._encoder.encode(items)
@@ -156,8 +177,7 @@ class WorkerThread:
             raise RuntimeError(f"the encoder returned {len(outputs)} features for {len(items)} items")
         return outputs
 
-    def _copy(self, flight: _Flight, arrival: Arrival) -> None:
-        batch = flight.batch
+    def _copy(self, batch: Batch, arrival: Arrival) -> None:
         try:
             if arrival.buffer is None:
                 arrival.buffer = self._allocate(arrival.capacity)
@@ -166,8 +186,9 @@ class WorkerThread:
                         return
             arrival.feature.rows, event = self._copies.to_host(arrival.rows, arrival.buffer)
             batch.events.append(event)
+            arrival.events = (event,)
         except Exception as error:
-            flight.failures[arrival.entry] = failure_of(error, "encoder")
+            batch.failures[arrival.entry] = failure_of(error, "encoder")
 
     def _allocate(self, num_bytes: int) -> Any:
         with self._core.lock:
@@ -177,24 +198,25 @@ class WorkerThread:
             self._copies.give_back()
         return self._copies.allocate(num_bytes)
 
-    def _follow(self, flight: _Flight) -> None:
+    def _follow(self, batch: Batch) -> None:
         """Batches come to their end in order; where the encoder waits for its device, at once."""
-        if self._landing.is_empty and _is_over(flight.batch.events):
-            self._land(flight)
-        else:
-            self._landing.add(flight)
+        if self._landing.is_empty and _is_over(batch.events):
+            self._land(batch)
+            return
+        with self._core.change() as books:
+            books.encoding.launched(batch)
+        self._landing.add(batch)
 
     def _check_landing(self) -> None:
         """A fault of the device that shows while it is waited for is this worker's."""
         if self._landing.fault is not None:
             raise self._landing.fault
 
-    def _land(self, flight: _Flight) -> None:
-        for event in flight.batch.events:
+    def _land(self, batch: Batch) -> None:
+        for event in batch.events:
             event.synchronize()
         with self._core.change() as books:
-            books.encoding.publish(flight.batch, flight.failures)
-            self.worker.num_losses = 0
+            books.encoding.publish(batch)
 
     # --- demotions
 

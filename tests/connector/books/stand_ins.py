@@ -31,6 +31,8 @@ class ManualEvent:
     def query(self) -> bool:
         return self.passed
 
+    has_succeeded = query
+
     def synchronize(self) -> None:
         assert self.passed
 

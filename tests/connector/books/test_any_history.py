@@ -11,10 +11,9 @@ import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from fxsplit_encoder.connector.books.arrivals import Arrival
 from fxsplit_encoder.connector.books.audit import audit
 from fxsplit_encoder.connector.books.demotion import Demotion
-from fxsplit_encoder.connector.books.entry import Entry, Feature
+from fxsplit_encoder.connector.books.entry import Feature
 from fxsplit_encoder.connector.books.preparation import Digested, DigestJob, PrepareJob
 from fxsplit_encoder.connector.books.ticket import Ticket
 from fxsplit_encoder.connector.books.workers import Batch, WorkerStatus
@@ -37,13 +36,17 @@ indices = st.integers(0, 1 << 16)
 MOVES = 3000
 REACHED = (
     *("hits", "joins", "misses", "rejected_hits", "evictions", "retries", "reductions", "demotions"),
-    *("text_only", "discarded", "reused_buffers"),
+    *("text_only", "discarded", "reused_buffers", "early"),
 )
 
 
 class AnyHistory(RuleBasedStateMachine):
-    @initialize(device_pages=st.sampled_from([0, 2, 6]), host_pages=st.sampled_from([4, 8, 12]))
-    def open(self, device_pages: int, host_pages: int) -> None:
+    @initialize(
+        device_pages=st.sampled_from([0, 2, 6]),
+        host_pages=st.sampled_from([4, 8, 12]),
+        ready_ahead_s=st.sampled_from([0.0, 0.5, None]),
+    )
+    def open(self, device_pages: int, host_pages: int, ready_ahead_s: float | None = 0.0) -> None:
         self.bench = Bench.make(
             2,
             can_reduce=True,
@@ -54,13 +57,14 @@ class AnyHistory(RuleBasedStateMachine):
             max_waiting_items=12,
             max_overtakes=2,
             max_batch_items=3,
+            ready_ahead_s=ready_ahead_s,
         )
         self.books = self.bench.books
         self.tickets: list[Ticket] = []
         self.digesting: list[DigestJob] = []
         self.preparing: list[PrepareJob] = []
         self.encoding: list[Batch] = []
-        self.placed: list[tuple[Batch, list[Arrival], dict[Entry, ConnectorError]]] = []
+        self.launched: list[Batch] = []
         self.moving: list[Demotion] = []
         self.reading: list[list[Feature]] = []
         self.events: list[ManualEvent] = []
@@ -209,7 +213,10 @@ class AnyHistory(RuleBasedStateMachine):
         }
         outputs = [failures.get(entry) or Rows(entry.num_bytes) for entry in batch.entries]
         arrivals = self.books.encoding.place(batch, outputs)
+        batch.failures = failures
+        batch.events = [self.new_event()] if arrivals else []
         for arrival in arrivals:
+            arrival.events = tuple(batch.events[:1])
             if not arrival.is_copied:
                 continue
             if arrival.buffer is None:
@@ -217,22 +224,23 @@ class AnyHistory(RuleBasedStateMachine):
                 if not self.books.encoding.attach(batch, arrival, arrival.buffer):
                     break
             assert len(arrival.buffer) == arrival.capacity >= arrival.rows.nbytes
-            batch.events.append(self.new_event())
             if copy_fails:
                 failures[arrival.entry] = _error("encoder")
-        self.placed.append((batch, arrivals, failures))
+                continue
+            arrival.feature.rows = Rows(arrival.rows.nbytes, "host")
+            arrival.events = (self.new_event(),)
+            batch.events += arrival.events
+        self.books.encoding.launched(batch)
+        self.launched.append(batch)
 
-    @precondition(lambda self: self.placed)
+    @precondition(lambda self: self.launched)
     @rule(which=indices)
     def publish(self, which: int) -> None:
-        batch, arrivals, failures = self.take(self.placed, which)
+        """Its thread has waited for all of it."""
+        batch = self.take(self.launched, which)
         for event in batch.events:
-            if not failures:  # a copy that failed is not waited for
-                event.passed = True  # type: ignore[attr-defined]
-        for arrival in arrivals:
-            if arrival.is_copied:
-                arrival.feature.rows = Rows(arrival.rows.nbytes, "host")
-        self.books.encoding.publish(batch, failures)
+            event.passed = True  # type: ignore[attr-defined]
+        self.books.encoding.publish(batch)
 
     @precondition(lambda self: self.books.encoding.batches)
     @rule(worker=st.integers(0, 1), is_running=st.booleans())
@@ -244,7 +252,7 @@ class AnyHistory(RuleBasedStateMachine):
             self.books.encoding.lose(batch, is_running=is_running)
             if not is_running:
                 self.encoding = [each for each in self.encoding if each is not batch]
-                self.placed = [each for each in self.placed if each[0] is not batch]
+                self.launched = [each for each in self.launched if each is not batch]
         self.bench.start_worker(gone.name)
 
     @precondition(
@@ -350,7 +358,7 @@ class AnyHistory(RuleBasedStateMachine):
             self.take_batch(worker)
         while until == "ready" and self.encoding:
             self.encoded(0, [None] * 3, False)
-        while until == "ready" and self.placed:
+        while until == "ready" and self.launched:
             self.publish(0)
 
     def forget_some(self) -> None:
@@ -397,7 +405,7 @@ def random_move(machine: AnyHistory, draw: random.Random) -> None:
         ),
         (5, True, lambda: machine.take_batch(draw.randrange(2))),
         (5, machine.encoding, lambda: machine.encoded(which, kinds, draw.random() < 0.1)),
-        (5, machine.placed, lambda: machine.publish(which)),
+        (5, machine.launched, lambda: machine.publish(which)),
         (1, True, lambda: machine.lose_worker(draw.randrange(2), draw.random() < 0.5)),
         (1, any(machine.books.parts.cache.resting()), machine.take_demotion),
         (3, machine.moving, lambda: machine.finish_demotion(which, draw.random() < 0.3)),
@@ -434,7 +442,7 @@ def test_long_histories() -> None:
     for seed in range(3):
         draw = random.Random(seed)
         machine = AnyHistory()
-        machine.open(device_pages=draw.choice([0, 2, 6]), host_pages=draw.choice([4, 8, 12]))
+        machine.open(draw.choice([0, 2, 6]), draw.choice([4, 8, 12]), (None, 0.0, 0.5)[seed])
         for _ in range(MOVES):
             random_move(machine, draw)
             machine.forget_some()
