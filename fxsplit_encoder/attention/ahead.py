@@ -11,6 +11,7 @@ from fxsplit_encoder.attention.choice import KernelChooser, current_chooser
 from fxsplit_encoder.attention.kernels import ahead
 from fxsplit_encoder.attention.kernels.ahead import dismiss
 from fxsplit_encoder.attention.kernels.flash_attn import FlashAttention4
+from fxsplit_encoder.attention.kernels.whole_waves import WholeWaves
 from fxsplit_encoder.attention.op import dense_attention, varlen_attention
 from fxsplit_encoder.kernels import AUTO
 
@@ -51,10 +52,11 @@ def _is_settled(chooser: KernelChooser) -> bool:
 
 
 def _names(chooser: KernelChooser, *, is_dense: bool) -> list[str]:
+    """Of the kernels that compile a variant of their own; those that cut at whole waves call two of these."""
     return [
         kernel.name
         for kernel in chooser.measurements.kernels
         if isinstance(kernel, FlashAttention4)
-        and not kernel.needs_pin
+        and not isinstance(kernel, WholeWaves)
         and (is_dense or not kernel.needs_equal_segments)
     ]
