@@ -60,7 +60,7 @@ def start_workers() -> None:
     maybe_warm_pool()
     started = getattr(AsyncCompile.process_pool, "cache_info", None)
     if started is not None and started().currsize:
-        AsyncCompile.use_process_pool()
+        AsyncCompile.use_process_pool()  # type: ignore[no-untyped-call]
 
 
 def compile_graph(
