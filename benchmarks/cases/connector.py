@@ -292,7 +292,7 @@ class Bench:
             yield {**row, "streams before": recurrences}
 
     def _settle(self, call: Callable[[], None], batches: int) -> int:
-        """Repeats so many batches until they are replayed and nothing of them is padded; how often they came."""
+        """Repeats so many batches until they are replayed and nothing is padded; how often they came."""
         for number in range(self.scale.recurrences // batches):
             padded, replays = self._replayed()
             call()
