@@ -31,7 +31,7 @@ figure to be relied on has ten: 1,000 requests, 42 seconds at 24 a second; of th
 1,000 of them take, 7 minutes for 10 % images. `--mixes`, `--variants`, `--seconds` and `--beside-seconds`
 choose. Starting takes about a minute, for all parts together; a variant takes its seconds and a few more, and
 "beside" six times its own. A run of about seven minutes that says something of all requests' p99, and of
-what else is to be reached: `--parts batch beside mix --mixes "10 % images" --seconds 60 --beside-seconds 10
+what else is to be reached: `--parts batch beside mix --mixes "10 % images" --seconds 45 --beside-seconds 10
 --variants "no encoding" asynchronous "asynchronous, ready ahead" "asynchronous, encoder first" "synchronous,
 prepared as here"`.
 
