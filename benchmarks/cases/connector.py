@@ -31,7 +31,7 @@ figure to be relied on has ten: 1,000 requests, 42 seconds at 24 a second; of th
 1,000 of them take, 7 minutes for 10 % images. `--mixes`, `--variants`, `--seconds` and `--beside-seconds`
 choose. Starting takes about a minute, for all parts together; a variant takes its seconds and a few more, and
 "beside" six times its own. A run of about seven minutes that says something of all requests' p99, and of
-what else is to be reached: `--parts batch beside mix --mixes "10 % images" --seconds 60 --beside-seconds 10
+what else is to be reached: `--parts batch beside mix --mixes "10 % images" --seconds 45 --beside-seconds 10
 --variants "no encoding" asynchronous "asynchronous, ready ahead" "asynchronous, encoder first" "synchronous,
 prepared as here"`.
 
@@ -282,7 +282,8 @@ class Bench:
                 for _ in range(_STREAM):
                     encode(items)
 
-            recurrences = [self._settle(call) for call in (one_by_one, at_once)]
+            streams = ((one_by_one, len(prepared) * _STREAM), (at_once, _STREAM))
+            recurrences = [self._settle(call, batches) for call, batches in streams]
             times = [wall_ms(call, self.scale.samples) / _STREAM for call in (one_by_one, at_once)]
             alone = wall_ms(lambda each=encoder.encode, items=prepared: each(items), self.scale.samples)
             tokens = prepared[0].num_tokens
@@ -290,19 +291,20 @@ class Bench:
             row |= {"ratio": times[0] / times[1], "a batch alone": alone}
             yield {**row, "streams before": recurrences}
 
-    def _settle(self, call: Callable[[], None]) -> int:
-        """Repeats a stream of batches until nothing of it is padded any more; how often it came."""
-        most = self.scale.recurrences // _STREAM
-        for number in range(1, most):
-            before = self._padded_tokens
+    def _settle(self, call: Callable[[], None], batches: int) -> int:
+        """Repeats so many batches until they are replayed and nothing is padded; how often they came."""
+        for number in range(self.scale.recurrences // batches):
+            padded, replays = self._replayed()
             call()
-            if self._padded_tokens == before:
+            now_padded, now_replays = self._replayed()
+            if now_padded == padded and now_replays > replays:
                 return number
-        return most
+        return self.scale.recurrences // batches
 
-    @property
-    def _padded_tokens(self) -> int:
-        return sum(budget.padded_tokens for budget in self.beside.stats().budgets.values())
+    def _replayed(self) -> tuple[int, int]:
+        """Tokens of padding, and replays."""
+        budgets = self.beside.stats().budgets.values()
+        return sum(each.padded_tokens for each in budgets), sum(each.replays for each in budgets)
 
     def merge(self) -> Iterator[dict[str, Any]]:
         """Rows of one image, of ten, and of a video's frames, milliseconds of the device."""

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._inductor import config
-from torch._inductor.async_compile import maybe_warm_pool
+from torch._inductor.async_compile import AsyncCompile, maybe_warm_pool
 from torch._inductor.choices import InductorChoices
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
@@ -32,9 +32,9 @@ __all__ = [
     "LONGEST_ROW",
     "PersistentRows",
     "compile_graph",
-    "maybe_warm_pool",
     "persistent_rows",
     "select_decomp_table",
+    "start_workers",
 ]
 
 LONGEST_ROW = 4096
@@ -51,6 +51,16 @@ _BLOCKS = ("strict_sum_rblock", "strict_reduction_rblock")
 
 # Settings that forbid choices by time, and by sizes, where they show in the numbers. 2.13 has the first.
 _INVARIANT = ("batch_invariant", "deterministic")
+
+
+def start_workers() -> None:
+    """Starts the processes in which Inductor compiles Triton kernels, where it has any, and asks whether they
+    are ready. Inductor asks at its first kernel, and compiles that one and more here until the answer comes.
+    """
+    maybe_warm_pool()
+    started = getattr(AsyncCompile.process_pool, "cache_info", None)
+    if started is not None and started().currsize:
+        AsyncCompile.use_process_pool()  # type: ignore[no-untyped-call]
 
 
 def compile_graph(

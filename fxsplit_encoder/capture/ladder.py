@@ -77,7 +77,8 @@ class BudgetLadder:
         """Whether a tower's own code is timed in inference mode, in which it will run."""
         self._capture_ms: list[float] = []
         self._is_warm = False
-        """Whether a tower's own code has run, so that what it prepares once is prepared."""
+        """Whether the forward has run, so that what it prepares once is prepared: another size runs once
+        before it is captured, for what each size prepares."""
         self._bound_by_host: tuple[int, MeasuredRun] | None = None
         """The largest budget at which a tower's own code was found to be, and its run."""
         self._known: dict[int, KnownBudget] = {}
@@ -380,7 +381,7 @@ class BudgetLadder:
 
     def _record(self, budget: int, request: CaptureRequest, mode: str) -> CapturedForward:
         captured = CapturedForward(request, mode, self.pool)
-        warm = self._is_warm and not isinstance(request.body, ProgramBody)
-        captured.record(warmups=1 if warm else WARMUPS)
+        captured.record(warmups=1 if self._is_warm else WARMUPS)
+        self._is_warm = True
         self._num_bytes[budget] += captured.num_bytes
         return captured

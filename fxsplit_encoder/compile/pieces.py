@@ -152,9 +152,9 @@ def start_compile_workers() -> None:
     They import torch first, for seconds, and until they are ready this process compiles kernel after kernel
     itself. torch.compile's own backend starts them too, but is not what calls Inductor here.
     """
-    from fxsplit_encoder._torch.inductor import maybe_warm_pool
+    from fxsplit_encoder._torch.inductor import start_workers
 
-    maybe_warm_pool()
+    start_workers()
 
 
 def piece_compiler(

@@ -30,6 +30,10 @@ logger = logging.getLogger(__name__)
 # time.
 _REQUIRED_GAIN = 0.95
 
+# A kernel is not compared where another class shows that it takes longer than the fastest by this factor, and
+# by all that the two classes differ in besides. Tiles that fill another wave change a time by the rest.
+_BEATEN = 1.5
+
 # How far the numbers of a measured class may be from a call, as the sum of the logarithms of their ratios.
 _FARTHEST = 3.0
 
@@ -200,7 +204,25 @@ class KernelMeasurements(Generic[ShapeT, KernelT]):
         candidates = self.candidates(shape)
         if not candidates or candidates[0].is_last_resort or (len(candidates) == 1 and shape.is_captured):
             return []
-        return candidates
+        beaten = self._beaten(shape, candidates)
+        return [kernel for kernel in candidates if kernel.name not in beaten]
+
+    def _beaten(self, shape: ShapeT, candidates: Sequence[KernelT]) -> dict[str, str]:
+        """The candidates that cannot be the fastest, by name, and why: in a class nearby they took longer by
+        more than the classes differ. The first, which accuracy is judged by, is none of them.
+        """
+        table, beaten = self._table(shape.device), dict[str, str]()
+        later = {kernel.name for kernel in candidates[1:]}
+        others = [other for other in table if is_same_kind(other, shape) and table[other].microseconds]
+        for other in sorted(others, key=lambda other: distance(other, shape)):
+            times = table[other].microseconds
+            # Of two kernels, one may take as long as there and the other longer by all that there is more.
+            limit = min(times.values()) * _BEATEN * 2.0 ** distance(other, shape)
+            for name, time in times.items():
+                if time > limit and name in later:
+                    factor = time / min(times.values())
+                    beaten.setdefault(name, f"{factor:.1f} times as long as the fastest of {other}")
+        return beaten
 
     def _compare(self, shape: ShapeT) -> Measured:
         candidates = self._to_compare(shape)
@@ -211,6 +233,8 @@ class KernelMeasurements(Generic[ShapeT, KernelT]):
             return Measured()
 
     def _noted(self, shape: ShapeT, measured: Measured) -> Measured:
+        for name, reason in self._beaten(shape, self.candidates(shape)).items():
+            measured.rejected.setdefault(name, f"not compared: {reason}")
         logger.info("%s, %s: microseconds %s", shape.operation, shape, measured.microseconds)
         if measured.rejected:
             logger.info("%s, %s: not chosen: %s", shape.operation, shape, measured.rejected)

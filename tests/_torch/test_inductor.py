@@ -16,6 +16,7 @@ from torch._inductor.runtime.hints import ReductionHint
 from torch._inductor.sizevars import SizeVarAllocator
 from torch._inductor.virtualized import V
 
+from fxsplit_encoder._torch import inductor
 from fxsplit_encoder._torch.inductor import LONGEST_ROW, PersistentRows, persistent_rows
 
 TOKENS = sympy.Symbol("s0", integer=True, positive=True)
@@ -105,3 +106,17 @@ def test_a_torch_that_does_not_ask_is_left_alone(monkeypatch: pytest.MonkeyPatch
     monkeypatch.delattr(InductorChoices, "should_use_persistent_reduction")
     with persistent_rows():
         assert type(V.choices) is InductorChoices
+
+
+@pytest.mark.parametrize("pools", [0, 1])
+def test_workers_that_were_started_are_asked_at_once_whether_they_are_ready(
+    pools: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there are none, as without Triton, asking would start them."""
+    log: list[str] = []
+    process_pool = SimpleNamespace(cache_info=lambda: SimpleNamespace(currsize=pools))
+    asked = SimpleNamespace(process_pool=process_pool, use_process_pool=lambda: log.append("asked"))
+    monkeypatch.setattr(inductor, "AsyncCompile", asked)
+    monkeypatch.setattr(inductor, "maybe_warm_pool", lambda: log.append("started"))
+    inductor.start_workers()
+    assert log == ["started", "asked"][: 1 + pools]

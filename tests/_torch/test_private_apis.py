@@ -192,6 +192,8 @@ SYMBOLS = [
     ),
     # inductor
     called(f"{INDUCTOR}.async_compile.maybe_warm_pool", 0),
+    called(f"{INDUCTOR}.async_compile.AsyncCompile.use_process_pool", 0),
+    present(f"{INDUCTOR}.async_compile.AsyncCompile.process_pool"),
     called(f"{INDUCTOR}.async_compile.CompiledTritonKernels.cache_clear", 0),
     called(
         f"{INDUCTOR}.codecache.FxGraphCache.load_with_key",

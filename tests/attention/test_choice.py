@@ -172,6 +172,56 @@ def test_known_segments_that_are_equal_are_timed_once_for_both_of_their_classes(
     assert len(timed) == 2 * 3  # kernels, numbers of segments
 
 
+def test_what_a_class_nearby_shows_to_be_beaten_is_not_compared() -> None:
+    """A class of half the tokens differs by a factor of two in tokens and in the longest segment."""
+    close, far = FakeKernel("close"), FakeKernel("far")
+    chooser, meter = make(BASE, close, far, base=10.0, close=59.0, far=61.0)
+    with measuring():
+        for tokens in (4096, 2048, 256):
+            chooser.ranking(shape(tokens))
+    names = {of.tokens: names for of, names in meter.measured}
+    assert names == {
+        4096: ("base", "close", "far"),
+        2048: ("base", "close"),
+        256: ("base", "close", "far"),  # too far from where that was seen
+    }
+    found = chooser.measurements.table(CUDA)[shape(2048)]
+    assert found.rejected == {
+        "far": "not compared: 6.1 times as long as the fastest of "
+        "bfloat16 16x72, tokens 4096, longest 4096, segments 1, captured"
+    }
+    assert far not in chooser.ranking(shape(2048))
+
+
+def test_the_first_candidate_is_always_compared() -> None:
+    chooser, meter = make(BASE, FAST, base=100.0, fast=1.0)
+    with measuring():
+        for tokens in (4096, 2048):
+            assert chosen(chooser, shape(tokens)) == "fast"
+    assert [names for _, names in meter.measured] == [("base", "fast")] * 2
+
+
+@settings(max_examples=100)
+@given(st.lists(shapes, min_size=1, max_size=6), st.lists(st.floats(0.0, 1.0), min_size=3, max_size=3))
+def test_no_kernel_that_is_left_out_would_have_been_the_fastest(
+    of: list[AttentionShape], growth: list[float]
+) -> None:
+    """Of kernels whose time grows with the work, each by a power of it between none and all."""
+
+    def time(power: float) -> Callable[[AttentionShape], float]:
+        return lambda shape: 10.0 * (shape.tokens * shape.longest * shape.segments / 1e6) ** power
+
+    kernels = [FakeKernel(name) for name in ("base", "fast", "dense")]
+    names = [kernel.name for kernel in kernels]
+    times: Any = dict(zip(names, map(time, growth), strict=True))
+    chooser, _ = make(*kernels, **times)
+    with measuring():
+        for each in of:
+            chooser.ranking(each)
+    for each, found in chooser.measurements.table(CUDA).items():
+        assert min(times[name](each) for name in names) in found.microseconds.values()
+
+
 def test_without_accurate_kernels_the_first_ones_are_left() -> None:
     chooser, _ = make(WRONG, FakeKernel("worse"), base=1.0)
     with measuring():

@@ -130,7 +130,7 @@ def test_inductor_compiles_pieces_for_every_token_count(trace: Any, inputs: Any)
 
 def test_inductors_workers_are_started_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    monkeypatch.setattr("fxsplit_encoder._torch.inductor.maybe_warm_pool", lambda: calls.append("pool"))
+    monkeypatch.setattr("fxsplit_encoder._torch.inductor.start_workers", lambda: calls.append("pool"))
     start_compile_workers.cache_clear()
     for _ in range(2):
         start_compile_workers()

@@ -282,3 +282,16 @@ def test_what_failed_while_it_was_launched_is_not_ready_and_its_batch_is() -> No
     assert step(bench) == []
     assert failed.state is State.FAILED
     assert bench.books.parts.stats.failures == {"encoder": 1}
+
+
+def test_what_is_still_written_does_not_move_to_the_host_yet() -> None:
+    bench = bench_of(ready_ahead_s=None)
+    batch = launched(bench, "a")
+    (ticket,) = bench.books.parts.tickets.values()
+    bench.books.release(ticket, keep=True)
+    bench.books.settle()
+    assert bench.books.demotions.take() is None and audit(bench.books) == []
+    pass_all(batch)
+    assert step(bench) == []
+    move = bench.books.demotions.take()
+    assert move is not None and move.entry is batch.announced[0]

@@ -19,6 +19,7 @@ from fxsplit_encoder.capture import KnownBudget, MeasuredCosts
 from fxsplit_encoder.compile import saved
 from fxsplit_encoder.manager import path as path_module
 from fxsplit_encoder.manager.start import tower_key
+from fxsplit_encoder.parts import in_one_go
 from fxsplit_encoder.runtime import KnownCosts, MeasuredForward
 from fxsplit_encoder.start.container import read_parts, write_parts
 
@@ -222,9 +223,9 @@ def test_costs_that_are_known_are_not_measured(monkeypatch: pytest.MonkeyPatch) 
     path = manager.paths["default"]
     monkeypatch.setattr(manager.pool, "is_cuda", True)
     with pytest.raises(AssertionError, match="measured"):
-        path.measure()
+        in_one_go(path.measuring())
     forward = MeasuredForward(((4, 1.0), (16, 2.0)), 0.5)
     path.expect(KnownCosts(forward, {4: KnownBudget(MeasuredCosts({"full": 1.0}, 2.0), "full")}, 3.0))
-    path.measure()
+    in_one_go(path.measuring())
     assert path.measured is forward
     assert path.ladder.capture_ms == 3.0

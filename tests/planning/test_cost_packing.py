@@ -58,10 +58,21 @@ class Problem:
         tokens, frames, segments = zip(*(self.items[i] for i in batch), strict=True)
         total = self.per_batch
         for table, count in zip(self.tables, map(sum, zip(*tokens, strict=True)), strict=True):
+            if len(batch) > self.max_items:
+                total += self.eager_cost(table, count)
+                continue
             found = table.replay(count, sum(segments)) if sum(frames) <= self.max_frames else None
             best = min(table.fallback(count)[0], found[1] if found else float("inf"))
             total += best if count else 0.0
         return total
+
+    @staticmethod
+    def eager_cost(table: PathTable, count: int) -> float:
+        """Infinite beyond what the eager forward was measured with."""
+        measured = table.path_costs.eager
+        if not count:
+            return 0.0
+        return table.eager(count) if measured and count <= measured[-1][0] else float("inf")
 
     def total(self, batches: Sequence[Sequence[int]]) -> float:
         return sum(map(self.cost, batches))
@@ -69,7 +80,7 @@ class Problem:
     def allows(self, batch: Sequence[int]) -> bool:
         tokens = map(sum, zip(*(self.items[i][0] for i in batch), strict=True))
         fits = all(count <= table.largest for table, count in zip(self.tables, tokens, strict=True))
-        return len(batch) == 1 or (fits and len(batch) <= self.max_items)
+        return len(batch) == 1 or (fits and self.cost(batch) < float("inf"))
 
     @property
     def loads(self) -> Loads:
