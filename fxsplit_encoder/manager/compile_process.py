@@ -9,6 +9,7 @@ how far it is. It ends with its parent, whose end of standard input closes then.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import select
@@ -58,12 +59,25 @@ def main(directory: Path, parent: int) -> int:
     """Compiles what the request says; the exit status."""
     threading.Thread(target=_end_with, args=(parent,), name="fxsplit-parent", daemon=True).start()
     try:
-        request: CompileRequest = tower_pickle.load((directory / REQUEST).read_bytes())
+        request = load_request(directory)
     except Exception as error:  # whatever importing and making its classes raises
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return CANNOT_REBUILD
     _write(directory / ANSWER, compile_request(request, directory / START))
     return 0
+
+
+def load_request(directory: Path) -> CompileRequest:
+    """What a parent has left there.
+
+    Raises:
+        Exception: whatever importing and making its classes raises.
+    """
+    request: CompileRequest = tower_pickle.load((directory / REQUEST).read_bytes())
+    if "transformers" in sys.modules:
+        # Its towers ask by name for attention that is registered where one is wrapped, which here none is.
+        importlib.import_module("fxsplit_encoder.attention.hugging_face")
+    return request
 
 
 def compile_request(request: CompileRequest, path: Path) -> dict[str, dict[str, str]]:
