@@ -132,35 +132,35 @@ def readme(result: Result) -> str:
     workloads = _by_variant(result, _TOWER)
     measured = {name for rows in workloads.values() for name, row in rows.items() if "p50" in row}
     shown = [name for name in _VARIANTS if name in measured]
-    own_run = result if measured & _VLLM_IN_ENCODER else load(RESULTS / "vllm.json")
-    theirs = _best_of_vllm(own_run)
-    comparable = own_run["gpu"] == result["gpu"]
+    vllm_runs = [result] if measured & _VLLM_IN_ENCODER else []
+    in_vllm = load(RESULTS / "vllm.json")
+    vllm_runs += [in_vllm] if in_vllm["gpu"] == result["gpu"] else []
+    theirs = _best_of_vllm(vllm_runs)
     headers = ["images", "patches", *(_TITLES[name] for name in shown)]
-    headers += [f"vLLM {own_run['vllm']}*"] if comparable else []
+    headers += [f"vLLM {vllm_runs[0]['vllm']}*"] if theirs else []
     headers += ["ours", "eager / ours"]
     lines = []
     for workload, rows in workloads.items():
         times = {name: row.get("p50") for name, row in rows.items()}
         line = [workload, rows["eager"]["patches"], *map(times.get, shown)]
-        line += [theirs.get(workload)] if comparable else []
+        line += [theirs.get(workload)] if theirs else []
         lines.append([*line, times.get(OURS), _ratio(times.get("eager"), times.get(OURS))])
     where = described(result, result["settings"]["dtype"], "random weights", rows=_of(result, _TOWER))
-    note = ""
-    if comparable:
-        where_run = "" if own_run is result else ", in a run of its own"
-        if "earlier" in own_run:
-            where_run = f", at its best of two runs of its own, one stored on {own_run['earlier']['stored']}"
-        note = f" *: {_VLLM_NOTE}{where_run}."
+    run = {(True, False): "", (True, True): ", in this run or in one inside vLLM"}.get(
+        (result in vllm_runs, in_vllm in vllm_runs), ", in a run inside vLLM"
+    )
+    note = f" *: {_VLLM_NOTE}{run}." if theirs else ""
     return f"{formatted(headers, lines)}\n\nMilliseconds, medians. {where}.{note}"
 
 
-def _best_of_vllm(result: Result) -> dict[str, float]:
-    """By workload the better of its eager forward and its manager, in this run and an earlier one."""
-    names = _VLLM_IN_ENCODER if result["case"] == "encoder" else {"eager", "vllm"}
-    best: dict[str, float] = dict(result.get("earlier", {}).get("best", {}))
-    for row in _of(result, _TOWER):
-        if "p50" in row and row["variant"] in names:
-            best[row["workload"]] = min(row["p50"], best.get(row["workload"], math.inf))
+def _best_of_vllm(results: Sequence[Result]) -> dict[str, float]:
+    """By workload the best of its eager forward and its manager in some runs."""
+    best: dict[str, float] = {}
+    for result in results:
+        names = _VLLM_IN_ENCODER if result["case"] == "encoder" else {"eager", "vllm"}
+        for row in _of(result, _TOWER):
+            if "p50" in row and row["variant"] in names:
+                best[row["workload"]] = min(row["p50"], best.get(row["workload"], math.inf))
     return best
 
 
@@ -500,8 +500,10 @@ TABLES: Mapping[str, Table] = {
     "accelerate": Table("accelerate.json", accelerate),
     "start": Table("start.json", starts),
     "connector": Table("connector.json", connector),
+    "connector_ahead": Table("connector_ahead.json", connector),
     "data_parallel": Table("data_parallel.json", data_parallel),
     "vllm": Table("vllm.json", vllm),
+    "vllm_towers": Table("vllm_towers.json", vllm),
     "vllm_serving": Table("vllm_serving.json", vllm_serving),
     "ab": Table("ab.json", ab),
     "map_batches": Table("map_batches.json", map_batches),
