@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fxsplit_encoder.capture import GraphPool
 from fxsplit_encoder.capture.buffers import StaticValue
+from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import InputError, ReplayError
 from fxsplit_encoder.manager.item_facts import select_items
 from fxsplit_encoder.manager.legacy_dual_path import postprocess_of
@@ -29,10 +30,10 @@ class BatchRunner:
 
     Args:
         paths: by (name, axis keys).
+        config: with `debug` every rule is checked at every replay, with `invariant` no batch runs through the
+            tower's own forward.
         num_axes: how many capture axes the tower has.
         max_items: of a batch that captures hold.
-        debug: whether every rule is checked at every replay.
-        invariant: whether no batch may run through the tower's own forward.
     """
 
     def __init__(
@@ -41,20 +42,18 @@ class BatchRunner:
         paths: Mapping[tuple[str, tuple[Hashable, ...]], EncoderPath],
         pool: GraphPool,
         statistics: Statistics,
+        config: EncoderConfig,
         *,
         num_axes: int,
         max_items: int,
-        debug: bool,
-        invariant: bool = False,
     ) -> None:
         self.tower = tower
         self.paths = paths
         self.pool = pool
         self.statistics = statistics
+        self.config = config
         self.num_axes = num_axes
         self.max_items = max_items
-        self.debug = debug
-        self.invariant = invariant
         self.in_inference_mode = False
         """Whether a tower's own code runs in inference mode, as the caller of `execute` does: there the host
         needs less for every op."""
@@ -123,7 +122,7 @@ class BatchRunner:
         """The path's output, and how it was served."""
         path = self.paths.get((name, keys))
         if path is None:  # items of the same keys make up a batch of others
-            if self.invariant:
+            if self.config.invariant:
                 raise InputError(
                     f"invariant: path {name}: nothing is compiled for axis keys {keys}, and the tower's own "
                     "forward gives other bits; expected keys that the tower lists as capture axes"
@@ -131,7 +130,7 @@ class BatchRunner:
             self.statistics.record_fallback("eager")
             output = self.tower.encoder_eager_forward(selected, path=name)
             return output, PathPlan(planned.tokens, None, MissReason.NOT_CAPTURED, eager=True)
-        if self.invariant and planned.eager:
+        if self.config.invariant and planned.eager:
             planned = planned._replace(eager=False)
         captures = path.captures_for(planned) if may_replay else []
         values = None
@@ -146,7 +145,7 @@ class BatchRunner:
                 # Raised before anything was copied: the batch is whole.
                 logger.warning("%s, %d tokens: %s", path.label, size, error)
                 continue
-            output = captured.replay(debug=self.debug)[0]
+            output = captured.replay(debug=self.config.debug)[0]
             assert isinstance(output, torch.Tensor)
             self.statistics.record_replay(path.key(budget), planned.tokens)
             as_planned = budget and size == planned.budget
@@ -196,7 +195,7 @@ class BatchRunner:
         indices = list(batch.indices)
         self._postprocess(outputs, indices, tokens, results, clone=False, batch_mm_kwargs=selected)
         self._own(indices, results, outputs)
-        if self.debug:
+        if self.config.debug:
             self.pool.handed_out.add(results[index] for index in indices)
 
     def _own(self, indices: Sequence[int], results: dict[int, Tensor], outputs: dict[str, Tensor]) -> None:

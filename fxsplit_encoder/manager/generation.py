@@ -93,10 +93,9 @@ class Generation:
             self.paths_by_key,
             pool,
             statistics,
+            config,
             num_axes=len(axes),
             max_items=limits.max_items_per_batch,
-            debug=config.debug,
-            invariant=config.invariant,
         )
 
     @property

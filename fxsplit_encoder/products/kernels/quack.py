@@ -44,7 +44,7 @@ for a fifth of a second, for every number of rows. A tile is compiled once for a
 
 
 class Quack(CudaKernel[ProductShape], ProductKernel):
-    """The bias is an epilogue. GELU is one in the package too, but of 0.6.5 that function cannot be made beside
+    """The bias is an epilogue. GELU is one in the package too, but of 0.6.5 it cannot be made beside
     nvidia-cutlass-dsl 4.8.1: a `ContextVar` in it has no key for the package's cache.
 
     Args:
