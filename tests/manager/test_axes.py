@@ -67,9 +67,9 @@ def test_the_largest_budgets_of_all_combinations_come_first(monkeypatch: pytest.
     manager = make(model)
     order: list[int] = []
     for path in manager.paths_by_key.values():
-        capture = path.capture
+        capturing = path.capturing
         monkeypatch.setattr(
-            path, "capture", lambda budget, capture=capture: (order.append(budget), capture(budget))
+            path, "capturing", lambda budget, parts=capturing: (order.append(budget), parts(budget))[1]
         )
     manager.capture()
     assert order == [8] * 4 + [4] * 4

@@ -169,7 +169,7 @@ print(*sorted({".".join(name.split(".")[:3]) for name in new if name.startswith(
 """
 LIGHT = {"config", "errors", "integrations", "integrations.vllm", "messages", "planning", "protocol"}
 LIGHT |= {"settings_file", "settings_model", "version"}
-COMPILING = {"_torch", "attention", "kernels"}
+COMPILING = {"_torch", "attention", "kernels", "parts"}
 
 
 @pytest.mark.parametrize(
