@@ -31,8 +31,10 @@ def test_every_table_is_measured_by_a_command_that_parses(tmp_path: Path) -> Non
     parsed = [parse(command) for command in asked("all", out)]
     # Not again for every set of tables: two commits side by side, and what needs Ray.
     others = {"ab", "fleet", "map_batches"}
-    files = {table.file for table in TABLES.values()}
-    assert {arguments.output.name for arguments in parsed} == files - {f"{case}.json" for case in others}
+    # Rows of a case that are kept beside those of another run of it.
+    kept = {"vllm_towers", "connector_ahead"}
+    files = {table.file for table in TABLES.values()} - {f"{name}.json" for name in others | kept}
+    assert {arguments.output.name for arguments in parsed} == files
     assert {arguments.case for arguments in parsed} == set(CASES) - others
     assert asked("all", out) == []  # what is done does not run again
 

@@ -203,7 +203,7 @@ def test_rule_1_without_a_program_attention_clears_the_pad_rows(
 
     # Did it leave them as they are, they would reach real rows.
     monkeypatch.setattr(eager_attention, "_clear_pad_rows", lambda out, cu_seqlens: out)
-    manager._serving.runner.debug = False
+    manager._serving.runner.config = config.replace(debug=False)
     assert differs(manager.execute(inputs), expected)
 
 
