@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 Result = TypeVar("Result")
 
-Parts: TypeAlias = Generator[None, None, Result]
-"""The parts of what returns a result."""
+Coming: TypeAlias = Literal["capture"] | None
+"""What the next part is, where it matters which thread does it. While one that captures a CUDA graph runs, a
+thread that waits for the whole device fails, and the capture with it; so it is for the thread that would."""
+
+Parts: TypeAlias = Generator[Coming, None, Result]
+"""The parts of what returns a result; between two of them it says what comes."""
 
 
 def in_one_go(work: Generator[Any, None, Result]) -> Result:
@@ -26,7 +30,7 @@ def each_within(context: Callable[[], AbstractContextManager[Any]], work: Parts[
     while True:
         with context():
             try:
-                next(work)
+                coming = next(work)
             except StopIteration as end:
                 return end.value  # type: ignore[no-any-return]
-        yield
+        yield coming

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from fxsplit_encoder.capture.segmented import SegmentedCapture
 from fxsplit_encoder.capture.segments import fill_cu_seqlens, pad_cu_seqlens, pad_cu_seqlens_on_device
 from fxsplit_encoder.compile.derived import DerivedParameters
 from fxsplit_encoder.errors import CaptureError, CaptureMemoryError, FxSplitError
+from fxsplit_encoder.parts import Parts, in_one_go
 
 WARMUPS = 2
 """Runs of a forward before it is captured: the first prepares what is prepared once."""
@@ -92,7 +94,11 @@ class CapturedForward:
         return isinstance(capture, BreakableCUDAGraphCapture) and not (capture.breaks or capture.met_break)
 
     def record(self, warmups: int = WARMUPS) -> None:
-        """Warms the forward up at full depth, then captures it.
+        """As `recording`, in one go."""
+        in_one_go(self.recording(warmups))
+
+    def recording(self, warmups: int = WARMUPS) -> Parts[None]:
+        """Warms the forward up at full depth, which is a part, then captures it.
 
         Args:
             warmups: runs before, on the stream of the capture.
@@ -102,26 +108,22 @@ class CapturedForward:
             CaptureError: the forward did something that cannot be captured. Nothing is kept. The message
                 names the op, and the module that called it, where they are known.
         """
-        before = self.pool.reserved_bytes()
         what = "one shape" if self.rows is None else f"{self.rows} rows"
-        try:
+        if self.pool.is_cuda:
+            with self._failing(what), torch.inference_mode(False), torch.no_grad():
+                with self.pool.warming():
+                    for _ in range(warmups):
+                        self._body()
+                torch.cuda.current_stream(self.pool.device).synchronize()
+        yield "capture"
+        before = self.pool.reserved_bytes()
+        with self._failing(what):
             with torch.inference_mode(False), torch.no_grad():
-                if self.pool.is_cuda:
-                    with self.pool.capturing():
-                        for _ in range(warmups):
-                            self._body()
-                    torch.cuda.synchronize(self.pool.device)
-                    before = self.pool.reserved_bytes()
                 with self.capture:
                     self.outputs = list(self._record_steps())
                 if isinstance(self.capture, BreakableCUDAGraphCapture):
                     self.parameters = self.parameters.with_those_at(self.capture.read)
                 self._weights = self.parameters.memory()
-        except Exception as error:  # whatever a captured forward raises costs its budget, not the others'
-            failure = capture_failure(error, what, self.capture.running)
-            if failure is error:
-                raise
-            raise failure from error
         # The pool owns the memory, so that the next, smaller capture may use it too: replays exclude one
         # another, and what a replay returns is copied before the next.
         self.outputs = [self.pool.hold(t) if isinstance(t, torch.Tensor) else t for t in self.outputs]
@@ -136,6 +138,17 @@ class CapturedForward:
         except CaptureMemoryError:
             self.release()
             raise
+
+    @contextlib.contextmanager
+    def _failing(self, what: str) -> Iterator[None]:
+        """Whatever a captured forward raises costs its budget, not the others'."""
+        try:
+            yield
+        except Exception as error:
+            failure = capture_failure(error, what, self.capture.running)
+            if failure is error:
+                raise
+            raise failure from error
 
     def _record_steps(self) -> Sequence[Any]:
         body = self._body
@@ -316,16 +329,20 @@ class MeasuredRun(NamedTuple):
 
 
 def measure_run(call: Callable[[], Any], device: torch.device, repeats: int = _REPEATS) -> MeasuredRun:
-    """Times a call after one warm-up. Fewer than `repeats` are timed where they take long."""
+    """Times a call on the current stream after one warm-up. Fewer than `repeats` are timed where they take
+    long.
+    """
+    # For the stream, not the device: another thread may be capturing, which that would break.
+    wait = torch.cuda.current_stream(device).synchronize if device.type == "cuda" else _do_nothing
     call()
     walls: list[float] = []
     hosts: list[float] = []
     while len(walls) < repeats and (len(walls) < 2 or sum(walls) < _LONG_MS):
-        _synchronize(device)
+        wait()
         start = time.perf_counter()
         call()
         hosts.append((time.perf_counter() - start) * 1e3)
-        _synchronize(device)
+        wait()
         walls.append((time.perf_counter() - start) * 1e3)
     return MeasuredRun(statistics.median_low(walls), statistics.median_low(hosts))
 
@@ -335,9 +352,7 @@ def measure_ms(call: Callable[[], Any], device: torch.device, repeats: int = _RE
     return measure_run(call, device, repeats).wall
 
 
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def _do_nothing() -> None: ...
 
 
 def capture_failure(error: Exception, what: str, running: str | None) -> FxSplitError:

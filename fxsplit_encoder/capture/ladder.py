@@ -94,18 +94,17 @@ class BudgetLadder:
         return self.captured.get(budget)
 
     def capturing(self, budget: int) -> Parts[None]:
-        """As `capture`, a part each time that it is asked for one: one run that is timed, or one capture."""
+        """As `capture`, a part each time that it is asked for one: one run that is timed, the runs before a
+        capture, or the capture.
+        """
         if budget in self.captured or budget in self.dropped or budget in self.no_graph_needed:
             return
-        parts, seconds = each_within(self._comparing, self._capture(budget)), 0.0
+        start, seconds = time.perf_counter(), 0.0
         try:
-            while True:
-                start = time.perf_counter()
-                is_over = next(parts, self) is self  # which is nothing that parts yield
+            for coming in each_within(self._comparing, self._capture(budget)):
                 seconds += time.perf_counter() - start
-                if is_over:
-                    break
-                yield
+                yield coming
+                start = time.perf_counter()
         except (CaptureError, torch.OutOfMemoryError) as error:  # the second: for the static inputs
             self.dropped[budget] = str(error)
             if isinstance(error, (CaptureMemoryError, torch.OutOfMemoryError)):
@@ -113,7 +112,7 @@ class BudgetLadder:
             logger.warning("budget %d is dropped: %s", budget, error)
         else:
             if budget not in self._known:
-                self._capture_ms.append(seconds * 1e3)
+                self._capture_ms.append((seconds + time.perf_counter() - start) * 1e3)
 
     def runs(self, budget: int) -> Parts[None]:
         """What `capture` would run on a device of a budget that is not known, as `CaptureRequest.runs`."""
@@ -222,21 +221,21 @@ class BudgetLadder:
             return
         costs = yield from self._capture_cheapest_mode(budget, request)
         if request.single_segment is not None and budget in self.captured:
-            yield
+            yield None
             yield from self._capture_single_segment(budget, request, costs)
 
     def _capture_as_known(self, budget: int, request: CaptureRequest, known: KnownBudget) -> Parts[bool]:
         """Captures a budget as it was captured elsewhere; whether that was possible."""
         assert known.mode is not None
         try:
-            self.captured[budget] = self._record(budget, request, known.mode)
+            self.captured[budget] = yield from self._record(budget, request, known.mode)
         except CaptureError as error:
             logger.warning("budget %d is measured again: in mode %s %s", budget, known.mode, error)
             return False
         self.costs[budget] = costs = replace(known.costs)
         if costs.single_segment is not None:
-            yield
-            single = self._record_single_segment(budget, request)
+            yield None
+            single = yield from self._record_single_segment(budget, request)
             if single is not None:
                 self.captured_single_segment[budget] = single
             else:
@@ -261,7 +260,7 @@ class BudgetLadder:
     def _capture_cheapest_mode(self, budget: int, request: CaptureRequest) -> Parts[MeasuredCosts]:
         """Captures in every mode that may be, measures, and keeps the cheapest and what it found."""
         exact = self._exact_run(budget, request)
-        yield
+        yield None
         costs = MeasuredCosts({}, *exact, self._attention_ms(budget))
         if self.mode == "auto" and costs.hides_host:
             logger.info("budget %d: exact shape %.3f ms, of the host %.3f", budget, *exact)
@@ -271,7 +270,7 @@ class BudgetLadder:
         record = self._record_all if self.mode == "auto" else self._record_first
         candidates = yield from record(budget, request)
         for mode, captured in candidates.items():
-            yield
+            yield None
             costs.modes[mode] = captured.measure()
         logger.info(
             "budget %d: replay ms %s, exact shape %.3f ms, of the host %.3f", budget, costs.modes, *exact
@@ -315,10 +314,10 @@ class BudgetLadder:
         """Adds a full graph for one segment, where it costs less than the capture for any number."""
         if self.captured[budget].mode != "full" and self.mode != "auto":
             return  # the user wants piecewise, which attends to the true segments anyway
-        single = self._record_single_segment(budget, request)
+        single = yield from self._record_single_segment(budget, request)
         if single is None:
             return
-        yield
+        yield None
         cost = single.measure()
         if cost < costs.best * _SINGLE_SEGMENT_GAIN:
             self.captured_single_segment[budget] = single
@@ -326,12 +325,12 @@ class BudgetLadder:
         else:
             single.release()
 
-    def _record_single_segment(self, budget: int, request: CaptureRequest) -> CapturedForward | None:
+    def _record_single_segment(self, budget: int, request: CaptureRequest) -> Parts[CapturedForward | None]:
         """A full graph for one segment; None, with a warning, where there is none."""
         try:
             if request.single_segment is None:
                 raise CaptureError("the forward tells no segments")
-            return self._record(budget, request.single_segment(), "full")
+            return (yield from self._record(budget, request.single_segment(), "full"))
         except CaptureError as error:
             logger.warning(
                 "budget %d: batches of one segment share the capture of all others: %s", budget, error
@@ -346,9 +345,9 @@ class BudgetLadder:
             if any(captured.is_unbroken for captured in recorded.values()):
                 break  # the other mode would be the same graph
             if recorded or failures:
-                yield
+                yield None
             try:
-                recorded[mode] = self._record(budget, request, mode)
+                recorded[mode] = yield from self._record(budget, request, mode)
             except CaptureError as error:
                 failures.append(error)
         if not recorded:
@@ -363,9 +362,9 @@ class BudgetLadder:
         failures: list[CaptureError] = []
         for mode in (wanted, *(mode for mode in possible if mode != wanted)):
             if failures:
-                yield
+                yield None
             try:
-                recorded = {mode: self._record(budget, request, mode)}
+                recorded = {mode: (yield from self._record(budget, request, mode))}
             except CaptureError as error:
                 self._agree(False)
                 failures.append(error)
@@ -379,9 +378,9 @@ class BudgetLadder:
             return recorded
         raise failures[0]
 
-    def _record(self, budget: int, request: CaptureRequest, mode: str) -> CapturedForward:
+    def _record(self, budget: int, request: CaptureRequest, mode: str) -> Parts[CapturedForward]:
         captured = CapturedForward(request, mode, self.pool)
-        captured.record(warmups=1 if self._is_warm else WARMUPS)
+        yield from captured.recording(warmups=1 if self._is_warm else WARMUPS)
         self._is_warm = True
         self._num_bytes[budget] += captured.num_bytes
         return captured

@@ -158,6 +158,14 @@ class GraphPool:
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
+        """Around a capture: as `warming`, and the memory will outlive every capture that is released."""
+        with self.warming():
+            if self.stream is not None:
+                self._set_anchor()
+            yield
+
+    @contextlib.contextmanager
+    def warming(self) -> Iterator[None]:
         """On the pool's stream, after what the caller has enqueued; the caller's stream then waits for it."""
         with self._lock, defer_frees():
             if self.stream is None:
@@ -166,7 +174,6 @@ class GraphPool:
             caller = torch.cuda.current_stream(self.device)
             self.stream.wait_stream(caller)
             with self.on_stream():
-                self._set_anchor()
                 yield
             caller.wait_stream(self.stream)
 

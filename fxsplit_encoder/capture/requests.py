@@ -103,6 +103,6 @@ class CaptureRequest:
         if self.single_segment is not None:
             bodies.append(self.single_segment().body)
         for body in bodies:
-            yield
+            yield None
             with torch.inference_mode(False), torch.no_grad():
                 body()

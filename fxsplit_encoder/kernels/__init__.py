@@ -23,6 +23,7 @@ from fxsplit_encoder.kernels.measure import (
     Part,
     microseconds,
     spoil_memory,
+    timing_without_graphs,
 )
 from fxsplit_encoder.kernels.pins import AUTO, Pin, PinGrammar
 from fxsplit_encoder.kernels.report import ClassReport, KernelReport, OperationReport, describe
@@ -58,5 +59,6 @@ __all__ = [
     "microseconds",
     "round_up",
     "spoil_memory",
+    "timing_without_graphs",
     "works",
 ]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import statistics
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, Literal, cast
 
@@ -14,6 +17,7 @@ from torch import Tensor
 
 from fxsplit_encoder._torch.allocator import end_failed_capture
 from fxsplit_encoder._torch.deferred_free import defer_frees
+from fxsplit_encoder._torch.device_wait import wait_on_device
 from fxsplit_encoder.kernels.base import CallShape, KernelT, ShapeT
 from fxsplit_encoder.parts import in_one_go
 
@@ -28,6 +32,14 @@ _ROUNDS = 3
 
 # A kernel that takes this many times as long as another on the first example is timed on no other.
 _FAR_BEHIND = 1.5
+
+# How long the device waits, in times of what launching the calls takes the host.
+_HOST_TIMES = 2.0
+
+# Fewer where the device waits until all of them are launched.
+_CALLS_BEHIND_A_WAIT = 8
+
+_without_graphs: ContextVar[bool] = ContextVar("fxsplit_encoder_timing_without_graphs", default=False)
 
 Timer = Callable[[Callable[[], object], CallShape], float]
 
@@ -167,6 +179,18 @@ def spoil_memory(like: Tensor) -> None:
     torch.full_like(like, float("nan"), memory_format=torch.contiguous_format)
 
 
+@contextlib.contextmanager
+def timing_without_graphs() -> Iterator[None]:
+    """Inside, calls that are for CUDA graphs are timed in a row that is launched while the device waits: on a
+    thread beside others, none of which may wait for the device while a graph is captured.
+    """
+    token = _without_graphs.set(True)
+    try:
+        yield
+    finally:
+        _without_graphs.reset(token)
+
+
 def microseconds(call: Callable[[], object], shape: CallShape) -> float:
     """Of a call, the median: inside a CUDA graph, or of eager calls, so that what they cost the host counts
     too.
@@ -176,7 +200,10 @@ def microseconds(call: Callable[[], object], shape: CallShape) -> float:
     with torch.cuda.stream(stream):
         call()
         calls = max(1, min(MOST_CALLS_TIMED, int(_ROUND_US / max(1.0, _elapsed(call)))))
-        if shape.is_captured:
+        if shape.is_captured and _without_graphs.get():
+            calls = min(calls, _CALLS_BEHIND_A_WAIT)
+            times = [_elapsed(call, calls, behind_a_wait=True) for _ in range(_ROUNDS)]
+        elif shape.is_captured:
             graph = _record(call, calls)
             graph.replay()
             times = [_elapsed(graph.replay) / calls for _ in range(_ROUNDS)]
@@ -191,9 +218,13 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-def _elapsed(call: Callable[[], object], calls: int = 1) -> float:
+def _elapsed(call: Callable[[], object], calls: int = 1, *, behind_a_wait: bool = False) -> float:
     """Microseconds of a call, mean of `calls` in a row."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    if behind_a_wait:
+        begin = time.perf_counter()
+        call()
+        wait_on_device(_HOST_TIMES * calls * (time.perf_counter() - begin))
     start.record()
     for _ in range(calls):
         call()

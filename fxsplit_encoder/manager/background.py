@@ -8,19 +8,22 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import torch
 
 from fxsplit_encoder.errors import FxSplitError, InputError, StartFileError
+from fxsplit_encoder.kernels import timing_without_graphs
 from fxsplit_encoder.manager.autograd import without_autograd
 from fxsplit_encoder.manager.captures import CapturePlan
 from fxsplit_encoder.manager.comparisons import compare_between_requests
 from fxsplit_encoder.manager.compile_worker import CompileWorker, why_not_elsewhere
-from fxsplit_encoder.manager.generation import Generation
+from fxsplit_encoder.manager.generation import Done, Generation
 from fxsplit_encoder.manager.path import EncoderPath
 from fxsplit_encoder.manager.start import load_programs
 from fxsplit_encoder.manager.turns import StoppedError, Turns
+from fxsplit_encoder.parts import Parts
 from fxsplit_encoder.runtime import Choosers
 from fxsplit_encoder.runtime.progress import CaptureProgress, Phase
 
@@ -29,6 +32,11 @@ logger = logging.getLogger(__name__)
 _EXIT_SECONDS = 10.0
 """How long the interpreter's end waits for a step."""
 
+_POLL_SECONDS = 0.005
+"""How often who waits for the end looks for a capture to make."""
+
+_Result = TypeVar("_Result")
+
 _running: weakref.WeakSet[BackgroundCapture] = weakref.WeakSet()
 
 
@@ -36,7 +44,9 @@ class BackgroundCapture:
     """Compiles, measures and captures one generation while another serves, on a thread of its own.
 
     What runs on the device or touches the tower is a step, which has the manager's turn; tracing and
-    compiling happen in another process, or beside the requests.
+    compiling happen in another process, or beside the requests. Graphs are captured by the threads that
+    serve requests, right after one, since those may wait for the whole device at any other time, which no
+    thread may while another captures.
 
     Args:
         target: what is captured.
@@ -58,6 +68,8 @@ class BackgroundCapture:
     ) -> None:
         self.notes: list[str] = []
         """Where and why it did not go as it does otherwise."""
+        self.lends_captures = target.pool.is_cuda
+        """Whether threads that serve requests capture; without CUDA nothing is at stake."""
         self._target = target
         self._planned = planned
         self._first: Generation | None = first
@@ -89,8 +101,15 @@ class BackgroundCapture:
         self._thread.start()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits for its end, of whatever kind; whether it has come."""
-        return self._over.wait(timeout)
+        """Waits for its end, of whatever kind, and captures meanwhile; whether it has come."""
+        end = None if timeout is None else time.monotonic() + timeout
+        while not self._over.is_set():
+            left = _POLL_SECONDS if end is None else min(_POLL_SECONDS, end - time.monotonic())
+            if left <= 0:
+                break
+            self._turns.assist()
+            self._over.wait(left)
+        return self._over.is_set()
 
     def stop(self) -> None:
         """Begins no further step, and ends the other process. Nothing happens to a step that runs."""
@@ -122,23 +141,24 @@ class BackgroundCapture:
             work.close()
             self._over.set()
 
-    def work(self) -> Generator[None, None, None]:
+    def work(self) -> Parts[None]:
         """The work, piece by piece: what is no step may take long, and holds up nobody."""
         try:
             yield from self._compile()
             yield from self._compare()
             captures = self._target.capture(self._planned)
             self._target.captures.spare = self._give_way
-            while True:
-                with self._step():
-                    found = next(captures, None)
-                    if found is None:
-                        self._switch()
-                        self._first = None
-                        self._finish("done")
-                        return
-                    self._tell(*found)
-                yield
+            done: Done | None = Done("measuring")
+            while done is not None:
+                if done.coming == "capture":
+                    done = self._lend(lambda: next(captures, None))
+                else:
+                    with self._step():
+                        done = next(captures, None)
+                if done is not None:
+                    self._tell(done.phase, done.budgets, done.all_budgets)
+                yield None
+            self._lend(self._end)
         except StoppedError:
             raise
         except Exception as error:  # whatever compiling raises: requests go on being served
@@ -147,13 +167,21 @@ class BackgroundCapture:
         finally:
             self._target.captures.spare = None
 
+    def _end(self) -> None:
+        self._switch()
+        self._first = None
+        self._finish("done")
+
     def _fail(self, error: Exception) -> Iterator[None]:
         reason = str(error) if isinstance(error, FxSplitError) else f"{type(error).__name__}: {error}"
-        with self._step():
+
+        def give_up() -> None:
             if self._first is not None:  # else it serves already
                 self._target.clear()
             self.notes.append(f"captures of the uncompiled tower go on serving: {reason}")
             self._finish("failed", reason)
+
+        self._lend(give_up)
         yield
 
     def _give_way(self) -> None:
@@ -164,17 +192,35 @@ class BackgroundCapture:
 
     @contextlib.contextmanager
     def _step(self) -> Iterator[None]:
-        with self._turns.step(self._stopped.is_set), self._beside():
-            # On the device, too, after the requests before and before those behind.
-            with self._first.pool.replaying() if self._first is not None else contextlib.nullcontext():
-                yield
+        with self._turns.step(self._stopped.is_set), self._in_order():
+            yield
+
+    @contextlib.contextmanager
+    def _in_order(self) -> Iterator[None]:
+        """On the device, too, after the requests before and before those behind."""
+        with self._beside(), self._first.pool.replaying() if self._first else contextlib.nullcontext():
+            yield
+
+    def _lend(self, work: Callable[[], _Result]) -> _Result:
+        """A step that captures, or gives back what was captured, by a thread that serves requests."""
+
+        def step() -> _Result:
+            if self._stopped.is_set():
+                raise StoppedError
+            with self._in_order():
+                return work()
+
+        if self.lends_captures:
+            return self._turns.lend(step, self._stopped.is_set)
+        with self._turns.step(self._stopped.is_set):
+            return step()
 
     @contextlib.contextmanager
     def _beside(self) -> Iterator[None]:
         """What is no step: requests are served meanwhile."""
         pool = self._target.pool
         on_device = torch.cuda.device(pool.device) if pool.is_cuda else contextlib.nullcontext()
-        with self._kernels.choosing(), without_autograd(), on_device:
+        with self._kernels.choosing(), without_autograd(), on_device, timing_without_graphs():
             yield
 
     def _tell(self, phase: Phase, done: int = 0, total: int = 0) -> None:
@@ -208,7 +254,7 @@ class BackgroundCapture:
             self._target.compile()  # nothing is left but what there is to say
         yield
 
-    def _compare(self) -> Iterator[None]:
+    def _compare(self) -> Parts[None]:
         """Compares the kernels that the captures will call, so that no capture has to."""
         if self._target.scope.measured:
             self._tell("measuring")

@@ -16,7 +16,7 @@ Around = Callable[[], AbstractContextManager[object]]
 
 def compare_between_requests(
     runs: Parts[None], device: torch.device, *, step: Around, beside: Around
-) -> Iterator[None]:
+) -> Parts[None]:
     """Compares the kernels of every class of calls that some runs meet, a part each time that it is asked for
     one.
 
@@ -37,18 +37,20 @@ def compare_between_requests(
             yield
 
     yield from each_within(collecting_step, runs)
-    is_cuda = device.type == "cuda"
     # Of its own, so that requests do not queue behind it.
-    stream = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
+    stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
     for measurements, shape in unmeasured:
         parts = measurements.comparing(shape)
         coming = next(parts, None)
         while coming is not None:
-            with step() if coming == "time" else beside(), torch.cuda.stream(stream):
-                if is_cuda and coming == "time":
-                    torch.cuda.synchronize(device)  # the device may still be at the request before
-                coming = next(parts, None)
-            yield
-    if is_cuda:
+            with step() if coming == "time" else beside():
+                if stream is not None and coming == "time":
+                    # A step has the current stream wait for the requests before it.
+                    stream.wait_stream(torch.cuda.current_stream(device))
+                    stream.synchronize()
+                with torch.cuda.stream(stream):
+                    coming = next(parts, None)
+            yield None
+    if stream is not None:
         # While a capture is open torch frees none of the blocks that it keeps for later.
         torch.cuda.empty_cache()

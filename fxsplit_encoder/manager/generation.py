@@ -6,6 +6,7 @@ import itertools
 import logging
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -17,7 +18,7 @@ from fxsplit_encoder.manager.captures import CapturePlan, plan_captures
 from fxsplit_encoder.manager.path import EncoderPath
 from fxsplit_encoder.manager.request_plans import RequestPlans
 from fxsplit_encoder.manager.tensor_parallel import why_not_compiled
-from fxsplit_encoder.parts import Parts
+from fxsplit_encoder.parts import Coming, Parts
 from fxsplit_encoder.planning.limits import CaptureKey, Limits
 from fxsplit_encoder.protocol import EncoderCudaGraphConfig, SupportsEncoderCudaGraph
 from fxsplit_encoder.runtime import CaptureScope, CaptureSet
@@ -42,6 +43,16 @@ class Served:
     model_config: EncoderCudaGraphConfig
     limits: Limits
     dtype: torch.dtype
+
+
+class Done(NamedTuple):
+    """How far captures are."""
+
+    phase: Phase
+    budgets: int = 0
+    all_budgets: int = 0
+    coming: Coming = None
+    """What the next step is."""
 
 
 class Generation:
@@ -150,13 +161,13 @@ class Generation:
             if path.budgets:
                 path.compile(progress, refusals)
 
-    def capture(self, planned: CapturePlan) -> Iterator[tuple[Phase, int, int]]:
+    def capture(self, planned: CapturePlan) -> Iterator[Done]:
         """Measures and captures what was planned, a step each time that it is asked for one: a forward that
         is timed at one size, or a part of a budget's capture. Where the captures are too large together,
         further steps make them again.
 
         Yields:
-            What was done, and of budgets how many of all.
+            What was done.
         """
         for capture in planned.captures:
             if capture.pruned is not None:
@@ -166,10 +177,10 @@ class Generation:
         if self._measures:
             for key in dict.fromkeys(key for key, _ in wanted):
                 for _ in self.paths_by_key[key].measuring():
-                    yield "measuring", 0, 0
-                yield "measuring", 0, 0
-        for done, total in self.captures.capturing(wanted):
-            yield "capturing", done, total
+                    yield Done("measuring")
+                yield Done("measuring")
+        for done, total, coming in self.captures.capturing(wanted):
+            yield Done("capturing", done, total, coming)
 
     @property
     def _measures(self) -> bool:
@@ -182,10 +193,10 @@ class Generation:
         wanted = sorted(_wanted(planned), key=lambda each: -each[1])
         for key, budget in wanted:
             yield from self.paths_by_key[key].ladder.runs(budget)
-            yield
+            yield None
         for key in dict.fromkeys(key for key, _ in wanted if self._measures):
             yield from self.paths_by_key[key].attention_runs()
-            yield
+            yield None
 
     def run_in(self, inference_mode: bool) -> None:
         """Has the tower's own code timed as it will run."""

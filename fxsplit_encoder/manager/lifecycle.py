@@ -13,11 +13,11 @@ from fxsplit_encoder.errors import InputError, StartFileError, WeightsMovedError
 from fxsplit_encoder.manager.autograd import without_autograd
 from fxsplit_encoder.manager.background import BackgroundCapture, stop_with
 from fxsplit_encoder.manager.captures import CapturePlan
-from fxsplit_encoder.manager.generation import Generation, first_of
+from fxsplit_encoder.manager.generation import Done, Generation, first_of
 from fxsplit_encoder.manager.start import load_captured, save_captured
 from fxsplit_encoder.manager.turns import StoppedError, Turns
 from fxsplit_encoder.runtime import Choosers
-from fxsplit_encoder.runtime.progress import CaptureProgress, Phase
+from fxsplit_encoder.runtime.progress import CaptureProgress
 from fxsplit_encoder.runtime.weights import warn_of_new_captures
 
 logger = logging.getLogger(__name__)
@@ -68,17 +68,17 @@ class Lifecycle:
         logger.info("%s", planned)
         self.compile()
         told = 0
-        for _, done, total in self.own.capture(planned):
-            if progress is not None and done > told:
-                told = done
-                progress(done, total)
+        for done in self.own.capture(planned):
+            if progress is not None and done.budgets > told:
+                told = done.budgets
+                progress(told, done.all_budgets)
         self._switch()
 
     def capture_first(self, progress: Progress | None = None) -> None:
         """Captures a few budgets of the tower's own forward, and has the rest done between requests."""
         first, in_inference_mode = self.own.uncompiled(), torch.is_inference_mode_enabled()
         planned: CapturePlan | None = None
-        captures: Iterator[tuple[Phase, int, int]] = iter(())
+        captures: Iterator[Done] = iter(())
         told = 0
         while True:
             with self.turns.step(at_once=True), self._kernels.choosing(), without_autograd():
@@ -95,9 +95,9 @@ class Lifecycle:
                     self._serve(first)
                     self._start_background(planned, first)
                     return
-                elif progress is not None and made[1] > told:
-                    told = made[1]
-                    progress(*made[1:])
+                elif progress is not None and made.budgets > told:
+                    told = made.budgets
+                    progress(told, made.all_budgets)
 
     def _start_background(self, planned: CapturePlan, first: Generation) -> None:
         switch = weakref.WeakMethod(self._switch)

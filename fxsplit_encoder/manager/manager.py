@@ -212,10 +212,11 @@ class EncoderCudaGraphManager:
             )
 
     def wait_captured(self, timeout: float | None = None) -> bool:
-        """Waits for the work behind `capture(wait=False)`, if there is any.
+        """Waits for the work behind `capture(wait=False)`, if there is any, and makes those captures meanwhile
+        that requests would have made.
 
         Args:
-            timeout: seconds; None: as long as it takes.
+            timeout: seconds, after which it begins no further capture; None: as long as it takes.
 
         Returns:
             Whether it is over: `stats().progress` says how it ended.

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
+from typing import Any, TypeVar
+
+_Result = TypeVar("_Result")
 
 _POLL_SECONDS = 0.05
 """How often a step that is not due looks again, for a stop among others."""
@@ -21,7 +26,7 @@ class Turns:
     Used as a context by requests, in any thread; one that has it may enter again. A step waits until nobody
     has asked for a while; under a load without pauses it is due nevertheless after so many requests or
     seconds, and then goes before those that come later. So a request waits for one step at most, and steps
-    go on whatever the load.
+    go on whatever the load. Work that only a thread which serves requests may do is lent to the next one.
 
     Args:
         requests: that go before a step.
@@ -40,6 +45,8 @@ class Turns:
         self._passed = 0
         """Requests so far; changed by whoever has the lock."""
         self._last_end = 0.0
+        self._lent: tuple[Future[Any], Callable[[], Any]] | None = None
+        """Set by the one that lends, taken by whoever has the lock."""
         self._changed = threading.Condition()
         # Guarded by `_changed`:
         self._waiting = 0
@@ -58,7 +65,9 @@ class Turns:
         self._passed += 1
         return self
 
-    def __exit__(self, *raised: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
+        if self._lent is not None and kind is None and self._depth == 1:
+            self._do_lent()
         self._depth -= 1
         if not self._depth:
             self._last_end = time.perf_counter()
@@ -104,6 +113,49 @@ class Turns:
             with self._changed:
                 self._due = None
                 self._changed.notify_all()
+
+    def lend(self, work: Callable[[], _Result], is_stopped: Callable[[], bool] = lambda: False) -> _Result:
+        """Has some work done by a thread that serves a request, right after one, or by one that waits for all
+        work in `assist`; returns its result. One thread may lend at a time.
+
+        Args:
+            work: it has the turn, as a step has.
+            is_stopped: whether it is not wanted any more.
+
+        Raises:
+            StoppedError: it is not wanted; nothing was done.
+            Exception: what the work raised.
+        """
+        assert self._lent is None, "one thread lends work"
+        future: Future[_Result] = Future()
+        self._lent = future, work
+        while not future.done():
+            if is_stopped() and future.cancel():
+                self._lent = None
+                raise StoppedError
+            with contextlib.suppress(TimeoutError):
+                future.exception(_POLL_SECONDS)
+        return future.result()
+
+    def assist(self) -> None:
+        """Does the work that was lent, if there is any, as after a request."""
+        if self._lent is not None:
+            with self:
+                pass
+
+    def _do_lent(self) -> None:
+        lent, self._lent = self._lent, None
+        if lent is None:
+            return
+        future, work = lent
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+            if not isinstance(error, Exception):  # an interrupt is the thread's own
+                raise
 
     def _await_turn(self, me: int, is_stopped: Callable[[], bool], *, at_once: bool) -> None:
         begin, passed = time.perf_counter(), self._passed

@@ -180,7 +180,7 @@ class CapturedProgram:
             for captured in self.ladder.captures_of(budget):
                 captured.must_be_full = self.forward.is_always_full(budget)
         if is_new and budget in self.captured and self._must_compare():
-            yield
+            yield None
             change = self.forward.padding_change(self.captured[budget], budget)
             if not (self.scope.agree or bool)(change is None):
                 full = self.captured[budget].must_be_full

@@ -193,7 +193,7 @@ def attention_runs(forward: TimedForward, budgets: Sequence[int]) -> Parts[None]
     with contextlib.suppress(InputError, torch.OutOfMemoryError):  # which measuring says
         run = _attention_run(forward, forward.capture_values(budgets[-1]), _MEASURED_SEGMENTS)
         if run is not None:
-            yield
+            yield None
             with torch.no_grad():
                 run()
 
@@ -225,7 +225,7 @@ def _measure_compiled(forward: TimedForward, budgets: Sequence[int]) -> Parts[Me
         host = run.host  # of the smallest: behind a long queue the host waits, too
         if host >= _BOUND_BY_HOST * run.wall:
             break
-        yield
+        yield None
     for budget, _ in reversed(eager):
         try:
             attention = yield from _attention_cost(forward, forward.capture_values(budget))
@@ -267,7 +267,7 @@ def _measure_uncompiled(forward: TimedForward, budgets: Sequence[int]) -> Parts[
             # Of cumulative lengths over the same rows those of images are fewer than those of their windows.
             name = min(lengths, key=lambda each: (-lengths[each][-1], len(lengths[each])))
             several = measure_run(lambda v=values: forward(v), forward.device)  # type: ignore[misc]
-            yield
+            yield None
             if several.host < _BOUND_BY_HOST * several.wall:
                 break
         rows = lengths[name][-1]
@@ -294,7 +294,7 @@ def _attention_cost(forward: TimedForward, values: Mapping[str, Tensor]) -> Part
     rows = forward.program.tokens(values)
     assert rows is not None
     as_one = measure_ms(one, forward.device)
-    yield
+    yield None
     pairs = rows**2 * (1 - 1 / _MEASURED_SEGMENTS)
     return max(0.0, (as_one - measure_ms(several, forward.device)) / pairs)
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from fxsplit_encoder.capture import GraphPool
-from fxsplit_encoder.parts import Parts
+from fxsplit_encoder.parts import Coming, Parts
 from fxsplit_encoder.planning.costs import EXACT_LAUNCH_TOKENS, PathCosts
 from fxsplit_encoder.runtime.captured_program import CapturedProgram
 
@@ -68,26 +68,27 @@ class CaptureSet:
             progress: is called with (budgets done, budgets).
         """
         told = 0
-        for done, total in self.capturing(wanted):
+        for done, total, _ in self.capturing(wanted):
             if progress is not None and done > told:
                 told = done
                 progress(done, total)
 
-    def capturing(self, wanted: Iterable[tuple[Hashable, int]]) -> Iterator[tuple[int, int]]:
+    def capturing(self, wanted: Iterable[tuple[Hashable, int]]) -> Iterator[tuple[int, int, Coming]]:
         """As `capture`, a part each time that it is asked for one, of which a budget has several. Nothing is
         replayed before the end.
 
         Yields:
-            (budgets done, budgets), with all done where budgets are captured again under the limit.
+            (budgets done, budgets, what comes), with all done where budgets are captured again under the
+            limit.
         """
         ordered = sorted(wanted, key=lambda each: -each[1])
         for done, (key, budget) in enumerate(ordered):
-            for _ in self._capture_one(key, budget):
-                yield done, len(ordered)
-            yield done + 1, len(ordered)
+            for coming in self._capture_one(key, budget):
+                yield done, len(ordered), coming
+            yield done + 1, len(ordered), None
         while self._over_limit():
-            for _ in self._drop_least_useful():
-                yield len(ordered), len(ordered)
+            for coming in self._drop_least_useful():
+                yield len(ordered), len(ordered), coming
 
     def clear(self) -> None:
         """Releases every capture; their memory goes back to the device."""
@@ -143,7 +144,7 @@ class CaptureSet:
         self.pool.retire()
         for key, budget in sorted(kept, key=lambda each: -each[1]):
             yield from self._capture_one(key, budget)
-            yield
+            yield None
 
     def _least_useful(self) -> tuple[CapturedProgram, int]:
         found = []

@@ -119,6 +119,8 @@ SYMBOLS = [
     # cuda_ipc
     present("torch.UntypedStorage._share_cuda_"),
     present("torch.UntypedStorage._new_shared_cuda"),
+    # device_wait
+    called("torch.cuda._sleep", 1),
     # dispatch
     present("torch._ops.OpOverload"),
     present("torch._ops.OpOverloadPacket"),

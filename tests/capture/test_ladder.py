@@ -24,6 +24,7 @@ from fxsplit_encoder.capture import (
 from fxsplit_encoder.capture.forward import MeasuredRun
 from fxsplit_encoder.errors import CaptureError, ConfigError
 from fxsplit_encoder.kernels import is_measuring
+from fxsplit_encoder.parts import Parts
 
 from .bodies import body_calling, request_of
 
@@ -134,7 +135,8 @@ class Measured:
 
         def record(
             ladder_self: BudgetLadder, budget: int, wanted: CaptureRequest, mode: str
-        ) -> CapturedForward:
+        ) -> Parts[CapturedForward]:
+            yield "capture"
             name = mode if wanted.single_segment is not None else single
             if name in fails:
                 raise CaptureError(f"{name} fails")
@@ -231,24 +233,26 @@ def test_a_part_of_a_capture_is_one_timing_or_one_recording(monkeypatch: pytest.
     events: list[str] = []
     record, timed = BudgetLadder._record, ladder.measure_run
 
-    def recording(self: BudgetLadder, *arguments: Any) -> CapturedForward:
+    def recording(self: BudgetLadder, *arguments: Any) -> Parts[CapturedForward]:
+        captured = yield from record(self, *arguments)
         events.append("record")
-        captured = record(self, *arguments)
         measure = captured.measure
         captured.measure = lambda: [events.append("time"), measure()][1]  # type: ignore
         return captured
 
     monkeypatch.setattr(BudgetLadder, "_record", recording)
     monkeypatch.setattr(ladder, "measure_run", lambda *given: [events.append("exact"), timed(*given)][1])
-    by_part = []
-    for _ in measured.ladder.capturing(8):
+    by_part, coming = [], None
+    for what in measured.ladder.capturing(8):
         assert not is_measuring(), "what comes in between compares nothing"
-        by_part.append(tuple(events))
+        by_part.append((coming, *events))
         events.clear()
-    by_part.append(tuple(events))
+        coming = what
+    by_part.append((coming, *events))
+    warm_up, capture, timing = (None,), ("capture", "record"), (None, "time")
     assert by_part == [
-        *[("exact",), ("record",), ("record",), ("time",), ("time",)],
-        *[("record",), ("time",)],
+        *[(None, "exact"), warm_up, capture, warm_up, capture, timing, timing],
+        *[warm_up, capture, timing],
     ]
     captured = measured.ladder.captured[8]
     assert (captured.mode, measured.ladder.capture_ms > 0) == ("piecewise", True)
@@ -312,7 +316,7 @@ def module_ladder(
     timed: list[int] = []
     recorded: list[tuple[str, int]] = []
     budgets: list[int] = []
-    record = CapturedForward.record
+    record = CapturedForward.recording
 
     def made(budget: int) -> CaptureRequest:
         budgets.append(budget)
@@ -322,15 +326,15 @@ def module_ladder(
         timed.append(budgets[-1])
         return run
 
-    def recording(self: CapturedForward, warmups: int) -> None:
+    def recording(self: CapturedForward, warmups: int) -> Parts[None]:
         recorded.append((self.mode, warmups))
         self.pool.is_cuda = False  # a recording of calls stands in for graphs
-        record(self, warmups)
+        yield from record(self, warmups)
         self.pool.is_cuda = True
 
     monkeypatch.setattr(ladder, "measure_run", measured)
     monkeypatch.setattr(CapturedForward, "measure", lambda self: 1.0)
-    monkeypatch.setattr(CapturedForward, "record", recording)
+    monkeypatch.setattr(CapturedForward, "recording", recording)
     found = BudgetLadder(made, "auto", GraphPool(torch.device("cpu")))
     found.pool.is_cuda = True
     return found, timed, recorded

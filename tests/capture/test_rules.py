@@ -45,6 +45,7 @@ from fxsplit_encoder.errors import (
     WeightsMovedError,
 )
 from fxsplit_encoder.manager import path as path_module
+from fxsplit_encoder.parts import Parts
 
 from .bodies import body_calling, body_of, piece, request_of
 
@@ -802,9 +803,11 @@ def device_pool(monkeypatch: pytest.MonkeyPatch) -> tuple[GraphPool, Events]:
         def wait_event(self, event: Any) -> None:
             events.append(f"{self} waits")
 
+        def synchronize(self) -> None:
+            events.append("synchronize")
+
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: events.append("synchronize"))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device=None: 100)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream("stream"))
     pool = GraphPool(torch.device("cpu"))
@@ -963,17 +966,17 @@ def test_rule_9_a_failed_capture_for_one_segment_keeps_the_general_one(device_po
 @pytest.fixture
 def pool_events(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     events: list[Any] = []
-    record, retire = CapturedForward.record, GraphPool.retire
+    record, retire = CapturedForward.recording, GraphPool.retire
 
-    def spy_record(self: CapturedForward, warmups: int) -> None:
+    def spy_record(self: CapturedForward, warmups: int) -> Parts[None]:
         events.append((id(self.pool), self.rows))
-        record(self, warmups)
+        yield from record(self, warmups)
 
     def spy_retire(self: GraphPool) -> None:
         events.append((id(self), "retire"))
         retire(self)
 
-    monkeypatch.setattr(CapturedForward, "record", spy_record)
+    monkeypatch.setattr(CapturedForward, "recording", spy_record)
     monkeypatch.setattr(GraphPool, "retire", spy_retire)
     return events
 

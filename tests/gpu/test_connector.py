@@ -309,6 +309,7 @@ def test_the_host_reads_rows_that_are_ready_early_once_they_are_written(device_b
         wait_until(lambda: is_empty(each))
 
 
+@pytest.mark.alone
 def test_a_feature_is_ready_early_by_prediction_and_not_before() -> None:
     """By the median of what others took: not the first, which has to load its kernels too."""
     with make([lambda: SlowEncoder("cuda:0", WIDTH, 30)], ready_ahead_s=0.02) as each:

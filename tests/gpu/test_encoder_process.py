@@ -18,7 +18,7 @@ from fxsplit_encoder.errors import EncoderLostError, InputError
 from tests.connector.resources import nothing_left
 
 pytestmark = pytest.mark.gpu
-DRIVERS = ("/dev/nvidia",)  # the descriptors that the GPU's driver keeps
+DRIVERS = ("/dev/nvidia", "/dev/shm/cuda.shm")  # the descriptors that the GPU's driver keeps
 FACTORY = "tests.gpu.cuda_encoders:slow"
 
 

@@ -74,7 +74,8 @@ def test_results_are_right_meanwhile_and_captures_the_same_at_the_end(
     old, new = other.paths["default"].ladder, manager.paths["default"].ladder
     assert {b: c.mode for b, c in old.captured.items()} == {b: c.mode for b, c in new.captured.items()}
     assert old.costs.keys() == new.costs.keys() and new.costs
-    torch.testing.assert_close(manager.execute(asked[1]), other.execute(asked[1]), rtol=0.02, atol=0.02)
+    # Kernels are timed in another way meanwhile, so that another one may be chosen.
+    assert errors(manager.execute(asked[1]), other.execute(asked[1])) <= 2 * allowed[1]
     manager.clear()
     other.clear()
 
@@ -96,7 +97,7 @@ def test_the_first_request_is_soon_and_none_waits_long(towers: Any, empty_caches
     first = time.perf_counter() - begin
     took: list[float] = []
     number = 0
-    while not manager.wait_captured(0):
+    while not manager.wait_captured(0):  # which itself captures nothing: requests do
         which = number % len(asked)
         took.append(seconds(lambda w=which: manager.execute(asked[w])) / usual[which])
         number += 1

@@ -21,11 +21,13 @@ from torch import nn
 
 import fxsplit_encoder as fx
 from fxsplit_encoder._torch.tensors import traced_copy
+from fxsplit_encoder.capture import CapturedForward
 from fxsplit_encoder.manager import background as background_module
 from fxsplit_encoder.manager.background import BackgroundCapture
 from fxsplit_encoder.manager.compile_worker import CompileWorker
 from fxsplit_encoder.manager.generation import first_of
 from fxsplit_encoder.manager.path_forward import PathForward
+from fxsplit_encoder.parts import Parts
 from fxsplit_encoder.runtime.progress import CaptureProgress, least
 
 from .mock_towers import (
@@ -116,7 +118,8 @@ def test_it_serves_at_once_and_rightly_after_each_piece(by_hand: None) -> None:
         seen.append((phase(manager), manager.programs["default"] is not None))
     assert_right(manager, 3, 5)
     assert all(not compiled for _, compiled in seen), "what serves changes at the end, and at once"
-    assert [each for each, _ in seen][-5:] == ["capturing"] * 5 and seen[0][0] == "tracing"
+    captures = [each for each, _ in seen][-10:]  # of a budget the runs before the capture, and the capture
+    assert captures == ["capturing"] * 10 and seen[0][0] == "tracing"
     assert phase(manager) == "done"
     assert state(manager) == state(captured())
     (how,) = manager.reports
@@ -307,6 +310,65 @@ def test_weights_that_move_meanwhile(by_hand: None) -> None:
 
 
 # --- threads
+
+
+def test_on_a_device_who_asks_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other thread may wait for the device while a graph is captured, as whoever asks does some time."""
+    by_thread: dict[str, set[int]] = {"warm up": set(), "capture": set()}
+    recording = CapturedForward.recording
+
+    def spied(self: CapturedForward, warmups: int = 2) -> Parts[None]:
+        by_thread["warm up"].add(threading.get_ident())
+        yield from recording(self, warmups)
+        by_thread["capture"].add(threading.get_ident())
+
+    begin = BackgroundCapture.start
+
+    def start(self: BackgroundCapture) -> None:
+        self.lends_captures = True
+        monkeypatch.setattr(CapturedForward, "recording", spied)
+        begin(self)
+
+    monkeypatch.setattr(BackgroundCapture, "start", start)
+    manager = manager_of()
+    manager.capture(wait=False)
+    waits = manager._lifecycle.turns
+    while not (lent := waits._lent) or phase(manager) != "capturing":
+        time.sleep(0.002)
+        if lent:
+            assert_right(manager, 3, 5)
+    time.sleep(0.1)
+    assert waits._lent is lent, "nobody asks"
+    while phase(manager) == "capturing":
+        assert_right(manager, 3, 5)
+        time.sleep(0.002)
+    assert by_thread["capture"] == {threading.get_ident()} and len(by_thread["warm up"]) == 1
+    assert by_thread["warm up"].isdisjoint(by_thread["capture"])
+    assert wait_for_end(manager).phase == "done" and state(manager) == state(captured())
+
+
+@pytest.mark.parametrize("by_waiting", [True, False])
+def test_captures_that_nobody_asks_for(by_waiting: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are made by whoever waits for them, or given up with the manager."""
+    begin = BackgroundCapture.start
+
+    def start(self: BackgroundCapture) -> None:
+        self.lends_captures = True
+        begin(self)
+
+    monkeypatch.setattr(BackgroundCapture, "start", start)
+    manager = manager_of()
+    manager.capture(wait=False)
+    if by_waiting:
+        assert not manager.wait_captured(0)
+        assert wait_for_end(manager).phase == "done" and state(manager) == state(captured())
+        return
+    while manager._lifecycle.turns._lent is None:
+        time.sleep(0.002)
+    manager.clear()
+    manager._lifecycle.background._thread.join(60)
+    assert phase(manager) == "stopped" and not threads()
+    assert_right(manager, 3, 5)
 
 
 def test_requests_of_several_threads_meanwhile() -> None:

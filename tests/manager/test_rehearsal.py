@@ -13,6 +13,7 @@ from fxsplit_encoder.capture import CapturedForward
 from fxsplit_encoder.errors import CaptureError
 from fxsplit_encoder.kernels import is_measuring
 from fxsplit_encoder.manager.rehearsal import Rehearsal
+from fxsplit_encoder.parts import Parts
 
 from .mock_towers import SplitModel
 
@@ -24,14 +25,14 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Recorded]:
     """`recorded(failing, **settings)`: the modes and rows that a rehearsal holds in the end."""
 
     def rehearse(failing: str = "", **settings: Any) -> Recorded:
-        own = CapturedForward.record
+        own = CapturedForward.recording
 
-        def record(self: CapturedForward, warmups: int) -> None:
+        def recording(self: CapturedForward, warmups: int) -> Parts[None]:
             if self.mode == failing:
                 raise CaptureError("it looks at a value")
-            own(self, warmups)
+            yield from own(self, warmups)
 
-        monkeypatch.setattr(CapturedForward, "record", record)
+        monkeypatch.setattr(CapturedForward, "recording", recording)
         config = fx.EncoderConfig(token_budgets=(4, 8), max_items_per_batch=4, **settings)
         manager = fx.EncoderCudaGraphManager(SplitModel(), config, log_interval=0)
         rehearsal = Rehearsal(manager)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from typing import Any
 
 import pytest
 
@@ -109,3 +110,81 @@ def test_a_step_that_raises_gives_the_turn_back() -> None:
         raise ValueError
     with turns, turns:
         pass
+
+
+def lend_in_thread(
+    turns: Turns, work: Any, is_stopped: Any = lambda: False
+) -> tuple[threading.Thread, list[Any]]:
+    """A thread that lends, once it does, and where its result or error will be."""
+    found: list[Any] = []
+
+    def lend() -> None:
+        try:
+            found.append(turns.lend(work, is_stopped))
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=lend)
+    thread.start()
+    while turns._lent is None:
+        time.sleep(0)
+    return thread, found
+
+
+def test_lent_work_is_done_by_the_thread_of_a_request_after_it_and_in_its_turn() -> None:
+    turns, order = Turns(), list[Any]()
+
+    def work() -> int:
+        with turns:  # it has the turn
+            order.append(threading.get_ident())
+        return 7
+
+    thread, found = lend_in_thread(turns, work)
+    time.sleep(0.02)
+    assert not order, "nobody has served a request"
+    with turns, turns:
+        order.append("request")
+    thread.join(60)
+    assert order == ["request", threading.get_ident()] and found == [7]
+    with turns:
+        order.append("request")
+    assert order[2:] == ["request"], "once"
+
+
+def test_lent_work_waits_for_a_request_that_does_not_fail() -> None:
+    turns, done = Turns(), list[int]()
+    thread, _ = lend_in_thread(turns, lambda: done.append(1))
+    with pytest.raises(ValueError), turns:
+        raise ValueError
+    assert not done
+    turns.assist()
+    thread.join(60)
+    assert done == [1]
+    turns.assist()
+    assert done == [1]
+
+
+def test_what_lent_work_raises_is_told_the_one_that_lent_it() -> None:
+    turns = Turns()
+
+    def work() -> None:
+        raise TimeoutError("its own")
+
+    thread, found = lend_in_thread(turns, work)
+    with turns:
+        pass
+    thread.join(60)
+    assert str(found[0]) == "its own"
+    with turns.step():
+        pass
+
+
+def test_lent_work_that_nobody_wants_any_more_is_not_done() -> None:
+    turns, stopped, done = Turns(), threading.Event(), list[int]()
+    thread, found = lend_in_thread(turns, lambda: done.append(1), stopped.is_set)
+    stopped.set()
+    thread.join(60)
+    assert isinstance(found[0], StoppedError)
+    with turns:
+        pass
+    assert not done

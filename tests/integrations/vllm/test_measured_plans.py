@@ -147,6 +147,7 @@ class TimedLadder(BudgetLadder):
         return {"full": Taken(self._device.replay(budget, self._eight(budget)))}
 
     def _record_single_segment(self, budget: int, request: Any) -> Any:
+        yield
         return Taken(self._device.replay(budget, [budget * ROWS]))
 
 
