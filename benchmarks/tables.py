@@ -150,7 +150,14 @@ def readme(result: Result) -> str:
         (result in vllm_runs, in_vllm in vllm_runs), ", in a run inside vLLM"
     )
     note = f" *: {_VLLM_NOTE}{run}." if theirs else ""
-    return f"{formatted(headers, lines)}\n\nMilliseconds, medians. {where}.{note}"
+    return f"{formatted(headers, lines)}\n\nMilliseconds, medians{_settled(result)}. {where}.{note}"
+
+
+def _settled(result: Result) -> str:
+    seconds = {row["settled s"] for row in _of(result, _TOWER) if "settled s" in row}
+    if not seconds:
+        return ""
+    return f", ours after {max(seconds):.0f} s of the same requests: token counts that recur are captured"
 
 
 def _best_of_vllm(results: Sequence[Result]) -> dict[str, float]:

@@ -49,6 +49,8 @@ class Variant(ABC):
     title: ClassVar[str]
     needs_cuda: ClassVar[bool] = False
     needs_compiler: ClassVar[bool] = False
+    seconds_to_settle: ClassVar[float] = 0.0
+    """How long a workload is repeated before it is timed: the variant changes how it runs what recurs."""
 
     def __init__(self, model: Model, config: Mapping[str, Any]) -> None:
         self.model = model
@@ -249,6 +251,7 @@ def _ours(selected: str) -> type[Managed]:
     class Ours(Managed):
         name: ClassVar[str] = f"ours-{selected}"
         title: ClassVar[str] = "ours" if selected == "auto" else f"ours, mode: {selected}"
+        seconds_to_settle: ClassVar[float] = 4.0 if selected == "auto" else 0.0
 
         def __init__(self, model: Model, config: Mapping[str, Any]) -> None:
             super().__init__(model, {**config, "mode": selected})

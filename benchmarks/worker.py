@@ -25,7 +25,7 @@ from arithmetic import count_flops, gemm_flops_per_second
 from contenders import CONTENDERS
 from models import Batch, Model, kind_of, make_model, rows_of
 from storage import one_line
-from timing import measure
+from timing import measure, synchronize
 from torch import Tensor
 from variants import Variant
 from workloads import QUICK_WORKLOADS, WORKLOADS, Workload
@@ -190,11 +190,22 @@ def _measure(job: Job, variant: Variant, batches: Sequence[Batch], expected: Ten
     calls = [lambda batch=batch: variant.run(batch) for batch in batches]
     samples = job.samples
     if not job.quick:
+        settle(calls, variant.seconds_to_settle)
         seconds_per_call = measure(calls, len(calls))["p50"] * 1e-3
         samples = max(samples, min(_MOST_SAMPLES, int(job.seconds / seconds_per_call)))
     times = measure(calls, samples)
     padding = statistics.fmean(variant.padding(batch) for batch in batches)
-    return {**times, "error": error, "padding": padding, "note": variant.note(batches[0]), "first s": seconds}
+    row = {**times, "error": error, "padding": padding, "note": variant.note(batches[0]), "first s": seconds}
+    return {**row, "settled s": variant.seconds_to_settle} if variant.seconds_to_settle else row
+
+
+def settle(calls: Sequence[Callable[[], Any]], seconds: float) -> None:
+    """Repeats calls for some seconds, each to the end of its device work."""
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        for call in calls:
+            call()
+            synchronize()
 
 
 def relative_error(rows: Tensor, expected: Tensor) -> float:

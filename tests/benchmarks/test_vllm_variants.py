@@ -47,6 +47,8 @@ def test_inputs_have_the_names_that_vllm_gives_them() -> None:
 
 def test_a_variant_with_a_reference_of_its_own_is_compared_with_that() -> None:
     class Tower:
+        seconds_to_settle = 0.0
+
         def __init__(self, error: float) -> None:
             self.error = error
 
