@@ -212,7 +212,7 @@ class EncoderCudaGraphManager:
             )
 
     def wait_captured(self, timeout: float | None = None) -> bool:
-        """Waits for the work behind `capture(wait=False)`, if there is any, and makes meanwhile those captures
+        """Waits for the work behind `capture(wait=False)`, if there is any, and makes the captures meanwhile
         that requests would have made.
 
         Args:
