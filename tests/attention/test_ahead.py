@@ -132,6 +132,32 @@ def test_a_call_waits_for_what_is_being_compiled(
     assert log == ["waited", "called", "called"]
 
 
+def test_segments_of_one_tile_call_the_variant_of_longer_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    bounds: list[tuple[int | None, int]] = []
+
+    def attend(query: torch.Tensor, *_: Any, **given: Any) -> tuple[torch.Tensor]:
+        bounds.append((given["max_seqlen_q"], given["max_seqlen_k"]))
+        return (query,)
+
+    kernel = flash_attn.FlashAttention4()
+    monkeypatch.setattr(type(kernel), "function", property(lambda self: attend))
+    for is_hopper in (True, False):
+        monkeypatch.setattr(flash_attn, "_ignores_bounds", lambda device, is_hopper=is_hopper: is_hopper)
+        kernel(*fused_qkv(6), cumulative([6]), 6, 1.0)
+    assert bounds == [(None, 6), (6, 6)]  # others choose tiles by it
+
+
+def test_the_bound_is_ignored_on_hopper_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    decide = flash_attn._ignores_bounds.__wrapped__
+    assert not decide(torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert not decide(HOPPER)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for major in (8, 9, 10):
+        monkeypatch.setattr(flash_attn, "capability", lambda device, major=major: (major, 0))
+        assert decide(HOPPER) == (major == 9)
+
+
 # --- which
 
 
