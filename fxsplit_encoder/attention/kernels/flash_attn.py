@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fxsplit_encoder.attention.kernels import ahead
 from fxsplit_encoder.attention.kernels.base import AttentionShape, HalfPrecisionKernel, as_batch
+from fxsplit_encoder.attention.kernels.flash_cache import switch_on
 from fxsplit_encoder.kernels.base import capability
 
 _HOPPER = 9
@@ -92,6 +93,11 @@ class FlashAttention4(HalfPrecisionKernel):
         self.architectures = (9, 10, 11) if tile is None else (9,)
         self.is_invariant = tile is None and not self.needs_equal_segments
         self._variant: dict[str, Any] = {"tile_mn": tile, "mma_pv_is_rs": probabilities_in_registers}
+
+    def package_problem(self, device: torch.device) -> str | None:
+        """Why its package cannot be used; its cache is switched on before it is imported."""
+        switch_on()
+        return super().package_problem(device)
 
     def is_invariant_on(self, device: torch.device) -> bool:
         """On Hopper, where the tile follows from head_dim; on Blackwell the longest segment decides how many
