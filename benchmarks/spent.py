@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from fxsplit_encoder.attention.kernels import ahead
 from fxsplit_encoder.capture import CapturedForward, ladder
 from fxsplit_encoder.compile.pieces import PieceCache
 from fxsplit_encoder.kernels import Meter
@@ -20,6 +21,7 @@ WATCHED = (
     (CapturedForward, "measure", "timings"),
     (ladder, "measure_run", "timings"),
     (measure, "measure_ms", "timings"),
+    (ahead, "wait", "kernels awaited"),
 )
 KINDS = tuple(dict.fromkeys(kind for *_, kind in WATCHED))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.attention.kernels.binaries import switch_on_flash_cache
+from fxsplit_encoder.attention.kernels.flash_cache import switch_on
 from fxsplit_encoder.cli.console import describe_device, describe_tower, progress_bars
 from fxsplit_encoder.cli.document import Document
 from fxsplit_encoder.cli.tower import ChosenTower
@@ -24,7 +24,7 @@ def run_build(
     """
     if not config.enabled:
         raise fx.InputError("--config: enabled: false captures nothing, so there is nothing to save")
-    switch_on_flash_cache()
+    switch_on()
     document.facts({"tower": describe_tower(chosen.module), "device": describe_device(device)})
     # What an older file knows is not what this one is to know.
     config = config.replace(start_file=None)

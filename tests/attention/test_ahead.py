@@ -17,7 +17,7 @@ import torch
 
 from fxsplit_encoder.attention import KernelChooser, ahead, dense_attention, varlen_attention
 from fxsplit_encoder.attention.choice import Measurements
-from fxsplit_encoder.attention.kernels import KERNELS, flash_attn
+from fxsplit_encoder.attention.kernels import KERNELS, flash_attn, flash_cache
 from fxsplit_encoder.attention.kernels import ahead as processes
 from fxsplit_encoder.kernels import choosing, measuring
 
@@ -31,7 +31,7 @@ HOPPER = torch.device("cuda", 0)
 @pytest.fixture
 def possible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A host on which kernels may be compiled ahead, by a stand-in; where it leaves what was done."""
-    monkeypatch.setenv(processes.SWITCH, "1")
+    monkeypatch.setenv(flash_cache.SWITCH, "1")
     monkeypatch.setenv("JOBS_DONE", str(tmp_path))
     monkeypatch.setattr(processes, "capability", lambda device: (9, 0))
     monkeypatch.setattr(processes, "processors", lambda device: 132)
@@ -65,8 +65,8 @@ def test_every_condition_has_a_reason(possible: Path, monkeypatch: pytest.Monkey
 
         other.setattr(metadata, "version", missing)
         assert "not installed" in processes.why_not(HOPPER)
-    monkeypatch.delenv(processes.SWITCH)
-    assert processes.why_not(HOPPER) == f"{processes.SWITCH} is not 1"
+    monkeypatch.setenv(flash_cache.SWITCH, "0")
+    assert processes.why_not(HOPPER) == f"{flash_cache.SWITCH} is not 1"
     processes.start(["any"], 72, torch.bfloat16, HOPPER)
     processes.warm_up(3, HOPPER)
     assert not processes.is_running()
@@ -130,6 +130,32 @@ def test_a_call_waits_for_what_is_being_compiled(
     for _ in range(2):
         kernel(*fused_qkv(6), cumulative([6]), 6, 1.0)
     assert log == ["waited", "called", "called"]
+
+
+def test_segments_of_one_tile_call_the_variant_of_longer_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    bounds: list[tuple[int | None, int]] = []
+
+    def attend(query: torch.Tensor, *_: Any, **given: Any) -> tuple[torch.Tensor]:
+        bounds.append((given["max_seqlen_q"], given["max_seqlen_k"]))
+        return (query,)
+
+    kernel = flash_attn.FlashAttention4()
+    monkeypatch.setattr(type(kernel), "function", property(lambda self: attend))
+    for is_hopper in (True, False):
+        monkeypatch.setattr(flash_attn, "_ignores_bounds", lambda device, is_hopper=is_hopper: is_hopper)
+        kernel(*fused_qkv(6), cumulative([6]), 6, 1.0)
+    assert bounds == [(None, 6), (6, 6)]  # others choose tiles by it
+
+
+def test_the_bound_is_ignored_on_hopper_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    decide = flash_attn._ignores_bounds.__wrapped__
+    assert not decide(torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert not decide(HOPPER)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for major in (8, 9, 10):
+        monkeypatch.setattr(flash_attn, "capability", lambda device, major=major: (major, 0))
+        assert decide(HOPPER) == (major == 9)
 
 
 # --- which
@@ -202,7 +228,7 @@ def test_what_one_process_compiles_another_loads(tmp_path: Path) -> None:
         "FLASH_ATTENTION_ARCH": "sm_90",
         "CUTE_DSL_ARCH": "sm_90a",
         "FLASH_ATTENTION_NUM_SMS": "132",
-        processes.SWITCH: "1",
+        flash_cache.SWITCH: "1",
         "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": str(tmp_path),
     }
     module = "fxsplit_encoder.attention.kernels.ahead_process"

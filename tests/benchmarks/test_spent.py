@@ -56,6 +56,7 @@ def test_what_is_inside_of_another_kind_is_counted_once(monkeypatch: pytest.Monk
         "kernels compared": 8.0,
         "captures": 1.0,
         "timings": 0,
+        "kernels awaited": 0,
     }
     assert row["calls"]["kernels compared"] == 2
     assert row["calls"]["captures"] == 1

@@ -1,8 +1,8 @@
 """FlashAttention 4's variants compiled in processes of their own, while this one traces and compiles.
 
 The package compiles a variant when it is first called, for seconds of this process. Where its cache on disk
-is switched on, by its own variable, the same can be done before, on other cores and without a device; the
-first call then loads what it finds there.
+is on, as it is by default (`flash_cache`), the same can be done before, on other cores and without a device;
+the first call then loads what it finds there.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ from typing import IO
 
 import torch
 
+from fxsplit_encoder.attention.kernels.flash_cache import switch_on
 from fxsplit_encoder.kernels.base import capability, processors
 
 logger = logging.getLogger(__name__)
-
-SWITCH = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 
 Job = tuple[str, int, str]
 """A kernel's name, the width of heads, and a dtype's name."""
@@ -79,8 +78,6 @@ _processes: list[_Process] = []
 
 def why_not(device: torch.device) -> str:
     """Why nothing is compiled ahead for a device; empty: it can be."""
-    if os.environ.get(SWITCH) != "1":
-        return f"{SWITCH} is not 1"
     if device.type != "cuda" or capability(device) not in _TARGETS:
         return "no GPU for which the package's compiler is known to need no device"
     if (os.cpu_count() or 1) < _FEWEST_PROCESSORS:
@@ -89,7 +86,7 @@ def why_not(device: torch.device) -> str:
         metadata.version("flash-attn-4")
     except metadata.PackageNotFoundError:
         return "flash-attn-4 is not installed"
-    return ""
+    return switch_on()
 
 
 def warm_up(number: int, device: torch.device) -> None:

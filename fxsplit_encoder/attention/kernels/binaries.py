@@ -11,7 +11,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 
-from fxsplit_encoder.attention.kernels.ahead import SWITCH
+from fxsplit_encoder.attention.kernels.flash_cache import switch_on
 
 _TRITON_CODE = "fxsplit_encoder.attention.kernels.triton_code"
 _FLASH_CACHE = "flash_attn.cute.cache_utils"
@@ -59,13 +59,6 @@ def _triton_files() -> dict[str, bytes]:
     return {f"triton/{number}/{name}": content for number, group in files for name, content in group.items()}
 
 
-def switch_on_flash_cache() -> None:
-    """Has `flash-attn-4` keep what it compiles on disk, unless its user decided otherwise; before it is
-    imported.
-    """
-    os.environ.setdefault(SWITCH, "1")
-
-
 def _flash_files() -> dict[str, bytes]:
     cache = sys.modules.get(_FLASH_CACHE)
     if cache is None or not cache.CUTE_DSL_CACHE_ENABLED:
@@ -75,7 +68,8 @@ def _flash_files() -> dict[str, bytes]:
 
 
 def _restore_flash(objects: Mapping[str, bytes]) -> None:
-    switch_on_flash_cache()
+    if switch_on():
+        return  # nobody would look there
     root: Path = import_module(_FLASH_CACHE).get_cache_path()
     for name, content in objects.items():
         path = root / name

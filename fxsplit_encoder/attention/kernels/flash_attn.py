@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -10,9 +11,20 @@ from torch import Tensor
 
 from fxsplit_encoder.attention.kernels import ahead
 from fxsplit_encoder.attention.kernels.base import AttentionShape, HalfPrecisionKernel, as_batch
+from fxsplit_encoder.attention.kernels.flash_cache import switch_on
 from fxsplit_encoder.kernels.base import capability
 
 _HOPPER = 9
+
+
+@functools.cache
+def _ignores_bounds(device: torch.device) -> bool:
+    """Whether no code for this device reads the bound of the queries: on Hopper. It decides nothing there but
+    the name under which the package looks for what it compiled, which is another for segments of one tile, so
+    that each variant would be compiled twice (`is_static_persistent` of flash-attn-4 4.0.0b36). Where nothing
+    is launched, as in a process that compiles ahead, there is no device to ask.
+    """
+    return device.type == "cuda" and torch.cuda.is_available() and capability(device)[0] == _HOPPER
 
 
 class FlashAttention2(HalfPrecisionKernel):
@@ -82,6 +94,11 @@ class FlashAttention4(HalfPrecisionKernel):
         self.is_invariant = tile is None and not self.needs_equal_segments
         self._variant: dict[str, Any] = {"tile_mn": tile, "mma_pv_is_rs": probabilities_in_registers}
 
+    def package_problem(self, device: torch.device) -> str | None:
+        """Why its package cannot be used; its cache is switched on before it is imported."""
+        switch_on()
+        return super().package_problem(device)
+
     def is_invariant_on(self, device: torch.device) -> bool:
         """On Hopper, where the tile follows from head_dim; on Blackwell the longest segment decides how many
         tiles of queries a block takes.
@@ -132,7 +149,7 @@ class FlashAttention4(HalfPrecisionKernel):
             value,
             cu_seqlens_q=cu_queries,
             cu_seqlens_k=cu_keys,
-            max_seqlen_q=max_seqlen,
+            max_seqlen_q=None if _ignores_bounds(query.device) else max_seqlen,
             max_seqlen_k=max_seqlen,
             softmax_scale=scale,
             out=target,

@@ -1,0 +1,86 @@
+"""Whether FlashAttention 4 keeps what it compiles, and where: by default, and as its user says."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from fxsplit_encoder.attention.kernels import flash_cache
+from fxsplit_encoder.attention.kernels.flash_cache import DIRECTORY, SWITCH, own_directory, switch_on
+
+
+@pytest.fixture(autouse=True)
+def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The package is installed, not imported, and its user set nothing."""
+    before = dict(os.environ)
+    monkeypatch.delenv(SWITCH, raising=False)
+    monkeypatch.delenv(DIRECTORY, raising=False)
+    monkeypatch.delitem(sys.modules, flash_cache._MODULE, raising=False)
+    monkeypatch.setattr(flash_cache, "find_spec", lambda name: object())
+    monkeypatch.setattr(flash_cache, "cache_directory", lambda: tmp_path / "cache")
+    yield
+    for name in (SWITCH, DIRECTORY):
+        os.environ.pop(name, None)
+        if name in before:
+            os.environ[name] = before[name]
+
+
+def test_it_is_on_by_default_in_a_directory_that_nobody_else_can_write() -> None:
+    assert switch_on() == ""
+    assert os.environ[SWITCH] == "1"
+    assert os.environ[DIRECTORY] == str(own_directory())
+    assert own_directory().stat().st_mode & 0o777 == 0o700
+    assert switch_on() == ""
+
+
+@pytest.mark.parametrize("value", ["0", ""])
+def test_the_user_keeps_it_off(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SWITCH, value)
+    assert switch_on() == f"{SWITCH} is not 1"
+    assert os.environ[SWITCH] == value and DIRECTORY not in os.environ
+
+
+def test_directories_of_the_user_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(DIRECTORY, str(tmp_path / "own"))
+    assert switch_on() == ""
+    assert (os.environ[SWITCH], os.environ[DIRECTORY]) == ("1", str(tmp_path / "own"))
+    monkeypatch.delenv(DIRECTORY)
+    assert switch_on() == "" and DIRECTORY not in os.environ  # who switched it on chose the package's own
+
+
+def test_what_was_imported_before_is_as_it_was_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, flash_cache._MODULE, SimpleNamespace(CUTE_DSL_CACHE_ENABLED=False))
+    assert "imported before" in switch_on()
+    assert SWITCH not in os.environ
+    monkeypatch.setitem(sys.modules, flash_cache._MODULE, SimpleNamespace(CUTE_DSL_CACHE_ENABLED=True))
+    assert switch_on() == ""
+
+
+def test_directories_that_others_can_write_or_nobody_are_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own_directory().mkdir(parents=True)
+    own_directory().chmod(0o777)
+    assert "others can write there" in switch_on()
+    monkeypatch.setattr(flash_cache, "cache_directory", lambda: tmp_path / "file")
+    (tmp_path / "file").write_text("")
+    assert str(tmp_path / "file") in switch_on()
+    assert SWITCH not in os.environ and DIRECTORY not in os.environ
+
+
+def test_another_version_has_another_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = own_directory()
+    monkeypatch.setattr(metadata, "version", lambda package: f"{package} of tomorrow")
+    assert own_directory() != before and own_directory().parent == before.parent
+
+
+def test_nothing_is_set_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash_cache, "find_spec", lambda name: None)
+    assert switch_on() == "flash-attn-4 is not installed"
+    assert SWITCH not in os.environ
