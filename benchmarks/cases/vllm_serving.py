@@ -9,8 +9,8 @@ pixels a side arrive at a fixed rate; then with one image all at once. Milliseco
 and 99th percentile) include vLLM's own preprocessing of images; "requests per second" is that of the requests
 that came at once. "same" is the share of requests whose tokens are those of the first variant.
 
-Every variant's engine starts in processes of its own, a few seconds after the one before, so that none times
-its captures while another does the same; then they are measured one after another: the GPU holds them all.
+Every variant's engine starts in processes of its own, after the one before has started, so that none times
+its captures while another works; then they are measured one after another: the GPU holds them all.
 One that does not start leaves the first error of its processes, which names the package that is missing, and
 their log is printed. `--tiny` runs narrow models on a CPU, where vLLM's worker makes no manager, so that all
 of them encode eagerly.
@@ -43,7 +43,6 @@ VARIANTS = ("eager", "vllm", "ours", "ours-compiled")
 RATES = {0: 20.0, 1: 10.0, 4: 5.0}
 """Requests a second, by the number of their images."""
 _SIDES = (448, 672, 896, 512)
-_SECONDS_BETWEEN_STARTS = 6.0
 _TOKENS = 8
 _BURST = 32
 _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>")
@@ -81,17 +80,15 @@ def _run_all(options: argparse.Namespace, folder: str, result: Result) -> None:
     """Starts every variant, then measures them in turn."""
     context = multiprocessing.get_context("spawn")
     started: dict[str, tuple[Any, Any]] = {}
-    for number, variant in enumerate(options.variants):
-        time.sleep(0 if options.tiny or not number else _SECONDS_BETWEEN_STARTS)
+    ready: dict[str, Row] = {}
+    deadline = time.monotonic() + options.timeout
+    for variant in options.variants:
         ours, theirs = context.Pipe()
         process = context.Process(target=_work, args=(variant, folder, options, theirs))
         process.start()
         theirs.close()
         started[variant] = process, ours
-    deadline = time.monotonic() + options.timeout
-    ready = {}
-    for variant, (_, pipe) in started.items():
-        ready[variant] = _next(pipe, deadline)
+        ready[variant] = _next(ours, deadline)
         _keep(variant, ready[variant], options, result)
     tokens: dict[str, list[Any]] = {}
     for variant, (process, pipe) in started.items():

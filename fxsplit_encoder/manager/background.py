@@ -193,7 +193,10 @@ class BackgroundCapture:
     @contextlib.contextmanager
     def _step(self) -> Iterator[None]:
         with self._turns.step(self._stopped.is_set), self._in_order():
+            begin = time.perf_counter()
             yield
+            took = (time.perf_counter() - begin) * 1e3
+            logger.debug("a step took %.1f ms: %s", took, self._progress.phase)
 
     @contextlib.contextmanager
     def _in_order(self) -> Iterator[None]:
@@ -269,14 +272,21 @@ class BackgroundCapture:
         return [path for path in paths if not path.forward.is_settled]
 
     def _restore(self, paths: list[EncoderPath]) -> Iterator[None]:
-        """Takes the programs that were saved, a path a step."""
+        """Takes the programs that were saved. Loading their pieces, for seconds, is no step."""
         for path in paths:
-            if path.forward.saved is not None:
-                with self._step():
-                    example = path.forward.example()
-                    if not isinstance(example, str):
-                        path.forward.restore(example)
-                yield
+            if path.forward.saved is None:
+                continue
+            with self._step():
+                example = path.forward.example()
+            yield
+            if isinstance(example, str):
+                continue
+            with self._beside():
+                loaded = path.forward.load_saved()
+            yield
+            with self._step():
+                path.forward.take_saved(loaded, example)
+            yield
 
     def _compile_elsewhere(self, paths: list[EncoderPath]) -> Iterator[None]:
         """In another process, from which the programs are restored.

@@ -258,9 +258,9 @@ class PathForward:
         example = self.example()
         if isinstance(example, str):
             return example
-        if self.restore(example):
-            return None
-        return self.take(self.trace(example, progress), refusals)
+        if not self.take_saved(self.load_saved(), example):
+            self.take(self.trace(example, progress), refusals)
+        return self._refusal
 
     def example(self) -> TracedExample | str:
         """Inputs to trace the forward with; or why there are none."""
@@ -270,11 +270,27 @@ class PathForward:
         except InputError as error:
             return f"not compiled: {error}"
 
-    def restore(self, example: TracedExample) -> bool:
-        """Takes the saved program; whether there is one that works."""
+    def load_saved(self) -> BoundProgram | Exception | None:
+        """The saved program with its compiled pieces, or why it cannot be loaded; None: none was saved."""
         saved, self.saved = self.saved, None  # it is for the parameters that the tower has now
-        if saved is not None and (restored := self._restored(saved, example.inputs)) is not None:
-            self.bind(restored)
+        from fxsplit_encoder.compile.saved import restore_program
+
+        try:
+            return None if saved is None else restore_program(saved, named_tensors(self.tower), self.device)
+        except Exception as error:  # whatever torch raises of what it cannot load
+            return error
+
+    def take_saved(self, loaded: BoundProgram | Exception | None, example: TracedExample) -> bool:
+        """Takes what was loaded if it gives what the forward gives; whether there is a program now."""
+        try:
+            if isinstance(loaded, Exception):
+                raise loaded
+            if loaded is not None:
+                if not self.agrees(loaded, example.inputs):
+                    raise StartFileError("program: expected what the forward returns; got something else")
+                self.bind(loaded)
+        except Exception as error:  # whatever its pieces raise, too
+            logger.warning("%s: the saved start's program is not used, it is traced: %s", self.label, error)
         return self.program is not None
 
     def trace(
@@ -306,10 +322,8 @@ class PathForward:
         except (CaptureError, CompileError) as error:
             return error
 
-    def take(
-        self, traced: BoundProgram | CaptureError | CompileError, refusals: dict[str, str]
-    ) -> str | None:
-        """Takes what `trace` found; why the forward stays as it is, or None."""
+    def take(self, traced: BoundProgram | CaptureError | CompileError, refusals: dict[str, str]) -> None:
+        """Takes what `trace` found."""
         if isinstance(traced, FxSplitError):
             refusals[self.name] = f"captured without compiling: {traced}"
             if isinstance(traced, UntraceableError):
@@ -317,7 +331,6 @@ class PathForward:
             self.refuse(refusals[self.name])
         else:
             self.bind(traced)
-        return self._refusal
 
     def refuse(self, why: str) -> None:
         """Leaves the forward as it is."""
@@ -350,19 +363,6 @@ class PathForward:
         return save_program(self.program, named_tensors(self.tower))
 
     @torch.no_grad()
-    def _restored(self, saved: Mapping[str, Any], values: Mapping[str, Tensor]) -> BoundProgram | None:
-        """The saved program, if it can be restored and gives what the forward gives; else that is said."""
-        from fxsplit_encoder.compile.saved import restore_program
-
-        try:
-            program = restore_program(saved, named_tensors(self.tower), self.device)
-            if not self.agrees(program, values):
-                raise StartFileError("program: expected what the forward returns; got something else")
-        except Exception as error:  # whatever torch raises of what it cannot load
-            logger.warning("%s: the saved start's program is not used, it is traced: %s", self.label, error)
-            return None
-        return program
-
     @torch.no_grad()
     def agrees(self, program: BoundProgram, values: Mapping[str, Tensor]) -> bool:
         """Whether a program gives what the tower's own forward gives of these inputs."""

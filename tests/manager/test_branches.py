@@ -43,6 +43,20 @@ def full() -> Any:
     return manager_of(BRANCHES)
 
 
+def test_with_invariant_products_too(plain: Any, make_batch: Callable[..., Any]) -> None:
+    """Which come before the marks: a node that takes the place of a marked one would have none."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        manager = manager_of(BRANCHES, invariant=True)
+        batch = make_batch([(1, 4, 4), (1, 4, 8)])
+        torch.testing.assert_close(manager.execute(batch), plain.execute(batch))
+    finally:
+        torch.set_num_threads(threads)
+    report = manager.programs["default"].program.pass_report
+    assert report["output_branch"] == 2 and report["fixed_products"] > 0
+
+
 class TracedBranch:
     """In place of streams: which slots' values are in use beside, and that nobody has let go of them."""
 

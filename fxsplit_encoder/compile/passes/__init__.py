@@ -57,6 +57,9 @@ _LEAST_CAPABILITY = {"decomposed_bias": (9, 0)}
 # fp8 takes layers of the width that is run, and before a GELU makes another operation of them.
 _FP8_BEFORE = "gelu_epilogue"
 
+# After all passes that see layers by torch's names; marks go to the nodes that it leaves.
+_FIXED_BEFORE = "output_branch"
+
 
 def default_passes(device: torch.device) -> tuple[str, ...]:
     """What `passes: auto` stands for on a device."""
@@ -98,10 +101,10 @@ def run_passes(
     for name, run in PASSES.items():
         if precision == "fp8" and name == _FP8_BEFORE:
             changed["fp8_linear"] = fp8_linear(module, kept=fp8_kept)
+        if invariant and name == _FIXED_BEFORE:
+            changed["fixed_products"] = fixed_products(module)
         if name in chosen:
             changed[name] = run(module)
-    if invariant:  # after all that see layers by torch's names
-        changed["fixed_products"] = fixed_products(module)
     if any(changed.values()):
         module.graph.eliminate_dead_code()
     return changed
