@@ -195,7 +195,7 @@ class Generation:
             yield from self.paths_by_key[key].ladder.runs(budget)
             yield None
         for key in dict.fromkeys(key for key, _ in wanted if self._measures):
-            yield from self.paths_by_key[key].attention_runs()
+            yield from self.paths_by_key[key].timed_runs()
             yield None
 
     def run_in(self, inference_mode: bool) -> None:

@@ -20,7 +20,7 @@ from fxsplit_encoder.parts import Parts
 from fxsplit_encoder.planning.limits import CaptureKey, Limits
 from fxsplit_encoder.planning.plan import PathPlan
 from fxsplit_encoder.protocol import BudgetGraphMetadata, SupportsEncoderCudaGraph
-from fxsplit_encoder.runtime import CapturedProgram, CaptureScope, attention_runs, measuring_forward
+from fxsplit_encoder.runtime import CapturedProgram, CaptureScope, measuring_forward, timed_runs
 
 if TYPE_CHECKING:
     from fxsplit_encoder.compile import BoundProgram
@@ -142,10 +142,10 @@ class EncoderPath(CapturedProgram):
         if self.measured.out_of_memory is not None:
             self.note(f"{self.label}: out of memory while {self.measured.out_of_memory} tokens were timed")
 
-    def attention_runs(self) -> Parts[None]:
-        """Runs, once each, what `measuring` will time of attention and no capture runs."""
+    def timed_runs(self) -> Parts[None]:
+        """Runs, once each, what `measuring` will time and no capture runs."""
         if self.scope.measured and self.expected is None:
-            yield from attention_runs(self.forward, self.budgets)
+            yield from timed_runs(self.forward, self.budgets)
 
     def clear(self) -> None:
         """Releases every capture. What is captured next reads the parameters that the tower has then."""

@@ -2,7 +2,7 @@
 
 from fxsplit_encoder.runtime.captured_program import CapturableForward, CapturedProgram
 from fxsplit_encoder.runtime.choosers import Choosers
-from fxsplit_encoder.runtime.measure import KnownCosts, MeasuredForward, attention_runs, measuring_forward
+from fxsplit_encoder.runtime.measure import KnownCosts, MeasuredForward, measuring_forward, timed_runs
 from fxsplit_encoder.runtime.memory_limit import CaptureSet
 from fxsplit_encoder.runtime.requests import FreshInputs, request_of_module, request_of_program
 from fxsplit_encoder.runtime.scope import CaptureScope
@@ -18,8 +18,8 @@ __all__ = [
     "KnownCosts",
     "MeasuredForward",
     "UnpaddedReplays",
-    "attention_runs",
     "measuring_forward",
     "request_of_module",
     "request_of_program",
+    "timed_runs",
 ]

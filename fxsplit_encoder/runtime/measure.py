@@ -35,6 +35,10 @@ _MEASURED_PARTS = (4, 2, 1)
 # The host's share of a run from which on the device is taken to keep up with it. A choice.
 _BOUND_BY_HOST = 0.9
 
+# Sizes of a tower's own forward, from the largest down, at which an H200 needs longer than its host. A guess
+# for others: a kernel that is not compared before is compared when it is timed.
+_LIKELY_TIMED = 3
+
 # The share of any run that attention takes at most. What a pair of rows costs is the difference of two runs,
 # which other work on the device may make larger than a whole run that was timed at another moment; a batch
 # never costs nothing. A choice: a segment of 65536 rows in a tower 1152 wide comes near it.
@@ -186,10 +190,18 @@ def measuring_forward(forward: TimedForward, budgets: Sequence[int]) -> Parts[Me
     return each_within(_timing, measure(forward, budgets))
 
 
-def attention_runs(forward: TimedForward, budgets: Sequence[int]) -> Parts[None]:
-    """Runs, once each, what `measuring_forward` times of attention and no capture runs: whoever looks on
-    learns which kernels it calls.
+def timed_runs(forward: TimedForward, budgets: Sequence[int]) -> Parts[None]:
+    """Runs, once each, what `measuring_forward` times and no capture runs: whoever looks on learns which
+    kernels it calls. Of the sizes of a tower's own forward, whose heads may be of another width than its
+    program's, those that are likely timed.
     """
+    likely = itertools.islice(_halved(budgets), _LIKELY_TIMED) if forward.program is not None else ()
+    for budget in likely:
+        with contextlib.suppress(InputError, torch.OutOfMemoryError):
+            values = forward.capture_values(budget)
+            with torch.no_grad():
+                forward(values)
+            yield None
     with contextlib.suppress(InputError, torch.OutOfMemoryError):  # which measuring says
         run = _attention_run(forward, forward.capture_values(budgets[-1]), _MEASURED_SEGMENTS)
         if run is not None:
@@ -204,11 +216,7 @@ def _measure_compiled(forward: TimedForward, budgets: Sequence[int]) -> Parts[Me
     attention, rows_per_token, out_of_memory = 0.0, 1.0, None
     share = runs_share = 1.0
     host = 0.0
-    most: float = budgets[-1]
-    for budget in reversed(budgets):
-        if budget > most:
-            continue
-        most = budget / 2
+    for budget in _halved(budgets):
         try:
             values = forward.capture_values(budget)
             run = measure_run(lambda v=values: forward(v), forward.device)  # type: ignore[misc]
@@ -235,6 +243,15 @@ def _measure_compiled(forward: TimedForward, budgets: Sequence[int]) -> Parts[Me
     return MeasuredForward(
         tuple(eager), attention, rows_per_token, share, runs_share, out_of_memory, eager_host=host
     )
+
+
+def _halved(budgets: Sequence[int]) -> Iterator[int]:
+    """From the largest down, each at most half of the one before."""
+    most: float = budgets[-1]
+    for budget in reversed(budgets):
+        if budget <= most:
+            yield budget
+            most = budget / 2
 
 
 def _shares(program: BoundProgram, values: Mapping[str, Tensor], rows: int) -> tuple[float, float]:

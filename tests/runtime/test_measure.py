@@ -13,7 +13,7 @@ from fxsplit_encoder.capture import MeasuredCosts
 from fxsplit_encoder.capture.forward import MeasuredRun
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.parts import Parts, in_one_go
-from fxsplit_encoder.runtime.measure import MeasuredForward, measuring_forward
+from fxsplit_encoder.runtime.measure import MeasuredForward, measuring_forward, timed_runs
 from fxsplit_encoder.runtime.scope import CaptureScope
 
 # Attention takes 1 ms over 10 tokens in one segment, 4 ms over 20.
@@ -145,6 +145,21 @@ def test_sizes_that_a_tower_refuses_are_left_out_and_memory_may_run_out() -> Non
     full: Any = Forward({20: torch.OutOfMemoryError(), 40: torch.OutOfMemoryError()})
     found = measure_forward(full, (10, 20, 40))
     assert (found.eager, found.out_of_memory) == (((10, 10.0),), 20)
+
+
+def test_what_will_be_timed_of_the_towers_own_forward_can_be_run_before() -> None:
+    ran: list[int] = []
+
+    class Noted(Forward):
+        def __call__(self, tokens: int) -> int:
+            ran.append(tokens)
+            return super().__call__(tokens)
+
+    budgets = (4, 10, 16, 20, 40)
+    parts = timed_runs(Noted({20: torch.OutOfMemoryError("none left")}), budgets)
+    assert [next(parts) for _ in range(2)] == [None, None] and ran == [40, 20, 10]
+    assert list(parts) == [] and ran == [40, 20, 10]
+    assert list(timed_runs(Noted(compiled=False), budgets)) == [] and ran == [40, 20, 10], "captures run it"
 
 
 @pytest.mark.usefixtures("as_told")
