@@ -87,6 +87,8 @@ def wide_heads(module: fx.GraphModule) -> int:
             if found is not None:
                 _widen(module.graph, found)
                 changed += 1
+    if changed:  # once: it visits the whole graph
+        module.graph.eliminate_dead_code()
     return changed
 
 
@@ -227,7 +229,6 @@ def _widen(graph: fx.Graph, found: _Attention) -> None:
     down = dataclasses.replace(found.down, rows=rows)
     down.replace_parameters(derived_parameter(graph, pad, down.weight), down.bias)
     retrace(down.node)
-    graph.eliminate_dead_code()
 
 
 def _widen_root(graph: fx.Graph, root: _Root, tokens: list[int]) -> dict[int, fx.Node]:
