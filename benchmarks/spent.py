@@ -17,7 +17,8 @@ from fxsplit_encoder.runtime import measure
 WATCHED = (
     (PieceCache, "get", "pieces"),
     (Meter, "measure", "kernels compared"),
-    (CapturedForward, "record", "captures"),
+    (CapturedForward, "_warm_up", "captures"),
+    (CapturedForward, "_record", "captures"),
     (CapturedForward, "measure", "timings"),
     (ladder, "measure_run", "timings"),
     (measure, "measure_ms", "timings"),

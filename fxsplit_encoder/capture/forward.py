@@ -110,20 +110,25 @@ class CapturedForward:
         """
         what = "one shape" if self.rows is None else f"{self.rows} rows"
         if self.pool.is_cuda:
-            with self._failing(what), torch.inference_mode(False), torch.no_grad():
-                with self.pool.warming():
-                    for _ in range(warmups):
-                        self._body()
-                torch.cuda.current_stream(self.pool.device).synchronize()
+            self._warm_up(warmups, what)
         yield "capture"
+        self._record(what)
+
+    def _warm_up(self, runs: int, what: str) -> None:
+        with self._failing(what), torch.inference_mode(False), torch.no_grad():
+            with self.pool.warming():
+                for _ in range(runs):
+                    self._body()
+            torch.cuda.current_stream(self.pool.device).synchronize()
+
+    def _record(self, what: str) -> None:
         before = self.pool.reserved_bytes()
-        with self._failing(what):
-            with torch.inference_mode(False), torch.no_grad():
-                with self.capture:
-                    self.outputs = list(self._record_steps())
-                if isinstance(self.capture, BreakableCUDAGraphCapture):
-                    self.parameters = self.parameters.with_those_at(self.capture.read)
-                self._weights = self.parameters.memory()
+        with self._failing(what), torch.inference_mode(False), torch.no_grad():
+            with self.capture:
+                self.outputs = list(self._record_steps())
+            if isinstance(self.capture, BreakableCUDAGraphCapture):
+                self.parameters = self.parameters.with_those_at(self.capture.read)
+            self._weights = self.parameters.memory()
         # The pool owns the memory, so that the next, smaller capture may use it too: replays exclude one
         # another, and what a replay returns is copied before the next.
         self.outputs = [self.pool.hold(t) if isinstance(t, torch.Tensor) else t for t in self.outputs]

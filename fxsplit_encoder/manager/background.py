@@ -193,16 +193,15 @@ class BackgroundCapture:
     @contextlib.contextmanager
     def _step(self) -> Iterator[None]:
         with self._turns.step(self._stopped.is_set), self._in_order():
-            begin = time.perf_counter()
             yield
-            took = (time.perf_counter() - begin) * 1e3
-            logger.debug("a step took %.1f ms: %s", took, self._progress.phase)
 
     @contextlib.contextmanager
     def _in_order(self) -> Iterator[None]:
         """On the device, too, after the requests before and before those behind."""
+        begin, phase = time.perf_counter(), self._progress.phase
         with self._beside(), self._first.pool.replaying() if self._first else contextlib.nullcontext():
             yield
+        logger.debug("%s: a step of %.1f ms", phase, (time.perf_counter() - begin) * 1e3)
 
     def _lend(self, work: Callable[[], _Result]) -> _Result:
         """A step that captures, or gives back what was captured, by a thread that serves requests."""

@@ -120,7 +120,7 @@ def _without_one_graph(rank: int) -> fx.EncoderCudaGraphManager:
     record = ladder._record
 
     def failing(budget: int, request: Any, mode: str) -> Any:
-        recorded = record(budget, request, mode)
+        recorded = yield from record(budget, request, mode)
         if rank == 1 and budget == 8 and mode == "full":
             recorded.release()
             raise CaptureError(NO_ROOM)
