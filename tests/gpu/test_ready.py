@@ -13,6 +13,8 @@ import torch
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.attention.choice import KernelChooser, Measurements
+from fxsplit_encoder.attention.kernels import AttentionShape
+from fxsplit_encoder.kernels import microseconds, timing_without_graphs
 
 from .support import batch, encode, errors, settled
 
@@ -110,6 +112,22 @@ def test_the_first_request_is_soon_and_none_waits_long(towers: Any, empty_caches
     assert first < 5
     assert statistics.median(took) < 1.5
     manager.clear()
+
+
+def test_no_graph_is_captured_where_kernels_are_timed_beside_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    shape = AttentionShape(device, torch.bfloat16, 16, 64, tokens=64, longest=64, segments=1)
+    rows = torch.randn(256, 256, device=device)
+    assert shape.is_captured and microseconds(lambda: rows @ rows, shape) > 0
+
+    def refuse(*arguments: Any, **settings: Any) -> Any:
+        raise AssertionError("a graph is captured")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", refuse)
+    with timing_without_graphs():
+        assert microseconds(lambda: rows @ rows, shape) > 0
+    with pytest.raises(AssertionError, match="a graph is captured"):
+        microseconds(lambda: rows @ rows, shape)
 
 
 def blocks() -> Counter[int]:
