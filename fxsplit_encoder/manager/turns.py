@@ -66,13 +66,15 @@ class Turns:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
-        if self._lent is not None and kind is None and self._depth == 1:
-            self._do_lent()
-        self._depth -= 1
-        if not self._depth:
-            self._last_end = time.perf_counter()
-            self._owner = None
-            self._lock.release()
+        try:
+            if self._lent is not None and kind is None and self._depth == 1:
+                self._do_lent()
+        finally:
+            self._depth -= 1
+            if not self._depth:
+                self._last_end = time.perf_counter()
+                self._owner = None
+                self._lock.release()
 
     def _wait(self) -> None:
         with self._changed:
@@ -152,10 +154,11 @@ class Turns:
             return
         try:
             future.set_result(work())
-        except BaseException as error:
+        except Exception as error:
             future.set_exception(error)
-            if not isinstance(error, Exception):  # an interrupt is the thread's own
-                raise
+        except BaseException as error:  # an interrupt is meant for this thread
+            future.set_exception(RuntimeError(f"{type(error).__name__} while it worked for another thread"))
+            raise
 
     def _await_turn(self, me: int, is_stopped: Callable[[], bool], *, at_once: bool) -> None:
         begin, passed = time.perf_counter(), self._passed

@@ -179,6 +179,21 @@ def test_what_lent_work_raises_is_told_the_one_that_lent_it() -> None:
         pass
 
 
+def test_an_interrupt_of_lent_work_is_the_requests_own_and_the_turn_is_given_back() -> None:
+    turns = Turns()
+
+    def work() -> None:
+        raise KeyboardInterrupt
+
+    thread, found = lend_in_thread(turns, work)
+    with pytest.raises(KeyboardInterrupt), turns:
+        pass
+    thread.join(60)
+    assert "KeyboardInterrupt while it worked for another thread" in str(found[0])
+    with turns.step():
+        pass
+
+
 def test_lent_work_that_nobody_wants_any_more_is_not_done() -> None:
     turns, stopped, done = Turns(), threading.Event(), list[int]()
     thread, found = lend_in_thread(turns, lambda: done.append(1), stopped.is_set)
