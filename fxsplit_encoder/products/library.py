@@ -1,7 +1,7 @@
 """A linear layer by cuBLASLt, which is told not to split it along the inner dimension.
 
-Its GELU is torch's, after the product: of cuBLASLt's algorithms with a GELU in their epilogue two give the
-same sums, and other results of one in millions, where the GELU is nearly zero.
+Its GELU is torch's, after the product: with a GELU in its epilogue cuBLASLt passed every trial
+(`products.verified`) and gave other bits at some counts of more and other rows, on an H200.
 """
 
 from __future__ import annotations

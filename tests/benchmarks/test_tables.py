@@ -85,6 +85,9 @@ def test_a_new_result_replaces_the_table_and_the_claim(
     )
     assert dict(zip(header, second, strict=True))["eager model in one CUDA graph"] == "-"  # it failed
     assert not any("vLLM" in name for name in header)  # measured on another GPU
+    assert "Milliseconds, medians. NVIDIA H100" in tables.readme(result)
+    settled = [{**row, "settled s": 4.0} for row in result["rows"]]
+    assert "medians, ours after 4 s of the same requests" in tables.readme({**result, "rows": settled})
     result["gpu"] = load(RESULTS / "vllm.json")["gpu"]
     assert "vLLM" in tables.readme(result)
     assert tables.readme(result).endswith("its encoder manager, in a run inside vLLM.")

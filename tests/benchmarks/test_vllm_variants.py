@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 import vllm_variants
 from contenders import CONTENDERS
 from vllm_variants import VllmEager, VllmManager, vllm_inputs
-from worker import _measure
+from worker import _measure, settle
 from workloads import WORKLOADS
 
 
@@ -70,4 +71,15 @@ def test_a_variant_with_a_reference_of_its_own_is_compared_with_that() -> None:
     other = torch.full((4, 2), 7.0)
     row = _measure(job, Tower(0.0), [None], other)  # type: ignore[arg-type, list-item]
     assert row["error"] == 0.0 and row["p50"] >= 0
+    assert "settled s" not in row
     assert "wrong" in _measure(job, Tower(0.5), [None], other)["failure"]  # type: ignore[arg-type, list-item]
+
+
+def test_what_changes_how_it_runs_is_repeated_before_it_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter(range(100))
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(now)))
+    calls: list[int] = []
+    settle([lambda: calls.append(1), lambda: calls.append(2)], 3.0)
+    assert calls == [1, 2, 1, 2]  # the clock reads 0 for the end at 3, then 1, 2 and 3
+    settle([lambda: calls.append(3)], 0.0)
+    assert 3 not in calls
