@@ -122,7 +122,8 @@ def test_it_is_a_linear_layer(library: StandIn, number: int, bias: bool, activat
         added = random(9)[1:] if bias else None
         kernel = CublasLt(number)
         found = kernel(rows, weight, added, activation)
-        assert torch.equal(found, expected(rows, weight, added, activation))
+        # GELU's last bits depend on where an entry lies, on some processors.
+        torch.testing.assert_close(found, expected(rows, weight, added, activation), rtol=2**-7, atol=1e-5)
         assert found.is_contiguous()
     assert library.ran == [number - 1] * 4  # without rows there is nothing to run
 

@@ -72,6 +72,18 @@ def test_a_place_that_shows_is_found() -> None:
     assert same_bits(one_by_one, LAYER, [16, 64, 129], reference_rows=128)
 
 
+def test_a_difference_that_few_rows_show_is_found() -> None:
+    def worse_at_one_row(rows: Tensor, matrix: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+        result = one_by_one(rows, matrix, bias, activation)
+        if rows.shape[0] == 16:
+            result[(rows == rare).all(1)] += 1e-5
+        return result
+
+    rare = LAYER.sample(verified._DISTINCT)[0][700]
+    assert not same_bits(worse_at_one_row, LAYER, [16], reference_rows=128)
+    assert same_bits(worse_at_one_row, LAYER, [64], reference_rows=128)
+
+
 def test_a_library_with_equal_bits_is_used_at_counts_that_were_tried_alone() -> None:
     library = Library()
     products = VerifiedProducts(library, own, FEW)
