@@ -183,14 +183,15 @@ def _measure(job: Job, variant: Variant, batches: Sequence[Batch], expected: Ten
     for batch in batches:
         variant.prepare(batch)
     seconds = time.perf_counter() - start
+    calls = [lambda batch=batch: variant.run(batch) for batch in batches]
+    if not job.quick:
+        settle(calls, variant.seconds_to_settle)
     own = variant.reference(batches[0])
     error = relative_error(rows_of(variant.run(batches[0])), expected if own is None else own)
     if not error <= ERROR_LIMITS[job.dtype]:  # so written that NaN fails too
         return {"failure": f"wrong: differs from eager by {error:.2g} of its root mean square"}
-    calls = [lambda batch=batch: variant.run(batch) for batch in batches]
     samples = job.samples
     if not job.quick:
-        settle(calls, variant.seconds_to_settle)
         seconds_per_call = measure(calls, len(calls))["p50"] * 1e-3
         samples = max(samples, min(_MOST_SAMPLES, int(job.seconds / seconds_per_call)))
     times = measure(calls, samples)

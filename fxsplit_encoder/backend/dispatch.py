@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 import weakref
@@ -111,7 +112,7 @@ class BudgetDispatcher:
                     self.statistics.record_fallback("exact")
             if outputs is not None:
                 return outputs
-            return self.program.finish(bindings, self._known_segments(bindings))
+            return self._run_exact(bindings)
 
     def _check_parameters(self, args: Sequence[Any]) -> None:
         """Captures read parameters by address: where there are others now, they are made again (rule 6)."""
@@ -359,6 +360,10 @@ class BudgetDispatcher:
                     logger.warning("%d tokens: %s", size, error)
                     reason = MissReason.EXTENT_EXCEEDED
                     continue
+                if budget == 0 and not program.keeps(
+                    captured, size, values, rows, functools.partial(self._run_copy, bindings)
+                ):
+                    continue
                 outputs = captured.replay(debug=self.config.debug, parameters_are_checked=True)
                 if not capture_all:
                     key = CaptureKey(_PATH, budget, self._sizes(bindings))
@@ -368,6 +373,13 @@ class BudgetDispatcher:
                     self.pool.handed_out.add(tensor for tensor in own if isinstance(tensor, torch.Tensor))
                 return own, None
         return None, reason or program.miss_reason(planned)
+
+    def _run_exact(self, bindings: Bindings) -> list[Any]:
+        """The outputs of a run at the exact shape, which uses the bindings up."""
+        return self.program.finish(bindings, self._known_segments(bindings))
+
+    def _run_copy(self, bindings: Bindings) -> list[Any]:
+        return self._run_exact(bindings.copy())
 
     def _known_segments(self, bindings: Bindings) -> list[KnownSegments]:
         """Brings the bindings to the device; returns the segments of lengths that a host op has just computed

@@ -73,6 +73,9 @@ class BudgetLadder:
         """Budgets that were captured in another mode than the wanted one, and why."""
         self.costs: dict[int, MeasuredCosts] = {}
         """What was measured on a device, of budgets in `captured` and `no_graph_needed`."""
+        self.exact_may_win = True
+        """Whether `auto` leaves a budget without a capture where the exact shape is as fast; if not, whoever
+        captures it compares them by its own batch."""
         self.in_inference_mode = False
         """Whether a tower's own code is timed in inference mode, in which it will run."""
         self._capture_ms: list[float] = []
@@ -262,7 +265,8 @@ class BudgetLadder:
         exact = self._exact_run(budget, request)
         yield None
         costs = MeasuredCosts({}, *exact, self._attention_ms(budget))
-        if self.mode == "auto" and costs.hides_host:
+        exact_may_win = self.mode == "auto" and self.exact_may_win
+        if exact_may_win and costs.hides_host:
             logger.info("budget %d: exact shape %.3f ms, of the host %.3f", budget, *exact)
             self.no_graph_needed.add(budget)
             self.costs[budget] = costs
@@ -275,7 +279,7 @@ class BudgetLadder:
         logger.info(
             "budget %d: replay ms %s, exact shape %.3f ms, of the host %.3f", budget, costs.modes, *exact
         )
-        exact_wins = self.mode == "auto" and costs.exact_price <= costs.best * EXACT_TOLERANCE
+        exact_wins = exact_may_win and costs.exact_price <= costs.best * EXACT_TOLERANCE
         best = min(costs.modes, key=costs.modes.__getitem__)
         for mode, captured in candidates.items():
             if mode != best or exact_wins:

@@ -80,6 +80,8 @@ class UnpaddedCaptures:
         """Sizes that could not be captured, and why; they are not tried again before `clear`."""
         self.not_faster: set[int] = set()
         """Sizes at which a replay was measured to gain nothing."""
+        self.on_trial: set[int] = set()
+        """Sizes that are captured, and were not compared yet with the batch that they are captured for."""
         self.num_evicted = 0
         """Captures that were given up for others."""
         self._request = request
@@ -95,22 +97,34 @@ class UnpaddedCaptures:
         self._clock = 0
         self._bytes_per_token = 0.0
 
-    def find(self, tokens: int, weight: float = 1.0) -> BudgetLadder | None:
+    def find(self, tokens: int, weight: float = 1.0, *, on_trial: bool = False) -> BudgetLadder | None:
         """The ladder that holds a capture of exactly so many tokens, made now if it is time; None: there is
         none, for a `reason`.
 
         Args:
             tokens: the size.
             weight: what this use adds to the size's, if it is not captured.
+            on_trial: whether the caller compares a new capture with the batch in hand, and says by `conclude`
+                what it found; if not, it is compared here, on a single segment.
         """
         self._clock += 1
         generation = self._held.get(tokens)
         if generation is None and self._is_due(tokens, weight):
-            generation = self._capture(tokens)
+            generation = self._capture(tokens, on_trial=on_trial and self._agree is None)
         if generation is None:
             return None
         generation.last_use = self._clock
         return generation.ladder
+
+    def conclude(self, tokens: int, *, gains: bool) -> None:
+        """Ends the trial of a size: without a gain its capture is given up."""
+        self.on_trial.discard(tokens)
+        if not gains and (generation := self._held.pop(tokens, None)) is not None:
+            self.not_faster.add(tokens)
+            generation.ladder.drop(tokens, "it gains nothing")
+            generation.ladder.forget_drop(tokens)
+            if not generation.sizes:
+                self._release(generation)
 
     def reason(self, tokens: int) -> MissReason:
         """Why a size is not captured."""
@@ -159,7 +173,7 @@ class UnpaddedCaptures:
 
     # --- capture
 
-    def _capture(self, tokens: int) -> _Generation | None:
+    def _capture(self, tokens: int, *, on_trial: bool) -> _Generation | None:
         if not self._free_memory_for(tokens):
             return None  # memory may be free when the size has come as often again
         generation = self._open_generation()
@@ -167,6 +181,7 @@ class UnpaddedCaptures:
         if not self._agreed(self._prepare(tokens)):
             self._refuse(generation, tokens, "another rank has no inputs of this size")
             return None
+        generation.ladder.exact_may_win = not on_trial
         captured = self._attempt(tokens, generation.ladder.capture)
         if not self._agreed(captured is not None or tokens in generation.ladder.no_graph_needed):
             self._refuse(generation, tokens, "another rank could not capture it")
@@ -178,6 +193,8 @@ class UnpaddedCaptures:
             self._keep_limit(generation, tokens)
         if not generation.sizes:
             self._release(generation)
+        if on_trial and tokens in self._held:
+            self.on_trial.add(tokens)
         return self._held.get(tokens)
 
     def _prepare(self, tokens: int) -> bool:
@@ -276,6 +293,7 @@ class UnpaddedCaptures:
             return
         for tokens in generation.sizes:
             self._held.pop(tokens, None)
+            self.on_trial.discard(tokens)
         generation.ladder.clear()
         generation.pool.retire()
         self._generations.remove(generation)

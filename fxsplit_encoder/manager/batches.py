@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
@@ -133,24 +134,32 @@ class BatchRunner:
         if self.config.invariant and planned.eager:
             planned = planned._replace(eager=False)
         captures = path.captures_for(planned) if may_replay else []
-        values = None
+        values, rows, exceeded = None, None, False
         if captures or path.runs_compiled(planned):
             values = self._values(path, planned, selected)
+        if captures:
+            exceeded = values is None
+            rows = None if values is None else path.forward.rows(values)
         for budget, ladder, size in captures if values is not None else ():
             assert values is not None
             captured = path.best_capture(ladder, size, values)
             try:
-                captured.load(values, path.forward.rows(values))
+                captured.load(values, rows)
             except ReplayError as error:
                 # Raised before anything was copied: the batch is whole.
                 logger.warning("%s, %d tokens: %s", path.label, size, error)
+                exceeded = True
+                continue
+            if not budget and not path.keeps(
+                captured, size, values, rows, functools.partial(path.run_unpadded, selected, values)
+            ):
                 continue
             output = captured.replay(debug=self.config.debug)[0]
             assert isinstance(output, torch.Tensor)
             self.statistics.record_replay(path.key(budget), planned.tokens)
             as_planned = budget and size == planned.budget
             return output, planned if as_planned else PathPlan(planned.tokens, size)
-        reason = MissReason.EXTENT_EXCEEDED if captures else path.miss_reason(planned)
+        reason = MissReason.EXTENT_EXCEEDED if exceeded else path.miss_reason(planned)
         return self._run_without_replay(path, planned._replace(reason=reason), selected, values)
 
     def _values(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from fxsplit_encoder.config import EncoderConfig
@@ -19,7 +21,7 @@ from fxsplit_encoder.planning import (
     build_fallback_plan,
     build_plan,
 )
-from fxsplit_encoder.planning.costs import HOST_MS_PER_BATCH
+from fxsplit_encoder.planning.costs import HOST_MS_PER_BATCH, CostCurve
 from fxsplit_encoder.protocol import (
     EncoderCudaGraphConfig,
     EncoderItemSpec,
@@ -29,9 +31,18 @@ from fxsplit_encoder.protocol import (
 # Plans depend on sizes alone, and the same sizes come again.
 _KEPT_PLANS = 1024
 
+# Uses after which a request of several batches is planned anew, and the share of the predicted time that its
+# new batches may lose until they are captured. Choices.
+_RECURRING_USES = 8
+_MOST_LOST = 0.1
+
 
 class RequestPlans:
     """Plans requests of one tower. To be told of its captures by `use_captures` before anything is planned.
+
+    What recurs is planned anew, as if token counts that recur were captured without padding, as they will be
+    (`UnpaddedReplays`): a request that was cut into batches for the budgets there are may then be a single
+    one. The first plan comes back if one of these captures is given up.
 
     Args:
         paths: by (name, axis keys).
@@ -50,6 +61,10 @@ class RequestPlans:
         self.paths = paths
         self.facts = ItemFacts(tower)
         self._kept: dict[Hashable, Plan] = {}
+        self._uses: Counter[Hashable] = Counter()
+        """Of requests of several batches."""
+        self._unpadded: dict[Hashable, Plan] = {}
+        """The other plans of those that recur."""
 
     def use_captures(self, limits: Limits, *, captured: bool) -> None:
         """Gathers what plans depend on, so that a request need not; forgets the plans so far.
@@ -57,7 +72,7 @@ class RequestPlans:
         Args:
             captured: whether the paths are captured; if not, plans are those of a full ladder.
         """
-        self._kept.clear()
+        self._forget()
         self._limits = limits
         self._captured = captured
         paths = self.paths.values()
@@ -65,6 +80,7 @@ class RequestPlans:
         for key, path in self.paths.items():
             if costs[key].measured:
                 path.unpadded.use_costs(costs[key], path.ladder.capture_ms)
+        self._costs = costs
         self.build = functools.partial(
             build_plan,
             limits=limits,
@@ -76,6 +92,11 @@ class RequestPlans:
             else None,
             packing=self.config.packing,
             costs=CostModel(costs, HOST_MS_PER_BATCH) if captured else None,
+        )
+        self._plans_anew = (
+            captured
+            and self.config.packing == "cost"
+            and all(path.recurring_counts == "cost" and costs[key].exact for key, path in self.paths.items())
         )
 
     def of(self, mm_kwargs: dict[str, Any], specs: Sequence[EncoderItemSpec]) -> Plan:
@@ -94,11 +115,66 @@ class RequestPlans:
         plan = self._kept.get(key)
         if plan is None:
             if len(self._kept) >= _KEPT_PLANS:
-                self._kept.clear()
-            refusals = [None if self._serves(m) else MissReason.UNSUPPORTED_INPUT for m in modalities]
-            items = list(map(Item, specs, frames, segments, keys, refusals))
-            plan = self._kept[key] = self.build(items)
-        return plan
+                self._forget()
+            plan = self._kept[key] = self.build(self._items(specs, frames, segments, keys, modalities))
+        if len(plan.batches) == 1 or not self._plans_anew:
+            return plan
+        self._uses[key] += 1
+        if self._uses[key] == _RECURRING_USES:
+            items = self._items(specs, frames, segments, keys, modalities)
+            if (other := self._unpadded_plan(items, plan)) is not None:
+                self._unpadded[key] = other
+        other = self._unpadded.get(key)
+        return plan if other is None or self._is_given_up(other) else other
+
+    def _items(
+        self,
+        specs: Sequence[EncoderItemSpec],
+        frames: Sequence[int],
+        segments: Sequence[int],
+        keys: Sequence[tuple[Hashable, ...]],
+        modalities: Sequence[str],
+    ) -> list[Item]:
+        refusals = [None if self._serves(m) else MissReason.UNSUPPORTED_INPUT for m in modalities]
+        return list(map(Item, specs, frames, segments, keys, refusals))
+
+    def _unpadded_plan(self, items: Sequence[Item], plan: Plan) -> Plan | None:
+        """The plan if every token count were captured; None: it has as many batches, is predicted to gain
+        nothing, or to lose too much until these are captured.
+        """
+        replays = {key: CostCurve(tuple(sorted(each.replay.items()))) for key, each in self._costs.items()}
+        costs = {
+            key: replace(each, exact=tuple((b, min(price, replays[key].at(b))) for b, price in each.exact))
+            for key, each in self._costs.items()
+        }
+        other = self.build(items, costs=CostModel(costs, HOST_MS_PER_BATCH))
+        before, after = _milliseconds(plan), _milliseconds(other)
+        if len(other.batches) >= len(plan.batches) or before is None or after is None or after >= before:
+            return None
+        lost = 0.0
+        for batch in other.batches:
+            for name, planned in batch.paths.items():
+                key = (name, batch.axis_keys)
+                if planned.budget is None and planned.tokens:
+                    exact = self._costs[key].exact_curve.at(planned.tokens)
+                    lost += max(0.0, exact - replays[key].at(planned.tokens))
+        return other if lost <= _MOST_LOST * before else None
+
+    def _is_given_up(self, plan: Plan) -> bool:
+        """Whether a batch at its exact shape will not be captured."""
+        for batch in plan.batches:
+            for name, planned in batch.paths.items():
+                captures = self.paths[name, batch.axis_keys].unpadded.captures
+                if planned.budget is None and planned.tokens in (
+                    captures.not_faster | captures.refused.keys()
+                ):
+                    return True
+        return False
+
+    def _forget(self) -> None:
+        self._kept.clear()
+        self._uses.clear()
+        self._unpadded.clear()
 
     def _serves(self, modality: str) -> bool:
         """Whether captures serve a modality. A tower with names of its own for them ("vision_chunk") is asked
@@ -121,3 +197,13 @@ class RequestPlans:
             }
             batches.append(batch._replace(paths=paths))
         return Plan(tuple(batches), plan.num_items)
+
+
+def _milliseconds(plan: Plan) -> float | None:
+    """The predicted time of a plan; None if that of a batch is not known."""
+    total = 0.0
+    for batch in plan.batches:
+        if batch.milliseconds is None:
+            return None
+        total += batch.milliseconds
+    return total

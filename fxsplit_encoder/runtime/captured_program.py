@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -311,6 +311,24 @@ class CapturedProgram:
         captured = ladder.best(size, 1 if single else None)
         captured.inputs.check_complete(values)
         return captured
+
+    def keeps(
+        self,
+        captured: CapturedForward,
+        size: int,
+        values: Mapping[str, StaticValue | None],
+        rows: int | None,
+        exact: Callable[[], Any],
+    ) -> bool:
+        """Whether an unpadded capture serves a batch; one on trial is compared with a run of the batch at its
+        exact shape, and given up if it gains nothing.
+        """
+
+        def replay() -> None:
+            captured.load(values, rows)
+            captured.replay()
+
+        return self.unpadded.keeps(size, replay, exact)
 
     def as_served(self, planned: PathPlan) -> PathPlan:
         """A plan with what captures of recurring token counts change of it now."""

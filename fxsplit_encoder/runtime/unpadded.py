@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
+from typing import Any
+
+import torch
 
 from fxsplit_encoder.capture import BudgetLadder, CaptureRequest, SharedBuffers, UnpaddedCaptures
+from fxsplit_encoder.capture.forward import measure_ms
 from fxsplit_encoder.planning import MissReason
 from fxsplit_encoder.planning.costs import CostCurve, PathCosts
 from fxsplit_encoder.planning.plan import PathPlan
 from fxsplit_encoder.runtime.scope import CaptureScope
 
+logger = logging.getLogger(__name__)
+
 # Inputs of larger captures than any before get as many rows again to spare: sizes come in no order.
 _GROWTH = 2
 
 _KEPT_WEIGHTS = 1024
+
+# What runs at the exact shape lose to a replay is not known: the device waits for the host here and there,
+# and only a trial tells how long. A size is tried once a capture costs this share of what its runs took. A
+# choice.
+_TRIAL_SHARE = 0.1
 
 _NEVER_REPLAYED = frozenset({MissReason.DISABLED, MissReason.UNSUPPORTED_INPUT})
 
@@ -25,7 +37,9 @@ class UnpaddedReplays:
     By hits, a token count is captured when it has come `exact_min_hits` times: with `mode: exact`, and where
     padding is not proved. By cost, with `mode: auto` on a device, once what its batches have cost more than
     unpadded replays would, for padding and for launches, adds up to what a capture costs: so the worst that
-    can happen is to pay about twice the least.
+    can happen is to pay about twice the least. What runs at its exact shape is captured too once that costs a
+    tenth of what its runs have taken. Either is kept if a replay is faster than the run, measured once with
+    the batch in hand.
 
     Args:
         request: makes the capture request of a size over shared inputs.
@@ -75,10 +89,29 @@ class UnpaddedReplays:
             weight = self._kept_weight(planned) * self.captures.threshold
             if not weight:
                 return None
-        ladder = self.captures.find(tokens, weight)
+        ladder = self.captures.find(tokens, weight, on_trial=by_cost)
         if ladder is None and not self.captures:
             self.inputs.clear()  # of captures that were not made, or are no more
         return ladder
+
+    def keeps(self, tokens: int, replay: Callable[[], Any], exact: Callable[[], Any]) -> bool:
+        """Whether the capture of a size serves; one on trial is first compared with a run at the exact shape.
+
+        Args:
+            tokens: a size that is captured.
+            replay, exact: the batch in hand, by either.
+        """
+        if tokens not in self.captures.on_trial:
+            return True
+        device = self.captures.device
+        try:
+            took = {name: measure_ms(run, device) for name, run in (("replay", replay), ("exact", exact))}
+        except torch.OutOfMemoryError:
+            took = {"replay": 0.0, "exact": math.inf}
+        logger.info("%d tokens: milliseconds of %s", tokens, took)
+        gains = took["replay"] < took["exact"]
+        self.captures.conclude(tokens, gains=gains)
+        return gains
 
     def reason(self, planned: PathPlan) -> MissReason | None:
         """Why a batch that was not replayed counts as a miss; None: for the reason that was planned."""
@@ -103,7 +136,9 @@ class UnpaddedReplays:
         return weight
 
     def _weight(self, planned: PathPlan) -> float:
-        """What a batch costs more than at its exact shape, as a share of what a capture costs."""
+        """What a batch costs more than in a replay of its size, or may cost, as a share of what a capture
+        costs.
+        """
         costs, tokens = self._costs, planned.tokens
         if not self._capture_ms or not self._replay_curve.points:
             return 0.0
@@ -111,7 +146,10 @@ class UnpaddedReplays:
             spent = costs.replay[planned.budget]
         else:
             spent = min(costs.exact_curve.at(tokens), costs.eager_curve.at(tokens))
-        return max(0.0, spent - self._replay_curve.at(tokens)) / self._capture_ms
+        lost = max(0.0, spent - self._replay_curve.at(tokens))
+        if planned.budget is None and math.isfinite(spent):
+            lost = max(lost, spent * _TRIAL_SHARE)
+        return lost / self._capture_ms
 
     def _allowance(self) -> int | None:
         remaining = self._remaining_bytes()

@@ -250,3 +250,26 @@ def test_what_a_device_measures_to_be_no_faster_stays_uncaptured(monkeypatch: py
     monkeypatch.setattr(unpadded.BudgetLadder, "capture", real)
     assert shapes.find(5) is None
     assert shapes.find(6) is not None
+
+
+@pytest.mark.parametrize("gains", [True, False])
+def test_a_capture_on_trial_is_kept_or_given_up(gains: bool) -> None:
+    shapes = UnpaddedCaptures(Forward().request, POOL, threshold=1)
+    assert shapes.find(5, on_trial=True) is not None
+    assert shapes.on_trial == {5}
+    shapes.conclude(5, gains=gains)
+    assert (shapes.on_trial, 5 in shapes, 5 in shapes.not_faster) == (set(), gains, not gains)
+    assert (shapes.find(5, on_trial=True) is not None) is gains
+    assert shapes.on_trial == set()
+    if not gains:
+        assert shapes.reason(5) is MissReason.EXACT_IS_FASTER
+        assert shapes.num_bytes == 0
+
+
+def test_a_capture_on_trial_may_be_evicted() -> None:
+    shapes = UnpaddedCaptures(Forward().request, POOL, threshold=1, max_captures=1)
+    shapes.find(5, on_trial=True)
+    shapes.find(6)
+    assert (shapes.sizes, shapes.on_trial) == ([6], set())
+    shapes.conclude(5, gains=False)
+    assert shapes.sizes == [6]

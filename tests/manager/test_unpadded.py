@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import fxsplit_encoder as fx
 from fxsplit_encoder.capture import GraphPool
 from fxsplit_encoder.planning import CaptureKey, PathPlan
 from fxsplit_encoder.planning.costs import PathCosts
-from fxsplit_encoder.runtime import CaptureScope, UnpaddedReplays
+from fxsplit_encoder.runtime import CapturedProgram, CaptureScope, UnpaddedReplays, unpadded
 
 TOLERANCE = 1e-5
 EXACT = CaptureKey("default", 0)
@@ -188,3 +189,97 @@ def test_a_count_is_due_once_it_has_cost_what_its_capture_would(planned: PathPla
             return
         assert replays.find(planned, by_cost=True) is None
     assert uses is None
+
+
+def test_a_run_at_the_exact_shape_is_tried_once_it_took_ten_times_what_a_capture_costs() -> None:
+    replays = by_cost(capture_ms=10.0)
+    costs = PathCosts(replay={64: 2.0, 128: 5.0}, exact=((64, 4.0), (128, 5.0)))  # no gain is foreseen
+    replays.use_costs(costs, 10.0)
+    planned = PathPlan(128, None, fx.MissReason.EXACT_IS_FASTER)
+    for _ in range(19):
+        assert replays.find(planned, by_cost=True) is None
+    with pytest.raises(AssertionError):
+        replays.find(planned, by_cost=True)
+
+
+@pytest.mark.parametrize("faster", ["replay", "exact"])
+def test_a_trial_on_the_batch_in_hand_decides(
+    faster: str,
+    make_manager: Any,
+    make_batch: Any,
+    encode: Any,
+    tiny_towers: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(CapturedProgram, "recurring_counts", property(lambda self: "cost"))
+    times = iter([1.0, 2.0] if faster == "replay" else [2.0, 1.0])
+    runs = []
+
+    def measured(run: Any, device: torch.device) -> float:
+        runs.append(run())
+        return next(times)
+
+    monkeypatch.setattr(unpadded, "measure_ms", measured)
+    manager = make_manager(mode="auto", token_budgets=(16, 64))
+    manager.capture()
+    path = manager.paths["default"]
+    dear = ((16, 5.0), (64, 9.0))
+    path.unpadded.use_costs(PathCosts(replay={16: 5.0, 64: 9.0}, exact=dear, eager=dear), capture_ms=1.0)
+    inputs = make_batch([(1, 20, 16)])  # 80 tokens, more than a budget holds
+    expected = encode(tiny_towers.reference, inputs)
+    for _ in range(4):
+        assert_equal_items(manager.execute(inputs), expected)
+    assert len(runs) == 2, "one trial"
+    assert (80 in path.unpadded.captures) is (faster == "replay")
+    stats = manager.stats()
+    assert (stats.hits > 0) is (faster == "replay")
+    assert fx.MissReason.EXTENT_EXCEEDED not in stats.misses
+
+
+TWO_BATCHES = PathCosts(
+    replay={16: 10.0, 64: 38.0, 128: 75.0},
+    exact=((16, 10.5), (64, 40.0), (128, 77.5)),
+    eager=((128, 180.0),),
+)
+
+
+@pytest.fixture
+def split(make_manager: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A manager for which 80 tokens are cheaper as 64 and 16 while nothing is captured without padding."""
+    monkeypatch.setattr(CapturedProgram, "recurring_counts", property(lambda self: "cost"))
+    monkeypatch.setattr(CapturedProgram, "costs", property(lambda self: TWO_BATCHES))
+    manager = make_manager(mode="auto", token_budgets=(16, 64, 128))
+    manager.capture()
+    return manager
+
+
+def budgets_of(plan: Any) -> list[int | None]:
+    return sorted((batch.paths["default"].budget for batch in plan.batches), key=str)
+
+
+@pytest.mark.parametrize("given_up", [False, True])
+def test_a_request_that_recurs_is_one_batch_if_that_is_captured(
+    given_up: bool, split: Any, make_batch: Any, encode: Any, tiny_towers: Any
+) -> None:
+    inputs = make_batch([(1, 16, 16), (1, 8, 8)])
+    expected = encode(tiny_towers.reference, inputs)
+    replays = split.paths["default"].unpadded
+    replays.use_costs(TWO_BATCHES, capture_ms=1e9)  # never due
+    assert [budgets_of(split.plan(inputs)) for _ in range(9)] == [[16, 64]] * 7 + [[None]] * 2
+    if given_up:
+        replays.captures.not_faster.add(80)
+        assert budgets_of(split.plan(inputs)) == [16, 64]
+    for _ in range(3):
+        assert_equal_items(split.execute(inputs), expected)
+    assert split.stats().hits == (6 if given_up else 0)
+
+
+def test_a_request_that_would_lose_much_until_it_is_captured_stays_cut(
+    split: Any, make_batch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dear = replace(TWO_BATCHES, exact=((16, 10.5), (64, 40.0), (128, 115.0)))
+    monkeypatch.setattr(CapturedProgram, "costs", property(lambda self: dear))
+    split.clear()
+    split.capture()
+    inputs = make_batch([(1, 16, 16), (1, 8, 8)])
+    assert [budgets_of(split.plan(inputs)) for _ in range(9)] == [[16, 64]] * 9
