@@ -90,6 +90,8 @@ def _run_all(options: argparse.Namespace, folder: str, result: Result) -> None:
         started[variant] = process, ours
         ready[variant] = _next(ours, deadline)
         _keep(variant, ready[variant], options, result)
+        if "ModuleNotFoundError" in ready[variant].get("failure", ""):
+            break  # no other engine would find it
     tokens: dict[str, list[Any]] = {}
     for variant, (process, pipe) in started.items():
         if "failure" not in ready[variant]:
