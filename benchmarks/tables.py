@@ -496,6 +496,7 @@ class Table(NamedTuple):
 
 TABLES: Mapping[str, Table] = {
     "readme": Table("readme.json", readme),
+    "readme_h100": Table("readme_h100.json", readme),
     "summary": Table("encoder.json", summary),
     "modes": Table("modes.json", modes),
     "requests": Table("requests.json", requests),

@@ -37,7 +37,7 @@ from variants import MODES
 from vllm_classes import vllm_or_none
 from worker import FLOOR, Job, known_workloads, run_job, start_method
 
-README = ("1x224", "1x448", "1x896", "1x1344", "mixed8", "20x336")
+README = ("1x224", "1x448", "1x896", "1x1344", "mixed8", "mixed8_big", "20x336")
 README_VARIANTS = ("eager", "ours-auto", "graph-exact", "compile", "vllm-eager", "vllm")
 MAIN_VARIANTS = (
     *(FLOOR, "eager", "ours-auto", "graph-exact", "compile-reduce-overhead"),

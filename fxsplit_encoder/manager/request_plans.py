@@ -42,7 +42,8 @@ class RequestPlans:
 
     What recurs is planned anew, as if token counts that recur were captured without padding, as they will be
     (`UnpaddedReplays`): a request that was cut into batches for the budgets there are may then be a single
-    one. The first plan comes back if one of these captures is given up.
+    one. The first plan comes back if one of these captures cannot be made; or is given up, and its batch
+    takes so long at its exact shape that the first plan is predicted to be faster.
 
     Args:
         paths: by (name, axis keys).
@@ -125,7 +126,7 @@ class RequestPlans:
             if (other := self._unpadded_plan(items, plan)) is not None:
                 self._unpadded[key] = other
         other = self._unpadded.get(key)
-        return plan if other is None or self._is_given_up(other) else other
+        return plan if other is None or self._is_given_up(other, plan) else other
 
     def _items(
         self,
@@ -160,16 +161,20 @@ class RequestPlans:
                     lost += max(0.0, exact - replays[key].at(planned.tokens))
         return other if lost <= _MOST_LOST * before else None
 
-    def _is_given_up(self, plan: Plan) -> bool:
-        """Whether a batch at its exact shape will not be captured."""
-        for batch in plan.batches:
+    def _is_given_up(self, other: Plan, plan: Plan) -> bool:
+        """Whether what was found out of the captures of the other plan speaks for the first one."""
+        more = 0.0
+        for batch in other.batches:
             for name, planned in batch.paths.items():
-                captures = self.paths[name, batch.axis_keys].unpadded.captures
-                if planned.budget is None and planned.tokens in (
-                    captures.not_faster | captures.refused.keys()
-                ):
+                unpadded = self.paths[name, batch.axis_keys].unpadded
+                if planned.budget is not None or not planned.tokens:
+                    continue
+                if planned.tokens in unpadded.captures.refused:
                     return True
-        return False
+                if planned.milliseconds is not None and planned.tokens in unpadded.exact_ms:
+                    more += unpadded.exact_ms[planned.tokens] - planned.milliseconds
+        before, after = _milliseconds(plan), _milliseconds(other)
+        return more != 0 and before is not None and after is not None and after + more >= before
 
     def _forget(self) -> None:
         self._kept.clear()

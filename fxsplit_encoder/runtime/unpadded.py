@@ -63,6 +63,8 @@ class UnpaddedReplays:
             agree=scope.agree,
             attention_ms=attention_ms,
         )
+        self.exact_ms: dict[int, float] = {}
+        """Of sizes whose captures were given up: what the batch that was tried took at its exact shape."""
         self._remaining_bytes = scope.remaining_bytes
         self._costs = PathCosts()
         self._replay_curve = CostCurve(())
@@ -111,6 +113,8 @@ class UnpaddedReplays:
         logger.info("%d tokens: milliseconds of %s", tokens, took)
         gains = took["replay"] < took["exact"]
         self.captures.conclude(tokens, gains=gains)
+        if not gains:
+            self.exact_ms[tokens] = took["exact"]
         return gains
 
     def reason(self, planned: PathPlan) -> MissReason | None:
@@ -126,6 +130,7 @@ class UnpaddedReplays:
         """Releases every capture and forgets what was counted."""
         self.captures.clear()
         self.inputs.clear()
+        self.exact_ms.clear()
 
     def _kept_weight(self, planned: PathPlan) -> float:
         weight = self._weights.get(planned)
