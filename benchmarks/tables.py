@@ -453,6 +453,7 @@ def vllm_serving(result: Result) -> str:
     """Milliseconds to the first token by what requests bring, a line for each variant."""
     rows = [{**row, "rate": row.get("rate")} for row in result["rows"] if "p50" in row]
     columns = {"requests": "requests", "a second": "rate", "encoder": "variant", "p50": "p50", "p99": "p99"}
+    columns |= {name: name for name in ("encoder host", "encoder device") if _if_any(name, rows)}
     columns |= {"requests / s": "requests per second", "same tokens": "same"}
     where = described(result, f"vLLM {result['vllm']}", result["settings"]["dtype"], "random weights")
     ordered = sorted(rows, key=lambda row: str(row["requests"]))

@@ -7,7 +7,9 @@ bf16, caches of prompts and of images off. For each variant ("eager", "vllm" its
 it is installed, "ours-compiled" with `compile: true`) requests with no, one and four images of 448 to 896
 pixels a side arrive at a fixed rate; then with one image all at once. Milliseconds to the first token (median
 and 99th percentile) include vLLM's own preprocessing of images; "requests per second" is that of the requests
-that came at once. "same" is the share of requests whose tokens are those of the first variant.
+that came at once. "encoder host" and "encoder device" are medians of the steps that encode, in vLLM's worker:
+how long a step keeps the worker, and the time between events around it. "same" is the share of requests whose
+tokens are those of the first variant.
 
 Every variant's engine starts in processes of its own, after the one before has started, so that none times
 its captures while another works; then they are measured one after another: the GPU holds them all.
@@ -273,6 +275,7 @@ async def _serve(variant: str, folder: str, options: argparse.Namespace, pipe: C
             max_num_batched_tokens=256 if options.tiny else MAX_TOKENS,
             max_num_seqs=32,
             limit_mm_per_prompt={"image": 4, "video": 0},
+            worker_extension_cls="vllm_watch.EncoderWatch",
             kv_cache_memory_bytes=1 << (26 if options.tiny else 31),
             enable_prefix_caching=False,
             mm_processor_cache_gb=0,
@@ -299,6 +302,8 @@ async def _serve(variant: str, folder: str, options: argparse.Namespace, pipe: C
             problem = plugin_problem((Path(folder) / f"{variant}.log").read_text("utf-8", "replace"))
             if problem is not None:
                 raise RuntimeError(problem)
+        if options.runner == "1":
+            await engine.collective_rpc("watch_encoder")
         pipe.send({"requests": "start", "seconds": time.perf_counter() - begin})
         await asyncio.to_thread(pipe.recv)
         async for row in _rows(engine, options):
@@ -313,12 +318,21 @@ async def _rows(engine: Any, options: argparse.Namespace) -> Any:
         count = max(2, int(rate * options.seconds))
         answers, first, _ = await _arrive(engine, prompts(images, count, options.tiny), rate)
         times = {"p50": percentile(first, 0.5), "p99": percentile(first, 0.99)}
+        times |= await _encoder_times(engine, options)
         yield {"requests": f"{images} images", "rate": rate, "count": count, **times, "answers": answers}
     count = 2 if options.tiny else _BURST
     answers, first, seconds = await _arrive(engine, prompts(1, count, options.tiny), None)
     times = {"p50": percentile(first, 0.5), "p99": percentile(first, 0.99)}
-    throughput = {"requests per second": count / seconds}
+    throughput = {"requests per second": count / seconds, **(await _encoder_times(engine, options))}
     yield {"requests": "1 image, at once", "count": count, **times, **throughput, "answers": answers}
+
+
+async def _encoder_times(engine: Any, options: argparse.Namespace) -> dict[str, float]:
+    """Medians of the steps that encoded since it was last asked; of the runner of the first generation."""
+    if options.runner != "1":
+        return {}
+    (times,) = await engine.collective_rpc("take_encoder_times")
+    return {f"encoder {what}": percentile(each, 0.5) for what, each in times.items() if each}
 
 
 async def _arrive(

@@ -122,6 +122,9 @@ def test_vllm_is_compared_where_ours_was_run(result: Result) -> None:
     started = {"variant": "ours", "requests": "start", "seconds": 90.0}
     header, line = cells(tables.vllm_serving({**measured, "rows": [started, served]}))
     assert (line[header.index("p50")], line[header.index("requests / s")]) == ("20.0", "-")
+    assert "encoder host" not in header
+    header, line = cells(tables.vllm_serving({**measured, "rows": [{**served, "encoder host": 2.0}]}))
+    assert (line[header.index("encoder host")], "encoder device" in header) == ("2.00", False)
 
 
 def test_what_was_not_measured_says_so(copied: dict[str, Path], tmp_path: Path) -> None:
