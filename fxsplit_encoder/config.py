@@ -160,6 +160,11 @@ class EncoderConfig(Settings):
     """Token counts of each path that are captured at exact shapes at most; those that were not used for
     longest give way."""
 
+    capture_recurring: StrictBool = True
+    """With `mode: auto`: whether token counts get captures of their own while requests are served, once
+    padding or launches have cost more than these. False: what `capture` made is all that there will be, and
+    no request waits for a capture."""
+
     packing: Annotated[Packing, one_of(get_args(Packing))] = "cost"
     """How items are grouped into replays. cost: so that the measured costs of all replays and fallbacks add
     up to the least; greedy: by ascending size, as many as fit the largest budget; greedy_defer: the same, but

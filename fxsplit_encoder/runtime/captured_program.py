@@ -121,7 +121,8 @@ class CapturedProgram:
             return None
         if self.mode == "exact" or self.padding_refused:
             return "hits"
-        return "cost" if self.mode == "auto" and self.scope.measured else None
+        by_cost = self.mode == "auto" and self.scope.measured and self.scope.config.capture_recurring
+        return "cost" if by_cost else None
 
     def request(self, tokens: int, shared: SharedBuffers) -> CaptureRequest:
         """A capture of so many output tokens, whose inputs that every batch fills lie in `shared`.

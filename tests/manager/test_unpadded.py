@@ -158,6 +158,17 @@ def test_budgets_of_other_modes_are_captured_beside(make_manager: Any, make_batc
 # --- by cost
 
 
+def test_a_manager_captures_nothing_later_if_told_so(
+    make_manager: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CaptureScope, "measured", property(lambda self: True))
+    recurring = [
+        make_manager(mode=mode, capture_recurring=wanted).paths["default"].recurring_counts
+        for mode, wanted in (("auto", True), ("auto", False), ("exact", False), ("full", True))
+    ]
+    assert recurring == ["cost", None, "hits", None]
+
+
 def by_cost(capture_ms: float) -> UnpaddedReplays:
     def request(tokens: int, inputs: Any) -> Any:
         raise AssertionError("nothing is captured in these tests")

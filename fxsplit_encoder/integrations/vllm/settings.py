@@ -100,6 +100,8 @@ def _with_vllms(own: EncoderConfig, vllm_config: Any, model_config: Any) -> Enco
         "token_budgets": tuple(budgets),
         "max_items_per_batch": items,
         "max_frames_per_batch": _frames(vllm_config),
+        # Their memory would have no part in what vLLM measured, and a capture holds up every request.
+        "capture_recurring": False,
     }
     changes = {name: value for name, value in changes.items() if name not in own.model_fields_set}
     if changes.get("token_budgets"):

@@ -45,6 +45,11 @@ def test_listed_budgets_are_sorted_and_each_kept_once(vllm: FakeVllm) -> None:
     assert not made.paths
 
 
+def test_nothing_is_captured_while_vllm_serves_unless_the_file_says_so(vllm: FakeVllm) -> None:
+    assert not config(vllm, {}).capture_recurring
+    assert config(vllm, {"capture_recurring": True}).capture_recurring
+
+
 def test_on_several_paths_just_the_largest_counts(vllm: FakeVllm) -> None:
     made = config(vllm, {}, TWO, token_budgets=[100, 33])
     assert made.paths["global"].token_budgets == (16, 32, 48, 64, 80, 96)
