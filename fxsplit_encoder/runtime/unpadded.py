@@ -11,6 +11,7 @@ import torch
 
 from fxsplit_encoder.capture import BudgetLadder, CaptureRequest, SharedBuffers, UnpaddedCaptures
 from fxsplit_encoder.capture.forward import measure_ms
+from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.planning import MissReason
 from fxsplit_encoder.planning.costs import CostCurve, PathCosts
 from fxsplit_encoder.planning.plan import PathPlan
@@ -105,16 +106,16 @@ class UnpaddedReplays:
         """
         if tokens not in self.captures.on_trial:
             return True
-        device = self.captures.device
+        replay_ms = measure_ms(replay, self.captures.device)
         try:
-            took = {name: measure_ms(run, device) for name, run in (("replay", replay), ("exact", exact))}
-        except torch.OutOfMemoryError:
-            took = {"replay": 0.0, "exact": math.inf}
-        logger.info("%d tokens: milliseconds of %s", tokens, took)
-        gains = took["replay"] < took["exact"]
+            exact_ms = measure_ms(exact, self.captures.device)
+        except (InputError, torch.OutOfMemoryError):  # the batch is served by the replay alone
+            exact_ms = math.inf
+        logger.info("%d tokens: replay %.3f ms, exact shape %.3f", tokens, replay_ms, exact_ms)
+        gains = replay_ms < exact_ms
         self.captures.conclude(tokens, gains=gains)
         if not gains:
-            self.exact_ms[tokens] = took["exact"]
+            self.exact_ms[tokens] = exact_ms
         return gains
 
     def reason(self, planned: PathPlan) -> MissReason | None:

@@ -190,3 +190,22 @@ def test_auto_captures_a_count_that_padding_makes_dear(family: Any) -> None:
     size = float(expected.float().square().mean().sqrt())
     assert rms_error(manager.execute(inputs), [expected]) <= 0.1 * size
     manager.clear()
+
+
+@torch.no_grad()
+def test_what_runs_at_its_exact_shape_is_tried_with_its_own_batch(family: Any) -> None:
+    tower = family[0]
+    manager = make_manager(tower, mode="auto", packing="cost", token_budgets=(64,))
+    replays = manager.paths["default"].unpadded
+    level = ((64, 1.0), (128, 1.0))
+    replays.use_costs(PathCosts(replay={64: 1.0}, exact=level, eager=level), capture_ms=0.5)
+    inputs = images([(1, 20, 16)], tower.patch_features)  # 80 tokens, more than a budget holds
+    (expected,) = family[1](inputs)
+    size = float(expected.float().square().mean().sqrt())
+    for _ in range(8):  # each counts a tenth of a millisecond
+        assert rms_error(manager.execute(inputs), [expected]) <= 0.1 * size
+    captures = replays.captures
+    assert captures.on_trial == set()
+    assert (80 in captures) is not (80 in captures.not_faster)
+    assert (80 in captures.not_faster) is (80 in replays.exact_ms)
+    manager.clear()

@@ -247,6 +247,17 @@ def test_a_trial_on_the_batch_in_hand_decides(
     assert fx.MissReason.EXTENT_EXCEEDED not in stats.misses
 
 
+def test_a_trial_keeps_what_only_a_replay_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    replays = by_cost(capture_ms=10.0)
+    replays.captures.on_trial.add(80)
+
+    def refused() -> None:
+        raise fx.InputError("only the tower's own forward is left")
+
+    assert replays.keeps(80, lambda: None, refused)
+    assert (replays.captures.on_trial, replays.exact_ms) == (set(), {})
+
+
 TWO_BATCHES = PathCosts(
     replay={16: 10.0, 64: 38.0, 128: 75.0},
     exact=((16, 10.5), (64, 40.0), (128, 77.5)),
