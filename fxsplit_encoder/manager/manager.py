@@ -313,7 +313,7 @@ class EncoderCudaGraphManager:
             InputError: as `execute`.
         """
         plans = self._serving.plans
-        return plans.as_served(plans.of(mm_kwargs, self._item_specs(mm_kwargs)))
+        return plans.as_served(plans.of(mm_kwargs, self._item_specs(mm_kwargs), is_use=False))
 
     def execute(self, mm_kwargs: dict[str, Any]) -> list[Tensor]:
         """Encodes a batch of images and videos.

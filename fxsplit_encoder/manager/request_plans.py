@@ -100,8 +100,12 @@ class RequestPlans:
             and all(path.recurring_counts == "cost" and costs[key].exact for key, path in self.paths.items())
         )
 
-    def of(self, mm_kwargs: dict[str, Any], specs: Sequence[EncoderItemSpec]) -> Plan:
-        """The plan of a request with items of these sizes. Touches no tensor but the grids."""
+    def of(self, mm_kwargs: dict[str, Any], specs: Sequence[EncoderItemSpec], *, is_use: bool = True) -> Plan:
+        """The plan of a request with items of these sizes. Touches no tensor but the grids.
+
+        Args:
+            is_use: whether the request will be encoded by it, so that it counts as one that recurs.
+        """
         if not self.config.enabled or all(path.mode == "none" for path in self.paths.values()):
             items = list(map(Item, specs))
             paths, skippable = self._limits.path_budgets, self._limits.skippable_paths
@@ -120,8 +124,8 @@ class RequestPlans:
             plan = self._kept[key] = self.build(self._items(specs, frames, segments, keys, modalities))
         if len(plan.batches) == 1 or not self._plans_anew:
             return plan
-        self._uses[key] += 1
-        if self._uses[key] == _RECURRING_USES:
+        self._uses[key] += is_use
+        if is_use and self._uses[key] == _RECURRING_USES:
             items = self._items(specs, frames, segments, keys, modalities)
             if (other := self._unpadded_plan(items, plan)) is not None:
                 self._unpadded[key] = other
