@@ -12,7 +12,9 @@ how long a step keeps the worker, and the time between events around it. "same" 
 tokens are those of the first variant.
 
 Every variant's engine starts in processes of its own, after the one before has started, so that none times
-its captures while another works; then they are measured one after another: the GPU holds them all.
+its captures while another works. Then the same requests go to each in turn, over and over, so that all of
+them are measured at every time of the run: the GPU holds them all. `--trace FOLDER` writes a timeline of each
+variant's worker under requests with one image.
 One that does not start leaves the first error of its processes, which names the package that is missing, and
 their log is printed. `--tiny` runs narrow models on a CPU, where vLLM's worker makes no manager, so that all
 of them encode eagerly.
@@ -47,6 +49,7 @@ RATES = {0: 20.0, 1: 10.0, 4: 5.0}
 _SIDES = (448, 672, 896, 512)
 _TOKENS = 8
 _BURST = 32
+AT_ONCE = "1 image, at once"
 _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>")
 _PADS = ("<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
 _WORDS = 1000
@@ -55,7 +58,9 @@ _WORDS = 1000
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help=", ".join(VARIANTS))
-    add("--seconds", type=float, default=6.0, help="how long requests of a kind arrive")
+    add("--seconds", type=float, default=2.0, help="how long requests of a kind arrive in a round")
+    add("--rounds", type=int, default=3, help="how often each variant takes its turn")
+    add("--trace", type=Path, metavar="FOLDER", help="write a timeline of each variant's worker")
     add("--timeout", type=float, default=240, help="the most seconds until every engine has started")
     add("--runner", choices=("1", "2"), default="1", help="the generation of vLLM's model runner")
     add("--tiny", action="store_true", help="narrow models, on a CPU")
@@ -65,7 +70,8 @@ def run(options: argparse.Namespace) -> int:
     if not (torch.cuda.is_available() or options.tiny):
         raise SystemExit("vllm_serving: needs a CUDA device, or --tiny")
     dtype = "float32" if options.tiny else "bfloat16"
-    settings = dict(seconds=options.seconds, rates=RATES, tokens=_TOKENS, runner=options.runner)
+    settings = dict(seconds=options.seconds, rounds=options.rounds, rates=RATES, tokens=_TOKENS)
+    settings |= dict(runner=options.runner)
     result = new_result("vllm_serving", dtype=dtype, **settings)
     result["vllm"] = installed_version()
     with tempfile.TemporaryDirectory() as folder:
@@ -79,43 +85,81 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run_all(options: argparse.Namespace, folder: str, result: Result) -> None:
-    """Starts every variant, then measures them in turn."""
+    """Starts every variant, then asks them in turn."""
     context = multiprocessing.get_context("spawn")
-    started: dict[str, tuple[Any, Any]] = {}
-    ready: dict[str, Row] = {}
+    processes: dict[str, Any] = {}
+    pipes: dict[str, Any] = {}
     deadline = time.monotonic() + options.timeout
     for variant in options.variants:
-        ours, theirs = context.Pipe()
+        pipes[variant], theirs = context.Pipe()
         process = context.Process(target=_work, args=(variant, folder, options, theirs))
+        processes[variant] = process
         process.start()
         theirs.close()
-        started[variant] = process, ours
-        ready[variant] = _next(ours, deadline)
-        _keep(variant, ready[variant], options, result)
-        if "ModuleNotFoundError" in ready[variant].get("failure", ""):
-            break  # no other engine would find it
-    tokens: dict[str, list[Any]] = {}
-    for variant, (process, pipe) in started.items():
-        if "failure" not in ready[variant]:
-            pipe.send("go")
-            deadline = time.monotonic() + 20 * options.seconds + 60
-            while "end" not in (row := _next(pipe, deadline)):
-                given = row.pop("answers", None)
-                if given is not None:
-                    tokens[row["requests"]] = tokens.get(row["requests"], given)
-                    row["same"] = _share_of_same(given, tokens[row["requests"]])
-                _keep(variant, row, options, result)
-                if "failure" in row:
-                    break
-        if any(row["variant"] == variant and "failure" in row for row in result["rows"]):
+        row = _next(pipes[variant], deadline)
+        _keep(variant, row, options, result)
+        if "failure" in row:
             print((Path(folder) / f"{variant}.log").read_text(encoding="utf-8", errors="replace"), flush=True)
-        process.terminate()
-        process.join(10)
+            del pipes[variant]
+            if "ModuleNotFoundError" in row["failure"]:
+                break  # no other engine would find it
+    for requests in (*(f"{images} images" for images in RATES), AT_ONCE):
+        for row in _measured(requests, pipes, options):
+            _keep(row.pop("variant"), row, options, result)
+    if options.trace is not None:
+        options.trace.mkdir(parents=True, exist_ok=True)
+        for variant, pipe in pipes.items():
+            pipe.send(("trace", 1, str(options.trace / f"{variant}.json.gz")))
+            _next(pipe, time.monotonic() + 120)
+    for pipe in pipes.values():
+        pipe.close()  # an engine that nobody can ask any more ends itself and its own processes
+    for process in processes.values():
+        process.join(30)
         process.kill()
 
 
-def _share_of_same(answers: Sequence[Any], others: Sequence[Any]) -> float:
-    return sum(map(list.__eq__, answers, others)) / len(answers)
+def _measured(requests: str, pipes: dict[str, Any], options: argparse.Namespace) -> list[Row]:
+    """A row for each variant, of every round; a variant that fails is asked for nothing more."""
+    given: dict[str, list[Row]] = {variant: [] for variant in pipes}
+    failures = []
+    for turn in range(options.rounds):
+        for variant in _rotated(list(pipes), turn):
+            pipes[variant].send((requests, turn, None))
+            answer = _next(pipes[variant], time.monotonic() + 10 * options.seconds + 60)
+            if "failure" in answer:
+                failures.append({"variant": variant, **answer, "requests": requests})
+                del pipes[variant], given[variant]
+            else:
+                given[variant].append(answer)
+    first = next(iter(given), None)
+    rows = [_row(variant, requests, given[variant], given[first]) for variant in given if first is not None]
+    return rows + failures
+
+
+def _rotated(names: list[str], turn: int) -> list[str]:
+    """Another one is first in every round: what a variant leaves behind is not always the same one's loss."""
+    start = turn % len(names) if names else 0
+    return names[start:] + names[:start]
+
+
+def _row(variant: str, requests: str, rounds: Sequence[Row], others: Sequence[Row]) -> Row:
+    """What a variant did in all rounds together, beside the answers of the first variant."""
+    answers, first = _joined(rounds, "answers"), _joined(rounds, "first")
+    row = {"variant": variant, "requests": requests, "count": len(first)}
+    images = requests.removesuffix(" images")
+    row |= {"rate": RATES[int(images)]} if images.isdigit() else {}
+    row |= {"p50": percentile(first, 0.5), "p99": percentile(first, 0.99)}
+    if requests == AT_ONCE:
+        row["requests per second"] = len(first) / sum(each["seconds"] for each in rounds)
+    for what in ("host", "device"):
+        if times := _joined(rounds, f"encoder {what}"):
+            row[f"encoder {what}"] = percentile(times, 0.5)
+    same = map(list.__eq__, answers, _joined(others, "answers"))
+    return {**row, "same": sum(same) / len(answers)}
+
+
+def _joined(rounds: Sequence[Row], name: str) -> list[Any]:
+    return [value for each in rounds for value in each.get(name, ())]
 
 
 def _keep(variant: str, row: Row, options: argparse.Namespace, result: Result) -> None:
@@ -178,11 +222,11 @@ def save_model(directory: Path, tiny: bool) -> None:
         (directory / f"{name}.json").write_text(json.dumps(value), encoding="utf-8")
 
 
-def prompts(images: int, count: int, tiny: bool) -> list[dict[str, Any]]:
+def prompts(images: int, count: int, turn: int, tiny: bool) -> list[dict[str, Any]]:
     """Requests of so many images each, no two of them alike."""
     import numpy as np
 
-    draw = np.random.default_rng(images)
+    draw = np.random.default_rng((images, turn))
     made = []
     for _ in range(count):
         words = [f"word{number}" for number in draw.integers(0, _WORDS, 64)]
@@ -204,7 +248,6 @@ def _work(variant: str, folder: str, options: argparse.Namespace, pipe: Connecti
     _write_to(log)
     try:
         asyncio.run(_serve(variant, folder, options, pipe))
-        pipe.send({"end": None})
     except Exception as error:
         traceback.print_exc()
         written = log.read_text(encoding="utf-8", errors="replace")
@@ -297,7 +340,7 @@ async def _serve(variant: str, folder: str, options: argparse.Namespace, pipe: C
         )
     )
     try:
-        await _arrive(engine, prompts(4, 2, options.tiny) + prompts(0, 1, options.tiny), 1e3)  # warm-up
+        await _arrive(engine, prompts(4, 2, 0, options.tiny) + prompts(0, 1, 0, options.tiny), 1e3)  # warm-up
         if variant.startswith("ours") and not options.tiny:
             problem = plugin_problem((Path(folder) / f"{variant}.log").read_text("utf-8", "replace"))
             if problem is not None:
@@ -305,34 +348,36 @@ async def _serve(variant: str, folder: str, options: argparse.Namespace, pipe: C
         if options.runner == "1":
             await engine.collective_rpc("watch_encoder")
         pipe.send({"requests": "start", "seconds": time.perf_counter() - begin})
-        await asyncio.to_thread(pipe.recv)
-        async for row in _rows(engine, options):
-            pipe.send(row)
+        while True:
+            requests, turn, path = await asyncio.to_thread(pipe.recv)
+            if path is None:
+                pipe.send(await _turn(engine, requests, turn, options))
+            else:
+                await engine.collective_rpc("start_trace")
+                await _arrive(engine, prompts(1, 10, 0, options.tiny), RATES[1])
+                await engine.collective_rpc("write_trace", args=(path,))
+                pipe.send({})
+    except EOFError:
+        pass  # whoever asks has gone
     finally:
         engine.shutdown()
 
 
-async def _rows(engine: Any, options: argparse.Namespace) -> Any:
-    """A row for each number of images, then one of requests at once."""
-    for images, rate in RATES.items():
+async def _turn(engine: Any, requests: str, turn: int, options: argparse.Namespace) -> Row:
+    """Answers, milliseconds to the first tokens, and those of the steps that encoded meanwhile."""
+    if requests == AT_ONCE:
+        images, rate, count = 1, None, 2 if options.tiny else _BURST
+    else:
+        images = int(requests.removesuffix(" images"))
+        rate = RATES[images]
         count = max(2, int(rate * options.seconds))
-        answers, first, _ = await _arrive(engine, prompts(images, count, options.tiny), rate)
-        times = {"p50": percentile(first, 0.5), "p99": percentile(first, 0.99)}
-        times |= await _encoder_times(engine, options)
-        yield {"requests": f"{images} images", "rate": rate, "count": count, **times, "answers": answers}
-    count = 2 if options.tiny else _BURST
-    answers, first, seconds = await _arrive(engine, prompts(1, count, options.tiny), None)
-    times = {"p50": percentile(first, 0.5), "p99": percentile(first, 0.99)}
-    throughput = {"requests per second": count / seconds, **(await _encoder_times(engine, options))}
-    yield {"requests": "1 image, at once", "count": count, **times, **throughput, "answers": answers}
-
-
-async def _encoder_times(engine: Any, options: argparse.Namespace) -> dict[str, float]:
-    """Medians of the steps that encoded since it was last asked; of the runner of the first generation."""
-    if options.runner != "1":
-        return {}
-    (times,) = await engine.collective_rpc("take_encoder_times")
-    return {f"encoder {what}": percentile(each, 0.5) for what, each in times.items() if each}
+    asked = prompts(images, count, turn, options.tiny)
+    answers, first, seconds = await _arrive(engine, asked, rate)
+    row: Row = {"answers": answers, "first": first, "seconds": seconds}
+    if options.runner == "1":
+        (times,) = await engine.collective_rpc("take_encoder_times")
+        row |= {f"encoder {what}": each for what, each in times.items()}
+    return row
 
 
 async def _arrive(
