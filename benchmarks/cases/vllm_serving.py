@@ -13,8 +13,9 @@ tokens are those of the first variant.
 
 Every variant's engine starts in processes of its own, after the one before has started, so that none times
 its captures while another works. Then the same requests go to each in turn, over and over, so that all of
-them are measured at every time of the run: the GPU holds them all. `--trace FOLDER` writes a timeline of each
-variant's worker under requests with one image.
+them are measured at every time of the run: the GPU holds them all. Every engine runs on the same cores, of
+one memory node of the host: which node a process begins on decides for its whole life how long its calls take.
+`--trace FOLDER` writes timelines of each variant's worker under requests with one and with four images.
 One that does not start leaves the first error of its processes, which names the package that is missing, and
 their log is printed. `--tiny` runs narrow models on a CPU, where vLLM's worker makes no manager, so that all
 of them encode eagerly.
@@ -107,15 +108,20 @@ def _run_all(options: argparse.Namespace, folder: str, result: Result) -> None:
         for row in _measured(requests, pipes, options):
             _keep(row.pop("variant"), row, options, result)
     if options.trace is not None:
-        options.trace.mkdir(parents=True, exist_ok=True)
-        for variant, pipe in pipes.items():
-            pipe.send(("trace", 1, str(options.trace / f"{variant}.json.gz")))
-            _next(pipe, time.monotonic() + 120)
+        _write_traces(options.trace, pipes)
     for pipe in pipes.values():
         pipe.close()  # an engine that nobody can ask any more ends itself and its own processes
     for process in processes.values():
         process.join(30)
         process.kill()
+
+
+def _write_traces(folder: Path, pipes: Mapping[str, Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for variant, pipe in pipes.items():
+        for images in (1, 4):
+            pipe.send(("trace", images, str(folder / f"{variant}-{images}.json.gz")))
+            _next(pipe, time.monotonic() + 120)
 
 
 def _measured(requests: str, pipes: dict[str, Any], options: argparse.Namespace) -> list[Row]:
@@ -246,6 +252,7 @@ def prompts(images: int, count: int, turn: int, tiny: bool) -> list[dict[str, An
 def _work(variant: str, folder: str, options: argparse.Namespace, pipe: Connection) -> None:
     log = Path(folder) / f"{variant}.log"
     _write_to(log)
+    use_one_node()
     try:
         asyncio.run(_serve(variant, folder, options, pipe))
     except Exception as error:
@@ -262,6 +269,20 @@ def _write_to(log: Path) -> None:
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(file, stream)
+
+
+def use_one_node(nodes: Path = Path("/sys/devices/system/node")) -> None:
+    """Keeps this process, and what it starts, on the memory node that has most of the cores it may use."""
+    allowed = os.sched_getaffinity(0)
+    cores = [_cores(path.read_text("utf-8")) & allowed for path in sorted(nodes.glob("node*/cpulist"))]
+    if most := max(cores, key=len, default=None):
+        os.sched_setaffinity(0, most)
+
+
+def _cores(ranges: str) -> set[int]:
+    """Of a list as Linux writes it: "0-3,8"."""
+    ends = [each.split("-") for each in ranges.strip().split(",") if each]
+    return {core for each in ends for core in range(int(each[0]), int(each[-1]) + 1)}
 
 
 def root_cause(log: str) -> str | None:
@@ -354,7 +375,7 @@ async def _serve(variant: str, folder: str, options: argparse.Namespace, pipe: C
                 pipe.send(await _turn(engine, requests, turn, options))
             else:
                 await engine.collective_rpc("start_trace")
-                await _arrive(engine, prompts(1, 10, 0, options.tiny), RATES[1])
+                await _arrive(engine, prompts(turn, 10, 0, options.tiny), RATES[turn])
                 await engine.collective_rpc("write_trace", args=(path,))
                 pipe.send({})
     except EOFError:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from cases.vllm_serving import plugin_problem, root_cause
+import os
+from pathlib import Path
+
+import pytest
+from cases.vllm_serving import AT_ONCE, _row, plugin_problem, root_cause, use_one_node
 
 LOG = """(EngineCore pid=7) ERROR 11-24 14:49:52 [core.py:1454] EngineCore failed to start.
 (EngineCore pid=7) ERROR 11-24 14:49:52 [core.py:1454] Traceback (most recent call last):
@@ -26,3 +30,31 @@ def test_an_engine_whose_encoder_is_not_the_plugins_is_no_measurement_of_it() ->
     left = "vLLM's own manager captures the encoder, since fxsplit_encoder could not: CaptureError: no"
     assert plugin_problem(f"{serves}WARNING 11-24 {left}\n") == left
     assert plugin_problem("INFO all is well\n") == "the plugin made no manager"
+
+
+def test_every_engine_runs_on_the_node_with_most_of_the_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[set[int]] = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 4, 5, 6})
+    monkeypatch.setattr(os, "sched_setaffinity", lambda process, cores: kept.append(cores))
+    use_one_node(tmp_path)  # a host that does not say
+    for number, cores in enumerate(("0-3\n", "4-6,9\n")):
+        (tmp_path / f"node{number}").mkdir()
+        (tmp_path / f"node{number}" / "cpulist").write_text(cores, encoding="utf-8")
+    use_one_node(tmp_path)
+    assert kept == [{4, 5, 6}]
+
+
+def test_rounds_are_told_as_one_row() -> None:
+    rounds = [
+        {"answers": [[1, 2], [3, 4]], "first": [10.0, 30.0], "seconds": 0.5, "encoder host": [1.0]},
+        {"answers": [[5, 6], [7, 8]], "first": [20.0, 40.0], "seconds": 1.5, "encoder host": [3.0, 2.0]},
+    ]
+    others = [rounds[0], {"answers": [[5, 6], [7, 9]]}]
+    row = _row("ours", "4 images", rounds, others)
+    assert row == {
+        **dict(variant="ours", requests="4 images", count=4, rate=5.0, same=0.75, p50=20.0, p99=40.0),
+        "encoder host": 2.0,
+    }
+    assert _row("ours", AT_ONCE, rounds, rounds)["requests per second"] == 2.0
