@@ -265,8 +265,8 @@ class CapturedForward:
 
         Args:
             debug: whether every rule is checked (`capture.checks`), which waits for the device.
-            parameters_are_checked: whether the caller has just seen that none has moved, and has refreshed
-                those that are derived.
+            parameters_are_checked: whether the caller vouches that none has moved, and that those that are
+                derived are up to date.
 
         Raises:
             InputError: parameters are inference tensors, whose changes cannot be seen.

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import torch
 
+from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import FxSplitError, InputError, StartFileError
 from fxsplit_encoder.kernels import timing_without_graphs
 from fxsplit_encoder.manager.autograd import without_autograd
@@ -38,6 +39,20 @@ _POLL_SECONDS = 0.005
 _Result = TypeVar("_Result")
 
 _running: weakref.WeakSet[BackgroundCapture] = weakref.WeakSet()
+
+
+def check_that_steps_will_do(config: EncoderConfig) -> None:
+    """Raises InputError where captures cannot be made between requests."""
+    if config.data_parallel:
+        raise InputError(
+            "wait: expected True with data_parallel, whose ranks share their costs in the order of their "
+            "calls; got False. Call capture() on every rank, or capture from a start_file"
+        )
+    if config.invariant:
+        raise InputError(
+            "wait: expected True with invariant, since the first captures, of the tower's own forward, "
+            "have other bits than the next; got False. Call capture(), with a start_file to be sooner"
+        )
 
 
 class BackgroundCapture:

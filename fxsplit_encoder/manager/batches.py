@@ -18,6 +18,7 @@ from fxsplit_encoder.errors import InputError, ReplayError
 from fxsplit_encoder.manager.item_facts import select_items
 from fxsplit_encoder.manager.legacy_dual_path import postprocess_of
 from fxsplit_encoder.manager.path import EncoderPath
+from fxsplit_encoder.manager.weight_checks import WeightChecks
 from fxsplit_encoder.planning import MissReason
 from fxsplit_encoder.planning.plan import PathPlan, Plan, PlannedBatch
 from fxsplit_encoder.protocol import EncoderItemSpec, SupportsEncoderCudaGraph
@@ -58,6 +59,7 @@ class BatchRunner:
         self.in_inference_mode = False
         """Whether a tower's own code runs in inference mode, as the caller of `execute` does: there the host
         needs less for every op."""
+        self.weight_checks = WeightChecks(config.weight_check_seconds)
         self._postprocess = postprocess_of(tower)
 
     def run(
@@ -154,7 +156,8 @@ class BatchRunner:
                 captured, size, values, rows, functools.partial(path.run_unpadded, selected, values)
             ):
                 continue
-            output = captured.replay(debug=self.config.debug)[0]
+            are_checked = not self.weight_checks.is_due((name, keys))
+            output = captured.replay(debug=self.config.debug, parameters_are_checked=are_checked)[0]
             assert isinstance(output, torch.Tensor)
             self.statistics.record_replay(path.key(budget), planned.tokens)
             as_planned = budget and size == planned.budget

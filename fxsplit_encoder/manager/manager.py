@@ -19,6 +19,7 @@ from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import InputError, WeightsMovedError
 from fxsplit_encoder.manager import invariance
 from fxsplit_encoder.manager.autograd import without_autograd
+from fxsplit_encoder.manager.background import check_that_steps_will_do
 from fxsplit_encoder.manager.captures import CapturePlan
 from fxsplit_encoder.manager.data_parallel import DataParallel
 from fxsplit_encoder.manager.generation import Generation, Served
@@ -183,7 +184,7 @@ class EncoderCudaGraphManager:
             InputError: `wait=False` with `data_parallel` or `invariant`.
         """
         if not wait:
-            self._check_that_steps_will_do()
+            check_that_steps_will_do(self.config)
             if self._lifecycle.own.compiled_paths and self.config.enabled:
                 self._lifecycle.capture_first(progress)
                 return
@@ -197,19 +198,6 @@ class EncoderCudaGraphManager:
             if self.data_parallel is not None and self.pool.is_cuda:
                 # So that ranks get items of equal cost, not just of equal size.
                 self.data_parallel.share_costs(*self._serving.unit_costs())
-
-    def _check_that_steps_will_do(self) -> None:
-        """Raises InputError where captures cannot be made between requests."""
-        if self.data_parallel is not None:
-            raise InputError(
-                "wait: expected True with data_parallel, whose ranks share their costs in the order of their "
-                "calls; got False. Call capture() on every rank, or capture from a start_file"
-            )
-        if self.config.invariant:
-            raise InputError(
-                "wait: expected True with invariant, since the first captures, of the tower's own forward, "
-                "have other bits than the next; got False. Call capture(), with a start_file to be sooner"
-            )
 
     def wait_captured(self, timeout: float | None = None) -> bool:
         """Waits for the work behind `capture(wait=False)`, if there is any, and makes the captures meanwhile
@@ -291,6 +279,13 @@ class EncoderCudaGraphManager:
         `capture(wait=False)` ends.
         """
         self._lifecycle.clear()
+
+    def check_weights(self) -> None:
+        """With `weight_check_seconds`: has the next batch of every path look at its parameters. To be called
+        once they have moved, or changed where passes or fp8 keep them in another form.
+        """
+        for each in (self._serving, self._lifecycle.own):
+            each.runner.weight_checks.all_are_due()
 
     @property
     def num_bytes(self) -> int:

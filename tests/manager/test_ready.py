@@ -210,7 +210,7 @@ def test_a_start_from_a_file(tmp_path: Any, by_hand: None) -> None:
 
 def test_ranks_have_to_wait() -> None:
     manager = manager_of()
-    manager.data_parallel = object()
+    manager.config = manager.config.replace(data_parallel=True)
     with pytest.raises(fx.InputError, match="wait: expected True with data_parallel"):
         manager.capture(wait=False)
     assert not manager.is_captured()

@@ -78,12 +78,12 @@ class VllmEncoderManager:
         group = None
         if self._is_data_parallel:
             config, group = config.replace(data_parallel=True), device_group()
-        if config.compile:  # passes may keep weights in another form
-            note_reloads(model)
         logger.info("encoder CUDA graphs by fxsplit_encoder (%s=off: by vLLM): %s", VARIABLE, config)
-        return EncoderCudaGraphManager(
+        manager = EncoderCudaGraphManager(
             model, config, device=device, dtype=dtype, vllm_config=vllm_config, process_group=group
         )
+        note_reloads(model, manager.check_weights)
+        return manager
 
     def _attempt(self, action: Callable[[], None]) -> bool:
         """Whether an action succeeded, on every rank that shares the items. If not, vLLM's own manager serves

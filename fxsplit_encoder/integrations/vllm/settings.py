@@ -20,6 +20,9 @@ process of vLLM, and does not enter the hash of what it compiles, as its `--addi
 
 _OFF = "off"
 
+# vLLM's own captures never look, and what it loads anew is told to the manager.
+_WEIGHT_CHECK_SECONDS = 1.0
+
 # In a batch of few items. Rounding the tokens of a budget up to whole frames then adds an eighth at most to
 # budgets of 128 and more.
 _FEW_FRAMES = 16
@@ -102,6 +105,7 @@ def _with_vllms(own: EncoderConfig, vllm_config: Any, model_config: Any) -> Enco
         "max_frames_per_batch": _frames(vllm_config),
         # Their memory would have no part in what vLLM measured, and a capture holds up every request.
         "capture_recurring": False,
+        "weight_check_seconds": _WEIGHT_CHECK_SECONDS,
     }
     changes = {name: value for name, value in changes.items() if name not in own.model_fields_set}
     if changes.get("token_budgets"):

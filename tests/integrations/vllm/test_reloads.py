@@ -29,6 +29,9 @@ class Model(nn.Module):
         return loaded
 
 
+def ignore() -> None: ...
+
+
 def in_place(model: Model, weight: Tensor) -> None:
     assert model.load_weights([("linear.weight", weight)]) == {"linear.weight"}
 
@@ -56,21 +59,26 @@ def test_derived_parameters_follow(reload: Callable[[Model, Tensor], None], mode
     derived = DerivedParameters([DerivedParameter(1, (0,), lambda weight: 2 * weight)])
     slots: list[Any] = [model.linear.weight, None]
     derived.fill(slots)
-    note_reloads(model)
+    told: list[None] = []
+    note_reloads(model, lambda: told.append(None))
     for value in (3.0, 5.0):
         with mode():
             reload(model, torch.full((2, 2), value))
+        assert told
+        told.clear()
         assert derived.refresh()
         assert torch.equal(slots[1], torch.full((2, 2), 2 * value))
         assert not derived.refresh()
 
 
-def test_noting_it_twice_changes_nothing() -> None:
-    model = Model()
-    note_reloads(model)
+def test_noting_it_twice_changes_what_is_called_alone() -> None:
+    model, told = Model(), []
+    note_reloads(model, lambda: told.append("first"))
     once = model.load_weights
-    note_reloads(model)
+    note_reloads(model, lambda: told.append("second"))
     assert model.load_weights is once
+    in_place(model, torch.ones(2, 2))
+    assert told == ["second"]
     assert once.__doc__ == Model.load_weights.__doc__
     assert once.__wrapped__.__func__ is Model.load_weights  # type: ignore[attr-defined]
 
@@ -78,18 +86,18 @@ def test_noting_it_twice_changes_nothing() -> None:
 def test_what_cannot_be_marked_is_left_alone() -> None:
     with torch.inference_mode():
         model = Model()
-    note_reloads(model)
+    note_reloads(model, ignore)
     with torch.inference_mode():
         in_place(model, torch.ones(2, 2))
         assert torch.equal(model.linear.weight, torch.ones(2, 2))
     other = nn.Linear(2, 2)
-    note_reloads(other)
+    note_reloads(other, ignore)
     assert not hasattr(other, "load_weights")
 
 
 def test_parameters_are_not_kept() -> None:
     model = Model()
-    note_reloads(model)
+    note_reloads(model, ignore)
     model.linear.weight = nn.Parameter(torch.zeros(2, 2))
     in_place(model, torch.ones(2, 2))
     assert torch.equal(model.linear.weight, torch.ones(2, 2))

@@ -1,0 +1,88 @@
+"""How often replays look at their parameters, and that a look then sees what happened since the last."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import fxsplit_encoder as fx
+from fxsplit_encoder.errors import ConfigError
+from fxsplit_encoder.manager import weight_checks
+from fxsplit_encoder.manager.weight_checks import WeightChecks
+
+from .mock_towers import PathsModel, SplitModel, alone, assert_equal_items, batch
+
+
+class Clock:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr(weight_checks, "time", SimpleNamespace(monotonic=lambda: self.now))
+
+
+def captured(model: object, **options: object) -> fx.EncoderCudaGraphManager:
+    config = fx.EncoderConfig(mode="full", token_budgets=(8,), max_items_per_batch=4, **options)
+    manager = fx.EncoderCudaGraphManager(model, config, log_interval=0)  # type: ignore[arg-type]
+    manager.capture()
+    return manager
+
+
+def replace_weight(model: SplitModel) -> None:
+    model.linear.weight = nn.Parameter(model.linear.weight + 1, requires_grad=False)
+
+
+def test_every_replay_looks_unless_told_otherwise() -> None:
+    assert fx.EncoderConfig().weight_check_seconds == 0
+    checks = WeightChecks(0)
+    assert checks.is_due("a")
+    assert checks.is_due("a")
+    for seconds in (-1, float("inf"), float("nan"), "soon"):
+        with pytest.raises(ConfigError, match="weight_check_seconds"):
+            fx.EncoderConfig(weight_check_seconds=seconds)  # type: ignore[arg-type]
+
+
+def test_paths_look_for_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, checks = Clock(monkeypatch), WeightChecks(2)
+    assert [checks.is_due(path) for path in ("a", "b", "a", "b")] == [True, True, False, False]
+    clock.now += 1
+    checks.all_are_due()
+    assert [checks.is_due(path) for path in ("a", "a")] == [True, False]
+    clock.now += 2
+    assert checks.is_due("a")
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_what_moved_serves_until_the_next_look(monkeypatch: pytest.MonkeyPatch, told: bool) -> None:
+    clock, model = Clock(monkeypatch), SplitModel()
+    manager, inputs = captured(model, weight_check_seconds=5), batch(2, 3)
+    manager.execute(inputs)
+    old = alone(model, inputs)
+    replace_weight(model)
+    clock.now += 4
+    assert_equal_items(manager.execute(inputs), old)
+    if told:
+        manager.check_weights()
+    else:
+        clock.now += 1
+    assert not torch.equal(alone(model, inputs)[0], old[0])
+    assert_equal_items(manager.execute(inputs), alone(model, inputs))
+    assert manager.stats().misses == {}
+
+
+def test_debug_looks_at_every_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    Clock(monkeypatch)
+    model = SplitModel()
+    manager, inputs = captured(model, weight_check_seconds=5, debug=True), batch(2, 3)
+    manager.execute(inputs)
+    replace_weight(model)
+    assert_equal_items(manager.execute(inputs), alone(model, inputs))
+
+
+def test_one_path_looks_for_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, model = Clock(monkeypatch), PathsModel()
+    manager = captured(model, weight_check_seconds=5)
+    checks = manager._serving.runner.weight_checks
+    clock.now += 1
+    assert all(checks.is_due(key) for key in manager.paths_by_key)
