@@ -9,6 +9,7 @@ import threading
 import torch
 from torch import Tensor
 
+from fxsplit_encoder._torch.current_device import on_device
 from fxsplit_encoder.attention.choice import current_chooser
 
 
@@ -26,8 +27,9 @@ def attend_dense(query_BHTD: Tensor, key_BHTD: Tensor, value_BHTD: Tensor, scale
     batch, heads, tokens, head_dim = query_BHTD.shape
     q_THD, k_THD, v_THD = (x.transpose(1, 2).flatten(0, 1) for x in (query_BHTD, key_BHTD, value_BHTD))
     lengths = _equal_lengths.of(batch, tokens, query_BHTD.device)
-    kernel = current_chooser().of(q_THD, lengths, tokens, equal=True)
-    out_THD = kernel(q_THD, k_THD, v_THD, lengths, tokens, scale)
+    with on_device(q_THD.device):
+        kernel = current_chooser().of(q_THD, lengths, tokens, equal=True)
+        out_THD = kernel(q_THD, k_THD, v_THD, lengths, tokens, scale)
     return out_THD.view(batch, tokens, heads, head_dim).transpose(1, 2)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxsplit_encoder._torch.current_device import on_device
 from fxsplit_encoder.attention.choice import current_chooser
 from fxsplit_encoder.attention.dense import attend_dense
 from fxsplit_encoder.errors import InputError
@@ -37,8 +38,9 @@ def attend(
         InputError: the query has other dimensions.
     """
     _check_rank(query_THD)
-    kernel = current_chooser().of(query_THD, cu_seqlens, max_seqlen)
-    return kernel(query_THD, key_THD, value_THD, cu_seqlens, max_seqlen, scale)
+    with on_device(query_THD.device):
+        kernel = current_chooser().of(query_THD, cu_seqlens, max_seqlen)
+        return kernel(query_THD, key_THD, value_THD, cu_seqlens, max_seqlen, scale)
 
 
 def attend_out(
@@ -51,8 +53,9 @@ def attend_out(
     out_THD: Tensor,
 ) -> Tensor:
     """`attend` into `out_THD`, which has at least `tokens` rows and keeps the later ones. Returns it."""
-    kernel = current_chooser().of(query_THD, cu_seqlens, max_seqlen)
-    return kernel(query_THD, key_THD, value_THD, cu_seqlens, max_seqlen, scale, out_THD)
+    with on_device(query_THD.device):
+        kernel = current_chooser().of(query_THD, cu_seqlens, max_seqlen)
+        return kernel(query_THD, key_THD, value_THD, cu_seqlens, max_seqlen, scale, out_THD)
 
 
 def attend_backward(

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from fxsplit_encoder._torch.current_device import on_device
 from fxsplit_encoder._torch.dynamo import owners_of_trace
 from fxsplit_encoder.attention import KnownSegments
 from fxsplit_encoder.backend.forward import ProgramBudgets, ProgramForward, region_of
@@ -96,7 +97,8 @@ class BudgetDispatcher:
 
     def __call__(self, args: Sequence[Any]) -> list[Any]:
         """Runs the graph on its inputs; the outputs are the caller's own (capture rule 7)."""
-        with self._lock, self.kernels.choosing(), torch.inference_mode(False), torch.no_grad():
+        on_its_device = on_device(self.pool.device)
+        with self._lock, self.kernels.choosing(), on_its_device, torch.inference_mode(False), torch.no_grad():
             self._check_parameters(args)
             bindings = self.program.begin(args)
             warmed = getattr(_warming, "called", None)

@@ -11,8 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-import torch
-
+from fxsplit_encoder._torch.current_device import on_device
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import FxSplitError, InputError, StartFileError
 from fxsplit_encoder.kernels import timing_without_graphs
@@ -235,9 +234,8 @@ class BackgroundCapture:
     @contextlib.contextmanager
     def _beside(self) -> Iterator[None]:
         """What is no step: requests are served meanwhile."""
-        pool = self._target.pool
-        on_device = torch.cuda.device(pool.device) if pool.is_cuda else contextlib.nullcontext()
-        with self._kernels.choosing(), without_autograd(), on_device, timing_without_graphs():
+        on_its_device = on_device(self._target.pool.device)
+        with self._kernels.choosing(), on_its_device, without_autograd(), timing_without_graphs():
             yield
 
     def _tell(self, phase: Phase, done: int = 0, total: int = 0) -> None:

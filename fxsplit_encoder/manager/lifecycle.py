@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from fxsplit_encoder._torch.current_device import on_device
 from fxsplit_encoder.errors import InputError, StartFileError, WeightsMovedError
 from fxsplit_encoder.manager.autograd import without_autograd
 from fxsplit_encoder.manager.background import BackgroundCapture, stop_with
@@ -57,7 +58,7 @@ class Lifecycle:
     def compile(self, progress: Progress | None = None) -> None:
         """As `EncoderCudaGraphManager.compile`."""
         self.wait()
-        with self.turns, without_autograd():
+        with self.turns, on_device(self.own.pool.device), without_autograd():
             self._read_start()
             self.own.compile(progress)
 
@@ -81,7 +82,8 @@ class Lifecycle:
         captures: Iterator[Done] = iter(())
         told = 0
         while True:
-            with self.turns.step(at_once=True), self._kernels.choosing(), without_autograd():
+            on_its_device = on_device(first.pool.device)
+            with self.turns.step(at_once=True), self._kernels.choosing(), on_its_device, without_autograd():
                 if self.is_captured:  # by another thread
                     first.clear()
                     return

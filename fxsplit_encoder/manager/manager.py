@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from fxsplit_encoder._torch.current_device import on_device
 from fxsplit_encoder.capture import GraphPool
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import InputError, WeightsMovedError
@@ -189,7 +190,7 @@ class EncoderCudaGraphManager:
                 self._lifecycle.capture_first(progress)
                 return
         self.wait_captured()
-        with self._lifecycle.turns, self.kernels.choosing(), without_autograd():
+        with self._lifecycle.turns, self.kernels.choosing(), on_device(self.device), without_autograd():
             if not self.config.enabled or self._lifecycle.is_complete:
                 return
             self._lifecycle.capture(progress)
@@ -331,7 +332,7 @@ class EncoderCudaGraphManager:
         # another that theirs are bad, in the order of their calls.
         specs = self._item_specs(mm_kwargs) if self.data_parallel is None else None
         in_inference_mode = torch.is_inference_mode_enabled()
-        with self._lifecycle.turns, self.kernels.choosing(), without_autograd():
+        with self._lifecycle.turns, self.kernels.choosing(), on_device(self.device), without_autograd():
             if self._missed_capture:
                 self._missed_capture = False
                 logger.warning(

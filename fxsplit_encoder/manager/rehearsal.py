@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from fxsplit_encoder._torch.current_device import on_device
 from fxsplit_encoder.capture import BudgetLadder, CapturedForward, GraphPool, SharedBuffers
 from fxsplit_encoder.errors import CaptureError
 
@@ -40,7 +41,8 @@ class Rehearsal:
         """Captures, largest budgets first. One that cannot be captured is left out, as `capture` drops it."""
         planned = [each.key for each in self._manager.planned_captures().captures if each.pruned is None]
         ladders = {key: self._ladder(path) for key, path in self._manager.paths_by_key.items()}
-        with self._manager.kernels.choosing(), torch.inference_mode(False), torch.no_grad():
+        on_its_device = on_device(self._manager.device)
+        with self._manager.kernels.choosing(), on_its_device, torch.inference_mode(False), torch.no_grad():
             for key in sorted(planned, key=lambda key: -key.budget):
                 try:
                     self._captured += ladders[key.path, key.axis_keys].rehearse(key.budget)

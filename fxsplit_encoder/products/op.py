@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxsplit_encoder._torch.current_device import on_device
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.products.choice import current_product_chooser
 from fxsplit_encoder.products.shape import ACTIVATIONS
@@ -30,8 +31,9 @@ def multiply(rows_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, activati
     _check(rows_MK, weight_NK, bias_N, activation)
     rows = rows_MK if rows_MK.stride(1) == 1 else rows_MK.contiguous()
     weight = weight_NK.contiguous()
-    kernel = current_product_chooser().of(rows, weight, bias_N, activation)
-    return kernel(rows, weight, bias_N, activation)
+    with on_device(rows.device):
+        kernel = current_product_chooser().of(rows, weight, bias_N, activation)
+        return kernel(rows, weight, bias_N, activation)
 
 
 def _check(rows: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> None:

@@ -1,0 +1,21 @@
+"""The device that launches go to where nothing says which: torch's current one of this thread."""
+
+from __future__ import annotations
+
+import contextlib
+from contextlib import AbstractContextManager
+
+import torch
+
+_ALREADY = contextlib.nullcontext()
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Makes a device the current one, if it is a GPU and is not.
+
+    torch's own operators find their device by their tensors. Triton's and other packages' kernels, events and
+    the current stream do not: on another device they fail, or time and order what is not there.
+    """
+    if device.type != "cuda" or device.index in (None, torch.cuda.current_device()):
+        return _ALREADY
+    return torch.cuda.device(device)
