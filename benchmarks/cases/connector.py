@@ -2,7 +2,8 @@
 
     python benchmarks/bench.py connector --output out/connector.json
 
-27 blocks, bf16, seeded random weights, the settings in configs/qwen3_vl_8b.yaml. The engine is simulated
+27 blocks, bf16, seeded random weights, the settings in configs/qwen3_vl_8b.yaml, and as an engine wants it
+no captures while it serves (`--config` sets others). The engine is simulated
 (benchmarks/serving.py): its decoder is the matrix products of Qwen3-8B's layers and nothing else
 (benchmarks/decoder.py), 64 requests decode at once, and a step has up to 960 tokens of prompts. Its measured
 step times are stored. Requests come at random times, `--rate` a second for `--seconds`: 128 tokens of text,
@@ -20,7 +21,8 @@ step times are stored. Requests come at random times, `--rate` a second for `--s
   batch, "encode" in it, "then" until the first token.
 * "batch": 8 images, preprocessed and staged, at once against one after the other, without a wait in between:
   milliseconds of 8 images in a stream of 32, as a worker encodes that has the next batch in hand. Both have
-  come before until they were replayed without padding, as the manager does with what recurs, or 2,000 times.
+  come before until they were replayed without padding, which a manager does that captures what recurs
+  (`--config '{"capture_recurring": true}'`), or 2,000 times.
 * "beside": text alone, while the connector encodes a video of 64 frames each second, or always one; whole,
   in slices of 5 ms, and with a worker that rests.
 * "merge": 5,000 rows of width 4096 to their places.
@@ -41,6 +43,7 @@ prepared as here"`.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import random
 import statistics
@@ -155,6 +158,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--beside-seconds", type=float, default=5.0, help="the same, beside each pace of videos"
     )
     parser.add_argument("--encoder-device", default=None, help="where the connector encodes")
+    parser.add_argument(
+        "--config", type=json.loads, default={"capture_recurring": False}, metavar="JSON", help="of managers"
+    )
     parser.add_argument("--tiny", action="store_true", help="tiny tower and decoder, on a CPU too")
 
 
@@ -207,7 +213,8 @@ class Bench:
             config = fx.EncoderConfig.from_yaml(ROOT / "configs" / "qwen3_vl_8b.yaml")
         if tiny and device.type == "cuda":
             config = fx.EncoderConfig(token_budgets=(16, 64), max_items_per_batch=8)
-        config = fx.EncoderConfig(**{**config.model_dump(), "stream_priority": ENCODER_PRIORITY})
+        own = {"stream_priority": ENCODER_PRIORITY, **self.arguments.config}
+        config = fx.EncoderConfig(**{**config.model_dump(), **own})
         manager = fx.EncoderCudaGraphManager(tower, config, log_interval=0)
         manager.capture()
         synchronize()
@@ -505,6 +512,7 @@ def measure(bench: Bench, arguments: argparse.Namespace, say: Callable[[str], No
         "rate": arguments.rate,
         "seconds": arguments.seconds,
         "encoder device": str(bench.encoder_device),
+        "config": arguments.config,
         "stream priority": {"encoder": ENCODER_PRIORITY, **{name: way[0] for name, way in WAYS.items()}},
         "ready ahead ms": 1e3 * READY_AHEAD_S,
         "slices ms": SLICE_MS,

@@ -30,7 +30,8 @@ def checkpoint_connector(
     Args:
         model: a directory or a hub name.
         devices: one worker each; a device may be named twice.
-        config: a YAML file of an `EncoderConfig`; None: the defaults, or on a CPU no captures.
+        config: a YAML file of an `EncoderConfig`; None: the defaults, but no captures while requests come, or
+            on a CPU none at all.
         settings: of the connector.
         dtype: of the towers; auto: bfloat16 on CUDA, float32 on a CPU.
         hash_name: of the function for digests.

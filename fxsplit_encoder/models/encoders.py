@@ -32,7 +32,8 @@ def checkpoint_encoder(
 
     Args:
         model: a directory or a hub name.
-        config: settings, or a YAML file of them; None: the defaults, or on a CPU no captures.
+        config: settings, or a YAML file of them; None: the defaults, but no captures while requests come, or
+            on a CPU none at all.
         device: on which it encodes.
         dtype: in which; auto: bfloat16 on CUDA, float32 on a CPU.
 
@@ -109,8 +110,9 @@ def config_for(config: str | Path | EncoderConfig | None, device: torch.device) 
         return config
     if config is not None:
         return EncoderConfig.from_yaml(config)
-    # Captures pay off over many calls on a GPU. On a CPU they only cost.
-    return EncoderConfig() if device.type == "cuda" else EncoderConfig(mode="none")
+    # Captures pay off over many calls on a GPU, but one that is made while requests come holds them up. On a
+    # CPU they only cost.
+    return EncoderConfig(capture_recurring=False) if device.type == "cuda" else EncoderConfig(mode="none")
 
 
 def _dtype_of(name: str, device: torch.device) -> torch.dtype:

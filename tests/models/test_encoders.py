@@ -7,9 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.connector.seams import MediaItem
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.models.encoders import checkpoint_encoder, checkpoint_process, weightless_tower
+from fxsplit_encoder.models.encoders import (
+    checkpoint_encoder,
+    checkpoint_process,
+    config_for,
+    weightless_tower,
+)
 from fxsplit_encoder.models.media import media_processor
 
 from .checkpoints import CHECKPOINTS, save
@@ -53,3 +59,13 @@ def test_a_dtype_that_is_none_is_an_error(dtype: str, tmp_path: Path) -> None:
     for make in (checkpoint_encoder, checkpoint_process):
         with pytest.raises(InputError, match="dtype: expected"):
             make(directory, dtype=dtype)
+
+
+def test_encoders_of_a_connector_capture_nothing_while_requests_come(tmp_path: Path) -> None:
+    assert config_for(None, torch.device("cuda")) == EncoderConfig(capture_recurring=False)
+    assert config_for(None, torch.device("cpu")).mode == "none"
+    given = EncoderConfig(mode="full")
+    assert config_for(given, torch.device("cuda")) is given
+    file = tmp_path / "settings.yaml"
+    file.write_text("capture_recurring: true\n", encoding="utf-8")
+    assert config_for(file, torch.device("cuda")).capture_recurring
