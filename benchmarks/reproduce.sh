@@ -2,7 +2,7 @@
 # Measures what the documents' tables are made of, on one otherwise idle GPU.
 #
 #   reproduce.sh readme OUT   what the README's table needs: some minutes
-#   reproduce.sh all OUT      every table (data_parallel needs four GPUs, vllm an installed vLLM): hours
+#   reproduce.sh all OUT      every table, in hours; data_parallel needs four GPUs, connector_own_gpu two, vllm vLLM
 #
 # Results and logs are written to OUT. What is done there does not run again, so a run that was cut off goes on
 # where it ended. `python benchmarks/bench.py tables OUT/*.json` then takes the results in.
@@ -32,6 +32,8 @@ jobs=("readme encoder --readme")
     "attention attention"
     "vllm vllm"
     "vllm_serving vllm_serving"
+    "invariant encoder --towers qwen3-vl-8b --variants ours-auto ours-invariant --shared-cache"
+    "connector_own_gpu connector --parts beside --encoder-device cuda:1"
     "data_parallel data_parallel"
 )
 

@@ -25,6 +25,7 @@ from storage import RESULTS, ROOT, Result, described, load, merge, store
 Row = Mapping[str, Any]
 
 OURS = "ours-auto"
+_INVARIANT = "ours-invariant"
 _VARIANTS = ("eager", "compile", "compile-reduce-overhead", "graph-exact")
 _TITLES = {
     "eager": "Hugging Face eager (sdpa)",
@@ -271,6 +272,21 @@ def connector(result: Result) -> str:
     return "\n\n".join([*made, f"Milliseconds. Steps of the decoder alone: {steps}. {where}."])
 
 
+def invariant(result: Result) -> str:
+    """What equal bits cost on every workload: the default beside `invariant`."""
+    lines = []
+    for workload, rows in _grouped((row for row in result["rows"] if "p50" in row), "workload").items():
+        default, same = ({row["variant"]: row for row in rows}[name] for name in (OURS, _INVARIANT))
+        line = {"images": workload, "default": default["p50"], "invariant": same["p50"]}
+        line["ratio"] = same["p50"] / default["p50"]
+        for what in ("padding", "error"):
+            line |= {f"{what}, default": default[what], f"{what}, invariant": same[what]}
+        lines.append(line)
+    note = "Milliseconds, medians; padding: share of the computed tokens; error: relative, from eager"
+    columns = {name: name for name in lines[0]}
+    return f"{by_columns(columns, lines)}\n\n{note}. {described(result, result['settings']['dtype'])}."
+
+
 def _tower_row(name: str, rows: Sequence[Row]) -> dict[str, Any]:
     row: dict[str, Any] = {"tower": name}
     for measured in rows:
@@ -510,6 +526,8 @@ TABLES: Mapping[str, Table] = {
     "start": Table("start.json", starts),
     "connector": Table("connector.json", connector),
     "connector_ahead": Table("connector_ahead.json", connector),
+    "connector_own_gpu": Table("connector_own_gpu.json", connector),
+    "invariant": Table("invariant.json", invariant),
     "data_parallel": Table("data_parallel.json", data_parallel),
     "vllm": Table("vllm.json", vllm),
     "vllm_towers": Table("vllm_towers.json", vllm),
