@@ -19,8 +19,8 @@ from fxsplit_encoder._torch.dynamo import owners_of_trace
 from fxsplit_encoder.attention import KnownSegments
 from fxsplit_encoder.backend.forward import ProgramBudgets, ProgramForward, region_of
 from fxsplit_encoder.backend.outputs import Output
+from fxsplit_encoder.backend.padding_permission import PaddingPermission
 from fxsplit_encoder.capture import GraphPool
-from fxsplit_encoder.capture.probe import probe_padding
 from fxsplit_encoder.compile import Bindings, Program
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import ReplayError
@@ -77,14 +77,12 @@ class BudgetDispatcher:
         self.statistics = Statistics(log_interval=0)
         self.owners = owners_of_trace()
         """Whose graph it is: what `torch.compile` made, and the module."""
-        self.padding_refusal: str | None = None
-        """Why the region is never padded; None: it is, or it was not decided yet."""
+        self.padding = PaddingPermission(program, config.padding)
         self.programs: dict[tuple[int, ...], CapturedProgram] = {}
         """By the sizes other than the token count: they are part of a capture's shape."""
         self._captures = CaptureSet(self.programs, self.pool, config.max_graph_bytes)
         self._scope = CaptureScope(config, self.pool, lambda: self._captures.remaining_bytes)
         self._region = region_of(program)
-        self._padding_allowed = program.padding.allowed
         self._static_inputs = sorted(program.static_inputs)
         self._weights_of = _picker(self._static_inputs)
         self._outputs = tuple(map(Output.of, program.outputs, program.output_infos))
@@ -289,50 +287,13 @@ class BudgetDispatcher:
         ]
         return min(capacities, default=float("inf"))
 
-    # --- padding
-
-    def _may_pad(self, bindings: Bindings, forward: ProgramForward) -> bool:
-        """Whether padding is proved or declared; or, where the user asks for that, was seen to be harmless.
-
-        Says once why it is not.
-        """
-        if self._padding_allowed or self.padding_refusal is not None:
-            return self._padding_allowed
-        padding = self.program.padding
-        if self.config.padding == "probed" and padding.may_probe and not padding.refuted:
-            return self._probe(bindings, forward)
-        self.padding_refusal = str(padding)
-        where = f" ({padding.source})" if padding.source else ""
-        logger.warning(
-            "a graph is never padded, so only calls that fill a budget or repeat a size are replayed: real "
-            "rows may depend on pad rows at %s%s",
-            self.padding_refusal,
-            where,
-        )
-        return False
-
-    def _probe(self, bindings: Bindings, forward: ProgramForward) -> bool:
-        """Whether padding changed no real row of this call, below some budget; decided once."""
+    def _rows_to_probe(self, bindings: Bindings, forward: ProgramForward) -> int | None:
+        """Those of the smallest budget above a call, where the device has the memory."""
         tokens = self.program.tokens(bindings)
         assert tokens is not None
         budgets = self._budgets(bindings)
         above = next((rows for rows in map(budgets.rows, budgets.tokens) if rows > tokens), None)
-        if above is None or not forward.has_memory(above):
-            return False
-        padding = self.program.padding
-        self.padding_refusal = probe_padding(self.program, bindings, above)
-        self._padding_allowed = self.padding_refusal is None
-        if self._padding_allowed:
-            logger.warning(
-                "padding: probed: a graph is padded since that changed no row of one call (%d tokens to %d); "
-                "other data may give wrong results: nothing is known of %s",
-                tokens,
-                above,
-                padding,
-            )
-        else:
-            logger.warning("a graph is never padded (%s): %s", padding, self.padding_refusal)
-        return self._padding_allowed
+        return above if above is not None and forward.has_memory(above) else None
 
     # --- replay
 
@@ -344,7 +305,8 @@ class BudgetDispatcher:
         if program.mode != "exact" and program.padding_refused:
             forward = program.forward
             assert isinstance(forward, ProgramForward)
-            forward.declares_padding = self._may_pad(bindings, forward)
+            to_probe = functools.partial(self._rows_to_probe, bindings, forward)
+            forward.declares_padding = self.padding.allows(bindings, to_probe)
         if capture_all and program.mode != "exact" and not program.padding_refused:
             self._capture(program, bindings, program.budgets)
         planned = self._plan(program, bindings, rows)

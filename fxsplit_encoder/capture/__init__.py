@@ -7,7 +7,7 @@ from fxsplit_encoder.capture.breakable import (
 )
 from fxsplit_encoder.capture.budget_costs import KnownBudget, MeasuredCosts
 from fxsplit_encoder.capture.buffers import SharedBuffers, StaticBuffer
-from fxsplit_encoder.capture.forward import CapturedForward, measure_ms
+from fxsplit_encoder.capture.forward import CapturedForward
 from fxsplit_encoder.capture.inputs import StaticInputs
 from fxsplit_encoder.capture.ladder import BudgetLadder
 from fxsplit_encoder.capture.memory import HandedOut
@@ -16,6 +16,7 @@ from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.capture.requests import CaptureRequest, ProgramBody, RowCount
 from fxsplit_encoder.capture.segmented import SegmentedCapture
 from fxsplit_encoder.capture.segments import pad_cu_seqlens, segment_capacity
+from fxsplit_encoder.capture.timing import measure_ms
 from fxsplit_encoder.capture.unpadded import UnpaddedCaptures
 from fxsplit_encoder.capture.wrapper import BreakableCUDAGraphWrapper
 

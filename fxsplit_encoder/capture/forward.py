@@ -3,37 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-import statistics
-import time
-import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import TracebackType
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import OutOfMemoryError, Tensor, nn
+from torch import Tensor
 
 from fxsplit_encoder.attention import KnownSegments
 from fxsplit_encoder.capture import checks
 from fxsplit_encoder.capture.breakable import BreakableCUDAGraphCapture
 from fxsplit_encoder.capture.buffers import StaticValue
 from fxsplit_encoder.capture.eager_attention import Attended, LiveSegments
+from fxsplit_encoder.capture.failures import capture_failure
 from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.capture.recorder import StepRecorder
 from fxsplit_encoder.capture.requests import CaptureRequest, ProgramBody
 from fxsplit_encoder.capture.segmented import SegmentedCapture
 from fxsplit_encoder.capture.segments import fill_cu_seqlens, pad_cu_seqlens, pad_cu_seqlens_on_device
+from fxsplit_encoder.capture.timing import REPEATS, measure_ms
 from fxsplit_encoder.compile.derived import DerivedParameters
-from fxsplit_encoder.errors import CaptureError, CaptureMemoryError, FxSplitError
+from fxsplit_encoder.errors import CaptureMemoryError
 from fxsplit_encoder.parts import Parts, in_one_go
 
 WARMUPS = 2
 """Runs of a forward before it is captured: the first prepares what is prepared once."""
-
-# Times that one thing is timed, and the milliseconds after which two are enough: a good part of capturing a
-# ladder is waiting for what is timed.
-_REPEATS = 3
-_LONG_MS = 30.0
 
 
 class CapturedForward:
@@ -308,7 +301,7 @@ class CapturedForward:
             else:
                 checks.check_input_padding(buffer)
 
-    def measure(self, repeats: int = _REPEATS) -> float:
+    def measure(self, repeats: int = REPEATS) -> float:
         """Median milliseconds of a replay on what the static inputs hold."""
         return measure_ms(self.replay, self.pool.device, repeats)
 
@@ -322,78 +315,3 @@ class CapturedForward:
 
 def _num_bytes(values: Sequence[Any]) -> int:
     return sum(value.numel() * value.element_size() for value in values if isinstance(value, torch.Tensor))
-
-
-class MeasuredRun(NamedTuple):
-    """Median milliseconds of a call."""
-
-    wall: float
-    """To the end of its device work."""
-    host: float
-    """Until it returns."""
-
-
-def measure_run(call: Callable[[], Any], device: torch.device, repeats: int = _REPEATS) -> MeasuredRun:
-    """Times a call on the current stream after one warm-up. Fewer than `repeats` are timed where they take
-    long.
-    """
-    # For the stream, not the device: another thread may be capturing, which that would break.
-    wait = torch.cuda.current_stream(device).synchronize if device.type == "cuda" else _do_nothing
-    call()
-    walls: list[float] = []
-    hosts: list[float] = []
-    while len(walls) < repeats and (len(walls) < 2 or sum(walls) < _LONG_MS):
-        wait()
-        start = time.perf_counter()
-        call()
-        hosts.append((time.perf_counter() - start) * 1e3)
-        wait()
-        walls.append((time.perf_counter() - start) * 1e3)
-    return MeasuredRun(statistics.median_low(walls), statistics.median_low(hosts))
-
-
-def measure_ms(call: Callable[[], Any], device: torch.device, repeats: int = _REPEATS) -> float:
-    """Median milliseconds of a call after one warm-up, to the end of its device work."""
-    return measure_run(call, device, repeats).wall
-
-
-def _do_nothing() -> None: ...
-
-
-def capture_failure(error: Exception, what: str, running: str | None) -> FxSplitError:
-    """The error of this library for what a forward raised while it was captured.
-
-    Args:
-        what: what was captured, for the message.
-        running: the op or piece that was called last.
-    """
-    place = _place(error.__traceback__, running)
-    if isinstance(error, OutOfMemoryError):
-        _release_locals(error.__traceback__)
-        return CaptureMemoryError(f"out of memory while capturing {what}{place}: {error}")
-    if isinstance(error, FxSplitError) and not isinstance(error, CaptureError):
-        return error
-    reason = str(error) if isinstance(error, CaptureError) else f"{type(error).__name__}: {error}"
-    return CaptureError(f"capturing {what} failed{place}: {reason}")
-
-
-def _release_locals(frames: TracebackType | None) -> None:
-    """Lets go of what the frames hold, which whoever keeps the error would keep."""
-    traceback.clear_frames(frames)
-    for frame, _ in traceback.walk_tb(frames):
-        # Before Python 3.13 a frame keeps the dictionary that was asked of it; asking again empties it.
-        _ = frame.f_locals
-
-
-def _place(frames: TracebackType | None, running: str | None) -> str:
-    modules = [
-        frame.f_locals["self"]
-        for frame, _ in traceback.walk_tb(frames)
-        if isinstance(frame.f_locals.get("self"), nn.Module)
-    ]
-    place = f" at {running}" if running is not None else ""
-    if not modules:
-        return place
-    root, innermost = modules[0], modules[-1]
-    name = next((name for name, module in root.named_modules() if module is innermost), "")
-    return f"{place} in {type(innermost).__name__}" + (f" ({name})" if name else "")

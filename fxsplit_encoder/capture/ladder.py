@@ -14,9 +14,10 @@ from dataclasses import replace
 import torch
 
 from fxsplit_encoder.capture.budget_costs import KnownBudget, MeasuredCosts
-from fxsplit_encoder.capture.forward import WARMUPS, CapturedForward, MeasuredRun, measure_run
+from fxsplit_encoder.capture.forward import WARMUPS, CapturedForward
 from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.capture.requests import CaptureRequest, ProgramBody
+from fxsplit_encoder.capture.timing import MeasuredRun, measure_run
 from fxsplit_encoder.errors import CaptureError, CaptureMemoryError
 from fxsplit_encoder.kernels import measuring
 from fxsplit_encoder.parts import Parts, each_within, in_one_go

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from fxsplit_encoder.attention import KnownSegments
 from fxsplit_encoder.capture import BudgetLadder, KnownBudget, MeasuredCosts, measure_ms
-from fxsplit_encoder.capture.forward import measure_run
 from fxsplit_encoder.capture.segments import is_cumulative
+from fxsplit_encoder.capture.timing import measure_run
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.kernels import measuring
 from fxsplit_encoder.parts import Parts, each_within

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fxsplit_encoder.capture import BudgetLadder, CaptureRequest, SharedBuffers, UnpaddedCaptures
-from fxsplit_encoder.capture.forward import measure_ms
+from fxsplit_encoder.capture.timing import measure_ms
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.planning import MissReason
 from fxsplit_encoder.planning.costs import CostCurve, PathCosts

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.backend import BudgetDispatcher, dispatch, dispatchers
+from fxsplit_encoder.backend import BudgetDispatcher, dispatch, dispatchers, padding_permission
 from fxsplit_encoder.towers.dense import tiles
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -332,8 +332,13 @@ def test_what_no_rule_knows_is_probed_once_where_that_is_asked_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     probes = []
-    probe = dispatch.probe_padding
-    monkeypatch.setattr(dispatch, "probe_padding", lambda *args: probes.append(args[2]) or probe(*args))
+    probe = padding_permission.probe_padding
+
+    def counted(*args: Any) -> str | None:
+        probes.append(args[2])
+        return probe(*args)
+
+    monkeypatch.setattr(padding_permission, "probe_padding", counted)
     module = SortsColumns()
     compiled, dispatcher = compiled_with_dispatcher(module, images(9), token_budgets=[4, 9], padding="probed")
     # A full budget tells nothing of padding; the next size does.
@@ -350,7 +355,7 @@ def test_what_no_rule_knows_is_probed_once_where_that_is_asked_for(
 def test_nothing_is_probed_by_default_nor_where_rows_are_known_to_be_mixed(
     make: Callable[[], nn.Module], padding: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr(dispatch, "probe_padding")
+    monkeypatch.delattr(padding_permission, "probe_padding")
     module = make()
     compiled, dispatcher = compiled_with_dispatcher(module, images(5), token_budgets=[8], padding=padding)
     for count in (3, 7):

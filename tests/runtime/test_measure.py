@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fxsplit_encoder.capture import MeasuredCosts
-from fxsplit_encoder.capture.forward import MeasuredRun
+from fxsplit_encoder.capture.timing import MeasuredRun
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.parts import Parts, in_one_go
 from fxsplit_encoder.runtime.measure import MeasuredForward, measuring_forward, timed_runs

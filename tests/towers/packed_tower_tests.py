@@ -206,7 +206,7 @@ class PackedTowerTests:
                 [expected.pooler_output, expected.last_hidden_state],
             )
         dispatcher = only_dispatcher(known)
-        assert dispatcher.padding_refusal is None
+        assert dispatcher.padding.refusal is None
         assert dispatcher.hits == len(batches) - 1
 
     # --- the module

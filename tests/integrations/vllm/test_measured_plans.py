@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from fxsplit_encoder.capture import BudgetLadder
-from fxsplit_encoder.capture.forward import MeasuredRun
 from fxsplit_encoder.capture.requests import ProgramBody
+from fxsplit_encoder.capture.timing import MeasuredRun
 from fxsplit_encoder.parts import in_one_go
 from fxsplit_encoder.planning import build_plan
 from fxsplit_encoder.planning.budgets import default_budgets
