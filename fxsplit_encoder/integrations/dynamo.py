@@ -20,7 +20,7 @@ from PIL import Image
 from torch import Tensor
 
 from fxsplit_encoder.errors import ConfigError, InputError, MediaError
-from fxsplit_encoder.integrations.images import ImageEncoder, ImageEncoderSettings, PreparedImage
+from fxsplit_encoder.integrations.images import ImageEncoder, PreparedImage, ServingSettings
 from fxsplit_encoder.models.checkpoint import Checkpoint
 
 _GRID = "image_grid_thw"
@@ -37,7 +37,7 @@ class DynamoVisionEncoder(VisionEncoderBackend):  # type: ignore[misc]  # Dynamo
     """
 
     settings: ClassVar[Mapping[str, Any]] = {}
-    """Fields of `ImageEncoderSettings`; `model` is the model that Dynamo serves unless it is given."""
+    """Fields of `ServingSettings`; `model` is the model that Dynamo serves unless it is given."""
 
     image_token_id: int | None = None
     """The token that stands for an image in prompts. Language models without images of their own need it."""
@@ -141,8 +141,8 @@ class DynamoVisionEncoder(VisionEncoderBackend):  # type: ignore[misc]  # Dynamo
             raise RuntimeError("the encoder is not built, or closed")
         return self._encoder
 
-    def _settings_for(self, model_id: str) -> ImageEncoderSettings:
-        settings = ImageEncoderSettings(**{"model": model_id, **self.settings})
+    def _settings_for(self, model_id: str) -> ServingSettings:
+        settings = ServingSettings(**{"model": model_id, **self.settings})
         if settings.output_dtype != "float32":
             raise ConfigError("output_dtype: leave it out; embeddings have the tower's dtype, set by `dtype`")
         return settings

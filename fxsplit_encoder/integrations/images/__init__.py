@@ -2,7 +2,7 @@
 
 from fxsplit_encoder.integrations.images.encoder import ImageEncoder, Result, results_of
 from fxsplit_encoder.integrations.images.preparer import ImagePreparer, PreparedImage
-from fxsplit_encoder.integrations.images.settings import ImageEncoderSettings
+from fxsplit_encoder.integrations.images.settings import ImageEncoderSettings, ServingSettings
 
 __all__ = [
     "ImageEncoder",
@@ -10,5 +10,6 @@ __all__ = [
     "ImagePreparer",
     "PreparedImage",
     "Result",
+    "ServingSettings",
     "results_of",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import BeforeValidator, Field
@@ -24,6 +24,9 @@ class ImageEncoderSettings(Settings):
 
     model: Annotated[str, Field(min_length=1)]
     """A checkpoint, whole or its vision tower: a directory that every worker sees, or a hub name."""
+
+    default_config: ClassVar[EncoderConfig] = EncoderConfig()
+    """That of a GPU where `config` is None."""
 
     config: EncoderConfig | None = None
     """How the tower is captured. None: inferred budgets; on a CPU no captures."""
@@ -77,4 +80,10 @@ class ImageEncoderSettings(Settings):
         if self.config is not None:
             return self.config
         # Captures pay off over many calls on a GPU. On a CPU they only cost.
-        return EncoderConfig() if device.type == "cuda" else EncoderConfig(mode="none")
+        return self.default_config if device.type == "cuda" else EncoderConfig(mode="none")
+
+
+class ServingSettings(ImageEncoderSettings):
+    """Of encoders that answer requests, none of which should wait for a capture that pays off later."""
+
+    default_config: ClassVar[EncoderConfig] = EncoderConfig(capture_recurring=False)

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from fxsplit_encoder.integrations.images import ImageEncoderSettings
+from fxsplit_encoder.integrations.images import ServingSettings
 from fxsplit_encoder.settings_model import Bytes, parse_bytes
 
 # A command line gives numbers as text.
@@ -14,7 +14,7 @@ _Number = Annotated[int, Field(ge=1)]
 _Seconds = Annotated[float, Field(ge=0)]
 
 
-class ServiceSettings(ImageEncoderSettings):
+class ServiceSettings(ServingSettings):
     """The arguments of the application. Immutable.
 
     Raises:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pickle
 
 import pytest
+import torch
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.integrations.images import ImageEncoderSettings
+from fxsplit_encoder.integrations.images import ImageEncoderSettings, ServingSettings
 
 
 def test_settings_are_checked() -> None:
@@ -33,3 +34,12 @@ def test_settings_are_sent_to_other_processes() -> None:
     assert sent == settings
     assert hash(sent) == hash(settings)
     assert sent.config == fx.EncoderConfig(mode="full", token_budgets=[4])
+
+
+def test_who_serves_captures_nothing_later() -> None:
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    assert ImageEncoderSettings(model="m").resolved_config(cuda) == fx.EncoderConfig()
+    assert ServingSettings(model="m").resolved_config(cuda) == fx.EncoderConfig(capture_recurring=False)
+    assert ServingSettings(model="m").resolved_config(cpu) == fx.EncoderConfig(mode="none")
+    given = fx.EncoderConfig(mode="full")
+    assert ServingSettings(model="m", config=given).resolved_config(cuda) == given
