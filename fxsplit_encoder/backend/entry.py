@@ -22,8 +22,12 @@ from fxsplit_encoder.errors import CompileError, ConfigError, InputError
 logger = logging.getLogger(__name__)
 _warned: set[str] = set()
 
-# What decides how items are packed into batches, and on which path and GPU they run.
-_MANAGERS_SETTINGS = ("packing", "paths", "data_parallel", "max_frames_per_batch", "start_file")
+# What decides how items are packed into batches, and on which path and GPU they run; and of parameters, which
+# are compared with those of each call.
+_MANAGERS_SETTINGS = (
+    *("packing", "paths", "data_parallel", "max_frames_per_batch", "start_file"),
+    "weight_check_seconds",
+)
 
 
 @takes_blocks

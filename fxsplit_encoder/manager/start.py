@@ -24,7 +24,7 @@ Measurements = Sequence[KernelMeasurements[Any, Any]]
 """Of every operation that has several kernels."""
 
 # Settings that change nothing of what is compiled, measured or chosen.
-_OF_NO_MATTER = ("start_file", "debug")
+_OF_NO_MATTER = ("start_file", "debug", "capture_recurring", "weight_check_seconds")
 
 
 def save_captured(generation: Generation, measurements: Measurements, path: Path) -> int:

@@ -183,7 +183,8 @@ def test_a_damaged_file_is_ignored(start: Path, caplog: pytest.LogCaptureFixture
 
 def test_what_matters_not_is_no_part_of_the_key(tmp_path: Path) -> None:
     one = fx.EncoderCudaGraphManager(SplitModel(), EAGER)
-    other = fx.EncoderCudaGraphManager(SplitModel(), EAGER.replace(debug=True, start_file=tmp_path))
+    served = EAGER.replace(capture_recurring=False, weight_check_seconds=1.0)
+    other = fx.EncoderCudaGraphManager(SplitModel(), served.replace(debug=True, start_file=tmp_path))
     assert tower_key(one._lifecycle.own) == tower_key(other._lifecycle.own)
 
 
