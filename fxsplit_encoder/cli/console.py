@@ -37,7 +37,8 @@ def progress_bars() -> Iterator[Callable[[str], Update]]:
 
 
 def choose_device(name: str) -> torch.device:
-    """The device that a name means; "auto": CUDA where there is a GPU, else the CPU.
+    """The device that a name means; "auto": CUDA where there is a GPU, else the CPU. A GPU of a number becomes
+    the current one.
 
     Raises:
         InputError: torch knows no such device, or it is not there.
@@ -52,6 +53,8 @@ def choose_device(name: str) -> torch.device:
         raise InputError(f"--device {name}: expected auto, cpu, cuda or cuda:N")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise InputError(f"--device {name}: this machine has {torch.cuda.device_count()} CUDA devices")
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)  # of streams and events that are made without saying where
     return device
 
 

@@ -10,6 +10,7 @@ import torch
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.attention import varlen_attention
+from fxsplit_encoder.integrations.images.device_batch import Download
 from fxsplit_encoder.models.eager import rms_error
 from fxsplit_encoder.models.random import demo_tower
 from fxsplit_encoder.runtime import Choosers
@@ -65,6 +66,21 @@ def test_captures_between_requests_are_made_there(tower: Any) -> None:
     assert str(manager.stats().progress).startswith("done"), manager.reports
     assert rms_error([torch.cat(manager.execute(inputs))], [before.float()]) < 0.05
     manager.clear()
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_embeddings_are_complete_when_they_are_there(index: int) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    weight = torch.randn(4096, 4096, device=f"cuda:{index}") / 64
+    rows = torch.randn(4096, 4096, device=f"cuda:{index}")
+    Download.start([rows], torch.float32).wait()  # pinned memory is there
+    for _ in range(50):
+        rows = rows @ weight
+    download = Download.start([rows], torch.float32)
+    download.wait()
+    copied = download.rows.clone()
+    assert torch.equal(copied, rows.cpu())
 
 
 @pytest.mark.parametrize("kernel", ["auto", "torch_flash", "triton_64x64"])

@@ -58,7 +58,7 @@ class Download:
         host = torch.empty(joined.shape, dtype=dtype, pin_memory=True)
         host.copy_(joined, non_blocking=True)
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        done.record()
+        done.record(torch.cuda.current_stream(joined.device))
         return cls(host, counts, done)
 
     def wait(self) -> None:
