@@ -37,8 +37,8 @@ def progress_bars() -> Iterator[Callable[[str], Update]]:
 
 
 def choose_device(name: str) -> torch.device:
-    """The device that a name means; "auto": CUDA where there is a GPU, else the CPU. A GPU of a number becomes
-    the current one.
+    """The device that a name means; "auto": CUDA where there is a GPU, else the CPU. A GPU that is named by
+    its number becomes the current one.
 
     Raises:
         InputError: torch knows no such device, or it is not there.
