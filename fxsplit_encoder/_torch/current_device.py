@@ -19,3 +19,11 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
     if device.type != "cuda" or device.index in (None, torch.cuda.current_device()):
         return _ALREADY
     return torch.cuda.device(device)
+
+
+def indexed(device: torch.device) -> torch.device:
+    """The device as tensors on it name theirs: "cuda" is the current one now, and stays that."""
+    index: int | None = device.index
+    if device.type == "cuda" and index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device

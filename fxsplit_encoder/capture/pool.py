@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fxsplit_encoder._torch.allocator import borrowed, end_failed_capture
+from fxsplit_encoder._torch.current_device import indexed
 from fxsplit_encoder._torch.deferred_free import defer_frees, free_later
 from fxsplit_encoder._torch.dispatch import tree_leaves
 from fxsplit_encoder.capture.memory import HandedOut, storage_address
@@ -43,11 +44,7 @@ class GraphPool:
         priority: int = 0,
     ) -> None:
         self.priority = priority
-        self.device = (
-            torch.device(device.type, torch.cuda.current_device())
-            if device == torch.device("cuda")
-            else device
-        )
+        self.device = indexed(device)
         self.max_bytes = max_bytes
         self.used_bytes = 0
         self.handed_out = HandedOut() if handed_out is None else handed_out

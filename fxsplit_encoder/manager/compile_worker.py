@@ -27,7 +27,6 @@ from fxsplit_encoder.manager.compile_process import (
     CompileRequest,
 )
 from fxsplit_encoder.manager.generation import Generation
-from fxsplit_encoder.manager.tower_part import indexed
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +68,7 @@ class CompileWorker:
     """
 
     def __init__(self, generation: Generation) -> None:
-        served, device = generation.served, indexed(generation.pool.device)
+        served, device = generation.served, generation.pool.device
         request = tower_pickle.dump(
             CompileRequest(served.tower, served.limits, served.dtype, generation.config, device)
         )

@@ -12,7 +12,6 @@ from torch import Tensor
 from fxsplit_encoder.kernels import describe_environment
 from fxsplit_encoder.manager.item_facts import select_items
 from fxsplit_encoder.manager.legacy_dual_path import read_item_specs
-from fxsplit_encoder.manager.tower_part import indexed
 
 if TYPE_CHECKING:
     from fxsplit_encoder.manager.manager import EncoderCudaGraphManager
@@ -23,7 +22,7 @@ def findings(manager: EncoderCudaGraphManager) -> list[str]:
     from fxsplit_encoder.products.fixed import PRODUCTS
 
     attention = [f"attention of {chosen}" for chosen in manager.kernels.attention.chosen]
-    return [f"invariant: {each}" for each in (*attention, *PRODUCTS.describe(indexed(manager.device)))]
+    return [f"invariant: {each}" for each in (*attention, *PRODUCTS.describe(manager.device))]
 
 
 def choices(manager: EncoderCudaGraphManager) -> list[str]:
@@ -32,7 +31,7 @@ def choices(manager: EncoderCudaGraphManager) -> list[str]:
     """
     from fxsplit_encoder.products.fixed import PRODUCTS
 
-    device = indexed(manager.device)
+    device = manager.device
     known: dict[str, Any] = {"torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability()}
     if device.type == "cuda":
         known = describe_environment(device)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from fxsplit_encoder.errors import CompileError, StartFileError
 from fxsplit_encoder.kernels import KernelMeasurements
-from fxsplit_encoder.manager.tower_part import indexed, tower_part
+from fxsplit_encoder.manager.tower_part import tower_part
 from fxsplit_encoder.start import Key, KnownTower, plain, read, save
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def save_captured(generation: Generation, measurements: Measurements, path: Path
         except CompileError as error:
             logger.warning("%s: a start from %s will trace it again: %s", each.label, path, error)
     tower = KnownTower(tower_key(generation), paths, programs)
-    return save(path, indexed(generation.pool.device), measurements, [tower])
+    return save(path, generation.pool.device, measurements, [tower])
 
 
 def save_programs(
@@ -47,7 +47,7 @@ def save_programs(
 ) -> None:
     """Writes programs alone, by the labels of their paths, before anything was measured."""
     tower = KnownTower(tower_key(generation), {}, programs)
-    save(path, indexed(generation.pool.device), measurements, [tower])
+    save(path, generation.pool.device, measurements, [tower])
 
 
 def load_captured(generation: Generation, measurements: Measurements, path: Path) -> None:
@@ -56,7 +56,7 @@ def load_captured(generation: Generation, measurements: Measurements, path: Path
     Raises:
         StartFileError: it is damaged, or was made for something else. Nothing of it is used then.
     """
-    start = read(path, indexed(generation.pool.device), tower_key(generation), measurements)
+    start = read(path, generation.pool.device, tower_key(generation), measurements)
     paths = list(generation.paths_by_key.values())
     for each in paths:
         if each.label not in start.tower.paths:
@@ -73,7 +73,7 @@ def load_programs(generation: Generation, measurements: Measurements, path: Path
     Raises:
         StartFileError: as of `load_captured`.
     """
-    start = read(path, indexed(generation.pool.device), tower_key(generation), measurements)
+    start = read(path, generation.pool.device, tower_key(generation), measurements)
     start.hand_over()
     _use_programs(generation, start)
 

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxsplit_encoder._torch.current_device import indexed
+
 # vLLM sets it on a model while it builds its towers.
 _MARKED = "_tower_model_names"
 
@@ -54,7 +56,7 @@ def placement_of(
         device = parameter.device if parameter is not None else "cuda" if torch.cuda.is_available() else "cpu"
     if dtype is None:
         dtype = parameter.dtype if parameter is not None else torch.get_default_dtype()
-    return torch.device(device), dtype
+    return indexed(torch.device(device)), dtype
 
 
 def _named_modules(model: nn.Module) -> list[nn.Module]:
@@ -70,11 +72,3 @@ def _tower_names(model: Any) -> set[str]:
     listed = [getattr(model, _MARKED, ())]
     listed += [getattr(mapping, kind, ()) for kind in ("tower_model", "connector")]
     return {name.rstrip(".") for names in listed for name in names}
-
-
-def indexed(device: torch.device) -> torch.device:
-    """The device as tensors on it name theirs."""
-    index: int | None = device.index
-    if device.type == "cuda" and index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device

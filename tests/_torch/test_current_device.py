@@ -10,7 +10,7 @@ import torch
 
 import fxsplit_encoder as fx
 from fxsplit_encoder._torch import current_device
-from fxsplit_encoder._torch.current_device import on_device
+from fxsplit_encoder._torch.current_device import indexed, on_device
 
 
 @pytest.fixture
@@ -35,6 +35,12 @@ def test_only_another_gpu_becomes_the_current_device(entered: list[torch.device]
     assert entered == []
     with on_device(torch.device("cuda:1")):
         assert entered == [torch.device("cuda:1")]
+
+
+def test_a_gpu_without_a_number_is_the_current_one(entered: list[torch.device]) -> None:
+    assert indexed(torch.device("cuda")) == torch.device("cuda:0")
+    for name in ("cpu", "cuda:1"):
+        assert indexed(torch.device(name)) == torch.device(name)
 
 
 def test_a_manager_works_on_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
