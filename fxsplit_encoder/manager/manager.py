@@ -38,6 +38,7 @@ from fxsplit_encoder.protocol import (
     SupportsEncoderCudaGraph,
     missing_methods,
 )
+from fxsplit_encoder.reading import reading_once
 from fxsplit_encoder.runtime import Choosers
 from fxsplit_encoder.runtime.statistics import ManagerStats, Statistics
 
@@ -328,8 +329,11 @@ class EncoderCudaGraphManager:
                 encoded, and nobody waited for it.
             RankError: with `config.data_parallel`, another rank failed or got other inputs.
         """
-        # Before the lock is taken: whoever sends bad inputs holds up nobody else. Ranks have to tell one
-        # another that theirs are bad, in the order of their calls.
+        with reading_once():
+            return self._execute(mm_kwargs)
+
+    def _execute(self, mm_kwargs: dict[str, Any]) -> list[Tensor]:
+        # Before the lock is taken, so that bad inputs hold up nobody. Ranks tell theirs in order of calls.
         specs = self._item_specs(mm_kwargs) if self.data_parallel is None else None
         in_inference_mode = torch.is_inference_mode_enabled()
         with self._lifecycle.turns, self.kernels.choosing(), on_device(self.device), without_autograd():

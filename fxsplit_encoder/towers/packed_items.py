@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.protocol import EncoderItemSpec
+from fxsplit_encoder.reading import read_once
 from fxsplit_encoder.towers import grid as grids_of
 from fxsplit_encoder.towers.base import WrappedTower
 from fxsplit_encoder.towers.grid import Grid
@@ -41,6 +42,8 @@ class _Request(NamedTuple):
     num_images: int
     patches: list[Tensor]
     """As they were given; their rows follow one another. Empty where a plan is made without any."""
+    missing: tuple[str, str] | None
+    """The names of patches that were not given, and of their grids; None: all were."""
 
 
 class PackedItems(WrappedTower):
@@ -83,6 +86,16 @@ class PackedItems(WrappedTower):
             InputError: an input is missing or not what it should be, the grids do not describe the patches,
                 the items are embeddings already, or videos for a tower of images.
         """
+        request = read_once(self, mm_kwargs, lambda: self._read_request(mm_kwargs))
+        if request.missing is not None and not planned:
+            key, grid_key = request.missing
+            raise InputError(
+                f"{key}: expected the patches that {grid_key} describes; got 0 rows, it is missing"
+            )
+        return request
+
+    def _read_request(self, mm_kwargs: dict[str, Any]) -> _Request:
+        """The same, where patches may be missing."""
         if len(self.input_keys) == 1:
             self.refuse_videos(mm_kwargs)
         for key in _EMBEDDINGS:
@@ -95,28 +108,27 @@ class PackedItems(WrappedTower):
         grids: list[Grid] = []
         counts: list[int] = []
         patches: list[Tensor] = []
+        missing = None
         for key, grid_key in self.input_keys:
             own: list[Grid] = []
             if mm_kwargs.get(grid_key) is not None:
-                parts, own = self._read_modality(mm_kwargs, key, grid_key, planned)
+                parts, own = self._read_modality(mm_kwargs, key, grid_key)
                 patches += parts
+                if missing is None and mm_kwargs.get(key) is None:
+                    missing = key, grid_key
             grids += own
             counts.append(len(own))
         for key, grid_key in self.input_keys:
             if mm_kwargs.get(key) is not None and mm_kwargs.get(grid_key) is None:
                 raise InputError(f"{grid_key}: expected the grids of {key}; got None; pass both or neither")
-        return _Request(grids, counts[0], patches)
+        return _Request(grids, counts[0], patches, missing)
 
     def _read_modality(
-        self, mm_kwargs: dict[str, Any], key: str, grid_key: str, planned: bool
+        self, mm_kwargs: dict[str, Any], key: str, grid_key: str
     ) -> tuple[list[Tensor], list[Grid]]:
         """The patches and the grids of all images, or of all videos."""
         patches = mm_kwargs.get(key)
         parts = pixel_parts(patches, key, self.check_patches)
-        if patches is None and not planned:
-            raise InputError(
-                f"{key}: expected the patches that {grid_key} describes; got 0 rows, it is missing"
-            )
         rows = None if patches is None else sum(part.shape[0] for part in parts)
         return parts, self.grids_of_rows(mm_kwargs[grid_key], grid_key, rows, f"{key}: {grid_key} describes")
 
@@ -157,15 +169,12 @@ class PackedItems(WrappedTower):
         return result
 
     def item_grids(self, mm_kwargs: dict[str, Any]) -> list[Grid]:
-        """The grids of a batch: the images', then the videos'. They are not compared with the patches, which
-        `get_encoder_cudagraph_item_specs` has done before this is called.
+        """The grids of a batch: the images', then the videos'.
+
+        Raises:
+            InputError: as `read_request`.
         """
-        return [
-            grid
-            for _, key in self.input_keys
-            if mm_kwargs.get(key) is not None
-            for grid in self.read_grids(mm_kwargs[key], key)
-        ]
+        return self.read_request(mm_kwargs, planned=True).grids
 
     # --- the manager's protocol
 
@@ -201,7 +210,7 @@ class PackedItems(WrappedTower):
 
     def select_encoder_cudagraph_items(self, mm_kwargs: dict[str, Any], indices: list[int]) -> dict[str, Any]:
         """The batch of some items, in the order of `indices`."""
-        grids, num_images, patches = self.read_request(mm_kwargs)
+        grids, num_images, patches, _ = self.read_request(mm_kwargs)
         starts = grids_of.cumulative_lengths([t * h * w for t, h, w in grids]).tolist()
         pixels = self.flat_patches(patches)
         images = list(itertools.takewhile(lambda index: index < num_images, indices))

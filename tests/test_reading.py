@@ -1,0 +1,59 @@
+"""A request's inputs are read once, and each request's anew."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import fxsplit_encoder as fx
+from fxsplit_encoder.models.random import demo_tower
+from fxsplit_encoder.reading import read_once, reading_once
+from fxsplit_encoder.towers import grid as grids_of
+
+
+def test_what_was_read_is_remembered_inside_alone() -> None:
+    read: list[int] = []
+
+    def reading(number: int) -> int:
+        read.append(number)
+        return number
+
+    given = object()
+    for number in (1, 2):  # outside
+        assert read_once("a", given, lambda number=number: reading(number)) == number
+    with reading_once():
+        assert [read_once("a", given, lambda number=number: reading(number)) for number in (3, 4)] == [3, 3]
+        assert read_once("b", given, lambda: reading(5)) == 5
+        assert read_once("a", object(), lambda: reading(6)) == 6
+        with reading_once():
+            assert read_once("a", given, lambda: reading(7)) == 7
+        assert read_once("a", given, lambda: reading(8)) == 3
+    with reading_once(), pytest.raises(KeyError):
+        read_once("a", given, lambda: {}["nothing"])
+    assert read_once("a", given, lambda: reading(9)) == 9
+    assert read == [1, 2, 3, 5, 6, 7, 9]
+
+
+def test_grids_are_read_once_a_request_and_never_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[int] = []
+    integer_rows = grids_of.integer_rows
+
+    def counted(value: object, *args: object) -> object:
+        reads.append(id(value))
+        return integer_rows(value, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(grids_of, "integer_rows", counted)
+    tower = fx.wrap(demo_tower(1, "cpu", torch.float32))
+    config = fx.EncoderConfig(mode="none", piece_compiler="eager")
+    manager = fx.EncoderCudaGraphManager(tower, config, log_interval=0)
+    numbers = np.array([[1, 4, 6]])
+    inputs = {"image_grid_thw": torch.from_numpy(numbers)}
+    inputs["pixel_values"] = torch.randn(24, tower.patch_features)
+    before = manager.execute(inputs)
+    assert len(reads) == 1
+    numbers[:] = [[1, 6, 4]]  # leaves no trace in the tensor
+    after = manager.execute(inputs)
+    assert len(reads) == 2
+    assert before[0].shape == after[0].shape
+    assert not torch.equal(before[0], after[0])
