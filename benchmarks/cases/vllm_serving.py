@@ -14,7 +14,7 @@ tokens are those of the first variant.
 Every variant's engine starts in processes of its own, after the one before has started, so that none times
 its captures while another works. Then the same requests go to each in turn, over and over, so that all of
 them are measured at every time of the run: the GPU holds them all. Every engine runs on the same cores, of
-one memory node of the host: the node that a process begins on decides for its whole life how fast it is.
+one memory node of the host, so that none has the nearer memory.
 `--trace FOLDER` writes timelines of each variant's worker under requests with one and with four images.
 One that does not start leaves the first error of its processes, which names the package that is missing, and
 their log is printed. `--tiny` runs narrow models on a CPU, where vLLM's worker makes no manager, so that all

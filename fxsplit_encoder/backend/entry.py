@@ -25,7 +25,11 @@ _warned: set[str] = set()
 # What decides how items are packed into batches, and on which path and GPU they run; and of parameters, which
 # are compared with those of each call.
 _MANAGERS_SETTINGS = (
-    *("packing", "paths", "data_parallel", "max_frames_per_batch", "start_file"),
+    "packing",
+    "paths",
+    "data_parallel",
+    "max_frames_per_batch",
+    "start_file",
     "weight_check_seconds",
 )
 

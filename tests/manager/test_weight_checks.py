@@ -71,6 +71,20 @@ def test_what_moved_serves_until_the_next_look(monkeypatch: pytest.MonkeyPatch, 
     assert manager.stats().misses == {}
 
 
+def test_what_was_found_wrong_is_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, model = Clock(monkeypatch), SplitModel()
+    manager, inputs = captured(model, weight_check_seconds=5), batch(2, 3)
+    manager.execute(inputs)
+    weight = model.linear.weight
+    model.linear.weight = nn.Parameter(weight.double(), requires_grad=False)  # no capture can be made of it
+    clock.now += 5
+    for _ in range(2):
+        with pytest.raises(fx.InputError, match="parameters: expected them"):
+            manager.execute(inputs)
+    model.linear.weight = weight
+    assert_equal_items(manager.execute(inputs), alone(model, inputs))
+
+
 def test_debug_looks_at_every_replay(monkeypatch: pytest.MonkeyPatch) -> None:
     Clock(monkeypatch)
     model = SplitModel()

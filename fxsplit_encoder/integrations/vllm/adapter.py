@@ -78,12 +78,15 @@ class VllmEncoderManager:
         group = None
         if self._is_data_parallel:
             config, group = config.replace(data_parallel=True), device_group()
+        note_reloads(model, self._check_weights)
         logger.info("encoder CUDA graphs by fxsplit_encoder (%s=off: by vLLM): %s", VARIABLE, config)
-        manager = EncoderCudaGraphManager(
+        return EncoderCudaGraphManager(
             model, config, device=device, dtype=dtype, vllm_config=vllm_config, process_group=group
         )
-        note_reloads(model, manager.check_weights)
-        return manager
+
+    def _check_weights(self) -> None:
+        if self.manager is not None:
+            self.manager.check_weights()
 
     def _attempt(self, action: Callable[[], None]) -> bool:
         """Whether an action succeeded, on every rank that shares the items. If not, vLLM's own manager serves

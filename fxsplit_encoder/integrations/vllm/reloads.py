@@ -21,10 +21,9 @@ def note_reloads(model: nn.Module, then: Callable[[], None]) -> None:
     load: Any = getattr(model, "load_weights", None)
     if load is None:
         return
-    if hasattr(load, "notes_reloads"):
-        load.notes_reloads[:] = [then]
+    if hasattr(load, "after_load"):
+        load.after_load = then
         return
-    called = [then]
     # Those of now: while vLLM loads, modules hold others, and what was loaded is copied into these later.
     parameters = [weakref.ref(parameter) for parameter in model.parameters()]
 
@@ -35,7 +34,7 @@ def note_reloads(model: nn.Module, then: Callable[[], None]) -> None:
         finally:
             now = (reference() for reference in parameters)
             increment_version([parameter for parameter in now if parameter is not None])
-            called[0]()
+            load_weights.after_load()  # type: ignore[attr-defined]
 
-    load_weights.notes_reloads = called  # type: ignore[attr-defined]
+    load_weights.after_load = then  # type: ignore[attr-defined]
     model.load_weights = load_weights  # type: ignore[assignment]

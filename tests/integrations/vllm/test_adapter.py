@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -175,6 +177,40 @@ def test_vllms_manager_serves_where_ours_cannot_capture(
     assert calls(manager) == ["capture"]
     (warning,) = warnings_of_plugin
     assert "ValueError: odd tower" in warning
+
+
+def test_a_manager_that_could_not_capture_is_not_kept_by_its_model(
+    make: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    warnings_of_plugin: list[str],
+    tiny_towers: Any,
+) -> None:
+    model = tiny_towers.wrapped
+    monkeypatch.setattr(model, "load_weights", lambda weights: set(), raising=False)
+    manager = make(model)
+    ours = weakref.ref(manager.manager)
+
+    def fail(manager: Any) -> None:
+        raise ValueError("odd tower")  # a new one, which nobody keeps with its frames
+
+    monkeypatch.setattr(fx.EncoderCudaGraphManager, "capture", fail)
+    manager.capture()
+    gc.collect()
+    assert ours() is None
+    assert model.load_weights([]) == set()
+    assert len(warnings_of_plugin) == 1
+
+
+def test_new_weights_are_looked_at_by_the_next_batch(
+    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tiny_towers: Any
+) -> None:
+    model = tiny_towers.wrapped
+    monkeypatch.setattr(model, "load_weights", lambda weights: set(), raising=False)
+    manager = make(model)
+    checks = manager.manager._serving.runner.weight_checks
+    assert [checks.is_due("path") for _ in range(2)] == [True, False]
+    model.load_weights([])
+    assert checks.is_due("path")
 
 
 def test_vllms_manager_serves_where_no_budget_could_be_captured(
