@@ -12,7 +12,11 @@
 # more at a time; there they must lie beside each other again.
 #
 # The project itself is not pip-installed: install writes its metadata into SITE, which is what finds the
-# backend by name, and prints the environment to use:
+# backend by name, and prints the environment to use. Such a host may have packages without the bytecode that
+# pip would have compiled; the environment has every process keep it in SITE/bytecode, and `bytecode` compiles
+# all of it, which a start that is to be measured needs:
+#
+#   gpu_host.sh bytecode                             in that environment: compiles all that Python would import
 #
 #   eval "$(benchmarks/gpu_host.sh install)" && encoder-cg demo
 set -euo pipefail
@@ -33,7 +37,7 @@ large_package=nvidia-cutlass-dsl-libs-cu13
 first_part=52m
 
 usage() {
-    sed -n '4,9s/^# *//p' "${BASH_SOURCE[0]}" >&2
+    sed -n '4,9s/^# *//p; /^#   gpu_host.sh bytecode/s/^# *//p' "${BASH_SOURCE[0]}" >&2
     exit 2
 }
 
@@ -120,8 +124,20 @@ install_wheels() {
 # print_environment SITE [PACKAGES]: the directories that Python searches, PACKAGES first.
 print_environment() {
     local site=$1 packages=${2:+$2:}
-    printf 'export PYTHONPATH=%q PATH=%q\n' \
-        "$packages$site:$repo${PYTHONPATH:+:$PYTHONPATH}" "$site/bin:$PATH"
+    printf 'unset PYTHONDONTWRITEBYTECODE; export PYTHONPYCACHEPREFIX=%q PYTHONPATH=%q PATH=%q\n' \
+        "$site/bytecode" "$packages$site:$repo${PYTHONPATH:+:$PYTHONPATH}" "$site/bin:$PATH"
+}
+
+# Sources that do not compile, such as templates and tests of errors, are of no concern.
+compile_bytecode() {
+    python3 -W ignore - <<'PY'
+import compileall
+import os
+import sys
+
+for folder in filter(os.path.isdir, sys.path):
+    compileall.compile_dir(folder, quiet=2, workers=0)
+PY
 }
 
 install() {
@@ -154,5 +170,6 @@ case ${1:-} in
     install) [[ $# -le 3 ]] || usage && install "${2:-.whl}" "${3:-/tmp/site}" ;;
     wheels-attention) [[ $# -le 2 ]] || usage && download_attention_wheels "${2:-.whl-attention}" ;;
     install-attention) [[ $# -le 3 ]] || usage && install_attention "${2:-.whl-attention}" "${3:-/tmp/site}" ;;
+    bytecode) [[ $# -eq 1 ]] || usage && compile_bytecode ;;
     *) usage ;;
 esac

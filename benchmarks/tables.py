@@ -424,8 +424,9 @@ def starts(result: Result) -> str:
             f"{row['longest request']:.1f} ms, the median {row['median request']:.1f}, "
             f"eager {row['eager']:.1f}. "
         )
+    compiled = "" if result["settings"].get("bytecode") else "Python's packages had no bytecode. "
     where = described(result, result["settings"]["tower"])
-    return f"{formatted(['start', *shown], lines)}\n\nSeconds. {memory}{ready}{where}."
+    return f"{formatted(['start', *shown], lines)}\n\nSeconds. {compiled}{memory}{ready}{where}."
 
 
 def data_parallel(result: Result) -> str:

@@ -7,7 +7,8 @@ The Qwen3-VL-8B vision tower, 27 blocks, bf16, random weights, 16 budgets, mode 
 of another model, with its configuration in configs/; the import of its model's code is in "tower". `--tiny`
 takes a tiny tower and 4 budgets, for a machine without a GPU, where nothing is a graph and pieces run as
 traced. The cold start has empty caches, the second one what the first left there; the one from a file has
-empty caches and what the first saved. Seconds:
+empty caches and what the first saved. Where packages lie without bytecode, which the table says, every
+process compiles what it imports: `gpu_host.sh bytecode` does that before. Seconds:
 
 * "import": torch, transformers and this package, "own import" being this package's part. "tower": making the
   tower, which a server does by reading its checkpoint; it is not part of the total.
@@ -34,6 +35,7 @@ from __future__ import annotations
 
 import argparse
 import cProfile
+import importlib.util
 import json
 import os
 import pstats
@@ -229,6 +231,13 @@ def serve_meanwhile(manager: Any, request: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def has_bytecode() -> bool:
+    """Whether Python finds its packages compiled, as pip leaves them."""
+    import torch
+
+    return Path(importlib.util.cache_from_source(torch.__file__)).exists()
+
+
 def count_kernels() -> int:
     """Compiled kernels in the caches of Triton and of FlashAttention 4."""
     triton = Path(os.environ["TRITON_CACHE_DIR"]).rglob("*.cubin")
@@ -263,7 +272,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     tower = "tiny" if arguments.tiny else arguments.tower
     limits = LIMITS if arguments.tiny or tower == TOWER else {}
-    result = new_result("start", tower=tower, **limits, token_budgets=list(budgets))
+    result = new_result("start", tower=tower, **limits, token_budgets=list(budgets), bytecode=has_bytecode())
     with tempfile.TemporaryDirectory() as made:
         for name in arguments.starts:
             if name == "largest alone" and not budgets:

@@ -14,7 +14,9 @@ tokens are those of the first variant.
 Every variant's engine starts in processes of its own, after the one before has started, so that none times
 its captures while another works. Then the same requests go to each in turn, over and over, so that all of
 them are measured at every time of the run: the GPU holds them all. Every engine runs on the same cores, of
-one memory node of the host, so that none has the nearer memory.
+one memory node of the host, so that none has the nearer memory. Processes differ all the same, by when they
+were started: with `--engines 2` each variant has two, started in the opposite order, whose answers count
+together.
 `--trace FOLDER` writes timelines of each variant's worker under requests with one and with four images.
 One that does not start leaves the first error of its processes, which names the package that is missing, and
 their log is printed. `--tiny` runs narrow models on a CPU, where vLLM's worker makes no manager, so that all
@@ -35,7 +37,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from storage import Result, new_result, one_line, store
@@ -43,6 +45,18 @@ from timing import percentile
 from vllm_classes import CLASSES, MAX_ITEMS, MAX_TOKENS, installed_version, narrow, prepare_environment
 
 Row = dict[str, Any]
+
+
+class Engine(NamedTuple):
+    """One of a variant's."""
+
+    variant: str
+    number: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.variant}-{self.number}"
+
 
 VARIANTS = ("eager", "vllm", "ours", "ours-compiled")
 RATES = {0: 20.0, 1: 10.0, 4: 5.0}
@@ -61,6 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help=", ".join(VARIANTS))
     add("--seconds", type=float, default=2.0, help="how long requests of a kind arrive in a round")
     add("--rounds", type=int, default=3, help="how often each variant takes its turn")
+    add("--engines", type=int, default=1, help="processes of each variant, every other time in reverse")
     add("--trace", type=Path, metavar="FOLDER", help="write a timeline of each variant's worker")
     add("--timeout", type=float, default=240, help="the most seconds until every engine has started")
     add("--runner", choices=("1", "2"), default="1", help="the generation of vLLM's model runner")
@@ -72,7 +87,7 @@ def run(options: argparse.Namespace) -> int:
         raise SystemExit("vllm_serving: needs a CUDA device, or --tiny")
     dtype = "float32" if options.tiny else "bfloat16"
     settings = dict(seconds=options.seconds, rounds=options.rounds, rates=RATES, tokens=_TOKENS)
-    settings |= dict(runner=options.runner)
+    settings |= dict(runner=options.runner, engines=options.engines)
     result = new_result("vllm_serving", dtype=dtype, **settings)
     result["vllm"] = installed_version()
     with tempfile.TemporaryDirectory() as folder:
@@ -86,22 +101,23 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run_all(options: argparse.Namespace, folder: str, result: Result) -> None:
-    """Starts every variant, then asks them in turn."""
+    """Starts every engine, then asks them in turn."""
     context = multiprocessing.get_context("spawn")
-    processes: dict[str, Any] = {}
-    pipes: dict[str, Any] = {}
+    processes: list[Any] = []
+    pipes: dict[Engine, Any] = {}
     deadline = time.monotonic() + options.timeout
-    for variant in options.variants:
-        pipes[variant], theirs = context.Pipe()
-        process = context.Process(target=_work, args=(variant, folder, options, theirs))
-        processes[variant] = process
+    for engine in order_of_start(options.variants, options.engines):
+        pipes[engine], theirs = context.Pipe()
+        process = context.Process(target=_work, args=(engine, folder, options, theirs))
+        processes.append(process)
         process.start()
         theirs.close()
-        row = _next(pipes[variant], deadline)
-        _keep(variant, row, options, result)
+        row = _next(pipes[engine], deadline)
+        _keep(engine.variant, row, options, result)
         if "failure" in row:
-            print((Path(folder) / f"{variant}.log").read_text(encoding="utf-8", errors="replace"), flush=True)
-            del pipes[variant]
+            log = Path(folder) / f"{engine.name}.log"
+            print(log.read_text(encoding="utf-8", errors="replace"), flush=True)
+            del pipes[engine]
             if "ModuleNotFoundError" in row["failure"]:
                 break  # no other engine would find it
     for requests in (*(f"{images} images" for images in RATES), AT_ONCE):
@@ -111,56 +127,69 @@ def _run_all(options: argparse.Namespace, folder: str, result: Result) -> None:
         _write_traces(options.trace, pipes)
     for pipe in pipes.values():
         pipe.close()  # an engine that nobody can ask any more ends itself and its own processes
-    for process in processes.values():
+    for process in processes:
         process.join(30)
         process.kill()
 
 
-def _write_traces(folder: Path, pipes: Mapping[str, Any]) -> None:
+def order_of_start(variants: Sequence[str], engines: int) -> list[Engine]:
+    """So many engines of each variant, there and back again: none of them is always the first."""
+    rounds = ([*variants] if number % 2 == 0 else [*reversed(variants)] for number in range(engines))
+    return [Engine(variant, number) for number, each in enumerate(rounds) for variant in each]
+
+
+def _write_traces(folder: Path, pipes: Mapping[Engine, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    for variant, pipe in pipes.items():
+    for engine, pipe in pipes.items():
         for images in (1, 4):
-            pipe.send(("trace", images, str(folder / f"{variant}-{images}.json.gz")))
+            pipe.send(("trace", images, str(folder / f"{engine.name}-{images}.json.gz")))
             _next(pipe, time.monotonic() + 120)
 
 
-def _measured(requests: str, pipes: dict[str, Any], options: argparse.Namespace) -> list[Row]:
-    """A row for each variant, of every round; a variant that fails is asked for nothing more."""
-    given: dict[str, list[Row]] = {variant: [] for variant in pipes}
+def _measured(requests: str, pipes: dict[Engine, Any], options: argparse.Namespace) -> list[Row]:
+    """A row for each variant, of every round of its engines; one that fails is asked for nothing more."""
+    given: dict[str, list[Row]] = {engine.variant: [] for engine in pipes}
     failures = []
     for turn in range(options.rounds):
-        for variant in _rotated(list(pipes), turn):
-            pipes[variant].send((requests, turn, None))
-            answer = _next(pipes[variant], time.monotonic() + 10 * options.seconds + 60)
+        for engine in _rotated(list(pipes), turn):
+            pipes[engine].send((requests, turn, None))
+            answer = _next(pipes[engine], time.monotonic() + 10 * options.seconds + 60)
             if "failure" in answer:
-                failures.append({"variant": variant, **answer, "requests": requests})
-                del pipes[variant], given[variant]
-            else:
-                given[variant].append(answer)
+                failures.append({"variant": engine.variant, **answer, "requests": requests})
+                del pipes[engine]
+                given.pop(engine.variant, None)  # not to be told from one that was asked less
+            elif engine.variant in given:
+                given[engine.variant].append({**answer, "turn": turn, "engine": engine.number})
     first = next(iter(given), None)
-    rows = [_row(variant, requests, given[variant], given[first]) for variant in given if first is not None]
+    expected = {each["turn"]: each["answers"] for each in given[first]} if first is not None else {}
+    rows = [_row(variant, requests, rounds, expected) for variant, rounds in given.items()]
     return rows + failures
 
 
-def _rotated(names: list[str], turn: int) -> list[str]:
-    """Another one is first in every round: what a variant leaves behind is not always the same one's loss."""
-    start = turn % len(names) if names else 0
-    return names[start:] + names[:start]
+def _rotated(engines: list[Engine], turn: int) -> list[Engine]:
+    """Another one is first in every round: what one leaves behind is not always the same one's loss."""
+    start = turn % len(engines) if engines else 0
+    return engines[start:] + engines[:start]
 
 
-def _row(variant: str, requests: str, rounds: Sequence[Row], others: Sequence[Row]) -> Row:
-    """What a variant did in all rounds together, beside the answers of the first variant."""
+def _row(variant: str, requests: str, rounds: Sequence[Row], expected: Mapping[int, list[Any]]) -> Row:
+    """What a variant did in all rounds together, beside the answers of the first variant in each."""
     answers, first = _joined(rounds, "answers"), _joined(rounds, "first")
     row = {"variant": variant, "requests": requests, "count": len(first)}
     images = requests.removesuffix(" images")
     row |= {"rate": RATES[int(images)]} if images.isdigit() else {}
     row |= {"p50": percentile(first, 0.5), "p99": percentile(first, 0.99)}
+    numbers = {each["engine"] for each in rounds}
+    if len(numbers) > 1:
+        own = ([each for each in rounds if each["engine"] == number] for number in sorted(numbers))
+        row["p50 by engine"] = [percentile(_joined(each, "first"), 0.5) for each in own]
     if requests == AT_ONCE:
         row["requests per second"] = len(first) / sum(each["seconds"] for each in rounds)
     for what in ("host", "device"):
         if times := _joined(rounds, f"encoder {what}"):
             row[f"encoder {what}"] = percentile(times, 0.5)
-    same = map(list.__eq__, answers, _joined(others, "answers"))
+    others = [answer for each in rounds for answer in expected[each["turn"]]]
+    same = map(list.__eq__, answers, others)
     return {**row, "same": sum(same) / len(answers)}
 
 
@@ -249,12 +278,12 @@ def prompts(images: int, count: int, turn: int, tiny: bool) -> list[dict[str, An
 # --- in the process of a variant
 
 
-def _work(variant: str, folder: str, options: argparse.Namespace, pipe: Connection) -> None:
-    log = Path(folder) / f"{variant}.log"
+def _work(engine: Engine, folder: str, options: argparse.Namespace, pipe: Connection) -> None:
+    log = Path(folder) / f"{engine.name}.log"
     _write_to(log)
     use_one_node()
     try:
-        asyncio.run(_serve(variant, folder, options, pipe))
+        asyncio.run(_serve(engine, folder, options, pipe))
     except Exception as error:
         traceback.print_exc()
         written = log.read_text(encoding="utf-8", errors="replace")
@@ -305,19 +334,19 @@ def plugin_problem(log: str) -> str | None:
     return None if "encoder CUDA graphs by fxsplit_encoder" in log else "the plugin made no manager"
 
 
-def _environment(variant: str, folder: str, runner: str) -> None:
+def _environment(which: Engine, folder: str, runner: str) -> None:
     prepare_environment()
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(runner == "2"))
     os.environ["VLLM_PLUGINS"] = "fxsplit_encoder"
     os.environ["VLLM_LOGGING_LEVEL"] = "INFO"
-    os.environ["VLLM_CACHE_ROOT"] = f"{folder}/cache_{variant}"
-    settings = Path(folder) / f"{variant}.yaml"
-    settings.write_text("compile: true\n" if variant == "ours-compiled" else "{}\n", encoding="utf-8")
-    os.environ["FXSPLIT_ENCODER_CONFIG"] = str(settings) if variant.startswith("ours") else "off"
+    os.environ["VLLM_CACHE_ROOT"] = f"{folder}/cache_{which.name}"
+    settings = Path(folder) / f"{which.name}.yaml"
+    settings.write_text("compile: true\n" if which.variant == "ours-compiled" else "{}\n", encoding="utf-8")
+    os.environ["FXSPLIT_ENCODER_CONFIG"] = str(settings) if which.variant.startswith("ours") else "off"
 
 
-async def _serve(variant: str, folder: str, options: argparse.Namespace, pipe: Connection) -> None:
-    _environment(variant, folder, options.runner)
+async def _serve(which: Engine, folder: str, options: argparse.Namespace, pipe: Connection) -> None:
+    _environment(which, folder, options.runner)
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.model_executor.models import registry
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -327,7 +356,7 @@ async def _serve(variant: str, folder: str, options: argparse.Namespace, pipe: C
 
     begin = time.perf_counter()
     captures = {
-        "cudagraph_mm_encoder": variant != "eager",
+        "cudagraph_mm_encoder": which.variant != "eager",
         "encoder_cudagraph_max_vision_items_per_batch": MAX_ITEMS,
     }
     engine = AsyncLLM.from_engine_args(
@@ -362,8 +391,8 @@ async def _serve(variant: str, folder: str, options: argparse.Namespace, pipe: C
     )
     try:
         await _arrive(engine, prompts(4, 2, 0, options.tiny) + prompts(0, 1, 0, options.tiny), 1e3)  # warm-up
-        if variant.startswith("ours") and not options.tiny:
-            problem = plugin_problem((Path(folder) / f"{variant}.log").read_text("utf-8", "replace"))
+        if which.variant.startswith("ours") and not options.tiny:
+            problem = plugin_problem((Path(folder) / f"{which.name}.log").read_text("utf-8", "replace"))
             if problem is not None:
                 raise RuntimeError(problem)
         if options.runner == "1":

@@ -11,7 +11,7 @@ from torch import fx
 
 from fxsplit_encoder._torch.dispatch import OpOverload
 from fxsplit_encoder._torch.distributed import calls_other_ranks
-from fxsplit_encoder.attention.ahead import compile_ahead
+from fxsplit_encoder.attention.ahead import compile_ahead, heads_of
 from fxsplit_encoder.compile.derived import DerivedParameter, DerivedParameters
 from fxsplit_encoder.compile.host import host_op
 from fxsplit_encoder.compile.invariance import check_proof, check_rows
@@ -52,6 +52,7 @@ def build_program(module: fx.GraphModule, static_inputs: Sequence[int], options:
     num_rows = mask_pad_rows(module, targets)
     device = _device(module.graph.output_node().args[0])  # type: ignore[arg-type]
     mark_cuts(module, targets)
+    own_heads = heads_of(module.graph.nodes)
     report = run_passes(
         module,
         options.passes,
@@ -60,7 +61,7 @@ def build_program(module: fx.GraphModule, static_inputs: Sequence[int], options:
         fp8_kept=options.fp8_kept,
         invariant=options.invariant,
     )
-    compile_ahead(module.graph.nodes, device)
+    compile_ahead(module.graph.nodes, device, eager=own_heads)
     if options.invariant:
         check_rows(module, device, options.piece_compiler)
     if options.observe is not None:

@@ -186,7 +186,16 @@ def test_variants_follow_from_the_attention_of_a_graph(begun: list[tuple[list[st
         ahead.compile_ahead([node(varlen_attention), other, node(varlen_attention)], HOPPER)
         ahead.compile_ahead([node(dense_attention, 64), node(varlen_attention, 80)], HOPPER)
         ahead.warm_up(HOPPER)
-    assert begun == [(PACKED, 72), ([*PACKED, *DENSE], 64), (PACKED, 80), ([], 3)]
+    assert begun == [(PACKED, 72), ([*PACKED, *DENSE], 64), (PACKED, 80), ([], 4)]
+
+
+def test_heads_that_the_graph_stores_wider_run_eagerly_as_they_are(
+    begun: list[tuple[list[str], int]],
+) -> None:
+    with choosing(chooser()):
+        own = ahead.heads_of([node(varlen_attention, 72), node(dense_attention, 64)])
+        ahead.compile_ahead([node(varlen_attention, 80), node(dense_attention, 64)], HOPPER, eager=own)
+    assert begun == [(PACKED, 80), ([*PACKED, *DENSE], 64), (["flash_attn_4"], 72)]
 
 
 @pytest.mark.parametrize("settled", [chooser("torch_flash"), chooser(invariant=True)])

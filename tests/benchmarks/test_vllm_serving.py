@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from cases.vllm_serving import AT_ONCE, _row, plugin_problem, root_cause, use_one_node
+from cases.vllm_serving import AT_ONCE, _row, order_of_start, plugin_problem, root_cause, use_one_node
 
 LOG = """(EngineCore pid=7) ERROR 11-24 14:49:52 [core.py:1454] EngineCore failed to start.
 (EngineCore pid=7) ERROR 11-24 14:49:52 [core.py:1454] Traceback (most recent call last):
@@ -51,10 +51,19 @@ def test_rounds_are_told_as_one_row() -> None:
         {"answers": [[1, 2], [3, 4]], "first": [10.0, 30.0], "seconds": 0.5, "encoder host": [1.0]},
         {"answers": [[5, 6], [7, 8]], "first": [20.0, 40.0], "seconds": 1.5, "encoder host": [3.0, 2.0]},
     ]
-    others = [rounds[0], {"answers": [[5, 6], [7, 9]]}]
-    row = _row("ours", "4 images", rounds, others)
-    assert row == {
+    rounds = [{**each, "turn": turn, "engine": 0} for turn, each in enumerate(rounds)]
+    row = _row("ours", "4 images", rounds, {0: [[1, 2], [3, 4]], 1: [[5, 6], [7, 9]]})
+    told = {
         **dict(variant="ours", requests="4 images", count=4, rate=5.0, same=0.75, p50=20.0, p99=40.0),
         "encoder host": 2.0,
     }
-    assert _row("ours", AT_ONCE, rounds, rounds)["requests per second"] == 2.0
+    assert row == told
+    expected = {each["turn"]: each["answers"] for each in rounds}
+    assert _row("ours", AT_ONCE, rounds, expected)["requests per second"] == 2.0
+    rounds[1]["engine"] = 1
+    assert _row("ours", "4 images", rounds, expected) == {**told, "same": 1.0, "p50 by engine": [10.0, 20.0]}
+
+
+def test_no_variant_is_always_the_first_to_start() -> None:
+    started = [engine.name for engine in order_of_start(["vllm", "ours"], 3)]
+    assert started == ["vllm-0", "ours-0", "ours-1", "vllm-1", "vllm-2", "ours-2"]

@@ -89,7 +89,7 @@ class FlashAttention4(HalfPrecisionKernel):
     ) -> None:
         self.up_to = up_to
         self.name = "flash_attn_4" + (f"_{tile[0]}x{tile[1]}" if tile else "") + self.suffix
-        self._in_graphs_alone = tile is not None or self.needs_equal_segments
+        self.in_graphs_alone = tile is not None or self.needs_equal_segments
         self.architectures = (9, 10, 11) if tile is None else (9,)
         self.is_invariant = tile is None and not self.needs_equal_segments
         self._variant: dict[str, Any] = {"tile_mn": tile, "mma_pv_is_rs": probabilities_in_registers}
@@ -107,7 +107,7 @@ class FlashAttention4(HalfPrecisionKernel):
 
     def supports(self, shape: AttentionShape) -> bool:
         """Segments that are not too long for its tiles; of the variants, in graphs."""
-        if self._in_graphs_alone and shape.host_lengths:
+        if self.in_graphs_alone and shape.host_lengths:
             return False
         return super().supports(shape) and (self.up_to is None or shape.longest <= self.up_to)
 
