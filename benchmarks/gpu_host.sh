@@ -130,14 +130,9 @@ print_environment() {
 
 # Sources that do not compile, such as templates and tests of errors, are of no concern.
 compile_bytecode() {
-    python3 -W ignore - <<'PY'
-import compileall
-import os
-import sys
-
-for folder in filter(os.path.isdir, sys.path):
-    compileall.compile_dir(folder, quiet=2, workers=0)
-PY
+    local folders
+    mapfile -t folders < <(python3 -c 'import os, sys; print(*filter(os.path.isdir, sys.path[1:]), sep="\n")')
+    python3 -W ignore -m compileall -q -j 0 "${folders[@]}" > /dev/null || true
 }
 
 install() {
