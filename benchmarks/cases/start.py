@@ -28,7 +28,8 @@ compiling would, so the other columns are for runs without it.
 "bytes" is what the captures take; the start "largest alone" captures the largest budget alone. The start
 "ready at once" has empty caches and calls `capture(wait=False)`: its "first embedding" follows the captures
 of the uncompiled tower, "done" is seconds from that call to the end of the work behind it, "longest request"
-and "median request" are milliseconds of requests of one image meanwhile, every 20 ms, beside "eager".
+and "median request" are milliseconds of requests of one image meanwhile, every 20 ms, beside "eager", and
+"longest steps" those of what requests may have waited for.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ import argparse
 import cProfile
 import importlib.util
 import json
+import logging
 import os
 import pstats
 import statistics
@@ -142,13 +144,16 @@ def start(arguments: argparse.Namespace, budgets: Sequence[int]) -> dict[str, An
         if not at_once:
             manager.compile()
     kernels = count_kernels()
+    steps = Steps()
+    if at_once:
+        steps.listen()
     with phase("capture"):
         manager.capture(wait=not at_once)
     packed = hasattr(tower, "patch_features")
     inputs = random_inputs(tower, [(16 if arguments.tiny else 256) if packed else 1])
     with phase("first embedding"):
         manager.execute(inputs)
-    meanwhile = serve_meanwhile(manager, inputs) if at_once else {}
+    meanwhile = serve_meanwhile(manager, inputs, steps) if at_once else {}
     measured = len(measurements.table(manager.device)) - known
     if arguments.save is not None:
         with phase("save"):
@@ -201,7 +206,7 @@ def config_of(arguments: argparse.Namespace, budgets: Sequence[int]) -> Any:
     return config.replace(token_budgets=tuple(budgets)) if budgets else config
 
 
-def serve_meanwhile(manager: Any, request: dict[str, Any]) -> dict[str, Any]:
+def serve_meanwhile(manager: Any, request: dict[str, Any], steps: Steps) -> dict[str, Any]:
     """Requests until everything is captured: how long they took beside eager's, and how long that took."""
     from timing import synchronize
 
@@ -225,6 +230,7 @@ def serve_meanwhile(manager: Any, request: dict[str, Any]) -> dict[str, Any]:
         "done": progress.seconds,
         "ended": str(progress),
         "longest request": max(took),
+        "longest steps": steps.longest(5),
         "median request": statistics.median(took),
         "requests": len(took),
         "eager": statistics.median(eager),
@@ -236,6 +242,34 @@ def has_bytecode() -> bool:
     import torch
 
     return Path(importlib.util.cache_from_source(torch.__file__)).exists()
+
+
+class Steps(logging.Handler):
+    """What the library logs of its steps between requests, each with what else it logged during it."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.DEBUG)
+        self._steps: list[tuple[float, str]] = []
+        self._since: list[str] = []
+
+    def listen(self) -> None:
+        logger = logging.getLogger("fxsplit_encoder")
+        logger.addHandler(self)
+        logger.setLevel(logging.DEBUG)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        message = record.getMessage()
+        if ": a step of " in message:
+            phase, _, took = message.partition(": a step of ")
+            last = self._since[-1] if self._since else ""
+            self._steps.append((float(took.removesuffix(" ms")), f"{phase}: {last}"))
+            self._since = []
+        else:
+            self._since.append(message[:200])
+
+    def longest(self, number: int) -> list[tuple[float, str]]:
+        """Milliseconds, and what was last said in them."""
+        return sorted(self._steps, reverse=True)[:number]
 
 
 def count_kernels() -> int:

@@ -22,6 +22,7 @@ from fxsplit_encoder.manager.compile_worker import CompileWorker, why_not_elsewh
 from fxsplit_encoder.manager.generation import Done, Generation
 from fxsplit_encoder.manager.path import EncoderPath
 from fxsplit_encoder.manager.start import load_programs
+from fxsplit_encoder.manager.traced_example import with_contents
 from fxsplit_encoder.manager.turns import StoppedError, Turns
 from fxsplit_encoder.parts import Parts
 from fxsplit_encoder.runtime import Choosers
@@ -284,7 +285,9 @@ class BackgroundCapture:
         return [path for path in paths if not path.forward.is_settled]
 
     def _restore(self, paths: list[EncoderPath]) -> Iterator[None]:
-        """Takes the programs that were saved. Loading their pieces, for seconds, is no step."""
+        """Takes the programs that were saved. Loading their pieces, for seconds, is no step, and neither is
+        their first run, which builds and loads kernels, for a second.
+        """
         for path in paths:
             if path.forward.saved is None:
                 continue
@@ -295,6 +298,9 @@ class BackgroundCapture:
                 continue
             with self._beside():
                 loaded = path.forward.load_saved()
+                if loaded is not None and not isinstance(loaded, Exception):
+                    with contextlib.suppress(Exception):  # it raises again where it is compared
+                        loaded(path.forward.inputs(loaded, with_contents(example.inputs)))
             yield
             with self._step():
                 path.forward.take_saved(loaded, example)

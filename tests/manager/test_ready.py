@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -22,6 +22,7 @@ from torch import nn
 import fxsplit_encoder as fx
 from fxsplit_encoder._torch.tensors import traced_copy
 from fxsplit_encoder.capture import CapturedForward
+from fxsplit_encoder.compile.bound import BoundProgram
 from fxsplit_encoder.manager import background as background_module
 from fxsplit_encoder.manager.background import BackgroundCapture
 from fxsplit_encoder.manager.compile_worker import CompileWorker
@@ -206,6 +207,33 @@ def test_a_start_from_a_file(tmp_path: Any, by_hand: None) -> None:
     assert manager.paths["default"].expected is None, "what serves first was never measured"
     list(manager._lifecycle.background.work())
     assert manager.paths["default"].expected is not None
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_what_a_restored_program_builds_at_its_first_run_holds_up_nobody(
+    is_right: bool, by_hand: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tower = SplitModel()
+    program = captured(tower).paths["default"].program
+    manager = manager_of(tower)
+    manager.capture(wait=False)
+    for path in manager._lifecycle.background._target.compiled_paths:
+        path.forward.saved = cast("Any", "a program")
+    monkeypatch.setattr(PathForward, "load_saved", lambda self: program)
+    own, in_a_step = BoundProgram.__call__, list[bool]()
+
+    def watched(bound: BoundProgram, *given: Any) -> Any:
+        in_a_step.append(manager._lifecycle.turns._owner is not None)
+        if not is_right and len(in_a_step) <= 2:
+            raise RuntimeError("it cannot run")
+        return own(bound, *given)
+
+    monkeypatch.setattr(BoundProgram, "__call__", watched)
+    list(manager._lifecycle.background.work())
+    assert in_a_step[:2] == [False, True]
+    assert phase(manager) == "done"
+    assert (manager.paths["default"].program is program) == is_right
+    assert_right(manager, 3, 5)
 
 
 def test_ranks_have_to_wait() -> None:
