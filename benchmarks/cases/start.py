@@ -114,15 +114,9 @@ def start(arguments: argparse.Namespace, budgets: Sequence[int]) -> dict[str, An
     phases = Phases(profile_of(arguments))
     phase, seconds = phases.phase, phases.seconds
     with phase("import"):
-        import torch
-        import transformers.models.qwen3_vl.modeling_qwen3_vl  # noqa: F401 - the model's own code
+        make_manager, wrap, own_import = imported()
 
-        begin = time.perf_counter()
-        import fxsplit_encoder as fx
-
-        make_manager, wrap = fx.EncoderCudaGraphManager, fx.wrap
-        own_import = time.perf_counter() - begin
-
+    import torch
     from spent import Spent
 
     from fxsplit_encoder.models.random import random_inputs
@@ -144,9 +138,7 @@ def start(arguments: argparse.Namespace, budgets: Sequence[int]) -> dict[str, An
         if not at_once:
             manager.compile()
     kernels = count_kernels()
-    steps = Steps()
-    if at_once:
-        steps.listen()
+    steps = Steps(listen=at_once)
     with phase("capture"):
         manager.capture(wait=not at_once)
     packed = hasattr(tower, "patch_features")
@@ -171,6 +163,17 @@ def start(arguments: argparse.Namespace, budgets: Sequence[int]) -> dict[str, An
         "bytes": manager.num_bytes,
         **(spent.row(seconds["compile"]) if arguments.spent else {}),
     }
+
+
+def imported() -> tuple[Any, Any, float]:
+    """What makes a manager and what wraps a tower, and the seconds that importing this package takes."""
+    import torch  # noqa: F401 - which the model's own code needs in any case
+    import transformers.models.qwen3_vl.modeling_qwen3_vl  # noqa: F401
+
+    begin = time.perf_counter()
+    import fxsplit_encoder as fx
+
+    return fx.EncoderCudaGraphManager, fx.wrap, time.perf_counter() - begin
 
 
 def profile_of(arguments: argparse.Namespace) -> Path | None:
@@ -247,15 +250,14 @@ def has_bytecode() -> bool:
 class Steps(logging.Handler):
     """What the library logs of its steps between requests, each with what else it logged during it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, listen: bool) -> None:
         super().__init__(logging.DEBUG)
         self._steps: list[tuple[float, str]] = []
         self._since: list[str] = []
-
-    def listen(self) -> None:
-        logger = logging.getLogger("fxsplit_encoder")
-        logger.addHandler(self)
-        logger.setLevel(logging.DEBUG)
+        if listen:
+            logger = logging.getLogger("fxsplit_encoder")
+            logger.addHandler(self)
+            logger.setLevel(logging.DEBUG)
 
     def emit(self, record: logging.LogRecord) -> None:
         message = record.getMessage()
