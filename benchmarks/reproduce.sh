@@ -32,6 +32,7 @@ jobs=("readme encoder --readme")
     "attention attention"
     "vllm vllm"
     "vllm_serving vllm_serving"
+    "vllm_serving_pairs vllm_serving --variants vllm ours --engines 2 --rounds 2"
     "invariant encoder --towers qwen3-vl-8b --variants ours-auto ours-invariant --shared-cache"
     "connector_own_gpu connector --parts beside --encoder-device cuda:1"
     "data_parallel data_parallel"

@@ -469,7 +469,11 @@ def vllm(result: Result) -> str:
 def vllm_serving(result: Result) -> str:
     """Milliseconds to the first token by what requests bring, a line for each variant."""
     rows = [{**row, "rate": row.get("rate")} for row in result["rows"] if "p50" in row]
-    columns = {"requests": "requests", "a second": "rate", "encoder": "variant", "p50": "p50", "p99": "p99"}
+    for row in rows:
+        if each := row.get("p50 by engine"):
+            row["p50 by engine"] = " / ".join(f"{p50:#.3g}" for p50 in each)
+    columns = {"requests": "requests", "a second": "rate", "encoder": "variant", "p50": "p50"}
+    columns |= {name: name for name in _if_any("p50 by engine", rows)} | {"p99": "p99"}
     columns |= {name: name for name in ("encoder host", "encoder device") if _if_any(name, rows)}
     columns |= {"requests / s": "requests per second", "same tokens": "same"}
     where = described(result, f"vLLM {result['vllm']}", result["settings"]["dtype"], "random weights")
@@ -527,12 +531,15 @@ TABLES: Mapping[str, Table] = {
     "start": Table("start.json", starts),
     "connector": Table("connector.json", connector),
     "connector_ahead": Table("connector_ahead.json", connector),
+    "connector_synchronous": Table("connector_synchronous.json", connector),
     "connector_own_gpu": Table("connector_own_gpu.json", connector),
     "invariant": Table("invariant.json", invariant),
     "data_parallel": Table("data_parallel.json", data_parallel),
     "vllm": Table("vllm.json", vllm),
     "vllm_towers": Table("vllm_towers.json", vllm),
+    "vllm_h100": Table("vllm_h100.json", vllm),
     "vllm_serving": Table("vllm_serving.json", vllm_serving),
+    "vllm_serving_pairs": Table("vllm_serving_pairs.json", vllm_serving),
     "ab": Table("ab.json", ab),
     "map_batches": Table("map_batches.json", map_batches),
     "fleet_parts": Table("fleet.json", fleet_tables.parts, needs_gpu=False),

@@ -26,6 +26,7 @@ from fxsplit_encoder.manager.traced_example import with_contents
 from fxsplit_encoder.manager.turns import StoppedError, Turns
 from fxsplit_encoder.parts import Parts
 from fxsplit_encoder.runtime import Choosers
+from fxsplit_encoder.runtime.interpreter import switching_often
 from fxsplit_encoder.runtime.progress import CaptureProgress, Phase
 
 logger = logging.getLogger(__name__)
@@ -236,7 +237,13 @@ class BackgroundCapture:
     def _beside(self) -> Iterator[None]:
         """What is no step: requests are served meanwhile."""
         on_its_device = on_device(self._target.pool.device)
-        with self._kernels.choosing(), on_its_device, without_autograd(), timing_without_graphs():
+        with (
+            switching_often(),
+            self._kernels.choosing(),
+            on_its_device,
+            without_autograd(),
+            timing_without_graphs(),
+        ):
             yield
 
     def _tell(self, phase: Phase, done: int = 0, total: int = 0) -> None:
