@@ -31,13 +31,17 @@ def warm_up(device: torch.device) -> None:
 
 
 def heads_of(nodes: Iterable[fx.Node]) -> dict[Heads, bool]:
-    """The heads that attend among some nodes, and whether to a batch somewhere."""
+    """The heads that attend among some nodes, and whether to a batch somewhere; without those of a width that
+    varies.
+    """
     found: dict[Heads, bool] = {}
     for node in nodes:
         if node.target in (varlen_attention, dense_attention):
             query: Tensor = node.args[0].meta["val"]  # type: ignore[union-attr]
-            heads = (query.dtype, query.shape[-1])
-            found[heads] = found.get(heads, False) or node.target is dense_attention
+            width = query.shape[-1]
+            if isinstance(width, int):  # else a symbol
+                heads = (query.dtype, width)
+                found[heads] = found.get(heads, False) or node.target is dense_attention
     return found
 
 

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fxsplit_encoder.attention import KernelChooser, ahead, dense_attention, varlen_attention
 from fxsplit_encoder.attention.choice import Measurements
@@ -196,6 +198,15 @@ def test_heads_that_the_graph_stores_wider_run_eagerly_as_they_are(
         own = ahead.heads_of([node(varlen_attention, 72), node(dense_attention, 64)])
         ahead.compile_ahead([node(varlen_attention, 80), node(dense_attention, 64)], HOPPER, eager=own)
     assert begun == [(PACKED, 80), ([*PACKED, *DENSE], 64), (["flash_attn_4"], 72)]
+
+
+def test_heads_whose_width_varies_are_left_out() -> None:
+    with FakeTensorMode(shape_env=ShapeEnv(), static_shapes=False) as fake:
+        query = fake.from_tensor(torch.empty(4, 16, 72))
+    varies = node(varlen_attention)
+    varies.args[0].meta["val"] = query
+    assert not isinstance(query.shape[-1], int)
+    assert ahead.heads_of([varies, node(varlen_attention, 80)]) == {(torch.bfloat16, 80): False}
 
 
 @pytest.mark.parametrize("settled", [chooser("torch_flash"), chooser(invariant=True)])
