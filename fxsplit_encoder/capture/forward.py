@@ -20,7 +20,7 @@ from fxsplit_encoder.capture.recorder import StepRecorder
 from fxsplit_encoder.capture.requests import CaptureRequest, ProgramBody
 from fxsplit_encoder.capture.segmented import SegmentedCapture
 from fxsplit_encoder.capture.segments import fill_cu_seqlens, pad_cu_seqlens, pad_cu_seqlens_on_device
-from fxsplit_encoder.capture.timing import REPEATS, measure_ms
+from fxsplit_encoder.capture.timing import measuring_run
 from fxsplit_encoder.compile.derived import DerivedParameters
 from fxsplit_encoder.errors import CaptureMemoryError
 from fxsplit_encoder.parts import Parts, in_one_go
@@ -301,9 +301,9 @@ class CapturedForward:
             else:
                 checks.check_input_padding(buffer)
 
-    def measure(self, repeats: int = REPEATS) -> float:
-        """Median milliseconds of a replay on what the static inputs hold."""
-        return measure_ms(self.replay, self.pool.device, repeats)
+    def measuring(self) -> Parts[float]:
+        """Median milliseconds of a replay on what the static inputs hold; see `timing.measuring_run`."""
+        return (yield from measuring_run(self.replay, self.pool.device)).wall
 
     def release(self) -> None:
         """Drops graphs and outputs; their memory returns to the pool."""

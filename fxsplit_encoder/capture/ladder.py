@@ -17,7 +17,7 @@ from fxsplit_encoder.capture.budget_costs import KnownBudget, MeasuredCosts
 from fxsplit_encoder.capture.forward import WARMUPS, CapturedForward
 from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.capture.requests import CaptureRequest, ProgramBody
-from fxsplit_encoder.capture.timing import MeasuredRun, measure_run
+from fxsplit_encoder.capture.timing import MeasuredRun, measuring_run
 from fxsplit_encoder.errors import CaptureError, CaptureMemoryError
 from fxsplit_encoder.kernels import measuring
 from fxsplit_encoder.parts import Parts, each_within, in_one_go
@@ -263,7 +263,7 @@ class BudgetLadder:
 
     def _capture_cheapest_mode(self, budget: int, request: CaptureRequest) -> Parts[MeasuredCosts]:
         """Captures in every mode that may be, measures, and keeps the cheapest and what it found."""
-        exact = self._exact_run(budget, request)
+        exact = yield from self._exact_run(budget, request)
         yield None
         costs = MeasuredCosts({}, *exact, self._attention_ms(budget))
         exact_may_win = self.mode == "auto" and self.exact_may_win
@@ -276,7 +276,7 @@ class BudgetLadder:
         candidates = yield from record(budget, request)
         for mode, captured in candidates.items():
             yield None
-            costs.modes[mode] = captured.measure()
+            costs.modes[mode] = yield from captured.measuring()
         logger.info(
             "budget %d: replay ms %s, exact shape %.3f ms, of the host %.3f", budget, costs.modes, *exact
         )
@@ -292,24 +292,28 @@ class BudgetLadder:
         self.costs[budget] = costs
         return costs
 
-    def _exact_run(self, budget: int, request: CaptureRequest) -> MeasuredRun:
+    def _exact_run(self, budget: int, request: CaptureRequest) -> Parts[MeasuredRun]:
         """What a run at the exact shape takes: measured, or as a larger one that the host bounds."""
         if isinstance(request.body, ProgramBody):
-            return self._measure_exact(request)
+            return (yield from self._measure_exact(request))
         self._is_warm = True
         if self._bound_by_host is not None and budget < self._bound_by_host[0]:
             return self._bound_by_host[1]
-        run = self._measure_exact(request)
+        run = yield from self._measure_exact(request)
         if run.host > _BOUND_BY_HOST * run.wall and math.isfinite(run.wall):
             self._bound_by_host = budget, run
         return run
 
-    def _measure_exact(self, request: CaptureRequest) -> MeasuredRun:
+    def _measure_exact(self, request: CaptureRequest) -> Parts[MeasuredRun]:
         """Times a run at the exact shape, on one segment as long as the budget."""
         own_mode = self.in_inference_mode and not isinstance(request.body, ProgramBody)
+        mode = torch.inference_mode if own_mode else contextlib.nullcontext
+
+        def timed() -> Parts[MeasuredRun]:
+            return (yield from measuring_run(request.exact_body(), self.pool.device))
+
         try:
-            with torch.inference_mode() if own_mode else contextlib.nullcontext():
-                return measure_run(request.exact_body(), self.pool.device)
+            return (yield from each_within(mode, timed()))
         except torch.OutOfMemoryError:
             return MeasuredRun(math.inf, math.inf)
 
@@ -323,7 +327,7 @@ class BudgetLadder:
         if single is None:
             return
         yield None
-        cost = single.measure()
+        cost = yield from single.measuring()
         if cost < costs.best * _SINGLE_SEGMENT_GAIN:
             self.captured_single_segment[budget] = single
             costs.single_segment = cost

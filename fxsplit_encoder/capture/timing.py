@@ -9,11 +9,16 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fxsplit_encoder.parts import Parts, in_one_go
+
 REPEATS = 3
 """Times that one thing is timed."""
 
 # Milliseconds after which two are enough: a good part of capturing a ladder is waiting for what is timed.
 _LONG_MS = 30.0
+
+# A run that takes longer is a part of its own, where something may come in between.
+_PART_MS = 10.0
 
 
 class MeasuredRun(NamedTuple):
@@ -29,19 +34,33 @@ def measure_run(call: Callable[[], Any], device: torch.device, repeats: int = RE
     """Times a call on the current stream after one warm-up. Fewer than `repeats` are timed where they take
     long.
     """
+    return in_one_go(measuring_run(call, device, repeats))
+
+
+def measuring_run(
+    call: Callable[[], Any], device: torch.device, repeats: int = REPEATS
+) -> Parts[MeasuredRun]:
+    """As `measure_run`. Each run that takes long is a part."""
+    last = _timed(call, device)
+    runs: list[MeasuredRun] = []
+    while len(runs) < repeats and (len(runs) < 2 or sum(run.wall for run in runs) < _LONG_MS):
+        if last.wall > _PART_MS:
+            yield None
+        last = _timed(call, device)
+        runs.append(last)
+    walls, hosts = zip(*runs, strict=True)
+    return MeasuredRun(statistics.median_low(walls), statistics.median_low(hosts))
+
+
+def _timed(call: Callable[[], Any], device: torch.device) -> MeasuredRun:
     # For the stream, not the device: another thread may be capturing, which that would break.
     wait = torch.cuda.current_stream(device).synchronize if device.type == "cuda" else _do_nothing
+    wait()
+    start = time.perf_counter()
     call()
-    walls: list[float] = []
-    hosts: list[float] = []
-    while len(walls) < repeats and (len(walls) < 2 or sum(walls) < _LONG_MS):
-        wait()
-        start = time.perf_counter()
-        call()
-        hosts.append((time.perf_counter() - start) * 1e3)
-        wait()
-        walls.append((time.perf_counter() - start) * 1e3)
-    return MeasuredRun(statistics.median_low(walls), statistics.median_low(hosts))
+    host = (time.perf_counter() - start) * 1e3
+    wait()
+    return MeasuredRun((time.perf_counter() - start) * 1e3, host)
 
 
 def measure_ms(call: Callable[[], Any], device: torch.device, repeats: int = REPEATS) -> float:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from fxsplit_encoder.attention import KnownSegments
-from fxsplit_encoder.capture import BudgetLadder, KnownBudget, MeasuredCosts, measure_ms
+from fxsplit_encoder.capture import BudgetLadder, KnownBudget, MeasuredCosts
 from fxsplit_encoder.capture.segments import is_cumulative
-from fxsplit_encoder.capture.timing import measure_run
+from fxsplit_encoder.capture.timing import measuring_run
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.kernels import measuring
 from fxsplit_encoder.parts import Parts, each_within
@@ -184,7 +184,8 @@ def _timing() -> Iterator[None]:
 def measuring_forward(forward: TimedForward, budgets: Sequence[int]) -> Parts[MeasuredForward]:
     """Times the tower's own forward from the largest budget down, each time at half the size or less, until
     the host bounds it: smaller sizes take as long; and attention at the largest that memory holds. Of what
-    was not compiled attention alone: the ladder times that forward. A part is what is timed at one size.
+    was not compiled attention alone: the ladder times that forward. A part is at most what is timed at one
+    size.
     """
     measure = _measure_compiled if forward.program is not None else _measure_uncompiled
     return each_within(_timing, measure(forward, budgets))
@@ -219,7 +220,7 @@ def _measure_compiled(forward: TimedForward, budgets: Sequence[int]) -> Parts[Me
     for budget in _halved(budgets):
         try:
             values = forward.capture_values(budget)
-            run = measure_run(lambda v=values: forward(v), forward.device)  # type: ignore[misc]
+            run = yield from measuring_run(lambda v=values: forward(v), forward.device)  # type: ignore[misc]
         except InputError:  # the tower has no inputs of this size
             continue
         except torch.OutOfMemoryError:
@@ -283,7 +284,7 @@ def _measure_uncompiled(forward: TimedForward, budgets: Sequence[int]) -> Parts[
                 return MeasuredForward()
             # Of cumulative lengths over the same rows those of images are fewer than those of their windows.
             name = min(lengths, key=lambda each: (-lengths[each][-1], len(lengths[each])))
-            several = measure_run(lambda v=values: forward(v), forward.device)  # type: ignore[misc]
+            several = yield from measuring_run(lambda v=values: forward(v), forward.device)  # type: ignore[misc]
             yield None
             if several.host < _BOUND_BY_HOST * several.wall:
                 break
@@ -293,11 +294,11 @@ def _measure_uncompiled(forward: TimedForward, budgets: Sequence[int]) -> Parts[
             return MeasuredForward(rows_per_token=rows / budget)
         one = torch.full_like(values[name], rows)
         one[0] = 0
-        single = measure_ms(lambda: forward({**values, name: one}), forward.device)
+        single = yield from measuring_run(lambda: forward({**values, name: one}), forward.device)
     except (InputError, RuntimeError) as error:  # of its own code, over lengths that it did not expect
         logger.info("what attention costs is not known: %s", error)
         return MeasuredForward()
-    attention = max(0.0, single - several.wall) / (rows**2 * (1 - share))
+    attention = max(0.0, single.wall - several.wall) / (rows**2 * (1 - share))
     return MeasuredForward((), attention, rows / budget, share, share)
 
 
@@ -310,10 +311,11 @@ def _attention_cost(forward: TimedForward, values: Mapping[str, Tensor]) -> Part
         return 0.0
     rows = forward.program.tokens(values)
     assert rows is not None
-    as_one = measure_ms(one, forward.device)
+    as_one = yield from measuring_run(one, forward.device)
     yield None
+    apart = yield from measuring_run(several, forward.device)
     pairs = rows**2 * (1 - 1 / _MEASURED_SEGMENTS)
-    return max(0.0, (as_one - measure_ms(several, forward.device)) / pairs)
+    return max(0.0, (as_one.wall - apart.wall) / pairs)
 
 
 def _attention_run(

@@ -3,7 +3,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -27,6 +27,14 @@ from fxsplit_encoder.kernels import is_measuring
 from fxsplit_encoder.parts import Parts
 
 from .bodies import body_calling, request_of
+
+Found = TypeVar("Found")
+
+
+def told(found: Found) -> Parts[Found]:
+    """What a clock would find, at once."""
+    yield from ()
+    return found
 
 
 def request(
@@ -142,13 +150,13 @@ class Measured:
                 raise CaptureError(f"{name} fails")
             captured = CapturedForward(wanted, mode, ladder_self.pool)
             ladder_self._num_bytes[budget] += 5
-            captured.measure = lambda: costs[name]  # type: ignore[method-assign]
+            captured.measuring = lambda: told(costs[name])  # type: ignore[method-assign]
             captured.release = lambda: self.released.append(name)  # type: ignore[method-assign]
             return captured
 
         monkeypatch.setattr(BudgetLadder, "_record", record)
         exact = MeasuredRun(costs["exact"], costs.get("host", costs["exact"]))
-        monkeypatch.setattr(ladder, "measure_run", lambda call, device: exact)
+        monkeypatch.setattr(ladder, "measuring_run", lambda call, device: told(exact))
 
 
 def test_auto_keeps_the_cheapest_mode(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,17 +239,17 @@ def test_a_part_of_a_capture_is_one_timing_or_one_recording(monkeypatch: pytest.
     """So that whoever waits for a part waits for no more than that."""
     measured = Measured(monkeypatch, {"full": 2.0, "piecewise": 1.0, "exact": 3.0, "single": 0.5})
     events: list[str] = []
-    record, timed = BudgetLadder._record, ladder.measure_run
+    record, timed = BudgetLadder._record, ladder.measuring_run
 
     def recording(self: BudgetLadder, *arguments: Any) -> Parts[CapturedForward]:
         captured = yield from record(self, *arguments)
         events.append("record")
-        measure = captured.measure
-        captured.measure = lambda: [events.append("time"), measure()][1]  # type: ignore
+        measuring = captured.measuring
+        captured.measuring = lambda: [events.append("time"), measuring()][1]  # type: ignore
         return captured
 
     monkeypatch.setattr(BudgetLadder, "_record", recording)
-    monkeypatch.setattr(ladder, "measure_run", lambda *given: [events.append("exact"), timed(*given)][1])
+    monkeypatch.setattr(ladder, "measuring_run", lambda *given: [events.append("exact"), timed(*given)][1])
     by_part, coming = [], None
     for what in measured.ladder.capturing(8):
         assert not is_measuring(), "what comes in between compares nothing"
@@ -322,9 +330,9 @@ def module_ladder(
         budgets.append(budget)
         return module_request(body)
 
-    def measured(call: Any, device: torch.device, repeats: int = 3) -> MeasuredRun:
+    def measured(call: Any, device: torch.device) -> Parts[MeasuredRun]:
         timed.append(budgets[-1])
-        return run
+        return told(run)
 
     def recording(self: CapturedForward, warmups: int) -> Parts[None]:
         recorded.append((self.mode, warmups))
@@ -332,8 +340,8 @@ def module_ladder(
         yield from record(self, warmups)
         self.pool.is_cuda = True
 
-    monkeypatch.setattr(ladder, "measure_run", measured)
-    monkeypatch.setattr(CapturedForward, "measure", lambda self: 1.0)
+    monkeypatch.setattr(ladder, "measuring_run", measured)
+    monkeypatch.setattr(CapturedForward, "measuring", lambda self: told(1.0))
     monkeypatch.setattr(CapturedForward, "recording", recording)
     found = BudgetLadder(made, "auto", GraphPool(torch.device("cpu")))
     found.pool.is_cuda = True
@@ -378,7 +386,7 @@ def refuse_to_measure(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: object) -> MeasuredRun:
         raise AssertionError("nothing is timed where it is known")
 
-    monkeypatch.setattr(ladder, "measure_run", fail)
+    monkeypatch.setattr(ladder, "measuring_run", fail)
 
 
 @pytest.mark.parametrize("single", [0.5, 1.5])

@@ -38,7 +38,7 @@ def test_a_start_from_a_file_measures_nothing_and_captures_the_same(
     def fail(*args: object, **kwargs: object) -> None:
         raise AssertionError("measured")
 
-    for module, name in ((path_module, "measuring_forward"), (ladder, "measure_run")):
+    for module, name in ((path_module, "measuring_forward"), (ladder, "measuring_run")):
         monkeypatch.setattr(module, name, fail)
     monkeypatch.setattr(Meter, "parts", fail)
     torch._dynamo.utils.counters.clear()

@@ -91,7 +91,7 @@ def test_a_rehearsal_neither_compiles_nor_times(
     monkeypatch.setattr(CapturedForward, "record", record_unmeasured)
     for place in (
         *("manager.path_forward.PathForward.compile", "manager.path.measuring_forward"),
-        *("capture.ladder.measure_run", "capture.forward.measure_ms", "kernels.measure.Meter.measure"),
+        *("capture.ladder.measuring_run", "capture.forward.measuring_run", "kernels.measure.Meter.measure"),
     ):
         monkeypatch.setattr(f"fxsplit_encoder.{place}", fail)
     assert len(recorded()) == 4

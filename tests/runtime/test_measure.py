@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -107,11 +108,20 @@ class Forward:
         return tokens
 
 
+def told(run: Callable[[float], MeasuredRun]) -> Callable[..., Parts[MeasuredRun]]:
+    """In place of a clock: a run takes the milliseconds that the forward returns."""
+
+    def measuring_run(call: Callable[[], Any], device: torch.device) -> Parts[MeasuredRun]:
+        yield None
+        return run(float(call()))
+
+    return measuring_run
+
+
 @pytest.fixture
 def as_told(monkeypatch: pytest.MonkeyPatch) -> None:
     module = "fxsplit_encoder.runtime.measure"
-    monkeypatch.setattr(f"{module}.measure_ms", lambda call, device: float(call()))
-    monkeypatch.setattr(f"{module}.measure_run", lambda call, device: MeasuredRun(float(call()), 0.0))
+    monkeypatch.setattr(f"{module}.measuring_run", told(lambda ms: MeasuredRun(ms, 0.0)))
 
 
 @pytest.mark.usefixtures("as_told")
@@ -123,8 +133,8 @@ def test_the_towers_own_forward_is_timed_at_halves_of_the_largest_size() -> None
 @pytest.mark.usefixtures("as_told")
 def test_sizes_below_one_that_the_host_bounds_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "fxsplit_encoder.runtime.measure.measure_run",
-        lambda call, device: MeasuredRun(max(float(call()), 19.0), 19.0),
+        "fxsplit_encoder.runtime.measure.measuring_run",
+        told(lambda ms: MeasuredRun(max(ms, 19.0), 19.0)),
     )
     found = measure_forward(Forward(), (2, 5, 10, 20, 40, 80))
     assert found.eager == ((20, 20.0), (40, 40.0), (80, 80.0))

@@ -18,7 +18,7 @@ import torch
 from fxsplit_encoder.capture import BudgetLadder
 from fxsplit_encoder.capture.requests import ProgramBody
 from fxsplit_encoder.capture.timing import MeasuredRun
-from fxsplit_encoder.parts import in_one_go
+from fxsplit_encoder.parts import Parts, in_one_go
 from fxsplit_encoder.planning import build_plan
 from fxsplit_encoder.planning.budgets import default_budgets
 from fxsplit_encoder.planning.costs import HOST_MS_PER_BATCH, CostModel, PathCosts
@@ -114,7 +114,8 @@ class Taken:
     def __init__(self, milliseconds: float) -> None:
         self._milliseconds = milliseconds
 
-    def measure(self) -> float:
+    def measuring(self) -> Parts[float]:
+        yield None
         return self._milliseconds
 
     def release(self) -> None:
@@ -137,7 +138,8 @@ class TimedLadder(BudgetLadder):
     def _eight(self, budget: int) -> list[float]:
         return [budget * ROWS / MAX_ITEMS] * MAX_ITEMS
 
-    def _measure_exact(self, request: Any) -> MeasuredRun:
+    def _measure_exact(self, request: Any) -> Parts[MeasuredRun]:
+        yield None
         one = isinstance(request.body, ProgramBody)
         segments = [request.budget * ROWS] if one else self._eight(request.budget)
         return self._device.eager(request.budget, segments)
@@ -154,8 +156,12 @@ class TimedLadder(BudgetLadder):
 def choices(monkeypatch: pytest.MonkeyPatch, device: Device, compiled: bool) -> tuple[Captured, PathCosts]:
     """What is captured, and the prices."""
     module = "fxsplit_encoder.runtime.measure"
-    monkeypatch.setattr(f"{module}.measure_ms", lambda call, device: float(call()))
-    monkeypatch.setattr(f"{module}.measure_run", lambda call, on: MeasuredRun(float(call()), device.host))
+
+    def measuring_run(call: Any, on: Any) -> Parts[MeasuredRun]:
+        yield None
+        return MeasuredRun(float(call()), device.host)
+
+    monkeypatch.setattr(f"{module}.measuring_run", measuring_run)
     measured = in_one_go(measuring_forward(Tower(device, compiled), BUDGETS))  # type: ignore[arg-type]
     ladder = TimedLadder(device, measured, compiled)
     for budget in reversed(BUDGETS):
