@@ -9,19 +9,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from fxsplit_encoder.attention.kernels import ahead
-from fxsplit_encoder.capture import CapturedForward, ladder
+from fxsplit_encoder.capture import CapturedForward, timing
 from fxsplit_encoder.compile.pieces import PieceCache
 from fxsplit_encoder.kernels import Meter
-from fxsplit_encoder.runtime import measure
 
 WATCHED = (
     (PieceCache, "get", "pieces"),
     (Meter, "measure", "kernels compared"),
     (CapturedForward, "_warm_up", "captures"),
     (CapturedForward, "_record", "captures"),
-    (CapturedForward, "measure", "timings"),
-    (ladder, "measure_run", "timings"),
-    (measure, "measure_ms", "timings"),
+    (timing, "_timed", "timings"),
     (ahead, "wait", "kernels awaited"),
 )
 KINDS = tuple(dict.fromkeys(kind for *_, kind in WATCHED))
