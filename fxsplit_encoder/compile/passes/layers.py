@@ -82,9 +82,11 @@ def is_reshape(node: fx.Node) -> bool:
 
 def keeps_features(node: fx.Node) -> bool:
     """Whether a reshape leaves the last dimension as it is."""
+    if not is_reshape(node):
+        return False
     source: Any = node.args[0]
     sizes = (n.meta["val"].shape for n in (node, source))
-    return is_reshape(node) and len({expression(shape[-1]) for shape in sizes}) == 1
+    return len({expression(shape[-1]) for shape in sizes}) == 1
 
 
 def arguments_of(node: fx.Node) -> dict[str, Any]:

@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -5,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from fxsplit_encoder.compile.passes.gelu_epilogue import addmm_gelu, gelu_epilogue
 from fxsplit_encoder.compile.passes.pad_mlp_width import pad_columns, pad_mlp_width, pad_rows
@@ -64,6 +65,68 @@ def test_only_widths_that_need_little_are_padded(hidden: int, name: str, gated: 
     torch.testing.assert_close(graph.run(), mlp(x))
 
 
+class Merged(nn.Module):
+    """Gates and what they gate in one layer, as vLLM has them; its result is cut in several ways."""
+
+    def __init__(self, cut: Callable[[Tensor], Any], *, parts: int = 2, bias: bool = False) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(12, 120 * parts, bias=bias)
+        self.down = nn.Linear(120, 12, bias=bias)
+        self.cut = cut
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, *others = self.cut(self.gate_up(x))
+        hidden = F.silu(gate)
+        for other in others:
+            hidden = hidden * other
+        return self.down(hidden)
+
+
+CUTS: dict[str, Callable[[Tensor], Any]] = {
+    "slices": lambda x: (x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]),
+    "slices from the end": lambda x: (x[..., -120:], x[..., :-120]),
+    "chunks": lambda x: x.chunk(2, dim=-1),
+    "sizes": lambda x: x.split([120, 120], dim=-1),
+    "one part twice": lambda x: (x[..., 120:], x[..., 120:]),
+}
+
+
+@pytest.mark.parametrize("name", CUTS)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(7, 12), (7, 1, 12)])
+def test_gates_and_what_they_gate_may_be_one_layer(name: str, bias: bool, shape: tuple[int, ...]) -> None:
+    mlp, x = Merged(CUTS[name], bias=bias), torch.randn(shape)
+    graph = aten_graph(mlp, x)
+    assert pad_mlp_width(graph.module) == 1
+    assert widths(graph) == {128, 256}
+    torch.testing.assert_close(graph.run(), mlp(x))
+
+
+def test_a_layer_of_three_parts() -> None:
+    mlp, x = Merged(lambda x: x.chunk(3, dim=-1), parts=3, bias=True), torch.randn(7, 12)
+    graph = aten_graph(mlp, x)
+    assert pad_mlp_width(graph.module) == 1
+    torch.testing.assert_close(graph.run(), mlp(x))
+
+
+class PartReadElsewhere(Merged):
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.cut(self.gate_up(x))
+        return self.down(F.silu(gate)) + up[..., :12]
+
+
+class WithInput(Mlp):
+    def forward(self, x: Tensor, factor: Tensor) -> Tensor:
+        return self.down(self.activation(self.up(x)) * factor)
+
+
+def test_a_factor_that_is_given_stays() -> None:
+    mlp, inputs = WithInput(F.relu), (torch.randn(7, 12), torch.randn(7, 120))
+    graph = aten_graph(mlp, *inputs)
+    assert pad_mlp_width(graph.module) == 0
+    torch.testing.assert_close(graph.run(), mlp(*inputs))
+
+
 class ReadTwice(Mlp):
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.activation(self.up(x))
@@ -96,8 +159,24 @@ class RowFactor(Mlp):
         Normalized(F.relu),
         PerFeature(F.relu),
         RowFactor(F.relu),
+        PartReadElsewhere(CUTS["chunks"]),
+        Merged(lambda x: (x[..., 60:180],)),
+        Merged(lambda x: (x[..., ::2],)),
+        Merged(lambda x: (x.view(-1, 120).view(2, -1, 120)[0],)),
+        Merged(lambda x: (x.view(-1, 120, 2).select(-1, 0),)),
+        Merged(lambda x: (x.view(-1, 120, 2)[..., :1].flatten(1),)),
     ],
-    ids=["1 / 0", "log 0", "softmax", "shuffled", "read twice", "normalized", "a feature's", "a row's"],
+    ids=[
+        *("1 / 0", "log 0", "softmax", "shuffled", "read twice", "normalized", "a feature's", "a row's"),
+        *(
+            "a part elsewhere",
+            "between two parts",
+            "every other",
+            "rows of parts",
+            "interleaved",
+            "and sliced",
+        ),
+    ],
 )
 def test_others_stay(module: Any) -> None:
     x = torch.randn(7, 12)
@@ -130,4 +209,6 @@ def test_padding_appends_zeros() -> None:
     matrix, vector = torch.randn(3, 4), torch.randn(3)
     assert torch.equal(pad_rows(matrix, 5), torch.cat([matrix, torch.zeros(2, 4)]))
     assert torch.equal(pad_rows(vector, 5), torch.cat([vector, torch.zeros(2)]))
+    parts = torch.cat([pad_rows(matrix[:1], 2), pad_rows(matrix[1:2], 2)])
+    assert torch.equal(pad_rows(matrix[:2], 2, parts=2), parts)
     assert torch.equal(pad_columns(matrix, 6), torch.cat([matrix, torch.zeros(3, 2)], dim=1))
