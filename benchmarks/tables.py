@@ -471,7 +471,7 @@ def vllm_serving(result: Result) -> str:
     rows = [{**row, "rate": row.get("rate")} for row in result["rows"] if "p50" in row]
     for row in rows:
         if each := row.get("p50 by engine"):
-            row["p50 by engine"] = " / ".join(f"{p50:#.3g}" for p50 in each)
+            row["p50 by engine"] = " / ".join(f"{p50:#.3g}".rstrip(".") for p50 in each)
     columns = {"requests": "requests", "a second": "rate", "encoder": "variant", "p50": "p50"}
     columns |= {name: name for name in _if_any("p50 by engine", rows)} | {"p99": "p99"}
     columns |= {name: name for name in ("encoder host", "encoder device") if _if_any(name, rows)}

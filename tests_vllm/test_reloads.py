@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import pytest
 import torch
 
 from fxsplit_encoder import EncoderConfig
@@ -13,17 +14,14 @@ from fxsplit_encoder.integrations.vllm.settings import PluginSettings
 from tests_vllm.test_classes import Served, serve
 from tests_vllm.tiny import TINY, VISION, WIDTH
 
-QWEN = TINY["Qwen3-VL"]
 MLP_WIDTH, WIDTH_OF_TILES = 120, 128
 """Of the MLPs of the tower, and of the padded ones."""
 
 
-def padded() -> Any:
-    config = {
-        **QWEN.config,
-        "vision_config": {**QWEN.config["vision_config"], "intermediate_size": MLP_WIDTH},
-    }
-    return dataclasses.replace(QWEN, config=config)
+def padded(name: str) -> Any:
+    tiny = TINY[name]
+    vision = {**tiny.config["vision_config"], "intermediate_size": MLP_WIDTH}
+    return dataclasses.replace(tiny, config={**tiny.config, "vision_config": vision})
 
 
 def reload(served: Served, weights: dict[str, torch.Tensor]) -> None:
@@ -41,16 +39,18 @@ def reload(served: Served, weights: dict[str, torch.Tensor]) -> None:
         finalize_layerwise_reload(served.model, config.model_config)
 
 
-def test_captures_use_what_vllm_reloads() -> None:
+@pytest.mark.parametrize(("name", "parts"), [("Qwen3-VL", 1), ("Qwen2.5-VL", 2)])
+def test_captures_use_what_vllm_reloads(name: str, parts: int) -> None:
+    # Qwen2.5-VL's first layer of an MLP has two parts: the gates and what they gate.
     settings = PluginSettings(EncoderConfig(piece_compiler="eager", passes=("pad_mlp_width",)))
-    for served in serve(padded(), settings):
+    for served in serve(padded(name), settings):
         manager = served.manager.manager
         assert manager is not None
         program = manager.paths["default"].program
         assert program is not None
         assert program.program.derived.recipes
-        padded_weights = 2 * VISION["depth"] * WIDTH_OF_TILES * WIDTH + VISION["depth"] * WIDTH_OF_TILES
-        assert _derived_bytes(manager) == 4 * padded_weights
+        padded_weights = (parts + 1) * WIDTH_OF_TILES * WIDTH + parts * WIDTH_OF_TILES
+        assert _derived_bytes(manager) == 4 * VISION["depth"] * padded_weights
         addresses = [parameter.data_ptr() for parameter in served.model.parameters()]
         before = served.compare("image", [(1, 8, 8)])
         new = {
