@@ -248,12 +248,12 @@ def has_bytecode() -> bool:
 
 
 class Steps(logging.Handler):
-    """What the library logs of its steps between requests, each with what else it logged during it."""
+    """What the library logs of its steps between requests, each with what it logged last in it."""
 
     def __init__(self, *, listen: bool) -> None:
         super().__init__(logging.DEBUG)
         self._steps: list[tuple[float, str]] = []
-        self._since: list[str] = []
+        self._last = ""
         if listen:
             logger = logging.getLogger("fxsplit_encoder")
             logger.addHandler(self)
@@ -263,11 +263,10 @@ class Steps(logging.Handler):
         message = record.getMessage()
         if ": a step of " in message:
             phase, _, took = message.partition(": a step of ")
-            last = self._since[-1] if self._since else ""
-            self._steps.append((float(took.removesuffix(" ms")), f"{phase}: {last}"))
-            self._since = []
+            self._steps.append((float(took.removesuffix(" ms")), f"{phase}: {self._last}"))
+            self._last = ""
         else:
-            self._since.append(message[:200])
+            self._last = message[:200]
 
     def longest(self, number: int) -> list[tuple[float, str]]:
         """Milliseconds, and what was last said in them."""

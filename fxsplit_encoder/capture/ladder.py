@@ -309,7 +309,7 @@ class BudgetLadder:
         own_mode = self.in_inference_mode and not isinstance(request.body, ProgramBody)
         mode = torch.inference_mode if own_mode else contextlib.nullcontext
 
-        def timed() -> Parts[MeasuredRun]:
+        def timed() -> Parts[MeasuredRun]:  # which makes its inputs in that mode, too
             return (yield from measuring_run(request.exact_body(), self.pool.device))
 
         try:

@@ -30,17 +30,12 @@ class MeasuredRun(NamedTuple):
     """Until it returns."""
 
 
-def measure_run(call: Callable[[], Any], device: torch.device, repeats: int = REPEATS) -> MeasuredRun:
-    """Times a call on the current stream after one warm-up. Fewer than `repeats` are timed where they take
-    long.
-    """
-    return in_one_go(measuring_run(call, device, repeats))
-
-
 def measuring_run(
     call: Callable[[], Any], device: torch.device, repeats: int = REPEATS
 ) -> Parts[MeasuredRun]:
-    """As `measure_run`. Each run that takes long is a part."""
+    """Times a call on the current stream after one warm-up. Fewer than `repeats` are timed where they take
+    long, and each of those is a part.
+    """
     last = _timed(call, device)
     runs: list[MeasuredRun] = []
     while len(runs) < repeats and (len(runs) < 2 or sum(run.wall for run in runs) < _LONG_MS):
@@ -65,7 +60,7 @@ def _timed(call: Callable[[], Any], device: torch.device) -> MeasuredRun:
 
 def measure_ms(call: Callable[[], Any], device: torch.device, repeats: int = REPEATS) -> float:
     """Median milliseconds of a call after one warm-up, to the end of its device work."""
-    return measure_run(call, device, repeats).wall
+    return in_one_go(measuring_run(call, device, repeats)).wall
 
 
 def _do_nothing() -> None: ...

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,6 +71,29 @@ def _arguments(node: fx.Node) -> tuple[Any, ...]:
 def linears(graph: fx.Graph) -> list[Linear]:
     """Every linear layer of a graph, in order."""
     return [linear for node in graph.nodes if (linear := linear_of(node)) is not None]
+
+
+VIEWS = (
+    *(aten.view.default, aten._unsafe_view.default, aten.unsqueeze.default, aten.squeeze.dim),
+    *(aten.permute.default, aten.transpose.int, aten.select.int, aten.slice.Tensor),
+    *(aten.unbind.int, aten.split.Tensor, aten.split_with_sizes.default, operator.getitem),
+)
+"""Operations whose results share memory with what they are given."""
+
+
+def layer_under(node: Any) -> Linear | None:
+    """The linear layer whose output a node is, or is a view of."""
+    while linear_of(node) is None and node.target in VIEWS:
+        node = node.args[0]
+    return linear_of(node)
+
+
+def views_of(node: fx.Node) -> Iterator[fx.Node]:
+    """Every view of a node, and of these."""
+    for user in node.users:
+        if user.target in VIEWS:
+            yield user
+            yield from views_of(user)
 
 
 _RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)

@@ -7,7 +7,6 @@ A width of 4304 padded to 4352 was measured 6 % faster in the first product and 
 from __future__ import annotations
 
 import functools
-import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,14 +18,15 @@ from fxsplit_encoder._torch.aot import unset_fake_temporarily
 from fxsplit_encoder.compile.padding.states import draws_random_numbers, is_pointwise
 from fxsplit_encoder.compile.passes.layers import (
     Linear,
-    arguments_of,
     is_reshape,
     keeps_features,
+    layer_under,
     linear_of,
     linears,
+    views_of,
 )
-from fxsplit_encoder.compile.rewriting import derived_parameter, retrace
-from fxsplit_encoder.compile.sizes import shape_exprs
+from fxsplit_encoder.compile.rewriting import call_function, derived_parameter, retrace
+from fxsplit_encoder.compile.sizes import expression, shape_exprs
 
 aten = torch.ops.aten
 
@@ -34,8 +34,6 @@ _TILE = 128
 
 # More padding than this part of the width costs more than whole tiles give.
 _MOST_PADDING = 1 / 8
-
-_SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
 
 
 def pad_rows(weight: Tensor, rows: int, parts: int = 1) -> Tensor:
@@ -58,7 +56,9 @@ def pad_mlp_width(module: fx.GraphModule) -> int:
     times 0. The weights are padded once, as derived parameters.
     """
     changed = 0
-    for down in linears(module.graph):
+    for linear in linears(module.graph):
+        down = linear_of(linear.node)  # what it reads may have been replaced
+        assert down is not None
         width = down.in_features
         padded = -(-width // _TILE) * _TILE
         if padded == width or padded - width > width * _MOST_PADDING:
@@ -71,93 +71,80 @@ def pad_mlp_width(module: fx.GraphModule) -> int:
         if is_finite:
             _pad(module.graph, down, hidden, padded)
             changed += 1
+    if changed:  # views of the layers' results as they were
+        module.graph.eliminate_dead_code()
     return changed
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """The result of a first layer, or one of its equal parts beside one another, of every row."""
+
+    layer: Linear
+    part: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Hidden:
     """What lies between the first and the second layers of an MLP."""
 
-    ups: dict[fx.Node, Linear]
-    """The first layers, by their nodes."""
-    starts: set[fx.Node]
-    """Where values as wide as the second layer's input come from: a first layer, or a part of its result."""
-    cuts: set[fx.Node]
-    """Reshapes of a result that is cut into parts, and what cuts it."""
+    starts: dict[fx.Node, _Start]
+    """Where the hidden values come from."""
     between: list[fx.Node]
     """Elementwise operations and reshapes, in the graph's order."""
     result: Any
     """What the second layer reads."""
 
+    @property
+    def layers(self) -> dict[fx.Node, Linear]:
+        """The first layers, by their nodes."""
+        return {start.layer.node: start.layer for start in self.starts.values()}
+
 
 def _hidden(down: Linear) -> _Hidden | None:
     """None where anything between the layers is not elementwise in the hidden values, or read elsewhere."""
-    ups: dict[fx.Node, Linear] = {}
-    starts: set[fx.Node] = set()
-    cuts: set[fx.Node] = set()
+    starts: dict[fx.Node, _Start] = {}
     between: set[fx.Node] = set()
     waiting = [down.rows]
     while waiting:
         node = waiting.pop()
         if node in starts or node in between:
             continue
-        linear, cut = _first_layer(node, down.in_features)
-        if linear is not None:
-            ups[linear.node] = linear
-            starts.add(node)
-            cuts |= cut
+        start = _start(node, down.in_features)
+        if start is not None:
+            starts[node] = start
         elif _works_by_entry(node):
             between.add(node)
             waiting += _tensors(node)
         else:
             return None
-    inside = {*ups, *starts, *cuts, *between, down.node}
-    if not ups or any(user not in inside for node in inside - {down.node} for user in node.users):
-        return None
     in_order = [node for node in down.node.graph.nodes if node in between]
-    return _Hidden(ups, starts, cuts, in_order, down.rows)
+    hidden = _Hidden(starts, in_order, down.rows)
+    views = (view for layer in hidden.layers for view in views_of(layer))
+    inside = {*hidden.layers, *views, *between, down.node}
+    read_elsewhere = any(user not in inside for node in inside - {down.node} for user in node.users)
+    return hidden if starts and not read_elsewhere else None
 
 
-def _first_layer(node: fx.Node, width: int) -> tuple[Linear | None, set[fx.Node]]:
-    """The linear layer that a node is, or of whose result it is one of several parts so wide; and what cuts
-    that. None: it is neither.
-    """
-    source, cuts = _whole(node, width)
-    while cuts and keeps_features(source):
-        cuts.add(source)
-        source = source.args[0]
-    linear = linear_of(source)
-    is_first = linear is not None and (bool(cuts) or linear.out_features == width)
-    return (linear if is_first else None), cuts
-
-
-def _whole(node: fx.Node, width: int) -> tuple[Any, set[fx.Node]]:
-    """What a node is one of the equal parts of, along the last dimension, and what cuts it; itself, and
-    nothing, where it is none.
-    """
-    first: Any = node.args[0] if node.args else None
-    if node.target is aten.slice.Tensor:
-        start, end = _bounds(node)
-        if start % width == 0 and end - start == width and first.meta["val"].shape[-1] % width == 0:
-            return first, {node}
-    elif node.target is operator.getitem and first.target in _SPLITS:
-        if {part.shape[-1] for part in first.meta["val"]} == {width}:
-            return first.args[0], {node, first}
-    return node, set()
-
-
-def _bounds(node: fx.Node) -> tuple[int, int]:
-    """Where a slice begins and ends in the last dimension; nowhere, where it is of another one, has steps, or
-    begins or ends at what varies.
-    """
-    given = arguments_of(node)
-    shape = given["self"].meta["val"].shape
-    bounds = (given["start"], given["end"])
-    if given["step"] != 1 or given["dim"] % len(shape) != len(shape) - 1:
-        return 0, 0
-    if not all(each is None or isinstance(each, int) for each in bounds) or not isinstance(shape[-1], int):
-        return 0, 0
-    return slice(*bounds).indices(shape[-1])[:2]
+def _start(node: fx.Node, width: int) -> _Start | None:
+    """What a node is of a first layer; None: nothing, or it has the rows in another order."""
+    layer = layer_under(node)
+    if layer is None or layer.out_features % width:
+        return None
+    if layer.out_features == width:
+        return _Start(layer, 0) if node is layer.node else None
+    value = node.meta["val"]
+    first = value.storage_offset() if isinstance(value, Tensor) else None
+    if not isinstance(first, int) or first % width or (value.shape[-1], value.stride(-1)) != (width, 1):
+        return None
+    if sum(not isinstance(size, int) for size in value.shape) > 1:  # only one can be told by the others
+        return None
+    step: Any = layer.out_features  # from a row to the next
+    for size, stride in zip(value.shape[-2::-1], value.stride()[-2::-1], strict=True):
+        if expression(stride) != expression(step):
+            return None
+        step = step * size
+    return _Start(layer, first // width)
 
 
 def _works_by_entry(node: fx.Node) -> bool:
@@ -182,7 +169,7 @@ def _tensors(node: fx.Node) -> list[fx.Node]:
 def _is_finite_at_zero(hidden: _Hidden) -> bool:
     """Runs what lies between on a zero for every padded entry."""
     values: dict[fx.Node, Any] = {
-        start: torch.zeros(1, dtype=start.meta["val"].dtype) for start in hidden.starts
+        node: torch.zeros(1, dtype=node.meta["val"].dtype) for node in hidden.starts
     }
     for node in hidden.between:
         if keeps_features(node):
@@ -199,30 +186,32 @@ def _is_finite_at_zero(hidden: _Hidden) -> bool:
 
 def _pad(graph: fx.Graph, down: Linear, hidden: _Hidden, padded: int) -> None:
     width = down.in_features
-    inside = [node for node in graph.nodes if node in {*hidden.cuts, *hidden.between}]
-    for node in inside:  # as long as the traced values are those of before
-        _widen(node, width, padded)
-    for up in hidden.ups.values():
-        rows = functools.partial(pad_rows, rows=padded, parts=up.out_features // width)
-        bias = None if up.bias is None else derived_parameter(graph, rows, up.bias)
-        up.replace_parameters(derived_parameter(graph, rows, up.weight), bias)
-        retrace(up.node)
-    for node in inside:
+    for layer in hidden.layers.values():
+        rows = functools.partial(pad_rows, rows=padded, parts=layer.out_features // width)
+        bias = None if layer.bias is None else derived_parameter(graph, rows, layer.bias)
+        layer.replace_parameters(derived_parameter(graph, rows, layer.weight), bias)
+        retrace(layer.node)
+    for node, start in hidden.starts.items():
+        if node is not start.layer.node:
+            node.replace_all_uses_with(_read(graph, node, start, padded))
+    for node in hidden.between:
+        if is_reshape(node):
+            shape: Any = node.args[1]
+            node.args = (node.args[0], [*shape[:-1], padded if shape[-1] == width else shape[-1]])
         retrace(node)
     columns = functools.partial(pad_columns, columns=padded)
-    down.replace_parameters(derived_parameter(graph, columns, down.weight), down.bias)
+    current = linear_of(down.node)  # it may have read a first layer as it was
+    assert current is not None
+    current.replace_parameters(derived_parameter(graph, columns, down.weight), down.bias)
     retrace(down.node)
 
 
-def _widen(node: fx.Node, width: int, padded: int) -> None:
-    """Replaces the sizes that a node names: of a part, or of several beside one another."""
-    if is_reshape(node):
-        shape: Any = node.args[1]
-        node.args = (node.args[0], [*shape[:-1], node.meta["val"].shape[-1] // width * padded])
-    elif node.target is aten.slice.Tensor:
-        node.args = (node.args[0], -1, *(bound // width * padded for bound in _bounds(node)))
-        node.kwargs = {}
-    elif node.target is aten.split.Tensor:
-        node.args = (node.args[0], padded, *node.args[2:])
-    elif node.target is aten.split_with_sizes.default:
-        node.args = (node.args[0], [padded] * len(node.meta["val"]), *node.args[2:])
+def _read(graph: fx.Graph, node: fx.Node, start: _Start, padded: int) -> fx.Node:
+    """What a node reads of a first layer, of the padded width."""
+    first = start.part * padded
+    with graph.inserting_before(node):
+        part = call_function(graph, aten.slice.Tensor, start.layer.node, 1, first, first + padded)
+        leading = [size if isinstance(size, int) else -1 for size in node.meta["val"].shape[:-1]]
+        return (
+            part if len(leading) == 1 else call_function(graph, aten.view.default, part, [*leading, padded])
+        )

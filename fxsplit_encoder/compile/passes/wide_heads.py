@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import itertools
 import operator
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from fxsplit_encoder.attention import dense_attention, varlen_attention
-from fxsplit_encoder.compile.passes.layers import Linear, linear_of
+from fxsplit_encoder.compile.passes.layers import VIEWS, Linear, layer_under, linear_of, views_of
 from fxsplit_encoder.compile.rewriting import call_function, derived_parameter, retrace, retrace_users
 
 aten = torch.ops.aten
@@ -31,13 +30,6 @@ _MOST_PADDING = 1 / 8
 # heads, tokens, width).
 _TOKENS: dict[Any, tuple[int, ...]] = {varlen_attention: (0,), dense_attention: (0, 2)}
 _HEADS = 1
-
-# Operations whose results share memory with what they are given.
-_VIEWS = (
-    *(aten.view.default, aten._unsafe_view.default, aten.unsqueeze.default, aten.squeeze.dim),
-    *(aten.permute.default, aten.transpose.int, aten.select.int, aten.slice.Tensor),
-    *(aten.unbind.int, aten.split.Tensor, aten.split_with_sizes.default, operator.getitem),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +123,7 @@ def _attention(node: fx.Node) -> _Attention | None:
         return None
     roots: dict[fx.Node, _Root] = {}
     for position, given in enumerate(node.args[:3]):
-        linear = _source(given)
+        linear = layer_under(given)
         if linear is None:
             continue
         piece = _piece(given, linear, heads, width, dims)
@@ -142,13 +134,6 @@ def _attention(node: fx.Node) -> _Attention | None:
     if not all(_find_kept(root, node, heads, width) for root in roots.values()):
         return None
     return _Attention(node, heads, width, wide, [*roots.values()], down)
-
-
-def _source(node: Any) -> Linear | None:
-    """The linear layer whose output a node is a view of."""
-    while linear_of(node) is None and node.target in _VIEWS:
-        node = node.args[0]
-    return linear_of(node)
 
 
 def _piece(node: Any, linear: Linear, heads: int, width: int, dims: tuple[int, ...]) -> Piece | None:
@@ -171,7 +156,7 @@ def _piece(node: Any, linear: Linear, heads: int, width: int, dims: tuple[int, .
 def _find_kept(root: _Root, attention: fx.Node, heads: int, width: int) -> bool:
     """Finds what others than attention compute with; False: it has another form."""
     inputs = {attention.args[position] for position in root.inputs}
-    views = {root.linear.node, *_views_of(root.linear.node)}
+    views = {root.linear.node, *views_of(root.linear.node)}
     for view in views:
         others = [user for user in view.users if user not in views]
         if not [user for user in others if user is not attention or view not in inputs]:
@@ -189,13 +174,6 @@ def _find_kept(root: _Root, attention: fx.Node, heads: int, width: int) -> bool:
     return True
 
 
-def _views_of(node: fx.Node) -> Iterator[fx.Node]:
-    for user in node.users:
-        if user.target in _VIEWS:
-            yield user
-            yield from _views_of(user)
-
-
 def _reader(node: fx.Node, features: int) -> Linear | None:
     """The linear layer that reads the result token by token, where nothing else does."""
     while len(node.users) == 1:
@@ -204,7 +182,7 @@ def _reader(node: fx.Node, features: int) -> Linear | None:
         if linear is not None:
             in_order = linear.rows is node and tuple(node.meta["val"].stride()) == (features, 1)
             return linear if in_order and linear.in_features == features else None
-        if user.target not in _VIEWS or user.target is operator.getitem:
+        if user.target not in VIEWS or user.target is operator.getitem:
             return None
         node = user
     return None
