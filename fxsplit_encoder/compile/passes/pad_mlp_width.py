@@ -127,7 +127,7 @@ def _hidden(down: Linear) -> _Hidden | None:
 
 
 def _start(node: fx.Node, width: int) -> _Start | None:
-    """What a node is of a first layer; None: nothing, or it has the rows in another order."""
+    """What a node is of a first layer; None: nothing, or it has not every row, or in another order."""
     layer = layer_under(node)
     if layer is None or layer.out_features % width:
         return None
@@ -144,7 +144,8 @@ def _start(node: fx.Node, width: int) -> _Start | None:
         if expression(stride) != expression(step):
             return None
         step = step * size
-    return _Start(layer, first // width)
+    has_every_row = expression(step) == expression(layer.out_features * layer.node.meta["val"].shape[0])
+    return _Start(layer, first // width) if has_every_row else None
 
 
 def _works_by_entry(node: fx.Node) -> bool:

@@ -141,6 +141,14 @@ def test_rows_in_another_order_stay() -> None:
     torch.testing.assert_close(graph.run(), mlp(x))
 
 
+@pytest.mark.parametrize("rows", [slice(3), slice(1, None), slice(1, 4)], ids=["first", "last", "some"])
+def test_some_of_the_rows_stay(rows: slice) -> None:
+    mlp, x = Merged(lambda x: x[rows].chunk(2, dim=-1)), torch.randn(7, 12)
+    graph = aten_graph(mlp, x)
+    assert pad_mlp_width(graph.module) == 0
+    torch.testing.assert_close(graph.run(), mlp(x))
+
+
 class PartReadElsewhere(Merged):
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.cut(self.gate_up(x))
