@@ -474,7 +474,8 @@ def vllm_serving(result: Result) -> str:
             row["p50 by engine"] = " / ".join(f"{p50:#.3g}".rstrip(".") for p50 in each)
     columns = {"requests": "requests", "a second": "rate", "encoder": "variant", "p50": "p50"}
     columns |= {name: name for name in _if_any("p50 by engine", rows)} | {"p99": "p99"}
-    columns |= {name: name for name in ("encoder host", "encoder device") if _if_any(name, rows)}
+    parts = ("until queued", "in engine", "encoder host", "encoder device")
+    columns |= {name: name for name in parts if _if_any(name, rows)}
     columns |= {"requests / s": "requests per second", "same tokens": "same"}
     where = described(result, f"vLLM {result['vllm']}", result["settings"]["dtype"], "random weights")
     ordered = sorted(rows, key=lambda row: str(row["requests"]))

@@ -6,10 +6,11 @@ Qwen3-VL-8B's encoder at its published size in front of two layers of its langua
 bf16, caches of prompts and of images off. For each variant ("eager", "vllm" its manager, "ours" the plugin as
 it is installed, "ours-compiled" with `compile: true`) requests with no, one and four images of 448 to 896
 pixels a side arrive at a fixed rate; then with one image all at once. Milliseconds to the first token (median
-and 99th percentile) include vLLM's own preprocessing of images; "requests per second" is that of the requests
-that came at once. "encoder host" and "encoder device" are medians of the steps that encode, in vLLM's worker:
-how long a step keeps the worker, and the time between events around it. "same" is the share of requests whose
-tokens are those of the first variant.
+and 99th percentile) include vLLM's own preprocessing of images; medians of their parts are "until queued", in
+the process that is asked, whose work is the same for all variants, and "in engine". "requests per second" is
+that of the requests that came at once. "encoder host" and "encoder device" are medians of the steps that
+encode, in vLLM's worker: how long a step keeps the worker, and the time between events around it. "same" is
+the share of requests whose tokens are those of the first variant.
 
 Every variant's engine starts in processes of its own, after the one before has started, so that none times
 its captures while another works. Then the same requests go to each in turn, over and over, so that all of
@@ -65,6 +66,8 @@ _SIDES = (448, 672, 896, 512)
 _TOKENS = 8
 _BURST = 32
 AT_ONCE = "1 image, at once"
+PARTS = ("until queued", "in engine")
+"""Of the time to the first token: in the process that is asked, and from the engine's queue on."""
 _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>")
 _PADS = ("<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
 _WORDS = 1000
@@ -179,15 +182,18 @@ def _row(variant: str, requests: str, rounds: Sequence[Row], expected: Mapping[i
     images = requests.removesuffix(" images")
     row |= {"rate": RATES[int(images)]} if images.isdigit() else {}
     row |= {"p50": percentile(first, 0.5), "p99": percentile(first, 0.99)}
+    row |= {
+        name.replace("_", " "): percentile(each, 0.5) for name in PARTS if (each := _joined(rounds, name))
+    }
     numbers = {each["engine"] for each in rounds}
     if len(numbers) > 1:
         own = ([each for each in rounds if each["engine"] == number] for number in sorted(numbers))
         row["p50 by engine"] = [percentile(_joined(each, "first"), 0.5) for each in own]
     if requests == AT_ONCE:
         row["requests per second"] = len(first) / sum(each["seconds"] for each in rounds)
-    for what in ("host", "device"):
-        if times := _joined(rounds, f"encoder {what}"):
-            row[f"encoder {what}"] = percentile(times, 0.5)
+    for name in (*PARTS, "encoder host", "encoder device"):
+        if times := _joined(rounds, name):
+            row[name] = percentile(times, 0.5)
     others = [answer for each in rounds for answer in expected[each["turn"]]]
     same = map(list.__eq__, answers, others)
     return {**row, "same": sum(same) / len(answers)}
@@ -422,18 +428,28 @@ async def _turn(engine: Any, requests: str, turn: int, options: argparse.Namespa
         rate = RATES[images]
         count = max(2, int(rate * options.seconds))
     asked = prompts(images, count, turn, options.tiny)
-    answers, first, seconds = await _arrive(engine, asked, rate)
-    row: Row = {"answers": answers, "first": first, "seconds": seconds}
+    answers, seconds = await _arrive(engine, asked, rate)
+    row: Row = {"answers": [each.tokens for each in answers], "seconds": seconds}
+    row |= {name: [getattr(each, name.replace(" ", "_")) for each in answers] for name in ("first", *PARTS)}
     if options.runner == "1":
         (times,) = await engine.collective_rpc("take_encoder_times")
         row |= {f"encoder {what}": each for what, each in times.items()}
     return row
 
 
+class Answer(NamedTuple):
+    """The tokens to one request, and milliseconds from asking to the first; `PARTS` add up to these."""
+
+    tokens: list[int]
+    first: float
+    until_queued: float
+    in_engine: float
+
+
 async def _arrive(
     engine: Any, requests: Sequence[Mapping[str, Any]], rate: float | None
-) -> tuple[list[list[int]], list[float], float]:
-    """The tokens of requests that arrive at a rate, or all at once; milliseconds to the first; seconds."""
+) -> tuple[list[Answer], float]:
+    """Answers to requests that arrive at a rate, or all at once; seconds until the last of them."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -441,19 +457,17 @@ async def _arrive(
         temperature=0.0, max_tokens=_TOKENS, ignore_eos=True, output_kind=RequestOutputKind.CUMULATIVE
     )
 
-    async def answer(number: int, prompt: Mapping[str, Any]) -> tuple[list[int], float]:
+    async def answer(number: int, prompt: Mapping[str, Any]) -> Answer:
         if rate is not None:
-            await asyncio.sleep(max(0.0, begin + number / rate - time.perf_counter()))
-        asked, first, tokens = time.perf_counter(), None, []
-        name = f"{asked}-{number}"
-        async for output in engine.generate(dict(prompt), sampling, name):
-            tokens = list(output.outputs[0].token_ids)
-            if first is None and tokens:
-                first = (time.perf_counter() - asked) * 1e3
-        assert first is not None
-        return tokens, first
+            await asyncio.sleep(max(0.0, begin + number / rate - time.monotonic()))
+        asked, came, queued, output = time.monotonic(), None, None, None
+        async for output in engine.generate(dict(prompt), sampling, f"{asked}-{number}"):
+            if came is None and output.outputs[0].token_ids:
+                came, queued = time.monotonic(), output.metrics.queued_ts
+        assert output is not None and came is not None and queued is not None
+        parts = (came - asked, queued - asked, came - queued)
+        return Answer(list(output.outputs[0].token_ids), *(seconds * 1e3 for seconds in parts))
 
-    begin = time.perf_counter()
+    begin = time.monotonic()
     answers = await asyncio.gather(*(answer(*each) for each in enumerate(requests)))
-    seconds = time.perf_counter() - begin
-    return [tokens for tokens, _ in answers], [first for _, first in answers], seconds
+    return answers, time.monotonic() - begin

@@ -26,7 +26,7 @@ from fxsplit_encoder.manager.traced_example import with_contents
 from fxsplit_encoder.manager.turns import StoppedError, Turns
 from fxsplit_encoder.parts import Parts
 from fxsplit_encoder.runtime import Choosers
-from fxsplit_encoder.runtime.interpreter import switching_often
+from fxsplit_encoder.runtime.interpreter import collecting_what_is_new, switching_often
 from fxsplit_encoder.runtime.progress import CaptureProgress, Phase
 
 logger = logging.getLogger(__name__)
@@ -148,9 +148,10 @@ class BackgroundCapture:
         """All of it, one piece after another."""
         work = self.work()
         try:
-            for _ in work:
-                if self._stopped.is_set():
-                    raise StoppedError
+            with collecting_what_is_new():
+                for _ in work:
+                    if self._stopped.is_set():
+                        raise StoppedError
         except StoppedError:
             pass
         finally:

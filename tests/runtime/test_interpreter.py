@@ -1,13 +1,15 @@
-"""How often threads take turns in the interpreter."""
+"""Who waits for the interpreter how long."""
 
 from __future__ import annotations
 
+import gc
 import sys
+import weakref
 from collections.abc import Iterator
 
 import pytest
 
-from fxsplit_encoder.runtime.interpreter import OFTEN, switching_often
+from fxsplit_encoder.runtime.interpreter import OFTEN, collecting_what_is_new, switching_often
 
 
 @pytest.fixture(autouse=True)
@@ -40,3 +42,43 @@ def test_who_sets_another_one_meanwhile_keeps_it() -> None:
     with switching_often():
         sys.setswitchinterval(0.001)
     assert sys.getswitchinterval() == 0.001
+
+
+def test_collections_leave_out_what_was_there_before() -> None:
+    with collecting_what_is_new():
+        with collecting_what_is_new():
+            pass
+        inside = len(gc.get_objects())
+        frozen = gc.get_freeze_count()
+        assert frozen > 10 * inside  # every module that this process has
+    assert gc.get_freeze_count() == 0
+
+
+def test_garbage_made_inside_is_found() -> None:
+    class Node:
+        other: Node
+
+    def make_circle() -> weakref.ref[Node]:
+        first, second = Node(), Node()
+        first.other, second.other = second, first
+        return weakref.ref(first)
+
+    with collecting_what_is_new():
+        circle = make_circle()
+        gc.collect()
+        assert circle() is None
+
+
+def test_who_has_frozen_objects_keeps_them_frozen() -> None:
+    try:
+        gc.freeze()
+        with collecting_what_is_new():
+            pass
+        assert gc.get_freeze_count() > 0
+        gc.unfreeze()
+        with collecting_what_is_new():
+            made = [[] for _ in range(100_000)]
+            gc.freeze()
+        assert gc.get_freeze_count() > len(made)
+    finally:
+        gc.unfreeze()
