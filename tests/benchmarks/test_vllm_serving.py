@@ -63,6 +63,8 @@ def test_rounds_are_told_as_one_row() -> None:
             "in engine": [8.0],
         },
     ]
+    rounds[0] |= {"encoder host": [1.0], "in engine": [4.0]}
+    rounds[1] |= {"encoder host": [3.0, 2.0], "in engine": [8.0]}
     rounds = [{**each, "turn": turn, "engine": 0} for turn, each in enumerate(rounds)]
     row = _row("ours", "4 images", rounds, {0: [[1, 2], [3, 4]], 1: [[5, 6], [7, 9]]})
     told = {
