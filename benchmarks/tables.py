@@ -541,6 +541,7 @@ TABLES: Mapping[str, Table] = {
     "vllm_h100": Table("vllm_h100.json", vllm),
     "vllm_serving": Table("vllm_serving.json", vllm_serving),
     "vllm_serving_pairs": Table("vllm_serving_pairs.json", vllm_serving),
+    "vllm_serving_compiled": Table("vllm_serving_compiled.json", vllm_serving),
     "ab": Table("ab.json", ab),
     "map_batches": Table("map_batches.json", map_batches),
     "fleet_parts": Table("fleet.json", fleet_tables.parts, needs_gpu=False),

@@ -3,16 +3,16 @@
     python benchmarks/bench.py vllm_serving --output out/vllm_serving.json
 
 Qwen3-VL-8B's encoder at its published size in front of two layers of its language model, random weights,
-bf16, caches of prompts and of images off. The language model is compiled and captured as vLLM does by default;
-eager (`--language-model eager`), its prefill of one image keeps the host for longer than the encoder the GPU,
-so that no encoder would make a first token come sooner. For each variant ("eager", "vllm" its manager, "ours" the plugin as
-it is installed, "ours-compiled" with `compile: true`) requests with no, one and four images of 448 to 896
-pixels a side arrive at a fixed rate; then with one image all at once. Milliseconds to the first token (median
-and 99th percentile) include vLLM's own preprocessing of images; medians of their parts are "until queued", in
-the process that is asked, whose work is the same for all variants, and "in engine". "requests per second" is
-that of the requests that came at once. "encoder host" and "encoder device" are medians of the steps that
-encode, in vLLM's worker: how long a step keeps the worker, and the time between events around it. "same" is
-the share of requests whose tokens are those of the first variant.
+bf16, caches of prompts and of images off. The language model is compiled and captured as vLLM does by
+default; eager (`--language-model eager`), its prefill of one image keeps the host for longer than the encoder
+the GPU, so that no encoder would make a first token come sooner. For each variant ("eager", "vllm" its
+manager, "ours" the plugin as it is installed, "ours-compiled" with `compile: true`) requests with no, one and
+four images of 448 to 896 pixels a side arrive at a fixed rate; then with one image all at once. Milliseconds
+to the first token (median and 99th percentile) include vLLM's own preprocessing of images; medians of their
+parts are "until queued", in the process that is asked, whose work is the same for all variants, and "in
+engine". "requests per second" is that of the requests that came at once. "encoder host" and "encoder device"
+are medians of the steps that encode, in vLLM's worker: how long a step keeps the worker, and the time between
+events around it. "same" is the share of requests whose tokens are those of the first variant.
 
 Every variant's engine starts in processes of its own, after the one before has started, so that none times
 its captures while another works. Then the same requests go to each in turn, over and over, so that all of
