@@ -21,6 +21,7 @@ CASES: Mapping[str, str] = {
     "products": "every kernel of linear layers over the layers of a vision tower",
     "passes": "what graph passes gain",
     "host": "what a request costs the CPU",
+    "kernels": "which kernels the GPU spends a request on",
     "accelerate": "what a model of transformers gains, and its calls cost",
     "connector": "what encoding costs the requests of an engine, beside it and in it",
     "start": "where the seconds of a start go",

@@ -368,6 +368,22 @@ def passes(result: Result) -> str:
     return f"{table}\n\nMilliseconds of one full graph replay, by patches. {described(result)}."
 
 
+def kernels(result: Result) -> str:
+    """Milliseconds of a request by kind of kernel, and their shares of the span."""
+    kinds = ("products", "attention", "norms and pointwise", "copies", "gaps")
+
+    def shown(row: Row, kind: str) -> str:
+        milliseconds = f"{row[kind]:#.3g}".rstrip(".")
+        return f"{milliseconds} ({100 * row[kind] / row['span']:.0f} %)"
+
+    lines = [row | {kind: shown(row, kind) for kind in kinds} for row in result["rows"] if "span" in row]
+    columns = {name: name for name in ("tower", "workload", "variant", "patches", "span", *kinds)}
+    settings = result["settings"]
+    given = [f"{name}: {value}" for name, value in settings["config"].items()]
+    where = described(result, settings["dtype"], "random weights", *given)
+    return f"{by_columns(columns, lines)}\n\nMilliseconds, medians. {where}."
+
+
 def host(result: Result) -> str:
     table = by_columns({"host": "what", "microseconds": "us"}, result["rows"])
     return f"{table}\n\n{described(result, result['settings']['tower'])}."

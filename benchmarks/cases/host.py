@@ -5,8 +5,9 @@
 27 blocks of the Qwen3-VL-8B vision tower, bf16, seeded random weights; one image, `full` graphs, three small
 budgets. Microseconds of the CPU, device work not awaited, medians; nothing else should run on the host.
 
-* "execute": an image of a size that came before, whose metadata is on the device; "execute, new sizes":
-  images whose sizes have not come before; "execute, piecewise": in that mode, with eager calls of attention.
+* "execute": an image of a size that came before, whose metadata is on the device; "launch": the launch of
+  its graph alone; "execute, new sizes": images whose sizes have not come before; "execute, piecewise": in
+  that mode, with eager calls of attention.
 * "plan of": planning images that have not come before, many of which are larger than every budget and batches
   of their own.
 * "torch.compile": a call of the tower behind `torch.compile(backend="encoder_cg")` with the same budgets, its
@@ -64,6 +65,8 @@ def executes(tower: Any, samples: int) -> Iterator[tuple[str, float]]:
         call = functools.partial(manager.execute, inputs)
         yield name, _steady(call, samples)
         if mode == "full":
+            (graph,) = (path.captured[LIMITS["token_budgets"][0]].capture for path in manager.paths.values())
+            yield "launch", _steady(graph.replay, samples)
             yield "execute, new sizes", new_sizes(manager, tower)
             yield from plans(manager, samples)
         manager.clear()

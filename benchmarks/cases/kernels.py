@@ -1,0 +1,153 @@
+"""Which kernels the GPU spends a request on.
+
+    python benchmarks/bench.py kernels --output out/kernels.json
+    python benchmarks/bench.py kernels --towers internvl3-8b --workloads tiles12 --variants ours-auto compile
+
+Towers have their published sizes and seeded random weights. Per workload, in milliseconds of its first
+request, medians: "span", from the first kernel's start to the last one's end; how much of it kernels of each
+kind take, by their names: matrix products and convolutions, attention, copies, and what is left, norms and
+other pointwise work; and "gaps", in which none of them runs. Kernels that run side by side count each.
+"calls" is how many there are, "longest" are the names that take most. The profiler lengthens gaps, not
+kernels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import re
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from contenders import CONTENDERS
+from models import DEFAULT_TOWERS, make_model, tower_names
+from storage import new_result, one_line, store
+from timing import synchronize
+from worker import known_workloads, settle
+
+REST = "norms and pointwise"
+KINDS = {
+    REST: r"^triton_(poi|per|red)_",  # their names have those of products that they follow
+    "attention": r"flash|fmha|sdpa|attn|attend",
+    "products": r"gemm|nvjet|xmma|cutlass|cublas|splitk|conv|triton_tem",
+    "copies": r"^mem(cpy|set)",
+}
+"""The first that a name contains is its kind; else it is the rest."""
+_SAMPLES = 10
+_LONGEST = 8
+_SIGNATURE = re.compile(r"^(?:void )?([\w:]+).*", re.DOTALL)
+
+
+class Kernel(NamedTuple):
+    """One that ran; microseconds."""
+
+    name: str
+    start: float
+    end: float
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--towers", nargs="+", choices=tower_names(), default=DEFAULT_TOWERS[:1], metavar="TOWER")
+    add("--workloads", nargs="+", metavar="NAME", help="of those that a tower takes")
+    add("--variants", nargs="+", choices=list(CONTENDERS), default=["ours-auto"], metavar="NAME")
+    add("--config", type=json.loads, default={}, metavar="JSON", help="settings of managers")
+
+
+def kind_of(name: str) -> str:
+    """What a kernel is for, by its name."""
+    return next((kind for kind, pattern in KINDS.items() if re.search(pattern, name, re.IGNORECASE)), REST)
+
+
+def shares(runs: Sequence[Sequence[Kernel]]) -> dict[str, Any]:
+    """Milliseconds of a request by kind of kernel, medians of runs; the names that take most."""
+    rows = [_of_run(run) for run in runs]
+    names = {name: statistics.median(row["names"][name] for row in rows) for name in rows[0]["names"]}
+    longest = sorted(names, key=lambda name: names[name], reverse=True)[:_LONGEST]
+    measured = {name: statistics.median(row[name] for row in rows) for name in rows[0] if name != "names"}
+    return {**measured, "longest": [[name, names[name]] for name in longest]}
+
+
+def _of_run(kernels: Sequence[Kernel]) -> dict[str, Any]:
+    busy, names = dict.fromkeys(KINDS, 0.0), Counter[str]()
+    for kernel in kernels:
+        milliseconds = (kernel.end - kernel.start) / 1e3
+        busy[kind_of(kernel.name)] += milliseconds
+        names[_SIGNATURE.sub(r"\1", kernel.name)] += milliseconds
+    start, end = min(each.start for each in kernels), max(each.end for each in kernels)
+    gaps = (end - start - _covered(kernels)) / 1e3
+    return {"span": (end - start) / 1e3, **busy, "gaps": gaps, "calls": len(kernels), "names": names}
+
+
+def _covered(kernels: Iterable[Kernel]) -> float:
+    """Microseconds in which at least one of them runs."""
+    covered, until = 0.0, float("-inf")
+    for kernel in sorted(kernels, key=lambda each: each.start):
+        covered += max(0.0, kernel.end - max(until, kernel.start))
+        until = max(until, kernel.end)
+    return covered
+
+
+def profiled(call: Any) -> list[Kernel]:
+    """What one call runs on the GPU."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profiler:
+        call()
+        synchronize()
+    device = torch.autograd.DeviceType.CUDA
+    return [
+        Kernel(event.name, event.time_range.start, event.time_range.end)
+        for event in profiler.events()
+        if event.device_type == device and event.time_range.end > event.time_range.start
+    ]
+
+
+def measure(tower: str, variant: str, options: argparse.Namespace) -> Iterable[dict[str, Any]]:
+    """A row for each workload."""
+    model = make_model(tower, None, torch.device("cuda"), torch.bfloat16)
+    contender = CONTENDERS[variant](model, options.config)
+    contender.start()
+    for name, workload in known_workloads(tower, False).items():
+        if options.workloads and name not in options.workloads:
+            continue
+        row = {"tower": tower, "workload": name, "variant": variant}
+        if reason := contender.why_not(workload):
+            yield {**row, "skipped": reason}
+            continue
+        batch = model.batch(workload.requests[0])
+        contender.prepare(batch)
+        settle([lambda each=batch: contender.run(each)], contender.seconds_to_settle)
+        runs = [profiled(lambda each=batch: contender.run(each)) for _ in range(_SAMPLES)]
+        yield {**row, "patches": batch.patches, "note": contender.note(batch), **shares(runs)}
+
+
+@torch.no_grad()
+def run(options: argparse.Namespace) -> int:
+    if not torch.cuda.is_available():
+        raise SystemExit("kernels: needs a CUDA device")
+    result = new_result("kernels", config=options.config, dtype="bfloat16", samples=_SAMPLES)
+    failed = False
+    for tower in options.towers:
+        for variant in options.variants:
+            try:
+                for row in measure(tower, variant, options):
+                    result["rows"].append(row)
+                    store(options.output, result)
+                    print(*(f"{name}={value}" for name, value in row.items()), flush=True)
+            except Exception as error:
+                failed = True
+                row = {"tower": tower, "variant": variant, "workload": "all", "failure": one_line(error)}
+                result["rows"].append(row)
+                print(row, flush=True)
+            torch._dynamo.reset()
+            gc.collect()
+            torch.cuda.empty_cache()
+    store(options.output, result)
+    import tables
+
+    print(tables.kernels(result))
+    return int(failed)
