@@ -20,6 +20,8 @@ python=${PYTHON:-python3}
 jobs=("readme encoder --readme")
 [[ $1 == readme ]] || jobs+=(
     "host host"
+    "kernels kernels --towers internvl3-8b --workloads tiles12 --variants ours-auto compile-reduce-overhead"
+    "kernels_fp8 kernels --workloads 1x896 --config {\"precision\":\"fp8\",\"fp8_max_error\":null}"
     "accelerate accelerate"
     "start start"
     "encoder encoder --shared-cache"

@@ -552,6 +552,8 @@ TABLES: Mapping[str, Table] = {
     "connector_own_gpu": Table("connector_own_gpu.json", connector),
     "invariant": Table("invariant.json", invariant),
     "data_parallel": Table("data_parallel.json", data_parallel),
+    "kernels": Table("kernels.json", kernels),
+    "kernels_fp8": Table("kernels_fp8.json", kernels),
     "vllm": Table("vllm.json", vllm),
     "vllm_towers": Table("vllm_towers.json", vllm),
     "vllm_h100": Table("vllm_h100.json", vllm),

@@ -7,8 +7,8 @@ Towers have their published sizes and seeded random weights. Per workload, in mi
 request, medians: "span", from the first kernel's start to the last one's end; how much of it kernels of each
 kind take, by their names: matrix products and convolutions, attention, copies, and what is left, norms and
 other pointwise work; and "gaps", in which none of them runs. Kernels that run side by side count each.
-"calls" is how many there are, "longest" are the names that take most. The profiler lengthens gaps, not
-kernels.
+"calls" is how many there are, "longest" are the names that take most, "between" those around most of the
+gaps. The profiler lengthens gaps, not kernels.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ KINDS = {
 }
 """The first that a name contains is its kind; else it is the rest."""
 _SAMPLES = 10
-_LONGEST = 8
+_LISTED = 8
 _SIGNATURE = re.compile(r"^(?:void )?([\w:]+).*", re.DOTALL)
 
 
@@ -66,30 +66,35 @@ def kind_of(name: str) -> str:
 def shares(runs: Sequence[Sequence[Kernel]]) -> dict[str, Any]:
     """Milliseconds of a request by kind of kernel, medians of runs; the names that take most."""
     rows = [_of_run(run) for run in runs]
-    names = {name: statistics.median(row["names"][name] for row in rows) for name in rows[0]["names"]}
-    longest = sorted(names, key=lambda name: names[name], reverse=True)[:_LONGEST]
-    measured = {name: statistics.median(row[name] for row in rows) for name in rows[0] if name != "names"}
-    return {**measured, "longest": [[name, names[name]] for name in longest]}
+    lists = ("longest", "between")
+    measured = {name: statistics.median(row[name] for row in rows) for name in rows[0] if name not in lists}
+    return {**measured, **{name: _most([row[name] for row in rows]) for name in lists}}
+
+
+def _most(runs: Sequence[Counter[str]]) -> list[list[Any]]:
+    medians = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+    names = sorted(medians, key=lambda name: medians[name], reverse=True)
+    return [[name, medians[name]] for name in names[:_LISTED]]
 
 
 def _of_run(kernels: Sequence[Kernel]) -> dict[str, Any]:
-    busy, names = dict.fromkeys(KINDS, 0.0), Counter[str]()
-    for kernel in kernels:
+    busy, names, between = dict.fromkeys(KINDS, 0.0), Counter[str](), Counter[str]()
+    ordered = sorted(kernels, key=lambda each: each.start)
+    last = ordered[0]
+    for kernel in ordered:
         milliseconds = (kernel.end - kernel.start) / 1e3
         busy[kind_of(kernel.name)] += milliseconds
-        names[_SIGNATURE.sub(r"\1", kernel.name)] += milliseconds
-    start, end = min(each.start for each in kernels), max(each.end for each in kernels)
-    gaps = (end - start - _covered(kernels)) / 1e3
-    return {"span": (end - start) / 1e3, **busy, "gaps": gaps, "calls": len(kernels), "names": names}
+        names[_short(kernel)] += milliseconds
+        if kernel.start > last.end:
+            between[f"{_short(last)}, {_short(kernel)}"] += (kernel.start - last.end) / 1e3
+        last = max(last, kernel, key=lambda each: each.end)
+    span = (last.end - ordered[0].start) / 1e3
+    measured = {"span": span, **busy, "gaps": between.total(), "calls": len(kernels)}
+    return {**measured, "longest": names, "between": between}
 
 
-def _covered(kernels: Iterable[Kernel]) -> float:
-    """Microseconds in which at least one of them runs."""
-    covered, until = 0.0, float("-inf")
-    for kernel in sorted(kernels, key=lambda each: each.start):
-        covered += max(0.0, kernel.end - max(until, kernel.start))
-        until = max(until, kernel.end)
-    return covered
+def _short(kernel: Kernel) -> str:
+    return _SIGNATURE.sub(r"\1", kernel.name)[:60]
 
 
 def profiled(call: Any) -> list[Kernel]:

@@ -29,7 +29,8 @@ compiling would, so the other columns are for runs without it.
 "ready at once" has empty caches and calls `capture(wait=False)`: its "first embedding" follows the captures
 of the uncompiled tower, "done" is seconds from that call to the end of the work behind it, "longest request"
 and "median request" are milliseconds of requests of one image meanwhile, every 20 ms, beside "eager", and
-"longest steps" those of what requests may have waited for.
+"longest steps" those of what requests may have waited for, and "longest requests" says what was said by the
+library during the three that took longest.
 """
 
 from __future__ import annotations
@@ -63,6 +64,8 @@ CACHES = {
     "XDG_CACHE_HOME": "cache",
     "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "cute",
 }
+_SAID = 12
+"""The most messages that are kept of a request."""
 _BENCH = Path(__file__).resolve().parents[1] / "bench.py"
 
 
@@ -138,14 +141,14 @@ def start(arguments: argparse.Namespace, budgets: Sequence[int]) -> dict[str, An
         if not at_once:
             manager.compile()
     kernels = count_kernels()
-    steps = Steps(listen=at_once)
+    log = Log(listen=at_once)
     with phase("capture"):
         manager.capture(wait=not at_once)
     packed = hasattr(tower, "patch_features")
     inputs = random_inputs(tower, [(16 if arguments.tiny else 256) if packed else 1])
     with phase("first embedding"):
         manager.execute(inputs)
-    meanwhile = serve_meanwhile(manager, inputs, steps) if at_once else {}
+    meanwhile = serve_meanwhile(manager, inputs, log) if at_once else {}
     measured = len(measurements.table(manager.device)) - known
     if arguments.save is not None:
         with phase("save"):
@@ -209,21 +212,29 @@ def config_of(arguments: argparse.Namespace, budgets: Sequence[int]) -> Any:
     return config.replace(token_budgets=tuple(budgets)) if budgets else config
 
 
-def serve_meanwhile(manager: Any, request: dict[str, Any], steps: Steps) -> dict[str, Any]:
-    """Requests until everything is captured: how long they took beside eager's, and how long that took."""
-    from timing import synchronize
+def serve_meanwhile(manager: Any, request: dict[str, Any], log: Log) -> dict[str, Any]:
+    """Requests until everything is captured: how long they took beside eager's, and how long that took.
+
+    A request waits for its own stream, as who copies its outputs does, and not for what else the device does.
+    """
+    import torch
+
+    def wait() -> None:
+        if torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()
 
     def milliseconds(call: Callable[[], Any]) -> float:
-        synchronize()
+        wait()
         start = time.perf_counter()
         call()
-        synchronize()
+        wait()
         return (time.perf_counter() - start) * 1e3
 
-    took = []
+    took: list[tuple[float, float, float]] = []
     while True:
         is_over = manager.wait_captured(0)
-        took.append(milliseconds(lambda: manager.execute(request)))
+        start = time.perf_counter()
+        took.append((milliseconds(lambda: manager.execute(request)), start, time.perf_counter()))
         if is_over:
             break
         time.sleep(0.02)
@@ -232,9 +243,10 @@ def serve_meanwhile(manager: Any, request: dict[str, Any], steps: Steps) -> dict
     return {
         "done": progress.seconds,
         "ended": str(progress),
-        "longest request": max(took),
-        "longest steps": steps.longest(5),
-        "median request": statistics.median(took),
+        "longest request": max(took)[0],
+        "longest requests": [(each[0], log.said_between(*each[1:])) for each in sorted(took)[:-4:-1]],
+        "longest steps": log.longest_steps(5),
+        "median request": statistics.median(each[0] for each in took),
         "requests": len(took),
         "eager": statistics.median(eager),
     }
@@ -247,30 +259,35 @@ def has_bytecode() -> bool:
     return Path(importlib.util.cache_from_source(torch.__file__)).exists()
 
 
-class Steps(logging.Handler):
-    """What the library logs of its steps between requests, each with what it logged last in it."""
+class Log(logging.Handler):
+    """What the library says meanwhile, and when; of its steps between requests, which it logs at their end,
+    each with what was last said in it.
+    """
 
     def __init__(self, *, listen: bool) -> None:
         super().__init__(logging.DEBUG)
+        self._said: list[tuple[float, str]] = [(time.perf_counter(), "")]
         self._steps: list[tuple[float, str]] = []
-        self._last = ""
         if listen:
             logger = logging.getLogger("fxsplit_encoder")
             logger.addHandler(self)
             logger.setLevel(logging.DEBUG)
 
     def emit(self, record: logging.LogRecord) -> None:
-        message = record.getMessage()
+        message = record.getMessage()[:200]
         if ": a step of " in message:
             phase, _, took = message.partition(": a step of ")
-            self._steps.append((float(took.removesuffix(" ms")), f"{phase}: {self._last}"))
-            self._last = ""
-        else:
-            self._last = message[:200]
+            self._steps.append((float(took.removesuffix(" ms")), f"{phase}: {self._said[-1][1]}"))
+        self._said.append((time.perf_counter(), message))
 
-    def longest(self, number: int) -> list[tuple[float, str]]:
+    def longest_steps(self, number: int) -> list[tuple[float, str]]:
         """Milliseconds, and what was last said in them."""
         return sorted(self._steps, reverse=True)[:number]
+
+    def said_between(self, start: float, end: float) -> list[str]:
+        """What was said last before the first of two times, and until the second."""
+        before = max(when for when, _ in self._said if when <= start)
+        return [message for when, message in self._said if before <= when <= end][:_SAID]
 
 
 def count_kernels() -> int:

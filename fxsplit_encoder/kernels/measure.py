@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import statistics
 import time
 from abc import ABC, abstractmethod
@@ -20,6 +21,8 @@ from fxsplit_encoder._torch.deferred_free import defer_frees
 from fxsplit_encoder._torch.device_wait import wait_on_device
 from fxsplit_encoder.kernels.base import CallShape, KernelT, ShapeT
 from fxsplit_encoder.parts import in_one_go
+
+logger = logging.getLogger(__name__)
 
 # What a kernel's error may be, in roundings of the dtype: that of the first candidate, and where its error is
 # next to none.
@@ -117,6 +120,7 @@ class Meter(ABC, Generic[ShapeT, KernelT]):
             What comes next.
         """
         yield "check"
+        logger.debug("%s: references for the comparison of kernels", shape)
         calls = self.calls(shape)
         wanted = {("time", kernel.name, call) for kernel in kernels for call in calls}
         examples = self.examples(shape) if wanted - self._found.keys() else []
@@ -140,6 +144,7 @@ class Meter(ABC, Generic[ShapeT, KernelT]):
         limit = _FIRST_ROUNDINGS * rounding
         for kernel in kernels:
             yield "check"
+            logger.debug("%s: %s is checked", shape, kernel.name)
             times: list[float] = []
             try:
                 error = statistics.fmean(error_on(kernel, number) for number in range(len(calls)))
