@@ -187,9 +187,6 @@ def _row(variant: str, requests: str, rounds: Sequence[Row], expected: Mapping[i
     images = requests.removesuffix(" images")
     row |= {"rate": RATES[int(images)]} if images.isdigit() else {}
     row |= {"p50": percentile(first, 0.5), "p99": percentile(first, 0.99)}
-    row |= {
-        name.replace("_", " "): percentile(each, 0.5) for name in PARTS if (each := _joined(rounds, name))
-    }
     numbers = {each["engine"] for each in rounds}
     if len(numbers) > 1:
         own = ([each for each in rounds if each["engine"] == number] for number in sorted(numbers))
