@@ -377,7 +377,8 @@ def kernels(result: Result) -> str:
         return f"{milliseconds} ({100 * row[kind] / row['span']:.0f} %)"
 
     lines = [row | {kind: shown(row, kind) for kind in kinds} for row in result["rows"] if "span" in row]
-    columns = {name: name for name in ("tower", "workload", "variant", "patches", "span", *kinds)}
+    times = (*_if_any("wall", lines), "span", *kinds)
+    columns = {name: name for name in ("tower", "workload", "variant", "patches", *times)}
     settings = result["settings"]
     given = [f"{name}: {value}" for name, value in settings["config"].items()]
     where = described(result, settings["dtype"], "random weights", *given)

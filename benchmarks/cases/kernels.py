@@ -4,11 +4,12 @@
     python benchmarks/bench.py kernels --towers internvl3-8b --workloads tiles12 --variants ours-auto compile
 
 Towers have their published sizes and seeded random weights. Per workload, in milliseconds of its first
-request, medians: "span", from the first kernel's start to the last one's end; how much of it kernels of each
-kind take, by their names: matrix products and convolutions, attention, copies, and what is left, norms and
-other pointwise work; and "gaps", in which none of them runs. Kernels that run side by side count each.
-"calls" is how many there are, "longest" are the names that take most, "between" those around most of the
-gaps. The profiler lengthens gaps, not kernels.
+request, medians: "wall", to the end of its device work, without a profiler; then with one "span", from the
+first kernel's start to the last one's end; how much of it kernels of each kind take, by their names: matrix
+products and convolutions, attention, copies, and what is left, norms and other pointwise work; and "gaps", in
+which none of them runs. Kernels that run side by side count each. "calls" is how many there are, "longest"
+are the names that take most, "between" those around most of the gaps. The profiler lengthens gaps, not
+kernels.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import torch
 from contenders import CONTENDERS
 from models import DEFAULT_TOWERS, make_model, tower_names
 from storage import new_result, one_line, store
-from timing import synchronize
+from timing import synchronize, wall_ms
 from worker import known_workloads, settle
 
 REST = "norms and pointwise"
@@ -126,8 +127,9 @@ def measure(tower: str, variant: str, options: argparse.Namespace) -> Iterable[d
         batch = model.batch(workload.requests[0])
         contender.prepare(batch)
         settle([lambda each=batch: contender.run(each)], contender.seconds_to_settle)
-        runs = [profiled(lambda each=batch: contender.run(each)) for _ in range(_SAMPLES)]
-        yield {**row, "patches": batch.patches, "note": contender.note(batch), **shares(runs)}
+        call = lambda each=batch: contender.run(each)  # noqa: E731
+        known = {"patches": batch.patches, "note": contender.note(batch), "wall": wall_ms(call)}
+        yield {**row, **known, **shares([profiled(call) for _ in range(_SAMPLES)])}
 
 
 @torch.no_grad()
