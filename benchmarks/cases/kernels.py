@@ -15,6 +15,7 @@ kernels.
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import json
 import re
@@ -125,9 +126,9 @@ def measure(tower: str, variant: str, options: argparse.Namespace) -> Iterable[d
             yield {**row, "skipped": reason}
             continue
         batch = model.batch(workload.requests[0])
+        call = functools.partial(contender.run, batch)
         contender.prepare(batch)
-        settle([lambda each=batch: contender.run(each)], contender.seconds_to_settle)
-        call = lambda each=batch: contender.run(each)  # noqa: E731
+        settle([call], contender.seconds_to_settle)
         known = {"patches": batch.patches, "note": contender.note(batch), "wall": wall_ms(call)}
         yield {**row, **known, **shares([profiled(call) for _ in range(_SAMPLES)])}
 

@@ -28,9 +28,9 @@ compiling would, so the other columns are for runs without it.
 "bytes" is what the captures take; the start "largest alone" captures the largest budget alone. The start
 "ready at once" has empty caches and calls `capture(wait=False)`: its "first embedding" follows the captures
 of the uncompiled tower, "done" is seconds from that call to the end of the work behind it, "longest request"
-and "median request" are milliseconds of requests of one image meanwhile, every 20 ms, beside "eager", and
-"longest steps" those of what requests may have waited for, and "longest requests" says what was said by the
-library during the three that took longest.
+and "median request" are milliseconds of requests of one image meanwhile, every 20 ms, beside "eager",
+"longest steps" those of what requests may have waited for; "longest requests" are the three that took
+longest, each with what the library logged during it.
 """
 
 from __future__ import annotations

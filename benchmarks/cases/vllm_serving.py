@@ -84,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--engines", type=int, default=1, help="processes of each variant, every other time in reverse")
     add("--language-model", choices=("compiled", "eager"), default="compiled", help="how it runs")
     add("--trace", type=Path, metavar="FOLDER", help="write a timeline of each variant's worker")
-    add("--timeout", type=float, default=240, help="the most seconds until every engine has started")
+    add("--timeout", type=float, default=480, help="the most seconds until every engine has started")
     add("--runner", choices=("1", "2"), default="1", help="the generation of vLLM's model runner")
     add("--tiny", action="store_true", help="narrow models, on a CPU")
 

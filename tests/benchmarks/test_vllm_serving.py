@@ -48,16 +48,8 @@ def test_every_engine_runs_on_the_node_with_most_of_the_cores(
 
 def test_rounds_are_told_as_one_row() -> None:
     rounds = [
-        {
-            "answers": [[1, 2], [3, 4]],
-            "first": [10.0, 30.0],
-            "seconds": 0.5,
-        },
-        {
-            "answers": [[5, 6], [7, 8]],
-            "first": [20.0, 40.0],
-            "seconds": 1.5,
-        },
+        {"answers": [[1, 2], [3, 4]], "first": [10.0, 30.0], "seconds": 0.5},
+        {"answers": [[5, 6], [7, 8]], "first": [20.0, 40.0], "seconds": 1.5},
     ]
     rounds[0] |= {"encoder host": [1.0], "in engine": [4.0]}
     rounds[1] |= {"encoder host": [3.0, 2.0], "in engine": [8.0]}
