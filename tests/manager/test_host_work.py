@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.capture import segments
+from fxsplit_encoder.towers import device_metadata
 
 from ..instructions import instructions
 from .mock_towers import PackedModel, batch
@@ -96,8 +97,10 @@ def test_a_smaller_image_cuts_buffers_and_clears_what_a_larger_one_left(
 
 
 def test_metadata_of_a_size_that_came_before_is_not_computed_again(
-    manager: Any, make_batch: Any, computed: Counter[str]
+    manager: Any, tiny_towers: Any, make_batch: Any, computed: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Tests before this one may have had such sizes.
+    monkeypatch.setattr(tiny_towers.wrapped, "_device_metadata", device_metadata.DeviceMetadata())
     grids = [(1, 10, 4), (1, 4, 10)]
     manager.execute(make_batch(grids, seed=1))
     assert computed == {"metadata": 1, "_cumulative_lengths": 1}
@@ -113,8 +116,6 @@ def test_metadata_of_a_size_that_came_before_is_not_computed_again(
 def test_metadata_of_many_sizes_is_forgotten_the_least_recently_used_first(
     tiny_towers: Any, make_batch: Any, computed: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fxsplit_encoder.towers import device_metadata
-
     tower = tiny_towers.wrapped
     monkeypatch.setattr(tower, "_device_metadata", device_metadata.DeviceMetadata())
     monkeypatch.setattr(device_metadata, "_KEPT_PATCHES", 20)

@@ -336,8 +336,14 @@ class Transports(RuleBasedStateMachine):
     def release(self, handle: Handle, end: int) -> None:
         self.ends[end].release(handle)
         self.held.pop((handle.owner, handle.number), None)
-        owner = next(one for one in self.ends if one.owner == handle.owner)
-        assert eventually(lambda: owner._blocks.find(handle.number) is None)
+        blocks = next(one._blocks for one in self.ends if one.owner == handle.owner)
+
+        def is_free() -> bool:
+            # A thread of the owner takes the block from those held first, and clears it then.
+            held = sum(block.num_bytes for block in list(blocks._held.values()))
+            return blocks.find(handle.number) is None and blocks.held_bytes == held
+
+        assert eventually(is_free)
 
     @rule(handle=consumes(handles))
     def forget(self, handle: Handle) -> None:
