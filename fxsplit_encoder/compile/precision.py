@@ -18,11 +18,12 @@ from torch import Tensor, fx, nn
 
 from fxsplit_encoder.compile.options import CompileOptions
 from fxsplit_encoder.compile.passes import PASSES, default_passes, relative_rms
-from fxsplit_encoder.compile.passes.fp8_linear import candidates, quantize_rows
+from fxsplit_encoder.compile.passes.fp8_linear import candidates
 from fxsplit_encoder.compile.passes.layers import Linear
 from fxsplit_encoder.compile.rewriting import derivation
 from fxsplit_encoder.compile.sizes import Size, shape_exprs
 from fxsplit_encoder.compile.trace import trace_forward
+from fxsplit_encoder.products.fp8 import quantize_rows
 
 # It hides linear layers in another operation, and runs after fp8 has taken its own.
 _AFTER_FP8 = "gelu_epilogue"

@@ -12,11 +12,12 @@ import torch.nn.functional as F
 import fxsplit_encoder as fx
 from fxsplit_encoder.capture import measure_ms
 from fxsplit_encoder.compile.passes import PASSES, relative_rms
-from fxsplit_encoder.compile.passes.fp8_linear import product_fp8, quantize_rows
+from fxsplit_encoder.compile.passes.fp8_linear import product_fp8
 from fxsplit_encoder.models.random import demo_tower, draw_weights
 from fxsplit_encoder.modules.clip_encoder import ClipConfig
 from fxsplit_encoder.modules.deepseek_encoder import DeepseekOcrConfig, DeepseekOcrVisionModel
 from fxsplit_encoder.modules.sam import SamConfig
+from fxsplit_encoder.products.fp8 import quantize_rows
 
 pytestmark = pytest.mark.gpu
 

@@ -6,8 +6,9 @@
     scaling         -> times both scales, plus the bias, in float32; then the rows' own dtype
 
 The product alone is one operation, `fxsplit::product_fp8`; the rest are operations that Inductor fuses with
-what is there anyway: `fxsplit::quantize_rows` is taken apart, so that the kernel of a layer norm or an
-activation writes float8 and the scale, and the scaling goes into what reads the product. The scales are not
+what is there anyway: `fxsplit::quantize_rows` is taken apart, so that the kernel of a layer norm writes
+float8 and the scale, and the scaling goes into what reads the product. A GELU between two such layers is one
+operation with the scaling before it and the quantizing after it, `fxsplit::gelu_rows_fp8`. The scales are not
 given to the product since torch's kernel for a scale per row is slower than cuBLAS's for one per tensor.
 Called with scales of one, the latter gives the bare sums. They are at most 448 * 448 * K, far inside
 bfloat16's range, and rounding them loses what rounding the scaled product did: bfloat16's relative precision
@@ -19,8 +20,8 @@ What moves, in bytes a row of width W and hidden width H, beside the products' o
            scaled by a pass of their own, 4 W. A row's scale of a value cannot wait until after attention,
            which adds up rows. At 3136 rows of Qwen3-VL-8B 4 W are 14 MB.
     proj   the residual addition reads the product in place of the layer's output: nothing more
-    fc1    activation and quantization read 2 H (twice, where a row does not stay in registers) and write H,
-           where cuBLAS's epilogue wrote 2 H
+    fc1    activation and quantization read 2 H, the second time from the cache, and write H, where cuBLAS's
+           epilogue wrote 2 H
     fc2    as proj; its operand is half as long as in bfloat16
     norms  write W and a scale in place of 2 W
 """
@@ -30,22 +31,18 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
 from fxsplit_encoder._torch.dispatch import scaled_mm
-from fxsplit_encoder.compile.passes.layers import Linear, linears
+from fxsplit_encoder.compile.passes.layers import Linear, is_reshape, linears
 from fxsplit_encoder.compile.rewriting import call_function, derivation, derived_parameter
 from fxsplit_encoder.errors import ConfigError
+from fxsplit_encoder.products.fp8 import gelu_rows_fp8, quantize_rows
 
 aten = torch.ops.aten
-
-FP8 = torch.float8_e4m3fn
-_LARGEST = torch.finfo(FP8).max
-# A row of zeros has no scale of its own.
-_SMALLEST_SCALE = 1e-12
 
 _LEAST_FEATURES = 1024
 """Linear layers with fewer input or output features stay as they are."""
@@ -79,16 +76,6 @@ _library.impl("product_fp8", _product, "CUDA")
 torch.library.register_fake("fxsplit::product_fp8", _fake, lib=_library)
 
 product_fp8 = torch.ops.fxsplit.product_fp8.default
-
-
-def quantize_rows(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """A matrix in float8_e4m3fn, and the scale of each row (or output channel) in float32, (rows, 1).
-
-    The scale maps the largest entry of a row to the largest number of the format, 448.
-    """
-    exact = matrix.float()
-    scales = (exact.abs().amax(dim=-1, keepdim=True) / _LARGEST).clamp_min(_SMALLEST_SCALE)
-    return (exact / scales).clamp(-_LARGEST, _LARGEST).to(FP8), scales
 
 
 _library.define("quantize_rows(Tensor matrix) -> (Tensor, Tensor)")
@@ -133,8 +120,9 @@ def fp8_linear(module: fx.GraphModule, least_features: int | None = None, kept: 
     for layer in found:
         _check_device(layer.rows.meta["val"])
     chosen = [layer for number, layer in enumerate(found) if number not in kept]
+    made = _Made({}, {})
     for layer in chosen:
-        _quantize(module.graph, layer)
+        _quantize(module.graph, layer, made)
     return len(chosen)
 
 
@@ -197,20 +185,39 @@ def _check_device(rows: Tensor) -> None:
         )
 
 
-def _quantize(graph: fx.Graph, layer: Linear) -> None:
+class _Scaled(NamedTuple):
+    """What a layer's result is made of."""
+
+    product: fx.Node
+    row_scales: fx.Node
+    channel_scales: fx.Node
+    bias: fx.Node | None
+
+
+class _Made(NamedTuple):
+    """What layers before have made of a graph."""
+
+    scaled: dict[fx.Node, _Scaled]
+    """Layers by their results."""
+    quantized: dict[fx.Node, Sequence[fx.Node]]
+    """Rows in fp8 and their scales, by the rows."""
+
+
+def _quantize(graph: fx.Graph, layer: Linear, made: _Made) -> None:
     weight = derived_parameter(graph, quantized_weight, layer.weight)
     scales = derived_parameter(graph, channel_scales, layer.weight)
     one = _one(graph, layer.weight)
     dtype = layer.node.meta["val"].dtype
     summed = dtype if dtype == torch.bfloat16 else torch.float32
     with graph.inserting_before(layer.node):
-        rows, row_scales = _quantized(graph, layer.rows)
+        rows, row_scales = _quantized(graph, layer.rows, made)
         product = call_function(graph, product_fp8, rows, weight, one, summed)
         scaled = call_function(graph, aten.mul.Tensor, product, row_scales)
         scaled = call_function(graph, aten.mul.Tensor, scaled, scales)
         if layer.bias is not None:
             scaled = call_function(graph, aten.add.Tensor, scaled, layer.bias)
         result = call_function(graph, aten._to_copy.default, scaled, dtype=dtype)
+    made.scaled[result] = _Scaled(product, row_scales, scales, layer.bias)
     layer.node.replace_all_uses_with(result)
     graph.erase_node(layer.node)
 
@@ -225,10 +232,28 @@ def _one(graph: fx.Graph, weight: fx.Node) -> fx.Node:
     return derived_parameter(graph, one_like, weight)
 
 
-def _quantized(graph: fx.Graph, rows: fx.Node) -> Sequence[fx.Node]:
+def _quantized(graph: fx.Graph, rows: fx.Node, made: _Made) -> Sequence[fx.Node]:
     """Quantized rows and their scales, once for layers that read the same rows."""
-    both = next((user for user in rows.users if user.target is _quantize_rows), None)
-    if both is not None:
-        return sorted(both.users, key=lambda part: int(part.args[1]))  # type: ignore[arg-type]
-    both = call_function(graph, _quantize_rows, rows)
-    return [call_function(graph, operator.getitem, both, number) for number in range(2)]
+    if rows not in made.quantized:
+        activated = _gelu_of(rows, made)
+        called = (_quantize_rows, rows) if activated is None else (gelu_rows_fp8, *activated)
+        both = call_function(graph, *called)
+        made.quantized[rows] = [call_function(graph, operator.getitem, both, part) for part in range(2)]
+    return made.quantized[rows]
+
+
+def _gelu_of(rows: fx.Node, made: _Made) -> tuple[Any, ...] | None:
+    """What `gelu_rows_fp8` takes for rows that are a GELU of another layer's result; None: they are not."""
+    gelu = _before_reshapes(rows)
+    if gelu.target is not aten.gelu.default:
+        return None
+    scaled = made.scaled.get(_before_reshapes(gelu.args[0]))
+    if scaled is None or scaled.product.meta["val"].shape != rows.meta["val"].shape:
+        return None
+    return (*scaled, gelu.kwargs.get("approximate") == "tanh")
+
+
+def _before_reshapes(node: Any) -> Any:
+    while is_reshape(node):
+        node = node.args[0]
+    return node

@@ -1,22 +1,20 @@
+import functools
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fxsplit_encoder.compile import padding
 from fxsplit_encoder.compile.passes.fp8_linear import (
-    FP8,
     candidates,
     fp8_linear,
     product_fp8,
-    quantize_rows,
     relative_rms,
 )
 from fxsplit_encoder.compile.rewriting import call_function
+from fxsplit_encoder.products.fp8 import FP8, gelu_rows_fp8, quantize_rows
 
 from .aten_graphs import Mlp, aten_graph
 
@@ -50,6 +48,21 @@ def test_the_layers_of_the_blocks_are_quantized_and_no_others() -> None:
     assert graph.count(torch.ops.aten.addmm.default) == 2
     error = relative_rms(graph.run(), tower(x))
     assert 1e-4 < error < 0.05
+
+
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_a_gelu_between_two_layers_is_one_operation_with_both(approximate: str) -> None:
+    tower, x = Tower(), torch.randn(16, 48)
+    for block in tower.blocks:
+        block.activation = functools.partial(F.gelu, approximate=approximate)
+    graph = aten_graph(tower, x)
+    assert fp8_linear(graph.module, 64) == 6
+    graph.module.graph.eliminate_dead_code()
+    assert (graph.count(gelu_rows_fp8), graph.count(QUANTIZE)) == (3, 3)
+    assert graph.count(torch.ops.aten.gelu.default) == 0
+    fused = graph.module.graph.find_nodes(op="call_function", target=gelu_rows_fp8)
+    assert {node.args[4] for node in fused} == {approximate == "tanh"}
+    assert relative_rms(graph.run(), tower(x)) < 0.05
 
 
 @pytest.mark.parametrize(("least", "expected"), [(128, 0), (65, 0), (64, 6)])
@@ -93,29 +106,6 @@ def test_the_proof_of_padding_knows_what_a_scale_is_of(by_rows: bool) -> None:
     report = padding.analyse([transposed, quantized], {rows: padding.Rows(0)}, tokens)
     assert report.proved == by_rows
     assert by_rows or "scales tokens together" in str(report)
-
-
-floats = st.floats(-1e4, 1e4, width=32)
-
-
-@settings(max_examples=60)
-@given(st.lists(st.lists(floats, min_size=8, max_size=8), min_size=1, max_size=4))
-def test_a_row_keeps_four_significant_bits_of_what_is_not_small(rows: list[list[float]]) -> None:
-    matrix = torch.tensor(rows)
-    quantized, scales = quantize_rows(matrix)
-    assert (quantized.dtype, scales.dtype, scales.shape) == (FP8, torch.float32, (len(rows), 1))
-    assert torch.isfinite(quantized.float()).all()
-    error = (quantized.float() * scales - matrix).abs()
-    # Half a unit of the last of four bits; below the smallest normal number, 2 ** -6, half of 2 ** -9.
-    assert (error <= matrix.abs() * 2**-4 + scales * 2**-10 * 1.001).all()
-
-
-def test_rows_of_other_rows_do_not_matter() -> None:
-    matrix = torch.randn(6, 16)
-    alone = quantize_rows(matrix[:3])
-    beside = quantize_rows(torch.cat([matrix[:3], torch.full((2, 16), float("nan"))]))
-    for a, b in zip(alone, beside, strict=True):
-        assert torch.equal(a.float(), b[:3].float())
 
 
 def by_scaled_rows(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:

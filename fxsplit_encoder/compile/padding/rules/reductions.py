@@ -48,6 +48,17 @@ def _quantize_rows(view: NodeView) -> State:
     return view.each_result(Rows(view.rows()))
 
 
+@rule("fxsplit::gelu_rows_fp8")
+def _gelu_rows_fp8(view: NodeView) -> State:
+    """gelu_rows_fp8(product, row_scales, channel_scales, bias): rows with scales of their own, shared ones of
+    the channels, and one new scale for the last dimension.
+    """
+    view.require_shared(2, 3)
+    if view.rows(0) != 0 or view.rows(1) != 0:
+        raise view.fail("scales tokens together")
+    return view.each_result(Rows(0))
+
+
 @rule("bmm")
 def _batched_product(view: NodeView) -> State:
     """bmm(a, b): entry i of the result is a[i] @ b[i], so tokens may be the batch of both; or row j of every

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fxsplit_encoder.compile import BoundProgram
-from fxsplit_encoder.compile.passes.fp8_linear import quantize_rows
+from fxsplit_encoder.products.fp8 import quantize_rows
 
 from ..checks import BIAS, WEIGHT, WIDTH, Forward, assert_proved, assert_refused, trace_each
 
@@ -18,10 +18,18 @@ def product_fp8(rows: Tensor) -> Tensor:
     return torch.ops.fxsplit.product_fp8(quantized, FP8_WEIGHT, torch.ones(()), torch.float32) * scales
 
 
+def gelu_rows_fp8(rows: Tensor, bias: Tensor | None) -> Tensor:
+    scales = torch.ops.fxsplit.quantize_rows(rows)[1]
+    quantized, own = torch.ops.fxsplit.gelu_rows_fp8(rows, scales, torch.ones(1, rows.shape[1]), bias, True)
+    return quantized.float() * own
+
+
 KERNEL_1D = torch.linspace(-1, 1, 18).view(3, 2, 3)
 KERNEL_TOKENS = torch.linspace(-1, 1, 3 * WIDTH**2).view(WIDTH, WIDTH, 3)
 
 PROVED: dict[str, Forward] = {
+    "gelu in fp8": lambda y, i: gelu_rows_fp8(y, BIAS[:1].expand(y.shape[1])),
+    "gelu in fp8 without a bias": lambda y, i: gelu_rows_fp8(y, None),
     "linear": lambda y, i: F.linear(y, WEIGHT, BIAS),
     "linear of three dimensions": lambda y, i: F.linear(y.view(-1, 1, WIDTH), WEIGHT),
     "linear with its gelu": lambda y, i: torch.ops.fxsplit.addmm_gelu(BIAS, y, WEIGHT),
@@ -88,6 +96,7 @@ REFUSED: dict[str, tuple[Forward, str]] = {
         ),
         "depends on the tokens",
     ),
+    "gelu of tokens together in fp8": (lambda y, i: gelu_rows_fp8(y.t(), None).t(), "tokens"),
     "gram matrix": (lambda y, i: y @ y.t(), "depends on the tokens"),
     "covariance": (lambda y, i: y.t() @ y, "depends on the tokens"),
     "shared times rows": (lambda y, i: WEIGHT @ y.t(), "depends on the tokens"),

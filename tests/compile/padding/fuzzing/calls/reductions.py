@@ -119,6 +119,18 @@ def _fp8(b: Builder, name: str) -> fx.Node | None:
     return b.call(torch.ops.fxsplit.product_fp8.default, rows, matrix, one, torch.float32)
 
 
+@call_of("fxsplit::gelu_rows_fp8")
+def _gelu_fp8(b: Builder, name: str) -> fx.Node | None:
+    x = b.floats(rank=2)
+    inner = _inner(b, x) or 4
+    if b.call(torch.ops.fxsplit.quantize_rows.default, x) is None:
+        return None
+    row_scales, channel_scales = b.values[-1], b.shared([1, inner], torch.float32)
+    bias = b.shared([inner]) if b.flag() else None
+    operands = (x, channel_scales, row_scales) if b.chance(0.1) else (x, row_scales, channel_scales)
+    return b.call(torch.ops.fxsplit.gelu_rows_fp8.default, *operands, bias, b.flag())
+
+
 @call_of("sum", "mean", "any", "all", "var", "std", "var_mean")
 def _several_dims(b: Builder, name: str) -> fx.Node | None:
     x = b.floats()
