@@ -24,6 +24,7 @@ GraphPass = Literal[
     "decomposed_bias",
     "dense_attention",
     "wide_heads",
+    "tanh_gelu",
     "gelu_epilogue",
     "measured_products",
     "output_branch",
@@ -196,9 +197,9 @@ class EncoderConfig(Settings):
     """
 
     passes: Annotated[Literal["auto"] | tuple[GraphPass, ...], BeforeValidator(_check_passes)] = "auto"
-    """Which exact rewrites of the graph are made, as a list of names (docs/passes.md). auto: those that were
-    measured to pay on the device; on CUDA all but `measured_products`, and `decomposed_bias` from compute
-    capability 9.0 on. `pad_mlp_width` and `wide_heads` take memory."""
+    """Which rewrites of the graph are made, as a list of names (docs/passes.md). auto: those that are exact
+    and were measured to pay on the device; on CUDA all but `tanh_gelu` and `measured_products`, and
+    `decomposed_bias` from compute capability 9.0 on. `pad_mlp_width` and `wide_heads` take memory."""
 
     precision: Precision = "auto"
     """What the linear layers of the blocks multiply in. auto: the tower's own dtype; fp8: 8-bit floating

@@ -10,6 +10,8 @@ from torch import Tensor
 
 NOTHING = ""
 GELU_TANH = "gelu_tanh"
+GELU_BELOW_ZERO = 0.1701
+"""How far below zero a GELU, of either form, is at most; nor is it below half of a negative number."""
 
 # To how many bytes libraries ask whether a pointer is aligned, at most.
 ALIGNMENT = 256

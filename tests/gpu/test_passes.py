@@ -18,6 +18,7 @@ from fxsplit_encoder.modules.clip_encoder import ClipConfig
 from fxsplit_encoder.modules.deepseek_encoder import DeepseekOcrConfig, DeepseekOcrVisionModel
 from fxsplit_encoder.modules.sam import SamConfig
 from fxsplit_encoder.products.fp8 import quantize_rows
+from fxsplit_encoder.products.gelu_fp8 import gelu_rows_fp8
 
 pytestmark = pytest.mark.gpu
 
@@ -184,6 +185,42 @@ def test_garbage_in_a_row_of_the_product_stays_in_it(needs_fp8: None) -> None:
     x[50:] = float("inf")
     result = product_fp8(quantize_rows(x)[0], weight, one, torch.bfloat16)
     assert torch.equal(result[:40], expected[:40])
+
+
+@pytest.mark.parametrize("rows", [1, 196, 3136])
+@pytest.mark.parametrize("is_tanh", [True, False])
+@pytest.mark.parametrize("has_bias", [True, False])
+@torch.no_grad()
+def test_the_gelu_in_fp8_is_that_of_the_reference(
+    rows: int, is_tanh: bool, has_bias: bool, needs_fp8: None
+) -> None:
+    torch.manual_seed(0)
+    product = (torch.randn(rows, 4352, device="cuda") * 100).bfloat16()
+    product[1:2] = 0  # where there is another
+    product[2:3] = -product[2:3].abs()
+    row_scales = torch.rand(rows, 1, device="cuda") * 0.02
+    channel_scales = torch.rand(1, 4352, device="cuda") + 0.5
+    bias = torch.randn(4352, device="cuda").bfloat16() if has_bias else None
+    operands = (product, row_scales, channel_scales, bias)
+    quantized, scales = gelu_rows_fp8(*operands, is_tanh)
+    on_host = [None if each is None else each.cpu() for each in operands]
+    expected, own = gelu_rows_fp8(*on_host, is_tanh)
+    torch.testing.assert_close(scales.cpu(), own)
+    difference = (quantized.float().cpu() - expected.float()).abs()
+    # Where the two compute the GELU differently in float32, it may be rounded to the next of fp8.
+    assert (difference <= expected.float().abs() / 7.9 + 2**-9).all()
+    assert (difference > 0).float().mean() < 0.01
+
+
+@torch.no_grad()
+def test_garbage_in_a_row_of_the_gelu_in_fp8_stays_in_it(needs_fp8: None) -> None:
+    product = torch.randn(64, 4352, device="cuda").bfloat16()
+    row_scales, channel_scales = torch.ones(64, 1, device="cuda"), torch.ones(1, 4352, device="cuda")
+    expected, scales = gelu_rows_fp8(product, row_scales, channel_scales, None, True)
+    product[40:50], row_scales[50:] = float("nan"), float("inf")
+    result, own = gelu_rows_fp8(product, row_scales, channel_scales, None, True)
+    assert torch.equal(result[:40].float(), expected[:40].float())
+    assert torch.equal(own[:40], scales[:40])
 
 
 def wall_ms(manager: fx.EncoderCudaGraphManager, inputs: dict[str, Any]) -> float:

@@ -62,6 +62,7 @@ def test_every_pass_changes_the_tower(captured: Any) -> None:
     assert program.pass_report == {
         "conv_to_linear": 1,
         "pad_mlp_width": 2,
+        "tanh_gelu": 0,
         "gelu_epilogue": 2,
         "decomposed_bias": 0,
         "dense_attention": 0,

@@ -20,6 +20,7 @@ from fxsplit_encoder.compile.passes.gelu_epilogue import gelu_epilogue
 from fxsplit_encoder.compile.passes.measured_products import measured_products
 from fxsplit_encoder.compile.passes.output_branch import output_branch
 from fxsplit_encoder.compile.passes.pad_mlp_width import pad_mlp_width
+from fxsplit_encoder.compile.passes.tanh_gelu import tanh_gelu
 from fxsplit_encoder.compile.passes.wide_heads import wide_heads
 from fxsplit_encoder.errors import ConfigError
 
@@ -33,6 +34,7 @@ PASSES: Mapping[str, Pass] = {
     "decomposed_bias": decomposed_bias,
     "dense_attention": dense_attention,
     "wide_heads": wide_heads,
+    "tanh_gelu": tanh_gelu,
     "gelu_epilogue": gelu_epilogue,
     "measured_products": measured_products,
     # It marks the nodes that the others leave.
@@ -40,8 +42,8 @@ PASSES: Mapping[str, Pass] = {
 }
 """The exact passes, by the names that `EncoderConfig.passes` takes, in the order in which they run."""
 
-_NO_DEFAULTS = ("measured_products",)
-"""It pays at some sizes and costs at others."""
+_NO_DEFAULTS = ("tanh_gelu", "measured_products")
+"""The first is another function, the second pays at some sizes and costs at others."""
 
 DEFAULT_PASSES: Mapping[str, tuple[str, ...]] = {
     "cpu": ("conv_to_linear",),

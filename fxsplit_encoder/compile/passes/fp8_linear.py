@@ -40,7 +40,8 @@ from fxsplit_encoder._torch.dispatch import scaled_mm
 from fxsplit_encoder.compile.passes.layers import Linear, is_reshape, linears
 from fxsplit_encoder.compile.rewriting import call_function, derivation, derived_parameter
 from fxsplit_encoder.errors import ConfigError
-from fxsplit_encoder.products.fp8 import gelu_rows_fp8, quantize_rows
+from fxsplit_encoder.products.fp8 import quantize_rows
+from fxsplit_encoder.products.gelu_fp8 import gelu_rows_fp8
 
 aten = torch.ops.aten
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from fxsplit_encoder._torch.dispatch import addmm_activation
-from fxsplit_encoder.compile.passes.layers import is_reshape, linear_of
+from fxsplit_encoder.compile.passes.layers import Linear, is_reshape, linear_of
 from fxsplit_encoder.compile.rewriting import call_function
 
 aten = torch.ops.aten
@@ -51,8 +51,8 @@ def gelu_epilogue(module: fx.GraphModule) -> int:
     """
     changed = 0
     for node in module.graph.find_nodes(op="call_function", target=aten.gelu.default):
-        linear = linear_of(_before_reshapes(node.args[0]))
-        if node.kwargs.get("approximate") != "tanh" or linear is None or linear.bias is None:
+        linear = linear_before(node)
+        if node.kwargs.get("approximate") != "tanh" or linear is None:
             continue
         bias, rows, matrix = linear.node.args
         with module.graph.inserting_before(linear.node):
@@ -63,6 +63,12 @@ def gelu_epilogue(module: fx.GraphModule) -> int:
         module.graph.erase_node(linear.node)
         changed += 1
     return changed
+
+
+def linear_before(gelu: fx.Node) -> Linear | None:
+    """The layer with a bias whose result only this GELU reads, if there is one."""
+    linear = linear_of(_before_reshapes(gelu.args[0]))
+    return None if linear is None or linear.bias is None else linear
 
 
 def _before_reshapes(node: Any) -> Any:

@@ -14,7 +14,8 @@ from fxsplit_encoder.compile.passes.fp8_linear import (
     relative_rms,
 )
 from fxsplit_encoder.compile.rewriting import call_function
-from fxsplit_encoder.products.fp8 import FP8, gelu_rows_fp8, quantize_rows
+from fxsplit_encoder.products.fp8 import FP8, quantize_rows
+from fxsplit_encoder.products.gelu_fp8 import gelu_rows_fp8
 
 from .aten_graphs import Mlp, aten_graph
 

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fxsplit_encoder.products.fp8 import FP8, LARGEST, gelu_rows_fp8, quantize_rows
+from fxsplit_encoder.products.fp8 import FP8, LARGEST, quantize_rows
+from fxsplit_encoder.products.gelu_fp8 import gelu_rows_fp8
 
 floats = st.floats(-1e4, 1e4, width=32)
 
@@ -97,8 +98,8 @@ def test_garbage_in_a_row_stays_in_it() -> None:
 
 CHECK = """
 import itertools, torch
-from fxsplit_encoder.products.fp8 import gelu_rows_fp8
-from fxsplit_encoder.products.fp8_triton import gelu_rows, gelu_rows_into
+from fxsplit_encoder.products.gelu_fp8 import gelu_rows_fp8
+from fxsplit_encoder.products.gelu_fp8_triton import gelu_rows, gelu_rows_into
 
 torch.manual_seed(0)
 for dtype, features, has_bias, is_tanh in itertools.product(

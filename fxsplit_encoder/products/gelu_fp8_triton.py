@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fxsplit_encoder.products.fp8 import FP8, LARGEST, MOST_BELOW_ZERO, SMALLEST_SCALE
+from fxsplit_encoder.products.fp8 import FP8, LARGEST, SMALLEST_SCALE
+from fxsplit_encoder.products.layer import GELU_BELOW_ZERO
 
 # Eight entries, 16 bytes of bfloat16, for each of the threads of four warps.
 _BLOCK = 1024
@@ -57,7 +58,7 @@ def _gelu_row(  # type: ignore[no-untyped-def]
     scales,
     LARGEST: tl.constexpr,
     SMALLEST_SCALE: tl.constexpr,
-    MOST_BELOW_ZERO: tl.constexpr,
+    GELU_BELOW_ZERO: tl.constexpr,
     FEATURES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     IS_TANH: tl.constexpr,
@@ -71,7 +72,7 @@ def _gelu_row(  # type: ignore[no-untyped-def]
     for first in range(0, FEATURES, BLOCK):
         x = _scaled(product, row_scale, channel_scales, bias, first, FEATURES, HAS_BIAS, BLOCK)
         above, below = tl.maximum(above, x), tl.minimum(below, x)
-    most_below = tl.minimum(-0.5 * tl.min(below, axis=0), MOST_BELOW_ZERO)
+    most_below = tl.minimum(-0.5 * tl.min(below, axis=0), GELU_BELOW_ZERO)
     largest = tl.maximum(_gelu(tl.max(above, axis=0), IS_TANH), most_below)
     scale = tl.maximum(largest / LARGEST, SMALLEST_SCALE)
     tl.store(scales + row, scale)
@@ -86,7 +87,7 @@ def _gelu_row(  # type: ignore[no-untyped-def]
 def gelu_rows(
     product: Tensor, row_scales: Tensor, channel_scales: Tensor, bias: Tensor | None, *, is_tanh: bool
 ) -> tuple[Tensor, Tensor]:
-    """What `fxsplit::gelu_rows_fp8` computes, see `products.fp8`; all tensors contiguous."""
+    """What `fxsplit::gelu_rows_fp8` computes, see `products.gelu_fp8`; all tensors contiguous."""
     quantized = torch.empty(product.shape, dtype=FP8, device=product.device)
     scales = torch.empty(product.shape[0], 1, dtype=torch.float32, device=product.device)
     gelu_rows_into(quantized, scales, product, row_scales, channel_scales, bias, is_tanh=is_tanh)
@@ -108,6 +109,6 @@ def gelu_rows_into(
     if count:
         _gelu_row[(count,)](
             *(product, row_scales, channel_scales, product if bias is None else bias, quantized, scales),
-            *(LARGEST, SMALLEST_SCALE, MOST_BELOW_ZERO, features, bias is not None, is_tanh, _BLOCK),
+            *(LARGEST, SMALLEST_SCALE, GELU_BELOW_ZERO, features, bias is not None, is_tanh, _BLOCK),
             num_warps=_WARPS,
         )
