@@ -8,6 +8,7 @@ import hashlib
 import json
 import logging
 import os
+import stat
 import tempfile
 from collections.abc import Mapping, Sequence
 from importlib import metadata
@@ -56,6 +57,26 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
     }
 
 
+def digest_of(environment: Mapping[str, Any]) -> str:
+    """Tells what `describe_environment` describes from others, in names of files."""
+    return hashlib.sha256(json.dumps(environment, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def why_not_private(directory: Path) -> str:
+    """Why code should not be read from a directory; empty: it may, since it is this user's, and nobody else
+    can write there. Makes it where it is missing.
+    """
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = directory.stat()
+        if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            return "others can write there"
+        with tempfile.TemporaryFile(dir=directory):
+            return ""
+    except OSError as error:
+        return str(error)
+
+
 def _version(package: str) -> str | None:
     try:
         return metadata.version(package)
@@ -84,8 +105,7 @@ class MeasurementCache(Generic[ShapeT]):
         self.environment = json.loads(json.dumps(environment))
         self._shape = shape
         self._kernels = list(kernels)
-        digest = hashlib.sha256(json.dumps(self.environment, sort_keys=True).encode()).hexdigest()[:16]
-        self.path = (directory or cache_directory()) / f"kernels-{digest}.json"
+        self.path = (directory or cache_directory()) / f"kernels-{digest_of(self.environment)}.json"
 
     def load(self, device: torch.device) -> dict[ShapeT, Measured]:
         """What is stored, for this device; nothing where there is no file, or none that can be read."""

@@ -103,6 +103,11 @@ class KernelMeasurements(Generic[ShapeT, KernelT]):
         )
         return self
 
+    def keep_nothing_new(self, device: torch.device) -> None:
+        """Loads what is kept of a device, and keeps nothing more for other processes."""
+        self._table(device)
+        self._cache = None
+
     def candidates(self, shape: ShapeT) -> list[KernelT]:
         """The kernels that work here, and compute this shape; last resorts only where there is no other."""
         usable = [kernel for kernel in self.kernels if works(kernel, shape)]

@@ -336,6 +336,8 @@ class BackgroundCapture:
             self._worker = None
             worker.close()
         yield
+        if compiled.not_built:
+            self.notes.append(f"kernels are built beside the requests: {compiled.not_built}")
         for path in paths:
             if path.label in compiled.refused:
                 path.forward.refuse(compiled.refused[path.label])

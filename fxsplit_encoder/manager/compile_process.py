@@ -3,8 +3,9 @@
     python -m fxsplit_encoder.manager.compile_process DIRECTORY PARENT
 
 The directory is the parent's alone. `REQUEST` is there at the start; the process writes `START`, which is a
-saved start without measurements, and then `ANSWER`. Lines on standard output that begin with `PROGRESS` say
-how far it is. It ends with its parent, whose end of standard input closes then.
+saved start without measurements, and then `ANSWER`. At last it builds the kernels that the parent will
+compare, into their caches on disk; where it cannot, `NOT_BUILT` says why. Lines on standard output that begin
+with `PROGRESS` say how far it is. It ends with its parent, whose end of standard input closes then.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import os
 import select
 import sys
 import threading
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,15 +28,17 @@ from fxsplit_encoder.capture import GraphPool
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import CompileError
 from fxsplit_encoder.manager import tower_pickle
+from fxsplit_encoder.manager.comparisons import compare_between_requests
 from fxsplit_encoder.manager.generation import Generation, Served
 from fxsplit_encoder.manager.legacy_dual_path import read_model_config
 from fxsplit_encoder.manager.start import save_programs
+from fxsplit_encoder.parts import in_one_go
 from fxsplit_encoder.planning.limits import Limits
 from fxsplit_encoder.protocol import SupportsEncoderCudaGraph
 from fxsplit_encoder.runtime import Choosers
 from fxsplit_encoder.runtime.statistics import Statistics
 
-REQUEST, START, ANSWER = "request.pickle", "programs.start", "answer.json"
+REQUEST, START, ANSWER, NOT_BUILT = "request.pickle", "programs.start", "answer.json", "not_built.txt"
 PROGRESS = "fxsplit-encoder-progress"
 
 CANNOT_REBUILD = 3
@@ -63,7 +67,10 @@ def main(directory: Path, parent: int) -> int:
     except Exception as error:  # whatever importing and making its classes raises
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return CANNOT_REBUILD
-    _write(directory / ANSWER, compile_request(request, directory / START))
+    generation, choosers = prepare(request)
+    _write(directory / ANSWER, json.dumps(compile_request(generation, choosers, directory / START)))
+    if problem := build_kernels(generation, choosers):
+        _write(directory / NOT_BUILT, problem)
     return 0
 
 
@@ -80,22 +87,26 @@ def load_request(directory: Path) -> CompileRequest:
     return request
 
 
-def compile_request(request: CompileRequest, path: Path) -> dict[str, dict[str, str]]:
+def prepare(request: CompileRequest) -> tuple[Generation, Choosers]:
+    """What compiles here as the parent would, and chooses kernels."""
+    if request.device.type == "cuda":
+        torch.cuda.set_device(request.device)
+    tower = request.tower
+    served = Served(tower, read_model_config(tower), request.limits, request.dtype)
+    generation = Generation(served, request.config, GraphPool(request.device), Statistics(0))
+    return generation, Choosers.of(request.config)
+
+
+def compile_request(generation: Generation, choosers: Choosers, path: Path) -> dict[str, dict[str, str]]:
     """Compiles, and saves the programs.
 
     Returns:
         By the labels of paths, why forwards stay as they are ("refused"), and why programs that were
         compiled are not in the file ("unsaved").
     """
-    if request.device.type == "cuda":
-        torch.cuda.set_device(request.device)
-    tower = request.tower
-    served = Served(tower, read_model_config(tower), request.limits, request.dtype)
-    generation = Generation(served, request.config, GraphPool(request.device), Statistics(0))
     refused: dict[str, str] = {}
     unsaved: dict[str, str] = {}
     programs: dict[str, dict[str, Any]] = {}
-    choosers = Choosers.of(request.config)
     with choosers.choosing(), torch.no_grad():
         generation.compile(_tell)
     for each in generation.compiled_paths:
@@ -111,14 +122,35 @@ def compile_request(request: CompileRequest, path: Path) -> dict[str, dict[str, 
     return {"refused": refused, "unsaved": unsaved}
 
 
+def build_kernels(generation: Generation, choosers: Choosers) -> str:
+    """Builds the kernels that captures will compare, as comparing them does. The times that are found here,
+    beside the parent's requests, count for nothing.
+
+    Returns:
+        Why not all are built; empty: they are.
+    """
+    device = generation.pool.device
+    if not generation.scope.measured:
+        return ""
+    for measurements in choosers.measurements:
+        measurements.keep_nothing_new(device)
+    try:
+        with choosers.choosing(), torch.no_grad():
+            runs = generation.runs(generation.planned_captures())
+            in_one_go(compare_between_requests(runs, device, step=nullcontext, beside=nullcontext))
+    except Exception as error:  # whatever a kernel raises: the parent meets it too, and says so
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def _tell(done: int, total: int) -> None:
     print(PROGRESS, done, total, flush=True)
 
 
-def _write(path: Path, content: object) -> None:
+def _write(path: Path, content: str) -> None:
     """Makes a file that is whole as soon as it is there."""
     partial = path.with_suffix(".tmp")
-    partial.write_text(json.dumps(content), encoding="utf-8")
+    partial.write_text(content, encoding="utf-8")
     os.replace(partial, path)
 
 

@@ -21,6 +21,7 @@ from fxsplit_encoder.manager import tower_pickle
 from fxsplit_encoder.manager.compile_process import (
     ANSWER,
     CANNOT_REBUILD,
+    NOT_BUILT,
     PROGRESS,
     REQUEST,
     START,
@@ -43,6 +44,8 @@ class Compiled:
     start: Path
     refused: dict[str, str]
     unsaved: dict[str, str]
+    not_built: str
+    """Why kernels that are to be compared were not built there; empty: they were."""
 
 
 def why_not_elsewhere(generation: Generation) -> str:
@@ -135,11 +138,15 @@ class CompileWorker:
         answer = self.path / ANSWER
         if status == CANNOT_REBUILD:
             raise InputError(f"another process cannot make it: {self._last_words()}")
-        if status or not answer.exists():
-            said = self._last_words()
-            raise CompileError(f"the process that compiled ended with status {status}{said and f': {said}'}")
+        ended = f"the process that compiled ended with status {status}"
+        if said := self._last_words() if status or not answer.exists() else "":
+            ended += f": {said}"
+        if not answer.exists():
+            raise CompileError(ended)
         found = json.loads(answer.read_text(encoding="utf-8"))
-        return Compiled(self.path / START, found["refused"], found["unsaved"])
+        not_built = self.path / NOT_BUILT
+        problem = not_built.read_text(encoding="utf-8") if not_built.exists() else status and ended
+        return Compiled(self.path / START, found["refused"], found["unsaved"], problem or "")
 
     def _last_words(self) -> str:
         said = (self.path / "stderr").read_text(encoding="utf-8", errors="replace").strip().splitlines()

@@ -13,6 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -24,6 +25,7 @@ from fxsplit_encoder._torch.tensors import traced_copy
 from fxsplit_encoder.capture import CapturedForward
 from fxsplit_encoder.compile.bound import BoundProgram
 from fxsplit_encoder.manager import background as background_module
+from fxsplit_encoder.manager import compile_worker as compile_worker_module
 from fxsplit_encoder.manager.background import BackgroundCapture
 from fxsplit_encoder.manager.compile_worker import CompileWorker
 from fxsplit_encoder.manager.generation import first_of
@@ -573,6 +575,31 @@ def test_the_other_process_ends_with_this_one() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("building", "said"),
+    [
+        ("def build(*_): return 'MemoryError: not for two'", "MemoryError: not for two"),
+        ("def build(*_): os.kill(os.getpid(), 11)", "the process that compiled ended with status -11"),
+    ],
+)
+def test_kernels_that_another_process_does_not_build(
+    building: str, said: str, elsewhere: list[CompileWorker], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What it compiled before counts."""
+    (tmp_path / "builds_otherwise.py").write_text(
+        f"import os, runpy, sys\nimport fxsplit_encoder.manager.compile_process as own\n{building}\n"
+        "own.build_kernels = build\nsys.exit(own.main(own.Path(sys.argv[1]), int(sys.argv[2])))\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(compile_worker_module, "_MODULE", "builds_otherwise")
+    manager = manager_of()
+    manager.capture(wait=False)
+    list(manager._lifecycle.background.work())
+    assert phase(manager) == "done"
+    assert [note for note in manager.reports if f"kernels are built beside the requests: {said}" in note]
+    assert_right(manager, 3, 5)
+
+
 def test_what_another_process_finds_not_to_compile(elsewhere: list[CompileWorker]) -> None:
     manager = manager_of(UntraceableModel())
     manager.capture(wait=False)

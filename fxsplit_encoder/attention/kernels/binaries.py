@@ -1,5 +1,6 @@
 """Kernels that were compiled in this process and not by Inductor, as files, and back into the caches in which
-their compilers look: Triton's, and that of `flash-attn-4`, which is switched on by its environment variable.
+their compilers look: Triton's, that of `flash-attn-4`, which is switched on by its environment variable, and
+that of cuDNN's plans, in memory.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 
+from fxsplit_encoder.attention.kernels.cudnn_files import captured_plans, restore_plans
 from fxsplit_encoder.attention.kernels.flash_cache import switch_on
 
 _TRITON_CODE = "fxsplit_encoder.attention.kernels.triton_code"
@@ -19,7 +21,7 @@ _FLASH_CACHE = "flash_attn.cute.cache_utils"
 
 def compiled_kernels() -> dict[str, bytes]:
     """The files of the kernels, by a path of their own; none of a compiler that was not used."""
-    return {**_triton_files(), **_flash_files()}
+    return {**_triton_files(), **_flash_files(), **_plans()}
 
 
 def restore_kernels(files: Mapping[str, bytes]) -> None:
@@ -30,17 +32,21 @@ def restore_kernels(files: Mapping[str, bytes]) -> None:
     """
     groups: dict[str, dict[str, bytes]] = {}
     objects: dict[str, bytes] = {}
+    plans: dict[str, bytes] = {}
     for name, content in files.items():
         path = PurePosixPath(name)
-        if path.is_absolute() or ".." in path.parts or len(path.parts) < 3:
+        if path.is_absolute() or ".." in path.parts or len(path.parts) < 2:
             raise ValueError(f"{name}: no compiled kernel")
         compiler, *_ = path.parts
         if compiler == "triton" and len(path.parts) == 3:
             groups.setdefault(path.parts[1], {})[path.name] = content
-        elif compiler == "flash_attn_4":
+        elif compiler == "cudnn" and len(path.parts) == 2:
+            plans[path.name] = content
+        elif compiler == "flash_attn_4" and len(path.parts) >= 3:
             objects[str(path.relative_to(compiler))] = content
         else:
             raise ValueError(f"{name}: no compiled kernel")
+    restore_plans(plans)
     if groups and find_spec("triton") is not None:
         from fxsplit_encoder._torch.triton import restore_files
 
@@ -65,6 +71,10 @@ def _flash_files() -> dict[str, bytes]:
         return {}
     root: Path = cache.get_cache_path()
     return {f"flash_attn_4/{path.relative_to(root)}": path.read_bytes() for path in root.rglob("[!.]*.o")}
+
+
+def _plans() -> dict[str, bytes]:
+    return {f"cudnn/{name}": content for name, content in captured_plans().items()}
 
 
 def _restore_flash(objects: Mapping[str, bytes]) -> None:

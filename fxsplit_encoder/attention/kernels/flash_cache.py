@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import hashlib
 import os
-import stat
 import sys
 import tempfile
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-from fxsplit_encoder.kernels.cache import cache_directory
+from fxsplit_encoder.kernels.cache import cache_directory, why_not_private
 
 SWITCH = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 DIRECTORY = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
@@ -67,13 +66,11 @@ def _problem_of(directory: Path) -> str:
     """Why the package should not use a directory; empty: it may. It locks files there, and where it cannot,
     its calls fail.
     """
+    if problem := why_not_private(directory):
+        return problem
     try:
         import fcntl
 
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = directory.stat()
-        if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            return "others can write there"
         with tempfile.TemporaryFile(dir=directory) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (OSError, ImportError) as error:
