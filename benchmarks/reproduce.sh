@@ -16,12 +16,19 @@ out=$(cd "$2" && pwd)
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} XDG_CACHE_HOME=$out/cache
 python=${PYTHON:-python3}
 
+# The defaults and one that is none.
+passes=conv_to_linear,pad_mlp_width,decomposed_bias,dense_attention,wide_heads,tanh_gelu,gelu_epilogue,output_branch
+with_tanh="{\"passes\":[\"${passes//,/\",\"}\"]}"
+tiles="--towers internvl3-8b --workloads tiles12"
+
 # What is needed most first: a name in benchmarks/results, its case and options.
 jobs=("readme encoder --readme")
 [[ $1 == readme ]] || jobs+=(
     "host host"
-    "kernels kernels --towers internvl3-8b --workloads tiles12 --variants ours-auto compile-reduce-overhead"
+    "kernels kernels $tiles --variants ours-auto compile-reduce-overhead"
     "kernels_fp8 kernels --workloads 1x896 --config {\"precision\":\"fp8\",\"fp8_max_error\":null}"
+    "kernels_tanh_gelu kernels $tiles --config $with_tanh"
+    "tanh_gelu encoder $tiles --variants eager ours-auto compile-reduce-overhead --shared-cache --config $with_tanh"
     "accelerate accelerate"
     "start start"
     "encoder encoder --shared-cache"
@@ -31,6 +38,7 @@ jobs=("readme encoder --readme")
     "connector connector"
     "products products --in-turns"
     "passes passes"
+    "passes_fp8 passes --only default fp8"
     "attention attention"
     "vllm vllm"
     "vllm_serving vllm_serving --language-model eager"

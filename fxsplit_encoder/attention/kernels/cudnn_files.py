@@ -1,7 +1,6 @@
 """cuDNN's plans as files in this library's cache directory, for other threads and processes.
 
-A plan is built for 50 to 100 ms, in which cuDNN's front end keeps Python's interpreter to itself, and read
-in 5. What is read is code: only from a directory that nobody else can write.
+What is read is code: only from a directory that nobody else can write.
 """
 
 from __future__ import annotations
