@@ -9,7 +9,6 @@ import torch
 import fxsplit_encoder as fx
 from fxsplit_encoder.models.random import demo_tower
 from fxsplit_encoder.reading import read_once, reading_once
-from fxsplit_encoder.towers import grid as grids_of
 
 
 def test_what_was_read_is_remembered_inside_alone() -> None:
@@ -36,14 +35,15 @@ def test_what_was_read_is_remembered_inside_alone() -> None:
 
 
 def test_grids_are_read_once_a_request_and_never_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    reads: list[int] = []
-    integer_rows = grids_of.integer_rows
+    reads: list[object] = []
+    tolist = torch.Tensor.tolist
 
-    def counted(value: object, *args: object) -> object:
-        reads.append(id(value))
-        return integer_rows(value, *args)  # type: ignore[arg-type]
+    def counted(value: torch.Tensor) -> object:
+        if value is inputs["image_grid_thw"]:
+            reads.append(value)
+        return tolist(value)
 
-    monkeypatch.setattr(grids_of, "integer_rows", counted)
+    monkeypatch.setattr(torch.Tensor, "tolist", counted)
     tower = fx.wrap(demo_tower(1, "cpu", torch.float32))
     config = fx.EncoderConfig(mode="none", piece_compiler="eager")
     manager = fx.EncoderCudaGraphManager(tower, config, log_interval=0)

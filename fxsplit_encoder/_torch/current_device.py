@@ -7,7 +7,8 @@ from contextlib import AbstractContextManager
 
 import torch
 
-_ALREADY = contextlib.nullcontext()
+ALREADY = contextlib.nullcontext()
+"""What `on_device` gives where there is nothing to do."""
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
@@ -17,7 +18,7 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
     the current stream do not: on another device they fail, or time and order what is not there.
     """
     if device.type != "cuda" or device.index in (None, torch.cuda.current_device()):
-        return _ALREADY
+        return ALREADY
     return torch.cuda.device(device)
 
 

@@ -105,17 +105,15 @@ class StaticBuffer:
 
     def check(self, value: StaticValue) -> None:
         """Raises ReplayError unless `value` fits: same dimensions, at most as many rows (capture rule 3)."""
-        if not (isinstance(value, Tensor) and self._holds_rows_of(value)):
+        # Nearly every value is plainly as this one, or has fewer rows.
+        is_plain = isinstance(value, Tensor) and (
+            (got := value.shape) == (own := self.tensor.shape)
+            or (self.token_dim == 0 and len(got) == len(own) and got[0] <= own[0] and got[1:] == own[1:])
+        )
+        if not is_plain:
             self._check_shape(value)
         if self.is_permutation:
             self._check_order(value)
-
-    def _holds_rows_of(self, value: Tensor) -> bool:
-        """Whether a tensor is plainly as this one, or has fewer rows: as nearly every value is."""
-        got, own = value.shape, self.tensor.shape
-        return got == own or (
-            self.token_dim == 0 and len(got) == len(own) and got[0] <= own[0] and got[1:] == own[1:]
-        )
 
     def _check_shape(self, value: StaticValue) -> None:
         expected, dim, rows = self.tensor.shape, self.token_dim, 0
@@ -158,7 +156,7 @@ class StaticBuffer:
         self._contents.owner = self.token
         self._contents.source = None
         self._contents.is_constant = False
-        parts = parts_of(value)
+        parts = (value,) if isinstance(value, Tensor) else value
         if self.padding_logic is not None:
             self.padding_logic(self.tensor, parts[0] if len(parts) == 1 else torch.cat(list(parts)))
             self._mark(self.capacity)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -198,47 +198,61 @@ class CapturedForward:
         if self.must_be_full:
             # A program is captured only where empty segments change nothing.
             self.inputs.check_full(values, but=self.segment_inputs if self.compiled else ())
-        padded: dict[str, StaticValue | None] = dict(values)
-        held = self._held(values)
-        padded.update(dict.fromkeys(held))  # None keeps what a buffer holds
-        boundaries = {name: known for name, known in self._boundaries.items() if name in held}
+        padded, held, boundaries = self._prepared(values)
         self._real = None
-        for name in self.segment_inputs:
-            given = values.get(name)
-            if isinstance(given, torch.Tensor) and name not in held:
-                entries = self.inputs.buffers[name].tensor.shape[0]
-                if given.device.type == "cpu":
-                    padded[name] = pad_cu_seqlens(given, entries, self._captured_rows(name))
-                    boundaries[name] = given, given.tolist()
-                else:
-                    padded[name] = pad_cu_seqlens_on_device(given, entries)
-        self.inputs.load(padded)
+        self.inputs.load(padded, held)
         self._boundaries = boundaries
         if self.compiled:
-            self._remember({name: value for name, value in values.items() if name not in held})
+            self._remember(values, held)
         for name, (_, lengths) in boundaries.items():
             self._real = lengths[-1], self._captured_rows(name)
-        if self.num_rows is not None and rows is not None:
-            self.num_rows.set(rows)
+        if rows is not None:
+            if self.num_rows is not None:
+                self.num_rows.set(rows)
+            if self.rows is not None:
+                self._real = rows, self.rows
         if self.mode != "full":  # nothing else reads them
             self._set_live(rows)
-        if rows is not None and self.rows is not None:
-            self._real = rows, self.rows
 
-    def _held(self, values: Mapping[str, StaticValue | None]) -> set[str]:
-        """The names of the inputs whose buffers hold these values already. What is captured as it is called
-        may write to its inputs; a program does not.
+    def _prepared(
+        self, values: Mapping[str, StaticValue | None]
+    ) -> tuple[dict[str, StaticValue | None], set[str], dict[str, tuple[Tensor, list[int]]]]:
+        """The values with lengths padded, and None where the buffer holds a value already; the names of the
+        latter; and the lengths that the host knows.
         """
-        if not self.compiled:
-            return set()
-        held = {name for name, buffer in self.inputs.buffers.items() if buffer.holds(values.get(name))}
-        # Another capture over the same buffer may have loaded lengths that are not known here.
-        known = {name for name, (given, _) in self._boundaries.items() if given is values.get(name)}
-        return held - (set(self.segment_inputs) - known)
+        padded: dict[str, StaticValue | None] = dict(values)
+        held: set[str] = set()
+        boundaries: dict[str, tuple[Tensor, list[int]]] = {}
+        for name, buffer in self.inputs.buffers.items():
+            value, known = values.get(name), None
+            if name in self.segment_inputs:
+                # Another capture over the same buffer may have loaded lengths that are not known here.
+                known = self._boundaries.get(name)
+                if isinstance(value, torch.Tensor) and (known is None or known[0] is not value):
+                    padded[name] = self._padded(name, value, boundaries)
+                    continue
+            # What is captured as it is called may write to its inputs; a program does not.
+            if self.compiled and buffer.holds(value):
+                held.add(name)
+                padded[name] = None
+                if known is not None:
+                    boundaries[name] = known
+            elif known is not None and isinstance(value, torch.Tensor):
+                padded[name] = self._padded(name, value, boundaries)
+        return padded, held, boundaries
 
-    def _remember(self, values: Mapping[str, StaticValue | None]) -> None:
+    def _padded(self, name: str, given: Tensor, boundaries: dict[str, tuple[Tensor, list[int]]]) -> Tensor:
+        """Cumulative lengths as long as captured ones; enters in `boundaries` what the host knows of them."""
+        entries = self.inputs.buffers[name].tensor.shape[0]
+        if given.device.type != "cpu":
+            return pad_cu_seqlens_on_device(given, entries)
+        boundaries[name] = given, given.tolist()
+        return pad_cu_seqlens(given, entries, self._captured_rows(name))
+
+    def _remember(self, values: Mapping[str, StaticValue | None], held: Collection[str]) -> None:
+        """Notes what buffers were filled from, but for those that held it already."""
         for name, value in values.items():
-            if name in self.inputs.buffers:
+            if name not in held and name in self.inputs.buffers:
                 self.inputs.buffers[name].remember(value)
 
     def _set_live(self, rows: int | None) -> None:

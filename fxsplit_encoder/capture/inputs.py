@@ -34,13 +34,22 @@ class StaticInputs:
 
     def check(self, values: Mapping[str, StaticValue | None]) -> None:
         """Raises ReplayError unless every value fits and none is missing (capture rules 3 and 4)."""
-        self.check_complete(values)
+        self._checked(values, ())
+
+    def _checked(
+        self, values: Mapping[str, StaticValue | None], held: Collection[str]
+    ) -> list[tuple[StaticBuffer, StaticValue]]:
+        """The same; returns what is to be filled, and from what."""
+        if not self.buffers.keys() <= values.keys():
+            self.check_complete(values)
+        given: list[tuple[StaticBuffer, StaticValue]] = []
         for name, buffer in self.buffers.items():
-            value = values.get(name)
-            if value is not None:
+            if (value := values.get(name)) is not None:
                 buffer.check(value)
-            else:
+                given.append((buffer, value))
+            elif name not in held:
                 buffer.check_kept()
+        return given
 
     def check_complete(self, values: Mapping[str, StaticValue | None]) -> None:
         """Raises ReplayError if a buffer that is no constant got no value at all (capture rule 4)."""
@@ -70,19 +79,16 @@ class StaticInputs:
                     "padded"
                 )
 
-    def load(self, values: Mapping[str, StaticValue | None]) -> None:
+    def load(self, values: Mapping[str, StaticValue | None], held: Collection[str] = ()) -> None:
         """Checks everything, then fills every buffer. A value of None keeps what the buffer holds; a constant
         may be left out.
 
         To be called without autograd.
+
+        Args:
+            held: the names of values of None whose buffers are known to hold what they have to.
         """
-        self.check(values)
-        given = [
-            (buffer, value)
-            for name, buffer in self.buffers.items()
-            if (value := values.get(name)) is not None
-        ]
-        for buffer, value in _pinned(given):
+        for buffer, value in _pinned(self._checked(values, held)):
             buffer.load(value)
 
     @contextlib.contextmanager

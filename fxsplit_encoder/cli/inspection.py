@@ -221,7 +221,7 @@ def say_kernels(device: torch.device, config: fx.EncoderConfig, document: Docume
     """List which kernels of attention and of linear layers work on a device, and which was chosen for every
     class of calls that was measured there, now or by an earlier process.
     """
-    for chooser in Choosers.of(config):
+    for chooser in Choosers.of(config).all:
         _say_operation(chooser.measurements.shape.operation, describe(device, chooser), document)
 
 

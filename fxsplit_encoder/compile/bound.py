@@ -99,16 +99,16 @@ class BoundProgram:
                 values.setdefault(symbol, inputs[name].shape[dim])
         return values
 
-    def tokens(self, inputs: Mapping[str, Tensor | Sequence[Tensor]]) -> int | None:
+    def tokens(self, inputs: Mapping[str, Tensor | Sequence[Tensor] | None]) -> int | None:
         """Rows of these inputs, as the token symbol counts them; None where no input tells.
 
-        An input may be several tensors whose rows follow one another.
+        An input may be several tensors whose rows follow one another; None is none.
         """
         for symbol, name, dim in self._sources:
-            if symbol == self.program.token_symbol and name in inputs:
-                value = inputs[name]
-                parts = [value] if isinstance(value, torch.Tensor) else value
-                return sum(part.shape[dim] for part in parts)
+            if symbol == self.program.token_symbol and (value := inputs.get(name)) is not None:
+                if isinstance(value, torch.Tensor):
+                    return value.shape[dim]
+                return sum(part.shape[dim] for part in value)
         return None
 
     @cached_property

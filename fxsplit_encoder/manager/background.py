@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from fxsplit_encoder._torch.current_device import on_device
+from fxsplit_encoder._torch.grad_mode import without_autograd
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import FxSplitError, InputError, StartFileError
 from fxsplit_encoder.kernels import timing_without_graphs
-from fxsplit_encoder.manager.autograd import without_autograd
 from fxsplit_encoder.manager.captures import CapturePlan
 from fxsplit_encoder.manager.comparisons import compare_between_requests
 from fxsplit_encoder.manager.compile_worker import CompileWorker, why_not_elsewhere

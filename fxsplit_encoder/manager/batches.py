@@ -83,36 +83,36 @@ class BatchRunner:
         tokens = [spec.output_tokens for spec in specs]
         results: dict[int, Tensor] = {}
         served: list[PlannedBatch] = []
+        everything = tuple(range(len(specs)))
         for batch in plan.batches:
-            selected, keys = self._select(batch, mm_kwargs, len(specs))
+            selected: dict[str, Any] = mm_kwargs
+            keys: tuple[Hashable, ...] = ()
+            if self.num_axes or batch.indices != everything:
+                selected, keys = select_items(self.tower, mm_kwargs, batch.indices, self.num_axes)
             # More items than captures hold are left to the tower's own forward.
             replayable = may_replay and len(batch.indices) <= self.max_items
             outputs: dict[str, Tensor] = {}
             changed: dict[str, PathPlan] = {}
-            running = [(name, planned) for name, planned in batch.paths.items() if not planned.skipped]
-            with self.pool.replaying():
-                for name, planned in running:
-                    output, done = self._run_path(name, keys, planned, selected, replayable)
+            stream = self.pool.begin_replays()
+            try:
+                replayed: str | None = None
+                for name, planned in batch.paths.items():
+                    if planned.budget is None and planned.reason is None:  # skipped
+                        continue
+                    if replayed is not None:  # captures share memory: the path that comes may write to it
+                        outputs[replayed] = outputs[replayed].clone()
+                    outputs[name], done = self._run_path(name, keys, planned, selected, replayable)
                     if done is not planned:
                         changed[name] = done
-                    if done.reason is None and len(outputs) < len(running) - 1:
-                        output = output.clone()  # captures share memory: the next path may write to it
-                    outputs[name] = output
+                    replayed = name if done.reason is None else None
                 self._collect(batch, outputs, tokens, results, selected)
+            finally:  # what failed half-way may have enqueued work too
+                self.pool.end_replays(stream)
             if changed:
                 batch = batch._replace(paths={**batch.paths, **changed})
             served.append(batch)
             self.statistics.record_items(len(batch.indices), batch.reason)
-        return [results[index] for index in range(plan.num_items)], served
-
-    def _select(
-        self, batch: PlannedBatch, mm_kwargs: dict[str, Any], num_items: int
-    ) -> tuple[dict[str, Any], tuple[Hashable, ...]]:
-        """The inputs of a batch's items, and their axis keys."""
-        everything = not self.num_axes and batch.indices == tuple(range(num_items))
-        if everything:
-            return mm_kwargs, ()
-        return select_items(self.tower, mm_kwargs, batch.indices, self.num_axes)
+        return list(map(results.__getitem__, range(plan.num_items))), served
 
     def _run_path(
         self,
@@ -216,7 +216,9 @@ class BatchRunner:
 
     def _own(self, indices: Sequence[int], results: dict[int, Tensor], outputs: dict[str, Tensor]) -> None:
         """Copies what still lies in a path's output."""
-        storages = {output.untyped_storage().data_ptr() for output in outputs.values()}
+        storages = []
+        for output in outputs.values():
+            storages.append(output.untyped_storage().data_ptr())
         for index in indices:
-            if results[index].untyped_storage().data_ptr() in storages:
-                results[index] = results[index].clone()
+            if (item := results[index]).untyped_storage().data_ptr() in storages:
+                results[index] = item.clone()

@@ -58,10 +58,22 @@ def read_item_specs(tower: Any, mm_kwargs: Any) -> list[EncoderItemSpec]:
         InputError: the inputs are no mapping with anything in it, or the tower does not read them as items
             of sizes that can be.
     """
-    if not isinstance(mm_kwargs, Mapping) or not mm_kwargs:
+    is_mapping = type(mm_kwargs) is dict or isinstance(mm_kwargs, Mapping)  # of other types it takes longer
+    if not is_mapping or not mm_kwargs:
         raise InputError(
             f"mm_kwargs: expected a mapping from names to the inputs of a batch; got {shown(mm_kwargs)}"
         )
+    given = list(_specs_of(tower, mm_kwargs))
+    for spec in given:
+        if not hasattr(spec, "get_path_output_tokens") or spec.path_output_tokens:
+            break
+        rows, tokens = spec.input_size, spec.output_tokens
+        if type(rows) is not int or type(tokens) is not int:
+            break
+        if not (0 <= rows <= _MOST_TOKENS and 0 <= tokens <= _MOST_TOKENS):
+            break
+    else:  # as nearly all are
+        return given
     specs = [
         spec
         if hasattr(spec, "get_path_output_tokens")
@@ -71,7 +83,7 @@ def read_item_specs(tower: Any, mm_kwargs: Any) -> list[EncoderItemSpec]:
             global_output_tokens=getattr(spec, "global_output_tokens", None),
             local_output_tokens=getattr(spec, "local_output_tokens", None),
         )
-        for spec in map(_with_integers, _specs_of(tower, mm_kwargs))
+        for spec in map(_with_integers, given)
     ]
     _check_sizes(tower, specs)
     return specs

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from fxsplit_encoder._torch.current_device import on_device
+from fxsplit_encoder._torch.grad_mode import without_autograd
 from fxsplit_encoder.errors import InputError, StartFileError, WeightsMovedError
-from fxsplit_encoder.manager.autograd import without_autograd
 from fxsplit_encoder.manager.background import BackgroundCapture, stop_with
 from fxsplit_encoder.manager.captures import CapturePlan
 from fxsplit_encoder.manager.generation import Done, Generation, first_of

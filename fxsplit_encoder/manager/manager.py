@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,26 +15,27 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fxsplit_encoder._torch.current_device import on_device
+from fxsplit_encoder._torch.grad_mode import without_autograd
 from fxsplit_encoder.capture import GraphPool
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import InputError, WeightsMovedError
 from fxsplit_encoder.manager import invariance
-from fxsplit_encoder.manager.autograd import without_autograd
 from fxsplit_encoder.manager.background import check_that_steps_will_do
 from fxsplit_encoder.manager.captures import CapturePlan
 from fxsplit_encoder.manager.data_parallel import DataParallel
 from fxsplit_encoder.manager.generation import Generation, Served
-from fxsplit_encoder.manager.legacy_dual_path import read_item_specs, read_model_config
+from fxsplit_encoder.manager.legacy_dual_path import read_model_config
 from fxsplit_encoder.manager.lifecycle import Lifecycle
 from fxsplit_encoder.manager.path import EncoderPath
 from fxsplit_encoder.manager.recording import Recorder
+from fxsplit_encoder.manager.request_items import ItemReader, RequestItems
+from fxsplit_encoder.manager.serving_scope import serving_scope
 from fxsplit_encoder.manager.tensor_parallel import agreement_of
 from fxsplit_encoder.manager.tower_part import placement_of
 from fxsplit_encoder.planning import Plan
 from fxsplit_encoder.planning.limits import needs_budget_range, resolve_limits
 from fxsplit_encoder.protocol import (
     BudgetGraphMetadata,
-    EncoderItemSpec,
     SupportsEncoderCudaGraph,
     missing_methods,
 )
@@ -100,6 +101,7 @@ class EncoderCudaGraphManager:
             else None,
             has_video="video" in self.model_config.modalities,
         )
+        self._items = ItemReader(tower)
         self.kernels = Choosers.of(self.config)
         self.kernels.check(self.device)
         self.statistics = Statistics(log_interval)
@@ -310,7 +312,7 @@ class EncoderCudaGraphManager:
             InputError: as `execute`.
         """
         plans = self._serving.plans
-        return plans.as_served(plans.of(mm_kwargs, self._item_specs(mm_kwargs), is_use=False))
+        return plans.as_served(plans.of(mm_kwargs, self._items.read(mm_kwargs), is_use=False))
 
     def execute(self, mm_kwargs: dict[str, Any]) -> list[Tensor]:
         """Encodes a batch of images and videos.
@@ -330,38 +332,35 @@ class EncoderCudaGraphManager:
             RankError: with `config.data_parallel`, another rank failed or got other inputs.
         """
         with reading_once():
-            return self._execute(mm_kwargs)
+            # Before the lock is taken: bad inputs hold up nobody. Ranks tell theirs in order of calls.
+            items = self._items.read(mm_kwargs) if self.data_parallel is None else None
+            in_inference_mode = torch.is_inference_mode_enabled()
+            with serving_scope(self._lifecycle.turns, self.kernels, self.device):
+                if self._missed_capture:
+                    self._missed_capture = False
+                    logger.warning(
+                        "encoder CUDA graphs are enabled, but nothing has been captured: every item falls "
+                        "back; call capture() before execute(), or set enabled: false"
+                    )
+                self._lifecycle.serving.runner.in_inference_mode = in_inference_mode
+                if self.data_parallel is not None:
+                    return self.data_parallel.execute(mm_kwargs, self._encode, self.tower)
+                return self._encode(mm_kwargs, items)
 
-    def _execute(self, mm_kwargs: dict[str, Any]) -> list[Tensor]:
-        # Before the lock is taken, so that bad inputs hold up nobody. Ranks tell theirs in order of calls.
-        specs = self._item_specs(mm_kwargs) if self.data_parallel is None else None
-        in_inference_mode = torch.is_inference_mode_enabled()
-        with self._lifecycle.turns, self.kernels.choosing(), on_device(self.device), without_autograd():
-            if self._missed_capture:
-                self._missed_capture = False
-                logger.warning(
-                    "encoder CUDA graphs are enabled, but nothing has been captured: every item falls back; "
-                    "call capture() before execute(), or set enabled: false"
-                )
-            self._serving.runner.in_inference_mode = in_inference_mode
-            if self.data_parallel is not None:
-                return self.data_parallel.execute(mm_kwargs, self._encode, self.tower)
-            return self._encode(mm_kwargs, specs)
-
-    def _encode(
-        self, mm_kwargs: dict[str, Any], specs: Sequence[EncoderItemSpec] | None = None
-    ) -> list[Tensor]:
-        """The items of a batch, all of them on this device; `specs`, if their sizes were read before."""
-        if specs is None:
-            specs = self._item_specs(mm_kwargs)
+    def _encode(self, mm_kwargs: dict[str, Any], items: RequestItems | None = None) -> list[Tensor]:
+        """The items of a batch, all of them on this device; `items`, if they were read before."""
+        if items is None:
+            items = self._items.read(mm_kwargs)
+        specs = items.specs
         start = time.perf_counter()
-        plans, runner = self._serving.plans, self._serving.runner
-        plan, captured = plans.of(mm_kwargs, specs), self._lifecycle.is_captured
+        serving = self._lifecycle.serving
+        plans, runner = serving.plans, serving.runner
+        plan, captured = plans.of(mm_kwargs, items), self._lifecycle.is_captured
         try:
             results, batches = runner.run(plan, mm_kwargs, specs, may_replay=captured)
         except WeightsMovedError as error:
             self._lifecycle.capture_again(error)
-            plan = plans.of(mm_kwargs, specs)
+            plan = plans.of(mm_kwargs, items)
             results, batches = runner.run(plan, mm_kwargs, specs, may_replay=captured)
         if self._recorder is not None:  # what was encoded: a request that was refused is no load to tune for
             self._recorder.write(mm_kwargs, specs, batches, (time.perf_counter() - start) * 1e3)
@@ -395,6 +394,3 @@ class EncoderCudaGraphManager:
         """Hits, misses by reason, padding and bytes so far."""
         self._serving.record_unpadded()
         return replace(self.statistics.snapshot(), progress=self._lifecycle.progress)
-
-    def _item_specs(self, mm_kwargs: dict[str, Any]) -> list[EncoderItemSpec]:
-        return read_item_specs(self.tower, mm_kwargs)

@@ -48,6 +48,7 @@ class EncoderPath(CapturedProgram):
         self.axis_keys = axis_keys
         self.tower = tower
         self.limits = limits
+        self._keys: dict[int, CaptureKey] = {}
         config = scope.config
         own = config.paths.get(name)
         label = f"path {name}" + (f" {axis_keys}" if axis_keys else "")
@@ -64,7 +65,10 @@ class EncoderPath(CapturedProgram):
 
     def key(self, budget: int) -> CaptureKey:
         """What one of its budgets is called."""
-        return CaptureKey(self.name, budget, self.axis_keys)
+        key = self._keys.get(budget)
+        if key is None:
+            key = self._keys[budget] = CaptureKey(self.name, budget, self.axis_keys)
+        return key
 
     @property
     def is_to_compile(self) -> bool:
@@ -175,8 +179,11 @@ class EncoderPath(CapturedProgram):
                 f"{type(error).__name__}: {error}"
             ) from error
         values = dict(prepared.values)
-        if extra := [name for name in self.forward.unused if values.get(name) is not None]:
-            raise ReplayError(f"{extra[0]}: this batch gives a value, and the tower gave None for captures")
+        for name in self.forward.unused:
+            if values.get(name) is not None:
+                raise ReplayError(f"{name}: this batch gives a value, and the tower gave None for captures")
+        if not self.forward.groups.factors:
+            return values
         try:
             return self.forward.groups.spread(values)
         except InputError as error:

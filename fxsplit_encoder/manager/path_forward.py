@@ -154,7 +154,7 @@ class PathForward:
         """Rows of the attended sequence of a batch, where its values tell."""
         if self.program is None:
             return None
-        return self.program.tokens({name: value for name, value in values.items() if value is not None})
+        return self.program.tokens(values)
 
     def inputs(self, program: BoundProgram, values: Mapping[str, StaticValue | None]) -> dict[str, Tensor]:
         """The values, each in one tensor, on the devices and in the dtypes of the trace."""

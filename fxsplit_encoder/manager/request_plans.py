@@ -6,11 +6,12 @@ import functools
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.manager.item_facts import ItemFacts, item_axis_keys
 from fxsplit_encoder.manager.path import EncoderPath
+from fxsplit_encoder.manager.request_items import RequestItems
 from fxsplit_encoder.planning import (
     Captured,
     CostModel,
@@ -35,6 +36,15 @@ _KEPT_PLANS = 1024
 # new batches may lose until they are captured. Choices.
 _RECURRING_USES = 8
 _MOST_LOST = 0.1
+
+_Key: TypeAlias = tuple[
+    tuple[tuple[Any, ...], ...],
+    tuple[int, ...],
+    tuple[int, ...],
+    tuple[tuple[Hashable, ...], ...],
+    tuple[str, ...],
+]
+"""Of every item its sizes, frames, segments, axis keys and modality."""
 
 
 class RequestPlans:
@@ -61,11 +71,15 @@ class RequestPlans:
         self.model_config = model_config
         self.paths = paths
         self.facts = ItemFacts(tower)
-        self._kept: dict[Hashable, Plan] = {}
-        self._uses: Counter[Hashable] = Counter()
+        self._kept: dict[_Key, Plan] = {}
+        self._described: dict[Hashable, _Key] = {}
+        """By what stands for a request's items, the key of its plan."""
+        self._uses: Counter[_Key] = Counter()
         """Of requests of several batches."""
-        self._unpadded: dict[Hashable, Plan] = {}
+        self._unpadded: dict[_Key, Plan] = {}
         """The other plans of those that recur."""
+        self._is_idle = not config.enabled or all(path.mode == "none" for path in paths.values())
+        self._num_axes = len(model_config.capture_axes)
 
     def use_captures(self, limits: Limits, *, captured: bool) -> None:
         """Gathers what plans depend on, so that a request need not; forgets the plans so far.
@@ -100,46 +114,51 @@ class RequestPlans:
             and all(path.recurring_counts == "cost" and costs[key].exact for key, path in self.paths.items())
         )
 
-    def of(self, mm_kwargs: dict[str, Any], specs: Sequence[EncoderItemSpec], *, is_use: bool = True) -> Plan:
-        """The plan of a request with items of these sizes. Touches no tensor but the grids.
+    def of(self, mm_kwargs: dict[str, Any], items: RequestItems, *, is_use: bool = True) -> Plan:
+        """The plan of a request with these items. Touches no tensor but the grids.
 
         Args:
             is_use: whether the request will be encoded by it, so that it counts as one that recurs.
         """
-        if not self.config.enabled or all(path.mode == "none" for path in self.paths.values()):
-            items = list(map(Item, specs))
+        specs = items.specs
+        if self._is_idle:
             paths, skippable = self._limits.path_budgets, self._limits.skippable_paths
-            return build_fallback_plan(items, paths, MissReason.DISABLED, skippable)
-        modalities = self.facts.modalities(mm_kwargs, len(specs))
-        segments = self.facts.segments(mm_kwargs, len(specs))
-        frames = self.facts.frames(mm_kwargs, modalities, segments)
-        num_axes = len(self.model_config.capture_axes)
-        keys = item_axis_keys(self.tower, mm_kwargs, len(specs), num_axes) if num_axes else [()] * len(specs)
-        sizes = tuple([(s.input_size, s.output_tokens, *s.path_output_tokens.items()) for s in specs])
-        key = (sizes, tuple(segments), tuple(frames), tuple(modalities), tuple(keys))
+            return build_fallback_plan(list(map(Item, specs)), paths, MissReason.DISABLED, skippable)
+        # An adapter with capture axes says of any selection of items what their keys are.
+        described = items.described if not self._num_axes else None
+        key = self._described.get(described) if described is not None else None
+        if key is None:
+            key = self._key(mm_kwargs, specs)
         plan = self._kept.get(key)
         if plan is None:
             if len(self._kept) >= _KEPT_PLANS:
                 self._forget()
-            plan = self._kept[key] = self.build(self._items(specs, frames, segments, keys, modalities))
+            plan = self._kept[key] = self.build(self._items(specs, key))
+        if described is not None:
+            if len(self._described) >= _KEPT_PLANS:
+                self._described.clear()
+            self._described[described] = key
         if len(plan.batches) == 1 or not self._plans_anew:
             return plan
         self._uses[key] += is_use
         if is_use and self._uses[key] == _RECURRING_USES:
-            items = self._items(specs, frames, segments, keys, modalities)
-            if (other := self._unpadded_plan(items, plan)) is not None:
+            if (other := self._unpadded_plan(self._items(specs, key), plan)) is not None:
                 self._unpadded[key] = other
         other = self._unpadded.get(key)
         return plan if other is None or self._is_given_up(other, plan) else other
 
-    def _items(
-        self,
-        specs: Sequence[EncoderItemSpec],
-        frames: Sequence[int],
-        segments: Sequence[int],
-        keys: Sequence[tuple[Hashable, ...]],
-        modalities: Sequence[str],
-    ) -> list[Item]:
+    def _key(self, mm_kwargs: dict[str, Any], specs: Sequence[EncoderItemSpec]) -> _Key:
+        """All that a plan depends on beside the captures."""
+        modalities = self.facts.modalities(mm_kwargs, len(specs))
+        segments = self.facts.segments(mm_kwargs, len(specs))
+        frames = self.facts.frames(mm_kwargs, modalities, segments)
+        axes = self._num_axes
+        keys = item_axis_keys(self.tower, mm_kwargs, len(specs), axes) if axes else [()] * len(specs)
+        sizes = tuple([(s.input_size, s.output_tokens, *s.path_output_tokens.items()) for s in specs])
+        return sizes, tuple(frames), tuple(segments), tuple(keys), tuple(modalities)
+
+    def _items(self, specs: Sequence[EncoderItemSpec], key: _Key) -> list[Item]:
+        _, frames, segments, keys, modalities = key
         refusals = [None if self._serves(m) else MissReason.UNSUPPORTED_INPUT for m in modalities]
         return list(map(Item, specs, frames, segments, keys, refusals))
 
@@ -182,6 +201,7 @@ class RequestPlans:
 
     def _forget(self) -> None:
         self._kept.clear()
+        self._described.clear()
         self._uses.clear()
         self._unpadded.clear()
 

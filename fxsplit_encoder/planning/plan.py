@@ -84,7 +84,10 @@ class PlannedBatch(NamedTuple):
     @property
     def reason(self) -> MissReason | None:
         """Why the items count as misses, the first path's reason; None: every path is a hit or skipped."""
-        return next((path.reason for path in self.paths.values() if path.reason), None)
+        for path in self.paths.values():
+            if path.reason:
+                return path.reason
+        return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,7 +110,8 @@ class CapturedProgram:
     @property
     def padding_refused(self) -> bool:
         """Whether nothing is padded: a program is not proved to keep its rows apart, nor declared to."""
-        return self.forward.region is not None and not (self.padding_proved or self.forward.declares_padding)
+        region = self.forward.region
+        return region is not None and not (self.forward.declares_padding or region.program.padding.proved)
 
     @property
     def recurring_counts(self) -> str | None:
@@ -288,7 +289,7 @@ class CapturedProgram:
         by = self.recurring_counts
         if by is not None:
             refused = self.padding_refused
-            if not (refused and planned.tokens in self.captured):
+            if not (refused and planned.tokens in self.ladder.captured):
                 # Where nothing is padded, a batch that fills a budget is as welcome as one that recurs.
                 fills = refused and planned.tokens in self.budgets
                 ladder = self.unpadded.find(planned, by_cost=by == "cost", now=capture_now or fills)

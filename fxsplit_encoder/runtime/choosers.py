@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Self
 
 import torch
@@ -37,17 +37,19 @@ class Choosers:
         Raises:
             ConfigError: one does not, and why.
         """
-        for chooser in self:
+        for chooser in self.all:
             chooser.check(device)
 
     def choosing(self) -> choosing:
         """Inside, these decide."""
-        return choosing(*self)
+        return choosing(*self.all)
 
     @property
     def measurements(self) -> list[KernelMeasurements[Any, Any]]:
         """Where their times come from."""
-        return [chooser.measurements for chooser in self]
+        return [chooser.measurements for chooser in self.all]
 
-    def __iter__(self) -> Iterator[Chooser[Any, Any]]:
-        return iter((self.attention, self.products))
+    @cached_property
+    def all(self) -> tuple[Chooser[Any, Any], ...]:
+        """All of them."""
+        return self.attention, self.products

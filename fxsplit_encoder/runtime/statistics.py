@@ -189,6 +189,8 @@ class Statistics:
     def __init__(self, log_interval: int = 100) -> None:
         self._log_interval = log_interval
         self._lock = threading.Lock()
+        self._items = 0
+        """The hits and all misses."""
         self._hits = 0
         self._misses: Counter[MissReason] = Counter()
         self._fallback_runs: Counter[str] = Counter()
@@ -203,12 +205,13 @@ class Statistics:
             reason: why they are misses; None: they are hits.
         """
         with self._lock:
-            before = self._hits + self._misses.total()
+            before = self._items
+            self._items = after = before + count
             if reason is None:
                 self._hits += count
             elif count:
                 self._misses[reason] += count
-        if crossed_multiple(before, before + count, self._log_interval):
+        if self._log_interval and crossed_multiple(before, after, self._log_interval):
             logger.info("%s", self.snapshot())
 
     def record_replay(self, key: CaptureKey, tokens: int) -> None:

@@ -41,11 +41,11 @@ class DeviceMetadata:
             per_patch: computes the metadata of every patch, on the CPU.
             lengths: computes the cumulative lengths of segments, which stay there: the host must know them.
         """
-        patches = grids_of.count_patches(grids)
-        if patches > _MOST_PATCHES:
-            return {**per_patch(grids), **lengths(grids)}
         kept = self._kept.pop((device, grids), None)
         if kept is None:
+            patches = grids_of.count_patches(grids)
+            if patches > _MOST_PATCHES:
+                return {**per_patch(grids), **lengths(grids)}
             with torch.inference_mode(False):  # others may need these tensors outside it
                 moved = {name: to_device(value, device) for name, value in per_patch(grids).items()}
                 kept = {name: mark_immutable(value) for name, value in {**moved, **lengths(grids)}.items()}

@@ -26,8 +26,8 @@ MOST_PLANNED_ITEMS = 1 << 14
 """Items of a plan that is made without pixels, which else limit them."""
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_INTEGERS = frozenset((torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64))
-_REAL = _INTEGERS.union(_FLOATS)
+INTEGERS = frozenset((torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64))
+_REAL = INTEGERS.union(_FLOATS)
 
 # A wrong tensor of so few entries is shown with them.
 _FEW = 16
@@ -148,7 +148,7 @@ def check_integers(value: Any, name: str) -> None:
     """Raises InputError unless an input is a tensor of integers. Its values are not read."""
     if not isinstance(value, torch.Tensor):
         raise InputError(f"{name}: expected a tensor of integers; got {shown(value)}")
-    if value.dtype not in _INTEGERS or not _is_readable(value):
+    if value.dtype not in INTEGERS or not _is_readable(value):
         raise InputError(f"{name}: expected a tensor of integers; got {value.dtype}, {value.layout}")
 
 
@@ -164,7 +164,7 @@ def integer_rows(value: Any, name: str, columns: int, expected: str) -> list[tup
     Raises:
         InputError: it is something else, or a number is none of 64 bits.
     """
-    if isinstance(value, torch.Tensor) and value.dtype in _INTEGERS and _is_readable(value):
+    if isinstance(value, torch.Tensor) and value.dtype in INTEGERS and _is_readable(value):
         if value.shape[1:] == (columns,):
             return [tuple(row) for row in value.tolist()]
     listed = _listed(value, number_of(value) * columns, name, expected)

@@ -27,6 +27,9 @@ from fxsplit_encoder.towers.grid import Grid
 from fxsplit_encoder.towers.inputs import check_integers, one_or_several
 from fxsplit_encoder.towers.packed_items import PackedItems
 
+# What items are asked for.
+_ASKED = ("get_encoder_cudagraph_item_specs", "item_modalities", "item_frames", "item_segments")
+
 
 class PackedTower(PackedItems):
     """A packed tower behind the manager's protocol, and still a module with the tower's own forward.
@@ -66,6 +69,10 @@ class PackedTower(PackedItems):
         super().__init__(tower, merge_size=merge_size, patch_features=patch_features)
         self.out_hidden_size = out_hidden_size
         self._device_metadata = DeviceMetadata()
+        self._items_are_grids = all(
+            getattr(type(self), name) is getattr(PackedTower, name) for name in _ASKED
+        )
+        """Whether items are as grids say: a derived class may have methods of its own that look at more."""
         if is_hugging_face(tower):
             from fxsplit_encoder.attention.hugging_face import use_varlen_attention
 
@@ -193,6 +200,17 @@ class PackedTower(PackedItems):
         """The smallest and the largest useful budget, in output tokens."""
         return self.min_item_tokens, self.max_budget
 
+    def described_items(self, mm_kwargs: dict[str, Any]) -> Hashable | None:
+        """An object that stands for all that the item specs, `item_modalities`, `item_frames` and
+        `item_segments` say of a batch: that of another batch is the same only if they say the same of it.
+        None: they have to be asked.
+
+        Raises:
+            InputError: as `read_request`.
+        """
+        request = self.read_request(mm_kwargs, planned=True)
+        return request.described if request.is_known and self._items_are_grids else None
+
     def item_segments(self, mm_kwargs: dict[str, Any]) -> list[int]:
         """The share of a capture's attention segments that every item takes: its frames, or more where
         another of its inputs of cumulative lengths needs more.
@@ -235,7 +253,7 @@ class PackedTower(PackedItems):
         there.
         """
         request = self.read_request(mm_kwargs)
-        metadata = self.kept_metadata(request.grids)
+        metadata = self.kept_metadata(request.described.grids)
         pixels = one_or_several(self.flat_patches(request.patches))
         return EncoderCudaGraphReplayBuffers({"pixel_values": pixels, **metadata})
 

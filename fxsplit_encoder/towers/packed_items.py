@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -30,6 +31,7 @@ from fxsplit_encoder.towers.inputs import (
     pixel_parts,
     rows_of,
 )
+from fxsplit_encoder.towers.known_requests import Described, KnownRequests, look
 
 _EMBEDDINGS = ("image_embeds", "video_embeds")
 
@@ -37,13 +39,11 @@ _EMBEDDINGS = ("image_embeds", "video_embeds")
 class _Request(NamedTuple):
     """What the inputs of a batch describe, once they have been found to agree."""
 
-    grids: list[Grid]
-    """Of the images, then of the videos."""
-    num_images: int
+    described: Described
     patches: list[Tensor]
     """As they were given; their rows follow one another. Empty where a plan is made without any."""
-    missing: tuple[str, str] | None
-    """The names of patches that were not given, and of their grids; None: all were."""
+    is_known: bool
+    """Whether another request of the same grids, and of patches alike, gets the same `described`."""
 
 
 class PackedItems(WrappedTower):
@@ -67,6 +67,7 @@ class PackedItems(WrappedTower):
         self.merge_size = merge_size
         self.rows_per_token: int = merge_size**2
         self.patch_features = patch_features
+        self._known_requests = KnownRequests()
 
     def read_grids(self, grids: Any, name: str) -> list[Grid]:
         """A batch's grids as numbers; raises InputError for grids that this tower does not take."""
@@ -86,16 +87,30 @@ class PackedItems(WrappedTower):
             InputError: an input is missing or not what it should be, the grids do not describe the patches,
                 the items are embeddings already, or videos for a tower of images.
         """
-        request = read_once(self, mm_kwargs, lambda: self._read_request(mm_kwargs))
-        if request.missing is not None and not planned:
-            key, grid_key = request.missing
+        request: _Request = read_once(self, mm_kwargs, functools.partial(self._look_up, mm_kwargs))
+        if request.described.missing is not None and not planned:
+            key, grid_key = request.described.missing
             raise InputError(
                 f"{key}: expected the patches that {grid_key} describes; got 0 rows, it is missing"
             )
         return request
 
+    def _look_up(self, mm_kwargs: dict[str, Any]) -> _Request:
+        """The same, where patches may be missing. What one like it describes is not read again."""
+        seen = look(mm_kwargs, self.input_keys)
+        if seen is None:
+            return self._read_request(mm_kwargs)
+        described = self._known_requests.get(seen.key)
+        if described is None:
+            try:
+                described = self._read_request(seen.inputs).described
+            except InputError:
+                return self._read_request(mm_kwargs)  # says what is wrong with what was given
+            self._known_requests.keep(seen.key, described)
+        return _Request(described, seen.patches, True)
+
     def _read_request(self, mm_kwargs: dict[str, Any]) -> _Request:
-        """The same, where patches may be missing."""
+        """The same, read."""
         if len(self.input_keys) == 1:
             self.refuse_videos(mm_kwargs)
         for key in _EMBEDDINGS:
@@ -121,7 +136,7 @@ class PackedItems(WrappedTower):
         for key, grid_key in self.input_keys:
             if mm_kwargs.get(key) is not None and mm_kwargs.get(grid_key) is None:
                 raise InputError(f"{grid_key}: expected the grids of {key}; got None; pass both or neither")
-        return _Request(grids, counts[0], patches, missing)
+        return _Request(Described(grids, counts[0], missing), patches, False)
 
     def _read_modality(
         self, mm_kwargs: dict[str, Any], key: str, grid_key: str
@@ -168,13 +183,13 @@ class PackedItems(WrappedTower):
             raise InputError(f"{claim} {patches} patches; got {rows} rows")
         return result
 
-    def item_grids(self, mm_kwargs: dict[str, Any]) -> list[Grid]:
+    def item_grids(self, mm_kwargs: dict[str, Any]) -> Sequence[Grid]:
         """The grids of a batch: the images', then the videos'.
 
         Raises:
             InputError: as `read_request`.
         """
-        return self.read_request(mm_kwargs, planned=True).grids
+        return self.read_request(mm_kwargs, planned=True).described.grids
 
     # --- the manager's protocol
 
@@ -188,7 +203,7 @@ class PackedItems(WrappedTower):
         Raises:
             InputError: as `read_request`.
         """
-        return [self.item_spec(grid) for grid in self.read_request(mm_kwargs, planned=True).grids]
+        return [self.item_spec(grid) for grid in self.item_grids(mm_kwargs)]
 
     def item_spec(self, grid: Grid) -> EncoderItemSpec:
         """The patches and output tokens of an item."""
@@ -210,7 +225,8 @@ class PackedItems(WrappedTower):
 
     def select_encoder_cudagraph_items(self, mm_kwargs: dict[str, Any], indices: list[int]) -> dict[str, Any]:
         """The batch of some items, in the order of `indices`."""
-        grids, num_images, patches, _ = self.read_request(mm_kwargs)
+        described, patches, _ = self.read_request(mm_kwargs)
+        grids, num_images = described.grids, described.num_images
         starts = grids_of.cumulative_lengths([t * h * w for t, h, w in grids]).tolist()
         pixels = self.flat_patches(patches)
         images = list(itertools.takewhile(lambda index: index < num_images, indices))

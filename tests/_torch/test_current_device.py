@@ -50,9 +50,9 @@ def test_a_manager_works_on_its_own_device(monkeypatch: pytest.MonkeyPatch) -> N
 
     def noted(device: torch.device) -> contextlib.AbstractContextManager[object]:
         asked.append(device)
-        return current_device._ALREADY
+        return current_device.ALREADY
 
-    for module in ("manager", "lifecycle", "background"):
+    for module in ("manager", "serving_scope", "lifecycle", "background"):
         monkeypatch.setattr(f"fxsplit_encoder.manager.{module}.on_device", noted)
     manager = fx.EncoderCudaGraphManager(SplitModel(), fx.EncoderConfig(token_budgets=(8,)), log_interval=0)  # type: ignore[arg-type]
     for call in (manager.compile, manager.capture, lambda: manager.execute(batch(3))):

@@ -192,6 +192,9 @@ SYMBOLS = [
         "torch._dynamo.eval_frame.OptimizedModule.dynamo_ctx.callback",
         lambda: found("torch").compile(torch.nn.Identity()).dynamo_ctx.callback,
     ),
+    # grad_mode
+    present("torch._C._InferenceMode"),
+    present("torch._C._set_grad_enabled"),
     # inductor
     called(f"{INDUCTOR}.async_compile.maybe_warm_pool", 0),
     called(f"{INDUCTOR}.async_compile.AsyncCompile.use_process_pool", 0),

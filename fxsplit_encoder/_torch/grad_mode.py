@@ -1,0 +1,30 @@
+"""Around whatever a manager runs: no gradients, and no inference tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+# Entered for every request: torch's own context managers are twelve calls more.
+class without_autograd:
+    """Without autograd, and outside of inference mode: static buffers are ordinary tensors, which could not
+    be written outside of it if they were made inside.
+    """
+
+    __slots__ = ("_had_gradients", "_outside")
+
+    def __enter__(self) -> None:
+        self._had_gradients = torch.is_grad_enabled()
+        self._outside: Any = None
+        if torch.is_inference_mode_enabled():
+            self._outside = torch._C._InferenceMode(False)
+            self._outside.__enter__()
+        torch._C._set_grad_enabled(False)
+
+    def __exit__(self, *raised: object) -> None:
+        if self._outside is not None:
+            self._outside.__exit__(None, None, None)
+            self._outside = None
+        torch._C._set_grad_enabled(self._had_gradients)

@@ -1,0 +1,152 @@
+"""Requests of items that came before are not read again, and are served as if they were."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fxsplit_encoder as fx
+from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.manager import request_items
+from fxsplit_encoder.manager.request_items import ItemReader
+
+GRID = [(1, 4, 6)]
+
+
+@pytest.fixture
+def manager(make_manager: Any) -> Any:
+    made = make_manager(mode="full", debug=False)
+    made.capture()
+    return made
+
+
+def assert_right(manager: Any, inputs: dict[str, Any]) -> None:
+    """Every item of a request is what a manager that has seen nothing, and captured nothing, makes of it."""
+    anew = fx.EncoderCudaGraphManager(
+        manager.tower, fx.EncoderConfig(mode="none", compile=False), log_interval=0
+    )
+    for item, expected in zip(manager.execute(inputs), anew.execute(inputs), strict=True):
+        torch.testing.assert_close(item, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_pixels_that_are_changed_in_place_are_encoded_anew(manager: Any, make_batch: Any) -> None:
+    inputs = make_batch(GRID)
+    first = manager.execute(inputs)[0].clone()
+    inputs["pixel_values"].mul_(-2)
+    assert_right(manager, inputs)
+    assert not torch.allclose(manager.execute(inputs)[0], first)
+
+
+def test_grids_that_are_changed_in_place_are_planned_anew(manager: Any, make_batch: Any) -> None:
+    inputs = make_batch(GRID)
+    manager.execute(inputs)
+    inputs["image_grid_thw"].copy_(torch.tensor([[1, 6, 4]]))
+    assert_right(manager, inputs)
+    inputs["image_grid_thw"].copy_(torch.tensor([[1, 6, 6]]))
+    with pytest.raises(InputError, match="image_grid_thw describes 36 patches; got 24 rows"):
+        manager.execute(inputs)
+
+
+def test_pixels_of_other_kinds_are_still_looked_at(manager: Any, make_batch: Any) -> None:
+    inputs = make_batch(GRID)
+    pixels = inputs["pixel_values"]
+    for _ in range(2):
+        assert_right(manager, inputs)
+        assert_right(manager, {**inputs, "pixel_values": pixels.double()})
+        assert_right(manager, {**inputs, "pixel_values": list(pixels.split(5))})
+        for wrong in (
+            pixels[1:],
+            pixels[:, 1:],
+            pixels.bool(),
+            pixels.to_sparse(),
+            pixels.to("meta"),
+            None,
+            [],
+        ):
+            with pytest.raises(InputError, match="pixel_values"):
+                manager.execute({**inputs, "pixel_values": wrong})
+        with pytest.raises(InputError, match="image_embeds"):
+            manager.execute({**inputs, "image_embeds": torch.zeros(1)})
+
+
+def test_a_plan_without_pixels_says_nothing_of_a_request_that_lacks_them(
+    manager: Any, make_batch: Any
+) -> None:
+    inputs = make_batch(GRID)
+    grids = {"image_grid_thw": inputs["image_grid_thw"]}
+    for _ in range(2):
+        assert manager.plan(grids) == manager.plan(inputs)
+        with pytest.raises(InputError, match="it is missing"):
+            manager.execute(grids)
+        assert_right(manager, inputs)
+
+
+def test_plans_follow_the_captures(manager: Any, make_batch: Any) -> None:
+    inputs = make_batch(GRID)
+    manager.execute(inputs)
+    budget = manager.plan(inputs).batches[0].paths["default"].budget
+    assert budget is not None
+    manager.clear()
+    manager.execute(inputs)
+    assert manager.stats().misses == {fx.MissReason.NOT_CAPTURED: 1}
+    manager.capture()
+    assert manager.plan(inputs).batches[0].paths["default"].budget == budget
+    assert_right(manager, inputs)
+    stats = manager.stats()
+    assert (stats.hits, stats.items) == (2, 3)
+    assert sum(each.replays for each in stats.budgets.values()) == 2
+
+
+@pytest.mark.parametrize("kept", [1, 3])
+def test_little_is_kept(manager: Any, make_batch: Any, monkeypatch: pytest.MonkeyPatch, kept: int) -> None:
+    monkeypatch.setattr(request_items, "_KEPT", kept)
+    monkeypatch.setattr("fxsplit_encoder.manager.request_plans._KEPT_PLANS", kept)
+    for height in (2, 4, 6, 8, 4, 2):
+        assert_right(manager, make_batch([(1, height, 2)]))
+        plans = manager._serving.plans
+        assert max(len(manager._items._known), len(plans._described), len(plans._kept)) <= kept
+
+
+def test_a_tower_that_describes_nothing_is_asked_every_time() -> None:
+    class Asked:
+        calls = 0
+
+        def get_encoder_cudagraph_item_specs(self, mm_kwargs: dict[str, Any]) -> list[Any]:
+            self.calls += 1
+            return [fx.EncoderItemSpec(4, 1)] * mm_kwargs["count"]
+
+    tower = Asked()
+    reader = ItemReader(tower)
+    assert [len(reader.read({"count": count}).specs) for count in (1, 2, 2)] == [1, 2, 2]
+    assert tower.calls == 3
+
+
+def test_what_a_description_fails_at_is_told_by_the_items() -> None:
+    class Failing:
+        def described_items(self, mm_kwargs: dict[str, Any]) -> object:
+            raise AttributeError("no such thing")
+
+        def get_encoder_cudagraph_item_specs(self, mm_kwargs: dict[str, Any]) -> list[Any]:
+            raise TypeError("no items")
+
+    with pytest.raises(InputError, match="TypeError: no items"):
+        ItemReader(Failing()).read({"count": 1})
+
+
+sides = st.integers(1, 4).map(lambda n: 2 * n)
+batches = st.lists(st.tuples(st.integers(1, 2), sides, sides), min_size=1, max_size=3)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(batches, min_size=1, max_size=3), st.randoms(use_true_random=False))
+def test_whatever_came_before_results_are_those_of_the_tower(
+    managers: Any, make_batch: Any, sequence: list[Any], order: Any
+) -> None:
+    requests = [make_batch(images, seed=number) for number, images in enumerate([*sequence, *sequence])]
+    order.shuffle(requests)
+    for inputs in requests:
+        assert_right(managers["full"], inputs)
