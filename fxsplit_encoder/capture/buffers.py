@@ -202,11 +202,15 @@ class StaticBuffer:
         return first == (0, rows) and (not others or others[0][0] >= self.capacity)
 
     def _clear_from(self, rows: int) -> None:
+        """Clears the rows behind these, and marks these as `_mark` does."""
+        capacity, dirty = self.capacity, [(0, rows)]
         for first, end in self._contents.dirty:
-            start, stop = max(first, rows), min(end, self.capacity)
+            start, stop = first if first > rows else rows, end if end < capacity else capacity
             if start < stop:
                 self._rows(start, stop).zero_()
-        self._mark(rows)
+            if end > capacity:
+                dirty.append((first if first > capacity else capacity, end))
+        self._contents.dirty = dirty
 
     def _mark(self, rows: int) -> None:
         """Of this buffer just the first rows are filled now; those behind it are as they were."""

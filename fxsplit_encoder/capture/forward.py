@@ -204,13 +204,13 @@ class CapturedForward:
         self._boundaries = boundaries
         if self.compiled:
             self._remember(values, held)
-        for name, (_, lengths) in boundaries.items():
-            self._real = lengths[-1], self._captured_rows(name)
-        if rows is not None:
-            if self.num_rows is not None:
-                self.num_rows.set(rows)
-            if self.rows is not None:
-                self._real = rows, self.rows
+        if rows is not None and self.rows is not None:
+            self._real = rows, self.rows
+        else:
+            for name, (_, lengths) in boundaries.items():
+                self._real = lengths[-1], self._captured_rows(name)
+        if self.num_rows is not None and rows is not None:
+            self.num_rows.set(rows)
         if self.mode != "full":  # nothing else reads them
             self._set_live(rows)
 

@@ -134,7 +134,7 @@ class GraphPool:
         if not self.is_cuda:
             return None
         try:
-            stream = torch.cuda.current_stream(self.device)
+            stream = torch.cuda.current_stream(self.device.index)  # of a number torch asks less
             if self._last_replay is not None and self._last_stream != stream:
                 stream.wait_event(self._last_replay)
         except BaseException:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxsplit_encoder._torch.grad_mode import in_inference_mode
 from fxsplit_encoder.capture import GraphPool
 from fxsplit_encoder.capture.buffers import StaticValue
 from fxsplit_encoder.config import EncoderConfig
@@ -175,7 +176,7 @@ class BatchRunner:
         """What the path needs of a batch; None: the tower refuses it, and only its own forward is left."""
         try:
             if self.in_inference_mode and path.program is None:  # no program gets what it makes
-                with torch.inference_mode():
+                with in_inference_mode():
                     return path.values(selected)
             return path.values(selected)
         except ReplayError as error:

@@ -38,7 +38,7 @@ class ItemReader:
         Raises:
             InputError: as `read_item_specs`.
         """
-        described = self._describe(mm_kwargs)
+        described = None if self._described_items is None else self._describe(mm_kwargs)
         if described is None:
             return RequestItems(read_item_specs(self._tower, mm_kwargs))
         items = self._known.get(described)
@@ -50,7 +50,8 @@ class ItemReader:
         return items
 
     def _describe(self, mm_kwargs: Any) -> Hashable | None:
-        if self._described_items is None or type(mm_kwargs) is not dict or not mm_kwargs:
+        assert self._described_items is not None
+        if type(mm_kwargs) is not dict or not mm_kwargs:
             return None
         try:
             return self._described_items(mm_kwargs)

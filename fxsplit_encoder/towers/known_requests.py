@@ -99,6 +99,9 @@ class KnownRequests:
     def __init__(self) -> None:
         self._known: dict[Hashable, Described] = {}
 
+    def __reduce__(self) -> tuple[type[KnownRequests], tuple[()]]:
+        return KnownRequests, ()  # copies, also those for other processes, know of none
+
     def get(self, key: Hashable) -> Described | None:
         """What was read of requests with this key; None: none was."""
         return self._known.get(key)

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 import pytest
 import torch
 
-from fxsplit_encoder._torch.grad_mode import without_autograd
+from fxsplit_encoder._torch.grad_mode import in_inference_mode, without_autograd
 
 
 def modes() -> tuple[bool, bool]:
@@ -33,4 +33,14 @@ def test_inside_there_is_neither_and_outside_what_there_was(
                 if fails:
                     raise KeyError
             assert modes() == before
+    assert modes() == (True, False)
+
+
+def test_inference_mode_is_torchs() -> None:
+    with without_autograd():
+        with contextlib.suppress(KeyError), in_inference_mode():
+            assert modes() == (False, True)
+            assert torch.ones(1).is_inference()
+            raise KeyError
+        assert modes() == (False, False)
     assert modes() == (True, False)

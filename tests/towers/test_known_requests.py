@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -132,6 +133,15 @@ def test_an_adapter_with_item_methods_of_its_own_is_asked() -> None:
 
     tower = Counting(demo_tower(1, "cpu", torch.float32))
     assert tower.described_items(request_of(tower, torch.tensor([[1, 4, 6]]))) is None
+
+
+def test_a_copy_knows_of_none(tower: Any) -> None:
+    inputs = request_of(tower, torch.tensor([[1, 4, 6]]))
+    described = tower.described_items(inputs)
+    for copied in (copy.deepcopy(tower), pickle.loads(pickle.dumps(tower))):
+        assert copied._known_requests._known == {}
+        assert copied.described_items(inputs) not in (described, None)
+    assert tower.described_items(inputs) is described
 
 
 def test_of_too_many_requests_all_are_forgotten(tower: Any, monkeypatch: pytest.MonkeyPatch) -> None:
