@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fxsplit_encoder.errors import CaptureError, InputError, RankError
 from fxsplit_encoder.integrations.vllm.attention import noting_bounds
+from fxsplit_encoder.integrations.vllm.known_grids import keep_metadata
 from fxsplit_encoder.integrations.vllm.leave import reason_to_leave
 from fxsplit_encoder.integrations.vllm.log import logger, warn_once
 from fxsplit_encoder.integrations.vllm.ranks import all_agree, device_group, is_data_parallel
@@ -79,6 +80,7 @@ class VllmEncoderManager:
         if self._is_data_parallel:
             config, group = config.replace(data_parallel=True), device_group()
         note_reloads(model, self._check_weights)
+        keep_metadata(model)
         logger.info("encoder CUDA graphs by fxsplit_encoder (%s=off: by vLLM): %s", VARIABLE, config)
         return EncoderCudaGraphManager(
             model, config, device=device, dtype=dtype, vllm_config=vllm_config, process_group=group
