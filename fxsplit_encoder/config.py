@@ -167,11 +167,12 @@ class EncoderConfig(Settings):
     no request waits for a capture."""
 
     weight_check_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """How long a manager's replays go on without a look at the addresses and versions of the parameters. A
-    look takes about 0.1 microseconds a parameter, several times that out of cold processor caches. 0: every
-    replay looks. Above 0, until the next look outputs come from where parameters were, whose memory captures
-    hold, and from the old form of those that passes and fp8 keep in another; `check_weights()` has the next
-    replay look."""
+    """How long replays go on without a look at the addresses and versions of the parameters. A look takes
+    about 0.1 microseconds a parameter, several times that out of cold processor caches. 0: every replay
+    looks. Above 0, until the next look outputs come from where parameters were, whose memory captures hold,
+    and from the old form of those that passes and fp8 keep in another; `check_weights()` of a manager has the
+    next replay look. Behind torch.compile a look is also at the tower's blocks, and other forms are compared
+    at every call."""
 
     packing: Annotated[Packing, one_of(get_args(Packing))] = "cost"
     """How items are grouped into replays. cost: so that the measured costs of all replays and fallbacks add

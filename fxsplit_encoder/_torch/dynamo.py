@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._guards import CompileContext
+from torch._guards import CompileContext, TracingContext
 
 __all__ = [
     "Marks",
     "allow_no_frame",
     "backends_in_use",
     "current_compile_id",
+    "drop_guards_on",
     "inner_error",
     "is_compiled",
     "mark_dynamic",
@@ -152,6 +154,42 @@ def owners_of(compiled: Callable[..., Any]) -> list[Any]:
     else:
         callback = getattr(context, "callback", None)
     return [each for each in (*_unwrapped(callback), original_module(compiled)) if _is_own(each)]
+
+
+def drop_guards_on(paths: Collection[str], attribute: str, constants: str) -> None:
+    """Takes guards from the trace under way, for a caller that looks at what they are about by itself: those
+    on submodules of one module and on what they hold, and those on an attribute of that module.
+    `options={"guard_filter_fn": ...}` of torch.compile is for whoever calls that, not for a backend.
+
+    Args:
+        paths: the dotted names of all submodules of which the trace has read `attribute`; where it has read
+            that of others, or does not tell, all guards stay.
+        constants: an attribute that holds an object whose own attributes are compared by identity. Its guards
+            stay where the trace has read what lies deeper.
+    """
+    context = TracingContext.try_get()
+    guards = None if context is None else context.guards_context.dynamo_guards
+    names = {guard: _source_name(guard) for guard in guards or ()}
+    marked = {name.removesuffix(f".{attribute}") for name in names.values() if name.endswith(f".{attribute}")}
+    inside = {"".join(f"._modules['{part}']" for part in path.split(".")) for path in paths}
+    roots = {name.removesuffix(place) for name in marked for place in inside if name.endswith(place)}
+    root = next((root for root in roots if {root + place for place in inside} == marked), None)
+    if guards is None or root is None:
+        return
+    held = f"{root}.{constants}"
+    dropped = [re.escape(name) + r"(\..*)?" for name in marked]
+    if not any(re.fullmatch(re.escape(held) + r"\.\w+[.\[].*", name) for name in names.values()):
+        # Its class has the code that reads it.
+        dropped.append(rf"{re.escape(held)}(\..*)?|(dict\()?type\({re.escape(held)}\).*")
+    is_dropped = re.compile("|".join(dropped)).fullmatch
+    for guard, name in names.items():
+        if is_dropped(name):
+            guards.inner.discard(guard)
+
+
+def _source_name(guard: Any) -> str:
+    name = guard.originating_source.name  # a method in older versions
+    return str(name() if callable(name) else name)
 
 
 def _is_own(owner: Any) -> bool:

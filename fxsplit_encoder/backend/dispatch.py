@@ -8,20 +8,22 @@ import logging
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from operator import itemgetter
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from fxsplit_encoder._torch.current_device import on_device
 from fxsplit_encoder._torch.dynamo import owners_of_trace
+from fxsplit_encoder._torch.gradients import without_gradients
 from fxsplit_encoder.attention import KnownSegments
 from fxsplit_encoder.backend.forward import ProgramBudgets, ProgramForward, region_of
 from fxsplit_encoder.backend.outputs import Output
 from fxsplit_encoder.backend.padding_permission import PaddingPermission
+from fxsplit_encoder.backend.parameters import CallParameters
 from fxsplit_encoder.capture import GraphPool
 from fxsplit_encoder.compile import Bindings, Program
+from fxsplit_encoder.compile.blocks import LiveWeights
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import ReplayError
 from fxsplit_encoder.planning import Captured, CaptureKey, CostModel, Item, Limits, MissReason, build_plan
@@ -29,7 +31,7 @@ from fxsplit_encoder.planning.plan import PathPlan
 from fxsplit_encoder.protocol import EncoderItemSpec
 from fxsplit_encoder.runtime import CapturedProgram, CaptureScope, CaptureSet, Choosers
 from fxsplit_encoder.runtime.statistics import ManagerStats, Statistics
-from fxsplit_encoder.runtime.weights import check_replacements, layouts_of, warn_of_new_captures
+from fxsplit_encoder.runtime.weights import warn_of_new_captures
 
 logger = logging.getLogger(__name__)
 
@@ -66,9 +68,12 @@ class BudgetDispatcher:
     On a call: the cheapest of the captured budgets with capacity for it, the smallest of which is captured on
     first use; pad, replay, cut to the true sizes, clone. Over the largest budget, or where nothing may be
     padded, the program runs at the exact shape; `misses` counts why.
+
+    Args:
+        weights: the program's last inputs, which a call is not given.
     """
 
-    def __init__(self, program: Program, config: EncoderConfig) -> None:
+    def __init__(self, program: Program, config: EncoderConfig, weights: LiveWeights) -> None:
         self.program = program
         self.config = config
         self.pool = GraphPool(program.device)
@@ -83,11 +88,8 @@ class BudgetDispatcher:
         self._captures = CaptureSet(self.programs, self.pool, config.max_graph_bytes)
         self._scope = CaptureScope(config, self.pool, lambda: self._captures.remaining_bytes)
         self._region = region_of(program)
-        self._static_inputs = sorted(program.static_inputs)
-        self._weights_of = _picker(self._static_inputs)
+        self._parameters = CallParameters(program, weights, config.weight_check_seconds)
         self._outputs = tuple(map(Output.of, program.outputs, program.output_infos))
-        self._addresses: list[int] = []
-        self._layouts: list[tuple[Any, ...] | None] | None = None
         self._known_budgets: ProgramBudgets | None = None
         self._plans: dict[tuple[Any, ...], PathPlan] = {}
         self._lock = threading.RLock()
@@ -96,9 +98,13 @@ class BudgetDispatcher:
     def __call__(self, args: Sequence[Any]) -> list[Any]:
         """Runs the graph on its inputs; the outputs are the caller's own (capture rule 7)."""
         on_its_device = on_device(self.pool.device)
-        with self._lock, self.kernels.choosing(), on_its_device, torch.inference_mode(False), torch.no_grad():
-            self._check_parameters(args)
-            bindings = self.program.begin(args)
+        with self._lock, self.kernels.choosing(), on_its_device, without_gradients():
+            weights = self._parameters.current(args)
+            if self._parameters.have_moved:
+                if self.programs:
+                    warn_of_new_captures("parameters were replaced since the capture")
+                self.clear()
+            bindings = self.program.begin([*args, *weights])
             warmed = getattr(_warming, "called", None)
             reason = self._never_captured(bindings)
             outputs = None
@@ -113,22 +119,6 @@ class BudgetDispatcher:
             if outputs is not None:
                 return outputs
             return self._run_exact(bindings)
-
-    def _check_parameters(self, args: Sequence[Any]) -> None:
-        """Captures read parameters by address: where there are others now, they are made again (rule 6)."""
-        try:
-            addresses = list(map(torch.Tensor.data_ptr, self._weights_of(args)))
-        except TypeError:
-            addresses = []  # one was removed
-        if addresses != self._addresses:
-            weights = [args[index] for index in self._static_inputs]
-            if self._layouts is None:
-                self._layouts = layouts_of(weights)
-            check_replacements(self._layouts, weights, "Compile the module again after torch._dynamo.reset()")
-            if self.programs:
-                warn_of_new_captures("parameters were replaced since the capture")
-            self.clear()
-            self._addresses = addresses
 
     def clear(self) -> None:
         """Releases every capture and its memory; the next calls capture again."""
@@ -353,10 +343,3 @@ class BudgetDispatcher:
         known = {s: bindings.slots[s].tolist() for s in slots if bindings.slots[s].device.type == "cpu"}
         self.program.move_to_device(bindings)
         return [KnownSegments(bindings.slots[slot], lengths) for slot, lengths in known.items()]
-
-
-def _picker(indices: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """What returns the items at these indices, without Python for each of them."""
-    if len(indices) > 1:
-        return itemgetter(*indices)
-    return lambda items: [items[index] for index in indices]

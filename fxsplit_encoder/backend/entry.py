@@ -15,23 +15,15 @@ from fxsplit_encoder._torch.dynamo import original_module
 from fxsplit_encoder._torch.dynamo_errors import RestartAnalysis, TraceAgain
 from fxsplit_encoder.backend.dispatch import BudgetDispatcher, capturing_all
 from fxsplit_encoder.compile import CompileOptions, Program, compile_graph
-from fxsplit_encoder.compile.blocks import end_blocks, takes_blocks
+from fxsplit_encoder.compile.blocks import LiveWeights, end_blocks, takes_blocks
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import CompileError, ConfigError, InputError
 
 logger = logging.getLogger(__name__)
 _warned: set[str] = set()
 
-# What decides how items are packed into batches, and on which path and GPU they run; and of parameters, which
-# are compared with those of each call.
-_MANAGERS_SETTINGS = (
-    "packing",
-    "paths",
-    "data_parallel",
-    "max_frames_per_batch",
-    "start_file",
-    "weight_check_seconds",
-)
+# What decides how items are packed into batches, and on which path and GPU they run.
+_MANAGERS_SETTINGS = ("packing", "paths", "data_parallel", "max_frames_per_batch", "start_file")
 
 
 @takes_blocks
@@ -86,8 +78,8 @@ def _compiled(
     if config.mode == "breakable":
         compile_options = replace(compile_options, piece_compiler="eager")
 
-    def dispatcher(program: Program) -> Callable[[Sequence[Any]], list[Any]]:
-        return BudgetDispatcher(program, config)
+    def dispatcher(program: Program, weights: LiveWeights) -> Callable[[Sequence[Any]], list[Any]]:
+        return BudgetDispatcher(program, config, weights)
 
     try:
         return compile_graph(module, example_inputs, compile_options, dispatcher)

@@ -18,7 +18,7 @@ from fxsplit_encoder._torch.dynamo import inner_error, maybe_mark_dynamic, trace
 from fxsplit_encoder._torch.dynamo_errors import TorchDynamoException
 from fxsplit_encoder.attention import ahead
 from fxsplit_encoder.compile import blocks
-from fxsplit_encoder.compile.blocks import BlockError, equal_blocks_as_ops, inline_blocks
+from fxsplit_encoder.compile.blocks import BlockError, LiveWeights, equal_blocks_as_ops, inline_blocks
 from fxsplit_encoder.compile.bound import BoundProgram, bind
 from fxsplit_encoder.compile.build import build_program
 from fxsplit_encoder.compile.options import CompileOptions
@@ -35,11 +35,12 @@ def compile_graph(
     module: fx.GraphModule,
     example_inputs: Sequence[Any],
     options: CompileOptions,
-    make_runtime: Callable[[Program], Callable[[Sequence[Any]], list[Any]]],
+    make_runtime: Callable[[Program, LiveWeights], Callable[[Sequence[Any]], list[Any]]],
 ) -> Callable[..., Any]:
     """Takes a graph from Dynamo to ATen, builds its program, and returns what Dynamo calls.
 
-    AOT removes aliasing and mutation around the program; `make_runtime` decides how the program is run.
+    AOT removes aliasing and mutation around the program; `make_runtime` decides how the program is run. It
+    makes what is called with the program's inputs but for the last: the weights of blocks, as they are now.
     """
 
     def compile_inference(aten_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -47,11 +48,12 @@ def compile_graph(
         num_inputs = len(aten_module.graph.find_nodes(op="placeholder"))
         weights = inline_blocks(aten_module)
         static = [*given, *range(num_inputs, num_inputs + len(weights))]
-        runtime = make_runtime(build_program(aten_module, static, options))
+        runtime = make_runtime(build_program(aten_module, static, options), weights)
+        weights.watch()
 
         @boxed
         def call(args: list[Any]) -> list[Any]:
-            values = [*args, *weights.current()]
+            values = [*args]
             args.clear()
             return runtime(values)
 
@@ -130,10 +132,11 @@ def _trace(
 ) -> BoundProgram:
     found: list[tuple[Program, list[Any], list[Any]]] = []
 
-    def make_runtime(program: Program) -> Callable[[Sequence[Any]], list[Any]]:
+    def make_runtime(program: Program, weights: LiveWeights) -> Callable[[Sequence[Any]], list[Any]]:
         def run_and_remember(args: Sequence[Any]) -> list[Any]:
-            outputs = program.run(args)
-            found.append((program, list(args), outputs))
+            inputs = [*args, *weights.current()]
+            outputs = program.run(inputs)
+            found.append((program, inputs, outputs))
             return outputs
 
         return run_and_remember

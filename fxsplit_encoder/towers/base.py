@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fxsplit_encoder._torch.dynamo import allow_no_frame, not_traced
 from fxsplit_encoder._torch.tensors import share_names, tensors_of
+from fxsplit_encoder.compile.blocks import ChangedBlocksError
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.protocol import scatter_output_slices
 from fxsplit_encoder.towers.options import matters, settle, without_inference_tensors
@@ -66,6 +67,8 @@ class WrappedTower(nn.Module):
             for name, child in children.items():
                 self.add_module(name, child)
         self.registered_name = register_tower(self)
+        self.blocks_as_traced = _next_name("blocks")
+        """Another string when blocks have changed: Dynamo's guards see it, and it traces again."""
         self.eager_calls = 0
         """Calls that the tower itself served, for options that change what it returns."""
         self._first_parameters, self._first_name = first_parameter(tower)
@@ -97,12 +100,20 @@ class WrappedTower(nn.Module):
         call = _settle(self, args, kwargs)
         if call.is_eager:
             return _call_uncompiled(self, args, kwargs)
-        if call.needs_gradients:
-            output = super().__call__(*call.args, **call.kwargs)
+        if call.runs_as_it_is:
+            output = self._call_compiled(call)
         else:
             with torch.inference_mode(False), torch.no_grad():
-                output = super().__call__(*call.args, **call.kwargs)
+                output = self._call_compiled(call)
         return output if call.returns_dict else _as_tuple(output)
+
+    @not_traced
+    def _call_compiled(self, call: _Call) -> Any:
+        try:
+            return super().__call__(*call.args, **call.kwargs)
+        except ChangedBlocksError:
+            self.blocks_as_traced = _next_name("blocks")
+        return super().__call__(*call.args, **call.kwargs)
 
     def matters(self, option: str, value: Any) -> bool:
         """Whether an option changes what the forward returns."""
@@ -129,7 +140,7 @@ class WrappedTower(nn.Module):
         the results of its blocks.
         """
         if self.has_plain_blocks and not self.tower.training and torch.compiler.is_dynamo_compiling():
-            trace_equal_blocks_once(self.registered_name)
+            trace_equal_blocks_once(self.registered_name, self.blocks_as_traced)
 
     def postprocess_encoder_output(
         self,
@@ -172,7 +183,8 @@ class _Call(NamedTuple):
     kwargs: dict[str, Any]
     returns_dict: bool
     is_eager: bool = False
-    needs_gradients: bool = False
+    runs_as_it_is: bool = False
+    """Whether gradients are asked for, or nobody asks for them and tensors are ordinary ones."""
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -181,10 +193,11 @@ def _settle(module: WrappedTower, args: tuple[Any, ...], kwargs: dict[str, Any])
     if options.changing or len(args) > len(module.input_names):
         return _Call(args, kwargs, options.returns_dict, is_eager=True)
     if torch.is_grad_enabled() and _needs_gradients([*args, *options.kept.values()], module.parameters()):
-        return _Call(args, options.kept, options.returns_dict, needs_gradients=True)
-    with torch.inference_mode(False):
-        args, kept = without_inference_tensors((args, options.kept))
-    return _Call(args, kept, options.returns_dict)
+        return _Call(args, options.kept, options.returns_dict, runs_as_it_is=True)
+    args, kept = without_inference_tensors((args, options.kept))
+    # To ask takes a twentieth of the time of entering both modes.
+    is_plain = not (torch.is_grad_enabled() or torch.is_inference_mode_enabled())
+    return _Call(args, kept, options.returns_dict, runs_as_it_is=is_plain)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -227,9 +240,13 @@ def first_parameter(module: nn.Module) -> tuple[dict[str, nn.Parameter | None], 
 
 def register_tower(tower: WrappedTower) -> str:
     """Makes a tower known; returns the name under which it is found."""
-    name = f"{type(tower).__name__}_{next(_numbers)}"
+    name = _next_name(type(tower).__name__)
     _towers[name] = tower
     return name
+
+
+def _next_name(prefix: str) -> str:
+    return f"{prefix}_{next(_numbers)}"
 
 
 def registered_tower(name: str) -> Any:
@@ -238,9 +255,9 @@ def registered_tower(name: str) -> Any:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def trace_equal_blocks_once(tower_name: str) -> bool:
+def trace_equal_blocks_once(tower_name: str, as_traced: str) -> bool:
     """Replaces the equal blocks of a tower by ops in the trace that Dynamo is making; returns whether it did.
-    Dynamo calls this and does not trace it.
+    Dynamo calls this and does not trace it, and guards the arguments.
     """
     from fxsplit_encoder.compile.blocks import begin_blocks
 

@@ -64,10 +64,13 @@ def matters(name: str, value: Any) -> bool:
 
 def without_inference_tensors(values: Any) -> Any:
     """Tensors in tuples and dictionaries, where they were made in inference mode as copies that were not: a
-    trace that saw one kind does not hold for the other. Called outside of inference mode.
+    trace that saw one kind does not hold for the other.
     """
     if isinstance(values, torch.Tensor):
-        return values.clone() if values.is_inference() else values
+        if not values.is_inference():
+            return values
+        with torch.inference_mode(False):
+            return values.clone()
     if isinstance(values, tuple):
         return tuple(map(without_inference_tensors, values))
     if isinstance(values, dict):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxsplit_encoder._torch.dynamo import Marks, mark_static, mark_unbacked, not_traced
+from fxsplit_encoder._torch.dynamo import Marks, drop_guards_on, mark_static, mark_unbacked, not_traced
 
 
 def _write(tensor: Tensor) -> None:
@@ -71,3 +71,81 @@ def test_what_a_function_that_is_not_traced_calls_is() -> None:
     assert torch.equal(compiled(value), value.cos().sin())
     (graph,) = graphs
     assert [node.name for node in graph.graph.find_nodes(op="call_method")] == ["sin"]
+
+
+class Part(torch.nn.Module):
+    place = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.place
+
+
+class Settings:
+    def __init__(self, nested: Any = None) -> None:
+        self.factor = 2
+        self.nested = nested
+
+
+class Whole(torch.nn.Module):
+    def __init__(self, settings: Settings) -> None:
+        super().__init__()
+        self.parts = torch.nn.ModuleList(Part() for _ in range(2))
+        for part in self.parts:
+            part.place = 3  # type: ignore[assignment]
+        self.settings = settings
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts:
+            x = part(x)
+        nested = self.settings.nested
+        return x * self.settings.factor * (1 if nested is None else nested.factor)
+
+
+def traces(paths: list[str], settings: Settings) -> tuple[list[int], Any]:
+    """How often Dynamo had traced the call before a part was changed, then, and after a setting was."""
+    counts: list[int] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        counts.append(1)
+        drop_guards_on(paths, "place", "settings")
+        return graph.forward
+
+    module = Whole(settings)
+    compiled = torch.compile(module, backend=backend)
+    seen = []
+    for change in (lambda: None, lambda: None, lambda: change_place(module), lambda: change_factor(module)):
+        change()
+        compiled(torch.ones(2))
+        seen.append(len(counts))
+    return seen, module
+
+
+def change_place(module: Any) -> None:
+    module.parts[1].place = 4
+
+
+def change_factor(module: Any) -> None:
+    module.settings.factor = 5
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize(
+    ("paths", "settings", "expected"),
+    [
+        (["parts.0", "parts.1"], Settings(), [1, 1, 1, 1]),
+        (["parts.0", "parts.1"], Settings(Settings()), [1, 1, 1, 2]),
+        (["parts.1"], Settings(), [1, 1, 2, 3]),
+        (["parts.0", "parts.1", "parts.2"], Settings(), [1, 1, 2, 3]),
+        (["others.0", "others.1"], Settings(), [1, 1, 2, 3]),
+        ([], Settings(), [1, 1, 2, 3]),
+    ],
+    ids=["those", "and what lies deeper", "fewer", "more", "others", "none"],
+)
+def test_guards_are_dropped_where_all_are_known(
+    paths: list[str], settings: Settings, expected: list[int]
+) -> None:
+    assert traces(paths, settings)[0] == expected
+
+
+def test_outside_of_a_trace_there_are_no_guards_to_drop() -> None:
+    drop_guards_on(["parts.0"], "place", "settings")

@@ -159,6 +159,15 @@ SYMBOLS = [
     called("torch._dynamo.decorators.mark_unbacked", 2),
     called("torch._dynamo.eval_frame.skip_code", 1),
     called("torch._guards.CompileContext.current_compile_id", 0),
+    attribute(
+        "torch._guards.TracingContext.guards_context.dynamo_guards",
+        lambda: found("torch._guards.TracingContext")(None).guards_context,
+    ),
+    attribute("torch._guards.GuardsSet.inner", lambda: found("torch._guards.GuardsSet")()),
+    Symbol(
+        "torch._guards.Guard.originating_source",
+        lambda: signature_of(found("torch._guards.Guard")).parameters["originating_source"],
+    ),
     called("torch._dynamo.symbolic_convert.InstructionTranslator.current_tx", 0),
     Symbol(
         "torch._dynamo.output_graph.OutputGraph.compiler_fn",

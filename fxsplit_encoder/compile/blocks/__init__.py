@@ -15,8 +15,18 @@ traced (`begin_blocks`), and the backend when it is done (`end_blocks`).
 """
 
 from fxsplit_encoder.compile.blocks.dynamo import begin_blocks, end_blocks, takes_blocks
-from fxsplit_encoder.compile.blocks.errors import BlockError
+from fxsplit_encoder.compile.blocks.errors import BlockError, ChangedBlocksError
+from fxsplit_encoder.compile.blocks.group import LiveWeights
 from fxsplit_encoder.compile.blocks.inlining import inline_blocks
 from fxsplit_encoder.compile.blocks.op import equal_blocks_as_ops
 
-__all__ = ["BlockError", "begin_blocks", "end_blocks", "equal_blocks_as_ops", "inline_blocks", "takes_blocks"]
+__all__ = [
+    "BlockError",
+    "ChangedBlocksError",
+    "LiveWeights",
+    "begin_blocks",
+    "end_blocks",
+    "equal_blocks_as_ops",
+    "inline_blocks",
+    "takes_blocks",
+]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from operator import getitem
 from typing import Any
 
@@ -11,18 +11,24 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxsplit_encoder._torch.aot import fake_mode_of, to_aten, tracing_context
+from fxsplit_encoder._torch.dynamo import drop_guards_on
 from fxsplit_encoder._torch.tensors import storage_id, tensors_of
 from fxsplit_encoder.compile.blocks.arguments import Number, put_together
-from fxsplit_encoder.compile.blocks.errors import BlockError
+from fxsplit_encoder.compile.blocks.errors import BlockError, ChangedBlocksError
+from fxsplit_encoder.compile.blocks.watch import BlockWatch, Held
 from fxsplit_encoder.compile.sizes import expression, layout
 from fxsplit_encoder.errors import InputError
 
+PLACE = "_fxsplit_place"
+"""The attribute in which a block has its group's number and its index there, as long as it may be an op."""
+
 
 class Group:
-    """Equal blocks, of which the first is traced."""
+    """Equal blocks of a tower, of which the first is traced."""
 
-    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+    def __init__(self, blocks: Sequence[nn.Module], tower: nn.Module) -> None:
         self.blocks = blocks
+        self.tower = tower
         self._original = _OriginalForward(blocks[0])
         self._forget(None)
 
@@ -113,32 +119,63 @@ class LiveWeights:
     """Weights of blocks, looked up at every call where their modules hold them: one may be replaced."""
 
     def __init__(self) -> None:
-        self._holders: list[Mapping[str, Tensor | None]] = []
+        self._towers: dict[nn.Module, nn.Module] = {}
+        self._holders: list[dict[str, Any]] = []
         self._keys: list[str] = []
+        self._watch: BlockWatch | None = None
+        self._held: Held | None = None
+        self._last: list[Tensor] = []
 
-    def add(self, block: nn.Module, name: str) -> None:
+    def add(self, group: Group, index: int, name: str) -> None:
         """Another one, by its name in a block."""
+        block = group.blocks[index]
         path, _, key = name.rpartition(".")
         parameters, buffers = tensors_of(block.get_submodule(path))
         self._holders.append(parameters if key in parameters else buffers)
         self._keys.append(key)
+        self._towers[block] = group.tower
 
     def __len__(self) -> int:
         return len(self._keys)
 
+    def watch(self) -> None:
+        """Takes the blocks as they are now for what the graph was made of. Dynamo need not look at them any
+        more, nor at the tower's configuration: of a tower of 27 blocks that is more than half of its guards.
+        """
+        self._watch = BlockWatch(self._towers)
+        towers = set(self._towers.values())
+        if len(towers) == 1:
+            (tower,) = towers
+            paths = [path for path, module in tower.named_modules() if module in self._towers]
+            drop_guards_on(paths, PLACE, "config")
+
     def current(self) -> list[Tensor]:
-        """What the modules hold now, in the order in which it was added.
+        """What the modules hold now, in the order in which it was added. The list is not the caller's.
 
         Raises:
-            InputError: one was removed.
+            ChangedBlocksError: a block is no longer what the graph was made of.
+            InputError: a weight was removed.
         """
+        if self._watch is not None and not self._watch.are_unchanged():
+            raise ChangedBlocksError(
+                "the blocks of a compiled tower have changed since they were traced: a layer was replaced, "
+                "or has a hook, another forward, mode or configuration now; compile it again after "
+                "torch._dynamo.reset()"
+            )
+        if self._held is None or not self._held.is_same():
+            self._look_up()
+        return self._last
+
+    def _look_up(self) -> None:
+        held = Held({id(holder): holder for holder in self._holders}.values())
         try:
-            return list(map(getitem, self._holders, self._keys))  # type: ignore[arg-type]
+            self._last = list(map(getitem, self._holders, self._keys))
         except KeyError as error:
             raise InputError(
                 f"parameters: {error} of a compiled block was removed since; put it back, or compile again "
                 "after torch._dynamo.reset()"
             ) from None
+        self._held = held
 
 
 def fake_weight(fake_mode: Any, weight: Tensor) -> Tensor:

@@ -63,7 +63,7 @@ class _Inlining:
                 key = (number, index, name)
                 if key not in self._weight_nodes:
                     self._weight_nodes[key] = self._add_weight(weight, fake_mode)
-                    self.weights.add(group.blocks[index], name)
+                    self.weights.add(group, index, name)
                 copies[node] = self._weight_nodes[key]
         output = self._copy_body(call, body, copies)
         if layout(output.meta["val"]) != layout(call.meta["val"]):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fxsplit_encoder.compile.blocks.arguments import Number, take_apart
 from fxsplit_encoder.compile.blocks.equal_modules import equal_modules
-from fxsplit_encoder.compile.blocks.group import Group
+from fxsplit_encoder.compile.blocks.group import PLACE, Group
 from fxsplit_encoder.errors import CompileError
 
 _library: Any = torch.library.Library("fxsplit", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -29,20 +29,18 @@ _numbers: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary(
 """The number of each group, by its first block: Dynamo's guards see it, so it stays."""
 _next_number = itertools.count()
 
-_PLACE = "_fxsplit_place"
-
 
 @contextlib.contextmanager
 def equal_blocks_as_ops(module: nn.Module) -> Iterator[int]:
     """Makes the equal blocks of a module ops, for as long as the context lasts; yields how many blocks."""
-    untouched = [block for block in module.modules() if _PLACE not in vars(block)]
+    untouched = [block for block in module.modules() if PLACE not in vars(block)]
     numbers = make_ops(module)
     try:
         yield sum(len(_groups[number].blocks) for number in numbers)
     finally:
         end_ops(numbers)
         for block in untouched:
-            if _PLACE in vars(block):
+            if PLACE in vars(block):
                 del block.forward, block._fxsplit_place
 
 
@@ -68,20 +66,20 @@ def _numbered_groups(module: nn.Module) -> dict[int, Group]:
     for blocks in found:
         if blocks[0] not in _numbers:
             _numbers[blocks[0]] = next(_next_number)
-        groups[_numbers[blocks[0]]] = Group(blocks)
+        groups[_numbers[blocks[0]]] = Group(blocks, module)
     return groups
 
 
 @contextlib.contextmanager
 def _uninstalled(module: nn.Module) -> Iterator[None]:
     """What `_install` gave to blocks is not there: by it no two of them are equal."""
-    installed = [vars(block) for block in module.modules() if _PLACE in vars(block)]
-    given = [(own.pop("forward"), own.pop(_PLACE)) for own in installed]
+    installed = [vars(block) for block in module.modules() if PLACE in vars(block)]
+    given = [(own.pop("forward"), own.pop(PLACE)) for own in installed]
     try:
         yield
     finally:
         for own, (own_forward, place) in zip(installed, given, strict=True):
-            own["forward"], own[_PLACE] = own_forward, place
+            own["forward"], own[PLACE] = own_forward, place
 
 
 def _install(groups: Mapping[int, Group]) -> None:
@@ -92,7 +90,7 @@ def _install(groups: Mapping[int, Group]) -> None:
         for index, block in enumerate(group.blocks):
             place = number, index
             own = vars(block)
-            if own.get(_PLACE) != place or getattr(own.get("forward"), "__func__", None) is not forward:
+            if own.get(PLACE) != place or getattr(own.get("forward"), "__func__", None) is not forward:
                 block.forward = types.MethodType(forward, block)
                 block._fxsplit_place = place  # type: ignore[assignment]
 
@@ -103,7 +101,7 @@ def _release_others(module: nn.Module, groups: Mapping[int, Group]) -> None:
     """
     members = {block for group in groups.values() for block in group.blocks}
     for block in module.modules():
-        if _PLACE in vars(block) and block not in members:
+        if PLACE in vars(block) and block not in members:
             del block.forward, block._fxsplit_place
 
 

@@ -1,0 +1,86 @@
+"""The parameters of a call, and whether captures still read them where they are."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxsplit_encoder.compile import Program
+from fxsplit_encoder.compile.blocks import LiveWeights
+from fxsplit_encoder.runtime.weights import check_replacements, layouts_of
+
+_WHAT_TO_DO = "Compile the module again after torch._dynamo.reset()"
+
+
+class CallParameters:
+    """Parameters of a program: those among the arguments of a call, and the weights of blocks.
+
+    Args:
+        weights: of blocks, which a call is not given.
+        seconds: between two looks at them; 0: every call looks.
+    """
+
+    def __init__(self, program: Program, weights: LiveWeights, seconds: float) -> None:
+        self._live = weights
+        self._seconds = seconds
+        self._last_look = 0.0
+        self._memory: list[Tensor] = []
+        num_given = program.num_inputs - len(weights)
+        self._given_of = _picker(sorted(index for index in program.static_inputs if index < num_given))
+        self._layouts: list[tuple[Any, ...] | None] | None = None
+        self._weights: Sequence[Tensor] | None = None
+        self._addresses: list[int] = []
+        self.have_moved = False
+        """Whether those of the last call lay elsewhere than those of the call before it."""
+
+    def current(self, args: Sequence[Any]) -> Sequence[Tensor]:
+        """The weights of blocks now, after all parameters have been looked at. Captures read them by address
+        (capture rule 6).
+
+        Raises:
+            WeightsLayoutError: one has another layout than it was compiled for, or was removed.
+            InputError: a block has changed.
+        """
+        if self._seconds and self._weights is not None:
+            now = time.monotonic()
+            if now < self._last_look + self._seconds:
+                self.have_moved = False
+                return self._weights
+            self._last_look = now
+        given, weights = self._given_of(args), self._live.current()
+        try:
+            # Each has to be asked: `parameter.data = ...` changes its address and neither its identity nor
+            # its version.
+            addresses = list(map(torch.Tensor.data_ptr, given))
+            addresses += map(torch.Tensor.data_ptr, weights)
+        except TypeError:  # one was removed
+            addresses = []
+        # An address alone does not tell: a matrix and its transpose may have the same one.
+        self.have_moved = addresses != self._addresses or weights is not self._weights
+        if self.have_moved:
+            self._take(given, weights, addresses)
+        return weights
+
+    def _take(self, given: Sequence[Any], weights: Sequence[Tensor], addresses: list[int]) -> None:
+        values = [*given, *weights]
+        if self._layouts is None:
+            self._layouts = layouts_of(values)
+        check_replacements(self._layouts, values, _WHAT_TO_DO)
+        self.have_moved = addresses != self._addresses
+        self._weights, self._addresses = weights, addresses
+        if self._seconds:
+            # Until the next look captures may read what parameters have left.
+            self._memory = [value.detach() for value in values if isinstance(value, torch.Tensor)]
+            self._last_look = time.monotonic()
+
+
+def _picker(indices: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """What returns the items at these indices, without Python for each of them."""
+    if len(indices) > 1:
+        return itemgetter(*indices)
+    return lambda items: [items[index] for index in indices]

@@ -1,0 +1,173 @@
+"""Which changes of a compiled tower's parameters and blocks are noticed, and when."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxsplit_encoder as fx
+from fxsplit_encoder.backend import dispatchers, parameters
+from fxsplit_encoder.compile.blocks import ChangedBlocksError
+from fxsplit_encoder.errors import WeightsLayoutError
+
+GRID = torch.tensor([[1, 4, 6]])
+OPTIONS = {"token_budgets": [8], "mode": "full"}
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+@pytest.fixture
+def inner(make_tower: Callable[..., Any]) -> Any:
+    return make_tower()
+
+
+@pytest.fixture
+def pixels(inner: Any) -> Tensor:
+    return torch.randn(24, fx.wrap(inner).patch_features, generator=torch.Generator().manual_seed(0))
+
+
+def compiled(tower: Any, **options: Any) -> Any:
+    return torch.compile(tower, backend="encoder_cg", fullgraph=True, options={**OPTIONS, **options})
+
+
+@torch.no_grad()
+def features(tower: Any, pixels: Tensor) -> Tensor:
+    output = tower(pixels, GRID)
+    return torch.cat([output.pooler_output, *output.deepstack_features], dim=1)
+
+
+def replace_block(inner: Any) -> None:
+    block = copy.deepcopy(inner.blocks[1])
+    block.norm1.weight.mul_(3)
+    inner.blocks[1] = block
+
+
+def replace_layer(inner: Any) -> None:
+    layer = inner.blocks[1].mlp.linear_fc1
+    inner.blocks[1].mlp.linear_fc1 = nn.Linear(layer.in_features, layer.out_features).requires_grad_(False)
+
+
+def add_hook(inner: Any) -> None:
+    inner.blocks[1].mlp.register_forward_hook(lambda module, args, output: output * 3)
+
+
+def give_forward(inner: Any) -> None:
+    mlp = inner.blocks[1].mlp
+    mlp.forward = lambda hidden: type(mlp).forward(mlp, hidden) * 3
+
+
+CHANGES: list[Callable[[Any], None]] = [replace_block, replace_layer, add_hook, give_forward]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_changed_blocks_are_traced_again(
+    inner: Any, pixels: Tensor, inlined: list[int], change: Callable[[Any], None]
+) -> None:
+    module = compiled(fx.wrap(inner))
+    before = features(module, pixels)
+    with torch.no_grad():
+        change(inner)
+    for _ in range(2):
+        after = features(module, pixels)
+        torch.testing.assert_close(after, features(inner, pixels), rtol=1e-4, atol=1e-5)
+    assert (after - before).abs().max() > 1e-3
+    assert len(inlined) == 2
+
+
+@pytest.mark.slow
+def test_another_compiled_module_of_the_tower_follows(inner: Any, pixels: Tensor) -> None:
+    tower = fx.wrap(inner)
+    modules = [compiled(tower), compiled(tower, token_budgets=[16])]
+    for module in modules:
+        features(module, pixels)
+    with torch.no_grad():
+        replace_block(inner)
+    for module in modules:
+        torch.testing.assert_close(features(module, pixels), features(inner, pixels), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_forward_that_is_compiled_alone_refuses_changed_blocks(inner: Any, pixels: Tensor) -> None:
+    forward = compiled(fx.wrap(inner).forward)
+    features(forward, pixels)
+    with torch.no_grad():
+        replace_layer(inner)
+    with pytest.raises(ChangedBlocksError, match="the blocks of a compiled tower have changed"):
+        features(forward, pixels)
+
+
+def test_dynamo_guards_no_blocks(inner: Any, pixels: Tensor) -> None:
+    names: list[str] = []
+
+    def keep(entries: Any) -> list[bool]:
+        names.extend(entry.name for entry in entries)
+        return [True] * len(entries)
+
+    features(compiled(fx.wrap(inner), guard_filter_fn=keep), pixels)
+    assert any("patch_embed" in name for name in names)
+    assert any("blocks_as_traced" in name for name in names)
+    unneeded = ("self.tower._modules['blocks']._modules['", "self.tower.config")
+    assert [name for name in names if name.startswith(unneeded)] == []
+
+
+@pytest.mark.slow
+def test_another_configuration_is_traced_again(inner: Any, pixels: Tensor, inlined: list[int]) -> None:
+    module = compiled(fx.wrap(inner))
+    features(module, pixels)
+    inner.config.initializer_range = 0.5
+    for _ in range(2):
+        features(module, pixels)
+    assert len(inlined) == 2
+
+
+@pytest.mark.slow
+def test_a_transpose_at_the_same_address_is_refused(inner: Any, pixels: Tensor) -> None:
+    module = compiled(fx.wrap(inner))
+    features(module, pixels)
+    proj = inner.blocks[1].attn.proj
+    assert proj.weight.shape[0] == proj.weight.shape[1]
+    proj.weight = nn.Parameter(proj.weight.data.t(), requires_grad=False)
+    with pytest.raises(WeightsLayoutError, match="sizes, strides, dtype and device"):
+        features(module, pixels)
+
+
+def test_another_parameter_on_the_same_memory_keeps_the_captures(inner: Any, pixels: Tensor) -> None:
+    before, module = dispatchers(), compiled(fx.wrap(inner))
+    features(module, pixels)
+    (dispatcher,) = (each for each in dispatchers() if each not in before)
+    programs = dict(dispatcher.programs)
+    proj = inner.blocks[1].attn.proj
+    proj.weight = nn.Parameter(proj.weight.data, requires_grad=False)
+    proj.weight.data.mul_(2)
+    torch.testing.assert_close(features(module, pixels), features(inner, pixels), rtol=1e-4, atol=1e-5)
+    assert dispatcher.programs == programs
+
+
+@pytest.mark.slow
+def test_between_two_looks_outputs_come_from_the_old_memory(
+    inner: Any, pixels: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(parameters.time, "monotonic", lambda: now)
+    module = compiled(fx.wrap(inner), weight_check_seconds=5)
+    before = features(module, pixels)
+    layer = inner.blocks[1].mlp.linear_fc1
+    layer.weight = nn.Parameter(layer.weight * 3, requires_grad=False)
+    now = 104.0
+    torch.testing.assert_close(features(module, pixels), before)
+    inner.blocks[1].norm1.weight.mul_(1.5)  # in place: captures read it
+    assert (features(module, pixels) - before).abs().max() > 1e-4
+    now = 106.0
+    torch.testing.assert_close(features(module, pixels), features(inner, pixels), rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        replace_layer(inner)
+    now = 110.0
+    assert (features(module, pixels) - features(inner, pixels)).abs().max() > 1e-4
+    now = 112.0
+    torch.testing.assert_close(features(module, pixels), features(inner, pixels), rtol=1e-4, atol=1e-5)
