@@ -46,12 +46,10 @@ class CallParameters:
             WeightsLayoutError: one has another layout than it was compiled for, or was removed.
             InputError: a block has changed.
         """
-        if self._seconds and self._weights is not None:
-            now = time.monotonic()
-            if now < self._last_look + self._seconds:
-                self.have_moved = False
-                return self._weights
-            self._last_look = now
+        now = time.monotonic() if self._seconds else 0.0
+        if self._weights is not None and now < self._last_look + self._seconds:
+            self.have_moved = False
+            return self._weights
         given, weights = self._given_of(args), self._live.current()
         try:
             # Each has to be asked: `parameter.data = ...` changes its address and neither its identity nor
@@ -64,6 +62,7 @@ class CallParameters:
         self.have_moved = addresses != self._addresses or weights is not self._weights
         if self.have_moved:
             self._take(given, weights, addresses)
+        self._last_look = now  # one that raised is made again
         return weights
 
     def _take(self, given: Sequence[Any], weights: Sequence[Tensor], addresses: list[int]) -> None:
@@ -76,7 +75,6 @@ class CallParameters:
         if self._seconds:
             # Until the next look captures may read what parameters have left.
             self._memory = [value.detach() for value in values if isinstance(value, torch.Tensor)]
-            self._last_look = time.monotonic()
 
 
 def _picker(indices: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:

@@ -85,6 +85,7 @@ class WrappedTower(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.registered_name = register_tower(self)  # a copy is another tower
+        self.blocks_as_traced = _next_name("blocks")
 
     def train(self, mode: bool = True) -> WrappedTower:
         """As of any module; the tower follows."""

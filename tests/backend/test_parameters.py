@@ -171,3 +171,16 @@ def test_between_two_looks_outputs_come_from_the_old_memory(
     assert (features(module, pixels) - features(inner, pixels)).abs().max() > 1e-4
     now = 112.0
     torch.testing.assert_close(features(module, pixels), features(inner, pixels), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_look_that_raised_is_made_again(inner: Any, pixels: Tensor) -> None:
+    module = compiled(fx.wrap(inner), weight_check_seconds=1e-9)
+    features(module, pixels)
+    (dispatcher,) = (each for each in dispatchers() if each.config.weight_check_seconds == 1e-9)
+    inner.blocks[1].attn.proj.double()
+    dispatcher._parameters._seconds = 1e9
+    dispatcher._parameters._last_look = -1e9
+    for _ in range(2):
+        with pytest.raises(WeightsLayoutError):
+            features(module, pixels)

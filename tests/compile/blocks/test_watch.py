@@ -99,9 +99,14 @@ def configure(tower: Any) -> None:
     tower.config.eps = 1e-5
 
 
+def replace_configuration(tower: Any) -> None:
+    tower.config = copy.copy(tower.config)
+
+
 CHANGES: list[Callable[[Any], None]] = [
     *(replace_block, replace_list, replace_layer, replace_past_setattr, add_layer, remove_layer),
     *(add_hook, add_pre_hook, give_forward, train_dropout, change_class, parametrize, configure),
+    replace_configuration,
 ]
 
 
@@ -119,6 +124,7 @@ def test_what_is_no_change_of_blocks(tower: Tower) -> None:
     tower.load_state_dict(copy.deepcopy(tower.state_dict()))
     tower.merger.register_forward_hook(lambda *args: None)
     tower.merger.train()
+    tower.blocks[0].norm.train()  # which computes the same then
     tower.half()
     for parameter in tower.parameters():
         parameter.data = parameter.data.clone()
@@ -130,13 +136,13 @@ def test_hooks_forwards_and_modes_that_were_there_before(tower: Any) -> None:
     hook = tower.blocks[0].register_forward_hook(lambda *args: None)
     block = tower.blocks[1]
     block.forward = types.MethodType(Block.__call__, block)
-    tower.blocks[2].norm.train()
+    tower.blocks[2].mlp[1].train()
     watched = watch(tower)
     block.forward = types.MethodType(Block.__call__, block)  # another object that is the same method
     assert watched.are_unchanged()
-    tower.blocks[2].norm.eval()
+    tower.blocks[2].mlp[1].eval()
     assert not watched.are_unchanged()
-    tower.blocks[2].norm.train()
+    tower.blocks[2].mlp[1].train()
     assert watched.are_unchanged()
     block.forward = types.MethodType(Block.__repr__, block)
     assert not watched.are_unchanged()
@@ -147,6 +153,8 @@ def test_hooks_forwards_and_modes_that_were_there_before(tower: Any) -> None:
     del block.other
     assert watched.are_unchanged()
     hook.remove()
+    assert not watched.are_unchanged()
+    tower.blocks[0].register_forward_hook(lambda *args: None)
     assert not watched.are_unchanged()
 
 
