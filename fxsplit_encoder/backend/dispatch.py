@@ -15,7 +15,7 @@ import torch
 
 from fxsplit_encoder._torch.current_device import on_device
 from fxsplit_encoder._torch.dynamo import owners_of_trace
-from fxsplit_encoder._torch.gradients import without_gradients
+from fxsplit_encoder._torch.grad_mode import without_autograd
 from fxsplit_encoder.attention import KnownSegments
 from fxsplit_encoder.backend.forward import ProgramBudgets, ProgramForward, region_of
 from fxsplit_encoder.backend.outputs import Output
@@ -98,7 +98,7 @@ class BudgetDispatcher:
     def __call__(self, args: Sequence[Any]) -> list[Any]:
         """Runs the graph on its inputs; the outputs are the caller's own (capture rule 7)."""
         on_its_device = on_device(self.pool.device)
-        with self._lock, self.kernels.choosing(), on_its_device, without_gradients():
+        with self._lock, self.kernels.choosing(), on_its_device, without_autograd():
             weights = self._parameters.current(args)
             if self._parameters.have_moved:
                 if self.programs:
