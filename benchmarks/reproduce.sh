@@ -43,7 +43,7 @@ jobs=("readme encoder --readme")
     "vllm vllm"
     "vllm_serving vllm_serving --language-model eager"
     "vllm_serving_pairs vllm_serving --language-model eager --variants vllm ours --engines 2 --rounds 2"
-    "vllm_serving_compiled vllm_serving --language-model eager --variants vllm ours-compiled --engines 2 --rounds 2"
+    "vllm_serving_compiled vllm_serving --variants vllm ours-compiled --engines 2 --rounds 4"
     "invariant encoder --towers qwen3-vl-8b --variants ours-auto ours-invariant --shared-cache"
     "connector_own_gpu connector --parts beside --encoder-device cuda:1"
     "data_parallel data_parallel"
