@@ -171,8 +171,8 @@ class EncoderConfig(Settings):
     about 0.1 microseconds a parameter, several times that out of cold processor caches. 0: every replay
     looks. Above 0, until the next look outputs come from where parameters were, whose memory captures hold,
     and from the old form of those that passes and fp8 keep in another; `check_weights()` of a manager has the
-    next replay look. Behind torch.compile a look is also at the tower's blocks, and other forms are compared
-    at every call."""
+    next replay look. The same holds for the tower's modules; behind torch.compile for its blocks, and other
+    forms are compared at every call there."""
 
     packing: Annotated[Packing, one_of(get_args(Packing))] = "cost"
     """How items are grouped into replays. cost: so that the measured costs of all replays and fallbacks add

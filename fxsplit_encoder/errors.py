@@ -3,6 +3,7 @@
 FxSplitError
 +-- ConfigError (ValueError)             a setting is unknown, malformed or contradicts another
 +-- InputError (ValueError)              an argument or a tensor is not what the call takes
+|   +-- TowerChangedError                modules are others than those that were captured
 |   +-- WeightsLayoutError               parameters are others than those that were compiled for
 |   +-- MediaError                       an image, video or clip cannot be decoded, or is beyond a limit
 |   +-- StartFileError                   a saved start is damaged, or was not made for this
@@ -56,6 +57,10 @@ class ConfigError(FxSplitError, ValueError):
 
 class InputError(FxSplitError, ValueError):
     """An argument, a tensor or what a tower declares about its items is not what the call takes."""
+
+
+class TowerChangedError(InputError):
+    """A tower has other modules, hooks or forwards than when it was captured, or it was compiled."""
 
 
 class WeightsLayoutError(InputError):

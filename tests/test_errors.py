@@ -14,6 +14,7 @@ from fxsplit_encoder.errors import ConfigError, FxSplitError, InputError, Missin
         ("InputError", (FxSplitError, ValueError)),
         ("MediaError", (InputError,)),
         ("StartFileError", (InputError,)),
+        ("TowerChangedError", (InputError,)),
         ("WeightsLayoutError", (InputError,)),
         ("UnsupportedTowerError", (FxSplitError, TypeError)),
         ("CompileError", (FxSplitError, RuntimeError)),

@@ -34,6 +34,7 @@ NAMES = [
     "RankError",
     "ReplayError",
     "SupportsEncoderCudaGraph",
+    "TowerChangedError",
     "UnsupportedTowerError",
     "WeightsLayoutError",
     "WeightsMovedError",

@@ -230,6 +230,12 @@ class Generation:
         for path in self.paths_by_key.values():
             path.notes.clear()
 
+    def forget_tower(self) -> None:
+        """Releases every capture, and has the tower compiled anew."""
+        self.clear()
+        for path in self.paths_by_key.values():
+            path.forward.forget()
+
     # --- the first captures
 
     def uncompiled(self) -> Generation:

@@ -11,14 +11,17 @@ import torch
 
 from fxsplit_encoder._torch.current_device import on_device
 from fxsplit_encoder._torch.grad_mode import without_autograd
-from fxsplit_encoder.errors import InputError, StartFileError, WeightsMovedError
+from fxsplit_encoder.errors import InputError, StartFileError, TowerChangedError, WeightsMovedError
 from fxsplit_encoder.manager.background import BackgroundCapture, stop_with
 from fxsplit_encoder.manager.captures import CapturePlan
 from fxsplit_encoder.manager.generation import Done, Generation, first_of
 from fxsplit_encoder.manager.start import load_captured, save_captured
+from fxsplit_encoder.manager.tower_part import tower_part
 from fxsplit_encoder.manager.turns import StoppedError, Turns
+from fxsplit_encoder.manager.weight_checks import WeightChecks
 from fxsplit_encoder.runtime import Choosers
 from fxsplit_encoder.runtime.progress import CaptureProgress
+from fxsplit_encoder.runtime.structure import Structure
 from fxsplit_encoder.runtime.weights import warn_of_new_captures
 
 logger = logging.getLogger(__name__)
@@ -47,6 +50,9 @@ class Lifecycle:
         self.start_refused: str | None = None
         """Why a saved start is not used."""
         self._start_read = False
+        self._structure: Structure | None = None
+        """Of the tower, as it was when it was first compiled or captured."""
+        self._looks = WeightChecks(own.config.weight_check_seconds)
         self._kernels = kernels
         self._changed = weakref.WeakMethod(changed)
 
@@ -59,6 +65,7 @@ class Lifecycle:
         """As `EncoderCudaGraphManager.compile`."""
         self.wait()
         with self.turns, on_device(self.own.pool.device), without_autograd():
+            self.take_structure()
             self._read_start()
             self.own.compile(progress)
 
@@ -84,6 +91,8 @@ class Lifecycle:
         while True:
             on_its_device = on_device(first.pool.device)
             with self.turns.step(at_once=True), self._kernels.choosing(), on_its_device, without_autograd():
+                if planned is None:
+                    self.take_structure()
                 if self.is_captured:  # by another thread
                     first.clear()
                     return
@@ -149,6 +158,36 @@ class Lifecycle:
                 generation.clear()
             self.serving, self.is_captured = self.own, False
             self._tell()
+
+    # --- the tower's modules
+
+    def check_tower(self) -> None:
+        """Raises TowerChangedError if the tower's modules are others than when it was compiled or captured.
+        With `weight_check_seconds` it looks so often. The caller has the turn.
+        """
+        if self._structure is None or not self._looks.is_due("") or self._structure.is_unchanged():
+            return
+        self.look_again()  # what was found is there until it is mended
+        raise TowerChangedError(
+            f"the tower: expected the modules that were captured; got {self._structure.change()}. Call "
+            "capture() to have the tower captured as it is now"
+        )
+
+    def look_again(self) -> None:
+        """Has the next request look at the tower's modules, whenever the last one did."""
+        self._looks.all_are_due()
+
+    def take_structure(self) -> None:
+        """Notes of which modules everything is made; of others than before it is made anew. The caller has
+        the turn.
+        """
+        if self._structure is not None and (change := self._structure.change()):
+            warn_of_new_captures(change)
+            for generation in {self.serving, self.own}:
+                generation.forget_tower()
+            self.serving, self.is_captured, self._structure = self.own, False, None
+        if self._structure is None and (part := tower_part(self.own.served.tower)) is not None:
+            self._structure = Structure(part)
 
     def capture_again(self, error: WeightsMovedError) -> None:
         """Captures what serves over the parameters that the tower has now. The caller has the turn.

@@ -194,6 +194,7 @@ class EncoderCudaGraphManager:
                 return
         self.wait_captured()
         with self._lifecycle.turns, self.kernels.choosing(), on_device(self.device), without_autograd():
+            self._lifecycle.take_structure()
             if not self.config.enabled or self._lifecycle.is_complete:
                 return
             self._lifecycle.capture(progress)
@@ -290,6 +291,7 @@ class EncoderCudaGraphManager:
         """
         for each in (self._serving, self._lifecycle.own):
             each.runner.weight_checks.all_are_due()
+        self._lifecycle.look_again()
 
     @property
     def num_bytes(self) -> int:
@@ -362,6 +364,7 @@ class EncoderCudaGraphManager:
             self._lifecycle.capture_again(error)
             plan = plans.of(mm_kwargs, items)
             results, batches = runner.run(plan, mm_kwargs, specs, may_replay=captured)
+        self._lifecycle.check_tower()  # while the device works
         if self._recorder is not None:  # what was encoded: a request that was refused is no load to tune for
             self._recorder.write(mm_kwargs, specs, batches, (time.perf_counter() - start) * 1e3)
         return results

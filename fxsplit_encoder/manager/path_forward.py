@@ -272,9 +272,9 @@ class PathForward:
 
     def load_saved(self) -> BoundProgram | Exception | None:
         """The saved program with its compiled pieces, or why it cannot be loaded; None: none was saved."""
-        saved, self.saved = self.saved, None  # it is for the parameters that the tower has now
         from fxsplit_encoder.compile.saved import restore_program
 
+        saved, self.saved = self.saved, None  # it is for the parameters that the tower has now
         try:
             return None if saved is None else restore_program(saved, named_tensors(self.tower), self.device)
         except Exception as error:  # whatever torch raises of what it cannot load
@@ -363,7 +363,6 @@ class PathForward:
         return save_program(self.program, named_tensors(self.tower))
 
     @torch.no_grad()
-    @torch.no_grad()
     def agrees(self, program: BoundProgram, values: Mapping[str, Tensor]) -> bool:
         """Whether a program gives what the tower's own forward gives of these inputs."""
         values = with_contents(values)
@@ -373,8 +372,8 @@ class PathForward:
         """Takes a program, on the parameters that it was bound to."""
         self._compiled = True
         self.program = program
-        fixed = (tensor for tensor in program.fixed if isinstance(tensor, torch.Tensor))
-        self.parameters = StaticParameters(fixed, self.tower)
+        tensors = (each for each in program.fixed if isinstance(each, torch.Tensor))
+        self.parameters = StaticParameters(tensors, self.tower)
 
     def current_program(self) -> BoundProgram | None:
         """The program on the parameters that the tower has now.
@@ -384,8 +383,8 @@ class PathForward:
         """
         if self.program is None or not self.parameters.have_moved():
             return self.program
-        old, current = self.program.fixed, iter(self.parameters.current())
-        fixed = [next(current) if isinstance(each, torch.Tensor) else each for each in old]
+        old, now = self.program.fixed, iter(self.parameters.current())
+        fixed = [next(now) if isinstance(x, torch.Tensor) else x for x in old]
         check_replacements(layouts_of(old), fixed, "Call clear() and capture() to compile the tower again")
         self.bind(replace(self.program, fixed=tuple(fixed)))
         return self.program
@@ -395,5 +394,8 @@ class PathForward:
         try:
             self.current_program()
         except InputError:
-            self.program = None
-            self._compiled = False
+            self.forget()
+
+    def forget(self) -> None:
+        """Has the forward compiled anew."""
+        self.program, self._compiled, self._refusal = None, False, None

@@ -12,15 +12,13 @@ from torch import Tensor, fx, nn
 
 from fxsplit_encoder._torch.aot import fake_mode_of, to_aten, tracing_context
 from fxsplit_encoder._torch.dynamo import drop_guards_on
+from fxsplit_encoder._torch.modules import PLACE, Held
 from fxsplit_encoder._torch.tensors import storage_id, tensors_of
 from fxsplit_encoder.compile.blocks.arguments import Number, put_together
 from fxsplit_encoder.compile.blocks.errors import BlockError, ChangedBlocksError
-from fxsplit_encoder.compile.blocks.watch import BlockWatch, Held
+from fxsplit_encoder.compile.blocks.watch import BlockWatch
 from fxsplit_encoder.compile.sizes import expression, layout
 from fxsplit_encoder.errors import InputError
-
-PLACE = "_fxsplit_place"
-"""The attribute in which a block has its group's number and its index there, as long as it may be an op."""
 
 
 class Group:

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxsplit_encoder._torch.modules import PLACE
 from fxsplit_encoder.compile.blocks.arguments import Number, take_apart
 from fxsplit_encoder.compile.blocks.equal_modules import equal_modules
-from fxsplit_encoder.compile.blocks.group import PLACE, Group
+from fxsplit_encoder.compile.blocks.group import Group
 from fxsplit_encoder.errors import CompileError
 
 _library: Any = torch.library.Library("fxsplit", "FRAGMENT")  # type: ignore[no-untyped-call]

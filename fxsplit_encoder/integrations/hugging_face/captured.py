@@ -17,9 +17,10 @@ from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.integrations.hugging_face.calls import Call, Calls
 from fxsplit_encoder.integrations.hugging_face.families import calls_of
 from fxsplit_encoder.integrations.hugging_face.runners import CompiledRunner, ManagerRunner, Runner
-from fxsplit_encoder.integrations.hugging_face.structure import Structure, is_in_one_place
+from fxsplit_encoder.integrations.hugging_face.structure import foreign_code, is_in_one_place
 from fxsplit_encoder.planning import MissReason
 from fxsplit_encoder.runtime.statistics import ManagerStats
+from fxsplit_encoder.runtime.structure import Structure
 from fxsplit_encoder.towers.base import first_parameter
 
 _MOST_KEYS = 8
@@ -57,7 +58,8 @@ class CapturedTower:
         self._tower = tower
         self._parameters, self._first = first_parameter(tower)
         self._placement = self._place() or (torch.device("cpu"), torch.float32)
-        self._structure = Structure(tower)
+        # Its own hooks and forward run around a replay too.
+        self._structure = Structure(tower, is_around=True)
         self._served: dict[Hashable, _Served] = {}
         self._seen: Counter[Hashable] = Counter()
         self.calls: Calls | None = None
@@ -65,8 +67,8 @@ class CapturedTower:
         """Why nothing is captured, in one word and in a few."""
         if not is_in_one_place(tower):
             self.refusal = (MissReason.OFFLOADED, "its parameters are not all on one device")
-        elif self._structure.foreign is not None:
-            self.refusal = (MissReason.FOREIGN_CODE, self._structure.foreign)
+        elif (foreign := foreign_code(tower, self._structure)) is not None:
+            self.refusal = (MissReason.FOREIGN_CODE, foreign)
         else:
             self.calls = calls_of(tower)(_twin(tower), layers, settings.config)
 

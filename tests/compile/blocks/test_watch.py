@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from fxsplit_encoder.compile.blocks.watch import BlockWatch, Held
+from fxsplit_encoder._torch.modules import Held
+from fxsplit_encoder.compile.blocks.watch import BlockWatch
 
 
 class Block(nn.Module):

@@ -1,0 +1,149 @@
+"""Captures of a tower whose modules have changed do not serve; `capture` makes them of those there are."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fxsplit_encoder as fx
+from fxsplit_encoder.models.random import random_inputs
+from tests.towers.tiny_towers import TINY
+
+CONFIG = fx.EncoderConfig(token_budgets=(4, 16), piece_compiler="eager")
+
+
+def another_layer(tower: Any) -> None:
+    layer = copy.deepcopy(tower.blocks[0].mlp.linear_fc1)
+    layer.weight.mul_(3.0)
+    tower.blocks[0].mlp.linear_fc1 = layer
+
+
+def adapter(tower: Any) -> None:
+    """As peft puts one around a layer, whose weights stay where they are."""
+
+    class Adapter(nn.Module):
+        def __init__(self, base: nn.Module) -> None:
+            super().__init__()
+            self.base_layer = base
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = self.base_layer(x)
+            return result + self.base_layer(torch.tanh(3 * x))
+
+    tower.blocks[0].mlp.linear_fc2 = Adapter(tower.blocks[0].mlp.linear_fc2)
+
+
+def hook(tower: Any) -> None:
+    tower.blocks[0].register_forward_hook(lambda module, inputs, output: output * output)
+
+
+def another_forward(tower: Any) -> None:
+    layer = tower.blocks[0].mlp.linear_fc1
+    own = layer.forward
+    layer.forward = lambda x: own(x) * 3
+
+
+CHANGES = [another_layer, adapter, hook, another_forward]
+
+
+def make(config: fx.EncoderConfig = CONFIG) -> tuple[fx.EncoderCudaGraphManager, dict[str, Any]]:
+    tower = fx.wrap(TINY["Qwen3VLVisionModel"].make().requires_grad_(False))
+    return fx.EncoderCudaGraphManager(tower, config), random_inputs(tower, [4])
+
+
+def assert_right(manager: fx.EncoderCudaGraphManager, inputs: dict[str, Any]) -> torch.Tensor:
+    (got,) = manager.execute(inputs)
+    expected = manager.tower.encoder_eager_forward(inputs)
+    torch.testing.assert_close(got, expected.view_as(got), rtol=1e-4, atol=1e-5)
+    return got
+
+
+@pytest.mark.parametrize("mode", ["full", "piecewise", "breakable"])
+@pytest.mark.parametrize("change", CHANGES)
+@torch.no_grad()
+def test_nothing_stale_is_returned_and_captures_can_be_made_anew(
+    change: Callable[[Any], None], mode: Any
+) -> None:
+    manager, inputs = make(CONFIG.replace(mode=mode))
+    manager.capture()
+    before = assert_right(manager, inputs)
+    change(manager.tower.tower)
+    for _ in range(2):
+        with pytest.raises(fx.TowerChangedError, match=r"modules that were captured; got blocks\.\d"):
+            manager.execute(inputs)
+    served = manager.stats().hits
+    manager.capture()
+    after = assert_right(manager, inputs)
+    assert not torch.allclose(after, before, rtol=1e-3)
+    assert manager.stats().hits == served + 1
+    manager.clear()
+    manager.capture()
+    assert_right(manager, inputs)
+
+
+@torch.no_grad()
+def test_a_change_between_compile_and_capture_is_compiled() -> None:
+    manager, inputs = make()
+    manager.compile()
+    hook(manager.tower.tower)
+    manager.capture()
+    assert_right(manager, inputs)
+    assert manager.stats().hits == 1
+
+
+@torch.no_grad()
+def test_after_clear_the_tower_is_compiled_as_it_is_then() -> None:
+    manager, inputs = make()
+    manager.capture()
+    manager.clear()
+    adapter(manager.tower.tower)
+    manager.capture()
+    assert_right(manager, inputs)
+    assert manager.stats().hits == 1
+
+
+@torch.no_grad()
+def test_behind_captures_that_do_not_wait() -> None:
+    manager, inputs = make()
+    manager.capture(wait=False)
+    assert manager.wait_captured(60)
+    assert_right(manager, inputs)
+    another_layer(manager.tower.tower)
+    with pytest.raises(fx.TowerChangedError):
+        manager.execute(inputs)
+    manager.capture(wait=False)
+    assert_right(manager, inputs)
+    assert manager.wait_captured(60)
+    assert_right(manager, inputs)
+
+
+@torch.no_grad()
+def test_with_time_between_looks_a_change_is_seen_at_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager, inputs = make(CONFIG.replace(weight_check_seconds=3600.0))
+    manager.capture()
+    assert_right(manager, inputs)
+    hook(manager.tower.tower)
+    manager.execute(inputs)
+    manager.check_weights()
+    for _ in range(2):
+        with pytest.raises(fx.TowerChangedError):
+            manager.execute(inputs)
+
+
+@torch.no_grad()
+def test_what_changes_no_result_is_let_be() -> None:
+    manager, inputs = make()
+    manager.capture()
+    tower = manager.tower.tower
+    tower.train()
+    tower.eval()
+    tower.blocks[0].mlp.cache = {}
+    for parameter in tower.parameters():
+        parameter.mul_(1.1)
+    assert_right(manager, inputs)
+    assert manager.stats().hits == 1

@@ -1,0 +1,148 @@
+"""A tower's modules are compared with those that there were: every change is seen, and nothing else."""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fxsplit_encoder.runtime.structure import Structure
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(2, 2)
+        self.second = nn.Sequential(nn.GELU(), nn.Linear(2, 2))
+
+
+class Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+
+class Twice(nn.Linear):
+    pass
+
+
+def twice(*args: Any) -> None: ...
+
+
+def collect(*args: Any) -> None: ...
+
+
+collect.__module__ = "transformers.utils.output_capturing"
+
+
+def swap(tower: Any) -> None:
+    blocks = tower.blocks
+    blocks[0], blocks[1] = blocks[1], blocks[0]
+
+
+CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
+    "a layer": (
+        lambda t: setattr(t.blocks[0], "first", copy.deepcopy(t.blocks[0].first)),
+        "blocks.0.first: a Linear, and now another Linear",
+    ),
+    "a block": (lambda t: t.blocks.__setitem__(1, Block()), "blocks.1: a Block, and now another Block"),
+    "one more": (lambda t: t.blocks.append(Block()), "blocks.2: a NoneType, and now another Block"),
+    "one less": (lambda t: t.blocks.pop(1), "blocks.1: a Block, and now another NoneType"),
+    "the order": (swap, "blocks.0: a Block, and now another Block"),
+    "a class": (
+        lambda t: setattr(t.blocks[1].first, "__class__", Twice),
+        "blocks.1.first: a Linear, and now another Twice",
+    ),
+    "a hook": (lambda t: t.blocks[0].register_forward_hook(twice), "blocks.0: another hook than before"),
+    "a hook before": (
+        lambda t: t.blocks[0].second[1].register_forward_pre_hook(twice),
+        "blocks.0.second.1: another hook than before",
+    ),
+    "a hook of its own": (lambda t: t.register_forward_hook(twice), "the tower: another hook than before"),
+    "a forward": (
+        lambda t: setattr(t.blocks[0].first, "forward", twice),
+        "blocks.0.first: another forward than before",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "said"), CHANGES.values(), ids=CHANGES.keys())
+def test_every_change_is_seen_and_said(change: Callable[[Any], object], said: str) -> None:
+    tower = Tower()
+    structure = Structure(tower)
+    assert structure.is_unchanged() and not structure.change()
+    change(tower)
+    for _ in range(2):
+        assert not structure.is_unchanged()
+        assert structure.change() == said
+    again = Structure(tower)
+    assert again.is_unchanged() and not again.change()
+
+
+def test_what_was_there_may_not_go_or_be_replaced() -> None:
+    tower = Tower()
+    hook = tower.blocks[0].register_forward_hook(twice)
+    tower.blocks[1].forward = twice  # type: ignore[assignment]
+    structure = Structure(tower)
+    assert set(structure.additions) == {("blocks.0", "hook"), ("blocks.1", "forward")}
+    assert structure.is_unchanged()
+    hook.remove()
+    assert structure.change() == "blocks.0: another hook than before"
+    tower.blocks[0].register_forward_hook(lambda *args: None)
+    assert structure.change() == "blocks.0: another hook than before"
+    structure = Structure(tower)
+    tower.blocks[1].forward = collect  # type: ignore[assignment]
+    assert structure.change() == "blocks.1: another forward than before"
+
+
+def test_weights_modes_and_other_attributes_change_nothing() -> None:
+    tower = Tower()
+    structure = Structure(tower)
+    tower.train().eval()
+    tower.blocks[0].first.weight = nn.Parameter(torch.ones(2, 2))
+    tower.blocks[0].cache = {}  # type: ignore[assignment]
+    tower.half().float()
+    assert structure.is_unchanged()
+
+
+def test_hooks_that_collect_outputs_count_as_none_and_others_beside_them_are_seen() -> None:
+    tower = Tower()
+    structure = Structure(tower)
+    collectors = [block.register_forward_hook(collect) for block in tower.blocks]
+    assert structure.is_unchanged()
+    tower.blocks[1].register_forward_hook(twice)
+    assert structure.change() == "blocks.1: another hook than before"
+    structure = Structure(tower)
+    for each in collectors:
+        each.remove()
+    assert structure.is_unchanged()
+
+
+def test_forwards_that_only_move_inputs_count_as_none() -> None:
+    """As accelerate's are, where weights stay on their device."""
+
+    class AlignDevicesHook:
+        offload = False
+
+    tower = Tower()
+    structure = Structure(tower)
+    tower.blocks[0]._hf_hook = AlignDevicesHook()  # type: ignore[assignment]
+    tower.blocks[0].forward = twice  # type: ignore[assignment]
+    assert structure.is_unchanged() and not structure.additions
+    tower.blocks[0]._hf_hook.offload = True
+    assert not Structure(tower).is_unchanged() or Structure(tower).additions
+
+
+def test_around_captures_the_towers_own_hooks_and_forward_may_change() -> None:
+    tower = Tower()
+    structure = Structure(tower, is_around=True)
+    tower.register_forward_hook(twice)
+    tower.forward = types.MethodType(twice, tower)  # type: ignore[method-assign]
+    assert structure.is_unchanged()
+    tower.blocks[0].register_forward_hook(twice)
+    assert structure.change() == "blocks.0: another hook than before"
