@@ -548,6 +548,7 @@ TABLES: Mapping[str, Table] = {
     "host": Table("host.json", host),
     "accelerate": Table("accelerate.json", accelerate),
     "start": Table("start.json", starts),
+    "start_slow_host": Table("start_slow_host.json", starts),
     "connector": Table("connector.json", connector),
     "connector_ahead": Table("connector_ahead.json", connector),
     "connector_synchronous": Table("connector_synchronous.json", connector),
