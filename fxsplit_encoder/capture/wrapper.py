@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fxsplit_encoder._torch.dispatch import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from fxsplit_encoder._torch.structure import Structure
 from fxsplit_encoder._torch.tensors import version_of
 from fxsplit_encoder.capture.breakable import DEFAULT_SPLITTING_OPS, active_capture
 from fxsplit_encoder.capture.breaks import CONSTANTS
@@ -152,6 +153,7 @@ class BreakableCUDAGraphWrapper(nn.Module):
         self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
         self._failures: OrderedDict[Hashable, str] = OrderedDict()
         self._baked = StaticParameters.of_module(module)
+        self._structure = Structure(module)
         self._lock = threading.RLock()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -192,11 +194,13 @@ class BreakableCUDAGraphWrapper(nn.Module):
         if torch.is_grad_enabled() and self._asks_for_gradients(batch):
             return "gradients"
         key = batch.descriptor
-        if self._baked.have_moved():
+        have_moved = self._baked.have_moved()
+        if have_moved or not self._structure.is_unchanged():
             if self._entries:
-                logger.warning("capturing again: parameters were replaced since the capture")
+                reason = "parameters were replaced" if have_moved else self._structure.change()
+                logger.warning("capturing again: since the capture: %s", reason)
             self.clear()
-            self._baked = StaticParameters.of_module(self.module)
+            self._baked, self._structure = StaticParameters.of_module(self.module), Structure(self.module)
         if key in self._failures:
             return self._failures[key]
         if key not in self._entries:

@@ -11,6 +11,7 @@ import torch
 
 from fxsplit_encoder._torch.current_device import on_device
 from fxsplit_encoder._torch.grad_mode import without_autograd
+from fxsplit_encoder._torch.structure import Structure
 from fxsplit_encoder.errors import InputError, StartFileError, TowerChangedError, WeightsMovedError
 from fxsplit_encoder.manager.background import BackgroundCapture, stop_with
 from fxsplit_encoder.manager.captures import CapturePlan
@@ -21,7 +22,6 @@ from fxsplit_encoder.manager.turns import StoppedError, Turns
 from fxsplit_encoder.manager.weight_checks import WeightChecks
 from fxsplit_encoder.runtime import Choosers
 from fxsplit_encoder.runtime.progress import CaptureProgress
-from fxsplit_encoder.runtime.structure import Structure
 from fxsplit_encoder.runtime.weights import warn_of_new_captures
 
 logger = logging.getLogger(__name__)

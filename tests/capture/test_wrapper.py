@@ -142,6 +142,35 @@ def test_what_a_replay_could_not_repeat_runs_eagerly(module: nn.Module, reason: 
 
 
 @torch.no_grad()
+@torch.no_grad()
+def test_a_module_that_has_changed_is_captured_again(caplog: pytest.LogCaptureFixture) -> None:
+    module = nn.Sequential(nn.Linear(8, 8), nn.GELU()).eval()
+    wrapper, x = BreakableCUDAGraphWrapper(module), torch.randn(4, 8)
+
+    def replace_layer() -> None:
+        module[0] = nn.Linear(8, 8)
+
+    def another_forward() -> None:
+        module[1].forward = torch.tanh  # type: ignore[assignment]
+
+    changes: list[Callable[[], object]] = [
+        replace_layer,
+        lambda: module[1].register_forward_hook(lambda module, inputs, output: output * 2),
+        lambda: module.register_forward_hook(lambda module, inputs, output: output + 1),
+        another_forward,
+        lambda: module.append(nn.Sigmoid()),
+    ]
+    wrapper(x)
+    for number, change in enumerate(changes):
+        before = wrapper(x)
+        change()
+        after = wrapper(x)
+        assert torch.equal(after, module(x)) and not torch.allclose(after, before)
+        assert wrapper.captures == number + 2
+    assert len(caplog.messages) == len(changes)
+    assert "since the capture: 0: a Linear, and now another Linear" in caplog.messages[0]
+
+
 def test_inside_a_capture_it_is_the_module() -> None:
     module, x = shared.Scaled().eval(), torch.randn(2, 4)
     wrapper = BreakableCUDAGraphWrapper(module)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fxsplit_encoder._torch.dispatch import tree_map_only
+from fxsplit_encoder._torch.structure import Structure
 from fxsplit_encoder._torch.tensors import forward_hooks_of, linked_copy
 from fxsplit_encoder._torch.transformers import remove_output_hooks
 from fxsplit_encoder.config import EncoderConfig
@@ -20,7 +21,6 @@ from fxsplit_encoder.integrations.hugging_face.runners import CompiledRunner, Ma
 from fxsplit_encoder.integrations.hugging_face.structure import foreign_code, is_in_one_place
 from fxsplit_encoder.planning import MissReason
 from fxsplit_encoder.runtime.statistics import ManagerStats
-from fxsplit_encoder.runtime.structure import Structure
 from fxsplit_encoder.towers.base import first_parameter
 
 _MOST_KEYS = 8

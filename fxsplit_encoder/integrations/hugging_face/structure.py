@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from fxsplit_encoder.runtime.structure import Structure
+from fxsplit_encoder._torch.structure import Structure
 
 _SHOWN = {"hook": "a hook", "forward": "another forward"}
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from fxsplit_encoder.runtime.structure import Structure
+from fxsplit_encoder._torch.structure import Structure
 
 
 class Block(nn.Module):
