@@ -23,8 +23,8 @@ set -euo pipefail
 
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 packages=(
-    accelerate annotated-types blake3 msgspec peft platformdirs plotext prometheus-client pydantic pydantic-core
-    pytest-timeout pyzmq simpy typing-extensions typing-inspection
+    accelerate annotated-types blake3 execnet msgspec peft platformdirs plotext prometheus-client pydantic
+    pydantic-core pytest-timeout pytest-xdist pyzmq simpy typing-extensions typing-inspection
 )
 
 # FlashAttention 4 with the compiler that it calls, and cuDNN's front end. The largest wheel, of 88 MiB, is

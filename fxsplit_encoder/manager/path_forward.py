@@ -370,8 +370,7 @@ class PathForward:
 
     def bind(self, program: BoundProgram) -> None:
         """Takes a program, on the parameters that it was bound to."""
-        self._compiled = True
-        self.program = program
+        self._compiled, self.program = True, program
         tensors = (each for each in program.fixed if isinstance(each, torch.Tensor))
         self.parameters = StaticParameters(tensors, self.tower)
 
