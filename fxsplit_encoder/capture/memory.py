@@ -55,6 +55,10 @@ def copy_results(kept: Any, new: Any) -> None:
     if isinstance(kept, torch.Tensor):
         kept, new = local_part(kept), local_part(new)
         if kept.data_ptr() != new.data_ptr():
+            for dim, strides in enumerate(zip(kept.stride(), new.stride(), strict=True)):
+                if strides == (0, 0) and kept.shape[dim] > 1:
+                    # Expanded: torch does not write to one place several times.
+                    kept, new = kept.narrow(dim, 0, 1), new.narrow(dim, 0, 1)
             kept.copy_(new)
     elif isinstance(kept, list | tuple):
         for old, value in zip(kept, new, strict=True):
