@@ -19,6 +19,8 @@ from tests.integrations.hugging_face.test_models import num_captures, num_traces
 
 pytestmark = pytest.mark.gpu
 
+_QUICKER = {MissReason.EAGER_IS_FASTER, MissReason.EXACT_IS_FASTER}
+
 
 def on_gpu(inputs: Mapping[str, Any]) -> dict[str, Any]:
     return {name: v.cuda() if isinstance(v, torch.Tensor) else v for name, v in inputs.items()}
@@ -46,8 +48,9 @@ def test_a_model_on_a_gpu(name: str, tmp_path: Path) -> None:
     features = [tiny.features(each, on_gpu(tiny.image_inputs(tiny.images))) for each in (model, reference)]
     assert_close(*features, tolerance=1e-4)
     stats = fx.stats(model)
+    assert set(stats.misses) <= {MissReason.UNCAPTURED_OUTPUT, *_QUICKER}
     # Models of this size may indeed be quicker without a graph.
-    assert stats.hits > 0 and set(stats.misses) <= {MissReason.UNCAPTURED_OUTPUT, MissReason.EAGER_IS_FASTER}
+    assert stats.hits > 0 or not _QUICKER.isdisjoint(stats.misses)
     assert (num_traces(), num_captures(model)) == (traces, captures)
     restored = tiny.features(fx.restore(model), on_gpu(tiny.image_inputs(tiny.images)))
     assert_same_bits(restored, features[1])

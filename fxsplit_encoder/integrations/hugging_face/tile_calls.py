@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fxsplit_encoder._torch.tensors import linked_copy
 from fxsplit_encoder.integrations.hugging_face.calls import Call
 from fxsplit_encoder.integrations.hugging_face.dense_calls import DenseCalls, DenseKey, Part
 from fxsplit_encoder.planning import MissReason
@@ -55,9 +56,11 @@ class Step3p7Calls(DenseCalls):
         return call
 
     def adapter(self, key: Hashable, example: Any) -> DenseTower:
-        """The adapter of the class, for tiles of this size."""
+        """The adapter of the class, for tiles of this size. It puts its tables among the modules that it wraps,
+        where those of the other size would take their place: each size has modules of its own.
+        """
         assert isinstance(key, DenseKey)
-        return Step3p7Tiles(self.twin, key.shape[-1])
+        return Step3p7Tiles(linked_copy(self.twin), key.shape[-1])
 
 
 class Idefics3Calls(DenseCalls):

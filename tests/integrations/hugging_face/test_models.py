@@ -15,7 +15,7 @@ import fxsplit_encoder as fx
 from fxsplit_encoder.planning import MissReason
 
 from .comparisons import assert_close, assert_same_bits, generated
-from .conftest import Loaded
+from .conftest import Loaded, config_of
 from .models import MODELS
 
 every_model = pytest.mark.parametrize(
@@ -105,3 +105,16 @@ def test_restored_it_computes_the_same_bits(name: str, loaded: Callable[[str], L
     assert_same_bits(case.tiny.features(fx.restore(restored), inputs), expected)
     with pytest.raises(fx.InputError, match="stats: expected a model after accelerate"):
         fx.stats(restored)
+
+
+@torch.no_grad()
+def test_captures_of_one_size_outlive_those_of_another(tmp_path: Path) -> None:
+    """Step's tower is called with whole images and with crops; each size has tables among its modules."""
+    tiny = MODELS["step-3.7"]
+    tiny.make(tmp_path)
+    model = fx.accelerate(tiny.load(tmp_path), config_of(tiny))
+    fx.warmup(model)
+    for _ in range(2):
+        tiny.features(model, tiny.image_inputs(tiny.images))
+    stats = fx.stats(model)
+    assert (stats.hits, stats.misses) == (4, {})
