@@ -56,8 +56,8 @@ class Step3p7Calls(DenseCalls):
         return call
 
     def adapter(self, key: Hashable, example: Any) -> DenseTower:
-        """The adapter of the class, for tiles of this size. It puts its tables among the modules that it wraps,
-        where those of the other size would take their place: each size has modules of its own.
+        """The adapter of the class, for tiles of this size. It puts its tables among the modules that it
+        wraps, where those of the other size would take their place: each size has modules of its own.
         """
         assert isinstance(key, DenseKey)
         return Step3p7Tiles(linked_copy(self.twin), key.shape[-1])
