@@ -5,15 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch._inductor.debug  # noqa: F401 - compiled graphs read its settings, without importing it
+from torch._dynamo.utils import counters
 from torch._inductor.async_compile import CompiledTritonKernels
-from torch._inductor.codecache import FxGraphCache
+from torch._inductor.codecache import FxGraphCache, InductorCacheArtifact, code_hash
 from torch._inductor.output_code import CompiledFxGraphConstants
+from torch._inductor.triton_bundler import TritonBundler
 from torch._inductor.utils import BoxedBool
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.compiler._cache import CacheArtifactManager
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils import _triton
 
 from fxsplit_encoder._torch.aot import tracing_context
+from fxsplit_encoder._torch.inductor_names import import_lightly
 
 __all__ = ["key_of", "load_graph"]
 
@@ -31,22 +37,50 @@ def load_graph(key: str, guards: str) -> Callable[[list[Any]], Any] | None:
     is not there.
     """
     fake_mode = FakeTensorMode(shape_env=ShapeEnv())
-    constants = CompiledFxGraphConstants()
     CompiledTritonKernels.cache_clear()  # type: ignore[no-untyped-call]
     with tracing_context(fake_mode), V.set_fake_mode(fake_mode):
-        compiled, _ = FxGraphCache.load_with_key(
-            key,
-            [],
-            [],
-            local=True,
-            remote_cache=None,
-            is_backward=False,
-            constants=constants,
-            evaluate_guards=lambda found, hints: found == guards,
-        )
+        compiled = _found(key, guards)
         if compiled is None:
             return None
+        constants = CompiledFxGraphConstants()
+        compiled.after_deserialization(constants)
         options: Any = {"cudagraphs": BoxedBool(False), "is_backward": False, "is_inference": True}
         compiled.post_compile([], constants, options)
     compiled._fx_graph_cache_key = key
+    return compiled  # type: ignore[no-any-return]
+
+
+def _found(key: str, guards: str) -> Any:
+    """A compiled graph whose module is not loaded yet. `FxGraphCache.load_with_key`, which loads it too,
+    imports what compiles, for a debugging aid, and so does the module.
+    """
+    compiled: Any
+    compiled, content, _ = FxGraphCache.find_guarded_entry(
+        key, True, None, lambda found, hints: found == guards, []
+    )
+    if compiled is None or not _has_its_libraries(compiled):
+        counters["inductor"]["fxgraph_cache_miss"] += 1
+        return None
+    counters["inductor"]["fxgraph_cache_hit"] += 1
+    if content is not None:  # whoever saves artifacts saves this one again
+        CacheArtifactManager.record_artifact(InductorCacheArtifact.type(), key, content)
+    if compiled._triton_bundle:
+        TritonBundler.read_and_emit(compiled._triton_bundle)
+    source = import_lightly(compiled.source_code)
+    if source != compiled.source_code:
+        compiled.source_code = source
+        compiled.cache_key = code_hash(source)  # the name of its file, where the other may be
     return compiled
+
+
+def _has_its_libraries(compiled: Any) -> bool:
+    """Whether the libraries that its kernels were linked with, such as libdevice, are those of this process;
+    torch asks since 2.13.
+    """
+    expected = getattr(compiled, "extern_libs_key", None)
+    if expected is None:
+        return True
+    try:
+        return bool(_triton._extern_libs_key(_triton.triton_backend()) == expected)
+    except Exception:  # of a backend that has none, which is not what the kernels were compiled for
+        return False

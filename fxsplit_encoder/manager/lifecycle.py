@@ -21,6 +21,7 @@ from fxsplit_encoder.manager.tower_part import tower_part
 from fxsplit_encoder.manager.turns import StoppedError, Turns
 from fxsplit_encoder.manager.weight_checks import WeightChecks
 from fxsplit_encoder.runtime import Choosers
+from fxsplit_encoder.runtime.interpreter import collecting_what_is_new
 from fxsplit_encoder.runtime.progress import CaptureProgress
 from fxsplit_encoder.runtime.weights import warn_of_new_captures
 
@@ -64,7 +65,8 @@ class Lifecycle:
     def compile(self, progress: Progress | None = None) -> None:
         """As `EncoderCudaGraphManager.compile`."""
         self.wait()
-        with self.turns, on_device(self.own.pool.device), without_autograd():
+        on_its_device = on_device(self.own.pool.device)
+        with self.turns, on_its_device, without_autograd(), collecting_what_is_new():
             self.take_structure()
             self._read_start()
             self.own.compile(progress)

@@ -209,11 +209,30 @@ SYMBOLS = [
     called(f"{INDUCTOR}.async_compile.AsyncCompile.use_process_pool", 0),
     present(f"{INDUCTOR}.async_compile.AsyncCompile.process_pool"),
     called(f"{INDUCTOR}.async_compile.CompiledTritonKernels.cache_clear", 0),
-    called(
-        f"{INDUCTOR}.codecache.FxGraphCache.load_with_key",
-        3,
-        *("local", "remote_cache", "is_backward", "constants", "evaluate_guards"),
+    called(f"{INDUCTOR}.codecache.FxGraphCache.find_guarded_entry", 5),
+    called(f"{INDUCTOR}.codecache.InductorCacheArtifact.type", 0),
+    called(f"{INDUCTOR}.codecache.code_hash", 1),
+    present(f"{INDUCTOR}.debug"),
+    called(f"{INDUCTOR}.triton_bundler.TritonBundler.read_and_emit", 1),
+    called("torch.compiler._cache.CacheArtifactManager.record_artifact", 3),
+    present("torch._dynamo.utils.counters"),
+    called("torch.utils._triton.triton_backend", 0),
+    replace(called("torch.utils._triton._extern_libs_key", 1), since="2.13"),
+    called(f"{INDUCTOR}.output_code.CompiledFxGraph.after_deserialization", 2),
+    *(
+        Symbol(
+            f"{INDUCTOR}.output_code.CompiledFxGraph.{name}",
+            lambda name=name: found(f"{INDUCTOR}.output_code.CompiledFxGraph").__dataclass_fields__[name],  # type: ignore[misc]
+        )
+        for name in ("_triton_bundle", "cache_key", "source_code")
     ),
+    Symbol(
+        f"{INDUCTOR}.output_code.CompiledFxGraph.extern_libs_key",
+        lambda: found(f"{INDUCTOR}.output_code.CompiledFxGraph").__dataclass_fields__["extern_libs_key"],
+        since="2.13",
+    ),
+    called(f"{INDUCTOR}.codegen.memory_planning._align", 1),
+    present(f"{INDUCTOR}.select_algorithm.extern_kernels"),
     called(f"{INDUCTOR}.output_code.CompiledFxGraphConstants", 0),
     called(f"{INDUCTOR}.output_code.CompiledFxGraph.post_compile", 4),
     Symbol(

@@ -64,14 +64,17 @@ def test_another_process_traces_and_compiles_nothing(tmp_path: Path, monkeypatch
     path = tmp_path / "a.start"
     manager.save_start(path)
     expected = manager.execute(batch(3, 5))
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "there")}
-    command = [sys.executable, "-m", "tests.manager.start_process", str(path)]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    found = json.loads(done.stdout.splitlines()[-1])
     program = manager.programs["default"].program
-    assert found["used"] and found["traces"] == 0
-    assert (found["hits"], found["misses"]) == (program.num_distinct, 0)
-    torch.testing.assert_close([torch.tensor(each) for each in found["outputs"]], expected)
+    for number in (1, 2):  # the second from what the first saved again
+        again = tmp_path / f"{number}.start"
+        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / f"there{number}")}
+        command = [sys.executable, "-m", "tests.manager.start_process", str(path), str(again)]
+        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+        found = json.loads(done.stdout.splitlines()[-1])
+        assert found["used"] and found["traces"] == 0 and not found["can_compile"]
+        assert (found["hits"], found["misses"]) == (program.num_distinct, 0)
+        torch.testing.assert_close([torch.tensor(each) for each in found["outputs"]], expected)
+        path = again
 
 
 def test_a_file_for_the_same_is_used_whole(start: Path, caplog: pytest.LogCaptureFixture) -> None:
