@@ -15,7 +15,7 @@ from pathlib import Path
 
 from fxsplit_encoder.errors import InputError, StartFileError
 
-_MAGIC = b"fxsplit_encoder start"
+_MAGIC = b"fxsplit_encoder start "
 
 FORMAT = 2
 """Changes when what is in the file does."""
@@ -34,7 +34,7 @@ def write_parts(path: Path, parts: Mapping[str, bytes]) -> int:
         for name, content in parts.items():
             archive.writestr(name, content)
     body = payload.getvalue()
-    line = b"%s %d %d %s\n" % (_MAGIC, FORMAT, len(body), hashlib.sha256(body).hexdigest().encode())
+    line = b"%s%d %d %s\n" % (_MAGIC, FORMAT, len(body), hashlib.sha256(body).hexdigest().encode())
     written = None
     try:
         with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as file:
@@ -63,7 +63,7 @@ def read_parts(path: Path) -> dict[str, bytes]:
     except OSError as error:
         raise StartFileError(f"file: expected a saved start; got {type(error).__name__}: {error}") from error
     line, newline, body = content.partition(b"\n")
-    words = line[:_LONGEST_LINE].removeprefix(_MAGIC).split()
+    words = line[:_LONGEST_LINE].removeprefix(_MAGIC).split(b" ")
     if not (line.startswith(_MAGIC) and newline and len(words) == 3 and words[0].isdigit()):
         raise StartFileError(f"file: expected one that save_start wrote; got {len(content)} bytes of another")
     if int(words[0]) != FORMAT:

@@ -28,6 +28,14 @@ def test_parts_come_back_and_any_zip_tool_lists_them(written: Path) -> None:
         assert archive.namelist() == list(PARTS)
 
 
+def test_other_white_space_is_noticed(written: Path) -> None:
+    content = written.read_bytes()
+    for blank in (b"\t", b"\v", b"\r"):
+        written.write_bytes(content.replace(b"start ", b"start" + blank, 1))
+        with pytest.raises(StartFileError, match="expected one that save_start wrote"):
+            read_parts(written)
+
+
 @settings(max_examples=60)
 @given(data=st.data())
 def test_a_changed_byte_anywhere_is_noticed(data: st.DataObject, written: Path) -> None:
