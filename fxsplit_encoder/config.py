@@ -26,6 +26,7 @@ GraphPass = Literal[
     "wide_heads",
     "tanh_gelu",
     "gelu_epilogue",
+    "measured_activations",
     "measured_products",
     "output_branch",
 ]
@@ -199,8 +200,9 @@ class EncoderConfig(Settings):
 
     passes: Annotated[Literal["auto"] | tuple[GraphPass, ...], BeforeValidator(_check_passes)] = "auto"
     """Which rewrites of the graph are made, as a list of names (docs/passes.md). auto: those that are exact
-    and were measured to pay on the device; on CUDA all but `tanh_gelu` and `measured_products`, and
-    `decomposed_bias` from compute capability 9.0 on. `pad_mlp_width` and `wide_heads` take memory."""
+    and were measured to pay on the device; on CUDA all but `tanh_gelu` and `measured_products`,
+    `decomposed_bias` from compute capability 9.0 on, and `measured_activations` on Hopper where
+    quack-kernels is installed. `pad_mlp_width` and `wide_heads` take memory."""
 
     precision: Precision = "auto"
     """What the linear layers of the blocks multiply in. auto: the tower's own dtype; fp8: 8-bit floating
@@ -221,8 +223,9 @@ class EncoderConfig(Settings):
     that one, wherever it can compute; or a mapping from conditions, such as tokens>4096, to these."""
 
     products: Annotated[str | Mapping[str, str], BeforeValidator(_check_kernels)] = "auto"
-    """The kernel of the linear layers that the pass `measured_products` takes over, as `attention` says it.
-    Conditions: gelu, plain, and comparisons of rows, in_features and out_features."""
+    """The kernel of the linear layers that the passes `measured_activations` and `measured_products` take
+    over, as `attention` says it.
+    Conditions: gelu, swiglu, plain, and comparisons of rows, in_features and out_features."""
 
     max_graph_bytes: Annotated[Bytes | None, BeforeValidator(parse_bytes)] = None
     """Device memory that all captures together may take, in bytes or as a size such as 4GiB or 4G. None: no

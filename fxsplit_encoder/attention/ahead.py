@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor, fx
@@ -12,10 +14,10 @@ from fxsplit_encoder.attention.kernels import ahead
 from fxsplit_encoder.attention.kernels.ahead import dismiss
 from fxsplit_encoder.attention.kernels.flash_attn import FlashAttention4
 from fxsplit_encoder.attention.kernels.whole_waves import WholeWaves
-from fxsplit_encoder.attention.op import dense_attention, varlen_attention
+from fxsplit_encoder.attention.op import dense_attention, traced, varlen_attention
 from fxsplit_encoder.kernels import AUTO
 
-__all__ = ["compile_ahead", "dismiss", "heads_of", "warm_up"]
+__all__ = ["compile_ahead", "compiling_as_traced", "dismiss", "heads_of", "warm_up"]
 
 Heads = tuple[torch.dtype, int]
 """Their dtype and width."""
@@ -28,6 +30,78 @@ def warm_up(device: torch.device) -> None:
     chooser = current_chooser()
     if not (_is_settled(chooser) or ahead.why_not(device) or chooser.measurements.table(device)):
         ahead.warm_up(len(_names(chooser, is_dense=False)) + 1, device)  # one for heads as the tower has them
+
+
+class _Early:
+    """What is begun while a forward is traced, before its graph is there.
+
+    Args:
+        stored_width: how wide the graph will have heads of a width.
+    """
+
+    def __init__(
+        self, chooser: KernelChooser, device: torch.device, stored_width: Callable[[int], int]
+    ) -> None:
+        self._chooser = chooser
+        self._device = device
+        self._stored_width = stored_width
+        self._known = _known_heads(chooser, device)
+        self._met: set[Heads] = set()
+        self._expected: set[ahead.Job] = set()
+        """Begun for the graph alone, which may turn out to be another."""
+
+    def meet(self, query: Tensor) -> None:
+        """Begins what attention with such heads will ask for."""
+        dtype, width = query.dtype, query.shape[-1]
+        if isinstance(width, int):  # else a symbol
+            if (dtype, width) not in self._met:
+                self._met.add((dtype, width))
+                self._begin(dtype, width)
+
+    def _begin(self, dtype: torch.dtype, width: int) -> None:
+        stored = self._stored_width(width)
+        if (dtype, stored) not in self._known:
+            names = _names(self._chooser, is_dense=False)
+            begun = ahead.start(names, stored, dtype, self._device)
+            self._expected.update(begun if stored != width else ())
+        if stored != width and (dtype, width) not in self._known:
+            ahead.start(_names(self._chooser, is_dense=False, is_captured=False), width, dtype, self._device)
+
+    def confirm(self, jobs: Iterable[ahead.Job]) -> None:
+        """Keeps what the graph asks for."""
+        self._expected.difference_update(jobs)
+
+    def end(self) -> None:
+        """Says what was begun in vain."""
+        ahead.leave(self._expected)
+
+
+_early: ContextVar[_Early | None] = ContextVar("fxsplit_encoder_early", default=None)
+
+
+@contextlib.contextmanager
+def compiling_as_traced(device: torch.device, stored_width: Callable[[int], int]) -> Iterator[None]:
+    """Within, as soon as a trace meets packed attention, what `compile_ahead` will ask for is begun, but for
+    variants for batches, which passes may ask for.
+
+    The tower's own forward calls the kernel for its heads in any case. Where the graph is expected to store
+    them wider and does not, what was begun for that is said to be in vain when the context ends.
+
+    Args:
+        stored_width: how wide the graph will have heads of a width.
+    """
+    chooser = current_chooser()
+    if _early.get() is not None or _is_settled(chooser) or ahead.why_not(device):
+        yield
+        return
+    early = _Early(chooser, device, stored_width)
+    entered, told = _early.set(early), traced.set(early.meet)
+    try:
+        yield
+    finally:
+        traced.reset(told)
+        _early.reset(entered)
+        early.end()
 
 
 def heads_of(nodes: Iterable[fx.Node]) -> dict[Heads, bool]:
@@ -56,8 +130,7 @@ def compile_ahead(nodes: Iterable[fx.Node], device: torch.device, *, eager: Iter
     chooser = current_chooser()
     if _is_settled(chooser) or ahead.why_not(device):
         return
-    table = chooser.measurements.table(device)
-    known = {(shape.dtype, shape.head_dim) for shape, found in table.items() if found.microseconds}
+    known, early = _known_heads(chooser, device), _early.get()
     captured = heads_of(nodes)
     wanted = {heads: _names(chooser, is_dense=is_dense) for heads, is_dense in captured.items()}
     for heads in eager:
@@ -65,6 +138,14 @@ def compile_ahead(nodes: Iterable[fx.Node], device: torch.device, *, eager: Iter
     for (dtype, head_dim), names in wanted.items():
         if (dtype, head_dim) not in known:
             ahead.start(names, head_dim, dtype, device)
+            if early is not None:
+                early.confirm(ahead.jobs_of(names, head_dim, dtype))
+
+
+def _known_heads(chooser: KernelChooser, device: torch.device) -> set[Heads]:
+    """Those for which times are known, and with them which kernels are compiled."""
+    table = chooser.measurements.table(device)
+    return {(shape.dtype, shape.head_dim) for shape, found in table.items() if found.microseconds}
 
 
 def _is_settled(chooser: KernelChooser) -> bool:

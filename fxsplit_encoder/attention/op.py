@@ -7,6 +7,8 @@ times as much Python to every call.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -16,6 +18,9 @@ from fxsplit_encoder._torch.current_device import on_device
 from fxsplit_encoder.attention.choice import current_chooser
 from fxsplit_encoder.attention.dense import attend_dense
 from fxsplit_encoder.errors import InputError
+
+traced: ContextVar[Callable[[Tensor], None] | None] = ContextVar("fxsplit_encoder_traced", default=None)
+"""Is called with the query of every `varlen_attention` that is traced, (tokens, heads, head_dim)."""
 
 # --- what the ops run
 
@@ -122,6 +127,8 @@ def _fake(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float
 ) -> Tensor:
     _check_rank(query)
+    if (tell := traced.get()) is not None:
+        tell(query)
     return torch.empty(query.shape, dtype=query.dtype, device=query.device)
 
 

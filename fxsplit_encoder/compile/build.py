@@ -33,6 +33,7 @@ from fxsplit_encoder.compile.split import (
 from fxsplit_encoder.compile.splitting_ops import splitting_targets
 from fxsplit_encoder.compile.steps import Slots, make_steps, slots_in, tensor_info, with_frees, with_joins
 from fxsplit_encoder.errors import CompileError
+from fxsplit_encoder.products.ahead import compile_ahead as compile_products_ahead
 
 
 def build_program(module: fx.GraphModule, static_inputs: Sequence[int], options: CompileOptions) -> Program:
@@ -62,6 +63,7 @@ def build_program(module: fx.GraphModule, static_inputs: Sequence[int], options:
         invariant=options.invariant,
     )
     compile_ahead(module.graph.nodes, device, eager=own_heads)
+    compile_products_ahead(module.graph.nodes, device)
     if options.invariant:
         check_rows(module, device, options.piece_compiler)
     if options.observe is not None:

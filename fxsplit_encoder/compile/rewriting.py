@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, fx
 from fxsplit_encoder._torch.aot import detect_fake_mode, fake_mode_of
 from fxsplit_encoder._torch.dispatch import OpOverload
 from fxsplit_encoder.compile.host import host_op
+from fxsplit_encoder.compile.sizes import layout
 
 aten = torch.ops.aten
 
@@ -112,16 +114,40 @@ def derived_parameter(graph: fx.Graph, make: Callable[..., Tensor], *sources: fx
         sources: nodes for which `is_parameter` holds.
     """
     assert all(is_parameter(source) for source in sources)
-    inputs = [n for n in graph.nodes if n.op == "placeholder"]
-    number = sum(1 for n in inputs if derivation(n) is not None)
+    inputs = graph.find_nodes(op="placeholder")
+    before = [n for n in inputs if derivation(n) is not None]
+    names, number = {n.target for n in inputs}, len(before)
+    while (name := f"derived_{number}") in names:  # others were removed
+        number += 1
     with graph.inserting_after(inputs[-1]):
-        node = graph.placeholder(f"derived_{number}")
-    values = [source.meta["val"] for source in sources]
-    with fake_mode_of(values), torch.no_grad():
-        node.meta["val"] = make(*values)
-    node.meta[_PARAMETER] = True
+        node = graph.placeholder(name)
     node.meta["derived"] = (make, sources)
+    values = [source.meta["val"] for source in sources]
+    # Blocks are equal, and making one takes some thirty operations on traced values.
+    like = next((n.meta["val"] for n in reversed(before) if _derives_the_same(n, node)), None)
+    with fake_mode_of(values), torch.no_grad():
+        if like is None:
+            node.meta["val"] = make(*values)
+        else:
+            placed = {"dtype": like.dtype, "device": like.device}
+            node.meta["val"] = torch.empty_strided(like.shape, like.stride(), **placed)
+    node.meta[_PARAMETER] = True
     return node
+
+
+def _derives_the_same(one: fx.Node, other: fx.Node) -> bool:
+    """Whether two inputs are derived in the same way from parameters of the same layouts."""
+    (make, sources), (other_make, other_sources) = one.meta["derived"], other.meta["derived"]
+    return _call(make) == _call(other_make) and _source_layouts(sources) == _source_layouts(other_sources)
+
+
+def _call(make: Callable[..., Tensor]) -> tuple[Any, ...]:
+    """What a function is: partial ones of the same arguments are not equal."""
+    return (make.func, make.args, make.keywords) if isinstance(make, functools.partial) else (make,)
+
+
+def _source_layouts(sources: Iterable[fx.Node]) -> list[Any]:
+    return [layout(source.meta["val"]) for source in sources]
 
 
 def derivation(node: fx.Node) -> tuple[Callable[..., Tensor], tuple[fx.Node, ...]] | None:

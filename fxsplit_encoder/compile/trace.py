@@ -22,6 +22,7 @@ from fxsplit_encoder.compile.blocks import BlockError, LiveWeights, equal_blocks
 from fxsplit_encoder.compile.bound import BoundProgram, bind
 from fxsplit_encoder.compile.build import build_program
 from fxsplit_encoder.compile.options import CompileOptions
+from fxsplit_encoder.compile.passes import expected_width
 from fxsplit_encoder.compile.pieces import compile_inductor, piece_compiler, start_compile_workers
 from fxsplit_encoder.compile.program import Program
 from fxsplit_encoder.errors import CompileError, FxSplitError, UntraceableError
@@ -66,17 +67,18 @@ def compile_graph(
 @contextlib.contextmanager
 def _workers(options: CompileOptions, inputs: Iterable[Any]) -> Iterator[None]:
     """Processes that will compile pieces, which are Inductor's, and attention kernels: they get ready while
-    the graph is traced.
+    the graph is traced, and begin with the kernels as soon as the trace has met attention.
     """
     if options.is_known:
         yield
         return
     device = next((value.device for value in inputs if isinstance(value, torch.Tensor)), torch.device("cpu"))
+    ahead.warm_up(device)  # first: to start Inductor's workers, this process imports Inductor
     if piece_compiler(options.piece_compiler, device) is compile_inductor:
         start_compile_workers()
-    ahead.warm_up(device)
     try:
-        yield
+        with ahead.compiling_as_traced(device, lambda width: expected_width(width, options.passes, device)):
+            yield
     finally:
         ahead.dismiss()
 

@@ -84,6 +84,11 @@ class Kernel(ABC, Generic[ShapeT]):
     is_last_resort: ClassVar[bool] = False
     """Whether it is used only where no other kernel works; it is never measured then."""
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether its next call waits for what other processes compile."""
+        return False
+
     @abstractmethod
     def unavailable_reason(self, device: torch.device) -> str | None:
         """Why it cannot run on this device, by its architecture or for a missing package; None: it can."""

@@ -108,7 +108,8 @@ class Meter(ABC, Generic[ShapeT, KernelT]):
 
     def measure(self, kernels: Sequence[KernelT], shape: ShapeT) -> Measured:
         """Errors and times of all kernels on random values. What a kernel raises is why it is rejected. A
-        call that another class has too is measured once.
+        call that another class has too is measured once. Those that are awaited come last, but for the first,
+        by whose error the others are judged: meanwhile the others are built.
         """
         return in_one_go(self.parts(kernels, shape))
 
@@ -142,7 +143,7 @@ class Meter(ABC, Generic[ShapeT, KernelT]):
         fastest = float("inf")
         rounding = torch.finfo(shape.dtype).eps
         limit = _FIRST_ROUNDINGS * rounding
-        for kernel in kernels:
+        for kernel in [*kernels[:1], *sorted(kernels[1:], key=lambda kernel: kernel.is_awaited)]:
             yield "check"
             logger.debug("%s: %s is checked", shape, kernel.name)
             times: list[float] = []

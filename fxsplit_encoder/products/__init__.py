@@ -5,6 +5,7 @@
 """
 
 from fxsplit_encoder.products.choice import ProductChooser, current_product_chooser, parse_products
+from fxsplit_encoder.products.kernels.quack import has_fused_activations
 from fxsplit_encoder.products.op import linear, multiply
 from fxsplit_encoder.products.shape import ACTIVATIONS, ProductShape
 
@@ -13,6 +14,7 @@ __all__ = [
     "ProductChooser",
     "ProductShape",
     "current_product_chooser",
+    "has_fused_activations",
     "linear",
     "multiply",
     "parse_products",

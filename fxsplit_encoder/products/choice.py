@@ -22,7 +22,8 @@ _GRAMMAR: PinGrammar[ProductShape] = PinGrammar(
     ProductShape.operation,
     tuple(kernel.name for kernel in KERNELS),
     words={
-        "gelu": lambda shape: shape.activation == "gelu_tanh",
+        "gelu": lambda shape: shape.activation in ("gelu", "gelu_tanh"),
+        "swiglu": lambda shape: shape.activation == "swiglu",
         "plain": lambda shape: shape.activation == "none",
     },
     numbers=("rows", "in_features", "out_features"),

@@ -13,7 +13,7 @@ from torch import Tensor
 from fxsplit_encoder.kernels import MOST_CALLS_TIMED, Example, Meter, spoil_memory
 from fxsplit_encoder.products.kernels import ProductKernel
 from fxsplit_encoder.products.kernels.base import activate
-from fxsplit_encoder.products.shape import ProductShape
+from fxsplit_encoder.products.shape import ProductShape, features_after
 
 # Of the L2 cache: weights that are read in turn and together are so much larger come from memory each time,
 # as in a tower, where a layer's come again after all the others have been read.
@@ -38,7 +38,8 @@ class ProductExample(Example[ProductKernel]):
 
     def result(self, kernel: ProductKernel) -> Tensor:
         """All rows."""
-        spoil_memory(self.rows.new_empty(self.rows.shape[0], self.weights[0].shape[0]))
+        features = features_after(self.activation, self.weights[0].shape[0])
+        spoil_memory(self.rows.new_empty(self.rows.shape[0], features))
         return kernel(self.rows, self.weights[0], self.bias, self.activation)
 
     def timed(self, kernel: ProductKernel) -> Callable[[], object]:

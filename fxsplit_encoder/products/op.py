@@ -10,7 +10,7 @@ from torch import Tensor
 from fxsplit_encoder._torch.current_device import on_device
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.products.choice import current_product_chooser
-from fxsplit_encoder.products.shape import ACTIVATIONS
+from fxsplit_encoder.products.shape import ACTIVATIONS, features_after
 
 
 def multiply(rows_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, activation: str) -> Tensor:
@@ -23,7 +23,7 @@ def multiply(rows_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, activati
         activation: one of `ACTIVATIONS`.
 
     Returns:
-        (rows, out_features), contiguous.
+        (rows, `features_after` the activation), contiguous.
 
     Raises:
         InputError: sizes do not fit, or there is no such activation.
@@ -46,6 +46,10 @@ def _check(rows: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -
             "fxsplit::linear: expected rows (M, K) and weight (N, K), got "
             f"{tuple(rows.shape)} and {tuple(weight.shape)}; flatten what comes before the features"
         )
+    if activation == "swiglu" and weight.shape[0] % 2:
+        raise InputError(
+            f"fxsplit::linear: swiglu: expected an even number of rows of the weight, got {weight.shape[0]}"
+        )
     if bias is not None and tuple(bias.shape) != (weight.shape[0],):
         raise InputError(f"fxsplit::linear: bias: expected ({weight.shape[0]},), got {tuple(bias.shape)}")
 
@@ -58,7 +62,7 @@ for _device in ("CPU", "CUDA"):
 
 def _fake(rows: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
     _check(rows, weight, bias, activation)
-    return rows.new_empty(rows.shape[0], weight.shape[0])
+    return rows.new_empty(rows.shape[0], features_after(activation, weight.shape[0]))
 
 
 torch.library.register_fake("fxsplit::linear", _fake, lib=_library)

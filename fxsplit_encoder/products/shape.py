@@ -7,8 +7,16 @@ from typing import ClassVar, Literal, get_args
 
 from fxsplit_encoder.kernels import CallShape
 
-Activation = Literal["none", "gelu_tanh"]
+Activation = Literal["none", "gelu", "gelu_tanh", "swiglu"]
 ACTIVATIONS: tuple[str, ...] = get_args(Activation)
+"""What may follow a product: a GELU in its erf or its tanh form, or silu(gate) * up, whose two layers are one
+with their rows in turn: gate, up, gate, up.
+"""
+
+
+def features_after(activation: str, out_features: int) -> int:
+    """The width of a result: of gates and what they gate half is left."""
+    return out_features // 2 if activation == "swiglu" else out_features
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +30,7 @@ class ProductShape(CallShape):
     rows: int
     in_features: int
     out_features: int
+    """Of the product, before the activation."""
     bias: bool
     activation: str
 

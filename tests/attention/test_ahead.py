@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -16,6 +13,7 @@ import pytest
 import torch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from fxsplit_encoder._torch.tensors import FakeTensorMode
 from fxsplit_encoder.attention import KernelChooser, ahead, dense_attention, varlen_attention
 from fxsplit_encoder.attention.choice import Measurements
 from fxsplit_encoder.attention.kernels import KERNELS, flash_attn, flash_cache
@@ -128,9 +126,11 @@ def test_a_call_waits_for_what_is_being_compiled(
     monkeypatch.setattr(type(kernel), "function", property(lambda self: attend))
     monkeypatch.setattr(processes, "is_running", lambda: not log)
     monkeypatch.setattr(processes, "wait", lambda: log.append("waited"))
+    assert kernel.is_awaited
     for _ in range(2):
         kernel(*fused_qkv(6), cumulative([6]), 6, 1.0)
     assert log == ["waited", "called", "called"]
+    assert not kernel.is_awaited
 
 
 def test_segments_of_one_tile_call_the_variant_of_longer_ones(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,13 +159,52 @@ def test_the_bound_is_ignored_on_hopper_alone(monkeypatch: pytest.MonkeyPatch) -
         assert decide(HOPPER) == (major == 9)
 
 
+def test_who_begins_learns_what_was_begun(possible: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert processes.start(["one"], 72, torch.bfloat16, HOPPER) == [("one", 72, "bfloat16")]
+    assert processes.start(["one", "two"], 72, torch.bfloat16, HOPPER) == [("two", 72, "bfloat16")]
+    assert processes.start(["one"], 72, torch.bfloat16, torch.device("cpu")) == []
+
+
+def test_what_was_begun_in_vain_is_said_and_not_waited_for(
+    possible: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "_left", [])
+    processes.leave([])
+    assert caplog.text == ""
+    vain = processes.start(["sleeps"], 80, torch.bfloat16, HOPPER)
+    processes.start(["one"], 72, torch.bfloat16, HOPPER)
+    processes.leave(vain)
+    assert "compiled ahead in vain, since the graph has other heads: [('sleeps', 80" in caplog.text
+    processes.wait()
+    assert not processes.is_running() and done(possible) == ["one-72"]
+    (sleeping,) = processes._left
+    assert sleeping.poll() is None
+    processes._end_all()
+    assert sleeping.wait() != 0
+    assert processes.start(["sleeps"], 80, torch.bfloat16, HOPPER) == vain  # it may be asked for after all
+    processes.leave(vain)
+    processes._end_all()
+    assert [each.wait() != 0 for each in processes._left] == [True]
+
+
+def test_a_process_that_is_left_ends_when_it_is_done(possible: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "_left", [])
+    processes.leave(processes.start(["one"], 80, torch.bfloat16, HOPPER))
+    assert processes._left[0].wait() == 0 and done(possible) == ["one-80"]
+
+
 # --- which
 
 
 @pytest.fixture
 def begun(possible: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], int]]:
     found: list[tuple[list[str], int]] = []
-    monkeypatch.setattr(processes, "start", lambda names, width, *_: found.append((names, width)))
+
+    def start(names: list[str], width: int, dtype: torch.dtype, device: torch.device) -> list[processes.Job]:
+        found.append((names, width))
+        return processes.jobs_of(names, width, dtype)
+
+    monkeypatch.setattr(processes, "start", start)
     monkeypatch.setattr(processes, "warm_up", lambda number, device: found.append(([], number)))
     return found
 
@@ -199,6 +238,53 @@ def test_heads_that_the_graph_stores_wider_run_eagerly_as_they_are(
     assert begun == [(PACKED, 80), ([*PACKED, *DENSE], 64), (["flash_attn_4"], 72)]
 
 
+def trace_attention(*widths: int, dtype: torch.dtype = torch.bfloat16) -> None:
+    with FakeTensorMode():
+        for width in widths:
+            qkv = torch.empty(4, 3, 16, width, dtype=dtype).unbind(1)
+            varlen_attention(*qkv, torch.empty(2, dtype=torch.int32), 4, 1.0)
+
+
+@pytest.fixture
+def in_vain(monkeypatch: pytest.MonkeyPatch) -> list[list[processes.Job]]:
+    found: list[list[processes.Job]] = []
+    monkeypatch.setattr(processes, "leave", lambda jobs: found.append(sorted(jobs)))
+    return found
+
+
+def test_a_trace_that_meets_attention_begins_what_its_graph_will_ask_for(
+    begun: list[tuple[list[str], int]], in_vain: list[list[processes.Job]]
+) -> None:
+    stored = {72: 80}
+    trace_attention(72)
+    with choosing(chooser()), ahead.compiling_as_traced(HOPPER, lambda width: stored.get(width, width)):
+        assert begun == []
+        trace_attention(72, 64, 72)
+        assert begun == [(PACKED, 80), (["flash_attn_4"], 72), (PACKED, 64)]
+        with ahead.compiling_as_traced(HOPPER, lambda width: width):  # within another it is that one
+            trace_attention(72)
+            ahead.compile_ahead([node(varlen_attention, 80)], HOPPER)
+        assert begun[3:] == [(PACKED, 80)]  # which begins nothing again
+        assert in_vain == []
+    trace_attention(96)
+    assert begun[4:] == [] and in_vain == [[]]
+
+
+def test_what_was_expected_of_a_graph_and_is_not_there_was_begun_in_vain(
+    begun: list[tuple[list[str], int]], in_vain: list[list[processes.Job]]
+) -> None:
+    with choosing(chooser()), ahead.compiling_as_traced(HOPPER, lambda width: 80):
+        trace_attention(72)
+        ahead.compile_ahead([node(varlen_attention, 72)], HOPPER, eager={(torch.bfloat16, 72): False})
+    assert begun == [(PACKED, 80), (["flash_attn_4"], 72), (PACKED, 72)]
+    assert in_vain == [processes.jobs_of(sorted(PACKED), 80, torch.bfloat16)]
+    with choosing(chooser()), pytest.raises(ZeroDivisionError):
+        with ahead.compiling_as_traced(HOPPER, lambda width: width):
+            trace_attention(64)
+            raise ZeroDivisionError  # the tower's own forward is captured, which calls these
+    assert in_vain[1:] == [[]]
+
+
 def test_heads_whose_width_varies_are_left_out() -> None:
     varies = node(varlen_attention)
     varies.args[0].meta["val"] = SimpleNamespace(
@@ -213,6 +299,8 @@ def test_nothing_is_compiled_where_nothing_is_compared(
 ) -> None:
     with choosing(settled):
         ahead.warm_up(HOPPER)
+        with ahead.compiling_as_traced(HOPPER, lambda width: width):
+            trace_attention(72)
         ahead.compile_ahead([node(varlen_attention)], HOPPER)
     assert begun == []
 
@@ -231,32 +319,6 @@ def test_heads_whose_times_are_known_are_left_out(
     with choosing(KernelChooser(measurements=fakes)):
         ahead.warm_up(CUDA)
         ahead.compile_ahead([node(varlen_attention, 72), node(varlen_attention, 80)], CUDA)
-    assert begun == [(PACKED, 80)]
-
-
-# --- with the package, which needs no GPU for it
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="flash-attn-4 is not installed")
-def test_what_one_process_compiles_another_loads(tmp_path: Path) -> None:
-    environment = {
-        **os.environ,
-        "CUDA_VISIBLE_DEVICES": "",
-        "FLASH_ATTENTION_ARCH": "sm_90",
-        "CUTE_DSL_ARCH": "sm_90a",
-        "FLASH_ATTENTION_NUM_SMS": "132",
-        flash_cache.SWITCH: "1",
-        "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": str(tmp_path),
-    }
-    module = "fxsplit_encoder.attention.kernels.ahead_process"
-    never = f"import cutlass.cute, {module} as m; cutlass.cute.compile = None; m.main([input()])"
-    for command in (["-m", module], ["-c", never]):
-        subprocess.run(
-            [sys.executable, *command],
-            env=environment,
-            input='["flash_attn_4_64x128", 72, "bfloat16"]\n',
-            text=True,
-            check=True,
-        )
-        assert len([*tmp_path.rglob("*.o")]) == 1
+        with ahead.compiling_as_traced(CUDA, lambda width: width):
+            trace_attention(72, 96)
+    assert begun == [(PACKED, 80), (PACKED, 96)]

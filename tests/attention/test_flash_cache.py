@@ -34,8 +34,8 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
 def test_it_is_on_by_default_in_a_directory_that_nobody_else_can_write() -> None:
     assert switch_on() == ""
     assert os.environ[SWITCH] == "1"
-    assert os.environ[DIRECTORY] == str(own_directory())
-    assert own_directory().stat().st_mode & 0o777 == 0o700
+    assert os.environ[DIRECTORY] == str(own_directory("flash_attn_4"))
+    assert own_directory("flash_attn_4").stat().st_mode & 0o777 == 0o700
     assert switch_on() == ""
 
 
@@ -65,8 +65,8 @@ def test_what_was_imported_before_is_as_it_was_then(monkeypatch: pytest.MonkeyPa
 def test_directories_that_others_can_write_or_nobody_are_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own_directory().mkdir(parents=True)
-    own_directory().chmod(0o777)
+    own_directory("flash_attn_4").mkdir(parents=True)
+    own_directory("flash_attn_4").chmod(0o777)
     assert "others can write there" in switch_on()
     monkeypatch.setattr(flash_cache, "cache_directory", lambda: tmp_path / "file")
     (tmp_path / "file").write_text("")
@@ -75,9 +75,9 @@ def test_directories_that_others_can_write_or_nobody_are_not_used(
 
 
 def test_another_version_has_another_directory(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = own_directory()
+    before = own_directory("flash_attn_4")
     monkeypatch.setattr(metadata, "version", lambda package: f"{package} of tomorrow")
-    assert own_directory() != before and own_directory().parent == before.parent
+    assert own_directory("flash_attn_4") != before and own_directory("flash_attn_4").parent == before.parent
 
 
 def test_nothing_is_set_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:

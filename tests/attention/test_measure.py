@@ -87,6 +87,17 @@ def test_the_first_kernel_must_be_accurate_as_well() -> None:
     assert found.microseconds == {"good": 7.0}
 
 
+class AwaitedKernel(FakeKernel):
+    is_awaited = True
+
+
+def test_what_other_processes_still_compile_comes_last_but_for_the_first() -> None:
+    kernels = [AwaitedKernel("a"), FakeKernel("b"), AwaitedKernel("c"), AwaitedKernel("d"), FakeKernel("e")]
+    assert list(measure(*kernels).microseconds) == ["a", "b", "e", "c", "d"]
+    assert list(measure(*kernels[1:]).microseconds) == ["b", "e", "c", "d"]
+    assert measure().microseconds == {}
+
+
 def test_what_a_kernel_raises_is_why_it_is_rejected() -> None:
     def refuse(out: Tensor) -> Tensor:
         raise RuntimeError("no engine for head_dim 8")

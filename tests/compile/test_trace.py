@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
+from fxsplit_encoder.attention.kernels import ahead
 from fxsplit_encoder.compile import BoundProgram, CompileOptions, trace, trace_forward
 from fxsplit_encoder.errors import CompileError
 from fxsplit_encoder.towers import wrap
@@ -247,3 +248,34 @@ def test_inductors_workers_start_before_the_forward_is_traced(
     with pytest.raises(CompileError):
         trace_forward(untraceable, {"x": torch.ones(4, 2)}, {"x": [0]}, options)
     assert len(started) == starts
+
+
+@pytest.mark.parametrize("passes", [("wide_heads",), ()])
+def test_attention_kernels_are_begun_before_there_is_a_graph(
+    passes: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log: list[Any] = []
+
+    def start(names: list[str], width: int, dtype: torch.dtype, device: torch.device) -> list[ahead.Job]:
+        jobs = [job for job in ahead.jobs_of(names, width, dtype) if job not in log]
+        log.extend(jobs)
+        return jobs
+
+    monkeypatch.setattr(ahead, "why_not", lambda device: "")
+    monkeypatch.setattr(ahead, "warm_up", lambda number, device: None)
+    monkeypatch.setattr(ahead, "start", start)
+    monkeypatch.setattr(ahead, "leave", lambda jobs: log.append(sorted(jobs)))
+    config = Qwen3VLVisionConfig(
+        depth=2, hidden_size=144, intermediate_size=32, num_heads=2, deepstack_visual_indexes=[1]
+    )
+    tower = wrap(Qwen3VLVisionModel(config).eval())
+    example = tower.prepare_encoder_cudagraph_capture_inputs(16, 2, 0, torch.device("cpu"), torch.float32)
+    options = CompileOptions(
+        OPTIONS, "eager", passes=passes, observe=lambda graph: log.append("graph"), requires_tokens=True
+    )
+    dynamic = {name: [0] for name in example.values}
+    trace_forward(tower.encoder_cudagraph_forward, example.values, dynamic, options, tower)
+    packed = ["flash_attn_4", "flash_attn_4_64x128", "flash_attn_4_128x128"]
+    jobs = ahead.jobs_of(packed, 80 if passes else 72, torch.float32)
+    own = ahead.jobs_of(packed[:1], 72, torch.float32) if passes else []
+    assert log == [*jobs, *own, "graph", []]

@@ -13,6 +13,8 @@ import fxsplit_encoder as fx
 from fxsplit_encoder.capture import SegmentedCapture
 from fxsplit_encoder.compile.passes import PASSES, relative_rms
 from fxsplit_encoder.compile.passes.fp8_linear import candidates
+from tests.manager.packings import packed_items
+from tests.towers import tiny_towers
 
 SETTINGS: dict[str, Any] = {
     "token_budgets": (4, 16),
@@ -67,7 +69,8 @@ def test_every_pass_changes_the_tower(captured: Any) -> None:
         "decomposed_bias": 0,
         "dense_attention": 0,
         "wide_heads": 0,
-        "measured_products": 12,
+        "measured_activations": 4,
+        "measured_products": 8,
         "output_branch": 1,
     }
     assert len(program.derived.recipes) == 6
@@ -172,6 +175,28 @@ def test_linear_layers_run_by_measured_kernels(make_batch: Callable[..., Any], e
     for grids in ([(1, 4, 6)], [(1, 4, 4), (1, 2, 2)], [(1, 8, 10)]):
         assert_same(manager, reference, encode, make_batch(grids))
     assert manager.stats().hits == 3
+
+
+def test_gates_and_what_they_gate_run_as_one_layer_whose_weights_may_change() -> None:
+    name = "Qwen2_5_VisionTransformerPretrainedModel"
+    inner, changed = tiny_towers.make(name), tiny_towers.make(name)
+    for parameter in changed.parameters():
+        parameter.mul_(1.25)
+    inputs = tiny_towers.tiny(name).inputs
+    passes = ("conv_to_linear", "pad_mlp_width", "measured_activations")
+    config = fx.EncoderConfig(
+        token_budgets=inputs.budgets["default"], max_items_per_batch=4, passes=passes, mode="full"
+    )
+    manager = fx.EncoderCudaGraphManager(fx.wrap(inner), config)
+    manager.capture()
+    (bound,) = manager.programs.values()
+    assert bound.program.pass_report["measured_activations"] == 3  # in each of two blocks, and the merger's
+    assert bound.program.padding.proved
+    plain = fx.EncoderCudaGraphManager(fx.wrap(changed), config.model_copy(update={"enabled": False}))
+    batch = inputs.make(packed_items(3, videos=False))
+    inner.load_state_dict(changed.state_dict())
+    for found, expected in zip(manager.execute(batch), plain.execute(batch), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow

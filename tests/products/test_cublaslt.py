@@ -156,8 +156,13 @@ def test_it_computes_16_bits_on_cuda_with_the_library_of_torch(monkeypatch: pyte
     def supported(dtype: torch.dtype, bias: bool, activation: str) -> bool:
         return kernel.supports(ProductShape(device, dtype, 5, 16, 8, bias, activation))
 
+    monkeypatch.setattr(kernels, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(kernels, "has_fused_activations", lambda capability: False)
     assert supported(torch.bfloat16, True, "gelu_tanh") and supported(torch.float16, False, "none")
     assert not supported(torch.float32, True, "none") and not supported(torch.bfloat16, False, "gelu_tanh")
+    assert not supported(torch.bfloat16, True, "gelu")
+    monkeypatch.setattr(kernels, "has_fused_activations", lambda capability: capability == (9, 0))
+    assert not supported(torch.bfloat16, True, "gelu_tanh") and supported(torch.bfloat16, True, "none")
     assert kernel.unavailable_reason(CPU) == "needs CUDA"
     monkeypatch.setattr(torch.version, "cuda", None)
     cublaslt.load.cache_clear()

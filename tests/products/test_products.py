@@ -24,6 +24,7 @@ from fxsplit_encoder.kernels import (
     measuring,
 )
 from fxsplit_encoder.products import (
+    ACTIVATIONS,
     ProductChooser,
     ProductShape,
     current_product_chooser,
@@ -136,14 +137,19 @@ def test_the_current_chooser_decides_what_the_op_runs() -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(0, 9), st.booleans(), st.sampled_from(["none", "gelu_tanh"]), st.booleans())
+@given(st.integers(0, 9), st.booleans(), st.sampled_from(ACTIVATIONS), st.booleans())
 def test_the_op_is_a_linear_layer_and_its_activation(
     rows: int, with_bias: bool, activation: str, transposed: bool
 ) -> None:
     x = torch.randn(16, rows).t() if transposed else torch.randn(rows, 16)
     weight, bias = torch.randn(8, 16), torch.randn(8)
     expected = F.linear(x, weight, bias if with_bias else None)
-    expected = F.gelu(expected, approximate="tanh") if activation == "gelu_tanh" else expected
+    expected = {
+        "none": lambda y: y,
+        "gelu": F.gelu,
+        "gelu_tanh": lambda y: F.gelu(y, approximate="tanh"),
+        "swiglu": lambda y: F.silu(y[:, 0::2]) * y[:, 1::2],
+    }[activation](expected)
     found = linear(x, weight, bias if with_bias else None, activation)
     torch.testing.assert_close(found, expected)
     assert found.is_contiguous()
@@ -152,7 +158,11 @@ def test_the_op_is_a_linear_layer_and_its_activation(
 def test_wrong_arguments_are_named() -> None:
     rows, weight = torch.randn(5, 16), torch.randn(8, 16)
     for arguments, message in (
-        ((rows, weight, None, "relu"), "activation: expected one of none, gelu_tanh, got 'relu'"),
+        (
+            (rows, weight, None, "relu"),
+            "activation: expected one of none, gelu, gelu_tanh, swiglu, got 'relu'",
+        ),
+        ((rows, weight[:7], None, "swiglu"), "an even number of rows of the weight, got 7"),
         ((rows[None], weight, None, "none"), "expected rows"),
         ((rows, weight, rows[0], "none"), r"bias: expected \(8,\), got \(16,\)"),
     ):
@@ -162,7 +172,11 @@ def test_wrong_arguments_are_named() -> None:
 
 def test_the_operation_is_well_formed() -> None:
     rows, weight, bias = (torch.randn(*size) for size in ((5, 16), (8, 16), (8,)))
-    for arguments in ((rows, weight, bias, "none"), (rows, weight, None, "gelu_tanh")):
+    for arguments in (
+        (rows, weight, bias, "none"),
+        (rows, weight, None, "gelu_tanh"),
+        (rows, weight, bias, "swiglu"),
+    ):
         torch.library.opcheck(linear, arguments, test_utils=("test_schema", "test_faketensor"))
 
 

@@ -1,4 +1,5 @@
-"""FlashAttention 4's variants compiled in processes of their own, while this one traces and compiles.
+"""Variants of kernels compiled in processes of their own, while this one traces and compiles: those of
+FlashAttention 4, and QuACK's, which comes with it.
 
 The package compiles a variant when it is first called, for seconds of this process. Where its cache on disk
 is on, as it is by default (`flash_cache`), the same can be done before, on other cores and without a device;
@@ -8,6 +9,7 @@ the first call then loads what it finds there.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import logging
 import os
@@ -16,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from importlib import metadata
 from typing import IO
@@ -28,10 +30,14 @@ from fxsplit_encoder.kernels.base import capability, processors
 
 logger = logging.getLogger(__name__)
 
-Job = tuple[str, int, str]
-"""A kernel's name, the width of heads, and a dtype's name."""
+Variant = int | str
+"""The width of heads, or what follows a product."""
 
-_MODULE = "fxsplit_encoder.attention.kernels.ahead_process"
+Job = tuple[str, Variant, str]
+"""A kernel's name, what it is compiled for, and a dtype's name."""
+
+# It knows the kernels of every operation, so it is above this package.
+_MODULE = "fxsplit_encoder.products.kernels.ahead_process"
 
 # The architecture that the package's compiler names for a capability: of Hopper this is known.
 _TARGETS = {(9, 0): ("sm_90", "sm_90a")}
@@ -72,8 +78,18 @@ class _Process:
             logger.warning("not compiled ahead: %s: %s", self.jobs, why)
         self.errors.close()
 
+    def leave(self) -> None:
+        """Lets it end when it has done what it was given; what it says then goes nowhere."""
+        assert self.popen.stdin is not None
+        with contextlib.suppress(OSError):  # it has ended
+            self.popen.stdin.close()
+        self.errors.close()
+
 
 _processes: list[_Process] = []
+
+_left: list[subprocess.Popen[str]] = []
+"""Those that nobody waits for, until they have ended."""
 
 
 def why_not(device: torch.device) -> str:
@@ -98,26 +114,59 @@ def warm_up(number: int, device: torch.device) -> None:
             _processes.append(_launch(device))
 
 
-def start(names: Sequence[str], head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Begins to compile the kernels of these names for heads so wide, each in a process of its own. What was
-    asked for before is not begun again.
+def jobs_of(names: Iterable[str], variant: Variant, dtype: torch.dtype) -> list[Job]:
+    """The jobs that compile the kernels of these names for such heads, or products."""
+    return [(name, variant, str(dtype).removeprefix("torch.")) for name in names]
+
+
+def start(
+    names: Iterable[str], variant: Variant, dtype: torch.dtype, device: torch.device, *, apart: bool = True
+) -> list[Job]:
+    """Begins to compile the kernels of these names for such heads, or products. What was asked for before is
+    not begun again.
+
+    Args:
+        apart: each in a process of its own; else one after the other.
+
+    Returns:
+        What was begun.
     """
+    begun: list[Job] = []
     if reason := why_not(device):
-        logger.debug("attention kernels are compiled when they are called: %s", reason)
-        return
+        logger.debug("kernels are compiled when they are called: %s", reason)
+        return begun
     with _lock:
-        for name in names:
-            job = (name, head_dim, str(dtype).removeprefix("torch."))
+        process: _Process | None = None
+        for job in jobs_of(names, variant, dtype):
             if job in _asked:
                 continue
             _asked.add(job)
             try:
-                idle = next((each for each in _processes if not each.jobs), None)
-                if idle is None:
-                    _processes.append(idle := _launch(device))
-                idle.give(job)
+                if apart or process is None:
+                    process = next((each for each in _processes if not each.jobs), None)
+                if process is None:
+                    _processes.append(process := _launch(device))
+                process.give(job)
+                begun.append(job)
             except OSError as error:  # no process can be started, or it has ended: it is compiled here
                 logger.warning("not compiled ahead: %s: %s", job, error)
+    return begun
+
+
+def leave(jobs: Collection[Job]) -> None:
+    """Says that these were begun in vain, and has nobody wait for them. Their processes end by themselves:
+    one that is killed may leave half a file where others look for what is compiled.
+    """
+    if not jobs:
+        return
+    logger.warning("compiled ahead in vain, since the graph has other heads: %s", sorted(jobs))
+    with _lock:
+        _asked.difference_update(jobs)
+        _left[:] = [popen for popen in _left if popen.poll() is None]
+        for each in [each for each in _processes if each.jobs and {*each.jobs} <= {*jobs}]:
+            _processes.remove(each)
+            each.leave()
+            _left.append(each.popen)
 
 
 def _launch(device: torch.device) -> _Process:
@@ -128,6 +177,7 @@ def _launch(device: torch.device) -> _Process:
         "CUDA_VISIBLE_DEVICES": "",  # it takes neither memory nor time of the device
         "FLASH_ATTENTION_ARCH": kind,
         "CUTE_DSL_ARCH": target,
+        "QUACK_ARCH": kind,
         "FLASH_ATTENTION_NUM_SMS": str(processors(device)),
     }
     errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
@@ -166,8 +216,8 @@ def wait() -> None:
 
 
 def _end_all() -> None:
-    for each in _processes:
-        each.popen.kill()
+    for popen in (*(each.popen for each in _processes), *_left):
+        popen.kill()
 
 
 atexit.register(_end_all)

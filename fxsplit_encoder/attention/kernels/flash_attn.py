@@ -94,6 +94,11 @@ class FlashAttention4(HalfPrecisionKernel):
         self.is_invariant = tile is None and not self.needs_equal_segments
         self._variant: dict[str, Any] = {"tile_mn": tile, "mma_pv_is_rs": probabilities_in_registers}
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether its next call waits for the processes that compile ahead."""
+        return ahead.is_running()
+
     def package_problem(self, device: torch.device) -> str | None:
         """Why its package cannot be used; its cache is switched on before it is imported."""
         switch_on()

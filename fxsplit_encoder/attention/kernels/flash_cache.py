@@ -41,18 +41,18 @@ def switch_on() -> str:
     if find_spec("flash_attn") is None:
         return "flash-attn-4 is not installed"
     if DIRECTORY not in os.environ:
-        directory = own_directory()
-        if problem := _problem_of(directory):
+        directory = own_directory("flash_attn_4")
+        if problem := problem_of(directory):
             return f"{directory}: {problem}"
         os.environ[DIRECTORY] = str(directory)
     os.environ[SWITCH] = "1"
     return ""
 
 
-def own_directory() -> Path:
-    """Where variants are kept for these versions of the packages, if the user names no directory."""
+def own_directory(name: str) -> Path:
+    """Where variants of a package are kept for these versions of all, if the user names no directory."""
     versions = "\n".join(f"{package} {_version(package)}" for package in _PACKAGES)
-    return cache_directory() / "flash_attn_4" / hashlib.sha256(versions.encode()).hexdigest()[:16]
+    return cache_directory() / name / hashlib.sha256(versions.encode()).hexdigest()[:16]
 
 
 def _version(package: str) -> str:
@@ -62,7 +62,7 @@ def _version(package: str) -> str:
         return "none"
 
 
-def _problem_of(directory: Path) -> str:
+def problem_of(directory: Path) -> str:
     """Why the package should not use a directory; empty: it may. It locks files there, and where it cannot,
     its calls fail.
     """

@@ -49,7 +49,10 @@ class TokenSizes:
         self.divisor = math.lcm(*(_divisor_asked_by(guard) for guard in guards))
         self.unmet = [g for g in guards if isinstance(g, sympy.Eq) and not self._always_holds(g)]
         """Equations that hold for some token counts only: the trace is one of these counts'."""
+        # The sizes of a tower's nodes are few, and each is asked about at hundreds of them.
         self._normal: dict[sympy.Expr, sympy.Expr] = {}
+        self._varies: dict[sympy.Basic, bool] = {}
+        self._counts_rows: dict[sympy.Expr, bool] = {}
 
     def mentions_padding(self, expr: sympy.Basic) -> bool:
         """Whether a size is written with a symbol whose value padding changes."""
@@ -62,6 +65,11 @@ class TokenSizes:
         Raises:
             NotProvedError: it is undecided.
         """
+        if (known := self._varies.get(expr)) is None:
+            known = self._varies[expr] = self._does_vary(expr)
+        return known
+
+    def _does_vary(self, expr: sympy.Basic) -> bool:
         if not self.mentions_padding(expr):
             return False
         if not isinstance(expr, sympy.Expr):
@@ -78,6 +86,11 @@ class TokenSizes:
         Raises:
             NotProvedError: it is undecided.
         """
+        if (known := self._counts_rows.get(expr)) is None:
+            known = self._counts_rows[expr] = self._does_count_rows(expr)
+        return known
+
+    def _does_count_rows(self, expr: sympy.Expr) -> bool:
         if not self.varies(expr) or not self.segment_symbols.isdisjoint(symbols_of(expr)):
             return False
         coefficients = sympy.Poly(self._normal_form(expr), _GROUPS).all_coeffs()

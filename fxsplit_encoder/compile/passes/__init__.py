@@ -17,16 +17,26 @@ from fxsplit_encoder.compile.passes.dense_attention import dense_attention
 from fxsplit_encoder.compile.passes.fixed_products import fixed_products
 from fxsplit_encoder.compile.passes.fp8_linear import fp8_linear, relative_rms
 from fxsplit_encoder.compile.passes.gelu_epilogue import gelu_epilogue
+from fxsplit_encoder.compile.passes.measured_activations import measured_activations
 from fxsplit_encoder.compile.passes.measured_products import measured_products
 from fxsplit_encoder.compile.passes.output_branch import output_branch
 from fxsplit_encoder.compile.passes.pad_mlp_width import pad_mlp_width
 from fxsplit_encoder.compile.passes.tanh_gelu import tanh_gelu
-from fxsplit_encoder.compile.passes.wide_heads import wide_heads
+from fxsplit_encoder.compile.passes.wide_heads import stored_width, wide_heads
 from fxsplit_encoder.errors import ConfigError
+from fxsplit_encoder.products import has_fused_activations
 
 Pass = Callable[[fx.GraphModule], int]
 
-__all__ = ["DEFAULT_PASSES", "PASSES", "default_passes", "pass_rows", "relative_rms", "run_passes"]
+__all__ = [
+    "DEFAULT_PASSES",
+    "PASSES",
+    "default_passes",
+    "expected_width",
+    "pass_rows",
+    "relative_rms",
+    "run_passes",
+]
 
 PASSES: Mapping[str, Pass] = {
     "conv_to_linear": conv_to_linear,
@@ -36,6 +46,7 @@ PASSES: Mapping[str, Pass] = {
     "wide_heads": wide_heads,
     "tanh_gelu": tanh_gelu,
     "gelu_epilogue": gelu_epilogue,
+    "measured_activations": measured_activations,
     "measured_products": measured_products,
     # It marks the nodes that the others leave.
     "output_branch": output_branch,
@@ -44,6 +55,9 @@ PASSES: Mapping[str, Pass] = {
 
 _NO_DEFAULTS = ("tanh_gelu", "measured_products")
 """The first is another function, the second pays at some sizes and costs at others."""
+
+_OF_FUSED_KERNELS = "measured_activations"
+"""Pays where kernels have activations in their epilogue that torch's have not."""
 
 DEFAULT_PASSES: Mapping[str, tuple[str, ...]] = {
     "cpu": ("conv_to_linear",),
@@ -63,13 +77,26 @@ _FP8_BEFORE = "gelu_epilogue"
 _FIXED_BEFORE = "output_branch"
 
 
-def default_passes(device: torch.device) -> tuple[str, ...]:
-    """What `passes: auto` stands for on a device."""
+def default_passes(device: torch.device, *, invariant: bool = False) -> tuple[str, ...]:
+    """What `passes: auto` stands for on a device; `invariant`: where nothing is chosen by measurement."""
     names = DEFAULT_PASSES.get(device.type, ())
     if device.type != "cuda":
         return names
     capability = torch.cuda.get_device_capability(device)
-    return tuple(name for name in names if capability >= _LEAST_CAPABILITY.get(name, (0, 0)))
+    left_out = set() if has_fused_activations(capability) and not invariant else {_OF_FUSED_KERNELS}
+    return tuple(
+        name for name in names if name not in left_out and capability >= _LEAST_CAPABILITY.get(name, (0, 0))
+    )
+
+
+def expected_width(width: int, names: Sequence[str] | None, device: torch.device) -> int:
+    """How wide passes are expected to store attention heads, before there is a graph that tells.
+
+    Args:
+        names, device: as for `run_passes`.
+    """
+    chosen = default_passes(device) if names is None else names
+    return stored_width(width) if wide_heads.__name__ in chosen else width
 
 
 def run_passes(
@@ -96,7 +123,7 @@ def run_passes(
     Raises:
         ConfigError: no such pass, or the device cannot multiply in fp8.
     """
-    chosen = default_passes(device) if names is None else names
+    chosen = default_passes(device, invariant=invariant) if names is None else names
     if unknown := [name for name in chosen if name not in PASSES]:
         raise ConfigError(f"passes: no pass is called {', '.join(unknown)}; allowed: {', '.join(PASSES)}")
     changed: dict[str, int] = {}

@@ -67,11 +67,11 @@ def gelu_epilogue(module: fx.GraphModule) -> int:
 
 def linear_before(gelu: fx.Node) -> Linear | None:
     """The layer with a bias whose result only this GELU reads, if there is one."""
-    linear = linear_of(_before_reshapes(gelu.args[0]))
+    linear = linear_of(before_reshapes(gelu.args[0]))
     return None if linear is None or linear.bias is None else linear
 
 
-def _before_reshapes(node: Any) -> Any:
+def before_reshapes(node: Any) -> Any:
     """What a node reads through reshapes with no other user; None if a value in between has other users."""
     while len(node.users) == 1:
         if not is_reshape(node):

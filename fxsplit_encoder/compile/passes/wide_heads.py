@@ -45,6 +45,12 @@ class Piece:
     """The width that they are stored at."""
 
 
+def stored_width(width: int) -> int:
+    """How wide heads of a width are stored, where the graph around attention has the form for it."""
+    wide = -(-width // _STEP) * _STEP
+    return width if wide - width > width * _MOST_PADDING else wide
+
+
 def arrange_heads(weight: Tensor, pieces: tuple[Piece, ...]) -> Tensor:
     """The rows of a weight, or the entries of a bias, that pieces name, one piece after another, each head
     followed by zeros up to its width.
@@ -115,8 +121,8 @@ def _attention(node: fx.Node) -> _Attention | None:
     if not all(isinstance(size, int) for size in sizes):
         return None
     heads, width = sizes[:2]
-    wide = -(-width // _STEP) * _STEP
-    if wide == width or wide - width > width * _MOST_PADDING:
+    wide = stored_width(width)
+    if wide == width:
         return None
     down = _reader(node, heads * width)
     if down is None:
@@ -156,7 +162,8 @@ def _piece(node: Any, linear: Linear, heads: int, width: int, dims: tuple[int, .
 def _find_kept(root: _Root, attention: fx.Node, heads: int, width: int) -> bool:
     """Finds what others than attention compute with; False: it has another form."""
     inputs = {attention.args[position] for position in root.inputs}
-    views = {root.linear.node, *views_of(root.linear.node)}
+    # In order: equal blocks are to compute their parts in the same one, so that they share a compilation.
+    views = dict.fromkeys((root.linear.node, *views_of(root.linear.node)))
     for view in views:
         others = [user for user in view.users if user not in views]
         if not [user for user in others if user is not attention or view not in inputs]:

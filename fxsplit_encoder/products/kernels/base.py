@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fxsplit_encoder.kernels import Kernel
-from fxsplit_encoder.products.shape import ProductShape
+from fxsplit_encoder.products.shape import ProductShape, features_after
+from fxsplit_encoder.products.swiglu import swiglu_of_pairs
 
 
 class ProductKernel(Kernel[ProductShape]):
@@ -31,13 +32,17 @@ class ProductKernel(Kernel[ProductShape]):
             activation: one of `ACTIVATIONS`.
 
         Returns:
-            (rows, out_features), contiguous and new.
+            (rows, `features_after` the activation), contiguous and new.
         """
 
 
 def activate(values: Tensor, activation: str) -> Tensor:
-    """Applies an activation of `ACTIVATIONS`."""
-    return F.gelu(values, approximate="tanh") if activation == "gelu_tanh" else values
+    """Applies an activation of `ACTIVATIONS`; "gelu" is the erf form."""
+    if activation == "none":
+        return values
+    if activation == "swiglu":
+        return swiglu_of_pairs(values)
+    return F.gelu(values, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
 def is_half_precision(shape: ProductShape) -> bool:
@@ -46,5 +51,5 @@ def is_half_precision(shape: ProductShape) -> bool:
         shape.device.type == "cuda"
         and shape.dtype in (torch.bfloat16, torch.float16)
         and shape.in_features % 8 == 0
-        and shape.out_features % 8 == 0
+        and features_after(shape.activation, shape.out_features) % 8 == 0
     )

@@ -11,7 +11,7 @@ from fxsplit_encoder.products.shape import ProductShape
 
 
 class Cublas(ProductKernel):
-    """Bias and GELU are epilogues of the product where torch has one."""
+    """The bias, and a GELU of the tanh form, are epilogues of the product where torch has one."""
 
     name = "cublas"
 

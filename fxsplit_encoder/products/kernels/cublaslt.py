@@ -7,8 +7,10 @@ import functools
 import torch
 from torch import Tensor
 
+from fxsplit_encoder.kernels.base import capability
 from fxsplit_encoder.products.cublaslt import ALIGNMENT, Plan, Product, load
 from fxsplit_encoder.products.kernels.base import ProductKernel, is_half_precision
+from fxsplit_encoder.products.kernels.quack import has_fused_activations
 from fxsplit_encoder.products.shape import ProductShape
 
 ALGORITHMS = 8
@@ -35,8 +37,13 @@ class CublasLt(ProductKernel):
         return "needs CUDA" if device.type != "cuda" else load()[1]
 
     def supports(self, shape: ProductShape) -> bool:
-        """16-bit values, and a GELU after a bias: torch has no other for comparison."""
-        return is_half_precision(shape) and (shape.bias or shape.activation == "none")
+        """16-bit values, and a GELU after a bias, of the tanh form: the library has no other. Where QuACK is,
+        whose tiles are faster than any of these with one (H100), it is not worth the time of comparing.
+        """
+        if not is_half_precision(shape) or shape.activation == "none":
+            return is_half_precision(shape)
+        is_beaten = has_fused_activations(capability(shape.device))
+        return shape.bias and shape.activation == "gelu_tanh" and not is_beaten
 
     def __call__(self, rows_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, activation: str) -> Tensor:
         """Multiplies. The workspace is a tensor, so that a capture has it in its own memory.

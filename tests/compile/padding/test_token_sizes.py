@@ -127,3 +127,14 @@ def test_the_token_count_is_recognized_however_it_is_written(
     guards: tuple[sympy.Basic, ...], size: sympy.Expr, expected: bool
 ) -> None:
     assert sizes(*guards).count_tokens(size) == expected
+
+
+def test_what_is_asked_again_is_answered_as_before() -> None:
+    of = sizes(BY_4)
+    undecided = FloorDiv(S, 5000) + 1
+    for _ in range(2):
+        assert [of.varies(size) for size in (S, T, 4 * FloorDiv(S, 4) - S)] == [True, False, False]
+        assert [of.counts_rows(size) for size in (S, T, SEGMENTS * S, -S)] == [True, False, False, False]
+        for ask in (of.varies, of.counts_rows):
+            with pytest.raises(NotProvedError):
+                ask(undecided)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import metadata
 from typing import Any
 
 import pytest
@@ -11,7 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fxsplit_encoder.compile import BoundProgram, CompileOptions
-from fxsplit_encoder.compile.passes import DEFAULT_PASSES, PASSES, default_passes, pass_rows, run_passes
+from fxsplit_encoder.compile.passes import (
+    DEFAULT_PASSES,
+    PASSES,
+    default_passes,
+    expected_width,
+    pass_rows,
+    run_passes,
+)
 from fxsplit_encoder.config import GRAPH_PASSES, EncoderConfig
 from fxsplit_encoder.errors import ConfigError
 
@@ -54,6 +62,13 @@ def test_options_follow_the_configuration() -> None:
     assert (made.passes, made.precision, made.piece_compiler) == (("gelu_epilogue",), "fp8", "eager")
 
 
+@pytest.mark.parametrize(("width", "stored"), [(64, 64), (72, 80), (80, 80), (88, 96), (8, 8), (120, 128)])
+def test_passes_are_expected_to_store_heads_as_wide_heads_does(width: int, stored: int) -> None:
+    assert expected_width(width, ("conv_to_linear", "wide_heads"), CPU) == stored
+    assert expected_width(width, ("conv_to_linear",), CPU) == width
+    assert expected_width(width, None, CPU) == width  # no default there
+
+
 @pytest.mark.parametrize(
     ("names", "report"),
     [
@@ -75,13 +90,27 @@ def test_what_is_asked_for_runs_in_the_order_of_the_registry(names: Any, report:
 
 
 @pytest.mark.parametrize(
-    ("capability", "missing"), [((8, 0), {"decomposed_bias", *NO_DEFAULTS}), ((9, 0), NO_DEFAULTS)]
+    ("capability", "has_quack", "missing"),
+    [
+        ((8, 0), True, {"decomposed_bias", "measured_activations", *NO_DEFAULTS}),
+        ((9, 0), False, {"measured_activations", *NO_DEFAULTS}),
+        ((9, 0), True, NO_DEFAULTS),
+        ((10, 0), True, {"measured_activations", *NO_DEFAULTS}),
+    ],
 )
-def test_defaults_on_cuda_depend_on_the_architecture(
-    capability: tuple[int, int], missing: set[str], monkeypatch: pytest.MonkeyPatch
+def test_defaults_on_cuda_depend_on_architecture_and_packages(
+    capability: tuple[int, int], has_quack: bool, missing: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def version(package: str) -> str:
+        if package == "quack-kernels" and has_quack:
+            return "0.6.5"
+        raise metadata.PackageNotFoundError(package)
+
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert set(PASSES) - set(default_passes(torch.device("cuda", 0))) == missing
+    monkeypatch.setattr(metadata, "version", version)
+    device = torch.device("cuda", 0)
+    assert set(PASSES) - set(default_passes(device)) == missing
+    assert set(PASSES) - set(default_passes(device, invariant=True)) == missing | {"measured_activations"}
 
 
 def test_an_unknown_pass_is_refused() -> None:
@@ -102,6 +131,7 @@ def test_rows_for_a_table() -> None:
         ["wide_heads", "off"],
         ["tanh_gelu", "off"],
         ["gelu_epilogue", "off"],
+        ["measured_activations", "off"],
         ["measured_products", "off"],
         ["output_branch", "off"],
         ["fp8_linear", "8"],
@@ -115,7 +145,7 @@ def test_a_program_with_every_pass_gives_the_same(compiler: str, inputs: Callabl
     mlp, bound = traced_mlp(compiler)
     changing = ("pad_mlp_width", "gelu_epilogue")
     changed = {name: int(name in changing) for name in PASSES}
-    changed["measured_products"] = 2
+    changed["measured_activations"] = changed["measured_products"] = 1
     assert bound.program.pass_report == changed
     assert bound.program.padding.proved
     assert bound.program.derived.num_bytes > 4 * WIDTH * 128

@@ -191,3 +191,22 @@ def test_rows_are_arranged_by_heads() -> None:
     assert arrange_heads(torch.arange(12.0), pieces).tolist() == expected
     columns = pad_head_columns(torch.arange(1.0, 5.0)[None], 2, 3)
     assert columns.tolist() == [[1, 2, 0, 3, 4, 0]]
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Packed() for _ in range(16))
+
+    def forward(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x, cu_seqlens)
+        return x
+
+
+def test_equal_blocks_keep_their_parts_in_one_order() -> None:
+    graph = aten_graph(Blocks(), torch.randn(9, 20), torch.tensor([0, 4, 4, 9], dtype=torch.int32))
+    assert wide_heads(graph.module) == 16
+    made = [node.meta["derived"][0].keywords for node in graph.derived]
+    arranged = [keywords["pieces"] for keywords in made if "pieces" in keywords]
+    assert len(arranged) == 32 and len(set(arranged)) == 1

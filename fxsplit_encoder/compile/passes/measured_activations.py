@@ -1,0 +1,134 @@
+"""Linear layers and the activation after them become one operation, `fxsplit::linear`, whose kernel is
+measured.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxsplit_encoder.compile.passes.gelu_epilogue import addmm_gelu, before_reshapes, linear_before
+from fxsplit_encoder.compile.passes.layers import Linear, is_reshape, linear_of
+from fxsplit_encoder.compile.passes.measured_products import has_choice, replace_by_measured
+from fxsplit_encoder.compile.passes.pad_mlp_width import pad_rows
+from fxsplit_encoder.compile.rewriting import derivation, derived_parameter, is_parameter
+from fxsplit_encoder.compile.sizes import shape_exprs
+from fxsplit_encoder.products.swiglu import interleaved
+
+aten = torch.ops.aten
+
+
+def measured_activations(module: fx.GraphModule) -> int:
+    """Linear layers with a GELU after them, of either form, and pairs of them whose results are
+    silu(gate) * up, run by the kernel that was measured to be the fastest for their number of rows.
+
+    Exact: every kernel computes activation(rows @ weight.T + bias), sums in float32, and is refused where its
+    error is more than a twentieth above that of torch's own product and the activation. Kernels that have the
+    activation as their epilogue round once. The weights of a pair are kept as one, row by row in turn.
+    """
+    changed = 0
+    for node in list(module.graph.nodes):
+        if node.target is addmm_gelu:
+            changed += _replace_epilogue(node)
+        elif node.target is aten.gelu.default:
+            changed += _replace_gelu(node)
+        elif node.target is aten.mul.Tensor:
+            changed += _replace_swiglu(node)
+    return changed
+
+
+def _replace_epilogue(node: fx.Node) -> bool:
+    """A layer that is one operation with its GELU already."""
+    bias, rows, matrix = node.args
+    if not isinstance(matrix, fx.Node) or matrix.target is not aten.t.default:
+        return False
+    if not is_parameter(matrix.args[0]) or not has_choice(node):
+        return False
+    replace_by_measured(node, rows, matrix.args[0], bias, "gelu_tanh")
+    return True
+
+
+def _replace_gelu(node: fx.Node) -> bool:
+    """A layer with a bias whose result only the GELU reads."""
+    layer = linear_before(node)
+    if layer is None or not has_choice(layer.node):
+        return False
+    activation = "gelu_tanh" if node.kwargs.get("approximate") == "tanh" else "gelu"
+    replace_by_measured(layer.node, layer.rows, layer.weight, layer.bias, activation, keep=True)
+    _drop(node, node.args[0], layer)
+    return True
+
+
+def _replace_swiglu(node: fx.Node) -> bool:
+    """Two layers of the same rows whose results only silu(gate) * up reads."""
+    found = _gate_and_up(node)
+    if found is None:
+        return False
+    silu, gate, up = found
+    weight = _in_turn(gate.weight, up.weight)
+    bias = None if gate.bias is None or up.bias is None else _in_turn(gate.bias, up.bias)
+    replace_by_measured(gate.node, gate.rows, weight, bias, "swiglu", keep=True)
+    gated = silu.args[0]  # through reshapes, what has taken the gate's place
+    _drop(node, gated, gate, up)
+    return True
+
+
+def _gate_and_up(node: fx.Node) -> tuple[fx.Node, Linear, Linear] | None:
+    """The silu of a product, and the layers that it and the other factor come from."""
+    factors = [each for each in node.args if isinstance(each, fx.Node)]
+    silus = [each for each in factors if each.target is aten.silu.default and len(each.users) == 1]
+    if len(factors) != 2 or len(silus) != 1:
+        return None
+    (silu,) = silus
+    other = factors[1 - factors.index(silu)]
+    gate, up = (linear_of(before_reshapes(each)) for each in (silu.args[0], other))
+    if gate is None or up is None or not has_choice(gate.node):
+        return None
+    shapes = {shape_exprs(each.meta["val"]) for each in (node, silu, other)}
+    sizes = {shape_exprs(each.weight.meta["val"]) for each in (gate, up)}
+    fits = _is_same(gate.rows, up.rows) and (gate.bias is None) == (up.bias is None)
+    return (silu, gate, up) if fits and len(shapes) == len(sizes) == 1 else None
+
+
+def _is_same(rows: fx.Node, others: fx.Node) -> bool:
+    """Whether two layers read the same, perhaps each through a reshape of its own."""
+    if rows is others:
+        return True
+    shapes = {shape_exprs(each.meta["val"]) for each in (rows, others)}
+    return is_reshape(rows) and is_reshape(others) and rows.args[0] is others.args[0] and len(shapes) == 1
+
+
+def _in_turn(gate: fx.Node, up: fx.Node) -> fx.Node:
+    """The rows of two parameters in turn. Those that are padded already are taken as they were and padded
+    here, so that they need not be kept as well.
+    """
+    rows = gate.meta["val"].shape[0]
+    sources = [_unpadded(each) for each in (gate, up)]
+    return derived_parameter(gate.graph, functools.partial(interleaved, rows=rows), *sources)
+
+
+def _unpadded(parameter: fx.Node) -> fx.Node:
+    found = derivation(parameter)
+    if found is None:
+        return parameter
+    make, sources = found
+    if isinstance(make, functools.partial) and make.func is pad_rows and make.keywords["parts"] == 1:
+        return sources[0]
+    return parameter
+
+
+def _drop(node: fx.Node, result: Any, *layers: Linear) -> None:
+    """Has what follows a node read `result`, and removes what only the node and these layers have read."""
+    graph = node.graph
+    node.replace_all_uses_with(result)
+    waiting = [node, *(layer.node for layer in layers)]
+    while waiting:
+        each = waiting.pop(0)
+        if each.users or (each.op == "placeholder" and derivation(each) is None):
+            continue
+        read = each.all_input_nodes
+        graph.erase_node(each)
+        waiting += [source for source in read if source not in waiting]

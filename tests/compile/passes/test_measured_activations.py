@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fxsplit_encoder.compile.passes.gelu_epilogue import gelu_epilogue
+from fxsplit_encoder.compile.passes.measured_activations import measured_activations
+from fxsplit_encoder.compile.passes.pad_mlp_width import pad_mlp_width
+from fxsplit_encoder.products import linear
+
+from .aten_graphs import Graph, Mlp, aten_graph
+
+aten = torch.ops.aten
+
+
+def tanh_gelu(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def activations(graph: Graph) -> list[Any]:
+    return [node.args[3] for node in graph.module.graph.find_nodes(op="call_function", target=linear)]
+
+
+@pytest.mark.parametrize(("function", "name"), [(F.gelu, "gelu"), (tanh_gelu, "gelu_tanh")])
+@pytest.mark.parametrize("shape", [(7, 12), (3, 5, 12)], ids=str)
+@pytest.mark.parametrize("has_epilogue", [False, True])
+def test_a_gelu_joins_its_layer(
+    has_epilogue: bool, shape: tuple[int, ...], function: Callable[[Tensor], Tensor], name: str
+) -> None:
+    module, x = Mlp(function), torch.randn(shape)
+    graph = aten_graph(module, x)
+    if has_epilogue:
+        gelu_epilogue(graph.module)
+    assert measured_activations(graph.module) == 1
+    assert activations(graph) == [name]
+    assert graph.count(aten.gelu.default) == 0 and graph.count(aten.addmm.default) == 1
+    torch.testing.assert_close(graph.run(), module(x))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("is_padded", [False, True])
+@pytest.mark.parametrize("shape", [(7, 12), (3, 5, 12)], ids=str)
+def test_gates_and_what_they_gate_become_one_layer(
+    shape: tuple[int, ...], is_padded: bool, bias: bool
+) -> None:
+    module, x = Mlp(F.silu, gated=True, bias=bias), torch.randn(shape)
+    graph = aten_graph(module, x)
+    assert pad_mlp_width(graph.module) if is_padded else True
+    assert measured_activations(graph.module) == 1
+    assert activations(graph) == ["swiglu"]
+    assert [graph.count(each) for each in (aten.silu.default, aten.mul.Tensor)] == [0, 0]
+    # Each pair of parameters as one, and that of the second layer where it is padded: no other copy is kept.
+    assert len(graph.derived) == 1 + bias + is_padded
+    torch.testing.assert_close(graph.run(), module(x))
+
+
+class Shared(Mlp):
+    """Its gates are a result as well."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.gate is not None
+        gate = self.up(x)
+        return self.down(F.silu(gate) * self.gate(x)) + gate.sum(-1, keepdim=True)
+
+
+class OtherRows(Mlp):
+    """What it gates comes from other rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.gate is not None
+        return self.down(F.silu(self.up(x)) * self.gate(x + 1))
+
+
+class BothGates(Mlp):
+    """A product of two gates."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.gate is not None
+        return self.down(F.silu(self.up(x)) * F.silu(self.gate(x)))
+
+
+class OneVector(nn.Module):
+    """What it gates is one row for all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.vector = nn.Linear(12, 120), nn.Parameter(torch.randn(120))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.silu(self.up(x)) * self.vector
+
+
+@pytest.mark.parametrize("make", [Shared, OtherRows, BothGates])
+def test_other_products_of_gates_stay(make: type[Mlp]) -> None:
+    module, x = make(F.silu, gated=True), torch.randn(7, 12)
+    graph = aten_graph(module, x)
+    assert measured_activations(graph.module) == 0
+    torch.testing.assert_close(graph.run(), module(x))
+
+
+def test_a_vector_is_no_layer() -> None:
+    module, x = OneVector(), torch.randn(7, 12)
+    graph = aten_graph(module, x)
+    assert measured_activations(graph.module) == 0
+    torch.testing.assert_close(graph.run(), module(x))
+
+
+def test_without_a_bias_a_gelu_stays() -> None:
+    module, x = Mlp(tanh_gelu, bias=False), torch.randn(7, 12)
+    graph = aten_graph(module, x)
+    assert measured_activations(graph.module) == 0
+    torch.testing.assert_close(graph.run(), module(x))

@@ -1,0 +1,66 @@
+"""Inputs that are derived from parameters, in a graph whose blocks are equal."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fxsplit_encoder.compile.rewriting import derivation, derived_parameter, mark_parameters
+
+made: list[tuple[int, ...]] = []
+
+
+@pytest.fixture(autouse=True)
+def none_made() -> None:
+    made.clear()
+
+
+def columns_first(weight: Tensor, step: int) -> Tensor:
+    made.append(tuple(weight.shape))
+    return weight[:, ::step].t()
+
+
+def graph_of(*shapes: tuple[int, int]) -> tuple[fx.Graph, list[fx.Node]]:
+    graph, mode = fx.Graph(), FakeTensorMode()
+    nodes = [graph.placeholder(f"weight_{number}") for number in range(len(shapes))]
+    for node, shape in zip(nodes, shapes, strict=True):
+        with mode:
+            node.meta["val"] = torch.empty(shape, dtype=torch.bfloat16)
+    mark_parameters(graph, range(len(shapes)))
+    return graph, nodes
+
+
+def test_what_equal_blocks_derive_is_made_once_and_each_has_a_value_of_its_own() -> None:
+    graph, weights = graph_of((6, 4), (6, 4), (8, 4), (6, 4))
+    derived = [derived_parameter(graph, functools.partial(columns_first, step=2), each) for each in weights]
+    assert made == [(6, 4), (8, 4)]
+    values: list[Any] = [node.meta["val"] for node in derived]
+    assert [tuple(value.shape) for value in values] == [(2, 6), (2, 6), (2, 8), (2, 6)]
+    assert [value.stride() for value in values] == [(2, 4), (2, 4), (2, 4), (2, 4)]
+    assert all(value.dtype == torch.bfloat16 for value in values)
+    assert len({id(value) for value in values}) == 4
+    assert [derivation(node)[1] for node in derived] == [(each,) for each in weights]  # type: ignore[index]
+    assert [node.name for node in graph.find_nodes(op="placeholder")][4:] == [
+        f"derived_{i}" for i in range(4)
+    ]
+
+
+def test_other_arguments_and_other_functions_make_something_else() -> None:
+    graph, (weight,) = graph_of((6, 4))
+    shapes = [
+        tuple(derived_parameter(graph, make, weight).meta["val"].shape)
+        for make in (
+            functools.partial(columns_first, step=2),
+            functools.partial(columns_first, step=1),
+            torch.t,
+            functools.partial(torch.unsqueeze, dim=0),
+            torch.t,
+        )
+    ]
+    assert shapes == [(2, 6), (4, 6), (4, 6), (1, 6, 4), (4, 6)]
+    assert len(made) == 2
