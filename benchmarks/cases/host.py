@@ -120,7 +120,8 @@ def compiled(tower: Any, samples: int) -> Iterator[tuple[str, float]]:
         calls[name] = functools.partial(module, inputs["pixel_values"], inputs["image_grid_thw"])
     # In turns: what the host does besides changes over seconds, by more than they differ.
     times = [
-        {name: _steady(call, samples // _ROUNDS) for name, call in calls.items()} for _ in range(_ROUNDS)
+        {name: _steady(call, max(1, samples // _ROUNDS)) for name, call in calls.items()}
+        for _ in range(_ROUNDS)
     ]
     for name in calls:
         yield f"torch.compile{name}", statistics.median(turn[name] for turn in times)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch._inductor.debug  # noqa: F401 - compiled graphs read its settings, without importing it
 from torch._dynamo.utils import counters
 from torch._inductor.async_compile import CompiledTritonKernels
-from torch._inductor.codecache import FxGraphCache, InductorCacheArtifact, code_hash
+from torch._inductor.codecache import FxGraphCache, InductorCacheArtifact, code_hash, get_path
 from torch._inductor.output_code import CompiledFxGraphConstants
 from torch._inductor.triton_bundler import TritonBundler
 from torch._inductor.utils import BoxedBool
@@ -65,12 +66,24 @@ def _found(key: str, guards: str) -> Any:
     if content is not None:  # whoever saves artifacts saves this one again
         CacheArtifactManager.record_artifact(InductorCacheArtifact.type(), key, content)
     if compiled._triton_bundle:
+        _name_sources(compiled._triton_bundle)
         TritonBundler.read_and_emit(compiled._triton_bundle)
     source = import_lightly(compiled.source_code)
     if source != compiled.source_code:
         compiled.source_code = source
         compiled.cache_key = code_hash(source)  # the name of its file, where the other may be
     return compiled
+
+
+def _name_sources(bundle: Any) -> None:
+    """Names the kernels' sources by this process's cache. Pickled kernels name that of the process which
+    compiled them, perhaps another user's, and beside its source Inductor looks for the best configuration of
+    a kernel: where it finds none it times all of them again, and may take another.
+    """
+    for each in bundle.static_autotuners:
+        source = Path(each.kernel.filename or "")
+        if source.suffix:
+            each.kernel.filename = get_path(source.stem, source.suffix.removeprefix("."))[2]
 
 
 def _has_its_libraries(compiled: Any) -> bool:

@@ -212,6 +212,7 @@ SYMBOLS = [
     called(f"{INDUCTOR}.codecache.FxGraphCache.find_guarded_entry", 5),
     called(f"{INDUCTOR}.codecache.InductorCacheArtifact.type", 0),
     called(f"{INDUCTOR}.codecache.code_hash", 1),
+    called(f"{INDUCTOR}.codecache.get_path", 2),
     present(f"{INDUCTOR}.debug"),
     called(f"{INDUCTOR}.triton_bundler.TritonBundler.read_and_emit", 1),
     called("torch.compiler._cache.CacheArtifactManager.record_artifact", 3),
