@@ -19,6 +19,7 @@ python=${PYTHON:-python3}
 # The defaults and one that is none.
 passes=conv_to_linear,pad_mlp_width,decomposed_bias,dense_attention,wide_heads,tanh_gelu,gelu_epilogue,output_branch
 with_tanh="{\"passes\":[\"${passes//,/\",\"}\"]}"
+shown="--only default measured_activations"
 tiles="--towers internvl3-8b --workloads tiles12"
 
 # What is needed most first: a name in benchmarks/results, its case and options.
@@ -37,8 +38,11 @@ jobs=("readme encoder --readme")
     "requests requests"
     "connector connector"
     "products products --in-turns"
+    "products_activations products --in-turns --kernels quack --layers GELU GLU"
     "passes passes"
     "passes_fp8 passes --only default fp8"
+    "passes_internvl passes --tower internvl3-8b --sizes 1 4 12 $shown"
+    "passes_qwen2_5 passes --tower qwen2.5-vl-7b --sizes 256 1024 4096 9216 $shown"
     "attention attention"
     "vllm vllm"
     "vllm_serving vllm_serving --language-model eager"

@@ -25,7 +25,14 @@ KEYS: Mapping[str, tuple[str, ...]] = {
 }
 """What tells the rows of cases apart whose results may be merged."""
 
-_ATTENTION_PACKAGES = ("flash-attn-4", "nvidia-cudnn-frontend", "flash-attn-3", "flash-attn", "vllm")
+_ATTENTION_PACKAGES = (
+    "flash-attn-4",
+    "nvidia-cudnn-frontend",
+    "quack-kernels",
+    "flash-attn-3",
+    "flash-attn",
+    "vllm",
+)
 _DIGITS = 5
 
 

@@ -365,7 +365,8 @@ def passes(result: Result) -> str:
     sizes = [str(count) for count in result["settings"]["patches"]]
     shown = ["candidate", *sizes, "error", *_if_any("failure", result["rows"])]
     table = by_columns({name: name for name in shown}, result["rows"])
-    return f"{table}\n\nMilliseconds of one full graph replay, by patches. {described(result)}."
+    unit = result["settings"].get("unit", "patches")
+    return f"{table}\n\nMilliseconds of one full graph replay, by {unit}. {described(result)}."
 
 
 def kernels(result: Result) -> str:
@@ -543,8 +544,11 @@ TABLES: Mapping[str, Table] = {
     "towers": Table("towers.json", towers),
     "attention": Table("attention.json", attention),
     "products": Table("products.json", products),
+    "products_activations": Table("products_activations.json", products),
     "passes": Table("passes.json", passes),
     "passes_fp8": Table("passes_fp8.json", passes),
+    "passes_internvl": Table("passes_internvl.json", passes),
+    "passes_qwen2_5": Table("passes_qwen2_5.json", passes),
     "host": Table("host.json", host),
     "accelerate": Table("accelerate.json", accelerate),
     "start": Table("start.json", starts),

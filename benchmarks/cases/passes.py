@@ -1,13 +1,14 @@
-"""What graph passes gain, in the Qwen3-VL-8B vision tower.
+"""What graph passes gain, in the vision tower of Qwen3-VL-8B or of another model.
 
     python benchmarks/bench.py passes --output out/passes.json
+    python benchmarks/bench.py passes --tower internvl3-8b --sizes 1 4 12
 
-27 blocks, 1152 wide, bf16, seeded random weights: milliseconds of one full graph replay at 196, 784, 3136 and
-7056 patches, a row for each candidate: "default", what `passes: auto` is on CUDA; every pass, and none; each
-alone, beside `conv_to_linear`; "default" without each of its passes and with each that is none of it, and
-with no attention that is cut at whole waves; and fp8, with the layers that it chooses and with all. Errors
-are relative root mean squares against float32 at the smallest size; "default" has that of bf16. A candidate
-that fails has its error in the table; the others go on.
+At its published size, bf16, seeded random weights: milliseconds of one full graph replay of one image at 196,
+784, 3136 and 7056 patches, or at other sizes, a row for each candidate: "default", what `passes: auto` is on
+CUDA; every pass, and none; each alone, beside `conv_to_linear`; "default" without each of its passes and with
+each that is none of it, and with no attention that is cut at whole waves; and fp8, with the layers that it
+chooses and with all. Errors are relative root mean squares against float32 at the smallest size; "default"
+has that of bf16. A candidate that fails has its error in the table; the others go on.
 
 `--tiny` takes a tiny tower, on a CPU too, where times are those of `execute`.
 """
@@ -16,8 +17,7 @@ from __future__ import annotations
 
 import argparse
 import copy
-from collections.abc import Sequence
-from math import isqrt
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -30,7 +30,8 @@ from worker import relative_error
 import fxsplit_encoder as fx
 from fxsplit_encoder.compile.passes import DEFAULT_PASSES
 from fxsplit_encoder.config import GRAPH_PASSES
-from fxsplit_encoder.models.random import demo_tower
+from fxsplit_encoder.models.random import DEMO_MODEL, demo_tower, random_inputs
+from fxsplit_encoder.models.registry import architecture
 
 PATCHES = (196, 784, 3136, 7056)
 TINY_PATCHES = (16, 64)
@@ -38,6 +39,10 @@ TINY_PATCHES = (16, 64)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", nargs="+", default=[""], help="candidates whose names contain one of these")
+    parser.add_argument("--tower", default=DEMO_MODEL, help="of which model")
+    parser.add_argument(
+        "--sizes", nargs="+", type=int, help="patches of an image, or tiles where it has tiles"
+    )
     parser.add_argument("--tiny", action="store_true", help="a tiny tower, on a CPU too")
 
 
@@ -58,36 +63,46 @@ def candidates() -> dict[str, dict[str, Any]]:
     return {**settings, **fp8}
 
 
-def measure(settings: dict[str, Any], tower: Any, patches: Sequence[int], exact: Any) -> dict[str, Any]:
+Batches = Mapping[int, tuple[dict[str, Any], int]]
+"""Inputs of one image by its size, and how many tokens they make."""
+
+
+def measure(settings: dict[str, Any], tower: Any, batches: Batches, exact: Any) -> dict[str, Any]:
     """Milliseconds at every size, and the error at the smallest."""
     # By cost the exact shape may win, where what is timed is the replay.
-    limits = {"max_items_per_batch": 1, "max_frames_per_batch": 1, "mode": "full", "packing": "greedy"}
-    config = fx.EncoderConfig(token_budgets=tuple(count // 4 for count in patches), **limits, **settings)
+    items = 1 if isinstance(exact.adapter, fx.PackedTower) else max(batches)
+    limits = {"max_items_per_batch": items, "max_frames_per_batch": 1, "mode": "full", "packing": "greedy"}
+    budgets = tuple(tokens for _, tokens in batches.values())
+    config = fx.EncoderConfig(token_budgets=budgets, **limits, **settings)
     row: dict[str, Any] = {}
     with watching_replays():
-        wrapped = fx.wrap(copy.deepcopy(tower))
-        manager = fx.EncoderCudaGraphManager(wrapped, config, log_interval=0)
+        manager = fx.EncoderCudaGraphManager(fx.wrap(copy.deepcopy(tower)), config, log_interval=0)
         manager.capture()
         if manager.reports:
             raise RuntimeError("; ".join(manager.reports))
-        for count in patches:
-            torch.manual_seed(0)
-            pixels = torch.randn(count, wrapped.patch_features, device=wrapped.device)
-            grid = torch.tensor([[1, isqrt(count), isqrt(count)]])
-            inputs = {"pixel_values": pixels, "image_grid_thw": grid}
-            if count == patches[0]:
-                expected = rows_of(exact(pixels, grid.to(wrapped.device)))
-                row["error"] = relative_error(rows_of(manager.execute(inputs)), expected)
+        for size, (inputs, _) in batches.items():
+            if size == min(batches):
+                row["error"] = relative_error(rows_of(manager.execute(inputs)), rows_of(exact(inputs)))
             call = lambda inputs=inputs: manager.execute(inputs)  # noqa: E731
-            if pixels.device.type == "cpu":
-                row[str(count)] = wall_ms(call)
+            if manager.device.type == "cpu":
+                row[str(size)] = wall_ms(call)
                 continue
             times = replays_ms(call)
             if not times:
-                raise RuntimeError(f"{count} patches were not replayed: {manager.plan(inputs)}")
-            row[str(count)] = median(times)
+                raise RuntimeError(f"size {size} was not replayed: {manager.plan(inputs)}")
+            row[str(size)] = median(times)
         manager.clear()
     return row
+
+
+def batches_of(wrapped: Any, sizes: Sequence[int]) -> Batches:
+    """One image of each size."""
+    batches = {}
+    for size in sizes:
+        inputs = random_inputs(wrapped, [size])
+        (spec,) = wrapped.get_encoder_cudagraph_item_specs(inputs)
+        batches[size] = inputs, spec.output_tokens
+    return batches
 
 
 @torch.no_grad()
@@ -95,15 +110,19 @@ def run(arguments: argparse.Namespace) -> int:
     tiny, device = arguments.tiny, "cuda" if torch.cuda.is_available() else "cpu"
     if not tiny and device == "cpu":
         raise SystemExit("passes: needs a CUDA device, or --tiny")
-    tower = tiny_tower() if tiny else demo_tower(27, device, torch.bfloat16)
+    tower = tiny_tower() if tiny else demo_tower(None, device, torch.bfloat16, model=arguments.tower)
     tower = tower.to(device, torch.bfloat16)
-    exact = copy.deepcopy(tower).float()
-    patches = TINY_PATCHES if tiny else PATCHES
-    result = new_result("passes", tower="tiny" if tiny else "qwen3-vl-8b", patches=list(patches))
+    family = architecture(arguments.tower).family
+    exact = family.eager_tower(copy.deepcopy(tower).float())
+    sizes = arguments.sizes or (TINY_PATCHES if tiny else PATCHES)
+    batches = batches_of(family.wrap(copy.deepcopy(tower)), sizes)
+    unit = "patches" if isinstance(exact.adapter, fx.PackedTower) else "tiles"
+    name = "tiny" if tiny else arguments.tower
+    result = new_result("passes", tower=name, patches=list(sizes), unit=unit)
     for name, settings in candidates().items():
         if any(part in name for part in arguments.only):
             try:
-                row = measure(settings, tower, patches, exact)
+                row = measure(settings, tower, batches, exact)
             except Exception as error:
                 row = {"failure": one_line(error)}
             result["rows"].append({"candidate": name, **row})

@@ -1,4 +1,5 @@
-"""Every kernel of linear layers that is available here, over the layers of Qwen3-VL-8B's vision tower.
+"""Every kernel of linear layers that is available here, over the layers of Qwen3-VL-8B's vision tower, and
+over those of InternVL3-8B's and Qwen2.5-VL-7B's with another activation.
 
     python benchmarks/bench.py products --output out/products.json
 
@@ -32,6 +33,7 @@ from worker import relative_error
 from fxsplit_encoder.kernels import KernelMeasurements, measuring, works
 from fxsplit_encoder.products import ProductChooser, ProductShape
 from fxsplit_encoder.products.kernels import KERNELS, ProductKernel
+from fxsplit_encoder.products.kernels.base import activate
 from fxsplit_encoder.products.measure import ProductMeter
 
 WEIGHTS = 27
@@ -53,12 +55,18 @@ class Layer:
 LAYERS = (
     Layer("qkv", 1152, 3456),
     Layer("proj", 1152, 1152),
-    Layer("fc1 + GELU", 1152, 4352, "gelu_tanh"),
+    Layer("fc1 + tanh GELU", 1152, 4352, "gelu_tanh"),
     Layer("fc2", 4352, 1152),
     Layer("merger fc1", 4608, 4608, patches_per_row=4),
     Layer("merger fc2", 4608, 4096, patches_per_row=4),
+    Layer("InternVL fc1 + GELU", 1024, 4096, "gelu"),
+    Layer("Qwen2.5 gate, up + SwiGLU", 1280, 2 * 3456, "swiglu"),
 )
-TINY_LAYERS = (Layer("proj", 16, 16), Layer("fc1 + GELU", 16, 32, "gelu_tanh"))
+TINY_LAYERS = (
+    Layer("proj", 16, 16),
+    Layer("fc1 + tanh GELU", 16, 32, "gelu_tanh"),
+    Layer("gate, up + SwiGLU", 16, 64, "swiglu"),
+)
 
 
 @dataclass(frozen=True)
@@ -91,7 +99,7 @@ class Call:
 
     def expected(self) -> Tensor:
         values = F.linear(self.rows.double(), self.weights[0].double(), self.bias.double())
-        return F.gelu(values, approximate="tanh") if self.layer.activation == "gelu_tanh" else values
+        return activate(values, self.layer.activation)
 
 
 def measure(call: Call, kernels: Sequence[ProductKernel], in_turns: bool) -> list[dict[str, Any]]:
@@ -155,7 +163,8 @@ def _recorded(call: Call, kernel: ProductKernel) -> Callable[[], float]:
 
 def calls(arguments: argparse.Namespace, device: torch.device) -> Iterator[Call]:
     """Those that are asked for, one at a time: their weights take gigabytes together."""
-    for layer in TINY_LAYERS if arguments.tiny else LAYERS:
+    layers = TINY_LAYERS if arguments.tiny else LAYERS
+    for layer in (each for each in layers if any(part in each.name for part in arguments.layers)):
         for patches in arguments.rows:
             rows = patches // layer.patches_per_row
             yield Call.of(layer, rows, 1 if arguments.tiny else WEIGHTS, device)
@@ -165,6 +174,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--rows", nargs="+", type=int, default=PATCHES, help="patches, of which the merger has a quarter")
     add("--kernels", nargs="+", default=[""], help="those whose names contain one of these; torch's always")
+    add("--layers", nargs="+", default=[""], help="those whose names contain one of these")
     add("--in-turns", action="store_true", help="replay the kernels of a layer in turn")
     add("--tiny", action="store_true", help="tiny layers, on a CPU too")
 
