@@ -156,7 +156,8 @@ def _recipe(node: fx.Node, slots: Slots) -> DerivedParameter:
     found = derivation(node)
     assert found is not None
     make, sources = found
-    return DerivedParameter(slots.of(node), tuple(slots.of(source) for source in sources), make)
+    read = tuple(slots.of(source) for source in sources)
+    return DerivedParameter(slots.of(node), read, make, is_kept=bool(node.users))
 
 
 def _symbol_sources(inputs: Sequence[fx.Node]) -> list[tuple[str, int, int]]:

@@ -1,6 +1,7 @@
 """Parameters in another form (padded, quantized), computed once and kept where captured graphs find them.
 
-A derived parameter has one address for the life of its program. Whenever the parameters that it comes from
+A derived parameter has one address for the life of its program, but for those that only others are derived
+from, which are dropped once these are computed. Whenever the parameters that it comes from
 are others than at the last check (another address, or another version, which every change in place raises),
 it is computed again, into the same memory.
 """
@@ -27,6 +28,8 @@ class DerivedParameter:
     """Slots of parameters, or of parameters derived before this one."""
     make: Callable[..., Tensor]
     """A function of the sources' tensors."""
+    is_kept: bool = True
+    """Whether a step reads it. One that only others are derived from is dropped as soon as they are."""
 
 
 class DerivedParameters:
@@ -36,7 +39,11 @@ class DerivedParameters:
     """
 
     def __init__(self, recipes: Iterable[DerivedParameter] = ()) -> None:
-        self.recipes = tuple(recipes)
+        self.recipes = _beside_readers(tuple(recipes))
+        last_reads = {slot: recipe.slot for recipe in self.recipes for slot in recipe.sources}
+        self._dropped = {
+            recipe.slot: last_reads[recipe.slot] for recipe in self.recipes if not recipe.is_kept
+        }
         made = {recipe.slot for recipe in self.recipes}
         self._given = sorted({slot for recipe in self.recipes for slot in recipe.sources} - made)
         self._sources: dict[int, Tensor] = {}
@@ -98,7 +105,29 @@ class DerivedParameters:
         available = dict(self._sources)
         for recipe in self.recipes:
             made = recipe.make(*(available[slot] for slot in recipe.sources))
-            kept = self._values.setdefault(recipe.slot, made)
+            kept = self._values.setdefault(recipe.slot, made) if recipe.is_kept else made
             if kept is not made:
                 kept.copy_(made)
             available[recipe.slot] = kept
+            for slot in {*recipe.sources}:
+                if self._dropped.get(slot) == recipe.slot:
+                    del available[slot]
+
+
+def _beside_readers(recipes: tuple[DerivedParameter, ...]) -> tuple[DerivedParameter, ...]:
+    """Recipes in an order in which those that are not kept are next to the first that reads them, so that few
+    lie in memory at a time; without those that none reads.
+    """
+    dropped = {recipe.slot: recipe for recipe in recipes if not recipe.is_kept}
+    ordered: list[DerivedParameter] = []
+
+    def add(recipe: DerivedParameter) -> None:
+        for slot in recipe.sources:
+            if slot in dropped:
+                add(dropped.pop(slot))
+        ordered.append(recipe)
+
+    for recipe in recipes:
+        if recipe.is_kept:
+            add(recipe)
+    return tuple(ordered)

@@ -354,6 +354,7 @@ def _save_recipe(recipe: DerivedParameter) -> dict[str, Any]:
     return {
         "slot": recipe.slot,
         "sources": list(recipe.sources),
+        "is_kept": recipe.is_kept,
         "make": [module, name],
         "args": [_save(each) for each in args],
         "kwargs": {key: _save(each) for key, each in kwargs.items()},
@@ -369,4 +370,4 @@ def _load_recipe(saved: Mapping[str, Any], device: torch.device) -> DerivedParam
     kwargs = {key: _load(each, device) for key, each in saved["kwargs"].items()}
     if args or kwargs:
         make = functools.partial(make, *args, **kwargs)
-    return DerivedParameter(saved["slot"], tuple(saved["sources"]), make)
+    return DerivedParameter(saved["slot"], tuple(saved["sources"]), make, saved["is_kept"])

@@ -41,6 +41,35 @@ def test_the_slots_are_filled_and_the_others_kept(parameters: list[Any]) -> None
     assert derived.num_bytes == 2 * 6 * 4
 
 
+def test_what_only_others_are_derived_from_is_not_kept(parameters: list[Any]) -> None:
+    made: list[float] = []
+
+    def noted(tensor: Tensor, factor: float) -> Tensor:
+        made.append(factor)
+        return tensor * factor
+
+    recipes = (
+        DerivedParameter(5, (0,), functools.partial(noted, factor=2.0), is_kept=False),
+        DerivedParameter(6, (1,), functools.partial(noted, factor=3.0), is_kept=False),
+        DerivedParameter(7, (0,), functools.partial(noted, factor=4.0), is_kept=False),
+        DerivedParameter(3, (1, 6), total),
+        DerivedParameter(4, (5, 5), total),
+        DerivedParameter(8, (5,), functools.partial(noted, factor=5.0)),
+    )
+    slots = [*parameters, *[None] * 4]
+    derived = DerivedParameters(recipes)
+    for offset in (0, 1):
+        derived.fill(slots)
+        assert [slot is None for slot in slots] == [False, False, True, False, False, True, True, True, False]
+        for slot, value in ((3, 40.0), (4, 4.0 + 4 * offset), (8, 10.0 + 10 * offset)):
+            assert torch.equal(slots[slot], torch.full((2, 3), value))
+        assert derived.num_bytes == 3 * 6 * 4
+        assert made == [3.0, 2.0, 5.0] * (
+            offset + 1
+        )  # each beside what reads it, and none that nothing reads
+        parameters[0].add_(1)
+
+
 def test_nothing_is_computed_twice(parameters: list[Any]) -> None:
     calls = []
 

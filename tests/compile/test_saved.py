@@ -98,6 +98,18 @@ def test_derived_parameters_come_back_by_name(kept: Any) -> None:
         restore_program(content, named_tensors(tower), CPU)
 
 
+def test_what_only_others_are_derived_from_comes_back_as_such(kept: Any) -> None:
+    tower, bound, _ = kept
+    recipes = [
+        DerivedParameter(1, (0,), functools.partial(pad_rows, rows=12), is_kept=False),
+        DerivedParameter(2, (1,), functools.partial(pad_rows, rows=16)),
+    ]
+    derived = replace(bound, program=replace(bound.program, derived=DerivedParameters(recipes)))
+    content = json.loads(json.dumps(save_program(derived, named_tensors(tower))))
+    found = restore_program(content, named_tensors(tower), CPU).program.derived.recipes
+    assert [(recipe.slot, recipe.is_kept) for recipe in found] == [(1, False), (2, True)]
+
+
 @pytest.mark.parametrize(
     "value", [CaptureKey("a", 4, (1, "b")), Limits({"a": (1, 2)}, 1, 0), (1.5, [None, -0.0])]
 )
