@@ -23,6 +23,7 @@ GraphPass = Literal[
     "pad_mlp_width",
     "decomposed_bias",
     "dense_attention",
+    "merged_projections",
     "wide_heads",
     "tanh_gelu",
     "gelu_epilogue",

@@ -40,7 +40,7 @@ class LayerError:
     """A linear layer that fp8 may take."""
 
     name: str
-    """Of its weight in the tower; empty: it has none."""
+    """Of its weight in the tower, of the first one where a pass has joined several; empty: it has none."""
     in_features: int
     out_features: int
     error: float

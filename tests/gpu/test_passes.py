@@ -146,6 +146,39 @@ def test_attention_over_a_batch_has_a_measured_kernel_and_adds_no_error() -> Non
         manager.clear()
 
 
+@pytest.mark.parametrize("others", [(), ("dense_attention",)], ids=str)
+@torch.no_grad()
+def test_one_layer_for_queries_keys_and_values_saves_two_kernels_a_block(others: tuple[str, ...]) -> None:
+    """InternVL at its width: no copy takes the place of the products, and no error is added."""
+    blocks = 2
+    tower = demo_tower(blocks, "cuda", torch.bfloat16, model="internvl3-8b")
+    pixels = torch.randn(4, 3, 448, 448, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+    inputs = {"pixel_values": pixels.bfloat16(), "num_patches": [4]}
+    precise = fx.EncoderCudaGraphManager(
+        fx.wrap(copy.deepcopy(tower).float()), fx.EncoderConfig(enabled=False)
+    )
+    exact = torch.cat(precise.execute({**inputs, "pixel_values": inputs["pixel_values"].float()}))
+    kernels: dict[str, list[int]] = {"full": [], "piecewise": []}
+    errors: list[float] = []
+    for mode, counts in kernels.items():
+        for names in (others, (*others, "merged_projections")):
+            config = fx.EncoderConfig(mode=mode, packing="greedy", token_budgets=(1024,), passes=names)
+            manager = fx.EncoderCudaGraphManager(fx.wrap(copy.deepcopy(tower)), config)
+            manager.capture()
+            found = manager.programs["default"].program.pass_report.get("merged_projections", 0)
+            assert found == (blocks if names != others else 0)
+            errors.append(relative_rms(torch.cat(manager.execute(inputs)), exact))
+            torch.cuda.synchronize()
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+                manager.execute(inputs)
+                torch.cuda.synchronize()
+            counts.append(sum(event.count for event in profile.key_averages()))
+            print(mode, names, counts[-1], "kernels,", wall_ms(manager, inputs), "ms")
+            manager.clear()
+    assert max(errors) <= 1.1 * min(errors)
+    assert all(merged <= apart - 2 * blocks for apart, merged in kernels.values()), kernels
+
+
 @pytest.mark.parametrize("rows", [1, 196, 3136])
 @torch.no_grad()
 def test_the_epilogue_is_the_gelu_behind_the_product(rows: int) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.models.internvl.modeling_internvl import InternVLModel
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.capture import SegmentedCapture
@@ -15,6 +16,9 @@ from fxsplit_encoder.compile.passes import PASSES, relative_rms
 from fxsplit_encoder.compile.passes.fp8_linear import candidates
 from tests.manager.packings import packed_items
 from tests.towers import tiny_towers
+from tests.towers.dense_models import random_tiles
+from tests.towers.random_weights import randomize
+from tests.towers.tiny_tiles import internvl_config
 
 SETTINGS: dict[str, Any] = {
     "token_budgets": (4, 16),
@@ -68,6 +72,7 @@ def test_every_pass_changes_the_tower(captured: Any) -> None:
         "gelu_epilogue": 2,
         "decomposed_bias": 0,
         "dense_attention": 0,
+        "merged_projections": 0,
         "wide_heads": 0,
         "measured_activations": 4,
         "measured_products": 8,
@@ -197,6 +202,57 @@ def test_gates_and_what_they_gate_run_as_one_layer_whose_weights_may_change() ->
     inner.load_state_dict(changed.state_dict())
     for found, expected in zip(manager.execute(batch), plain.execute(batch), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def internvl(hidden_size: int, dtype: torch.dtype = torch.float32) -> Any:
+    """Two blocks, with weights that are the same at every call."""
+    return randomize(InternVLModel(internvl_config({"hidden_size": hidden_size}, 2))).to(dtype)
+
+
+def captured_tiles(module: Any, **settings: Any) -> Any:
+    limits = {"token_budgets": (4, 8, 32), "max_items_per_batch": 4, "debug": True}
+    manager = fx.EncoderCudaGraphManager(fx.wrap(module), fx.EncoderConfig(**{**limits, **settings}))
+    if settings.get("enabled", True):
+        manager.capture()
+    return manager
+
+
+@pytest.mark.parametrize("mode", ["full", "piecewise"])
+def test_queries_keys_and_values_come_from_one_layer(mode: str) -> None:
+    inner, changed = internvl(16), internvl(16)
+    for parameter in changed.parameters():
+        parameter.mul_(1.25)
+    manager = captured_tiles(inner, mode=mode, passes=("conv_to_linear", "merged_projections"))
+    program = manager.programs["default"].program
+    assert program.pass_report == {"conv_to_linear": 1, "merged_projections": 2}
+    assert program.padding.proved and program.num_distinct == len(program.pieces) == 3
+    weights = [
+        each for name, each in inner.named_parameters() if "_proj.weight" in name and "attention" in name
+    ]
+    assert program.derived.num_bytes == 4 * sum(map(torch.numel, weights))
+    for reference in (inner, changed):
+        inner.load_state_dict(reference.state_dict())
+        plain = captured_tiles(copy.deepcopy(reference), enabled=False)
+        for count in (1, 3):
+            batch = {"pixel_values": random_tiles(count), "num_patches": [count]}
+            for found, expected in zip(manager.execute(batch), plain.execute(batch), strict=True):
+                torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert manager.stats().hits == 4
+
+
+def test_a_common_layer_is_kept_once_where_heads_are_made_wide() -> None:
+    passes = ("conv_to_linear", "dense_attention", "wide_heads")
+    apart, merged = (
+        captured_tiles(internvl(144, torch.bfloat16), mode="full", passes=names)
+        for names in (passes, (*passes, "merged_projections"))
+    )
+    programs = [manager.programs["default"].program for manager in (apart, merged)]
+    assert programs[1].pass_report == {**programs[0].pass_report, "merged_projections": 2}
+    assert programs[0].pass_report["wide_heads"] == 2
+    assert programs[0].derived.num_bytes == programs[1].derived.num_bytes
+    batch = {"pixel_values": random_tiles(3).bfloat16(), "num_patches": [3]}
+    (found,), (expected,) = merged.execute(batch), apart.execute(batch)
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02 * expected.abs().max().item())
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from fxsplit_encoder.compile.passes.fp8_linear import fp8_linear, relative_rms
 from fxsplit_encoder.compile.passes.gelu_epilogue import gelu_epilogue
 from fxsplit_encoder.compile.passes.measured_activations import measured_activations
 from fxsplit_encoder.compile.passes.measured_products import measured_products
+from fxsplit_encoder.compile.passes.merged_projections import merged_projections
 from fxsplit_encoder.compile.passes.output_branch import output_branch
 from fxsplit_encoder.compile.passes.pad_mlp_width import pad_mlp_width
 from fxsplit_encoder.compile.passes.tanh_gelu import tanh_gelu
@@ -43,6 +44,8 @@ PASSES: Mapping[str, Pass] = {
     "pad_mlp_width": pad_mlp_width,
     "decomposed_bias": decomposed_bias,
     "dense_attention": dense_attention,
+    # Heads are made wider in the layer that there is then.
+    "merged_projections": merged_projections,
     "wide_heads": wide_heads,
     "tanh_gelu": tanh_gelu,
     "gelu_epilogue": gelu_epilogue,

@@ -14,13 +14,13 @@ from fxsplit_encoder.compile.sizes import shape_exprs
 
 aten = torch.ops.aten
 
-# What AOT makes of scaled_dot_product_attention.
-_KERNELS = (
+TORCH_KERNELS = (
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
 )
+"""What AOT makes of scaled_dot_product_attention."""
 
 
 def dense_attention(module: fx.GraphModule) -> int:
@@ -40,7 +40,7 @@ def dense_attention(module: fx.GraphModule) -> int:
 
 def attends_plainly(node: fx.Node) -> bool:
     """Whether a node is attention over a batch of sequences without a mask, of which nothing else is read."""
-    if node.target not in _KERNELS:
+    if node.target not in TORCH_KERNELS:
         return False
     given = arguments_of(node)
     bias = given.get("attn_bias", given.get("attn_mask"))

@@ -12,7 +12,7 @@ from torch import fx
 
 from fxsplit_encoder._torch.dispatch import schema_of
 from fxsplit_encoder.compile.rewriting import call_function, is_parameter
-from fxsplit_encoder.compile.sizes import expression
+from fxsplit_encoder.compile.sizes import expression, shape_exprs
 
 aten = torch.ops.aten
 
@@ -102,6 +102,14 @@ _RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 def is_reshape(node: fx.Node) -> bool:
     """Whether a node reads its input in another shape."""
     return node.target in _RESHAPES
+
+
+def are_same_rows(rows: fx.Node, others: fx.Node) -> bool:
+    """Whether two layers read the same, perhaps each through a reshape of its own."""
+    if rows is others:
+        return True
+    shapes = {shape_exprs(each.meta["val"]) for each in (rows, others)}
+    return is_reshape(rows) and is_reshape(others) and rows.args[0] is others.args[0] and len(shapes) == 1
 
 
 def keeps_features(node: fx.Node) -> bool:

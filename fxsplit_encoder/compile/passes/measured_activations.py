@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from fxsplit_encoder.compile.passes.gelu_epilogue import addmm_gelu, before_reshapes, linear_before
-from fxsplit_encoder.compile.passes.layers import Linear, is_reshape, linear_of
+from fxsplit_encoder.compile.passes.layers import Linear, are_same_rows, linear_of
 from fxsplit_encoder.compile.passes.measured_products import has_choice, replace_by_measured
 from fxsplit_encoder.compile.passes.pad_mlp_width import pad_rows
 from fxsplit_encoder.compile.rewriting import derivation, derived_parameter, is_parameter
@@ -89,16 +89,8 @@ def _gate_and_up(node: fx.Node) -> tuple[fx.Node, Linear, Linear] | None:
         return None
     shapes = {shape_exprs(each.meta["val"]) for each in (node, silu, other)}
     sizes = {shape_exprs(each.weight.meta["val"]) for each in (gate, up)}
-    fits = _is_same(gate.rows, up.rows) and (gate.bias is None) == (up.bias is None)
+    fits = are_same_rows(gate.rows, up.rows) and (gate.bias is None) == (up.bias is None)
     return (silu, gate, up) if fits and len(shapes) == len(sizes) == 1 else None
-
-
-def _is_same(rows: fx.Node, others: fx.Node) -> bool:
-    """Whether two layers read the same, perhaps each through a reshape of its own."""
-    if rows is others:
-        return True
-    shapes = {shape_exprs(each.meta["val"]) for each in (rows, others)}
-    return is_reshape(rows) and is_reshape(others) and rows.args[0] is others.args[0] and len(shapes) == 1
 
 
 def _in_turn(gate: fx.Node, up: fx.Node) -> fx.Node:

@@ -98,7 +98,7 @@ class _Root:
     inputs: dict[int, Piece]
     """By the position among the inputs of attention: 0 to 2."""
     kept: dict[fx.Node, Piece]
-    """Views of its output, (tokens, heads, width), that something else computes with."""
+    """Views of its output that something else computes with, (tokens, heads, width) or (tokens, features)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,11 +174,25 @@ def _find_kept(root: _Root, attention: fx.Node, heads: int, width: int) -> bool:
             piece = _piece(node, root.linear, heads, width, (0,))
             if piece is not None and piece.stride == width:
                 found = node, piece
+            elif found is None and (piece := _columns(node, root.linear)) is not None:
+                found = node, piece
             node = node.args[0]
         if found is None:
             return False
         root.kept[found[0]] = found[1]
     return True
+
+
+def _columns(node: Any, linear: Linear) -> Piece | None:
+    """Which features of every row a view of a layer's output is, (tokens, features), taken as one head."""
+    value, features = node.meta["val"], linear.out_features
+    if not isinstance(value, Tensor) or value.dim() != 2 or value.stride() != (features, 1):
+        return None
+    width: Any = value.shape[1]
+    first: Any = value.storage_offset()
+    if not all(isinstance(number, int) for number in (width, first)) or width >= features:
+        return None
+    return Piece(first, width, 1, width, width)
 
 
 def _reader(node: fx.Node, features: int) -> Linear | None:
@@ -225,18 +239,19 @@ def _widen_root(graph: fx.Graph, root: _Root, tokens: list[int]) -> dict[int, fx
     linear.replace_parameters(derived_parameter(graph, arrange, linear.weight), bias)
     retrace(linear.node)
     sizes = [piece.heads * piece.wide for piece in pieces]
-    read: list[fx.Node] = []
+    kept, read = [*root.kept], list[fx.Node]()
     with graph.inserting_before(linear.node.next):
         for piece, size, end in zip(pieces, sizes, itertools.accumulate(sizes), strict=True):
-            part = call_function(graph, aten.slice.Tensor, linear.node, 1, end - size, end)
+            heads = call_function(graph, aten.slice.Tensor, linear.node, 1, end - size, end)
             is_input = len(read) >= len(root.kept)
-            shape = [-1, *(tokens if is_input else ()), piece.heads, piece.wide]
-            heads = call_function(graph, aten.view.default, part, shape)
+            if is_input or kept[len(read)].meta["val"].dim() == 3:
+                shape = [-1, *(tokens if is_input else ()), piece.heads, piece.wide]
+                heads = call_function(graph, aten.view.default, heads, shape)
             if is_input and tokens:
                 heads = call_function(graph, aten.transpose.int, heads, 1, 2)
             read.append(heads)
-    for kept, heads in zip(root.kept, read, strict=False):
-        kept.replace_all_uses_with(heads)
-    if root.kept:
-        retrace_users(read[: len(root.kept)])
-    return dict(zip(root.inputs, read[len(root.kept) :], strict=True))
+    for node, heads in zip(kept, read, strict=False):
+        node.replace_all_uses_with(heads)
+    if kept:
+        retrace_users(read[: len(kept)])
+    return dict(zip(root.inputs, read[len(kept) :], strict=True))

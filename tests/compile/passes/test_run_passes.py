@@ -128,6 +128,7 @@ def test_rows_for_a_table() -> None:
         ["pad_mlp_width", "off"],
         ["decomposed_bias", "off"],
         ["dense_attention", "off"],
+        ["merged_projections", "off"],
         ["wide_heads", "off"],
         ["tanh_gelu", "off"],
         ["gelu_epilogue", "off"],

@@ -1,0 +1,151 @@
+"""The layers that make queries, keys and values of the same rows become one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxsplit_encoder._torch.aot import fake_mode_of
+from fxsplit_encoder.attention import dense_attention, varlen_attention
+from fxsplit_encoder.compile.passes.dense_attention import TORCH_KERNELS
+from fxsplit_encoder.compile.passes.layers import Linear, are_same_rows, arguments_of, linear_of
+from fxsplit_encoder.compile.rewriting import call_function, derived_parameter, traced_downstream
+
+aten = torch.ops.aten
+
+_ATTENTION = (varlen_attention, dense_attention, *TORCH_KERNELS)
+
+_PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
+
+# What is computed of queries, keys and values before attention ends here.
+_STARTS = frozenset((*_ATTENTION, *_PRODUCTS, aten.convolution.default))
+
+# Attention kernels and copies read so many at once: each part begins at a multiple of them.
+_ALIGNED_BYTES = 16
+
+
+def joined(*parts: Tensor) -> Tensor:
+    """Weights, (features, in_features) each, or biases, (features,), one after another."""
+    return torch.cat(parts)
+
+
+def no_bias(weight: Tensor) -> Tensor:
+    """(features,) zeros for a weight of (features, in_features)."""
+    return weight.new_zeros(weight.shape[0])
+
+
+def merged_projections(module: fx.GraphModule) -> int:
+    """Linear layers of the same rows, each of which makes the query, the key or the value of one attention,
+    as one layer.
+
+    Exact: every feature stays the sum that it was; a layer without a bias beside ones with gets zeros. What
+    read a layer's result reads its part of the common one, a view whose rows are further apart. Layers stay
+    as they are where an operation after them cannot read that, or a part would not begin at a multiple of 16
+    bytes. The weights are put together once, as derived parameters.
+    """
+    changed = 0
+    for node in list(module.graph.nodes):
+        if node.target in _ATTENTION:
+            changed += sum(_merge(module.graph, layers) for layers in _of_same_rows(_projections(node)))
+    if changed:  # once: it visits the whole graph
+        module.graph.eliminate_dead_code()
+    return changed
+
+
+def _projections(attention: fx.Node) -> list[Linear]:
+    """The layers that make query, key and value, in the graph's order."""
+    given = arguments_of(attention)
+    found = {_only_layer(given[name]) for name in ("query", "key", "value")}
+    in_order = [node for node in attention.graph.nodes if node in found]
+    return [layer for node in in_order if (layer := linear_of(node)) is not None]
+
+
+def _only_layer(result: fx.Node) -> fx.Node | None:
+    """The node of the layer that something is computed from without another product or attention in between;
+    None where it is computed from none, or from several, such as a gate and what it gates.
+    """
+    found: set[fx.Node] = set()
+    seen, waiting = {result}, [result]
+    while waiting and len(found) <= 1:
+        node = waiting.pop()
+        if node.target in _STARTS:
+            found.add(node)
+            continue
+        waiting += [read for read in node.all_input_nodes if read not in seen]
+        seen.update(waiting)
+    return found.pop() if len(found) == 1 else None
+
+
+def _of_same_rows(layers: Iterable[Linear]) -> list[list[Linear]]:
+    """Layers that one can stand for, two or more each."""
+    groups: list[list[Linear]] = []
+    for layer in layers:
+        fitting = (group for group in groups if _fit(group[0], layer))
+        group = next(fitting, None)
+        if group is None:
+            groups.append([layer])
+        else:
+            group.append(layer)
+    return [group for group in groups if len(group) > 1]
+
+
+def _fit(one: Linear, other: Linear) -> bool:
+    parameters = [each for layer in (one, other) for each in (layer.weight, layer.bias) if each is not None]
+    kinds = {(each.meta["val"].dtype, each.meta["val"].device) for each in parameters}
+    return len(kinds) == 1 and are_same_rows(one.rows, other.rows)
+
+
+def _merge(graph: fx.Graph, layers: list[Linear]) -> bool:
+    """Puts one layer in the place of several; False: something cannot read the parts."""
+    if not all(map(_can_be_part, layers)):
+        return False
+    ends = [*accumulate(layer.out_features for layer in layers)]
+    try:
+        downstream = traced_downstream(_traced_parts(layers, ends))
+    except (RuntimeError, ValueError):
+        return False
+    first = layers[0]
+    weight = derived_parameter(graph, joined, *(layer.weight for layer in layers))
+    bias = _common_bias(graph, layers)
+    with graph.inserting_before(first.node):
+        matrix = call_function(graph, aten.t.default, weight)
+        if bias is None:
+            merged = call_function(graph, aten.mm.default, first.rows, matrix)
+        else:
+            merged = call_function(graph, aten.addmm.default, bias, first.rows, matrix)
+        for layer, end in zip(layers, ends, strict=True):
+            part = call_function(graph, aten.slice.Tensor, merged, 1, end - layer.out_features, end)
+            layer.node.replace_all_uses_with(part)
+    for node, value in downstream.items():
+        node.meta["val"] = value
+    return True
+
+
+def _can_be_part(layer: Linear) -> bool:
+    """Whether its features are whole multiples of what kernels read at once, and its bias has as many."""
+    if layer.bias is not None and layer.bias.meta["val"].shape[0] != layer.out_features:
+        return False
+    return layer.out_features * int(layer.weight.meta["val"].itemsize) % _ALIGNED_BYTES == 0
+
+
+def _traced_parts(layers: list[Linear], ends: list[int]) -> dict[fx.Node, Tensor]:
+    """What the parts of the common result will be traced as, by the layers."""
+    value: Any = layers[0].node.meta["val"]
+    with fake_mode_of([value]):
+        merged = value.new_empty(value.shape[0], ends[-1])
+        parts = (merged[:, end - layer.out_features : end] for layer, end in zip(layers, ends, strict=True))
+        return dict(zip((layer.node for layer in layers), parts, strict=True))
+
+
+def _common_bias(graph: fx.Graph, layers: list[Linear]) -> fx.Node | None:
+    if all(layer.bias is None for layer in layers):
+        return None
+    biases = (
+        derived_parameter(graph, no_bias, layer.weight) if layer.bias is None else layer.bias
+        for layer in layers
+    )
+    return derived_parameter(graph, joined, *biases)

@@ -1,0 +1,361 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fxsplit_encoder.attention import dense_attention, varlen_attention
+from fxsplit_encoder.compile.passes.fp8_linear import fp8_linear
+from fxsplit_encoder.compile.passes.measured_activations import measured_activations
+from fxsplit_encoder.compile.passes.measured_products import measured_products
+from fxsplit_encoder.compile.passes.merged_projections import (
+    joined,
+    merged_projections,
+    no_bias,
+)
+from fxsplit_encoder.compile.passes.pad_mlp_width import pad_mlp_width
+from fxsplit_encoder.compile.passes.wide_heads import wide_heads
+from fxsplit_encoder.products import linear
+
+from .aten_graphs import Graph, Mlp, aten_graph
+
+aten = torch.ops.aten
+
+WIDTH, HEADS, HEAD_DIM = 32, 2, 8
+LENGTHS = torch.tensor([0, 4, 4, 9], dtype=torch.int32)
+
+
+def rotated(x: Tensor) -> Tensor:
+    """Something that is computed by features, as rotary embeddings are."""
+    first, second = x.chunk(2, dim=-1)
+    return x * 0.5 + torch.cat([-second, first], -1) * 0.7
+
+
+def same(x: Tensor) -> Tensor:
+    return x
+
+
+class Layers(nn.Module):
+    """Query, key and value from layers of their own."""
+
+    def __init__(self, *, biases: str = "qkv", head_dim: int = HEAD_DIM) -> None:
+        super().__init__()
+        self.head_dim, features = head_dim, HEADS * head_dim
+        self.q, self.k, self.v = (nn.Linear(WIDTH, features, bias=name in biases) for name in "qkv")
+        self.out = nn.Linear(features, WIDTH)
+
+
+class Packed(Layers):
+    """Attention over segments of rows."""
+
+    def parts(self, x: Tensor) -> tuple[Tensor, ...]:
+        q, k, v = (layer(x).view(-1, HEADS, self.head_dim) for layer in (self.q, self.k, self.v))
+        return rotated(q), rotated(k), v
+
+    def forward(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
+        return self.out(varlen_attention(*self.parts(x), cu_seqlens, 5, 0.3).flatten(1))
+
+
+def by_torch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+def by_ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return dense_attention(q, k, v, 0.3)
+
+
+class Batched(Layers):
+    """Attention over a batch of images."""
+
+    def __init__(
+        self, attend: Callable[..., Tensor], compute: Callable[[Tensor], Tensor] = same, **options: Any
+    ) -> None:
+        super().__init__(**options)
+        self.attend, self.compute = attend, compute
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (layer(x) for layer in (self.q, self.k, self.v))
+        q, k, v = (
+            each.unflatten(-1, (HEADS, self.head_dim)).transpose(1, 2) for each in (self.compute(q), k, v)
+        )
+        return self.out(self.attend(q, k, v).transpose(1, 2).flatten(2))
+
+
+def packed(module: nn.Module) -> Graph:
+    return aten_graph(module, torch.randn(9, WIDTH), LENGTHS)
+
+
+def batched(module: nn.Module) -> Graph:
+    return aten_graph(module, torch.randn(3, 7, WIDTH))
+
+
+def num_products(graph: Graph) -> int:
+    return graph.count(aten.mm.default) + graph.count(aten.addmm.default)
+
+
+def assert_same(graph: Graph, module: nn.Module, inputs: int) -> None:
+    torch.testing.assert_close(graph.run(), module(*graph.args[-inputs:]))
+
+
+@pytest.mark.parametrize("biases", ["qkv", "", "qv"])
+def test_attention_over_segments_has_one_layer(biases: str) -> None:
+    module = Packed(biases=biases)
+    graph = packed(module)
+    assert merged_projections(graph.module) == 1
+    assert num_products(graph) == 2
+    assert len(graph.derived) == {"qkv": 2, "": 1, "qv": 3}[biases]  # the zeros are one
+    assert_same(graph, module, 2)
+
+
+@pytest.mark.parametrize("biases", ["qkv", "qv"])
+@pytest.mark.parametrize("compute", [same, rotated, lambda q: F.layer_norm(q * 0.1, q.shape[-1:])])
+@pytest.mark.parametrize("attend", [by_torch, by_ours])
+def test_attention_over_a_batch_has_one_layer(attend: Any, compute: Any, biases: str) -> None:
+    module = Batched(attend, compute, biases=biases)
+    graph = batched(module)
+    assert merged_projections(graph.module) == 1
+    assert num_products(graph) == 2
+    assert_same(graph, module, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_dtypes_are_merged_too(dtype: torch.dtype) -> None:
+    module = Batched(by_torch).to(dtype)
+    graph = aten_graph(module, torch.randn(3, 7, WIDTH, dtype=dtype))
+    assert merged_projections(graph.module) == 1
+    assert_same(graph, module, 1)
+
+
+@pytest.mark.parametrize("attend", [by_torch, by_ours])
+def test_attention_reads_views_of_the_common_result(attend: Any) -> None:
+    graph = batched(Batched(attend))
+    merged_projections(graph.module)
+    (attention,) = [node for node in graph.module.graph.nodes if "attention" in str(node.target)]
+    features, total = HEADS * HEAD_DIM, 3 * HEADS * HEAD_DIM
+    for position, given in enumerate(attention.args[:3]):
+        value = given.meta["val"]
+        assert value.stride() == (7 * total, HEAD_DIM, total, 1)
+        assert value.storage_offset() == position * features
+    assert graph.count(aten.clone.default) == 0
+
+
+class Grouped(Packed):
+    """Fewer keys and values than queries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.k, self.v = (nn.Linear(WIDTH, HEAD_DIM) for _ in range(2))
+
+    def parts(self, x: Tensor) -> tuple[Tensor, ...]:
+        q, k, v = (layer(x).view(9, -1, HEAD_DIM) for layer in (self.q, self.k, self.v))
+        return q, k.expand(-1, HEADS, -1), v.expand(-1, HEADS, -1)
+
+
+class OtherQueries(Packed):
+    """Queries of other rows."""
+
+    def parts(self, x: Tensor) -> tuple[Tensor, ...]:
+        q, k, v = (
+            layer(rows).view(-1, HEADS, HEAD_DIM)
+            for layer, rows in ((self.q, x + 1), (self.k, x), (self.v, x))
+        )
+        return q, k, v
+
+
+class GatedQueries(Packed):
+    """Queries that are a product of two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, HEADS * HEAD_DIM)
+
+    def parts(self, x: Tensor) -> tuple[Tensor, ...]:
+        q, k, v = super().parts(x)
+        return q * F.silu(self.gate(x)).view(-1, HEADS, HEAD_DIM), k, v
+
+
+class LowRank(Packed):
+    """Queries to which an adapter adds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.Linear(WIDTH, 4), nn.Linear(4, HEADS * HEAD_DIM)
+
+    def parts(self, x: Tensor) -> tuple[Tensor, ...]:
+        q, k, v = super().parts(x)
+        return q + self.up(self.down(x)).view(-1, HEADS, HEAD_DIM), k, v
+
+
+@pytest.mark.parametrize(
+    ("make", "products"), [(Grouped, 2), (OtherQueries, 3), (GatedQueries, 4), (LowRank, 5)]
+)
+def test_the_layers_that_fit_are_merged(make: Callable[[], nn.Module], products: int) -> None:
+    module = make()
+    graph = packed(module)
+    assert merged_projections(graph.module) == 1
+    assert num_products(graph) == products
+    assert_same(graph, module, 2)
+
+
+class ReadTwice(Packed):
+    """Keys are a result as well."""
+
+    def forward(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
+        q, k, v = self.parts(x)
+        attended = varlen_attention(q, k, v, cu_seqlens, 5, 0.3)
+        return self.out((attended + k - v).flatten(1))
+
+
+class Shared(Layers):
+    """Two attentions of the same keys and values."""
+
+    def forward(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
+        q, k, v = (layer(x).view(-1, HEADS, HEAD_DIM) for layer in (self.q, self.k, self.v))
+        results = (varlen_attention(each, k, v, cu_seqlens, 5, 0.3) for each in (q, q * 2))
+        return self.out(sum(results).flatten(1))
+
+
+@pytest.mark.parametrize("make", [ReadTwice, Shared])
+def test_whatever_reads_a_layer_reads_its_part(make: Callable[[], nn.Module]) -> None:
+    module = make()
+    graph = packed(module)
+    assert merged_projections(graph.module) == 1
+    assert merged_projections(graph.module) == 0
+    assert_same(graph, module, 2)
+
+
+class Fused(Layers):
+    """One layer already."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * HEADS * HEAD_DIM)
+
+    def forward(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
+        parts = self.qkv(x).view(-1, 3, HEADS, HEAD_DIM).unbind(1)
+        return self.out(varlen_attention(*parts, cu_seqlens, 5, 0.3).flatten(1))
+
+
+class RowsOfTheirOwn(Packed):
+    def parts(self, x: Tensor) -> tuple[Tensor, ...]:
+        rows = (x, x + 1, x + 2)
+        q, k, v = (
+            f(y).view(-1, HEADS, HEAD_DIM) for f, y in zip((self.q, self.k, self.v), rows, strict=True)
+        )
+        return q, k, v
+
+
+class HeadsAsRows(Packed):
+    """Heads become rows without a copy, which those of a common result cannot."""
+
+    def parts(self, x: Tensor) -> tuple[Tensor, ...]:
+        q, k, v = (
+            layer(x).view(-1, HEAD_DIM).view(-1, HEADS, HEAD_DIM) for layer in (self.q, self.k, self.v)
+        )
+        return q, k, v
+
+
+class Unaligned(Packed):
+    """40 bytes each."""
+
+    def __init__(self) -> None:
+        super().__init__(head_dim=5)
+
+    def parts(self, x: Tensor) -> tuple[Tensor, ...]:
+        q, k, v = (layer(x).view(-1, HEADS, 5) for layer in (self.q, self.k, self.v))
+        return q, k, v
+
+
+class OneBias(Packed):
+    """One number for all features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in (self.q, self.k, self.v):
+            layer.bias = nn.Parameter(torch.randn(1))
+
+
+@pytest.mark.parametrize("make", [Fused, RowsOfTheirOwn, HeadsAsRows, Unaligned, OneBias])
+def test_other_graphs_stay_as_they_are(make: Callable[[], nn.Module]) -> None:
+    module = make()
+    graph = packed(module)
+    before = str(graph.module.graph)
+    assert merged_projections(graph.module) == 0
+    assert str(graph.module.graph) == before
+    assert_same(graph, module, 2)
+
+
+def test_weights_that_are_no_parameters_stay_apart() -> None:
+    graph = packed(Packed())
+    for node in graph.module.graph.find_nodes(op="placeholder"):
+        node.meta["is_parameter"] = False
+    assert merged_projections(graph.module) == 0
+
+
+class Block(Packed):
+    """Attention and a gated MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = Mlp(F.silu, WIDTH, gated=True)
+
+    def forward(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
+        x = x + super().forward(x, cu_seqlens)
+        return x + self.mlp(x)
+
+
+class Tower(nn.Module):
+    def __init__(self, blocks: int = 3) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+
+    def forward(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, cu_seqlens)
+        return x
+
+
+def test_every_block_is_changed_and_its_mlp_is_left_to_other_passes() -> None:
+    module = Tower()
+    graph = packed(module)
+    assert pad_mlp_width(graph.module) == 3
+    assert merged_projections(graph.module) == 3
+    assert measured_activations(graph.module) == 3
+    assert measured_products(graph.module) == 9
+    assert graph.count(linear) == 12 and num_products(graph) == 0
+    assert_same(graph, module, 2)
+
+
+@pytest.mark.parametrize("rotary", [False, True])
+def test_heads_are_made_wide_in_the_common_layer(rotary: bool) -> None:
+    module = Batched(by_ours, rotated if rotary else same, head_dim=72)
+    graph = batched(module)
+    assert merged_projections(graph.module) == 1
+    assert wide_heads(graph.module) == 1
+    assert num_products(graph) == 2
+    assert graph.count(aten.constant_pad_nd.default) == rotary  # the others' zeros are in the weights
+    read = [node for node in graph.derived if node.users]
+    assert len(read) == 3  # not those that are as wide as they were
+    assert_same(graph, module, 1)
+
+
+def test_fp8_takes_the_common_layer() -> None:
+    module = Tower()
+    apart, merged = packed(module), packed(module)
+    merged_projections(merged.module)
+    # The first of all has no product before it, and 120 columns are no multiple of 16.
+    assert (fp8_linear(apart.module, 1), fp8_linear(merged.module, 1)) == (9, 5)
+    merged.module.graph.eliminate_dead_code()
+    common = [node for node in merged.derived if node.meta["derived"][0] is joined]
+    weights = [node for node in common if node.meta["val"].dim() == 2]
+    assert [len(node.users) for node in weights] == [1, 0, 0]  # others are read in fp8 alone
+
+
+def test_a_missing_bias_is_zeros() -> None:
+    made = no_bias(torch.ones(3, 5, dtype=torch.float16))
+    assert made.dtype == torch.float16
+    assert made.tolist() == [0, 0, 0]
