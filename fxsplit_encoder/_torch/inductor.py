@@ -80,11 +80,13 @@ def compile_graph(
     """
     fake_mode = fake_mode_of(inputs)
     # On CUDA Inductor keeps convolutions of symbolic sizes as they are. On a CPU it makes them channels-last,
-    # and where the batch is unbacked it then expects other strides than the kernel returns.
+    # and where the batch is unbacked it then expects other strides than the kernel returns. A smaller block
+    # for long rows that take many registers is made when a kernel is loaded, at every start anew: it is
+    # compiled and timed then, which took a second, and neither is kept.
     with (
         tracing_context(fake_mode),
         V.set_fake_mode(fake_mode),
-        config.patch(layout_optimization=False),
+        config.patch(layout_optimization=False, dynamic_scale_rblock=False),
         config.patch({name: True for name in _INVARIANT if invariant and hasattr(config, name)}),
         persistent_rows(LONGEST_QUANTIZED_ROW if _makes_fp8(module) else LONGEST_ROW),
     ):

@@ -251,6 +251,7 @@ SYMBOLS = [
     called(f"{INDUCTOR}.utils.BoxedBool", 1),
     present(f"{INDUCTOR}.config"),
     called(f"{INDUCTOR}.config.patch", 0, "layout_optimization", "inductor_choices_class"),
+    present(f"{INDUCTOR}.config.dynamic_scale_rblock"),
     present(f"{INDUCTOR}.config.layout_optimization"),
     present(f"{INDUCTOR}.config.deterministic"),
     replace(present(f"{INDUCTOR}.config.batch_invariant"), since="2.13"),
