@@ -17,9 +17,9 @@ export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} XDG_CACHE_HOME=$out/cache
 python=${PYTHON:-python3}
 
 # The defaults and one that is none.
-passes=conv_to_linear,pad_mlp_width,decomposed_bias,dense_attention,merged_projections,wide_heads,tanh_gelu,gelu_epilogue,output_branch
+passes=conv_to_linear,pad_mlp_width,decomposed_bias,dense_attention,merged_projections,wide_heads,tanh_gelu,gelu_epilogue,measured_activations,output_branch
 with_tanh="{\"passes\":[\"${passes//,/\",\"}\"]}"
-shown="--only default measured_activations"
+shown="--only default measured_activations merged_projections"
 tiles="--towers internvl3-8b --workloads tiles12"
 
 # What is needed most first: a name in benchmarks/results, its case and options.

@@ -553,6 +553,7 @@ TABLES: Mapping[str, Table] = {
     "accelerate": Table("accelerate.json", accelerate),
     "start": Table("start.json", starts),
     "start_slow_host": Table("start_slow_host.json", starts),
+    "start_quack": Table("start_quack.json", starts),
     "connector": Table("connector.json", connector),
     "connector_ahead": Table("connector_ahead.json", connector),
     "connector_synchronous": Table("connector_synchronous.json", connector),
