@@ -18,7 +18,7 @@ from fxsplit_encoder._torch.dynamo import owners_of_trace
 from fxsplit_encoder._torch.grad_mode import without_autograd
 from fxsplit_encoder.attention import KnownSegments
 from fxsplit_encoder.backend.forward import ProgramBudgets, ProgramForward, region_of
-from fxsplit_encoder.backend.outputs import Output
+from fxsplit_encoder.backend.outputs import Output, own_outputs
 from fxsplit_encoder.backend.padding_permission import PaddingPermission
 from fxsplit_encoder.backend.parameters import CallParameters
 from fxsplit_encoder.capture import GraphPool
@@ -89,6 +89,7 @@ class BudgetDispatcher:
         self._scope = CaptureScope(config, self.pool, lambda: self._captures.remaining_bytes)
         self._region = region_of(program)
         self._parameters = CallParameters(program, weights, config.weight_check_seconds)
+        self._derived_stamp: object = None
         self._outputs = tuple(map(Output.of, program.outputs, program.output_infos))
         self._known_budgets: ProgramBudgets | None = None
         self._plans: dict[tuple[Any, ...], PathPlan] = {}
@@ -104,7 +105,9 @@ class BudgetDispatcher:
                 if self.programs:
                     warn_of_new_captures("parameters were replaced since the capture")
                 self.clear()
-            bindings = self.program.begin([*args, *weights])
+            stamp = self._derived_stamp if self._parameters.are_the_same else None
+            bindings = self.program.begin([*args, *weights], stamp)
+            self._derived_stamp = self.program.derived.stamp
             warmed = getattr(_warming, "called", None)
             reason = self._never_captured(bindings)
             outputs = None
@@ -322,7 +325,7 @@ class BudgetDispatcher:
                 if not capture_all:
                     key = CaptureKey(_PATH, budget, self._sizes(bindings))
                     self.statistics.record_replay(key, planned.tokens)
-                own = [each.own(found, bindings) for each, found in zip(self._outputs, outputs, strict=True)]
+                own = own_outputs(self._outputs, outputs, bindings)
                 if self.config.debug:
                     self.pool.handed_out.add(tensor for tensor in own if isinstance(tensor, torch.Tensor))
                 return own, None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from operator import itemgetter
+from itertools import chain
+from operator import eq, is_, itemgetter
 from typing import Any
 
 import torch
@@ -33,10 +34,13 @@ class CallParameters:
         num_given = program.num_inputs - len(weights)
         self._given_of = _picker(sorted(index for index in program.static_inputs if index < num_given))
         self._layouts: list[tuple[Any, ...] | None] | None = None
+        self._given: Sequence[Any] = ()
         self._weights: Sequence[Tensor] | None = None
         self._addresses: list[int] = []
         self.have_moved = False
         """Whether those of the last call lay elsewhere than those of the call before it."""
+        self.are_the_same = False
+        """Whether those of the last call were the very tensors of the call before it, where they were."""
 
     def current(self, args: Sequence[Any]) -> Sequence[Tensor]:
         """The weights of blocks now, after all parameters have been looked at. Captures read them by address
@@ -46,31 +50,41 @@ class CallParameters:
             WeightsLayoutError: one has another layout than it was compiled for, or was removed.
             InputError: a block has changed.
         """
+        given = self._given_of(args)
         now = time.monotonic() if self._seconds else 0.0
         if self._weights is not None and now < self._last_look + self._seconds:
             self.have_moved = False
+            self.are_the_same = all(map(is_, given, self._given))
             return self._weights
-        given, weights = self._given_of(args), self._live.current()
-        try:
-            # Each has to be asked: `parameter.data = ...` changes its address and neither its identity nor
-            # its version.
-            addresses = list(map(torch.Tensor.data_ptr, given))
-            addresses += map(torch.Tensor.data_ptr, weights)
-        except TypeError:  # one was removed
-            addresses = []
-        # An address alone does not tell: a matrix and its transpose may have the same one.
-        self.have_moved = addresses != self._addresses or weights is not self._weights
-        if self.have_moved:
-            self._take(given, weights, addresses)
+        weights = self._live.current()
+        self.have_moved = False
+        self.are_the_same = weights is self._weights and all(map(is_, given, self._given))
+        if not self._are_where_they_were(given, weights):
+            self._take(given, weights)
+        self._given = given
         self._last_look = now  # one that raised is made again
         return weights
 
-    def _take(self, given: Sequence[Any], weights: Sequence[Tensor], addresses: list[int]) -> None:
+    def _are_where_they_were(self, given: Sequence[Any], weights: Sequence[Tensor]) -> bool:
+        # An address alone does not tell: a matrix and its transpose may have the same one.
+        if weights is not self._weights:
+            return False
+        # Each has to be asked: `parameter.data = ...` changes its address and neither its identity nor its
+        # version. Without lists of hundreds of numbers more of the processor's cache is left for others.
+        addresses = map(torch.Tensor.data_ptr, chain(given, weights))
+        try:
+            return all(map(eq, addresses, self._addresses))
+        except TypeError:  # one was removed
+            return False
+
+    def _take(self, given: Sequence[Any], weights: Sequence[Tensor]) -> None:
         values = [*given, *weights]
         if self._layouts is None:
             self._layouts = layouts_of(values)
         check_replacements(self._layouts, values, _WHAT_TO_DO)
+        addresses = list(map(torch.Tensor.data_ptr, values))
         self.have_moved = addresses != self._addresses
+        self.are_the_same = self.are_the_same and not self.have_moved
         self._weights, self._addresses = weights, addresses
         if self._seconds:
             # Until the next look captures may read what parameters have left.

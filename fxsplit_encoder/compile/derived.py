@@ -58,16 +58,20 @@ class DerivedParameters:
         """Memory that the derived parameters take in addition to those that they come from."""
         return sum(value.numel() * value.element_size() for value in self._values.values())
 
-    def fill(self, slots: list[Any]) -> None:
+    def fill(self, slots: list[Any], stamp: object = None) -> None:
         """Fills the slots of the derived parameters of a run from those of its parameters.
+
+        Args:
+            stamp: as of `refresh`, of a time since when the parameters are the same tensors, too.
 
         Raises:
             InputError: a parameter is an inference tensor, whose changes cannot be seen.
         """
         if not self.recipes:
             return
-        self._sources = {slot: slots[slot] for slot in self._given}
-        self.refresh()
+        if stamp is None or stamp is not self.stamp:
+            self._sources = {slot: slots[slot] for slot in self._given}
+        self.refresh(stamp)
         for slot, value in self._values.items():
             slots[slot] = value
 

@@ -173,14 +173,18 @@ class Program:
         """The slots that hold the same from run to run: parameters, constants, derived parameters."""
         return [*self.static_inputs, *self.constants, *(recipe.slot for recipe in self.derived.recipes)]
 
-    def begin(self, args: Sequence[Any]) -> Bindings:
+    def begin(self, args: Sequence[Any], derived_stamp: object = None) -> Bindings:
         """Binds the graph's inputs and runs the prologue at the true shape. What host ops made may still be
         on the CPU.
+
+        Args:
+            derived_stamp: that of the derived parameters, where parameters are the same tensors, and lie
+                where they did, as when they had it.
         """
         bindings = Bindings([*args, *([None] * (self.num_slots - len(args)))])
         for slot, constant in self.constants.items():
             bindings.slots[slot] = constant
-        self.derived.fill(bindings.slots)
+        self.derived.fill(bindings.slots, derived_stamp)
         for symbol, index, dim in self.symbol_sources:
             bindings.symbols.setdefault(symbol, args[index] if dim < 0 else args[index].shape[dim])
         prologue = self.steps[: self.region_start]

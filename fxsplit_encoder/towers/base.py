@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fxsplit_encoder._torch.dynamo import allow_no_frame, not_traced
+from fxsplit_encoder._torch.grad_mode import without_autograd
 from fxsplit_encoder._torch.tensors import share_names, tensors_of
 from fxsplit_encoder.compile.blocks import ChangedBlocksError
 from fxsplit_encoder.errors import InputError
@@ -116,6 +117,16 @@ class WrappedTower(nn.Module):
             self.blocks_as_traced = _next_name("blocks")
         return super().__call__(*call.args, **call.kwargs)
 
+    def traced_inputs(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of the forward as a trace is to see them. It runs outside of the compiled frame.
+
+        Raises:
+            InputError: one is not what the forward takes.
+        """
+        return args, kwargs
+
     def matters(self, option: str, value: Any) -> bool:
         """Whether an option changes what the forward returns."""
         return matters(option, value)
@@ -194,11 +205,13 @@ def _settle(module: WrappedTower, args: tuple[Any, ...], kwargs: dict[str, Any])
     if options.changing or len(args) > len(module.input_names):
         return _Call(args, kwargs, options.returns_dict, is_eager=True)
     if torch.is_grad_enabled() and _needs_gradients([*args, *options.kept.values()], module.parameters()):
-        return _Call(args, options.kept, options.returns_dict, runs_as_it_is=True)
+        return _Call(*module.traced_inputs(args, options.kept), options.returns_dict, runs_as_it_is=True)
     args, kept = without_inference_tensors((args, options.kept))
     # To ask takes a twentieth of the time of entering both modes.
-    is_plain = not (torch.is_grad_enabled() or torch.is_inference_mode_enabled())
-    return _Call(args, kept, options.returns_dict, runs_as_it_is=is_plain)
+    if not (torch.is_grad_enabled() or torch.is_inference_mode_enabled()):
+        return _Call(*module.traced_inputs(args, kept), options.returns_dict, runs_as_it_is=True)
+    with without_autograd():
+        return _Call(*module.traced_inputs(args, kept), options.returns_dict)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -77,7 +77,6 @@ class PackedTower(PackedItems):
             from fxsplit_encoder.attention.hugging_face import use_varlen_attention
 
             use_varlen_attention(tower)
-        self.register_forward_pre_hook(_mark_dynamic, with_kwargs=True)
 
     # --- what an adapter gives
 
@@ -130,6 +129,20 @@ class PackedTower(PackedItems):
                 raise InputError(f"{name}: expected a tensor; got None")
         patches, grid = (values[name] for name in self.input_names)
         return patches, grid
+
+    def traced_inputs(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Patches and grids, by position, with marks that tell Dynamo that their numbers vary, so that one
+        trace serves every batch. The marks go on aliases: the caller's tensors stay as they are.
+        """
+        patches, grid = self.own_inputs(args, kwargs)
+        self.check_own_inputs(patches, grid)
+        if patches.shape[0] > 1:
+            patches = _PATCHES.on_alias(patches)
+        if grid.dim() == 2 and grid.shape[0] > 0:
+            grid = _GRIDS.on_alias(grid)
+        return (patches, grid), {}
 
     def forward(self, hidden_states: Tensor, grid_thw: Tensor) -> Any:
         """The tower's forward: patches, grids (items, 3), its own output.
@@ -271,24 +284,6 @@ class PackedTower(PackedItems):
             if value is not None
         }
         return self.encoder_cudagraph_forward(inputs)
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _mark_dynamic(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, dict[str, Any]]:
-    """Tells Dynamo, before it traces, that patches and items vary, so that one trace serves every batch.
-
-    It runs outside the compiled frame. The marks go on aliases: the caller's tensors stay as they are.
-    """
-    assert isinstance(module, PackedTower)
-    patches, grid = module.own_inputs(args, kwargs)
-    module.check_own_inputs(patches, grid)
-    if patches.shape[0] > 1:
-        patches = _PATCHES.on_alias(patches)
-    if grid.dim() == 2 and grid.shape[0] > 0:
-        grid = _GRIDS.on_alias(grid)
-    return (patches, grid), {}
 
 
 def _mark_patches(patches: Tensor) -> None:

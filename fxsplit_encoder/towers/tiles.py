@@ -77,7 +77,26 @@ class TileTower(WrappedTower):
         self.input_names = (self.first_view.input_name,)
         self.out_hidden_size = out_hidden_size
         self.fold_tables()
-        self.register_forward_pre_hook(_mark_dynamic, with_kwargs=True)
+
+    def traced_inputs(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The tiles first, with marks that tell Dynamo that their number varies, so that one trace serves
+        every batch; folds tables. The marks go on an alias: the caller's tensor stays as it is. Other sizes
+        than a tile's are left to the tower.
+        """
+        refresh_tables(self._tables)
+        name = self.first_view.input_name
+        if name in kwargs:
+            kwargs = dict(kwargs)
+            args = (kwargs.pop(name), *args)
+        if args:
+            _check_tiles(args[0], name, 1 + len(self.first_view.shape))
+        if args and args[0].shape[0] > 0:
+            traced_apart = self.attends_with_mask and not MASKED_ATTENTION_TAKES_UNKNOWN_SIZES
+            marks = _ONE_TILE_APART if traced_apart else _TILES
+            args = (marks.on_alias(args[0]), *args[1:])
+        return args, kwargs
 
     def fold_tables(self) -> None:
         """Finds the tables to keep up to date; an adapter that adds some calls it again."""
@@ -186,30 +205,6 @@ def _check_tiles(tiles: Any, name: str, dimensions: int) -> None:
     if tiles.dim() != dimensions:
         expected = "tiles, channels, height, width" if dimensions == 4 else "pieces, mel bins, frames"
         raise InputError(f"{name}: expected ({expected}); got {tuple(tiles.shape)}")
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _mark_dynamic(
-    module: TileTower, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Tells Dynamo, before it traces, that the number of tiles varies, so that one trace serves every batch;
-    folds tables.
-
-    It runs outside the compiled frame. The marks go on an alias: the caller's tensor stays as it is. Other
-    sizes than a tile's are left to the tower.
-    """
-    refresh_tables(module._tables)
-    name = module.first_view.input_name
-    if name in kwargs:
-        kwargs = dict(kwargs)
-        args = (kwargs.pop(name), *args)
-    if args:
-        _check_tiles(args[0], name, 1 + len(module.first_view.shape))
-    if args and args[0].shape[0] > 0:
-        traced_apart = module.attends_with_mask and not MASKED_ATTENTION_TAKES_UNKNOWN_SIZES
-        marks = _ONE_TILE_APART if traced_apart else _TILES
-        args = (marks.on_alias(args[0]), *args[1:])
-    return args, kwargs
 
 
 def _mark_tiles(tiles: Tensor) -> None:

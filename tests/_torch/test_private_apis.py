@@ -287,6 +287,7 @@ SYMBOLS = [
     present("torch.Tensor._version"),
     present("torch.UntypedStorage._cdata"),
     present("torch._C.DisableTorchFunctionSubclass"),
+    present("torch._foreach_copy_"),
     called("torch.multiprocessing.reductions.StorageWeakRef", 1),
     called("torch.multiprocessing.reductions.StorageWeakRef.expired", 1),
     *(

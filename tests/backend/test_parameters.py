@@ -150,6 +150,37 @@ def test_another_parameter_on_the_same_memory_keeps_the_captures(inner: Any, pix
 
 
 @pytest.mark.slow
+def test_weights_kept_in_another_form_follow_those_that_are_there_now(inner: Any, pixels: Tensor) -> None:
+    config = copy.deepcopy(inner.config)
+    config._attn_implementation = "sdpa"
+    config.intermediate_size = 120  # which the pass makes 128
+    tower = type(inner)(config).requires_grad_(False).eval()
+    for parameter in tower.parameters():
+        parameter.normal_(std=0.2, generator=torch.Generator().manual_seed(parameter.numel()))
+    before, module = dispatchers(), compiled(fx.wrap(tower), passes=["pad_mlp_width"])
+    layer = tower.blocks[1].mlp.linear_fc2
+
+    def assert_it_follows() -> None:
+        torch.testing.assert_close(features(module, pixels), features(tower, pixels), rtol=1e-4, atol=1e-4)
+
+    assert_it_follows()
+    (dispatcher,) = (each for each in dispatchers() if each not in before)
+    assert dispatcher.program.derived.recipes
+    first = features(tower, pixels)
+    layer.weight.mul_(3)
+    assert (features(tower, pixels) - first).abs().max() > 0.1
+    assert_it_follows()
+    # Another at the same address, whose versions are counted anew.
+    layer.weight = nn.Parameter(layer.weight.data, requires_grad=False)
+    assert_it_follows()
+    for _ in range(2):
+        layer.weight.mul_(3)
+        assert_it_follows()
+    layer.weight.data = layer.weight / 9
+    assert_it_follows()
+
+
+@pytest.mark.slow
 def test_between_two_looks_outputs_come_from_the_old_memory(
     inner: Any, pixels: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

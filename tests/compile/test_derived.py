@@ -70,6 +70,21 @@ def test_what_only_others_are_derived_from_is_not_kept(parameters: list[Any]) ->
         parameters[0].add_(1)
 
 
+def test_with_its_stamp_the_last_parameters_are_asked_for_their_versions(parameters: list[Any]) -> None:
+    derived = DerivedParameters(RECIPES)
+    derived.fill(parameters)
+    stamp, known = derived.stamp, parameters[0]
+    parameters[0] = None  # not looked at
+    derived.fill(parameters, stamp)
+    assert derived.stamp is stamp
+    known.mul_(3)
+    derived.fill(parameters, stamp)
+    assert torch.equal(parameters[3], torch.full((2, 3), 6.0)) and derived.stamp is not stamp
+    parameters[0] = torch.full((2, 3), 5.0)
+    derived.fill(parameters, stamp)  # one that holds no more
+    assert torch.equal(parameters[3], torch.full((2, 3), 10.0))
+
+
 def test_nothing_is_computed_twice(parameters: list[Any]) -> None:
     calls = []
 
