@@ -195,6 +195,23 @@ class KernelMeasurements(Generic[ShapeT, KernelT]):
             with self._lock:
                 self._take(shape.device, {each: found})
 
+    def compare_unawaited(self, shape: ShapeT) -> None:
+        """Compares what of a class of captured calls, and of those that are measured with it, waits for no
+        other process. What is found decides nothing, but a comparison of all of them need not find it again.
+        """
+        table = self._table(shape.device)
+        with self._lock:
+            for each in shape.measured_with():
+                # What others take of the processors counts in the times of calls that are not captured.
+                is_open = each.is_captured and each not in table
+                candidates = self._to_compare(each) if is_open else []
+                if not candidates or candidates[0].is_awaited:  # accuracy is judged by the first
+                    continue
+                try:
+                    self.meter.measure([kernel for kernel in candidates if not kernel.is_awaited], each)
+                except torch.OutOfMemoryError:
+                    _note_lack_of_memory(each)
+
     def _take(self, device: torch.device, new: Mapping[ShapeT, Measured]) -> None:
         """Enters what was found. The caller has the lock."""
         self._tables[device].update(new)

@@ -1,15 +1,20 @@
-"""Kernels compared between requests, in parts that hold up nobody for long."""
+"""Kernels compared before captures ask for them: between requests, in parts that hold up nobody for long, and
+while other processes compile further ones.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
 from fxsplit_encoder.kernels import Unmeasured, collecting
 from fxsplit_encoder.parts import Parts, each_within
+
+_END: Any = object()
 
 Around = Callable[[], AbstractContextManager[object]]
 
@@ -54,3 +59,24 @@ def compare_between_requests(
     if stream is not None:
         # While a capture is open torch frees none of the blocks that it keeps for later.
         torch.cuda.empty_cache()
+
+
+def compare_meanwhile(runs: Parts[None], is_compiling: Callable[[], bool]) -> None:
+    """Compares the kernels of every class of calls that some runs meet, but for those that other processes
+    are still compiling, until these are done.
+
+    Args:
+        runs: a run a part.
+        is_compiling: whether they are still at it.
+    """
+    unmeasured: Unmeasured = {}
+    with contextlib.closing(runs):
+        while is_compiling():
+            known = len(unmeasured)
+            with collecting(unmeasured):
+                if next(runs, _END) is _END:
+                    return
+            for measurements, shape in list(unmeasured)[known:]:
+                if not is_compiling():
+                    return
+                measurements.compare_unawaited(shape)

@@ -12,9 +12,11 @@ import torch
 from fxsplit_encoder._torch.current_device import on_device
 from fxsplit_encoder._torch.grad_mode import without_autograd
 from fxsplit_encoder._torch.structure import Structure
+from fxsplit_encoder.attention.kernels import ahead
 from fxsplit_encoder.errors import InputError, StartFileError, TowerChangedError, WeightsMovedError
 from fxsplit_encoder.manager.background import BackgroundCapture, stop_with
 from fxsplit_encoder.manager.captures import CapturePlan
+from fxsplit_encoder.manager.comparisons import compare_meanwhile
 from fxsplit_encoder.manager.generation import Done, Generation, first_of
 from fxsplit_encoder.manager.start import load_captured, save_captured
 from fxsplit_encoder.manager.tower_part import tower_part
@@ -77,6 +79,8 @@ class Lifecycle:
         planned = self.own.planned_captures()
         logger.info("%s", planned)
         self.compile()
+        if self.own.scope.measured and self.own.scope.compares_kernels:
+            compare_meanwhile(self.own.runs(planned), ahead.is_compiling)
         told = 0
         for done in self.own.capture(planned):
             if progress is not None and done.budgets > told:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -98,6 +99,21 @@ def test_processes_that_wait_already_are_used_and_the_others_end(possible: Path)
     processes.warm_up(1, HOPPER)
     ahead.dismiss()
     assert not processes.is_running()
+
+
+def test_whoever_asks_whether_all_is_compiled_ends_what_is_given(possible: Path) -> None:
+    assert not processes.is_compiling()
+    processes.start(["one", "two"], 72, torch.bfloat16, HOPPER, apart=False)
+    processes.warm_up(2, HOPPER)
+    while processes.is_compiling():
+        time.sleep(0.01)
+    assert processes.is_running() and done(possible) == ["one-72", "two-72"]
+    processes.start(["three"], 72, torch.bfloat16, HOPPER)  # another process: those take no more
+    assert len(processes._processes) == 3 and processes.is_compiling()
+    ahead.dismiss()
+    processes.wait()
+    assert not processes.is_running() and not processes.is_compiling()
+    assert done(possible) == ["one-72", "three-72", "two-72"]
 
 
 def test_what_fails_or_takes_too_long_is_said_and_compiled_later(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 
 from fxsplit_encoder.attention import KernelChooser
@@ -13,7 +15,7 @@ from fxsplit_encoder.attention.choice import Measurements
 from fxsplit_encoder.attention.kernels import AttentionShape
 from fxsplit_encoder.attention.measure import AttentionMeter
 from fxsplit_encoder.kernels import is_measuring, measuring
-from fxsplit_encoder.manager.comparisons import compare_between_requests
+from fxsplit_encoder.manager.comparisons import compare_between_requests, compare_meanwhile
 from fxsplit_encoder.parts import Parts, in_one_go
 from tests.attention.fakes import FakeKernel
 
@@ -128,6 +130,91 @@ def test_memory_that_runs_out_leaves_a_class_without_a_choice() -> None:
         pass
     (found,) = table(scene).values()
     assert not found.microseconds and not found.rejected
+
+
+class LateKernel(FakeKernel):
+    """One that another process is compiling."""
+
+    is_awaited = True
+
+
+def late_scene() -> Scene:
+    scene = Scene()
+    measurements = scene.chooser.measurements
+    scene.where = "step"
+
+    def note(out: torch.Tensor) -> torch.Tensor:
+        scene.log.append(("late", scene.where))
+        return out
+
+    measurements.kernels = (*measurements.kernels, LateKernel("late", change=note))
+    return scene
+
+
+def measure(scene: Scene, *shapes: AttentionShape) -> list[str]:
+    """Which kernels a capture has to call for it."""
+    scene.log.clear()
+    with measuring():
+        for shape in shapes:
+            scene.chooser.ranking(shape)
+    return sorted({what for what, _ in scene.log} - {"clock"})
+
+
+def test_while_others_compile_what_waits_for_none_of_them_is_compared() -> None:
+    scene, at_once = late_scene(), late_scene()
+    other = dataclasses.replace(CAPTURED, tokens=96, longest=48)
+
+    def runs() -> Parts[None]:
+        for shape in (CAPTURED, KNOWN, other):
+            scene.chooser.ranking(shape)
+            yield
+
+    compare_meanwhile(runs(), lambda: True)
+    assert {what for what, _ in scene.log} == {"one", "two", "clock"}
+    assert not table(scene), "nothing is decided without the others"
+    assert measure(scene, CAPTURED, other) == ["late"]
+    assert measure(scene, KNOWN) == ["late", "one", "two"], "other processes may slow calls of the host"
+    measure(at_once, CAPTURED, other, KNOWN)
+    assert table(scene) == table(at_once)
+
+
+@pytest.mark.parametrize("moments", range(6))
+def test_as_soon_as_others_are_done_all_is_compared_as_ever(moments: int) -> None:
+    scene, at_once = late_scene(), late_scene()
+    left, num_runs = iter(range(moments)), 0
+
+    def runs() -> Parts[None]:
+        nonlocal num_runs
+        for shape in (CAPTURED, KNOWN):
+            scene.chooser.ranking(shape)
+            num_runs += 1
+            yield
+
+    compare_meanwhile(runs(), lambda: next(left, None) is not None)
+    assert num_runs == min(2, (moments + 1) // 2)  # it asks before each run and before each class
+    assert not table(scene)
+    measure(scene, CAPTURED, KNOWN)
+    measure(at_once, CAPTURED, KNOWN)
+    assert table(scene) == table(at_once)
+
+
+def test_without_memory_nothing_is_found_meanwhile() -> None:
+    scene = late_scene()
+    meter = scene.chooser.measurements.meter
+    examples = meter.examples
+
+    def none_left(shape: AttentionShape) -> Any:
+        raise torch.OutOfMemoryError("none left")
+
+    def runs() -> Parts[None]:
+        scene.chooser.ranking(CAPTURED)
+        yield
+
+    meter.examples = none_left  # type: ignore[method-assign]
+    compare_meanwhile(runs(), lambda: True)
+    assert not scene.log
+    meter.examples = examples  # type: ignore[method-assign]
+    assert measure(scene, CAPTURED) == ["late", "one", "two"]
 
 
 def test_parts_return_what_the_work_returns() -> None:

@@ -58,11 +58,23 @@ class _Process:
     errors: IO[str]
     jobs: list[Job] = field(default_factory=list)
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it has nothing to do, and may be given something."""
+        return not self.jobs and self.popen.stdin is not None
+
     def give(self, job: Job) -> None:
         assert self.popen.stdin is not None
         self.jobs.append(job)
         self.popen.stdin.write(json.dumps(job) + "\n")
         self.popen.stdin.flush()
+
+    def give_no_more(self) -> None:
+        """Lets it end when it has done what it was given."""
+        if self.popen.stdin is not None:
+            with contextlib.suppress(OSError):  # it has ended
+                self.popen.stdin.close()
+            self.popen.stdin = None
 
     def end(self, seconds: float) -> None:
         """Lets it do what it was given, for so long at most."""
@@ -80,9 +92,7 @@ class _Process:
 
     def leave(self) -> None:
         """Lets it end when it has done what it was given; what it says then goes nowhere."""
-        assert self.popen.stdin is not None
-        with contextlib.suppress(OSError):  # it has ended
-            self.popen.stdin.close()
+        self.give_no_more()
         self.errors.close()
 
 
@@ -143,7 +153,7 @@ def start(
             _asked.add(job)
             try:
                 if apart or process is None:
-                    process = next((each for each in _processes if not each.jobs), None)
+                    process = next((each for each in _processes if each.is_waiting), None)
                 if process is None:
                     _processes.append(process := _launch(device))
                 process.give(job)
@@ -196,6 +206,14 @@ def _launch(device: torch.device) -> _Process:
 def is_running() -> bool:
     """Whether there are processes that nobody has waited for."""
     return bool(_processes)
+
+
+def is_compiling() -> bool:
+    """Whether some of what was begun is not compiled yet, when nothing more will be."""
+    with _lock:
+        for each in _processes:
+            each.give_no_more()
+        return any(each.popen.poll() is None for each in _processes)
 
 
 def dismiss() -> None:
