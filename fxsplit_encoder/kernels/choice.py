@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar, Token
 from pathlib import Path
@@ -21,7 +22,7 @@ import torch
 from fxsplit_encoder.errors import ConfigError
 from fxsplit_encoder.kernels.base import CallShape, KernelT, ShapeT, distance, is_same_kind, works
 from fxsplit_encoder.kernels.cache import MeasurementCache, describe_environment
-from fxsplit_encoder.kernels.measure import Measured, Meter, Part
+from fxsplit_encoder.kernels.measure import Measured, Meter, Part, TimeSpent
 from fxsplit_encoder.kernels.pins import AUTO, Pin
 
 logger = logging.getLogger(__name__)
@@ -48,13 +49,21 @@ is_measuring: Callable[[], bool] = _measuring.get
 _unmeasured: ContextVar[Unmeasured | None] = ContextVar("fxsplit_encoder_unmeasured_kernels", default=None)
 
 
+_spent: ContextVar[TimeSpent | None] = ContextVar("fxsplit_encoder_spent_measuring", default=None)
+
+
 @contextlib.contextmanager
-def measuring() -> Iterator[None]:
-    """Inside, a class of calls that is met for the first time is measured: at warm-up, before captures."""
-    token = _measuring.set(True)
+def measuring(spent: TimeSpent | None = None) -> Iterator[None]:
+    """Inside, a class of calls that is met for the first time is measured: at warm-up, before captures.
+
+    Args:
+        spent: what that takes is added to it.
+    """
+    token, token_of_spent = _measuring.set(True), _spent.set(spent)
     try:
         yield
     finally:
+        _spent.reset(token_of_spent)
         _measuring.reset(token)
 
 
@@ -170,10 +179,13 @@ class KernelMeasurements(Generic[ShapeT, KernelT]):
         return self._tables[device]
 
     def _measure(self, shape: ShapeT) -> None:
+        begin = time.perf_counter()
         with self._lock:
             table = self._tables[shape.device]
             new = {each: self._compare(each) for each in shape.measured_with() if each not in table}
             self._take(shape.device, new)
+        if (spent := _spent.get()) is not None:
+            spent.seconds += time.perf_counter() - begin
 
     def comparing(self, shape: ShapeT) -> Iterator[Part]:
         """Measures a class, and those that are measured with it, as a call inside `measuring` does, but a
@@ -240,9 +252,9 @@ class KernelMeasurements(Generic[ShapeT, KernelT]):
             times = table[other].microseconds
             # Of two kernels, one may take as long as there and the other longer by all that there is more.
             limit = min(times.values()) * _BEATEN * 2.0 ** distance(other, shape)
-            for name, time in times.items():
-                if time > limit and name in later:
-                    factor = time / min(times.values())
+            for name, taken in times.items():
+                if taken > limit and name in later:
+                    factor = taken / min(times.values())
                     beaten.setdefault(name, f"{factor:.1f} times as long as the fastest of {other}")
         return beaten
 

@@ -61,6 +61,13 @@ class Measured:
     """Why the other candidates cannot be chosen."""
 
 
+@dataclass(slots=True)
+class TimeSpent:
+    """Seconds of this process."""
+
+    seconds: float = 0.0
+
+
 class Example(ABC, Generic[KernelT]):
     """One call on random values."""
 

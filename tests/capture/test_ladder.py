@@ -3,11 +3,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
 import torch
 
+from fxsplit_encoder.attention import KernelChooser
+from fxsplit_encoder.attention.choice import Measurements
 from fxsplit_encoder.capture import (
     BudgetLadder,
     CapturedForward,
@@ -23,8 +26,10 @@ from fxsplit_encoder.capture import (
 )
 from fxsplit_encoder.capture.timing import MeasuredRun
 from fxsplit_encoder.errors import CaptureError, ConfigError
-from fxsplit_encoder.kernels import is_measuring
+from fxsplit_encoder.kernels import choice, is_measuring
 from fxsplit_encoder.parts import Parts
+from tests.attention.fakes import FakeKernel, FakeMeter
+from tests.attention.fakes import shape as attention_shape
 
 from .bodies import body_calling, request_of
 
@@ -265,6 +270,42 @@ def test_a_part_of_a_capture_is_one_timing_or_one_recording(monkeypatch: pytest.
     captured = measured.ladder.captured[8]
     assert (captured.mode, measured.ladder.capture_ms > 0) == ("piecewise", True)
     assert list(measured.ladder.capturing(8)) == [], "once"
+
+
+def test_what_a_capture_takes_is_told_without_the_comparisons_of_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seconds = 0.0
+    clock = SimpleNamespace(perf_counter=lambda: seconds)
+    monkeypatch.setattr(ladder, "time", clock)
+    monkeypatch.setattr(choice, "time", clock)
+
+    class SlowMeter(FakeMeter):
+        def measure(self, *given: Any) -> Any:
+            nonlocal seconds
+            seconds += 30.0
+            return super().measure(*given)
+
+    meter = SlowMeter({"one": 1.0, "two": 2.0})
+    chooser = KernelChooser(measurements=Measurements([FakeKernel("one"), FakeKernel("two")], meter))
+    tokens = iter((1024, 8192))
+
+    def make() -> CaptureRequest:
+        met = attention_shape(next(tokens))
+
+        def run() -> list[Any]:
+            nonlocal seconds
+            seconds += 0.25
+            chooser.ranking(met)
+            return [torch.zeros(2)]
+
+        return CaptureRequest(StaticInputs([]), run, StaticParameters(()), 8)
+
+    made = make_ladder("breakable", [], make)
+    for number, budget in enumerate((8, 16), 1):
+        assert made.capture(budget) is not None
+        assert len(meter.measured) == number and seconds > 30.0 * number
+        assert 250.0 <= made.capture_ms <= 2000.0
 
 
 def test_what_a_capture_would_run_is_run_once_and_nothing_is_captured(
