@@ -141,13 +141,20 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
     "dense attention": (ClipLike, images),
     "attention with dropout": (lambda: ClipLike(dropout=0.5), images),
 }
-SLOW_CASES = ("graph breaks", "reads values", "attention with dropout")
+SLOW_CASES = ("graph breaks", "reads values")
+MORE_CASES = ("attention with dropout",)  # "dropout in training" and "dense attention" in one
 
 
 @pytest.mark.parametrize("inference", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW_CASES)) for name in CASES],
+    [
+        pytest.param(
+            name,
+            marks=[pytest.mark.slow] * (name in SLOW_CASES) + [pytest.mark.exhaustive] * (name in MORE_CASES),
+        )
+        for name in CASES
+    ],
 )
 def test_any_module_gives_eagers_results(name: str, inference: bool) -> None:
     make, make_input = CASES[name]
@@ -251,7 +258,7 @@ def test_budgets_are_captured_on_first_use_and_released_by_clear(clip: Any) -> N
     ("settings_", "reason"),
     [
         ({"enabled": False}, fx.MissReason.DISABLED),
-        ({"mode": "none"}, fx.MissReason.DISABLED),
+        pytest.param({"mode": "none"}, fx.MissReason.DISABLED, marks=pytest.mark.exhaustive),
         ({"token_budgets": [2]}, fx.MissReason.OVER_LARGEST_BUDGET),
         ({"token_budgets": [8], "max_graph_bytes": 1}, fx.MissReason.NOT_CAPTURED),
     ],
@@ -425,7 +432,7 @@ def repeated_rows() -> tuple[Tensor, ...]:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("mode", ["auto", "exact"])
+@pytest.mark.parametrize("mode", ["auto", pytest.param("exact", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(
     ("module", "make_inputs", "why"),
     [

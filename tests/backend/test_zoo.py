@@ -40,7 +40,7 @@ def failure_of(run: Run) -> str | None:
         pytest.skip(f"torch {torch.__version__}: {str(error).splitlines()[0]}")
 
 
-@each_of(MIXING, one_of=5)
+@each_of(MIXING, one_of=10)
 def test_whatever_mixes_tokens_gives_eagers_results(name: str, entry: Entry) -> None:
     for number in range(max(NUM_RUNS, entry.runs)):
         torch._dynamo.reset()
@@ -51,7 +51,7 @@ def test_whatever_mixes_tokens_gives_eagers_results(name: str, entry: Entry) -> 
         assert run.num_compared >= 2, f"{name}: eager refuses nearly all of {case.counts}"
 
 
-@each_of(INDEPENDENT, one_of=2)
+@each_of(INDEPENDENT, one_of=4)
 def test_independent_tokens_are_served_by_padded_replays(name: str, entry: Entry) -> None:
     for number in range(max(NUM_RUNS, 2)):
         torch._dynamo.reset()

@@ -33,7 +33,7 @@ OPTIONS = {
     "connector": ["--tiny", "--seconds", "0.2"],
     "data_parallel": ["--tiny", "--ranks", "1", "2", "--repeats", "2", "--images", "2"],
 }
-QUICK = ("encoder", "host", "products")
+QUICK = ("encoder", "products")
 MOST_ERROR = {"passes": 0.1, "products": 0.01, "towers": towers.ALLOWED_ERROR}
 
 

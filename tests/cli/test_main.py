@@ -206,7 +206,7 @@ def test_build(save_checkpoint: SaveCheckpoint, tmp_path: Path) -> None:
     assert (refused.exit_code, "enabled: false" in refused.stderr) == (2, True)
 
 
-@pytest.mark.parametrize("with_model", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("with_model", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_inspect(config: Path, save_checkpoint: SaveCheckpoint, with_model: bool) -> None:
     source = ["--model", save_checkpoint()] if with_model else ["--blocks", 1]
     result = run("inspect", *source, "--config", config, "--device", "cpu")

@@ -77,7 +77,7 @@ class TracedBranch:
         pass
 
 
-@pytest.mark.parametrize("mode", ["full", "piecewise"])
+@pytest.mark.parametrize("mode", ["full", pytest.param("piecewise", marks=pytest.mark.exhaustive)])
 def test_results_are_those_without_branches(
     plain: Any, full: Any, mode: str, make_batch: Callable[..., Any], poisoned_memory: None
 ) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import fxsplit_encoder as fx
@@ -183,8 +183,10 @@ def unlimited() -> fx.EncoderCudaGraphManager:
     return captured(PathsModel())
 
 
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(share=st.floats(0.01, 1.2))
+@example(share=0.01)
+@example(share=1.0)
 def test_what_is_kept_fits_the_limit_and_serves(unlimited: Any, share: float) -> None:
     limit = int(unlimited.num_bytes * share)
     model = PathsModel()

@@ -36,7 +36,9 @@ print(tuple(request.tower.encoder_cudagraph_forward(inputs.values).shape))
 """
 
 
-@pytest.mark.parametrize("name", ["Qwen3VLVisionModel", "InternVLModel"])
+@pytest.mark.parametrize(
+    "name", ["Qwen3VLVisionModel", pytest.param("InternVLModel", marks=pytest.mark.exhaustive)]
+)
 def test_a_tower_runs_where_nobody_wrapped_it(name: str, tmp_path: Path) -> None:
     """A tower of transformers asks by name for attention that is registered where one is wrapped."""
     tower = fx.wrap(TINY[name].make())

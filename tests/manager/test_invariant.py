@@ -24,7 +24,7 @@ from tests.towers.tiny_inputs import Inputs, Item
 
 MODES = ("full", "piecewise", "exact", "none", "auto")
 CASES = [
-    pytest.param(("Qwen3VLVisionModel", torch.float32), id="Qwen3-VL"),
+    pytest.param(("Qwen3VLVisionModel", torch.float32), id="Qwen3-VL", marks=pytest.mark.exhaustive),
     pytest.param(("Qwen2_5_VisionTransformerPretrainedModel", torch.bfloat16), id="Qwen2.5-VL in bfloat16"),
     pytest.param(("InternVLModel", torch.float32), id="InternVL"),
     *(

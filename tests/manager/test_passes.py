@@ -217,7 +217,7 @@ def captured_tiles(module: Any, **settings: Any) -> Any:
     return manager
 
 
-@pytest.mark.parametrize("mode", ["full", "piecewise"])
+@pytest.mark.parametrize("mode", [pytest.param("full", marks=pytest.mark.exhaustive), "piecewise"])
 def test_queries_keys_and_values_come_from_one_layer(mode: str) -> None:
     inner, changed = internvl(16), internvl(16)
     for parameter in changed.parameters():

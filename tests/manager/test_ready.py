@@ -579,7 +579,11 @@ def test_the_other_process_ends_with_this_one() -> None:
     ("building", "said"),
     [
         ("def build(*_): return 'MemoryError: not for two'", "MemoryError: not for two"),
-        ("def build(*_): os.kill(os.getpid(), 11)", "the process that compiled ended with status -11"),
+        pytest.param(
+            "def build(*_): os.kill(os.getpid(), 11)",
+            "the process that compiled ended with status -11",
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_kernels_that_another_process_does_not_build(

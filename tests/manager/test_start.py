@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,10 +37,25 @@ def captured(tower: Any = None, config: fx.EncoderConfig = EAGER) -> fx.EncoderC
     return manager
 
 
+@functools.cache
+def saved_bytes() -> bytes:
+    """What a captured manager saves; files are made of it, which tests change."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "a.start"
+        assert captured().save_start(path) == path.stat().st_size
+        return path.read_bytes()
+
+
+@functools.cache
+def expected_items() -> list[torch.Tensor]:
+    """Of `batch(3, 5)`, from a manager that never saw a file."""
+    return captured().execute(batch(3, 5))
+
+
 @pytest.fixture
 def start(tmp_path: Path) -> Path:
     path = tmp_path / "a.start"
-    assert captured().save_start(path) == path.stat().st_size
+    path.write_bytes(saved_bytes())
     return path
 
 
@@ -50,9 +67,7 @@ def refusal(manager: fx.EncoderCudaGraphManager, path: Path, caplog: pytest.LogC
         manager.capture()
     (warning,) = [record.getMessage() for record in caplog.records]
     assert manager.reports[0] == warning
-    inputs = batch(3, 5)
-    expected = captured().execute(inputs)
-    torch.testing.assert_close(manager.execute(inputs), expected)
+    torch.testing.assert_close(manager.execute(batch(3, 5)), expected_items())
     assert all(each.expected is None for each in manager.paths_by_key.values())
     return warning.removeprefix(f"the start in {path} is not used: ")
 

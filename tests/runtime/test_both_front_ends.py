@@ -44,7 +44,7 @@ def replays(stats: fx.ManagerStats) -> dict[Any, tuple[int, int, int]]:
     ("name", "options"),
     [
         (QWEN3, {}),
-        (QWEN25, {"token_budgets": (8, 40)}),
+        pytest.param(QWEN25, {"token_budgets": (8, 40)}, marks=pytest.mark.exhaustive),
         pytest.param(QWEN3, {"mode": "exact"}, marks=pytest.mark.exhaustive),
         pytest.param(QWEN3, {"mode": "piecewise", "token_budgets": (4, 16)}, marks=pytest.mark.exhaustive),
     ],

@@ -9,7 +9,14 @@ from collections.abc import Iterator
 
 import pytest
 
+from fxsplit_encoder.runtime import interpreter
 from fxsplit_encoder.runtime.interpreter import OFTEN, collecting_what_is_new, switching_often
+
+
+@pytest.fixture(autouse=True)
+def counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is frozen is counted, as it is but for tests."""
+    monkeypatch.setattr(interpreter, "gc", gc)
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,12 +22,27 @@ ITEMS, FRAMES = 4, 8
 
 @dataclass(frozen=True)
 class Case:
-    """A registered class, wrapped and captured."""
+    """A registered class, wrapped, and captured by the first test that asks for its manager."""
 
     name: str
     tower: Any
-    manager: fx.EncoderCudaGraphManager
     inputs: Inputs
+
+    @cached_property
+    def manager(self) -> fx.EncoderCudaGraphManager:
+        """With a capture of every budget."""
+        torch._dynamo.reset()
+        config = fx.EncoderConfig(
+            mode="full",
+            piece_compiler="eager",
+            paths={path: {"token_budgets": budgets} for path, budgets in self.inputs.budgets.items()},
+            max_items_per_batch=ITEMS,
+            max_frames_per_batch=FRAMES if self.inputs.videos else None,
+            debug=True,
+        )
+        manager = fx.EncoderCudaGraphManager(self.tower, config, log_interval=0)
+        manager.capture()
+        return manager
 
     @property
     def images(self) -> list[Item]:
@@ -70,19 +86,7 @@ class Case:
 
 
 def make_case(name: str) -> Case:
-    """The tiny tower of a registered class with a capture of every budget."""
-    torch._dynamo.reset()
-    model, inputs = tiny_towers.make(name), tiny(name).inputs
+    """The tiny tower of a registered class."""
+    model = tiny_towers.make(name)
     assert type(model).__name__ == name
-    tower = fx.wrap(model)
-    config = fx.EncoderConfig(
-        mode="full",
-        piece_compiler="eager",
-        paths={path: {"token_budgets": budgets} for path, budgets in inputs.budgets.items()},
-        max_items_per_batch=ITEMS,
-        max_frames_per_batch=FRAMES if inputs.videos else None,
-        debug=True,
-    )
-    manager = fx.EncoderCudaGraphManager(tower, config, log_interval=0)
-    manager.capture()
-    return Case(name, tower, manager, inputs)
+    return Case(name, fx.wrap(model), tiny(name).inputs)

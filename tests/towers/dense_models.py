@@ -62,6 +62,23 @@ def random_tiles(count: int, shape: Sequence[int] = SHAPE, seed: int = 0) -> Ten
     return torch.randn(count, *shape, generator=torch.Generator().manual_seed(seed))
 
 
+def captured(
+    wrapped: Any, budgets: Sequence[int], program: Any = None, **settings: Any
+) -> fx.EncoderCudaGraphManager:
+    """A captured manager, of a program that was traced before if one is given."""
+    limits = {"token_budgets": tuple(budgets), "max_items_per_batch": 4, "exact_min_hits": 1, "debug": True}
+    manager = fx.EncoderCudaGraphManager(wrapped, fx.EncoderConfig(**{**limits, **settings}), log_interval=0)
+    path = manager.paths["default"]
+    if program is not None:
+        path.forward.bind(program)
+    manager.capture()
+    assert manager.reports == []
+    mode = manager.config.mode
+    assert (path.program is None) == (mode == "breakable")
+    assert set(path.captured) == (set() if mode in ("exact", "none") else set(budgets))
+    return manager
+
+
 def managers(wrapped: Any, budgets: Sequence[int], **settings: Any) -> dict[str, fx.EncoderCudaGraphManager]:
     """A captured manager in each mode; the forward is traced once for all of them, but in `breakable`, which
     runs the untouched module.
@@ -70,23 +87,9 @@ def managers(wrapped: Any, budgets: Sequence[int], **settings: Any) -> dict[str,
     program = None
     before = counters["stats"]["unique_graphs"]
     for mode in MODES:
-        limits = {
-            "token_budgets": tuple(budgets),
-            "max_items_per_batch": 4,
-            "exact_min_hits": 1,
-            "debug": True,
-        }
-        config = fx.EncoderConfig(**{**limits, "mode": mode, **settings})
-        manager = fx.EncoderCudaGraphManager(wrapped, config, log_interval=0)
-        path = manager.paths["default"]
-        if program is not None and mode != "breakable":
-            path.forward.bind(program)
-        manager.capture()
-        assert manager.reports == []
-        assert (path.program is None) == (mode == "breakable")
-        program = program or path.program
-        assert set(path.captured) == (set() if mode in ("exact", "none") else set(budgets))
-        made[mode] = manager
+        shared = program if mode != "breakable" else None
+        made[mode] = captured(wrapped, budgets, shared, mode=mode, **settings)
+        program = program or made[mode].paths["default"].program
     assert counters["stats"]["unique_graphs"] == before + 1
     return made
 

@@ -82,12 +82,11 @@ class Towers(NamedTuple):
     wrapped: Any
 
 
-class PackedTowerTests:
-    """Derive `Test...` from this in a module of the family."""
+class PackedModuleTests:
+    """What needs no trace. Derive `Test...` from this in a module of the family."""
 
     metadata: ClassVar[list[str]]
     """The names of the host metadata."""
-    distinct_pieces: ClassVar[int] = 3
     out_hidden_size: ClassVar[int] = 24
 
     @classmethod
@@ -115,6 +114,82 @@ class PackedTowerTests:
     def towers(cls) -> Towers:
         tower = randomize(cls.make_tower())
         return Towers(copy.deepcopy(tower), fx.wrap(tower))
+
+    # --- the module
+
+    @torch.no_grad()
+    def test_the_forward_is_that_of_the_tower(self, towers: Towers) -> None:
+        for grids in ([(1, 4, 6)], [(1, 10, 12), (3, 2, 4), (1, 2, 2)]):
+            inputs = make_batch(grids)
+            pixels, grid = inputs["pixel_values"], inputs["image_grid_thw"]
+            expected = self.run_reference(towers.reference, pixels, grid)
+            for got in (towers.wrapped(pixels, grid), towers.wrapped(hidden_states=pixels, grid_thw=grid)):
+                assert type(got) is type(expected)
+                assert_equal(
+                    [got.pooler_output, got.last_hidden_state],
+                    [expected.pooler_output, expected.last_hidden_state],
+                )
+
+    @torch.no_grad()
+    def test_the_towers_own_options_work(self, towers: Towers) -> None:
+        inputs = make_batch([(1, 4, 6), (1, 2, 8)])
+        pixels, grid = inputs["pixel_values"], inputs["image_grid_thw"]
+        got = towers.wrapped(pixels, grid, output_hidden_states=True)
+        expected = towers.reference(pixels, grid, output_hidden_states=True)
+        assert len(got.hidden_states) == len(expected.hidden_states) > 2
+        assert_equal([*got.hidden_states], [*expected.hidden_states])
+        assert_equal(towers.wrapped(pixels, grid, return_dict=False)[:2], expected.to_tuple()[:2])
+
+    def test_the_module_is_the_tower_seen_from_outside(self, towers: Towers) -> None:
+        wrapped = towers.wrapped
+        assert wrapped.config is wrapped.tower.config
+        names = {name.removeprefix("tower.") for name in wrapped.state_dict()}
+        assert names == set(towers.reference.state_dict())
+
+    # --- the protocol
+
+    def test_what_is_fixed_about_the_tower(self, towers: Towers) -> None:
+        config = towers.wrapped.get_encoder_cudagraph_config()
+        assert config.modalities == ["image", "video"]
+        assert config.buffer_keys == ["pixel_values", *self.metadata]
+        assert config.out_hidden_size == self.out_hidden_size
+        assert not config.padding_logics
+        assert towers.wrapped.get_encoder_cudagraph_budget_range(None) == (64, 4096)
+
+    def test_a_capture_owns_its_inputs(self, towers: Towers) -> None:
+        """A replay writes to them; metadata of the same size, which are cached, must not change with them."""
+        wrapped = towers.wrapped
+        first, second = (
+            wrapped.prepare_encoder_cudagraph_capture_inputs(16, 4, 8, CPU, torch.float32).values
+            for _ in range(2)
+        )
+        expected = {name: value.clone() for name, value in second.items()}
+        for value in first.values():
+            value.fill_(99)
+        again = wrapped.prepare_encoder_cudagraph_capture_inputs(16, 4, 8, CPU, torch.float32).values
+        for name in self.metadata:
+            assert torch.equal(second[name], expected[name])
+            assert torch.equal(again[name], expected[name])
+
+    @torch.no_grad()
+    def test_pad_rows_do_not_change_the_real_ones(self, towers: Towers) -> None:
+        wrapped = towers.wrapped
+        inputs = make_batch([(1, 4, 6)], [(2, 4, 4)])
+        output = padded_forward(wrapped, inputs, 24)
+        assert output.shape == (24, self.out_hidden_size)
+        expected = torch.cat(self.encode(towers.reference, inputs))
+        assert_equal([output[:14], wrapped.encoder_eager_forward(inputs)], [expected, expected])
+
+    @torch.no_grad()
+    def test_example_inputs_can_be_encoded(self, towers: Towers) -> None:
+        pixels, grid = towers.wrapped.example_inputs()
+        assert towers.wrapped(pixels, grid).pooler_output.shape == (64, self.out_hidden_size)
+
+
+class PackedTowerTests(PackedModuleTests):
+    """All that a family shows: captured in every mode too."""
+
+    distinct_pieces: ClassVar[int] = 3
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -208,73 +283,3 @@ class PackedTowerTests:
         dispatcher = only_dispatcher(known)
         assert dispatcher.padding.refusal is None
         assert dispatcher.hits == len(batches) - 1
-
-    # --- the module
-
-    @torch.no_grad()
-    def test_the_forward_is_that_of_the_tower(self, towers: Towers) -> None:
-        for grids in ([(1, 4, 6)], [(1, 10, 12), (3, 2, 4), (1, 2, 2)]):
-            inputs = make_batch(grids)
-            pixels, grid = inputs["pixel_values"], inputs["image_grid_thw"]
-            expected = self.run_reference(towers.reference, pixels, grid)
-            for got in (towers.wrapped(pixels, grid), towers.wrapped(hidden_states=pixels, grid_thw=grid)):
-                assert type(got) is type(expected)
-                assert_equal(
-                    [got.pooler_output, got.last_hidden_state],
-                    [expected.pooler_output, expected.last_hidden_state],
-                )
-
-    @torch.no_grad()
-    def test_the_towers_own_options_work(self, towers: Towers) -> None:
-        inputs = make_batch([(1, 4, 6), (1, 2, 8)])
-        pixels, grid = inputs["pixel_values"], inputs["image_grid_thw"]
-        got = towers.wrapped(pixels, grid, output_hidden_states=True)
-        expected = towers.reference(pixels, grid, output_hidden_states=True)
-        assert len(got.hidden_states) == len(expected.hidden_states) > 2
-        assert_equal([*got.hidden_states], [*expected.hidden_states])
-        assert_equal(towers.wrapped(pixels, grid, return_dict=False)[:2], expected.to_tuple()[:2])
-
-    def test_the_module_is_the_tower_seen_from_outside(self, towers: Towers) -> None:
-        wrapped = towers.wrapped
-        assert wrapped.config is wrapped.tower.config
-        names = {name.removeprefix("tower.") for name in wrapped.state_dict()}
-        assert names == set(towers.reference.state_dict())
-
-    # --- the protocol
-
-    def test_what_is_fixed_about_the_tower(self, towers: Towers) -> None:
-        config = towers.wrapped.get_encoder_cudagraph_config()
-        assert config.modalities == ["image", "video"]
-        assert config.buffer_keys == ["pixel_values", *self.metadata]
-        assert config.out_hidden_size == self.out_hidden_size
-        assert not config.padding_logics
-        assert towers.wrapped.get_encoder_cudagraph_budget_range(None) == (64, 4096)
-
-    def test_a_capture_owns_its_inputs(self, towers: Towers) -> None:
-        """A replay writes to them; metadata of the same size, which are cached, must not change with them."""
-        wrapped = towers.wrapped
-        first, second = (
-            wrapped.prepare_encoder_cudagraph_capture_inputs(16, 4, 8, CPU, torch.float32).values
-            for _ in range(2)
-        )
-        expected = {name: value.clone() for name, value in second.items()}
-        for value in first.values():
-            value.fill_(99)
-        again = wrapped.prepare_encoder_cudagraph_capture_inputs(16, 4, 8, CPU, torch.float32).values
-        for name in self.metadata:
-            assert torch.equal(second[name], expected[name])
-            assert torch.equal(again[name], expected[name])
-
-    @torch.no_grad()
-    def test_pad_rows_do_not_change_the_real_ones(self, towers: Towers) -> None:
-        wrapped = towers.wrapped
-        inputs = make_batch([(1, 4, 6)], [(2, 4, 4)])
-        output = padded_forward(wrapped, inputs, 24)
-        assert output.shape == (24, self.out_hidden_size)
-        expected = torch.cat(self.encode(towers.reference, inputs))
-        assert_equal([output[:14], wrapped.encoder_eager_forward(inputs)], [expected, expected])
-
-    @torch.no_grad()
-    def test_example_inputs_can_be_encoded(self, towers: Towers) -> None:
-        pixels, grid = towers.wrapped.example_inputs()
-        assert towers.wrapped(pixels, grid).pooler_output.shape == (64, self.out_hidden_size)

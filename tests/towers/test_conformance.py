@@ -34,11 +34,32 @@ CPU = torch.device("cpu")
 # A tower of each kind: packed patches, tiles, two views. The others take the same steps, and longer.
 QUICK = ("InternVLModel", "Qwen3VLVisionModel", "Step3VisionModel")
 
-
-@pytest.fixture(
-    scope="module",
-    params=[name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in NAMES],
+# The code of another class under another name, or with or without the projector behind it: they are traced to
+# what that one is traced to, which takes seconds. What needs no trace is tested of each.
+TWINS = (
+    "Glm4vMoeVisionModel",
+    "InternVLForConditionalGeneration",
+    "Llama4ForConditionalGeneration",
+    "Qwen3VLMoeVisionModel",
+    "Qwen3_5MoeVisionModel",
+    "Step3p7VisionModel",
 )
+
+
+def marks(name: str) -> list[pytest.MarkDecorator]:
+    """Of a test that captures this tower."""
+    if name in TWINS:
+        return [pytest.mark.slow, pytest.mark.exhaustive]
+    return [] if name in QUICK else [pytest.mark.slow]
+
+
+each_tower = pytest.mark.parametrize("case", NAMES, indirect=True, scope="module")
+each_captured = pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=marks(name)) for name in NAMES], indirect=True, scope="module"
+)
+
+
+@pytest.fixture(scope="module")
 def case(request: pytest.FixtureRequest) -> Case:
     return make_case(request.param)
 
@@ -64,6 +85,7 @@ def test_a_class_that_nobody_made_a_tiny_one_of_fails() -> None:
 # --- compiled and captured
 
 
+@each_captured
 def test_padding_is_proved_and_every_budget_is_captured(case: Case) -> None:
     for path, budgets in case.inputs.budgets.items():
         program = case.manager.programs[path]
@@ -76,6 +98,7 @@ def test_padding_is_proved_and_every_budget_is_captured(case: Case) -> None:
     assert case.manager.reports == []
 
 
+@each_captured
 def test_its_programs_are_saved_and_restored(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     for path in case.manager.paths_by_key.values():
         assert path.program is not None
@@ -93,6 +116,7 @@ def test_its_programs_are_saved_and_restored(case: Case, monkeypatch: pytest.Mon
             assert restored.program.may_be_captured(symbols) == path.program.program.may_be_captured(symbols)
 
 
+@each_captured
 def test_the_document_says_what_is_proved(case: Case) -> None:
     said = documented()
     for name, path, padding, nodes in rows_of(case.name, case.manager):
@@ -106,6 +130,7 @@ def test_the_document_says_what_is_proved(case: Case) -> None:
 # --- the protocol
 
 
+@each_tower
 def test_what_a_tower_says_of_itself(case: Case) -> None:
     tower, inputs = case.tower, case.inputs
     assert isinstance(tower, nn.Module)
@@ -127,6 +152,7 @@ def test_what_a_tower_says_of_itself(case: Case) -> None:
     assert (tower.device, tower.dtype) == (CPU, torch.float32)
 
 
+@each_tower
 def test_captures_and_replays_name_the_same_tensors(case: Case) -> None:
     tower, inputs = case.tower, case.inputs
     batch = inputs.make([*case.images, *case.videos])
@@ -156,6 +182,7 @@ def test_captures_and_replays_name_the_same_tensors(case: Case) -> None:
     assert names == set(tower.get_encoder_cudagraph_config().buffer_keys)
 
 
+@each_tower
 def test_pixels_are_not_joined_before_they_are_copied(case: Case) -> None:
     """A selection, in whatever order, is made of views of what the caller gave."""
     tower, inputs = case.tower, case.inputs
@@ -182,6 +209,7 @@ def test_pixels_are_not_joined_before_they_are_copied(case: Case) -> None:
         assert torch.equal(torch.cat(list(parts)), torch.cat(list(expected)))
 
 
+@each_tower
 def test_the_captured_forward_fills_a_budget(case: Case) -> None:
     hidden = case.tower.get_encoder_cudagraph_config().out_hidden_size
     for path, budgets in case.inputs.budgets.items():
@@ -196,6 +224,7 @@ def test_the_captured_forward_fills_a_budget(case: Case) -> None:
 # --- item arithmetic
 
 
+@each_tower
 def test_items_have_the_sizes_that_follow_from_their_formula(case: Case) -> None:
     batch = [*case.images, *case.videos]
     made = case.inputs.make(batch)
@@ -212,6 +241,7 @@ def test_items_have_the_sizes_that_follow_from_their_formula(case: Case) -> None
         assert case.tower.get_encoder_cudagraph_item_specs(selected) == [specs[i] for i in indices]
 
 
+@each_captured
 def test_outputs_have_the_declared_rows(case: Case) -> None:
     batch = [*case.images, *case.videos]
     made = case.inputs.make(batch)
@@ -226,6 +256,7 @@ def test_outputs_have_the_declared_rows(case: Case) -> None:
 # --- padding
 
 
+@each_tower
 def test_larger_budgets_have_larger_buffers(case: Case) -> None:
     for path, budgets in case.inputs.budgets.items():
         ladder = [*budgets, 2 * budgets[-1], 3 * budgets[-1]]
@@ -245,6 +276,7 @@ def test_larger_budgets_have_larger_buffers(case: Case) -> None:
             assert any(smaller[name].shape != larger[name].shape for name in smaller)
 
 
+@each_captured
 def test_a_small_batch_in_a_large_budget(case: Case) -> None:
     """Rows that are left are zero, lengths never fall and end among the rows, and the item is right."""
     item = next(image for image in case.images if all(case.inputs.path_tokens(image).values()))
@@ -274,6 +306,7 @@ def test_a_small_batch_in_a_large_budget(case: Case) -> None:
         torch.testing.assert_close(output[:tokens], expected, rtol=1e-5, atol=1e-5)
 
 
+@each_captured
 def test_what_an_earlier_batch_left_behind_is_not_seen(case: Case) -> None:
     """Images after videos and videos after images, few after many; alone where there are no videos."""
     images, videos = case.images, case.videos
@@ -282,6 +315,7 @@ def test_what_an_earlier_batch_left_behind_is_not_seen(case: Case) -> None:
         assert case.misses_of(batch) == {}
 
 
+@each_captured
 def test_videos_are_refused_where_images_alone_are_taken(case: Case) -> None:
     if not case.videos:
         inputs = {**case.inputs.make(case.images), "pixel_values_videos": torch.zeros(2, 3, 8, 8)}
@@ -292,6 +326,7 @@ def test_videos_are_refused_where_images_alone_are_taken(case: Case) -> None:
 # --- batches that are special
 
 
+@each_captured
 def test_no_items_are_a_valid_batch(case: Case) -> None:
     nothing = case.inputs.make([])
     before = case.manager.stats()
@@ -302,6 +337,7 @@ def test_no_items_are_a_valid_batch(case: Case) -> None:
     assert case.manager.stats().items == before.items
 
 
+@each_captured
 def test_an_item_exactly_as_large_as_a_budget(case: Case) -> None:
     (item,) = items("image", [case.inputs.exact])
     (batch,) = case.manager.plan(case.inputs.make([item])).batches
@@ -310,6 +346,7 @@ def test_an_item_exactly_as_large_as_a_budget(case: Case) -> None:
     assert case.misses_of([item]) == {}
 
 
+@each_captured
 def test_an_item_over_every_budget(case: Case) -> None:
     """Alone, and among others, which are replayed all the same."""
     (large,) = items("image", [case.inputs.over], first_seed=90)
@@ -319,6 +356,7 @@ def test_an_item_over_every_budget(case: Case) -> None:
     assert misses == over, "the others go without it"
 
 
+@each_captured
 def test_permuted_items_give_permuted_outputs(case: Case) -> None:
     images, videos = case.images, case.videos
     made = case.manager.execute(case.inputs.make([*images, *videos]))

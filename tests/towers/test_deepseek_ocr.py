@@ -101,7 +101,13 @@ def narrow_config(base_size: int, image_size: int) -> DeepseekOcrConfig:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("base_size", "image_size", "whole", "crop"), PUBLISHED_MODES)
+@pytest.mark.parametrize(
+    ("base_size", "image_size", "whole", "crop"),
+    [
+        pytest.param(*mode, marks=pytest.mark.exhaustive if mode[0] == 1280 else ())
+        for mode in PUBLISHED_MODES
+    ],
+)
 @torch.no_grad()
 def test_published_modes_encode_images_of_their_own_sizes(
     base_size: int, image_size: int, whole: int, crop: int
@@ -124,6 +130,7 @@ class GreedyFamily(Family):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # the class above is served in these ways with few tokens
 class TestPublishedTokens:
     """The ways in which two paths are served, with the 110 tokens of a whole image of 640 pixels and the 100
     of a crop: that of 1024 pixels takes 2.56 times the patches, and six times the attention, to tell no more.

@@ -21,7 +21,7 @@ from .dense_models import (
     assert_all_modes,
     assert_close,
     assert_compiles_once,
-    managers,
+    captured,
     random_tiles,
 )
 from .random_weights import randomize
@@ -130,20 +130,20 @@ def test_a_single_budget_of_a_single_tile_is_compiled(
 def test_one_tile_at_its_exact_shape_runs_the_program(
     wrapped: Any, monkeypatch: pytest.MonkeyPatch, fresh_dynamo: None
 ) -> None:
-    manager = managers(wrapped, [4, 8])["none"]
+    manager = captured(wrapped, [4, 8], mode="none")
     eager = manager.execute({"pixel_values": random_tiles(2)})
     monkeypatch.setattr(wrapped, "encoder_eager_forward", None)
     assert_close(manager.execute({"pixel_values": random_tiles(2)[:1]}), eager[:1])
 
 
 def test_pad_tiles_of_nan_do_not_reach_real_ones(wrapped: Any, reference: Any, fresh_dynamo: None) -> None:
-    manager = managers(wrapped, [16])["full"]
-    captured = manager.paths["default"].captured[16]
+    manager = captured(wrapped, [16], mode="full")
+    graph = manager.paths["default"].captured[16]
     x = random_tiles(2)
-    buffer = captured.inputs.buffers["pixel_values"].tensor
+    buffer = graph.inputs.buffers["pixel_values"].tensor
     buffer.fill_(float("nan"))
     buffer[:2] = x
-    assert_close([captured.replay()[0][:8]], [reference(x)["features"][:, 1:].flatten(0, 1)])
+    assert_close([graph.replay()[0][:8]], [reference(x)["features"][:, 1:].flatten(0, 1)])
 
 
 def test_the_module_is_the_tower_seen_from_outside(wrapped: Any, reference: Any) -> None:

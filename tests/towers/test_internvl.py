@@ -33,8 +33,14 @@ def make(vision: dict[str, Any] = SMALL, **options: Any) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("vision", "options"),
-    [(SMALL, {}), (LARGE, {}), (SMALL, {"vision_feature_layer": -2})],
-    ids=["300M", "6B", "before the last layer"],
+    [
+        (LARGE, {"vision_feature_layer": -2}),
+        # The frames of videos below are encoded by these layers in every mode too.
+        pytest.param(SMALL, {}, marks=pytest.mark.exhaustive),
+        pytest.param(LARGE, {}, marks=pytest.mark.exhaustive),
+        pytest.param(SMALL, {"vision_feature_layer": -2}, marks=pytest.mark.exhaustive),
+    ],
+    ids=["6B before the last layer", "300M", "6B", "300M before the last layer"],
 )
 def test_every_mode_and_batch(vision: Any, options: Any, fresh_dynamo: None) -> None:
     reference = make(vision, **options)

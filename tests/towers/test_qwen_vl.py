@@ -12,7 +12,7 @@ import fxsplit_encoder as fx
 from fxsplit_encoder.attention.kernels.generic import PerSegment
 from fxsplit_encoder.errors import ReplayError
 
-from .packed_tower_tests import Grid, PackedTowerTests, Towers, assert_equal, make_batch
+from .packed_tower_tests import Grid, PackedModuleTests, PackedTowerTests, Towers, assert_equal, make_batch
 from .random_weights import randomize
 from .tiny_packed import qwen2_5_vl, qwen2_vl, qwen3_5
 
@@ -129,13 +129,18 @@ class TestQwen25VL(PackedTowerTests):
                 captured.inputs.buffers[name].check(values[name] + 1)
 
 
-@pytest.mark.slow
-class TestQwen35(PackedTowerTests):
+class TestQwen35(PackedModuleTests):
     metadata: ClassVar[list[str]] = ["position_ids", "interp_indices", "interp_weights", "cu_seqlens"]
 
     @classmethod
     def make_tower(cls) -> nn.Module:
         return qwen3_5(blocks=3)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive  # Qwen3-VL's tower without what leaves it behind its first blocks
+class TestQwen35Captured(TestQwen35, PackedTowerTests):
+    pass
 
 
 @torch.no_grad()

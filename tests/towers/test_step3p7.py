@@ -80,8 +80,16 @@ def family() -> Family:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # its kind: Step3's and DeepSeek-OCR's towers are served in these ways in any run
 class TestStep3p7(TwoViewTests):
     pass
+
+
+def test_images_are_those_of_the_model_library(family: Family) -> None:
+    manager = fx.EncoderCudaGraphManager(family.wrapped, fx.EncoderConfig(mode="none"))
+    for crops in ([(0, 0), (2, 2), (1, 2)], [(3, 3), (0, 0)]):
+        inputs = family.make_inputs(crops, len(crops))
+        assert_items(manager.execute(inputs), family.expected(inputs))
 
 
 @torch.no_grad()

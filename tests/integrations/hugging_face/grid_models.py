@@ -158,7 +158,10 @@ GRID_MODELS = {
         exhaustive=True,
     ),
     "qwen3.5": model(
-        "Qwen3_5ForConditionalGeneration", config("Qwen3_5Config", QWEN3, LINEAR), frame_by_frame()
+        "Qwen3_5ForConditionalGeneration",
+        config("Qwen3_5Config", QWEN3, LINEAR),
+        frame_by_frame(),
+        exhaustive=True,
     ),
     "qwen3.5-moe": model(
         "Qwen3_5MoeForConditionalGeneration",
@@ -171,6 +174,7 @@ GRID_MODELS = {
         config("Glm4vConfig", GLM, QWEN2, GLM_SPECIAL),
         frame_by_frame(IMAGE),
         video_alone=True,
+        exhaustive=True,
     ),
     "glm-4.5v": model(
         "Glm4vMoeForConditionalGeneration",

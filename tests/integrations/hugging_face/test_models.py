@@ -73,6 +73,21 @@ def test_features_are_those_of_the_model(name: str, loaded: Callable[[str], Load
     assert set(fx.stats(case.model).misses) <= {MissReason.UNCAPTURED_OUTPUT}
 
 
+@pytest.mark.parametrize("name", [name for name, tiny in MODELS.items() if tiny.exhaustive])
+@torch.no_grad()
+def test_features_are_those_of_the_model_without_captures(
+    name: str, checkpoint: Callable[[str], Path]
+) -> None:
+    """By the same code, and without a trace: so every model is tried also where `make test-all` is not."""
+    tiny, directory = MODELS[name], checkpoint(name)
+    model, reference = tiny.load(directory), tiny.load(directory)
+    fx.accelerate(model, fx.EncoderConfig(enabled=False))
+    inputs = tiny.image_inputs(tiny.images)
+    assert_close(tiny.features(model, inputs), tiny.features(reference, inputs))
+    misses = set(fx.stats(model).misses)
+    assert misses and misses <= {MissReason.DISABLED, MissReason.UNCAPTURED_OUTPUT}
+
+
 @every_model
 def test_after_a_warm_up_nothing_is_traced_or_captured(name: str, loaded: Callable[[str], Loaded]) -> None:
     case = loaded(name)

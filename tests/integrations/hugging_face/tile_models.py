@@ -150,6 +150,7 @@ TILE_MODELS = {
         lambda count: 4 * count,
         images=(1, 3, 2),
         features=llama4_features,
+        exhaustive=True,
     ),
     "llava": model(
         "LlavaForConditionalGeneration",
@@ -207,6 +208,7 @@ TILE_MODELS = {
             **MARKS,
         ),
         lambda count: 4 * count,
+        exhaustive=True,
     ),
     "idefics3": model(
         "Idefics3ForConditionalGeneration",
@@ -247,6 +249,7 @@ TILE_MODELS = {
         lambda image: image[0] * image[1] // 4,
         sized,
         images=((4, 6), (2, 4), (6, 6)),
+        exhaustive=True,
         settings={"token_budgets": (32, 64)},
     ),
     "step-3.7": model(

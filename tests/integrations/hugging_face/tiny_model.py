@@ -42,7 +42,7 @@ class TinyModel:
     video_alone: bool = False
     """Whether the tokens of a video are an image's, so that there is no image beside it."""
     exhaustive: bool = False
-    """Whether `make test-all` alone tries it."""
+    """Whether `make test-all` alone captures it."""
     settings: dict[str, Any] = field(default_factory=dict)
     """How it is captured, in what differs from the others."""
 
