@@ -251,7 +251,7 @@ def _ours(selected: str) -> type[Managed]:
     class Ours(Managed):
         name: ClassVar[str] = f"ours-{selected}"
         title: ClassVar[str] = "ours" if selected == "auto" else f"ours, mode: {selected}"
-        seconds_to_settle: ClassVar[float] = 4.0 if selected == "auto" else 0.0
+        seconds_to_settle: ClassVar[float] = 10.0 if selected == "auto" else 0.0
 
         def __init__(self, model: Model, config: Mapping[str, Any]) -> None:
             super().__init__(model, {**config, "mode": selected})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +15,6 @@ import fxsplit_encoder as fx
 from fxsplit_encoder.backend import entry
 from fxsplit_encoder.compile import trace
 from fxsplit_encoder.compile.blocks import dynamo, op
-from fxsplit_encoder.runtime import interpreter
 
 Grid = tuple[int, int, int]
 INPUTS = (("pixel_values", "image_grid_thw"), ("pixel_values_videos", "video_grid_thw"))
@@ -31,36 +29,6 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 settings.load_profile("untimed")
-
-
-class _UncountedFreezes:
-    """In place of `gc` for whoever compiles, and freezes what was there before.
-
-    Python counts what is frozen by a walk over all of it: 0.13 s for the 1.3 million objects of a process
-    that has collected all tests, four times a capture. Nobody else freezes objects meanwhile, so that it is
-    enough to know whether there are any.
-    """
-
-    def __init__(self) -> None:
-        self._ours = False
-
-    def freeze(self) -> None:
-        gc.freeze()
-        self._ours = True
-
-    def unfreeze(self) -> None:
-        gc.unfreeze()
-        self._ours = False
-
-    def get_freeze_count(self) -> int:
-        return 1 if self._ours else gc.get_freeze_count()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _uncounted_freezes() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter, "gc", _UncountedFreezes())
-        yield
 
 
 class TinyTowers(NamedTuple):

@@ -9,14 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from fxsplit_encoder.runtime import interpreter
 from fxsplit_encoder.runtime.interpreter import OFTEN, collecting_what_is_new, switching_often
-
-
-@pytest.fixture(autouse=True)
-def counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is frozen is counted, as it is but for tests."""
-    monkeypatch.setattr(interpreter, "gc", gc)
 
 
 @pytest.fixture(autouse=True)
@@ -89,3 +82,14 @@ def test_who_has_frozen_objects_keeps_them_frozen() -> None:
         assert gc.get_freeze_count() > len(made)
     finally:
         gc.unfreeze()
+
+
+def test_what_is_frozen_here_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[int] = []
+    count = gc.get_freeze_count
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: [count(), counted.append(count())][0])
+    for _ in range(2):
+        with collecting_what_is_new(), collecting_what_is_new():
+            gc.collect()
+    assert counted == [0, 0]
+    assert count() == 0
