@@ -537,8 +537,9 @@ class Table(NamedTuple):
 
 TABLES: Mapping[str, Table] = {
     "readme": Table("readme.json", readme),
-    "readme_h100": Table("readme_h100.json", readme),
+    "readme_h200": Table("readme_h200.json", readme),
     "summary": Table("encoder.json", summary),
+    "internvl": Table("internvl.json", summary),
     "modes": Table("modes.json", modes),
     "requests": Table("requests.json", requests),
     "towers": Table("towers.json", towers),
