@@ -20,6 +20,8 @@ python=${PYTHON:-python3}
 passes=conv_to_linear,pad_mlp_width,decomposed_bias,dense_attention,merged_projections,wide_heads,tanh_gelu,gelu_epilogue,measured_activations,output_branch
 with_tanh="{\"passes\":[\"${passes//,/\",\"}\"]}"
 shown="--only default measured_activations merged_projections"
+fp8='{"precision":"fp8"}'
+large="1x896 1x1344 mixed8 mixed8_big"
 tiles="--towers internvl3-8b --workloads tiles12"
 
 # What is needed most first: a name in benchmarks/results, its case and options.
@@ -34,6 +36,8 @@ jobs=("readme encoder --readme")
     "start start"
     "encoder encoder --shared-cache"
     "modes encoder --modes --shared-cache"
+    "internvl encoder --towers internvl3-8b --workloads tiles1 tiles4 tiles12 --shared-cache"
+    "fp8 encoder --towers qwen3-vl-8b --workloads $large --variants eager ours-auto --shared-cache --config $fp8"
     "towers towers"
     "requests requests"
     "connector connector"

@@ -151,11 +151,11 @@ def readme(result: Result) -> str:
         (result in vllm_runs, in_vllm in vllm_runs), ", in a run inside vLLM"
     )
     note = f" *: {_VLLM_NOTE}{run}." if theirs else ""
-    return f"{formatted(headers, lines)}\n\nMilliseconds, medians{_settled(result)}. {where}.{note}"
+    return f"{formatted(headers, lines)}\n\nMilliseconds, medians{_settled(result, _TOWER)}. {where}.{note}"
 
 
-def _settled(result: Result) -> str:
-    seconds = {row["settled s"] for row in _of(result, _TOWER) if "settled s" in row}
+def _settled(result: Result, tower: str) -> str:
+    seconds = {row["settled s"] for row in _of(result, tower) if "settled s" in row}
     if not seconds:
         return ""
     return f", ours after {max(seconds):.0f} s of the same requests: token counts that recur are captured"
@@ -186,7 +186,7 @@ def summary(result: Result, tower: str) -> str:
     headers = ["workload", "patches", "floor", *shown, "ours", "ours / floor"]
     where = described(result, result["settings"]["dtype"], "random weights", rows=_of(result, tower))
     table = formatted([*headers, *(f"{name} / ours" for name in shown)], lines)
-    return f"{table}\n\nMilliseconds, medians. {where}."
+    return f"{table}\n\nMilliseconds, medians{_settled(result, tower)}. {where}."
 
 
 def modes(result: Result) -> str:
@@ -540,6 +540,7 @@ TABLES: Mapping[str, Table] = {
     "readme_h200": Table("readme_h200.json", readme),
     "summary": Table("encoder.json", summary),
     "internvl": Table("internvl.json", summary),
+    "fp8": Table("fp8.json", summary),
     "modes": Table("modes.json", modes),
     "requests": Table("requests.json", requests),
     "towers": Table("towers.json", towers),

@@ -40,7 +40,9 @@ class CallParameters:
         self.have_moved = False
         """Whether those of the last call lay elsewhere than those of the call before it."""
         self.are_the_same = False
-        """Whether those of the last call were the very tensors of the call before it, where they were."""
+        """Whether those of the last call were the same tensors as in the call before, at the same addresses
+        where the call looked.
+        """
 
     def current(self, args: Sequence[Any]) -> Sequence[Tensor]:
         """The weights of blocks now, after all parameters have been looked at. Captures read them by address
@@ -51,17 +53,16 @@ class CallParameters:
             InputError: a block has changed.
         """
         given = self._given_of(args)
+        self.have_moved = False
+        self.are_the_same = all(map(is_, given, self._given))
+        self._given = given
         now = time.monotonic() if self._seconds else 0.0
         if self._weights is not None and now < self._last_look + self._seconds:
-            self.have_moved = False
-            self.are_the_same = all(map(is_, given, self._given))
             return self._weights
         weights = self._live.current()
-        self.have_moved = False
-        self.are_the_same = weights is self._weights and all(map(is_, given, self._given))
+        self.are_the_same = self.are_the_same and weights is self._weights
         if not self._are_where_they_were(given, weights):
             self._take(given, weights)
-        self._given = given
         self._last_look = now  # one that raised is made again
         return weights
 

@@ -99,8 +99,9 @@ class DerivedParameters:
         addresses = self._addresses if are_known else list(map(torch.Tensor.data_ptr, sources))
         if versions == self._versions and addresses == self._addresses:
             return False
+        self.stamp = object()  # first: of one that fails, what was known before holds no more
         self._compute()
-        self._addresses, self._versions, self.stamp = addresses, versions, object()
+        self._addresses, self._versions = addresses, versions
         return True
 
     @torch.inference_mode(False)

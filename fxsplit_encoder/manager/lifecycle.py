@@ -80,6 +80,7 @@ class Lifecycle:
         logger.info("%s", planned)
         self.compile()
         if self.own.scope.measured and self.own.scope.compares_kernels:
+            ahead.begin_no_more()
             compare_meanwhile(self.own.runs(planned), ahead.is_compiling)
         told = 0
         for done in self.own.capture(planned):

@@ -101,10 +101,12 @@ def test_processes_that_wait_already_are_used_and_the_others_end(possible: Path)
     assert not processes.is_running()
 
 
-def test_whoever_asks_whether_all_is_compiled_ends_what_is_given(possible: Path) -> None:
+def test_processes_that_get_no_more_are_over_once_all_is_compiled(possible: Path) -> None:
     assert not processes.is_compiling()
     processes.start(["one", "two"], 72, torch.bfloat16, HOPPER, apart=False)
     processes.warm_up(2, HOPPER)
+    assert processes.is_compiling()
+    processes.begin_no_more()
     while processes.is_compiling():
         time.sleep(0.01)
     assert processes.is_running() and done(possible) == ["one-72", "two-72"]

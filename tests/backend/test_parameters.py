@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.backend import dispatchers, parameters
-from fxsplit_encoder.compile.blocks import ChangedBlocksError
+from fxsplit_encoder.compile.blocks import ChangedBlocksError, LiveWeights
 from fxsplit_encoder.errors import WeightsLayoutError
 
 GRID = torch.tensor([[1, 4, 6]])
@@ -210,6 +211,20 @@ def test_between_two_looks_outputs_come_from_the_old_memory(
     assert (features(module, pixels) - features(inner, pixels)).abs().max() > 1e-4
     now = 112.0
     torch.testing.assert_close(features(module, pixels), features(inner, pixels), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1e9])
+def test_tensors_are_compared_with_those_of_the_call_before(seconds: float) -> None:
+    """Whether or not that one looked: what was derived from other tensors meanwhile is not of these."""
+    program: Any = SimpleNamespace(num_inputs=1, static_inputs={0})
+    looked_at = parameters.CallParameters(program, LiveWeights(), seconds)
+    first, second = torch.zeros(2, 3), torch.ones(2, 3)
+    given = (first, first, second, first, first, second, second)
+    found = []
+    for tensor in given:
+        looked_at.current([tensor])
+        found.append(looked_at.are_the_same)
+    assert found == [False, True, False, False, True, False, True]
 
 
 @pytest.mark.slow

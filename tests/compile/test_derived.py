@@ -85,6 +85,26 @@ def test_with_its_stamp_the_last_parameters_are_asked_for_their_versions(paramet
     assert torch.equal(parameters[3], torch.full((2, 3), 10.0))
 
 
+def test_what_could_not_be_computed_is_computed_by_the_next_run(parameters: list[Any]) -> None:
+    has_memory = True
+
+    def make(tensor: Tensor) -> Tensor:
+        if not has_memory:
+            raise torch.OutOfMemoryError("none left")
+        return tensor * 2
+
+    derived = DerivedParameters([DerivedParameter(3, (0,), make)])
+    derived.fill(parameters)
+    stamp = derived.stamp
+    parameters[0] = torch.full((2, 3), 7.0)  # elsewhere, and of the same version
+    has_memory = False
+    with pytest.raises(torch.OutOfMemoryError):
+        derived.fill(parameters)
+    has_memory = True
+    derived.fill(parameters, stamp)  # of one who has seen these parameters twice
+    assert torch.equal(parameters[3], torch.full((2, 3), 14.0))
+
+
 def test_nothing_is_computed_twice(parameters: list[Any]) -> None:
     calls = []
 

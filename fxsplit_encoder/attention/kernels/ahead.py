@@ -208,11 +208,18 @@ def is_running() -> bool:
     return bool(_processes)
 
 
-def is_compiling() -> bool:
-    """Whether some of what was begun is not compiled yet, when nothing more will be."""
+def begin_no_more() -> None:
+    """Lets the processes end when they have done what they were given; what is begun later gets others."""
     with _lock:
         for each in _processes:
             each.give_no_more()
+
+
+def is_compiling() -> bool:
+    """Whether processes that nobody has waited for are not over yet, as they are some time after
+    `begin_no_more`.
+    """
+    with _lock:
         return any(each.popen.poll() is None for each in _processes)
 
 
