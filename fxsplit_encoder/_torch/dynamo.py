@@ -210,7 +210,7 @@ def allow_no_frame() -> None:
         set_count(-1)  # no such call is under way
         return
     with torch.inference_mode(False), torch.no_grad():
-        _a_frame()(torch.zeros(1))
+        _a_frame()(torch.zeros(1, dtype=torch.float32, device="cpu"))
 
 
 @functools.cache

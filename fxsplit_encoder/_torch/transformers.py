@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fxsplit_encoder._torch.tensors import forward_hooks_of
@@ -114,5 +115,6 @@ def llama4_angles(rotary_embedding: Any) -> Tensor:
     """The complex rotations of every patch of a Llama 4 vision tower, in float32, computed again: its public
     buffer is cast with the tower, which drops the imaginary part.
     """
-    angles: Tensor = rotary_embedding._compute_freqs_ci(rotary_embedding.config)
+    with torch.device("cpu"):  # not the default device
+        angles: Tensor = rotary_embedding._compute_freqs_ci(rotary_embedding.config)
     return angles

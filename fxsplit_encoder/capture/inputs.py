@@ -124,7 +124,7 @@ def _pinned(
                     num_bytes += _aligned(part.numel() * buffer.tensor.element_size())
     if num_bytes == 0:
         return given
-    memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    memory = torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
     offset = 0
     result = []
     for buffer, value in given:

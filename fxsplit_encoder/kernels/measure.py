@@ -270,6 +270,6 @@ def _abandon(graph: torch.cuda.CUDAGraph, memory: torch.cuda.MemPool, uses: int)
         graph.capture_end()
     except RuntimeError:
         end_failed_capture(graph, memory, uses)
-        scratch = torch.zeros(1, device="cuda")
+        scratch = torch.zeros(1, dtype=torch.float32, device="cuda")
         with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
             scratch.add_(1)

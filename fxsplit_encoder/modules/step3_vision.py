@@ -77,7 +77,7 @@ class Step3VisionModel(nn.Module):
             refresh_tables(self._tables)
         side = pixel_values.shape[-1] // self.config.patch_size
         tokens = self.vision_model(pixel_values)[:, _CLASS_TOKENS:]
-        x_NCHW = tokens.transpose(1, 2).unflatten(2, (side, side))
+        x_NCHW = torch.unflatten(tokens.transpose(1, 2), 2, (side, side))
         features = self.vit_downsampler2(self.vit_downsampler(x_NCHW)).flatten(2).transpose(1, 2)
         rows: Tensor = self.vit_large_projector(features)
         return rows

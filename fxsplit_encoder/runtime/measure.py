@@ -329,7 +329,7 @@ def _attention_run(
     rows = program.tokens(values) if program is not None else None
     if program is None or frames is None or rows is None or rows < _MEASURED_SEGMENTS:
         return None
-    cu_seqlens = (torch.arange(segments + 1) * rows // segments).to(torch.int32)
+    cu_seqlens = (torch.arange(segments + 1, device="cpu") * rows // segments).to(torch.int32)
     on_device = cu_seqlens.to(forward.device)
     inputs = {**values, frames: on_device}
     known = [KnownSegments(on_device, cu_seqlens.tolist())]

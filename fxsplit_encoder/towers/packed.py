@@ -192,7 +192,7 @@ class PackedTower(PackedItems):
         """Patches and the grid of one image of the smallest budget's size."""
         rows = self.min_item_tokens * self.rows_per_token
         patches = torch.randn(rows, self.patch_features, device=self.device, dtype=self.dtype)
-        return patches, torch.tensor([[1, self.merge_size, rows // self.merge_size]])
+        return patches, torch.tensor([[1, self.merge_size, rows // self.merge_size]], device="cpu")
 
     # --- the manager's protocol
 

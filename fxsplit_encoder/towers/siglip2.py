@@ -96,6 +96,6 @@ class Siglip2Tower(DenseTower):
                 self._positions.clear()
             side = embeddings.position_embedding_size
             self._positions[key] = embeddings.resize_positional_embeddings(
-                table.view(side, side, -1), torch.tensor([shape]), max_length=self.patches
+                table.view(side, side, -1), torch.tensor([shape], device="cpu"), max_length=self.patches
             )[0]
         return self._positions[key]

@@ -119,6 +119,11 @@ SYMBOLS = [
     # cuda_ipc
     present("torch.UntypedStorage._share_cuda_"),
     present("torch.UntypedStorage._new_shared_cuda"),
+    # current_device
+    called("torch.overrides._get_current_function_mode_stack", 0),
+    called("torch.overrides._pop_mode", 0),
+    called("torch.overrides._push_mode", 1),
+    present("torch.utils._device.DeviceContext"),
     # device_wait
     called("torch.cuda._sleep", 1),
     # dispatch

@@ -61,7 +61,7 @@ class GridCalls(Calls):
 
     def arguments(self, inputs: Mapping[str, Any]) -> tuple[Tensor, ...]:
         """Patches and grids."""
-        return inputs["pixel_values"], torch.tensor(inputs["image_grid_thw"])
+        return inputs["pixel_values"], torch.tensor(inputs["image_grid_thw"], device="cpu")
 
     def make(self, call: Call, items: Sequence[Tensor], example: Any) -> Made:
         """The pooled output and the deepstack levels, which follow one another in the columns of an item."""

@@ -70,7 +70,7 @@ class PixtralCalls(Calls):
 
     def arguments(self, inputs: Mapping[str, Any]) -> tuple[Tensor, ...]:
         """Patches and grids."""
-        return torch.cat(inputs["pixel_values"]), torch.tensor(inputs["image_grid_thw"])
+        return torch.cat(inputs["pixel_values"]), torch.tensor(inputs["image_grid_thw"], device="cpu")
 
     def make(self, call: Call, items: Sequence[Tensor], example: Any) -> Made:
         """The layers, whose columns follow one another; (1, patches, hidden_size) each, as the tower's."""

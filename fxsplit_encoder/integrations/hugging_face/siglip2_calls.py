@@ -50,7 +50,7 @@ class Siglip2Calls(DenseCalls):
         return {
             "pixel_values": torch.zeros(1, patches, columns, device=parameter.device, dtype=parameter.dtype),
             "pixel_attention_mask": torch.ones(1, patches, dtype=torch.int64, device=parameter.device),
-            "spatial_shapes": torch.tensor([[1, patches]]),
+            "spatial_shapes": torch.tensor([[1, patches]], device="cpu"),
         }
 
     def adapter(self, key: Hashable, example: Any) -> DenseTower:
