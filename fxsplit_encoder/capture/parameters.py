@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fxsplit_encoder._torch.distributed import local_part
 from fxsplit_encoder._torch.tensors import as_plain_tensors, tensors_of
-from fxsplit_encoder.capture.memory import storage_address
+from fxsplit_encoder.capture.memory import storage_address, unstrided
 from fxsplit_encoder.errors import WeightsMovedError
 
 # Names in an error message.
@@ -35,8 +35,8 @@ class StaticParameters:
         self._module = module
         self._baked = list(tensors)
         self._addresses = [_address(tensor) for tensor in self._baked]
-        sharded = any(local_part(tensor) is not tensor for tensor in self._baked)
-        self._address_of = _address if sharded else Tensor.data_ptr
+        plain = all(local_part(tensor) is tensor for tensor in self._baked) and not unstrided(self._baked)
+        self._address_of = Tensor.data_ptr if plain else _address
         self._memory: Callable[[], _Memory | None] = lambda: None
         self.names: list[str] = []
         """What they are called: by the dotted names in the module, or as constants."""
@@ -66,7 +66,9 @@ class StaticParameters:
         others = [
             tensor
             for tensor in owned
-            if storage_address(tensor) in addresses and _identity(tensor) not in known
+            if not unstrided([tensor])
+            and storage_address(tensor) in addresses
+            and _identity(tensor) not in known
         ]
         return StaticParameters([*self._baked, *others], self._module) if others else self
 
@@ -125,4 +127,5 @@ def _identity(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _address(tensor: Tensor) -> int:
-    return local_part(tensor).data_ptr()
+    part = local_part(tensor)
+    return id(part) if unstrided([part]) else part.data_ptr()  # sparse ones lie in several places

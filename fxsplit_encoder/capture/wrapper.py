@@ -21,6 +21,7 @@ from fxsplit_encoder.capture.breaks import CONSTANTS
 from fxsplit_encoder.capture.buffers import StaticBuffer
 from fxsplit_encoder.capture.forward import CapturedForward
 from fxsplit_encoder.capture.inputs import StaticInputs
+from fxsplit_encoder.capture.memory import unstrided
 from fxsplit_encoder.capture.parameters import StaticParameters
 from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.capture.requests import CaptureRequest
@@ -50,7 +51,7 @@ def describe(args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.devic
     """The batch of a call to a module on `device`.
 
     Raises:
-        InputError: an argument that is neither a tensor nor hashable, or a long tensor on the host.
+        InputError: an argument that is neither a strided tensor nor hashable, or a long tensor on the host.
     """
     leaves, structure = tree_flatten((tuple(args), dict(kwargs)))
     return Batch(leaves, structure, (structure, *(_describe(leaf, device) for leaf in leaves)))
@@ -66,6 +67,8 @@ def _describe(leaf: Any, device: torch.device) -> Hashable:
                 "it; pass tensors, numbers, strings, or lists, tuples and dicts of them"
             ) from error
         return type(leaf), leaf  # 1, 1.0 and True are equal
+    if (kind := unstrided([leaf])) is not None:
+        raise InputError(f"an argument is a {kind} tensor, which no capture can hold; pass a strided one")
     layout = tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device
     if leaf.device.type == device.type:
         return layout
