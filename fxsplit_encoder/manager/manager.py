@@ -151,7 +151,7 @@ class EncoderCudaGraphManager:
         """What was dropped or runs in another way than asked, and why."""
         notes = [note for path in self.paths_by_key.values() for note in path.notes]
         kept = invariance.findings(self) if self.config.invariant else ()
-        return [*self._lifecycle.notes, *notes, *kept]
+        return [*self._lifecycle.notes, *notes, *kept, *self.kernels.failures(self.device)]
 
     @property
     def budget_graphs(self) -> dict[str, dict[int, BudgetGraphMetadata]]:

@@ -29,9 +29,7 @@ def batch(grids: list[tuple[int, int, int]], seed: int) -> dict[str, Any]:
     """The grids as lists, which stay on the host wherever the pixels go."""
     rows = sum(t * h * w for t, h, w in grids)
     pixels = torch.randn(rows, PATCH_FEATURES, generator=torch.Generator().manual_seed(seed))
-    return (
-        {"pixel_values": pixels.bfloat16(), "image_grid_thw": [list(grid) for grid in grids]} if grids else {}
-    )
+    return {"pixel_values": pixels.bfloat16(), "image_grid_thw": [list(grid) for grid in grids]}
 
 
 @pytest.fixture(scope="module")
