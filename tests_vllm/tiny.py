@@ -199,11 +199,13 @@ def minimax_m3_of_a_cpu() -> Iterator[None]:
             a, b = heads[..., :half].clone(), heads[..., half : 2 * half].clone()
             heads[..., :half], heads[..., half : 2 * half] = a * cos - b * sin, b * cos + a * sin
 
+    setup = ("vit_mrope_setup", planes) if VERSION < (0, 33) else ("VitMropeSetup", lambda: planes)
+
     class Nothing(nn.Module):
         make_empty_intermediate_tensors = None
 
     with (
-        mock.patch.object(vision_tower, "vit_mrope_setup", planes),
+        mock.patch.object(vision_tower, *setup),
         mock.patch.object(vision_tower, "triton_mrope", rotate),
         mock.patch.object(model, "init_vllm_registered_model", lambda *args, **options: Nothing()),
         mock.patch.object(model, "PreTrainedConfig", SimpleNamespace(from_dict=lambda config: config)),
