@@ -72,8 +72,14 @@ class StaticInputs:
             value = values.get(name)
             if value is None or buffer.token_dim is None or name in but:
                 continue
-            rows = sum(part.shape[buffer.token_dim] for part in parts_of(value))
-            if rows < buffer.capacity:
+            parts = [part.shape for part in parts_of(value) if part.dim()]
+            rows = sum(shape[buffer.token_dim] for shape in parts) if parts else buffer.capacity
+            if rows < buffer.capacity or any(
+                got < size
+                for shape in parts
+                for dim, (got, size) in enumerate(zip(shape, buffer.tensor.shape, strict=True))
+                if dim != buffer.token_dim
+            ):
                 raise ReplayError(
                     f"{name}: got {rows} rows for {buffer.capacity}; nothing says that this capture may be "
                     "padded"

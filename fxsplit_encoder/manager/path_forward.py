@@ -167,8 +167,8 @@ class PathForward:
         return inputs
 
     def growing_inputs(self) -> frozenset[str]:
-        """Names of the inputs that have more rows for the largest budget than for the smallest. With fewer
-        than two budgets nothing tells.
+        """Names of the inputs that are larger for the largest budget than for the smallest. With fewer than
+        two budgets nothing tells.
 
         Raises:
             InputError: the tower cannot make inputs of any of these sizes.
@@ -179,7 +179,7 @@ class PathForward:
         if self._growing is None:
             small, large = self.first_values(budgets), self.first_values(budgets[::-1])
             self._growing = frozenset(
-                name for name, tensor in small.items() if tensor.shape[:1] < large[name].shape[:1]
+                name for name, tensor in small.items() if tensor.shape != large[name].shape
             )
         return self._growing
 

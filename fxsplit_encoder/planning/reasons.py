@@ -33,8 +33,8 @@ class MissReason(StrEnum):
     """The tower captures nothing for this modality or kind of input."""
 
     EXTENT_EXCEEDED = "extent_exceeded"
-    """A value that the replay needs is larger than the captured buffer, or the captures have no buffer for
-    it."""
+    """A value that the replay needs is larger than the captured buffer, which may have fewer rows than its
+    budget asks for, or the captures have no buffer for it."""
 
     PADDING_UNPROVED = "padding_unproved"
     """The graph's rows may depend on one another, so it is never padded."""

@@ -83,6 +83,8 @@ class CapturedProgram:
         self.shared = SharedBuffers()
         self.segment_capacity: dict[int, int] = {}
         """The attention segments that a captured budget holds; without an entry for a forward without any."""
+        self.token_capacity: dict[int, int] = {}
+        """The output tokens that a captured budget holds."""
         self.notes: list[str] = []
         """What was dropped or runs in another way than asked, and why."""
         self.measured = MeasuredForward()
@@ -188,10 +190,16 @@ class CapturedProgram:
                 full = self.captured[budget].must_be_full
                 what = "it gives other results than the forward" if full else "padding changes its results"
                 self.ladder.drop(budget, f"{what}: {change or 'on another rank'}")
+        if is_new and budget in self.captured:
+            self.token_capacity[budget] = self.tokens_held(budget)
         if budget in self.ladder.replaced:
             self.note(f"{self.label}: budget {budget} is {self.ladder.replaced[budget]}")
         if budget in self.ladder.dropped:
             self.note(f"{self.label}: budget {budget} is dropped: {self.ladder.dropped[budget]}")
+
+    def tokens_held(self, budget: int) -> int:
+        """Output tokens that the capture of a budget has room for."""
+        return budget
 
     def _must_compare(self) -> bool:
         """Whether a capture has to show that padding leaves its results alone: where only the tower's word
@@ -261,7 +269,8 @@ class CapturedProgram:
     def costs(self) -> PathCosts:
         """What was measured, or an order of preference where nothing was."""
         compiled = self.forward.region is not None
-        return self.measured.with_captures(self.ladder, self.segment_capacity, compiled=compiled)
+        costs = self.measured.with_captures(self.ladder, self.segment_capacity, compiled=compiled)
+        return replace(costs, max_tokens=self.token_capacity)
 
     def expect(self, known: KnownCosts) -> None:
         """Takes over what was measured elsewhere of this forward, on a device of the same kind: nothing of it
