@@ -80,7 +80,7 @@ def is_traced() -> bool:
     """
     if torch.compiler.is_dynamo_compiling():
         return True
-    return torch.compiler.is_compiling() and detect_fake_mode() is not None  # type: ignore[no-untyped-call]
+    return torch.compiler.is_compiling() and detect_fake_mode() is not None
 
 
 class Marks:

@@ -66,7 +66,7 @@ def selected_hidden_states(option: Any) -> list[int] | None:
     from transformers.utils import output_capturing
 
     select = getattr(output_capturing, "selected_hidden_states", None)
-    return None if select is None else select(option)  # type: ignore[no-any-return]
+    return None if select is None else select(option)
 
 
 def collects_outputs(hook: Any) -> bool:

@@ -179,7 +179,7 @@ class CapturedTower:
         """Whether the tower's forward reads an argument that it is given by name, as small calls of it show.
         Models pass on what is meant for others.
         """
-        matters = self._matters.get(name)
+        matters: bool | None = self._matters.get(name)
         if matters is None:
             assert self.calls is not None
             with self._lock:

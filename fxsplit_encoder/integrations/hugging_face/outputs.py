@@ -37,7 +37,7 @@ class Lazy:
         self._like = like
         self._compute = functools.cache(compute)
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> Any:
         return type(self._like)  # what `isinstance` asks
 
@@ -168,16 +168,17 @@ class _Deferring:
     def __getitem__(self, key: Any) -> Any:
         if not isinstance(key, str):
             return self.to_tuple()[key]
-        value = dict.__getitem__(self, key)  # type: ignore[type-var,index]
+        value: Any = dict.__getitem__(self, key)  # type: ignore[index]
         return getattr(self, key) if type(value) is Lazy and type(key) is not _Walked else value
 
     def get(self, key: Any, default: Any = None) -> Any:
         """A field by its name."""
-        return self[key] if key in self else default  # type: ignore[operator]
+        return self[key] if key in self else default
 
     def copy(self) -> Any:
         """Another output of the same entries."""
-        return type(self)(dict(self.items()))  # type: ignore[attr-defined]
+        kind: Any = type(self)
+        return kind(dict(self.items()))  # type: ignore[attr-defined]
 
     def to_tuple(self) -> LazyTuple:
         """All fields, in the places that the tower's own have."""

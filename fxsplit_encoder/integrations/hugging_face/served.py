@@ -10,7 +10,7 @@ import logging
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -201,7 +201,8 @@ class ServedTower:
 
     def _asked_states(self, given: Mapping[str, Any]) -> Any:
         asked = given.get("output_hidden_states")
-        return self._module.config.output_hidden_states if asked is None else asked
+        config: Any = self._module.config
+        return config.output_hidden_states if asked is None else asked
 
     def _reading(self, captured: CapturedTower, selected: list[int] | None) -> CapturedTower:
         """What captures the layers too that a call names."""
@@ -215,11 +216,11 @@ class ServedTower:
         self._learn(captured, layers)
         return self._current()
 
-    def _learn(self, captured: CapturedTower, what: set[int] | set[str]) -> None:
+    def _learn(self, captured: CapturedTower, what: Iterable[int | str]) -> None:
         """From the next call on, captures make this too."""
         with self._lock:
             known = self._reads or (_OUTPUT if captured.has_captures else frozenset())
-            self._reads = known | what
+            self._reads = known.union(what)
 
     def _read(
         self, captured: CapturedTower, served: Served, whole: Callable[[], Any], what: int | str

@@ -85,4 +85,5 @@ class Idefics3Calls(DenseCalls):
         """The adapter of the class, for images of this size."""
         assert isinstance(key, DenseKey)
         layers = [part.layer for part in self.parts(example)]
-        return Idefics3Tower(self.twin, *key.shape[1:], layers=layers)
+        _, height, width = key.shape
+        return Idefics3Tower(self.twin, height, width, layers)
