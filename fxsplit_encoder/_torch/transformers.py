@@ -61,7 +61,7 @@ def remove_output_hooks(module: nn.Module) -> None:
 
 def selected_hidden_states(option: Any) -> list[int] | None:
     """The layers whose hidden states `output_hidden_states` asks for, by their numbers; None: all. Before
-    transformers 5.22 it always asks for all.
+    transformers 5.23 it always asks for all.
     """
     from transformers.utils import output_capturing
 

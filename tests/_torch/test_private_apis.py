@@ -317,7 +317,7 @@ SYMBOLS = [
     attribute("transformers.PretrainedConfig._attn_implementation_internal", configuration),
     called("transformers.utils.output_capturing.maybe_install_capturing_hooks", 1),
     present("transformers.utils.output_capturing.install_output_capuring_hook"),
-    replace(called("transformers.utils.output_capturing.selected_hidden_states", 1), since="5.22"),
+    replace(called("transformers.utils.output_capturing.selected_hidden_states", 1), since="5.23"),
     called("transformers.initialization.no_init_weights", 0),
     called("transformers.models.llama4.modeling_llama4.Llama4VisionRotaryEmbedding._compute_freqs_ci", 1),
     Symbol("accelerate.hooks.add_hook_to_module._hf_hook", lambda: hooked_module()._hf_hook),
