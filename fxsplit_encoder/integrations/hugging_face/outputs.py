@@ -31,11 +31,20 @@ class Lazy:
         compute: the value.
     """
 
-    __slots__ = ("_compute", "_like")
+    __slots__ = ("_compute", "_like", "_value")
 
     def __init__(self, like: Any, compute: Callable[[], Any]) -> None:
         self._like = like
-        self._compute = functools.cache(compute)
+        self._compute: Callable[[], Any] | None = compute
+        self._value: Any = None
+
+    def value(self) -> Any:
+        """The value itself, computed if it is not yet."""
+        compute = self._compute
+        if compute is not None:
+            self._value = compute()
+            self._compute = None  # which holds what the tower was given
+        return self._value
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
@@ -47,14 +56,14 @@ class Lazy:
                 return getattr(self._like, name)
             if name in _MOVES:
                 return functools.partial(_moved, self, name)
-        return getattr(self._compute(), name)
+        return getattr(self.value(), name)
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return function(*computed(tuple(args)), **computed(kwargs or {}))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return computed, (self._compute(),)
+        return computed, (self.value(),)
 
 
 def _forwarded(name: str) -> Callable[..., Any]:
@@ -79,7 +88,7 @@ for _name in {*dir(Tensor), *dir(tuple)} - _OWN:
 def computed(value: Any) -> Any:
     """The value itself of one that is computed when it is used, also in tuples, lists and dictionaries."""
     if type(value) is Lazy:
-        return value._compute()
+        return value.value()
     if isinstance(value, dict):
         return {name: computed(entry) for name, entry in value.items()}
     if type(value) in (tuple, list, LazyTuple):
@@ -90,7 +99,7 @@ def computed(value: Any) -> Any:
 
 def _moved(lazy: Lazy, name: str, *args: Any, **kwargs: Any) -> Lazy:
     like = getattr(lazy._like, name)(*args, **kwargs)
-    return Lazy(like, lambda: getattr(lazy._compute(), name)(*args, **kwargs))
+    return Lazy(like, lambda: getattr(lazy.value(), name)(*args, **kwargs))
 
 
 class LazyTuple(tuple[Any, ...]):
@@ -117,7 +126,7 @@ def make_output(kind: type, values: Mapping[str, Any]) -> Any:
     if not any(type(value) in (Lazy, LazyTuple) for value in values.values()):
         return kind(**values)
     output = _deferring(kind)(**values)
-    if [*values] != [*output]:
+    if [*values] != [*dict.keys(output)]:
         for name in values:
             output.move_to_end(name)
     return output
