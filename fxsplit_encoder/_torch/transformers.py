@@ -59,6 +59,16 @@ def remove_output_hooks(module: nn.Module) -> None:
         vars(submodule).pop("_output_capturing_hooks_installed", None)
 
 
+def selected_hidden_states(option: Any) -> list[int] | None:
+    """The layers whose hidden states `output_hidden_states` asks for, by their numbers; None: all. Before
+    transformers 5.23 it always asks for all.
+    """
+    from transformers.utils import output_capturing
+
+    select = getattr(output_capturing, "selected_hidden_states", None)
+    return None if select is None else select(option)
+
+
 def collects_outputs(hook: Any) -> bool:
     """Whether a hook is one by which transformers collects hidden states or the weights of attention, if they
     are asked for.

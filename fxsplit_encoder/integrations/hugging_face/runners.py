@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import types
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -37,6 +39,7 @@ class ManagerRunner:
 
     def __init__(self, adapter: Any, config: EncoderConfig) -> None:
         self.manager = EncoderCudaGraphManager(adapter, config)
+        self._lock = threading.Lock()
 
     def run(self, inputs: dict[str, Any]) -> list[Tensor]:
         """As `EncoderCudaGraphManager.execute`."""
@@ -46,7 +49,9 @@ class ManagerRunner:
     def capture(self) -> None:
         """As `EncoderCudaGraphManager.capture`."""
         if not self.manager.is_captured():
-            self.manager.capture()
+            with self._lock:
+                if not self.manager.is_captured():  # no other thread has done it
+                    self.manager.capture()
 
     def stats(self) -> ManagerStats:
         """The manager's."""
@@ -79,12 +84,15 @@ class CompiledRunner:
         adapter.forward = types.MethodType(with_own_code(type(adapter).forward), adapter)
         options: Any = {"config": config}
         self._compiled = torch.compile(adapter, backend="encoder_cg", fullgraph=True, options=options)
+        self._first: contextlib.AbstractContextManager[object] = threading.Lock()
+        """Held in the first call, which compiles."""
 
     def run(self, inputs: dict[str, Any]) -> list[Tensor]:
         """Encodes all items in one call."""
         specs = self.adapter.get_encoder_cudagraph_item_specs(inputs)
-        with torch.inference_mode(False), torch.no_grad():
+        with self._first, torch.inference_mode(False), torch.no_grad():
             rows = self._compiled(*self._arguments(inputs))  # type: ignore[no-untyped-call]
+        self._first = contextlib.nullcontext()
         items: dict[int, Tensor] = {}
         tokens = [spec.output_tokens for spec in specs]
         self.adapter.postprocess_encoder_output(
@@ -94,7 +102,8 @@ class CompiledRunner:
 
     def capture(self) -> None:
         """As `warmup`."""
-        warmup(self._compiled)
+        with self._first:
+            warmup(self._compiled)
 
     def stats(self) -> ManagerStats:
         """Those of the graphs that were compiled; each call is an item."""

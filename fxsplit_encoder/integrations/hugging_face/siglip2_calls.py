@@ -19,6 +19,7 @@ class Siglip2Calls(DenseCalls):
     """Calls with (images, patches, features), which patches are an image's own, and its rows and columns."""
 
     input_names = ("pixel_values", "pixel_attention_mask", "spatial_shapes")
+    makes_layers = False
 
     @property
     def default_key(self) -> DenseKey:
