@@ -20,6 +20,7 @@ __all__ = [
     "as_plain_tensors",
     "children_of",
     "copy_each",
+    "dense_parts",
     "forward_hooks_of",
     "hooks_of",
     "is_dropped",
@@ -35,6 +36,17 @@ version_of = attrgetter("_version")
 """How often a tensor was written in place. An inference tensor raises RuntimeError when asked. No public API
 tells that a parameter got other weights at the same address.
 """
+
+
+def dense_parts(tensor: Tensor) -> list[Tensor]:
+    """The tensors that hold a tensor's values: those inside of a wrapper subclass (`DTensor`, torchao's
+    quantized weights), which has no memory of its own, in the order of its `__tensor_flatten__`; else itself.
+    """
+    if not hasattr(type(tensor), "__tensor_flatten__"):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    return [part for name in names for part in dense_parts(getattr(tensor, name))]
+
 
 _HOOKS = ("_backward_pre_hooks", "_backward_hooks", "_forward_hooks", "_forward_pre_hooks")
 INTERNALS = frozenset({*_HOOKS, "_parameters", "_buffers", "_modules"})

@@ -286,11 +286,13 @@ class EncoderCudaGraphManager:
         self._lifecycle.clear()
 
     def check_weights(self) -> None:
-        """With `weight_check_seconds`: has the next batch of every path look at its parameters. To be called
-        once they have moved, or changed where passes or fp8 keep them in another form.
+        """Has the next batch of every path compute anew what passes and fp8 keep of its parameters in another
+        form, and look where they are and at the tower's modules, whatever `weight_check_seconds`. To be
+        called after parameters were written to through `.data` (docs/manager.md).
         """
-        for each in (self._serving, self._lifecycle.own):
-            each.runner.weight_checks.all_are_due()
+        with self._lifecycle.turns:
+            for each in {self._serving, self._lifecycle.own}:
+                each.outdate_weights()
         self._lifecycle.look_again()
 
     @property
