@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -30,6 +30,7 @@ __all__ = [
     "tensors_of",
     "version_of",
     "weakly",
+    "wrapped",
 ]
 
 version_of = attrgetter("_version")
@@ -38,13 +39,19 @@ tells that a parameter got other weights at the same address.
 """
 
 
-def dense_parts(tensor: Tensor) -> list[Tensor]:
-    """The tensors that hold a tensor's values: those inside of a wrapper subclass (`DTensor`, torchao's
-    quantized weights), which has no memory of its own, in the order of its `__tensor_flatten__`; else itself.
+def wrapped(tensor: object) -> Sequence[str] | None:
+    """The attributes in which a tensor of a wrapper subclass (`DTensor`, torchao's quantized weights) has the
+    tensors that hold its values: it has no memory of its own. None for what is no such tensor.
     """
-    if not hasattr(type(tensor), "__tensor_flatten__"):
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    return None if flatten is None else flatten()[0]  # type: ignore[no-any-return]
+
+
+def dense_parts(tensor: Tensor) -> list[Tensor]:
+    """The tensors that hold a tensor's values: those inside of a wrapper subclass, in order, else itself."""
+    names = wrapped(tensor)
+    if names is None:
         return [tensor]
-    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
     return [part for name in names for part in dense_parts(getattr(tensor, name))]
 
 
