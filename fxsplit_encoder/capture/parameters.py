@@ -101,14 +101,14 @@ class StaticParameters:
         """
         if changed := self.changed_wrappers():
             raise WeightsLayoutError(
-                f"parameters: expected {changed[0]} with the constants of its subclass that were compiled; got "
-                "others. Call clear() and capture() to compile the tower again"
+                f"parameters: expected {changed[0]} with the constants of its subclass that were compiled; "
+                "got others. Call clear() and capture() to compile the tower again"
             )
         return [holder.get(key) for holder, key in zip(self._holders, self._keys, strict=True)]
 
     def have_moved(self) -> bool:
-        """Whether one lies elsewhere than at the capture, or a wrapper has others of the numbers that it keeps
-        of its own. About 100 nanoseconds a parameter.
+        """Whether one lies elsewhere than at the capture, or a wrapper has other constants. About 100
+        nanoseconds a parameter.
         """
         # Each has to be asked: `parameter.data = ...` changes its address and neither its identity nor its
         # version. Without lists of hundreds of numbers more of the processor's cache is left for others.

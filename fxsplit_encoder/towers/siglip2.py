@@ -64,8 +64,8 @@ class Siglip2Tower(DenseTower):
         return torch.cat([hidden, self._pooled(hidden, mask)[:, None]], dim=1) if self.pools else hidden
 
     def _positions(self, places: Tensor) -> Tensor:
-        """(tiles, patches, hidden_size): the position table resized to each image's shape, as the tower itself
-        does it: along each axis a triangle's weights, which is wider where the shape is smaller.
+        """(tiles, patches, hidden_size): the position table resized to each image's shape, as by the tower
+        itself: along each axis with the weights of a triangle, which is wider where the shape is smaller.
         """
         embeddings = self.tower.embeddings
         table, side = embeddings.position_embedding.weight, embeddings.position_embedding_size

@@ -1,4 +1,4 @@
-"""Parameters of a tensor subclass that wraps others and has no address of its own, as quantized weights are."""
+"""Parameters of a tensor subclass that wraps others, without memory of its own, as quantized weights are."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Quantized(Tensor):
 
     @staticmethod
     def __new__(cls, values: Tensor, scale: Tensor, factor: float) -> Quantized:
-        made: Any = Tensor._make_wrapper_subclass(cls, values.shape, dtype=torch.float32)  # type: ignore[attr-defined]
+        made: Any = Tensor._make_wrapper_subclass(cls, values.shape, dtype=torch.float32)
         made.values, made.scale, made.factor = values, scale, factor
         return made  # type: ignore[no-any-return]
 
