@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fxsplit_encoder._torch.distributed import local_part
 from fxsplit_encoder._torch.tensors import as_plain_tensors, dense_parts, tensors_of, wrapped
 from fxsplit_encoder.capture.memory import storage_address, unstrided
 from fxsplit_encoder.errors import WeightsLayoutError, WeightsMovedError
@@ -179,7 +180,7 @@ def _constants(tensor: Tensor | None) -> Any:
     if wrapped(tensor) is None:
         opaque = tensor is not None and tensor.numel() and not _address(tensor)
         return id(tensor) if opaque and not tensor.is_meta else None  # type: ignore[union-attr]
-    if hasattr(tensor, "_local_tensor"):
+    if local_part(tensor) is not tensor:  # type: ignore[arg-type]
         return None
     return type(tensor), repr(tensor.__tensor_flatten__()[1])  # type: ignore[union-attr]
 

@@ -61,7 +61,8 @@ class DerivedParameters:
         self._given = sorted({slot for recipe in self.recipes for slot in recipe.sources} - made)
         self._sources: dict[int, Tensor] = {}
         self._addresses: list[int] = []
-        self._versions: list[int] | None = None
+        self._versions: list[int] | None = []
+        """None for inference tensors, which have none."""
         self._fingerprints = Fingerprints()
         self._values: dict[int, Tensor] = {}
         self._is_outdated = False
@@ -95,7 +96,7 @@ class DerivedParameters:
     def refresh(self, stamp: object = None) -> bool:
         """Computes again what the parameters of the last run have outdated by their addresses and versions;
         returns whether anything was. About 150 nanoseconds per parameter that has derived ones on the host of
-        an H200. Inference tensors have no versions: what comes from them is always computed again.
+        an H200.
 
         Args:
             stamp: the one of a time since when the caller knows that no parameter has moved: where it still
@@ -111,7 +112,7 @@ class DerivedParameters:
             self._say(_UNVERSIONED)
         are_known = stamp is not None and stamp is self.stamp
         addresses = self._addresses if are_known else list(map(torch.Tensor.data_ptr, sources))
-        if versions is not None and versions == self._versions and addresses == self._addresses:
+        if versions == self._versions and addresses == self._addresses:
             return False
         self._compute()
         self._addresses, self._versions = addresses, versions
@@ -119,14 +120,15 @@ class DerivedParameters:
 
     def follow_writes(self) -> None:
         """Computes everything again after writes that changed neither addresses nor versions, once a
-        comparison has found them (`compile.fingerprints`), and after `outdate`.
+        comparison has found them (`compile.fingerprints`), and after `outdate`; of tensors that have no
+        versions always.
         """
-        if not (self._is_outdated or self._fingerprints.have_changed()):
+        is_asked_to = self._is_outdated or self._versions is None
+        if not (is_asked_to or self._fingerprints.have_changed()) or self.refresh():
             return
-        if not self.refresh():
-            if not self._is_outdated:
-                self._say(_WRITTEN)
-            self._compute()
+        if not is_asked_to:
+            self._say(_WRITTEN)
+        self._compute()
 
     def compare(self) -> object:
         """As `Fingerprints.compare`, for a later `follow_writes`."""

@@ -293,6 +293,7 @@ class EncoderCudaGraphManager:
         with self._lifecycle.turns:
             for each in {self._serving, self._lifecycle.own}:
                 each.outdate_weights()
+        getattr(self.tower, "outdate_tables", lambda: None)()
         self._lifecycle.look_again()
 
     @property

@@ -218,6 +218,11 @@ class CapturedTower:
             parts = {key: served.runner.stats() for key, served in self._served.items()}
             return [*self._past, *(part.under(str(key)) if many else part for key, part in parts.items())]
 
+    def refresh(self) -> None:
+        """As `fxsplit_encoder.refresh`."""
+        for served in [*self._served.values()]:
+            served.runner.refresh()
+
     def clear(self) -> None:
         """Gives all memory of captures back."""
         with self._lock:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fxsplit_encoder.backend import warmup
-from fxsplit_encoder.backend.stats import stats_of_compiled
+from fxsplit_encoder.backend.stats import refresh_compiled, stats_of_compiled
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.manager import EncoderCudaGraphManager
 from fxsplit_encoder.runtime.statistics import ManagerStats
@@ -29,6 +29,9 @@ class Runner(Protocol):
 
     def stats(self) -> ManagerStats:
         """What was served so far."""
+
+    def refresh(self) -> None:
+        """As `fxsplit_encoder.refresh`."""
 
     def clear(self) -> None:
         """Gives all memory back."""
@@ -56,6 +59,10 @@ class ManagerRunner:
     def stats(self) -> ManagerStats:
         """The manager's."""
         return self.manager.stats()
+
+    def refresh(self) -> None:
+        """As `EncoderCudaGraphManager.check_weights`."""
+        self.manager.check_weights()
 
     def clear(self) -> None:
         """Releases every capture."""
@@ -108,6 +115,10 @@ class CompiledRunner:
     def stats(self) -> ManagerStats:
         """Those of the graphs that were compiled; each call is an item."""
         return stats_of_compiled(self._compiled)
+
+    def refresh(self) -> None:
+        """As `refresh_compiled`."""
+        refresh_compiled(self._compiled)
 
     def clear(self) -> None:
         """Nothing: what was compiled is released with the adapter."""

@@ -288,6 +288,11 @@ class ServedTower:
             for key in captured.calls.expected_keys:
                 captured.of(key).runner.capture()
 
+    def refresh(self) -> None:
+        """As `fxsplit_encoder.refresh`."""
+        with self._lock:
+            self._captured.refresh()
+
     def close(self) -> None:
         """Gives the memory back; from now on this is the forward that was there before."""
         with self._lock:
