@@ -44,7 +44,7 @@ def wrapped(tensor: object) -> Sequence[str] | None:
     tensors that hold its values: it has no memory of its own. None for what is no such tensor.
     """
     flatten = getattr(tensor, "__tensor_flatten__", None)
-    return None if flatten is None else flatten()[0]  # type: ignore[no-any-return]
+    return None if flatten is None else flatten()[0]
 
 
 def dense_parts(tensor: Tensor) -> list[Tensor]:

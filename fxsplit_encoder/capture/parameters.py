@@ -173,16 +173,16 @@ def _places(tensor: Tensor, holder: Any, key: str) -> Iterator[tuple[Tensor, tup
         yield from _places(getattr(tensor, name), _Inside(holder, key), name)
 
 
-def _constants(tensor: Tensor | None) -> Any:
+def _constants(tensor: Any) -> Any:
     """What a tensor of a wrapper subclass is beside the tensors inside; None for others, and for a `DTensor`,
     whose shards tell.
     """
-    if wrapped(tensor) is None:
-        opaque = tensor is not None and tensor.numel() and not _address(tensor)
-        return id(tensor) if opaque and not tensor.is_meta else None  # type: ignore[union-attr]
-    if local_part(tensor) is not tensor:  # type: ignore[arg-type]
+    if tensor is None or local_part(tensor) is not tensor:
         return None
-    return type(tensor), repr(tensor.__tensor_flatten__()[1])  # type: ignore[union-attr]
+    if wrapped(tensor) is not None:
+        return type(tensor), repr(tensor.__tensor_flatten__()[1])
+    has_memory = tensor.is_meta or not tensor.numel() or _address(tensor)
+    return None if has_memory else id(tensor)
 
 
 def _identity(tensor: Tensor) -> tuple[Any, ...]:

@@ -25,15 +25,14 @@ def _compare(addresses, before, state, count, takes, BLOCK: tl.constexpr):  # ty
     """
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     address = tl.load(addresses + index, mask=index < count, other=0)
+    expected = tl.load(before + index, mask=index < count, other=0)
     is_sample = address != 0
     now = tl.load(address.to(tl.pointer_type(tl.int16)), mask=is_sample, other=0)
     if takes != 0:
         tl.store(before + index, now, mask=is_sample)
-    else:
-        expected = tl.load(before + index, mask=is_sample, other=0)
-        if tl.max((now != expected).to(tl.int32), axis=0) != 0:
-            found = tl.load(state + 1).to(tl.pointer_type(tl.int64))
-            tl.store(found, tl.load(state))
+    elif tl.max((is_sample & (now != expected)).to(tl.int32), axis=0) != 0:
+        found = tl.load(state + 1).to(tl.pointer_type(tl.int64))
+        tl.store(found, tl.load(state))
 
 
 def compare_bits(addresses: Tensor, before: Tensor, state: Tensor, *, takes: bool) -> None:

@@ -71,8 +71,8 @@ def warmup(target: Any, *args: Any, **kwargs: Any) -> int:
 def refresh(target: Any) -> None:
     """Has the next call compute anew whatever is kept of parameters: weights in another form (padded, merged,
     quantized) and tables of positions; and look whether parameters have moved. To be called after they were
-    written to through `parameter.data`, which PyTorch gives no version: otherwise such writes are seen by the
-    call after the next at the latest, and one that changes no sampled element is not (docs/manager.md).
+    written to through `parameter.data`, which PyTorch gives no version. Without it a GPU's first call after
+    such a write may use the old ones, and a write that changes no sampled element is not seen.
 
     Args:
         target: a model or tower after `accelerate`; what `torch.compile(..., backend="encoder_cg")` returned;
