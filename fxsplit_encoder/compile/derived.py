@@ -123,6 +123,8 @@ class DerivedParameters:
         comparison has found them (`compile.fingerprints`), and after `outdate`; of tensors that have no
         versions always.
         """
+        if not self.recipes:
+            return
         is_asked_to = self._is_outdated or self._versions is None
         if not (is_asked_to or self._fingerprints.have_changed()) or self.refresh():
             return
