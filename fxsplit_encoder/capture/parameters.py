@@ -113,7 +113,7 @@ class StaticParameters:
         """
         # Each has to be asked: `parameter.data = ...` changes its address and neither its identity nor its
         # version. Without lists of hundreds of numbers more of the processor's cache is left for others.
-        addresses = map(self._address_of, map(getitem, self._holders, self._keys))  # type: ignore[arg-type]
+        addresses = map(self._address_of, map(getitem, self._holders, self._keys))
         try:
             with as_plain_tensors():  # vLLM's parameters have code of their own at every access
                 have_moved = not all(map(eq, addresses, self._addresses))
@@ -180,7 +180,7 @@ def _constants(tensor: Any) -> Any:
     if tensor is None or local_part(tensor) is not tensor:
         return None
     if wrapped(tensor) is not None:
-        return type(tensor), repr(tensor.__tensor_flatten__()[1])
+        return type(tensor), repr(tensor.__tensor_flatten__()[1])  # type: ignore[attr-defined]
     has_memory = tensor.is_meta or not tensor.numel() or _address(tensor)
     return None if has_memory else id(tensor)
 
