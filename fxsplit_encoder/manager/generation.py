@@ -230,6 +230,7 @@ class Generation:
         for path in self.paths_by_key.values():
             if path.program is not None:
                 path.program.program.derived.outdate()
+        getattr(self.served.tower, "outdate_tables", lambda: None)()
 
     def clear(self) -> None:
         """Releases every capture and forgets what was said of them."""

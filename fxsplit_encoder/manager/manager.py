@@ -286,14 +286,12 @@ class EncoderCudaGraphManager:
         self._lifecycle.clear()
 
     def check_weights(self) -> None:
-        """Has the next batch of every path compute anew what passes and fp8 keep of its parameters in another
-        form, and look where they are and at the tower's modules, whatever `weight_check_seconds`. To be
-        called after parameters were written to through `.data` (docs/manager.md).
+        """Has the next batch look at all parameters and modules, and compute anew what is kept of parameters
+        in another form: to be called after they were written to through `.data` (docs/manager.md).
         """
         with self._lifecycle.turns:
             for each in {self._serving, self._lifecycle.own}:
                 each.outdate_weights()
-        getattr(self.tower, "outdate_tables", lambda: None)()
         self._lifecycle.look_again()
 
     @property
