@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass as as_plain_tensors
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.utils.parametrize import is_parametrized
 
 __all__ = [
     "INTERNALS",
@@ -123,7 +124,7 @@ def traced_copy(module: nn.Module) -> nn.Module:
 
 def _linked(module: nn.Module, known: dict[nn.Module, nn.Module]) -> nn.Module:
     if module not in known:
-        twin = known[module] = copy.copy(module)
+        twin = known[module] = _copy_of(module)
         own = vars(twin)
         own.pop("forward", None)
         for name in _HOOKS:
@@ -135,6 +136,14 @@ def _linked(module: nn.Module, known: dict[nn.Module, nn.Module]) -> nn.Module:
             if name not in INTERNALS and isinstance(value, nn.Module):
                 own[name] = _linked(value, known)
     return known[module]
+
+
+def _copy_of(module: nn.Module) -> nn.Module:
+    if not is_parametrized(module):
+        return copy.copy(module)
+    twin: nn.Module = type(module).__new__(type(module))  # `copy.copy` refuses these
+    vars(twin).update(vars(module))
+    return twin
 
 
 def copy_each(copies: list[Tensor], tensors: list[Tensor]) -> None:

@@ -109,6 +109,13 @@ INNER_FORWARD = "_old_forward"
 """Where a module keeps the forward that accelerate's hook surrounds, of which no public API tells."""
 
 
+BOOKKEEPING = (
+    *("_is_hf_initialized", "_output_capturing_hooks_installed", "_hf_hook", INNER_FORWARD),
+    *("dtype", "torch_dtype", "architectures", "transformers_version", "_name_or_path", "_commit_hash"),
+)
+"""What the two libraries write down on modules and configurations, and no forward computes with."""
+
+
 def device_hook(module: nn.Module) -> Any:
     """The hook of accelerate that surrounds a module's forward; None: there is none."""
     return getattr(module, "_hf_hook", None)

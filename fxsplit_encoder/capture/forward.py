@@ -289,7 +289,12 @@ class CapturedForward:
             derived.refresh()
             self._check_before_replay()
         derived.follow_writes()
-        self.capture.replay()
+        try:
+            self.capture.replay()
+        except RuntimeError:
+            # Recorded steps run on parameters as they are now, which may be cast or laid out anew.
+            self.parameters.check_addresses()
+            raise
         if not parameters_are_checked:
             # While the device works, which takes longer. Should one have moved, the replay has read what is
             # still held for it, and its outputs reach nobody. Should one have changed that is kept in another

@@ -358,7 +358,7 @@ class EncoderCudaGraphManager:
         start = time.perf_counter()
         serving = self._lifecycle.serving
         plans, runner = serving.plans, serving.runner
-        plan, captured = plans.of(mm_kwargs, items), self._lifecycle.is_captured
+        plan, captured = self._lifecycle.allowed(plans.of(mm_kwargs, items)), self._lifecycle.is_captured
         try:
             results, batches = runner.run(plan, mm_kwargs, specs, may_replay=captured)
         except WeightsMovedError as error:

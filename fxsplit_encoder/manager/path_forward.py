@@ -371,8 +371,8 @@ class PathForward:
     def bind(self, program: BoundProgram) -> None:
         """Takes a program, on the parameters that it was bound to."""
         self._compiled, self.program = True, program
-        tensors = (each for each in program.fixed if isinstance(each, torch.Tensor))
-        self.parameters = StaticParameters(tensors, self.tower)
+        self._layouts = layouts_of(program.fixed)  # now: a parameter may be cast or laid out anew in place
+        self.parameters = StaticParameters(filter(torch.is_tensor, program.fixed), self.tower)
 
     def current_program(self) -> BoundProgram | None:
         """The program on the parameters that the tower has now.
@@ -384,7 +384,7 @@ class PathForward:
             return self.program
         old, now = self.program.fixed, iter(self.parameters.current())
         fixed = [next(now) if isinstance(x, torch.Tensor) else x for x in old]
-        check_replacements(layouts_of(old), fixed, "Call clear() and capture() to compile the tower again")
+        check_replacements(self._layouts, fixed, "Call clear() and capture() to compile the tower again")
         self.bind(replace(self.program, fixed=tuple(fixed)))
         return self.program
 

@@ -16,6 +16,7 @@ from fxsplit_encoder.parts import Parts
 from fxsplit_encoder.planning import MissReason
 from fxsplit_encoder.planning.costs import PathCosts
 from fxsplit_encoder.planning.plan import PathPlan
+from fxsplit_encoder.planning.reasons import BY_THE_TOWER
 from fxsplit_encoder.runtime.measure import KnownCosts, MeasuredForward
 from fxsplit_encoder.runtime.scope import CaptureScope
 from fxsplit_encoder.runtime.unpadded import UnpaddedReplays
@@ -353,6 +354,8 @@ class CapturedProgram:
 
     def miss_reason(self, planned: PathPlan) -> MissReason:
         """Why a planned batch that nothing served counts as a miss."""
+        if planned.reason in BY_THE_TOWER:
+            return planned.reason
         reason = None
         if self.recurring_counts == "hits":
             reason = self.unpadded.reason(planned)

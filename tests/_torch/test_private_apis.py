@@ -116,6 +116,14 @@ SYMBOLS = [
     called("torch._subclasses.fake_tensor.FakeTensorMode.from_tensor", 2, "static_shapes"),
     called("torch.fx.experimental.proxy_tensor.make_fx", 1, "decomposition_table", "tracing_mode"),
     attribute("torch._functorch.aot_autograd.make_boxed_func._boxed_call", boxed_function),
+    # around
+    present("torch.nn.modules.module._global_forward_hooks"),
+    present("torch.nn.modules.module._global_forward_pre_hooks"),
+    present("torch._C._functorch.maybe_current_level"),
+    present("torch._C._len_torch_dispatch_stack"),
+    present("torch._C._len_torch_function_stack"),
+    called("torch.overrides._get_current_function_mode_stack", 0),
+    present("torch.utils._device.DeviceContext"),
     # cuda_ipc
     present("torch.UntypedStorage._share_cuda_"),
     present("torch.UntypedStorage._new_shared_cuda"),

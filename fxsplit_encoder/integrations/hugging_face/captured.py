@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fxsplit_encoder._torch.dispatch import tree_map_only
+from fxsplit_encoder._torch.modules import OWN
 from fxsplit_encoder._torch.structure import Structure
 from fxsplit_encoder._torch.tensors import forward_hooks_of, linked_copy
 from fxsplit_encoder._torch.transformers import remove_output_hooks
@@ -114,6 +115,10 @@ class CapturedTower:
     def is_current(self) -> bool:
         """Whether the tower is still what was captured. Parameters are compared where captures read them."""
         return self._place() == self._placement and self._structure.is_unchanged()
+
+    def in_training(self) -> str | None:
+        """The first module of the tower in training mode, where that matters."""
+        return "the tower" if self._tower.training else self._structure.in_training()
 
     # --- serving
 
@@ -231,10 +236,13 @@ class CapturedTower:
 
 
 def _twin(tower: nn.Module) -> nn.Module:
-    """A linked copy without hooks: those of the tower itself run around whatever stands in its place, and any
-    others only collect outputs.
+    """A linked copy in evaluation mode and without hooks: those of the tower itself run around whatever
+    stands in its place, and any others only collect outputs.
     """
     twin = linked_copy(tower)
+    for module in twin.modules():
+        vars(module)["training"] = False
+    vars(twin)[OWN] = True
     for hooks in forward_hooks_of(twin):
         hooks.clear()
     remove_output_hooks(twin)

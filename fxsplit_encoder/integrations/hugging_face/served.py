@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxsplit_encoder._torch.around import foreign_around
 from fxsplit_encoder._torch.dynamo import is_traced
 from fxsplit_encoder._torch.transformers import attention_implementation, selected_hidden_states
 from fxsplit_encoder.errors import InputError, WeightsLayoutError
@@ -129,6 +130,9 @@ class ServedTower:
         captured = self._current()
         if captured.calls is None:
             return self._refused(captured)
+        if (found := captured.in_training()) is not None:
+            self._tell(logging.WARNING, f"{self.name}: encoded without captures: {found} is in training mode")
+            return MissReason.TRAINING
         options = settle(given, captured.calls.input_names, matters)
         try:
             fields, changing = asked_for(given, options.changing, self._module.config)
@@ -168,7 +172,10 @@ class ServedTower:
     def _condition(self, given: Mapping[str, Any]) -> MissReason | None:
         """Why the tower itself serves every call that is made as this one is."""
         module = self._module
-        if module.training or (torch.is_grad_enabled() and _needs_gradients(module, given)):
+        if (found := foreign_around()) is not None:
+            self._tell(logging.WARNING, f"{self.name}: encoded without captures: there is {found}")
+            return MissReason.FOREIGN_CODE
+        if torch.is_grad_enabled() and _needs_gradients(module, given):
             return MissReason.GRADIENTS
         if torch.is_autocast_enabled(self._captured.device.type):
             return MissReason.AUTOCAST
