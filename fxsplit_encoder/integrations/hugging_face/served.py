@@ -129,6 +129,9 @@ class ServedTower:
         captured = self._current()
         if captured.calls is None:
             return self._refused(captured)
+        # Of the device that the tower is on now: it may have been built on the meta device.
+        if torch.is_autocast_enabled(captured.device.type):
+            return MissReason.AUTOCAST
         options = settle(given, captured.calls.input_names, matters)
         try:
             fields, changing = asked_for(given, options.changing, self._module.config)
@@ -170,8 +173,6 @@ class ServedTower:
         module = self._module
         if module.training or (torch.is_grad_enabled() and _needs_gradients(module, given)):
             return MissReason.GRADIENTS
-        if torch.is_autocast_enabled(self._captured.device.type):
-            return MissReason.AUTOCAST
         implementation = attention_implementation(getattr(module, "config", None))
         if implementation not in _EXACT_ATTENTION and "flash" not in str(implementation):
             self._tell(logging.WARNING, f"{self.name}: encoded without captures: {implementation} attention")

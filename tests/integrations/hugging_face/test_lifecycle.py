@@ -206,6 +206,23 @@ def test_new_weights_are_used(loaded: Callable[[str], Loaded]) -> None:
 
 
 @both
+def test_a_model_that_was_accelerated_before_it_had_weights(
+    name: str, make_case: Callable[[str], Case]
+) -> None:
+    """As in a constructor, which `from_pretrained` calls on the meta device."""
+    case = make_case(name)
+    with torch.device("meta"):
+        case.model = type(case.reference)(case.reference.config)
+    fx.accelerate(case.model, UNCAPTURED).load_state_dict(case.reference.state_dict(), assign=True)
+    for module, other in zip(case.model.modules(), case.reference.modules(), strict=True):
+        for key, buffer in other.named_buffers(recurse=False):
+            module.register_buffer(key, buffer.clone(), persistent=False)
+    case.model.eval()
+    case.assert_as_reference()
+    assert set(case.misses()) == {MissReason.DISABLED}
+
+
+@both
 def test_another_dtype_is_encoded_in_it(name: str, make_case: Callable[[str], Case]) -> None:
     case = make_case(name)
     case.assert_as_reference()
