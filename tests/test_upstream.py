@@ -9,6 +9,7 @@ import pytest
 from . import upstream
 
 TESTS = """
+import pytest
 import torch
 import transformers
 
@@ -27,6 +28,10 @@ def test_holds():
 
 def test_holds_only_plain():
     assert "forward" not in vars(tower())
+
+
+def test_is_skipped():
+    pytest.skip("needs another machine")
 
 
 def test_fails():

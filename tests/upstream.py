@@ -78,9 +78,10 @@ class Plugin:
         self._models.clear()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Keeps the worst outcome of a test's phases."""
-        kept = self.outcomes.get(report.nodeid, "skipped")
-        self.outcomes[report.nodeid] = max(kept, report.outcome, key=WORSE.index)
+        """Keeps the worst outcome of a test, which has a report for each of its parts."""
+        if report.when == "call" or report.failed:
+            kept = self.outcomes.get(report.nodeid, "skipped")
+            self.outcomes[report.nodeid] = max(kept, report.outcome, key=WORSE.index)
 
     def passed(self) -> set[str]:
         """The tests that passed."""
