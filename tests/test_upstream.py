@@ -44,8 +44,8 @@ def test_what_fails_only_accelerated_is_shown(tmp_path: Path) -> None:
     file = tmp_path / "test_modeling_tiny.py"
     file.write_text(TESTS)
     options = [str(file), f"--rootdir={tmp_path}"]
-    plain, _ = upstream.run(options, accelerated=False)
-    accelerated, served = upstream.run(options, accelerated=True)
+    plain, _ = upstream.run(options, None)
+    accelerated, served = upstream.run(options, "breakable")
     assert upstream.table(plain, accelerated, served).splitlines() == [
         "| tests | passed plain | passed accelerated | failed only accelerated | served |",
         "|---|---|---|---|---|",

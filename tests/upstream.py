@@ -18,18 +18,18 @@ from typing import Any
 
 import pytest
 
-CONFIG = {"piece_compiler": "eager", "mode": "full", "exact_min_hits": 1}
+CONFIG = {"piece_compiler": "eager", "exact_min_hits": 1}
 WORSE = ("skipped", "passed", "failed")
 
 
 class Plugin:
-    """Keeps the outcome of each test, and accelerates every model that a test constructs."""
+    """Keeps the outcome of each test; if there is a mode of captures, accelerates every model constructed."""
 
-    def __init__(self, *, accelerated: bool) -> None:
+    def __init__(self, mode: str | None) -> None:
         self.outcomes: dict[str, str] = {}
         self.served: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._models: list[Any] = []
-        self._accelerated = accelerated
+        self._mode = mode
 
     def pytest_sessionstart(self) -> None:
         """Has `accelerate` called where a constructor ends: in training mode, before weights are loaded."""
@@ -42,11 +42,11 @@ class Plugin:
         def post_init(model: Any) -> None:
             own(model)
             try:
-                self._models.append(fx.accelerate(model, CONFIG))
+                self._models.append(fx.accelerate(model, {**CONFIG, "mode": self._mode}))
             except fx.UnsupportedTowerError:
                 pass  # a language model
 
-        if self._accelerated:
+        if self._mode is not None:
             transformers.PreTrainedModel.post_init = post_init
 
     def pytest_sessionfinish(self) -> None:
@@ -88,9 +88,11 @@ class Plugin:
         return {name for name, outcome in self.outcomes.items() if outcome == "passed"}
 
 
-def run(arguments: list[str], *, accelerated: bool) -> tuple[set[str], dict[str, Counter[str]]]:
-    """Runs tests in this process: those that passed, and what each file's towers served."""
-    plugin = Plugin(accelerated=accelerated)
+def run(arguments: list[str], mode: str | None) -> tuple[set[str], dict[str, Counter[str]]]:
+    """Runs tests in this process, plain if there is no mode of captures: those that passed, and what each
+    file's towers served.
+    """
+    plugin = Plugin(mode)
     pytest.main(["-q", "-p", "no:cacheprovider", *arguments], plugins=[plugin])
     return plugin.passed(), dict(plugin.served)
 
@@ -116,6 +118,7 @@ def main() -> int:
     parser.add_argument(
         "--plain", type=Path, help="a file that keeps which tests pass plain, for runs with the same options"
     )
+    parser.add_argument("--mode", default="full", help="of captures; breakable traces nothing: it is faster")
     arguments, options = parser.parse_known_args()
     kept = None if arguments.plain is None else arguments.plain.resolve()
     os.chdir(arguments.checkout)
@@ -123,17 +126,17 @@ def main() -> int:
     if kept is not None and kept.exists():
         plain = set(json.loads(kept.read_text()))
     else:
-        plain, _ = _alone(options, accelerated=False)
+        plain, _ = _alone(options, None)
         if kept is not None:
             kept.write_text(json.dumps(sorted(plain)))
-    accelerated, served = _alone(options, accelerated=True)
+    accelerated, served = _alone(options, arguments.mode)
     print(table(plain, accelerated, served))
     return 1 if plain - accelerated else 0
 
 
-def _alone(options: list[str], *, accelerated: bool) -> Any:
+def _alone(options: list[str], mode: str | None) -> Any:
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(run, options, accelerated=accelerated).result()
+        return pool.submit(run, options, mode).result()
 
 
 if __name__ == "__main__":
