@@ -45,7 +45,7 @@ def test_what_fails_only_accelerated_is_shown(tmp_path: Path) -> None:
     file.write_text(TESTS)
     options = [str(file), f"--rootdir={tmp_path}"]
     plain, _ = upstream.run(options, None)
-    accelerated, served = upstream.run(options, "breakable")
+    accelerated, served = upstream.run(options, '{"mode": "breakable"}')
     assert upstream.table(plain, accelerated, served).splitlines() == [
         "| tests | passed plain | passed accelerated | failed only accelerated | served |",
         "|---|---|---|---|---|",

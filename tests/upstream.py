@@ -18,18 +18,18 @@ from typing import Any
 
 import pytest
 
-CONFIG = {"piece_compiler": "eager", "exact_min_hits": 1}
+CONFIG = '{"mode": "full", "piece_compiler": "eager", "exact_min_hits": 1}'
 WORSE = ("skipped", "passed", "failed")
 
 
 class Plugin:
-    """Keeps the outcome of each test; if there is a mode of captures, accelerates every model constructed."""
+    """Keeps the outcome of each test; if there is a configuration, accelerates every model constructed."""
 
-    def __init__(self, mode: str | None) -> None:
+    def __init__(self, config: str | None) -> None:
         self.outcomes: dict[str, str] = {}
         self.served: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._models: list[Any] = []
-        self._mode = mode
+        self._config = config
 
     def pytest_sessionstart(self) -> None:
         """Has `accelerate` called where a constructor ends: in training mode, before weights are loaded."""
@@ -37,16 +37,17 @@ class Plugin:
 
         import fxsplit_encoder as fx
 
+        config = None if self._config is None else json.loads(self._config)
         self._own = own = transformers.PreTrainedModel.post_init
 
         def post_init(model: Any) -> None:
             own(model)
             try:
-                self._models.append(fx.accelerate(model, {**CONFIG, "mode": self._mode}))
+                self._models.append(fx.accelerate(model, config))
             except fx.UnsupportedTowerError:
                 pass  # a language model
 
-        if self._mode is not None:
+        if config is not None:
             transformers.PreTrainedModel.post_init = post_init
 
     def pytest_sessionfinish(self) -> None:
@@ -88,11 +89,11 @@ class Plugin:
         return {name for name, outcome in self.outcomes.items() if outcome == "passed"}
 
 
-def run(arguments: list[str], mode: str | None) -> tuple[set[str], dict[str, Counter[str]]]:
-    """Runs tests in this process, plain if there is no mode of captures: those that passed, and what each
+def run(arguments: list[str], config: str | None) -> tuple[set[str], dict[str, Counter[str]]]:
+    """Runs tests in this process, plain if there is no configuration: those that passed, and what each
     file's towers served.
     """
-    plugin = Plugin(mode)
+    plugin = Plugin(config)
     pytest.main(["-q", "-p", "no:cacheprovider", *arguments], plugins=[plugin])
     return plugin.passed(), dict(plugin.served)
 
@@ -118,7 +119,9 @@ def main() -> int:
     parser.add_argument(
         "--plain", type=Path, help="a file that keeps which tests pass plain, for runs with the same options"
     )
-    parser.add_argument("--mode", default="full", help="of captures; breakable traces nothing: it is faster")
+    parser.add_argument(
+        "--config", default=CONFIG, help="of accelerate; a breakable mode is faster, it traces nothing"
+    )
     arguments, options = parser.parse_known_args()
     kept = None if arguments.plain is None else arguments.plain.resolve()
     os.chdir(arguments.checkout)
@@ -129,14 +132,14 @@ def main() -> int:
         plain, _ = _alone(options, None)
         if kept is not None:
             kept.write_text(json.dumps(sorted(plain)))
-    accelerated, served = _alone(options, arguments.mode)
+    accelerated, served = _alone(options, arguments.config)
     print(table(plain, accelerated, served))
     return 1 if plain - accelerated else 0
 
 
-def _alone(options: list[str], mode: str | None) -> Any:
+def _alone(options: list[str], config: str | None) -> Any:
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(run, options, mode).result()
+        return pool.submit(run, options, config).result()
 
 
 if __name__ == "__main__":
