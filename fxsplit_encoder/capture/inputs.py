@@ -16,6 +16,14 @@ from fxsplit_encoder.errors import ReplayError
 _ALIGNMENT = 64
 
 
+def example_values(shape: Sequence[int], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Draws normal numbers for a capture to run on, from a generator of their own: what the program draws
+    stays the same.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    return torch.randn(shape, generator=generator, device=device, dtype=dtype)
+
+
 class StaticInputs:
     """The static inputs of one capture, by name."""
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
 from fxsplit_encoder._torch.dynamo import Marks, mark_static, mark_unbacked, maybe_mark_dynamic
+from fxsplit_encoder.capture.inputs import example_values
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.modules.folded import FoldedTables
 from fxsplit_encoder.protocol import (
@@ -129,7 +130,7 @@ class TileTower(WrappedTower):
 
     def example_inputs(self) -> tuple[Tensor]:
         """One tile."""
-        return (torch.randn(1, *self.first_view.shape, device=self.device, dtype=self.dtype),)
+        return (example_values((1, *self.first_view.shape), self.device, self.dtype),)
 
     # --- the manager's protocol
 
@@ -183,7 +184,7 @@ class TileTower(WrappedTower):
                 f"{field}: {token_budget} has no room for a tile of {type(self.tower).__name__}; expected "
                 f"multiples of its {view.tokens} output tokens"
             )
-        pixels = torch.randn(count, *view.shape, device=device, dtype=dtype)
+        pixels = example_values((count, *view.shape), device, dtype)
         return EncoderCudaGraphCaptureInputs({view.input_name: pixels})
 
     def prepare_encoder_cudagraph_replay_buffers(

@@ -133,6 +133,9 @@ class ServedTower:
         if (found := captured.in_training()) is not None:
             self._tell(logging.WARNING, f"{self.name}: encoded without captures: {found} is in training mode")
             return MissReason.TRAINING
+        # Of the device that the tower is on now: it may have been built on the meta device.
+        if torch.is_autocast_enabled(captured.device.type):
+            return MissReason.AUTOCAST
         options = settle(given, captured.calls.input_names, matters)
         try:
             fields, changing = asked_for(given, options.changing, self._module.config)
@@ -177,8 +180,6 @@ class ServedTower:
             return MissReason.FOREIGN_CODE
         if torch.is_grad_enabled() and _needs_gradients(module, given):
             return MissReason.GRADIENTS
-        if torch.is_autocast_enabled(self._captured.device.type):
-            return MissReason.AUTOCAST
         implementation = attention_implementation(getattr(module, "config", None))
         if implementation not in _EXACT_ATTENTION and "flash" not in str(implementation):
             self._tell(logging.WARNING, f"{self.name}: encoded without captures: {implementation} attention")
