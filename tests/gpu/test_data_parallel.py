@@ -68,7 +68,9 @@ def test_every_rank_returns_what_one_process_returns(
                 assert errors(output, [item.float() for item in expected]) < 0.05
         for first, second in zip(*(rank["full", name] for rank in ranks), strict=True):
             assert torch.equal(first, second)
-    assert all(rank["full", "stats"].hits > 0 for rank in ranks)
+    assert all(rank["full", "stats"].hits > 0 for rank in ranks), [
+        str(rank["full", "stats"]) for rank in ranks
+    ]
     manager.clear()
 
 

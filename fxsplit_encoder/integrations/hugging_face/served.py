@@ -128,14 +128,8 @@ class ServedTower:
         if reason is not None:
             return reason
         captured = self._current()
-        if captured.calls is None:
-            return self._refused(captured)
-        if (found := captured.in_training()) is not None:
-            self._tell(logging.WARNING, f"{self.name}: encoded without captures: {found} is in training mode")
-            return MissReason.TRAINING
-        # Of the device that the tower is on now: it may have been built on the meta device.
-        if torch.is_autocast_enabled(captured.device.type):
-            return MissReason.AUTOCAST
+        if (reason := self._refused(captured)) is not None or captured.calls is None:
+            return reason
         options = settle(given, captured.calls.input_names, matters)
         try:
             fields, changing = asked_for(given, options.changing, self._module.config)
@@ -281,11 +275,16 @@ class ServedTower:
         self._captured.clear()
         self._past = [ManagerStats.total([*self._past, *self._captured.stats()])]
 
-    def _refused(self, captured: CapturedTower) -> MissReason:
-        assert captured.refusal is not None
-        reason, why = captured.refusal
-        self._tell(logging.WARNING, f"{self.name}: encoded without captures: {why}")
-        return reason
+    def _refused(self, captured: CapturedTower) -> MissReason | None:
+        """Why no call is served while the tower is as it is now; None: calls are served."""
+        refusal = captured.refusal
+        if refusal is None and (found := captured.in_training()) is not None:
+            refusal = MissReason.TRAINING, f"{found} is in training mode"
+        if refusal is not None:
+            self._tell(logging.WARNING, f"{self.name}: encoded without captures: {refusal[1]}")
+            return refusal[0]
+        # On the device that the tower is on now: it may have been built on the meta device.
+        return MissReason.AUTOCAST if torch.is_autocast_enabled(captured.device.type) else None
 
     def warm(self) -> None:
         """Captures what calls that the configuration is for need."""
