@@ -45,7 +45,9 @@ def wrapped(tensor: object) -> Sequence[str] | None:
     tensors that hold its values: it has no memory of its own. None for what is no such tensor.
     """
     flatten = getattr(tensor, "__tensor_flatten__", None)
-    return None if flatten is None else flatten()[0]
+    if flatten is None:
+        return None
+    return [name for name in flatten()[0] if isinstance(getattr(tensor, name), Tensor)]  # a DTensor has a mesh
 
 
 def dense_parts(tensor: Tensor) -> list[Tensor]:

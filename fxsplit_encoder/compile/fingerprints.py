@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -70,18 +72,28 @@ class Fingerprints:
 
 
 class _HostSamples:
-    """Samples that are compared where the host asks."""
+    """Samples that are compared where the host asks. Those of a CPU's tensors are read by NumPy, which a
+    recording of PyTorch's operations does not see: a tower may ask inside one.
+    """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._bits = [each.view(_INTEGERS[each.element_size()]) for each in tensors]
-        self._positions = [_positions(each.numel()).to(each.device) for each in self._bits]
-        self._before = self._read()
-
-    def _read(self) -> Tensor:
-        return torch.cat(list(map(torch.take, self._bits, self._positions)))
+        self._read = [_reader(each.view(_INTEGERS[each.element_size()])) for each in tensors]
+        self._before = [read() for read in self._read]
 
     def have_changed(self) -> bool:
-        return not torch.equal(self._read(), self._before)
+        now = (read() for read in self._read)
+        return any(map(operator.ne, now, self._before))
+
+
+def _reader(bits: Tensor) -> Callable[[], bytes]:
+    """What reads the samples of a tensor of integers."""
+    positions = _positions(bits.numel())
+    if bits.device.type == "cpu":
+        memory = np.atleast_1d(bits.numpy())  # not a copy
+        index = np.unravel_index(positions.numpy(), memory.shape)
+        return lambda: memory[index].tobytes()
+    there = positions.to(bits.device)
+    return lambda: torch.take(bits, there).cpu().numpy().tobytes()
 
 
 class _DeviceSamples:

@@ -179,7 +179,7 @@ print(*(name for name in sorted(new) if name.startswith(heavy)))
 print(*sorted({".".join(name.split(".")[:3]) for name in new if name.startswith("fxsplit_encoder.")}))
 """
 LIGHT = {"config", "errors", "integrations", "integrations.vllm", "messages", "planning", "protocol"}
-LIGHT |= {"settings_file", "settings_model", "version"}
+LIGHT |= {"recent", "settings_file", "settings_model", "version"}
 COMPILING = {"_torch", "attention", "kernels", "parts"}
 
 
