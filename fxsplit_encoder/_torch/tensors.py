@@ -47,7 +47,8 @@ def wrapped(tensor: object) -> Sequence[str] | None:
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
         return None
-    return [name for name in flatten()[0] if isinstance(getattr(tensor, name), Tensor)]  # a DTensor has a mesh
+    # A DTensor names its mesh, too.
+    return [name for name in flatten()[0] if isinstance(getattr(tensor, name), Tensor)]
 
 
 def dense_parts(tensor: Tensor) -> list[Tensor]:
