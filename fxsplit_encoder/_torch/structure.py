@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from fxsplit_encoder._torch.modules import OWN, PLACE
-from fxsplit_encoder._torch.reads import reads_of
+from fxsplit_encoder._torch.reads import CALLED_AT_REQUESTS, FORWARD_OF_CAPTURES, reads_of
 from fxsplit_encoder._torch.tensors import children_of, forward_hooks_of
 from fxsplit_encoder._torch.transformers import BOOKKEEPING, collects_outputs, device_hook
 
@@ -39,8 +39,19 @@ _TORCH = "torch.nn.modules."
 _FEW_KEYS = 3
 _ORDERED = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
-_IGNORED = frozenset({*vars(nn.Module()), _FORWARD, _CONFIG, PLACE, "_compiled_call_impl", *BOOKKEEPING})
+_IGNORED = frozenset(
+    {*vars(nn.Module()), _FORWARD, _CONFIG, PLACE, "_compiled_call_impl", *BOOKKEEPING, *CALLED_AT_REQUESTS}
+)
 """Attributes that are compared otherwise, or change nothing that is computed."""
+
+
+class _Other:
+    def __repr__(self) -> str:
+        return "a value that is not compared"
+
+
+_OTHER = _Other()
+"""Stands for an attribute that is not there, or whose value is no plain one."""
 
 Fact = tuple[str, str]
 """The name of a module, and of something about it."""
@@ -110,12 +121,13 @@ class Structure:
             return "modules in another order than before"
         for fact in (*before.facts, *now.facts):
             name, what = fact
-            old, new = before.facts.get(fact), now.facts.get(fact)
-            if old != new and what in (_HOOK, _FORWARD, _CODE):
+            old, new = (facts.get(fact, _OTHER) for facts in (before.facts, now.facts))
+            if old is new or old == new:
+                continue
+            if what in (_HOOK, _FORWARD, _CODE):
                 return f"{name or 'the tower'}: another {what} than before"
-            if old != new:
-                return f"{name or 'the tower'}: {what} {new!r}, which was {old!r}"
-        return "another change"
+            return f"{name or 'the tower'}: {what} {new!r}, which was {old!r}"
+        return ""
 
 
 class _Seen:
@@ -125,7 +137,8 @@ class _Seen:
         self.modules = [(name, module, type(module)) for name, module in _named_modules(tower)]
         self.facts: dict[Fact, Any] = {}
         self._reads = {kind: reads_of(kind) for _, _, kind in self.modules}
-        self._names = frozenset(chain.from_iterable(reads.names for reads in self._reads.values()))
+        names = chain.from_iterable(reads.names for reads in self._reads.values())
+        self._names = frozenset((FORWARD_OF_CAPTURES, *names))
         inner = {name: module for name, module, _ in self.modules if module is not tower or not is_around}
         self._take_modules()
         self._take_additions(inner)
@@ -147,8 +160,7 @@ class _Seen:
         leaves = [m for m in modules if type(m).__module__.startswith(_TORCH) and not isinstance(m, _ORDERED)]
         read = map(children_of, set(modules).difference(leaves))
         self._empty: list[Any] = [held for held in read if not held]
-        self._children = [held for held in children if held]
-        self._children_then = list(map(dict, self._children))
+        self._held = [held for held in children if held]
         self._ordered = [children_of(module) for module in modules if isinstance(module, _ORDERED)]
         self._order = list(map(tuple, self._ordered))
         first = {kind: name for name, _, kind in reversed(self.modules)}
@@ -160,8 +172,8 @@ class _Seen:
         hooks = [held for module in inner.values() for held in forward_hooks_of(module)]
         # To ask empty dictionaries whether they are empty takes a third of the time of counting.
         self._empty += [held for held in hooks if not held]
-        self._hooks = [held for held in hooks if held]
-        self._hooks_then = list(map(dict, self._hooks))
+        self._held += [held for held in hooks if held]
+        self._held_then = list(map(dict, self._held))
         for name, module in inner.items():
             found = [hook for held in forward_hooks_of(module) for hook in held.values()]
             if found := [hook for hook in found if not collects_outputs(hook)]:
@@ -211,12 +223,11 @@ class _Seen:
         """Whether nothing has changed at all; if not, `modules` and `facts` of now say whether it matters."""
         try:
             if (
-                self._children != self._children_then
+                self._held != self._held_then
                 or list(map(type, self._list)) != self._classes
                 or any(self._empty)
                 or list(map(len, self._own)) != self._num_attributes
                 or list(map(tuple, self._ordered)) != self._order
-                or self._hooks != self._hooks_then
                 or list(map(_forward_of, self._kinds)) != self._code
                 or not all(map(is_, map(_config_of, self._configured), self._configs))
             ):

@@ -193,11 +193,14 @@ class Lifecycle:
         """Raises TowerChangedError if the tower's modules are others than when it was compiled or captured.
         With `weight_check_seconds` it looks so often. The caller has the turn.
         """
-        if self._structure is None or not self._looks.is_due("") or self._structure.is_unchanged():
+        structure, looks = self._structure, self._looks
+        if structure is None or not (looks.are_always_due or looks.is_due("")) or structure.is_unchanged():
             return
+        if not (change := structure.change()):
+            return  # another thread undid it
         self.look_again()  # what was found is there until it is mended
         raise TowerChangedError(
-            f"the tower: expected the modules that were captured; got {self._structure.change()}. Call "
+            f"the tower: expected the modules that were captured; got {change}. Call "
             "capture() to have the tower captured as it is now"
         )
 

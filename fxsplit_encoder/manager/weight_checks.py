@@ -15,11 +15,12 @@ class WeightChecks:
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
+        self.are_always_due = not seconds
         self._last: dict[Hashable, float] = {}
 
     def is_due(self, path: Hashable) -> bool:
         """Whether the replay that comes has to check; it is taken to do so."""
-        if not self._seconds:
+        if self.are_always_due:
             return True
         now, last = time.monotonic(), self._last.get(path)
         if last is not None and now < last + self._seconds:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import types
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,9 @@ import torch
 from torch import nn
 
 from fxsplit_encoder._torch.modules import Held
+from fxsplit_encoder._torch.reads import CALLED_AT_REQUESTS, FORWARD_OF_CAPTURES
 from fxsplit_encoder._torch.structure import Structure
+from fxsplit_encoder.protocol import SupportsEncoderCudaGraph
 
 
 class Block(nn.Module):
@@ -39,6 +42,40 @@ class Tower(nn.Module):
         for block in self.blocks:
             x = block.first(x) * self.levels[0] * self.config.scales["first"]  # type: ignore[operator]
         return self.dropout(self.norm(x))  # type: ignore[no-any-return]
+
+
+class Counting(nn.Module):
+    """A tower that keeps counts of its own, by each way that code adds to what it holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runs: Counter[Any] = Counter()
+        self.lists: defaultdict[str, list[int]] = defaultdict(list)
+        self.seen: list[int] = []
+        self.sizes: set[int] = set()
+        self.last: dict[str, int] = {}
+        self.calls, self.requests, self.given, self.merged = 0, 0, None, [1]
+
+    def encoder_cudagraph_forward(self, inputs: Any, path: str = "default") -> Any:
+        self.runs[path, len(inputs)] += 1
+        self.lists[path].append(len(inputs))
+        sizes = self.sizes
+        sizes.add(len(inputs))
+        self.last.update({path: self.note(inputs)})
+        return inputs, (self.seen, self.requests, self.lists, self.last), self.merged and self.unmerge()
+
+    def note(self, inputs: Any) -> int:
+        self.calls += 1
+        (self.seen.append(self.calls))
+        return len(self.seen)
+
+    def unmerge(self) -> None:
+        while self.merged:
+            self.merged.pop()
+
+    def prepare_encoder_cudagraph_replay_buffers(self, *args: Any) -> Any:
+        self.requests += 1
+        return self.given
 
 
 class Twice(nn.Linear):
@@ -138,6 +175,38 @@ def test_weights_modes_and_other_attributes_change_nothing() -> None:
     assert structure.is_unchanged()
     tower.config.scales["first"] = 2.0
     assert not structure.is_unchanged()
+
+
+def test_what_a_tower_writes_itself_and_methods_of_requests_change_nothing() -> None:
+    tower: Any = Counting()
+    structure = Structure(tower)
+    tower.merged.clear()
+    assert structure.change() == "the tower: merged [], which was [1]"
+    structure = Structure(tower)
+    for size in (1, 2):
+        tower.encoder_cudagraph_forward([0] * size, path=str(size))
+        tower.prepare_encoder_cudagraph_replay_buffers()
+        assert structure.is_unchanged() and not structure.change()
+    tower.given = torch.ones(1)
+    for name in CALLED_AT_REQUESTS:
+        setattr(tower, name, twice)
+    assert structure.is_unchanged() and not structure.change()
+    tower.encoder_cudagraph_forward = twice
+    assert structure.change().startswith("the tower: encoder_cudagraph_forward <function twice")
+
+
+def test_the_methods_of_requests_are_those_of_the_protocol() -> None:
+    methods = {name for name, value in vars(SupportsEncoderCudaGraph).items() if callable(value)}
+    public = {name for name in methods if not name.startswith("_")}
+    assert public == {FORWARD_OF_CAPTURES, *CALLED_AT_REQUESTS}
+
+
+def test_a_value_that_is_no_longer_compared_is_named() -> None:
+    tower: Any = Tower()
+    tower.levels = None
+    structure = Structure(tower)
+    tower.levels = torch.ones(2)
+    assert structure.change() == "the tower: levels a value that is not compared, which was None"
 
 
 def test_hooks_that_collect_outputs_count_as_none_and_others_beside_them_are_seen() -> None:
