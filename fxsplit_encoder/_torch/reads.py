@@ -9,7 +9,7 @@ import functools
 import inspect
 import types
 from collections.abc import Iterable, Iterator
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -34,6 +34,17 @@ perhaps put in from outside, as the adapters are that peft's forward unmerges.
 
 _OF_ITS_OWN = ("_ATTR", "_METHOD", "GET_ITER", "COPY")
 """Instructions that take `self` for one of its attributes: the last one for an attribute that is added to."""
+
+
+_LOADS = ("LOAD_FAST", "LOAD_DEREF")
+
+
+class _Step(NamedTuple):
+    """An instruction, its argument, and the line and column where its expression starts."""
+
+    operation: str
+    value: Any
+    start: tuple[int | None, int | None]
 
 
 class Reads(NamedTuple):
@@ -108,11 +119,11 @@ def _functions(function: Any, names: Iterable[str]) -> Iterator[Any]:
 
 @functools.lru_cache(maxsize=1024)
 def _reads_of_code(code: types.CodeType) -> Reads:
-    instructions = list(dis.get_instructions(code))
-    names, written, passes_self = {*code.co_names}, _written(instructions), False
-    for previous, instruction in pairwise(instructions):
-        is_attribute = any(word in instruction.opname for word in _OF_ITS_OWN)
-        passes_self |= _loads_self(previous) and not is_attribute
+    steps = list(chain.from_iterable(map(_steps_of, dis.get_instructions(code))))
+    names, written, passes_self = {*code.co_names}, _written(steps), False
+    for before, step in pairwise(steps):
+        loads_self = before.value == "self" and before.operation.startswith(_LOADS)
+        passes_self |= loads_self and not any(word in step.operation for word in _OF_ITS_OWN)
     for constant in code.co_consts:
         if isinstance(constant, str) and constant.isidentifier():
             names.add(constant)
@@ -124,39 +135,38 @@ def _reads_of_code(code: types.CodeType) -> Reads:
     return Reads(frozenset(names), frozenset(written), passes_self)
 
 
-def _written(instructions: Iterable[dis.Instruction]) -> set[str]:
+def _written(steps: Iterable[_Step]) -> set[str]:
     """The attributes that code assigns, and those that hold a container which it adds to, also by the name of
     a variable. `self.runs[key]` and the `self.runs` in it start at the same place in the source.
     """
-    written, variables = set[str](), dict[str, str]()
-    held: dict[Any, str] = {}  # the attribute that was read last, by where its expression starts
-    before: dis.Instruction | None = None
-    for each in instructions:
-        start = _start(each)
-        if each.opname in ("STORE_ATTR", "DELETE_ATTR"):
-            written.add(each.argval)
-        elif each.opname in ("STORE_SUBSCR", "STORE_SLICE") and start in held:
-            written.add(held[start])
-        elif each.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-            if each.argval in _ADDS and before is not None and _start(before) in held:
-                written.add(held[_start(before)])
-            held[start] = each.argval
-        elif each.opname == "STORE_FAST" and before is not None and before.opname == "LOAD_ATTR":
-            variables[each.argval] = before.argval
-        elif each.opname.startswith("LOAD_FAST") and each.argval in variables:
-            held[start] = variables[each.argval]
-        before = each
-    return written
+    written, variables = set[str | None](), dict[str, str | None]()
+    # The attribute that was read last, by where its expression starts.
+    held: dict[tuple[int | None, int | None], str | None] = {}
+    before = _Step("", None, (None, None))
+    for step in steps:
+        operation, value, start = step
+        if operation in ("STORE_ATTR", "DELETE_ATTR"):
+            written.add(value)
+        elif operation in ("STORE_SUBSCR", "STORE_SLICE"):
+            written.add(held[start] if start in held else held.get((start[0], None)))
+        elif operation in ("LOAD_ATTR", "LOAD_METHOD"):
+            if value in _ADDS:
+                written.add(held.get(before.start))
+            held[start] = value
+        elif operation == "STORE_FAST":
+            variables[value] = before.value if before.operation == "LOAD_ATTR" else None
+        elif operation.startswith(_LOADS):
+            held[start] = variables.get(value)
+        before = step
+    return {name for name in written if name is not None}
 
 
-def _start(instruction: dis.Instruction) -> tuple[int | None, int | None] | None:
-    positions = instruction.positions
-    return positions and (positions.lineno, positions.col_offset)
-
-
-def _loads_self(instruction: dis.Instruction) -> bool:
-    """Whether it leaves the variable `self` on top of the stack: two may be loaded by one instruction."""
-    if not instruction.opname.startswith(("LOAD_FAST", "LOAD_DEREF", "STORE_FAST_LOAD_FAST")):
-        return False
-    value = instruction.argval
-    return bool(value == "self" or (isinstance(value, tuple) and "self" in value))
+def _steps_of(instruction: dis.Instruction) -> Iterator[_Step]:
+    """An instruction, or the two that Python 3.13 joins: the second has no column."""
+    operation, value, positions = instruction.opname, instruction.argval, instruction.positions
+    line, column = (positions.lineno, positions.col_offset) if positions is not None else (None, None)
+    if "_FAST" in operation and isinstance(value, tuple):
+        yield _Step("STORE_FAST" if operation.startswith("STORE") else "LOAD_FAST", value[0], (line, column))
+        yield _Step("STORE_FAST" if "_STORE" in operation else "LOAD_FAST", value[1], (line, None))
+    else:
+        yield _Step(operation, value, (line, column))

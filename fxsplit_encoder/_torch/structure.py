@@ -160,7 +160,7 @@ class _Seen:
         leaves = [m for m in modules if type(m).__module__.startswith(_TORCH) and not isinstance(m, _ORDERED)]
         read = map(children_of, set(modules).difference(leaves))
         self._empty: list[Any] = [held for held in read if not held]
-        self._held = [held for held in children if held]
+        self._held: list[dict[Any, Any]] = [held for held in children if held]
         self._ordered = [children_of(module) for module in modules if isinstance(module, _ORDERED)]
         self._order = list(map(tuple, self._ordered))
         first = {kind: name for name, _, kind in reversed(self.modules)}

@@ -66,7 +66,7 @@ class Counting(nn.Module):
 
     def note(self, inputs: Any) -> int:
         self.calls += 1
-        (self.seen.append(self.calls))
+        self.seen.append(self.calls)
         return len(self.seen)
 
     def unmerge(self) -> None:
