@@ -81,7 +81,7 @@ _OWN = frozenset(
     }
 )
 for _name in {*dir(Tensor), *dir(tuple)} - _OWN:
-    if _name.startswith("__") and callable(getattr(Tensor, _name, None) or getattr(tuple, _name)):
+    if _name.startswith("__") and callable(getattr(Tensor, _name, None) or getattr(tuple, _name, None)):
         setattr(Lazy, _name, _forwarded(_name))
 
 
