@@ -30,8 +30,7 @@ test-vllm: $(VLLM)/.installed
 
 # Ray's own classes, clusters of this machine and a service under load, in an environment of their own.
 test-ray: $(RAY)/.installed
-	OMP_NUM_THREADS=1 $(RAY)/bin/pytest tests/integrations/ray tests/integrations/serve tests/integrations/images \
-		tests/benchmarks/test_fleet_runs.py
+	OMP_NUM_THREADS=1 $(RAY)/bin/pytest tests/integrations/ray tests/integrations/serve tests/integrations/images
 
 # What a change needs first: all tests but those marked `slow` and those of a GPU.
 quick: $(STAMP)
