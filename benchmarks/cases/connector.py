@@ -265,7 +265,7 @@ class Bench:
     @contextmanager
     def connector(self, **settings: float) -> Iterator[Connector]:
         """One worker, over the captures that there are."""
-        given = {"cpu_workers": self.scale.cpu_workers, "log_tickets": False, **settings}
+        given = {"cpu_workers": self.scale.cpu_workers, **settings}
         config = ConnectorConfig(**given)
         with Connector(self.processor, [lambda: _Kept(self.beside)], config) as connector:
             yield connector

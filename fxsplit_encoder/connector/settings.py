@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BeforeValidator, Field, StrictBool
+from pydantic import BeforeValidator, Field
 
 from fxsplit_encoder.settings_model import Settings, parse_bytes
 
@@ -89,9 +89,6 @@ class ConnectorConfig(Settings):
 
     max_item_losses: _Count = 2
     """How many workers an item may lose before it is taken for the cause and fails."""
-
-    log_tickets: StrictBool = True
-    """Whether a line of JSON is logged for every ticket that ends."""
 
 
 SPECIFIED_BATCHES = {"max_batch_items": 8, "flush_delay_s": 0.005}

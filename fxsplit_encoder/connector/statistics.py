@@ -59,11 +59,6 @@ class Durations:
             "counts": self.counts,
         }
 
-    @classmethod
-    def from_dict(cls, plain: Mapping[str, Any]) -> Durations:
-        """From what `as_dict` made."""
-        return cls(list(plain["counts"]), float(plain["total_s"]), float(plain["longest_s"]))
-
 
 @dataclass
 class ConnectorStats:
@@ -150,17 +145,6 @@ class ConnectorStats:
     def as_dict(self) -> dict[str, Any]:
         """The same as plain values that JSON can hold; durations with their percentiles, in seconds."""
         return {entry.name: _plain(getattr(self, entry.name)) for entry in fields(self)}
-
-    @classmethod
-    def from_dict(cls, plain: Mapping[str, Any]) -> ConnectorStats:
-        """From what `as_dict` made; what is not known is left out, and what is missing is 0."""
-        made = cls()
-        for entry in fields(cls):
-            if entry.name in plain:
-                kind = type(getattr(made, entry.name))
-                value = plain[entry.name]
-                setattr(made, entry.name, Durations.from_dict(value) if kind is Durations else kind(value))
-        return made
 
     def __str__(self) -> str:
         ended = (

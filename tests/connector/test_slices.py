@@ -246,7 +246,7 @@ def test_what_cannot_be_cut_is_not(tiny: ManagerEncoder, monkeypatch: pytest.Mon
 
 def test_a_connector_cuts_a_towers_videos(tiny: ManagerEncoder) -> None:
     processor = tiny_vision.processor()
-    config = ConnectorConfig(max_slice_cost=0.01, timeout_s=None, log_tickets=False)
+    config = ConnectorConfig(max_slice_cost=0.01, timeout_s=None)
     frames = [tiny_vision.crop(number).resize((64, 64)) for number in range(8)]
     item = MediaItem("video", frames, {"do_sample_frames": False})
     with torch.no_grad():

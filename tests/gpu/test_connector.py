@@ -105,7 +105,7 @@ class WatchedCopies(Copies):
 
 
 def make(encoders: Sequence[Callable[[], Any]], copies: Copies | None = None, **settings: Any) -> Connector:
-    config = ConnectorConfig(**{"cpu_workers": 2, "timeout_s": None, "log_tickets": False, **settings})
+    config = ConnectorConfig(**{"cpu_workers": 2, "timeout_s": None, **settings})
     return Connector(RandomRows(), encoders, config, copies=copies)
 
 
@@ -436,7 +436,7 @@ def test_a_captured_tower_serves_two_workers_as_eager(towers: Any, managers: dic
         def close(self) -> None:
             """The captures are other tests' too."""
 
-    config = ConnectorConfig(timeout_s=None, log_tickets=False, device_bytes=1 << 24)
+    config = ConnectorConfig(timeout_s=None, device_bytes=1 << 24)
     with Connector(processor, [lambda: Kept(managers["full"])] * 2, config) as each:
         items = [MediaItem("image", crop(number)) for number in range(40)]
         tickets = [each.submit(EncodeRequest("r", [item])) for item in items]
@@ -484,9 +484,7 @@ def test_a_video_in_slices_is_the_video(towers: Any, managers: dict[str, Any]) -
     video = MediaItem("video", frames, {"do_sample_frames": False})
     encoder = Kept(managers["full"])
     most = encoder.predict_cost(processor.prepare(video)) / 3
-    config = ConnectorConfig(
-        timeout_s=None, log_tickets=False, device_bytes=1 << 24, max_slice_cost=most, max_busy_share=0.5
-    )
+    config = ConnectorConfig(timeout_s=None, device_bytes=1 << 24, max_slice_cost=most, max_busy_share=0.5)
     with Connector(processor, [lambda: encoder], config) as each:
         tickets = [each.submit(EncodeRequest("r", [item])) for item in (video, MediaItem("image", crop(0)))]
         assert [wait(ticket) for ticket in tickets] == ["ready", "ready"]

@@ -221,7 +221,6 @@ class Holdings:
                 del parts.tickets[ticket.number]
                 parts.stats.outcomes[ticket.state] += 1
                 parts.news[ticket.number] = ticket
-                parts.ended.append(ticket)
         parts.changed.clear()
 
     def _tell(self, ticket: Ticket) -> None:
