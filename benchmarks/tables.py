@@ -555,7 +555,7 @@ TABLES: Mapping[str, Table] = {
     "start_slow_host": Table("start_slow_host.json", starts),
     "start_quack": Table("start_quack.json", starts),
     "connector": Table("connector.json", connector),
-    "connector_ahead": Table("connector_ahead.json", connector),
+    "connector_slices": Table("connector_slices.json", connector),
     "connector_synchronous": Table("connector_synchronous.json", connector),
     "connector_own_gpu": Table("connector_own_gpu.json", connector),
     "invariant": Table("invariant.json", invariant),

@@ -201,12 +201,10 @@ class Connector:
         device: torch.device | str = "cpu",
     ) -> Iterator[dict[int, FeatureRows]]:
         """The rows of some items. Nothing overwrites them before the work is over that the current stream of
-        `device` was given inside. Rows that are still being written (`ready_ahead_s`) this stream waits for,
-        and a reader on the CPU does.
+        `device` was given inside.
 
         Raises:
             InputError: the ticket, or one of these items, is not ready.
-            ConnectorError: the device that was to write the rows is lost.
         """
         reader = torch.device(device)  # before anything is held: it may be no device
         with self._core.change() as books:
@@ -215,7 +213,6 @@ class Connector:
             features = books.begin_read(ticket, wanted)
         event = None
         try:
-            self._copies.wait_for({each for feature in features.values() for each in feature.written}, reader)
             yield {
                 index: FeatureRows(feature.rows, ticket.metadata(index))
                 for index, feature in features.items()

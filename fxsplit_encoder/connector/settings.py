@@ -69,13 +69,6 @@ class ConnectorConfig(Settings):
     max_batches_in_flight: _Number = 2
     """Batches that one worker gives its device before the first of them is done."""
 
-    ready_ahead_s: _Seconds | None = 0.0
-    """Seconds before its rows are written, as the worker's last batches predict it, from which an item may be
-    ready: a stream that reads them waits for the rest on its device, and what was given to it later with it.
-    An engine's step then takes so much longer, and media join an earlier one. 0: not before the rows are
-    there. None: once the device was given everything.
-    """
-
     max_busy_share: _Share = 1.0
     """The share of time in which a worker may have batches in hand. After each it rests for as long as that
     takes, and leaves the device to an engine that computes there too. 1: it never rests.

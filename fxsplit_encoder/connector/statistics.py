@@ -89,8 +89,6 @@ class ConnectorStats:
     evicted_bytes: int = 0
     reused_buffers: int = 0
     """Host buffers that served again."""
-    demotions: int = 0
-    """Features that nobody held and that were moved from a device to the host."""
     retries: int = 0
     """Encodings for which a request's policy asked after an error."""
     reductions: int = 0
@@ -102,8 +100,6 @@ class ConnectorStats:
     batches: int = 0
     batch_items: int = 0
     batch_tokens: int = 0
-    early: int = 0
-    """Features that were ready before the device had written them (`ready_ahead_s`)."""
     discarded: int = 0
     """Features that were encoded when nobody wanted them any more."""
     prepare: Durations = field(default_factory=Durations)

@@ -116,9 +116,6 @@ SYMBOLS = [
     called("torch._subclasses.fake_tensor.FakeTensorMode.from_tensor", 2, "static_shapes"),
     called("torch.fx.experimental.proxy_tensor.make_fx", 1, "decomposition_table", "tracing_mode"),
     attribute("torch._functorch.aot_autograd.make_boxed_func._boxed_call", boxed_function),
-    # cuda_ipc
-    present("torch.UntypedStorage._share_cuda_"),
-    present("torch.UntypedStorage._new_shared_cuda"),
     # device_wait
     called("torch.cuda._sleep", 1),
     # dispatch

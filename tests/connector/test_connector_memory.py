@@ -132,24 +132,6 @@ def test_capacities_set_against_each_other() -> None:
         assert each.stats().bytes_used["device cpu"] == 0
 
 
-def test_what_is_kept_though_nobody_holds_it_moves_to_the_host(copies: SlowCopies) -> None:
-    with connector(copies=copies) as each:
-        ticket = each.submit(request("a", retention="keep"))
-        wait(ticket)
-        assert ticket.residence(0) is Residence.DEVICE
-        entry = ticket.items[0].entry
-        each.release(ticket)
-        copies.wait_for_copy()
-        assert each.hold(ticket) == "ready", "it can be read while it moves"
-        assert each.audit() == []
-        copies.arrive()
-        wait_until(lambda: ticket.residence(0) is Residence.HOST)
-        assert ticket.items[0].entry is entry
-        with each.read(ticket) as rows:
-            assert torch.equal(rows[0].rows, rows_of(image("a")))
-        assert (each.stats().demotions, each.stats().bytes_used["device cpu"]) == (1, 0)
-
-
 def test_what_is_kept_can_be_asked_for_at_the_release() -> None:
     with connector() as each:
         kept, discarded = each.submit(request("a")), each.submit(request("b"))

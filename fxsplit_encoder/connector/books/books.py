@@ -13,7 +13,6 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from fxsplit_encoder.connector.books.admission import Admission
-from fxsplit_encoder.connector.books.demotion import Demotions
 from fxsplit_encoder.connector.books.encoding import Encoding
 from fxsplit_encoder.connector.books.entry import Feature, Occurrence
 from fxsplit_encoder.connector.books.events import Event
@@ -55,7 +54,6 @@ class Books:
         self.admission = Admission(parts, self.holdings)
         self.preparation = Preparation(parts, self.holdings)
         self.encoding = Encoding(parts, self.holdings)
-        self.demotions = Demotions(parts)
         self.is_closed = False
         self._deadlines: list[tuple[float, int]] = []
         self._num_submitted = 0

@@ -68,7 +68,7 @@ class Core:
         # A thread of these that changes the books looks itself for what to do next.
         if (jobs := self.books.preparation.num_jobs - (threading.current_thread() in self.cpu_threads)) > 0:
             self.cpu_work.notify(jobs)
-        if parts.to_encode or self.books.demotions.may_move:
+        if parts.to_encode:
             self.encode_work.notify_all()
         if parts.storage.quarantine:
             self.quarantine_filled.notify_all()
