@@ -413,7 +413,7 @@ def test_long_histories() -> None:
     for seed in range(3):
         draw = random.Random(seed)
         machine = AnyHistory()
-        machine.open(draw.choice([0, 2, 6]), draw.choice([4, 8, 12]), (None, 0.0, 0.5)[seed])
+        machine.open(draw.choice([0, 2, 6]), draw.choice([4, 8, 12]))
         for _ in range(MOVES):
             random_move(machine, draw)
             machine.forget_some()
