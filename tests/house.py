@@ -7,8 +7,8 @@ A figure that is worse than its entry fails `tests/test_house.py`, and so does o
 written down. An entry may be raised by hand; it then needs a `reason`, since it is above its own `lowest`.
 
 Figures are counted from syntax trees and the import graph of the whole package, without exception, and from
-the call stacks of a tiny tower that is captured and replayed on a CPU, above which the same calls lie as above
-a CUDA graph.
+the call stacks of a tiny tower that is captured and replayed on a CPU. On a GPU the same calls lie above a
+CUDA graph.
 """
 
 from __future__ import annotations
@@ -235,12 +235,8 @@ def _changed_by(node: ast.AST) -> Iterable[str]:
 
 def _settings(trees: Mapping[str, ast.Module]) -> Figure:
     """Fields of the models that derive from `Settings`."""
-    classes = {
-        node.name: node
-        for tree in trees.values()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ClassDef)
-    }
+    nodes = (node for tree in trees.values() for node in ast.walk(tree))
+    classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
 
     def derives(node: ast.ClassDef) -> bool:
         bases = [base.id for base in node.bases if isinstance(base, ast.Name)]
@@ -492,9 +488,7 @@ def problems(figures: Mapping[str, Figure], ledger: Mapping[str, Entry]) -> list
     for name in sorted(figures.keys() & ledger.keys()):
         value, entry = figures[name].value, ledger[name]
         if value > entry.value:
-            wrong.append(
-                f"{name}: {value}, worse than {entry.value}; make it less, or raise it with a reason"
-            )
+            wrong.append(f"{name}: {value}, worse than {entry.value}; lower it, or raise it with a reason")
         elif value < entry.value:
             wrong.append(f"{name}: {value}, better than {entry.value}; run make house, which writes it down")
         if entry.value > entry.lowest and not entry.reason:
