@@ -71,13 +71,13 @@ class _SettingsLoader(yaml.SafeLoader):
     _depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        mark = self.peek_event().start_mark
+        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
         if self.check_event(yaml.AliasEvent):
-            raise yaml.MarkedYAMLError(problem="an alias; write the value out", problem_mark=mark)
+            raise yaml.MarkedYAMLError(problem="an alias; write the value out", problem_mark=event.start_mark)
         if self._depth > DEEPEST:
             raise yaml.MarkedYAMLError(
                 problem=f"nested too deep; allowed: at most {DEEPEST} mappings and lists inside one another",
-                problem_mark=mark,
+                problem_mark=event.start_mark,
             )
         self._depth += 1
         try:
@@ -87,7 +87,7 @@ class _SettingsLoader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
-        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+        for key, _ in getattr(node, "value", ()) if node.id == "mapping" else ():
             if isinstance(key, yaml.ScalarNode):  # PyYAML refuses other keys
                 if key.value in seen:
                     problem = f"{shown(key.value)} is set twice"

@@ -224,11 +224,6 @@ class Connector:
                 with self._core.change() as books:
                     books.end_read(features.values(), event)
 
-    def is_kept(self, ticket: Ticket, item: int) -> bool:
-        """Whether the rows of one item are there, held by anybody or by nobody."""
-        with self._core.lock:
-            return self._core.books.is_kept(ticket, ticket.items[item])
-
     def merge(
         self, ticket: Ticket, token_range: tuple[int, int], embeddings: Tensor, levels: int | None = None
     ) -> MergedRows:

@@ -246,13 +246,6 @@ class Books:
 
     # --- reading
 
-    def is_kept(self, ticket: Ticket, item: Occurrence) -> bool:
-        """Whether the rows of an item are there."""
-        if item.digest is None:
-            return False
-        entry = self.parts.cache.find(self.parts.key_of(item.digest, ticket.request.salt))
-        return entry is not None and entry.state is State.READY and entry.num_tokens == item.num_tokens
-
     def begin_read(self, ticket: Ticket, items: Iterable[int]) -> dict[int, Feature]:
         """The features of some items, which stay where they are until `end_read`."""
         features = {}
