@@ -2,14 +2,18 @@
 # Prepares a GPU host that has no network, but Python 3.12 with torch, transformers and the test tools.
 #
 #   gpu_host.sh wheels [DIR=.whl]                  with network: downloads the wheels that such a host lacks
-#   gpu_host.sh install [DIR=.whl] [SITE=/tmp/site]  on the host: installs them and registers this checkout
+#   gpu_host.sh install [DIR=.whl] [SITE=/tmp/site/site-packages]
+#                                                  on the host: installs them and registers this checkout
 #   gpu_host.sh wheels-attention [DIR=.whl-attention]
 #                                                  with network: downloads what more attention kernels need
-#   gpu_host.sh install-attention [DIR=.whl-attention] [SITE=/tmp/site]
+#   gpu_host.sh install-attention [DIR=.whl-attention] [SITE=/tmp/site/site-packages]
 #                                                  on the host: installs that too; after install
 #
 # DIR of the attention kernels has two parts of less than 60 MiB, DIR/1 and DIR/2, for a host that takes no
 # more at a time; there they must lie beside each other again.
+#
+# SITE needs a folder of Python's usual name, site-packages, in its path: QuACK takes functions that lie
+# elsewhere for the caller's own, and compiles no epilogue with them.
 #
 # The project itself is not pip-installed: install writes its metadata into SITE, which is what finds the
 # backend by name, and prints the environment to use. Such a host may have packages without the bytecode that
@@ -37,7 +41,7 @@ large_package=nvidia-cutlass-dsl-libs-cu13
 first_part=52m
 
 usage() {
-    sed -n '4,9s/^# *//p; /^#   gpu_host.sh bytecode/s/^# *//p' "${BASH_SOURCE[0]}" >&2
+    sed -n '4,10s/^# *//p; /^#   gpu_host.sh bytecode/s/^# *//p' "${BASH_SOURCE[0]}" >&2
     exit 2
 }
 
@@ -162,9 +166,9 @@ install_attention() {
 
 case ${1:-} in
     wheels) [[ $# -le 2 ]] || usage && download_wheels "${2:-.whl}" ;;
-    install) [[ $# -le 3 ]] || usage && install "${2:-.whl}" "${3:-/tmp/site}" ;;
+    install) [[ $# -le 3 ]] || usage && install "${2:-.whl}" "${3:-/tmp/site/site-packages}" ;;
     wheels-attention) [[ $# -le 2 ]] || usage && download_attention_wheels "${2:-.whl-attention}" ;;
-    install-attention) [[ $# -le 3 ]] || usage && install_attention "${2:-.whl-attention}" "${3:-/tmp/site}" ;;
+    install-attention) [[ $# -le 3 ]] || usage && install_attention "${2:-.whl-attention}" "${3:-/tmp/site/site-packages}" ;;
     bytecode) [[ $# -eq 1 ]] || usage && compile_bytecode ;;
     *) usage ;;
 esac

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
         eager_break_during_capture,
     )
     from fxsplit_encoder.integrations.hugging_face import accelerate, restore
-    from fxsplit_encoder.integrations.serving import stats, warmup
+    from fxsplit_encoder.integrations.serving import refresh, stats, warmup
     from fxsplit_encoder.manager import EncoderCudaGraphManager, ManagerStats
     from fxsplit_encoder.towers import DenseTowerSpec, PackedTower, supported_towers, wrap
 
@@ -87,6 +87,7 @@ __all__ = [
     "accelerate",
     "eager_break_during_capture",
     "generate_budgets",
+    "refresh",
     "restore",
     "scatter_output_slices",
     "stats",
@@ -98,6 +99,7 @@ __all__ = [
 _WITH_TORCH = {
     "accelerate": "integrations.hugging_face",
     "restore": "integrations.hugging_face",
+    "refresh": "integrations.serving",
     "stats": "integrations.serving",
     "warmup": "integrations.serving",
     "BreakableCUDAGraphCapture": "capture",

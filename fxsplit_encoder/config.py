@@ -178,9 +178,9 @@ class EncoderConfig(Settings):
     """How long replays go on without a look at the addresses and versions of the parameters. A look takes
     about 0.1 microseconds a parameter, several times that out of cold processor caches. 0: every replay
     looks. Above 0, until the next look outputs come from where parameters were, whose memory captures hold,
-    and from the old form of those that passes and fp8 keep in another; `check_weights()` of a manager has the
-    next replay look. The same holds for the tower's modules; behind torch.compile for its blocks, and other
-    forms are compared at every call there."""
+    and perhaps from the old form of those that passes and fp8 keep in another, whose samples are compared at
+    every replay; `refresh` has the next one look. The same holds for the tower's modules; behind
+    torch.compile for its blocks, and other forms are compared at every call there."""
 
     packing: Annotated[Packing, one_of(get_args(Packing))] = "cost"
     """How items are grouped into replays. cost: so that the measured costs of all replays and fallbacks add

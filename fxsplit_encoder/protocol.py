@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     import torch  # for annotations alone: planning, which needs no torch, reads item sizes
 
 EncoderCudaGraphPaddingLogic: TypeAlias = "Callable[[torch.Tensor, torch.Tensor], None]"
-"""Copies a replay's value (second) into the captured buffer (first) and sets the rows that it leaves."""
+"""Copies a replay's value (second) into the captured buffer (first), which is as large or larger in every
+dimension, and sets what it leaves."""
 
 ENCODER_CUDAGRAPH_AXIS_KEYS_KWARG = "encoder_cudagraph_axis_keys"
 """Where `select_encoder_cudagraph_items` of a tower with capture axes puts the keys of its sub-batch."""
@@ -134,10 +135,10 @@ class EncoderCudaGraphReplayBuffers:
     """The values of one replay."""
 
     values: dict[str, torch.Tensor | Sequence[torch.Tensor] | None]
-    """What goes into each captured buffer, at most as many rows as the buffer has. None keeps what the
-    buffer holds; a buffer that still holds what the capture was made with may be left out, too. Instead of
-    one tensor there may be several, whose rows follow one another: each is copied to its place, without being
-    joined first."""
+    """What goes into each captured buffer, at most as many rows as the buffer has; a tensor of no dimensions
+    fills all of it. None keeps what the buffer holds; a buffer that still holds what the capture was made
+    with may be left out, too. Instead of one tensor there may be several, whose rows follow one another: each
+    is copied to its place, without being joined first."""
 
 
 class Replayable(Protocol):

@@ -41,6 +41,7 @@ NAMES = [
     "accelerate",
     "eager_break_during_capture",
     "generate_budgets",
+    "refresh",
     "restore",
     "scatter_output_slices",
     "stats",

@@ -8,10 +8,12 @@ like vLLM.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib
 import inspect
 import json
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +53,8 @@ SETTINGS = {
 }
 """Settings that the plugin reads, with their defaults."""
 
-PROFILING = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.cudagraph_utils")
-"""Where runners measure the memory of graphs."""
+ATTRIBUTES = {"vllm.v1.worker.encoder_cudagraph": ("EncoderCudaGraphManager",)}
+"""Classes of which the public attributes are recorded that their constructors set."""
 
 
 def record() -> dict[str, Any]:
@@ -71,13 +73,17 @@ def record() -> dict[str, Any]:
         for module, names in FIELDS.items()
         for name in names
     }
-    sources = {name: inspect.getsource(importlib.import_module(name)) for name in PROFILING}
+    attributes = {
+        f"{module}.{name}": _attributes(getattr(importlib.import_module(module), name))
+        for module, names in ATTRIBUTES.items()
+        for name in names
+    }
     return {
         "version": vllm.__version__,
         "classes": classes,
         "fields": fields,
         "settings": {name: _defaults(name, names) for name, names in SETTINGS.items()},
-        "profiling": {name: "def profile_cudagraph_memory(" in source for name, source in sources.items()},
+        "attributes": attributes,
     }
 
 
@@ -89,6 +95,20 @@ def _methods(kind: type) -> dict[str, str]:
         if (name in only if only else (name == "__init__" or name[0] != "_"))
         and (callable(value) or isinstance(value, classmethod))
     }
+
+
+def _attributes(kind: type) -> list[str]:
+    """The public names that its constructor assigns to its object."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(kind.__init__)))  # type: ignore[misc]
+    stored = (
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "self"
+    )
+    return sorted({name for name in stored if name[0] != "_"})
 
 
 def _signature(function: Any) -> str:

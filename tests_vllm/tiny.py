@@ -179,6 +179,47 @@ def small_deepseek_vl2() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def minimax_m3_of_a_cpu() -> Iterator[None]:
+    """Without the language model, and with what its Triton kernels compute."""
+    from torch import nn
+    from vllm.models.minimax_m3.common import vision_tower
+    from vllm.models.minimax_m3.nvidia import model
+
+    def planes(t: Any, h: Any, w: Any, grids: list[list[int]], merge: int) -> tuple[Any, Any]:
+        places = torch.cat([torch.cartesian_prod(*map(torch.arange, grid)) for grid in grids])
+        angles = torch.stack([places[:, axis, None] * each for axis, each in enumerate((t, h, w))])
+        return angles.cos(), angles.sin()
+
+    def rotate(q: Any, k: Any, cos: Any, sin: Any, *sizes: Any, **options: Any) -> None:
+        width, half = sizes[1], 3 * cos.shape[-1]
+        cos, sin = (each.permute(1, 0, 2).reshape(-1, 1, half) for each in (cos, sin))
+        for rows in (q, k):
+            heads = rows.view(rows.shape[0], -1, width)
+            a, b = heads[..., :half].clone(), heads[..., half : 2 * half].clone()
+            heads[..., :half], heads[..., half : 2 * half] = a * cos - b * sin, b * cos + a * sin
+
+    setup = ("vit_mrope_setup", planes) if VERSION < (0, 33) else ("VitMropeSetup", lambda: planes)
+
+    class Nothing(nn.Module):
+        make_empty_intermediate_tensors = None
+
+    with (
+        mock.patch.object(vision_tower, *setup),
+        mock.patch.object(vision_tower, "triton_mrope", rotate),
+        mock.patch.object(model, "init_vllm_registered_model", lambda *args, **options: Nothing()),
+        mock.patch.object(model, "PreTrainedConfig", SimpleNamespace(from_dict=lambda config: config)),
+    ):
+        yield
+
+
+def flash_attention_by_name(model: Any) -> None:
+    """It captures nothing with another; layers have theirs all the same."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    model.vision_tower.vision_model.attn_backend = AttentionBackendEnum.FLASH_ATTN
+
+
 def videos_without_a_tokenizer() -> AbstractContextManager[Any]:
     """It asks a tokenizer whether the model takes videos."""
     from vllm.model_executor.models.internvl import InternVLProcessingInfo
@@ -540,6 +581,45 @@ TINY: dict[str, Tiny] = {
         small=one_hot_of_a_gpu,
     ),
 }
+
+TINY["MiniMax-M3"] = Tiny(
+    dict(
+        architectures=["MiniMaxM3SparseForConditionalGeneration"],
+        model_type="minimax_m3_tiny",
+        auto_map={"AutoConfig": "configuration_tiny.TinyConfig"},
+        text_config=dict(architectures=["Qwen2ForCausalLM"], model_type="qwen2", **TEXT),
+        vision_config=dict(
+            **LAYERS,
+            num_channels=3,
+            patch_size=PATCH,
+            layer_norm_eps=1e-6,
+            img_token_compression_config=dict(spatial_merge_size=2, temporal_patch_size=2),
+        ),
+        projector_hidden_size=WIDTH,
+    ),
+    QWEN,
+    [[(1, 8, 8)], [(1, 4, 8), (1, 8, 8), (1, 16, 8)], [(1, 2, 4)] * 6],
+    eager=[("image", TOO_LARGE)],
+    code=True,
+    small=minimax_m3_of_a_cpu,
+    adjust=flash_attention_by_name,
+)
+TINY["Gemma 3"] = Tiny(
+    dict(
+        architectures=["Gemma3ForConditionalGeneration"],
+        model_type="gemma3",
+        text_config=dict(model_type="gemma3_text", **TEXT, head_dim=16),
+        vision_config=dict(
+            model_type="siglip_vision_model", **LAYERS, image_size=32, patch_size=PATCH, num_channels=3
+        ),
+        mm_tokens_per_image=16,
+        image_token_index=250,
+    ),
+    Tiles(32, {"image": ("pixel_values", "num_patches")}, {}),
+    [[1], [3], [2, 1, 3], [2, 2, 2, 1], [1] * 6],
+    eager=[("image", [6])],
+    budgets=(16, 40, 128, 256),
+)
 
 TINY["Qwen3-VL, bytes"] = replace(
     TINY["Qwen3-VL"],

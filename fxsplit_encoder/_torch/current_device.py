@@ -1,11 +1,14 @@
-"""The device that launches go to where nothing says which: torch's current one of this thread."""
+"""The device of launches and of new tensors where nothing says which: this thread's current, and default."""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 
 import torch
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.utils._device import DeviceContext
 
 ALREADY = contextlib.nullcontext()
 """What `on_device` gives where there is nothing to do."""
@@ -28,3 +31,25 @@ def indexed(device: torch.device) -> torch.device:
     if device.type == "cuda" and index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
+
+
+@contextlib.contextmanager
+def no_default_device() -> Iterator[None]:
+    """Suspends `torch.set_default_device` and `with torch.device(...)`: Dynamo traces through their mode, and
+    fails where a method of tensors is written in Python.
+    """
+    modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    others = [mode for mode in modes if not isinstance(mode, DeviceContext)]
+    _replace_modes(modes, others)
+    try:
+        yield
+    finally:
+        _replace_modes(others, modes)
+
+
+def _replace_modes(modes: list[TorchFunctionMode], others: list[TorchFunctionMode]) -> None:
+    if modes != others:
+        for _ in modes:
+            _pop_mode()  # type: ignore[no-untyped-call]
+        for mode in others:
+            _push_mode(mode)  # type: ignore[no-untyped-call]

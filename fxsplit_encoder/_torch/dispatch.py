@@ -9,7 +9,14 @@ from typing import Any
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._pytree import (
+    TreeSpec,
+    register_pytree_node,
+    tree_flatten,
+    tree_leaves,
+    tree_map_only,
+    tree_unflatten,
+)
 
 __all__ = [
     "DENSE_ATTENTION_KERNELS",
@@ -22,6 +29,7 @@ __all__ = [
     "flash_attention",
     "flash_attention_into",
     "has_tag",
+    "register_tuple",
     "scaled_mm",
     "schema_of",
     "tree_flatten",
@@ -66,3 +74,8 @@ def schema_of(target: Any) -> Any:
 def has_tag(target: Any, tag: torch.Tag) -> bool:
     """Whether a target is an operator with this tag."""
     return isinstance(target, OpOverload) and tag in target.tags
+
+
+def register_tuple(kind: type) -> None:
+    """Says that instances of a class of tuples are tuples to whatever walks over trees of values."""
+    register_pytree_node(kind, lambda values: (list(values), None), lambda values, context: tuple(values))

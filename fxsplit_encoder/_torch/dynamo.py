@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._guards import CompileContext, TracingContext
+from torch._guards import CompileContext, TracingContext, detect_fake_mode
 
 __all__ = [
     "Marks",
@@ -21,6 +21,7 @@ __all__ = [
     "drop_guards_on",
     "inner_error",
     "is_compiled",
+    "is_traced",
     "mark_dynamic",
     "mark_static",
     "mark_unbacked",
@@ -71,6 +72,15 @@ def mark_unbacked(tensor: Tensor, dim: int) -> None:
     from torch._dynamo.decorators import mark_unbacked
 
     mark_unbacked(tensor, dim)
+
+
+def is_traced() -> bool:
+    """Whether this thread traces what it runs. `torch.compiler.is_compiling` is true in every thread while
+    one compiles.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return True
+    return torch.compiler.is_compiling() and detect_fake_mode() is not None
 
 
 class Marks:
@@ -210,7 +220,7 @@ def allow_no_frame() -> None:
         set_count(-1)  # no such call is under way
         return
     with torch.inference_mode(False), torch.no_grad():
-        _a_frame()(torch.zeros(1))
+        _a_frame()(torch.zeros(1, dtype=torch.float32, device="cpu"))
 
 
 @functools.cache

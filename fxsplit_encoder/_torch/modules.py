@@ -10,6 +10,9 @@ from typing import Any
 PLACE = "_fxsplit_place"
 """The attribute in which a block has its group's number and its index there, as long as it may be an op."""
 
+OWN = "_fxsplit_own"
+"""The attribute of a tower that is a copy which nothing outside of this library has: it does not change."""
+
 _END: Any = object()
 
 

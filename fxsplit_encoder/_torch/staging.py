@@ -42,7 +42,7 @@ def to_device(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = 
     goes to the host is there when this returns.
     """
     if device.type == "cuda" and not tensor.is_cuda and not tensor.is_pinned():
-        memory = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        memory = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
         tensor = copy_on_host(memory, tensor)
     return tensor.to(device=device, dtype=dtype, non_blocking=device.type != "cpu")
 
@@ -53,7 +53,7 @@ def staged(tensor: Tensor, dtype: torch.dtype, is_pinned: bool) -> Tensor:
     """
     if tensor.is_cuda or (tensor.dtype == dtype and (tensor.is_pinned() or not is_pinned)):
         return tensor
-    target = torch.empty(tensor.shape, dtype=dtype, pin_memory=is_pinned)
+    target = torch.empty(tensor.shape, dtype=dtype, device="cpu", pin_memory=is_pinned)
     if tensor.dtype == dtype and dtype not in _AS_INTEGERS:
         np.copyto(target.numpy(), tensor.detach().numpy())
         return target

@@ -1,31 +1,61 @@
 """What a tower is made of, and whether it still is.
 
-Captures and programs are made of a tower's modules as they are at one moment. Whoever puts an adapter layer,
-a hook or another forward into it later expects that to be run.
+Captures and programs are made of a tower's modules as they are at one moment. A layer, a hook, a forward or a
+number that is put into it later has to be computed with.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import copy
+import enum
+import functools
+import types
+from collections.abc import Callable, Collection, Iterator, Mapping
+from itertools import chain
+from operator import attrgetter, is_, itemgetter
 from typing import Any
 
+import torch
 from torch import nn
 
-from fxsplit_encoder._torch.modules import PLACE, Held
+from fxsplit_encoder._torch.modules import OWN, PLACE
+from fxsplit_encoder._torch.reads import reads_of
 from fxsplit_encoder._torch.tensors import children_of, forward_hooks_of
-from fxsplit_encoder._torch.transformers import collects_outputs, device_hook
+from fxsplit_encoder._torch.transformers import BOOKKEEPING, collects_outputs, device_hook
 
-_FORWARD = "forward"
+_FORWARD, _HOOK, _CODE, _CONFIG = "forward", "hook", "forward of the class", "config"
 _ALIGNS = "AlignDevicesHook"
+_IN_TRAINING = itemgetter("training")
+_forward_of, _config_of = attrgetter(_FORWARD), itemgetter(_CONFIG)
+
+_VALUES = (
+    *(bool, int, float, complex, str, bytes, type(None)),
+    *(torch.dtype, torch.device, torch.Size, enum.Enum),
+)
+_CALLABLES = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial, type)
+_CONTAINERS = (list, tuple, set, frozenset)
+
+_TORCH = "torch.nn.modules."
+_FEW_KEYS = 3
+_ORDERED = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+_IGNORED = frozenset({*vars(nn.Module()), _FORWARD, _CONFIG, PLACE, "_compiled_call_impl", *BOOKKEEPING})
+"""Attributes that are compared otherwise, or change nothing that is computed."""
+
+Fact = tuple[str, str]
+"""The name of a module, and of something about it."""
 
 
 class Structure:
-    """The modules of a tower as they are now: which there are, of which classes, with which hooks and which
-    forwards of their own. Hooks by which transformers collects outputs count as none: it installs them when
-    somebody first asks for hidden states.
+    """The modules of a tower as they are now: which there are, of which classes, with which hooks, forwards
+    of their own, and values that their code reads. Hooks by which transformers collects outputs count as
+    none: it installs them when hidden states are first asked for.
+
+    Of attributes those count that hold numbers, flags, names, functions, or lists and dicts of them, and that
+    the code of a forward names; so do those of a module's `config`.
 
     Args:
-        tower: the outermost module.
+        tower: the outermost module. Modules that it holds without being their parent are part of it.
         is_around: whether hooks and the forward of the outermost module run around its captures, and so may
             change.
     """
@@ -33,81 +63,224 @@ class Structure:
     def __init__(self, tower: nn.Module, *, is_around: bool = False) -> None:
         self._tower = tower
         self._is_around = is_around
-        self._take()
+        self._seen = self._see()
 
-    def _take(self) -> None:
-        self._names = [name for name, _ in self._tower.named_modules()]
-        modules = list(self._tower.modules())
-        self._modules = modules
-        self._classes = list(map(type, modules))
-        self._children = Held([children_of(module) for module in modules])
-        inner = modules[1:] if self._is_around else modules
-        hooks = [held for module in inner for held in forward_hooks_of(module)]
-        # To ask empty dictionaries whether they are empty takes a third of the time of counting.
-        self._without_hooks = [held for held in hooks if not held]
-        self._with_hooks = Held([held for held in hooks if held])
-        self._attributes = list(map(vars, inner))
-        self._num_attributes = self._count_attributes()
-        self._own_forwards = [own for own in self._attributes if _FORWARD in own]
-        self._forwards = self._current_forwards()
-        self._additions = dict(self._find_additions())
-
-    def _count_attributes(self) -> int:
-        return sum(map(len, self._attributes))
-
-    def _current_forwards(self) -> list[Any]:
-        return [own.get(_FORWARD) for own in self._own_forwards]
+    def _see(self) -> _Seen:
+        return _Seen(self._tower, self._is_around)
 
     def is_unchanged(self) -> bool:
-        """Whether the modules are what they were. About 60 nanoseconds a module."""
-        if not self._children.is_same() or list(map(type, self._modules)) != self._classes:
-            return False
-        # A forward of its own is one attribute more.
-        is_same = self._count_attributes() == self._num_attributes and not any(self._without_hooks)
-        if is_same and self._with_hooks.is_same() and self._current_forwards() == self._forwards:
+        """Whether the modules are what they were, but for their modes. About 60 nanoseconds a module."""
+        if self._seen.is_current():
             return True
-        return self._is_equal()
-
-    def _is_equal(self) -> bool:
-        """The same, told by looking at every hook and forward: those that count as none come and go."""
-        before = self._additions
-        if dict(self._find_additions()) != before:
+        # What counts as no change comes and goes, and values may be replaced by equal ones.
+        now = self._see()
+        if now.modules != self._seen.modules or now.facts != self._seen.facts:
             return False
-        self._take()
+        self._seen = now
         return True
 
     @property
-    def additions(self) -> Collection[tuple[str, str]]:
+    def modes(self) -> list[bool]:
+        """Which modules are in training mode, of those whose code may read it."""
+        return list(map(_IN_TRAINING, self._seen.modal.values()))
+
+    def in_training(self) -> str | None:
+        """The first module in training mode whose code may read it; None: there is none."""
+        if not any(map(_IN_TRAINING, self._seen.modal.values())):
+            return None
+        return next(name for name, own in self._seen.modal.items() if own["training"]) or "the tower"
+
+    @property
+    def additions(self) -> Collection[Fact]:
         """The modules, by their names, that have a "hook" or a "forward" beside what their classes have."""
-        return self._additions.keys()
+        return [fact for fact in self._seen.facts if fact[1] in (_HOOK, _FORWARD)]
 
     def change(self) -> str:
         """What has changed, in a few words; empty: nothing."""
         if self.is_unchanged():
             return ""
-        now = dict(self._tower.named_modules())
-        before = dict(zip(self._names, zip(self._modules, self._classes, strict=True), strict=True))
-        for name in dict.fromkeys((*before, *now)):
-            module, kind = before.get(name, (None, type(None)))
-            found = now.get(name)
-            if found is not module or type(found) is not kind:
-                return f"{name or 'the tower'}: a {kind.__name__}, and now another {type(found).__name__}"
-        additions = dict(self._find_additions())
-        for name, what in (*self._additions, *additions):
-            if self._additions.get((name, what)) != additions.get((name, what)):
+        before, now = self._seen, self._see()
+        there, here = before.by_name(), now.by_name()
+        for name in dict.fromkeys((*there, *here)):
+            module, kind = there.get(name, (None, type(None)))
+            found, its_kind = here.get(name, (None, type(None)))
+            if found is not module or its_kind is not kind:
+                return f"{name or 'the tower'}: a {kind.__name__}, and now another {its_kind.__name__}"
+        if before.modules != now.modules:
+            return "modules in another order than before"
+        for fact in (*before.facts, *now.facts):
+            name, what = fact
+            old, new = before.facts.get(fact), now.facts.get(fact)
+            if old != new and what in (_HOOK, _FORWARD, _CODE):
                 return f"{name or 'the tower'}: another {what} than before"
-        return "modules in another order than before"
+            if old != new:
+                return f"{name or 'the tower'}: {what} {new!r}, which was {old!r}"
+        return "another change"
 
-    def _find_additions(self) -> Iterator[tuple[tuple[str, str], list[Any]]]:
-        """With the hooks or the forward."""
-        for name, module in self._tower.named_modules():
-            if module is self._tower and self._is_around:
-                continue
-            hooks = [hook for held in forward_hooks_of(module) for hook in held.values()]
-            if hooks := [hook for hook in hooks if not collects_outputs(hook)]:
-                yield (name, "hook"), hooks
+
+class _Seen:
+    """A tower at one moment: facts to compare, and the same laid out so that a comparison takes little."""
+
+    def __init__(self, tower: nn.Module, is_around: bool) -> None:
+        self.modules = [(name, module, type(module)) for name, module in _named_modules(tower)]
+        self.facts: dict[Fact, Any] = {}
+        self._reads = {kind: reads_of(kind) for _, _, kind in self.modules}
+        self._names = frozenset(chain.from_iterable(reads.names for reads in self._reads.values()))
+        inner = {name: module for name, module, _ in self.modules if module is not tower or not is_around}
+        self._take_modules()
+        self._take_additions(inner)
+        self._take_values()
+        self.modal = {
+            name: vars(module)
+            for name, module, kind in self.modules
+            if not _is_adapter(module) and _is_modal(module, self._reads[kind].names)
+        }
+
+    def by_name(self) -> dict[str, tuple[nn.Module, type]]:
+        """The modules, with their classes."""
+        return {name: (module, kind) for name, module, kind in self.modules}
+
+    def _take_modules(self) -> None:
+        modules = [module for _, module, _ in self.modules]
+        self._list, self._classes = modules, list(map(type, modules))
+        children = list(map(children_of, modules))
+        leaves = [m for m in modules if type(m).__module__.startswith(_TORCH) and not isinstance(m, _ORDERED)]
+        read = map(children_of, set(modules).difference(leaves))
+        self._empty: list[Any] = [held for held in read if not held]
+        self._children = [held for held in children if held]
+        self._children_then = list(map(dict, self._children))
+        self._ordered = [children_of(module) for module in modules if isinstance(module, _ORDERED)]
+        self._order = list(map(tuple, self._ordered))
+        first = {kind: name for name, _, kind in reversed(self.modules)}
+        self._kinds = list(first)
+        self._code = list(map(_forward_of, self._kinds))
+        self.facts.update(((first[kind], _CODE), _forward_of(kind)) for kind in first)
+
+    def _take_additions(self, inner: Mapping[str, nn.Module]) -> None:
+        hooks = [held for module in inner.values() for held in forward_hooks_of(module)]
+        # To ask empty dictionaries whether they are empty takes a third of the time of counting.
+        self._empty += [held for held in hooks if not held]
+        self._hooks = [held for held in hooks if held]
+        self._hooks_then = list(map(dict, self._hooks))
+        for name, module in inner.items():
+            found = [hook for held in forward_hooks_of(module) for hook in held.values()]
+            if found := [hook for hook in found if not collects_outputs(hook)]:
+                self.facts[name, _HOOK] = found
             if _FORWARD in vars(module) and not _is_plain_forward(module):
-                yield (name, _FORWARD), [vars(module)[_FORWARD]]
+                self.facts[name, _FORWARD] = vars(module)[_FORWARD]
+
+    def _take_values(self) -> None:
+        """Notes what modules and their configurations hold, in groups of the same names."""
+        self._own: list[dict[str, Any]] = []
+        groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+        configs: dict[int, tuple[str, dict[str, Any], Any]] = {}
+
+        def add(name: str, held: dict[str, Any], is_read: Callable[[str], bool]) -> None:
+            keys = [key for key, value in held.items() if is_read(key) and _is_plain(value)]
+            self.facts.update(((name, key), copy_of(held[key])) for key in keys)
+            self._own.append(held)
+            keys += [_FORWARD] if _FORWARD in held else []
+            # Two look-ups take less than a look-up of two that makes a tuple.
+            for together in [tuple(keys)] if len(keys) > _FEW_KEYS else [(key,) for key in keys]:
+                groups.setdefault(together, []).append(held)
+
+        for name, module, kind in self.modules:
+            held = vars(module)
+            ignored = _IGNORED | self._reads[kind].written | _computed_once(kind)
+            names = frozenset(held) if self._reads_all(name, module) else self._names
+            names = names.difference(held if _is_adapter(module) else ignored)
+            add(name, held, names.__contains__)
+            if hasattr(held.get(_CONFIG), "__dict__") and not isinstance(held[_CONFIG], nn.Module):
+                configs.setdefault(id(held[_CONFIG]), (name, held, held[_CONFIG]))
+        for name, _, config in configs.values():
+            add(f"{name}.{_CONFIG}".lstrip("."), vars(config), lambda key: key not in _IGNORED)
+        self._configured = [held for _, held, _ in configs.values()]
+        self._configs = [config for _, _, config in configs.values()]
+        self._num_attributes = list(map(len, self._own))
+        self._groups = [
+            (get, holders, [copy_of(get(held)) for held in holders])
+            for get, holders in ((itemgetter(*keys), holders) for keys, holders in groups.items())
+        ]
+
+    def _reads_all(self, name: str, module: nn.Module) -> bool:
+        """Whether anything that a module holds may be read."""
+        is_added_to = (name, _HOOK) in self.facts or (name, _FORWARD) in self.facts
+        return is_added_to or self._reads[type(module)].passes_self
+
+    def is_current(self) -> bool:
+        """Whether nothing has changed at all; if not, `modules` and `facts` of now say whether it matters."""
+        try:
+            if (
+                self._children != self._children_then
+                or list(map(type, self._list)) != self._classes
+                or any(self._empty)
+                or list(map(len, self._own)) != self._num_attributes
+                or list(map(tuple, self._ordered)) != self._order
+                or self._hooks != self._hooks_then
+                or list(map(_forward_of, self._kinds)) != self._code
+                or not all(map(is_, map(_config_of, self._configured), self._configs))
+            ):
+                return False
+            for get, held, values in self._groups:
+                if list(map(get, held)) != values:
+                    return False
+            return True
+        except (KeyError, TypeError, ValueError, RuntimeError):
+            # Something is gone, is no plain value any more, or another thread is changing a dictionary.
+            return False
+
+
+def _is_adapter(module: nn.Module) -> bool:
+    """Whether a module stands around a tower without being its parent: its mode and values are its own."""
+    return any(isinstance(value, nn.Module) for value in vars(module).values())
+
+
+def _is_modal(module: nn.Module, names: Collection[str]) -> bool:
+    """Whether a module may compute something else in training mode: its code, which reads these names, reads
+    that, and has no rate of dropout, or one that is not 0. Checkpoints of gradients change no value.
+    """
+    if "training" not in names:
+        return False
+    switches = {key for key in (*names, *vars(module)) if "drop" in key or key == "gradient_checkpointing"}
+    if "Dropout" in type(module).__name__:
+        switches.add("p")
+    values = [getattr(module, key, None) for key in switches]
+    rates = [value for value in values if isinstance(value, (bool, int, float))]
+    return not rates or any(rates)
+
+
+def _computed_once(kind: type) -> frozenset[str]:
+    """Attributes that a class computes when they are first read."""
+    own = (base.__dict__.items() for base in kind.__mro__)
+    pairs = chain.from_iterable(own)
+    return frozenset(name for name, value in pairs if isinstance(value, functools.cached_property))
+
+
+def copy_of(value: Any) -> Any:
+    """A value that stays as it is when a list or dictionary in it is written to."""
+    if type(value) is tuple:
+        return tuple(map(copy_of, value))
+    return copy.copy(value) if isinstance(value, (dict, *_CONTAINERS)) else value
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is compared: one that `==` takes by what it is, or by identity."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, _CONTAINERS):
+        return all(isinstance(each, (*_VALUES, *_CALLABLES, tuple)) for each in value)
+    return isinstance(value, (*_VALUES, *_CALLABLES))
+
+
+def _named_modules(tower: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of a tower, and those that the outermost holds without being their parent; none of a copy
+    that nothing changes.
+    """
+    known: set[nn.Module] = set()
+    held = {key: value for key, value in list(vars(tower).items()) if isinstance(value, nn.Module)}
+    for name, outermost in {"": tower, **held}.items():
+        if not any(OWN in vars(each) for each in (tower, *held.values())):
+            yield from outermost.named_modules(known, name)
 
 
 def _is_plain_forward(module: nn.Module) -> bool:

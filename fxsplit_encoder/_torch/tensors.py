@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass as as_plain_tensors
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.utils.parametrize import is_parametrized
 
 __all__ = [
     "INTERNALS",
@@ -20,6 +21,7 @@ __all__ = [
     "as_plain_tensors",
     "children_of",
     "copy_each",
+    "dense_parts",
     "forward_hooks_of",
     "hooks_of",
     "is_dropped",
@@ -29,12 +31,33 @@ __all__ = [
     "tensors_of",
     "version_of",
     "weakly",
+    "wrapped",
 ]
 
 version_of = attrgetter("_version")
 """How often a tensor was written in place. An inference tensor raises RuntimeError when asked. No public API
 tells that a parameter got other weights at the same address.
 """
+
+
+def wrapped(tensor: object) -> Sequence[str] | None:
+    """The attributes in which a tensor of a wrapper subclass (`DTensor`, torchao's quantized weights) has the
+    tensors that hold its values: it has no memory of its own. None for what is no such tensor.
+    """
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        return None
+    # A DTensor names its mesh, too.
+    return [name for name in flatten()[0] if isinstance(getattr(tensor, name), Tensor)]
+
+
+def dense_parts(tensor: Tensor) -> list[Tensor]:
+    """The tensors that hold a tensor's values: those inside of a wrapper subclass, in order, else itself."""
+    names = wrapped(tensor)
+    if names is None:
+        return [tensor]
+    return [part for name in names for part in dense_parts(getattr(tensor, name))]
+
 
 _HOOKS = ("_backward_pre_hooks", "_backward_hooks", "_forward_hooks", "_forward_pre_hooks")
 INTERNALS = frozenset({*_HOOKS, "_parameters", "_buffers", "_modules"})
@@ -104,7 +127,7 @@ def traced_copy(module: nn.Module) -> nn.Module:
 
 def _linked(module: nn.Module, known: dict[nn.Module, nn.Module]) -> nn.Module:
     if module not in known:
-        twin = known[module] = copy.copy(module)
+        twin = known[module] = _copy_of(module)
         own = vars(twin)
         own.pop("forward", None)
         for name in _HOOKS:
@@ -116,6 +139,14 @@ def _linked(module: nn.Module, known: dict[nn.Module, nn.Module]) -> nn.Module:
             if name not in INTERNALS and isinstance(value, nn.Module):
                 own[name] = _linked(value, known)
     return known[module]
+
+
+def _copy_of(module: nn.Module) -> nn.Module:
+    if not is_parametrized(module):
+        return copy.copy(module)
+    twin: nn.Module = type(module).__new__(type(module))  # `copy.copy` refuses these
+    vars(twin).update(vars(module))
+    return twin
 
 
 def copy_each(copies: list[Tensor], tensors: list[Tensor]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fxsplit_encoder._torch.tensors import forward_hooks_of
@@ -58,6 +59,16 @@ def remove_output_hooks(module: nn.Module) -> None:
         vars(submodule).pop("_output_capturing_hooks_installed", None)
 
 
+def selected_hidden_states(option: Any) -> list[int] | None:
+    """The layers whose hidden states `output_hidden_states` asks for, by their numbers; None: all. Before
+    transformers 5.23 it always asks for all.
+    """
+    from transformers.utils import output_capturing
+
+    select = getattr(output_capturing, "selected_hidden_states", None)
+    return None if select is None else select(option)
+
+
 def collects_outputs(hook: Any) -> bool:
     """Whether a hook is one by which transformers collects hidden states or the weights of attention, if they
     are asked for.
@@ -98,6 +109,13 @@ INNER_FORWARD = "_old_forward"
 """Where a module keeps the forward that accelerate's hook surrounds, of which no public API tells."""
 
 
+BOOKKEEPING = (
+    *("_is_hf_initialized", "_output_capturing_hooks_installed", "_hf_hook", INNER_FORWARD),
+    *("dtype", "torch_dtype", "architectures", "transformers_version", "_name_or_path", "_commit_hash"),
+)
+"""What the two libraries write down on modules and configurations, and no forward computes with."""
+
+
 def device_hook(module: nn.Module) -> Any:
     """The hook of accelerate that surrounds a module's forward; None: there is none."""
     return getattr(module, "_hf_hook", None)
@@ -114,5 +132,6 @@ def llama4_angles(rotary_embedding: Any) -> Tensor:
     """The complex rotations of every patch of a Llama 4 vision tower, in float32, computed again: its public
     buffer is cast with the tower, which drops the imaginary part.
     """
-    angles: Tensor = rotary_embedding._compute_freqs_ci(rotary_embedding.config)
+    with torch.device("cpu"):  # not the default device
+        angles: Tensor = rotary_embedding._compute_freqs_ci(rotary_embedding.config)
     return angles

@@ -59,7 +59,7 @@ class _EqualLengths:
             if not made or made[-1].shape[0] <= batch:
                 entries = 1 << batch.bit_length()
                 # From the host, which waits: other streams may read it at once.
-                made.append((torch.arange(entries + 1, dtype=torch.int32) * tokens).to(device))
+                made.append((torch.arange(entries + 1, dtype=torch.int32, device="cpu") * tokens).to(device))
         return made
 
 

@@ -130,6 +130,12 @@ class BudgetDispatcher:
             self.programs.clear()
             self._plans.clear()
 
+    def outdate_weights(self) -> None:
+        """Has the next call look where parameters are, and compute anew what is kept of them."""
+        with self._lock:
+            self._parameters.look_again()
+            self.program.derived.outdate()
+
     @property
     def hits(self) -> int:
         """Calls that replays served."""

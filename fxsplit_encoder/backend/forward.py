@@ -18,6 +18,7 @@ from fxsplit_encoder.capture import (
     StaticParameters,
     segment_capacity,
 )
+from fxsplit_encoder.capture.inputs import example_values
 from fxsplit_encoder.capture.memory import gibibytes, memory_of
 from fxsplit_encoder.capture.probe import padded_symbols, probe_padding
 from fxsplit_encoder.capture.segments import full_cu_seqlens
@@ -197,7 +198,7 @@ class ProgramForward:
             capacity = self.budgets.segment_entries(entry.slot, tokens) - 1
             segments = 1 if self.budgets.segment_factor(entry.slot) == 1 else capacity
             return full_cu_seqlens(capacity, rows, segments).to(device, dtype)
-        tensor = torch.zeros([s(symbols) for s in entry.info.shape], dtype=dtype, device=device)
-        if tensor.is_floating_point():
-            tensor.normal_()  # zeros would make the times that `auto` compares too short
-        return tensor
+        shape = [size(symbols) for size in entry.info.shape]
+        if dtype.is_floating_point:  # zeros would make the times that `auto` compares too short
+            return example_values(shape, device, dtype)
+        return torch.zeros(shape, dtype=dtype, device=device)

@@ -66,6 +66,10 @@ class CallParameters:
         self._last_look = now  # one that raised is made again
         return weights
 
+    def look_again(self) -> None:
+        """Has the next call look, whenever the last one did."""
+        self._last_look = float("-inf")
+
     def _are_where_they_were(self, given: Sequence[Any], weights: Sequence[Tensor]) -> bool:
         # An address alone does not tell: a matrix and its transpose may have the same one.
         if weights is not self._weights:

@@ -27,7 +27,7 @@ from fxsplit_encoder._torch.distributed import calls_other_ranks, num_ranks
 from fxsplit_encoder.attention import varlen_attention
 from fxsplit_encoder.capture.breaks import RecordedBreak
 from fxsplit_encoder.capture.eager_attention import LiveSegments, break_at_attention, masked_attention
-from fxsplit_encoder.capture.memory import OwnedBuffers, storage_address, tensors_in
+from fxsplit_encoder.capture.memory import OwnedBuffers, storage_address, tensors_in, unstrided
 from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.capture.recorded_ops import RecordedOps
 from fxsplit_encoder.capture.segmented import SegmentedCapture
@@ -49,6 +49,14 @@ _INDEXING = (
     torch.ops.aten.index_put_.default,
 )
 _MASKS = (torch.bool, torch.uint8)
+_NUMBERS = ("bool", "int", "float", "complex", "number")
+# What the host knows of a tensor without its values.
+_METADATA = frozenset(
+    """size stride numel dim storage_offset sym_size sym_stride sym_numel sym_storage_offset is_contiguous
+    sym_is_contiguous is_pinned is_set_to is_same_size is_coalesced sparse_dim dense_dim _dimI _dimV q_scale
+    q_zero_point q_per_channel_axis _fused_sdp_choice _has_same_storage_numel _use_cudnn_ctc_loss
+    _use_miopen_ctc_loss _nested_get_ragged_idx""".split()
+)
 
 
 class _ThisThread(threading.local):
@@ -200,10 +208,12 @@ class BreakableCUDAGraphCapture(SegmentedCapture):
     def run_op(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Every op that is called in the context comes here."""
         given = tensors_in((args, kwargs))
-        self.read.update(map(storage_address, given))
+        self.read.update(storage_address(tensor) for tensor in given if unstrided([tensor]) is None)
         if not self._is_recording:
             return op(*args, **kwargs)
         self.running = op.name()
+        if (kind := unstrided(given)) is not None:
+            raise CaptureError(f"{op.name()} cannot be captured: it reads a {kind} tensor")
         if self._is_alone and calls_other_ranks(op):
             refuse_collectives([op.name()])
         if op in self._targets:
@@ -237,6 +247,8 @@ class BreakableCUDAGraphCapture(SegmentedCapture):
 
     def _record(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         results = call(*args, **kwargs)
+        if (kind := unstrided(tensors_in(results))) is not None:
+            raise CaptureError(f"{self.running} cannot be captured: it makes a {kind} tensor")
         if isinstance(self._graph, RecordedOps):
             self._graph.record(call, args, kwargs, results)
         else:
@@ -296,7 +308,19 @@ def _depends_on_values(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
         )
     if op is torch.ops.aten.repeat_interleave.Tensor:
         return kwargs.get("output_size") is None
-    return any(tag in _READS_VALUES for tag in getattr(op, "tags", ()))
+    return any(tag in _READS_VALUES for tag in getattr(op, "tags", ())) or _gives_numbers(op)
+
+
+@functools.cache
+def _gives_numbers(op: Any) -> bool:
+    """Whether an op gives the host nothing but numbers, and not of shapes: torch has no tag for all of them,
+    and host code may branch on each.
+    """
+    schema = schema_of(op)
+    if schema is None or schema.name.split("::")[1] in _METADATA:
+        return False
+    kinds = [str(result.type).removeprefix("List[").removesuffix("]") for result in schema.returns]
+    return bool(kinds) and all(kind in _NUMBERS for kind in kinds)
 
 
 def _on_device(args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device) -> bool:

@@ -22,7 +22,7 @@ from fxsplit_encoder._torch.dispatch import (
     tree_map_only,
     tree_unflatten,
 )
-from fxsplit_encoder.capture.memory import OwnedBuffers, storage_address
+from fxsplit_encoder.capture.memory import OwnedBuffers, storage_address, unstrided
 from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.errors import CaptureError, ReplayError
 
@@ -47,7 +47,7 @@ class RecordedBreak:
         self._arguments = {
             storage_address(leaf)
             for leaf in tree_leaves((self._args, self._kwargs))
-            if isinstance(leaf, torch.Tensor)
+            if isinstance(leaf, torch.Tensor) and unstrided([leaf]) is None
         }
         self._buffers = buffers
         self._takers: list[Callable[[Any], None]] = []
@@ -83,6 +83,8 @@ class RecordedBreak:
     def _fix(self, result: Any) -> tuple[Any, Callable[[Any], None]]:
         """Where a result lies from now on, and what brings a later one there."""
         if isinstance(result, torch.Tensor):
+            if (kind := unstrided([result])) is not None:
+                raise CaptureError(f"{self.name}: returned a {kind} tensor; a break may return strided ones")
             address = storage_address(result)
             if address and address in self._arguments:
                 return result, self._expecting(_place(result), _place)
@@ -137,6 +139,6 @@ def _place(result: Any) -> tuple[object, ...]:
 
 
 def _kind(result: Any) -> tuple[object, ...]:
-    if not isinstance(result, torch.Tensor):
+    if not isinstance(result, torch.Tensor) or unstrided([result]) is not None:
         return (type(result).__name__,)
     return tuple(result.shape), result.dtype, result.device

@@ -39,8 +39,8 @@ class StaticBuffer:
         name: for messages.
         tensor: the captured tensor; a copy of its address is kept.
         token_dim: the dimension along which replays fill a part; None: the whole tensor is replaced.
-        padding_logic: fills the tensor (first) from a value (second) instead: the rows that the value leaves
-            too.
+        padding_logic: fills the tensor (first) from a value (second) instead, which may be smaller in any
+            dimension: what the value leaves too.
         is_permutation: whether it is a permutation of rows (`compile.permute`), which must stay among its own
             rows.
         may_be_left_out: whether batches may leave it out for as long as none has filled it: what the tower
@@ -104,7 +104,9 @@ class StaticBuffer:
         return shorter
 
     def check(self, value: StaticValue) -> None:
-        """Raises ReplayError unless `value` fits: same dimensions, at most as many rows (capture rule 3)."""
+        """Raises ReplayError unless `value` fits: same dimensions, at most as many rows; with a padding logic
+        no dimension larger (capture rule 3). A tensor of no dimensions fills any buffer.
+        """
         # Nearly every value is plainly as this one, or has fewer rows.
         is_plain = isinstance(value, Tensor) and (
             (got := value.shape) == (own := self.tensor.shape)
@@ -117,21 +119,25 @@ class StaticBuffer:
 
     def _check_shape(self, value: StaticValue) -> None:
         expected, dim, rows = self.tensor.shape, self.token_dim, 0
+        pads = self.padding_logic is not None
         for part in parts_of(value):
             got = part.shape
-            if got == expected and not rows:
+            if not got or (got == expected and not rows):
                 rows = expected[dim] if dim is not None else 1
                 continue
             fits = dim is not None and len(got) == len(expected)
             if fits:
                 rows += got[dim]  # type: ignore[index]
                 fits = rows <= expected[dim] and all(  # type: ignore[index]
-                    got[d] == size for d, size in enumerate(expected) if d != dim
+                    got[d] == size or (pads and got[d] < size) for d, size in enumerate(expected) if d != dim
                 )
             if not fits:
+                room = (
+                    "no dimension may be larger" if pads else "only rows may be fewer, each of the same size"
+                )
                 raise ReplayError(
                     f"{self.name}: got a value of shape {_shape(value)} for a captured buffer of "
-                    f"{tuple(expected)}; it must have the same dimensions and at most as many rows"
+                    f"{tuple(expected)}; {room}"
                 )
 
     def _check_order(self, value: StaticValue) -> None:
@@ -157,13 +163,15 @@ class StaticBuffer:
         self._contents.source = None
         self._contents.is_constant = False
         parts = (value,) if isinstance(value, Tensor) else value
-        if self.padding_logic is not None:
-            self.padding_logic(self.tensor, parts[0] if len(parts) == 1 else torch.cat(list(parts)))
-            self._mark(self.capacity)
-            return
         if self.token_dim is None:
             for part in parts:
                 self.tensor.copy_(part, non_blocking=True)
+            return
+        if self.padding_logic is not None or (isinstance(value, Tensor) and value.dim() == 0):
+            whole = parts[0] if len(parts) == 1 else torch.cat(list(parts), self.token_dim)
+            fill = Tensor.copy_ if self.padding_logic is None or whole.dim() == 0 else self.padding_logic
+            fill(self.tensor, whole)
+            self._mark(self.capacity)
             return
         rows = 0
         for part in parts:

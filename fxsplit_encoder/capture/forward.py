@@ -67,6 +67,8 @@ class CapturedForward:
         )
         self._derived_stamp: object = None
         """As of the last replay: its parameters have not moved since, or a replay says so."""
+        self._compared: object = None
+        """What the graph's comparison of derived parameters' sources reads."""
         self.outputs: list[Any] = []
         self.output_addresses: list[int] = []
         self.num_bytes = 0
@@ -152,6 +154,8 @@ class CapturedForward:
         body = self._body
         if not isinstance(body, ProgramBody):
             return body()
+        if self.pool.is_cuda and self._derived.recipes:
+            self._compared = self.capture.captured(self._derived.compare)
         if self.mode == "full" and not self.pool.is_cuda:
             # Replaying the forward as one call keeps no intermediate value, as a graph's pool keeps none for
             # others.
@@ -273,10 +277,9 @@ class CapturedForward:
         Args:
             debug: whether every rule is checked (`capture.checks`), which waits for the device.
             parameters_are_checked: whether the caller vouches that none has moved, and that those that are
-                derived are up to date.
+                derived are up to date, but for writes that leave no version.
 
         Raises:
-            InputError: parameters are inference tensors, whose changes cannot be seen.
             WeightsMovedError: parameters lie elsewhere than at the capture.
             ReplayError: another rule was found broken.
         """
@@ -285,7 +288,13 @@ class CapturedForward:
             self.parameters.check_addresses()
             derived.refresh()
             self._check_before_replay()
-        self.capture.replay()
+        derived.follow_writes()
+        try:
+            self.capture.replay()
+        except RuntimeError:
+            # Recorded steps run on parameters as they are now, which may be cast or laid out anew.
+            self.parameters.check_addresses()
+            raise
         if not parameters_are_checked:
             # While the device works, which takes longer. Should one have moved, the replay has read what is
             # still held for it, and its outputs reach nobody. Should one have changed that is kept in another
@@ -324,7 +333,7 @@ class CapturedForward:
         self.capture.release()
         self.outputs = []
         self.output_addresses = []
-        self._weights = None
+        self._weights = self._compared = None
 
 
 def _num_bytes(values: Sequence[Any]) -> int:

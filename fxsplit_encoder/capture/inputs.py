@@ -16,6 +16,14 @@ from fxsplit_encoder.errors import ReplayError
 _ALIGNMENT = 64
 
 
+def example_values(shape: Sequence[int], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Draws normal numbers for a capture to run on, from a generator of their own: what the program draws
+    stays the same.
+    """
+    generator = None if device.type == "meta" else torch.Generator(device).manual_seed(0)
+    return torch.randn(shape, generator=generator, device=device, dtype=dtype)
+
+
 class StaticInputs:
     """The static inputs of one capture, by name."""
 
@@ -72,8 +80,14 @@ class StaticInputs:
             value = values.get(name)
             if value is None or buffer.token_dim is None or name in but:
                 continue
-            rows = sum(part.shape[buffer.token_dim] for part in parts_of(value))
-            if rows < buffer.capacity:
+            parts = [part.shape for part in parts_of(value) if part.dim()]
+            rows = sum(shape[buffer.token_dim] for shape in parts) if parts else buffer.capacity
+            if rows < buffer.capacity or any(
+                got < size
+                for shape in parts
+                for dim, (got, size) in enumerate(zip(shape, buffer.tensor.shape, strict=True))
+                if dim != buffer.token_dim
+            ):
                 raise ReplayError(
                     f"{name}: got {rows} rows for {buffer.capacity}; nothing says that this capture may be "
                     "padded"
@@ -124,7 +138,7 @@ def _pinned(
                     num_bytes += _aligned(part.numel() * buffer.tensor.element_size())
     if num_bytes == 0:
         return given
-    memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    memory = torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
     offset = 0
     result = []
     for buffer, value in given:

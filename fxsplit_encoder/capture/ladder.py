@@ -130,17 +130,6 @@ class BudgetLadder:
         except (CaptureError, torch.OutOfMemoryError) as error:  # `capture` will say it
             logger.info("budget %d cannot be run ahead: %s", budget, error)
 
-    def rehearse(self, budget: int) -> list[CapturedForward]:
-        """Captures a budget in every mode that `capture` may try, measures nothing, and hands the captures
-        over: for the memory that they take.
-
-        Raises:
-            CaptureError, torch.OutOfMemoryError: `capture` would drop it.
-        """
-        request = self._agreed_request(budget)
-        record = self._record_all if self.mode == "auto" and self.measured else self._record_first
-        return list(in_one_go(record(budget, request)).values())
-
     def expect(self, known: Mapping[int, KnownBudget], capture_ms: float) -> None:
         """Takes over what another ladder of the same forward found out on a device of this kind: such a
         budget is captured as it was there, and nothing is timed. It stays known after `clear`.

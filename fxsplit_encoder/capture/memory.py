@@ -50,6 +50,20 @@ def tensors_in(values: object) -> list[Tensor]:
     return found
 
 
+def unstrided(tensors: Iterable[Tensor]) -> str | None:
+    """How the first tensor is stored that has no strides, or more than they say; None: every one is plain.
+    Its memory cannot be kept in place from replay to replay.
+    """
+    for tensor in tensors:
+        if tensor.is_nested:
+            return "nested"
+        if tensor.is_quantized:
+            return "quantized"
+        if tensor.layout != torch.strided:
+            return str(tensor.layout).removeprefix("torch.").lstrip("_")
+    return None
+
+
 def copy_results(kept: Any, new: Any) -> None:
     """Writes the results of a repeated call to where those of the first call are."""
     if isinstance(kept, torch.Tensor):

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from operator import eq, getitem
 from typing import Any
 
 from torch import Tensor, nn
 
 from fxsplit_encoder._torch.distributed import local_part
-from fxsplit_encoder._torch.tensors import as_plain_tensors, tensors_of
-from fxsplit_encoder.capture.memory import storage_address
-from fxsplit_encoder.errors import WeightsMovedError
+from fxsplit_encoder._torch.tensors import as_plain_tensors, dense_parts, tensors_of, wrapped
+from fxsplit_encoder.capture.memory import storage_address, unstrided
+from fxsplit_encoder.errors import WeightsLayoutError, WeightsMovedError
 
 # Names in an error message.
 _NAMED = 4
@@ -22,8 +22,22 @@ class _Memory(list[Tensor]):
     """Other tensors over the same memory. A list has no weak references."""
 
 
+class _Inside:
+    """The tensors inside of a wrapper subclass, looked up where the wrapper is held: it may be exchanged."""
+
+    def __init__(self, holder: Any, key: str) -> None:
+        self._holder = holder
+        self._key = key
+
+    def __getitem__(self, attribute: str) -> Tensor:
+        return getattr(self._holder[self._key], attribute)  # type: ignore[no-any-return]
+
+    def get(self, attribute: str) -> Tensor | None:
+        return getattr(self._holder.get(self._key), attribute, None)
+
+
 class StaticParameters:
-    """Parameters and constants that a capture baked in by address.
+    """Parameters and constants that a capture baked in by address; of a wrapper subclass the tensors inside.
 
     Args:
         tensors: what was baked in.
@@ -33,16 +47,15 @@ class StaticParameters:
 
     def __init__(self, tensors: Iterable[Tensor], module: object = None) -> None:
         self._module = module
-        self._baked = list(tensors)
+        self._baked = [part for tensor in tensors for part in dense_parts(tensor)]
         self._addresses = [_address(tensor) for tensor in self._baked]
-        sharded = any(local_part(tensor) is not tensor for tensor in self._baked)
-        self._address_of = _address if sharded else Tensor.data_ptr
+        self._address_of = _address if unstrided(self._baked) else Tensor.data_ptr
         self._memory: Callable[[], _Memory | None] = lambda: None
         self.names: list[str] = []
         """What they are called: by the dotted names in the module, or as constants."""
-        self._holders: list[Mapping[str, Tensor | None]] = []
+        self._holders: list[Any] = []
         self._keys: list[str] = []
-        owned = _owned_tensors(module) if isinstance(module, nn.Module) else {}
+        owned, self._wrappers = _owned_tensors(module) if isinstance(module, nn.Module) else ({}, [])
         for number, tensor in enumerate(self._baked):
             unnamed = f"constant {number} of shape {tuple(tensor.shape)}"
             name, holder, key = owned.get(_identity(tensor), (unnamed, {unnamed: tensor}, unnamed))
@@ -65,8 +78,11 @@ class StaticParameters:
         owned = (*self._module.parameters(), *self._module.buffers())
         others = [
             tensor
-            for tensor in owned
-            if storage_address(tensor) in addresses and _identity(tensor) not in known
+            for each in owned
+            for tensor in dense_parts(each)
+            if not unstrided([tensor])
+            and storage_address(tensor) in addresses
+            and _identity(tensor) not in known
         ]
         return StaticParameters([*self._baked, *others], self._module) if others else self
 
@@ -79,27 +95,46 @@ class StaticParameters:
         return memory
 
     def current(self) -> list[Tensor | None]:
-        """The tensors that are now where the baked ones were; None where there is none any more."""
+        """The tensors that are now where the baked ones were; None where there is none any more.
+
+        Raises:
+            WeightsLayoutError: one is of a wrapper subclass that has other constants than at the capture.
+        """
+        if changed := self.changed_wrappers():
+            raise WeightsLayoutError(
+                f"parameters: expected {changed[0]} with the constants of its subclass that were compiled; "
+                "got others. Call clear() and capture() to compile the tower again"
+            )
         return [holder.get(key) for holder, key in zip(self._holders, self._keys, strict=True)]
 
     def have_moved(self) -> bool:
-        """Whether one lies elsewhere than at the capture. About 100 nanoseconds a parameter."""
+        """Whether one lies elsewhere than at the capture, or a wrapper has other constants. About 100
+        nanoseconds a parameter.
+        """
         # Each has to be asked: `parameter.data = ...` changes its address and neither its identity nor its
         # version. Without lists of hundreds of numbers more of the processor's cache is left for others.
-        addresses = map(self._address_of, map(getitem, self._holders, self._keys))  # type: ignore[arg-type]
+        addresses = map(self._address_of, map(getitem, self._holders, self._keys))
         try:
             with as_plain_tensors():  # vLLM's parameters have code of their own at every access
-                return not all(map(eq, addresses, self._addresses))
+                have_moved = not all(map(eq, addresses, self._addresses))
+            return have_moved or bool(self._wrappers and self.changed_wrappers())
         except (AttributeError, KeyError, TypeError):  # one was removed
             return True
+
+    def changed_wrappers(self) -> list[str]:
+        """Names of those of a wrapper subclass that have other constants than at the capture, whose code has
+        read them. Something without memory that does not say what is inside has changed if it is another.
+        """
+        return [name for name, holder, key, kept in self._wrappers if _constants(holder.get(key)) != kept]
 
     def check_addresses(self) -> None:
         """Raises WeightsMovedError if a parameter moved or was replaced (capture rule 6)."""
         if not self.have_moved():
             return
-        now = [None if tensor is None else _address(tensor) for tensor in self.current()]
+        now = [holder.get(key) for holder, key in zip(self._holders, self._keys, strict=True)]
         pairs = zip(self.names, now, self._addresses, strict=True)
-        moved = [name for name, address, baked in pairs if address != baked]
+        moved = [name for name, tensor, baked in pairs if tensor is None or _address(tensor) != baked]
+        moved = [*dict.fromkeys(moved)] or self.changed_wrappers()
         more = f" and {len(moved) - _NAMED} more" if len(moved) > _NAMED else ""
         raise WeightsMovedError(
             f"capture rule 6: {', '.join(moved[:_NAMED])}{more}: moved since the capture ({len(moved)} of "
@@ -108,16 +143,46 @@ class StaticParameters:
         )
 
 
-def _owned_tensors(module: nn.Module) -> dict[Any, tuple[str, Mapping[str, Tensor | None], str]]:
-    """For every parameter and buffer: its dotted name, the dictionary that holds it, and its key there."""
-    owned: dict[Any, tuple[str, Mapping[str, Tensor | None], str]] = {}
+def _owned_tensors(
+    module: nn.Module,
+) -> tuple[dict[Any, tuple[str, Any, str]], list[tuple[str, Any, str, Any]]]:
+    """For every parameter and buffer: its dotted name, what holds it, and its key there. The same for wrapper
+    subclasses, with their constants.
+    """
+    owned: dict[Any, tuple[str, Any, str]] = {}
+    wrappers: list[tuple[str, Any, str, Any]] = []
     for prefix, submodule in module.named_modules():
         for holder in tensors_of(submodule):
             for key, tensor in holder.items():
-                if tensor is not None:
-                    name = f"{prefix}.{key}" if prefix else key
-                    owned.setdefault(_identity(tensor), (name, holder, key))
-    return owned
+                if tensor is None:
+                    continue
+                name = f"{prefix}.{key}" if prefix else key
+                for part, place in _places(tensor, holder, key):
+                    owned.setdefault(_identity(part), (name, *place))
+                if (constants := _constants(tensor)) is not None:
+                    wrappers.append((name, holder, key, constants))
+    return owned, wrappers
+
+
+def _places(tensor: Tensor, holder: Any, key: str) -> Iterator[tuple[Tensor, tuple[Any, str]]]:
+    """The tensors that hold a tensor's values, with what holds each, and its key there."""
+    if (names := wrapped(tensor)) is None:
+        yield tensor, (holder, key)
+        return
+    for name in names:
+        yield from _places(getattr(tensor, name), _Inside(holder, key), name)
+
+
+def _constants(tensor: Any) -> Any:
+    """What a tensor of a wrapper subclass is beside the tensors inside; None for others, and for a `DTensor`,
+    whose shards tell.
+    """
+    if tensor is None or local_part(tensor) is not tensor:
+        return None
+    if wrapped(tensor) is not None:
+        return type(tensor), repr(tensor.__tensor_flatten__()[1])  # type: ignore[attr-defined]
+    has_memory = tensor.is_meta or not tensor.numel() or _address(tensor)
+    return None if has_memory else id(tensor)
 
 
 def _identity(tensor: Tensor) -> tuple[Any, ...]:
@@ -125,4 +190,4 @@ def _identity(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _address(tensor: Tensor) -> int:
-    return local_part(tensor).data_ptr()
+    return id(tensor) if unstrided([tensor]) else tensor.data_ptr()  # sparse ones lie in several places

@@ -40,8 +40,8 @@ def full_cu_seqlens(capacity: int, rows: int, segments: int = 1) -> Tensor:
     """(capacity + 1,) int32: cumulative lengths of `rows` rows in equal segments, then empty ones, with which
     a capture is recorded and timed.
     """
-    result = torch.full((capacity + 1,), rows, dtype=torch.int32)
-    result[: segments + 1] = torch.arange(segments + 1) * rows // segments
+    result = torch.full((capacity + 1,), rows, dtype=torch.int32, device="cpu")
+    result[: segments + 1] = torch.arange(segments + 1, device="cpu") * rows // segments
     return result
 
 
@@ -77,9 +77,9 @@ def _extended(given: tuple[int, ...], length: int, rows: int) -> Tensor:
         )
     # In pinned memory it need not be copied on the host before it goes to a device.
     pinned = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    padding = (real,) * (length - segments - 1)
+    lengths = given[: segments + 1] + (real,) * (length - segments - 1)
     with torch.inference_mode(False):
-        return torch.tensor(given[: segments + 1] + padding, dtype=torch.int32, pin_memory=pinned)
+        return torch.tensor(lengths, dtype=torch.int32, device="cpu", pin_memory=pinned)
 
 
 def pad_cu_seqlens_on_device(cu_seqlens: Tensor, length: int) -> Tensor:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxsplit_encoder._torch.around import foreign_around
 from fxsplit_encoder._torch.dispatch import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from fxsplit_encoder._torch.structure import Structure
 from fxsplit_encoder._torch.tensors import version_of
@@ -21,6 +22,7 @@ from fxsplit_encoder.capture.breaks import CONSTANTS
 from fxsplit_encoder.capture.buffers import StaticBuffer
 from fxsplit_encoder.capture.forward import CapturedForward
 from fxsplit_encoder.capture.inputs import StaticInputs
+from fxsplit_encoder.capture.memory import unstrided
 from fxsplit_encoder.capture.parameters import StaticParameters
 from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.capture.requests import CaptureRequest
@@ -50,7 +52,7 @@ def describe(args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.devic
     """The batch of a call to a module on `device`.
 
     Raises:
-        InputError: an argument that is neither a tensor nor hashable, or a long tensor on the host.
+        InputError: an argument that is neither a strided tensor nor hashable, or a long tensor on the host.
     """
     leaves, structure = tree_flatten((tuple(args), dict(kwargs)))
     return Batch(leaves, structure, (structure, *(_describe(leaf, device) for leaf in leaves)))
@@ -66,6 +68,8 @@ def _describe(leaf: Any, device: torch.device) -> Hashable:
                 "it; pass tensors, numbers, strings, or lists, tuples and dicts of them"
             ) from error
         return type(leaf), leaf  # 1, 1.0 and True are equal
+    if (kind := unstrided([leaf])) is not None:
+        raise InputError(f"an argument is a {kind} tensor, which no capture can hold; pass a strided one")
     layout = tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device
     if leaf.device.type == device.type:
         return layout
@@ -109,7 +113,8 @@ class BreakableCUDAGraphWrapper(nn.Module):
     repeat.
 
     The module runs as it is, uncounted, inside another breakable capture and under `torch.compile`; counted
-    in `misses`, in training, where gradients are asked for, and where it cannot be captured: it reads values
+    in `misses`, where a module of it is in training mode or has to see each operation (hooks for all modules,
+    modes of torch), where gradients are asked for, and where it cannot be captured: it reads values
     of the device outside of a break, writes to an argument, or returns something else than tensors, numbers
     and strings. It has to compute the same from the same arguments and parameters; host code beside them is
     not run again.
@@ -184,8 +189,9 @@ class BreakableCUDAGraphWrapper(nn.Module):
 
     def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Entry, Batch] | str:
         """The capture for a call, made if need be; or why there is none."""
-        if self.module.training:
-            return "training"
+        found = "training" if self.module.training else foreign_around()
+        if found is not None:
+            return found
         device = self._device_of(args, kwargs)
         try:
             batch = describe(args, kwargs, device)
@@ -201,6 +207,8 @@ class BreakableCUDAGraphWrapper(nn.Module):
                 logger.warning("capturing again: since the capture: %s", reason)
             self.clear()
             self._baked, self._structure = StaticParameters.of_module(self.module), Structure(self.module)
+        if self._structure.in_training() is not None:
+            return "training"
         if key in self._failures:
             return self._failures[key]
         if key not in self._entries:

@@ -227,7 +227,7 @@ def say_kernels(device: torch.device, config: fx.EncoderConfig, document: Docume
 
 def _say_operation(operation: str, report: OperationReport, document: Document) -> None:
     document.say()
-    rows = [[k.name, k.unavailable or "works", len(k.chosen)] for k in report.kernels]
+    rows = [[k.name, k.unavailable or k.failed or "works", len(k.chosen)] for k in report.kernels]
     headers = columns(kernel=f"{operation} kernel", state="on this device", classes="chosen for classes")
     document.table(f"{operation}_kernels", headers, rows)
     if report.classes:

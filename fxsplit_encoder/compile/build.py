@@ -15,6 +15,7 @@ from fxsplit_encoder.attention.ahead import compile_ahead, heads_of
 from fxsplit_encoder.compile.derived import DerivedParameter, DerivedParameters
 from fxsplit_encoder.compile.host import host_op
 from fxsplit_encoder.compile.invariance import check_proof, check_rows
+from fxsplit_encoder.compile.layouts import keeping_layouts
 from fxsplit_encoder.compile.masks import mask_pad_rows
 from fxsplit_encoder.compile.options import CompileOptions
 from fxsplit_encoder.compile.passes import run_passes
@@ -50,7 +51,8 @@ def build_program(module: fx.GraphModule, static_inputs: Sequence[int], options:
     """
     mark_parameters(module.graph, static_inputs)
     targets = splitting_targets(options.splitting_ops)
-    num_rows = mask_pad_rows(module, targets)
+    with keeping_layouts(module.graph):
+        num_rows = mask_pad_rows(module, targets)
     device = _device(module.graph.output_node().args[0])  # type: ignore[arg-type]
     mark_cuts(module, targets)
     own_heads = heads_of(module.graph.nodes)

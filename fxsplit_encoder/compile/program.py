@@ -205,6 +205,7 @@ class Program:
                 blocks for it.
         """
         self.fill_num_rows(bindings)
+        self.derived.compare()
         known = {each.cu_seqlens.data_ptr(): each for each in segments}
         branches = StepBranches(self.device)
         for step in self.region:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -83,33 +83,10 @@ def node_value(node: fx.Node) -> Any:
 
 def retrace(node: fx.Node) -> None:
     """The traced value of a call whose arguments have changed, from theirs."""
-    node.meta["val"] = _traced(node, {})
+    node.meta["val"] = traced_value(node, {})
 
 
-def retrace_users(changed: Collection[fx.Node]) -> None:
-    """The traced values of everything downstream of nodes whose traced layouts have changed."""
-    for node, value in traced_downstream({node: node.meta["val"] for node in changed}).items():
-        node.meta["val"] = value
-
-
-def traced_downstream(values: Mapping[fx.Node, Any]) -> dict[fx.Node, Any]:
-    """The traced values that nodes downstream of some would have, if these had the given ones: of as many as
-    these layouts reach. No node is changed.
-
-    Raises:
-        RuntimeError, ValueError: an operation cannot read such a layout; a view, above all.
-    """
-    known = dict(values)
-    outdated = {user for node in values for user in node.users}
-    for node in next(iter(values)).graph.nodes:
-        if node in outdated and node.op == "call_function":
-            known[node] = _traced(node, known)
-            if _layouts(known[node]) != _layouts(node.meta["val"]):
-                outdated.update(node.users)
-    return {node: value for node, value in known.items() if node not in values}
-
-
-def _traced(node: fx.Node, known: Mapping[fx.Node, Any]) -> Any:
+def traced_value(node: fx.Node, known: Mapping[fx.Node, Any]) -> Any:
     """What a call makes of traced values: those of `known`, else the nodes' own."""
     given = fx.node.map_arg((node.args, node.kwargs), lambda n: known[n] if n in known else n.meta["val"])
     args, kwargs = given
@@ -117,11 +94,6 @@ def _traced(node: fx.Node, known: Mapping[fx.Node, Any]) -> Any:
     assert callable(node.target)
     with fake_mode, torch.no_grad():
         return node.target(*args, **kwargs)
-
-
-def _layouts(traced: Any) -> list[str]:
-    values = traced if isinstance(traced, list | tuple) else [traced]
-    return [f"{v.shape} {v.stride()}" if isinstance(v, torch.Tensor) else str(v) for v in values]
 
 
 def derived_parameter(graph: fx.Graph, make: Callable[..., Tensor], *sources: fx.Node) -> fx.Node:

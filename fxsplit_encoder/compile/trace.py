@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxsplit_encoder._torch.aot import boxed, static_inputs, to_aten
+from fxsplit_encoder._torch.current_device import no_default_device
 from fxsplit_encoder._torch.dynamo import inner_error, maybe_mark_dynamic, traced_files
 from fxsplit_encoder._torch.dynamo_errors import TorchDynamoException
 from fxsplit_encoder.attention import ahead
@@ -32,6 +33,7 @@ _trace_numbers = itertools.count()
 _BLOCKS = Path(blocks.__file__).parent
 
 
+@no_default_device()
 def compile_graph(
     module: fx.GraphModule,
     example_inputs: Sequence[Any],
@@ -83,6 +85,7 @@ def _workers(options: CompileOptions, inputs: Iterable[Any]) -> Iterator[None]:
         ahead.dismiss()
 
 
+@no_default_device()
 def trace_forward(
     forward: Callable[[dict[str, Tensor]], Tensor],
     inputs: Mapping[str, Tensor],

@@ -94,7 +94,7 @@ class AudioProcessor:
         count, digest = self._count(num_samples), self._digest(item, item.media)
         samples, piece = load_audio(item.media, self.limits), self.extractor.n_samples
         pieces = [samples[start : start + piece] for start in range(0, num_samples, piece)]
-        with attempt("audio", "what the model takes"):
+        with attempt("audio", "what the model takes"), torch.device("cpu"):
             made = self.extractor(pieces, sampling_rate=self.extractor.sampling_rate, return_tensors="pt")
             inputs = {self.tower.input_name: made[self.tower.input_name], **self._sizes(len(pieces))}
         metadata = {
@@ -125,7 +125,7 @@ class AudioProcessor:
         return count
 
     def _sizes(self, pieces: int) -> dict[str, torch.Tensor]:
-        return {self.tower.count_keys[0]: torch.tensor([pieces])}
+        return {self.tower.count_keys[0]: torch.tensor([pieces], device="cpu")}
 
     def _digest(self, item: MediaItem, media: object) -> bytes:
         parts: list[Part] = []

@@ -45,7 +45,7 @@ class FakeProcessor:
     def prepare(self, item: MediaItem) -> PreparedItem:
         """An item whose only input is a vector of zeros; its media travels as metadata."""
         self._on_prepare(item)
-        inputs = {"pixel_values": torch.zeros(self.count_tokens(item))}
+        inputs = {"pixel_values": torch.zeros(self.count_tokens(item), dtype=torch.float32, device="cpu")}
         digest, tokens = self.digest(item), self.count_tokens(item)
         return PreparedItem(item.modality, digest, inputs, tokens, {"media": item.media})
 
@@ -99,5 +99,6 @@ class FakeEncoder:
 
 def fake_rows(digest: bytes, num_tokens: int, width: int = 8, dtype: torch.dtype = torch.float32) -> Tensor:
     """What a `FakeEncoder` makes of an item: the first bytes of its digest, plus the number of the row."""
-    columns = torch.tensor([digest[column % len(digest)] for column in range(width)], dtype=dtype)
-    return columns + torch.arange(num_tokens, dtype=dtype)[:, None]
+    first = [digest[column % len(digest)] for column in range(width)]
+    columns = torch.tensor(first, dtype=dtype, device="cpu")
+    return columns + torch.arange(num_tokens, dtype=dtype, device="cpu")[:, None]

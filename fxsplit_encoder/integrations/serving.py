@@ -1,4 +1,4 @@
-"""Warming up whatever serves, and reading its statistics: an accelerated model, a manager, or what
+"""Warming up whatever serves, new weights of it, and its statistics: an accelerated model, a manager, or what
 `torch.compile` returned.
 """
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from fxsplit_encoder import backend
 from fxsplit_encoder._torch.dynamo import is_compiled
-from fxsplit_encoder.backend.stats import stats_of_compiled
+from fxsplit_encoder.backend.stats import refresh_compiled, stats_of_compiled
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.integrations.hugging_face import ServedTower, capturing_at_once, served_towers_of
 from fxsplit_encoder.manager import EncoderCudaGraphManager
@@ -40,10 +40,7 @@ def stats(target: Any) -> ManagerStats:
         )
     if is_compiled(target):
         return stats_of_compiled(target)
-    raise InputError(
-        "stats: expected a model after accelerate(), a manager, or what torch.compile(..., "
-        f"backend='encoder_cg') returned; got {shown(type(target).__name__)}"
-    )
+    raise _nothing_that_serves("stats", target)
 
 
 def warmup(target: Any, *args: Any, **kwargs: Any) -> int:
@@ -69,6 +66,37 @@ def warmup(target: Any, *args: Any, **kwargs: Any) -> int:
     else:
         return backend.warmup(target, *args, **kwargs)
     return sum(1 for captured in stats(target).budgets.values() if captured.mode)
+
+
+def refresh(target: Any) -> None:
+    """Has the next call compute anew whatever is kept of parameters: weights in another form (padded, merged,
+    quantized) and tables of positions; and look whether parameters have moved. To be called after they were
+    written to through `parameter.data`, which PyTorch gives no version. Without it a GPU's first call after
+    such a write may use the old ones, and a write that changes no sampled element is not seen.
+
+    Args:
+        target: a model or tower after `accelerate`; what `torch.compile(..., backend="encoder_cg")` returned;
+            or a manager.
+
+    Raises:
+        InputError: it is none of these.
+    """
+    if isinstance(target, EncoderCudaGraphManager):
+        target.check_weights()
+    elif served := _served(target):
+        for tower in served:
+            tower.refresh()
+    elif is_compiled(target):
+        refresh_compiled(target)
+    else:
+        raise _nothing_that_serves("refresh", target)
+
+
+def _nothing_that_serves(function: str, target: Any) -> InputError:
+    return InputError(
+        f"{function}: expected a model after accelerate(), a manager, or what torch.compile(..., "
+        f"backend='encoder_cg') returned; got {shown(type(target).__name__)}"
+    )
 
 
 def _warm_model(model: Any, served: list[ServedTower], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

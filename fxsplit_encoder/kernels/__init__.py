@@ -27,7 +27,7 @@ from fxsplit_encoder.kernels.measure import (
     timing_without_graphs,
 )
 from fxsplit_encoder.kernels.pins import AUTO, Pin, PinGrammar
-from fxsplit_encoder.kernels.report import ClassReport, KernelReport, OperationReport, describe
+from fxsplit_encoder.kernels.report import ClassReport, KernelReport, OperationReport, describe, failing
 
 __all__ = [
     "AUTO",
@@ -55,6 +55,7 @@ __all__ = [
     "collecting",
     "describe",
     "describe_environment",
+    "failing",
     "find",
     "is_measuring",
     "measuring",

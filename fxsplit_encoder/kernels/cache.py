@@ -11,6 +11,7 @@ import os
 import stat
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Generic
@@ -24,19 +25,28 @@ from fxsplit_encoder.kernels.measure import Measured
 logger = logging.getLogger(__name__)
 
 # Changes when what is measured, or how it is written, does.
-_FORMAT = 4
+_FORMAT = 5
 
 _PACKAGES = (
+    "apache-tvm-ffi",
+    "einops",
     "flash-attn",
     "flash-attn-3",
     "flash-attn-4",
     "nvidia-cublas",
     "nvidia-cudnn-frontend",
     "nvidia-cutlass-dsl",
+    "nvidia-cutlass-dsl-libs-base",
+    "nvidia-cutlass-dsl-libs-core",
+    "nvidia-cutlass-dsl-libs-cu13",
     "nvmath-python",
     "quack-kernels",
+    "torch-c-dlpack-ext",
+    "triton",
     "vllm",
 )
+
+_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def cache_directory() -> Path:
@@ -55,6 +65,15 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
         "cudnn": cudnn.version(),
         "packages": {name: version for name in _PACKAGES if (version := _version(name)) is not None},
     }
+
+
+def describe_host(device: torch.device) -> dict[str, Any]:
+    """`describe_environment` with what the system says of its driver, on which depends what can be run."""
+    try:
+        driver = _DRIVER.read_text(encoding="utf-8").partition("\n")[0]
+    except OSError:
+        driver = None
+    return {**describe_environment(device), "driver": driver}
 
 
 def digest_of(environment: Mapping[str, Any]) -> str:
@@ -78,10 +97,16 @@ def why_not_private(directory: Path) -> str:
 
 
 def _version(package: str) -> str | None:
+    """With a word on a folder of another name than Python's own: QuACK compiles no epilogue that calls a
+    package in such a one.
+    """
     try:
-        return metadata.version(package)
+        found = metadata.distribution(package)
     except metadata.PackageNotFoundError:
         return None
+    folders = Path(str(found.locate_file(""))).parts
+    is_usual = "site-packages" in folders or "dist-packages" in folders
+    return found.version if is_usual else f"{found.version}, outside site-packages"
 
 
 class MeasurementCache(Generic[ShapeT]):
@@ -151,13 +176,7 @@ class MeasurementCache(Generic[ShapeT]):
 
 def entries_of(table: Mapping[ShapeT, Measured]) -> list[dict[str, Any]]:
     """A table as JSON has it, without its device."""
-    return [
-        {
-            "shape": shape.to_json(),
-            "measured": {"microseconds": found.microseconds, "rejected": found.rejected},
-        }
-        for shape, found in table.items()
-    ]
+    return [{"shape": shape.to_json(), "measured": asdict(found)} for shape, found in table.items()]
 
 
 def table_of(

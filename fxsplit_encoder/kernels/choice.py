@@ -21,7 +21,7 @@ import torch
 
 from fxsplit_encoder.errors import ConfigError
 from fxsplit_encoder.kernels.base import CallShape, KernelT, ShapeT, distance, is_same_kind, works
-from fxsplit_encoder.kernels.cache import MeasurementCache, describe_environment
+from fxsplit_encoder.kernels.cache import MeasurementCache, describe_host
 from fxsplit_encoder.kernels.measure import Measured, Meter, Part, TimeSpent
 from fxsplit_encoder.kernels.pins import AUTO, Pin
 
@@ -99,6 +99,7 @@ class KernelMeasurements(Generic[ShapeT, KernelT]):
         self.meter = meter
         self._cache = cache
         self._tables: dict[torch.device, dict[ShapeT, Measured]] = {}
+        self._loaded: set[ShapeT] = set()
         self._nearest: dict[ShapeT, ShapeT | None] = {}
         self._lock = threading.Lock()
         self.version = 0
@@ -107,9 +108,7 @@ class KernelMeasurements(Generic[ShapeT, KernelT]):
     def keep(self, directory: Path | None = None) -> Self:
         """Keeps what is measured in the file of each device's environment; itself."""
         names = [kernel.name for kernel in self.kernels]
-        self._cache = lambda device: MeasurementCache(
-            describe_environment(device), self.shape, names, directory
-        )
+        self._cache = lambda device: MeasurementCache(describe_host(device), self.shape, names, directory)
         return self
 
     def keep_nothing_new(self, device: torch.device) -> None:
@@ -133,6 +132,10 @@ class KernelMeasurements(Generic[ShapeT, KernelT]):
         """
         rounded = self.class_of(shape)
         table = self._table(shape.device)
+        if rounded in self._loaded and self._may_measure(shape):
+            self._loaded.discard(rounded)
+            if not table[rounded].covers(self.candidates(rounded)):  # a kernel's package was missing then
+                del table[rounded]
         if rounded not in table and self._may_measure(shape):
             if is_measuring():
                 self._measure(rounded)
@@ -175,7 +178,8 @@ class KernelMeasurements(Generic[ShapeT, KernelT]):
             with self._lock:
                 if device not in self._tables:
                     make = self._cache if self.meter.can_measure(device) else None
-                    self._tables[device] = {} if make is None else make(device).load(device)
+                    self._tables[device] = table = {} if make is None else make(device).load(device)
+                    self._loaded.update(table)
         return self._tables[device]
 
     def _measure(self, shape: ShapeT) -> None:
@@ -215,8 +219,7 @@ class KernelMeasurements(Generic[ShapeT, KernelT]):
         with self._lock:
             for each in shape.measured_with():
                 # What others take of the processors counts in the times of calls that are not captured.
-                is_open = each.is_captured and each not in table
-                candidates = self._to_compare(each) if is_open else []
+                candidates = self._to_compare(each) if each.is_captured and each not in table else []
                 if not candidates or candidates[0].is_awaited:  # accuracy is judged by the first
                     continue
                 try:

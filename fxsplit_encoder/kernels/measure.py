@@ -19,7 +19,7 @@ from torch import Tensor
 from fxsplit_encoder._torch.allocator import end_failed_capture
 from fxsplit_encoder._torch.deferred_free import defer_frees
 from fxsplit_encoder._torch.device_wait import wait_on_device
-from fxsplit_encoder.kernels.base import CallShape, KernelT, ShapeT
+from fxsplit_encoder.kernels.base import CallShape, Kernel, KernelT, ShapeT
 from fxsplit_encoder.parts import in_one_go
 
 logger = logging.getLogger(__name__)
@@ -59,6 +59,12 @@ class Measured:
     """Of a call, by the kernel's name; those that are accurate."""
     rejected: dict[str, str] = field(default_factory=dict)
     """Why the other candidates cannot be chosen."""
+    failed: list[str] = field(default_factory=list)
+    """Those of them that raised, and not because they do not compute such calls."""
+
+    def covers(self, kernels: Sequence[Kernel[Any]]) -> bool:
+        """Whether something was found of every one of these kernels."""
+        return all(kernel.name in self.microseconds or kernel.name in self.rejected for kernel in kernels)
 
 
 @dataclass(slots=True)
@@ -167,6 +173,8 @@ class Meter(ABC, Generic[ShapeT, KernelT]):
                     fastest = min(fastest, times[0])
             except Exception as problem:
                 measured.rejected[kernel.name] = f"{type(problem).__name__}: {problem}"
+                if not isinstance(problem, NotImplementedError):
+                    measured.failed.append(kernel.name)
                 continue
             if not measured.microseconds:
                 limit = max(self.tolerance * error, _FEWEST_ROUNDINGS * rounding)
@@ -270,6 +278,6 @@ def _abandon(graph: torch.cuda.CUDAGraph, memory: torch.cuda.MemPool, uses: int)
         graph.capture_end()
     except RuntimeError:
         end_failed_capture(graph, memory, uses)
-        scratch = torch.zeros(1, device="cuda")
+        scratch = torch.zeros(1, dtype=torch.float32, device="cuda")
         with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
             scratch.add_(1)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 from fxsplit_encoder.kernels.choice import Chooser
+from fxsplit_encoder.kernels.measure import Measured
+
+_LONGEST = 160
+"""Characters of a reason."""
 
 
 class KernelReport(NamedTuple):
@@ -18,6 +23,8 @@ class KernelReport(NamedTuple):
     """Why it cannot run on the device; None: it can."""
     chosen: tuple[str, ...]
     """The classes of calls that it computes."""
+    failed: str | None = None
+    """What it raises there, of `failing`."""
 
 
 class ClassReport(NamedTuple):
@@ -39,6 +46,19 @@ class OperationReport(NamedTuple):
     classes: tuple[ClassReport, ...]
 
 
+def failing(table: Mapping[Any, Measured]) -> dict[str, str]:
+    """What kernels raised that worked for no class of a kind, by name: one that cannot be built raises for
+    all of them.
+    """
+    working = {(name, s.dtype, s.kind()) for s, found in table.items() for name in found.microseconds}
+    return {
+        name: textwrap.shorten(found.rejected[name], _LONGEST, placeholder="...")
+        for s, found in table.items()
+        for name in found.failed
+        if (name, s.dtype, s.kind()) not in working
+    }
+
+
 def describe(device: torch.device, chooser: Chooser[Any, Any]) -> OperationReport:
     """What was measured of an operation on a device, by this process or an earlier one, and what a chooser
     makes of it.
@@ -49,11 +69,13 @@ def describe(device: torch.device, chooser: Chooser[Any, Any]) -> OperationRepor
         found = table[shape]
         chosen, pinned = chooser.ranking(shape)[0].name, chooser.pinned(shape) is not None
         classes.append(ClassReport(str(shape), chosen, pinned, found.microseconds, found.rejected))
+    failed = failing(table)
     kernels = tuple(
         KernelReport(
             kernel.name,
             kernel.unavailable_reason(device),
             tuple(each.shape for each in classes if each.chosen == kernel.name),
+            failed.get(kernel.name),
         )
         for kernel in chooser.measurements.kernels
     )

@@ -22,6 +22,7 @@ from fxsplit_encoder.manager.path import EncoderPath
 from fxsplit_encoder.manager.weight_checks import WeightChecks
 from fxsplit_encoder.planning import MissReason
 from fxsplit_encoder.planning.plan import PathPlan, Plan, PlannedBatch
+from fxsplit_encoder.planning.reasons import BY_THE_TOWER
 from fxsplit_encoder.protocol import EncoderItemSpec, SupportsEncoderCudaGraph
 from fxsplit_encoder.runtime.statistics import Statistics
 
@@ -92,6 +93,7 @@ class BatchRunner:
                 selected, keys = select_items(self.tower, mm_kwargs, batch.indices, self.num_axes)
             # More items than captures hold are left to the tower's own forward.
             replayable = may_replay and len(batch.indices) <= self.max_items
+            replayable = replayable and batch.reason not in BY_THE_TOWER
             outputs: dict[str, Tensor] = {}
             changed: dict[str, PathPlan] = {}
             stream = self.pool.begin_replays()
@@ -134,7 +136,7 @@ class BatchRunner:
             self.statistics.record_fallback("eager")
             output = self.tower.encoder_eager_forward(selected, path=name)
             return output, PathPlan(planned.tokens, None, MissReason.NOT_CAPTURED, eager=True)
-        if self.config.invariant and planned.eager:
+        if self.config.invariant and planned.eager and planned.reason not in BY_THE_TOWER:
             planned = planned._replace(eager=False)
         captures = path.captures_for(planned) if may_replay else []
         values, rows, exceeded = None, None, False

@@ -297,7 +297,7 @@ class DataParallel:
 
     def _exchange(self, values: Sequence[int]) -> list[list[int]]:
         """Every rank's `values`, known to the host."""
-        sent = torch.tensor(values, dtype=torch.int64)
+        sent = torch.tensor(values, dtype=torch.int64, device="cpu")
         received = sent.new_empty(self.num_ranks, len(values))
         self._all_gather(received, sent, self._host_group)
         rows: list[list[int]] = received.tolist()

@@ -224,6 +224,14 @@ class Generation:
             else:
                 statistics.record_release(path.key(0))
 
+    def outdate_weights(self) -> None:
+        """Has the next replay of every path look at its parameters, and compute anew what is kept of them."""
+        self.runner.weight_checks.all_are_due()
+        for path in self.paths_by_key.values():
+            if path.program is not None:
+                path.program.program.derived.outdate()
+        getattr(self.served.tower, "outdate_tables", lambda: None)()
+
     def clear(self) -> None:
         """Releases every capture and forgets what was said of them."""
         self.captures.clear()

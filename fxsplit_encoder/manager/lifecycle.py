@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from fxsplit_encoder._torch.around import foreign_around
 from fxsplit_encoder._torch.current_device import on_device
 from fxsplit_encoder._torch.grad_mode import without_autograd
 from fxsplit_encoder._torch.structure import Structure
@@ -22,6 +23,8 @@ from fxsplit_encoder.manager.start import load_captured, save_captured
 from fxsplit_encoder.manager.tower_part import tower_part
 from fxsplit_encoder.manager.turns import StoppedError, Turns
 from fxsplit_encoder.manager.weight_checks import WeightChecks
+from fxsplit_encoder.planning import MissReason
+from fxsplit_encoder.planning.plan import Plan
 from fxsplit_encoder.runtime import Choosers
 from fxsplit_encoder.runtime.interpreter import collecting_what_is_new
 from fxsplit_encoder.runtime.progress import CaptureProgress
@@ -56,6 +59,8 @@ class Lifecycle:
         self._structure: Structure | None = None
         """Of the tower, as it was when it was first compiled or captured."""
         self._looks = WeightChecks(own.config.weight_check_seconds)
+        self._said: set[str] = set()
+        """Why requests were left to the tower."""
         self._kernels = kernels
         self._changed = weakref.WeakMethod(changed)
 
@@ -168,6 +173,22 @@ class Lifecycle:
 
     # --- the tower's modules
 
+    def allowed(self, plan: Plan) -> Plan:
+        """A request's plan, or one without captures and programs, where the tower or what is around the call
+        needs the tower's own forward. The caller has the turn.
+        """
+        found = foreign_around()
+        reason, why = MissReason.FOREIGN_CODE, f"there is {found}"
+        if found is None and self._structure is not None:
+            found = self._structure.in_training()
+            reason, why = MissReason.TRAINING, f"{found} is in training mode"
+        if found is None:
+            return plan
+        if why not in self._said:
+            self._said.add(why)
+            logger.warning("items are encoded by the tower's own forward: %s", why)
+        return plan.by_the_tower(reason)
+
     def check_tower(self) -> None:
         """Raises TowerChangedError if the tower's modules are others than when it was compiled or captured.
         With `weight_check_seconds` it looks so often. The caller has the turn.
@@ -195,6 +216,11 @@ class Lifecycle:
             self.serving, self.is_captured, self._structure = self.own, False, None
         if self._structure is None and (part := tower_part(self.own.served.tower)) is not None:
             self._structure = Structure(part)
+        if self._structure is not None and (name := self._structure.in_training()) is not None:
+            raise InputError(
+                f"the tower: expected every module in evaluation mode; got {name} in training mode, which "
+                "captures would compute in. Call eval() first"
+            )
 
     def capture_again(self, error: WeightsMovedError) -> None:
         """Captures what serves over the parameters that the tower has now. The caller has the turn.

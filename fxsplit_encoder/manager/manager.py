@@ -151,7 +151,7 @@ class EncoderCudaGraphManager:
         """What was dropped or runs in another way than asked, and why."""
         notes = [note for path in self.paths_by_key.values() for note in path.notes]
         kept = invariance.findings(self) if self.config.invariant else ()
-        return [*self._lifecycle.notes, *notes, *kept]
+        return [*self._lifecycle.notes, *notes, *kept, *self.kernels.failures(self.device)]
 
     @property
     def budget_graphs(self) -> dict[str, dict[int, BudgetGraphMetadata]]:
@@ -286,11 +286,12 @@ class EncoderCudaGraphManager:
         self._lifecycle.clear()
 
     def check_weights(self) -> None:
-        """With `weight_check_seconds`: has the next batch of every path look at its parameters. To be called
-        once they have moved, or changed where passes or fp8 keep them in another form.
+        """Has the next batch look at all parameters and modules, and compute anew what is kept of parameters
+        in another form: to be called after they were written to through `.data` (docs/manager.md).
         """
-        for each in (self._serving, self._lifecycle.own):
-            each.runner.weight_checks.all_are_due()
+        with self._lifecycle.turns:
+            for each in {self._serving, self._lifecycle.own}:
+                each.outdate_weights()
         self._lifecycle.look_again()
 
     @property
@@ -357,7 +358,7 @@ class EncoderCudaGraphManager:
         start = time.perf_counter()
         serving = self._lifecycle.serving
         plans, runner = serving.plans, serving.runner
-        plan, captured = plans.of(mm_kwargs, items), self._lifecycle.is_captured
+        plan, captured = self._lifecycle.allowed(plans.of(mm_kwargs, items)), self._lifecycle.is_captured
         try:
             results, batches = runner.run(plan, mm_kwargs, specs, may_replay=captured)
         except WeightsMovedError as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from bisect import bisect_left
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -113,6 +115,23 @@ class EncoderPath(CapturedProgram):
         return None if token_range is None else token_range(path=self.name, axis_keys=self.axis_keys)
 
     # --- capture
+
+    def tokens_held(self, budget: int) -> int:
+        """Output tokens that the capture of a budget has room for. A tower may make smaller inputs than it
+        was asked for, of whole tiles or of one tile an item: these have room for as many tokens as rows come
+        out, or, if the tower adds rows to them later, for the fewest tokens that have inputs of the same
+        shapes.
+        """
+        rows: int = self.captured[budget].outputs[0].shape[0]
+        if rows >= budget:
+            return budget
+        shapes = self._input_shapes(budget)
+        return max(rows, bisect_left(range(budget), True, 1, key=lambda n: self._input_shapes(n) == shapes))
+
+    def _input_shapes(self, tokens: int) -> dict[str, torch.Size] | None:
+        with contextlib.suppress(InputError):
+            return {name: tensor.shape for name, tensor in self.forward.capture_values(tokens).items()}
+        return None  # the tower makes no inputs of this size
 
     def metadata(self, budget: int) -> BudgetGraphMetadata:
         """What one captured budget is, in vLLM's terms."""

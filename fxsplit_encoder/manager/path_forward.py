@@ -167,8 +167,8 @@ class PathForward:
         return inputs
 
     def growing_inputs(self) -> frozenset[str]:
-        """Names of the inputs that have more rows for the largest budget than for the smallest. With fewer
-        than two budgets nothing tells.
+        """Names of the inputs that are larger for the largest budget than for the smallest. With fewer than
+        two budgets nothing tells.
 
         Raises:
             InputError: the tower cannot make inputs of any of these sizes.
@@ -179,7 +179,7 @@ class PathForward:
         if self._growing is None:
             small, large = self.first_values(budgets), self.first_values(budgets[::-1])
             self._growing = frozenset(
-                name for name, tensor in small.items() if tensor.shape[:1] < large[name].shape[:1]
+                name for name, tensor in small.items() if tensor.shape != large[name].shape
             )
         return self._growing
 
@@ -371,8 +371,8 @@ class PathForward:
     def bind(self, program: BoundProgram) -> None:
         """Takes a program, on the parameters that it was bound to."""
         self._compiled, self.program = True, program
-        tensors = (each for each in program.fixed if isinstance(each, torch.Tensor))
-        self.parameters = StaticParameters(tensors, self.tower)
+        self._layouts = layouts_of(program.fixed)  # now: a parameter may be cast or laid out anew in place
+        self.parameters = StaticParameters(filter(torch.is_tensor, program.fixed), self.tower)
 
     def current_program(self) -> BoundProgram | None:
         """The program on the parameters that the tower has now.
@@ -384,7 +384,7 @@ class PathForward:
             return self.program
         old, now = self.program.fixed, iter(self.parameters.current())
         fixed = [next(now) if isinstance(x, torch.Tensor) else x for x in old]
-        check_replacements(layouts_of(old), fixed, "Call clear() and capture() to compile the tower again")
+        check_replacements(self._layouts, fixed, "Call clear() and capture() to compile the tower again")
         self.bind(replace(self.program, fixed=tuple(fixed)))
         return self.program
 

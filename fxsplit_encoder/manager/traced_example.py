@@ -94,4 +94,4 @@ def _with_contents(tensor: Tensor) -> Tensor:
     if not tensor.is_floating_point() or bool(tensor.any()):
         return tensor
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(tensor.shape, generator=generator).to(tensor)
+    return torch.randn(tensor.shape, generator=generator, dtype=torch.float32, device="cpu").to(tensor)

@@ -79,10 +79,17 @@ class Checkpoint:
         return contents
 
     def processors(self) -> ProcessorSettings:
-        """What the files of its image and video processors set, and transformers' image processor of them."""
+        """What the files of its image and video processors set, and transformers' image processor of them.
+
+        By transformers' order: the joint file goes before those of one processor, and a video processor
+        without a file of its own is set by the image processor's.
+        """
         joint = self.read_json("processor_config.json") or {}
-        image = self.read_json("preprocessor_config.json") or joint.get("image_processor") or {}
-        video = self.read_json("video_preprocessor_config.json") or joint.get("video_processor") or {}
+        alone = self.read_json("preprocessor_config.json")
+        image = joint.get("image_processor") or alone or {}
+        video = (
+            joint.get("video_processor") or self.read_json("video_preprocessor_config.json") or alone or {}
+        )
         # Without its name transformers guesses one by the model's type, with that one's defaults.
         named = "image_processor_type" in image
         return ProcessorSettings(image, video, self._image_processor() if named else None)

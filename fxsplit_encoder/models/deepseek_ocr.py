@@ -101,7 +101,8 @@ class DeepseekOcrViews(Preparation):
         if self.crop != self.whole:
             grid = deepseek_grid(width, height, self.crop, self.max_crops)
         return view_sizes(
-            {"images_spatial_crop": torch.tensor([grid])}, grid if grid[0] * grid[1] > 1 else (0, 0)
+            {"images_spatial_crop": torch.tensor([grid], device="cpu")},
+            grid if grid[0] * grid[1] > 1 else (0, 0),
         )
 
 

@@ -71,7 +71,7 @@ def as_tensors(mm_kwargs: Inputs) -> dict[str, Tensor]:
     return {
         name: torch.cat(list(value))
         if isinstance(value, list | tuple) and value and isinstance(value[0], Tensor)
-        else torch.as_tensor(value)
+        else torch.as_tensor(value, device=getattr(value, "device", "cpu"))
         for name, value in mm_kwargs.items()
     }
 

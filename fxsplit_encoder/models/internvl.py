@@ -23,7 +23,14 @@ from fxsplit_encoder.models.family import (
     vision_settings,
     without_language_model,
 )
-from fxsplit_encoder.models.prepare import IMAGENET, Normalization, Prepared, ProcessorSettings, resized
+from fxsplit_encoder.models.prepare import (
+    IMAGENET,
+    Normalization,
+    Prepared,
+    ProcessorSettings,
+    processed,
+    resized,
+)
 from fxsplit_encoder.models.sampling import Sampling, middle_of_equal_parts
 from fxsplit_encoder.models.tiles import (
     MOST_TILES,
@@ -85,7 +92,7 @@ class InternVLTiles(ProcessedTiles):
     def image(self, image: Image.Image) -> Prepared:
         """1 to 13 tiles."""
         # Its whole processor asks for crops, whatever the image processor's own settings are.
-        outputs = self.processor(images=[image], crop_to_patches=True, return_tensors="pt")
+        outputs = processed(self.processor, image, crop_to_patches=True)
         return of_tiles(outputs["pixel_values"])
 
     def image_sizes(self, width: int, height: int) -> Prepared:

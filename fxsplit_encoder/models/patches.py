@@ -28,6 +28,7 @@ from fxsplit_encoder.models.prepare import (
     Prepared,
     ProcessorSettings,
     bicubic,
+    processed,
     resized,
 )
 from fxsplit_encoder.models.sampling import Rule, Sampling, first_of_equal_parts
@@ -143,7 +144,7 @@ class BlockPatches(Preparation):
             pixels, _ = patchify_images([bicubic(image, size)], 1, size, form)
             return of_patches(IMAGE_KEYS, pixels, grid, grid)
         processor = self.own or image_processor(form, self.processor)
-        outputs = processor(images=[image], return_tensors="pt")
+        outputs = processed(processor, image)
         t, h, w = outputs["image_grid_thw"][0].tolist()
         return of_patches(IMAGE_KEYS, outputs["pixel_values"], (t, h, w), (t, h, w))
 
@@ -215,9 +216,9 @@ def of_patches(
         sizes: its size as the tower takes it.
         frames: of a clip; 0: an image.
     """
-    tensors = {keys[1]: torch.tensor([sizes])}
+    tensors = {keys[1]: torch.tensor([sizes], device="cpu")}
     if pixels is not None:
-        tensors[keys[0]] = torch.as_tensor(pixels)
+        tensors[keys[0]] = torch.as_tensor(pixels, device="cpu")
     return Prepared(tensors, {"grid": grid}, str(math.prod(grid)), frames)
 
 
@@ -311,6 +312,6 @@ def block_eager(tower: Any, mm_kwargs: Inputs) -> Tensor:
     """The Qwen line and GLM: the main output, then the deepstack levels, along the hidden dimension."""
     pixels, grids = joined(mm_kwargs, PIXELS), joined(mm_kwargs, GRIDS)
     # To these towers a video is images, one per frame; GLM's takes nothing else.
-    frames = torch.tensor([(1, h, w) for t, h, w in grids.tolist() for _ in range(t)])
+    frames = torch.tensor([(1, h, w) for t, h, w in grids.tolist() for _ in range(t)], device="cpu")
     output = tower(pixels, grid_thw=frames.to(pixels.device))
     return torch.cat([output.pooler_output, *getattr(output, "deepstack_features", ())], dim=1)

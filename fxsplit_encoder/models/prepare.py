@@ -150,6 +150,12 @@ CLIP = Normalization((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.2613025
 IMAGENET = Normalization((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
+def processed(processor: Any, image: Image.Image, **options: Any) -> Any:
+    """What an image processor of transformers makes of an image: on the CPU, whatever the default device."""
+    with torch.device("cpu"):
+        return processor(images=[image], return_tensors="pt", **options)
+
+
 def resized(frames: Frames, size: tuple[int, int]) -> list[Image.Image]:
     """The frames of a clip, each resized to (width, height) as it is decoded."""
     return [bicubic(frame, size) for frame in frames]

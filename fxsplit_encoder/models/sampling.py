@@ -172,8 +172,8 @@ def _parts(num_frames: int, count: int, shift: float = 0.0) -> list[int]:
     if not 0 < count <= num_frames:
         raise MediaError(f"video: {count} frames were asked for, of a video of {num_frames}; pass num_frames")
     # torch's own, as the processors do: it adds up in 32 bits, and may come to one frame too many.
-    indices: list[int] = torch.arange(shift, num_frames, num_frames / count).int().tolist()
-    return [index for index in indices if index < num_frames]
+    indices = torch.arange(shift, num_frames, num_frames / count, dtype=torch.float32, device="cpu")
+    return [index for index in indices.int().tolist() if index < num_frames]
 
 
 def _even(indices: Iterable[int]) -> list[int]:

@@ -111,7 +111,7 @@ class Step3Views(Preparation):
     def image_sizes(self, width: int, height: int) -> Prepared:
         """Both views."""
         columns, rows = step3_plan(width, height, self.whole, self.crop).grid
-        return view_sizes({self.names[1]: torch.tensor([columns * rows])}, (columns, rows))
+        return view_sizes({self.names[1]: torch.tensor([columns * rows], device="cpu")}, (columns, rows))
 
 
 # As transformers' Step3p7ImageProcessor, which needs torchvision, does it.

@@ -11,7 +11,7 @@ from PIL import Image
 from torch import Tensor
 
 from fxsplit_encoder.models.family import Settings, vision_settings
-from fxsplit_encoder.models.prepare import Normalization, Preparation, Prepared
+from fxsplit_encoder.models.prepare import Normalization, Preparation, Prepared, processed
 from fxsplit_encoder.towers.base import VIDEOS
 from fxsplit_encoder.towers.dense import VIDEO_COUNTS
 
@@ -44,7 +44,7 @@ def of_tiles(tiles: Tensor) -> Prepared:
 
 def tile_sizes(count: int) -> Prepared:
     """An image of that many tiles, without their pixels."""
-    return Prepared({"num_patches": torch.tensor([count])}, {"tiles": count}, str(count))
+    return Prepared({"num_patches": torch.tensor([count], device="cpu")}, {"tiles": count}, str(count))
 
 
 def of_frames(tiles: Tensor) -> Prepared:
@@ -55,7 +55,7 @@ def of_frames(tiles: Tensor) -> Prepared:
 
 def frame_sizes(count: int) -> Prepared:
     """A clip of that many frames, without their pixels."""
-    return Prepared({VIDEO_COUNTS: torch.tensor([count])}, {"tiles": count}, str(count), count)
+    return Prepared({VIDEO_COUNTS: torch.tensor([count], device="cpu")}, {"tiles": count}, str(count), count)
 
 
 def view_sizes(tensors: dict[str, Tensor], grid: Grid) -> Prepared:
@@ -71,7 +71,7 @@ def view_sizes(tensors: dict[str, Tensor], grid: Grid) -> Prepared:
 
 def crop_pixels(crops: list[Image.Image], side: int, normalization: Normalization) -> Tensor:
     """(crops, 3, side, side), of no crops too."""
-    return normalization(crops) if crops else torch.zeros(0, 3, side, side)
+    return normalization(crops) if crops else torch.zeros(0, 3, side, side, dtype=torch.float32, device="cpu")
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class ProcessedTiles(Preparation):
 
     def image(self, image: Image.Image) -> Prepared:
         """As many tiles as the processor says."""
-        tiles = self.processor(images=[image], return_tensors="pt")["pixel_values"]
+        tiles = processed(self.processor, image)["pixel_values"]
         return of_tiles(tiles.flatten(0, -4))
 
     def image_sizes(self, width: int, height: int) -> Prepared:

@@ -37,7 +37,7 @@ class FusedAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, tokens, hidden_size) to the same."""
-        qkv = self.qkv_proj(x).unflatten(-1, (3, self.num_heads, -1))
+        qkv = torch.unflatten(self.qkv_proj(x), -1, (3, self.num_heads, -1))
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         attended = F.scaled_dot_product_attention(q, k, v)
         y: Tensor = self.out_proj(attended.transpose(1, 2).flatten(2))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.modules.blocks import check_tiles
 from fxsplit_encoder.modules.clip_encoder import ClipConfig, ClipEncoder
-from fxsplit_encoder.modules.folded import refresh_tables, sides_of, tables_of
+from fxsplit_encoder.modules.folded import FoldedTables, sides_of
 from fxsplit_encoder.modules.sam import SamConfig, SamVisionModel
 
 # SAM's two strided convolutions each halve the grid.
@@ -65,7 +65,7 @@ class DeepseekOcrVisionModel(nn.Module):
         self.projector = _Projector(2 * config.clip.hidden_size, config.out_hidden_size)
         self.image_newline = nn.Parameter(torch.zeros(config.out_hidden_size))
         self.view_seperator = nn.Parameter(torch.zeros(config.out_hidden_size))
-        self._tables = tables_of(self)
+        self._tables = FoldedTables(self)
 
     def forward(self, pixel_values: Tensor) -> Tensor:
         """(tiles, 3, size, size) to (tiles, side * side, out_hidden_size), row by row.
@@ -78,7 +78,7 @@ class DeepseekOcrVisionModel(nn.Module):
         """
         check_tiles(pixel_values, (self.config.base_size, self.config.image_size))
         if not torch.compiler.is_compiling():
-            refresh_tables(self._tables)
+            self._tables.refresh()
         local = self.sam_model(pixel_values)
         context = self.vision_model(local)
         rows: Tensor = self.projector(torch.cat((context[:, 1:], local.flatten(2).transpose(1, 2)), dim=-1))

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from operator import attrgetter
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fxsplit_encoder._torch.tensors import version_of
+from fxsplit_encoder.compile.derived import DerivedParameter, DerivedParameters
 
 
 class FoldedTable(nn.Module):
@@ -31,54 +31,74 @@ class FoldedTable(nn.Module):
         self.source = source
         self.compute = compute
         self.sides = sorted(set(sides))
-        self._made_from: tuple[Any, ...] | None = None
 
     def forward(self, side: int) -> Tensor:
-        """The table of a side, as the last `refresh_tables` made it."""
+        """The table of a side, as `FoldedTables.refresh` made it."""
         return self.get_buffer(f"side_{side}")
 
+    def keep(self, side: int, values: Tensor) -> None:
+        """Takes the values of a side, into the same memory if they fit there: captures read it."""
+        old = getattr(self, f"side_{side}", None)
+        if old is not None and (old.shape, old.dtype, old.device) == (
+            values.shape,
+            values.dtype,
+            values.device,
+        ):
+            old.copy_(values)
+        else:
+            self.register_buffer(f"side_{side}", values.clone(), persistent=False)
+
+
+class FoldedTables:
+    """The folded tables inside a module, which follow their parameters as derived parameters do."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._tables = [
+            (parent, child)
+            for parent in module.modules()
+            for child in parent.children()
+            if isinstance(child, FoldedTable)
+        ]
+        self._sides = [(table, side) for _, table in self._tables for side in table.sides]
+        self._placement: list[tuple[torch.dtype, torch.device]] = []
+        self._derived = DerivedParameters()
+        self._stamp: object = None
+
+    @torch.inference_mode(False)
     @torch.no_grad()
-    def refresh(self, parameter: Tensor) -> None:
-        """Computes the tables again if the parameter has changed, into the same memory: captures read it."""
-        version = None if parameter.is_inference() else version_of(parameter)
-        made_from = (parameter.data_ptr(), version, parameter.dtype, parameter.device)
-        if made_from == self._made_from:
+    def refresh(self) -> None:
+        """Brings the tables up to date with their parameters; about a microsecond for one that is.
+
+        A traced or captured forward must find them so: it leaves them as they are.
+        """
+        if not self._tables:
             return
-        for side in self.sides:
-            table = self.compute(parameter, side).contiguous()
-            old = getattr(self, f"side_{side}", None)
-            if old is not None and (old.shape, old.dtype, old.device) == (
-                table.shape,
-                table.dtype,
-                table.device,
-            ):
-                old.copy_(table)
-            else:
-                self.register_buffer(f"side_{side}", table.clone(), persistent=False)
-        self._made_from = made_from
+        parameters = [attrgetter(table.source)(parent) for parent, table in self._tables]
+        placement = [(each.dtype, each.device) for each in parameters]
+        if placement != self._placement:
+            self._placement, self._derived = placement, DerivedParameters(self._recipes())
+        slots = [*parameters, *[None] * len(self._sides)]
+        self._derived.fill(slots)
+        if self._derived.stamp is not self._stamp:
+            for (table, side), values in zip(self._sides, slots[len(parameters) :], strict=True):
+                table.keep(side, values)
+            self._stamp = self._derived.stamp
+        self._derived.compare()
+
+    def outdate(self) -> None:
+        """Has the next `refresh` compute all tables."""
+        self._derived.outdate()
+
+    def _recipes(self) -> Iterable[DerivedParameter]:
+        slot = len(self._tables)
+        for source, (_, table) in enumerate(self._tables):
+            for side in table.sides:
+                yield DerivedParameter(slot, (source,), functools.partial(_table, table.compute, side))
+                slot += 1
 
 
-Tables = list[tuple[nn.Module, FoldedTable]]
-"""Folded tables, each with the module whose parameter it is made from."""
-
-
-def tables_of(module: nn.Module) -> Tables:
-    """The folded tables inside a module."""
-    return [
-        (parent, child)
-        for parent in module.modules()
-        for child in parent.children()
-        if isinstance(child, FoldedTable)
-    ]
-
-
-def refresh_tables(tables: Tables) -> None:
-    """Brings tables up to date with their parameters; about a microsecond for one that is.
-
-    A traced or captured forward must find them so: it leaves them as they are.
-    """
-    for parent, table in tables:
-        table.refresh(functools.reduce(getattr, table.source.split("."), parent))  # type: ignore[arg-type]
+def _table(compute: Callable[[Tensor, int], Tensor], side: int, parameter: Tensor) -> Tensor:
+    return compute(parameter, side).clone(memory_format=torch.contiguous_format)  # it may be the parameter
 
 
 # --- what is folded

@@ -163,14 +163,14 @@ class _Attention(nn.Module):
 
     def forward(self, x_NHWC: Tensor) -> Tensor:
         side = x_NHWC.shape[1]
-        qkv = self.qkv(x_NHWC.flatten(1, 2)).unflatten(-1, (3, self.num_heads, -1))
+        qkv = torch.unflatten(self.qkv(x_NHWC.flatten(1, 2)), -1, (3, self.num_heads, -1))
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        grid = q.unflatten(2, (side, side))
+        grid = torch.unflatten(q, 2, (side, side))
         rows = torch.einsum("nayxc,ykc->nayxk", grid, self.row_distances(side))
         columns = torch.einsum("nayxc,xkc->nayxk", grid, self.column_distances(side))
         bias = (rows[..., :, None] + columns[..., None, :]).flatten(4, 5).flatten(2, 3)
         attended = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
-        y_NHWC: Tensor = self.proj(attended.transpose(1, 2).flatten(2)).unflatten(1, (side, side))
+        y_NHWC: Tensor = torch.unflatten(self.proj(attended.transpose(1, 2).flatten(2)), 1, (side, side))
         return y_NHWC
 
 

@@ -20,10 +20,9 @@ from fxsplit_encoder.modules.blocks import (
 )
 from fxsplit_encoder.modules.folded import (
     FoldedTable,
-    refresh_tables,
+    FoldedTables,
     resized_positions,
     sides_of,
-    tables_of,
 )
 
 # The model was trained with its class token four times over, so that the length divides by eight ranks.
@@ -61,7 +60,7 @@ class Step3VisionModel(nn.Module):
         self.vit_downsampler = nn.Conv2d(config.hidden_size, channels, 2, stride=2)
         self.vit_downsampler2 = nn.Conv2d(channels, 2 * channels, 3, stride=2, padding=1)
         self.vit_large_projector = nn.Linear(2 * channels, config.out_hidden_size, bias=config.projector_bias)
-        self._tables = tables_of(self)
+        self._tables = FoldedTables(self)
 
     def forward(self, pixel_values: Tensor) -> Tensor:
         """(tiles, 3, size, size) to (tiles, tokens, out_hidden_size), row by row.
@@ -74,10 +73,10 @@ class Step3VisionModel(nn.Module):
         """
         check_tiles(pixel_values, (self.config.image_size, self.config.crop_size))
         if not torch.compiler.is_compiling():
-            refresh_tables(self._tables)
+            self._tables.refresh()
         side = pixel_values.shape[-1] // self.config.patch_size
         tokens = self.vision_model(pixel_values)[:, _CLASS_TOKENS:]
-        x_NCHW = tokens.transpose(1, 2).unflatten(2, (side, side))
+        x_NCHW = torch.unflatten(tokens.transpose(1, 2), 2, (side, side))
         features = self.vit_downsampler2(self.vit_downsampler(x_NCHW)).flatten(2).transpose(1, 2)
         rows: Tensor = self.vit_large_projector(features)
         return rows

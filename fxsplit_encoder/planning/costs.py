@@ -109,6 +109,9 @@ class PathCosts:
     max_segments: Mapping[int, int] = field(default_factory=dict)
     """The attention segments that a budget's capture holds; one that is left out holds any number."""
 
+    max_tokens: Mapping[int, int] = field(default_factory=dict)
+    """The output tokens that a budget's capture holds; one that is left out holds the budget."""
+
     measured: bool = True
     """Whether the costs are milliseconds; if not, they only compare with one another."""
 
@@ -198,6 +201,9 @@ class PathTable:
         assert not budgets or budgets[-1] <= largest, "a budget lies above the largest batch"
         self.path_costs = path_costs
         self.budgets = budgets
+        held = [min(budget, path_costs.max_tokens.get(budget, budget)) for budget in budgets]
+        self.holds = tuple(itertools.accumulate(reversed(held), min))[::-1]
+        """Output tokens that every budget from each one on holds."""
         self.largest = largest
         self.skippable = skippable
         self.always_held = min((count for count in max_segments if count is not None), default=None)
@@ -229,7 +235,7 @@ class PathTable:
             segments: its attention segments; None: not known, and not limited.
             smallest: whether to take the smallest budget that holds it, whatever it costs.
         """
-        position = bisect_left(self.budgets, tokens)
+        position = bisect_left(self.holds, tokens)
         if segments is not None and self.always_held is not None and segments > self.always_held:
             position = max(position, self._first_that_holds(segments))
         if position == len(self.budgets):
@@ -306,7 +312,7 @@ class PathTable:
     def _replay_table(self, one_segment: bool) -> NDArray[np.float64]:
         prices = self._prices[one_segment]
         cheapest = np.array([*(prices[i] for i in self._cheapest[one_segment]), np.inf])
-        return cheapest[np.searchsorted(self.budgets, np.arange(self.largest + 2))]
+        return cheapest[np.searchsorted(self.holds, np.arange(self.largest + 2))]
 
     @functools.cached_property
     def _fallbacks(self) -> NDArray[np.float64]:
@@ -337,7 +343,7 @@ class PathTable:
     def _tokens_for_segments(self) -> NDArray[np.int64]:
         """The tokens that each number of segments is worth: more than the last budget too small for them."""
         most = max((count for count in self.max_segments if count is not None), default=0)
-        above = [0, *(budget + 1 for budget in self.budgets[:-1]), self.largest + 1]
+        above = [0, *(held + 1 for held in self.holds[:-1]), self.largest + 1]
         return np.array([above[self._first_that_holds(count)] for count in range(most + 2)])
 
 

@@ -114,6 +114,19 @@ class Plan:
                 counts[batch.reason] += len(batch.indices)
         return dict(counts)
 
+    def by_the_tower(self, reason: MissReason) -> "Plan":
+        """The same batches, all through the tower's own forward."""
+        batches = tuple(
+            batch._replace(
+                paths={
+                    name: path if path.skipped else PathPlan(path.tokens, None, reason, eager=True)
+                    for name, path in batch.paths.items()
+                }
+            )
+            for batch in self.batches
+        )
+        return Plan(batches, self.num_items)
+
     @property
     def milliseconds(self) -> float | None:
         """The predicted time of all batches; None if one of them is not known."""

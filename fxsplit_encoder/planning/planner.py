@@ -133,8 +133,10 @@ class _Path:
 
     @property
     def budgets(self) -> tuple[int, ...]:
-        """What the greedy packings pack for: budgets that were captured, or not for being no faster."""
-        captured = self.table.budgets
+        """What the greedy packings pack for: what is held by budgets that were captured, or not for being no
+        faster.
+        """
+        captured = self.table.holds
         return tuple(sorted((*captured, *self.not_needed))) if self.not_needed else captured
 
     @property
@@ -180,8 +182,10 @@ class _Path:
             if not frames_fit:
                 return MissReason.TOO_MANY_FRAMES
             if not self._exact_serves(tokens, float("inf")):
-                captured = bool(self.table.budgets) and tokens <= self.table.budgets[-1]
-                return MissReason.TOO_MANY_SEGMENTS if captured else MissReason.NOT_CAPTURED
+                if not self.table.budgets or tokens > self.table.budgets[-1]:
+                    return MissReason.NOT_CAPTURED
+                held = tokens <= self.table.holds[-1]
+                return MissReason.TOO_MANY_SEGMENTS if held else MissReason.EXTENT_EXCEEDED
         return MissReason.EAGER_IS_FASTER if eager else MissReason.EXACT_IS_FASTER
 
 

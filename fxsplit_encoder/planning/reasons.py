@@ -33,8 +33,8 @@ class MissReason(StrEnum):
     """The tower captures nothing for this modality or kind of input."""
 
     EXTENT_EXCEEDED = "extent_exceeded"
-    """A value that the replay needs is larger than the captured buffer, or the captures have no buffer for
-    it."""
+    """A value that the replay needs is larger than the captured buffer, which may have fewer rows than its
+    budget asks for, or the captures have no buffer for it."""
 
     PADDING_UNPROVED = "padding_unproved"
     """The graph's rows may depend on one another, so it is never padded."""
@@ -53,14 +53,17 @@ class MissReason(StrEnum):
     """The call's arguments change what the tower returns, such as `output_hidden_states=True`."""
 
     GRADIENTS = "gradients"
-    """The tower is in training mode, or gradients are to be computed through it."""
+    """Gradients are to be computed through the tower."""
+
+    TRAINING = "training"
+    """A module of the tower is in training mode, and computes something else there."""
 
     AUTOCAST = "autocast"
     """The call runs under autocast, whose dtypes captures do not have."""
 
     FOREIGN_CODE = "foreign_code"
-    """The tower runs code that captures would leave out: hooks, adapter layers, another forward or a custom
-    attention function."""
+    """The tower runs code that captures would leave out: hooks, adapter layers, another forward, a custom
+    attention function, a transform of torch.func, or a mode that sees each operation."""
 
     OFFLOADED = "offloaded"
     """The tower's parameters are not all on one device."""
@@ -70,3 +73,7 @@ class MissReason(StrEnum):
 
     UNCAPTURED_OUTPUT = "uncaptured_output"
     """An output was read that captures do not make, such as hidden states: the tower itself computed it."""
+
+
+BY_THE_TOWER = frozenset({MissReason.TRAINING, MissReason.FOREIGN_CODE})
+"""Why nothing but the tower's own forward may serve."""

@@ -52,7 +52,8 @@ class Layer:
         generator = torch.Generator().manual_seed(0)
 
         def noise(size: int) -> Tensor:
-            return torch.randn(size, generator=generator).to(self.device, self.dtype)
+            made = torch.randn(size, generator=generator, dtype=torch.float32, device="cpu")
+            return made.to(self.device, self.dtype)
 
         rows = noise(count * self.in_features).view(count, self.in_features)
         extents = zip((self.in_features, self.out_features), self.strides, strict=True)

@@ -16,6 +16,7 @@ from fxsplit_encoder.parts import Parts
 from fxsplit_encoder.planning import MissReason
 from fxsplit_encoder.planning.costs import PathCosts
 from fxsplit_encoder.planning.plan import PathPlan
+from fxsplit_encoder.planning.reasons import BY_THE_TOWER
 from fxsplit_encoder.runtime.measure import KnownCosts, MeasuredForward
 from fxsplit_encoder.runtime.scope import CaptureScope
 from fxsplit_encoder.runtime.unpadded import UnpaddedReplays
@@ -83,6 +84,8 @@ class CapturedProgram:
         self.shared = SharedBuffers()
         self.segment_capacity: dict[int, int] = {}
         """The attention segments that a captured budget holds; without an entry for a forward without any."""
+        self.token_capacity: dict[int, int] = {}
+        """The output tokens that a captured budget holds."""
         self.notes: list[str] = []
         """What was dropped or runs in another way than asked, and why."""
         self.measured = MeasuredForward()
@@ -188,10 +191,16 @@ class CapturedProgram:
                 full = self.captured[budget].must_be_full
                 what = "it gives other results than the forward" if full else "padding changes its results"
                 self.ladder.drop(budget, f"{what}: {change or 'on another rank'}")
+        if is_new and budget in self.captured:
+            self.token_capacity[budget] = self.tokens_held(budget)
         if budget in self.ladder.replaced:
             self.note(f"{self.label}: budget {budget} is {self.ladder.replaced[budget]}")
         if budget in self.ladder.dropped:
             self.note(f"{self.label}: budget {budget} is dropped: {self.ladder.dropped[budget]}")
+
+    def tokens_held(self, budget: int) -> int:
+        """Output tokens that the capture of a budget has room for."""
+        return budget
 
     def _must_compare(self) -> bool:
         """Whether a capture has to show that padding leaves its results alone: where only the tower's word
@@ -261,7 +270,8 @@ class CapturedProgram:
     def costs(self) -> PathCosts:
         """What was measured, or an order of preference where nothing was."""
         compiled = self.forward.region is not None
-        return self.measured.with_captures(self.ladder, self.segment_capacity, compiled=compiled)
+        costs = self.measured.with_captures(self.ladder, self.segment_capacity, compiled=compiled)
+        return replace(costs, max_tokens=self.token_capacity)
 
     def expect(self, known: KnownCosts) -> None:
         """Takes over what was measured elsewhere of this forward, on a device of the same kind: nothing of it
@@ -344,6 +354,8 @@ class CapturedProgram:
 
     def miss_reason(self, planned: PathPlan) -> MissReason:
         """Why a planned batch that nothing served counts as a miss."""
+        if planned.reason in BY_THE_TOWER:
+            return planned.reason
         reason = None
         if self.recurring_counts == "hits":
             reason = self.unpadded.reason(planned)

@@ -10,7 +10,7 @@ import torch
 
 from fxsplit_encoder.attention import KernelChooser
 from fxsplit_encoder.config import EncoderConfig
-from fxsplit_encoder.kernels import Chooser, KernelMeasurements, choosing
+from fxsplit_encoder.kernels import Chooser, KernelMeasurements, choosing, failing
 from fxsplit_encoder.products import ProductChooser
 
 
@@ -39,6 +39,15 @@ class Choosers:
         """
         for chooser in self.all:
             chooser.check(device)
+
+    def failures(self, device: torch.device) -> list[str]:
+        """The kernels that raise on a device, a line for each operation and reason."""
+        names: dict[tuple[str, str], list[str]] = {}
+        for chooser in self.all:
+            measurements = chooser.measurements
+            for name, reason in failing(measurements.table(device)).items():
+                names.setdefault((measurements.shape.operation, reason), []).append(name)
+        return [f"{operation}: {', '.join(each)}: {reason}" for (operation, reason), each in names.items()]
 
     def choosing(self) -> choosing:
         """Inside, these decide."""

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from fxsplit_encoder._torch.around import foreign_around
 from fxsplit_encoder._torch.dynamo import allow_no_frame, not_traced
 from fxsplit_encoder._torch.grad_mode import without_autograd
 from fxsplit_encoder._torch.tensors import share_names, tensors_of
 from fxsplit_encoder.compile.blocks import ChangedBlocksError
 from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.planning import MissReason
 from fxsplit_encoder.protocol import scatter_output_slices
 from fxsplit_encoder.towers.options import matters, settle, without_inference_tensors
 
@@ -70,8 +73,8 @@ class WrappedTower(nn.Module):
         self.registered_name = register_tower(self)
         self.blocks_as_traced = _next_name("blocks")
         """Another string when blocks have changed: Dynamo's guards see it, and it traces again."""
-        self.eager_calls = 0
-        """Calls that the tower itself served, for options that change what it returns."""
+        self.eager_calls = Counter[MissReason]()
+        """Calls that the tower itself served, by why."""
         self._first_parameters, self._first_name = first_parameter(tower)
 
     def __getattr__(self, name: str) -> Any:
@@ -100,8 +103,8 @@ class WrappedTower(nn.Module):
         inference mode too. This frame is not compiled, nor what it calls but the forward.
         """
         call = _settle(self, args, kwargs)
-        if call.is_eager:
-            return _call_uncompiled(self, args, kwargs)
+        if call.eager is not None:
+            return _call_uncompiled(self, args, kwargs, call.eager)
         if call.runs_as_it_is:
             output = self._call_compiled(call)
         else:
@@ -194,7 +197,8 @@ class _Call(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     returns_dict: bool
-    is_eager: bool = False
+    eager: MissReason | None = None
+    """Why the tower itself serves it."""
     runs_as_it_is: bool = False
     """Whether gradients are asked for, or nobody asks for them and tensors are ordinary ones."""
 
@@ -203,7 +207,9 @@ class _Call(NamedTuple):
 def _settle(module: WrappedTower, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
     options = settle(kwargs, module.input_names, module.matters)
     if options.changing or len(args) > len(module.input_names):
-        return _Call(args, kwargs, options.returns_dict, is_eager=True)
+        return _Call(args, kwargs, options.returns_dict, MissReason.OPTIONS)
+    if foreign_around() is not None:
+        return _Call(args, kwargs, options.returns_dict, MissReason.FOREIGN_CODE)
     if torch.is_grad_enabled() and _needs_gradients([*args, *options.kept.values()], module.parameters()):
         return _Call(*module.traced_inputs(args, options.kept), options.returns_dict, runs_as_it_is=True)
     args, kept = without_inference_tensors((args, options.kept))
@@ -215,8 +221,10 @@ def _settle(module: WrappedTower, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _call_uncompiled(module: WrappedTower, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    module.eager_calls += 1
+def _call_uncompiled(
+    module: WrappedTower, args: tuple[Any, ...], kwargs: dict[str, Any], reason: MissReason
+) -> Any:
+    module.eager_calls[reason] += 1
     allow_no_frame()
     # By position: a tower may have other names for its inputs than its adapter.
     named = [name for name in module.input_names[len(args) :] if name in kwargs]

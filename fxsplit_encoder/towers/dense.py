@@ -185,7 +185,7 @@ class DenseTower(TileTower):
             clips, frames = self._read_videos(videos, mm_kwargs.get(VIDEO_COUNTS))
             tensors += clips
             counts += frames
-        return tensors or [torch.zeros(0, *self.tile_shape)], counts
+        return tensors or [torch.zeros(0, *self.tile_shape, dtype=torch.float32, device="cpu")], counts
 
     def _read_videos(self, videos: Any, frames: Any) -> tuple[list[Tensor], list[int]]:
         if isinstance(videos, list | tuple):

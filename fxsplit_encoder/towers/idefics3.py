@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,36 +18,45 @@ class Idefics3Tower(DenseTower):
     """Wraps `Idefics3VisionTransformer` and `SmolVLMVisionTransformer` for images of one size that fill it,
     as the tiles of these models do: positions are the same for all then.
 
-    An image's embedding is (patches, hidden_size), before the model's connector.
+    An image's embedding is (patches, hidden_size) of each of `layers`, before the model's connector.
 
     Args:
         height, width: of an image in pixels; None: the size that the configuration names.
+        layers: whose hidden states make an embedding: 0 is what goes into the first, None the tower's output.
     """
 
-    has_plain_blocks = True
-
-    def __init__(self, tower: nn.Module, height: int | None = None, width: int | None = None) -> None:
+    def __init__(
+        self,
+        tower: nn.Module,
+        height: int | None = None,
+        width: int | None = None,
+        layers: Sequence[int | None] = (None,),
+    ) -> None:
         config: Any = tower.config
         height, width = height or config.image_size, width or config.image_size
         super().__init__(
             tower,
             tile_shape=(config.num_channels, height, width),
-            tokens_per_tile=(height // config.patch_size) * (width // config.patch_size),
+            tokens_per_tile=(height // config.patch_size) * (width // config.patch_size) * len(layers),
             out_hidden_size=config.hidden_size,
         )
+        self.layers = layers
+        self.has_plain_blocks = [*layers] == [None]  # hidden states are what blocks return
         use_dense_attention(tower)
         self.positions = _positions(self.tower.embeddings, self.tile_shape)
         """(1, patches): rows of the position table."""
 
     def features(self, tiles: Tensor) -> Tensor:
-        """The last hidden state of images without padding, whose attention needs no mask."""
+        """The hidden states of images without padding, whose attention needs no mask."""
         tower = self.tower
         embeddings = tower.embeddings
         patches = embeddings.patch_embedding(tiles).flatten(2).transpose(1, 2)
         hidden = patches + embeddings.position_embedding(self.positions)
-        output = tower.encoder(inputs_embeds=hidden, attention_mask=None)
-        features: Tensor = tower.post_layernorm(output.last_hidden_state)
-        return features
+        states = [hidden]
+        for layer in tower.encoder.layers:
+            states.append(layer(states[-1], None))
+        parts = [tower.post_layernorm(states[-1]) if n is None else states[n] for n in self.layers]
+        return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
 
     def call(self, tiles: Tensor) -> Any:
         """The same in the tower's own output."""

@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 
+from fxsplit_encoder._torch.dispatch import tree_leaves
+
 _IGNORED = frozenset(
     {
         *("use_cache", "cache_position", "logits_to_keep", "num_items_in_batch"),
         *("vision_feature_layer", "vision_feature_layers", "vision_feature_select_strategy"),
-        *("vision_aspect_ratio", "batch_num_images"),
+        *("vision_aspect_ratio", "batch_num_images", "output_router_logits"),
     }
 )
 """What is meant for a language model, or for the model around a tower, and a tower ignores."""
@@ -60,6 +62,40 @@ def settle(
 def matters(name: str, value: Any) -> bool:
     """Whether an option changes what any tower returns; None is what leaving it out means."""
     return not (value is None or name in _IGNORED or (name in _OFF and value is False))
+
+
+class _ArgumentReadError(Exception):
+    """An argument was read."""
+
+
+class _Argument:
+    """In the place of an argument: any use of it is an error."""
+
+    def _raise(self, *args: Any, **kwargs: Any) -> Any:
+        raise _ArgumentReadError
+
+    __getattribute__ = __call__ = __enter__ = _raise
+
+
+_KEPT = {*vars(_Argument), *("__new__", "__init__", "__init_subclass__", "__subclasshook__", "__class__")}
+for _name in {*dir(torch.Tensor), *dir(tuple)} - _KEPT | {"__hash__"}:
+    if _name.startswith("__") and callable(getattr(torch.Tensor, _name, _name)):
+        setattr(_Argument, _name, _Argument.__call__)
+
+
+def reads_argument(call: Callable[[dict[str, Any]], Any], name: str) -> bool:
+    """Whether a forward reads an argument: it uses it, refuses it, or returns something else.
+
+    Args:
+        call: the forward with these further arguments.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        plain = tree_leaves(call({}).to_tuple())
+        try:
+            probed = tree_leaves(call({name: _Argument()}).to_tuple())
+        except (_ArgumentReadError, TypeError, ValueError, RuntimeError):
+            return True
+    return len(plain) != len(probed) or not all(map(torch.equal, plain, probed))
 
 
 def without_inference_tensors(values: Any) -> Any:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fxsplit_encoder._torch.dynamo import Marks, mark_dynamic, mark_static, mark_unbacked
 from fxsplit_encoder._torch.staging import to_device
+from fxsplit_encoder.capture.inputs import example_values
 from fxsplit_encoder.capture.segments import full_cu_seqlens, segment_capacity
 from fxsplit_encoder.compile import HostOp, register_host_op
 from fxsplit_encoder.errors import InputError
@@ -191,8 +192,8 @@ class PackedTower(PackedItems):
     def example_inputs(self) -> tuple[Tensor, Tensor]:
         """Patches and the grid of one image of the smallest budget's size."""
         rows = self.min_item_tokens * self.rows_per_token
-        patches = torch.randn(rows, self.patch_features, device=self.device, dtype=self.dtype)
-        return patches, torch.tensor([[1, self.merge_size, rows // self.merge_size]])
+        patches = example_values((rows, self.patch_features), self.device, self.dtype)
+        return patches, torch.tensor([[1, self.merge_size, rows // self.merge_size]], device="cpu")
 
     # --- the manager's protocol
 
@@ -254,7 +255,7 @@ class PackedTower(PackedItems):
         for name, factor in self.segment_inputs.items():
             capacity = factor * (segments + 1)
             values[name] = full_cu_seqlens(capacity, rows, 1 if factor == 1 else capacity)
-        pixels = torch.randn(rows, self.patch_features, device=device, dtype=dtype)
+        pixels = example_values((rows, self.patch_features), device, dtype)
         # Copies: replays write to these tensors, and metadata may be what a cache of frames holds.
         moved = {name: value.to(device=device, copy=True) for name, value in values.items()}
         return EncoderCudaGraphCaptureInputs({"pixel_values": pixels, **moved})

@@ -244,4 +244,4 @@ class PackedItems(WrappedTower):
     def flat_patches(self, patches: Sequence[Tensor]) -> list[Tensor]:
         """(patches, features) of every tensor of a request; one without rows if there is none."""
         flat = [part.flatten(1) if part.dim() > 2 else part for part in patches]
-        return flat or [torch.zeros(0, self.patch_features)]
+        return flat or [torch.zeros(0, self.patch_features, dtype=torch.float32, device="cpu")]

@@ -8,19 +8,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxsplit_encoder._torch.tensors import version_of
 from fxsplit_encoder.attention.hugging_face import use_dense_attention
 from fxsplit_encoder.towers.dense import DenseTower
 
 _MOST_SHAPES = 512
 
+# A patch's row and column, and how many of them its image has: high digits, then low ones, since 16 bits of a
+# floating point number are exact to 256 alone.
+_DIGIT = 256
+_PLACE = 8
+
 
 class Siglip2Tower(DenseTower):
     """Wraps `Siglip2VisionModel`.
 
-    A "tile" is an image as (1, patches, columns): the features of each patch, the row that the position table
-    has for it at this image's shape, and whether it is one of the image's. `images` makes them. So what
-    depends on shapes is made on the host, and the graph sees images of one size.
+    A "tile" is an image as (1, patches, columns): the features of each patch, its place in an image of this
+    shape, and whether it is one of the image's. `images` makes them. So the graph sees images of one size,
+    and computes positions of any shape from the table as it is then.
 
     An image's embedding is (patches + 1, hidden_size): the last hidden state, and the pooled one where the
     tower has a head.
@@ -39,25 +43,42 @@ class Siglip2Tower(DenseTower):
         pools = bool(getattr(tower, "use_head", True))
         super().__init__(
             tower,
-            tile_shape=(1, patches, self.patch_features + self.width + 1),
+            tile_shape=(1, patches, self.patch_features + _PLACE + 1),
             tokens_per_tile=patches + pools,
             out_hidden_size=self.width,
         )
         self.patches = patches
         self.pools = pools
-        self._positions: dict[tuple[Any, ...], Tensor] = {}
+        self._places: dict[tuple[Any, ...], Tensor] = {}
         use_dense_attention(tower)
 
     def features(self, tiles: Tensor) -> Tensor:
         """The last hidden state of every patch, also of those that are none, then the pooled one."""
         tower = self.tower
-        columns = [self.patch_features, self.width, 1]
-        pixels, positions, own = torch.split(tiles[:, 0], columns, dim=-1)
+        columns = [self.patch_features, _PLACE, 1]
+        pixels, places, own = torch.split(tiles[:, 0], columns, dim=-1)
         mask = own[..., 0] > 0.5
-        hidden = tower.embeddings.patch_embedding(pixels) + positions
+        hidden = tower.embeddings.patch_embedding(pixels) + self._positions(places)
         output = tower.encoder(inputs_embeds=hidden, attention_mask=mask[:, None, None])
         hidden = tower.post_layernorm(output.last_hidden_state)
         return torch.cat([hidden, self._pooled(hidden, mask)[:, None]], dim=1) if self.pools else hidden
+
+    def _positions(self, places: Tensor) -> Tensor:
+        """(tiles, patches, hidden_size): the position table resized to each image's shape, as by the tower
+        itself: along each axis with the weights of a triangle, which is wider where the shape is smaller.
+        """
+        embeddings = self.tower.embeddings
+        table, side = embeddings.position_embedding.weight, embeddings.position_embedding_size
+        high, low = places.float().chunk(2, dim=-1)
+        index, size = (_DIGIT * high + low)[..., None].chunk(2, dim=-2)
+        scale = side / size.clamp(min=1)  # a tile that is no image has none
+        entries = torch.arange(side, device=places.device, dtype=torch.float32)
+        distance = (entries + 0.5 - scale * (index + 0.5)).abs() / scale.clamp(min=1)
+        weights = (1 - distance).clamp(min=0)
+        rows, columns = (weights / weights.sum(dim=-1, keepdim=True)).unbind(dim=-2)
+        both = (rows[..., :, None] * columns[..., None, :]).flatten(-2)
+        positions: Tensor = (both @ table.float()).to(table.dtype)
+        return positions
 
     def _pooled(self, hidden: Tensor, mask: Tensor) -> Tensor:
         """The tower's head: attention of one probe over an image's patches. The head itself asks the host
@@ -81,21 +102,20 @@ class Siglip2Tower(DenseTower):
             shapes: rows and columns of every image.
         """
         weight: Tensor = self.tower.embeddings.patch_embedding.weight
-        positions = torch.stack([self._positions_of(shape) for shape in shapes])
+        places = torch.stack([self._places_of(shape, weight) for shape in shapes])
         own = mask.to(weight.device, weight.dtype)[..., None]
-        return torch.cat([pixels.to(weight.device, weight.dtype), positions, own], dim=-1)[:, None]
+        return torch.cat([pixels.to(weight.device, weight.dtype), places, own], dim=-1)[:, None]
 
-    def _positions_of(self, shape: tuple[int, int]) -> Tensor:
-        """(patches, hidden_size): the position table resized, as the tower itself does it."""
-        embeddings: Any = self.tower.embeddings
-        table: Tensor = embeddings.position_embedding.weight
-        version = None if table.is_inference() else version_of(table)
-        key = (shape, table.data_ptr(), version, table.dtype, table.device)
-        if key not in self._positions:
-            if len(self._positions) >= _MOST_SHAPES:
-                self._positions.clear()
-            side = embeddings.position_embedding_size
-            self._positions[key] = embeddings.resize_positional_embeddings(
-                table.view(side, side, -1), torch.tensor([shape]), max_length=self.patches
-            )[0]
-        return self._positions[key]
+    def _places_of(self, shape: tuple[int, int], like: Tensor) -> Tensor:
+        """(patches, digits): where the patches of an image are; those that are none lie at the first."""
+        key = (shape, like.dtype, like.device)
+        if key not in self._places:
+            if len(self._places) >= _MOST_SHAPES:
+                self._places.clear()
+            height, width = shape
+            places = torch.tensor([0, 0, height, width], device="cpu").repeat(self.patches, 1)
+            patch = torch.arange(height * width, device="cpu")
+            places[: height * width, 0], places[: height * width, 1] = patch // width, patch % width
+            digits = torch.cat([places // _DIGIT, places % _DIGIT], dim=-1)
+            self._places[key] = digits.to(like.device, like.dtype)
+        return self._places[key]

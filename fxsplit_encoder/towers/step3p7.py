@@ -96,7 +96,7 @@ class Step3p7Tower(TiledTower):
         cos, sin = self.rotations(side).unbind(0)
         for layer in tower.layers:
             x_NSC = layer(x_NSC, position_embeddings=(cos, sin))
-        x_NCHW = x_NSC.transpose(1, 2).unflatten(2, (side, side))
+        x_NCHW = torch.unflatten(x_NSC.transpose(1, 2), 2, (side, side))
         features: Tensor = tower.downsampler2(tower.downsampler1(x_NCHW)).flatten(2).transpose(1, 2)
         return features
 

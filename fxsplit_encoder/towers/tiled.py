@@ -39,7 +39,8 @@ class TiledTower(TileTower):
     """A tower with two views behind the manager's protocol, and still a module with the tower's own forward.
 
     Every image has one tile in the "global" view and any number in the "local" one. `mm_kwargs` holds the
-    whole images in order, and the crops of all images one after the other (left out where no image has any).
+    whole images in order, and the crops of all images one after the other, or a list with an entry for each
+    image. Of an image without any they may be left out, or be a tile of zeros, an empty tensor or None.
 
     An adapter gives `count_key`, `crop_grids`, `select_grids`, `encode`, and where an image is more than the
     rows of its tiles, `num_tokens` and `assemble`.
@@ -183,13 +184,19 @@ class TiledTower(TileTower):
 
     def _tiles_of(self, mm_kwargs: dict[str, Any], path: str, grids: list[CropGrid]) -> list[Tensor]:
         view = self.views[path]
-        expected = len(grids) if path == "global" else sum(columns * rows for columns, rows in grids)
-        tiles = pixel_parts(mm_kwargs.get(view.input_name), view.input_name)
+        counts = [1 if path == "global" else columns * rows for columns, rows in grids]
+        expected, given = sum(counts), mm_kwargs.get(view.input_name)
+        present = given
+        if path == "local" and isinstance(given, list | tuple):
+            present = [part for part in given if part is not None]
+        tiles = pixel_parts(present, view.input_name)
         if expected == 0 and (path == "local" or not tiles):
             if tiles and mm_kwargs.get(self.count_key) is None:
                 self._check_unused(tiles, view.input_name)
-            # Processors fill the place of crops that do not exist with zeros.
-            return [tiles[0][:0] if tiles else torch.zeros(0, *view.shape)]
+            like = tiles[0] if tiles else torch.empty(0, dtype=torch.float32, device="cpu")
+            return [like.new_empty(0, *view.shape)]
+        if path == "local":
+            tiles = _real_crops(given, tiles, counts)
         shapes = [tuple(part.shape) for part in tiles]
         if any(shape[1:] != view.shape for shape in shapes) or sum(shape[0] for shape in shapes) != expected:
             raise InputError(
@@ -217,6 +224,26 @@ def read_counts(values: Any, name: str, length: int) -> list[tuple[int, ...]]:
         if min(row) < 0:
             raise InputError(f"{name}: expected {expected}; got {row}")
     return rows
+
+
+def _real_crops(given: Any, parts: Sequence[Tensor], counts: Sequence[int]) -> list[Tensor]:
+    """The crops that images have, without what stands where an image has none: None, an empty tensor or a
+    tile of zeros, as the models' processors make it of an image alone.
+
+    Args:
+        given: a tensor, or tensors, for each image or not.
+        parts: the same in a list without None.
+        counts: crops of every image.
+    """
+    expected, total = sum(counts), sum(part.shape[0] for part in parts)
+    if total != expected and isinstance(given, list | tuple) and len(given) == len(counts):
+        pairs = zip(given, counts, strict=True)
+        parts = [part for part, count in pairs if part is not None and (count or part.shape[0] > 1)]
+    elif total != expected:
+        starts = cumulative_lengths([max(count, 1) for count in counts]).tolist()
+        if total == starts[-1]:
+            return rows_of(parts, starts, [image for image, count in enumerate(counts) if count])
+    return [part for part in parts if part.shape[0]]
 
 
 def crops_in_a_row(mm_kwargs: dict[str, Any], name: str, whole_name: str) -> list[CropGrid]:

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
 from fxsplit_encoder._torch.dynamo import Marks, mark_static, mark_unbacked, maybe_mark_dynamic
+from fxsplit_encoder.capture.inputs import example_values
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.modules.folded import refresh_tables, tables_of
+from fxsplit_encoder.modules.folded import FoldedTables
 from fxsplit_encoder.protocol import (
     EncoderCudaGraphCaptureInputs,
     EncoderCudaGraphConfig,
@@ -85,7 +86,7 @@ class TileTower(WrappedTower):
         every batch; folds tables. The marks go on an alias: the caller's tensor stays as it is. Other sizes
         than a tile's are left to the tower.
         """
-        refresh_tables(self._tables)
+        self._tables.refresh()
         name = self.first_view.input_name
         if name in kwargs:
             kwargs = dict(kwargs)
@@ -100,7 +101,11 @@ class TileTower(WrappedTower):
 
     def fold_tables(self) -> None:
         """Finds the tables to keep up to date; an adapter that adds some calls it again."""
-        self._tables = tables_of(self)
+        self._tables = FoldedTables(self)
+
+    def outdate_tables(self) -> None:
+        """Has the next call compute the tables anew, see `fxsplit_encoder.refresh`."""
+        self._tables.outdate()
 
     @property
     def first_view(self) -> View:
@@ -125,7 +130,7 @@ class TileTower(WrappedTower):
 
     def example_inputs(self) -> tuple[Tensor]:
         """One tile."""
-        return (torch.randn(1, *self.first_view.shape, device=self.device, dtype=self.dtype),)
+        return (example_values((1, *self.first_view.shape), self.device, self.dtype),)
 
     # --- the manager's protocol
 
@@ -170,7 +175,7 @@ class TileTower(WrappedTower):
         Raises:
             InputError: it holds none.
         """
-        refresh_tables(self._tables)
+        self._tables.refresh()
         view = self.views[path]
         count = token_budget // view.tokens
         if count < 1:
@@ -179,14 +184,14 @@ class TileTower(WrappedTower):
                 f"{field}: {token_budget} has no room for a tile of {type(self.tower).__name__}; expected "
                 f"multiples of its {view.tokens} output tokens"
             )
-        pixels = torch.randn(count, *view.shape, device=device, dtype=dtype)
+        pixels = example_values((count, *view.shape), device, dtype)
         return EncoderCudaGraphCaptureInputs({view.input_name: pixels})
 
     def prepare_encoder_cudagraph_replay_buffers(
         self, mm_kwargs: dict[str, Any], max_batch_size: int, max_frames_per_batch: int, path: str = "default"
     ) -> EncoderCudaGraphReplayBuffers:
         """The batch's tiles on a path."""
-        refresh_tables(self._tables)
+        self._tables.refresh()
         tiles = one_or_several(self.tiles(mm_kwargs, path))
         return EncoderCudaGraphReplayBuffers({self.views[path].input_name: tiles})
 
@@ -196,7 +201,7 @@ class TileTower(WrappedTower):
 
     def encoder_eager_forward(self, mm_kwargs: dict[str, Any], path: str = "default") -> Tensor:
         """The same rows without a capture."""
-        refresh_tables(self._tables)
+        self._tables.refresh()
         return self.encode(torch.cat(self.tiles(mm_kwargs, path)).to(self.device, self.dtype), path)
 
 

@@ -117,6 +117,19 @@ SYMBOLS = [
     called("torch._subclasses.fake_tensor.FakeTensorMode.from_tensor", 2, "static_shapes"),
     called("torch.fx.experimental.proxy_tensor.make_fx", 1, "decomposition_table", "tracing_mode"),
     attribute("torch._functorch.aot_autograd.make_boxed_func._boxed_call", boxed_function),
+    # around
+    present("torch.nn.modules.module._global_forward_hooks"),
+    present("torch.nn.modules.module._global_forward_pre_hooks"),
+    present("torch._C._functorch.maybe_current_level"),
+    present("torch._C._len_torch_dispatch_stack"),
+    present("torch._C._len_torch_function_stack"),
+    called("torch.overrides._get_current_function_mode_stack", 0),
+    present("torch.utils._device.DeviceContext"),
+    # current_device
+    called("torch.overrides._get_current_function_mode_stack", 0),
+    called("torch.overrides._pop_mode", 0),
+    called("torch.overrides._push_mode", 1),
+    present("torch.utils._device.DeviceContext"),
     # device_wait
     called("torch.cuda._sleep", 1),
     # dispatch
@@ -125,6 +138,7 @@ SYMBOLS = [
     attribute("torch._ops.OpOverload._schema", lambda: torch.ops.aten.mm.default),
     called("torch.utils._python_dispatch.TorchDispatchMode", 0),
     present(f"{TREES}.TreeSpec"),
+    called(f"{TREES}.register_pytree_node", 3),
     called(f"{TREES}.tree_flatten", 1),
     called(f"{TREES}.tree_leaves", 1),
     called(f"{TREES}.tree_map_only", 3),
@@ -309,6 +323,7 @@ SYMBOLS = [
     attribute("transformers.PretrainedConfig._attn_implementation_internal", configuration),
     called("transformers.utils.output_capturing.maybe_install_capturing_hooks", 1),
     present("transformers.utils.output_capturing.install_output_capuring_hook"),
+    replace(called("transformers.utils.output_capturing.selected_hidden_states", 1), since="5.23"),
     called("transformers.initialization.no_init_weights", 0),
     called("transformers.models.llama4.modeling_llama4.Llama4VisionRotaryEmbedding._compute_freqs_ci", 1),
     Symbol("accelerate.hooks.add_hook_to_module._hf_hook", lambda: hooked_module()._hf_hook),

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from fxsplit_encoder._torch.modules import Held
 from fxsplit_encoder._torch.structure import Structure
 
 
@@ -21,10 +22,23 @@ class Block(nn.Module):
         self.second = nn.Sequential(nn.GELU(), nn.Linear(2, 2))
 
 
+class Config:
+    def __init__(self) -> None:
+        self.scales = {"first": 1.0}
+
+
 class Tower(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.norm, self.dropout = nn.LayerNorm(2), nn.Dropout()
+        self.config, self.levels, self.calls, self.unread = Config(), [1, 2], 0, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        for block in self.blocks:
+            x = block.first(x) * self.levels[0] * self.config.scales["first"]  # type: ignore[operator]
+        return self.dropout(self.norm(x))  # type: ignore[no-any-return]
 
 
 class Twice(nn.Linear):
@@ -64,6 +78,16 @@ CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
         "blocks.0.second.1: another hook than before",
     ),
     "a hook of its own": (lambda t: t.register_forward_hook(twice), "the tower: another hook than before"),
+    "a number": (lambda t: setattr(t.norm, "eps", 0.5), "norm: eps 0.5, which was 1e-05"),
+    "a number in a list": (lambda t: t.levels.append(3), "the tower: levels [1, 2, 3], which was [1, 2]"),
+    "a number of the configuration": (
+        lambda t: t.config.scales.update(first=2.0),
+        "config: scales {'first': 2.0}, which was {'first': 1.0}",
+    ),
+    "a name": (
+        lambda t: setattr(t.blocks[0].second[0], "approximate", "tanh"),
+        "blocks.0.second.0: approximate 'tanh', which was 'none'",
+    ),
     "a forward": (
         lambda t: setattr(t.blocks[0].first, "forward", twice),
         "blocks.0.first: another forward than before",
@@ -107,7 +131,13 @@ def test_weights_modes_and_other_attributes_change_nothing() -> None:
     tower.blocks[0].first.weight = nn.Parameter(torch.ones(2, 2))
     tower.blocks[0].cache = {}  # type: ignore[assignment]
     tower.half().float()
+    tower(torch.ones(2, 2))
+    tower.unread += 1
+    tower.blocks[0].first.in_features = 3  # type: ignore[union-attr, assignment]
+    tower.config = copy.deepcopy(tower.config)
     assert structure.is_unchanged()
+    tower.config.scales["first"] = 2.0
+    assert not structure.is_unchanged()
 
 
 def test_hooks_that_collect_outputs_count_as_none_and_others_beside_them_are_seen() -> None:
@@ -146,3 +176,44 @@ def test_around_captures_the_towers_own_hooks_and_forward_may_change() -> None:
     assert structure.is_unchanged()
     tower.blocks[0].register_forward_hook(twice)
     assert structure.change() == "blocks.0: another hook than before"
+
+
+def test_modules_in_training_are_those_that_compute_something_else_there() -> None:
+    tower = Tower().eval()
+    structure = Structure(tower)
+    tower.blocks.train()
+    tower.training = True
+    assert structure.in_training() is None and not any(structure.modes)
+    tower.dropout.train()
+    assert structure.in_training() == "dropout" and any(structure.modes)
+    tower.dropout.p = 0.0
+    assert Structure(tower).in_training() is None
+
+
+def test_the_order_of_modules_counts() -> None:
+    tower = nn.ModuleDict({"first": nn.Linear(2, 2), "second": nn.Linear(2, 2)})
+    structure = Structure(tower)
+    tower["first"] = tower.pop("first")
+    assert structure.change() == "modules in another order than before"
+
+
+def test_held_compares_by_identity_and_order() -> None:
+    class Incomparable:
+        def __eq__(self, other: object) -> bool:
+            raise AssertionError("compared by value")
+
+        __hash__ = None  # type: ignore[assignment]
+
+    first: dict[str, Any] = {"a": Incomparable(), "b": None}
+    last: dict[str, Any] = {"c": Incomparable()}
+    held = Held([first, last])
+    assert held.is_same()
+    last["d"] = 1
+    assert not held.is_same()
+    del last["d"]
+    assert held.is_same()
+    value = last.pop("c")
+    assert not held.is_same()
+    last["c"] = value
+    first["a"] = Incomparable()
+    assert not held.is_same()

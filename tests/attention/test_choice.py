@@ -363,6 +363,28 @@ def test_an_earlier_process_has_measured(tmp_path: Any) -> None:
     assert second.table(CUDA) == first.table(CUDA)
 
 
+def test_a_kernel_that_was_missing_is_compared_once_it_is_there(tmp_path: Any) -> None:
+    def measured(unavailable: str | None) -> list[tuple[AttentionShape, tuple[str, ...]]]:
+        kernels, meter = (
+            (BASE, FakeKernel("late", unavailable=unavailable)),
+            FakeMeter({"base": 2, "late": 1}),
+        )
+        cache = MeasurementCache({"gpu": "H"}, AttentionShape, ["base", "late"], tmp_path)
+        chooser = KernelChooser(measurements=Measurements(kernels, meter, lambda device: cache))
+        with measuring():
+            for _ in range(2):
+                assert chosen(chooser, shape(2048)) == ("base" if unavailable else "late")
+        return meter.measured
+
+    missing = "cannot import its package"
+    assert measured(missing) == []  # there is nothing to compare
+    other = MeasurementCache({"gpu": "H"}, AttentionShape, ["base", "late"], tmp_path)
+    other.store({shape(2048): Measured({"base": 2.0})}, CUDA)
+    assert measured(missing) == []
+    assert measured(None) == [(shape(2048), ("base", "late"))]
+    assert measured(None) == []
+
+
 def test_what_was_measured_elsewhere_is_not_measured_again() -> None:
     chooser, meter = make()
     with measuring():

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from fxsplit_encoder.attention.kernels import flash_cache
+from fxsplit_encoder.attention.kernels.flash_attn import FlashAttention4, _ignore_warning
 from fxsplit_encoder.attention.kernels.flash_cache import DIRECTORY, SWITCH, own_directory, switch_on
 
 
@@ -29,6 +32,19 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
         os.environ.pop(name, None)
         if name in before:
             os.environ[name] = before[name]
+
+
+def test_a_warning_of_the_compiler_for_every_variant_is_not_shown(recwarn: pytest.WarningsRecorder) -> None:
+    def warn(message: str) -> None:
+        where = {"filename": "dsl.py", "lineno": 1, "module": "cutlass.base_dsl.dsl"}
+        warnings.warn_explicit(message, UserWarning, **where)
+
+    _ignore_warning.cache_clear()  # pytest forgets filters after each test
+    FlashAttention4().package_problem(torch.device("cpu"))
+    warn("Argument aux_data (position 17) cannot be converted to a JitArgument for function 'f'")
+    assert recwarn.list == []
+    warn("Argument tile (position 17) cannot be converted to a JitArgument for function 'f'")
+    assert len(recwarn.list) == 1
 
 
 def test_it_is_on_by_default_in_a_directory_that_nobody_else_can_write() -> None:

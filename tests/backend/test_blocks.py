@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as modules
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.backend import dispatchers
+from fxsplit_encoder.backend.stats import stats_of_compiled
 from fxsplit_encoder.compile import trace
 from fxsplit_encoder.errors import CompileError, InputError
+from fxsplit_encoder.planning import MissReason
 
 GRID = torch.tensor([[1, 4, 6]])
 OPTIONS = {"token_budgets": [8, 16], "mode": "full"}
@@ -71,6 +74,27 @@ def test_a_block_that_is_no_longer_equal_computes_with_its_own_weights(inner: An
     linear.weight = weight
     module = compiled(wrapped)
     torch.testing.assert_close(features(module, pixels), features(inner, pixels), rtol=1e-4, atol=1e-5)
+
+
+def test_numbers_and_hooks_of_blocks_are_those_of_each_call(inner: Any, pixels: Tensor) -> None:
+    wrapped = fx.wrap(inner)
+    module = compiled(wrapped)
+    before = features(module, pixels)
+    inner.blocks[1].norm1.eps = 0.5
+    inner.merger.norm.register_forward_hook(lambda module, args, output: 2 * output)
+    after = features(module, pixels)
+    torch.testing.assert_close(after, features(inner, pixels), rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(before, after)
+    hook = modules.register_module_forward_hook(
+        lambda module, args, output: 2 * output if isinstance(module, nn.LayerNorm) else None
+    )
+    try:
+        with pytest.warns(UserWarning, match="global hooks"):
+            torch.testing.assert_close(features(module, pixels), features(inner, pixels))
+    finally:
+        hook.remove()
+    assert stats_of_compiled(module).misses[MissReason.FOREIGN_CODE] == 1
+    torch.testing.assert_close(features(module, pixels), after)
 
 
 @pytest.mark.slow

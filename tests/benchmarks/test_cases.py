@@ -83,6 +83,16 @@ def test_results_are_written_as_they_come(tmp_path: Path, monkeypatch: pytest.Mo
     assert json.loads(path.read_text("utf-8"))["rows"] == result["rows"]
 
 
+def test_results_name_the_versions_of_what_compiles_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("storage.importlib.metadata.version", lambda name: f"1 of {name}")
+    named = new_result("encoder")["attention packages"]
+    assert named["nvidia-cutlass-dsl"] == "1 of nvidia-cutlass-dsl"
+    assert {"flash-attn-4", "quack-kernels", "apache-tvm-ffi", "torch-c-dlpack-ext"} <= named.keys()
+    pinned = (ROOT / "constraints.txt").read_text()
+    for name in named.keys() - {"flash-attn", "flash-attn-3", "vllm"}:
+        assert f"\n{name}==" in pinned
+
+
 def test_requests_come_as_often_and_as_mixed_as_asked() -> None:
     media: Any = {"image": ["an image"], "video": ["a video"]}
     load = serving.arrivals({"image": 0.3, "video": 0.2}, media, 100.0, 20.0, 8, 3)

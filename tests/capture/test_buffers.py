@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -36,10 +37,50 @@ def test_a_buffer_without_a_token_dimension_is_replaced_whole() -> None:
     assert (scalar.tensor.item(), scalar.capacity) == (4.0, 1)
 
 
-@pytest.mark.parametrize("shape", [(5, 3), (4, 2), (4,), (4, 3, 1), ()])
+@pytest.mark.parametrize("shape", [(5, 3), (4, 2), (4,), (4, 3, 1)])
 def test_what_does_not_fit_is_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(ReplayError, match="x: got a value of shape"):
         StaticBuffer("x", torch.zeros(4, 3)).check(torch.zeros(shape))
+
+
+def pad_planes(buffer: torch.Tensor, value: torch.Tensor) -> None:
+    buffer.fill_(-1)
+    buffer[tuple(slice(size) for size in value.shape)].copy_(value)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4), st.integers(0, 2)), min_size=1, max_size=4))
+def test_a_padding_logic_pads_along_any_dimension(shapes: list[tuple[int, ...]]) -> None:
+    static = StaticInputs([StaticBuffer("x", torch.full((3, 4, 2), 7.0), 0, pad_planes)])
+    for number, shape in enumerate(shapes, start=1):
+        static.load({"x": torch.full(shape, float(number))})
+        expected = torch.full((3, 4, 2), -1.0)
+        pad_planes(expected, torch.full(shape, float(number)))
+        assert torch.equal(static.tensors["x"], expected)
+        if shape != (3, 4, 2):
+            with pytest.raises(ReplayError, match="may be padded"):
+                static.check_full({"x": torch.zeros(shape)})
+
+
+@pytest.mark.parametrize("shape", [(4, 4, 2), (3, 5, 2), (1, 1, 3), (3, 4), (3, 4, 2, 1)])
+def test_what_is_larger_in_a_dimension_than_a_padding_logic_has_room_for_is_refused(
+    shape: tuple[int, ...],
+) -> None:
+    buffer = StaticBuffer("x", torch.zeros(3, 4, 2), 0, pad_planes)
+    with pytest.raises(
+        ReplayError, match=r"x: got a value of shape .* \(3, 4, 2\); no dimension may be larger"
+    ):
+        buffer.check(torch.zeros(shape))
+
+
+@pytest.mark.parametrize("logic", [None, pad_planes])
+def test_a_number_fills_a_whole_buffer(logic: Any) -> None:
+    static = StaticInputs([StaticBuffer("x", torch.zeros(4, 3), 0, logic)])
+    static.load({"x": torch.tensor(5.0)})
+    static.check_full({"x": torch.tensor(5.0)})
+    assert static.tensors["x"].eq(5).all()
+    static.load({"x": torch.ones(2, 3)})
+    assert static.tensors["x"][:2].eq(1).all()
+    assert static.tensors["x"][2:].eq(0 if logic is None else -1).all()
 
 
 @pytest.mark.parametrize("order", [[0], [2, 0, 1], [0, 0, 1, 1], []])

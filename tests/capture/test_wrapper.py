@@ -10,7 +10,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fxsplit_encoder.attention.hugging_face import use_varlen_attention
-from fxsplit_encoder.capture import BreakableCUDAGraphCapture, BreakableCUDAGraphWrapper, GraphPool
+from fxsplit_encoder.capture import (
+    BreakableCUDAGraphCapture,
+    BreakableCUDAGraphWrapper,
+    GraphPool,
+    eager_break_during_capture,
+)
 from fxsplit_encoder.capture.wrapper import describe
 from fxsplit_encoder.errors import InputError
 
@@ -141,7 +146,88 @@ def test_what_a_replay_could_not_repeat_runs_eagerly(module: nn.Module, reason: 
         assert x.tolist() == [3.0, 1.0]
 
 
+class Sparse(nn.Module):
+    """Multiplies by a buffer without strides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("matrix", torch.tensor([[0.0, 2.0], [3.0, 0.0]]).to_sparse())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sparse.mm(self.matrix, x)
+
+
+class Function(nn.Module):
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Tensor) -> Tensor:
+        return self.function(*args)
+
+
+def nested(x: Tensor) -> Tensor:
+    return torch.nested.as_nested_tensor([x[:1], x]).to_padded_tensor(0.0)
+
+
+def quantized(x: Tensor) -> Tensor:
+    return torch.quantize_per_tensor(x, 0.1, 0, torch.qint8).dequantize()
+
+
+def is_positive(x: Tensor) -> bool:
+    return bool((x > 0).all())
+
+
+torch.library.define("wrapper_test::is_positive", "(Tensor x) -> bool")
+torch.library.impl("wrapper_test::is_positive", "CPU", is_positive)
+
+UNSTRIDED: dict[str, nn.Module] = {
+    "nested": Function(nested),
+    "sparse": Function(lambda x: x.to_sparse() @ x),
+    "compressed": Function(lambda x: x.to_sparse_csr() @ x),
+    "quantized": Function(quantized),
+    "mkldnn": Function(lambda x: x.to_mkldnn().to_dense()),
+    "held": Sparse(),
+    "returned by a break": Function(lambda x: eager_break_during_capture(Tensor.to_sparse)(x).to_dense()),
+    "branch of torch": Function(lambda x: x * 2 if torch.is_nonzero(x[0, 0] > 0) else x),
+    "branch of a library": Function(lambda x: x * 2 if torch.ops.wrapper_test.is_positive(x) else x),
+}
+
+
 @torch.no_grad()
+@pytest.mark.parametrize("name", UNSTRIDED)
+def test_values_without_strides_and_branches_on_values_run_eagerly(name: str) -> None:
+    module = UNSTRIDED[name].eval()
+    wrapper = BreakableCUDAGraphWrapper(module)
+    for x in (torch.ones(2, 2), -torch.eye(2)):
+        torch.testing.assert_close(wrapper(x), module(x))
+    assert wrapper.hits == 0 and list(wrapper.misses.values()) == [2]
+
+
+@torch.no_grad()
+def test_an_argument_without_strides_runs_eagerly() -> None:
+    wrapper, x = BreakableCUDAGraphWrapper(Function(Tensor.to_dense)), torch.eye(2)
+    wrapper.eval()
+    assert torch.equal(wrapper(x.to_sparse()), x)
+    ((reason, _),) = wrapper.misses.items()
+    assert "sparse_coo" in reason
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("left_aligned_first", [True, False])
+def test_masks_that_change_what_an_encoder_runs_never_replay_another_branch(left_aligned_first: bool) -> None:
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2).eval()
+    wrapper = BreakableCUDAGraphWrapper(encoder)
+    x, left = torch.randn(2, 4, 16), torch.tensor([[0, 0, 0, 1], [0, 0, 1, 1]], dtype=torch.bool)
+    masks = [left, left.flip(1)] if left_aligned_first else [left.flip(1), left]
+    for mask in (*masks, torch.zeros_like(left)):
+        torch.testing.assert_close(
+            wrapper(x, src_key_padding_mask=mask), encoder(x, src_key_padding_mask=mask)
+        )
+    assert sum(wrapper.misses.values()) == 3
+
+
 @torch.no_grad()
 def test_a_module_that_has_changed_is_captured_again(caplog: pytest.LogCaptureFixture) -> None:
     module = nn.Sequential(nn.Linear(8, 8), nn.GELU()).eval()

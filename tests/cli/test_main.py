@@ -142,8 +142,8 @@ def test_encode(
     assert ("hit" in result.stdout) == with_config
     assert ("nothing is captured" in result.stdout) != with_config
     assert ("capturing" in result.stderr) == with_config
-    image_format = IMAGE_FORMAT.updated({"image_mean": [0.4, 0.5, 0.6]})
-    inputs = load_inputs(photographs, BlockPatches(image_format, VIDEO_FORMAT))
+    formats = (each.updated({"image_mean": [0.4, 0.5, 0.6]}) for each in (IMAGE_FORMAT, VIDEO_FORMAT))
+    inputs = load_inputs(photographs, BlockPatches(*formats))
     with torch.no_grad():
         expected = block_eager(tiny_tower, inputs.mm_kwargs)
     with safe_open(output, framework="pt") as file:

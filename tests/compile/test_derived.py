@@ -1,3 +1,4 @@
+import copy
 import functools
 from typing import Any
 
@@ -6,7 +7,6 @@ import torch
 from torch import Tensor
 
 from fxsplit_encoder.compile.derived import DerivedParameter, DerivedParameters
-from fxsplit_encoder.errors import InputError
 
 from ..instructions import instructions
 
@@ -143,11 +143,53 @@ def test_other_parameters_are_seen_at_the_same_address(parameters: list[Any]) ->
     assert torch.equal(others[4], torch.full((2, 3), 20.0))
 
 
-def test_an_inference_tensor_is_refused(parameters: list[Any]) -> None:
+def test_what_comes_from_inference_tensors_is_computed_at_every_run(
+    parameters: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
     with torch.inference_mode():
         parameters[0] = torch.ones(2, 3)
-    with pytest.raises(InputError, match=r"inference_mode.*got an inference tensor.*no_grad"):
-        DerivedParameters(RECIPES).fill(parameters)
+    derived = DerivedParameters(RECIPES)
+    for value in (1.0, 5.0):
+        with torch.inference_mode():
+            parameters[0].fill_(value)
+        derived.fill(parameters)
+        assert torch.equal(parameters[3], torch.full((2, 3), 2 * value))
+    (record,) = caplog.records
+    assert "under torch.no_grad()" in record.getMessage()
+
+
+def test_a_write_without_a_version_is_followed_and_said_once(
+    parameters: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    derived = DerivedParameters(RECIPES)
+    derived.fill(parameters)
+    for value in (4.0, 5.0):
+        stamp, address = derived.stamp, parameters[4].data_ptr()
+        parameters[1].data.fill_(value)
+        assert not derived.refresh()
+        derived.follow_writes()
+        assert torch.equal(parameters[4], torch.full((2, 3), 2 + value))
+        assert (derived.stamp is not stamp, parameters[4].data_ptr()) == (True, address)
+    (record,) = caplog.records
+    assert "written through `.data`" in record.getMessage()
+    caplog.clear()
+    parameters[1].mul_(3)  # seen by its version, as a rule
+    derived.follow_writes()
+    assert torch.equal(parameters[4], torch.full((2, 3), 17.0))
+    assert not caplog.records
+
+
+def test_what_is_outdated_is_computed_by_the_next_run(parameters: list[Any]) -> None:
+    made: list[None] = []
+    derived = DerivedParameters([DerivedParameter(3, (0,), lambda tensor: made.append(None) or tensor * 2)])
+    derived.fill(parameters)
+    derived.outdate()
+    for _ in range(2):
+        derived.follow_writes()
+    assert len(made) == 2
+    copied = copy.deepcopy(derived)
+    copied.fill([torch.full((2, 3), 4.0), None, None, None])
+    assert len(made) == 3
 
 
 def test_without_any_nothing_is_asked_of_parameters() -> None:

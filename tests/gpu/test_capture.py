@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.attention import KernelChooser, KnownSegments, attend, varlen_attention
@@ -237,28 +238,32 @@ def test_images_are_encoded_without_waiting_for_the_device(
 
 
 @pytest.mark.alone
-def test_the_op_costs_little_more_than_its_kernel() -> None:
+def test_the_op_costs_little_more_than_one_that_calls_its_kernel() -> None:
     q, k, v = torch.randn(64, 3, 16, 72, device="cuda", dtype=torch.bfloat16).unbind(1)
     lengths = torch.tensor([0, 64], dtype=torch.int32, device="cuda")
     kernel = torch.ops.aten._flash_attention_forward.default
 
-    def cpu_microseconds(call: Any) -> float:
-        best = float("inf")
-        for _ in range(5):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(200):
-                call()
-            best = min(best, (time.perf_counter() - start) / 200 * 1e6)
-        return best
+    def bare(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, longest: int, scale: float) -> Tensor:
+        out: Tensor = kernel(q, k, v, cu, cu, longest, longest, 0.0, False, False, scale=scale)[0]
+        return out
 
+    library = torch.library.Library("fxsplit_test", "DEF")  # type: ignore[no-untyped-call]
+    library.define("bare(Tensor q, Tensor k, Tensor v, Tensor cu, SymInt longest, float scale) -> Tensor")
+    library.impl("bare", bare, "CUDA")
+    torch.library.register_autograd("fxsplit_test::bare", lambda ctx, grad: (None,) * 6, lib=library)
+    calls = {"bare": torch.ops.fxsplit_test.bare.default, "op": varlen_attention, "function": attend}
+    best = dict.fromkeys(calls, float("inf"))
     # Another kernel may have been found faster on the device, whatever its call costs the host.
     with torch.no_grad(), choosing(KernelChooser("torch_flash")):
-        alone = cpu_microseconds(
-            lambda: kernel(q, k, v, lengths, lengths, 64, 64, 0.0, False, False, scale=0.1)
-        )
-        assert cpu_microseconds(lambda: varlen_attention(q, k, v, lengths, 64, 0.1)) - alone < 15
-        assert cpu_microseconds(lambda: attend(q, k, v, lengths, 64, 0.1)) - alone < 15
+        for _ in range(20):
+            for name, call in calls.items():
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                for _ in range(100):
+                    call(q, k, v, lengths, 64, 0.1)
+                best[name] = min(best[name], time.perf_counter() - start)
+    assert best["op"] < 1.5 * best["bare"], best
+    assert best["function"] < 1.25 * best["bare"], best
 
 
 def test_static_inputs_of_smaller_budgets_lie_in_those_of_the_largest(managers: Any) -> None:

@@ -29,9 +29,7 @@ def batch(grids: list[tuple[int, int, int]], seed: int) -> dict[str, Any]:
     """The grids as lists, which stay on the host wherever the pixels go."""
     rows = sum(t * h * w for t, h, w in grids)
     pixels = torch.randn(rows, PATCH_FEATURES, generator=torch.Generator().manual_seed(seed))
-    return (
-        {"pixel_values": pixels.bfloat16(), "image_grid_thw": [list(grid) for grid in grids]} if grids else {}
-    )
+    return {"pixel_values": pixels.bfloat16(), "image_grid_thw": [list(grid) for grid in grids]}
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +68,9 @@ def test_every_rank_returns_what_one_process_returns(
                 assert errors(output, [item.float() for item in expected]) < 0.05
         for first, second in zip(*(rank["full", name] for rank in ranks), strict=True):
             assert torch.equal(first, second)
-    assert all(rank["full", "stats"].hits > 0 for rank in ranks)
+    assert all(rank["full", "stats"].hits > 0 for rank in ranks), [
+        str(rank["full", "stats"]) for rank in ranks
+    ]
     manager.clear()
 
 

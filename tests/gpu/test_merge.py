@@ -1,8 +1,7 @@
-"""Rows among embeddings on the device: the right ones, without waiting for it, and in 0.3 milliseconds."""
+"""Rows among embeddings on the device: the right ones, without waiting for it, as fast as torch copies."""
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterator
 
 import numpy as np
@@ -61,19 +60,27 @@ def test_rows_reach_their_places_without_a_synchronization(
 
 @pytest.mark.alone
 @pytest.mark.parametrize("name", prompts())
-def test_five_thousand_rows_take_less_than_a_third_of_a_millisecond(name: str) -> None:
+def test_five_thousand_rows_take_little_longer_than_torchs_copies_of_them(name: str) -> None:
     tokens, counts = prompts()[name]
     modality = "video" if "video" in name else "image"
     prompt = PositionMap(tokens, [modality] * len(counts), {modality: IMAGE})  # type: ignore[list-item, dict-item]
     rows = [torch.randn(count, WIDTH, device="cuda", dtype=torch.bfloat16) for count in counts]
     out = torch.zeros(len(tokens), WIDTH, device="cuda", dtype=torch.bfloat16)
     runs = prompt.runs(counts, 0, len(tokens))
-    times = []
-    for _ in range(30):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        merge_rows(rows, runs, out, 0)
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-    assert statistics.median(times) < 0.3
+
+    def copy() -> None:
+        positions = np.concatenate([np.arange(run[2], run[2] + run[3]) for run in runs])
+        moved = torch.from_numpy(positions).pin_memory().to("cuda", non_blocking=True)
+        out.index_copy_(0, moved, torch.cat(rows))
+
+    best = {"merge": float("inf"), "copy": float("inf")}
+    for _ in range(50):
+        for which, call in (("merge", lambda: merge_rows(rows, runs, out, 0)), ("copy", copy)):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize()
+            start.record()
+            call()
+            end.record()
+            torch.cuda.synchronize()
+            best[which] = min(best[which], start.elapsed_time(end))
+    assert best["merge"] < 1.5 * best["copy"], best

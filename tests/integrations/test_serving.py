@@ -14,6 +14,7 @@ import fxsplit_encoder as fx
 from fxsplit_encoder.manager.prometheus import PrometheusCollector
 from fxsplit_encoder.planning import MissReason
 from fxsplit_encoder.runtime.statistics import BudgetStats, CaptureKey, ManagerStats
+from tests.manager.test_passes import tower as padded_tower
 
 OPTIONS: Any = {"token_budgets": [8, 16], "mode": "full", "piece_compiler": "eager"}
 
@@ -108,3 +109,26 @@ def test_what_serves_nothing_is_refused(target: Any) -> None:
         fx.stats(target)
     with pytest.raises(fx.InputError, match="makes no example inputs"):
         fx.warmup(target)
+
+
+@pytest.mark.parametrize("compiles", [False, pytest.param(True, marks=pytest.mark.slow)])
+@torch.no_grad()
+def test_after_refresh_the_next_call_has_weights_that_were_written_anyhow(
+    fresh_dynamo: None, compiles: bool
+) -> None:
+    tower, grid = padded_tower(0), torch.tensor([[1, 4, 6]])
+    pixels = torch.randn(24, fx.wrap(tower).patch_features)
+    settings = {"token_budgets": (8,), "passes": ("pad_mlp_width",), "piece_compiler": "eager"}
+    fx.accelerate(tower, settings, compile=compiles)
+    tower(pixels, grid)
+    weight = tower.blocks[0].mlp.linear_fc2.weight
+    weight.data[0, 1] += 100  # no sample, and no version
+    fx.refresh(tower)
+    expected = padded_tower(0)
+    expected.load_state_dict(tower.state_dict())
+    torch.testing.assert_close(
+        tower(pixels, grid).pooler_output, expected(pixels, grid).pooler_output, rtol=1e-4, atol=1e-4
+    )
+    assert fx.stats(tower).misses == {}
+    with pytest.raises(fx.InputError, match=r"refresh: expected a model after accelerate\(\), a manager"):
+        fx.refresh(expected)

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxsplit_encoder.attention.kernels import AttentionShape
-from fxsplit_encoder.kernels import Measured, MeasurementCache, cache_directory
+from fxsplit_encoder.kernels import Measured, MeasurementCache, cache_directory, describe_environment
+from fxsplit_encoder.kernels.cache import describe_host, digest_of
 
 from ..attention.fakes import CUDA, shape
 
@@ -53,6 +54,33 @@ def test_what_is_stored_is_loaded(
     assert cache(directory, {**ENVIRONMENT, "gpu": "B200"}).load(CUDA) == {}
     assert cache(directory, kernels="abc").load(CUDA) == {}  # there are other candidates
     assert len(list(directory.iterdir())) == 1  # no temporary file is left
+
+
+def test_what_is_kept_depends_on_packages_on_the_name_of_their_folder_and_on_the_driver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As failures do: QuACK compiles epilogues only with packages in a folder of Python's usual name."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H100")
+    driver = tmp_path / "version"
+    monkeypatch.setattr("fxsplit_encoder.kernels.cache._DRIVER", driver)
+    found = [describe_host(CUDA)]
+    for name, folder, version in (
+        ("quack_kernels", "site", "1"),
+        ("quack_kernels", "site-packages", "1"),
+        ("apache_tvm_ffi", "site-packages", "1"),
+        ("triton", "dist-packages", "1"),
+    ):
+        info = tmp_path / folder / f"{name}-{version}.dist-info"
+        info.mkdir(parents=True, exist_ok=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        monkeypatch.syspath_prepend(info.parent)
+        found.append(describe_host(CUDA))
+    assert found[1]["packages"]["quack-kernels"] == "1, outside site-packages"
+    assert found[2]["packages"]["quack-kernels"] == "1"
+    driver.write_text("580.1\nGCC")
+    found.append(describe_host(CUDA))
+    assert found[-1]["driver"] == "580.1" and "driver" not in describe_environment(CUDA)
+    assert len({digest_of(each) for each in found}) == len(found)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,15 @@
 from __future__ import annotations
 
+import pytest
+
+import fxsplit_encoder as fx
 from fxsplit_encoder.attention import KernelChooser, parse_attention
 from fxsplit_encoder.attention.choice import Measurements
-from fxsplit_encoder.kernels import KernelReport, Pin, describe, measuring
+from fxsplit_encoder.kernels import KernelReport, Measured, Pin, describe, measuring
+from fxsplit_encoder.runtime import Choosers
 
 from ..attention.fakes import CUDA, FakeKernel, FakeMeter, shape
+from ..manager.mock_towers import NewerTwoPaths
 
 
 def test_a_report_says_what_was_measured_and_what_is_chosen_and_why_not() -> None:
@@ -35,6 +40,34 @@ def test_a_report_says_what_was_measured_and_what_is_chosen_and_why_not() -> Non
     ]
     assert report.classes[0].microseconds == {"base": 9.0, "fast": 4.0}
     assert report.classes[0].rejected == {"wrong": "error 1; allowed: 0.1"}
+
+
+def test_what_raises_for_all_calls_of_a_kind_is_said_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what raises for one of several, or does not compute them, is not."""
+    reasons = {
+        "one": "TypeError: epilogue fn\ndepends on " + "x" * 500,
+        "other": "TypeError: epilogue fn\ndepends on " + "x" * 500,
+        "some": "RuntimeError: no tile",
+        "wrong": "error 1; allowed: 0.1",
+    }
+    table = {
+        shape(1024): Measured({"base": 9.0}, reasons, ["one", "other", "some"]),
+        shape(2048): Measured({"base": 9.0, "some": 5.0}),
+        shape(2048, host_lengths=True): Measured({"base": 9.0, "one": 5.0}),
+    }
+    kernels = [FakeKernel(name) for name in ("base", *reasons)]
+    measurements = Measurements(kernels, FakeMeter({}))
+    measurements.add(CUDA, table)
+    choosers = Choosers(KernelChooser(measurements=measurements))
+    (line,) = choosers.failures(CUDA)
+    assert line.startswith("attention: one, other: TypeError: epilogue fn depends on") and len(line) < 200
+    failed = {each.name: each.failed for each in describe(CUDA, choosers.attention).kernels}
+    assert [name for name, reason in failed.items() if reason] == ["one", "other"]
+    monkeypatch.setattr(Choosers, "of", classmethod(lambda cls, config: choosers))
+    monkeypatch.setattr(choosers, "check", lambda device: None)
+    monkeypatch.setattr(measurements, "table", lambda device: table)
+    manager = fx.EncoderCudaGraphManager(NewerTwoPaths(), log_interval=0)
+    assert line in manager.reports
 
 
 def test_on_a_cpu_nothing_is_measured() -> None:

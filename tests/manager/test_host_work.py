@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.capture import segments
+from fxsplit_encoder.manager import lifecycle
 from fxsplit_encoder.towers import device_metadata
 
 from ..instructions import instructions, python_calls
@@ -64,7 +65,8 @@ def computed(tiny_towers: Any, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 def ops_of(manager: Any, inputs: dict[str, Any]) -> Counter[str]:
-    with CountedOps() as counted:
+    with pytest.MonkeyPatch.context() as patch, CountedOps() as counted:
+        patch.setattr(lifecycle, "foreign_around", lambda: None)  # which would find the mode that counts
         manager.execute(inputs)
     return counted.counts
 

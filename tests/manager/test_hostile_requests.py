@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.towers import base
 
 from ..towers.tiny_inputs import items
 from ..towers.tiny_towers import make, tiny
@@ -85,8 +86,10 @@ def assert_refused(call: Callable[[], Any], message: str) -> None:
     allocations = Allocations()
     tracemalloc.start()
     try:
-        with allocations, pytest.raises(InputError, match=message) as raised:
-            call()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(base, "foreign_around", lambda: None)  # which would find the mode that looks on
+            with allocations, pytest.raises(InputError, match=message) as raised:
+                call()
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

@@ -12,6 +12,7 @@ from transformers.models.internvl.modeling_internvl import InternVLModel
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.capture import SegmentedCapture
+from fxsplit_encoder.compile.fingerprints import Fingerprints
 from fxsplit_encoder.compile.passes import PASSES, relative_rms
 from fxsplit_encoder.compile.passes.fp8_linear import candidates
 from tests.manager.packings import packed_items
@@ -49,6 +50,17 @@ def tower(seed: int, **config_changes: Any) -> Any:
     return made
 
 
+def load(target: Any, source: Any) -> None:
+    """Gives a tower the weights of another, each of which gets another version."""
+    target.load_state_dict(source.state_dict())
+
+
+def write_data(target: Any, source: Any) -> None:
+    """The same without a version, as adapters are merged and trainers send weights."""
+    for own, other in zip(target.parameters(), source.parameters(), strict=True):
+        own.data.copy_(other)
+
+
 def assert_same(manager: Any, reference: Any, encode: Any, batch: Any) -> None:
     for output, expected in zip(manager.execute(batch), encode(reference, batch), strict=True):
         torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
@@ -82,13 +94,14 @@ def test_every_pass_changes_the_tower(captured: Any) -> None:
     assert program.padding.proved
 
 
+@pytest.mark.parametrize("write", [load, write_data])
 def test_replays_and_exact_runs_see_weights_that_change_in_place(
-    captured: Any, make_batch: Callable[..., Any], encode: Any
+    captured: Any, make_batch: Callable[..., Any], encode: Any, write: Callable[[Any, Any], None]
 ) -> None:
     manager, inner = captured
     replayed, exact = make_batch([(1, 4, 6)]), make_batch([(1, 8, 10)])
     for seed in (0, 1, 2):
-        inner.load_state_dict(tower(seed).state_dict())
+        write(inner, tower(seed))
         before = manager.stats()
         assert_same(manager, tower(seed), encode, replayed)
         assert manager.stats().hits == before.hits + 1
@@ -113,6 +126,8 @@ def test_a_replay_is_made_again_only_where_weights_have_changed(
         original(self)
 
     monkeypatch.setattr(SegmentedCapture, "replay", replay)
+    # On a GPU samples are compared by the replay itself.
+    monkeypatch.setattr(Fingerprints, "have_changed", lambda self: False)
     batch = make_batch([(1, 4, 6)])
     for seed in (4, 5):
         inner.load_state_dict(tower(seed).state_dict())
@@ -134,17 +149,40 @@ def test_weights_that_are_replaced_are_captured_again(
     assert_same(manager, tower(3), encode, make_batch([(1, 4, 6)]))
 
 
+@pytest.mark.parametrize("write", [load, write_data])
+def test_between_two_looks_at_weights_replays_see_what_changes_in_place(
+    make_batch: Callable[..., Any], encode: Any, write: Callable[[Any, Any], None]
+) -> None:
+    inner = tower(0)
+    config = fx.EncoderConfig(mode="full", **SETTINGS | {"debug": False, "weight_check_seconds": 1e6})
+    manager = fx.EncoderCudaGraphManager(fx.wrap(inner), config)
+    manager.capture()
+    batch = make_batch([(1, 4, 6)])
+    for seed in (0, 1):
+        write(inner, tower(seed))
+        assert_same(manager, tower(seed), encode, batch)
+    # What no sample shows is seen once it is said.
+    weight = inner.blocks[0].mlp.linear_fc2.weight
+    weight.data[0, 1] += 100
+    manager.check_weights()
+    assert_same(manager, inner, encode, batch)
+    assert manager.stats().misses == {}
+
+
 @pytest.mark.slow
-def test_a_compiled_tower_sees_them_too(make_batch: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("write", [load, write_data])
+def test_a_compiled_tower_sees_them_too(
+    make_batch: Callable[..., Any], write: Callable[[Any, Any], None]
+) -> None:
     torch._dynamo.reset()
     inner = tower(0)
-    options = {"mode": "full", **SETTINGS}
+    options = {"mode": "full", "weight_check_seconds": 1e6, **SETTINGS}
     del options["max_frames_per_batch"]
     compiled = torch.compile(fx.wrap(inner), backend="encoder_cg", options=options)
     batch = make_batch([(1, 4, 6)])
     with torch.no_grad():
         for seed in (0, 1):
-            inner.load_state_dict(tower(seed).state_dict())
+            write(inner, tower(seed))
             result = compiled(batch["pixel_values"], batch["image_grid_thw"])
             expected = tower(seed)(batch["pixel_values"], batch["image_grid_thw"])
             torch.testing.assert_close(result.pooler_output, expected.pooler_output, rtol=1e-4, atol=1e-4)

@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules import module as modules
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.models.random import random_inputs
+from fxsplit_encoder.planning import MissReason
 from tests.towers.tiny_towers import TINY
 
 CONFIG = fx.EncoderConfig(token_budgets=(4, 16), piece_compiler="eager")
+UNCOMPILED = fx.EncoderConfig(token_budgets=(4, 16), compile=False)
 
 
 def another_layer(tower: Any) -> None:
@@ -48,7 +51,15 @@ def another_forward(tower: Any) -> None:
     layer.forward = lambda x: own(x) * 3
 
 
-CHANGES = [another_layer, adapter, hook, another_forward]
+def another_number(tower: Any) -> None:
+    tower.blocks[0].norm1.eps = 0.5
+
+
+def another_number_of_the_tower(tower: Any) -> None:
+    tower.blocks[0].attn.scaling = 4.0
+
+
+CHANGES = [another_layer, adapter, hook, another_forward, another_number, another_number_of_the_tower]
 
 # Each change meets a compiled tower once, and each mode two of them: who looks for changes knows no modes.
 SHOWN = {
@@ -58,6 +69,8 @@ SHOWN = {
     (another_forward, "piecewise"),
     (another_layer, "breakable"),
     (another_forward, "breakable"),
+    (another_number, "full"),
+    (another_number_of_the_tower, "breakable"),
 }
 
 
@@ -95,11 +108,96 @@ def test_nothing_stale_is_returned_and_captures_can_be_made_anew(
     served = manager.stats().hits
     manager.capture()
     after = assert_right(manager, inputs)
-    assert not torch.allclose(after, before, rtol=1e-3)
+    assert not torch.allclose(after, before, rtol=1e-4)
     assert manager.stats().hits == served + 1
     manager.clear()
     manager.capture()
     assert_right(manager, inputs)
+
+
+@pytest.fixture
+def with_dropout() -> tuple[fx.EncoderCudaGraphManager, dict[str, Any], nn.Module]:
+    manager, inputs = make(UNCOMPILED)
+    mlp = manager.tower.tower.blocks[0].mlp
+    mlp.linear_fc2 = nn.Sequential(mlp.linear_fc2, nn.Dropout(0.5).eval())
+    return manager, inputs, mlp.linear_fc2[1]
+
+
+@torch.no_grad()
+def test_a_module_in_training_is_computed_by_the_tower(with_dropout: Any) -> None:
+    manager, inputs, dropout = with_dropout
+    dropout.train()
+    with pytest.raises(fx.InputError, match=r"got blocks\.0\.mlp\.linear_fc2\.1 in training mode"):
+        manager.capture()
+    dropout.eval()
+    manager.capture()
+    before = assert_right(manager, inputs)
+    dropout.train()
+    torch.manual_seed(0)
+    (got,) = manager.execute(inputs)
+    torch.manual_seed(0)
+    assert torch.equal(got, manager.tower.encoder_eager_forward(inputs).view_as(got))
+    assert not torch.equal(got, before)
+    dropout.eval()
+    assert torch.equal(assert_right(manager, inputs), before)
+    stats = manager.stats()
+    assert (stats.hits, dict(stats.misses)) == (2, {MissReason.TRAINING: 1})
+
+
+@torch.no_grad()
+def test_hooks_for_all_modules_are_called_by_the_towers_own_forward(with_dropout: Any) -> None:
+    manager, inputs, _ = with_dropout
+    manager.capture()
+    before = assert_right(manager, inputs)
+    handle = modules.register_module_forward_hook(
+        lambda module, args, output: 2 * output if isinstance(module, nn.LayerNorm) else None
+    )
+    try:
+        assert not torch.allclose(assert_right(manager, inputs), before)
+    finally:
+        handle.remove()
+    assert torch.equal(assert_right(manager, inputs), before)
+    stats = manager.stats()
+    assert (stats.hits, dict(stats.misses)) == (2, {MissReason.FOREIGN_CODE: 1})
+
+
+@torch.no_grad()
+def test_adapters_that_are_switched() -> None:
+    peft = pytest.importorskip("peft")
+    manager, inputs = make(UNCOMPILED)
+    lora = peft.LoraConfig(r=2, init_lora_weights=False, target_modules=["linear_fc1"])
+    model = peft.inject_adapter_in_model(lora, manager.tower.tower)
+    del model.peft_config  # of which the second would warn
+    peft.inject_adapter_in_model(lora, model, adapter_name="other").eval()
+    layer = model.blocks[0].mlp.linear_fc1
+    layer.set_adapter("default")
+    manager.capture()
+    first = assert_right(manager, inputs)
+    changes = [
+        (lambda: layer.enable_adapters(False), lambda: layer.enable_adapters(True)),
+        (lambda: layer.set_adapter("other"), lambda: layer.set_adapter("default")),
+        (lambda: layer.set_scale("default", 3), lambda: layer.set_scale("default", 1)),
+    ]
+    for change, undo in changes:
+        change()
+        with pytest.raises(fx.TowerChangedError, match=r"blocks\.0\.mlp\.linear_fc1: "):
+            manager.execute(inputs)
+        undo()
+        assert torch.equal(assert_right(manager, inputs), first)
+
+
+@torch.no_grad()
+def test_parameters_that_are_laid_out_anew() -> None:
+    manager, inputs = make()
+    manager.capture()
+    assert_right(manager, inputs)
+    manager.tower.tower.patch_embed.proj.to(memory_format=torch.channels_last_3d)
+    with pytest.raises(fx.InputError, match="expected them in the sizes, strides, dtype and device"):
+        manager.execute(inputs)
+    manager.clear()
+    manager.capture()
+    assert_right(manager, inputs)
+    assert manager.stats().hits == 2
 
 
 @torch.no_grad()

@@ -183,4 +183,6 @@ def test_processor_settings_come_from_the_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "processor_config.json").write_text(json.dumps(joint), encoding="utf-8")
     assert checkpoint.processors() == ProcessorSettings({"patch_size": 14}, {"merge_size": 1})
     (tmp_path / "preprocessor_config.json").write_text('{"patch_size": 12}', encoding="utf-8")
-    assert checkpoint.processors().image == {"patch_size": 12}
+    assert checkpoint.processors() == ProcessorSettings({"patch_size": 14}, {"merge_size": 1})
+    (tmp_path / "processor_config.json").unlink()
+    assert checkpoint.processors() == ProcessorSettings({"patch_size": 12}, {"patch_size": 12})

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 from typing import Any, get_args
 
 import pytest
@@ -387,6 +388,21 @@ def test_planning_takes_few_instructions(num_items: int, most: int) -> None:
     assert instructions(plan) < most
 
 
+@pytest.mark.parametrize("packing", get_args(Packing))
+@pytest.mark.parametrize("measured", [True, False])
+def test_batches_are_as_large_as_captures_hold(packing: Packing, measured: bool) -> None:
+    """Of 16 tokens a tile, and four tiles at most, at any budget."""
+    limits = Limits({"default": (32, 64, 128, 256)}, 4, 0)
+    prices = {32: 1.0, 64: 1.5, 128: 1.6, 256: 1.7}
+    own = PathCosts(prices, exact=((1, 3.0), (300, 9.0))) if measured else PathCosts.unmeasured(prices)
+    costs = model(replace(own, max_tokens={128: 64, 256: 64}))
+    plan = build_plan(images(48, 32, 16, 32), limits, packing=packing, costs=costs)
+    assert plan.hits == 4
+    assert all(batch.paths["default"].tokens <= 64 for batch in plan.batches)
+    single = build_plan(images(96), limits, packing=packing, costs=costs)
+    assert single.misses == {MissReason.EXTENT_EXCEEDED: 1}
+
+
 # --- properties
 
 
@@ -414,6 +430,7 @@ def test_every_item_is_planned_once_and_every_limit_kept(
     ]
     replayed = data.draw(st.sets(st.sampled_from(every)))
     max_segments = data.draw(st.dictionaries(st.sampled_from(every), st.integers(1, 9)))
+    max_tokens = data.draw(st.dictionaries(st.sampled_from(every), st.integers(1, 250)))
     reasons = [data.draw(st.sampled_from([None, None, MissReason.UNSUPPORTED_INPUT])) for _ in items]
     drawn = [
         two_path_image(a, b, frames=frames, segments=segments, axis_keys=(axis,), refusal=reason)
@@ -426,11 +443,15 @@ def test_every_item_is_planned_once_and_every_limit_kept(
             held_segments = {
                 b: max_segments[key] for b in budgets if (key := CaptureKey(path, b, (axis,))) in max_segments
             }
-            costs_of_paths[path, (axis,)] = (
+            costs_of_path = (
                 PathCosts(prices, exact=((1, 3.0), (300, 9.0)), max_segments=held_segments)
                 if measured
                 else PathCosts.unmeasured(budgets, held_segments)
             )
+            held_tokens = {
+                b: max_tokens[key] for b in budgets if (key := CaptureKey(path, b, (axis,))) in max_tokens
+            }
+            costs_of_paths[path, (axis,)] = replace(costs_of_path, max_tokens=held_tokens)
     plan = build_plan(drawn, limits, Captured(replayed), packing, CostModel(costs_of_paths, 0.1))
 
     assert Counter(i for batch in plan.batches for i in batch.indices) == Counter(range(len(items)))
@@ -450,12 +471,11 @@ def test_every_item_is_planned_once_and_every_limit_kept(
             assert planned.skipped == (planned.tokens == 0 and path == "local")
             assert (planned.budget is None) == (planned.reason is not None or planned.skipped)
             if planned.budget is not None:
-                assert planned.tokens <= planned.budget
-                assert CaptureKey(path, planned.budget, batch.axis_keys) in replayed
+                key = CaptureKey(path, planned.budget, batch.axis_keys)
+                assert planned.tokens <= min(planned.budget, max_tokens.get(key, planned.budget))
+                assert key in replayed
                 assert sum(drawn[i].frames for i in batch.indices) <= limits.max_frames_per_batch
-                assert sum(drawn[i].segments for i in batch.indices) <= max_segments.get(
-                    CaptureKey(path, planned.budget, batch.axis_keys), 99
-                )
+                assert sum(drawn[i].segments for i in batch.indices) <= max_segments.get(key, 99)
 
 
 @settings(max_examples=100)

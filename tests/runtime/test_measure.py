@@ -14,6 +14,7 @@ from fxsplit_encoder.capture import MeasuredCosts
 from fxsplit_encoder.capture.timing import MeasuredRun
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.parts import Parts, in_one_go
+from fxsplit_encoder.runtime import measure
 from fxsplit_encoder.runtime.measure import MeasuredForward, measuring_forward, timed_runs
 from fxsplit_encoder.runtime.scope import CaptureScope
 
@@ -191,6 +192,24 @@ def test_attention_is_timed_at_the_largest_size_that_memory_holds(
     assert tried == timed
     assert (found.attention, found.out_of_memory) == (0.25, ran_out)
     assert [tokens for tokens, _ in found.eager] == [10, 20, 50]
+
+
+@pytest.mark.parametrize(("host", "attention"), [(0.5, 0.01), (1.9, 0.0)])
+def test_attention_between_runs_that_the_host_bounds_is_not_told(
+    host: float, attention: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their difference is noise, which would be taken off every replay."""
+    walls = {1: 2.0, measure._MEASURED_SEGMENTS: 1.0}
+
+    def timed(run: Any, device: Any) -> Parts[MeasuredRun]:
+        yield
+        return MeasuredRun(walls[run], host)
+
+    monkeypatch.setattr(measure, "_attention_run", lambda forward, values, segments: segments)
+    monkeypatch.setattr(measure, "measuring_run", timed)
+    forward: Any = SimpleNamespace(program=SimpleNamespace(tokens=lambda values: 10), device=None)
+    found = in_one_go(measure._attention_cost(forward, {}))
+    assert found == pytest.approx(attention / (1 - 1 / measure._MEASURED_SEGMENTS))
 
 
 def test_unmeasured_captures_are_only_preferred_to_one_another() -> None:

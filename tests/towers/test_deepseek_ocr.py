@@ -191,14 +191,32 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
 
 
 def test_crops_that_only_fill_a_place_are_ignored() -> None:
-    model = make_model()
-    wrapped = fx.wrap(model)
-    inputs = make_inputs([(0, 0)], 0)
-    manager = fx.EncoderCudaGraphManager(wrapped, fx.EncoderConfig(mode="none"))
-    (expected,) = manager.execute(inputs)
-    for filler in (torch.zeros(1, 3, 64, 64), None):
-        (item,) = manager.execute({**inputs, "images_crop": filler})
+    """Of an image alone, and of images beside one with crops: as a tensor for each image, or all in one."""
+    manager = fx.EncoderCudaGraphManager(fx.wrap(make_model()), fx.EncoderConfig(mode="none"))
+    alone, crops = make_inputs([(0, 0)], 0), make_inputs([(2, 1)], 1)
+    (expected,), (with_crops,) = manager.execute(alone), manager.execute(crops)
+    pages = torch.cat([alone["pixel_values"], crops["pixel_values"], alone["pixel_values"]])
+    own, side = crops["images_crop"], CONFIG.image_size
+    fillers = [torch.zeros(1, 3, side, side), torch.zeros(1, 3, 96, 96), torch.zeros(0), None]
+    for filler in fillers:
+        (item,) = manager.execute({**alone, "images_crop": filler})
         assert torch.equal(item, expected)
+    joined = torch.cat([fillers[0], own, fillers[0]])
+    for given in (joined, own, *([first, own, last] for first in fillers for last in fillers)):
+        for none in ([0, 0], [1, 1]):
+            grids = [none, [2, 1], none]
+            batch = {"pixel_values": pages, "images_crop": given, "images_spatial_crop": grids}
+            got = manager.execute(batch)
+            torch.testing.assert_close(got, [expected, with_crops, expected], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("given", [(1, 3), (4, 2), (1,), (4,)])
+def test_crops_of_images_without_any_are_refused(given: tuple[int, ...]) -> None:
+    inputs = make_inputs([(0, 0), (2, 1)], 0)
+    crops = [torch.ones(count, *inputs["images_crop"].shape[1:]) for count in given]
+    wrapped = fx.wrap(make_model())
+    with pytest.raises(InputError, match=r"images_crop: expected \(2, 3, .* for 2 images; got \("):
+        wrapped.get_encoder_cudagraph_item_specs({**inputs, "images_crop": crops})
 
 
 # --- another dtype

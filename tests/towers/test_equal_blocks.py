@@ -98,7 +98,7 @@ def test_a_call_that_looks_into_blocks_is_the_towers_own(inlined: list[int]) -> 
     tower = siglip()
     assert_equal_outputs(compiled(tower), tower, [2], output_hidden_states=True)
     assert not inlined
-    assert tower.eager_calls == 2
+    assert tower.eager_calls.total() == 2
 
 
 @pytest.mark.slow

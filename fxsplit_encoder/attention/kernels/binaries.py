@@ -15,7 +15,10 @@ from pathlib import Path, PurePosixPath
 from fxsplit_encoder.attention.kernels.cudnn_files import captured_plans, restore_plans
 from fxsplit_encoder.attention.kernels.flash_cache import switch_on
 
-_TRITON_CODE = "fxsplit_encoder.attention.kernels.triton_code"
+_TRITON_CODE = (
+    "fxsplit_encoder.attention.kernels.triton_code",
+    "fxsplit_encoder.compile.fingerprints_triton",
+)
 _FLASH_CACHE = "flash_attn.cute.cache_utils"
 
 
@@ -57,11 +60,12 @@ def restore_kernels(files: Mapping[str, bytes]) -> None:
 
 
 def _triton_files() -> dict[str, bytes]:
-    if (module := sys.modules.get(_TRITON_CODE)) is None:
+    modules = [module for name in _TRITON_CODE if (module := sys.modules.get(name)) is not None]
+    if not modules:
         return {}
     from fxsplit_encoder._torch.triton import cached_files
 
-    files = (cached_files(kernel) for kernel in module.compiled_kernels())
+    files = (cached_files(kernel) for module in modules for kernel in module.compiled_kernels())
     return {f"triton/{number}/{name}": content for number, group in files for name, content in group.items()}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -25,6 +26,16 @@ def _ignores_bounds(device: torch.device) -> bool:
     is launched, as in a process that compiles ahead, there is no device to ask.
     """
     return device.type == "cuda" and torch.cuda.is_available() and capability(device)[0] == _HOPPER
+
+
+@functools.cache
+def _ignore_warning() -> None:
+    """Ignores one warning of CuTe DSL's for good: nothing is to be done about it, and to ignore it within a
+    call would change the filters of other threads too. Its compiler says of every variant of the package
+    that it passes an object of a class of its own.
+    """
+    message = r"Argument aux_data \(position \d+\) cannot be converted to a JitArgument"
+    warnings.filterwarnings("ignore", message, UserWarning, r"cutlass\.base_dsl")
 
 
 class FlashAttention2(HalfPrecisionKernel):
@@ -102,6 +113,7 @@ class FlashAttention4(HalfPrecisionKernel):
     def package_problem(self, device: torch.device) -> str | None:
         """Why its package cannot be used; its cache is switched on before it is imported."""
         switch_on()
+        _ignore_warning()
         return super().package_problem(device)
 
     def is_invariant_on(self, device: torch.device) -> bool:

@@ -13,10 +13,10 @@ from torch import Tensor, fx, nn
 from fxsplit_encoder._torch.aot import fake_mode_of, to_aten, tracing_context
 from fxsplit_encoder._torch.dynamo import drop_guards_on
 from fxsplit_encoder._torch.modules import PLACE, Held
+from fxsplit_encoder._torch.structure import Structure
 from fxsplit_encoder._torch.tensors import storage_id, tensors_of
 from fxsplit_encoder.compile.blocks.arguments import Number, put_together
 from fxsplit_encoder.compile.blocks.errors import BlockError, ChangedBlocksError
-from fxsplit_encoder.compile.blocks.watch import BlockWatch
 from fxsplit_encoder.compile.sizes import expression, layout
 from fxsplit_encoder.errors import InputError
 
@@ -120,7 +120,7 @@ class LiveWeights:
         self._towers: dict[nn.Module, nn.Module] = {}
         self._holders: list[dict[str, Any]] = []
         self._keys: list[str] = []
-        self._watch: BlockWatch | None = None
+        self._watched: list[tuple[Structure, list[bool]]] = []
         self._held: Held | None = None
         self._last: list[Tensor] = []
 
@@ -137,11 +137,11 @@ class LiveWeights:
         return len(self._keys)
 
     def watch(self) -> None:
-        """Takes the blocks as they are now for what the graph was made of. Dynamo need not look at them any
+        """Takes the towers as they are now for what the graph was made of. Dynamo need not look at blocks any
         more, nor at the tower's configuration: of a tower of 27 blocks that is more than half of its guards.
         """
-        self._watch = BlockWatch(self._towers)
         towers = set(self._towers.values())
+        self._watched = [(seen, seen.modes) for seen in map(Structure, towers)]
         if len(towers) == 1:
             (tower,) = towers
             paths = [path for path, module in tower.named_modules() if module in self._towers]
@@ -154,10 +154,10 @@ class LiveWeights:
             ChangedBlocksError: a block is no longer what the graph was made of.
             InputError: a weight was removed.
         """
-        if self._watch is not None and not self._watch.are_unchanged():
+        if any(not seen.is_unchanged() or seen.modes != modes for seen, modes in self._watched):
             raise ChangedBlocksError(
                 "the blocks of a compiled tower have changed since they were traced: a layer was replaced, "
-                "or has a hook, another forward, mode or configuration now; compile it again after "
+                "or has a hook, another forward, mode, number or configuration now; compile it again after "
                 "torch._dynamo.reset()"
             )
         if self._held is None or not self._held.is_same():

@@ -1,16 +1,19 @@
 """Graph passes: rewrites of the ATen graph before it is split, each in a file of its own.
 
 A pass is a function of a graph module that returns at how many places it changed the graph; its docstring
-says why the results stay the same.
+says why the results stay the same. Where a pass stores a value in another order and something can see that,
+`compile.layouts` keeps the order.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import fx
 
+from fxsplit_encoder.compile.layouts import keeping_layouts
 from fxsplit_encoder.compile.passes.conv_to_linear import conv_to_linear
 from fxsplit_encoder.compile.passes.decomposed_bias import decomposed_bias
 from fxsplit_encoder.compile.passes.dense_attention import dense_attention
@@ -129,13 +132,17 @@ def run_passes(
     chosen = default_passes(device, invariant=invariant) if names is None else names
     if unknown := [name for name in chosen if name not in PASSES]:
         raise ConfigError(f"passes: no pass is called {', '.join(unknown)}; allowed: {', '.join(PASSES)}")
-    changed: dict[str, int] = {}
+    due: dict[str, Pass] = {}
     for name, run in PASSES.items():
         if precision == "fp8" and name == _FP8_BEFORE:
-            changed["fp8_linear"] = fp8_linear(module, kept=fp8_kept)
+            due["fp8_linear"] = functools.partial(fp8_linear, kept=fp8_kept)
         if invariant and name == _FIXED_BEFORE:
-            changed["fixed_products"] = fixed_products(module)
+            due["fixed_products"] = fixed_products
         if name in chosen:
+            due[name] = run
+    changed: dict[str, int] = {}
+    for name, run in due.items():
+        with keeping_layouts(module.graph):
             changed[name] = run(module)
     if any(changed.values()):
         module.graph.eliminate_dead_code()

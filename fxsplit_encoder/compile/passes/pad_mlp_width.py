@@ -170,7 +170,7 @@ def _tensors(node: fx.Node) -> list[fx.Node]:
 def _is_finite_at_zero(hidden: _Hidden) -> bool:
     """Runs what lies between on a zero for every padded entry."""
     values: dict[fx.Node, Any] = {
-        node: torch.zeros(1, dtype=node.meta["val"].dtype) for node in hidden.starts
+        node: torch.zeros(1, dtype=node.meta["val"].dtype, device="cpu") for node in hidden.starts
     }
     for node in hidden.between:
         if keeps_features(node):

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from fxsplit_encoder.attention import dense_attention, varlen_attention
 from fxsplit_encoder.compile.passes.layers import VIEWS, Linear, layer_under, linear_of, views_of
-from fxsplit_encoder.compile.rewriting import call_function, derived_parameter, retrace, retrace_users
+from fxsplit_encoder.compile.rewriting import call_function, derived_parameter, retrace
 
 aten = torch.ops.aten
 
@@ -252,6 +252,4 @@ def _widen_root(graph: fx.Graph, root: _Root, tokens: list[int]) -> dict[int, fx
             read.append(heads)
     for node, heads in zip(kept, read, strict=False):
         node.replace_all_uses_with(heads)
-    if kept:
-        retrace_users(read[: len(kept)])
     return dict(zip(root.inputs, read[len(kept) :], strict=True))

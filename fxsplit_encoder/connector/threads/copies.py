@@ -52,7 +52,7 @@ class Copies:
 
     def allocate(self, num_bytes: int) -> Tensor:
         """A host buffer of so many bytes, pinned where there is CUDA."""
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=torch.cuda.is_available())
 
     def give_back(self) -> None:
         """Hands pinned buffers that were let go of back to the system, where torch can."""

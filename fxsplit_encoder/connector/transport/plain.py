@@ -106,8 +106,7 @@ def from_plain(value: Any, depth: int = 0) -> Any:
 
 def _unpacked(kind: str, dtype: torch.dtype, shape: list[Any], data: bytes) -> object:
     try:
-        flat = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
-        tensor = flat.view(shape)
+        tensor = torch.from_numpy(np.frombuffer(bytearray(data), np.uint8)).view(dtype).view(shape)
         return tensor if kind == "tensor" else tensor.numpy()
     except (TypeError, ValueError, RuntimeError) as error:
         raise TransportError(f"an array in a message is not what it says: {error}") from None

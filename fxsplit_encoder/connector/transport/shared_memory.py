@@ -48,7 +48,7 @@ class SharedMemoryTransport:
         on_hang_up: Callable[[], None] = _nothing,
     ) -> None:
         if checksums:
-            digest(torch.empty(0, dtype=torch.uint8))  # what is missing is said at once
+            digest(torch.empty(0, dtype=torch.uint8, device="cpu"))  # what is missing is said at once
         self.owner = secrets.token_hex(8)
         self.checksums = checksums
         self._kept_bytes = kept_bytes

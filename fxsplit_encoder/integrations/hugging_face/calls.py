@@ -7,13 +7,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.planning import MissReason
+
+Reads = frozenset[int | str]
 
 _PENDING = {"output_hidden_states": "hidden_states", "output_attentions": "attentions"}
 """Options that ask for more fields and change no other, and these fields."""
@@ -45,17 +47,29 @@ class Calls(ABC):
 
     Args:
         twin: a linked copy of the tower, whose modules an adapter may change.
-        layers: those whose hidden states the model reads, as its configuration numbers them; empty: it reads
-            the tower's output.
+        reads: what the model reads: layers, by the numbers of their hidden states, and names of fields;
+            empty: the tower's output.
     """
 
     input_names: Sequence[str]
     """What the forward calls its inputs, in order; all else are options."""
 
-    def __init__(self, twin: nn.Module, layers: Sequence[int], config: EncoderConfig) -> None:
+    makes_layers: ClassVar[bool] = False
+    """Whether hidden states can be captured."""
+
+    def __init__(self, twin: nn.Module, reads: Reads, config: EncoderConfig) -> None:
         self.twin: Any = twin
-        self.layers = tuple(layers)
         self.config = config
+        self.layers: tuple[int, ...] = ()
+        if self.makes_layers:
+            layers = (layer for layer in reads if isinstance(layer, int))
+            self.layers = tuple(sorted({layer % self.num_states for layer in layers}))
+        self.fields = frozenset(name for name in reads if isinstance(name, str))
+
+    @property
+    def num_states(self) -> int:
+        """The hidden states of the tower: what goes into the first layer, and what each returns."""
+        return int(self.twin.config.num_hidden_layers) + 1
 
     @staticmethod
     def num_items(given: Mapping[str, Any]) -> int:
@@ -84,6 +98,10 @@ class Calls(ABC):
     @abstractmethod
     def example(self, key: Hashable) -> dict[str, Any]:
         """Arguments of a small call of the tower itself, whose output shows the fields of all."""
+
+    def makes(self, what: str | int, example: Any) -> bool:
+        """Whether a field, or the hidden state of a layer, can be captured where it is read."""
+        return isinstance(what, int) and self.makes_layers
 
     @abstractmethod
     def adapter(self, key: Hashable, example: Any) -> Any:

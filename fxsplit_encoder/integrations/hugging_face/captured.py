@@ -2,29 +2,41 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import threading
+from collections import deque
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fxsplit_encoder._torch.dispatch import tree_map_only
+from fxsplit_encoder._torch.modules import OWN
 from fxsplit_encoder._torch.structure import Structure
 from fxsplit_encoder._torch.tensors import forward_hooks_of, linked_copy
 from fxsplit_encoder._torch.transformers import remove_output_hooks
 from fxsplit_encoder.config import EncoderConfig
-from fxsplit_encoder.integrations.hugging_face.calls import Call, Calls
+from fxsplit_encoder.integrations.hugging_face.calls import Call, Calls, Reads
 from fxsplit_encoder.integrations.hugging_face.families import calls_of
 from fxsplit_encoder.integrations.hugging_face.runners import CompiledRunner, ManagerRunner, Runner
 from fxsplit_encoder.integrations.hugging_face.structure import foreign_code, is_in_one_place
 from fxsplit_encoder.planning import MissReason
+from fxsplit_encoder.recent import Recent
 from fxsplit_encoder.runtime.statistics import ManagerStats
 from fxsplit_encoder.towers.base import first_parameter
+from fxsplit_encoder.towers.options import reads_argument
 
 _MOST_KEYS = 8
-"""Sizes of images that are captured for one tower; calls of others go to the tower itself."""
+"""Sizes of images that are captured for one tower at a time; calls of others go to the tower itself."""
+
+_MOST_SEEN = 256
+"""Sizes whose last calls, and arguments whose effect is known of one tower."""
+
+_PAYS = 64
+"""Calls for which a capture is worth making. Where one that took another's place gives way before, the next
+waits twice as long.
+"""
 
 
 @dataclass(frozen=True)
@@ -36,32 +48,46 @@ class Settings:
     """Whether they go behind `torch.compile` instead of into a manager."""
 
 
-@dataclass(frozen=True)
-class _Served:
+@dataclass
+class Served:
     """What serves the calls of one key."""
 
     adapter: Any
     runner: Runner
     example: Any
     """The tower's output of a small call, on the meta device."""
+    empty: dict[str, Any]
+    """Empty values like its fields, on the tower's device."""
+    uses: int = 0
+    last: int = 0
+    """The number of the call that used it last."""
+    took_place: bool = False
+    """Whether another key gave way to it."""
 
 
 class CapturedTower:
     """A tower's captures. They hold for its modules, and for the device and dtype of its parameters.
 
     Args:
-        layers: as of `Calls`.
+        reads: as of `Calls`.
     """
 
-    def __init__(self, tower: nn.Module, layers: tuple[int, ...], settings: Settings) -> None:
+    def __init__(self, tower: nn.Module, reads: Reads, settings: Settings) -> None:
         self.settings = settings
+        self.reads = reads
         self._tower = tower
         self._parameters, self._first = first_parameter(tower)
         self._placement = self._place() or (torch.device("cpu"), torch.float32)
         # Its own hooks and forward run around a replay too.
         self._structure = Structure(tower, is_around=True)
-        self._served: dict[Hashable, _Served] = {}
-        self._seen: Counter[Hashable] = Counter()
+        self._served: dict[Hashable, Served] = {}
+        self._past: list[ManagerStats] = []
+        self._lock = threading.RLock()
+        self._calls, self._next, self._wait = 0, 0, 1
+        self._seen: Recent[Hashable, deque[int]] = Recent(_MOST_SEEN)
+        """The numbers of the last calls of keys that are not served."""
+        self._matters: Recent[str, bool] = Recent(_MOST_SEEN)
+        """Arguments, and whether the tower reads them."""
         self.calls: Calls | None = None
         self.refusal: tuple[MissReason, str] | None = None
         """Why nothing is captured, in one word and in a few."""
@@ -70,7 +96,7 @@ class CapturedTower:
         elif (foreign := foreign_code(tower, self._structure)) is not None:
             self.refusal = (MissReason.FOREIGN_CODE, foreign)
         else:
-            self.calls = calls_of(tower)(_twin(tower), layers, settings.config)
+            self.calls = calls_of(tower)(_twin(tower), reads, settings.config)
 
     def _place(self) -> tuple[torch.device, torch.dtype] | None:
         parameter = self._parameters.get(self._first)
@@ -90,65 +116,144 @@ class CapturedTower:
         """Whether the tower is still what was captured. Parameters are compared where captures read them."""
         return self._place() == self._placement and self._structure.is_unchanged()
 
+    def in_training(self) -> str | None:
+        """The first module of the tower in training mode, where that matters."""
+        return "the tower" if self._tower.training else self._structure.in_training()
+
     # --- serving
 
     def serves(self, call: Call, *, at_once: bool = False) -> bool:
         """Whether a call is served, or its tower's own forward does it: images of other sizes than the
-        tower's own have to recur, and of at most so many sizes.
+        tower's own have to recur. Where all places are taken, they have to recur while the size that was used
+        least recently did not.
         """
         assert self.calls is not None
-        if call.key in self._served:
+        self._calls += 1
+        served = self._served.get(call.key)
+        if served is not None:
+            served.uses += 1
+            served.last = self._calls
             return True
-        self._seen[call.key] += 1
-        recurs = self._seen[call.key] >= self.settings.config.exact_min_hits
-        return len(self._served) < _MOST_KEYS and (at_once or recurs or call.key in self.calls.expected_keys)
+        if at_once:
+            return True
+        with self._lock:
+            recent = self._seen.get(call.key) or deque(maxlen=max(1, self.settings.config.exact_min_hits))
+            recent.append(self._calls)
+            self._seen[call.key] = recent
+            least = min((each.last for each in self._served.values()), default=0)
+            is_full = len(self._served) >= _MOST_KEYS
+            recurs = len(recent) == recent.maxlen and (not is_full or recent[0] > least)
+            return (recurs or call.key in self.calls.expected_keys) and not (
+                is_full and self._calls < self._next
+            )
 
-    def run(self, call: Call) -> tuple[Any, list[Tensor]]:
-        """An example of the output, and the encoded items."""
+    def run(self, call: Call) -> tuple[Served, list[Tensor]]:
+        """What served a call, and the encoded items."""
         assert self.calls is not None
         served = self.of(call.key)
-        return served.example, served.runner.run(self.calls.inputs(call, served.adapter))
+        return served, served.runner.run(self.calls.inputs(call, served.adapter))
 
-    def of(self, key: Hashable) -> _Served:
-        """What serves calls of a key, made now if it is the first."""
-        if key not in self._served:
-            self._served[key] = self._make(key)
-        return self._served[key]
+    def of(self, key: Hashable) -> Served:
+        """What serves calls of a key, made now if it is the first, by one thread."""
+        served = self._served.get(key)
+        if served is None:
+            with self._lock:
+                served = self._served.get(key)
+                if served is None:
+                    is_full = len(self._served) >= _MOST_KEYS
+                    if is_full:
+                        self._give_way()
+                    served = self._make(key)
+                    served.last, served.took_place = self._calls, is_full
+                    self._served[key] = served
+        return served
 
-    def _make(self, key: Hashable) -> _Served:
+    def _give_way(self) -> None:
+        """Gives up the captures of the key that was used least recently, and their memory."""
+        key = min(self._served, key=lambda key: self._served[key].last)
+        served = self._served.pop(key)
+        served.runner.clear()
+        # Only counts are kept: captures of all sizes that ever came would be without bound.
+        counts = replace(served.runner.stats(), budgets={})
+        self._past = [ManagerStats.total([*self._past, counts])]
+        was_in_vain = served.took_place and served.uses < _PAYS
+        self._wait = 2 * self._wait if was_in_vain else max(1, self._wait // 2)
+        self._next = self._calls + self._wait
+
+    def reads_argument(self, name: str) -> bool:
+        """Whether the tower's forward reads an argument that it is given by name, as small calls of it show.
+        Models pass on what is meant for others.
+        """
+        matters: bool | None = self._matters.get(name)
+        if matters is None:
+            assert self.calls is not None
+            with self._lock:
+                call, twin = self._example(self.calls.expected_keys[0])
+                self._matters[name] = matters = reads_argument(lambda given: twin(**call, **given), name)
+        return matters
+
+    def _example(self, key: Hashable) -> tuple[dict[str, Any], nn.Module]:
+        """The arguments of a small call, and another copy for it: what the calls have may be another tower
+        than it was, and this may install hooks.
+        """
         assert self.calls is not None
-        # Of another copy: what the calls have may be another tower than it was, and this may install hooks.
         call = tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.device), self.calls.example(key))
+        return {**call, "return_dict": True}, _twin(self._tower)
+
+    def _make(self, key: Hashable) -> Served:
+        assert self.calls is not None
+        call, twin = self._example(key)
         with torch.inference_mode(False), torch.no_grad():
-            output = _twin(self._tower)(**call, return_dict=True)
+            output = twin(**{**call, "output_hidden_states": True})
+            empty = {name: _empty_like(value) for name, value in output.items()}
         example = type(output)(**{n: _on_meta(value) for n, value in output.items()})
         adapter = self.calls.adapter(key, example)
         config = self.settings.config
-        if self.settings.compiles:
-            return _Served(adapter, CompiledRunner(adapter, config, self.calls.arguments), example)
-        return _Served(adapter, ManagerRunner(adapter, config), example)
+        runner: Runner = (
+            CompiledRunner(adapter, config, self.calls.arguments)
+            if self.settings.compiles
+            else ManagerRunner(adapter, config)
+        )
+        return Served(adapter, runner, example, empty)
 
     def stats(self) -> list[ManagerStats]:
         """What each runner served; where there are several, captures are told apart by the key."""
-        many = len(self._served) > 1
-        parts = {key: served.runner.stats() for key, served in self._served.items()}
-        return [part.under(str(key)) if many else part for key, part in parts.items()]
+        with self._lock:
+            many = len(self._served) > 1
+            parts = {key: served.runner.stats() for key, served in self._served.items()}
+            return [*self._past, *(part.under(str(key)) if many else part for key, part in parts.items())]
+
+    def refresh(self) -> None:
+        """As `fxsplit_encoder.refresh`."""
+        for served in [*self._served.values()]:
+            served.runner.refresh()
 
     def clear(self) -> None:
         """Gives all memory of captures back."""
-        for served in self._served.values():
-            served.runner.clear()
+        with self._lock:
+            for served in self._served.values():
+                served.runner.clear()
 
 
 def _twin(tower: nn.Module) -> nn.Module:
-    """A linked copy without hooks: those of the tower itself run around whatever stands in its place, and any
-    others only collect outputs.
+    """A linked copy in evaluation mode and without hooks: those of the tower itself run around whatever
+    stands in its place, and any others only collect outputs.
     """
     twin = linked_copy(tower)
+    for module in twin.modules():
+        vars(module)["training"] = False
+    vars(twin)[OWN] = True
     for hooks in forward_hooks_of(twin):
         hooks.clear()
     remove_output_hooks(twin)
     return twin
+
+
+def _empty_like(value: Any) -> Any:
+    """An empty tensor or sequence; of a sequence of tensors, with one."""
+    if isinstance(value, torch.Tensor):
+        return value.new_empty(0)
+    return type(value)([value[0].new_empty(0)] if value else [])
 
 
 def _on_meta(value: Any) -> Any:

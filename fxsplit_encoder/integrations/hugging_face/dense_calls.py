@@ -44,6 +44,7 @@ class DenseCalls(Calls):
     """Calls with (images, channels, height, width). Every size is captured for itself."""
 
     input_names: Sequence[str] = ("pixel_values",)
+    makes_layers = True
 
     @property
     def default_key(self) -> DenseKey:
@@ -99,21 +100,22 @@ class DenseCalls(Calls):
         return adapter
 
     def parts(self, example: Any) -> list[Part]:
-        """What is captured: the layers that the model reads, or the tower's output, pooled too."""
-        if self.layers:
-            states = example.hidden_states
-            count = len(states)
-            parts = [Part("hidden_states", n % count, states[n].shape[1]) for n in self.layers]
-            if count - 1 not in {part.layer for part in parts}:
-                return parts
-            # Models differ in whether they read the last layer before or after its norm.
-            return [*parts, Part("last_hidden_state", None, example.last_hidden_state.shape[1])]
-        last = example.last_hidden_state
-        pooled = getattr(example, "pooler_output", None)
-        parts = [Part("last_hidden_state", None, last.shape[1])]
-        if pooled is not None and pooled.dim() == 2 and pooled.shape[-1] == last.shape[-1]:
+        """What is captured: the layers and fields that the model reads, or the tower's output, pooled too."""
+        layers = self.layers
+        parts = [Part("hidden_states", n, example.hidden_states[n].shape[1]) for n in layers]
+        # Models differ in whether they read the last layer before or after its norm.
+        if not layers or self.num_states - 1 in layers or "last_hidden_state" in self.fields:
+            parts.append(Part("last_hidden_state", None, example.last_hidden_state.shape[1]))
+        if (not layers or "pooler_output" in self.fields) and self.makes("pooler_output", example):
             parts.append(Part("pooler_output", None, 1))
         return parts
+
+    def makes(self, what: str | int, example: Any) -> bool:
+        """Layers, the last hidden state, and the pooled one if it is as wide as that."""
+        last, pooled = example.last_hidden_state, getattr(example, "pooler_output", None)
+        if what == "pooler_output" and pooled is not None:
+            return bool(pooled.dim() == 2 and pooled.shape[-1] == last.shape[-1])
+        return what == "last_hidden_state" or super().makes(what, example)
 
     def inputs(self, call: Call, adapter: Any) -> dict[str, Any]:
         """The images, as few items as the largest budget holds."""

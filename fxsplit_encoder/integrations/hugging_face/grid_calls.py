@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fxsplit_encoder.config import EncoderConfig
-from fxsplit_encoder.integrations.hugging_face.calls import Call, Calls, Made, is_pixels
+from fxsplit_encoder.integrations.hugging_face.calls import Call, Calls, Made, Reads, is_pixels
 from fxsplit_encoder.planning import MissReason
 from fxsplit_encoder.towers.inputs import number_of
 from fxsplit_encoder.towers.packed import PackedTower
@@ -22,8 +22,8 @@ class GridCalls(Calls):
 
     expected_keys = ((),)
 
-    def __init__(self, twin: nn.Module, layers: Sequence[int], config: EncoderConfig) -> None:
-        super().__init__(twin, layers, config)
+    def __init__(self, twin: nn.Module, reads: Reads, config: EncoderConfig) -> None:
+        super().__init__(twin, reads, config)
         adapter = wrap(twin)
         assert isinstance(adapter, PackedTower)
         self._adapter = adapter
@@ -61,7 +61,7 @@ class GridCalls(Calls):
 
     def arguments(self, inputs: Mapping[str, Any]) -> tuple[Tensor, ...]:
         """Patches and grids."""
-        return inputs["pixel_values"], torch.tensor(inputs["image_grid_thw"])
+        return inputs["pixel_values"], torch.tensor(inputs["image_grid_thw"], device="cpu")
 
     def make(self, call: Call, items: Sequence[Tensor], example: Any) -> Made:
         """The pooled output and the deepstack levels, which follow one another in the columns of an item."""

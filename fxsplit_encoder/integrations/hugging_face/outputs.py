@@ -1,42 +1,139 @@
 """A tower's own outputs, of which captures make what models read.
 
-What they do not make, as hidden states that a caller asked for, the tower itself computes once it is read.
+What they do not make, as hidden states that a caller asked for, has its place in the output, and the tower
+itself computes it once it is used: whatever walks over an output, moves it to another device or makes another
+of its entries has nothing computed.
 """
 
 from __future__ import annotations
 
 import functools
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, KeysView, Mapping
 from dataclasses import fields
 from typing import Any, ClassVar
 
 from torch import Tensor
 
-_PENDING = "_fxsplit_pending"
+from fxsplit_encoder._torch.dispatch import register_tuple
+
+_MOVES = frozenset({"to", "cpu", "cuda", "float", "half", "bfloat16", "double", "detach"})
+"""Methods of tensors that an output's entries are moved by, all of them at once."""
+
+_KNOWN = frozenset({"device", "dtype", "requires_grad", "grad_fn", "is_cuda", "layout"})
+"""Attributes that are known of a tensor before it is computed."""
 
 
-def make_output(
-    kind: type, made: Mapping[str, Any], pending: Iterable[str], compute: Callable[[], Mapping[str, Any]]
-) -> Any:
+class Lazy:
+    """A value that is computed when it is used, by an operator, by torch or as an attribute of an output.
+
+    Args:
+        like: an empty value of the same class; of a tensor also with its dtype and device.
+        compute: the value.
+    """
+
+    __slots__ = ("_compute", "_like", "_value")
+
+    def __init__(self, like: Any, compute: Callable[[], Any]) -> None:
+        self._like = like
+        self._compute: Callable[[], Any] | None = compute
+        self._value: Any = None
+
+    def value(self) -> Any:
+        """The value itself, computed if it is not yet."""
+        compute = self._compute
+        if compute is not None:
+            self._value = compute()
+            self._compute = None  # which holds what the tower was given
+        return self._value
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return type(self._like)  # what `isinstance` asks
+
+    def __getattr__(self, name: str) -> Any:
+        if isinstance(self._like, Tensor):
+            if name in _KNOWN:
+                return getattr(self._like, name)
+            if name in _MOVES:
+                return functools.partial(_moved, self, name)
+        return getattr(self.value(), name)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*computed(tuple(args)), **computed(kwargs or {}))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return computed, (self.value(),)
+
+
+def _forwarded(name: str) -> Callable[..., Any]:
+    def method(self: Any, *args: Any) -> Any:
+        return getattr(computed(self), name)(*computed(args))
+
+    return method
+
+
+_OWN = frozenset(
+    {
+        *vars(Lazy),
+        *("__new__", "__getattribute__", "__setattr__", "__delattr__", "__del__", "__dir__", "__sizeof__"),
+        *("__init_subclass__", "__subclasshook__", "__reduce__", "__setstate__", "__torch_dispatch__"),
+    }
+)
+for _name in {*dir(Tensor), *dir(tuple)} - _OWN:
+    if _name.startswith("__") and callable(getattr(Tensor, _name, None) or getattr(tuple, _name)):
+        setattr(Lazy, _name, _forwarded(_name))
+
+
+def computed(value: Any) -> Any:
+    """The value itself of one that is computed when it is used, also in tuples, lists and dictionaries."""
+    if type(value) is Lazy:
+        return value.value()
+    if isinstance(value, dict):
+        return {name: computed(entry) for name, entry in value.items()}
+    if type(value) in (tuple, list, LazyTuple):
+        entries = map(computed, tuple.__iter__(value) if type(value) is LazyTuple else value)
+        return list(entries) if type(value) is list else tuple(entries)
+    return value
+
+
+def _moved(lazy: Lazy, name: str, *args: Any, **kwargs: Any) -> Lazy:
+    like = getattr(lazy._like, name)(*args, **kwargs)
+    return Lazy(like, lambda: getattr(lazy.value(), name)(*args, **kwargs))
+
+
+class LazyTuple(tuple[Any, ...]):
+    """A tuple of which one entry may be computed when it is read."""
+
+    def __getitem__(self, index: Any) -> Any:
+        value = super().__getitem__(index)
+        return LazyTuple(value) if isinstance(index, slice) else computed(value)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return computed, (computed(self),)
+
+
+register_tuple(LazyTuple)
+
+
+def make_output(kind: type, values: Mapping[str, Any]) -> Any:
     """An output of a tower.
 
     Args:
         kind: the tower's class of outputs.
-        made: the fields that captures made.
-        pending: the names of those that they did not.
-        compute: the tower's own output, all fields of it.
+        values: of all its fields, in its order. Any may be one that is computed when it is used.
     """
-    pending = frozenset(pending)
-    if not pending and not any(isinstance(value, HiddenStates) for value in made.values()):
-        return kind(**made)
-    output = _deferring(kind)(**made)
-    vars(output)[_PENDING] = (pending, compute)
+    if not any(type(value) in (Lazy, LazyTuple) for value in values.values()):
+        return kind(**values)
+    output = _deferring(kind)(**values)
+    if [*values] != [*dict.keys(output)]:
+        for name in values:
+            output.move_to_end(name)
     return output
 
 
 class _Field:
-    """A field of an output, which is computed when it is read for the first time, if it is pending."""
+    """A field of an output, which is computed when it is read for the first time, if it is not yet."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -44,103 +141,65 @@ class _Field:
     def __get__(self, output: Any, owner: type) -> Any:
         if output is None:
             return None  # the default of a field
-        own = vars(output)
-        if self.name in own.get(_PENDING, ((),))[0]:
-            output._resolve()
-        return own.get(self.name)
+        value = vars(output).get(self.name)
+        if type(value) is Lazy:
+            output[self.name] = value = computed(value)
+        return value
 
     def __set__(self, output: Any, value: Any) -> None:
-        own = vars(output)
-        own[self.name] = value
-        if _PENDING in own:  # who sets a field needs no other value of it
-            names, compute = own[_PENDING]
-            own[_PENDING] = (names - {self.name}, compute)
+        vars(output)[self.name] = value
+
+
+class _Walked(str):
+    """A name of a field that a walk over an output gave: the entry of it is given as it is."""
+
+    def __reduce__(self) -> Any:
+        return str, (str(self),)
 
 
 class _Deferring:
-    """The methods of an output of which some fields are pending: whatever looks at all of them, as at a
-    dictionary or a tuple, has them computed.
-    """
+    """The methods of an output of which some fields are computed when they are read by name or position."""
 
     _kind: ClassVar[type]
 
-    def _resolve(self) -> None:
-        own: dict[str, Any] = vars(self)
-        if _PENDING not in own:
-            return
-        names, compute = own.pop(_PENDING)
-        output: Any = self
-        partly = [name for name, value in own.items() if isinstance(value, HiddenStates)]
-        computed = compute() if names or partly else {}
-        for name in (*names, *partly):
-            if computed.get(name) is not None:
-                output[name] = computed[name]
-        # In the order of the tower's own, and then what was set later.
-        present = list(OrderedDict.keys(output))
-        later = [name for name in present if name not in computed]
-        for name in [*(name for name in computed if name in present), *later]:
-            output.move_to_end(name)
+    def __post_init__(self) -> None:
+        # A dataclass sets its fields one by one; transformers looks whether the first is a dictionary.
+        if type(vars(self).get(fields(self._kind)[0].name)) is not Lazy:
+            super().__post_init__()  # type: ignore[misc]
+
+    def keys(self) -> KeysView[str]:
+        """The names, by which a copy of all entries computes none."""
+        return dict.fromkeys(map(_Walked, super().__iter__())).keys()  # type: ignore[misc]
+
+    def __iter__(self) -> Any:
+        return iter(self.keys())
 
     def __getitem__(self, key: Any) -> Any:
-        names = vars(self).get(_PENDING, ((),))[0]
-        output: Any = self
-        if not isinstance(key, str) or key in names or not dict.__contains__(output, key):
-            self._resolve()
-        elif names:
-            return vars(self)[key]
-        return super().__getitem__(key)  # type: ignore[misc]
+        if not isinstance(key, str):
+            return self.to_tuple()[key]
+        value: Any = dict.__getitem__(self, key)  # type: ignore[index]
+        return getattr(self, key) if type(value) is Lazy and type(key) is not _Walked else value
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """A field by its name."""
+        return self[key] if key in self else default
+
+    def copy(self) -> Any:
+        """Another output of the same entries."""
+        kind: Any = type(self)
+        return kind(dict(self.items()))  # type: ignore[attr-defined]
+
+    def to_tuple(self) -> LazyTuple:
+        """All fields, in the places that the tower's own have."""
+        return LazyTuple(self.values())  # type: ignore[attr-defined]
 
     def __reduce__(self) -> Any:
-        self._resolve()
-        return self._kind, tuple(getattr(self, each.name) for each in fields(self._kind))
-
-
-def _resolved(name: str) -> Callable[..., Any]:
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self._resolve()
-        return getattr(super(_Deferring, self), name)(*args, **kwargs)
-
-    method.__name__ = name
-    return method
-
-
-_LOOKS_AT_ALL = ("__iter__", "__reversed__", "__len__", "__contains__", "__eq__", "__ne__", "__repr__")
-for _name in (*_LOOKS_AT_ALL, "keys", "values", "items", "get", "copy", "to_tuple"):
-    setattr(_Deferring, _name, _resolved(_name))
+        return self._kind, tuple(computed(getattr(self, each.name)) for each in fields(self._kind))
 
 
 @functools.cache
 def _deferring(kind: type) -> Any:
-    """A class like `kind` whose fields may be pending. A pickle has `kind` itself."""
+    """A class like `kind` whose fields may be computed later. A pickle has `kind` itself."""
     own = {each.name: _Field(each.name) for each in fields(kind)}
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
     return type(kind.__name__, (_Deferring, kind), {**own, **names, "_kind": kind})
-
-
-class HiddenStates(Sequence[Tensor]):
-    """The hidden states of a tower's layers, of which captures made some; any other has the tower itself
-    compute them all.
-
-    Args:
-        made: by the number of the layer, 0 for what goes into the first.
-        count: of all hidden states.
-        compute: all of them.
-    """
-
-    def __init__(
-        self, made: Mapping[int, Tensor], count: int, compute: Callable[[], Sequence[Tensor]]
-    ) -> None:
-        self._made = made
-        self._count = count
-        self._compute = functools.cache(compute)
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, int) and index % self._count in self._made and abs(index) <= self._count:
-            return self._made[index % self._count]
-        return self._compute()[index]
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter(self._compute())

@@ -19,6 +19,7 @@ class PixtralCalls(Calls):
 
     input_names = ("pixel_values", "image_sizes")
     expected_keys = ((),)
+    makes_layers = True
 
     @staticmethod
     def num_items(given: Mapping[str, Any]) -> int:
@@ -51,11 +52,22 @@ class PixtralCalls(Calls):
         config, parameter = self.twin.config, next(self.twin.parameters())
         shape = (1, config.num_channels, 2 * config.patch_size, 2 * config.patch_size)
         pixels = torch.zeros(shape, device=parameter.device, dtype=parameter.dtype)
-        return {"pixel_values": pixels, "output_hidden_states": bool(self.layers)}
+        return {"pixel_values": pixels}
 
     def adapter(self, key: Hashable, example: Any) -> PixtralTower:
         """The adapter of the class, for the layers that the model reads."""
-        return PixtralTower(self.twin, self.layers or (-1,))
+        return PixtralTower(self.twin, self.captured_layers)
+
+    @property
+    def captured_layers(self) -> tuple[int, ...]:
+        """Those that the model reads, with the last if it reads the tower's output."""
+        last = self.num_states - 1
+        reads_last = not self.layers or "last_hidden_state" in self.fields
+        return tuple(dict.fromkeys((*self.layers, *((last,) if reads_last else ()))))
+
+    def makes(self, what: str | int, example: Any) -> bool:
+        """Layers, and the last hidden state, which is the last of them."""
+        return what == "last_hidden_state" or super().makes(what, example)
 
     def inputs(self, call: Call, adapter: Any) -> dict[str, Any]:
         """The patches of every image, without its padding."""
@@ -70,16 +82,14 @@ class PixtralCalls(Calls):
 
     def arguments(self, inputs: Mapping[str, Any]) -> tuple[Tensor, ...]:
         """Patches and grids."""
-        return torch.cat(inputs["pixel_values"]), torch.tensor(inputs["image_grid_thw"])
+        return torch.cat(inputs["pixel_values"]), torch.tensor(inputs["image_grid_thw"], device="cpu")
 
     def make(self, call: Call, items: Sequence[Tensor], example: Any) -> Made:
         """The layers, whose columns follow one another; (1, patches, hidden_size) each, as the tower's."""
         width = example.last_hidden_state.shape[-1]
-        depth = self.twin.config.num_hidden_layers
-        layers = [layer % (depth + 1) for layer in self.layers or (-1,)]
         states = {
             layer: torch.cat([item[:, number * width : (number + 1) * width] for item in items])[None]
-            for number, layer in enumerate(layers)
+            for number, layer in enumerate(self.captured_layers)
         }
-        fields = {"last_hidden_state": states[depth]} if depth in states else {}
-        return Made(fields, states if self.layers else {})
+        last = self.num_states - 1
+        return Made({"last_hidden_state": states[last]} if last in states else {}, states)

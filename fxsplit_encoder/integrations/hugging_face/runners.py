@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import types
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -10,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fxsplit_encoder.backend import warmup
-from fxsplit_encoder.backend.stats import stats_of_compiled
+from fxsplit_encoder.backend.stats import refresh_compiled, stats_of_compiled
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.manager import EncoderCudaGraphManager
 from fxsplit_encoder.runtime.statistics import ManagerStats
@@ -28,6 +30,9 @@ class Runner(Protocol):
     def stats(self) -> ManagerStats:
         """What was served so far."""
 
+    def refresh(self) -> None:
+        """As `fxsplit_encoder.refresh`."""
+
     def clear(self) -> None:
         """Gives all memory back."""
 
@@ -37,6 +42,7 @@ class ManagerRunner:
 
     def __init__(self, adapter: Any, config: EncoderConfig) -> None:
         self.manager = EncoderCudaGraphManager(adapter, config)
+        self._lock = threading.Lock()
 
     def run(self, inputs: dict[str, Any]) -> list[Tensor]:
         """As `EncoderCudaGraphManager.execute`."""
@@ -46,11 +52,17 @@ class ManagerRunner:
     def capture(self) -> None:
         """As `EncoderCudaGraphManager.capture`."""
         if not self.manager.is_captured():
-            self.manager.capture()
+            with self._lock:
+                if not self.manager.is_captured():  # no other thread has done it
+                    self.manager.capture()
 
     def stats(self) -> ManagerStats:
         """The manager's."""
         return self.manager.stats()
+
+    def refresh(self) -> None:
+        """As `EncoderCudaGraphManager.check_weights`."""
+        self.manager.check_weights()
 
     def clear(self) -> None:
         """Releases every capture."""
@@ -79,12 +91,15 @@ class CompiledRunner:
         adapter.forward = types.MethodType(with_own_code(type(adapter).forward), adapter)
         options: Any = {"config": config}
         self._compiled = torch.compile(adapter, backend="encoder_cg", fullgraph=True, options=options)
+        self._first: contextlib.AbstractContextManager[object] = threading.Lock()
+        """Held in the first call, which compiles."""
 
     def run(self, inputs: dict[str, Any]) -> list[Tensor]:
         """Encodes all items in one call."""
         specs = self.adapter.get_encoder_cudagraph_item_specs(inputs)
-        with torch.inference_mode(False), torch.no_grad():
+        with self._first, torch.inference_mode(False), torch.no_grad():
             rows = self._compiled(*self._arguments(inputs))  # type: ignore[no-untyped-call]
+        self._first = contextlib.nullcontext()
         items: dict[int, Tensor] = {}
         tokens = [spec.output_tokens for spec in specs]
         self.adapter.postprocess_encoder_output(
@@ -94,11 +109,16 @@ class CompiledRunner:
 
     def capture(self) -> None:
         """As `warmup`."""
-        warmup(self._compiled)
+        with self._first:
+            warmup(self._compiled)
 
     def stats(self) -> ManagerStats:
         """Those of the graphs that were compiled; each call is an item."""
         return stats_of_compiled(self._compiled)
+
+    def refresh(self) -> None:
+        """As `refresh_compiled`."""
+        refresh_compiled(self._compiled)
 
     def clear(self) -> None:
         """Nothing: what was compiled is released with the adapter."""

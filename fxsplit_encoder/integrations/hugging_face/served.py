@@ -10,20 +10,23 @@ import logging
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from fxsplit_encoder._torch.transformers import attention_implementation
+from fxsplit_encoder._torch.around import foreign_around
+from fxsplit_encoder._torch.dynamo import is_traced
+from fxsplit_encoder._torch.transformers import attention_implementation, selected_hidden_states
 from fxsplit_encoder.errors import InputError, WeightsLayoutError
-from fxsplit_encoder.integrations.hugging_face.calls import Call, Made, asked_for
-from fxsplit_encoder.integrations.hugging_face.captured import CapturedTower, Settings
+from fxsplit_encoder.integrations.hugging_face.calls import Call, Made, Reads, asked_for
+from fxsplit_encoder.integrations.hugging_face.captured import CapturedTower, Served, Settings
 from fxsplit_encoder.integrations.hugging_face.families import calls_of
 from fxsplit_encoder.integrations.hugging_face.find import FoundTower
-from fxsplit_encoder.integrations.hugging_face.outputs import HiddenStates, make_output
+from fxsplit_encoder.integrations.hugging_face.outputs import Lazy, LazyTuple, make_output
 from fxsplit_encoder.planning import MissReason
+from fxsplit_encoder.recent import Recent
 from fxsplit_encoder.runtime.statistics import ManagerStats, Statistics
 from fxsplit_encoder.towers.options import Options, matters, settle
 
@@ -32,8 +35,10 @@ logger = logging.getLogger(__name__)
 _EXACT_ATTENTION = frozenset({None, "eager", "sdpa", "flex_attention"})
 """Attention that computes what ours does, beside every flash attention."""
 
-_ASKED = frozenset({"hidden_states", "attentions"})
-"""Fields that an output has only where they are asked for."""
+_OUTPUT: Reads = frozenset({"last_hidden_state", "pooler_output"})
+"""What a model is taken to read of a tower, before it is known."""
+
+_MOST_LOGGED = 64
 
 _warming = threading.local()
 _numbers = itertools.count()
@@ -65,15 +70,19 @@ class ServedTower:
         self.active = True
         self.number = next(_numbers)
         self._module = found.module
-        self._layers = found.layers
+        self._reads: Reads = frozenset(found.layers)
+        """Layers and fields that the model reads; empty: the output."""
         self.previous = previous
         """The forward that the module had for itself; None: its class's."""
-        self._parameter_names = list(inspect.signature(self.own_forward).parameters)
+        self._defaults = {
+            name: parameter.default
+            for name, parameter in inspect.signature(self.own_forward).parameters.items()
+        }
         self._num_items = calls_of(found.module).num_items
         self._statistics = Statistics(log_interval=0)
         self._past: list[ManagerStats] = []
         self._lock = threading.RLock()
-        self._told: set[str] = set()
+        self._logged: Recent[str, bool] = Recent(_MOST_LOGGED)
         self._captured = self._capture()
         functools.update_wrapper(self, self.own_forward)
         _by_number[self.number] = self
@@ -88,10 +97,10 @@ class ServedTower:
         """The tower's forward."""
         if not self.active or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             return self.original(*args, **kwargs)
-        if torch.compiler.is_compiling():
+        if is_traced():
             _count_trace(self.number)
             return self.original(*args, **kwargs)
-        given = {**dict(zip(self._parameter_names, args, strict=False)), **kwargs}
+        given = {**dict(zip(self._defaults, args, strict=False)), **kwargs}
         served = self._serve(given)
         if isinstance(served, MissReason):
             self._refuse_own_forward(served)
@@ -119,13 +128,22 @@ class ServedTower:
         if reason is not None:
             return reason
         captured = self._current()
-        if captured.calls is None:
-            return self._refused(captured)
+        if (reason := self._refused(captured)) is not None or captured.calls is None:
+            return reason
         options = settle(given, captured.calls.input_names, matters)
         try:
             fields, changing = asked_for(given, options.changing, self._module.config)
+            changing = {
+                name: value for name, value in changing.items() if self._matters(captured, name, value)
+            }
+            selected = None
+            if "hidden_states" in fields:
+                selected = selected_hidden_states(self._asked_states(given))
+                captured = self._reading(captured, selected)
+            assert captured.calls is not None
             call = captured.calls.read(options.kept, changing)
             if isinstance(call, MissReason):
+                self._warn_of_miss(call, changing)
                 return call
             at_once = getattr(_warming, "on", False)
             # With `invariant` no call may wait for others of its size in the tower's own forward.
@@ -133,25 +151,29 @@ class ServedTower:
                 return MissReason.NEW_SHAPE
             if at_once:
                 captured.of(call.key).runner.capture()
-            captured, example, items = self._run(captured, call)
+            captured, served, items = self._run(captured, call)
         except WeightsLayoutError:
             raise
         except InputError as error:
-            self._tell(logging.INFO, f"{self.name}: encoded without a capture: {error}")
+            self._tell(logging.WARNING, f"{self.name}: encoded without a capture: {error}", "inputs")
             return MissReason.UNSUPPORTED_INPUT
         assert captured.calls is not None
         whole = functools.cache(functools.partial(self._compute, given))
-        made = captured.calls.make(call, items, example)
-        output = _output(example, made, fields, whole)
+        made = captured.calls.make(call, items, served.example)
+        values = _values(
+            served, made, fields, selected, functools.partial(self._read, captured, served, whole)
+        )
+        output = make_output(type(served.example), values)
         return output if _returns_dict(options, given, self._module.config) else output.to_tuple()
 
     def _condition(self, given: Mapping[str, Any]) -> MissReason | None:
         """Why the tower itself serves every call that is made as this one is."""
         module = self._module
-        if module.training or (torch.is_grad_enabled() and _needs_gradients(module, given)):
+        if (found := foreign_around()) is not None:
+            self._tell(logging.WARNING, f"{self.name}: encoded without captures: there is {found}")
+            return MissReason.FOREIGN_CODE
+        if torch.is_grad_enabled() and _needs_gradients(module, given):
             return MissReason.GRADIENTS
-        if torch.is_autocast_enabled(self._captured.device.type):
-            return MissReason.AUTOCAST
         implementation = attention_implementation(getattr(module, "config", None))
         if implementation not in _EXACT_ATTENTION and "flash" not in str(implementation):
             self._tell(logging.WARNING, f"{self.name}: encoded without captures: {implementation} attention")
@@ -164,6 +186,52 @@ class ServedTower:
         except WeightsLayoutError as error:
             captured = self._again(captured, error)
             return captured, *captured.run(call)
+
+    def _matters(self, captured: CapturedTower, name: str, value: Any) -> bool:
+        """Whether an argument is one that the tower's forward reads, at another value than its default."""
+        default = self._defaults.get(name, inspect.Parameter.empty)
+        is_default = isinstance(value, bool | int | float | str) and type(value) is type(default)
+        return not (is_default and value == default) and captured.reads_argument(name)
+
+    def _warn_of_miss(self, reason: MissReason, changing: Mapping[str, Any]) -> None:
+        what = f"{', '.join(map(repr, changing))} changes the output; call it without"
+        if reason != MissReason.OPTIONS:
+            what = "captures take whole images of the shapes that the tower's configuration is for"
+        self._tell(logging.WARNING, f"{self.name}: encoded without captures: {reason}: {what}")
+
+    # --- what the model reads
+
+    def _asked_states(self, given: Mapping[str, Any]) -> Any:
+        asked = given.get("output_hidden_states")
+        config: Any = self._module.config
+        return config.output_hidden_states if asked is None else asked
+
+    def _reading(self, captured: CapturedTower, selected: list[int] | None) -> CapturedTower:
+        """What captures the layers too that a call names."""
+        calls = captured.calls
+        if selected is None or calls is None or not calls.makes_layers:
+            return captured
+        count = calls.num_states
+        layers = {layer % count for layer in selected if -count <= layer < count}
+        if layers.issubset(calls.layers):
+            return captured
+        self._learn(captured, layers)
+        return self._current()
+
+    def _learn(self, captured: CapturedTower, what: Iterable[int | str]) -> None:
+        """From the next call on, captures make this too."""
+        with self._lock:
+            known = self._reads or (_OUTPUT if captured.has_captures else frozenset())
+            self._reads = known.union(what)
+
+    def _read(
+        self, captured: CapturedTower, served: Served, whole: Callable[[], Any], what: int | str
+    ) -> Any:
+        """A field, or the hidden state of a layer, that captures did not make."""
+        output = whole()
+        if captured.calls is not None and captured.calls.makes(what, served.example):
+            self._learn(captured, {what})
+        return output.hidden_states[what] if isinstance(what, int) else getattr(output, what)
 
     def _compute(self, given: dict[str, Any]) -> Any:
         """The tower's own output, for fields that captures do not make."""
@@ -183,31 +251,40 @@ class ServedTower:
     # --- what is captured
 
     def _capture(self) -> CapturedTower:
-        return CapturedTower(self._module, self._layers, self.settings)
+        return CapturedTower(self._module, self._reads, self.settings)
 
     def _current(self) -> CapturedTower:
         """What the tower is captured as now: where modules, dtype or device have changed, anew."""
         captured = self._captured
-        return captured if captured.is_current() else self._again(captured, "the tower has changed")
+        if not captured.is_current():
+            return self._again(captured, "the tower has changed")
+        if captured.reads is not self._reads:
+            return self._again(captured, f"the model also reads {self._reads - captured.reads}", logging.INFO)
+        return captured
 
-    def _again(self, captured: CapturedTower, why: object) -> CapturedTower:
+    def _again(self, captured: CapturedTower, why: object, level: int = logging.WARNING) -> CapturedTower:
         with self._lock:
             if self._captured is captured:  # no other thread has done it
                 if captured.has_captures:
-                    logger.warning("%s: captures are given up, for new ones: %s", self.name, why)
+                    logger.log(level, "%s: captures are given up, for new ones: %s", self.name, why)
                 self._release()
                 self._captured = self._capture()
             return self._captured
 
     def _release(self) -> None:
         self._captured.clear()
-        self._past += self._captured.stats()
+        self._past = [ManagerStats.total([*self._past, *self._captured.stats()])]
 
-    def _refused(self, captured: CapturedTower) -> MissReason:
-        assert captured.refusal is not None
-        reason, why = captured.refusal
-        self._tell(logging.WARNING, f"{self.name}: encoded without captures: {why}")
-        return reason
+    def _refused(self, captured: CapturedTower) -> MissReason | None:
+        """Why no call is served while the tower is as it is now; None: calls are served."""
+        refusal = captured.refusal
+        if refusal is None and (found := captured.in_training()) is not None:
+            refusal = MissReason.TRAINING, f"{found} is in training mode"
+        if refusal is not None:
+            self._tell(logging.WARNING, f"{self.name}: encoded without captures: {refusal[1]}")
+            return refusal[0]
+        # On the device that the tower is on now: it may have been built on the meta device.
+        return MissReason.AUTOCAST if torch.is_autocast_enabled(captured.device.type) else None
 
     def warm(self) -> None:
         """Captures what calls that the configuration is for need."""
@@ -217,6 +294,11 @@ class ServedTower:
         else:
             for key in captured.calls.expected_keys:
                 captured.of(key).runner.capture()
+
+    def refresh(self) -> None:
+        """As `fxsplit_encoder.refresh`."""
+        with self._lock:
+            self._captured.refresh()
 
     def close(self) -> None:
         """Gives the memory back; from now on this is the forward that was there before."""
@@ -236,26 +318,44 @@ class ServedTower:
         captured = self._captured.stats() if self.active else []
         return ManagerStats.total([self._statistics.snapshot(), *self._past, *captured])
 
-    def _tell(self, level: int, message: str) -> None:
-        """Logs a message once."""
-        if message not in self._told:
-            self._told.add(message)
+    def _tell(self, level: int, message: str, key: str | None = None) -> None:
+        """Logs a message once, or one of those with this key."""
+        if self._logged.get(key or message) is None:
+            self._logged[key or message] = True
             logger.log(level, "%s", message)
 
 
-def _output(example: Any, made: Made, fields: set[str], whole: Callable[[], Any]) -> Any:
-    """The tower's output of what captures made, of which other fields are computed once they are read.
+def _values(
+    served: Served, made: Made, fields: set[str], selected: list[int] | None, read: Callable[[Any], Any]
+) -> dict[str, Any]:
+    """The fields of the tower's output: those that captures made, and others that are computed once they are
+    used.
 
     Args:
-        fields: those that were asked for beside the ones that the example has anyway.
+        fields: those that were asked for beside the ones that the output has anyway.
+        selected: the hidden states that were asked for, by their numbers; None: all.
+        read: computes a field, or the hidden state of a layer.
     """
-    ready = dict(made.fields)
-    pending = ({*example.keys()} - _ASKED - ready.keys()) | fields
-    if made.layers and "hidden_states" in fields:
-        count = len(example.hidden_states)
-        ready["hidden_states"] = HiddenStates(made.layers, count, lambda: whole().hidden_states)
-        pending -= {"hidden_states"}
-    return make_output(type(example), ready, pending, whole)
+    values: dict[str, Any] = {}
+    for name, empty in served.empty.items():
+        if name in made.fields:
+            values[name] = made.fields[name]
+        elif name != "hidden_states":
+            values[name] = Lazy(empty, functools.partial(read, name))
+        elif name in fields:
+            count = len(served.example.hidden_states)
+            chosen = (
+                range(count) if selected is None else {n % count for n in selected if -count <= n < count}
+            )
+            values[name] = LazyTuple(
+                (made.layers[n] if n in made.layers else Lazy(empty[0], functools.partial(read, n)))
+                if n in chosen
+                else None
+                for n in range(count)
+            )
+    if "attentions" in fields:
+        values["attentions"] = Lazy((), functools.partial(read, "attentions"))
+    return values
 
 
 def _returns_dict(options: Options, given: Mapping[str, Any], config: Any) -> bool:

@@ -19,6 +19,7 @@ class Siglip2Calls(DenseCalls):
     """Calls with (images, patches, features), which patches are an image's own, and its rows and columns."""
 
     input_names = ("pixel_values", "pixel_attention_mask", "spatial_shapes")
+    makes_layers = False
 
     @property
     def default_key(self) -> DenseKey:
@@ -50,7 +51,7 @@ class Siglip2Calls(DenseCalls):
         return {
             "pixel_values": torch.zeros(1, patches, columns, device=parameter.device, dtype=parameter.dtype),
             "pixel_attention_mask": torch.ones(1, patches, dtype=torch.int64, device=parameter.device),
-            "spatial_shapes": torch.tensor([[1, patches]]),
+            "spatial_shapes": torch.tensor([[1, patches]], device="cpu"),
         }
 
     def adapter(self, key: Hashable, example: Any) -> DenseTower:

@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from fxsplit_encoder._torch.structure import Structure
 
@@ -16,6 +17,9 @@ def foreign_code(tower: nn.Module, structure: Structure) -> str | None:
     """What of a tower a capture of its modules' own forwards would leave out; None: nothing."""
     for name, what in structure.additions:
         return f"{_SHOWN[what]} of {name}"
+    for name, module in tower.named_modules():
+        if is_parametrized(module):
+            return f"the parametrization of {name}"
     tuners: Any = sys.modules.get("peft.tuners.tuners_utils")
     if tuners is None:
         return None

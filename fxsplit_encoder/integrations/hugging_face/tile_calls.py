@@ -11,7 +11,7 @@ import torch
 
 from fxsplit_encoder._torch.tensors import linked_copy
 from fxsplit_encoder.integrations.hugging_face.calls import Call
-from fxsplit_encoder.integrations.hugging_face.dense_calls import DenseCalls, DenseKey, Part
+from fxsplit_encoder.integrations.hugging_face.dense_calls import DenseCalls, DenseKey
 from fxsplit_encoder.planning import MissReason
 from fxsplit_encoder.towers.dense import DenseTower
 from fxsplit_encoder.towers.idefics3 import Idefics3Tower
@@ -21,6 +21,8 @@ from fxsplit_encoder.towers.step3p7 import CROP_SIZE, Step3p7Tiles
 
 class Llama4Calls(DenseCalls):
     """Llama 4's tower, which takes one size and is wrapped by an adapter of its own."""
+
+    makes_layers = False
 
     def read(self, given: Mapping[str, Any], options: Mapping[str, Any]) -> Call | MissReason:
         """The tiles."""
@@ -38,6 +40,8 @@ class Llama4Calls(DenseCalls):
 
 class Step3p7Calls(DenseCalls):
     """Step-3.7's tower, which is called with whole images, and with crops of another size."""
+
+    makes_layers = False
 
     @property
     def expected_keys(self) -> Sequence[DenseKey]:
@@ -80,8 +84,6 @@ class Idefics3Calls(DenseCalls):
     def adapter(self, key: Hashable, example: Any) -> DenseTower:
         """The adapter of the class, for images of this size."""
         assert isinstance(key, DenseKey)
-        return Idefics3Tower(self.twin, *key.shape[1:])
-
-    def parts(self, example: Any) -> list[Part]:
-        """The last hidden state."""
-        return [Part("last_hidden_state", None, example.last_hidden_state.shape[1])]
+        layers = [part.layer for part in self.parts(example)]
+        _, height, width = key.shape
+        return Idefics3Tower(self.twin, height, width, layers)

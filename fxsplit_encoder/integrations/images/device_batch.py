@@ -31,7 +31,8 @@ def _upload(arrays: Sequence[Array], values: PixelValues, device: torch.device) 
         return torch.from_numpy(np.concatenate(arrays))
     rows = sum(len(array) for array in arrays)
     dtype = torch.uint8 if kind == "u" else torch.float32
-    host = torch.empty((rows, *arrays[0].shape[1:]), dtype=dtype, pin_memory=device.type == "cuda")
+    shape = rows, *arrays[0].shape[1:]
+    host = torch.empty(shape, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
     np.concatenate(arrays, out=host.numpy())
     pixels = host.to(device, non_blocking=True)
     return values(pixels) if kind == "u" else pixels
@@ -55,7 +56,7 @@ class Download:
         counts = [len(embedding) for embedding in embeddings]
         if not joined.is_cuda:
             return cls(joined, counts, None)
-        host = torch.empty(joined.shape, dtype=dtype, pin_memory=True)
+        host = torch.empty(joined.shape, dtype=dtype, device="cpu", pin_memory=True)
         host.copy_(joined, non_blocking=True)
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record(torch.cuda.current_stream(joined.device))

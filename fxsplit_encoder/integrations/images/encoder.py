@@ -140,6 +140,6 @@ def _host_inputs(image: PreparedImage) -> dict[str, Any]:
     return {
         name: torch.from_numpy(array.copy())
         if array.dtype.kind == "i"
-        else torch.zeros(1).expand(array.shape)
+        else torch.zeros(1, dtype=torch.float32, device="cpu").expand(array.shape)
         for name, array in image.inputs.items()
     }

@@ -29,6 +29,6 @@ class HostTensor:
 
     def copy(self) -> Tensor:
         """The tensor in memory of its own, which may be written to and keeps nothing in the store."""
-        made = torch.empty(self.shape, dtype=self.dtype)
+        made = torch.empty(self.shape, dtype=self.dtype, device="cpu")
         np.copyto(made.reshape(-1).view(torch.uint8).numpy(), self.data)
         return made

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -24,18 +23,40 @@ from fxsplit_encoder.integrations.vllm.settings import (
     needs_range,
 )
 from fxsplit_encoder.manager import EncoderCudaGraphManager
-from fxsplit_encoder.manager.rehearsal import Rehearsal
 
-# Both of vLLM's runners measure what CUDA graphs take inside a function of this name, by captures that they
-# throw away.
-_PROFILING = "profile_cudagraph_memory"
+# Under this name a model keeps its manager from `clear` until one is made for it again: vLLM measures what
+# graphs take by captures that it throws away, and the runner of the first generation makes another manager
+# for those that serve.
+_CLEARED = "_fxsplit_encoder_cleared"
+
+
+class _Served:
+    """An attribute of vLLM's manager: this library's value for as long as this library serves."""
+
+    def __init__(self, read: Callable[[EncoderCudaGraphManager], Any]) -> None:
+        self._read = read
+        self._name = ""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, adapter: Any, owner: type) -> Any:
+        if adapter is not None and adapter.manager is not None:
+            return self._read(adapter.manager)
+        try:
+            return vars(adapter)[self._name]
+        except (KeyError, TypeError):
+            raise AttributeError(f"{owner.__name__} has no {self._name}") from None
+
+    def __set__(self, adapter: Any, value: Any) -> None:
+        vars(adapter)[self._name] = value
 
 
 class VllmEncoderManager:
     """vLLM's manager of encoder CUDA graphs, by this library's; by vLLM's own wherever this one fails.
 
-    The constructor and the members are those that vLLM's runners use. `make_adapter` derives the class that
-    a `StandIn` makes in place of a vLLM's.
+    `make_adapter` derives the class that a `StandIn` makes, from this and from vLLM's own: what is not here
+    is vLLM's.
 
     Args:
         vllm_config: vLLM's configuration.
@@ -46,20 +67,33 @@ class VllmEncoderManager:
         Whatever vLLM's own constructor raises for this configuration.
     """
 
-    vllm_class: ClassVar[Callable[..., Any]]
-    """vLLM's own."""
     settings: ClassVar[PluginSettings]
+    manager: EncoderCudaGraphManager | None = None
+    """This library's; None where vLLM's own serves."""
+
+    token_budgets = _Served(lambda manager: sorted({b for path in _budgets(manager).values() for b in path}))
+    path_token_budgets = _Served(
+        lambda manager: {
+            name: [0] * (name in manager.limits.skippable_paths) + list(budgets)
+            for name, budgets in _budgets(manager).items()
+        }
+    )
+    max_batch_size = _Served(lambda manager: manager.limits.max_items_per_batch)
+    max_frames_per_batch = _Served(lambda manager: manager.limits.max_frames_per_batch)
+    budget_graphs = _Served(lambda manager: manager.budget_graphs)
+    graph_pool = _Served(lambda manager: manager.pool.handle if manager.is_captured() else None)
+    graph_hits = _Served(lambda manager: manager.stats().hits)
+    graph_misses = _Served(lambda manager: sum(manager.stats().misses.values()))
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> VllmEncoderManager:
+        """An object of this class, and not what a `StandIn` makes."""
+        return object.__new__(cls)
 
     def __init__(self, vllm_config: Any, device: torch.device, dtype: torch.dtype, model: Any) -> None:
-        self.vllm_manager = type(self).vllm_class(
-            vllm_config=vllm_config, device=device, dtype=dtype, model=model
-        )
-        self.manager: EncoderCudaGraphManager | None = None
-        """This library's; None where vLLM's own serves."""
+        self._inherited.__init__(vllm_config=vllm_config, device=device, dtype=dtype, model=model)
         self.num_left = 0
         """Batches that `execute` left to vLLM's eager forward: nothing was captured, or it failed."""
         self._is_data_parallel = is_data_parallel(vllm_config)
-        self._rehearsal: Rehearsal | None = None
         if (reason := reason_to_leave(vllm_config, torch.device(device))) is not None:
             warn_once(f"vLLM's own manager captures the encoder: {reason}")
             return
@@ -68,6 +102,11 @@ class VllmEncoderManager:
             self.manager = self._make(vllm_config, device, dtype, model)
 
         self._attempt(make)
+
+    @property
+    def _inherited(self) -> Any:
+        """The methods of vLLM's own manager, of this object."""
+        return super()
 
     def _make(
         self, vllm_config: Any, device: torch.device, dtype: torch.dtype, model: Any
@@ -81,6 +120,9 @@ class VllmEncoderManager:
             config, group = config.replace(data_parallel=True), device_group()
         note_reloads(model, self._check_weights)
         keep_metadata(model)
+        cleared: EncoderCudaGraphManager | None = vars(model).pop(_CLEARED, None)
+        if cleared is not None and cleared.config == config:
+            return cleared
         logger.info("encoder CUDA graphs by fxsplit_encoder (%s=off: by vLLM): %s", VARIABLE, config)
         return EncoderCudaGraphManager(
             model, config, device=device, dtype=dtype, vllm_config=vllm_config, process_group=group
@@ -104,7 +146,7 @@ class VllmEncoderManager:
         if failure is None:
             return True
         if self.manager is not None:
-            self.clear()
+            self.manager.clear()
         self.manager = None
         warn_once(
             "vLLM's own manager captures the encoder, since fxsplit_encoder could not: "
@@ -114,61 +156,52 @@ class VllmEncoderManager:
 
     # --- what runners call
 
-    @property
-    def token_budgets(self) -> list[int]:
-        """Output tokens of every budget of any path, increasing."""
-        if self.manager is None:
-            budgets: list[int] = self.vllm_manager.token_budgets
-            return budgets
-        return sorted({budget for path in self.manager.limits.path_budgets.values() for budget in path})
-
     def get_num_graphs_to_capture(self) -> int:
         """Captures that `capture` makes, over all paths and axes."""
         if self.manager is None:
-            count: int = self.vllm_manager.get_num_graphs_to_capture()
-            return count
+            return int(self._inherited.get_num_graphs_to_capture())
         return self.manager.planned_captures().num_graphs
 
     def supports_modality(self, modality: str) -> bool:
         """Whether captures serve "image" or "video" inputs."""
-        return bool((self.manager or self.vllm_manager).supports_modality(modality))
+        return bool((self.manager or self._inherited).supports_modality(modality))
 
     def is_captured(self) -> bool:
         """Whether `capture` has run since the last `clear`."""
-        return bool((self.manager or self.vllm_manager).is_captured())
+        return bool((self.manager or self._inherited).is_captured())
 
     def capture(self, graph_pool: Any = None) -> None:
-        """Captures every budget; while vLLM measures memory, captures that only take it.
+        """Captures every budget. What was compiled and measured by a capture of the same model before, which
+        was cleared, is not done again.
 
         Args:
             graph_pool: of vLLM's own manager. This library's captures have a pool of their own.
         """
         manager = self.manager
         if manager is None or not self._attempt(lambda: self._capture(manager)):
-            self.vllm_manager.capture(graph_pool=graph_pool)
+            self._inherited.capture(graph_pool=graph_pool)
 
     def _capture(self, manager: EncoderCudaGraphManager) -> None:
-        self._forget_rehearsal()
-        if _is_profiling():
-            self._rehearsal = Rehearsal(manager)
-            self._rehearsal.capture()
-            return
+        vars(manager.tower).pop(_CLEARED, None)
         if manager.config.compile:
             _note_bounds(manager)
         manager.capture()
         if manager.model_config.modalities and not manager.can_replay():
             raise CaptureError("; ".join(manager.reports) or "no budget could be captured")
-        if (num_bytes := _derived_bytes(manager)) > 0:
-            logger.info(
-                "passes keep %d MiB of weights in another form, in memory that vLLM's measurement of graphs "
-                "has no part of",
-                num_bytes >> 20,
-            )
+        if manager.device.type == "cuda":  # what runs that were timed have left is not the captures' memory
+            torch.cuda.empty_cache()
 
     def clear(self) -> None:
-        """Releases every capture; `capture` may be called again."""
-        self._forget_rehearsal()
-        (self.manager or self.vllm_manager).clear()
+        """Releases every capture; `capture` may be called again, of this or another manager of the model."""
+        manager = self.manager
+        if manager is None:
+            self._inherited.clear()
+            return
+        if manager.is_captured():
+            for path in manager.paths_by_key.values():
+                path.expect(path.known())
+        manager.clear()
+        vars(manager.tower)[_CLEARED] = manager
 
     def execute(self, mm_kwargs: dict[str, Any]) -> list[Tensor] | None:
         """Encodes a batch of images or of videos.
@@ -177,7 +210,7 @@ class VllmEncoderManager:
             One tensor an item, (output tokens, hidden); None: vLLM has to encode the batch eagerly.
         """
         if self.manager is None:
-            outputs: list[Tensor] | None = self.vllm_manager.execute(mm_kwargs)
+            outputs: list[Tensor] | None = self._inherited.execute(mm_kwargs)
             return outputs
         if self.manager.is_captured():
             try:
@@ -190,7 +223,7 @@ class VllmEncoderManager:
     def get_cumulative_stats(self) -> dict[str, Any]:
         """Items so far, under vLLM's names; and the batches that were left to vLLM's eager forward."""
         if self.manager is None:
-            stats: dict[str, Any] = self.vllm_manager.get_cumulative_stats()
+            stats: dict[str, Any] = self._inherited.get_cumulative_stats()
             return stats
         own = self.manager.stats()
         return {
@@ -202,21 +235,14 @@ class VllmEncoderManager:
             "batches_left": self.num_left,
         }
 
-    def __getattr__(self, name: str) -> Any:
-        """What no runner of the tested versions reads is that of vLLM's own."""
-        if name.startswith("__") or name == "vllm_manager":
-            raise AttributeError(name)
-        return getattr(self.vllm_manager, name)
-
-    def _forget_rehearsal(self) -> None:
-        if self._rehearsal is not None:
-            self._rehearsal.clear()
-            self._rehearsal = None
-
 
 def make_adapter(vllm_class: Any, settings: PluginSettings) -> type[VllmEncoderManager]:
-    """The class of managers in place of vLLM's."""
-    return type(vllm_class.__name__, (VllmEncoderManager,), {"vllm_class": vllm_class, "settings": settings})
+    """The class of managers in place of vLLM's, or of those of a `StandIn`."""
+    return type(vllm_class.__name__, (VllmEncoderManager, vllm_class), {"settings": settings})
+
+
+def _budgets(manager: EncoderCudaGraphManager) -> Mapping[str, tuple[int, ...]]:
+    return manager.limits.path_budgets
 
 
 def _note_bounds(manager: EncoderCudaGraphManager) -> None:
@@ -226,17 +252,3 @@ def _note_bounds(manager: EncoderCudaGraphManager) -> None:
             for budget in {path.budgets[0], path.budgets[-1]} if path.budgets else ():
                 with contextlib.suppress(InputError):
                     path.forward(path.forward.capture_values(budget))
-
-
-def _derived_bytes(manager: EncoderCudaGraphManager) -> int:
-    """Memory of weights in another form, which is known once passes have run."""
-    programs = (path.program for path in manager.paths_by_key.values())
-    return sum(program.program.derived.num_bytes for program in programs if program is not None)
-
-
-def _is_profiling() -> bool:
-    """Whether vLLM measures the memory of graphs and throws away what is captured now."""
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code.co_name != _PROFILING:
-        frame = frame.f_back
-    return frame is not None

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-
-OLDEST = (0, 31)
-"""Versions before it have another protocol."""
 
 CONSTRUCTOR = ("vllm_config", "device", "dtype", "model")
 
@@ -67,18 +63,14 @@ ROTARY: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def manager_problem(version: str, manager: type, protocol: type, definitions: Any) -> str | None:
+def manager_problem(manager: type, protocol: type, definitions: Any) -> str | None:
     """What of vLLM's manager and protocol is not as it was recorded; None: nothing.
 
     Args:
-        version: of vLLM.
         manager: vLLM's `EncoderCudaGraphManager`.
         protocol: its `SupportsEncoderCudaGraph`.
         definitions: the module of what they exchange.
     """
-    number = re.match(r"(\d+)\.(\d+)", version)
-    if number is not None and (int(number[1]), int(number[2])) < OLDEST:
-        return f"its version is before {'.'.join(map(str, OLDEST))}"
     public = {name for name, value in vars(manager).items() if callable(value) and name[0] != "_"}
     if public != set(MEMBERS):
         return f"its manager has the methods {', '.join(sorted(public))}"

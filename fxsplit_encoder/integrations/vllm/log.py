@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 
+from fxsplit_encoder.recent import Recent
+
 # Below vLLM's logger, so that its settings hold and its process's name is in front.
 logger = logging.getLogger("vllm.fxsplit_encoder")
 
-_said: set[str] = set()
+_said: Recent[str, bool] = Recent(256)
 
 
 def warn_once(message: str) -> None:
     """Warns of something, once in this process: managers are made more than once."""
-    if message not in _said:
-        _said.add(message)
+    if not _said.get(message):
+        _said[message] = True
         logger.warning("%s", message)

@@ -41,7 +41,6 @@ def register() -> None:
 
 def _install(settings: PluginSettings) -> str | None:
     """What keeps the manager from being installed; None: it is."""
-    import vllm
     from vllm.model_executor.models.interfaces import SupportsEncoderCudaGraph
     from vllm.v1.worker import encoder_cudagraph, encoder_cudagraph_defs
 
@@ -50,7 +49,9 @@ def _install(settings: PluginSettings) -> str | None:
         return f"{encoder_cudagraph.__name__} has no {_NAME}"
     if issubclass(original, StandIn):
         return None
-    problem = manager_problem(vllm.__version__, original, SupportsEncoderCudaGraph, encoder_cudagraph_defs)
+    if original.__module__ != encoder_cudagraph.__name__:
+        return f"{_NAME} is {original.__module__}.{original.__qualname__}, which another plugin put there"
+    problem = manager_problem(original, SupportsEncoderCudaGraph, encoder_cudagraph_defs)
     if problem is not None:
         return problem
     if settings.encoder.compile:

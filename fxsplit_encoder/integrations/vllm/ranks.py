@@ -30,7 +30,7 @@ def all_agree(ready: bool) -> bool:
     """Whether every rank says yes, as a call that all of them must make."""
     from vllm.distributed import get_tp_group
 
-    vote = torch.tensor([int(ready)])
+    vote = torch.tensor([int(ready)], device="cpu")
     dist.all_reduce(vote, dist.ReduceOp.MIN, get_tp_group().cpu_group)
     return bool(vote.item())
 

@@ -49,7 +49,7 @@ class CublasLt(ProductKernel):
         """Multiplies. The workspace is a tensor, so that a capture has it in its own memory.
 
         Raises:
-            RuntimeError: the library knows fewer algorithms for this shape.
+            NotImplementedError: the library knows fewer algorithms for this shape.
         """
         count, (out_features, in_features) = rows_MK.shape[0], weight_NK.shape
         result = rows_MK.new_empty(count, out_features)
@@ -63,7 +63,7 @@ class CublasLt(ProductKernel):
                 Product(rows.device, rows.dtype, *sizes, bias is not None, activation == "gelu_tanh")
             )
             if len(plan.algorithms) < self._number:
-                raise RuntimeError(f"cuBLASLt knows {len(plan.algorithms)} algorithms for it")
+                raise NotImplementedError(f"cuBLASLt knows {len(plan.algorithms)} algorithms for it")
             size = plan.algorithms[self._number - 1].workspace_bytes
             workspace = torch.empty(size, dtype=torch.uint8, device=rows.device)
             plan.run(self._number - 1, rows, weight, bias, result, workspace)

@@ -335,7 +335,7 @@ def test_heads_are_made_wide_in_the_common_layer(rotary: bool) -> None:
     module = Batched(by_ours, rotated if rotary else same, head_dim=72)
     graph = batched(module)
     assert merged_projections(graph.module) == 1
-    assert wide_heads(graph.module) == 1
+    assert graph.apply(wide_heads) == 1
     assert num_products(graph) == 2
     assert graph.count(aten.constant_pad_nd.default) == rotary  # the others' zeros are in the weights
     read = [node for node in graph.derived if node.users]

@@ -79,7 +79,7 @@ def num_pads(graph: Graph) -> int:
 def test_attention_over_segments_gives_the_same(rotary: bool, bias: bool) -> None:
     module = Packed(rotary=rotary, bias=bias)
     graph = packed(module)
-    assert wide_heads(graph.module) == 1
+    assert graph.apply(wide_heads) == 1
     assert widths(graph) == {WIDE}
     assert num_pads(graph) == (2 if rotary else 0)  # the values' zeros are in the weights
     torch.testing.assert_close(graph.run(), module(*graph.args[-2:]))
@@ -88,14 +88,14 @@ def test_attention_over_segments_gives_the_same(rotary: bool, bias: bool) -> Non
 def test_heads_may_be_apart_where_nothing_else_reads_them() -> None:
     module = Packed(order="heads first", rotary=False)
     graph = packed(module)
-    assert wide_heads(graph.module) == 1
+    assert graph.apply(wide_heads) == 1
     torch.testing.assert_close(graph.run(), module(*graph.args[-2:]))
 
 
 def test_attention_over_a_batch_gives_the_same() -> None:
     module, x = Apart(), torch.randn(3, 7, 20)
     graph = aten_graph(module, x)
-    assert wide_heads(graph.module) == 1
+    assert graph.apply(wide_heads) == 1
     assert widths(graph) == {WIDE} and num_pads(graph) == 0
     assert len(graph.derived) == 7
     torch.testing.assert_close(graph.run(), module(x))
@@ -113,7 +113,7 @@ class Twice(nn.Module):
 def test_every_block_is_changed() -> None:
     module = Twice()
     graph = packed(module)
-    assert wide_heads(graph.module) == 2
+    assert graph.apply(wide_heads) == 2
     torch.testing.assert_close(graph.run(), module(*graph.args[-2:]))
 
 
@@ -159,7 +159,7 @@ def test_other_graphs_stay_as_they_are(module: Any) -> None:
     made = module()
     graph = packed(made)
     before = str(graph.module.graph)
-    assert wide_heads(graph.module) == 0
+    assert graph.apply(wide_heads) == 0
     assert str(graph.module.graph) == before
     torch.testing.assert_close(graph.run(), made(*graph.args[-2:]))
 
@@ -179,7 +179,7 @@ def test_only_widths_that_need_little_are_padded(width: int, pays: bool) -> None
 
     module = Heads()
     graph = aten_graph(module, torch.randn(9, 8), torch.tensor([0, 4, 9], dtype=torch.int32))
-    assert wide_heads(graph.module) == int(width in (72, 88))
+    assert graph.apply(wide_heads) == int(width in (72, 88))
     torch.testing.assert_close(graph.run(), module(*graph.args[-2:]))
 
 
@@ -206,7 +206,7 @@ class Blocks(nn.Module):
 
 def test_equal_blocks_keep_their_parts_in_one_order() -> None:
     graph = aten_graph(Blocks(), torch.randn(9, 20), torch.tensor([0, 4, 4, 9], dtype=torch.int32))
-    assert wide_heads(graph.module) == 16
+    assert graph.apply(wide_heads) == 16
     made = [node.meta["derived"][0].keywords for node in graph.derived]
     arranged = [keywords["pieces"] for keywords in made if "pieces" in keywords]
     assert len(arranged) == 32 and len(set(arranged)) == 1

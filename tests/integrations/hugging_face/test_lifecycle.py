@@ -23,7 +23,7 @@ from fxsplit_encoder.integrations.hugging_face import served_towers_of
 from fxsplit_encoder.planning import MissReason
 
 from .comparisons import assert_close, assert_same_bits, generated
-from .conftest import Loaded
+from .conftest import Loaded, config_of
 from .models import MODELS
 
 UNCAPTURED = fx.EncoderConfig(enabled=False)
@@ -206,6 +206,23 @@ def test_new_weights_are_used(loaded: Callable[[str], Loaded]) -> None:
 
 
 @both
+def test_a_model_that_was_accelerated_before_it_had_weights(
+    name: str, make_case: Callable[[str], Case]
+) -> None:
+    """As in a constructor, which `from_pretrained` calls on the meta device."""
+    case = make_case(name)
+    with torch.device("meta"):
+        case.model = type(case.reference)(case.reference.config)
+    fx.accelerate(case.model, UNCAPTURED).load_state_dict(case.reference.state_dict(), assign=True)
+    for module, other in zip(case.model.modules(), case.reference.modules(), strict=True):
+        for key, buffer in other.named_buffers(recurse=False):
+            module.register_buffer(key, buffer.clone(), persistent=False)
+    case.model.eval()
+    case.assert_as_reference()
+    assert set(case.misses()) == {MissReason.DISABLED}
+
+
+@both
 def test_another_dtype_is_encoded_in_it(name: str, make_case: Callable[[str], Case]) -> None:
     case = make_case(name)
     case.assert_as_reference()
@@ -214,6 +231,20 @@ def test_another_dtype_is_encoded_in_it(name: str, make_case: Callable[[str], Ca
         change(case.reference)
         case.assert_as_reference(0.1 if case.model.dtype == torch.bfloat16 else 1e-5)
     assert set(case.misses()) == {MissReason.DISABLED}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "compile"), [(QWEN, False), (LLAVA, False), (LLAVA, True)])
+def test_a_capture_leaves_the_random_numbers_that_follow(
+    name: str, compile: bool, make_case: Callable[[str], Case]
+) -> None:
+    """What a model samples after its first image is what it samples without captures."""
+    case = make_case(name)
+    fx.accelerate(case.model, config_of(case.tiny), compile=compile)
+    before = torch.get_rng_state()
+    case.assert_as_reference()
+    assert torch.equal(torch.get_rng_state(), before)
+    assert fx.stats(case.model).hits > 0
 
 
 # --- training

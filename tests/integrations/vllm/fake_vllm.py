@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -33,7 +34,7 @@ class FakeVllm:
         self._monkeypatch = monkeypatch
         self._module("vllm").__version__ = version  # type: ignore[attr-defined]
         for path, methods in self.recorded["classes"].items():
-            self._add(path, _recording_class(path.rpartition(".")[2], methods))
+            self._add(path, _recording_class(path, methods, self.recorded["attributes"].get(path, ())))
         for path, fields in self.recorded["fields"].items():
             self._add(path, dataclasses.make_dataclass(path.rpartition(".")[2], fields))
         custom_op = self.module(CUSTOM_OP)
@@ -122,15 +123,20 @@ class FakeAttention(nn.Module):
         raise NotImplementedError
 
 
-def _recording_class(name: str, methods: dict[str, str]) -> type:
+def _recording_class(path: str, methods: dict[str, str], attributes: Iterable[str]) -> type:
+    """With what its constructor sets, to 0; and `token_budgets`."""
+    module, _, name = path.rpartition(".")
     members: dict[str, Any] = {}
     for method, signature in methods.items():
         exec(f"def {method}{signature}: return _note({method!r}, locals())", {"_note": _note}, members)
-    return type(name, (), {**members, "calls": (), "token_budgets": [1, 2]})
+    of_objects = {**dict.fromkeys(attributes, 0), "token_budgets": [1, 2]}
+    return type(name, (), {**members, "calls": (), "of_objects": of_objects, "__module__": module})
 
 
 def _note(method: str, given: dict[str, Any]) -> Any:
     self = given.pop("self", None)
+    if method == "__init__":
+        vars(self).update(self.of_objects)
     self.calls = (*self.calls, (method, given))
     return getattr(self, f"result_of_{method}", None)
 

@@ -13,9 +13,11 @@ import torch
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.integrations.vllm import adapter
+from fxsplit_encoder.integrations.vllm.adapter import VllmEncoderManager, _Served
+from fxsplit_encoder.integrations.vllm.compatibility import MEMBERS
 from fxsplit_encoder.integrations.vllm.plugin import register
 from fxsplit_encoder.integrations.vllm.settings import PluginSettings
-from fxsplit_encoder.manager.lifecycle import Lifecycle
+from fxsplit_encoder.manager.path_forward import PathForward
 
 from .fake_vllm import FakeVllm
 
@@ -45,12 +47,7 @@ def make(vllm: FakeVllm, tiny_towers: Any) -> Callable[..., Any]:
 
 def calls(manager: Any) -> list[str]:
     """The methods of vLLM's own manager that were called."""
-    return [name for name, _ in manager.vllm_manager.calls if name != "__init__"]
-
-
-def profile_cudagraph_memory(manager: Any) -> None:
-    """Named as the function of both runners inside which they capture to measure memory."""
-    manager.capture(graph_pool="thrown away")
+    return [name for name, _ in manager.calls if name != "__init__"]
 
 
 def test_it_encodes_as_the_tower_does(
@@ -88,49 +85,49 @@ def test_without_compiling_the_tower_is_captured_as_it_is(make: Callable[..., An
     assert {each.mode for each in manager.manager.budget_graphs["default"].values()} == {"full"}
 
 
-@pytest.mark.parametrize(("num_bytes", "said"), [(0, False), (5 << 20, True)])
-def test_weights_that_passes_keep_are_named_with_their_size(
-    num_bytes: int,
-    said: bool,
-    make: Callable[..., Any],
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Since vLLM's measurement of graphs has no part of them."""
-    caplog.set_level("INFO", adapter.logger.name)
-    manager = make()
-    assert adapter._derived_bytes(manager.manager) == 0
-    monkeypatch.setattr(adapter, "_derived_bytes", lambda manager: num_bytes)
-    manager.capture()
-    assert ("passes keep 5 MiB of weights" in caplog.text) == said
+def _known(manager: Any) -> Any:
+    return manager.manager.paths["default"].expected
 
 
-def test_captures_that_vllm_throws_away_only_take_memory(
-    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, make_batch: Any
+@pytest.mark.parametrize("generation", [1, 2])
+def test_what_vllm_captures_twice_is_compiled_and_measured_once(
+    make: Callable[..., Any], make_batch: Any, monkeypatch: pytest.MonkeyPatch, generation: int
 ) -> None:
+    """It measures memory by captures that it throws away: the runner of the second generation with the
+    manager that serves later, that of the first with another of the same model.
+    """
     compiled: list[Any] = []
-    monkeypatch.setattr(Lifecycle, "compile", lambda self, progress=None: compiled.append(self))
-    manager = make(own=PluginSettings(fx.EncoderConfig()))
-    for _ in range(2):
-        profile_cudagraph_memory(manager)
-        assert manager._rehearsal.num_captures == 4  # two budgets, in both modes of what is not compiled
-        assert not manager.is_captured()
-        assert manager.execute(make_batch(IMAGES)) is None
-    assert compiled == []
-    manager.capture(graph_pool=None)  # the second generation captures the same manager again, in earnest
-    assert manager._rehearsal is None
+    compile_path = PathForward._compile
+    monkeypatch.setattr(
+        PathForward, "_compile", lambda self, *a: compiled.append(0) or compile_path(self, *a)
+    )
+    own = PluginSettings(fx.EncoderConfig(piece_compiler="eager"))
+    manager = make(own=own)
+    manager.capture(graph_pool="thrown away")
+    first, graphs = manager.manager, manager.budget_graphs["default"]
     assert manager.is_captured()
-    assert compiled == [manager.manager._lifecycle]
+    assert _known(manager) is None
     manager.clear()
+    assert manager.execute(make_batch(IMAGES)) is None
+    if generation == 1:
+        manager = make(own=own)
+    assert manager.manager is first
+    manager.capture(graph_pool=None)
+    assert _known(manager) is not None
+    assert compiled == [0]
+    assert manager.budget_graphs["default"].keys() == graphs.keys()
+    assert len(manager.execute(make_batch(IMAGES))) == 3
+    another = make(own=own)
+    assert another.manager is not first  # which serves
 
 
-def test_clearing_gives_back_what_a_profile_took(make: Callable[..., Any]) -> None:
+def test_other_settings_get_another_manager(make: Callable[..., Any]) -> None:
     manager = make()
-    profile_cudagraph_memory(manager)
-    rehearsal = manager._rehearsal
+    manager.capture()
     manager.clear()
-    assert rehearsal.num_captures == 0
-    assert not manager.is_captured()
+    other = make(encoder_cudagraph_token_budgets=[16])
+    assert other.manager is not manager.manager
+    assert other.token_budgets == [16]
 
 
 def _failing(error: Exception) -> Any:
@@ -146,14 +143,15 @@ def test_vllms_manager_serves_where_ours_is_not_made(
     monkeypatch.setattr(adapter, "EncoderCudaGraphManager", _failing(RuntimeError("no driver")))
     for _ in range(2):  # for the profile, and for good
         manager = make()
-        manager.vllm_manager.result_of_execute = ["theirs"]
-        manager.vllm_manager.result_of_is_captured = True
+        manager.result_of_execute = ["theirs"]
+        manager.result_of_is_captured = True
+        manager.result_of_get_num_graphs_to_capture = 3
         manager.capture(graph_pool="pool")
         assert manager.execute({"pixel_values": 1}) == ["theirs"]
         assert manager.is_captured()
         assert manager.token_budgets == [1, 2]
         assert calls(manager) == ["capture", "execute", "is_captured"]
-        assert manager.vllm_manager.calls[1] == ("capture", {"graph_pool": "pool"})
+        assert manager.calls[1] == ("capture", {"graph_pool": "pool"})
         for method in ("clear", "get_num_graphs_to_capture", "get_cumulative_stats"):
             getattr(manager, method)()
         manager.supports_modality("image")
@@ -162,17 +160,12 @@ def test_vllms_manager_serves_where_ours_is_not_made(
     assert "RuntimeError: no driver" in warning
 
 
-@pytest.mark.parametrize("profiling", [False, True])
 def test_vllms_manager_serves_where_ours_cannot_capture(
-    make: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
-    warnings_of_plugin: list[str],
-    profiling: bool,
+    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, warnings_of_plugin: list[str]
 ) -> None:
     manager = make()
-    target = adapter.Rehearsal if profiling else fx.EncoderCudaGraphManager
-    monkeypatch.setattr(target, "capture", _failing(ValueError("odd tower")))
-    (profile_cudagraph_memory if profiling else type(manager).capture)(manager)
+    monkeypatch.setattr(fx.EncoderCudaGraphManager, "capture", _failing(ValueError("odd tower")))
+    manager.capture()
     assert manager.manager is None
     assert calls(manager) == ["capture"]
     (warning,) = warnings_of_plugin
@@ -292,21 +285,83 @@ def test_ranks_that_share_the_images_capture_alike(
     assert len(warnings_of_plugin) == (0 if others_agree else 1)
 
 
-def test_what_no_runner_reads_is_vllms(make: Callable[..., Any]) -> None:
+CONFIGURATION = {"vllm_config", "device", "dtype", "model", "config", "use_dp", "log_stats_interval"}
+
+
+def test_every_attribute_of_vllms_manager_is_answered(
+    make: Callable[..., Any], vllm: FakeVllm, make_batch: Any
+) -> None:
+    """By what serves: none says that nothing was captured while this library's captures serve."""
+    (names,) = vllm.recorded["attributes"].values()
     manager = make()
-    manager.vllm_manager.log_stats_interval = 7
-    assert manager.log_stats_interval == 7
-    with pytest.raises(AttributeError):
+    assert manager.graph_pool is None
+    manager.capture()
+    manager.execute(make_batch(IMAGES))
+    assert {name for name in names if isinstance(vars(VllmEncoderManager).get(name), _Served)} == (
+        set(names) - CONFIGURATION
+    )
+    assert (manager.graph_hits, manager.graph_misses, manager.max_batch_size) == (3, 0, 4)
+    assert manager.max_frames_per_batch == 8
+    assert manager.path_token_budgets == {"default": [8, 32]}
+    assert list(manager.budget_graphs["default"]) == [8, 32]
+    assert manager.graph_pool is manager.manager.pool.handle
+    with pytest.raises(AttributeError, match="nothing_of_the_kind"):
         manager.nothing_of_the_kind  # noqa: B018
-    with pytest.raises(AttributeError):
-        type(manager).__new__(type(manager)).__deepcopy__  # noqa: B018
+    manager.manager = None
+    manager.graph_hits += 7
+    assert manager.graph_hits == 7
+    with pytest.raises(AttributeError, match="graph_hits"):
+        object.__new__(type(manager)).graph_hits  # noqa: B018
+
+
+def test_a_manager_is_one_of_vllms_and_keeps_none_of_its_names(
+    make: Callable[..., Any], vllm: FakeVllm
+) -> None:
+    kind = vllm.manager
+    manager = make()
+    assert isinstance(manager, kind)
+    assert isinstance(manager, kind.__bases__[1])
+    assert {name for name in vars(kind.__bases__[1]) if name in vars(VllmEncoderManager)} - {
+        *("__init__", "__module__", "__doc__", "__dict__", "__weakref__", "__new__"),
+        *("__static_attributes__", "__firstlineno__"),
+    } == set(MEMBERS)
+
+
+def test_classes_that_are_derived_from_vllms_manager_stay_as_they_are(
+    make: Callable[..., Any], vllm: FakeVllm, tiny_towers: Any, warnings_of_plugin: list[str]
+) -> None:
+    class Derived(vllm.manager):  # type: ignore[misc, name-defined]
+        def __init__(self, *args: Any, extra: str, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.extra = extra
+
+        def execute(self, mm_kwargs: Any) -> Any:
+            return [self.extra, super().execute(mm_kwargs)]
+
+        def more(self) -> str:
+            return "its own"
+
+    for _ in range(2):
+        derived = Derived(vllm.config(), CPU, torch.float32, tiny_towers.wrapped, extra="extra")
+    assert type(derived) is Derived
+    assert isinstance(derived, vllm.manager)
+    assert derived.execute({}) == ["extra", None]
+    assert derived.more() == "its own"
+    assert calls(derived) == ["execute"]
+    (warning,) = warnings_of_plugin
+    assert "Derived captures the encoder" in warning
+    assert type(make()).__mro__[1] is VllmEncoderManager
 
 
 def test_without_what_a_manager_imports_vllms_own_is_made(
     make: Callable[..., Any], vllm: FakeVllm, monkeypatch: pytest.MonkeyPatch, warnings_of_plugin: list[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, adapter.__name__, None)
-    assert type(make()) is vllm.manager.vllm_class
+    manager = make()
+    assert type(manager) is vllm.manager
+    assert manager.token_budgets == [1, 2]
+    manager.capture(graph_pool="pool")
+    assert calls(manager) == ["capture"]
     (warning,) = warnings_of_plugin
     assert "could not be imported" in warning
 

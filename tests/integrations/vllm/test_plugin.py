@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import re
 import subprocess
 import sys
@@ -35,7 +36,7 @@ def test_the_manager_is_replaced_where_both_runners_take_it_from(
     stand_in = vllm.manager
     assert issubclass(stand_in, StandIn)
     assert interface.EncoderCudaGraphManager is stand_in
-    assert stand_in.vllm_class is original
+    assert issubclass(stand_in, original)
     assert vllm.module(CUSTOM_OP).op_registry_oot == {}
     register()
     assert vllm.manager is stand_in
@@ -70,7 +71,15 @@ def test_off_changes_nothing(vllm: FakeVllm, monkeypatch: pytest.MonkeyPatch, va
 
 
 def _older(vllm: FakeVllm) -> None:
-    vllm.module("vllm").__version__ = "0.26.0"
+    """Without paths, as before 0.31."""
+    definitions = vllm.module("vllm.v1.worker.encoder_cudagraph_defs")
+    fields = ("input_size", "output_tokens", "global_output_tokens", "local_output_tokens")
+    definitions.EncoderItemSpec = dataclasses.make_dataclass("EncoderItemSpec", fields)
+
+
+def _replaced(vllm: FakeVllm) -> None:
+    derived = type("Derived", (vllm.manager,), {})
+    vllm.module("vllm.v1.worker.encoder_cudagraph").EncoderCudaGraphManager = derived
 
 
 def _new_method(vllm: FakeVllm) -> None:
@@ -104,7 +113,8 @@ def _broken(vllm: FakeVllm) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (_older, "its version is before 0.31"),
+        (_older, "EncoderItemSpec has the fields input_size, output_tokens, global_output_tokens"),
+        (_replaced, r"is tests\..*Derived, which another plugin put there"),
         (_new_method, "prefetch"),
         (_new_parameter, r"EncoderCudaGraphManager.execute takes \(mm_kwargs, stream\)"),
         (_protocol_changed, r"encoder_cudagraph_forward takes \(inputs, metadata\)"),
@@ -126,8 +136,9 @@ def test_a_vllm_that_is_not_known_is_left_alone_with_one_warning(
     assert re.search(said, warning), warning
 
 
-def test_a_newer_vllm_with_the_same_interfaces_is_served(vllm: FakeVllm) -> None:
-    vllm.module("vllm").__version__ = "0.40.1.dev3+gabcdef"
+@pytest.mark.parametrize("version", ["0.40.1.dev3+gabcdef", "0.1.dev17+g0123456", "dev"])
+def test_interfaces_decide_and_not_versions(vllm: FakeVllm, version: str) -> None:
+    vllm.module("vllm").__version__ = version
     vllm.manager.execute = lambda self, mm_kwargs, stream=None: None  # has a default
     register()
     assert issubclass(vllm.manager, StandIn)
@@ -168,14 +179,14 @@ print(*(name for name in sorted(new) if name.startswith(heavy)))
 print(*sorted({".".join(name.split(".")[:3]) for name in new if name.startswith("fxsplit_encoder.")}))
 """
 LIGHT = {"config", "errors", "integrations", "integrations.vllm", "messages", "planning", "protocol"}
-LIGHT |= {"settings_file", "settings_model", "version"}
+LIGHT |= {"recent", "settings_file", "settings_model", "version"}
 COMPILING = {"_torch", "attention", "kernels", "parts"}
 
 
 @pytest.mark.parametrize(
     ("setting", "module", "more"),
     [
-        ("off", "tests.integrations.vllm.fake_vllm", set()),
+        ("off", "vllm.v1.worker.encoder_cudagraph", set()),
         ("", "fxsplit_encoder.integrations.vllm.stand_in", set()),
         ("compile: true", "fxsplit_encoder.integrations.vllm.stand_in", COMPILING),
     ],

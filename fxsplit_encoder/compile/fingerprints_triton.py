@@ -1,0 +1,58 @@
+"""The comparison of sampled bits with what they were, in Triton. Imported only where that is installed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fxsplit_encoder._torch.current_device import on_device
+
+# Few for each program: loads of scattered addresses take as long as memory does, however few.
+_BLOCK = 256
+_WARPS = 4
+
+_compiled: dict[str, Any] = {}
+
+
+# No number of samples gets a version of its own.
+@triton.jit(do_not_specialize=["count", "takes"])  # type: ignore[untyped-decorator]
+def _compare(addresses, before, state, count, takes, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """BLOCK samples: writes their bits to `before`, or compares the two, and where any differ writes the
+    first number of `state` to the address that is its second.
+    """
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    address = tl.load(addresses + index, mask=index < count, other=0)
+    expected = tl.load(before + index, mask=index < count, other=0)
+    is_sample = address != 0
+    now = tl.load(address.to(tl.pointer_type(tl.int16)), mask=is_sample, other=0)
+    if takes != 0:
+        tl.store(before + index, now, mask=is_sample)
+    elif tl.max((is_sample & (now != expected)).to(tl.int32), axis=0) != 0:
+        found = tl.load(state + 1).to(tl.pointer_type(tl.int64))
+        tl.store(found, tl.load(state))
+
+
+def compare_bits(addresses: Tensor, before: Tensor, state: Tensor, *, takes: bool) -> None:
+    """Takes or compares the two bytes at each address; where any differ, `state` says what is written where.
+
+    Args:
+        addresses: (samples,), int64; 0 for none.
+        before: (samples,), int16.
+        state: (2,), int64: a number, and the address that gets it.
+        takes: whether bits are written to `before`, rather than compared with it.
+    """
+    count = addresses.shape[0]
+    with on_device(addresses.device):
+        compiled = _compare[triton.cdiv(count, _BLOCK),](
+            addresses, before, state, count, int(takes), _BLOCK, num_warps=_WARPS
+        )
+    if compiled is not None:  # Triton's interpreter compiles nothing
+        _compiled[compiled.hash] = compiled
+
+
+def compiled_kernels() -> list[Any]:
+    """What was compiled in this process."""
+    return list(_compiled.values())

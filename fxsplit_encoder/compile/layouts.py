@@ -1,0 +1,242 @@
+"""What a rewrite does to sizes, strides and offsets reaches only what gives the same for any layout.
+
+A rewrite may store a value in another order, which is often why it is fast. Most operations do not care; what
+reads memory by strides of the trace, a view that needs them, an operator of another library and whoever calls
+the graph do. They get the value as it was stored before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxsplit_encoder._torch.dispatch import OpOverload, has_tag
+from fxsplit_encoder.compile.rewriting import call_function, traced_value
+from fxsplit_encoder.compile.sizes import expression
+
+aten = torch.ops.aten
+
+_OF_TORCH = ("aten", "prims", "fxsplit")
+# Kernels of the last one refuse what is not contiguous; its traced form takes anything.
+_BY_STRIDES = frozenset(
+    """as_strided as_strided_ as_strided_copy as_strided_scatter stride sym_stride storage_offset
+    sym_storage_offset is_contiguous sym_is_contiguous is_strides_like_format
+    is_non_overlapping_and_dense native_group_norm""".split()
+)
+# Random numbers are drawn in the order of memory, but for attention's. Sizes that depend on values would be
+# traced as others.
+_TAGS = (
+    torch.Tag.nondeterministic_seeded,
+    torch.Tag.dynamic_output_shape,
+    torch.Tag.data_dependent_output,
+)
+
+
+def sees_layout(node: fx.Node) -> bool:
+    """Whether a node may give something else where what it reads is stored in another order."""
+    target = node.target
+    if not isinstance(target, OpOverload):
+        return target is not operator.getitem
+    if target.namespace not in _OF_TORCH:
+        return True
+    name = target.overloadpacket.__name__
+    tagged = any(has_tag(target, tag) for tag in _TAGS) and "attention" not in name
+    return name in _BY_STRIDES or tagged
+
+
+def traced_downstream(values: Mapping[fx.Node, Any]) -> dict[fx.Node, Any]:
+    """The traced values that nodes downstream of some would have, if these had the given ones: of as many as
+    these layouts reach. No node is changed.
+
+    Raises:
+        RuntimeError, ValueError: an operation cannot read such a layout, or would give something else.
+    """
+    known = dict(values)
+    outdated = {user for node in values for user in node.users}
+    for node in next(iter(values)).graph.nodes:
+        if node in outdated and node.op == "call_function":
+            if sees_layout(node):
+                raise ValueError(f"{node.format_node()} sees the layout of what it reads")
+            known[node] = traced_value(node, known)
+            if not _is_stored_alike(known[node], node.meta["val"]):
+                outdated.update(node.users)
+    return {node: value for node, value in known.items() if node not in values}
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A node as it was before a rewrite."""
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    value: Any
+
+
+@contextlib.contextmanager
+def keeping_layouts(graph: fx.Graph) -> Iterator[None]:
+    """Whatever is rewritten within, what can see the layout of a value reads it as it was stored before.
+
+    Afterwards traced values are those of the layouts that there are. Where one is seen, the value is copied
+    into the layout that it had, or, as a part of a larger one, computed as before.
+    """
+    before = {node: _Call(node.target, node.args, node.kwargs, node.meta.get("val")) for node in graph.nodes}
+    yield
+    _Rewritten(graph, before).keep_layouts()
+
+
+class _Rewritten:
+    """A graph after a rewrite.
+
+    Args:
+        before: its nodes as they were, in order.
+    """
+
+    def __init__(self, graph: fx.Graph, before: Mapping[fx.Node, _Call]) -> None:
+        self._graph = graph
+        self._before = before
+        self._nodes = set(graph.nodes)
+        self._replaced: dict[fx.Node, Any] = {}
+        """What nodes were traced as until layouts that they read turned out to be others."""
+        self._restored: dict[tuple[fx.Node, fx.Node], fx.Node] = {}
+
+    def keep_layouts(self) -> None:
+        """Visits every node once, in order."""
+        for node in list(self._graph.nodes):
+            if node.op not in ("call_function", "output"):
+                continue
+            changed = self._changed_inputs(node)
+            outdated = not self._replaced.keys().isdisjoint(node.all_input_nodes)
+            if sees_layout(node):
+                self._restore(node, changed)
+            elif outdated or (changed and not self._is_traced(node)):
+                try:
+                    self._trace(node)
+                except (RuntimeError, ValueError):  # it cannot read what it is given
+                    self._restore(node, changed)
+
+    def _changed_inputs(self, node: fx.Node) -> dict[fx.Node, tuple[fx.Node, Any]]:
+        """What a node reads that is stored in another way than when it was traced: what it was then, if
+        something else took its place, and its traced value.
+        """
+        was = self._before.get(node)
+        reads = node.all_input_nodes
+        if was is None:
+            expected = [(each, self._replaced.get(each, each.meta.get("val"))) for each in reads]
+        elif was.args is node.args and not any(map(self._has_another_value, reads)):
+            return {}
+        else:
+            reads = list(_nodes_in(node.args, node.kwargs))
+            expected = [(each, self._before[each].value) for each in _nodes_in(was.args, was.kwargs)]
+            if len(reads) != len(expected):
+                return {}  # the rewrite has made another call of it
+        return {
+            now: (old, value)
+            for now, (old, value) in zip(reads, expected, strict=True)
+            if _is_only_stored_otherwise(value, now.meta.get("val"))
+        }
+
+    def _has_another_value(self, node: fx.Node) -> bool:
+        was = self._before.get(node)
+        return was is None or was.value is not node.meta.get("val")
+
+    def _is_traced(self, node: fx.Node) -> bool:
+        """Whether the rewrite has redone the traced value of a node that was there before."""
+        was = self._before.get(node)
+        return was is not None and was.value is not node.meta.get("val")
+
+    def _trace(self, node: fx.Node) -> None:
+        value = traced_value(node, {})
+        if not _is_stored_alike(value, node.meta["val"]):
+            self._replaced.setdefault(node, node.meta["val"])
+            node.meta["val"] = value
+
+    def _restore(self, node: fx.Node, changed: Mapping[fx.Node, tuple[fx.Node, Any]]) -> None:
+        with self._graph.inserting_before(node):
+            for now, (old, expected) in changed.items():
+                if (now, old) not in self._restored:
+                    self._restored[now, old] = self._stored_as(now, expected) or self._as_before(old)
+                node.replace_input_with(now, self._restored[now, old])
+        if changed and node.op == "call_function":
+            self._trace(node)
+
+    def _stored_as(self, node: fx.Node, expected: Tensor) -> fx.Node | None:
+        """A copy of a value in another order; None: no copy is stored like that."""
+        order = _order(expected)
+        moved = call_function(self._graph, aten.permute.default, node, order)
+        copied = call_function(self._graph, aten.clone.default, moved, memory_format=torch.contiguous_format)
+        back = sorted(range(len(order)), key=order.__getitem__)
+        result = call_function(self._graph, aten.permute.default, copied, back)
+        if _is_stored_alike(result.meta["val"], expected):
+            return result
+        for each in (result, copied, moved):
+            self._graph.erase_node(each)
+        return None
+
+    def _as_before(self, node: fx.Node) -> fx.Node:
+        """A value computed once more as before the rewrite."""
+        known = self._replaced.get(node, node.meta.get("val"))
+        was = self._before.get(node) or _Call(node.target, node.args, node.kwargs, known)
+        if node in self._nodes and (
+            node.op != "call_function" or _is_stored_alike(was.value, node.meta["val"])
+        ):
+            return node
+        if node in self._nodes and _is_only_stored_otherwise(was.value, node.meta["val"]):
+            copied = self._stored_as(node, was.value)
+            if copied is not None:
+                return copied
+        args, kwargs = fx.node.map_arg((was.args, was.kwargs), self._as_before)
+        return call_function(self._graph, was.target, *args, **kwargs)
+
+
+def _nodes_in(*arguments: Any) -> Iterable[fx.Node]:
+    found: list[fx.Node] = []
+    fx.node.map_arg(arguments, found.append)
+    return found
+
+
+def _numbers(values: Iterable[int | torch.SymInt]) -> list[Any]:
+    """Sizes or strides, comparable without a guard."""
+    return [value if isinstance(value, int) else expression(value) for value in values]
+
+
+def _is_stored_alike(one: Any, other: Any) -> bool:
+    """Whether two traced values have the same sizes, strides and offset."""
+    return one is other or _layout(one) == _layout(other)
+
+
+def _is_only_stored_otherwise(one: Any, other: Any) -> bool:
+    """Whether two traced values have the same sizes, but not the same strides and offset."""
+    return one is not other and _sizes(one) == _sizes(other) and _layout(one) != _layout(other)
+
+
+def _layout(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [*map(_layout, value)]
+    if not isinstance(value, torch.Tensor):
+        return str(value)
+    return [*_sizes(value), *_numbers(value.stride()), *_numbers([value.storage_offset()])]
+
+
+def _sizes(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [*map(_sizes, value)]
+    return _numbers(value.shape) if isinstance(value, torch.Tensor) else None
+
+
+def _order(value: Tensor) -> list[int]:
+    """The dimensions, from the one with the longest stride to the one with the shortest."""
+
+    def length(number: int | torch.SymInt) -> int:
+        found = expression(number)
+        return int(found.subs(dict.fromkeys(found.free_symbols, 4096)))
+
+    sizes, strides = map(length, value.shape), map(length, value.stride())
+    keys = [(-stride, -size) for size, stride in zip(sizes, strides, strict=True)]
+    return sorted(range(value.dim()), key=keys.__getitem__)

@@ -1,0 +1,261 @@
+"""Whatever a pass changes, what can see sizes, strides and offsets of a value sees those that eager gives."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from fxsplit_encoder.attention import dense_attention, varlen_attention
+from fxsplit_encoder.compile.passes import PASSES
+from fxsplit_encoder.compile.passes.fixed_products import fixed_products
+from fxsplit_encoder.compile.passes.fp8_linear import fp8_linear
+from fxsplit_encoder.compile.rewriting import mark_cuts
+
+from .aten_graphs import Graph, Mlp, aten_graph
+from .test_decomposed_bias import GridAttention
+from .test_decomposed_bias import example as grid_example
+from .test_wide_heads import Packed, rotated
+
+WIDTH, TOKENS = 16, 6
+_library: Any = torch.library.Library("layouts_test", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define("in_memory(Tensor value) -> Tensor")
+_library.impl("in_memory", lambda value: in_memory(value).clone(), "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "layouts_test::in_memory", lambda value: value.new_empty(value[0].numel()), lib=_library
+)
+
+
+def in_memory(value: Tensor) -> Tensor:
+    """As many entries as the first item has, in the order in which they are stored."""
+    return torch.as_strided(value, (value[0].numel(),), (1,), value.storage_offset())
+
+
+CONSUMERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "nothing": lambda value: value,
+    "memory": in_memory,
+    "memory of a function": lambda value: in_memory(value.sin()),
+    "memory of a part": lambda value: in_memory(value[..., 1:]),
+    "reshape": lambda value: value.reshape(value.shape[0], -1) + 1,
+    "group norm": lambda value: F.group_norm(value.reshape(value.shape[0], value.shape[1], -1), 1),
+    "transpose": lambda value: value.transpose(0, -1),
+    "part": lambda value: value[1:, ..., 1:],
+    "other library": lambda value: torch.ops.layouts_test.in_memory(value.cos()),
+    "random": torch.rand_like,
+    "channels last": lambda value: (
+        value.to(memory_format=torch.channels_last) if value.dim() == 4 else value.contiguous()
+    ),
+}
+
+
+class Images(nn.Module):
+    """Two convolutions whose windows do not overlap."""
+
+    def __init__(self, size: int = 2) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, size, stride=size)
+        self.second = nn.Conv2d(8, 6, size, stride=size)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        first = self.first(x)
+        return [first, self.second(first.relu())]
+
+
+class Blocks(nn.Module):
+    """Attentions, and layers after each that nothing but the outputs reads."""
+
+    def __init__(
+        self,
+        attend: Callable[..., Tensor],
+        activation: Callable[[Tensor], Tensor] = F.gelu,
+        head: int = 8,
+        *,
+        depth: int = 1,
+    ) -> None:
+        super().__init__()
+        self.attend, self.head, self.depth = attend, head, depth
+        self.parts = nn.ModuleList(nn.Linear(WIDTH, 2 * head) for _ in range(3))
+        self.out = nn.Linear(2 * head, WIDTH)
+        self.mlp = Mlp(activation, WIDTH, gated=activation is F.silu)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        values: list[Tensor] = []
+        for _ in range(self.depth):
+            q, k, v = (layer(x).unflatten(-1, (2, self.head)).transpose(1, 2) for layer in self.parts)
+            attended = self.attend(q * 0.5, k, v)
+            x = x + self.out(attended.transpose(1, 2).flatten(2))
+            values += [q, k, v, attended, self.mlp(x), x]
+        return values
+
+
+class Rows(Packed):
+    """Attention over one segment, whose queries and keys are computed with in between."""
+
+    def forward(self, x: Tensor) -> list[Tensor]:  # type: ignore[override]
+        q, k, v = self.parts(x)
+        cu_seqlens = torch.arange(2, dtype=torch.int32) * x.shape[0]
+        attended = varlen_attention(rotated(q), rotated(k), v, cu_seqlens, 64, 0.3)
+        return [q, k, v, rotated(q), attended, self.out(attended.flatten(1))]
+
+
+class Seen(nn.Module):
+    """What a module computes, as consumers see it, and its last value."""
+
+    def __init__(self, body: nn.Module, consumers: Sequence[tuple[int, str]]) -> None:
+        super().__init__()
+        self.body, self.consumers = body, consumers
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        found = self.body(x)
+        values = found if isinstance(found, list) else [found]
+        seen = (CONSUMERS[name](values[number % len(values)]) for number, name in self.consumers)
+        return (*seen, values[-1])
+
+
+def by_ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return dense_attention(q, k, v, 0.3)
+
+
+by_torch = F.scaled_dot_product_attention
+TANH_GELU = functools.partial(F.gelu, approximate="tanh")
+SHORT = torch.bfloat16
+
+
+class Case(NamedTuple):
+    body: Callable[[], nn.Module]
+    example: Callable[[], Tensor] = lambda: torch.randn(3, TOKENS, WIDTH)
+    dtype: torch.dtype = torch.float32
+    tolerance: float = 1e-4
+
+
+def blocks(*args: Any, **kwargs: Any) -> Callable[[], nn.Module]:
+    return functools.partial(Blocks, *args, **kwargs)
+
+
+CASES: dict[str, list[Case]] = {
+    "conv_to_linear": [
+        Case(Images, lambda: torch.randn(3, 3, 8, 8)),
+        Case(functools.partial(Images, 1), lambda: torch.randn(3, 3, 4, 2)),
+        Case(Images, lambda: torch.randn(3, 3, 4, 4)),
+    ],
+    "pad_mlp_width": [Case(blocks(by_torch)), Case(blocks(by_ours, F.silu))],
+    "decomposed_bias": [Case(lambda: GridAttention((4, 6)), lambda: grid_example((4, 6)))],
+    "dense_attention": [Case(blocks(by_torch), dtype=SHORT, tolerance=0.1)],
+    "merged_projections": [Case(blocks(by_torch)), Case(blocks(by_ours))],
+    "wide_heads": [Case(blocks(by_ours, head=72)), Case(Rows, lambda: torch.randn(9, 20))],
+    "tanh_gelu": [Case(blocks(by_torch), dtype=SHORT, tolerance=0.1)],
+    "gelu_epilogue": [Case(blocks(by_torch, TANH_GELU))],
+    "measured_activations": [Case(blocks(by_torch)), Case(blocks(by_ours, F.silu))],
+    "measured_products": [Case(blocks(by_torch))],
+    "output_branch": [Case(blocks(by_ours, depth=2))],
+    "fp8_linear": [Case(blocks(by_torch, depth=2), tolerance=1.0)],
+    "fixed_products": [Case(blocks(by_torch))],
+}
+OTHERS = {"fp8_linear": functools.partial(fp8_linear, least_features=WIDTH), "fixed_products": fixed_products}
+ALL: dict[str, Any] = {**PASSES, **OTHERS}
+
+
+def graph_of(case: Case, consumers: Sequence[tuple[int, str]]) -> Graph:
+    torch.manual_seed(0)
+    graph = aten_graph(Seen(case.body(), consumers).to(case.dtype), case.example().to(case.dtype))
+    mark_cuts(graph.module, frozenset({dense_attention}))
+    return graph
+
+
+def results(graph: Graph) -> tuple[Tensor, ...]:
+    torch.manual_seed(1)
+    found: tuple[Tensor, ...] = graph.run()
+    return found
+
+
+def test_every_pass_has_a_case() -> None:
+    assert CASES.keys() == ALL.keys()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_pass_changes_its_cases(name: str) -> None:
+    for case in CASES[name]:
+        assert graph_of(case, []).apply(ALL[name]) > 0
+
+
+@pytest.mark.parametrize("name", CASES)
+@settings(max_examples=6)
+@given(data=st.data())
+def test_layouts_are_those_without_the_pass(name: str, data: st.DataObject) -> None:
+    case = data.draw(st.sampled_from(CASES[name]))
+    some = st.tuples(st.integers(0, 11), st.sampled_from([*CONSUMERS]))
+    consumers = data.draw(st.lists(some, min_size=1, max_size=4))
+    graph = graph_of(case, consumers)
+    plain = results(graph)
+    graph.apply(ALL[name])
+    graph.module.graph.eliminate_dead_code()
+    for got, expected in zip(results(graph), plain, strict=True):
+        assert (got.shape, got.stride()) == (expected.shape, expected.stride())
+        assert got.storage_offset() == expected.storage_offset()
+        torch.testing.assert_close(got, expected, rtol=case.tolerance, atol=case.tolerance)
+
+
+class StridesOfPatches(nn.Module):
+    """Patches read by strides; the value itself is an output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Conv2d(3, 8, 4, stride=4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        patches = self.embedding(x)
+        return torch.as_strided(patches, (4, 6), (2, 1), 1) + 1, patches.flatten(2).transpose(1, 2)
+
+
+class Grouped(nn.Module):
+    """Normalizes over channels and places together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 8, 1), nn.GroupNorm(1, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.first(x).reshape(x.shape[0], 8, 4, -1))
+
+
+class SeparableAttention(nn.Module):
+    """A block of MobileViT v2: convolutions of one place, patches by reshapes, attention over channels."""
+
+    def __init__(self, width: int = 8, patch: int = 2) -> None:
+        super().__init__()
+        self.patch = patch
+        self.local = nn.Conv2d(3, 3, 3, padding=1, groups=3)
+        self.into, self.back = nn.Conv2d(3, width, 1), nn.Conv2d(width, 3, 1)
+        self.norms = nn.ModuleList(nn.GroupNorm(1, width) for _ in range(2))
+        self.qkv, self.out = nn.Conv2d(width, 1 + 2 * width, 1), nn.Conv2d(width, width, 1)
+        self.mlp = nn.Sequential(nn.Conv2d(width, 2 * width, 1), nn.SiLU(), nn.Conv2d(2 * width, width, 1))
+        self.width = width
+
+    def forward(self, x: Tensor) -> Tensor:
+        images, _, height, width = x.shape
+        rows, columns, side = height // self.patch, width // self.patch, self.patch
+        y = self.into(self.local(x))
+        y = y.reshape(images, self.width, rows, side, columns, side).permute(0, 1, 3, 5, 2, 4)
+        y = y.reshape(images, self.width, side * side, rows * columns)
+        query, key, value = self.qkv(self.norms[0](y)).split([1, self.width, self.width], dim=1)
+        context = (F.softmax(query, dim=-1) * key).sum(dim=-1, keepdim=True)
+        y = y + self.out(F.relu(value) * context)
+        y = y + self.mlp(self.norms[1](y))
+        y = y.reshape(images, self.width, side, side, rows, columns).permute(0, 1, 4, 2, 5, 3)
+        return self.back(y.reshape(images, self.width, height, width))
+
+
+@pytest.mark.parametrize("make", [StridesOfPatches, Grouped, SeparableAttention])
+@torch.no_grad()
+def test_the_backend_gives_the_layouts_of_eager(make: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    module, x = make().eval(), torch.randn(2, 3, 8, 8)
+    expected, got = module(x), torch.compile(module, backend="encoder_cg")(x)
+    torch.testing.assert_close(got, expected, check_stride=True)

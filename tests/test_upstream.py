@@ -1,0 +1,55 @@
+"""The script that runs transformers' own tests, on a file of tests that stands for a checkout's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from . import upstream
+
+TESTS = """
+import pytest
+import torch
+import transformers
+
+SIZES = dict(hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+
+
+def tower():
+    config = transformers.SiglipVisionConfig(image_size=8, patch_size=4, **SIZES)
+    return transformers.SiglipVisionModel(config)
+
+
+def test_holds():
+    with torch.no_grad():
+        assert tower().eval()(torch.randn(1, 3, 8, 8)).pooler_output.shape == (1, 8)
+
+
+def test_holds_only_plain():
+    assert "forward" not in vars(tower())
+
+
+def test_is_skipped():
+    pytest.skip("needs another machine")
+
+
+def test_fails():
+    raise AssertionError
+"""
+
+
+@pytest.mark.slow
+def test_what_fails_only_accelerated_is_shown(tmp_path: Path) -> None:
+    file = tmp_path / "test_modeling_tiny.py"
+    file.write_text(TESTS)
+    options = [str(file), f"--rootdir={tmp_path}"]
+    plain, _ = upstream.run(options, None)
+    accelerated, served = upstream.run(options, '{"mode": "breakable"}')
+    assert upstream.table(plain, accelerated, served).splitlines() == [
+        "| tests | passed plain | passed accelerated | failed only accelerated | served |",
+        "|---|---|---|---|---|",
+        "| test_modeling_tiny.py | 2 | 1 | 1 | hits 1 |",
+        "",
+        "test_modeling_tiny.py::test_holds_only_plain",
+    ]
