@@ -27,7 +27,6 @@ CASES: Mapping[str, str] = {
     "start": "where the seconds of a start go",
     "data_parallel": "a request shared among several GPUs",
     "map_batches": "Ray's map_batches on the GPUs of a host, beside manager.execute alone",
-    "fleet": "what keeps a fleet of encoders busy, simulated",
     "vllm": "inside vLLM: its classes eagerly, by its manager and by ours",
     "vllm_serving": "vLLM's engine, from prompts with images to tokens",
     "ab": "two commits side by side on one device",

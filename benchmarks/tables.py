@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import fleet_tables
 from layout import by_columns, formatted, shown
 from storage import RESULTS, ROOT, Result, described, load, merge, store
 
@@ -73,7 +72,7 @@ def take_in(files: Sequence[Path]) -> None:
         if file.name not in {table.file for table in TABLES.values()}:
             known = ", ".join(dict.fromkeys(table.file for table in TABLES.values()))
             raise SystemExit(f"{file}: no table is made of it; expected one of {known}")
-        if result["gpu"] is None and any(t.needs_gpu for t in TABLES.values() if t.file == file.name):
+        if result["gpu"] is None:
             raise SystemExit(f"{file}: was measured without a GPU; expected figures of one")
         by_name.setdefault(file.name, []).append(result)
     for name, parts in by_name.items():
@@ -531,7 +530,6 @@ class Table(NamedTuple):
     """In benchmarks/results."""
     make: Callable[..., str]
     """Markdown from the result and the arguments of the mark."""
-    needs_gpu: bool = True
     """Whether figures of a machine without a GPU are refused."""
 
 
@@ -557,7 +555,7 @@ TABLES: Mapping[str, Table] = {
     "start_slow_host": Table("start_slow_host.json", starts),
     "start_quack": Table("start_quack.json", starts),
     "connector": Table("connector.json", connector),
-    "connector_ahead": Table("connector_ahead.json", connector),
+    "connector_slices": Table("connector_slices.json", connector),
     "connector_synchronous": Table("connector_synchronous.json", connector),
     "connector_own_gpu": Table("connector_own_gpu.json", connector),
     "invariant": Table("invariant.json", invariant),
@@ -574,11 +572,5 @@ TABLES: Mapping[str, Table] = {
     "vllm_serving_compiled": Table("vllm_serving_compiled.json", vllm_serving),
     "ab": Table("ab.json", ab),
     "map_batches": Table("map_batches.json", map_batches),
-    "fleet_parts": Table("fleet.json", fleet_tables.parts, needs_gpu=False),
-    "fleet_decoders": Table("fleet.json", fleet_tables.decoders, needs_gpu=False),
-    "fleet_check": Table("fleet.json", fleet_tables.check, needs_gpu=False),
-    "fleet_offline": Table("fleet.json", fleet_tables.offline, needs_gpu=False),
-    "fleet_online": Table("fleet.json", fleet_tables.online, needs_gpu=False),
-    "fleet_thousand": Table("fleet.json", fleet_tables.thousand, needs_gpu=False),
 }
 """By the name in a mark."""

@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, StrictBool, StrictI
 
 from fxsplit_encoder.errors import ConfigError
 from fxsplit_encoder.messages import name_of, shown
-from fxsplit_encoder.settings_file import check_extent, check_number, read_settings
+from fxsplit_encoder.settings_file import read_settings
 from fxsplit_encoder.settings_model import MOST_PROBLEMS, Bytes, Settings, one_of, parse_bytes, unknown_option
 
 Mode = Literal["auto", "full", "piecewise", "breakable", "exact", "none"]
@@ -41,6 +41,8 @@ _OPERATOR = re.compile(r"\w+::\w+(\.\w+)?")
 
 # Cumulative lengths are 32-bit integers.
 _MOST = 2**31 - 1
+
+_MOST_BUDGETS = 4096
 
 _OF_COMPILED_PIECES = ("piece_compiler", "passes", "precision")
 
@@ -91,8 +93,12 @@ def _check_passes(names: object) -> object:
 
 
 def _listed(value: object) -> object:
-    """A single budget as a list of one."""
-    return (value,) if isinstance(value, int) else value
+    """A single budget as a list of one. Iterators are refused: they may not end."""
+    if isinstance(value, int):
+        return (value,)
+    if not isinstance(value, list | tuple | range) or value[_MOST_BUDGETS:]:
+        raise ValueError(f"allowed: an integer, or a list of at most {_MOST_BUDGETS}")
+    return value
 
 
 _Mode = Annotated[Mode, one_of(MODES)]
@@ -329,7 +335,6 @@ class EncoderConfig(Settings):
             ConfigError: an option is unknown, or holds a bad setting.
         """
         allowed = ("config", *cls.model_fields)
-        check_number(options, "options")
         if unknown := [name for name in options if name not in allowed]:
             raise ConfigError(*(unknown_option(name, allowed) for name in unknown[:MOST_PROBLEMS]))
         overrides = dict(options)
@@ -354,5 +359,4 @@ class EncoderConfig(Settings):
 
     @classmethod
     def _from_mapping(cls, values: Mapping[Any, Any]) -> Self:
-        check_extent(values, "")
         return cls(**{name_of(name): value for name, value in values.items()})

@@ -9,7 +9,7 @@ from typing import Any
 
 _MOST_CHARACTERS = 120
 _MOST_ENTRIES = 8
-_DEEPEST = 3
+_DEEPEST = 2
 _LONGEST_NAME = 80
 
 # From this many bits on an integer is told by its size: Python refuses to write out the longest.

@@ -9,7 +9,6 @@ from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, Ty
 
 from fxsplit_encoder.errors import ConfigError
 from fxsplit_encoder.messages import name_of, nearest, shown
-from fxsplit_encoder.settings_file import check_extent
 
 # ByteSize reads what a text begins with, and ignores the rest.
 _BYTES = re.compile(r"\s*(\d*\.)?\d+\s*[a-zA-Z]*\s*")
@@ -31,7 +30,6 @@ class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     def __init__(self, **values: Any) -> None:
-        check_extent(values, "")
         try:
             super().__init__(**values)
         except ValidationError as error:

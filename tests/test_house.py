@@ -1,105 +1,75 @@
-"""`make house`: every figure is computed, and those that are right stay right."""
+"""The figures of the repository are those of its ledger, and the ledger is kept as its rules say."""
 
 from __future__ import annotations
 
 import ast
+import tomllib
 
 import pytest
 
 pytest.importorskip("grimp", reason="a development tool, which a GPU host may lack")
 
-from house import calls, imports, table
-from house.measure import Measure
-from house.private import private_uses
-from house.sources import num_parameters
-
-KEPT = (
-    "import circles of modules",
-    "import circles of neighbors in a package",
-    "upward imports",
-    "... upward imports for annotations alone",
+from .house import (
+    Entry,
+    Figure,
+    _changing_globals,
+    _num_parameters,
+    circles,
+    improved,
+    measure,
+    problems,
+    read_ledger,
+    written,
 )
 
 
-@pytest.fixture(scope="module")
-def measures() -> dict[str, Measure]:
-    return {measure.name: measure for measure in table.measure_all()}
-
-
-@pytest.fixture(scope="module")
-def import_measures() -> dict[str, Measure]:
-    return {measure.name: measure for measure in imports.measure_imports()}
-
-
-@pytest.mark.parametrize("name", KEPT)
-def test_imports_stay_in_order(import_measures: dict[str, Measure], name: str) -> None:
-    assert import_measures[name].value == 0, import_measures[name].items
-
-
 @pytest.mark.slow
-def test_every_measure_is_a_number_and_has_a_row(measures: dict[str, Measure]) -> None:
-    assert all(type(measure.value) is int and measure.value >= 0 for measure in measures.values())
-    assert {measure.ok for measure in measures.values()} <= {True, False, None}
-    text = table.table(list(measures.values()))
-    assert all(name in text for name in measures)
+def test_no_figure_is_worse_than_the_ledger_or_better_and_not_written_down() -> None:
+    assert problems(measure(), read_ledger()) == []
 
 
-@pytest.mark.slow
-def test_sizes_and_stacks_are_not_empty(measures: dict[str, Measure]) -> None:
-    replay = measures["hops from execute to the graph's replay"]
-    capture = measures["frames from capture to a piece's recording"]
-    assert measures["lines"].value > measures["files"].value > 100
-    assert measures["most parameters of a function"].value >= 2
-    for measure, first, last in ((replay, ".execute", ".replay"), (capture, ".capture", ".captured")):
-        assert measure.value == len(measure.items) >= 2
-        assert measure.items[0].endswith(f"EncoderCudaGraphManager{first}")
-        assert measure.items[-1].endswith(f"SegmentedCapture{last}")
-
-
-def test_circles_are_found_through_several_modules_and_between_packages() -> None:
-    arrows = {("p.a.x", "p.b.x"), ("p.b.x", "p.c"), ("p.c", "p.a.x"), ("p.a.x", "p.d")}
-    assert imports._circles(arrows) == [("p.a.x", "p.b.x", "p.c")]
-    assert imports._circles({("p.a.x", "p.b.x"), ("p.b.y", "p.a.y")}) == []
-    assert imports._package_circles({("p.a.x", "p.b.x"), ("p.b.y", "p.a.y")}) == [("p.a", "p.b")]
-
-
-def test_an_import_of_a_higher_floor_is_upward() -> None:
-    floors = {"low": 0, "high": 1}
-    arrows = {
-        ("fxsplit_encoder.low.x", "fxsplit_encoder.high"),
-        ("fxsplit_encoder.high", "fxsplit_encoder.low"),
+def test_a_worse_figure_and_a_raise_without_a_reason_are_problems() -> None:
+    figures = {"a": Figure(3), "b": Figure(3), "c": Figure(3), "d": Figure(3), "new": Figure(1)}
+    ledger = {
+        "a": Entry(2, 2),
+        "b": Entry(4, 4),
+        "c": Entry(3, 2),
+        "d": Entry(3, 2, reason="two more towers"),
     }
-    upward = imports._upward("", arrows, floors, goal=0)
-    assert upward.items == ("low.x -> high",)
-    assert upward.ok is False
+    found = problems(figures, {**ledger, "gone": Entry(1, 1)})
+    assert [problem.partition(":")[0] for problem in found] == ["new", "gone", "a", "b", "c"]
+    assert "3, worse than 2" in found[2] and "without a reason" in found[4]
 
 
-def test_a_call_of_a_higher_floor_is_a_climb() -> None:
-    code = test_a_call_of_a_higher_floor_is_a_climb.__code__
-    manager, capture = (
-        calls.Frame(f"fxsplit_encoder.{name}.x", "f", code) for name in ("manager", "capture")
-    )
-    assert calls._climbs([(manager, capture, capture)]) == ()
-    assert calls._climbs([(manager, capture, manager)]) == ("capture.x: f -> manager.x: f",)
+def test_what_is_better_is_written_down_and_what_is_worse_is_not() -> None:
+    ledger = {"a": Entry(5, 4, 1, "a reason"), "b": Entry(5, 5), "c": Entry(5, 4, reason="still")}
+    new = improved({"a": Figure(3), "b": Figure(6), "c": Figure(5), "d": Figure(7)}, ledger)
+    assert new == {
+        "a": Entry(3, 3, 1),
+        "b": Entry(5, 5),
+        "c": Entry(5, 4, reason="still"),
+        "d": Entry(7, 7),
+    }
+    assert {name: Entry(**entry) for name, entry in tomllib.loads(written(new)).items()} == new
+
+
+def test_circles_are_found_through_several_modules() -> None:
+    arrows = {("a.x", "b.x"), ("b.x", "c"), ("c", "a.x"), ("a.x", "d")}
+    assert circles(arrows) == [("a.x", "b.x", "c")]
+    assert circles({("a.x", "b.x"), ("b.y", "a.y")}) == []
 
 
 @pytest.mark.parametrize(
-    ("code", "uses"),
+    ("code", "changing"),
     [
-        ("import torch\ntorch._C._f()", {"torch._C._f"}),
-        ("import torch._inductor.config", {"torch._inductor.config"}),
-        ("from torch.utils import _pytree", {"torch.utils._pytree"}),
-        ("from triton.runtime import driver", {"triton.runtime.driver"}),
-        ("import torch\naten = torch.ops.aten\naten._f.default(1)", {"torch.ops.aten._f.default"}),
-        ("import torch\nknown = {torch.ops.aten._f.default}", set()),
-        ("storage._cdata, self._version", {"._cdata"}),
-        ("node._erased, node._ours, node._fxsplit_mark", {"._erased"}),
-        ("getattr(op, '_schema', None)", {"._schema"}),
-        ("import torch, sys\nsys._getframe()\ntorch.__version__, torch.nn.Linear", set()),
+        ("_a = {}\ndef f():\n    _a[1] = 2", ["m: _a"]),
+        ("_a = []\ndef f():\n    _a.append(2)", ["m: _a"]),
+        ("_a = 1\ndef f():\n    global _a\n    _a = 2", ["m: _a"]),
+        ("_a = {1: 2}\n_a[3] = 4\ndef f():\n    return _a[1]", []),
     ],
 )
-def test_private_apis_are_found(code: str, uses: set[str]) -> None:
-    assert private_uses(ast.parse(code), frozenset({"_ours", "_version"})) == uses
+def test_globals_that_functions_change_are_found(code: str, changing: list[str]) -> None:
+    assert list(_changing_globals({"m": ast.parse(code)}).items) == changing
 
 
 @pytest.mark.parametrize(
@@ -108,11 +78,4 @@ def test_private_apis_are_found(code: str, uses: set[str]) -> None:
 def test_parameters_are_counted_without_self(signature: str, count: int) -> None:
     function = ast.parse(f"def f({signature}): ...").body[0]
     assert isinstance(function, ast.FunctionDef)
-    assert num_parameters(function) == count
-
-
-def test_a_rough_goal_leaves_a_tenth() -> None:
-    assert Measure("", 11, 10, about=True).ok
-    assert not Measure("", 11, 10).ok
-    assert not Measure("", 12, 10, about=True).ok
-    assert Measure("", 12).ok is None
+    assert _num_parameters(function) == count

@@ -25,7 +25,6 @@ CLASSES = {
     "vllm.model_executor.layers.attention.mm_encoder_attention": ("MMEncoderAttention",),
     "vllm.model_executor.custom_op": ("CustomOp",),
     "vllm.model_executor.layers.rotary_embedding.common": ("ApplyRotaryEmb",),
-    "vllm.distributed.ec_transfer.ec_connector.base": ("ECConnectorBase",),
 }
 """Their methods are recorded; of the attention and its base those that the plugin overrides or calls."""
 
@@ -51,7 +50,6 @@ SETTINGS = {
     "vllm.config.MultiModalConfig": ("mm_encoder_tp_mode",),
     "vllm.config.ParallelConfig": ("tensor_parallel_size",),
     "vllm.config.LoRAConfig": ("enable_tower_connector_lora",),
-    "vllm.config.ECTransferConfig": ("ec_connector_extra_config",),
 }
 """Settings that the plugin reads, with their defaults."""
 

@@ -13,8 +13,7 @@ step times are stored. Requests come at random times, `--rate` a second for `--s
   connector. "synchronous" prepares by the model's own processor and encodes on the engine's thread, one
   request a step; "prepared as here": with pixels as the connector has them, normalized on the device;
   "prepared beside": so by threads, as the connector does, and only encoding holds up the engine. The streams
-  of engine and encoder have the same priority, but in "asynchronous, engine first" and "encoder first". In
-  "ready ahead" media may be ready 20 ms before their rows are written, for which the engine's stream waits.
+  of engine and encoder have the same priority, but in "asynchronous, engine first" and "encoder first".
   Milliseconds to the first token from the moment the request was due; "lost" is how much fewer
   tokens a second a request of text alone gets while it decodes than in "no encoding". "busy" is what
   nvidia-smi says. Of media in the connector, medians: "prepare" to having been preprocessed, "queue" for a
@@ -34,7 +33,7 @@ figure to be relied on has ten: 1,000 requests, 42 seconds at 24 a second; of th
 choose. Starting takes about a minute, for all parts together; a variant takes its seconds and a few more, and
 "beside" six times its own. A run of about seven minutes that says something of all requests' p99, and of
 what else is to be reached: `--parts batch beside mix --mixes "10 % images" --seconds 45 --beside-seconds 10
---variants "no encoding" asynchronous "asynchronous, ready ahead" "asynchronous, encoder first" "synchronous,
+--variants "no encoding" asynchronous "asynchronous, encoder first" "synchronous,
 prepared as here"`.
 
 `--encoder-device cuda:1` gives the connector a GPU of its own. `--tiny` shows on a CPU that it runs.
@@ -91,19 +90,11 @@ MIXES: Mapping[str, Mapping[str, float]] = {
 HEAVY, HEAVIER, FASTER = "30 % images, 20 % videos", "the same, 1.5 times the requests", 1.5
 NO_ENCODING, ASYNCHRONOUS = "no encoding", "asynchronous"
 ENGINE_FIRST, ENCODER_FIRST = "asynchronous, engine first", "asynchronous, encoder first"
-AHEAD, BOTH = "asynchronous, ready ahead", "asynchronous, encoder first, ready ahead"
 SYNCHRONOUS, QUICK = "synchronous", "synchronous, prepared as here"
 PREPARED = "synchronous, prepared beside"
 ENCODER_PRIORITY = -1
-READY_AHEAD_S = 0.02
-WAYS: Mapping[str, tuple[int, float]] = {
-    ASYNCHRONOUS: (ENCODER_PRIORITY, 0.0),
-    ENGINE_FIRST: (-2, 0.0),
-    ENCODER_FIRST: (0, 0.0),
-    AHEAD: (ENCODER_PRIORITY, READY_AHEAD_S),
-    BOTH: (0, READY_AHEAD_S),
-}
-"""Of those with the connector: the priority of the decoder's stream, and `ready_ahead_s`."""
+WAYS: Mapping[str, int] = {ASYNCHRONOUS: ENCODER_PRIORITY, ENGINE_FIRST: -2, ENCODER_FIRST: 0}
+"""Of those with the connector: the priority of the decoder's stream."""
 VARIANTS = (NO_ENCODING, *WAYS, PREPARED, QUICK, SYNCHRONOUS)
 SLICE_MS = 5.0
 BESIDE: Mapping[str, tuple[float | None, Mapping[str, float]]] = {
@@ -265,7 +256,7 @@ class Bench:
     @contextmanager
     def connector(self, **settings: float) -> Iterator[Connector]:
         """One worker, over the captures that there are."""
-        given = {"cpu_workers": self.scale.cpu_workers, "log_tickets": False, **settings}
+        given = {"cpu_workers": self.scale.cpu_workers, **settings}
         config = ConnectorConfig(**given)
         with Connector(self.processor, [lambda: _Kept(self.beside)], config) as connector:
             yield connector
@@ -374,9 +365,8 @@ class Bench:
         stats: ConnectorStats | None = None
         with watched_gpu() as busy:
             if variant in WAYS:
-                priority, ahead = WAYS[variant]
-                with self.connector(ready_ahead_s=ahead) as connector:
-                    run = Engine(self._decoder_at(priority), Beside(connector)).run(load)
+                with self.connector() as connector:
+                    run = Engine(self._decoder_at(WAYS[variant]), Beside(connector)).run(load)
                     stats = connector.stats()
             else:
                 with ThreadPoolExecutor(self.scale.cpu_workers) as workers:
@@ -384,7 +374,6 @@ class Bench:
         row = {**_summary(run), "busy": busy.mean}
         if stats is not None:
             row |= {"items a batch": stats.mean_batch_items, "batch fill": stats.batch_fill}
-            row["early"] = stats.early
             row |= _stages(run)
         return row
 
@@ -513,8 +502,7 @@ def measure(bench: Bench, arguments: argparse.Namespace, say: Callable[[str], No
         "seconds": arguments.seconds,
         "encoder device": str(bench.encoder_device),
         "config": arguments.config,
-        "stream priority": {"encoder": ENCODER_PRIORITY, **{name: way[0] for name, way in WAYS.items()}},
-        "ready ahead ms": 1e3 * READY_AHEAD_S,
+        "stream priority": {"encoder": ENCODER_PRIORITY, **WAYS},
         "slices ms": SLICE_MS,
         "step ms": {str(rows): ms for rows, ms in bench.decoder.times(bench.scale.samples).items()},
     }

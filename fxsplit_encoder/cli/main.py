@@ -365,22 +365,12 @@ def report(
 ) -> None:
     """Show what a recorded run comes to: budgets, padding, misses by reason, where time goes.
 
-    Prints tables, and writes one HTML page that needs no other file; of a connector's run, which is waits,
-    batches, memory and failures, tables alone. Needs no GPU.
+    Prints tables, and writes one HTML page that needs no other file. Needs no GPU.
     """
-    from fxsplit_encoder.cli.connector_report import run_connector_report
     from fxsplit_encoder.cli.document import Document
     from fxsplit_encoder.cli.files import check_output
     from fxsplit_encoder.cli.report import run_report
-    from fxsplit_encoder.connector.run_log import is_run
 
-    if is_run(trace):
-        if output is not None:
-            raise InputError("--output: a connector's run has no page; leave it out")
-        document = Document(as_json)
-        run_connector_report(trace, document)
-        document.finish()
-        return
     output = output or trace.with_suffix(".html")
     check_output(output, ".html")
     document = Document(as_json)

@@ -29,7 +29,6 @@ from fxsplit_encoder.connector.seams import (
     StagingEncoder,
 )
 from fxsplit_encoder.connector.settings import SPECIFIED_BATCHES, ConnectorConfig
-from fxsplit_encoder.connector.specification import OmniConnector
 from fxsplit_encoder.connector.states import TRANSITIONS, Availability, Residence, State
 from fxsplit_encoder.connector.statistics import ConnectorStats, Durations
 
@@ -58,7 +57,6 @@ __all__ = [
     "MediaProcessor",
     "MediaReducer",
     "MergedRows",
-    "OmniConnector",
     "Placeholder",
     "Placeholders",
     "PositionMap",

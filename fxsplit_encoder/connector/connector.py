@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -25,7 +24,6 @@ from fxsplit_encoder.connector.keys import TowerIdentity, feature_key
 from fxsplit_encoder.connector.merge import FeatureRows, MergedRows, merge_rows
 from fxsplit_encoder.connector.positions import Run
 from fxsplit_encoder.connector.request import EncodeRequest
-from fxsplit_encoder.connector.run_log import RunLog
 from fxsplit_encoder.connector.seams import MediaProcessor, MediaReducer
 from fxsplit_encoder.connector.settings import ConnectorConfig
 from fxsplit_encoder.connector.states import Availability, State
@@ -78,7 +76,6 @@ class Connector:
         self.processor = processor
         self._identity = identity if identity is not None else _ANY_TOWER
         self._copies = copies if copies is not None else Copies()
-        self._log = RunLog(self.config.log_tickets)
         first = make_encoders(encoders)
         self._row_bytes = row_bytes_of(first)
         lock = threading.Lock()
@@ -89,7 +86,7 @@ class Connector:
             threading.Condition(lock),
             can_reduce=isinstance(processor, MediaReducer),
         )
-        self._core = Core(lock, parts, self._log.write)
+        self._core = Core(lock, parts)
         self._pool = Pool(self._core, encoders, first, self._copies)
         preparers = Preparers(self._core, processor, self._pool.stage, self.config.cpu_workers)
         self._threads = [*preparers.threads, Clock(self._core).thread]
@@ -204,12 +201,10 @@ class Connector:
         device: torch.device | str = "cpu",
     ) -> Iterator[dict[int, FeatureRows]]:
         """The rows of some items. Nothing overwrites them before the work is over that the current stream of
-        `device` was given inside. Rows that are still being written (`ready_ahead_s`) this stream waits for,
-        and a reader on the CPU does.
+        `device` was given inside.
 
         Raises:
             InputError: the ticket, or one of these items, is not ready.
-            ConnectorError: the device that was to write the rows is lost.
         """
         reader = torch.device(device)  # before anything is held: it may be no device
         with self._core.change() as books:
@@ -218,7 +213,6 @@ class Connector:
             features = books.begin_read(ticket, wanted)
         event = None
         try:
-            self._copies.wait_for({each for feature in features.values() for each in feature.written}, reader)
             yield {
                 index: FeatureRows(feature.rows, ticket.metadata(index))
                 for index, feature in features.items()
@@ -229,11 +223,6 @@ class Connector:
             finally:  # a device that records no event any more reads nothing any more
                 with self._core.change() as books:
                     books.end_read(features.values(), event)
-
-    def is_kept(self, ticket: Ticket, item: int) -> bool:
-        """Whether the rows of one item are there, held by anybody or by nobody."""
-        with self._core.lock:
-            return self._core.books.is_kept(ticket, ticket.items[item])
 
     def merge(
         self, ticket: Ticket, token_range: tuple[int, int], embeddings: Tensor, levels: int | None = None
@@ -320,15 +309,6 @@ class Connector:
         with self._core.lock:
             return self._core.books.snapshot()
 
-    def record(self, path: str | os.PathLike[str]) -> None:
-        """Appends a line of JSON to a file for every ticket that ends from now on, and the statistics when
-        the connector is closed; `encoder-cg report` shows them.
-
-        Raises:
-            InputError: the file cannot be opened.
-        """
-        self._log.open(path)
-
     def audit(self) -> list[str]:
         """What does not add up in the books, counted again from the objects; empty if they are in order."""
         with self._core.change() as books:
@@ -358,7 +338,6 @@ class Connector:
         with self._core.change() as books:
             books.clear_cache()
         self._copies.give_back()
-        self._log.close(self.stats())
 
     def __enter__(self) -> Self:
         return self

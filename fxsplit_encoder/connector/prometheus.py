@@ -34,8 +34,6 @@ _COUNTERS = {
     "rejected_hits": "Rows that were there, but not as many as the item has tokens.",
     "evictions": "Features that made way for others.",
     "evicted_bytes": "Bytes of these.",
-    "demotions": "Features that moved from a device to the host.",
-    "early": "Features that were ready before the device had written them.",
     "discarded": "Features that nobody wanted any more when they were encoded.",
     "retries": "Encodings that were tried again.",
     "reductions": "Items of which less was asked after memory ran out.",

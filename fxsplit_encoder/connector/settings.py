@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BeforeValidator, Field, StrictBool
+from pydantic import BeforeValidator, Field
 
 from fxsplit_encoder.settings_model import Settings, parse_bytes
 
@@ -69,13 +69,6 @@ class ConnectorConfig(Settings):
     max_batches_in_flight: _Number = 2
     """Batches that one worker gives its device before the first of them is done."""
 
-    ready_ahead_s: _Seconds | None = 0.0
-    """Seconds before its rows are written, as the worker's last batches predict it, from which an item may be
-    ready: a stream that reads them waits for the rest on its device, and what was given to it later with it.
-    An engine's step then takes so much longer, and media join an earlier one. 0: not before the rows are
-    there. None: once the device was given everything.
-    """
-
     max_busy_share: _Share = 1.0
     """The share of time in which a worker may have batches in hand. After each it rests for as long as that
     takes, and leaves the device to an engine that computes there too. 1: it never rests.
@@ -89,9 +82,6 @@ class ConnectorConfig(Settings):
 
     max_item_losses: _Count = 2
     """How many workers an item may lose before it is taken for the cause and fails."""
-
-    log_tickets: StrictBool = True
-    """Whether a line of JSON is logged for every ticket that ends."""
 
 
 SPECIFIED_BATCHES = {"max_batch_items": 8, "flush_delay_s": 0.005}

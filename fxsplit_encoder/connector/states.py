@@ -26,8 +26,7 @@ class State(StrEnum):
     """In a batch, or on its way to where it will lie."""
 
     READY = "ready"
-    """Its rows may be read. Where settings allow that (`ready_ahead_s`) its device may have to write them
-    yet: a stream that reads them waits for it."""
+    """Its rows may be read."""
 
     RELEASED = "released"
     """Nobody of its ticket holds it any more. It may be held again."""

@@ -59,11 +59,6 @@ class Durations:
             "counts": self.counts,
         }
 
-    @classmethod
-    def from_dict(cls, plain: Mapping[str, Any]) -> Durations:
-        """From what `as_dict` made."""
-        return cls(list(plain["counts"]), float(plain["total_s"]), float(plain["longest_s"]))
-
 
 @dataclass
 class ConnectorStats:
@@ -94,8 +89,6 @@ class ConnectorStats:
     evicted_bytes: int = 0
     reused_buffers: int = 0
     """Host buffers that served again."""
-    demotions: int = 0
-    """Features that nobody held and that were moved from a device to the host."""
     retries: int = 0
     """Encodings for which a request's policy asked after an error."""
     reductions: int = 0
@@ -107,8 +100,6 @@ class ConnectorStats:
     batches: int = 0
     batch_items: int = 0
     batch_tokens: int = 0
-    early: int = 0
-    """Features that were ready before the device had written them (`ready_ahead_s`)."""
     discarded: int = 0
     """Features that were encoded when nobody wanted them any more."""
     prepare: Durations = field(default_factory=Durations)
@@ -150,17 +141,6 @@ class ConnectorStats:
     def as_dict(self) -> dict[str, Any]:
         """The same as plain values that JSON can hold; durations with their percentiles, in seconds."""
         return {entry.name: _plain(getattr(self, entry.name)) for entry in fields(self)}
-
-    @classmethod
-    def from_dict(cls, plain: Mapping[str, Any]) -> ConnectorStats:
-        """From what `as_dict` made; what is not known is left out, and what is missing is 0."""
-        made = cls()
-        for entry in fields(cls):
-            if entry.name in plain:
-                kind = type(getattr(made, entry.name))
-                value = plain[entry.name]
-                setattr(made, entry.name, Durations.from_dict(value) if kind is Durations else kind(value))
-        return made
 
     def __str__(self) -> str:
         ended = (

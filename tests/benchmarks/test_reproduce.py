@@ -30,9 +30,9 @@ def test_every_table_is_measured_by_a_command_that_parses(tmp_path: Path) -> Non
     out = tmp_path / "out"
     parsed = [parse(command) for command in asked("all", out)]
     # Not again for every set of tables: two commits side by side, and what needs Ray.
-    others = {"ab", "fleet", "map_batches"}
+    others = {"ab", "map_batches"}
     # Rows of a case that are kept beside those of another run of it, on another GPU or of other towers.
-    kept = {"vllm_towers", "vllm_h100", "connector_ahead", "connector_synchronous", "readme_h200"}
+    kept = {"vllm_towers", "vllm_h100", "connector_slices", "connector_synchronous", "readme_h200"}
     kept |= {"start_slow_host", "start_quack"}
     files = {table.file for table in TABLES.values()} - {f"{name}.json" for name in others | kept}
     assert {arguments.output.name for arguments in parsed} == files
@@ -62,7 +62,7 @@ def test_what_fails_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_case_says_what_it_is(case: str, capsys: pytest.CaptureFixture[str]) -> None:
-    if case in ("fleet", "map_batches"):
+    if case == "map_batches":
         pytest.importorskip("ray", reason="the extra `ray`")
     with pytest.raises(SystemExit) as ended:
         parse([case, "--help"])

@@ -42,12 +42,10 @@ def test_every_table_is_in_a_document_and_every_result_in_a_table() -> None:
 def test_stored_results_say_what_was_measured_where() -> None:
     for path in RESULTS.glob("*.json"):
         stored = load(path)
-        needs_gpu = path.name != "fleet.json"
-        assert not needs_gpu or stored["gpu"].startswith("NVIDIA "), path.name
+        assert stored["gpu"].startswith("NVIDIA "), path.name
         assert stored["rows"], path.name
         # One of vLLM alone was stored before there was a case for it.
         versions = ("vllm", "stored") if "stored" in stored else ("torch", "transformers", "driver", "commit")
-        versions = versions if needs_gpu else ("torch", "transformers", "commit")
         assert all(stored[name] for name in versions), path.name
         assert len(path.read_bytes()) < 40_000, "store medians and a spread, not every sample"
 

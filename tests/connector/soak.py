@@ -304,7 +304,6 @@ def make_connector(rate: float, encoders: Sequence[Callable[[], Any]] = (), **se
         "timeout_s": PATIENCE_S,
         "max_worker_restarts": 1 << 20,
         "max_item_losses": 4,
-        "log_tickets": False,
     }
     return Connector(
         tiny_vision.processor(),

@@ -113,7 +113,7 @@ def test_what_was_released_while_it_is_read_is_freed_afterwards(copies: SlowCopi
 
 
 def test_capacities_set_against_each_other() -> None:
-    """The device's is smaller than the host's, and that than what is worked on: all moves happen."""
+    """The device's is smaller than the host's, and that than what is worked on."""
     names = [f"image {number}" for number in range(12)]
     with connector(device_bytes=2 * 128, host_bytes=6 * PAGE) as each:
         for _ in range(3):
@@ -125,29 +125,11 @@ def test_capacities_set_against_each_other() -> None:
                 each.release(ticket)
                 assert each.audit() == []
         stats = each.stats()
-        assert stats.evictions and stats.reused_buffers
+        assert stats.evictions
         assert stats.bytes_peak["host"] <= 6 * PAGE
         assert stats.bytes_peak["device cpu"] <= 256
-        wait_until(lambda: each.clear_cache() is None and host(each) == 0)  # moves come to their end first
+        wait_until(lambda: each.clear_cache() is None and host(each) == 0)
         assert each.stats().bytes_used["device cpu"] == 0
-
-
-def test_what_is_kept_though_nobody_holds_it_moves_to_the_host(copies: SlowCopies) -> None:
-    with connector(copies=copies) as each:
-        ticket = each.submit(request("a", retention="keep"))
-        wait(ticket)
-        assert ticket.residence(0) is Residence.DEVICE
-        entry = ticket.items[0].entry
-        each.release(ticket)
-        copies.wait_for_copy()
-        assert each.hold(ticket) == "ready", "it can be read while it moves"
-        assert each.audit() == []
-        copies.arrive()
-        wait_until(lambda: ticket.residence(0) is Residence.HOST)
-        assert ticket.items[0].entry is entry
-        with each.read(ticket) as rows:
-            assert torch.equal(rows[0].rows, rows_of(image("a")))
-        assert (each.stats().demotions, each.stats().bytes_used["device cpu"]) == (1, 0)
 
 
 def test_what_is_kept_can_be_asked_for_at_the_release() -> None:

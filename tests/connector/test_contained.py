@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-import os
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -99,23 +97,6 @@ def test_a_salt_that_no_hash_takes_is_refused_at_once() -> None:
         with pytest.raises(InputError, match="salt"):
             request("a", salt=7)
         assert still_serves(each)
-
-
-# --- logs
-
-
-def test_a_log_that_cannot_be_written_costs_nobody_anything(tmp_path: Path) -> None:
-    if not os.path.exists("/dev/full"):
-        pytest.skip("no file that is always full")
-    with connector(log_tickets=True) as each:
-        each.record("/dev/full")
-        for _ in range(3):
-            assert still_serves(each)
-        failing = connector(processor=Nonsense(prepared=None))
-        with failing:
-            failing.record("/dev/full")
-            assert wait(failing.submit(request("odd"))) == "unavailable"
-            assert still_serves(failing), "the thread that told of the failure goes on"
 
 
 # --- readers

@@ -108,7 +108,7 @@ def test_items_that_are_not_cut_are_encoded_together() -> None:
         media = [image("a", 2), image("long", 6), image("b", 3)]
         items = [each.processor.prepare(item) for item in media]
         made = slices.encode(batch, items, encoder.encode)
-        assert seen.batches == [[("a", 2), ("b", 3)], [("long", 4)], [("long", 2)]] and batch.is_cut
+        assert seen.batches == [[("a", 2), ("b", 3)], [("long", 4)], [("long", 2)]]
         assert all(torch.equal(rows, rows_of(item)) for rows, item in zip(made, media, strict=True))
 
 
@@ -185,14 +185,13 @@ def test_a_device_that_is_lost_between_slices_is_no_items_fault() -> None:
 def test_a_worker_rests_after_every_slice_and_not_again_at_the_end() -> None:
     worker = Worker("w", frozenset())
     batch = Batch(worker, [], 0.0)
-    batch.cost, batch.is_cut = 3.0, True
+    batch.cost = 3.0
     worker.finish_slice(batch, 0.0, 1.0, 0.25)
     assert (worker.rests_until, batch.rested_until) == (4.0, 4.0)
     worker.finish_slice(batch, 4.0, 6.0, 0.25)
     assert worker.rests_until == 12.0
     worker.finish(batch, 13.0, 0.25)
     assert worker.rests_until == 16.0, "of the last slice alone"
-    assert worker.predicted_ends([batch]) == [None], "its pace is not one of the device"
 
 
 def test_a_worker_that_rests_between_slices_ends_when_it_is_told_to() -> None:
@@ -246,7 +245,7 @@ def test_what_cannot_be_cut_is_not(tiny: ManagerEncoder, monkeypatch: pytest.Mon
 
 def test_a_connector_cuts_a_towers_videos(tiny: ManagerEncoder) -> None:
     processor = tiny_vision.processor()
-    config = ConnectorConfig(max_slice_cost=0.01, timeout_s=None, log_tickets=False)
+    config = ConnectorConfig(max_slice_cost=0.01, timeout_s=None)
     frames = [tiny_vision.crop(number).resize((64, 64)) for number in range(8)]
     item = MediaItem("video", frames, {"do_sample_frames": False})
     with torch.no_grad():

@@ -56,7 +56,7 @@ def test_audio_is_as_near_to_float32_as_eager(monkeypatch: pytest.MonkeyPatch) -
     inputs = [processor.prepare(item).inputs["input_features"].cuda() for item in items]
     exact = [wider(own).last_hidden_state.flatten(0, 1) for own in inputs]
     eager = [tower(own.to(torch.bfloat16)).last_hidden_state.flatten(0, 1) for own in inputs]
-    settings = ConnectorConfig(timeout_s=None, log_tickets=False, device_bytes=1 << 30)
+    settings = ConnectorConfig(timeout_s=None, device_bytes=1 << 30)
     with Connector(processor, [lambda: ManagerEncoder(manager)], settings) as connector:
         ticket = connector.submit(EncodeRequest("r", items))
         assert ticket.token_counts == (1500, 4500, 1500)

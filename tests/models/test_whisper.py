@@ -184,7 +184,7 @@ def test_a_checkpoint_is_loaded_without_its_decoder(model: Any, checkpoint: Path
 
 
 def test_a_checkpoint_takes_audio_through_a_connector(model: Any, checkpoint: Path) -> None:
-    settings = ConnectorConfig(timeout_s=None, log_tickets=False)
+    settings = ConnectorConfig(timeout_s=None)
     with checkpoint_connector(
         checkpoint, ["cpu"], checkpoint / "encoder.yaml", settings, hash_name="sha256"
     ) as connector:
@@ -218,7 +218,7 @@ def both(encoder: ManagerEncoder) -> Iterator[Connector]:
 
     audio = audio_processor(encoder.manager.tower, extractor(), hash_name="sha256")
     media = ProcessorByModality({"image": FakeProcessor(), "audio": audio})
-    settings = ConnectorConfig(timeout_s=None, log_tickets=False)
+    settings = ConnectorConfig(timeout_s=None)
     factories = [lambda: FakeEncoder(modalities=["image"]), lambda: Kept(encoder.manager)]
     with Connector(media, factories, settings) as connector:
         yield connector

@@ -26,8 +26,6 @@ class Arrival:
     """The host buffer that takes the copy; None: one has to be allocated."""
     capacity: int = 0
     """Its bytes."""
-    events: tuple[Event, ...] = ()
-    """When the rows are where they will lie."""
 
 
 def place(parts: Parts, entry: Entry, rows: Any) -> Arrival:

@@ -98,10 +98,6 @@ def _workers(books: Books) -> Iterator[str]:
     encoded = {entry for entry in books.parts.cache.entries if entry.state is State.ENCODING}
     if set(in_hand) != encoded or set(in_hand.values()) - {1}:
         yield f"{len(encoded)} features are encoded, batches have {in_hand.total()}"
-    announced = {each.feature for batch in encoding.batches if batch.is_announced for each in batch.arrivals}
-    for entry in books.parts.cache.entries:
-        if entry.feature is not None and entry.feature.written and entry.feature not in announced:
-            yield f"{entry}: is being written, by no batch"
     for worker in encoding.workers.values():
         own = [batch for batch in encoding.batches if batch.worker is worker]
         load = sum(batch.cost for batch in own)
@@ -134,8 +130,6 @@ def _expected(books: Books) -> dict[str, dict[Hashable, int]]:
         expected[batch.worker.account][batch] = batch.num_bytes
     for feature in parts.storage.quarantine:
         expected[feature.account][feature] = parts.ledger.owned(feature.account, feature)
-    for move in books.demotions.moving:
-        expected[HOST][move.target] = capacity_of(move.entry.num_bytes)
     if parts.storage.buffers.idle_bytes:
         expected[HOST][parts.storage.buffers] = parts.storage.buffers.idle_bytes
     return {

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from fxsplit_encoder.connector.books.admission import Admission
-from fxsplit_encoder.connector.books.demotion import Demotions
 from fxsplit_encoder.connector.books.encoding import Encoding
 from fxsplit_encoder.connector.books.entry import Feature, Occurrence
 from fxsplit_encoder.connector.books.events import Event
@@ -55,7 +54,6 @@ class Books:
         self.admission = Admission(parts, self.holdings)
         self.preparation = Preparation(parts, self.holdings)
         self.encoding = Encoding(parts, self.holdings)
-        self.demotions = Demotions(parts)
         self.is_closed = False
         self._deadlines: list[tuple[float, int]] = []
         self._num_submitted = 0
@@ -247,13 +245,6 @@ class Books:
         return bool(parts.unsettled) or bool(parts.news) or bool(parts.storage.quarantine)
 
     # --- reading
-
-    def is_kept(self, ticket: Ticket, item: Occurrence) -> bool:
-        """Whether the rows of an item are there."""
-        if item.digest is None:
-            return False
-        entry = self.parts.cache.find(self.parts.key_of(item.digest, ticket.request.salt))
-        return entry is not None and entry.state is State.READY and entry.num_tokens == item.num_tokens
 
     def begin_read(self, ticket: Ticket, items: Iterable[int]) -> dict[int, Feature]:
         """The features of some items, which stay where they are until `end_read`."""

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 
 from fxsplit_encoder.connector.books.entry import Entry
-from fxsplit_encoder.connector.states import Residence, State
+from fxsplit_encoder.connector.states import State
 
 
 class FeatureCache:
@@ -21,17 +21,10 @@ class FeatureCache:
         """Every feature that is being made or kept, also those that are nobody else's."""
         self._by_key: dict[bytes, Entry] = {}
         self._resting: OrderedDict[Entry, None] = OrderedDict()
-        self._resting_on_device: OrderedDict[Entry, None] = OrderedDict()
-        self.num_rests = 0
-        """How often something began to rest on a device."""
 
     def resting(self) -> Iterator[Entry]:
         """Those that nobody holds, least recently used first."""
         return iter(self._resting)
-
-    def resting_on_device(self) -> Iterator[Entry]:
-        """Those of them that lie on a device, in the same order."""
-        return iter(self._resting_on_device)
 
     def find(self, key: bytes) -> Entry | None:
         """The entry of a key, READY or being made."""
@@ -56,19 +49,10 @@ class FeatureCache:
         assert entry.state is State.READY and not entry.holders
         self._resting[entry] = None
         self._resting.move_to_end(entry)
-        if entry.residence is Residence.DEVICE:
-            self._resting_on_device[entry] = None
-            self._resting_on_device.move_to_end(entry)
-            self.num_rests += 1
-
-    def moved_to_host(self, entry: Entry) -> None:
-        """An entry lies there now, resting or not."""
-        self._resting_on_device.pop(entry, None)
 
     def wake(self, entry: Entry) -> None:
         """Somebody holds it again."""
         self._resting.pop(entry, None)
-        self._resting_on_device.pop(entry, None)
 
     def problems(self) -> list[str]:
         """What does not add up; empty: nothing."""
@@ -76,9 +60,6 @@ class FeatureCache:
         for entry in self._resting:
             if entry.holders or entry.state is not State.READY:
                 wrong.append(f"{entry} rests, with {len(entry.holders)} holders")
-        on_device = [entry for entry in self._resting if entry.residence is Residence.DEVICE]
-        if on_device != list(self._resting_on_device):
-            wrong.append(f"{len(on_device)} rest on a device, {len(self._resting_on_device)} counted")
         for entry in self.entries:
             if entry.key is not None and self._by_key.get(entry.key) is not entry:
                 wrong.append(f"{entry} is not found under its key")

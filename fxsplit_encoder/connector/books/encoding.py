@@ -151,41 +151,15 @@ class Encoding:
         self.poll()
 
     def poll(self) -> None:
-        """Publishes the batches that are over, whether or not their workers' threads know it already; what
-        will be over soon becomes READY as far as settings allow.
-        """
+        """Publish the batches that are over, before their workers' threads notice."""
         for worker in self.workers.values():
             self._publish_over(worker)
-            if self._parts.config.ready_ahead_s != 0:
-                self._announce_near(worker)
-
-    def _launched(self, worker: Worker) -> list[Batch]:
-        return [batch for batch in self.batches if batch.worker is worker and batch.is_launched]
 
     def _publish_over(self, worker: Worker) -> None:
-        for batch in self._launched(worker):
+        launched = [batch for batch in self.batches if batch.worker is worker and batch.is_launched]
+        for batch in launched:
             if all(event.has_succeeded() for event in batch.events):
                 self.publish(batch)
-
-    def _announce_near(self, worker: Worker) -> None:
-        ahead, now = self._parts.config.ready_ahead_s, self._parts.clock()
-        launched = self._launched(worker)
-        if all(batch.is_announced for batch in launched):
-            return
-        for batch, end in zip(launched, worker.predicted_ends(launched), strict=True):
-            is_near = ahead is None or (end is not None and end - now <= ahead)
-            if is_near and not batch.is_announced:
-                self._announce(batch)
-
-    def _announce(self, batch: Batch) -> None:
-        for arrival in batch.arrivals:
-            if arrival.entry not in batch.failures:
-                batch.announced.append(arrival.entry)
-                arrival.feature.written = arrival.events
-                self._arrive(batch, arrival.entry)
-        batch.entries = [entry for entry in batch.entries if entry in batch.failures]
-        batch.is_announced = True
-        self._parts.stats.early += len(batch.announced)
 
     def publish(self, batch: Batch) -> None:
         """Every row of a batch is where it will lie, but for those of entries that failed."""
@@ -196,10 +170,6 @@ class Encoding:
             return  # somebody saw it before
         batch.worker.finish(batch, self._parts.clock(), self._parts.config.max_busy_share)
         batch.worker.num_losses = 0
-        for arrival in batch.arrivals:
-            arrival.feature.written = ()
-        for entry in batch.announced:
-            self._holdings.drop_inputs(entry)
         for entry in batch.entries:
             if (error := batch.failures.get(entry)) is not None:
                 self._note_encoding(batch, entry)
@@ -279,11 +249,6 @@ class Encoding:
         self._leave(batch)
         for entry in batch.entries:
             self._pass_on(entry)
-        for entry in batch.announced:
-            self._holdings.drop_inputs(entry)
-            if entry.state is State.READY:
-                message = "its worker was lost while its rows were written"
-                self._holdings.spoil(entry, ConnectorError(message, "worker_lost", retryable=True))
 
     def _pass_on(self, entry: Entry) -> None:
         entry.num_losses += 1

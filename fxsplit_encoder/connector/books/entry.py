@@ -63,19 +63,12 @@ class Feature:
     """Reads that are being issued."""
     read_events: list[Event] = field(default_factory=list)
     """When those that have been issued are over."""
-    written: tuple[Event, ...] = ()
-    """When the rows are there, of a feature that was ready before; empty: they are."""
 
     @property
     def is_idle(self) -> bool:
-        """Whether nobody reads or writes the rows, so that their memory may be used for something else."""
+        """Whether no read of the rows is issued or running, so that their memory can be reused."""
         self.read_events = [event for event in self.read_events if not event.query()]
-        return not self.num_reads and not self.read_events and not self.is_being_written
-
-    @property
-    def is_being_written(self) -> bool:
-        """Whether the device has still to write some of the rows."""
-        return not all(event.query() for event in self.written)
+        return not self.num_reads and not self.read_events
 
 
 class Entry:

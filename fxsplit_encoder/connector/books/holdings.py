@@ -124,17 +124,6 @@ class Holdings:
                 self.move(entry, State.QUEUED)
             parts.to_encode.push(entry, entry.flow, entry.cost, first=True)
 
-    def spoil(self, entry: Entry, error: ConnectorError) -> None:
-        """A READY entry whose rows will never be there: everybody who holds it fails. Nobody's retries help,
-        since some of the rows may have been read.
-        """
-        entry.keep = False
-        for item in list(entry.holders):
-            if item.entry is entry:  # else it went with another item of its ticket
-                self.fail_item(item, error)
-        if entry.state is State.READY:
-            self.drop(entry, State.RELEASED)
-
     def fail_item(self, item: Occurrence, error: ConnectorError) -> None:
         """An item fails, and its request goes on or not as it asked."""
         ticket = self._ticket(item)
@@ -221,7 +210,6 @@ class Holdings:
                 del parts.tickets[ticket.number]
                 parts.stats.outcomes[ticket.state] += 1
                 parts.news[ticket.number] = ticket
-                parts.ended.append(ticket)
         parts.changed.clear()
 
     def _tell(self, ticket: Ticket) -> None:

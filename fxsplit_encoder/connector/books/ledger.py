@@ -15,8 +15,6 @@ class Ledger:
         self._limits: dict[str, int | None] = {}
         self._used: dict[str, int] = {}
         self._owned: dict[str, dict[Hashable, int]] = {}
-        self.num_releases = 0
-        """How often bytes were taken from an owner."""
         self.peaks: dict[str, int] = {}
         """The most bytes that each account had."""
 
@@ -65,7 +63,6 @@ class Ledger:
         num_bytes = owned if num_bytes is None else num_bytes
         assert 0 <= num_bytes <= owned, f"{account}: {owner} has {owned} bytes, not {num_bytes}"
         self._change(account, owner, -num_bytes)
-        self.num_releases += 1
         return num_bytes
 
     def move(self, account: str, owner: Hashable, heir: Hashable, num_bytes: int | None = None) -> None:

@@ -53,8 +53,6 @@ class Parts:
     news: WeakValueDictionary[int, Ticket] = field(default_factory=WeakValueDictionary)
     """Tickets that have settled or ended, or whose token counts are new, since a step last told of them, by
     number. Weak: whoever awaits tickets and never asks for a step does not keep them alive."""
-    ended: list[Ticket] = field(default_factory=list)
-    """Tickets of which a line is to be logged."""
     changed: dict[int, Ticket] = field(default_factory=dict)
     """Tickets whose items have changed since `Holdings.settle`, by number."""
     woken: list[Ticket] = field(default_factory=list)

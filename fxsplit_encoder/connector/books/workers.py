@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import Any
 
@@ -27,9 +25,6 @@ class WorkerStatus(StrEnum):
     LOST = "lost"
     """Its thread or its encoder ended by a fault, and is not started again."""
 
-
-_REMEMBERED_PACES = 9
-"""Batches by whose pace the end of others is predicted; their median forgets one that had to wait."""
 
 LIVE = frozenset({WorkerStatus.STARTING, WorkerStatus.RUNNING})
 """Those of a worker that encodes, or will soon."""
@@ -56,15 +51,11 @@ class Worker:
         """When its last batch was over, and until when it takes none."""
         self.num_losses = 0
         """How many workers of this name were lost, one after another, before this one."""
-        self._paces: deque[float] = deque(maxlen=_REMEMBERED_PACES)
-        """Seconds for each unit of predicted cost, of its last batches."""
 
     def finish(self, batch: Batch, now: float, busy_share: float) -> None:
         """One of its batches is over; it takes no other before it was busy for no more than this share."""
         begin = max(batch.taken_at, self.was_busy_until, batch.rested_until)
         self.was_busy_until = now
-        if batch.cost > 0 and not batch.is_cut:
-            self._paces.append((now - begin) / batch.cost)
         self._rest(begin, now, busy_share)
 
     def finish_slice(self, batch: Batch, begin: float, now: float, busy_share: float) -> None:
@@ -76,19 +67,6 @@ class Worker:
     def _rest(self, begin: float, now: float, busy_share: float) -> None:
         if busy_share < 1:
             self.rests_until = max(self.rests_until, begin) + (now - begin) / busy_share
-
-    def predicted_ends(self, batches: Sequence[Batch]) -> list[float | None]:
-        """When each of some batches that it has in hand, in their order, will be over; None: it has finished
-        none yet to tell by.
-        """
-        if not self._paces:
-            return [None] * len(batches)
-        pace, end = statistics.median(self._paces), self.was_busy_until
-        ends: list[float | None] = []
-        for batch in batches:
-            end = max(end, batch.taken_at) + batch.cost * pace
-            ends.append(end)
-        return ends
 
     def __repr__(self) -> str:
         return f"Worker({self.name}, {self.status})"
@@ -111,14 +89,11 @@ class Batch:
     def __init__(self, worker: Worker, entries: list[Entry], now: float) -> None:
         self.worker = worker
         self.entries = entries
-        """Those that are not READY by it."""
         self.inputs = [entry.prepared for entry in entries]
         """Kept for as long as a device may read them."""
         self.num_bytes = sum(entry.num_bytes for entry in entries)
         self.cost = sum(entry.cost for entry in entries)
         self.taken_at = now
-        self.is_cut = False
-        """Whether it was encoded in slices, and maybe others between them: its time says little of a pace."""
         self.rested_until = 0.0
         """The end of the worker's last rest between slices of it: up to then it has rested enough."""
         self.outputs: Any = None
@@ -131,10 +106,6 @@ class Batch:
         """What is known to have failed."""
         self.is_launched = False
         """Whether the device was given everything, and what is above will not change."""
-        self.is_announced = False
-        """Whether its entries are READY though the device has still to write their rows."""
-        self.announced: list[Entry] = []
-        """Those, if so."""
         self.is_lost = False
         """Whether its worker was given up; nobody waits for its results."""
 

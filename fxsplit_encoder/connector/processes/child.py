@@ -35,8 +35,6 @@ from fxsplit_encoder.connector.processes.messages import (
 from fxsplit_encoder.connector.processes.program import EncoderProgram
 from fxsplit_encoder.connector.processes.remote_errors import to_wire
 from fxsplit_encoder.connector.seams import FeatureEncoder, Modality, PreparedItem
-from fxsplit_encoder.connector.transport.cuda import CudaTransport, DeviceMemory
-from fxsplit_encoder.connector.transport.host_and_device import HostAndDevice
 from fxsplit_encoder.connector.transport.plain import from_plain
 from fxsplit_encoder.connector.transport.shared_memory import SharedMemoryTransport
 from fxsplit_encoder.connector.transport.wire import Codec
@@ -59,22 +57,11 @@ class EncoderHost:
     Args:
         control: where messages come from.
         transport: where tensors do, and where features are put.
-        feature_device: the GPU whose features stay there; "": none.
-        device_bytes: of the GPU's memory for them.
     """
 
-    def __init__(
-        self,
-        control: ControlClient[ToEncoder],
-        transport: SharedMemoryTransport,
-        feature_device: str = "",
-        device_bytes: int = 0,
-    ) -> None:
+    def __init__(self, control: ControlClient[ToEncoder], transport: SharedMemoryTransport) -> None:
         self._control = control
         self._transport = transport
-        self._feature_device = feature_device
-        self._device_bytes = device_bytes
-        self._features = HostAndDevice(transport)
         self._encoder: FeatureEncoder | None = None
 
     def serve(self) -> None:
@@ -110,14 +97,7 @@ class EncoderHost:
         modalities: tuple[Modality, ...] = get_args(Modality)
         sizes = {modality: encoder.row_bytes(modality) for modality in modalities}
         known = {name: size for name, size in sizes.items() if size is not None}
-        self._control.send(Started(known, self._device_memory()))
-
-    def _device_memory(self) -> DeviceMemory | None:
-        if not self._feature_device:
-            return None
-        device = CudaTransport(self._transport, self._device_bytes, torch.device(self._feature_device))
-        self._features.device = device
-        return device.describe()
+        self._control.send(Started(known))
 
     def _encode(self, message: Encode) -> None:
         if self._encoder is None:
@@ -148,15 +128,15 @@ class EncoderHost:
         try:
             for index, feature in enumerate(features):
                 try:
-                    handle = self._features.put(b"", {"feature": feature})
+                    handle = self._transport.put(b"", {"feature": feature})
                 except TransportFullError:
                     self._control.send(Encoded(request, waiting, is_last=False))
                     waiting = []
-                    handle = self._features.put(b"", {"feature": feature}, timeout=_PATIENCE)
+                    handle = self._transport.put(b"", {"feature": feature}, timeout=_PATIENCE)
                 waiting.append(WireFeature(index, handle))
         except Exception:
             for sent in waiting:
-                self._features.release(sent.feature)
+                self._transport.release(sent.feature)
             raise
         self._control.send(Encoded(request, waiting, is_last=True))
 
@@ -166,7 +146,7 @@ def main(arguments: Sequence[str]) -> int:
 
     Args:
         arguments: `--control PATH --descriptor FD --parent PID --max-bytes N --kept-bytes N
-            [--feature-device DEVICE --device-bytes N] [--checksums]`.
+            [--checksums]`.
     """
     options = _parser().parse_args(arguments)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted too, and decides
@@ -177,7 +157,7 @@ def main(arguments: Sequence[str]) -> int:
     transport.connect(socket.socket(fileno=options.descriptor), _GREETING_SECONDS)
     control = ControlClient(options.control, transport.owner.encode(), Codec[ToEncoder](ToEncoder))
     try:
-        EncoderHost(control, transport, options.feature_device, options.device_bytes).serve()
+        EncoderHost(control, transport).serve()
     finally:
         control.close(_LINGER_MS)
         transport.close()
@@ -191,8 +171,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--max-bytes", type=int, required=True)
     parser.add_argument("--kept-bytes", type=int, required=True)
-    parser.add_argument("--feature-device", default="")
-    parser.add_argument("--device-bytes", type=int, default=0)
     parser.add_argument("--checksums", action="store_true")
     return parser
 

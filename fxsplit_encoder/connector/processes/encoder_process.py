@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 
 import zmq
 
-from fxsplit_encoder._torch import cuda_ipc
 from fxsplit_encoder.connector.processes import program as launching
 from fxsplit_encoder.connector.processes.control import ControlServer
 from fxsplit_encoder.connector.processes.messages import (
@@ -28,8 +27,6 @@ from fxsplit_encoder.connector.processes.messages import (
 from fxsplit_encoder.connector.processes.program import ProcessOptions
 from fxsplit_encoder.connector.processes.remote_errors import from_wire
 from fxsplit_encoder.connector.processes.runtime_directory import RuntimeDirectory
-from fxsplit_encoder.connector.transport.cuda import CudaTransport, DeviceMemory
-from fxsplit_encoder.connector.transport.host_and_device import HostAndDevice
 from fxsplit_encoder.connector.transport.peer import connected_sockets
 from fxsplit_encoder.connector.transport.shared_memory import SharedMemoryTransport
 from fxsplit_encoder.connector.transport.wire import Codec, Message
@@ -88,7 +85,6 @@ class EncoderProcess:
             options.max_bytes, kept_bytes=options.kept_bytes, checksums=options.checksums
         )
         resources.callback(self.transport.close)
-        self.features = HostAndDevice(self.transport)
         directory = RuntimeDirectory(options.runtime_directory)
         resources.callback(directory.close)
         path = directory.socket_path("control")
@@ -130,17 +126,6 @@ class EncoderProcess:
             raise
         self._control.identity = self.transport.peer_owner.encode()
         os.eventfd_write(self._wake, 1)
-
-    def adopt(self, memory: DeviceMemory) -> None:
-        """Read features from the memory of a GPU.
-
-        Raises:
-            TransportError: this process does not see that GPU.
-        """
-        self.features.device = CudaTransport(self.transport)
-        self._resources.callback(cuda_ipc.forget, memory.share)
-        self._resources.callback(self.features.device.close)
-        self.features.device.adopt(memory)
 
     @contextlib.contextmanager
     def asking(self, number: int) -> Iterator[Replies]:
@@ -237,7 +222,7 @@ class EncoderProcess:
         """Release the features of a reply that nobody waits for."""
         if isinstance(message, Encoded):
             for feature in message.features:
-                self.features.release(feature.feature)
+                self.transport.release(feature.feature)
 
     def _lose(self) -> None:
         status = self._process.wait()

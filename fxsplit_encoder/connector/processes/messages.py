@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from fxsplit_encoder.connector.seams import Modality
-from fxsplit_encoder.connector.transport.cuda import DeviceMemory
 from fxsplit_encoder.connector.transport.seam import Handle
 from fxsplit_encoder.connector.transport.wire import Message
 
@@ -73,8 +72,6 @@ class Started(Message, frozen=True):
 
     row_bytes: dict[Modality, int]
     """Of a feature, by modality."""
-    device_memory: DeviceMemory | None = None
-    """In which features of a GPU are put, where the parent asked for that."""
 
 
 class Encoded(Message, frozen=True):

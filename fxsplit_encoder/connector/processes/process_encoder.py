@@ -7,7 +7,6 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar
 
-import torch
 from torch import Tensor
 
 from fxsplit_encoder.connector.processes.encoder_process import EncoderProcess
@@ -74,12 +73,6 @@ class ProcessEncoder:
         """The process's id, if there is one."""
         return self._process.pid if self._process is not None else None
 
-    @property
-    def device(self) -> torch.device | None:
-        """That to which features are copied, as this process numbers it; None: they come to the host."""
-        memory = self._process.features.device if self._process is not None else None
-        return memory.peer_device if memory is not None else None
-
     # --- starting and ending
 
     def start(self) -> None:
@@ -112,8 +105,6 @@ class ProcessEncoder:
         declared = self._declared_row_bytes
         if declared is not None and declared != started.row_bytes:
             raise InputError(f"row_bytes: expected the encoder's {started.row_bytes}; got {declared}")
-        if started.device_memory is not None:
-            process.adopt(started.device_memory)
         return started.row_bytes
 
     def restart(self) -> None:
@@ -152,8 +143,7 @@ class ProcessEncoder:
         return self._row_bytes.get(modality)
 
     def encode(self, items: Sequence[PreparedItem]) -> list[Tensor]:
-        """Features (rows, width), one per item and in order, in memory of their own: the host's, or that of
-        `options.feature_device`.
+        """Features (rows, width), one per item and in order, in host memory of their own.
 
         Raises:
             EncoderLostError: the process is gone, or hung; `start` begins another.
@@ -208,11 +198,11 @@ class ProcessEncoder:
         """Copy the features of a reply, and let the process have their memory again."""
         for sent in reply.features:
             try:
-                features[sent.index] = process.features.get(sent.feature).buffers["feature"]
+                features[sent.index] = process.transport.get(sent.feature).buffers["feature"]
             except (TransportError, KeyError) as error:
                 raise _distrust(process, str(error)) from error
             finally:
-                process.features.release(sent.feature)
+                process.transport.release(sent.feature)
 
     def stats(self) -> ProcessStats:
         """What was counted, over all processes of this encoder."""

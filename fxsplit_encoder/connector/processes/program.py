@@ -58,11 +58,6 @@ class ProcessOptions:
     """Of shared memory in each direction: inputs that wait for the encoder, features that wait to be read."""
     kept_bytes: int = DEFAULT_KEPT_BYTES
     """Of shared memory that stays resident when nothing waits."""
-    feature_device: str = ""
-    """The GPU, such as cuda:0 as the process numbers it, whose features are handed over in its memory. "":
-    features cross the host's memory, wherever they are."""
-    device_bytes: int = 256 << 20
-    """Of that GPU's memory, for features that wait to be read."""
     start_timeout: float = 1800.0
     """Seconds until the encoder is ready: it loads, compiles and captures."""
     encode_timeout: float | None = None
@@ -90,11 +85,9 @@ class ProcessOptions:
             "--parent": os.getpid(),
             "--max-bytes": self.max_bytes,
             "--kept-bytes": self.kept_bytes,
-            "--device-bytes": self.device_bytes,
         }
         pairs = [argument for name, number in numbers.items() for argument in (name, str(number))]
-        device = ["--feature-device", self.feature_device] if self.feature_device else []
-        return ["--control", str(control), *pairs, *device, *(["--checksums"] if self.checksums else [])]
+        return ["--control", str(control), *pairs, *(["--checksums"] if self.checksums else [])]
 
 
 def launch(arguments: Sequence[str], descriptor: int, options: ProcessOptions) -> subprocess.Popen[bytes]:

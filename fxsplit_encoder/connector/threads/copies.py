@@ -6,14 +6,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fxsplit_encoder.connector.books.events import PASSED, Event
-from fxsplit_encoder.errors import ConnectorError
 
 
 class _CudaEvent:
@@ -38,10 +37,6 @@ class _CudaEvent:
 
     def synchronize(self) -> None:
         self._event.synchronize()
-
-    def hold_up(self, device: torch.device) -> None:
-        """What the current stream of a device is given from now on comes after it."""
-        torch.cuda.current_stream(device).wait_event(self._event)
 
 
 class Copies:
@@ -108,23 +103,6 @@ class Copies:
         if device.type != "cuda":
             return PASSED
         return _CudaEvent(device)
-
-    def wait_for(self, events: Iterable[Event], device: torch.device) -> None:
-        """What the current stream of a device is given from now on comes after some events. Where the device
-        has no streams this thread waits.
-
-        Raises:
-            ConnectorError: the device that is to pass them was lost.
-        """
-        try:
-            for event in events:
-                if device.type == "cuda" and isinstance(event, _CudaEvent) and not event.query():
-                    event.hold_up(device)
-                else:
-                    event.synchronize()
-        except RuntimeError as error:
-            message = f"a worker was lost while it wrote the rows: {error}"
-            raise ConnectorError(message, "worker_lost", retryable=True) from error
 
     def _stream(self, device: torch.device) -> Any:
         """A stream beside the one that computes, so that the next batch runs while rows are copied."""

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from fxsplit_encoder.connector.books.books import Books
 from fxsplit_encoder.connector.books.parts import Parts
-from fxsplit_encoder.connector.books.ticket import Ticket, wake
-
-logger = logging.getLogger(__name__)
+from fxsplit_encoder.connector.books.ticket import wake
 
 
 class Core:
@@ -20,10 +17,9 @@ class Core:
     Args:
         lock: that the condition of `parts` is over.
         parts: what the books consist of.
-        on_ended: called with every ticket that has ended, without the lock.
     """
 
-    def __init__(self, lock: threading.Lock, parts: Parts, on_ended: Callable[[Ticket], None]) -> None:
+    def __init__(self, lock: threading.Lock, parts: Parts) -> None:
         self.lock = lock
         self.books = Books(parts)
         self.cpu_work = threading.Condition(lock)
@@ -36,7 +32,6 @@ class Core:
         """Whether threads are to end once they have nothing to do."""
         self.awaited_deadline: float | None = None
         """The one that the clock waits for."""
-        self._on_ended = on_ended
 
     @contextlib.contextmanager
     def change(self) -> Iterator[Books]:
@@ -48,16 +43,9 @@ class Core:
                 self.books.settle()
                 parts = self.books.parts
                 waiters = [waiter for ticket in parts.woken for waiter in ticket.take_waiters()]
-                ended = list(parts.ended)
                 parts.woken.clear()
-                parts.ended.clear()
                 self._wake_threads()
         wake(waiters)
-        for ticket in ended:
-            try:
-                self._on_ended(ticket)
-            except Exception:  # this thread may be an engine's, or a worker's with a batch in hand
-                logger.warning("what is told of tickets that ended failed", exc_info=True)
 
     def stop(self) -> None:
         """Tells all threads to end once they have nothing to do."""
@@ -80,7 +68,7 @@ class Core:
         # A thread of these that changes the books looks itself for what to do next.
         if (jobs := self.books.preparation.num_jobs - (threading.current_thread() in self.cpu_threads)) > 0:
             self.cpu_work.notify(jobs)
-        if parts.to_encode or self.books.demotions.may_move:
+        if parts.to_encode:
             self.encode_work.notify_all()
         if parts.storage.quarantine:
             self.quarantine_filled.notify_all()

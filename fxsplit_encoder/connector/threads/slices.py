@@ -65,7 +65,6 @@ class Slices:
         cut = {item: self._encoder.slices(item, most_cost) for item in items}
         whole = [item for item in items if len(cut[item]) == 1]
         features = dict(zip(whole, encode(whole), strict=True)) if whole else {}
-        batch.is_cut = batch.is_cut or len(whole) < len(items)
         slices = [(item, part) for item in items if item not in features for part in cut[item]]
         rows: dict[PreparedItem, list[Tensor]] = {item: [] for item, _ in slices}
         events: list[Event] = []

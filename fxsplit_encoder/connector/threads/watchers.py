@@ -46,7 +46,7 @@ class Warden:
         while True:
             with core.lock:
                 features = list(core.books.parts.storage.quarantine)
-                events = [event for feature in features for event in (*feature.read_events, *feature.written)]
+                events = [event for feature in features for event in feature.read_events]
                 if not events:
                     if core.is_stopping and not features:
                         return

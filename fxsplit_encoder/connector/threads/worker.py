@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from fxsplit_encoder.connector.books.arrivals import Arrival
-from fxsplit_encoder.connector.books.demotion import Demotion
 from fxsplit_encoder.connector.books.entry import Entry
 from fxsplit_encoder.connector.books.events import Event
 from fxsplit_encoder.connector.books.workers import Batch, Worker, WorkerStatus
@@ -98,18 +97,15 @@ class WorkerThread:
     def _serve(self) -> None:
         """Keeps as many batches in flight as settings allow; ends once the worker takes no more."""
         while True:
-            work = self._next()
-            if isinstance(work, Batch):
-                self._launch(work)
-                self._follow(work)
-            elif isinstance(work, Demotion):
-                self._demote(work)
-            else:
+            batch = self._next()
+            if batch is None:
                 break
+            self._launch(batch)
+            self._follow(batch)
         self._landing.finish()
         self._check_landing()
 
-    def _next(self) -> Batch | Demotion | None:
+    def _next(self) -> Batch | None:
         """What to do; None: nothing any more."""
         core, books = self._core, self._core.books
         with core.lock:
@@ -121,9 +117,6 @@ class WorkerThread:
                     return taken.batch
                 if self.worker.status is not WorkerStatus.RUNNING:
                     return None
-                has_time = taken.wait_s is None and not self.worker.num_batches
-                if has_time and (move := books.demotions.take()) is not None:
-                    return move
                 core.encode_work.wait(taken.wait_s)
 
     # --- batches
@@ -149,13 +142,10 @@ class WorkerThread:
         with self._core.change() as books:
             books.parts.stats.split_batches += num_splits
             arrivals = books.encoding.place(batch, checked)
-        marks = {device: self._copies.mark(device) for device in {each.rows.device for each in arrivals}}
-        batch.events += marks.values()
+        batch.events += map(self._copies.mark, {each.rows.device for each in arrivals})
         for arrival in arrivals:
             if arrival.is_copied:
                 self._copy(batch, arrival)
-            else:
-                arrival.events = (marks[arrival.rows.device],)
 
     def _let_pass(self, most_cost: float) -> None:
         """Gives the device another batch between slices of one, if one is due that costs no more."""
@@ -186,7 +176,6 @@ class WorkerThread:
                         return
             arrival.feature.rows, event = self._copies.to_host(arrival.rows, arrival.buffer)
             batch.events.append(event)
-            arrival.events = (event,)
         except Exception as error:
             batch.failures[arrival.entry] = failure_of(error, "encoder")
 
@@ -217,25 +206,6 @@ class WorkerThread:
             event.synchronize()
         with self._core.change() as books:
             books.encoding.publish(batch)
-
-    # --- demotions
-
-    def _demote(self, move: Demotion) -> None:
-        rows = None
-        try:
-            if move.buffer is None:
-                move.buffer = self._allocate(move.capacity)
-                with self._core.change() as books:
-                    books.demotions.attach(move, move.buffer)
-            rows, event = self._copies.to_host(move.source.rows, move.buffer)
-            move.events.append(event)
-            event.synchronize()
-        except Exception:
-            logger.warning("a feature stays on its device", exc_info=True)
-            rows = None
-        finally:  # also where this thread is lost
-            with self._core.change() as books:
-                books.demotions.finish(move, rows if _is_over(move.events) else None)
 
 
 def _device_of(encoder: FeatureEncoder) -> torch.device | None:

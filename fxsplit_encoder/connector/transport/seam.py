@@ -26,8 +26,6 @@ class Handle:
     meta: Mapping[str, object] = field(default_factory=dict)
     checksum: bytes = b""
     """Of the bytes, where the owner was asked for it; else empty."""
-    event: bytes = b""
-    """What the reader's stream waits for, where the memory is a device's; else empty."""
 
     @property
     def num_bytes(self) -> int:

@@ -55,7 +55,6 @@ class SharedMemoryTransport:
         self._on_hang_up = on_hang_up
         self._arena = OwnArena(max_bytes)
         self._blocks = HeldBlocks(self._arena.num_bytes, self._clear)
-        self._routes: dict[str, Callable[[int], None]] = {self.owner: self._blocks.give_back}
         self._peer: Peer | None = None
         self._own_blocks = BlockReader(self.owner, self._arena)
         self._peer_blocks: BlockReader | None = None
@@ -108,25 +107,10 @@ class SharedMemoryTransport:
         """What another process maps this end's memory with: a first packet, and its descriptors."""
         return Greeting(self.owner, self._arena.num_bytes), [self._arena.descriptor]
 
-    def route(self, owner: str, give_back: Callable[[int], None]) -> None:
-        """Let another memory of this end know what the other end has released of it.
-
-        Args:
-            owner: as its handles name it.
-            give_back: called with the numbers of blocks, on a thread of the transport's.
-        """
-        self._routes[owner] = give_back
-
-    def tell_released(self, handle: Handle) -> None:
-        """Say that a handle of any memory of the other end will not be read again."""
-        if self._peer is not None:
-            self._peer.tell_released(handle.owner, [handle.number])
-
     def _on_released(self, owner: str, numbers: Sequence[int]) -> None:
-        give_back = self._routes.get(owner)
-        if give_back is not None:
+        if owner == self.owner:
             for number in numbers:
-                give_back(number)
+                self._blocks.give_back(number)
 
     # --- putting
 
@@ -203,8 +187,8 @@ class SharedMemoryTransport:
         """Give up a handle of either end; see `Transport.release`."""
         if handle.owner == self.owner:
             self._blocks.give_back(handle.number)
-        elif handle.owner == self.peer_owner:
-            self.tell_released(handle)
+        elif self._peer is not None and handle.owner == self.peer_owner:
+            self._peer.tell_released(handle.owner, [handle.number])
 
     def audit(self) -> None:
         """Asserts that the blocks of this end are consistent."""

@@ -12,7 +12,6 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from fxsplit_encoder.connector.books.audit import audit
-from fxsplit_encoder.connector.books.demotion import Demotion
 from fxsplit_encoder.connector.books.entry import Feature
 from fxsplit_encoder.connector.books.preparation import Digested, DigestJob, PrepareJob
 from fxsplit_encoder.connector.books.ticket import Ticket
@@ -35,8 +34,8 @@ faults = st.sampled_from([None, None, "encoder", "out_of_memory"])
 indices = st.integers(0, 1 << 16)
 MOVES = 3000
 REACHED = (
-    *("hits", "joins", "misses", "rejected_hits", "evictions", "retries", "reductions", "demotions"),
-    *("text_only", "discarded", "reused_buffers", "early"),
+    *("hits", "joins", "misses", "rejected_hits", "evictions", "retries", "reductions"),
+    *("text_only", "discarded", "reused_buffers"),
 )
 
 
@@ -44,9 +43,8 @@ class AnyHistory(RuleBasedStateMachine):
     @initialize(
         device_pages=st.sampled_from([0, 2, 6]),
         host_pages=st.sampled_from([4, 8, 12]),
-        ready_ahead_s=st.sampled_from([0.0, 0.5, None]),
     )
-    def open(self, device_pages: int, host_pages: int, ready_ahead_s: float | None = 0.0) -> None:
+    def open(self, device_pages: int, host_pages: int) -> None:
         self.bench = Bench.make(
             2,
             can_reduce=True,
@@ -57,7 +55,6 @@ class AnyHistory(RuleBasedStateMachine):
             max_waiting_items=12,
             max_overtakes=2,
             max_batch_items=3,
-            ready_ahead_s=ready_ahead_s,
         )
         self.books = self.bench.books
         self.tickets: list[Ticket] = []
@@ -65,7 +62,6 @@ class AnyHistory(RuleBasedStateMachine):
         self.preparing: list[PrepareJob] = []
         self.encoding: list[Batch] = []
         self.launched: list[Batch] = []
-        self.moving: list[Demotion] = []
         self.reading: list[list[Feature]] = []
         self.events: list[ManualEvent] = []
         self.told: dict[int, State] = {}
@@ -255,27 +251,6 @@ class AnyHistory(RuleBasedStateMachine):
                 self.launched = [each for each in self.launched if each is not batch]
         self.bench.start_worker(gone.name)
 
-    @precondition(
-        lambda self: any(entry.feature.residence == "device" for entry in self.books.parts.cache.resting())
-    )
-    @rule()
-    def take_demotion(self) -> None:
-        if (move := self.books.demotions.take()) is not None:
-            if move.buffer is None:
-                self.books.demotions.attach(move, bytearray(move.capacity))
-            move.events.append(self.new_event())
-            self.moving.append(move)
-
-    @precondition(lambda self: self.moving)
-    @rule(which=indices, fails=st.booleans())
-    def finish_demotion(self, which: int, fails: bool) -> None:
-        move = self.take(self.moving, which)
-        rows = None if fails else Rows(move.source.rows.nbytes, "host")
-        if not fails:
-            for event in move.events:
-                event.passed = True  # type: ignore[attr-defined]
-        self.books.demotions.finish(move, rows)
-
     # --- time
 
     @precondition(lambda self: self.events)
@@ -329,8 +304,6 @@ class AnyHistory(RuleBasedStateMachine):
             for features in self.reading:
                 self.books.end_read(features, None)
             self.reading.clear()
-            while self.moving:
-                self.finish_demotion(0, False)
             self.work("ready")
             for event in self.events:
                 event.passed = True
@@ -407,8 +380,6 @@ def random_move(machine: AnyHistory, draw: random.Random) -> None:
         (5, machine.encoding, lambda: machine.encoded(which, kinds, draw.random() < 0.1)),
         (5, machine.launched, lambda: machine.publish(which)),
         (1, True, lambda: machine.lose_worker(draw.randrange(2), draw.random() < 0.5)),
-        (1, any(machine.books.parts.cache.resting()), machine.take_demotion),
-        (3, machine.moving, lambda: machine.finish_demotion(which, draw.random() < 0.3)),
         (6, machine.events, lambda: machine.pass_event(which)),
         (1, True, lambda: machine.wait(0.3)),
         (3, True, machine.step),
@@ -442,7 +413,7 @@ def test_long_histories() -> None:
     for seed in range(3):
         draw = random.Random(seed)
         machine = AnyHistory()
-        machine.open(draw.choice([0, 2, 6]), draw.choice([4, 8, 12]), (None, 0.0, 0.5)[seed])
+        machine.open(draw.choice([0, 2, 6]), draw.choice([4, 8, 12]))
         for _ in range(MOVES):
             random_move(machine, draw)
             machine.forget_some()

@@ -32,7 +32,7 @@ def test_the_command_line_says_all() -> None:
     options = ProcessOptions(max_bytes=5, kept_bytes=4, checksums=True)
     words = options.command_line(Path("/run/x"), 9)
     assert " ".join(words).startswith("--control /run/x --descriptor 9 --parent ")
-    assert " ".join(words).endswith("--max-bytes 5 --kept-bytes 4 --device-bytes 268435456 --checksums")
+    assert " ".join(words).endswith("--max-bytes 5 --kept-bytes 4 --checksums")
 
 
 def test_a_process_gets_our_path_its_variables_and_one_descriptor(

@@ -27,14 +27,11 @@ def counted(monkeypatch: pytest.MonkeyPatch, condition: Any, name: str) -> list[
 
 @pytest.mark.parametrize("device_bytes", [0, 1 << 20])
 def test_features_that_are_kept_wake_no_worker(monkeypatch: pytest.MonkeyPatch, device_bytes: int) -> None:
-    """On the host they rest; on a device they wait for room on the host, and nothing else."""
     with connector(2, device_bytes=device_bytes, host_bytes=4096) as each:
         for name in "abc":
             ticket = each.submit(request(name, retention="keep"))
             wait(ticket)
             each.release(ticket)
-        moving = each._core.books.demotions
-        wait_until(lambda: not moving.moving and not moving.may_move)
         wait_until(lambda: len(each._core.encode_work._waiters) == 2)
         calls = counted(monkeypatch, each._core.encode_work, "notify_all")
         for _ in range(50):

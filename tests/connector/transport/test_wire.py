@@ -20,7 +20,6 @@ from fxsplit_encoder.connector.processes.messages import (
     WireItem,
 )
 from fxsplit_encoder.connector.transport import wire
-from fxsplit_encoder.connector.transport.cuda import DeviceMemory
 from fxsplit_encoder.connector.transport.layout import TensorLayout
 from fxsplit_encoder.connector.transport.peer import Greeting, Packet, Released
 from fxsplit_encoder.connector.transport.seam import Handle
@@ -34,7 +33,7 @@ MESSAGES: list[tuple[object, Message]] = [
     (ToEncoder, Stop()),
     (FromEncoder, Hello(12, "0.1", "2.13")),
     (FromEncoder, Started({"image": 32, "video": 64})),
-    (FromEncoder, Started({}, DeviceMemory("ab", 4096, "GPU-1", [b"handle", 3, True]))),
+    (FromEncoder, Started({})),
     (FromEncoder, Encoded(7, [WireFeature(0, HANDLE)], is_last=False)),
     (FromEncoder, Failed(7, WireError("ValueError", ["shape", 1], "shape", "Traceback"))),
     (Packet, Greeting("ab", 4096)),

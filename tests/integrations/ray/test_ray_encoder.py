@@ -63,7 +63,7 @@ def item_of(name: str = "a", tokens: int = 2) -> PreparedItem:
 
 def connector(factory: Callable[[], FeatureEncoder] = slow_encoder, **settings: Any) -> Connector:
     encoders = [partial(RayEncoder, factory, ROWS, ON_CPU)] * 2
-    each = Connector(FakeProcessor(), encoders, ConnectorConfig(**{"log_tickets": False, **settings}))
+    each = Connector(FakeProcessor(), encoders, ConnectorConfig(**settings))
     wait_until(lambda: set(each.workers().values()) == {WorkerStatus.RUNNING})
     return each
 

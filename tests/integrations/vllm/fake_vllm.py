@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
 import json
 import sys
 from collections.abc import Iterable
@@ -24,7 +23,6 @@ MANAGER = "vllm.v1.worker.encoder_cudagraph"
 INTERFACE = "vllm.v1.worker.gpu.model_states.interface"
 ATTENTION = "vllm.model_executor.layers.attention.mm_encoder_attention"
 CUSTOM_OP = "vllm.model_executor.custom_op"
-EC_BASE = "vllm.distributed.ec_transfer.ec_connector.base"
 NAME = "EncoderCudaGraphManager"
 
 
@@ -43,7 +41,6 @@ class FakeVllm:
         custom_op.op_registry_oot = {}
         custom_op.CustomOp.register_oot = classmethod(_registering(custom_op.op_registry_oot))
         self.module(ATTENTION).MMEncoderAttention = FakeAttention
-        self._add_ec_base(self.module(EC_BASE))
         self._add("vllm.platforms.current_platform", SimpleNamespace(device_type="cpu"))
 
     def module(self, name: str) -> Any:
@@ -74,22 +71,6 @@ class FakeVllm:
             parallel_config=parts["ParallelConfig"],
             lora_config=parts["LoRAConfig"] if settings.get("tower_lora") else None,
         )
-
-    @staticmethod
-    def _add_ec_base(module: Any) -> None:
-        """What connectors derive from and are told, with the recorded methods."""
-        recorded = module.ECConnectorBase
-
-        class ECConnectorBase(recorded):  # type: ignore[misc, valid-type]
-            def __init__(self, vllm_config: Any, role: Any) -> None:
-                transfer = vllm_config.ec_transfer_config
-                self.is_producer = transfer.ec_role in ("ec_producer", "ec_both")
-                self.is_consumer = transfer.ec_role in ("ec_consumer", "ec_both")
-
-        module.ECConnectorBase = ECConnectorBase
-        module.ECConnectorMetadata = type("ECConnectorMetadata", (), {})
-        module.ECConnectorWorkerMetadata = type("ECConnectorWorkerMetadata", (), {})
-        module.ECConnectorRole = enum.Enum("ECConnectorRole", "SCHEDULER WORKER")
 
     def _add(self, path: str, value: Any) -> Any:
         name, _, attribute = path.rpartition(".")

@@ -1,4 +1,4 @@
-"""Which files reach into private parts of other packages.
+"""Find which files reach into private parts of other packages.
 
 A syntax tree says it, without running anything. Counted, annotations included, are:
 
@@ -17,13 +17,9 @@ from __future__ import annotations
 
 import ast
 import sys
-from pathlib import PurePath
+from collections.abc import Iterable
 
-from house.measure import PACKAGE, Measure
-from house.sources import Source
-
-HOME = "_torch"
-"""The directory of the package that may."""
+PACKAGE = "fxsplit_encoder"
 _TRITON_INTERNALS = ("triton.runtime", "triton.compiler", "triton.backends")
 _OPS = "torch.ops."
 _OF_TENSORS = {"_cdata", "_version"}
@@ -31,30 +27,13 @@ _OF_NAMED_TUPLES = {"_asdict", "_field_defaults", "_fields", "_make", "_replace"
 _BY_NAME = {"delattr", "getattr", "hasattr", "setattr"}
 
 
-def measure_private(sources: list[Source]) -> list[Measure]:
-    """How many files outside `HOME` touch private APIs, and how many inside."""
-    own = own_names(sources)
-    uses = {source.path: private_uses(source.tree, own) for source in sources}
-    outside = {path: used for path, used in uses.items() if used and not _is_home(path)}
-    inside = [path for path, used in uses.items() if used and _is_home(path)]
-    items = tuple(f"{path}: {', '.join(sorted(used))}" for path, used in outside.items())
-    return [
-        Measure(f"files outside {HOME}/ with private APIs", len(outside), 10, about=True, items=items),
-        Measure(f"files in {HOME}/ with private APIs", len(inside), items=tuple(map(str, inside))),
-    ]
-
-
-def _is_home(path: PurePath) -> bool:
-    return path.parts[0] in (HOME, f"{HOME}.py")
-
-
 def _is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
-def own_names(sources: list[Source]) -> frozenset[str]:
+def own_names(trees: Iterable[ast.AST]) -> frozenset[str]:
     """Every private name that the package itself gives to something."""
-    names = {name for source in sources for node in ast.walk(source.tree) if (name := _defined(node))}
+    names = {name for tree in trees for node in ast.walk(tree) if (name := _defined(node))}
     return frozenset(filter(_is_private, names))
 
 
