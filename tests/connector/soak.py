@@ -323,9 +323,11 @@ def resident_bytes() -> int:
 
 
 def shared_memory_files() -> set[str]:
-    """Without those of other programs' processes, which torch names after them."""
+    """Without those of other programs' processes, which torch names after them, and without semaphores of
+    `multiprocessing`, whose names do not say whose they are.
+    """
     names = (path.name for path in Path("/dev/shm").iterdir())
-    return {name for name in names if not _is_of_another(name)}
+    return {name for name in names if not (name.startswith("sem.mp-") or _is_of_another(name))}
 
 
 def _is_of_another(name: str) -> bool:
