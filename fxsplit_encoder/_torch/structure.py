@@ -189,7 +189,7 @@ class _Seen:
 
         def add(name: str, held: dict[str, Any], is_read: Callable[[str], bool]) -> None:
             keys = [key for key, value in held.items() if is_read(key) and _is_plain(value)]
-            self.facts.update(((name, key), copy_of(held[key])) for key in keys)
+            self.facts.update(((name, key), _fact_of(held[key])) for key in keys)
             self._own.append(held)
             keys += [_FORWARD] if _FORWARD in held else []
             # Two look-ups take less than a look-up of two that makes a tuple.
@@ -272,6 +272,18 @@ def copy_of(value: Any) -> Any:
     if type(value) is tuple:
         return tuple(map(copy_of, value))
     return copy.copy(value) if isinstance(value, (dict, *_CONTAINERS)) else value
+
+
+def _fact_of(value: Any) -> Any:
+    """A value to compare: of a function its code and the plain values that it holds, since a function that is
+    made anew, as by vLLM where it loads weights again, is the same one.
+    """
+    if not isinstance(value, types.FunctionType):
+        return copy_of(value)
+    cells = [cell.cell_contents for cell in value.__closure__ or ()]
+    return value.__code__, *(
+        copy_of(each) for each in (*(value.__defaults__ or ()), *cells) if _is_plain(each)
+    )
 
 
 def _is_plain(value: Any) -> bool:

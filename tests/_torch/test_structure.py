@@ -192,7 +192,7 @@ def test_what_a_tower_writes_itself_and_methods_of_requests_change_nothing() -> 
         setattr(tower, name, twice)
     assert structure.is_unchanged() and not structure.change()
     tower.encoder_cudagraph_forward = twice
-    assert structure.change().startswith("the tower: encoder_cudagraph_forward <function twice")
+    assert structure.change().startswith("the tower: encoder_cudagraph_forward (<code object twice")
 
 
 def test_the_methods_of_requests_are_those_of_the_protocol() -> None:
