@@ -5,8 +5,7 @@
 `run_offline` is `encoder-cg encode --ray`: shards are prepared by CPUs, sent to a node, encoded by one of its
 GPUs, and written by CPUs again, as many under way as Ray's shared memory holds. `run_online` is the service:
 requests come at random, CPUs prepare them, the encoder with the least before it takes them, and whatever
-waits there is encoded together. `bench.py fleet` measures the parts, compares the simulation with a run, and
-stores what the page shows.
+waits there is encoded together.
 """
 
 from __future__ import annotations

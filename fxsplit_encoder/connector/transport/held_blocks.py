@@ -97,11 +97,6 @@ class HeldBlocks:
             f"that {len(self._held)} handles hold"
         )
 
-    @property
-    def is_open(self) -> bool:
-        """Whether there is anything to take, now or later."""
-        return self._is_open
-
     def find(self, number: int) -> Block | None:
         """A block that is held."""
         return self._held.get(number)

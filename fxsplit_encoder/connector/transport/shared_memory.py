@@ -70,11 +70,6 @@ class SharedMemoryTransport:
         return self._peer_blocks.owner if self._peer_blocks is not None else ""
 
     @property
-    def is_open(self) -> bool:
-        """Whether it takes anything: until `refuse` or `close`."""
-        return self._blocks.is_open
-
-    @property
     def held_bytes(self) -> int:
         """Bytes of this end's memory that are not released, padding included."""
         return self._blocks.held_bytes
