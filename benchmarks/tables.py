@@ -536,6 +536,7 @@ class Table(NamedTuple):
 TABLES: Mapping[str, Table] = {
     "readme": Table("readme.json", readme),
     "readme_h200": Table("readme_h200.json", readme),
+    "torch_2_14": Table("torch_2_14.json", readme),
     "summary": Table("encoder.json", summary),
     "internvl": Table("internvl.json", summary),
     "fp8": Table("fp8.json", summary),

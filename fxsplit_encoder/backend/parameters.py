@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxsplit_encoder.capture.parameters import MemoryOrders
 from fxsplit_encoder.compile import Program
 from fxsplit_encoder.compile.blocks import LiveWeights
 from fxsplit_encoder.runtime.weights import check_replacements, layouts_of
@@ -37,6 +38,8 @@ class CallParameters:
         self._given: Sequence[Any] = ()
         self._weights: Sequence[Tensor] | None = None
         self._addresses: list[int] = []
+        self._orders = MemoryOrders(())
+        self._permutable_of = _picker(())
         self.have_moved = False
         """Whether those of the last call lay elsewhere than those of the call before it."""
         self.are_the_same = False
@@ -78,7 +81,9 @@ class CallParameters:
         # version. Without lists of hundreds of numbers more of the processor's cache is left for others.
         addresses = map(torch.Tensor.data_ptr, chain(given, weights))
         try:
-            return all(map(eq, addresses, self._addresses))
+            if not all(map(eq, addresses, self._addresses)):
+                return False
+            return self._orders.are_those_of(self._permutable_of([*given, *weights]))
         except TypeError:  # one was removed
             return False
 
@@ -91,6 +96,8 @@ class CallParameters:
         self.have_moved = addresses != self._addresses
         self.are_the_same = self.are_the_same and not self.have_moved
         self._weights, self._addresses = weights, addresses
+        self._orders = MemoryOrders(values)
+        self._permutable_of = _picker(self._orders.indices)
         if self._seconds:
             # Until the next look captures may read what parameters have left.
             self._memory = [value.detach() for value in values if isinstance(value, torch.Tensor)]

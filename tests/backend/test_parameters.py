@@ -136,12 +136,16 @@ def test_another_configuration_is_traced_again(inner: Any, pixels: Tensor, inlin
 
 
 @pytest.mark.slow
-def test_a_transpose_at_the_same_address_is_refused(inner: Any, pixels: Tensor) -> None:
+@pytest.mark.parametrize("through_data", [False, True])
+def test_a_transpose_at_the_same_address_is_refused(inner: Any, pixels: Tensor, through_data: bool) -> None:
     module = compiled(fx.wrap(inner))
     features(module, pixels)
     proj = inner.blocks[1].attn.proj
     assert proj.weight.shape[0] == proj.weight.shape[1]
-    proj.weight = nn.Parameter(proj.weight.data.t(), requires_grad=False)
+    if through_data:
+        proj.weight.data = proj.weight.data.t()
+    else:
+        proj.weight = nn.Parameter(proj.weight.data.t(), requires_grad=False)
     with pytest.raises(WeightsLayoutError, match="sizes, strides, dtype and device"):
         features(module, pixels)
 

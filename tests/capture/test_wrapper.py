@@ -239,8 +239,12 @@ def test_a_module_that_has_changed_is_captured_again(caplog: pytest.LogCaptureFi
     def another_forward() -> None:
         module[1].forward = torch.tanh  # type: ignore[assignment]
 
+    def transpose_in_place() -> None:
+        module[0].weight.data = module[0].weight.data.t()
+
     changes: list[Callable[[], object]] = [
         replace_layer,
+        transpose_in_place,
         lambda: module[1].register_forward_hook(lambda module, inputs, output: output * 2),
         lambda: module.register_forward_hook(lambda module, inputs, output: output + 1),
         another_forward,

@@ -115,6 +115,22 @@ def test_nothing_stale_is_returned_and_captures_can_be_made_anew(
     assert_right(manager, inputs)
 
 
+@pytest.mark.parametrize("config", [CONFIG, UNCOMPILED])
+@torch.no_grad()
+def test_a_weight_transposed_at_its_address(config: fx.EncoderConfig) -> None:
+    manager, inputs = make(config)
+    manager.capture()
+    before = assert_right(manager, inputs)
+    weight = manager.tower.tower.blocks[0].attn.proj.weight
+    weight.data = weight.data.t()
+    if config.compile:
+        with pytest.raises(fx.WeightsLayoutError, match="strides"):
+            manager.execute(inputs)
+        manager.clear()
+        manager.capture()
+    assert not torch.allclose(assert_right(manager, inputs), before, rtol=1e-4)
+
+
 @pytest.fixture
 def with_dropout() -> tuple[fx.EncoderCudaGraphManager, dict[str, Any], nn.Module]:
     manager, inputs = make(UNCOMPILED)
