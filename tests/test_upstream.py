@@ -40,16 +40,13 @@ def test_fails():
 
 
 @pytest.mark.slow
-def test_what_fails_only_accelerated_is_shown(tmp_path: Path) -> None:
-    file = tmp_path / "test_modeling_tiny.py"
-    file.write_text(TESTS)
-    options = [str(file), f"--rootdir={tmp_path}"]
-    plain, _ = upstream.run(options, None)
-    accelerated, served = upstream.run(options, '{"mode": "breakable"}')
-    assert upstream.table(plain, accelerated, served).splitlines() == [
-        "| tests | passed plain | passed accelerated | failed only accelerated | served |",
-        "|---|---|---|---|---|",
-        "| test_modeling_tiny.py | 2 | 1 | 1 | hits 1 |",
-        "",
-        "test_modeling_tiny.py::test_holds_only_plain",
-    ]
+def test_what_fails_only_accelerated_is_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    directory = tmp_path / "tests" / "models" / "tiny"
+    directory.mkdir(parents=True)
+    (directory / "test_modeling_tiny.py").write_text(TESTS)
+    assert upstream.main(str(tmp_path), "tiny", f"--rootdir={tmp_path}", config='{"mode": "breakable"}') == 1
+    shown = capfd.readouterr().out
+    assert "\nhits 1\n" in shown
+    *_, counts, failing = shown.splitlines()
+    assert counts == "2 passed plain, 1 accelerated; only plain:"
+    assert failing.endswith("test_modeling_tiny.test_holds_only_plain")
