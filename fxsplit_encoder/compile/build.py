@@ -34,7 +34,7 @@ from fxsplit_encoder.compile.split import (
 from fxsplit_encoder.compile.splitting_ops import splitting_targets
 from fxsplit_encoder.compile.steps import Slots, make_steps, slots_in, tensor_info, with_frees, with_joins
 from fxsplit_encoder.errors import CompileError
-from fxsplit_encoder.products.ahead import compile_ahead as compile_products_ahead
+from fxsplit_encoder.products import compile_ahead as compile_products_ahead
 
 
 def build_program(module: fx.GraphModule, static_inputs: Sequence[int], options: CompileOptions) -> Program:
@@ -47,7 +47,7 @@ def build_program(module: fx.GraphModule, static_inputs: Sequence[int], options:
 
     Raises:
         CompileError: the graph cannot be split; its message says at which node.
-        ConfigError: a pass or the precision is not possible, or `invariant` not for this graph.
+        ConfigError: there is no such pass, or `invariant` not for this graph.
     """
     mark_parameters(module.graph, static_inputs)
     targets = splitting_targets(options.splitting_ops)
@@ -59,9 +59,7 @@ def build_program(module: fx.GraphModule, static_inputs: Sequence[int], options:
     report = run_passes(
         module,
         options.passes,
-        options.precision,
         device,
-        fp8_kept=options.fp8_kept,
         invariant=options.invariant,
     )
     compile_ahead(module.graph.nodes, device, eager=own_heads)
