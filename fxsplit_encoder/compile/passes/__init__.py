@@ -59,9 +59,8 @@ DEFAULT_PASSES: Mapping[str, tuple[str, ...]] = {
     "cpu": ("conv_to_linear",),
     "cuda": tuple(PASSES),
 }
-"""What `passes: auto` stands for, by the type of the device; on others nothing. On CUDA each pass that
-changed a tower measured was faster (docs/passes.md names the runs); one that finds nothing costs nothing.
-"""
+"""What `passes: auto` stands for, by the type of the device; on others nothing. A pass that finds nothing
+costs nothing."""
 
 _LEAST_CAPABILITY = {"decomposed_bias": (9, 0)}
 """The compute capability below which a pass is no default: cuDNN's kernels for wide heads are of Hopper."""
