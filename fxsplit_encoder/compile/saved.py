@@ -227,11 +227,12 @@ def _fields(kind: Any) -> tuple[str, ...] | None:
     return tuple(each.name for each in fields(kind)) if is_dataclass(kind) else names
 
 
-def _load_own(module: str, name: str, values: Mapping[str, Any], device: torch.device) -> Any:
-    kind = getattr(import_module(module), name) if module.startswith(_OWN) else None
+def _load_own(saved: tuple[str, str, Mapping[str, Any]], device: torch.device) -> Any:
+    module, name, values = saved
+    kind: Any = getattr(import_module(module), name) if module.startswith(_OWN) else None
     if _fields(kind) is None:
         raise ValueError(f"no dataclass of {_OWN[:-1]}: {module}.{name}")
-    return kind(**{key: _load(each, device) for key, each in values.items()})  # type: ignore[misc]
+    return kind(**{key: _load(each, device) for key, each in values.items()})
 
 
 def _load(saved: Any, device: torch.device) -> Argument:
@@ -249,7 +250,7 @@ def _load(saved: Any, device: torch.device) -> Argument:
     if kind == "float":
         return float(value)
     if kind == "own":
-        return _load_own(*value, device=device)
+        return _load_own(value, device)
     if kind == "device":  # that kind of device: the one where the program runs, or the host
         return device if value == device.type else torch.device(value)
     found = getattr(torch, value) if kind == "torch" else None
