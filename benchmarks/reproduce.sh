@@ -16,12 +16,7 @@ out=$(cd "$2" && pwd)
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} XDG_CACHE_HOME=$out/cache
 python=${PYTHON:-python3}
 
-# The defaults and one that is none.
-passes=conv_to_linear,pad_mlp_width,decomposed_bias,dense_attention,merged_projections,wide_heads,tanh_gelu,gelu_epilogue,measured_activations,output_branch
-with_tanh="{\"passes\":[\"${passes//,/\",\"}\"]}"
 shown="--only default measured_activations merged_projections"
-fp8='{"precision":"fp8"}'
-large="1x896 1x1344 mixed8 mixed8_big"
 tiles="--towers internvl3-8b --workloads tiles12"
 
 # What is needed most first: a name in benchmarks/results, its case and options.
@@ -29,22 +24,16 @@ jobs=("readme encoder --readme")
 [[ $1 == readme ]] || jobs+=(
     "host host"
     "kernels kernels $tiles --variants ours-auto compile-reduce-overhead"
-    "kernels_fp8 kernels --workloads 1x896 --config {\"precision\":\"fp8\",\"fp8_max_error\":null}"
-    "kernels_tanh_gelu kernels $tiles --config $with_tanh"
-    "tanh_gelu encoder $tiles --variants eager ours-auto compile-reduce-overhead --shared-cache --config $with_tanh"
     "accelerate accelerate"
     "start start"
     "encoder encoder --shared-cache"
     "modes encoder --modes --shared-cache"
     "internvl encoder --towers internvl3-8b --workloads tiles1 tiles4 tiles12 --shared-cache"
-    "fp8 encoder --towers qwen3-vl-8b --workloads $large --variants eager ours-auto --shared-cache --config $fp8"
     "towers towers"
     "requests requests"
     "connector connector"
-    "products products --in-turns"
-    "products_activations products --in-turns --kernels quack --layers GELU GLU"
+    "products_activations products --in-turns"
     "passes passes"
-    "passes_fp8 passes --only default fp8"
     "passes_internvl passes --tower internvl3-8b --sizes 1 4 12 $shown"
     "passes_qwen2_5 passes --tower qwen2.5-vl-7b --sizes 256 1024 4096 9216 $shown"
     "attention attention"

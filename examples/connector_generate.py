@@ -29,7 +29,7 @@ from transformers import DynamicCache, Qwen3VLConfig, Qwen3VLForConditionalGener
 import fxsplit_encoder as fx
 from fxsplit_encoder.connector.books.ticket import Ticket
 from fxsplit_encoder.connector.connector import Connector
-from fxsplit_encoder.connector.keys import TowerIdentity
+from fxsplit_encoder.connector.keys import TowerIdentity, precision_of
 from fxsplit_encoder.connector.manager_encoder import ManagerEncoder
 from fxsplit_encoder.connector.merge import MergedRows
 from fxsplit_encoder.connector.positions import Placeholder, PositionMap
@@ -259,7 +259,7 @@ def make_connector(model: Any, processor: Any) -> Connector:
         media,
         [encoder],
         ConnectorConfig(timeout_s=600),  # the first images wait for the tower to be captured
-        identity=TowerIdentity.of(tower, config.precision),
+        identity=TowerIdentity.of(tower, precision_of(config)),
     )
 
 

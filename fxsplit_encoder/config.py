@@ -25,13 +25,10 @@ GraphPass = Literal[
     "dense_attention",
     "merged_projections",
     "wide_heads",
-    "tanh_gelu",
     "gelu_epilogue",
     "measured_activations",
-    "measured_products",
     "output_branch",
 ]
-Precision = Literal["auto", "fp8"]
 Padding = Literal["proved", "probed"]
 
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -44,7 +41,7 @@ _MOST = 2**31 - 1
 
 _MOST_BUDGETS = 4096
 
-_OF_COMPILED_PIECES = ("piece_compiler", "passes", "precision")
+_OF_COMPILED_PIECES = ("piece_compiler", "passes")
 
 
 def _check_kernels(value: object) -> object:
@@ -178,7 +175,7 @@ class EncoderConfig(Settings):
     """How long replays go on without a look at the addresses and versions of the parameters. A look takes
     about 0.1 microseconds a parameter, several times that out of cold processor caches. 0: every replay
     looks. Above 0, until the next look outputs come from where parameters were, whose memory captures hold,
-    and perhaps from the old form of those that passes and fp8 keep in another, whose samples are compared at
+    and perhaps from the old form of those that passes keep in another, whose samples are compared at
     every replay; `refresh` has the next one look. The same holds for the tower's modules; behind
     torch.compile for its blocks, and other forms are compared at every call there."""
 
@@ -206,19 +203,10 @@ class EncoderConfig(Settings):
     """
 
     passes: Annotated[Literal["auto"] | tuple[GraphPass, ...], BeforeValidator(_check_passes)] = "auto"
-    """Which rewrites of the graph are made, as a list of names (docs/passes.md). auto: those that are exact
-    and were measured to pay on the device; on CUDA all but `tanh_gelu` and `measured_products`,
-    `decomposed_bias` from compute capability 9.0 on, and `measured_activations` on Hopper where
-    quack-kernels is installed. `pad_mlp_width` and `wide_heads` take memory."""
-
-    precision: Precision = "auto"
-    """What the linear layers of the blocks multiply in. auto: the tower's own dtype; fp8: 8-bit floating
-    point with a scale for every row and every output channel, which adds an error to the results."""
-
-    fp8_max_error: Annotated[float | None, Field(gt=0, allow_inf_nan=False)] = 0.08
-    """With `precision: fp8`: how much it may add to the results, as a relative root mean square. What each
-    layer adds is measured by the manager on one batch before it compiles, and those that add most stay in the
-    tower's dtype. None, and behind torch.compile: nothing is measured, and every layer is taken."""
+    """Which rewrites of the graph are made, as a list of names (docs/passes.md). auto: those that
+    were measured to pay on the device; on CUDA all, but `decomposed_bias` from compute capability 9.0 on and
+    `measured_activations` on Hopper where quack-kernels is installed. `pad_mlp_width` and `wide_heads` take
+    memory."""
 
     invariant: StrictBool = False
     """Whether an image or a video gets the same bits alone, in any batch, on any budget and on any rank: one
@@ -230,9 +218,8 @@ class EncoderConfig(Settings):
     that one, wherever it can compute; or a mapping from conditions, such as tokens>4096, to these."""
 
     products: Annotated[str | Mapping[str, str], BeforeValidator(_check_kernels)] = "auto"
-    """The kernel of the linear layers that the passes `measured_activations` and `measured_products` take
-    over, as `attention` says it.
-    Conditions: gelu, swiglu, plain, and comparisons of rows, in_features and out_features."""
+    """The kernel of the linear layers that the pass `measured_activations` takes over, as `attention` says
+    it. Conditions: gelu, swiglu, and comparisons of rows, in_features and out_features."""
 
     max_graph_bytes: Annotated[Bytes | None, BeforeValidator(parse_bytes)] = None
     """Device memory that all captures together may take, in bytes or as a size such as 4GiB or 4G. None: no
@@ -287,7 +274,6 @@ class EncoderConfig(Settings):
             },
             "padding": (self.padding != "proved", "rows that may mix would be padded", "proved"),
             "piece_compiler": (callable(self.piece_compiler), "nothing is known of it", "a name"),
-            "precision": (self.precision != "auto", "its products depend on their rows", "auto"),
             "attention": (not isinstance(self.attention, str), "one kernel attends", "auto, or one kernel"),
         }
         problems = [

@@ -53,7 +53,8 @@ BAD: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"passes": ["contiguous_rows"]}, ("passes: ", "no pass is called 'contiguous_rows'", "allowed: auto")),
     ({"passes": ["gelu_epilogue"] * 2}, ("passes: ", "gelu_epilogue is listed twice", "once")),
     ({"passes": 3}, ("passes: ", "got 3", "auto", "conv_to_linear")),
-    ({"precision": "int8"}, ("precision: ", "'int8'", "'auto' or 'fp8'")),
+    ({"passes": ["tanh_gelu"]}, ("passes: ", "no pass is called 'tanh_gelu'", "allowed: auto")),
+    ({"precision": "fp8"}, ("precision: unknown option", "allowed: ", "passes")),
     ({"attention": 3}, ("attention: ", "got 3", "auto", "mapping of conditions")),
     ({"attention": {"windowed": 3}}, ("attention: ", "{'windowed': 3}", "auto", "mapping of conditions")),
     ({"max_graph_bytes": "4 gigs"}, ("max_graph_bytes: ", "'4 gigs'", "GiB")),
@@ -139,7 +140,7 @@ def test_configurations_are_shipped() -> None:
 def test_yaml_sets_every_kind_of_field(yaml_file: Callable[[str], Path]) -> None:
     path = yaml_file(
         "enabled: false\ntoken_budgets: [8, 16]\nmax_frames_per_batch: null\nmode: none\n"
-        "max_graph_bytes: 1.5 GiB\npasses: [gelu_epilogue]\nprecision: fp8\n"
+        "max_graph_bytes: 1.5 GiB\npasses: [gelu_epilogue]\n"
         "paths:\n  local: {token_budgets: [4], mode: full}\n"
     )
     expected = EncoderConfig(
@@ -148,7 +149,6 @@ def test_yaml_sets_every_kind_of_field(yaml_file: Callable[[str], Path]) -> None
         mode="none",
         max_graph_bytes=3 * 2**29,
         passes=("gelu_epilogue",),
-        precision="fp8",
         paths={"local": PathConfig(token_budgets=(4,), mode="full")},
     )
     assert EncoderConfig.from_yaml(path) == expected

@@ -5,10 +5,9 @@
 
 At its published size, bf16, seeded random weights: milliseconds of one full graph replay of one image at 196,
 784, 3136 and 7056 patches, or at other sizes, a row for each candidate: "default", what `passes: auto` is on
-CUDA; every pass, and none; each alone, beside `conv_to_linear`; "default" without each of its passes and with
-each that is none of it, and with no attention that is cut at whole waves; and fp8, with the layers that it
-chooses and with all. Errors are relative root mean squares against float32 at the smallest size; "default"
-has that of bf16. A candidate that fails has its error in the table; the others go on.
+CUDA; none; each alone, beside `conv_to_linear`; "default" without each of its passes, and with no attention
+that is cut at whole waves. Errors are relative root mean squares against float32 at the smallest size;
+"default" has that of bf16. A candidate that fails has its error in the table; the others go on.
 
 `--tiny` takes a tiny tower, on a CPU too, where times are those of `execute`.
 """
@@ -51,16 +50,10 @@ def candidates() -> dict[str, dict[str, Any]]:
     default = DEFAULT_PASSES["cuda"]
     alone = {f"pass {name}": tuple(dict.fromkeys(("conv_to_linear", name))) for name in GRAPH_PASSES}
     without = {f"without {name}": tuple(n for n in default if n != name) for name in default}
-    further = {f"with {name}": (*default, name) for name in GRAPH_PASSES if name not in default}
-    passes = {"default": default, "every pass": GRAPH_PASSES, "no passes": (), **alone, **without, **further}
+    passes = {"default": default, "no passes": (), **alone, **without}
     settings: dict[str, dict[str, Any]] = {name: {"passes": names} for name, names in passes.items()}
     settings["without whole waves"] = {"attention": {"captured, segments=1": "flash_attn_4"}}
-    fp8 = {
-        "fp8": {"precision": "fp8"},
-        "fp8, every layer": {"precision": "fp8", "fp8_max_error": None},
-        "fp8, no exact passes": {"precision": "fp8", "fp8_max_error": None, "passes": ()},
-    }
-    return {**settings, **fp8}
+    return settings
 
 
 Batches = Mapping[int, tuple[dict[str, Any], int]]

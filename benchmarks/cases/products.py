@@ -1,15 +1,14 @@
-"""Every kernel of linear layers that is available here, over the layers of Qwen3-VL-8B's vision tower, and
-over those of InternVL3-8B's and Qwen2.5-VL-7B's with another activation.
+"""Every kernel of linear layers with an activation that is available here, over those of the vision towers of
+Qwen3-VL-8B, InternVL3-8B and Qwen2.5-VL-7B.
 
     python benchmarks/bench.py products --output out/products.json
 
-The layers of a block as the default passes leave them, and those of the merger, which has a quarter of the
-rows; bf16, random values. Microseconds of the device inside a CUDA graph of a call for each of 27 weights, as
-many as the tower has blocks, so that they come from memory; medians. Errors are relative root mean squares
-against float64. "first ms" is what the first call of a kernel for a layer takes, where it is compiled or
-planned. What the chooser picks is marked; it measures for itself. A kernel that fails has its error in the
-file, and in a line below the table. `--in-turns` replays the kernels' graphs in turn, so that a change of the
-clock meets all.
+The layers of a block as the default passes leave them; bf16, random values. Microseconds of the device inside
+a CUDA graph of a call for each of 27 weights, as many as the tower has blocks, so that they come from memory;
+medians. Errors are relative root mean squares against float64. "first ms" is what the first call of a kernel
+for a layer takes, where it is compiled or planned. What the chooser picks is marked; it measures for itself.
+A kernel that fails has its error in the file, and in a line below the table. `--in-turns` replays the
+kernels' graphs in turn, so that a change of the clock meets all.
 
 `--tiny` takes tiny layers, on a CPU too, where times are those of the wall.
 """
@@ -32,9 +31,8 @@ from worker import relative_error
 
 from fxsplit_encoder.kernels import KernelMeasurements, measuring, works
 from fxsplit_encoder.products import ProductChooser, ProductShape
-from fxsplit_encoder.products.kernels import KERNELS, ProductKernel
-from fxsplit_encoder.products.kernels.base import activate
-from fxsplit_encoder.products.measure import ProductMeter
+from fxsplit_encoder.products.kernels import KERNELS, ProductKernel, activate
+from fxsplit_encoder.products.measured import ProductMeter
 
 WEIGHTS = 27
 ROUNDS = 15
@@ -48,22 +46,15 @@ class Layer:
     name: str
     in_features: int
     out_features: int
-    activation: str = "none"
-    patches_per_row: int = 1
+    activation: str
 
 
 LAYERS = (
-    Layer("qkv", 1152, 3456),
-    Layer("proj", 1152, 1152),
     Layer("fc1 + tanh GELU", 1152, 4352, "gelu_tanh"),
-    Layer("fc2", 4352, 1152),
-    Layer("merger fc1", 4608, 4608, patches_per_row=4),
-    Layer("merger fc2", 4608, 4096, patches_per_row=4),
     Layer("InternVL fc1 + GELU", 1024, 4096, "gelu"),
     Layer("Qwen2.5 gate, up + SwiGLU", 1280, 2 * 3456, "swiglu"),
 )
 TINY_LAYERS = (
-    Layer("proj", 16, 16),
     Layer("fc1 + tanh GELU", 16, 32, "gelu_tanh"),
     Layer("gate, up + SwiGLU", 16, 64, "swiglu"),
 )
@@ -165,14 +156,13 @@ def calls(arguments: argparse.Namespace, device: torch.device) -> Iterator[Call]
     """Those that are asked for, one at a time: their weights take gigabytes together."""
     layers = TINY_LAYERS if arguments.tiny else LAYERS
     for layer in (each for each in layers if any(part in each.name for part in arguments.layers)):
-        for patches in arguments.rows:
-            rows = patches // layer.patches_per_row
+        for rows in arguments.rows:
             yield Call.of(layer, rows, 1 if arguments.tiny else WEIGHTS, device)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--rows", nargs="+", type=int, default=PATCHES, help="patches, of which the merger has a quarter")
+    add("--rows", nargs="+", type=int, default=PATCHES, help="patches")
     add("--kernels", nargs="+", default=[""], help="those whose names contain one of these; torch's always")
     add("--layers", nargs="+", default=[""], help="those whose names contain one of these")
     add("--in-turns", action="store_true", help="replay the kernels of a layer in turn")

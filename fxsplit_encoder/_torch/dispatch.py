@@ -30,7 +30,6 @@ __all__ = [
     "flash_attention_into",
     "has_tag",
     "register_tuple",
-    "scaled_mm",
     "schema_of",
     "tree_flatten",
     "tree_leaves",
@@ -60,7 +59,6 @@ DENSE_ATTENTION_KERNELS = (
 addmm_activation = torch.ops.aten._addmm_activation
 """A product with its bias and GELU in one kernel of cuBLAS, which no public function asks for."""
 
-scaled_mm = torch._scaled_mm
 """A product of 8-bit floats with a scale for each factor."""
 
 

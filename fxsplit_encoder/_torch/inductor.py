@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch
 from torch import fx
 from torch._inductor import config
 from torch._inductor.async_compile import AsyncCompile, maybe_warm_pool
@@ -28,7 +27,6 @@ from fxsplit_encoder._torch.aot import fake_mode_of, tracing_context
 from fxsplit_encoder._torch.symbols import under_own_name
 
 __all__ = [
-    "LONGEST_QUANTIZED_ROW",
     "LONGEST_ROW",
     "PersistentRows",
     "compile_graph",
@@ -39,11 +37,6 @@ __all__ = [
 
 LONGEST_ROW = 4096
 """Entries of a row that stay in registers; blocks of vision towers are 768 to 3200 wide."""
-
-LONGEST_QUANTIZED_ROW = 8192
-"""The same where a graph makes 8-bit floats: what is quantized behind an activation is as wide as an MLP,
-3072 to 6400 entries, and a row that is looped over computes its activation twice. Not measured on a GPU yet.
-"""
 
 # What torch calls the question in which blocks a row is to be reduced: 2.14 of sums alone, and later ones.
 _BLOCKS = ("strict_sum_rblock", "strict_reduction_rblock")
@@ -88,7 +81,7 @@ def compile_graph(
         V.set_fake_mode(fake_mode),
         config.patch(layout_optimization=False, dynamic_scale_rblock=False),
         config.patch({name: True for name in _INVARIANT if invariant and hasattr(config, name)}),
-        persistent_rows(LONGEST_QUANTIZED_ROW if _makes_fp8(module) else LONGEST_ROW),
+        persistent_rows(),
     ):
         values = [under_own_name(value) for value in inputs]
         compiled: Any = compile_fx_inner(module, values, is_inference=True, cudagraphs=BoxedBool(False))
@@ -125,12 +118,6 @@ def _is_ordered(features: Any) -> bool:
     """Whether rows have to be reduced in blocks of a given size, which torch can ask for since 2.14."""
     asked = (getattr(features, name, None) for name in _BLOCKS)
     return any(block is not None and block() is not None for block in asked)
-
-
-def _makes_fp8(module: fx.GraphModule) -> bool:
-    """Whether a graph converts to 8-bit floats."""
-    calls = module.graph.find_nodes(op="call_function", target=torch.ops.prims.convert_element_type.default)
-    return any(node.args[1] == torch.float8_e4m3fn for node in calls)
 
 
 @contextmanager

@@ -162,16 +162,12 @@ def inspect(
             help="The kernels of attention and of linear layers: which work, which were chosen.",
         ),
     ] = False,
-    precision: Annotated[
-        bool, typer.Option("--precision", help="What fp8 adds to the results, by layer, and what it gains.")
-    ] = False,
 ) -> None:
     """Show how a tower is split at attention, which pieces may be padded, and its budgets."""
     import fxsplit_encoder as fx
     from fxsplit_encoder.cli.document import Document
     from fxsplit_encoder.cli.files import check_output, read_config
     from fxsplit_encoder.cli.inspection import run_inspect, say_captures, say_kernels
-    from fxsplit_encoder.cli.precision import say_precision
     from fxsplit_encoder.cli.tower import choose_tower
 
     check_output(form.output)
@@ -184,8 +180,6 @@ def inspect(
         say_captures(chosen.family.wrap(chosen.module), settings, document)
     if attention:
         say_kernels(device, settings, document)
-    if precision:
-        say_precision(chosen.family.wrap(chosen.module), settings, document)
     document.finish()
 
 

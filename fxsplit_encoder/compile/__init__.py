@@ -7,14 +7,20 @@ imported when it is used first.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from fxsplit_encoder.compile.host import HostOp, register_host_op
 from fxsplit_encoder.compile.options import CompileOptions
+from fxsplit_encoder.compile.splitting_ops import HostOp, register_host_op
 
 if TYPE_CHECKING:
-    from fxsplit_encoder.compile.bound import BoundProgram, NamedRegion
     from fxsplit_encoder.compile.build import build_program
     from fxsplit_encoder.compile.padding import PaddingReport
-    from fxsplit_encoder.compile.program import Bindings, Program, RegionInput, Step
+    from fxsplit_encoder.compile.program import (
+        Bindings,
+        BoundProgram,
+        NamedRegion,
+        Program,
+        RegionInput,
+        Step,
+    )
     from fxsplit_encoder.compile.trace import compile_graph, trace_forward, with_own_code
 
 __all__ = [
@@ -35,8 +41,8 @@ __all__ = [
 ]
 
 _WHEN_USED = {
-    "BoundProgram": "bound",
-    "NamedRegion": "bound",
+    "BoundProgram": "program",
+    "NamedRegion": "program",
     "build_program": "build",
     "PaddingReport": "padding",
     "Bindings": "program",

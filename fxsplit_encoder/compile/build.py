@@ -13,7 +13,6 @@ from fxsplit_encoder._torch.dispatch import OpOverload
 from fxsplit_encoder._torch.distributed import calls_other_ranks
 from fxsplit_encoder.attention.ahead import compile_ahead, heads_of
 from fxsplit_encoder.compile.derived import DerivedParameter, DerivedParameters
-from fxsplit_encoder.compile.host import host_op
 from fxsplit_encoder.compile.invariance import check_proof, check_rows
 from fxsplit_encoder.compile.layouts import keeping_layouts
 from fxsplit_encoder.compile.masks import mask_pad_rows
@@ -21,8 +20,6 @@ from fxsplit_encoder.compile.options import CompileOptions
 from fxsplit_encoder.compile.passes import run_passes
 from fxsplit_encoder.compile.pieces import PieceCache, piece_compiler
 from fxsplit_encoder.compile.program import Program
-from fxsplit_encoder.compile.queries import token_symbol_of, tokens_unknown
-from fxsplit_encoder.compile.region import Region
 from fxsplit_encoder.compile.rewriting import derivation, mark_cuts, mark_parameters, node_value
 from fxsplit_encoder.compile.sizes import assumptions_of, expression, guards_of, shape_exprs
 from fxsplit_encoder.compile.split import (
@@ -30,11 +27,21 @@ from fxsplit_encoder.compile.split import (
     SplitGraph,
     is_scalar,
     split_graph,
+    token_symbol_of,
+    tokens_unknown,
 )
-from fxsplit_encoder.compile.splitting_ops import splitting_targets
-from fxsplit_encoder.compile.steps import Slots, make_steps, slots_in, tensor_info, with_frees, with_joins
+from fxsplit_encoder.compile.splitting_ops import host_op, splitting_targets
+from fxsplit_encoder.compile.steps import (
+    Region,
+    Slots,
+    make_steps,
+    slots_in,
+    tensor_info,
+    with_frees,
+    with_joins,
+)
 from fxsplit_encoder.errors import CompileError
-from fxsplit_encoder.products.ahead import compile_ahead as compile_products_ahead
+from fxsplit_encoder.products import compile_ahead as compile_products_ahead
 
 
 def build_program(module: fx.GraphModule, static_inputs: Sequence[int], options: CompileOptions) -> Program:
@@ -47,7 +54,7 @@ def build_program(module: fx.GraphModule, static_inputs: Sequence[int], options:
 
     Raises:
         CompileError: the graph cannot be split; its message says at which node.
-        ConfigError: a pass or the precision is not possible, or `invariant` not for this graph.
+        ConfigError: there is no such pass, or `invariant` not for this graph.
     """
     mark_parameters(module.graph, static_inputs)
     targets = splitting_targets(options.splitting_ops)
@@ -59,9 +66,7 @@ def build_program(module: fx.GraphModule, static_inputs: Sequence[int], options:
     report = run_passes(
         module,
         options.passes,
-        options.precision,
         device,
-        fp8_kept=options.fp8_kept,
         invariant=options.invariant,
     )
     compile_ahead(module.graph.nodes, device, eager=own_heads)

@@ -27,12 +27,6 @@ class CompileOptions:
     """
     passes: tuple[str, ...] | None = None
     """Names of `compile.passes.PASSES`; None: those that pay on the graph's device."""
-    precision: str = "auto"
-    """"auto" or "fp8", see `EncoderConfig.precision`."""
-    fp8_max_error: float | None = None
-    """See `EncoderConfig.fp8_max_error`."""
-    fp8_kept: tuple[int, ...] = ()
-    """Linear layers that fp8 leaves as they are, by their positions among those that it may take."""
     observe: Callable[[fx.GraphModule], None] | None = None
     """Is given the graph after the passes, before it is split."""
     requires_tokens: bool = False
@@ -51,9 +45,7 @@ class CompileOptions:
             config.splitting_ops,
             config.piece_compiler,
             passes=passes,
-            precision=config.precision,
             invariant=config.invariant,
-            fp8_max_error=config.fp8_max_error,
         )
 
     def report(self, done: int, num_pieces: int = 1) -> None:

@@ -11,8 +11,8 @@ from torch import Tensor, fx
 
 from fxsplit_encoder._torch.aot import detect_fake_mode, fake_mode_of
 from fxsplit_encoder._torch.dispatch import OpOverload
-from fxsplit_encoder.compile.host import host_op
 from fxsplit_encoder.compile.sizes import layout
+from fxsplit_encoder.compile.splitting_ops import host_op
 
 aten = torch.ops.aten
 

@@ -7,9 +7,8 @@ they have in the tower. What cannot be said like that is not saved.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from importlib import import_module
 from typing import Any
 
@@ -17,12 +16,17 @@ import torch
 from torch import Tensor
 
 from fxsplit_encoder.compile import passes, permute
-from fxsplit_encoder.compile.bound import BoundProgram
 from fxsplit_encoder.compile.derived import DerivedParameter, DerivedParameters
 from fxsplit_encoder.compile.padding import PaddingReport
 from fxsplit_encoder.compile.pieces import CompiledPiece
-from fxsplit_encoder.compile.program import Argument, Program, Ref, RegionInput, Step, TensorInfo
-from fxsplit_encoder.compile.sizes import Guards, Size, check_arithmetic
+from fxsplit_encoder.compile.program import (
+    Argument,
+    BoundProgram,
+    Program,
+    Ref,
+    Step,
+)
+from fxsplit_encoder.compile.sizes import Size, check_arithmetic
 from fxsplit_encoder.errors import CompileError, StartFileError
 
 # Compiled pieces call operators that these register.
@@ -30,8 +34,11 @@ _REGISTERED = (passes, permute)
 
 _OWN = "fxsplit_encoder."
 
-# Fields of a report that only explain it.
-_NOT_SAVED = ("joined", "num_nodes", "source")
+# Fields that only explain, or that whoever restores gives.
+_NOT_SAVED: Mapping[type, tuple[str, ...]] = {
+    PaddingReport: ("joined", "num_nodes", "source"),
+    Program: ("constants", "device"),
+}
 
 
 def save_program(bound: BoundProgram, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -46,44 +53,18 @@ def save_program(bound: BoundProgram, tensors: Mapping[str, Tensor]) -> dict[str
     program = bound.program
     if program.constants:
         raise CompileError("the graph holds tensors of its own")
-    assert isinstance(program.accepts, Guards)
     names = {id(tensor): name for name, tensor in tensors.items()}
     return {
         "names": list(bound.names),
         "fixed": [_name_of(tensor, names) for tensor in bound.fixed],
         "numbers": [list(number) for number in bound.numbers],
         "pieces": _piece_keys(program),
-        "steps": [_save_step(step) for step in program.steps],
-        "num_inputs": program.num_inputs,
-        "num_slots": program.num_slots,
-        "num_rows_slot": program.num_rows_slot,
-        "static_inputs": sorted(program.static_inputs),
-        "symbol_sources": [list(source) for source in program.symbol_sources],
-        "outputs": [_save(output) for output in program.outputs],
-        "output_infos": [None if info is None else _save_info(info) for info in program.output_infos],
-        "input_shapes": [
-            None if shape is None else [_save(size) for size in shape] for shape in program.input_shapes
-        ],
-        "token_symbol": program.token_symbol,
-        "region_start": program.region_start,
-        "region_inputs": [
-            {
-                "slot": entry.slot,
-                "info": _save_info(entry.info),
-                "is_segments": entry.is_segments,
-                "token_dim": entry.token_dim,
-                "is_permutation": entry.is_permutation,
-            }
-            for entry in program.region_inputs
-        ],
-        "region_symbols": list(program.region_symbols),
-        "padding": _save_report(program.padding),
-        "bounds": {symbol: list(bounds) for symbol, bounds in program.accepts.bounds.items()},
-        "conditions": [_save(condition) for condition in program.accepts.conditions],
-        "derived": [_save_recipe(recipe) for recipe in program.derived.recipes],
-        "tokens_unknown": program.tokens_unknown,
-        "collectives": list(program.collectives),
-        "pass_report": dict(program.pass_report),
+        **_save_fields(
+            program,
+            steps=[_save_step(step) for step in program.steps],
+            padding=_save_fields(program.padding),
+            derived=[_save_recipe(recipe) for recipe in program.derived.recipes],
+        ),
     }
 
 
@@ -110,41 +91,31 @@ def restore_program(
 
 def _restore(saved: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device) -> BoundProgram:
     pieces = [_load_piece(key, guards) for key, guards in saved["pieces"]]
-    load = functools.partial(_load, device=device)
-    info = functools.partial(_load_info, device=device)
-    program = Program(
+    program = _load_fields(
+        Program,
+        saved,
+        device,
         steps=tuple(_load_step(step, pieces, device) for step in saved["steps"]),
-        num_inputs=saved["num_inputs"],
-        num_slots=saved["num_slots"],
-        num_rows_slot=saved["num_rows_slot"],
-        constants={},
-        static_inputs=frozenset(saved["static_inputs"]),
-        symbol_sources=tuple(tuple(source) for source in saved["symbol_sources"]),
-        outputs=tuple(map(load, saved["outputs"])),
-        output_infos=tuple(None if each is None else info(each) for each in saved["output_infos"]),
-        input_shapes=tuple(
-            None if shape is None else tuple(map(load, shape)) for shape in saved["input_shapes"]
-        ),
-        token_symbol=saved["token_symbol"],
-        region_start=saved["region_start"],
-        region_inputs=tuple(
-            RegionInput(**{**entry, "info": info(entry["info"])}) for entry in saved["region_inputs"]
-        ),
-        region_symbols=tuple(saved["region_symbols"]),
-        device=device,
-        padding=_load_report(saved["padding"]),
-        accepts=Guards(
-            {symbol: (low, high) for symbol, (low, high) in saved["bounds"].items()},
-            tuple(map(load, saved["conditions"])),
-        ),
+        padding=_load_fields(PaddingReport, saved["padding"], device),
         derived=DerivedParameters(_load_recipe(recipe, device) for recipe in saved["derived"]),
-        tokens_unknown=saved["tokens_unknown"],
-        collectives=tuple(saved["collectives"]),
-        pass_report=dict(saved["pass_report"]),
+        constants={},
+        device=device,
     )
     fixed = tuple(None if name is None else _tensor(tensors, name) for name in saved["fixed"])
     numbers = tuple((position, name, dim) for position, name, dim in saved["numbers"])
     return BoundProgram(program, tuple(saved["names"]), fixed, numbers)
+
+
+def _save_fields(value: Any, **given: Any) -> dict[str, Any]:
+    """The fields of a dataclass by name: those that are given, and others as JSON has them."""
+    names = (each.name for each in fields(value) if each.name not in _NOT_SAVED.get(type(value), ()))
+    return {name: given[name] if name in given else _save(getattr(value, name)) for name in names}
+
+
+def _load_fields(kind: Any, saved: Mapping[str, Any], device: torch.device, /, **given: Any) -> Any:
+    missing = (*given, *_NOT_SAVED.get(kind, ()))
+    names = (each.name for each in fields(kind) if each.name not in missing)
+    return kind(**{name: _load(saved[name], device) for name in names}, **given)
 
 
 # --- parameters and pieces
@@ -194,38 +165,12 @@ def _load_piece(key: str, guards: str) -> CompiledPiece:
 def _save_step(step: Step) -> dict[str, Any]:
     if step.kind == "host":
         raise CompileError("it computes metadata on the host")
-    return {
-        "kind": step.kind,
-        "name": step.name,
-        "call": None if step.kind == "piece" else _name_of_operator(step.call),
-        "args": [_save(argument) for argument in step.args],
-        "kwargs": {name: _save(argument) for name, argument in step.kwargs.items()},
-        "outputs": list(step.outputs),
-        "returns_tensor": step.returns_tensor,
-        "frees": list(step.frees),
-        "distinct": step.distinct,
-        "nodes": list(step.nodes),
-        "beside": step.beside,
-        "joins": step.joins,
-    }
+    return _save_fields(step, call=None if step.kind == "piece" else _name_of_operator(step.call))
 
 
-def _load_step(saved: Mapping[str, Any], pieces: Sequence[CompiledPiece], device: torch.device) -> Step:
-    load = functools.partial(_load, device=device)
-    return Step(
-        kind=saved["kind"],
-        name=saved["name"],
-        call=pieces[saved["distinct"]] if saved["kind"] == "piece" else _operator(saved["call"]),
-        args=tuple(map(load, saved["args"])),
-        kwargs={name: load(argument) for name, argument in saved["kwargs"].items()},
-        outputs=tuple(saved["outputs"]),
-        returns_tensor=saved["returns_tensor"],
-        frees=tuple(saved["frees"]),
-        distinct=saved["distinct"],
-        nodes=tuple(saved["nodes"]),
-        beside=saved["beside"],
-        joins=saved["joins"],
-    )
+def _load_step(saved: Mapping[str, Any], pieces: Sequence[CompiledPiece], device: torch.device) -> Any:
+    call = pieces[saved["distinct"]] if saved["kind"] == "piece" else _operator(saved["call"])
+    return _load_fields(Step, saved, device, call=call)
 
 
 def _name_of_operator(call: Any) -> str:
@@ -239,28 +184,10 @@ def _operator(name: str) -> Any:
     return getattr(getattr(getattr(torch.ops, namespace), op), overload or "default")
 
 
-def _save_info(info: TensorInfo) -> dict[str, Any]:
-    return {
-        "name": info.name,
-        "shape": [_save(size) for size in info.shape],
-        "dtype": _save(info.dtype),
-        "device": info.device.type,
-    }
-
-
-def _load_info(saved: Mapping[str, Any], device: torch.device) -> TensorInfo:
-    shape = tuple(_load(size, device) for size in saved["shape"])
-    return TensorInfo(saved["name"], shape, _load(saved["dtype"], device), _placed(saved["device"], device))
-
-
-def _placed(kind: str, device: torch.device) -> torch.device:
-    """A device of that kind: the one where the program runs, or the host."""
-    return device if kind == device.type else torch.device(kind)
-
-
 # --- arguments
 
 _TORCH_VALUES = (torch.dtype, torch.layout, torch.memory_format)
+_CONTAINERS: Mapping[str, Callable[..., Any]] = {"list": list, "tuple": tuple, "frozenset": frozenset}
 
 
 def _save(argument: Argument) -> Any:
@@ -268,14 +195,17 @@ def _save(argument: Argument) -> Any:
     if argument is None or isinstance(argument, bool | int | str):
         return argument
     if isinstance(argument, float):
-        return argument if math.isfinite(argument) else {"float": str(argument)}
+        return {"float": repr(argument)}
     if isinstance(argument, Ref):
         return {"slot": argument.slot}
     if isinstance(argument, Size):
         check_arithmetic(argument.source, argument.symbols)
         return {"size": [argument.shown, argument.source, list(argument.symbols)]}
-    if type(argument) in (list, tuple):
-        return {type(argument).__name__: [_save(each) for each in argument]}
+    if type(argument) in _CONTAINERS.values():
+        values = sorted(argument) if isinstance(argument, frozenset) else argument
+        return {type(argument).__name__: [_save(each) for each in values]}
+    if isinstance(argument, Mapping):
+        return {"dict": {name: _save(each) for name, each in argument.items()}}
     if isinstance(argument, _TORCH_VALUES):
         return {"torch": str(argument).removeprefix("torch.")}
     if isinstance(argument, torch.device):
@@ -297,49 +227,39 @@ def _fields(kind: Any) -> tuple[str, ...] | None:
     return tuple(each.name for each in fields(kind)) if is_dataclass(kind) else names
 
 
-def _load_own(module: str, name: str, values: Mapping[str, Any], device: torch.device) -> Any:
-    kind = getattr(import_module(module), name) if module.startswith(_OWN) else None
+def _load_own(saved: tuple[str, str, Mapping[str, Any]], device: torch.device) -> Any:
+    module, name, values = saved
+    kind: Any = getattr(import_module(module), name) if module.startswith(_OWN) else None
     if _fields(kind) is None:
         raise ValueError(f"no dataclass of {_OWN[:-1]}: {module}.{name}")
-    return kind(**{key: _load(each, device) for key, each in values.items()})  # type: ignore[misc]
+    return kind(**{key: _load(each, device) for key, each in values.items()})
 
 
 def _load(saved: Any, device: torch.device) -> Argument:
-    if not isinstance(saved, dict):
+    if saved is None or isinstance(saved, bool | int | str):
         return saved
     ((kind, value),) = saved.items()
     if kind == "slot":
         return Ref(value)
     if kind == "size":
         return Size.restored(*value)
-    if kind in ("list", "tuple"):
-        loaded = (_load(each, device) for each in value)
-        return list(loaded) if kind == "list" else tuple(loaded)
+    if kind in _CONTAINERS:
+        return _CONTAINERS[kind](_load(each, device) for each in value)
+    if kind == "dict":
+        return {name: _load(each, device) for name, each in value.items()}
     if kind == "float":
         return float(value)
     if kind == "own":
-        module, name, values = value
-        return _load_own(module, name, values, device)
-    if kind == "device":
-        return _placed(value, device)
+        return _load_own(value, device)
+    if kind == "device":  # that kind of device: the one where the program runs, or the host
+        return device if value == device.type else torch.device(value)
     found = getattr(torch, value) if kind == "torch" else None
     if not isinstance(found, _TORCH_VALUES):
         raise ValueError(f"no argument: {saved}")
     return found
 
 
-# --- the proof, and derived parameters
-
-
-def _save_report(report: PaddingReport) -> dict[str, Any]:
-    saved = {each.name: getattr(report, each.name) for each in fields(report) if each.name not in _NOT_SAVED}
-    return {**saved, "reasons": [list(reason) for reason in report.reasons], "mixed": sorted(report.mixed)}
-
-
-def _load_report(saved: Mapping[str, Any]) -> PaddingReport:
-    reasons = tuple((node, reason) for node, reason in saved["reasons"])
-    changed = {**saved, "reasons": reasons, "mixed": frozenset(saved["mixed"])}
-    return replace(PaddingReport(reasons), **changed)
+# --- derived parameters
 
 
 def _save_recipe(recipe: DerivedParameter) -> dict[str, Any]:

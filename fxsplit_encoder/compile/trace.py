@@ -20,12 +20,11 @@ from fxsplit_encoder._torch.dynamo_errors import TorchDynamoException
 from fxsplit_encoder.attention import ahead
 from fxsplit_encoder.compile import blocks
 from fxsplit_encoder.compile.blocks import BlockError, LiveWeights, equal_blocks_as_ops, inline_blocks
-from fxsplit_encoder.compile.bound import BoundProgram, bind
 from fxsplit_encoder.compile.build import build_program
 from fxsplit_encoder.compile.options import CompileOptions
 from fxsplit_encoder.compile.passes import expected_width
 from fxsplit_encoder.compile.pieces import compile_inductor, piece_compiler, start_compile_workers
-from fxsplit_encoder.compile.program import Program
+from fxsplit_encoder.compile.program import BoundProgram, Program, bind
 from fxsplit_encoder.errors import CompileError, FxSplitError, UntraceableError
 
 logger = logging.getLogger(__name__)

@@ -159,10 +159,10 @@ class TowerIdentity:
 
 
 def precision_of(config: EncoderConfig) -> str:
-    """The configuration's `precision`, and whether it is `invariant`: a feature that was made without would
-    not have the bits that are promised with it.
+    """Whether the configuration is `invariant`: a feature that was made without would not have the bits that
+    are promised with it.
     """
-    return f"{config.precision}, invariant" if config.invariant else config.precision
+    return "invariant" if config.invariant else ""
 
 
 def feature_key(item: bytes, tower: TowerIdentity, salt: str = "", name: HashName = "blake3") -> bytes:

@@ -55,8 +55,6 @@ def why_not_elsewhere(generation: Generation) -> str:
     config = generation.config
     if piece_compiler(config.piece_compiler, generation.pool.device) is not compile_inductor:
         return "only what Inductor compiles is passed on between processes"
-    if config.precision != "auto":
-        return f"what precision {config.precision} compiles is not passed on between processes"
     return ""
 
 

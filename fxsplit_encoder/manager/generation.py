@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 _FIRST_BUDGETS = 4
 
 # Settings of compiled pieces, and what they are without any.
-_UNCOMPILED = {"compile": False, "piece_compiler": "auto", "passes": "auto", "precision": "auto"}
+_UNCOMPILED = {"compile": False, "piece_compiler": "auto", "passes": "auto"}
 
 
 @dataclass(frozen=True)

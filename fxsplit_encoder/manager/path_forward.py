@@ -37,7 +37,6 @@ from fxsplit_encoder.runtime.weights import check_replacements, layouts_of
 
 if TYPE_CHECKING:
     from fxsplit_encoder.compile import BoundProgram, NamedRegion
-    from fxsplit_encoder.compile.precision import PrecisionReport
 
 logger = logging.getLogger(__name__)
 
@@ -73,8 +72,6 @@ class PathForward:
         self.declares_padding: bool = getattr(tower, "declares_padding", True)
         """Whether the tower's word is taken that padding leaves its real rows alone: that of any that
         implements the protocol itself, since padded replays are what the protocol describes."""
-        self.precision: PrecisionReport | None = None
-        """What fp8 does to the results, where that was measured."""
         self.program: BoundProgram | None = None
         """None before `compile`, and where the forward does not compile."""
         self.parameters = StaticParameters(())
@@ -312,8 +309,6 @@ class PathForward:
         options = replace(self.options, progress=progress, requires_tokens=True)
         logger.info("%s: its forward is traced and compiled; compile: false goes without", self.label)
         try:
-            options = forward._with_kept_layers(example, options)
-            self.precision = forward.precision
             program = trace_forward(
                 forward.__call__, example.inputs, example.dynamic_dims, options, tower_part(forward.tower)
             )
@@ -337,18 +332,6 @@ class PathForward:
         self._compiled, self._refusal = True, why
         self.groups = RowGroups()
 
-    def _with_kept_layers(self, example: TracedExample, options: CompileOptions) -> CompileOptions:
-        """The options with the layers that fp8 leaves as they are, by their measured error."""
-        if options.precision != "fp8" or options.fp8_max_error is None:
-            return options
-        from fxsplit_encoder.compile.precision import measure_precision
-
-        values = with_contents(example.inputs)
-        part, names = tower_part(self.tower), named_tensors(self.tower)
-        self.precision = measure_precision(self.__call__, values, example.dynamic_dims, options, part, names)
-        logger.info("%s: %s", self.label, self.precision)
-        return replace(options, fp8_kept=self.precision.kept)
-
     def to_save(self) -> dict[str, Any]:
         """The program, for `saved` of another process.
 
@@ -358,8 +341,6 @@ class PathForward:
         from fxsplit_encoder.compile.saved import save_program
 
         assert self.program is not None
-        if self.options.precision != "auto":
-            raise CompileError(f"precision {self.options.precision}: it does not give the forward's results")
         return save_program(self.program, named_tensors(self.tower))
 
     @torch.no_grad()

@@ -4,18 +4,20 @@
 (`products.fixed`) adds in one order however many rows it gets.
 """
 
-from fxsplit_encoder.products.choice import ProductChooser, current_product_chooser, parse_products
-from fxsplit_encoder.products.kernels.quack import has_fused_activations
-from fxsplit_encoder.products.op import linear, multiply
-from fxsplit_encoder.products.shape import ACTIVATIONS, ProductShape
+from fxsplit_encoder.products.kernels import ACTIVATIONS, ProductShape, has_fused_activations
+from fxsplit_encoder.products.measured import (
+    ProductChooser,
+    compile_ahead,
+    current_product_chooser,
+    linear,
+)
 
 __all__ = [
     "ACTIVATIONS",
     "ProductChooser",
     "ProductShape",
+    "compile_ahead",
     "current_product_chooser",
     "has_fused_activations",
     "linear",
-    "multiply",
-    "parse_products",
 ]

@@ -15,7 +15,7 @@ import torch.compiler
 from fxsplit_encoder.attention.kernels.binaries import compiled_kernels, restore_kernels
 from fxsplit_encoder.errors import StartFileError
 from fxsplit_encoder.kernels import KernelMeasurements, Measured
-from fxsplit_encoder.products.kernels.quack_files import compiled_files, restore_files
+from fxsplit_encoder.products.quack_files import compiled_files, restore_files
 from fxsplit_encoder.start.container import read_parts, write_parts
 from fxsplit_encoder.start.environment import Key, differences, environment_key
 from fxsplit_encoder.start.found import (

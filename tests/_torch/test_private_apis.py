@@ -150,10 +150,6 @@ SYMBOLS = [
     ),
     called("torch.ops.aten._scaled_dot_product_cudnn_attention.default", 8, *ATTENTION_FORWARD),
     called("torch.ops.aten._addmm_activation.default", 3, "use_gelu"),
-    present("torch._scaled_mm"),
-    called(
-        "torch.ops.aten._scaled_mm.default", 2, "scale_a", "scale_b", "bias", "out_dtype", "use_fast_accum"
-    ),
     present("torch.ops.aten._scaled_dot_product_flash_attention.default"),
     present("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default"),
     present("torch.ops.aten._scaled_dot_product_efficient_attention.default"),

@@ -12,8 +12,6 @@ from torch import nn
 import fxsplit_encoder as fx
 from fxsplit_encoder.cli.document import Document
 from fxsplit_encoder.cli.inspection import run_inspect, say_captures, say_kernels
-from fxsplit_encoder.cli.precision import say_precision
-from fxsplit_encoder.compile.passes.fp8_linear import candidates
 from fxsplit_encoder.towers import DenseTowerSpec
 
 
@@ -106,33 +104,3 @@ def test_kernels_say_why_they_cannot_run(capsys: pytest.CaptureFixture[str]) -> 
     assert "needs CUDA" in flash
     (segment,) = [line for line in lines if line.startswith("per_segment")]
     assert "works" in segment
-
-
-class Wide(nn.Module):
-    """Three tokens a tile, 16 features, two blocks of attention and a linear layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
-
-    def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        x = self.layers[0](pixel_values.flatten(2))
-        for layer in (self.layers[1], self.layers[2]):
-            y = x[:, None]
-            x = layer(F.scaled_dot_product_attention(y, y, y)[:, 0])
-        return self.layers[3](x)
-
-
-def test_errors_of_fp8_are_shown_by_layer(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(candidates, "__defaults__", (16,))
-    spec = DenseTowerSpec((3, 4, 4), 3, 16, output=lambda features: features)
-    config = fx.EncoderConfig(token_budgets=(6, 12), piece_compiler="eager", fp8_max_error=1e-6)
-    say_precision(fx.wrap(Wide().eval(), spec), config, Document())
-    printed = " ".join(capsys.readouterr().out.split())
-    assert re.search(r"layers\.1\.weight\W+16\W+16\W+0\.0\d+\W+own dtype", printed)
-    assert re.search(r"layers\.2\.weight\W+16\W+16\W+0\.0\d+\W+own dtype", printed)
-    assert "layers.0.weight" not in printed
-    assert "fp8_max_error: 1e-06" in printed
-    assert "times are not shown" in printed

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fxsplit_encoder.compile.fingerprints import SAMPLES, Fingerprints, _addresses
+from fxsplit_encoder.compile.derived import SAMPLES, Fingerprints, _addresses
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float64, torch.int64, torch.complex64]
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {

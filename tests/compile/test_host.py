@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxsplit_encoder.compile import CompileOptions, HostOp, register_host_op, trace_forward
-from fxsplit_encoder.compile import host as host_module
-from fxsplit_encoder.compile.host import host_op
+from fxsplit_encoder.compile import CompileOptions, HostOp, register_host_op, splitting_ops, trace_forward
+from fxsplit_encoder.compile.splitting_ops import host_op
 
 _library = torch.library.Library("fxsplit_test_host", "DEF")
 _library.define("lengths(Tensor x, Tensor sizes) -> Tensor[]")
@@ -41,7 +40,7 @@ def registered() -> Iterator[HostOp]:
     op = HostOp(_exact)
     register_host_op(lengths, op)
     yield op
-    host_module._HOST_OPS.pop(lengths)
+    splitting_ops._HOST_OPS.pop(lengths)
 
 
 def forward(inputs: dict[str, Tensor]) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fxsplit_encoder.compile.whole_vectors import filled_up, in_whole_vectors
+from fxsplit_encoder.compile.pieces import filled_up, in_whole_vectors
 from tests.compile.passes.aten_graphs import aten_graph
 
 aten = torch.ops.aten

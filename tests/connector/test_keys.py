@@ -144,20 +144,20 @@ def test_weights_of_16_bits_and_views_have_a_digest_and_meta_tensors_none() -> N
 
 
 def test_a_features_key_covers_tower_and_salt() -> None:
-    tower = TowerIdentity.of(module(), "auto")
+    tower = TowerIdentity.of(module(), "")
     assert tower.dtype == "torch.float32"
     others = [
         feature_key(b"i" * 32, tower),
         feature_key(b"j" * 32, tower),
         feature_key(b"i" * 32, tower, salt="tenant"),
-        feature_key(b"i" * 32, TowerIdentity.of(module(1), "auto")),
-        feature_key(b"i" * 32, TowerIdentity.of(module(), "fp8")),
-        feature_key(b"i" * 32, TowerIdentity(tower.weights, "torch.bfloat16", "auto")),
+        feature_key(b"i" * 32, TowerIdentity.of(module(1), "")),
+        feature_key(b"i" * 32, TowerIdentity.of(module(), "invariant")),
+        feature_key(b"i" * 32, TowerIdentity(tower.weights, "torch.bfloat16", "")),
     ]
     assert len(set(others)) == len(others)
-    assert others[0] == feature_key(b"i" * 32, TowerIdentity.of(module(), "auto"))
+    assert others[0] == feature_key(b"i" * 32, TowerIdentity.of(module(), ""))
 
 
 def test_features_with_promised_bits_are_apart_from_others() -> None:
-    settings = ({}, {"precision": "fp8"}, {"invariant": True})
-    assert [precision_of(EncoderConfig(**each)) for each in settings] == ["auto", "fp8", "auto, invariant"]
+    settings = ({}, {"invariant": True})
+    assert [precision_of(EncoderConfig(**each)) for each in settings] == ["", "invariant"]

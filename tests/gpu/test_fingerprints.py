@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.compile.fingerprints import Fingerprints
+from fxsplit_encoder.compile.derived import Fingerprints
 from tests.manager.test_passes import tower, write_data
 
 pytestmark = pytest.mark.gpu

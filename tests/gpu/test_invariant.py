@@ -19,10 +19,17 @@ from fxsplit_encoder.errors import ConfigError
 from fxsplit_encoder.kernels import choosing, measuring
 from fxsplit_encoder.models.random import demo_tower
 from fxsplit_encoder.models.registry import architecture
-from fxsplit_encoder.products.fixed import PRODUCTS, fixed_linear
-from fxsplit_encoder.products.layer import GELU_TANH, NOTHING, Layer
-from fxsplit_encoder.products.library import library_product
-from fxsplit_encoder.products.verified import COUNTS, REFERENCE_ROWS, same_bits
+from fxsplit_encoder.products.fixed import (
+    COUNTS,
+    GELU_TANH,
+    NOTHING,
+    PRODUCTS,
+    REFERENCE_ROWS,
+    Layer,
+    fixed_linear,
+    library_product,
+    same_bits,
+)
 from tests.manager.packings import differing, packed_items, packings, tile_items
 from tests.towers.tiny_inputs import Inputs, Item, PackedInputs, TileInputs
 
@@ -187,17 +194,18 @@ def test_the_settings_of_the_process_stay() -> None:
 def test_our_own_kernel_is_right_and_has_the_same_bits_at_any_count(
     in_features: int, out_features: int, has_bias: bool, activation: str, dtype: torch.dtype
 ) -> None:
-    from fxsplit_encoder.products.fixed_triton import product
+    from fxsplit_encoder.products.triton_kernels import product
 
     rows = torch.randn(1003, in_features, device="cuda").to(dtype)
     weight = torch.randn(out_features, in_features, device="cuda").to(dtype)
     bias = torch.randn(out_features, device="cuda").to(dtype) if has_bias else None
-    together = product(rows, weight.t(), bias, activation)
+    gelu = activation == GELU_TANH
+    together = product(rows, weight.t(), bias, gelu=gelu)
     exact = rows.double() @ weight.double().t() + (bias.double() if bias is not None else 0)
-    exact = F.gelu(exact, approximate="tanh") if activation else exact
+    exact = F.gelu(exact, approximate="tanh") if gelu else exact
     assert float((together.double() - exact).norm() / exact.norm()) < max(8 * torch.finfo(dtype).eps, 5e-6)
     for count in (1, 2, 16, 127, 128, 129, 1000):
-        assert torch.equal(product(rows[:count].clone(), weight.t(), bias, activation), together[:count])
+        assert torch.equal(product(rows[:count].clone(), weight.t(), bias, gelu=gelu), together[:count])
 
 
 def test_choices_are_told_per_device() -> None:

@@ -12,24 +12,18 @@ from torch import Tensor
 
 from fxsplit_encoder.kernels import KernelMeasurements, choosing, describe, measuring, works
 from fxsplit_encoder.products import ACTIVATIONS, ProductChooser, ProductShape, linear
-from fxsplit_encoder.products.choice import shape_of
 from fxsplit_encoder.products.kernels import KERNELS, ProductKernel
-from fxsplit_encoder.products.measure import ProductExample, ProductMeter
+from fxsplit_encoder.products.measured import ProductExample, ProductMeter, shape_of
 
 pytestmark = pytest.mark.gpu
 
 # QuACK compiles each tile for each epilogue.
-TESTED = [
-    each
-    for each in KERNELS
-    if each.name in {"cublas", *(f"cublaslt_{n}" for n in (1, 2, 4, 8)), "quack_256x128", "quack_128x192"}
-]
+TESTED = [each for each in KERNELS if each.name in {"cublas", "quack_128x256", "quack_128x192"}]
 EPILOGUES = (
     *((True, name) for name in ACTIVATIONS),
-    *((False, name) for name in ("none", "swiglu")),
+    *((False, name) for name in ("gelu_tanh", "swiglu")),
 )
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "none": lambda x: x,
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "swiglu": lambda x: F.silu(x[:, ::2]) * x[:, 1::2],
@@ -63,14 +57,8 @@ def test_no_kernel_errs_more_than_torch_eagerly_and_captured(
     if not works(kernel, shape_of(*arguments)):
         pytest.skip(f"{kernel.name}: {kernel.unavailable_reason(each.rows.device) or 'another shape'}")
     limit = 1.1 * error(KERNELS[0](*arguments), each)
-    try:
-        first = kernel(*arguments)
-    except RuntimeError as reason:
-        if "algorithms for it" in str(reason):
-            pytest.skip(str(reason))
-        raise
-    assert error(first, each) <= limit
-    assert error(kernel(*arguments), each) <= limit
+    for _ in range(2):
+        assert error(kernel(*arguments), each) <= limit
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -89,10 +77,10 @@ def test_no_kernel_errs_more_than_torch_eagerly_and_captured(
 @torch.no_grad()
 def test_torch_is_as_fast_by_the_op_as_by_itself() -> None:
     """The op launches what Inductor would for such a layer, no kernel more."""
-    each = example(196, 4352, 1152, (True, "none"))
+    each = example(196, 4352, 1152, (True, "gelu"))
     with choosing(ProductChooser("cublas")):
-        assert kernels_of(lambda: linear(each.rows, each.weights[0], each.bias, "none")) == kernels_of(
-            lambda: torch.addmm(each.bias, each.rows, each.weights[0].t())
+        assert kernels_of(lambda: linear(each.rows, each.weights[0], each.bias, "gelu")) == kernels_of(
+            lambda: F.gelu(torch.addmm(each.bias, each.rows, each.weights[0].t()))
         )
 
 
@@ -114,7 +102,7 @@ def test_measuring_finds_times_of_all_that_are_there_and_keeps_them(tmp_path: Pa
         return KernelMeasurements(ProductShape, KERNELS, ProductMeter()).keep(tmp_path)
 
     first = measurements()
-    each = example(3136, 4352, 1152, (True, "none"))
+    each = example(3136, 4352, 1152, (True, "gelu"))
     chooser = ProductChooser(measurements=first)
     with measuring():
         chosen = chooser.of(each.rows, each.weights[0], each.bias, each.activation)

@@ -88,9 +88,7 @@ def test_a_wrapped_tower_is_captured_as_it_is(
     assert manager.stats().hits == 3
 
 
-@pytest.mark.parametrize(
-    "settings", [{"piece_compiler": "eager"}, {"passes": ["conv_to_linear"]}, {"precision": "fp8"}]
-)
+@pytest.mark.parametrize("settings", [{"piece_compiler": "eager"}, {"passes": ["conv_to_linear"]}])
 def test_what_is_of_compiled_pieces_contradicts_it(settings: dict[str, Any]) -> None:
     (name,) = settings
     with pytest.raises(ConfigError, match=f"^{name}: applies to compiled pieces, and compile is false"):

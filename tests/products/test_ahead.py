@@ -16,12 +16,12 @@ from torch import Tensor, fx
 from fxsplit_encoder._torch.tensors import FakeTensorMode
 from fxsplit_encoder.attention.kernels import flash_cache
 from fxsplit_encoder.kernels import KernelMeasurements, Measured, choosing
-from fxsplit_encoder.products import ProductChooser, ProductShape, ahead, linear
-from fxsplit_encoder.products.kernels import KERNELS, quack, quack_files
-from fxsplit_encoder.products.measure import ProductMeter
+from fxsplit_encoder.products import ProductChooser, ProductShape, kernels, linear, measured, quack_files
+from fxsplit_encoder.products.kernels import KERNELS
+from fxsplit_encoder.products.measured import ProductMeter
 
 CUDA = torch.device("cuda", 0)
-MODULE = "fxsplit_encoder.products.kernels.ahead_process"
+MODULE = "fxsplit_encoder.products.ahead_process"
 WITH_ANY = ["quack_128x256", "quack_128x160", "quack_128x192"]
 
 
@@ -35,9 +35,9 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], str, torch.d
         log.append(([*names], activation, dtype))
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(ahead, "has_fused_activations", lambda capability: capability == (9, 0))
-    monkeypatch.setattr(ahead.ahead, "start", start)
-    monkeypatch.setattr(ahead, "name_directory", lambda: None)
+    monkeypatch.setattr(measured, "has_fused_activations", lambda capability: capability == (9, 0))
+    monkeypatch.setattr(measured.ahead, "start", start)
+    monkeypatch.setattr(measured, "name_directory", lambda: None)
     return log
 
 
@@ -49,11 +49,11 @@ def layer(activation: str, *, bias: bool = True) -> fx.Node:
     return graph.call_function(linear, (rows, rows, rows if bias else None, activation))
 
 
-def test_each_activation_is_begun_once_and_plain_products_are_not(begun: list[Any]) -> None:
+def test_each_activation_is_begun_once(begun: list[Any]) -> None:
     with choosing(chooser()):
-        ahead.compile_ahead([layer("gelu"), layer("none"), layer("gelu"), layer("swiglu")], CUDA)
-        ahead.compile_ahead([layer("swiglu", bias=False)], CUDA)
-        ahead.compile_ahead([layer("gelu")], torch.device("cpu"))
+        measured.compile_ahead([layer("gelu"), layer("gelu"), layer("swiglu")], CUDA)
+        measured.compile_ahead([layer("swiglu", bias=False)], CUDA)
+        measured.compile_ahead([layer("gelu")], torch.device("cpu"))
     assert begun == [
         ([*WITH_ANY, "quack_128x208"], "gelu", torch.bfloat16),
         (WITH_ANY, "swiglu", torch.bfloat16),  # whose tiles are of pairs
@@ -62,12 +62,12 @@ def test_each_activation_is_begun_once_and_plain_products_are_not(begun: list[An
 
 def test_nothing_is_begun_where_a_setting_or_earlier_times_choose(begun: list[Any]) -> None:
     with choosing(chooser("cublas")):
-        ahead.compile_ahead([layer("gelu")], CUDA)
+        measured.compile_ahead([layer("gelu")], CUDA)
     known = chooser()
     shape = ProductShape(CUDA, torch.bfloat16, 512, 16, 16, True, "gelu")
     known.measurements.add(CUDA, {shape: Measured({"cublas": 1.0})})
     with choosing(known):
-        ahead.compile_ahead([layer("gelu"), layer("gelu_tanh")], CUDA)
+        measured.compile_ahead([layer("gelu"), layer("gelu_tanh")], CUDA)
     assert [activation for _, activation, _ in begun] == ["gelu_tanh"]
 
 
@@ -81,12 +81,16 @@ def test_a_call_waits_for_what_is_being_compiled(monkeypatch: pytest.MonkeyPatch
     def multiply(*given: Any, postact_out: Tensor, **options: Any) -> None:
         log.append(f"called for {options['activation']}")
 
-    monkeypatch.setattr(quack.ahead, "is_running", lambda: not log)
-    monkeypatch.setattr(quack.ahead, "wait", lambda: log.append("waited"))
-    monkeypatch.setattr(quack, "find", lambda module, name: (multiply if name == "gemm_act" else dict, None))
+    def found(module: str, name: str) -> tuple[Any, None]:
+        return (multiply if name == "gemm_act" else dict), None
+
+    monkeypatch.setattr(kernels.ahead, "is_running", lambda: not log)
+    monkeypatch.setattr(kernels.ahead, "wait", lambda: log.append("waited"))
+    monkeypatch.setattr("fxsplit_encoder.kernels.base.find", found)
+    monkeypatch.setattr(kernels, "find", found)
     rows, weight = torch.randn(5, 16), torch.randn(8, 16)
     for _ in range(2):
-        result = quack.Quack(quack.TILES[0])(rows, weight, None, "swiglu")
+        result = kernels.Quack(kernels.TILES[0])(rows, weight, None, "swiglu")
         assert result.shape == (5, 4)
     assert log == ["waited", "called for swiglu", "called for swiglu"]
 

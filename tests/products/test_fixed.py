@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fxsplit_encoder.products import fixed
-from fxsplit_encoder.products.fixed import BLOCK_ROWS, fixed_linear
-from fxsplit_encoder.products.layer import GELU_TANH, NOTHING, Layer, activated
+from fxsplit_encoder.products.fixed import BLOCK_ROWS, GELU_TANH, NOTHING, Layer, activated, fixed_linear
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -115,23 +114,23 @@ def test_a_sample_has_the_layout_and_the_alignment_of_the_layer() -> None:
 CHECK = """
 import itertools, torch
 import torch.nn.functional as F
-from fxsplit_encoder.products.fixed_triton import product
+from fxsplit_encoder.products.triton_kernels import product
 
 torch.manual_seed(0)
-for dtype, (k, n), activation, has_bias in itertools.product(
-    (torch.float32, torch.float16), ((64, 192), (100, 70), (7, 3)), ("", "gelu_tanh"), (True, False)
+for dtype, (k, n), gelu, has_bias in itertools.product(
+    (torch.float32, torch.float16), ((64, 192), (100, 70), (7, 3)), (False, True), (True, False)
 ):
     weight, rows = torch.randn(n, k).to(dtype), torch.randn(150, k).to(dtype)
     bias = torch.randn(n).to(dtype) if has_bias else None
-    got = product(rows, weight.t(), bias, activation)
+    got = product(rows, weight.t(), bias, gelu=gelu)
     exact = rows.double() @ weight.double().t() + (bias.double() if has_bias else 0)
-    if activation:
+    if gelu:
         exact = F.gelu(exact, approximate="tanh")
     torch.testing.assert_close(got.double(), exact, rtol=2e-3, atol=2e-2 if dtype == torch.float16 else 1e-4)
     for count in (1, 16, 65, 129):
-        assert torch.equal(product(rows[:count].clone(), weight.t(), bias, activation), got[:count])
-    assert torch.equal(product(rows, weight.t().contiguous(), bias, activation), got)
-assert product(torch.zeros(0, 4), torch.zeros(4, 5), None, "").shape == (0, 5)
+        assert torch.equal(product(rows[:count].clone(), weight.t(), bias, gelu=gelu), got[:count])
+    assert torch.equal(product(rows, weight.t().contiguous(), bias, gelu=gelu), got)
+assert product(torch.zeros(0, 4), torch.zeros(4, 5), None, gelu=False).shape == (0, 5)
 """
 
 

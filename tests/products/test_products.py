@@ -29,16 +29,15 @@ from fxsplit_encoder.products import (
     ProductShape,
     current_product_chooser,
     linear,
-    measure,
+    measured,
 )
-from fxsplit_encoder.products.kernels import KERNELS
-from fxsplit_encoder.products.kernels.cublas import Cublas
-from fxsplit_encoder.products.measure import ProductExample, ProductMeter
+from fxsplit_encoder.products.kernels import KERNELS, Cublas, interleaved, swiglu_of_pairs
+from fxsplit_encoder.products.measured import ProductExample, ProductMeter
 
 META, CPU = torch.device("meta"), torch.device("cpu")  # one that the tests would not touch, and one they do
 
 
-def shape(rows: int = 48, *, device: torch.device = CPU, activation: str = "none") -> ProductShape:
+def shape(rows: int = 48, *, device: torch.device = CPU, activation: str = "gelu") -> ProductShape:
     return ProductShape(device, torch.bfloat16, rows, 16, 8, True, activation)
 
 
@@ -99,7 +98,7 @@ def test_accuracy_comes_before_time_and_the_fastest_is_chosen() -> None:
     assert chooser.ranking(shape(40))[0].name == "fast"  # the nearest that is known
     assert clock.measured == [shape()]
     (found,) = describe(CPU, chooser).classes
-    assert found.shape == "bfloat16 16 to 8 + bias, rows 48"
+    assert found.shape == "bfloat16 16 to 8 + bias + gelu, rows 48"
     assert (found.chosen, found.microseconds) == ("fast", {"base": 10.0, "fast": 5.0})
     assert found.rejected["wrong"].startswith("error 0.0")
     assert found.rejected["fails"] == "RuntimeError: no tile for it"
@@ -130,10 +129,10 @@ def test_the_current_chooser_decides_what_the_op_runs() -> None:
     before = current_product_chooser()
     with choosing(chooser):
         assert current_product_chooser() is chooser
-        out = linear(rows, weight, None, "none")
+        out = linear(rows, weight, None, "gelu")
     assert current_product_chooser() is before
     assert chooser.measurements.kernels[0].calls == 1
-    torch.testing.assert_close(out, rows @ weight.t())
+    torch.testing.assert_close(out, F.gelu(rows @ weight.t()))
 
 
 @settings(max_examples=60, deadline=None)
@@ -145,7 +144,6 @@ def test_the_op_is_a_linear_layer_and_its_activation(
     weight, bias = torch.randn(8, 16), torch.randn(8)
     expected = F.linear(x, weight, bias if with_bias else None)
     expected = {
-        "none": lambda y: y,
         "gelu": F.gelu,
         "gelu_tanh": lambda y: F.gelu(y, approximate="tanh"),
         "swiglu": lambda y: F.silu(y[:, 0::2]) * y[:, 1::2],
@@ -160,11 +158,11 @@ def test_wrong_arguments_are_named() -> None:
     for arguments, message in (
         (
             (rows, weight, None, "relu"),
-            "activation: expected one of none, gelu, gelu_tanh, swiglu, got 'relu'",
+            "activation: expected one of gelu, gelu_tanh, swiglu, got 'relu'",
         ),
         ((rows, weight[:7], None, "swiglu"), "an even number of rows of the weight, got 7"),
-        ((rows[None], weight, None, "none"), "expected rows"),
-        ((rows, weight, rows[0], "none"), r"bias: expected \(8,\), got \(16,\)"),
+        ((rows[None], weight, None, "gelu"), "expected rows"),
+        ((rows, weight, rows[0], "gelu"), r"bias: expected \(8,\), got \(16,\)"),
     ):
         with pytest.raises(InputError, match=message):
             linear(*arguments)
@@ -173,7 +171,7 @@ def test_wrong_arguments_are_named() -> None:
 def test_the_operation_is_well_formed() -> None:
     rows, weight, bias = (torch.randn(*size) for size in ((5, 16), (8, 16), (8,)))
     for arguments in (
-        (rows, weight, bias, "none"),
+        (rows, weight, bias, "gelu"),
         (rows, weight, None, "gelu_tanh"),
         (rows, weight, bias, "swiglu"),
     ):
@@ -181,12 +179,14 @@ def test_the_operation_is_well_formed() -> None:
 
 
 def test_products_are_pinned_as_attention_is() -> None:
-    chooser = ProductChooser({"plain, rows>=1000": "quack_256x128", "gelu": "cublas"})
+    chooser = ProductChooser({"gelu, rows>=1000": "quack_128x256", "swiglu": "cublas"})
     assert [pin.holds(shape(2000)) for pin in chooser.pins] == [True, False]
+    with pytest.raises(ConfigError, match=r"products\.plain: unknown; allowed: gelu, swiglu"):
+        ProductChooser({"plain": "cublas"})
     with pytest.raises(ConfigError, match=r"products\.tokens<=4: unknown; .*rows<=N"):
         ProductChooser({"tokens<=4": "cublas"})
-    with pytest.raises(ConfigError, match="products: quack_256x128 cannot run on cpu: needs CUDA"):
-        ProductChooser("quack_256x128").check(CPU)
+    with pytest.raises(ConfigError, match="products: quack_128x256 cannot run on cpu: needs CUDA"):
+        ProductChooser("quack_128x256").check(CPU)
 
 
 def test_on_a_cpu_there_is_nothing_to_choose_from() -> None:
@@ -197,7 +197,7 @@ def test_on_a_cpu_there_is_nothing_to_choose_from() -> None:
 
 def test_weights_come_from_memory_as_in_a_tower() -> None:
     """Each timed call has another copy of the weight."""
-    example = ProductExample(torch.randn(5, 16), tuple(torch.randn(8, 16) for _ in range(3)), None, "none")
+    example = ProductExample(torch.randn(5, 16), tuple(torch.randn(8, 16) for _ in range(3)), None, "gelu")
     seen: list[Tensor] = []
 
     class Watching(Cublas):
@@ -226,5 +226,23 @@ def test_the_copies_are_more_than_the_cache_holds(monkeypatch: pytest.MonkeyPatc
 
     properties = SimpleNamespace(L2_cache_size=50 << 20)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    copies = [measure._copies(cast(Tensor, Weight(size))) for size in (1 << 26, 4352 * 1152, 1152 * 1152, 16)]
+    copies = [
+        measured._copies(cast(Tensor, Weight(size))) for size in (1 << 26, 4352 * 1152, 1152 * 1152, 16)
+    ]
     assert copies == [2, 8, 30, 32]
+
+
+def test_two_layers_are_one_with_their_rows_in_turn() -> None:
+    x, gate, up = torch.randn(5, 16), torch.randn(6, 16), torch.randn(6, 16)
+    expected = F.silu(x @ gate.t()) * (x @ up.t())
+    torch.testing.assert_close(swiglu_of_pairs(x @ interleaved(gate, up).t()), expected)
+
+
+def test_rows_of_zeros_give_zeros() -> None:
+    x, gate, up = torch.randn(5, 16), torch.randn(6, 16), torch.randn(6, 16)
+    weight, bias = interleaved(gate, up, rows=8), interleaved(gate[:, 0], up[:, 0], rows=8)
+    assert weight.shape == (16, 16) and bias.shape == (16,)
+    result = swiglu_of_pairs(F.linear(x, weight, bias))
+    expected = F.silu(F.linear(x, gate, gate[:, 0])) * F.linear(x, up, up[:, 0])
+    torch.testing.assert_close(result[:, :6], expected)
+    assert not result[:, 6:].any()

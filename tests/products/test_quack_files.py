@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from fxsplit_encoder.attention.kernels import flash_cache
-from fxsplit_encoder.products.kernels import quack_files
-from fxsplit_encoder.products.kernels.quack_files import (
+from fxsplit_encoder.products import quack_files
+from fxsplit_encoder.products.quack_files import (
     DIRECTORY,
     compiled_files,
     compiling_alone,

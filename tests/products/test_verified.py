@@ -10,9 +10,8 @@ from torch import Tensor
 
 from fxsplit_encoder.errors import CaptureError
 from fxsplit_encoder.kernels import measuring
-from fxsplit_encoder.products import verified
-from fxsplit_encoder.products.layer import Layer
-from fxsplit_encoder.products.verified import COUNTS, VerifiedProducts, same_bits
+from fxsplit_encoder.products import fixed
+from fxsplit_encoder.products.fixed import COUNTS, Layer, VerifiedProducts, same_bits
 
 CPU = torch.device("cpu")
 WEIGHT = torch.randn(40, 24, generator=torch.Generator().manual_seed(0))
@@ -79,7 +78,7 @@ def test_a_difference_that_few_rows_show_is_found() -> None:
             result[(rows == rare).all(1)] += 1e-5
         return result
 
-    rare = LAYER.sample(verified._DISTINCT)[0][700]
+    rare = LAYER.sample(fixed._DISTINCT)[0][700]
     assert not same_bits(worse_at_one_row, LAYER, [16], reference_rows=128)
     assert same_bits(worse_at_one_row, LAYER, [64], reference_rows=128)
 
@@ -143,7 +142,7 @@ def test_memory_that_runs_out_says_nothing_of_a_layer() -> None:
 
 def test_nothing_is_tried_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     products = VerifiedProducts(Library(), own, FEW)
-    monkeypatch.setattr(verified, "_is_capturing", lambda device: True)
+    monkeypatch.setattr(fixed, "_is_capturing", lambda device: True)
     with pytest.raises(CaptureError, match="24 to 40 in float32"):
         run(products, 5)
 

@@ -13,8 +13,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import SiglipVisionConfig, SiglipVisionModel
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.compile.blocks.equal_modules import equal_modules
-from fxsplit_encoder.compile.blocks.group import weights_of
+from fxsplit_encoder.compile.blocks.group import equal_modules, weights_of
 from fxsplit_encoder.modules.deepseek_encoder import DeepseekOcrVisionModel
 from fxsplit_encoder.modules.step3_vision import Step3VisionModel
 from fxsplit_encoder.towers import base

@@ -37,7 +37,7 @@ Job = tuple[str, Variant, str]
 """A kernel's name, what it is compiled for, and a dtype's name."""
 
 # It knows the kernels of every operation, so it is above this package.
-_MODULE = "fxsplit_encoder.products.kernels.ahead_process"
+_MODULE = "fxsplit_encoder.products.ahead_process"
 
 # The architecture that the package's compiler names for a capability: of Hopper this is known.
 _TARGETS = {(9, 0): ("sm_90", "sm_90a")}

@@ -14,11 +14,9 @@ Where the trace is not ours, but that of `torch.compile` with a backend of ours,
 traced (`begin_blocks`), and the backend when it is done (`end_blocks`).
 """
 
-from fxsplit_encoder.compile.blocks.dynamo import begin_blocks, end_blocks, takes_blocks
-from fxsplit_encoder.compile.blocks.errors import BlockError, ChangedBlocksError
-from fxsplit_encoder.compile.blocks.group import LiveWeights
+from fxsplit_encoder.compile.blocks.group import BlockError, ChangedBlocksError, LiveWeights
 from fxsplit_encoder.compile.blocks.inlining import inline_blocks
-from fxsplit_encoder.compile.blocks.op import equal_blocks_as_ops
+from fxsplit_encoder.compile.blocks.op import begin_blocks, end_blocks, equal_blocks_as_ops, takes_blocks
 
 __all__ = [
     "BlockError",

@@ -1,8 +1,16 @@
-"""Equal blocks, of which the first is traced for all."""
+"""Equal blocks: which modules of a model are equal, a block's arguments as those of an op, and a group of
+blocks, of which the first is traced for all.
+
+Two modules are equal if their trees are: the same classes, parameters and buffers of the same layouts, and
+attributes of the same values. What cannot be compared by value is compared by identity, so that doubt makes
+modules unequal, which costs time but never a result.
+"""
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from operator import getitem
 from typing import Any
@@ -14,11 +22,150 @@ from fxsplit_encoder._torch.aot import fake_mode_of, to_aten, tracing_context
 from fxsplit_encoder._torch.dynamo import drop_guards_on
 from fxsplit_encoder._torch.modules import PLACE, Held
 from fxsplit_encoder._torch.structure import Structure
-from fxsplit_encoder._torch.tensors import storage_id, tensors_of
-from fxsplit_encoder.compile.blocks.arguments import Number, put_together
-from fxsplit_encoder.compile.blocks.errors import BlockError, ChangedBlocksError
+from fxsplit_encoder._torch.tensors import INTERNALS, hooks_of, storage_id, tensors_of
+from fxsplit_encoder._torch.transformers import collects_attention
 from fxsplit_encoder.compile.sizes import expression, layout
-from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.errors import CompileError, InputError
+
+
+class BlockError(CompileError):
+    """A block cannot be an op. The forward may be traced all the same, block by block."""
+
+
+class ChangedBlocksError(InputError):
+    """Blocks are no longer what a graph was made of. Nothing was computed; another trace has them right."""
+
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type)
+_TENSOR_TYPES = (torch.Tensor, nn.Parameter, nn.Buffer)
+
+
+def equal_modules(root: nn.Module) -> list[list[nn.Module]]:
+    """The groups of equal modules, two or more each, among the members of each `ModuleList` of a model.
+
+    Members that lie in a module of another group are left out.
+    """
+    groups: list[list[nn.Module]] = []
+    inside: set[nn.Module] = set()
+    for container in root.modules():
+        if not isinstance(container, nn.ModuleList) or container in inside:
+            continue
+        alike: dict[Any, list[nn.Module]] = {}
+        for member in dict.fromkeys(container):
+            if _is_plain(member):
+                alike.setdefault(_description(member), []).append(member)
+        found = [members for members in alike.values() if len(members) > 1]
+        inside.update(module for members in found for member in members for module in member.modules())
+        groups += found
+    return groups
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether its forward is its class's, no submodule has hooks, and no weight is more than a tensor.
+
+    Hooks may keep what they see, as those that collect hidden states do, and a trace of one module cannot do
+    that for another. The module's own hooks run where it is called.
+    """
+    if "forward" in vars(module):
+        return False
+    inner = (submodule for submodule in module.modules() if submodule is not module)
+    hooks = (hook for submodule in inner for hook in hooks_of(submodule))
+    return all(map(collects_attention, hooks)) and all(
+        type(tensor) in _TENSOR_TYPES for tensor in (*module.parameters(), *module.buffers())
+    )
+
+
+def _description(module: nn.Module) -> Any:
+    """What equal modules share, and others do not."""
+    # Tied weights have one name.
+    names = tuple(name for name, _ in (*module.named_parameters(), *module.named_buffers()))
+    return names, tuple(
+        (
+            name,
+            type(submodule),
+            tuple((k, _layout(value)) for held in tensors_of(submodule) for k, value in held.items()),
+            tuple(
+                (key, _constant(value))
+                for key, value in sorted(vars(submodule).items())
+                if key not in INTERNALS
+            ),
+        )
+        for name, submodule in module.named_modules(remove_duplicate=False)
+    )
+
+
+def _layout(tensor: torch.Tensor | None) -> Any:
+    if tensor is None:
+        return None
+    return (
+        type(tensor),
+        tensor.shape,
+        tensor.stride(),
+        tensor.dtype,
+        tensor.device,
+        tensor.requires_grad,
+    )
+
+
+def _constant(value: Any) -> Any:
+    """A hashable stand-in for a value: equal only for values that any code treats alike."""
+    if isinstance(value, _PLAIN):
+        return (type(value), value)
+    if type(value) is functools.partial:
+        return ("partial", value.func, _constant(value.args), _constant(value.keywords))
+    if type(value) in (list, tuple):
+        return (type(value), tuple(_constant(v) for v in value))
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return (type(value), tuple((key, _constant(v)) for key, v in value.items()))
+    if isinstance(value, (set, frozenset)) and not value:
+        return type(value)
+    return ("object", id(value))
+
+
+Number = int | torch.SymInt
+
+
+def take_apart(value: Any, tensors: list[Tensor], numbers: list[int]) -> str:
+    """A value as a Python literal in which ("tensor", 0) and ("number", 0) stand for what is appended to the
+    lists. Dynamo traces this. Types are exact: a named tuple, say, would be put together as another type.
+    """
+    kind = type(value)
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return f"('tensor', {len(tensors) - 1})"
+    if value is None or kind in (bool, float, str):
+        return f"('constant', {value!r})"
+    if kind is int:
+        numbers.append(value)
+        return f"('number', {len(numbers) - 1})"
+    if kind in (tuple, list):
+        parts = ""
+        for part in value:  # Dynamo takes longer for a comprehension
+            parts += take_apart(part, tensors, numbers) + ", "
+        return f"('{'list' if kind is list else 'tuple'}', [{parts}])"
+    if kind is dict:
+        parts = ""
+        for key, part in value.items():
+            parts += f"{key!r}: {take_apart(part, tensors, numbers)}, "
+        return f"('dict', {{{parts}}})"
+    raise CompileError(f"a block takes a {kind.__name__}, which no op can")
+
+
+def put_together(structure: str, tensors: Sequence[Tensor], numbers: Sequence[Number]) -> Any:
+    """The value that `take_apart` took apart, of these tensors and numbers."""
+    return _value(ast.literal_eval(structure), tensors, numbers)
+
+
+def _value(literal: Any, tensors: Sequence[Tensor], numbers: Sequence[Number]) -> Any:
+    kind, content = literal
+    if kind == "constant":
+        return content
+    if kind in ("tensor", "number"):
+        return (tensors if kind == "tensor" else numbers)[content]
+    if kind == "dict":
+        return {key: _value(v, tensors, numbers) for key, v in content.items()}
+    values = [_value(v, tensors, numbers) for v in content]
+    return values if kind == "list" else tuple(values)
 
 
 class Group:

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from fxsplit_encoder._torch.aot import fake_mode_of
-from fxsplit_encoder.compile.blocks.errors import BlockError
-from fxsplit_encoder.compile.blocks.group import LiveWeights, fake_weight, weights_of
+from fxsplit_encoder.compile.blocks.group import BlockError, LiveWeights, fake_weight, weights_of
 from fxsplit_encoder.compile.blocks.op import block_op, group_of
 from fxsplit_encoder.compile.sizes import expression, layout
 

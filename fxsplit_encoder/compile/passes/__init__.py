@@ -7,8 +7,7 @@ says why the results stay the same. Where a pass stores a value in another order
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import fx
@@ -18,14 +17,11 @@ from fxsplit_encoder.compile.passes.conv_to_linear import conv_to_linear
 from fxsplit_encoder.compile.passes.decomposed_bias import decomposed_bias
 from fxsplit_encoder.compile.passes.dense_attention import dense_attention
 from fxsplit_encoder.compile.passes.fixed_products import fixed_products
-from fxsplit_encoder.compile.passes.fp8_linear import fp8_linear, relative_rms
 from fxsplit_encoder.compile.passes.gelu_epilogue import gelu_epilogue
 from fxsplit_encoder.compile.passes.measured_activations import measured_activations
-from fxsplit_encoder.compile.passes.measured_products import measured_products
 from fxsplit_encoder.compile.passes.merged_projections import merged_projections
 from fxsplit_encoder.compile.passes.output_branch import output_branch
 from fxsplit_encoder.compile.passes.pad_mlp_width import pad_mlp_width
-from fxsplit_encoder.compile.passes.tanh_gelu import tanh_gelu
 from fxsplit_encoder.compile.passes.wide_heads import stored_width, wide_heads
 from fxsplit_encoder.errors import ConfigError
 from fxsplit_encoder.products import has_fused_activations
@@ -38,7 +34,6 @@ __all__ = [
     "default_passes",
     "expected_width",
     "pass_rows",
-    "relative_rms",
     "run_passes",
 ]
 
@@ -50,34 +45,25 @@ PASSES: Mapping[str, Pass] = {
     # Heads are made wider in the layer that there is then.
     "merged_projections": merged_projections,
     "wide_heads": wide_heads,
-    "tanh_gelu": tanh_gelu,
     "gelu_epilogue": gelu_epilogue,
     "measured_activations": measured_activations,
-    "measured_products": measured_products,
     # It marks the nodes that the others leave.
     "output_branch": output_branch,
 }
 """The exact passes, by the names that `EncoderConfig.passes` takes, in the order in which they run."""
-
-_NO_DEFAULTS = ("tanh_gelu", "measured_products")
-"""The first is another function, the second pays at some sizes and costs at others."""
 
 _OF_FUSED_KERNELS = "measured_activations"
 """Pays where kernels have activations in their epilogue that torch's have not."""
 
 DEFAULT_PASSES: Mapping[str, tuple[str, ...]] = {
     "cpu": ("conv_to_linear",),
-    "cuda": tuple(name for name in PASSES if name not in _NO_DEFAULTS),
+    "cuda": tuple(PASSES),
 }
-"""What `passes: auto` stands for, by the type of the device; on others nothing. On CUDA each pass that
-changed a tower measured was faster (docs/passes.md names the runs); one that finds nothing costs nothing.
-"""
+"""What `passes: auto` stands for, by the type of the device; on others nothing. A pass that finds nothing
+costs nothing."""
 
 _LEAST_CAPABILITY = {"decomposed_bias": (9, 0)}
 """The compute capability below which a pass is no default: cuDNN's kernels for wide heads are of Hopper."""
-
-# fp8 takes layers of the width that is run, and before a GELU makes another operation of them.
-_FP8_BEFORE = "gelu_epilogue"
 
 # After all passes that see layers by torch's names; marks go to the nodes that it leaves.
 _FIXED_BEFORE = "output_branch"
@@ -108,34 +94,28 @@ def expected_width(width: int, names: Sequence[str] | None, device: torch.device
 def run_passes(
     module: fx.GraphModule,
     names: Sequence[str] | None,
-    precision: str,
     device: torch.device,
     *,
-    fp8_kept: Collection[int] = (),
     invariant: bool = False,
 ) -> dict[str, int]:
     """Runs passes over a graph, in the order of `PASSES`.
 
     Args:
         names: of `PASSES`; None: those that pay on this device.
-        precision: "fp8" quantizes the linear layers too; "auto" does not.
         device: that of the graph.
-        fp8_kept: layers that fp8 leaves as they are, see `fp8_linear`.
         invariant: whether products and attention are to add in one order whatever the rows.
 
     Returns:
         At how many places each pass that ran changed the graph.
 
     Raises:
-        ConfigError: no such pass, or the device cannot multiply in fp8.
+        ConfigError: there is no such pass.
     """
     chosen = default_passes(device, invariant=invariant) if names is None else names
     if unknown := [name for name in chosen if name not in PASSES]:
         raise ConfigError(f"passes: no pass is called {', '.join(unknown)}; allowed: {', '.join(PASSES)}")
     due: dict[str, Pass] = {}
     for name, run in PASSES.items():
-        if precision == "fp8" and name == _FP8_BEFORE:
-            due["fp8_linear"] = functools.partial(fp8_linear, kept=fp8_kept)
         if invariant and name == _FIXED_BEFORE:
             due["fixed_products"] = fixed_products
         if name in chosen:
@@ -152,9 +132,9 @@ def run_passes(
 def pass_rows(report: Mapping[str, int]) -> list[list[str]]:
     """What passes changed in a graph, as rows of a table: name, number of places, what it looks for.
 
-    An exact pass that did not run is listed as "off".
+    A pass of `PASSES` that did not run is listed as "off".
     """
-    known = {**PASSES, "fp8_linear": fp8_linear, "fixed_products": fixed_products}
+    known = {**PASSES, "fixed_products": fixed_products}
     names = [name for name in known if name in report or name in PASSES]
     return [[name, str(report.get(name, "off")), _what(known[name])] for name in names]
 

@@ -12,13 +12,16 @@ from torch import fx
 
 from fxsplit_encoder.compile.passes.gelu_epilogue import addmm_gelu, before_reshapes, linear_before
 from fxsplit_encoder.compile.passes.layers import Linear, are_same_rows, linear_of
-from fxsplit_encoder.compile.passes.measured_products import has_choice, replace_by_measured
 from fxsplit_encoder.compile.passes.pad_mlp_width import pad_rows
-from fxsplit_encoder.compile.rewriting import derivation, derived_parameter, is_parameter
+from fxsplit_encoder.compile.rewriting import call_function, derivation, derived_parameter, is_parameter
 from fxsplit_encoder.compile.sizes import shape_exprs
-from fxsplit_encoder.products.swiglu import interleaved
+from fxsplit_encoder.products import linear
+from fxsplit_encoder.products.kernels import interleaved
 
 aten = torch.ops.aten
+
+# On CUDA there is nothing to choose from for others, and Inductor adds their bias in the kernel after them.
+_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def measured_activations(module: fx.GraphModule) -> int:
@@ -45,19 +48,20 @@ def _replace_epilogue(node: fx.Node) -> bool:
     bias, rows, matrix = node.args
     if not isinstance(matrix, fx.Node) or matrix.target is not aten.t.default:
         return False
-    if not is_parameter(matrix.args[0]) or not has_choice(node):
+    if not is_parameter(matrix.args[0]) or not _has_choice(node):
         return False
-    replace_by_measured(node, rows, matrix.args[0], bias, "gelu_tanh")
+    _replace(node, rows, matrix.args[0], bias, "gelu_tanh")
+    node.graph.erase_node(node)
     return True
 
 
 def _replace_gelu(node: fx.Node) -> bool:
     """A layer with a bias whose result only the GELU reads."""
     layer = linear_before(node)
-    if layer is None or not has_choice(layer.node):
+    if layer is None or not _has_choice(layer.node):
         return False
     activation = "gelu_tanh" if node.kwargs.get("approximate") == "tanh" else "gelu"
-    replace_by_measured(layer.node, layer.rows, layer.weight, layer.bias, activation, keep=True)
+    _replace(layer.node, layer.rows, layer.weight, layer.bias, activation)
     _drop(node, node.args[0], layer)
     return True
 
@@ -70,7 +74,7 @@ def _replace_swiglu(node: fx.Node) -> bool:
     silu, gate, up = found
     weight = _in_turn(gate.weight, up.weight)
     bias = None if gate.bias is None or up.bias is None else _in_turn(gate.bias, up.bias)
-    replace_by_measured(gate.node, gate.rows, weight, bias, "swiglu", keep=True)
+    _replace(gate.node, gate.rows, weight, bias, "swiglu")
     gated = silu.args[0]  # through reshapes, what has taken the gate's place
     _drop(node, gated, gate, up)
     return True
@@ -85,7 +89,7 @@ def _gate_and_up(node: fx.Node) -> tuple[fx.Node, Linear, Linear] | None:
     (silu,) = silus
     other = factors[1 - factors.index(silu)]
     gate, up = (linear_of(before_reshapes(each)) for each in (silu.args[0], other))
-    if gate is None or up is None or not has_choice(gate.node):
+    if gate is None or up is None or not _has_choice(gate.node):
         return None
     shapes = {shape_exprs(each.meta["val"]) for each in (node, silu, other)}
     sizes = {shape_exprs(each.weight.meta["val"]) for each in (gate, up)}
@@ -110,6 +114,19 @@ def _unpadded(parameter: fx.Node) -> fx.Node:
     if isinstance(make, functools.partial) and make.func is pad_rows and make.keywords["parts"] == 1:
         return sources[0]
     return parameter
+
+
+def _has_choice(node: fx.Node) -> bool:
+    """Whether there is more than one kernel for a layer that gives what this node does."""
+    value: Any = node.meta["val"]
+    return value.dtype in _DTYPES or value.device.type != "cuda"
+
+
+def _replace(node: fx.Node, rows: Any, weight: Any, bias: Any, activation: str) -> None:
+    """Has a measured layer take a node's place; the node stays in the graph, without users."""
+    with node.graph.inserting_before(node):
+        measured = call_function(node.graph, linear, rows, weight, bias, activation)
+    node.replace_all_uses_with(measured)
 
 
 def _drop(node: fx.Node, result: Any, *layers: Linear) -> None:

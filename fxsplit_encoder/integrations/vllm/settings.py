@@ -40,7 +40,7 @@ class PluginSettings:
 
     def without_compiling(self) -> PluginSettings:
         """The same for towers as they are."""
-        defaults = {"piece_compiler": "auto", "passes": "auto", "precision": "auto"}
+        defaults = {"piece_compiler": "auto", "passes": "auto"}
         return PluginSettings(self.encoder.replace(compile=False, **defaults), self.enabled)
 
 

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from fxsplit_encoder.attention import dense_attention, varlen_attention
 from fxsplit_encoder.compile.passes import PASSES
 from fxsplit_encoder.compile.passes.fixed_products import fixed_products
-from fxsplit_encoder.compile.passes.fp8_linear import fp8_linear
 from fxsplit_encoder.compile.rewriting import mark_cuts
 
 from .aten_graphs import Graph, Mlp, aten_graph
@@ -150,16 +149,12 @@ CASES: dict[str, list[Case]] = {
     "dense_attention": [Case(blocks(by_torch), dtype=SHORT, tolerance=0.1)],
     "merged_projections": [Case(blocks(by_torch)), Case(blocks(by_ours))],
     "wide_heads": [Case(blocks(by_ours, head=72)), Case(Rows, lambda: torch.randn(9, 20))],
-    "tanh_gelu": [Case(blocks(by_torch), dtype=SHORT, tolerance=0.1)],
     "gelu_epilogue": [Case(blocks(by_torch, TANH_GELU))],
     "measured_activations": [Case(blocks(by_torch)), Case(blocks(by_ours, F.silu))],
-    "measured_products": [Case(blocks(by_torch))],
     "output_branch": [Case(blocks(by_ours, depth=2))],
-    "fp8_linear": [Case(blocks(by_torch, depth=2), tolerance=1.0)],
     "fixed_products": [Case(blocks(by_torch))],
 }
-OTHERS = {"fp8_linear": functools.partial(fp8_linear, least_features=WIDTH), "fixed_products": fixed_products}
-ALL: dict[str, Any] = {**PASSES, **OTHERS}
+ALL: dict[str, Any] = {**PASSES, "fixed_products": fixed_products}
 
 
 def graph_of(case: Case, consumers: Sequence[tuple[int, str]]) -> Graph:

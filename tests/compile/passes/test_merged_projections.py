@@ -9,11 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fxsplit_encoder.attention import dense_attention, varlen_attention
-from fxsplit_encoder.compile.passes.fp8_linear import fp8_linear
 from fxsplit_encoder.compile.passes.measured_activations import measured_activations
-from fxsplit_encoder.compile.passes.measured_products import measured_products
 from fxsplit_encoder.compile.passes.merged_projections import (
-    joined,
     merged_projections,
     no_bias,
 )
@@ -325,8 +322,7 @@ def test_every_block_is_changed_and_its_mlp_is_left_to_other_passes() -> None:
     assert pad_mlp_width(graph.module) == 3
     assert merged_projections(graph.module) == 3
     assert measured_activations(graph.module) == 3
-    assert measured_products(graph.module) == 9
-    assert graph.count(linear) == 12 and num_products(graph) == 0
+    assert graph.count(linear) == 3 and num_products(graph) == 9
     assert_same(graph, module, 2)
 
 
@@ -341,18 +337,6 @@ def test_heads_are_made_wide_in_the_common_layer(rotary: bool) -> None:
     read = [node for node in graph.derived if node.users]
     assert len(read) == 3  # not those that are as wide as they were
     assert_same(graph, module, 1)
-
-
-def test_fp8_takes_the_common_layer() -> None:
-    module = Tower()
-    apart, merged = packed(module), packed(module)
-    merged_projections(merged.module)
-    # The first of all has no product before it, and 120 columns are no multiple of 16.
-    assert (fp8_linear(apart.module, 1), fp8_linear(merged.module, 1)) == (9, 5)
-    merged.module.graph.eliminate_dead_code()
-    common = [node for node in merged.derived if node.meta["derived"][0] is joined]
-    weights = [node for node in common if node.meta["val"].dim() == 2]
-    assert [len(node.users) for node in weights] == [1, 0, 0]  # others are read in fp8 alone
 
 
 def test_a_missing_bias_is_zeros() -> None:

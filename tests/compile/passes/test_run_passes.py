@@ -27,7 +27,6 @@ from ..packed_forwards import SPLITTING_OPS, WIDTH, trace_packed
 from .aten_graphs import Mlp, aten_graph
 
 CPU = torch.device("cpu")
-NO_DEFAULTS = {"tanh_gelu", "measured_products"}
 COMPILERS = ("eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow))
 
 
@@ -50,16 +49,15 @@ def test_the_configuration_knows_every_pass() -> None:
     assert {name for names in DEFAULT_PASSES.values() for name in names} <= PASSES.keys()
 
 
-def test_every_pass_says_why_it_is_exact_or_by_how_much_not() -> None:
-    assert all("Exact: " in str(run.__doc__) for name, run in PASSES.items() if name != "tanh_gelu")
-    assert "Not exact: " in str(PASSES["tanh_gelu"].__doc__)
+def test_every_pass_says_why_it_is_exact() -> None:
+    assert all("Exact: " in str(run.__doc__) for run in PASSES.values())
 
 
 def test_options_follow_the_configuration() -> None:
     assert CompileOptions.of(EncoderConfig()).passes is None
-    config = EncoderConfig(passes=("gelu_epilogue",), precision="fp8", piece_compiler="eager")
+    config = EncoderConfig(passes=("gelu_epilogue",), piece_compiler="eager")
     made = CompileOptions.of(config)
-    assert (made.passes, made.precision, made.piece_compiler) == (("gelu_epilogue",), "fp8", "eager")
+    assert (made.passes, made.piece_compiler) == (("gelu_epilogue",), "eager")
 
 
 @pytest.mark.parametrize(("width", "stored"), [(64, 64), (72, 80), (80, 80), (88, 96), (8, 8), (120, 128)])
@@ -84,7 +82,7 @@ def test_passes_are_expected_to_store_heads_as_wide_heads_does(width: int, store
 def test_what_is_asked_for_runs_in_the_order_of_the_registry(names: Any, report: dict[str, int]) -> None:
     mlp, x = Mlp(tanh_gelu), torch.randn(5, 12)
     graph = aten_graph(mlp, x)
-    changed = run_passes(graph.module, names, "auto", CPU)
+    changed = run_passes(graph.module, names, CPU)
     assert list(changed.items()) == list(report.items())
     torch.testing.assert_close(graph.run(), mlp(x))
 
@@ -92,10 +90,10 @@ def test_what_is_asked_for_runs_in_the_order_of_the_registry(names: Any, report:
 @pytest.mark.parametrize(
     ("capability", "has_quack", "missing"),
     [
-        ((8, 0), True, {"decomposed_bias", "measured_activations", *NO_DEFAULTS}),
-        ((9, 0), False, {"measured_activations", *NO_DEFAULTS}),
-        ((9, 0), True, NO_DEFAULTS),
-        ((10, 0), True, {"measured_activations", *NO_DEFAULTS}),
+        ((8, 0), True, {"decomposed_bias", "measured_activations"}),
+        ((9, 0), False, {"measured_activations"}),
+        ((9, 0), True, set()),
+        ((10, 0), True, {"measured_activations"}),
     ],
 )
 def test_defaults_on_cuda_depend_on_architecture_and_packages(
@@ -118,11 +116,11 @@ def test_an_unknown_pass_is_refused() -> None:
     with pytest.raises(
         ConfigError, match="no pass is called fuse_all; allowed: conv_to_linear, pad_mlp_width"
     ):
-        run_passes(graph.module, ("fuse_all",), "auto", CPU)
+        run_passes(graph.module, ("fuse_all",), CPU)
 
 
 def test_rows_for_a_table() -> None:
-    rows = pass_rows({"conv_to_linear": 1, "fp8_linear": 8})
+    rows = pass_rows({"conv_to_linear": 1, "fixed_products": 8})
     assert [row[:2] for row in rows] == [
         ["conv_to_linear", "1"],
         ["pad_mlp_width", "off"],
@@ -130,12 +128,10 @@ def test_rows_for_a_table() -> None:
         ["dense_attention", "off"],
         ["merged_projections", "off"],
         ["wide_heads", "off"],
-        ["tanh_gelu", "off"],
         ["gelu_epilogue", "off"],
         ["measured_activations", "off"],
-        ["measured_products", "off"],
         ["output_branch", "off"],
-        ["fp8_linear", "8"],
+        ["fixed_products", "8"],
     ]
     assert all(len(row[2]) > 20 and "\n" not in row[2] for row in rows)
     assert [row[0] for row in pass_rows({})] == list(PASSES)
@@ -146,7 +142,7 @@ def test_a_program_with_every_pass_gives_the_same(compiler: str, inputs: Callabl
     mlp, bound = traced_mlp(compiler)
     changing = ("pad_mlp_width", "gelu_epilogue")
     changed = {name: int(name in changing) for name in PASSES}
-    changed["measured_activations"] = changed["measured_products"] = 1
+    changed["measured_activations"] = 1
     assert bound.program.pass_report == changed
     assert bound.program.padding.proved
     assert bound.program.derived.num_bytes > 4 * WIDTH * 128

@@ -31,34 +31,6 @@ def _addmm(view: NodeView) -> State:
     return view.rows_of(1)
 
 
-@rule("fxsplit::product_fp8")
-def _product_fp8(view: NodeView) -> State:
-    """product_fp8(rows, weight, one): rows times a shared matrix; the scales come after it."""
-    view.require_shared(1, 2)
-    if view.rows(0) != 0:
-        raise view.fail("contracts the token dimension")
-    return Rows(0)
-
-
-@rule("fxsplit::quantize_rows")
-def _quantize_rows(view: NodeView) -> State:
-    """quantize_rows(x): one scale for the last dimension, which is the largest entry there."""
-    if view.rows() == view.rank() - 1:
-        raise view.fail("scales tokens together")
-    return view.each_result(Rows(view.rows()))
-
-
-@rule("fxsplit::gelu_rows_fp8")
-def _gelu_rows_fp8(view: NodeView) -> State:
-    """gelu_rows_fp8(product, row_scales, channel_scales, bias): rows with scales of their own, shared ones of
-    the channels, and one new scale for the last dimension.
-    """
-    view.require_shared(2, 3)
-    if view.rows(0) != 0 or view.rows(1) != 0:
-        raise view.fail("scales tokens together")
-    return view.each_result(Rows(0))
-
-
 @rule("bmm")
 def _batched_product(view: NodeView) -> State:
     """bmm(a, b): entry i of the result is a[i] @ b[i], so tokens may be the batch of both; or row j of every

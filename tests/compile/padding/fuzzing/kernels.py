@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 import fxsplit_encoder.attention  # noqa: F401  (registers the ops)
-from fxsplit_encoder.compile.passes import fp8_linear  # noqa: F401  (registers its op)
 
 aten = torch.ops.aten
 
@@ -52,11 +51,6 @@ def _dense_op(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return ((q * scale) @ k.transpose(-1, -2)).softmax(-1) @ v
 
 
-def _product_fp8(x: Tensor, w: Tensor, one: Tensor, dtype: torch.dtype) -> Tensor:
-    """In float64: products of 8 bits that cancel leave the rounding of their sum."""
-    return (x.double() @ w.double().t()).to(dtype)
-
-
 def _zeros(sizes: Any, *rest: Any, dtype: torch.dtype | None = None, **others: Any) -> Tensor:
     return torch.zeros(sizes, dtype=dtype)
 
@@ -68,7 +62,6 @@ def _new_zeros(like: Tensor, sizes: Any, *rest: Any, **others: Any) -> Tensor:
 KERNELS: dict[Any, Callable[..., Any]] = {
     torch.ops.fxsplit.varlen_attention.default: packed_attention,
     torch.ops.fxsplit.dense_attention.default: _dense_op,
-    torch.ops.fxsplit.product_fp8.default: _product_fp8,
     aten.scaled_dot_product_attention.default: _composite,
     aten._scaled_dot_product_flash_attention.default: _flash,
     aten._scaled_dot_product_flash_attention_for_cpu.default: _cpu_flash,

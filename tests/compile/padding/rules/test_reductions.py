@@ -3,43 +3,23 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from fxsplit_encoder.compile import BoundProgram
-from fxsplit_encoder.products.fp8 import quantize_rows
 
 from ..checks import BIAS, WEIGHT, WIDTH, Forward, assert_proved, assert_refused, trace_each
-
-FP8_WEIGHT = quantize_rows(WEIGHT)[0]
-
-
-def product_fp8(rows: Tensor) -> Tensor:
-    quantized, scales = torch.ops.fxsplit.quantize_rows(rows)
-    return torch.ops.fxsplit.product_fp8(quantized, FP8_WEIGHT, torch.ones(()), torch.float32) * scales
-
-
-def gelu_rows_fp8(rows: Tensor, bias: Tensor | None) -> Tensor:
-    scales = torch.ops.fxsplit.quantize_rows(rows)[1]
-    quantized, own = torch.ops.fxsplit.gelu_rows_fp8(rows, scales, torch.ones(1, rows.shape[1]), bias, True)
-    return quantized.float() * own
-
 
 KERNEL_1D = torch.linspace(-1, 1, 18).view(3, 2, 3)
 KERNEL_TOKENS = torch.linspace(-1, 1, 3 * WIDTH**2).view(WIDTH, WIDTH, 3)
 
 PROVED: dict[str, Forward] = {
-    "gelu in fp8": lambda y, i: gelu_rows_fp8(y, BIAS[:1].expand(y.shape[1])),
-    "gelu in fp8 without a bias": lambda y, i: gelu_rows_fp8(y, None),
     "linear": lambda y, i: F.linear(y, WEIGHT, BIAS),
     "linear of three dimensions": lambda y, i: F.linear(y.view(-1, 1, WIDTH), WEIGHT),
     "linear with its gelu": lambda y, i: torch.ops.fxsplit.addmm_gelu(BIAS, y, WEIGHT),
     "linear by a measured kernel": lambda y, i: (
-        torch.ops.fxsplit.linear(y, WEIGHT, BIAS, "none")
+        torch.ops.fxsplit.linear(y, WEIGHT, BIAS, "gelu")
         + torch.ops.fxsplit.linear(y, WEIGHT, None, "gelu_tanh")
     ),
     "linear in fixed blocks": lambda y, i: torch.ops.fxsplit.fixed_linear(y, WEIGHT.t(), BIAS, "gelu_tanh"),
-    "product in fp8": lambda y, i: product_fp8(y),
-    "rows quantized": lambda y, i: torch.ops.fxsplit.quantize_rows(y.view(-1, 2, 4))[1],
     "bmm with the tokens as batch": lambda y, i: y.view(-1, 2, 4) @ i["x"].view(-1, 4, 2),
     "bmm with shared matrices": lambda y, i: torch.bmm(y.view(-1, 2, 4).transpose(0, 1), torch.ones(2, 4, 4)),
     "layer norm over features": lambda y, i: F.layer_norm(y, (WIDTH,), BIAS, BIAS),
@@ -79,7 +59,7 @@ PROVED: dict[str, Forward] = {
 
 REFUSED: dict[str, tuple[Forward, str]] = {
     "tokens as the weight of a measured product": (
-        lambda y, i: torch.ops.fxsplit.linear(WEIGHT, y, None, "none"),
+        lambda y, i: torch.ops.fxsplit.linear(WEIGHT, y, None, "gelu"),
         "depends on the tokens",
     ),
     "tokens as the weight before a gelu": (
@@ -90,13 +70,6 @@ REFUSED: dict[str, tuple[Forward, str]] = {
         lambda y, i: torch.ops.fxsplit.fixed_linear(WEIGHT, y.t(), None, ""),
         "depends on the tokens",
     ),
-    "tokens as the weight in fp8": (
-        lambda y, i: torch.ops.fxsplit.product_fp8(
-            FP8_WEIGHT, torch.ops.fxsplit.quantize_rows(y)[0], torch.ones(()), torch.float32
-        ),
-        "depends on the tokens",
-    ),
-    "gelu of tokens together in fp8": (lambda y, i: gelu_rows_fp8(y.t(), None).t(), "tokens"),
     "gram matrix": (lambda y, i: y @ y.t(), "depends on the tokens"),
     "covariance": (lambda y, i: y.t() @ y, "depends on the tokens"),
     "shared times rows": (lambda y, i: WEIGHT @ y.t(), "depends on the tokens"),

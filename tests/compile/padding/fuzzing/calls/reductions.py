@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxsplit_encoder.compile.passes import fp8_linear, gelu_epilogue  # noqa: F401  (register their ops)
+from fxsplit_encoder.compile.passes import gelu_epilogue  # noqa: F401  (registers its op)
 
 from ..builder import Builder
 from .registry import call_of
@@ -101,34 +101,6 @@ def _batched(b: Builder, name: str) -> fx.Node | None:
         return b.call(aten.bmm.default, *pair)
     added = b.shared(b.choice(([1, 1, 1], [1], [1, 1], []))) if b.chance(0.6) else b.floats(rank=3)
     return b.call(aten.baddbmm.default, added, *pair)
-
-
-@call_of("fxsplit::quantize_rows", "fxsplit::product_fp8")
-def _fp8(b: Builder, name: str) -> fx.Node | None:
-    x = b.floats(rank=2 if name.endswith("product_fp8") else None)
-    quantized = b.call(torch.ops.fxsplit.quantize_rows.default, x)
-    if name.endswith("quantize_rows") or quantized is None:
-        return quantized
-    rows = b.values[-2]
-    inner = _inner(b, x) or 4
-    weight = b.call(torch.ops.fxsplit.quantize_rows.default, b.shared([3, inner]))
-    if weight is None:
-        return None
-    matrix = b.values[-2]
-    one = b.shared([], torch.float32)
-    return b.call(torch.ops.fxsplit.product_fp8.default, rows, matrix, one, torch.float32)
-
-
-@call_of("fxsplit::gelu_rows_fp8")
-def _gelu_fp8(b: Builder, name: str) -> fx.Node | None:
-    x = b.floats(rank=2)
-    inner = _inner(b, x) or 4
-    if b.call(torch.ops.fxsplit.quantize_rows.default, x) is None:
-        return None
-    row_scales, channel_scales = b.values[-1], b.shared([1, inner], torch.float32)
-    bias = b.shared([inner]) if b.flag() else None
-    operands = (x, channel_scales, row_scales) if b.chance(0.1) else (x, row_scales, channel_scales)
-    return b.call(torch.ops.fxsplit.gelu_rows_fp8.default, *operands, bias, b.flag())
 
 
 @call_of("sum", "mean", "any", "all", "var", "std", "var_mean")

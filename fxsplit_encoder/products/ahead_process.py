@@ -1,6 +1,6 @@
 """Inside a process that compiles variants of FlashAttention 4 and of QuACK into their caches on disk.
 
-    python -m fxsplit_encoder.products.kernels.ahead_process < jobs
+    python -m fxsplit_encoder.products.ahead_process < jobs
 
 A job is a line such as `["flash_attn_4", 72, "bfloat16"]` or `["quack_128x192", "gelu", "bfloat16"]`. The
 process ends with the input, or with the first job that fails. It needs no device: the packages take their
@@ -19,9 +19,8 @@ import torch
 from fxsplit_encoder._torch.tensors import FakeTensorMode
 from fxsplit_encoder.attention import kernels as attention
 from fxsplit_encoder.attention.kernels.flash_attn import FlashAttention4
-from fxsplit_encoder.products import kernels as products
-from fxsplit_encoder.products.kernels.quack import Quack
-from fxsplit_encoder.products.kernels.quack_files import compiling_alone
+from fxsplit_encoder.products.kernels import KERNELS, Quack
+from fxsplit_encoder.products.quack_files import compiling_alone
 
 # What a variant is compiled for depends on none of them.
 _TOKENS, _HEADS, _FEATURES = 512, 16, 1024
@@ -39,7 +38,7 @@ def compile_attention(name: str, head_dim: int, dtype: torch.dtype) -> None:
 
 def compile_product(name: str, activation: str, dtype: torch.dtype) -> None:
     """Has a kernel compile what it would compile when it is called for a layer with a bias."""
-    kernel = next(kernel for kernel in products.KERNELS if kernel.name == name)
+    kernel = next(kernel for kernel in KERNELS if kernel.name == name)
     assert isinstance(kernel, Quack)
     with FakeTensorMode(), compiling_alone():
         rows, weight = (torch.empty(_TOKENS, _FEATURES, dtype=dtype, device="cuda") for _ in range(2))

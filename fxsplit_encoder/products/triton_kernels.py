@@ -1,7 +1,5 @@
-"""A linear layer in Triton, by one tile whatever the rows. Imported only where Triton is installed.
-
-A program computes one tile of the result and goes through the inner dimension from its start to its end, so
-an entry is a sum of the same numbers in the same order among any number of rows. Nothing is tuned.
+"""Triton kernels of `products`: a linear layer by one tile whatever the rows, and SwiGLU. Imported only where
+Triton is installed.
 """
 
 from __future__ import annotations
@@ -12,8 +10,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from fxsplit_encoder.products.layer import GELU_TANH
 
 # Rows, columns and inner entries of a tile, and the warps that share it. For 16 bits; of 32 bits a tile of
 # these sizes does not fit in the memory of a multiprocessor.
@@ -41,8 +37,8 @@ def _product_tile(  # type: ignore[no-untyped-def]
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """One tile of BLOCK_M rows and BLOCK_N columns; the matrix has INNER_STRIDE from one inner entry to the
-    next.
+    """One tile of BLOCK_M rows and BLOCK_N columns. It goes through the inner dimension from its start to its
+    end, so an entry is a sum of the same numbers in the same order among any number of rows.
     """
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -69,7 +65,7 @@ def _product_tile(  # type: ignore[no-untyped-def]
     tl.store(entries, total.to(out.dtype.element_ty), mask=is_row & is_column)
 
 
-def product(rows: Tensor, matrix: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+def product(rows: Tensor, matrix: Tensor, bias: Tensor | None, *, gelu: bool) -> Tensor:
     """rows (M, K), contiguous, times matrix (K, N) of any strides, plus bias (N,), perhaps its GELU: (M, N).
     Sums are in float32.
     """
@@ -83,8 +79,34 @@ def product(rows: Tensor, matrix: Tensor, bias: Tensor | None, activation: str) 
     parameters: tuple[Any, ...] = (in_features, out_features, *matrix.stride())
     _product_tile[grid](
         *(rows, matrix, bias if bias is not None else rows, out, count, *parameters),
-        *(bias is not None, activation == GELU_TANH, block_m, block_n, block_k),
+        *(bias is not None, gelu, block_m, block_n, block_k),
         num_warps=_WARPS,
         num_stages=_STAGES,
     )
     return out
+
+
+# Four results, 16 bytes of pairs, for each of the threads of four warps, twice.
+_PAIRS = 1024
+_PAIR_WARPS = 4
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _swiglu(pairs, result, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    pair = 2 * first + tl.arange(0, 2 * BLOCK)
+    values = tl.load(pairs + pair, mask=pair < 2 * count, other=0.0).to(tl.float32)
+    gate, up = tl.split(tl.reshape(values, (BLOCK, 2)))
+    entry = first + tl.arange(0, BLOCK)
+    gated = gate * tl.sigmoid(gate) * up
+    tl.store(result + entry, gated.to(result.dtype.element_ty), mask=entry < count)
+
+
+def swiglu(values: Tensor) -> Tensor:
+    """silu(gate) * up of contiguous (rows, 2 * features), gates and what they gate in turn: (rows, features),
+    rounded once.
+    """
+    result = values.new_empty(values.shape[0], values.shape[1] // 2)
+    if count := result.numel():
+        _swiglu[(triton.cdiv(count, _PAIRS),)](values, result, count, _PAIRS, num_warps=_PAIR_WARPS)
+    return result
