@@ -142,32 +142,11 @@ _LEAST_ROWS = 258
 
 _QUACK_NAMES = {"gelu": "gelu_erf", "gelu_tanh": "gelu_tanh_approx", "swiglu": "swiglu"}
 
-# What the columns of a tile of pairs have to be a multiple of.
-_PAIRED = 32
-
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """The part of the result that a block of threads computes."""
-
-    rows: int
-    columns: int
-    pingpong: bool
-    """Whether two groups of warps compute a tile each, in turn, and not one tile together."""
-
-    def __str__(self) -> str:
-        return f"{self.rows}x{self.columns}"
-
-
-TILES = (
-    Tile(128, 256, pingpong=False),
-    Tile(128, 160, pingpong=True),
-    Tile(128, 192, pingpong=True),
-    Tile(128, 208, pingpong=True),
-)
-"""Each a kernel to be measured; larger ones leave too few registers to an activation (H100). QuACK's own
-search runs each of 44 settings for a fifth of a second, for every number of rows. A tile is compiled once for
-all shapes, for each activation, and kept on disk.
+_ROWS, _COLUMNS = 128, (160, 192)
+"""Of the part of the result that a block of threads computes, each number of columns a kernel to be measured.
+Other tiles were within 2 % of these or of cuBLAS (H100); larger ones leave too few registers to an
+activation. QuACK's own search runs each of 44 settings for a fifth of a second, for every number of rows. A
+tile is compiled once for all shapes, for each activation, and kept on disk.
 """
 
 
@@ -187,7 +166,7 @@ class Quack(CudaKernel[ProductShape], ProductKernel):
     epilogue, which a group of warps computes while another multiplies; they are rounded once, together.
 
     Args:
-        tile: that of the kernel.
+        columns: of the tile.
     """
 
     architectures = (9,)
@@ -195,9 +174,9 @@ class Quack(CudaKernel[ProductShape], ProductKernel):
     attribute: ClassVar[str] = "gemm_act"
     plans_each_shape = True
 
-    def __init__(self, tile: Tile) -> None:
-        self.name = f"quack_{tile}"
-        self._tile = tile
+    def __init__(self, columns: int) -> None:
+        self.name = f"quack_{_ROWS}x{columns}"
+        self._columns = columns
 
     def package_problem(self, device: torch.device) -> str | None:
         """Every function that it needs has to be there."""
@@ -213,17 +192,12 @@ class Quack(CudaKernel[ProductShape], ProductKernel):
             and shape.in_features % 8 == 0
             and features_after(shape.activation, shape.out_features) % 8 == 0
             and shape.rows >= _LEAST_ROWS
-            and self.applies(shape.activation)
         )
 
     @property
     def is_awaited(self) -> bool:
         """Whether its next call waits for the processes that compile ahead."""
         return ahead.is_running()
-
-    def applies(self, activation: str) -> bool:
-        """Whether it is a candidate for products with this activation."""
-        return activation != "swiglu" or self._tile.columns % _PAIRED == 0
 
     def __call__(self, rows_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, activation: str) -> Tensor:
         """What the autotuner of QuACK would call, with the tile of this kernel."""
@@ -245,9 +219,9 @@ class Quack(CudaKernel[ProductShape], ProductKernel):
     def _config(self) -> Any:
         """One object for all calls: QuACK remembers what it has prepared by its identity."""
         return find(self.module, "GemmConfig")[0](
-            tile_m=self._tile.rows,
-            tile_n=self._tile.columns,
-            pingpong=self._tile.pingpong,
+            tile_m=_ROWS,
+            tile_n=self._columns,
+            pingpong=True,
             cluster_m=2,
             cluster_n=1,
             device_capacity=9,
@@ -255,5 +229,5 @@ class Quack(CudaKernel[ProductShape], ProductKernel):
         )
 
 
-KERNELS: tuple[ProductKernel, ...] = (Cublas(), *(Quack(tile) for tile in TILES))
+KERNELS: tuple[ProductKernel, ...] = (Cublas(), *map(Quack, _COLUMNS))
 """In order of preference where nothing was measured."""
