@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import features
 from layout import by_columns, formatted, shown
 from storage import RESULTS, ROOT, Result, described, load, merge, store
 
@@ -100,6 +101,8 @@ def rewritten(document: Path, results: Path = RESULTS) -> str:
         )
 
     def table_of(match: re.Match[str]) -> str:
+        if match["name"] == "features":
+            return f"{match['begin']}\n{features.table(match['arguments'].strip())}\n\n{match['end']}"
         table = TABLES.get(match["name"])
         if table is None:
             raise ValueError(f"{document.name}: no table {match['name']}; there are {', '.join(TABLES)}")

@@ -1,4 +1,4 @@
-"""Requests of mixed images through the Qwen3-VL-8B vision tower: latency of `execute` against two others.
+"""Requests of mixed images through the Qwen3-VL-8B vision tower: latency of `execute` against others.
 
     python benchmarks/bench.py requests --output out/requests.json
 
@@ -11,8 +11,9 @@ requests have run twice (cuDNN plans a shape when it comes for the second time):
 * "powers of two": our compiled program in one full graph for each power of two from 64 to 8192 tokens, greedy
   packing into the smallest graph that fits: how vLLM's encoder CUDA graphs serve, without its tower.
 * "ours": the default settings; `auto` modes, cost-aware packing, the default ladder of the same range.
+* "greedy" and "greedy_defer": ours with that `packing`.
 
-Outputs of both are compared with eager's. `--tiny` takes a tiny tower, on a CPU too.
+Outputs are compared with eager's. `--tiny` takes a tiny tower, on a CPU too.
 """
 
 from __future__ import annotations
@@ -104,6 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
     configs = {
         "powers of two": {**limits, "mode": "full", "packing": "greedy", "token_budgets": budgets},
         "ours": limits,
+        **{packing: {**limits, "packing": packing} for packing in ("greedy", "greedy_defer")},
     }
     torch.manual_seed(0)
     count, most = (2, 2) if tiny else (arguments.requests, MOST_IMAGES)

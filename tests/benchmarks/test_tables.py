@@ -34,7 +34,7 @@ def test_the_tables_of_a_document_are_what_is_stored(document: Path) -> None:
 
 def test_every_table_is_in_a_document_and_every_result_in_a_table() -> None:
     marked = {name for document in DOCUMENTS for name in MARK.findall(document.read_text("utf-8"))}
-    assert marked == set(tables.TABLES)
+    assert marked - {"features"} == set(tables.TABLES)
     files = {table.file for table in tables.TABLES.values()}
     assert {path.name for path in RESULTS.glob("*.json")} <= files
 
@@ -203,8 +203,8 @@ def test_the_products_that_were_chosen_or_failed_show() -> None:
     row = {"layer": "fc2", "rows": 196, "chosen": False, "error": 0.00225}
     rows = [
         {**row, "kernel": "cublas", "us": 10.84},
-        {**row, "kernel": "quack_128x256", "us": 8.16, "error": 0.00231, "chosen": True},
-        {**row, "kernel": "quack_128x160", "failure": "RuntimeError: no tile"},
+        {**row, "kernel": "cublaslt_3", "us": 8.16, "error": 0.00231, "chosen": True},
+        {**row, "kernel": "quack_256x128", "failure": "RuntimeError: no tile"},
         {**row, "kernel": "cublas", "rows": 784, "us": 16.6, "chosen": True},
     ]
     settings = {"unavailable": {"quack_128x192": "cannot import quack"}}
@@ -213,7 +213,7 @@ def test_the_products_that_were_chosen_or_failed_show() -> None:
         ["fc2", "196", "10.8", "**8.2**", "failed", "0.00231"],
         ["fc2", "784", "**16.6**", "-", "-", "0.00225"],
     ]
-    assert "quack_128x160, fc2, 196 rows: RuntimeError: no tile" in table
+    assert "quack_256x128, fc2, 196 rows: RuntimeError: no tile" in table
     assert table.endswith("quack_128x192: cannot import quack")
 
 
