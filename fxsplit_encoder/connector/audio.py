@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 import torch
 
+from fxsplit_encoder.connector.interfaces import MediaItem, PreparedItem
 from fxsplit_encoder.connector.keys import HashName, Part, digest_of, item_digest
-from fxsplit_encoder.connector.options import check_options
-from fxsplit_encoder.connector.seams import MediaItem, PreparedItem
+from fxsplit_encoder.connector.preprocess import check_options
 from fxsplit_encoder.errors import MediaError
 from fxsplit_encoder.media import (
     AudioSamples,

@@ -1,25 +1,22 @@
-"""From media to one tower's inputs: how many rows it will have, what identifies it, and what is encoded.
-
-What a model's own processor does is its `Preparation`; how many output tokens that makes is the tower's own
-arithmetic. Nothing here keeps state but preparations, so threads share a processor.
-"""
+"""Media to the inputs of one tower: the options of an item, a model's own preparation, and `Processor`."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
+import numpy as np
 import torch
+from PIL import Image
 
+from fxsplit_encoder.connector.interfaces import PIXEL_TABLE, MediaItem, Modality, PreparedItem, Reduction
 from fxsplit_encoder.connector.keys import HashName, Part, canonical, digest_of, item_digest
-from fxsplit_encoder.connector.options import ANY, SAMPLING, SCALE, OptionCheck, check_options, integers
-from fxsplit_encoder.connector.preparation import Inputs, Preparation, Prepare
-from fxsplit_encoder.connector.seams import PIXEL_TABLE, MediaItem, PreparedItem, Reduction
 from fxsplit_encoder.errors import MediaError
 from fxsplit_encoder.media import (
     Frames,
@@ -35,7 +32,122 @@ from fxsplit_encoder.media import (
     shrunk,
 )
 from fxsplit_encoder.media.sources import Encoded, attempt
-from fxsplit_encoder.messages import shown
+from fxsplit_encoder.messages import name_of, nearest, shown
+
+
+@dataclass(frozen=True)
+class OptionCheck:
+    """What an option may be."""
+
+    expected: str
+    fits: Callable[[object], bool]
+
+
+def integers(most: Mapping[str, int]) -> dict[str, OptionCheck]:
+    """Options that are integers from 1 to the number given for each."""
+    return {name: _integer(last) for name, last in most.items()}
+
+
+def _integer(most: int) -> OptionCheck:
+    def fits(value: object) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most
+
+    return OptionCheck(f"an integer from 1 to {most}", fits)
+
+
+def _is_positive(value: object) -> bool:
+    return (
+        type(value) is not bool and isinstance(value, int | float | np.number) and bool(0 < value < math.inf)
+    )
+
+
+def _is_a_part(value: object) -> bool:
+    return isinstance(value, int | float | np.number) and _is_positive(value) and bool(value <= 1)
+
+
+_POSITIVE = OptionCheck("a number above 0", _is_positive)
+_FRAMES = _integer(1 << 16)
+
+SAMPLING: Mapping[str, OptionCheck] = {
+    "do_sample_frames": OptionCheck("True or False", lambda value: isinstance(value, bool)),
+    "fps": _POSITIVE,
+    "num_frames": _FRAMES,
+    "min_frames": _FRAMES,
+    "max_frames": _FRAMES,
+    "max_duration": _POSITIVE,
+}
+"""Which frames of a video are seen."""
+
+
+SCALE = "scale"
+"""By which both sides of an image or of a video's frames are shrunk before the processor sees them."""
+
+ANY: Mapping[str, OptionCheck] = {SCALE: OptionCheck("a number above 0, up to 1", _is_a_part)}
+"""What any processor's images and videos may have."""
+
+
+def check_options(options: Mapping[str, object], allowed: Mapping[str, OptionCheck]) -> None:
+    """Raises MediaError for an option of another name, or of another value than it may have."""
+    for name, value in options.items():
+        if name not in allowed:
+            raise MediaError(
+                f"options: {name_of(name)} is unknown; {nearest(str(name), list(allowed))}"
+                f"expected one of {', '.join(allowed) or 'none'}"
+            )
+        if not allowed[name].fits(value):
+            raise MediaError(f"options: {name}: expected {allowed[name].expected}; got {shown(value)}")
+
+
+class Inputs(Protocol):
+    """What a preparation makes of one item of the tower."""
+
+    @property
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """By their key in `mm_kwargs`; without pixels where only sizes were asked for."""
+
+    @property
+    def layout(self) -> Mapping[str, Any]:
+        """How it was cut: "grid", "tiles" or "crops"."""
+
+
+class Preparation(Protocol):
+    """What a model's own processor does, with one item's arguments."""
+
+    @property
+    def takes_clips(self) -> bool:
+        """Whether the model takes videos."""
+
+    @property
+    def image_options(self) -> Mapping[str, int]:
+        """The arguments that an image may have, integers from 1, and the most that each may be."""
+
+    @property
+    def clip_options(self) -> Mapping[str, int]:
+        """The arguments that a video may have besides those of sampling, in the same way."""
+
+    @property
+    def frames_per_step(self) -> int:
+        """Frames that become one along a video's grid."""
+
+    def image(self, image: Image.Image) -> Inputs:
+        """The inputs of an upright RGB image."""
+
+    def image_sizes(self, width: int, height: int) -> Inputs:
+        """The same of an image of this size, without pixels."""
+
+    def sample(self, num_frames: int, fps: float | None) -> Sequence[int]:
+        """Which frames of a video are seen."""
+
+    def clip(self, frames: Frames) -> Sequence[Inputs]:
+        """The inputs of a video: one item of the tower, or several."""
+
+    def clip_sizes(self, num_frames: int, width: int, height: int) -> Sequence[Inputs]:
+        """The same of a video of this size, without pixels."""
+
+
+Prepare = Callable[[Modality, Mapping[str, object]], Preparation]
+"""A preparation for an item's modality and options."""
+
 
 _MOST_PREPARATIONS = 64
 _MOST_HALVINGS = 8

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from fxsplit_encoder.connector.interfaces import MediaItem, Reduction
 from fxsplit_encoder.connector.positions import Placeholders
-from fxsplit_encoder.connector.seams import MediaItem, Reduction
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.messages import shown
 

@@ -133,13 +133,7 @@ def given(settings: Settings, *names: str) -> dict[str, Any]:
 
 
 def hugging_face(module: str, tower: str, config: str) -> Build:
-    """Builds a vision tower that transformers has.
-
-    Args:
-        module: under `transformers.models`; imported when a tower is built.
-        tower: the tower's class.
-        config: the class of its configuration.
-    """
+    """Builds a vision tower that transformers has."""
 
     def build(settings: Settings) -> nn.Module:
         made: nn.Module = hugging_face_class(module, "modeling", tower)(

@@ -38,10 +38,6 @@ class Sampling:
     def __call__(self, num_frames: int, fps: float | None) -> Sequence[int]:
         """The frames of a video, rising; one may come twice.
 
-        Args:
-            num_frames: that the video has.
-            fps: how many a second; None: not known.
-
         Raises:
             MediaError: they cannot be chosen, or the video has too few.
         """

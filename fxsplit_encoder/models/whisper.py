@@ -28,11 +28,7 @@ def whisper_spec(encoder: Any) -> DenseTowerSpec:
 
 
 def whisper_extractor(processor: Mapping[str, Any]) -> FeatureExtractor:
-    """What turns samples into mel frames.
-
-    Args:
-        processor: the checkpoint's preprocessor_config.json.
-    """
+    """What turns samples into mel frames."""
     from transformers import WhisperFeatureExtractor
 
     made: Any = WhisperFeatureExtractor(**processor)  # type: ignore[no-untyped-call]

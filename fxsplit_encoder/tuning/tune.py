@@ -24,8 +24,7 @@ from fxsplit_encoder.config import Packing
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.planning.budgets import default_budgets
 from fxsplit_encoder.tuning.costs import BatchCosts
-from fxsplit_encoder.tuning.forecast import LadderForecast, forecast
-from fxsplit_encoder.tuning.judge import Judge
+from fxsplit_encoder.tuning.forecast import Judge, LadderForecast, forecast
 from fxsplit_encoder.tuning.outcome import PathTuning, Tuning
 from fxsplit_encoder.tuning.search import (
     LadderLimits,

@@ -12,7 +12,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 from typer.testing import CliRunner, Result
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.cli import compare, files
+from fxsplit_encoder.cli import demo, files
 from fxsplit_encoder.cli.files import read_config, shipped
 from fxsplit_encoder.cli.main import app
 from fxsplit_encoder.cli.options import MODELS
@@ -110,7 +110,7 @@ def test_demo_in_bfloat16_is_judged_by_its_error(photographs: list[Path], config
 def test_demo_counts_misses_and_fails_on_a_difference(
     photographs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compare, "FLOAT32_TOLERANCE", 0.0)
+    monkeypatch.setattr(demo, "FLOAT32_TOLERANCE", 0.0)
     small = tmp_path / "small.yaml"
     small.write_text(
         "token_budgets: [4]\nmax_items_per_batch: 1\nmax_frames_per_batch: 1\n", encoding="utf-8"

@@ -183,7 +183,7 @@ def test_measured_costs_are_written_and_used(tmp_path: Path, monkeypatch: pytest
     """What a GPU measures is stood in for; the file, and what is made of it, are real."""
     measured = RECORDED["run"]["paths"]["default"]["costs"]
     monkeypatch.setattr(
-        "fxsplit_encoder.cli.costs.measure_costs",
+        "fxsplit_encoder.cli.tune.measure_costs",
         lambda chosen, file: file.write_text(json.dumps({"default": measured}), encoding="utf-8"),
     )
     trace = write_trace(tmp_path / "trace.jsonl", *([EncoderItemSpec(n, n)] for n in (100, 2000)))

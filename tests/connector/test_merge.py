@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fxsplit_encoder.connector.merge import merge_rows
-from fxsplit_encoder.connector.positions import PositionMap, Run
+from fxsplit_encoder.connector.positions import PositionMap, Run, merge_rows
 from fxsplit_encoder.errors import InputError
 
 WIDTH = 6

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fxsplit_encoder.connector.interfaces import Modality
 from fxsplit_encoder.connector.positions import Placeholder, PositionMap, Run
-from fxsplit_encoder.connector.seams import Modality
 from fxsplit_encoder.errors import InputError
 
 IMAGE, VIDEO, BEGIN, END = 900, 901, 800, 801

@@ -10,11 +10,10 @@ import torch
 from PIL import Image
 
 from fxsplit_encoder.connector.connector import Connector
+from fxsplit_encoder.connector.interfaces import MediaItem
 from fxsplit_encoder.connector.request import EncodeRequest
-from fxsplit_encoder.connector.seams import MediaItem
 from fxsplit_encoder.errors import ConfigError, InputError
-from fxsplit_encoder.models.connectors import checkpoint_connector
-from fxsplit_encoder.models.encoders import checkpoint_encoder
+from fxsplit_encoder.models.connectors import checkpoint_connector, checkpoint_encoder
 
 from .checkpoints import save
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from fxsplit_encoder.config import EncoderConfig
-from fxsplit_encoder.connector.seams import MediaItem
+from fxsplit_encoder.connector.interfaces import MediaItem
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.models.encoders import (
+from fxsplit_encoder.models.connectors import (
     checkpoint_encoder,
     checkpoint_process,
     config_for,

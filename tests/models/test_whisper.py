@@ -16,13 +16,12 @@ from transformers import WhisperConfig, WhisperFeatureExtractor, WhisperForCondi
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.connector.audio import AudioProcessor
-from fxsplit_encoder.connector.by_modality import ProcessorByModality
 from fxsplit_encoder.connector.connector import Connector
 from fxsplit_encoder.connector.fake import FakeEncoder, FakeProcessor, fake_rows
+from fxsplit_encoder.connector.interfaces import MediaItem, ProcessorByModality
 from fxsplit_encoder.connector.manager_encoder import ManagerEncoder
 from fxsplit_encoder.connector.positions import PositionMap
 from fxsplit_encoder.connector.request import EncodeRequest
-from fxsplit_encoder.connector.seams import MediaItem
 from fxsplit_encoder.connector.settings import ConnectorConfig
 from fxsplit_encoder.errors import InputError, MediaError
 from fxsplit_encoder.media import AudioSamples, MediaLimits

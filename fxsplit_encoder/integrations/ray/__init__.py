@@ -6,10 +6,9 @@ encoders of the connector in actors.
 Needs the extra `ray`; `connector` that of the same name too.
 """
 
-from fxsplit_encoder.integrations.ray.encode_images import EncodeImages, encode_images
+from fxsplit_encoder.integrations.ray.encode_images import EncodeImages, encode_images, prepare_images
 from fxsplit_encoder.integrations.ray.job import EncodeJob
-from fxsplit_encoder.integrations.ray.outcome import Outcome
-from fxsplit_encoder.integrations.ray.prepare_images import prepare_images
+from fxsplit_encoder.integrations.ray.parts import Outcome
 from fxsplit_encoder.integrations.ray.ray_encoder import RayEncoder, RayOptions
 
 __all__ = [

@@ -1,20 +1,89 @@
-"""What a client sends: bodies within limits, in one of three forms."""
+"""Requests of images over HTTP, read and checked, and their answers: embeddings or errors."""
 
 from __future__ import annotations
 
 import base64
 import binascii
+import io
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+import numpy as np
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
+from starlette.responses import Response
 
-from fxsplit_encoder.integrations.serve.answers import RequestError
+from fxsplit_encoder.integrations.images import PreparedImage
+from fxsplit_encoder.integrations.images.preparer import Array
 from fxsplit_encoder.integrations.serve.settings import ServiceSettings
 from fxsplit_encoder.messages import names_of, shown
+
+
+class RequestError(Exception):
+    """A request that is answered by an error."""
+
+    def __init__(self, status: int, kind: str, message: str, index: int | None = None) -> None:
+        super().__init__(status, kind, message, index)
+        self.status = status
+        self.kind = kind
+        self.message = message
+        self.index = index
+
+
+def error_response(error: RequestError, headers: Mapping[str, str] | None = None) -> Response:
+    """An error as JSON."""
+    content: dict[str, Any] = {"type": error.kind, "message": error.message}
+    if error.index is not None:
+        content["index"] = error.index
+    return json_response({"error": content}, error.status, headers)
+
+
+def json_response(
+    content: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    """A JSON object."""
+    body = json.dumps(content, separators=(",", ":"))
+    return Response(body, status, dict(headers or {}), "application/json")
+
+
+def embeddings_response(
+    model: str, encoding: str, images: Sequence[PreparedImage], embeddings: Sequence[Array]
+) -> Response:
+    """The embeddings of all images of a request.
+
+    Args:
+        model: that made them.
+        encoding: float: a list of numbers; base64: of the little-endian values; npy: the array alone.
+        images: what was encoded.
+        embeddings: (tokens, width), row by row in both of the first.
+    """
+    if encoding == "npy":
+        stream = io.BytesIO()
+        np.save(stream, embeddings[0])
+        return Response(stream.getvalue(), 200, media_type="application/x-npy")
+    data = [
+        {
+            "object": "embedding",
+            "index": index,
+            "shape": list(embedding.shape),
+            "dtype": str(embedding.dtype),
+            "layout": image.layout,
+            "embedding": _encoded(embedding, encoding),
+        }
+        for index, (image, embedding) in enumerate(zip(images, embeddings, strict=True))
+    ]
+    usage = {"images": len(images), "rows": sum(len(embedding) for embedding in embeddings)}
+    return json_response({"object": "list", "model": model, "data": data, "usage": usage})
+
+
+def _encoded(embedding: Array, encoding: str) -> object:
+    if encoding == "float":
+        return embedding.reshape(-1).tolist()
+    little = embedding.astype(embedding.dtype.newbyteorder("<"), copy=False)
+    return base64.b64encode(little.tobytes()).decode("ascii")
+
 
 Encoding = Literal["float", "base64", "npy"]
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from fxsplit_encoder.connector.books.audit import audit
-from fxsplit_encoder.connector.books.workers import Batch
+from fxsplit_encoder.connector.books.encoding import Batch
+from fxsplit_encoder.connector.interfaces import MediaItem
 from fxsplit_encoder.connector.request import EncodeRequest
-from fxsplit_encoder.connector.seams import MediaItem
 
 from .stand_ins import Bench
 from .test_any_history import MEDIA, AnyHistory

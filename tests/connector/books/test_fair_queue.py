@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxsplit_encoder.connector.books.fair_queue import FairQueue
+from fxsplit_encoder.connector.books.parts import FairQueue
 
 
 def served(queue: FairQueue[str]) -> list[str]:

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxsplit_encoder.connector.books.host_buffers import HOST, HostBuffers, capacity_of
-from fxsplit_encoder.connector.books.ledger import Ledger
+from fxsplit_encoder.connector.books.storage import HOST, HostBuffers, Ledger, capacity_of
 from fxsplit_encoder.connector.statistics import ConnectorStats
 
 PAGE = 4096

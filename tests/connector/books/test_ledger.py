@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from fxsplit_encoder.connector.books.ledger import Ledger
+from fxsplit_encoder.connector.books.storage import Ledger
 
 
 @pytest.fixture

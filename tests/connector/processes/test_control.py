@@ -5,8 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from fxsplit_encoder.connector.processes.control import ControlClient, ControlServer
-from fxsplit_encoder.connector.processes.messages import FromEncoder, Hello, Started, Stop, ToEncoder
+from fxsplit_encoder.connector.processes.messages import (
+    ControlClient,
+    ControlServer,
+    FromEncoder,
+    Hello,
+    Started,
+    Stop,
+    ToEncoder,
+)
 from fxsplit_encoder.connector.transport.wire import Codec
 from fxsplit_encoder.errors import TransportError
 from tests.connector.resources import nothing_left

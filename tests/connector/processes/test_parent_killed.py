@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 
 from fxsplit_encoder.connector.processes import EncoderProgram, ProcessEncoder, ProcessOptions, program
-from fxsplit_encoder.connector.processes.runtime_directory import RuntimeDirectory
+from fxsplit_encoder.connector.processes.encoder_process import RuntimeDirectory
 from tests.connector.resources import nothing_left
 
 from .conftest import DOUBLING, make_item

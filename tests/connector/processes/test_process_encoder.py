@@ -15,8 +15,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from fxsplit_encoder.connector.interfaces import PreparedItem
 from fxsplit_encoder.connector.processes import EncoderProgram, ProcessEncoder, program
-from fxsplit_encoder.connector.seams import PreparedItem
 from fxsplit_encoder.errors import EncoderLostError, InputError, MediaError
 from tests.connector.resources import eventually, mapped_bytes, num_descriptors
 

@@ -49,7 +49,7 @@ def test_a_process_gets_our_path_its_variables_and_one_descriptor(
             ["--x"], file.fileno(), ProcessOptions(executable=str(python), environment={"EXTRA": "1"})
         ).wait()
         words, *descriptors = seen.read_text("utf-8").split("\n")
-        assert words.split()[:3] == ["-P", "-m", "fxsplit_encoder.connector.processes"]
+        assert words.split()[:3] == ["-P", "-m", "fxsplit_encoder.connector.processes.child"]
         assert words.endswith(" 1")
         assert str(file.fileno()) in descriptors
         monkeypatch.setattr(sys, "executable", str(python))

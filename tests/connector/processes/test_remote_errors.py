@@ -4,8 +4,14 @@ import pytest
 import torch
 
 from fxsplit_encoder import errors
-from fxsplit_encoder.connector.processes.messages import Failed, FromEncoder, WireError
-from fxsplit_encoder.connector.processes.remote_errors import KNOWN, from_wire, to_wire
+from fxsplit_encoder.connector.processes.messages import (
+    KNOWN,
+    Failed,
+    FromEncoder,
+    WireError,
+    from_wire,
+    to_wire,
+)
 from fxsplit_encoder.connector.transport.wire import Codec
 
 

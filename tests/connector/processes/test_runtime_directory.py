@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fxsplit_encoder.connector.processes.runtime_directory import RuntimeDirectory, reap
-from fxsplit_encoder.connector.transport.private_directory import default_root
+from fxsplit_encoder.connector.processes.encoder_process import RuntimeDirectory, default_root, reap
 from fxsplit_encoder.errors import InputError
 from tests.connector.resources import num_descriptors
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from fxsplit_encoder.connector.interfaces import MediaItem, PreparedItem
 from fxsplit_encoder.connector.processes import ProcessOptions
-from fxsplit_encoder.connector.seams import MediaItem, PreparedItem
 from fxsplit_encoder.errors import EncoderLostError
-from fxsplit_encoder.models.encoders import checkpoint_encoder, checkpoint_process, weightless_tower
+from fxsplit_encoder.models.connectors import checkpoint_encoder, checkpoint_process, weightless_tower
 from fxsplit_encoder.models.media import media_processor
 from tests.connector.resources import nothing_left
 from tests.models.checkpoints import save

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fxsplit_encoder.connector.books.preparation import Digested, DigestJob
+from fxsplit_encoder.connector.books.books import Digested, DigestJob
 from tests.connector.books.stand_ins import Bench
 from tests.connector.scenes import Stage, connector, request, wait, wait_until
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from fxsplit_encoder.connector.states import State
-from fxsplit_encoder.connector.threads.landing import Landing
+from fxsplit_encoder.connector.threads.worker import Landing
 from tests.connector.scenes import PATIENCE_S, SlowCopies, Stage, connector, request, wait, wait_until
 
 

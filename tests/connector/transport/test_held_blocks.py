@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from fxsplit_encoder.connector.transport.held_blocks import Block, HeldBlocks
+from fxsplit_encoder.connector.transport.blocks import Block, HeldBlocks
 from fxsplit_encoder.errors import InputError, TransportError, TransportFullError
 from tests.connector.resources import eventually
 

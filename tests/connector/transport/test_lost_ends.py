@@ -7,9 +7,15 @@ from collections.abc import Sequence
 
 import pytest
 
-from fxsplit_encoder.connector.transport.held_blocks import Block, HeldBlocks
-from fxsplit_encoder.connector.transport.peer import Greeting, Packet, Peer, Released, connected_sockets
-from fxsplit_encoder.connector.transport.wire import Codec
+from fxsplit_encoder.connector.transport.blocks import Block, HeldBlocks
+from fxsplit_encoder.connector.transport.wire import (
+    Codec,
+    Greeting,
+    Packet,
+    Peer,
+    Released,
+    connected_sockets,
+)
 from tests.connector.resources import nothing_left
 
 CODEC: Codec[Packet] = Codec(Packet)

@@ -8,7 +8,9 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from fxsplit_encoder.connector.transport import wire
-from fxsplit_encoder.connector.transport.peer import (
+from fxsplit_encoder.connector.transport.shared_memory import SharedMemoryTransport
+from fxsplit_encoder.connector.transport.wire import (
+    Codec,
     Greeting,
     Packet,
     Peer,
@@ -16,8 +18,6 @@ from fxsplit_encoder.connector.transport.peer import (
     Released,
     connected_sockets,
 )
-from fxsplit_encoder.connector.transport.shared_memory import SharedMemoryTransport
-from fxsplit_encoder.connector.transport.wire import Codec
 from fxsplit_encoder.errors import TransportError
 from tests.connector.resources import eventually, nothing_left, num_descriptors
 

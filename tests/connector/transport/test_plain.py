@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxsplit_encoder.connector.transport.plain import from_plain, to_plain
+from fxsplit_encoder.connector.transport.layout import from_plain, to_plain
 from fxsplit_encoder.errors import InputError, TransportError
 
 names = st.text(min_size=1, max_size=8)

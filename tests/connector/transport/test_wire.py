@@ -20,10 +20,8 @@ from fxsplit_encoder.connector.processes.messages import (
     WireItem,
 )
 from fxsplit_encoder.connector.transport import wire
-from fxsplit_encoder.connector.transport.layout import TensorLayout
-from fxsplit_encoder.connector.transport.peer import Greeting, Packet, Released
-from fxsplit_encoder.connector.transport.seam import Handle
-from fxsplit_encoder.connector.transport.wire import Codec, Message
+from fxsplit_encoder.connector.transport.layout import Handle, TensorLayout
+from fxsplit_encoder.connector.transport.wire import Codec, Greeting, Message, Packet, Released
 from fxsplit_encoder.errors import TransportError
 
 HANDLE = Handle("ab", 3, b"key", 64, (TensorLayout("x", "bfloat16", (2, 3), 64),), {"grid": [1, 2]}, b"sum")

@@ -10,15 +10,15 @@ import pytest
 
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.integrations.images import ImageEncoder, ImagePreparer, PreparedImage
-from fxsplit_encoder.integrations.ray.columns import (
+from fxsplit_encoder.integrations.ray.encode_images import (
     buffers,
     errors_of,
     inputs_of,
+    prepare_images,
     with_embeddings,
     with_inputs,
 )
-from fxsplit_encoder.integrations.ray.prepare_images import prepare_images
-from fxsplit_encoder.integrations.ray.shards import packed, unpacked
+from fxsplit_encoder.integrations.ray.parts import packed, unpacked
 
 from ...models.checkpoints import save
 from ..images.photographs import encoded, photograph, settings_of

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.integrations.ray.files import list_files, read_file
-from fxsplit_encoder.integrations.ray.fingerprints import checkpoint_digest, paths_digest
+from fxsplit_encoder.integrations.ray.files import checkpoint_digest, list_files, paths_digest, read_file
 
 from ...models.checkpoints import save
 

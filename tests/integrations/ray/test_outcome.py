@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fxsplit_encoder.integrations.ray.outcome import Outcome, ShardReport
+from fxsplit_encoder.integrations.ray.parts import Outcome, ShardReport
 
 
 def report(shard: int, prepare: float, begin: float, end: float) -> ShardReport:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fxsplit_encoder.integrations.images import PreparedImage, Result
-from fxsplit_encoder.integrations.serve.merging import Fetch, MergingThread
+from fxsplit_encoder.integrations.serve.encoder import Fetch, MergingThread
 
 
 def image(number: int) -> PreparedImage:

@@ -13,8 +13,7 @@ import pytest
 from starlette.requests import Request
 
 from fxsplit_encoder.errors import ConfigError
-from fxsplit_encoder.integrations.serve.answers import RequestError
-from fxsplit_encoder.integrations.serve.requests import EmbeddingRequest, read_request
+from fxsplit_encoder.integrations.serve.requests import EmbeddingRequest, RequestError, read_request
 from fxsplit_encoder.integrations.serve.settings import ServiceSettings
 
 SETTINGS = ServiceSettings(model="m", max_request_bytes=4000, max_images_per_request=3)
@@ -118,7 +117,7 @@ def test_settings_may_be_text_of_a_command_line() -> None:
 
 
 def test_json_of_an_error_says_which_image() -> None:
-    from fxsplit_encoder.integrations.serve.answers import error_response
+    from fxsplit_encoder.integrations.serve.requests import error_response
 
     response = error_response(RequestError(422, "undecodable_image", "no", 3), {"Retry-After": "1"})
     assert response.status_code == 422

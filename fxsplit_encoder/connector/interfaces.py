@@ -8,6 +8,9 @@ from typing import Literal, Protocol, runtime_checkable
 
 import torch
 
+from fxsplit_encoder.errors import MediaError
+from fxsplit_encoder.messages import shown
+
 Modality = Literal["image", "video", "audio"]
 Reduction = Literal["half_frames", "half_resolution"]
 
@@ -145,3 +148,42 @@ class FeatureEncoder(Protocol):
     def close(self) -> None:
         """Give back what the encoder holds; idempotent."""
         ...
+
+
+class ProcessorByModality:
+    """Hands every item to the processor of its modality.
+
+    Args:
+        processors: by modality; one may have several.
+    """
+
+    def __init__(self, processors: Mapping[Modality, MediaProcessor]) -> None:
+        self._processors = dict(processors)
+
+    def count_tokens(self, item: MediaItem) -> int:
+        """See `MediaProcessor`.
+
+        Raises:
+            MediaError: there is no processor for its modality, or its processor refuses it.
+        """
+        return self._of(item).count_tokens(item)
+
+    def digest(self, item: MediaItem) -> bytes:
+        """See `MediaProcessor`."""
+        return self._of(item).digest(item)
+
+    def prepare(self, item: MediaItem) -> PreparedItem:
+        """See `MediaProcessor`."""
+        return self._of(item).prepare(item)
+
+    def reduce(self, item: MediaItem, how: Reduction) -> MediaItem | None:
+        """See `MediaReducer`; None where the item's processor cannot reduce."""
+        processor = self._of(item)
+        return processor.reduce(item, how) if isinstance(processor, MediaReducer) else None
+
+    def _of(self, item: MediaItem) -> MediaProcessor:
+        processor = self._processors.get(item.modality)
+        if processor is None:
+            expected = " or ".join(self._processors)
+            raise MediaError(f"modality: expected {expected}; got {shown(item.modality)}")
+        return processor

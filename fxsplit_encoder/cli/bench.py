@@ -1,27 +1,147 @@
-"""Measures every way on a user's images, one way after the other."""
+"""`encoder-cg bench`: what a user would gain on a GPU with images of their own."""
 
 from __future__ import annotations
 
 import gc
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.bar import Bar
+from rich.console import Console
+from rich.table import Table
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.capture import measure_ms
-from fxsplit_encoder.cli.bench.plots import print_bars, save_png
-from fxsplit_encoder.cli.bench.result import OURS, Measured, advice
-from fxsplit_encoder.cli.bench.ways import WAYS, Inputs, Ours, Way
 from fxsplit_encoder.cli.console import describe_device, describe_tower, progress_bars
 from fxsplit_encoder.cli.demo import example_images
 from fxsplit_encoder.cli.document import Column, Document, columns
 from fxsplit_encoder.cli.tower import ChosenTower
+from fxsplit_encoder.cli.ways import WAYS, Inputs, Ours, Way
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.models.eager import as_tensors, rms_error
 from fxsplit_encoder.models.prepare import EncoderInputs, find_files, load_inputs
+
+OURS = "ours"
+
+# Less is within the noise of a measurement.
+_WORTH = 1.05
+
+
+@dataclass
+class Measured:
+    """One batch by every way."""
+
+    item: str
+    """The image, or how many of them."""
+    size: str
+    """In pixels; of several images empty."""
+    patches: str
+    """Patches or tiles, as the family counts."""
+    tokens: int
+    ms: dict[str, float] = field(default_factory=dict)
+    """Milliseconds by the way's name; one that failed or cannot run is not in it."""
+    padding: float = 0.0
+    """The share of padding in what ours replays."""
+
+    @property
+    def best_other(self) -> tuple[str, float] | None:
+        """The fastest of the others, and its time; None: nothing else was measured."""
+        others = {name: ms for name, ms in self.ms.items() if name != OURS}
+        return min(others.items(), key=lambda each: each[1]) if others else None
+
+    @property
+    def gain(self) -> float | None:
+        """How many times as fast ours is as the best of the others; None: not both were measured."""
+        best = self.best_other
+        return best[1] / self.ms[OURS] if best and OURS in self.ms else None
+
+    def times_of(self, way: str) -> float | None:
+        """How many times as fast ours is as one way; None: not both were measured."""
+        return self.ms[way] / self.ms[OURS] if way in self.ms and OURS in self.ms else None
+
+
+def advice(rows: Sequence[Measured], titles: Mapping[str, str]) -> str:
+    """What to do, in a line."""
+    gains = {index: gain for index, row in enumerate(rows) if (gain := row.gain) is not None}
+    if not gains:
+        return "No advice: ours or everything else was not measured."
+    worth = [rows[index] for index, gain in gains.items() if gain >= _WORTH]
+    others = [rows[index] for index, gain in gains.items() if gain < _WORTH]
+    if not worth:
+        return f"Nothing to gain on these images: {_bests(others, titles)} is as fast."
+    found = f"Use the manager: {_range([row.gain for row in worth])} times as fast as the best other way"
+    eager = [times for row in worth if (times := row.times_of("eager")) is not None]
+    if eager:
+        found += f", {_range(eager)} times as fast as eager"
+    if not others:
+        return f"{found}."
+    named = ", ".join(row.item for row in others)
+    return f"{found}; nothing to gain on {named}, where {_bests(others, titles)} is as fast."
+
+
+def _range(values: Sequence[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    low, high = f"{min(known):.2f}", f"{max(known):.2f}"
+    return low if low == high else f"{low} to {high}"
+
+
+def _bests(rows: Sequence[Measured], titles: Mapping[str, str]) -> str:
+    names = dict.fromkeys(titles[best[0]] for row in rows if (best := row.best_other) is not None)
+    return " or ".join(names)
+
+
+_COLORS = {"eager": "#8a94a3", "graph": "#c9483f", "reduce-overhead": "#f0a63a", "ours": "#2f6fdb"}
+_LEAST_WIDTH, _MOST_WIDTH = 10, 50
+_NUMBER_WIDTH = 13
+_INCHES_A_BATCH = 0.9
+
+
+def print_bars(rows: Sequence[Measured], titles: Mapping[str, str]) -> None:
+    """A bar for every way of every batch, as long as its time, on stdout."""
+    console = Console(highlight=False, markup=False)
+    longest = max((ms for row in rows for ms in row.ms.values()), default=0.0)
+    beside = max(len(row.item) for row in rows) + max(map(len, titles.values())) + _NUMBER_WIDTH
+    width = max(_LEAST_WIDTH, min(_MOST_WIDTH, console.width - beside))
+    table = Table.grid(padding=(0, 1))
+    for _ in range(3):
+        table.add_column(no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    for number, row in enumerate(rows):
+        for place, name in enumerate(each for each in titles if each in row.ms):
+            bar = Bar(longest, 0, row.ms[name], width=width, color=_COLORS[name])
+            table.add_row("" if place else row.item, titles[name], bar, f"{row.ms[name]:.2f}")
+        if number < len(rows) - 1:
+            table.add_row()
+    console.print(table)
+
+
+def save_png(path: Path, rows: Sequence[Measured], titles: Mapping[str, str], title: str) -> None:
+    """Groups of horizontal bars with their milliseconds."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 1.2 + _INCHES_A_BATCH * len(rows)), layout="constrained")
+    axes = figure.subplots()
+    height = 0.8 / max(1, len(titles))
+    for place, (name, label) in enumerate(titles.items()):
+        at = [index + (place - (len(titles) - 1) / 2) * height for index in range(len(rows))]
+        bars = axes.barh(
+            at, [row.ms.get(name, 0.0) for row in rows], height, label=label, color=_COLORS[name]
+        )
+        labels = [f" {row.ms[name]:.2f}" if name in row.ms else "" for row in rows]
+        axes.bar_label(bars, labels=labels, fontsize=8)
+    axes.set_yticks(range(len(rows)), [f"{row.item}\n{row.size}".strip() for row in rows])
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+    axes.set_xlabel("milliseconds, less is better")
+    axes.set_title(title, fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=150)
+
 
 # Each size takes a compilation of its own in one of the ways.
 _MOST_ALONE = 6

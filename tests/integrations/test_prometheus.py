@@ -1,4 +1,5 @@
 import importlib
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -8,13 +9,16 @@ import pytest
 from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from fxsplit_encoder.connector.states import FAILURE_KINDS
 from fxsplit_encoder.errors import InputError, MissingExtraError
-from fxsplit_encoder.manager.prometheus import PrometheusCollector
+from fxsplit_encoder.integrations.prometheus import ConnectorCollector, PrometheusCollector
 from fxsplit_encoder.planning.limits import CaptureKey
 from fxsplit_encoder.planning.reasons import MissReason
 from fxsplit_encoder.runtime.progress import CaptureProgress
 from fxsplit_encoder.runtime.statistics import ManagerStats, Statistics
+from tests.connector.scenes import Stage, connector, request, wait
 
+PREFIX = re.compile("^encoder_(cudagraph|connector)_")
 BUDGETS = (
     "replays_total",
     "real_tokens_total",
@@ -33,10 +37,10 @@ class Source:
 
 
 def scrape(registry: CollectorRegistry) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-    """The samples of a scrape, by name and labels."""
+    """The samples of a scrape, by name without its prefix and labels."""
     text = generate_latest(registry).decode()
     return {
-        (sample.name.removeprefix("encoder_cudagraph_"), frozenset(sample.labels.items())): sample.value
+        (PREFIX.sub("", sample.name), frozenset(sample.labels.items())): sample.value
         for family in text_string_to_metric_families(text)
         for sample in family.samples
     }
@@ -164,8 +168,42 @@ def test_a_registry_takes_one() -> None:
         PrometheusCollector(Source(), registry=registry)
 
 
+def test_a_scrape_shows_the_counts_of_a_connector() -> None:
+    stage, registry = Stage(), CollectorRegistry()
+    stage.faults["broken"] = lambda: ValueError("bad pixels")
+    with connector(stage=stage, max_batch_items=1) as each:
+        ConnectorCollector(each, {"model": "tiny"}, registry=registry)
+        good, bad = each.submit(request("a", "a")), each.submit(request("broken"))
+        wait(good), wait(bad)
+        samples = scrape(registry)
+    assert sample(samples, "submitted_total", model="tiny") == 2
+    assert sample(samples, "tickets_ended_total", model="tiny", state="failed") == 1
+    assert sample(samples, "tickets_ended_total", model="tiny", state="released") == 0
+    assert sample(samples, "item_failures_total", model="tiny", kind="encoder") == 1
+    assert sample(samples, "lookups_total", model="tiny", found="join") == 1
+    assert sample(samples, "bytes", model="tiny", account="device cpu") == 128
+    assert sample(samples, "ready_seconds_count", model="tiny") == 1
+    assert sample(samples, "ready_seconds_bucket", model="tiny", le="+Inf") == 1
+    assert sample(samples, "batch_fill", model="tiny") == 1
+    assert sample(samples, "live_tickets", model="tiny") == 1
+    kinds = {dict(labels)["kind"] for name, labels in samples if name == "item_failures_total"}
+    assert kinds == set(FAILURE_KINDS)
+
+
+def test_labels_and_registries_of_a_connector_are_checked() -> None:
+    with connector() as each:
+        with pytest.raises(
+            InputError, match="labels: expected other names than the metrics' own; got account"
+        ):
+            ConnectorCollector(each, {"account": "x"}, registry=CollectorRegistry())
+        registry = CollectorRegistry()
+        ConnectorCollector(each, registry=registry)
+        with pytest.raises(InputError, match="registry: expected one without a ConnectorCollector"):
+            ConnectorCollector(each, registry=registry)
+
+
 def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    monkeypatch.delitem(sys.modules, "fxsplit_encoder.manager.prometheus")
+    monkeypatch.delitem(sys.modules, "fxsplit_encoder.integrations.prometheus")
     with pytest.raises(MissingExtraError, match=r"of the extra 'prometheus'; run: pip install "):
-        importlib.import_module("fxsplit_encoder.manager.prometheus")
+        importlib.import_module("fxsplit_encoder.integrations.prometheus")
