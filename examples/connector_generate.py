@@ -33,8 +33,7 @@ from fxsplit_encoder.connector.interfaces import MediaItem
 from fxsplit_encoder.connector.keys import TowerIdentity
 from fxsplit_encoder.connector.manager_encoder import ManagerEncoder
 from fxsplit_encoder.connector.positions import MergedRows, Placeholder, PositionMap
-from fxsplit_encoder.connector.request import EncodeRequest
-from fxsplit_encoder.connector.settings import ConnectorConfig
+from fxsplit_encoder.connector.request import ConnectorConfig, EncodeRequest
 from fxsplit_encoder.models.media import family_processor
 from fxsplit_encoder.models.prepare import ProcessorSettings
 from fxsplit_encoder.models.random import draw_weights

@@ -111,11 +111,7 @@ def run_tune(
 
 
 def parse_bytes(size: str) -> int:
-    """The bytes of a size, as the configuration reads it.
-
-    Raises:
-        InputError: it is no such size.
-    """
+    """The bytes of a size, as the configuration reads it; raises InputError where it is no such size."""
     try:
         parsed = EncoderConfig(max_graph_bytes=size).max_graph_bytes
     except ConfigError as error:

@@ -49,11 +49,7 @@ class OneLineErrors(TyperGroup):
         sys.exit(code if isinstance(code, int) else 0)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The command of a name.
-
-        Raises:
-            InputError: there is none.
-        """
+        """The command of a name; raises InputError where there is none."""
         name, commands = args[0], list(self.commands)
         if name not in self.commands and not name.startswith("-"):
             asked = nearest(name, commands)

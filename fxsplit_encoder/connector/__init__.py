@@ -1,7 +1,7 @@
 """Asynchronous encoding above the manager: media in, features at their placeholder tokens out.
 
 Nothing here needs a package that only an extra installs; what does is imported by its module: encoders
-in other processes (`processes`), reading of media (`preprocess`).
+in other processes (`processes`). Processors of media are in `fxsplit_encoder.models.preprocess`.
 """
 
 from fxsplit_encoder.connector.books.books import Step
@@ -31,8 +31,15 @@ from fxsplit_encoder.connector.positions import (
     Placeholders,
     PositionMap,
 )
-from fxsplit_encoder.connector.request import FAIL, RETRY, TEXT_ONLY, EncodeRequest, FailurePolicy
-from fxsplit_encoder.connector.settings import SPECIFIED_BATCHES, ConnectorConfig
+from fxsplit_encoder.connector.request import (
+    FAIL,
+    RETRY,
+    SPECIFIED_BATCHES,
+    TEXT_ONLY,
+    ConnectorConfig,
+    EncodeRequest,
+    FailurePolicy,
+)
 from fxsplit_encoder.connector.states import FAILURE_KINDS, TRANSITIONS, Availability, Residence, State
 from fxsplit_encoder.connector.statistics import ConnectorStats, Durations
 

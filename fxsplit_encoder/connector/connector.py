@@ -22,8 +22,7 @@ from fxsplit_encoder.connector.books.tickets import Ticket
 from fxsplit_encoder.connector.interfaces import MediaProcessor, MediaReducer
 from fxsplit_encoder.connector.keys import TowerIdentity, feature_key
 from fxsplit_encoder.connector.positions import FeatureRows, MergedRows, Run, merge_rows
-from fxsplit_encoder.connector.request import EncodeRequest
-from fxsplit_encoder.connector.settings import ConnectorConfig
+from fxsplit_encoder.connector.request import ConnectorConfig, EncodeRequest
 from fxsplit_encoder.connector.states import Availability, State, failure_of
 from fxsplit_encoder.connector.statistics import ConnectorStats
 from fxsplit_encoder.connector.threads.copies import Copies

@@ -329,11 +329,7 @@ def _pieces(runs: Sequence[Run], start: int, stop: int) -> list[tuple[int, int, 
 
 
 def _part(own: Tensor | None, item: int, first: int, stop: int, columns: int) -> Tensor:
-    """Some rows of an item.
-
-    Raises:
-        InputError: it has not as many, or not as wide ones.
-    """
+    """Some rows of an item; raises InputError where it has not as many, or not as wide ones."""
     shape = () if own is None else own.shape
     if own is None or len(shape) != 2 or shape[0] < stop or shape[1] != columns:
         got = "none" if own is None else str(tuple(shape))

@@ -18,10 +18,7 @@ _GIF_EXTENSION, _GIF_IMAGE, _GIF_CONTROL = 0x21, 0x2C, 0xF9
 
 
 def animation_seconds(file: BinaryIO) -> float | None:
-    """The sum of its frames' durations in seconds.
-
-    Args:
-        file: at its beginning, of any contents.
+    """The sum of its frames' durations in seconds, of a file at its beginning; no frame is decoded.
 
     Returns:
         None where the file does not tell: it is malformed, of another kind, or its frames have no duration.

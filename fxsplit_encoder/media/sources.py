@@ -49,13 +49,7 @@ class MediaLimits:
             raise ConfigError(*problems)
 
     def check(self, limit: str, value: float, what: str) -> None:
-        """Raises MediaError for a value above a limit.
-
-        Args:
-            limit: the name of the limit.
-            value: what the media has of it.
-            what: what has it, as a message calls it.
-        """
+        """Raises MediaError for a value above the limit of that name; `what` is what the message calls it."""
         most = getattr(self, limit)
         if value > most:
             unit = limit.removeprefix("max_")
@@ -103,11 +97,7 @@ def header_source(media: object, limits: MediaLimits) -> Path | io.BytesIO:
 
 
 def checked_path(media: str | os.PathLike[str], limits: MediaLimits) -> Path:
-    """The path of a regular file within the limit of bytes.
-
-    Raises:
-        MediaError: it is something else.
-    """
+    """The path of a regular file within the limit of bytes; raises MediaError where it is something else."""
     path = Path(media)
     if isinstance(media, str) and media.partition(":")[0] in ("http", "https", "data"):
         raise MediaError(f"{shown(media)}: expected a path; fetch what it names, and pass its bytes")

@@ -16,7 +16,7 @@ from fxsplit_encoder.connector.interfaces import Modality
 from fxsplit_encoder.connector.keys import HashName, TowerIdentity, precision_of
 from fxsplit_encoder.connector.manager_encoder import ManagerEncoder
 from fxsplit_encoder.connector.processes import EncoderProgram, ProcessEncoder, ProcessOptions
-from fxsplit_encoder.connector.settings import ConnectorConfig
+from fxsplit_encoder.connector.request import ConnectorConfig
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.manager import EncoderCudaGraphManager
 from fxsplit_encoder.messages import shown

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from fxsplit_encoder._torch.transformers import no_init_weights
-from fxsplit_encoder.connector.audio import FeatureExtractor
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.models.checkpoint import Renames
 from fxsplit_encoder.models.eager import EagerForward, EagerTower
 from fxsplit_encoder.models.prepare import Preparation, ProcessorSettings
+from fxsplit_encoder.models.preprocess import FeatureExtractor
 from fxsplit_encoder.towers import DenseTowerSpec, wrap
 
 Settings = Mapping[str, Any]

@@ -14,16 +14,15 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from fxsplit_encoder.connector.audio import AudioProcessor
 from fxsplit_encoder.connector.interfaces import Modality
 from fxsplit_encoder.connector.keys import HashName, canonical, digest_of
-from fxsplit_encoder.connector.preprocess import Inputs, Preparation, TowerProcessor
 from fxsplit_encoder.errors import MediaError
 from fxsplit_encoder.media import Frames, MediaLimits, VideoFrames, open_video
 from fxsplit_encoder.models.checkpoint import Checkpoint
 from fxsplit_encoder.models.family import Family, Settings
 from fxsplit_encoder.models.load import read_family
-from fxsplit_encoder.models.prepare import Normalization, ProcessorSettings
+from fxsplit_encoder.models.prepare import Normalization, Preparation, Prepared, ProcessorSettings
+from fxsplit_encoder.models.preprocess import AudioProcessor, TowerProcessor
 from fxsplit_encoder.models.sampling import with_sampling
 from fxsplit_encoder.models.tiles import ProcessedTiles
 from fxsplit_encoder.towers.pixel_values import PixelValues
@@ -63,14 +62,14 @@ def normalization_of(preparation: Any, modality: Modality = "image") -> Normaliz
 
 def _probed(
     whole: Preparation, later: Preparation, modality: Modality, size: tuple[int, int]
-) -> tuple[list[Inputs], list[Inputs]]:
+) -> tuple[list[Prepared], list[Prepared]]:
     image = _all_colors(*size)
     if modality == "image":
         return [whole.image(image)], [later.image(image)]
     return list(whole.clip(_frames(image))), list(later.clip(_frames(image)))
 
 
-def _are_equal(whole: list[Inputs], later: list[Inputs], table: NDArray[np.float32]) -> bool:
+def _are_equal(whole: list[Prepared], later: list[Prepared], table: NDArray[np.float32]) -> bool:
     values = PixelValues(table, torch.float32, torch.device("cpu"))
     for now, then in zip(whole, later, strict=True):
         for name, given in now.tensors.items():

@@ -33,11 +33,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 
 
 def architecture(name: str) -> Architecture:
-    """The architecture of a name.
-
-    Raises:
-        InputError: no such name.
-    """
+    """The architecture of a name; raises InputError: no such name."""
     if name not in ARCHITECTURES:
         raise InputError(f"--model {name}: expected one of {', '.join(ARCHITECTURES)}")
     return ARCHITECTURES[name]

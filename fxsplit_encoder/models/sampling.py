@@ -58,11 +58,7 @@ Rule = Callable[[Sampling, int, "float | None"], Sequence[int]]
 
 
 def known(fps: float | None) -> float:
-    """A video's rate.
-
-    Raises:
-        MediaError: nobody knows it.
-    """
+    """A video's rate; raises MediaError where nobody knows it."""
     if fps is None:
         raise MediaError(
             "video: its frames per second are not known, and frames are sampled by them; pass "

@@ -15,8 +15,7 @@ from fxsplit_encoder.connector.connector import Connector
 from fxsplit_encoder.connector.fake import FakeEncoder, FakeProcessor, fake_rows
 from fxsplit_encoder.connector.interfaces import MediaItem, PreparedItem
 from fxsplit_encoder.connector.positions import PositionMap
-from fxsplit_encoder.connector.request import EncodeRequest
-from fxsplit_encoder.connector.settings import ConnectorConfig
+from fxsplit_encoder.connector.request import ConnectorConfig, EncodeRequest
 from fxsplit_encoder.connector.states import Availability
 from fxsplit_encoder.connector.threads.copies import Copies
 

@@ -26,8 +26,7 @@ from fxsplit_encoder.connector.interfaces import FeatureEncoder, MediaItem, Prep
 from fxsplit_encoder.connector.manager_encoder import ManagerEncoder
 from fxsplit_encoder.connector.positions import PositionMap
 from fxsplit_encoder.connector.processes import EncoderProgram, ProcessEncoder, ProcessOptions
-from fxsplit_encoder.connector.request import EncodeRequest, FailurePolicy
-from fxsplit_encoder.connector.settings import ConnectorConfig
+from fxsplit_encoder.connector.request import ConnectorConfig, EncodeRequest, FailurePolicy
 from fxsplit_encoder.connector.states import State
 from fxsplit_encoder.connector.threads.copies import Copies
 from fxsplit_encoder.errors import ConnectorError, ConnectorFullError, InputError

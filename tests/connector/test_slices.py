@@ -17,8 +17,7 @@ from fxsplit_encoder.connector.connector import Connector
 from fxsplit_encoder.connector.fake import FakeEncoder
 from fxsplit_encoder.connector.interfaces import MediaItem, PreparedItem
 from fxsplit_encoder.connector.manager_encoder import ManagerEncoder
-from fxsplit_encoder.connector.request import EncodeRequest
-from fxsplit_encoder.connector.settings import ConnectorConfig
+from fxsplit_encoder.connector.request import ConnectorConfig, EncodeRequest
 
 from . import tiny_vision
 from .scenes import (

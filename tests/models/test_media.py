@@ -17,7 +17,6 @@ from PIL import Image
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.connector.interfaces import PIXEL_TABLE, MediaItem
-from fxsplit_encoder.connector.preprocess import TowerProcessor
 from fxsplit_encoder.errors import MediaError
 from fxsplit_encoder.media import MediaLimits, VideoFrames
 from fxsplit_encoder.models.load import load_tower
@@ -29,6 +28,7 @@ from fxsplit_encoder.models.media import (
     tiles_processor,
 )
 from fxsplit_encoder.models.prepare import ProcessorSettings
+from fxsplit_encoder.models.preprocess import TowerProcessor
 from fxsplit_encoder.models.registry import FAMILIES
 from fxsplit_encoder.towers.pixel_values import PixelValues
 

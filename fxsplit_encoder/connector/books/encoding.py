@@ -11,7 +11,7 @@ from fxsplit_encoder.connector.books.holdings import Holdings
 from fxsplit_encoder.connector.books.parts import FairQueue, Parts
 from fxsplit_encoder.connector.books.storage import HOST
 from fxsplit_encoder.connector.books.tickets import Entry, Event, Feature
-from fxsplit_encoder.connector.settings import ConnectorConfig
+from fxsplit_encoder.connector.request import ConnectorConfig
 from fxsplit_encoder.connector.states import Residence, State
 from fxsplit_encoder.errors import ConnectorError
 

@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 from fxsplit_encoder.connector.books.storage import HOST, FeatureCache, Ledger, Storage
 from fxsplit_encoder.connector.books.tickets import Entry, Occurrence, Ticket
 from fxsplit_encoder.connector.interfaces import Modality
-from fxsplit_encoder.connector.settings import ConnectorConfig
+from fxsplit_encoder.connector.request import ConnectorConfig
 from fxsplit_encoder.connector.statistics import ConnectorStats
 
 T = TypeVar("T", bound=Hashable)

@@ -26,11 +26,7 @@ class Event(Protocol):
         ...
 
     def synchronize(self) -> None:
-        """Blocks until the device has passed it.
-
-        Raises:
-            RuntimeError: the device was lost.
-        """
+        """Blocks until the device has passed it; raises RuntimeError where the device was lost."""
         ...
 
 

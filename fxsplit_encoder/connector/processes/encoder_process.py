@@ -68,11 +68,7 @@ def private_directory(path: Path, setting: str) -> Path:
 
 
 def socket_path(directory: Path, name: str, setting: str) -> Path:
-    """The path of a socket in a directory.
-
-    Raises:
-        InputError: it is longer than a socket's may be.
-    """
+    """The path of a socket in a directory; raises InputError where it is longer than a socket's may be."""
     path = directory / name
     if len(os.fsencode(path)) > _MOST_SOCKET_PATH:
         raise InputError(f"{setting}: {path} is too long for a socket; name a directory with a shorter path")
@@ -103,11 +99,7 @@ class RuntimeDirectory:
         self._finalizer = weakref.finalize(self, _remove, self.path, self._lock, os.getpid())
 
     def socket_path(self, name: str) -> Path:
-        """The path of a socket.
-
-        Raises:
-            InputError: it is longer than a socket's may be.
-        """
+        """The path of a socket; raises InputError where it is longer than a socket's may be."""
         return socket_path(self.path, name, _SETTING)
 
     def close(self) -> None:

@@ -91,11 +91,7 @@ class ProcessOptions:
 
 
 def launch(arguments: Sequence[str], descriptor: int, options: ProcessOptions) -> subprocess.Popen[bytes]:
-    """Start the module of encoder processes.
-
-    Raises:
-        InputError: it cannot be started.
-    """
+    """Start the module of encoder processes; raises InputError where it cannot be started."""
     executable = options.executable or sys.executable
     environment = {**os.environ, **options.environment}
     if not options.executable:

@@ -40,11 +40,7 @@ class Arena:
         self._memory: Tensor | None = torch.from_numpy(np.frombuffer(self._map, dtype=np.uint8))
 
     def view(self, offset: int, num_bytes: int) -> Tensor:
-        """A part (bytes,), which keeps all of it mapped.
-
-        Raises:
-            TransportError: it is closed.
-        """
+        """A part (bytes,), which keeps all of it mapped; raises TransportError where it is closed."""
         memory = self._memory
         if memory is None:
             raise TransportError("the shared memory is closed")
@@ -169,11 +165,7 @@ def write_stamp(memory: Tensor, number: int, num_bytes: int) -> None:
 
 
 def digest(memory: Tensor) -> bytes:
-    """The checksum of some bytes on the host.
-
-    Raises:
-        MissingExtraError: blake3 is not installed.
-    """
+    """The checksum of some bytes on the host; raises MissingExtraError where blake3 is not installed."""
     try:
         from blake3 import blake3
     except ImportError as error:

@@ -94,11 +94,7 @@ def _check_tensor(name: str, tensor: object) -> None:
 
 
 def check_layouts(layouts: Sequence[TensorLayout], start: int, num_bytes: int) -> None:
-    """That layouts which another process sent lie in a range.
-
-    Raises:
-        TransportError: one does not.
-    """
+    """That layouts which another process sent lie in a range; raises TransportError where one does not."""
     if len(layouts) > MOST_TENSORS:
         raise TransportError(f"a handle of {len(layouts)} tensors; expected at most {MOST_TENSORS}")
     for layout in layouts:
@@ -244,11 +240,7 @@ def _from_array(array: np.ndarray[Any, Any], name: str) -> torch.Tensor:
 
 
 def from_plain(value: Any, depth: int = 0) -> Any:
-    """What `to_plain` was given.
-
-    Raises:
-        TransportError: the value is not one that `to_plain` makes.
-    """
+    """What `to_plain` was given; raises TransportError where the value is not one that `to_plain` makes."""
     if depth > 2 * _DEEPEST:
         raise TransportError("values in a message are nested too deeply")
     if isinstance(value, list):

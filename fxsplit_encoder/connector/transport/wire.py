@@ -47,11 +47,7 @@ class Codec(Generic[T]):
         self._encoder = msgspec.msgpack.Encoder()
 
     def encode(self, message: Message) -> bytes:
-        """A message's bytes.
-
-        Raises:
-            TransportError: it is too large.
-        """
+        """A message's bytes; raises TransportError where it is too large."""
         data = self._head + self._encoder.encode(message)
         if len(data) > MOST_BYTES:
             raise TransportError(f"a message of {len(data)} bytes; at most {MOST_BYTES} are sent")

@@ -1,7 +1,4 @@
-"""Images on a Ray cluster: classes and functions for `ray.data`, a run that survives being cut off, and
-encoders of the connector in actors.
-
-`connector` puts a checkpoint behind the connector, with actors as its workers.
+"""Images on a Ray cluster: for `ray.data`, as a run that can be resumed, and in actors of the connector.
 
 Needs the extra `ray`; `connector` that of the same name too.
 """

@@ -17,11 +17,7 @@ EXTENSIONS = (".avif", ".bmp", ".gif", ".jp2", ".jpeg", ".jpg", ".png", ".ppm", 
 
 
 def read_file(path: str) -> bytes:
-    """The contents of a file.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """The contents of a file; raises OSError where it cannot be read."""
     if "://" not in path:
         return Path(path).read_bytes()
     filesystem, inside = fs.FileSystem.from_uri(path)

@@ -53,11 +53,7 @@ class Parts:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the output is there.
-
-        Raises:
-            InputError: it is there, and of another run.
-        """
+        """Whether the output is there; raises InputError where it is there, and of another run."""
         if self._is_dataset:
             return self._is_described() and not self.missing()
         if not self.output.exists():

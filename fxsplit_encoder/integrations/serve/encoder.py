@@ -17,7 +17,7 @@ from ray import serve
 
 from fxsplit_encoder.integrations.images import ImageEncoder, PreparedImage, Result, results_of
 from fxsplit_encoder.integrations.prometheus import EncoderMetrics
-from fxsplit_encoder.integrations.serve.settings import ServiceSettings
+from fxsplit_encoder.integrations.serve.requests import ServiceSettings
 
 Fetch = Callable[[], list[Result]]
 Launch = Callable[[Sequence[PreparedImage]], Fetch]

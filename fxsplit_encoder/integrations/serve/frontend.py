@@ -23,12 +23,12 @@ from fxsplit_encoder.integrations.images.preparer import Array
 from fxsplit_encoder.integrations.prometheus import FrontendMetrics
 from fxsplit_encoder.integrations.serve.requests import (
     RequestError,
+    ServiceSettings,
     embeddings_response,
     error_response,
     json_response,
     read_request,
 )
-from fxsplit_encoder.integrations.serve.settings import ServiceSettings
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Requests of images over HTTP, read and checked, and their answers: embeddings or errors."""
+"""The service's settings, requests of images over HTTP, and their answers: embeddings or errors."""
 
 from __future__ import annotations
 
@@ -8,17 +8,64 @@ import io
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
+from pydantic import BeforeValidator, Field
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 from starlette.responses import Response
 
-from fxsplit_encoder.integrations.images import PreparedImage
+from fxsplit_encoder.integrations.images import PreparedImage, ServingSettings
 from fxsplit_encoder.integrations.images.preparer import Array
-from fxsplit_encoder.integrations.serve.settings import ServiceSettings
 from fxsplit_encoder.messages import names_of, shown
+from fxsplit_encoder.settings_model import Bytes, parse_bytes
+
+# A command line gives numbers as text.
+_Number = Annotated[int, Field(ge=1)]
+_Seconds = Annotated[float, Field(ge=0)]
+
+
+class ServiceSettings(ServingSettings):
+    """The arguments of the application. Immutable.
+
+    Raises:
+        ConfigError: a key is unknown, or a value is not allowed.
+    """
+
+    max_request_bytes: Annotated[Bytes, BeforeValidator(parse_bytes)] = 1 << 25
+    """Of a request's body, as an integer or a size such as 20MiB. A larger one is refused as it arrives."""
+
+    max_images_per_request: _Number = 32
+    """Images that one request may hold."""
+
+    encoders: _Number = 1
+    """Processes that hold the tower."""
+
+    gpus_per_encoder: Annotated[float, Field(ge=0)] | None = None
+    """None: one, if the cluster has any and `device` is not cpu."""
+
+    frontends: _Number = 1
+    """Processes that take requests, decode and prepare: about a CPU each."""
+
+    max_batch_tokens: _Number | None = None
+    """Output tokens of the images that are encoded together. None: the largest budget of the encoder, or
+    without captures 16 images."""
+
+    batch_wait_s: _Seconds = 0.002
+    """How long a batch waits for more images while the encoder is idle."""
+
+    max_ongoing_requests: _Number = 64
+    """Requests that a front end works on at once."""
+
+    max_queued_requests: _Number = 256
+    """Requests that wait for a front end; others are refused."""
+
+    refusal_status: Literal[429, 503] = 503
+    """The status of a refusal under overload."""
+
+    retry_after_s: _Number = 1
+    """Seconds after which who is refused shall ask again."""
 
 
 class RequestError(Exception):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -14,8 +14,17 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
+from fxsplit_encoder.connector.transport.blocks import Block, HeldBlocks
 from fxsplit_encoder.connector.transport.layout import DTYPES, Handle, TensorLayout
 from fxsplit_encoder.connector.transport.shared_memory import SharedMemoryTransport
+from fxsplit_encoder.connector.transport.wire import (
+    Codec,
+    Greeting,
+    Packet,
+    Peer,
+    Released,
+    connected_sockets,
+)
 from fxsplit_encoder.errors import InputError, TransportError, TransportFullError
 from tests.connector.resources import eventually, nothing_left
 
@@ -353,3 +362,36 @@ class Transports(RuleBasedStateMachine):
 
 TestTransports = Transports.TestCase
 TestTransports.settings = settings(max_examples=25, stateful_step_count=30)
+
+
+CODEC: Codec[Packet] = Codec(Packet)
+
+
+def test_a_listener_that_fails_tells_that_the_other_end_is_gone() -> None:
+    """Such as by an event of a device that is lost: blocks are given back no more, and nobody may wait."""
+    gone = threading.Event()
+
+    def fail(owner: str, numbers: Sequence[int]) -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    with nothing_left():
+        ours, theirs = connected_sockets()
+        peer = Peer(ours, fail, gone.set)
+        theirs.send(CODEC.encode(Greeting("other", 4096)))
+        peer.greet(Greeting("own", 4096), [], timeout=60)
+        theirs.send(CODEC.encode(Released("own", [1])))
+        assert gone.wait(60)
+        peer.close()
+        theirs.close()
+
+
+def test_a_block_that_cannot_be_cleared_is_free_all_the_same() -> None:
+    def fail(block: Block) -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    blocks = HeldBlocks(64, fail)
+    block = blocks.take(64)
+    with pytest.raises(RuntimeError, match="illegal"):
+        blocks.give_back(block.number)
+    assert blocks.held_bytes == 0
+    blocks.audit()

@@ -1,4 +1,4 @@
-"""Media to the inputs of one tower: the options of an item, a model's own preparation, and `Processor`."""
+"""Media to the inputs of one tower: the options of an item, images and videos, and audio."""
 
 from __future__ import annotations
 
@@ -13,26 +13,30 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from PIL import Image
 
 from fxsplit_encoder.connector.interfaces import PIXEL_TABLE, MediaItem, Modality, PreparedItem, Reduction
 from fxsplit_encoder.connector.keys import HashName, Part, canonical, digest_of, item_digest
 from fxsplit_encoder.errors import MediaError
 from fxsplit_encoder.media import (
+    AudioSamples,
     Frames,
     MediaLimits,
     Video,
     frame_seconds,
+    load_audio,
     load_image,
+    measure_audio,
     measure_image,
     open_video,
     pixel_bytes,
     read_source,
+    sample_bytes,
     scaled,
     shrunk,
 )
 from fxsplit_encoder.media.sources import Encoded, attempt
 from fxsplit_encoder.messages import name_of, nearest, shown
+from fxsplit_encoder.models.prepare import Preparation, Prepared
 
 
 @dataclass(frozen=True)
@@ -98,53 +102,6 @@ def check_options(options: Mapping[str, object], allowed: Mapping[str, OptionChe
             raise MediaError(f"options: {name}: expected {allowed[name].expected}; got {shown(value)}")
 
 
-class Inputs(Protocol):
-    """What a preparation makes of one item of the tower."""
-
-    @property
-    def tensors(self) -> Mapping[str, torch.Tensor]:
-        """By their key in `mm_kwargs`; without pixels where only sizes were asked for."""
-
-    @property
-    def layout(self) -> Mapping[str, Any]:
-        """How it was cut: "grid", "tiles" or "crops"."""
-
-
-class Preparation(Protocol):
-    """What a model's own processor does, with one item's arguments."""
-
-    @property
-    def takes_clips(self) -> bool:
-        """Whether the model takes videos."""
-
-    @property
-    def image_options(self) -> Mapping[str, int]:
-        """The arguments that an image may have, integers from 1, and the most that each may be."""
-
-    @property
-    def clip_options(self) -> Mapping[str, int]:
-        """The arguments that a video may have besides those of sampling, in the same way."""
-
-    @property
-    def frames_per_step(self) -> int:
-        """Frames that become one along a video's grid."""
-
-    def image(self, image: Image.Image) -> Inputs:
-        """The inputs of an upright RGB image."""
-
-    def image_sizes(self, width: int, height: int) -> Inputs:
-        """The same of an image of this size, without pixels."""
-
-    def sample(self, num_frames: int, fps: float | None) -> Sequence[int]:
-        """Which frames of a video are seen."""
-
-    def clip(self, frames: Frames) -> Sequence[Inputs]:
-        """The inputs of a video: one item of the tower, or several."""
-
-    def clip_sizes(self, num_frames: int, width: int, height: int) -> Sequence[Inputs]:
-        """The same of a video of this size, without pixels."""
-
-
 Prepare = Callable[[Modality, Mapping[str, object]], Preparation]
 """A preparation for an item's modality and options."""
 
@@ -194,7 +151,7 @@ class TowerProcessor:
         columns = tower.get_encoder_cudagraph_config().out_hidden_size
         self._facts = {"hidden_size": columns // (1 + levels), "deepstack_levels": levels}
 
-    # --- the seam
+    # --- what a connector asks
 
     def count_tokens(self, item: MediaItem) -> int:
         """Rows of the item's feature, from its header or its shape; nothing is decoded or hashed.
@@ -269,7 +226,7 @@ class TowerProcessor:
 
     # --- modalities
 
-    def _image_sizes(self, item: MediaItem, preparation: Preparation) -> Inputs:
+    def _image_sizes(self, item: MediaItem, preparation: Preparation) -> Prepared:
         width, height = (scaled(side, _scale(item)) for side in measure_image(item.media, self.limits))
         return preparation.image_sizes(width, height)
 
@@ -302,7 +259,7 @@ class TowerProcessor:
         item: MediaItem,
         digest: bytes,
         count: int,
-        inputs: Sequence[Inputs],
+        inputs: Sequence[Prepared],
         facts: Mapping[str, object],
     ) -> PreparedItem:
         made = self._count(inputs)
@@ -347,7 +304,7 @@ class TowerProcessor:
             self._preparations.move_to_end(key)
         return found
 
-    def _count(self, inputs: Sequence[Inputs]) -> int:
+    def _count(self, inputs: Sequence[Prepared]) -> int:
         """Rows by the tower's own arithmetic."""
         specs = self.tower.get_encoder_cudagraph_item_specs
         count: int = sum(spec.output_tokens for part in inputs for spec in specs(dict(part.tensors)))
@@ -373,12 +330,125 @@ def _scale(item: MediaItem) -> float:
     return float(scale)
 
 
-def _clip_sizes(frames: Frames, preparation: Preparation) -> Sequence[Inputs]:
+def _clip_sizes(frames: Frames, preparation: Preparation) -> Sequence[Prepared]:
     return preparation.clip_sizes(len(frames), frames.width, frames.height)
 
 
-def _joined(inputs: Sequence[Inputs]) -> dict[str, torch.Tensor]:
+def _joined(inputs: Sequence[Prepared]) -> dict[str, torch.Tensor]:
     """The tensors of several items of the tower, one after the other."""
     if len(inputs) == 1:
         return dict(inputs[0].tensors)
     return {name: torch.cat([part.tensors[name] for part in inputs]) for name in inputs[0].tensors}
+
+
+class FeatureExtractor(Protocol):
+    """A model's own, such as `transformers.WhisperFeatureExtractor`. Called from several threads at once."""
+
+    sampling_rate: int
+    """Samples a second."""
+    n_samples: int
+    """Of one piece."""
+
+    def __call__(self, raw_speech: Sequence[Any], **options: Any) -> Mapping[str, Any]:
+        """The input of the tower, under its name: (pieces, mel bins, frames), each piece padded."""
+        ...
+
+
+class AudioProcessor:
+    """Audio to the inputs of one tower: pieces of equal length, the last one padded with silence.
+
+    A piece has the same number of rows whether it is full or not, as its model is used to; the metadata say
+    how many of an item's rows have sound.
+
+    Args:
+        tower: what `wrap` returns; its weights are never read, so it may lie on the meta device.
+        extractor: the model's own.
+        fingerprint: of the extractor: equal ones make equal inputs of equal samples.
+        limits: for every item.
+        hash_name: of the function for digests.
+    """
+
+    def __init__(
+        self,
+        tower: Any,
+        extractor: FeatureExtractor,
+        fingerprint: bytes,
+        limits: MediaLimits | None = None,
+        hash_name: HashName = "blake3",
+    ) -> None:
+        digest_of([], hash_name)  # a missing package is found here
+        self.tower = tower
+        self.extractor = extractor
+        self.fingerprint = fingerprint
+        self.limits = limits or MediaLimits()
+        self.hash_name: HashName = hash_name
+
+    def count_tokens(self, item: MediaItem) -> int:
+        """Rows of the item's feature, from its header or its shape; nothing is decoded or hashed.
+
+        Raises:
+            MediaError: it is no audio of the model's rate, or is beyond a limit.
+        """
+        return self._count(self._num_samples(item))
+
+    def digest(self, item: MediaItem) -> bytes:
+        """What identifies the prepared item, from its bytes, which are not decoded.
+
+        Raises:
+            MediaError: as `count_tokens`.
+        """
+        self._num_samples(item)
+        return self._digest(item, read_source(item.media, self.limits))
+
+    def prepare(self, item: MediaItem) -> PreparedItem:
+        """Read, hash, decode and preprocess one item. Its inputs are on the CPU.
+
+        Raises:
+            MediaError: it cannot be decoded, or is beyond a limit.
+        """
+        item = replace(item, media=read_source(item.media, self.limits))
+        num_samples = self._num_samples(item)
+        count, digest = self._count(num_samples), self._digest(item, item.media)
+        samples, piece = load_audio(item.media, self.limits), self.extractor.n_samples
+        pieces = [samples[start : start + piece] for start in range(0, num_samples, piece)]
+        with attempt("audio", "what the model takes"), torch.device("cpu"):
+            made = self.extractor(pieces, sampling_rate=self.extractor.sampling_rate, return_tensors="pt")
+            inputs = {self.tower.input_name: made[self.tower.input_name], **self._sizes(len(pieces))}
+        metadata = {
+            "hidden_size": self.tower.out_hidden_size,
+            "seconds": num_samples / self.extractor.sampling_rate,
+            "pieces": len(pieces),
+            "rows_with_sound": -(-num_samples * count // (len(pieces) * piece)),
+        }
+        return PreparedItem("audio", digest, inputs, count, metadata)
+
+    def _num_samples(self, item: MediaItem) -> int:
+        if item.modality != "audio":
+            raise MediaError(f"modality: expected audio, which the model takes; got {shown(item.modality)}")
+        check_options(item.options, {})
+        header, expected = measure_audio(item.media, self.limits), self.extractor.sampling_rate
+        if header.rate != expected:
+            raise MediaError(
+                f"audio: expected {expected} samples a second, the model's; got {header.rate}; resample it"
+            )
+        return header.num_samples
+
+    def _count(self, num_samples: int) -> int:
+        """Rows by the tower's own arithmetic."""
+        pieces = -(-num_samples // self.extractor.n_samples)
+        specs = self.tower.get_encoder_cudagraph_item_specs(self._sizes(pieces))
+        count: int = sum(spec.output_tokens for spec in specs)
+        self.limits.check("max_tokens", count, "its feature")
+        return count
+
+    def _sizes(self, pieces: int) -> dict[str, torch.Tensor]:
+        return {self.tower.count_keys[0]: torch.tensor([pieces], device="cpu")}
+
+    def _digest(self, item: MediaItem, media: object) -> bytes:
+        parts: list[Part] = []
+        if isinstance(media, AudioSamples):
+            parts += sample_bytes(media)
+        elif isinstance(media, Encoded):
+            parts.append(media)
+        fingerprint = digest_of([b"audio", self.fingerprint], self.hash_name)
+        return item_digest(digest_of(parts, self.hash_name), fingerprint, item.options, self.hash_name)
