@@ -110,7 +110,32 @@ _MOST_PREPARATIONS = 64
 _MOST_HALVINGS = 8
 
 
-class TowerProcessor:
+class _Processor:
+    """What processors of one tower have in common."""
+
+    def __init__(
+        self, tower: Any, fingerprint: bytes, limits: MediaLimits | None, hash_name: HashName
+    ) -> None:
+        digest_of([], hash_name)  # a missing package is found here
+        self.tower = tower
+        self.fingerprint = fingerprint
+        self.limits = limits or MediaLimits()
+        self.hash_name: HashName = hash_name
+
+    def _count_of(self, *inputs: Mapping[str, torch.Tensor]) -> int:
+        """Rows by the tower's own arithmetic."""
+        specs = self.tower.get_encoder_cudagraph_item_specs
+        count: int = sum(spec.output_tokens for part in inputs for spec in specs(dict(part)))
+        self.limits.check("max_tokens", count, "its feature")
+        return count
+
+    def _digest(self, item: MediaItem, parts: Iterable[Part]) -> bytes:
+        media = digest_of(parts, self.hash_name)
+        fingerprint = digest_of([item.modality.encode(), self.fingerprint], self.hash_name)
+        return item_digest(media, fingerprint, item.options, self.hash_name)
+
+
+class TowerProcessor(_Processor):
     """Images and videos to the inputs of one tower.
 
     Args:
@@ -132,11 +157,7 @@ class TowerProcessor:
         hash_name: HashName = "blake3",
         tables: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        digest_of([], hash_name)  # a missing package is found here
-        self.tower = tower
-        self.limits = limits or MediaLimits()
-        self.fingerprint = fingerprint
-        self.hash_name: HashName = hash_name
+        super().__init__(tower, fingerprint, limits, hash_name)
         self.tables = dict(tables or {})
         self._prepare = prepare
         self._preparations: OrderedDict[bytes, Preparation] = OrderedDict()
@@ -305,16 +326,7 @@ class TowerProcessor:
         return found
 
     def _count(self, inputs: Sequence[Prepared]) -> int:
-        """Rows by the tower's own arithmetic."""
-        specs = self.tower.get_encoder_cudagraph_item_specs
-        count: int = sum(spec.output_tokens for part in inputs for spec in specs(dict(part.tensors)))
-        self.limits.check("max_tokens", count, "its feature")
-        return count
-
-    def _digest(self, item: MediaItem, parts: Iterable[Part]) -> bytes:
-        media = digest_of(parts, self.hash_name)
-        fingerprint = digest_of([item.modality.encode(), self.fingerprint], self.hash_name)
-        return item_digest(media, fingerprint, item.options, self.hash_name)
+        return self._count_of(*(part.tensors for part in inputs))
 
 
 def _without(options: Mapping[str, object], name: str) -> dict[str, object]:
@@ -354,7 +366,7 @@ class FeatureExtractor(Protocol):
         ...
 
 
-class AudioProcessor:
+class AudioProcessor(_Processor):
     """Audio to the inputs of one tower: pieces of equal length, the last one padded with silence.
 
     A piece has the same number of rows whether it is full or not, as its model is used to; the metadata say
@@ -376,12 +388,8 @@ class AudioProcessor:
         limits: MediaLimits | None = None,
         hash_name: HashName = "blake3",
     ) -> None:
-        digest_of([], hash_name)  # a missing package is found here
-        self.tower = tower
+        super().__init__(tower, fingerprint, limits, hash_name)
         self.extractor = extractor
-        self.fingerprint = fingerprint
-        self.limits = limits or MediaLimits()
-        self.hash_name: HashName = hash_name
 
     def count_tokens(self, item: MediaItem) -> int:
         """Rows of the item's feature, from its header or its shape; nothing is decoded or hashed.
@@ -398,7 +406,7 @@ class AudioProcessor:
             MediaError: as `count_tokens`.
         """
         self._num_samples(item)
-        return self._digest(item, read_source(item.media, self.limits))
+        return self._digest(item, _audio_parts(read_source(item.media, self.limits)))
 
     def prepare(self, item: MediaItem) -> PreparedItem:
         """Read, hash, decode and preprocess one item. Its inputs are on the CPU.
@@ -408,7 +416,7 @@ class AudioProcessor:
         """
         item = replace(item, media=read_source(item.media, self.limits))
         num_samples = self._num_samples(item)
-        count, digest = self._count(num_samples), self._digest(item, item.media)
+        count, digest = self._count(num_samples), self._digest(item, _audio_parts(item.media))
         samples, piece = load_audio(item.media, self.limits), self.extractor.n_samples
         pieces = [samples[start : start + piece] for start in range(0, num_samples, piece)]
         with attempt("audio", "what the model takes"), torch.device("cpu"):
@@ -434,21 +442,13 @@ class AudioProcessor:
         return header.num_samples
 
     def _count(self, num_samples: int) -> int:
-        """Rows by the tower's own arithmetic."""
-        pieces = -(-num_samples // self.extractor.n_samples)
-        specs = self.tower.get_encoder_cudagraph_item_specs(self._sizes(pieces))
-        count: int = sum(spec.output_tokens for spec in specs)
-        self.limits.check("max_tokens", count, "its feature")
-        return count
+        return self._count_of(self._sizes(-(-num_samples // self.extractor.n_samples)))
 
     def _sizes(self, pieces: int) -> dict[str, torch.Tensor]:
         return {self.tower.count_keys[0]: torch.tensor([pieces], device="cpu")}
 
-    def _digest(self, item: MediaItem, media: object) -> bytes:
-        parts: list[Part] = []
-        if isinstance(media, AudioSamples):
-            parts += sample_bytes(media)
-        elif isinstance(media, Encoded):
-            parts.append(media)
-        fingerprint = digest_of([b"audio", self.fingerprint], self.hash_name)
-        return item_digest(digest_of(parts, self.hash_name), fingerprint, item.options, self.hash_name)
+
+def _audio_parts(media: object) -> Iterable[Part]:
+    if isinstance(media, AudioSamples):
+        return sample_bytes(media)
+    return [media] if isinstance(media, Encoded) else []
