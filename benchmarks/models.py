@@ -16,9 +16,9 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 from workloads import Request
 
 import fxsplit_encoder as fx
+from fxsplit_encoder.cli.ways import Prepared, cut_items, prepare
 from fxsplit_encoder.models.random import demo_tower
 from fxsplit_encoder.models.registry import ARCHITECTURES
-from fxsplit_encoder.models.ways import Prepared, cut_items, prepare
 
 DEFAULT_TOWERS = ("qwen3-vl-8b", "qwen2.5-vl-7b", "internvl3-8b", "deepseek-ocr")
 TINY = "tiny"

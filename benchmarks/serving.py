@@ -20,13 +20,12 @@ import torch
 from decoder import Decoder
 from torch import Tensor
 
-from fxsplit_encoder.connector.books.ticket import Ticket
+from fxsplit_encoder.connector.books.tickets import Ticket
 from fxsplit_encoder.connector.connector import Connector
+from fxsplit_encoder.connector.interfaces import MediaItem, MediaProcessor, PreparedItem
 from fxsplit_encoder.connector.manager_encoder import ManagerEncoder
-from fxsplit_encoder.connector.merge import merge_rows
-from fxsplit_encoder.connector.positions import PositionMap
+from fxsplit_encoder.connector.positions import PositionMap, merge_rows
 from fxsplit_encoder.connector.request import EncodeRequest
-from fxsplit_encoder.connector.seams import MediaItem, MediaProcessor, PreparedItem
 
 TEXT, PLACEHOLDERS = 1, {"image": 2, "video": 3}
 _IDLE_S = 0.0002

@@ -27,15 +27,13 @@ from torch import Tensor
 from transformers import DynamicCache, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.connector.books.ticket import Ticket
+from fxsplit_encoder.connector.books.tickets import Ticket
 from fxsplit_encoder.connector.connector import Connector
+from fxsplit_encoder.connector.interfaces import MediaItem
 from fxsplit_encoder.connector.keys import TowerIdentity, precision_of
 from fxsplit_encoder.connector.manager_encoder import ManagerEncoder
-from fxsplit_encoder.connector.merge import MergedRows
-from fxsplit_encoder.connector.positions import Placeholder, PositionMap
-from fxsplit_encoder.connector.request import EncodeRequest
-from fxsplit_encoder.connector.seams import MediaItem
-from fxsplit_encoder.connector.settings import ConnectorConfig
+from fxsplit_encoder.connector.positions import MergedRows, Placeholder, PositionMap
+from fxsplit_encoder.connector.request import ConnectorConfig, EncodeRequest
 from fxsplit_encoder.models.media import family_processor
 from fxsplit_encoder.models.prepare import ProcessorSettings
 from fxsplit_encoder.models.random import draw_weights

@@ -67,17 +67,15 @@ from workloads import random_grid
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.connector.connector import Connector
+from fxsplit_encoder.connector.interfaces import MediaItem
 from fxsplit_encoder.connector.manager_encoder import ManagerEncoder
-from fxsplit_encoder.connector.merge import merge_rows
-from fxsplit_encoder.connector.positions import PositionMap
-from fxsplit_encoder.connector.preprocess import TowerProcessor
-from fxsplit_encoder.connector.request import EncodeRequest
-from fxsplit_encoder.connector.seams import MediaItem
-from fxsplit_encoder.connector.settings import ConnectorConfig
+from fxsplit_encoder.connector.positions import PositionMap, merge_rows
+from fxsplit_encoder.connector.request import ConnectorConfig, EncodeRequest
 from fxsplit_encoder.connector.statistics import ConnectorStats
 from fxsplit_encoder.media import VideoFrames
 from fxsplit_encoder.models.eager import share_weights
 from fxsplit_encoder.models.media import family_processor
+from fxsplit_encoder.models.preprocess import TowerProcessor
 from fxsplit_encoder.models.random import demo_tower
 from fxsplit_encoder.models.registry import FAMILIES
 

@@ -32,7 +32,7 @@ from storage import Result, new_result, store
 from timing import synchronize
 
 from fxsplit_encoder.integrations.images import ImageEncoder, ImageEncoderSettings, ImagePreparer
-from fxsplit_encoder.integrations.images.device_batch import upload
+from fxsplit_encoder.integrations.images.encoder import upload
 from fxsplit_encoder.integrations.ray import EncodeImages, prepare_images
 from fxsplit_encoder.integrations.ray.encode_images import PREPARING, pool
 from fxsplit_encoder.models.registry import FAMILIES, architecture

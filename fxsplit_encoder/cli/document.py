@@ -54,12 +54,7 @@ class Document:
             print(text)
 
     def facts(self, facts: Mapping[str, str], within: Sequence[str] = ()) -> None:
-        """Short labeled lines, aligned.
-
-        Args:
-            facts: text by label.
-            within: the names of the JSON objects that hold them, from the outside.
-        """
+        """Short labeled lines, aligned."""
         self._inside(within).update(facts)
         for label, text in facts.items():
             self.say(f"{label:<8} {text}")

@@ -10,8 +10,7 @@ from pathlib import Path
 import fxsplit_encoder as fx
 from fxsplit_encoder.cli.console import progress_bars
 from fxsplit_encoder.cli.document import Document
-from fxsplit_encoder.cli.options import Place
-from fxsplit_encoder.cli.ray_options import OnRay
+from fxsplit_encoder.cli.options import OnRay, Place
 from fxsplit_encoder.errors import InputError, MissingExtraError
 from fxsplit_encoder.integrations.images import ImageEncoderSettings
 

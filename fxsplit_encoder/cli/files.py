@@ -16,11 +16,7 @@ ROOTS = (_PACKAGE / "data", _PACKAGE.parent)
 
 
 def shipped(relative: str) -> Path:
-    """A file or directory that comes with the package.
-
-    Raises:
-        InputError: it is not there.
-    """
+    """A file or directory that comes with the package; raises InputError where it is not there."""
     for root in ROOTS:
         if (path := root / relative).exists():
             return path

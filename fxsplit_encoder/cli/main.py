@@ -12,14 +12,13 @@ from fxsplit_encoder.cli.options import (
     AsJson,
     Form,
     Ladder,
+    OnRay,
     Place,
     Setup,
     complete_model,
     with_groups,
 )
-from fxsplit_encoder.cli.ray_options import OnRay
-from fxsplit_encoder.cli.usage import PROGRAM, OneLineErrors
-from fxsplit_encoder.cli.versions import versions
+from fxsplit_encoder.cli.usage import PROGRAM, OneLineErrors, versions
 from fxsplit_encoder.errors import InputError
 
 if TYPE_CHECKING:
@@ -250,10 +249,11 @@ def bench(
     Each size alone, at most six, and everything in one request. Outputs are compared with eager's first. The
     others get what follows from the sizes prepared beforehand, ours computes it within the time.
     """
-    from fxsplit_encoder.cli.bench import check_ways, run_bench
+    from fxsplit_encoder.cli.bench import run_bench
     from fxsplit_encoder.cli.document import Document
     from fxsplit_encoder.cli.files import check_output, read_config
     from fxsplit_encoder.cli.tower import choose_tower
+    from fxsplit_encoder.cli.ways import check_ways
 
     for file in output or []:
         check_output(file, ".png", ".json")
@@ -318,10 +318,9 @@ def tune(
     the recorded run captured or with the default ladder, says whether there is something to gain, and writes
     a configuration.
     """
-    from fxsplit_encoder.cli.costs import find_costs, measure_costs
     from fxsplit_encoder.cli.document import Document
     from fxsplit_encoder.cli.files import check_output
-    from fxsplit_encoder.cli.tune import parse_bytes, run_tune
+    from fxsplit_encoder.cli.tune import find_costs, measure_costs, parse_bytes, run_tune
     from fxsplit_encoder.tuning import LadderLimits
 
     check_output(output)

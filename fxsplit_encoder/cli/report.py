@@ -55,12 +55,7 @@ def facts(summary: RunSummary) -> dict[str, str]:
 
 
 def render(summary: RunSummary, name: str) -> str:
-    """The page, in one file that needs no other.
-
-    Args:
-        summary: what it shows.
-        name: of the trace.
-    """
+    """The page, in one file that needs no other."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("fxsplit_encoder.cli", "."),
         autoescape=True,

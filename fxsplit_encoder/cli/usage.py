@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import platform
 import sys
 from collections.abc import Sequence
+from importlib import metadata
 from typing import Any
 
 import typer
 from typer.core import TyperGroup
 
+from fxsplit_encoder import __version__
 from fxsplit_encoder.errors import FxSplitError, InputError, MissingExtraError
 from fxsplit_encoder.messages import nearest
 
@@ -46,11 +49,7 @@ class OneLineErrors(TyperGroup):
         sys.exit(code if isinstance(code, int) else 0)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The command of a name.
-
-        Raises:
-            InputError: there is none.
-        """
+        """The command of a name; raises InputError where there is none."""
         name, commands = args[0], list(self.commands)
         if name not in self.commands and not name.startswith("-"):
             asked = nearest(name, commands)
@@ -71,3 +70,14 @@ def _lines_of(error: Exception) -> list[str]:
     if type(error).__name__ == "OutOfMemoryError":
         return ["out of memory on the device; give it smaller images, fewer blocks, or list fewer budgets"]
     return []
+
+
+def versions() -> str:
+    """This command's, and those of what it runs on, in one line."""
+    found = [f"{PROGRAM} {__version__}"]
+    for package in ("torch", "transformers"):
+        try:
+            found.append(f"{package} {metadata.version(package)}")
+        except metadata.PackageNotFoundError:
+            found.append(f"no {package}")
+    return ", ".join([*found, f"Python {platform.python_version()}"])

@@ -1,22 +1,15 @@
 """Asynchronous encoding above the manager: media in, features at their placeholder tokens out.
 
 Nothing here needs a package that only an extra installs; what does is imported by its module: encoders
-in other processes (`processes`), reading of media (`preprocess`), metrics (`prometheus`).
+in other processes (`processes`). Processors of media are in `fxsplit_encoder.models.preprocess`.
 """
 
 from fxsplit_encoder.connector.books.books import Step
-from fxsplit_encoder.connector.books.ticket import Ticket
-from fxsplit_encoder.connector.books.workers import WorkerStatus
-from fxsplit_encoder.connector.by_modality import ProcessorByModality
+from fxsplit_encoder.connector.books.encoding import WorkerStatus
+from fxsplit_encoder.connector.books.tickets import Ticket
 from fxsplit_encoder.connector.connector import Connector
-from fxsplit_encoder.connector.failures import FAILURE_KINDS
 from fxsplit_encoder.connector.fake import FakeEncoder, FakeProcessor, fake_rows
-from fxsplit_encoder.connector.keys import TowerIdentity
-from fxsplit_encoder.connector.manager_encoder import ManagerEncoder
-from fxsplit_encoder.connector.merge import FeatureRows, MergedRows
-from fxsplit_encoder.connector.positions import Placeholder, Placeholders, PositionMap
-from fxsplit_encoder.connector.request import FAIL, RETRY, TEXT_ONLY, EncodeRequest, FailurePolicy
-from fxsplit_encoder.connector.seams import (
+from fxsplit_encoder.connector.interfaces import (
     PIXEL_TABLE,
     DeviceEncoder,
     FeatureEncoder,
@@ -25,11 +18,29 @@ from fxsplit_encoder.connector.seams import (
     MediaReducer,
     PreparedItem,
     PrioritizedEncoder,
+    ProcessorByModality,
     SlicingEncoder,
     StagingEncoder,
 )
-from fxsplit_encoder.connector.settings import SPECIFIED_BATCHES, ConnectorConfig
-from fxsplit_encoder.connector.states import TRANSITIONS, Availability, Residence, State
+from fxsplit_encoder.connector.keys import TowerIdentity
+from fxsplit_encoder.connector.manager_encoder import ManagerEncoder
+from fxsplit_encoder.connector.positions import (
+    FeatureRows,
+    MergedRows,
+    Placeholder,
+    Placeholders,
+    PositionMap,
+)
+from fxsplit_encoder.connector.request import (
+    FAIL,
+    RETRY,
+    SPECIFIED_BATCHES,
+    TEXT_ONLY,
+    ConnectorConfig,
+    EncodeRequest,
+    FailurePolicy,
+)
+from fxsplit_encoder.connector.states import FAILURE_KINDS, TRANSITIONS, Availability, Residence, State
 from fxsplit_encoder.connector.statistics import ConnectorStats, Durations
 
 __all__ = [

@@ -15,24 +15,20 @@ from torch import Tensor
 
 from fxsplit_encoder.connector.books.audit import audit
 from fxsplit_encoder.connector.books.books import Step
-from fxsplit_encoder.connector.books.host_buffers import capacity_of
+from fxsplit_encoder.connector.books.encoding import WorkerStatus
 from fxsplit_encoder.connector.books.parts import Parts
-from fxsplit_encoder.connector.books.ticket import Ticket
-from fxsplit_encoder.connector.books.workers import WorkerStatus
-from fxsplit_encoder.connector.failures import failure_of
+from fxsplit_encoder.connector.books.storage import capacity_of
+from fxsplit_encoder.connector.books.tickets import Ticket
+from fxsplit_encoder.connector.interfaces import MediaProcessor, MediaReducer
 from fxsplit_encoder.connector.keys import TowerIdentity, feature_key
-from fxsplit_encoder.connector.merge import FeatureRows, MergedRows, merge_rows
-from fxsplit_encoder.connector.positions import Run
-from fxsplit_encoder.connector.request import EncodeRequest
-from fxsplit_encoder.connector.seams import MediaProcessor, MediaReducer
-from fxsplit_encoder.connector.settings import ConnectorConfig
-from fxsplit_encoder.connector.states import Availability, State
+from fxsplit_encoder.connector.positions import FeatureRows, MergedRows, Run, merge_rows
+from fxsplit_encoder.connector.request import ConnectorConfig, EncodeRequest
+from fxsplit_encoder.connector.states import Availability, State, failure_of
 from fxsplit_encoder.connector.statistics import ConnectorStats
 from fxsplit_encoder.connector.threads.copies import Copies
-from fxsplit_encoder.connector.threads.core import Core
+from fxsplit_encoder.connector.threads.core import Clock, Core, Warden
 from fxsplit_encoder.connector.threads.pool import EncoderFactory, Pool, make_encoders, row_bytes_of
 from fxsplit_encoder.connector.threads.preparers import Preparers, checked_count
-from fxsplit_encoder.connector.threads.watchers import Clock, Warden
 from fxsplit_encoder.errors import ConnectorError, InputError, MediaError
 from fxsplit_encoder.messages import shown
 

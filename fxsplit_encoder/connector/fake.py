@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from fxsplit_encoder.connector.seams import MediaItem, Modality, PreparedItem, Reduction
+from fxsplit_encoder.connector.interfaces import MediaItem, Modality, PreparedItem, Reduction
 from fxsplit_encoder.errors import MediaError
 from fxsplit_encoder.messages import shown
 

@@ -44,10 +44,6 @@ class Hasher(Protocol):
 def new_hasher(name: str, is_large: bool = False) -> Hasher:
     """An empty hash.
 
-    Args:
-        name: of the function.
-        is_large: whether hundreds of megabytes come, for which blake3 may take every core.
-
     Raises:
         InputError: no such function.
         MissingExtraError: blake3 is asked for and not installed.
@@ -123,14 +119,7 @@ _KINDS: tuple[tuple[type | tuple[type, ...], Callable[[Any], object]], ...] = (
 def item_digest(
     media: bytes, fingerprint: bytes, options: Mapping[str, object], name: HashName = "blake3"
 ) -> bytes:
-    """What identifies a prepared item.
-
-    Args:
-        media: the digest of the media's bytes.
-        fingerprint: of the processor.
-        options: the processor's arguments for this item alone.
-        name: of the hash function.
-    """
+    """What identifies a prepared item."""
     return digest_of([b"item", media, fingerprint, canonical(options)], name)
 
 
@@ -166,14 +155,7 @@ def precision_of(config: EncoderConfig) -> str:
 
 
 def feature_key(item: bytes, tower: TowerIdentity, salt: str = "", name: HashName = "blake3") -> bytes:
-    """What a cache calls a feature.
-
-    Args:
-        item: the digest of its item.
-        tower: which encodes it.
-        salt: features are shared only among callers that give the same one.
-        name: of the hash function.
-    """
+    """What a cache calls a feature."""
     parts = (tower.dtype.encode(), tower.precision.encode(), salt.encode())
     return digest_of([b"feature", item, tower.weights, *parts], name)
 

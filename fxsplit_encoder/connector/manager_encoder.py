@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fxsplit_encoder._torch.staging import staged, to_device
-from fxsplit_encoder.connector.seams import PIXEL_TABLE, Modality, PreparedItem
+from fxsplit_encoder.connector.interfaces import PIXEL_TABLE, Modality, PreparedItem
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.manager import EncoderCudaGraphManager
 from fxsplit_encoder.messages import names_of

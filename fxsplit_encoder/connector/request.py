@@ -1,15 +1,98 @@
-"""What a caller asks for: the media of one request, and what to do if they cannot be encoded."""
+"""The connector's settings, and a request with what follows if it fails."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
+from pydantic import BeforeValidator, Field
+
+from fxsplit_encoder.connector.interfaces import MediaItem, Reduction
 from fxsplit_encoder.connector.positions import Placeholders
-from fxsplit_encoder.connector.seams import MediaItem, Reduction
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.messages import shown
+from fxsplit_encoder.settings_model import Settings, parse_bytes
+
+_Bytes = Annotated[int, Field(strict=True, ge=0, le=2**63 - 1), BeforeValidator(parse_bytes)]
+_Count = Annotated[int, Field(strict=True, ge=0, le=2**31 - 1)]
+_Number = Annotated[int, Field(strict=True, ge=1, le=2**31 - 1)]
+_Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_Share = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
+_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class ConnectorConfig(Settings):
+    """How much a `Connector` may hold, and how it forms batches.
+
+    Raises:
+        ConfigError: a setting is unknown or not allowed.
+    """
+
+    host_bytes: _Bytes = 4 << 30
+    """Host memory for features, in bytes or as a size such as 4GiB. It is reserved before an item is encoded,
+    in powers of two; a request whose items need more than this together is refused."""
+
+    device_bytes: _Bytes = 1 << 30
+    """Memory for features where the encoders leave them, for each device. What has no room there is copied to
+    the host. 0: everything is."""
+
+    staging_bytes: _Bytes = 512 << 20
+    """Features of the batches that one worker has in hand; an item of more is refused."""
+
+    input_bytes: _Bytes = 1 << 30
+    """Preprocessed items that wait for an encoder: no further item is decoded while they are more. By as much
+    as the CPU workers have in hand they may exceed it.
+    """
+
+    cpu_workers: _Number = 4
+    """Threads that hash, decode and preprocess."""
+
+    max_waiting_items: _Number = 4096
+    """Items that are not ready yet; a request beyond them is refused, to be submitted again later."""
+
+    max_overtakes: _Count = 64
+    """How many requests may get memory before one that came earlier and needs more than is free."""
+
+    max_batch_items: _Number = 32
+    """Items that a worker encodes together at most."""
+
+    max_batch_cost: _Positive | None = None
+    """Predicted cost of a batch, in the encoder's unit, above which no further item joins it. None: no limit
+    but the workers' even share."""
+
+    max_slice_cost: _Positive | None = None
+    """Predicted cost, in the encoder's unit, of what a worker gives its device at once of an item that can be
+    encoded in slices (`SlicingEncoder`), such as a video by frames. Between slices it rests as
+    `max_busy_share` says, and lets batches of no more than that cost pass. None: items are not cut.
+    """
+
+    flush_delay_s: _Seconds = 0.0
+    """Seconds that an item waits for others while its batch is not full. 0: a free worker takes what there
+    is.
+    """
+
+    max_batches_in_flight: _Number = 2
+    """Batches that one worker gives its device before the first of them is done."""
+
+    max_busy_share: _Share = 1.0
+    """The share of time in which a worker may have batches in hand. After each it rests for as long as that
+    takes, and leaves the device to an engine that computes there too. 1: it never rests.
+    """
+
+    timeout_s: _Positive | None = 60.0
+    """Seconds after which an item that is not ready fails, where its request says nothing. None: never."""
+
+    max_worker_restarts: _Count = 3
+    """How often in a row a worker that was lost is started again before it is given up."""
+
+    max_item_losses: _Count = 2
+    """How many workers an item may lose before it is taken for the cause and fails."""
+
+
+SPECIFIED_BATCHES = {"max_batch_items": 8, "flush_delay_s": 0.005}
+"""Batches of 8 items, or of what came within 5 ms: for `ConnectorConfig(**SPECIFIED_BATCHES)`."""
+
 
 Retention = Literal["discard", "keep"]
 

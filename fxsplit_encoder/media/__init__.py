@@ -1,6 +1,5 @@
 """Raw media: what is known of it before it is decoded, and what it is decoded to."""
 
-from fxsplit_encoder.media.animated import AnimatedImage
 from fxsplit_encoder.media.audio import (
     AudioHeader,
     AudioSamples,
@@ -9,9 +8,8 @@ from fxsplit_encoder.media.audio import (
     sample_bytes,
 )
 from fxsplit_encoder.media.images import load_image, measure_image, pixel_bytes, scaled, shrunk
-from fxsplit_encoder.media.limits import MediaLimits
-from fxsplit_encoder.media.readers import open_video
-from fxsplit_encoder.media.sources import read_source
+from fxsplit_encoder.media.readers import AnimatedImage, open_video
+from fxsplit_encoder.media.sources import MediaLimits, read_source
 from fxsplit_encoder.media.videos import Frames, Video, VideoFrames, VideoHeader, frame_seconds
 
 __all__ = [

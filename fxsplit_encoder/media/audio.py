@@ -16,8 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from fxsplit_encoder.errors import MediaError, MissingExtraError
-from fxsplit_encoder.media.limits import MediaLimits
-from fxsplit_encoder.media.sources import attempt, header_source, is_encoded, name_of, opened
+from fxsplit_encoder.media.sources import MediaLimits, attempt, header_source, is_encoded, name_of, opened
 from fxsplit_encoder.messages import shown
 
 Waveform = NDArray[np.float32]

@@ -8,8 +8,8 @@ import threading
 from PIL import ExifTags, Image, UnidentifiedImageError
 
 from fxsplit_encoder.errors import MediaError
-from fxsplit_encoder.media.limits import MediaLimits
 from fxsplit_encoder.media.sources import (
+    MediaLimits,
     Pixels,
     attempt,
     header_source,

@@ -1,4 +1,4 @@
-"""Where media comes from: files and encoded bytes, and arrays of pixels that somebody has decoded already."""
+"""Where media come from: files, encoded bytes, arrays of pixels; and limits that hold before decoding."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -14,9 +15,46 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fxsplit_encoder.errors import InputError, MediaError
-from fxsplit_encoder.media.limits import MediaLimits
+from fxsplit_encoder.errors import ConfigError, InputError, MediaError
 from fxsplit_encoder.messages import shown
+
+
+@dataclass(frozen=True)
+class MediaLimits:
+    """The most that one item may have, by what its header or its shape says, before it is decoded."""
+
+    max_bytes: int = 1 << 28
+    """Of a file, of encoded bytes, or of an array."""
+
+    max_pixels: int = 1 << 26
+    """Of an image, or of one frame. Pillow has a limit of its own, `PIL.Image.MAX_IMAGE_PIXELS`."""
+
+    max_frames: int = 1024
+    """Frames of a video that have to be decoded: those that are sampled, and of an animated image those
+    before them too."""
+
+    max_seconds: float = 3600.0
+    """Of a video or of audio."""
+
+    max_tokens: int = 1 << 16
+    """Rows of its feature, which grow with the options that enlarge it."""
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"MediaLimits.{field.name}: expected a number above 0; got {value}"
+            for field in fields(self)
+            if not (value := getattr(self, field.name)) > 0
+        ]
+        if problems:
+            raise ConfigError(*problems)
+
+    def check(self, limit: str, value: float, what: str) -> None:
+        """Raises MediaError for a value above the limit of that name; `what` is what the message calls it."""
+        most = getattr(self, limit)
+        if value > most:
+            unit = limit.removeprefix("max_")
+            raise MediaError(f"{what}: {value:g} {unit}; expected at most {most:g}, the limit {limit}")
+
 
 Encoded = bytes | bytearray | memoryview
 Pixels = NDArray[np.uint8]
@@ -59,11 +97,7 @@ def header_source(media: object, limits: MediaLimits) -> Path | io.BytesIO:
 
 
 def checked_path(media: str | os.PathLike[str], limits: MediaLimits) -> Path:
-    """The path of a regular file within the limit of bytes.
-
-    Raises:
-        MediaError: it is something else.
-    """
+    """The path of a regular file within the limit of bytes; raises MediaError where it is something else."""
     path = Path(media)
     if isinstance(media, str) and media.partition(":")[0] in ("http", "https", "data"):
         raise MediaError(f"{shown(media)}: expected a path; fetch what it names, and pass its bytes")

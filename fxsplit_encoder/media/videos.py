@@ -13,8 +13,7 @@ from PIL import Image
 
 from fxsplit_encoder.errors import MediaError
 from fxsplit_encoder.media.images import load_image, measure_image, pixel_bytes, scaled, shrunk
-from fxsplit_encoder.media.limits import MediaLimits
-from fxsplit_encoder.media.sources import pixels_of, shape_of
+from fxsplit_encoder.media.sources import MediaLimits, pixels_of, shape_of
 from fxsplit_encoder.messages import shown
 
 

@@ -1,19 +1,128 @@
-"""A checkpoint behind the connector: its media, and an encoder for each device."""
+"""A checkpoint behind the connector: its encoders, one for each device, and its media."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import torch
+from torch import nn
+
+from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.connector.connector import Connector
+from fxsplit_encoder.connector.interfaces import Modality
 from fxsplit_encoder.connector.keys import HashName, TowerIdentity, precision_of
 from fxsplit_encoder.connector.manager_encoder import ManagerEncoder
-from fxsplit_encoder.connector.settings import ConnectorConfig
+from fxsplit_encoder.connector.processes import EncoderProgram, ProcessEncoder, ProcessOptions
+from fxsplit_encoder.connector.request import ConnectorConfig
 from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.manager import EncoderCudaGraphManager
+from fxsplit_encoder.messages import shown
 from fxsplit_encoder.models.checkpoint import Checkpoint
-from fxsplit_encoder.models.encoders import checkpoint_encoder, weightless_tower
+from fxsplit_encoder.models.load import load_tower, read_family
 from fxsplit_encoder.models.media import media_processor
+
+_AUTO = "auto"
+
+
+def checkpoint_encoder(
+    model: str | Path,
+    config: str | Path | EncoderConfig | None = None,
+    device: str = "cpu",
+    dtype: str = _AUTO,
+) -> ManagerEncoder:
+    """An encoder in this process, not started yet.
+
+    Args:
+        model: a directory or a hub name.
+        config: settings, or a YAML file of them; None: the defaults, but no captures while requests come, or
+            on a CPU none at all.
+        device: on which it encodes.
+        dtype: in which; auto: bfloat16 on CUDA, float32 on a CPU.
+
+    Raises:
+        InputError: a file is missing or malformed, or names no family that is known.
+        ConfigError: a setting is wrong.
+    """
+    checkpoint = Checkpoint.locate(model)
+    family, _ = read_family(checkpoint)
+    place = torch.device(device)
+    tower = load_tower(checkpoint, _dtype_of(dtype, place), place)
+    return ManagerEncoder(EncoderCudaGraphManager(family.wrap(tower), config_for(config, place)))
+
+
+def checkpoint_process(
+    model: str | Path,
+    config: str | Path | None = None,
+    device: str = "cpu",
+    dtype: str = _AUTO,
+    options: ProcessOptions | None = None,
+) -> ProcessEncoder:
+    """An encoder in a process of its own, not started yet; the arguments are those of `checkpoint_encoder`.
+
+    Args:
+        options: of the process.
+    """
+    checkpoint = Checkpoint.locate(model)
+    arguments = {
+        "model": str(model),
+        "config": None if config is None else str(config),
+        "device": device,
+        "dtype": dtype,
+    }
+    program = EncoderProgram(f"{__name__}:{checkpoint_encoder.__name__}", arguments)
+    return ProcessEncoder(program, options, row_bytes_of(checkpoint, device, dtype))
+
+
+def weightless_tower(model: str | Path | Checkpoint) -> Any:
+    """A wrapped tower that has no weights: it counts tokens and prepares nothing more.
+
+    What prepares media beside an encoder in another process needs one (`models.media.media_processor`).
+
+    Args:
+        model: a directory or a hub name.
+
+    Raises:
+        InputError: a file is missing or malformed, or names no family that is known.
+    """
+    checkpoint = model if isinstance(model, Checkpoint) else Checkpoint.locate(model)
+    family, settings = read_family(checkpoint)
+    tower = family.empty_tower(settings, torch.device("cpu"))
+    for module in tower.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(parameter.to("meta"), requires_grad=False))
+    return family.wrap(tower)
+
+
+def row_bytes_of(checkpoint: Checkpoint, device: str, dtype: str = _AUTO) -> Mapping[Modality, int]:
+    """Bytes of a row of a checkpoint's features by modality; no weights are read."""
+    declared = weightless_tower(checkpoint).get_encoder_cudagraph_config()
+    size = _dtype_of(dtype, torch.device(device)).itemsize
+    return {modality: declared.out_hidden_size * size for modality in declared.modalities}
+
+
+def config_for(config: str | Path | EncoderConfig | None, device: torch.device) -> EncoderConfig:
+    """Settings of captures on a device, see `checkpoint_encoder`."""
+    if isinstance(config, EncoderConfig):
+        return config
+    if config is not None:
+        return EncoderConfig.from_yaml(config)
+    # Captures pay off over many calls on a GPU, but one that is made while requests come holds them up. On a
+    # CPU they only cost.
+    return EncoderConfig(capture_recurring=False) if device.type == "cuda" else EncoderConfig(mode="none")
+
+
+def _dtype_of(name: str, device: torch.device) -> torch.dtype:
+    if name == _AUTO:
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise InputError(
+            f"dtype: expected auto or a floating-point dtype of torch, such as bfloat16; got {shown(name)}"
+        )
+    return dtype
 
 
 def checkpoint_connector(

@@ -31,13 +31,7 @@ def share_weights(module: nn.Module) -> nn.Module:
 
 
 class EagerTower:
-    """Encodes `mm_kwargs` without this library's captures, one tensor per item.
-
-    Args:
-        module: the tower that is not wrapped.
-        forward: its family's eager forward; None: the adapter's own.
-        wrap: makes the adapter.
-    """
+    """Encodes `mm_kwargs` without this library's captures, one tensor per item."""
 
     def __init__(
         self, module: nn.Module, forward: EagerForward | None, wrap: Callable[[nn.Module], Any]

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from fxsplit_encoder._torch.transformers import no_init_weights
-from fxsplit_encoder.connector.audio import FeatureExtractor
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.models.checkpoint import Renames
 from fxsplit_encoder.models.eager import EagerForward, EagerTower
 from fxsplit_encoder.models.prepare import Preparation, ProcessorSettings
+from fxsplit_encoder.models.preprocess import FeatureExtractor
 from fxsplit_encoder.towers import DenseTowerSpec, wrap
 
 Settings = Mapping[str, Any]
@@ -133,13 +133,7 @@ def given(settings: Settings, *names: str) -> dict[str, Any]:
 
 
 def hugging_face(module: str, tower: str, config: str) -> Build:
-    """Builds a vision tower that transformers has.
-
-    Args:
-        module: under `transformers.models`; imported when a tower is built.
-        tower: the tower's class.
-        config: the class of its configuration.
-    """
+    """Builds a vision tower that transformers has."""
 
     def build(settings: Settings) -> nn.Module:
         made: nn.Module = hugging_face_class(module, "modeling", tower)(

@@ -1,28 +1,99 @@
-"""Who prepares media for a tower in the connector: a known family's way, or any image processor's."""
+"""A checkpoint's media processor, and pixels that stay uint8 until they are encoded."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from PIL import Image
 
-from fxsplit_encoder.connector.audio import AudioProcessor
+from fxsplit_encoder.connector.interfaces import Modality
 from fxsplit_encoder.connector.keys import HashName, canonical, digest_of
-from fxsplit_encoder.connector.preparation import Preparation
-from fxsplit_encoder.connector.preprocess import TowerProcessor
-from fxsplit_encoder.connector.seams import Modality
-from fxsplit_encoder.media import MediaLimits
+from fxsplit_encoder.errors import MediaError
+from fxsplit_encoder.media import Frames, MediaLimits, VideoFrames, open_video
 from fxsplit_encoder.models.checkpoint import Checkpoint
 from fxsplit_encoder.models.family import Family, Settings
-from fxsplit_encoder.models.later import pixel_table
 from fxsplit_encoder.models.load import read_family
-from fxsplit_encoder.models.prepare import ProcessorSettings
+from fxsplit_encoder.models.prepare import Normalization, Preparation, Prepared, ProcessorSettings
+from fxsplit_encoder.models.preprocess import AudioProcessor, TowerProcessor
 from fxsplit_encoder.models.sampling import with_sampling
 from fxsplit_encoder.models.tiles import ProcessedTiles
+from fxsplit_encoder.towers.pixel_values import PixelValues
+
+logger = logging.getLogger(__name__)
+
+# The second has to be resized, whatever the sides of patches.
+_PROBES = ((160, 160), (150, 170))
+
+
+def pixel_table(whole: Preparation, later: Preparation, modality: Modality) -> NDArray[np.float32] | None:
+    """(channels, 256): what each value of each channel of uint8 pixels becomes.
+
+    Returns:
+        None: that would not give the very values of the model's processor, as images of all colors show.
+    """
+    try:
+        table = normalization_of(whole, modality).values()
+        is_same = all(_are_equal(*_probed(whole, later, modality, size), table) for size in _PROBES)
+    except (AttributeError, MediaError, TypeError, ValueError) as error:  # it does something else with pixels
+        logger.info("%s pixels are normalized by the model's own processor: %s", modality, error)
+        return None
+    if not is_same:
+        logger.info("%s pixels are normalized by the model's own processor: it gives other values", modality)
+    return table if is_same else None
+
+
+def normalization_of(preparation: Any, modality: Modality = "image") -> Normalization:
+    """Of a preparation's images or clips: its own, its format's, or its processor's."""
+    for holder in (preparation, getattr(preparation, f"{modality}_format", None)):
+        own = getattr(holder, "normalization", None)
+        if isinstance(own, Normalization):
+            return own
+    processor: Any = getattr(preparation, "processor", None)
+    return Normalization(tuple(processor.image_mean), tuple(processor.image_std))
+
+
+def _probed(
+    whole: Preparation, later: Preparation, modality: Modality, size: tuple[int, int]
+) -> tuple[list[Prepared], list[Prepared]]:
+    image = _all_colors(*size)
+    if modality == "image":
+        return [whole.image(image)], [later.image(image)]
+    return list(whole.clip(_frames(image))), list(later.clip(_frames(image)))
+
+
+def _are_equal(whole: list[Prepared], later: list[Prepared], table: NDArray[np.float32]) -> bool:
+    values = PixelValues(table, torch.float32, torch.device("cpu"))
+    for now, then in zip(whole, later, strict=True):
+        for name, given in now.tensors.items():
+            pixels = then.tensors[name].byte()
+            is_pixels = given.is_floating_point()
+            if is_pixels and not (
+                torch.equal(pixels, then.tensors[name]) and torch.equal(given, values(pixels))
+            ):
+                return False
+    return True
+
+
+def _all_colors(width: int, height: int) -> Image.Image:
+    """Every value of every channel, each channel in another order."""
+    ramp = np.arange(width * height) * 256 // (width * height)
+    turned = ramp.reshape(width, height).T
+    channels = [ramp.reshape(height, width), ramp[::-1].reshape(height, width), turned]
+    return Image.fromarray(np.stack(channels, axis=-1).astype(np.uint8))
+
+
+def _frames(image: Image.Image) -> Frames:
+    video = open_video(VideoFrames([image, image.transpose(Image.Transpose.ROTATE_180)] * 2), MediaLimits())
+    return video.select(range(4), MediaLimits())
+
 
 _PREPROCESSOR, _PROCESSOR = "preprocessor_config.json", "processor_config.json"
 
@@ -124,14 +195,7 @@ def tiles_processor(
 def audio_processor(
     tower: Any, extractor: Any, limits: MediaLimits | None = None, hash_name: HashName = "blake3"
 ) -> AudioProcessor:
-    """Prepares audio for a tower by a feature extractor of transformers.
-
-    Args:
-        tower: what `wrap` returns of a module that encodes pieces of audio.
-        extractor: such as `WhisperFeatureExtractor.from_pretrained` returns, with `n_samples`.
-        limits: for every item.
-        hash_name: of the function for digests.
-    """
+    """Prepares audio for a tower by a feature extractor of transformers."""
     described = extractor.to_json_string().encode()
     return AudioProcessor(tower, extractor, _fingerprint(described, hash_name), limits, hash_name)
 

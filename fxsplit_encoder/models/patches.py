@@ -188,12 +188,7 @@ class BlockPatches(Preparation):
 
 @functools.lru_cache(maxsize=64)
 def image_processor(form: PatchFormat, processor: tuple[str, str] = QWEN2_VL) -> Any:
-    """A family's image processor, the one that needs no torchvision.
-
-    Args:
-        form: its settings.
-        processor: its module under `transformers.models`, and its class.
-    """
+    """A family's image processor, the one that needs no torchvision."""
     module, name = processor
     return hugging_face_class(module, "image_processing_pil", name)(
         size={"shortest_edge": form.min_pixels, "longest_edge": form.max_pixels},
@@ -207,15 +202,7 @@ def image_processor(form: PatchFormat, processor: tuple[str, str] = QWEN2_VL) ->
 def of_patches(
     keys: tuple[str, str], pixels: Any, grid: Grid, sizes: tuple[int, ...], frames: int = 0
 ) -> Prepared:
-    """An item of patches.
-
-    Args:
-        keys: of its patches and of its size.
-        pixels: its patches; None: only its size is asked for.
-        grid: how it was cut.
-        sizes: its size as the tower takes it.
-        frames: of a clip; 0: an image.
-    """
+    """An item of patches."""
     tensors = {keys[1]: torch.tensor([sizes], device="cpu")}
     if pixels is not None:
         tensors[keys[0]] = torch.as_tensor(pixels, device="cpu")

@@ -81,12 +81,7 @@ class Preparation(ABC):
         """What `image` makes of an image of this size, without its pixels."""
 
     def sample(self, num_frames: int, fps: float | None) -> Sequence[int]:
-        """Which frames of a video the model sees, rising; every one unless its processor says otherwise.
-
-        Args:
-            num_frames: that the video has.
-            fps: how many a second; None: not known.
-        """
+        """Which frames of a video the model sees, rising; every one unless its processor says otherwise."""
         return range(num_frames)
 
     def clip(self, frames: Frames) -> list[Prepared]:

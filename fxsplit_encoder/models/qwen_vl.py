@@ -1,4 +1,4 @@
-"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5: patches in blocks of those that merge, frames in pairs."""
+"""The Qwen line and GLM-4V: patches in blocks of those that merge, frames in pairs."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from fxsplit_encoder.models.family import VISUAL, Architecture, Family, Prepare, hugging_face, stack
-from fxsplit_encoder.models.patches import BlockPatches, block_eager
+from fxsplit_encoder.models.patches import GLM4V, BlockPatches, block_eager
 from fxsplit_encoder.models.prepare import CLIP, HALF
-from fxsplit_encoder.models.sampling import first_to_last, pairs_of_equal_parts
+from fxsplit_encoder.models.sampling import by_length, by_seconds, first_to_last, pairs_of_equal_parts
 
 
 def _family(module: str, tower: str, config: str, prepare: Prepare) -> Family:
@@ -23,6 +23,10 @@ _QWEN2_5_VL = _family(
     "qwen2_5_vl", "Qwen2_5_VisionTransformerPretrainedModel", "Qwen2_5_VLVisionConfig", _QWEN2
 )
 _QWEN2_VL = _family("qwen2_vl", "Qwen2VisionTransformerPretrainedModel", "Qwen2VLVisionConfig", _QWEN2)
+_GLM4V, _GLM46V = (
+    _family("glm4v", "Glm4vVisionModel", "Glm4vVisionConfig", BlockPatches.reader(14, CLIP, rule, GLM4V))
+    for rule in (by_seconds, by_length)
+)
 
 FAMILIES = {
     # Mixture-of-experts models share the dense ones' tower.
@@ -38,6 +42,8 @@ FAMILIES = {
     "qwen2_5_vl_vision": _QWEN2_5_VL,
     "qwen2_vl": _QWEN2_VL,
     "qwen2_vl_vision": _QWEN2_VL,
+    **dict.fromkeys(("glm4v", "glm4v_moe", "glm4v_vision", "glm4v_moe_vision"), _GLM4V),
+    "glm46v": _GLM46V,
 }
 
 
@@ -73,4 +79,6 @@ ARCHITECTURES = {
     "qwen2.5-vl-7b": Architecture("Qwen2.5-VL-7B", "qwen2_5_vl", _QWEN2_5_VL, 32, _qwen2_5_vl(3584)),
     "qwen2-vl-2b": Architecture("Qwen2-VL-2B", "qwen2_vl", _QWEN2_VL, 32, _qwen2_vl(1536)),
     "qwen2-vl-7b": Architecture("Qwen2-VL-7B", "qwen2_vl", _QWEN2_VL, 32, _qwen2_vl(3584)),
+    "glm-4.1v-9b": Architecture("GLM-4.1V-9B", "glm4v", _GLM4V, 24, stack("depth", intermediate_size=13696)),
+    "glm-4.6v": Architecture("GLM-4.6V", "glm46v", _GLM46V, 24, stack("depth", intermediate_size=10944)),
 }

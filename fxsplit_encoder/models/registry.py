@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.models import deepseek_ocr, dense, glm4v, internvl, kimi, llama4, qwen_vl, step3, whisper
+from fxsplit_encoder.models import deepseek_ocr, dense, internvl, kimi, llama4, qwen_vl, step3, whisper
 from fxsplit_encoder.models.family import Architecture, Family
 
 FAMILIES: Mapping[str, Family] = {
     **qwen_vl.FAMILIES,
-    **glm4v.FAMILIES,
     **kimi.FAMILIES,
     **internvl.FAMILIES,
     **llama4.FAMILIES,
@@ -23,7 +22,6 @@ FAMILIES: Mapping[str, Family] = {
 
 ARCHITECTURES: Mapping[str, Architecture] = {
     **qwen_vl.ARCHITECTURES,
-    **glm4v.ARCHITECTURES,
     **kimi.ARCHITECTURES,
     **internvl.ARCHITECTURES,
     **llama4.ARCHITECTURES,
@@ -35,11 +33,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 
 
 def architecture(name: str) -> Architecture:
-    """The architecture of a name.
-
-    Raises:
-        InputError: no such name.
-    """
+    """The architecture of a name; raises InputError: no such name."""
     if name not in ARCHITECTURES:
         raise InputError(f"--model {name}: expected one of {', '.join(ARCHITECTURES)}")
     return ARCHITECTURES[name]

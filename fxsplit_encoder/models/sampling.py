@@ -38,10 +38,6 @@ class Sampling:
     def __call__(self, num_frames: int, fps: float | None) -> Sequence[int]:
         """The frames of a video, rising; one may come twice.
 
-        Args:
-            num_frames: that the video has.
-            fps: how many a second; None: not known.
-
         Raises:
             MediaError: they cannot be chosen, or the video has too few.
         """
@@ -62,11 +58,7 @@ Rule = Callable[[Sampling, int, "float | None"], Sequence[int]]
 
 
 def known(fps: float | None) -> float:
-    """A video's rate.
-
-    Raises:
-        MediaError: nobody knows it.
-    """
+    """A video's rate; raises MediaError where nobody knows it."""
     if fps is None:
         raise MediaError(
             "video: its frames per second are not known, and frames are sampled by them; pass "

@@ -59,12 +59,7 @@ def frame_sizes(count: int) -> Prepared:
 
 
 def view_sizes(tensors: dict[str, Tensor], grid: Grid) -> Prepared:
-    """An image seen as a whole and as crops, without their pixels.
-
-    Args:
-        tensors: the number of crops.
-        grid: of the crops; (0, 0) without any.
-    """
+    """An image seen as a whole and as crops, without their pixels."""
     count = grid[0] * grid[1]
     return Prepared(tensors, {"crops": grid}, f"1+{count}" if count else "1")
 

@@ -7,11 +7,11 @@ from typing import Any, NoReturn, cast
 
 from torch import Tensor
 
-from fxsplit_encoder.connector.audio import FeatureExtractor
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.models.eager import Inputs
 from fxsplit_encoder.models.family import Family, Settings, hugging_face
 from fxsplit_encoder.models.prepare import ProcessorSettings
+from fxsplit_encoder.models.preprocess import FeatureExtractor
 from fxsplit_encoder.towers import DenseTowerSpec
 
 _INPUT = "input_features"
@@ -28,11 +28,7 @@ def whisper_spec(encoder: Any) -> DenseTowerSpec:
 
 
 def whisper_extractor(processor: Mapping[str, Any]) -> FeatureExtractor:
-    """What turns samples into mel frames.
-
-    Args:
-        processor: the checkpoint's preprocessor_config.json.
-    """
+    """What turns samples into mel frames."""
     from transformers import WhisperFeatureExtractor
 
     made: Any = WhisperFeatureExtractor(**processor)  # type: ignore[no-untyped-call]

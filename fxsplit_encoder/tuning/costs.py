@@ -178,11 +178,7 @@ def read_costs(path: str | os.PathLike[str]) -> BatchCosts | dict[str, BatchCost
 
 
 def parse_costs(value: Any, where: str) -> BatchCosts:
-    """Measured costs of one path out of JSON.
-
-    Raises:
-        InputError: it holds something else.
-    """
+    """Measured costs of one path out of JSON; raises InputError where it holds something else."""
     if not isinstance(value, dict) or value.keys() - {_NOT_KEPT} != {*_POINTS}:
         raise InputError(f"{where}: expected an object with replay_ms and exact_ms; got {value!r}")
     replay, exact = (_read_points(value[key], f"{where}, {key}") for key in _POINTS)

@@ -118,11 +118,7 @@ def read_lines(path: str | os.PathLike[str]) -> Iterator[tuple[str, Mapping[str,
 
 
 def read_request(line: Mapping[str, Any], where: str) -> Request:
-    """The items of a request's line.
-
-    Raises:
-        InputError: it is not a request.
-    """
+    """The items of a request's line; raises InputError where it is not a request."""
     request = _object(line, where, required=("items",), allowed=_REQUEST_KEYS)
     if not isinstance(request["items"], list):
         raise InputError(f"{where}, items: expected a list; got {request['items']!r}")

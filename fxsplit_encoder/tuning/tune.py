@@ -4,12 +4,10 @@ A demand is the output tokens of one batch on one path. Each path is tuned alone
 replay independently: each takes the smallest of its own budgets that holds its own tokens. Only the memory
 of all captures ties them together. Limits on frames and attention segments are not modeled.
 
-Which batches the manager makes depends on the ladder. With `packing: cost` it depends on every budget, and no
-search over ladders could plan the trace for each. So the search takes the batches that greedy packing makes,
-which depend on the largest budget alone, and finds the best ladders for these exactly. The manager's planner
-then judges the best few under the configured packing, and what it predicts is what is reported. With one
-ladder, packing by cost never costs more than greedy packing; whether another ladder, which the search did not
-find for greedy's batches, would cost even less, is not known.
+Which batches the manager makes depends on the ladder; with `packing: cost`, on every budget. So the search
+takes the batches of greedy packing, which depend on the largest budget alone, and finds the best ladders for
+these exactly. The manager's planner then judges the best few under the configured packing, and what it
+predicts is what is reported.
 """
 
 from __future__ import annotations
@@ -24,9 +22,7 @@ from fxsplit_encoder.config import Packing
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.planning.budgets import default_budgets
 from fxsplit_encoder.tuning.costs import BatchCosts
-from fxsplit_encoder.tuning.forecast import LadderForecast, forecast
-from fxsplit_encoder.tuning.judge import Judge
-from fxsplit_encoder.tuning.outcome import PathTuning, Tuning
+from fxsplit_encoder.tuning.forecast import Judge, LadderForecast, PathTuning, Tuning, forecast
 from fxsplit_encoder.tuning.search import (
     LadderLimits,
     LadderSearch,
@@ -55,14 +51,9 @@ def tune_trace(
 ) -> Tuning:
     """The ladders that serve the requests of a trace at the least cost.
 
-    Greedy packing cuts a request into batches for the largest budget, so the demands depend on it: every
-    largest budget is tuned by itself, for the batches that greedy packing then makes. Of the eight
-    cheapest ladders found, the one is taken of which the manager's planner predicts the least under
-    `packing`. A smaller largest budget than the largest request pays where requests are cut at little cost,
-    or where what alone is above it is as cheap at its exact shape. A largest budget between two could be
-    lowered to what the largest batch has, so the loads that batches may have are all that is worth
-    considering. Of more than 64 of them, 64 spread evenly are tuned, the largest always; several paths are
-    cut at one number of tokens.
+    Every largest budget that a batch may fill is tuned by itself, for the batches that greedy packing makes
+    with it; of more than 64, 64 spread evenly, the largest always. Of the eight cheapest ladders found, the
+    one is taken of which the manager's planner predicts the least under `packing`.
 
     Args:
         requests: the trace.
@@ -135,9 +126,8 @@ def tune_budgets(
 ) -> Tuning:
     """The ladders that serve given demands at the least cost, exactly.
 
-    The smallest budget that holds a demand serves it, or its exact shape where that costs less, or where no
-    budget does. A budget between two demands could be lowered to the smaller one, so the demands,
-    rounded up, are all the budgets worth considering. See `LadderSearch` for how the best are found.
+    The smallest budget that holds a demand serves it, or its exact shape where that costs less. Only the
+    demands, rounded up, are worth considering as budgets. See `LadderSearch` for how the best are found.
 
     Args:
         demands: the output tokens of every batch, by path; at least one each, and above 0.

@@ -9,11 +9,10 @@ import torch
 from PIL import Image
 from typer.testing import CliRunner, Result
 
-from fxsplit_encoder.cli.bench import check_ways, plots
-from fxsplit_encoder.cli.bench import run as bench_run
-from fxsplit_encoder.cli.bench.result import Measured, advice
-from fxsplit_encoder.cli.bench.ways import WAYS, Ours
+from fxsplit_encoder.cli import bench as bench_run
+from fxsplit_encoder.cli.bench import Measured, advice, print_bars
 from fxsplit_encoder.cli.main import app
+from fxsplit_encoder.cli.ways import WAYS, Ours, check_ways
 from fxsplit_encoder.errors import InputError
 
 from ..models.checkpoints import save
@@ -167,7 +166,7 @@ def test_advice_where_nothing_was_measured() -> None:
 
 
 def test_bars_are_as_long_as_their_times(capsys: pytest.CaptureFixture[str]) -> None:
-    plots.print_bars([measured("clip[1]", eager=40, ours=10)], TITLES)
+    print_bars([measured("clip[1]", eager=40, ours=10)], TITLES)
     eager, ours = capsys.readouterr().out.splitlines()[:2]
     assert eager.startswith("clip[1] eager") and eager.endswith("40.00")
     assert eager.count("█") == pytest.approx(4 * ours.count("█"), abs=4)

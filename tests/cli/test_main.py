@@ -1,3 +1,7 @@
+"""The device of a command."""
+
+from __future__ import annotations
+
 import json
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
@@ -12,12 +16,14 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 from typer.testing import CliRunner, Result
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.cli import compare, files
+from fxsplit_encoder.cli import demo, files
+from fxsplit_encoder.cli.console import choose_device
 from fxsplit_encoder.cli.files import read_config, shipped
 from fxsplit_encoder.cli.main import app
 from fxsplit_encoder.cli.options import MODELS
 from fxsplit_encoder.cli.tower import choose_tower
 from fxsplit_encoder.cli.usage import OneLineErrors
+from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.models.patches import IMAGE_FORMAT, VIDEO_FORMAT, BlockPatches, block_eager
 from fxsplit_encoder.models.prepare import load_inputs
 from fxsplit_encoder.models.registry import ARCHITECTURES
@@ -110,7 +116,7 @@ def test_demo_in_bfloat16_is_judged_by_its_error(photographs: list[Path], config
 def test_demo_counts_misses_and_fails_on_a_difference(
     photographs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compare, "FLOAT32_TOLERANCE", 0.0)
+    monkeypatch.setattr(demo, "FLOAT32_TOLERANCE", 0.0)
     small = tmp_path / "small.yaml"
     small.write_text(
         "token_budgets: [4]\nmax_items_per_batch: 1\nmax_frames_per_batch: 1\n", encoding="utf-8"
@@ -377,3 +383,18 @@ def failing(error: Exception) -> typer.Typer:
         raise error
 
     return program
+
+
+def test_a_numbered_gpu_becomes_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    current: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    for name in ("cpu", "cuda", "auto"):
+        choose_device(name)
+    assert current == []
+    assert choose_device("cuda:1") == torch.device("cuda:1")
+    assert current == [torch.device("cuda:1")]
+    with pytest.raises(InputError, match="this machine has 2 CUDA devices"):
+        choose_device("cuda:2")
+    assert len(current) == 1

@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxsplit_encoder.connector.books.ticket import Ticket
+from fxsplit_encoder.connector.books.tickets import Ticket
 from fxsplit_encoder.connector.connector import Connector
 from fxsplit_encoder.connector.fake import FakeEncoder, FakeProcessor, fake_rows
+from fxsplit_encoder.connector.interfaces import MediaItem, PreparedItem
 from fxsplit_encoder.connector.positions import PositionMap
-from fxsplit_encoder.connector.request import EncodeRequest
-from fxsplit_encoder.connector.seams import MediaItem, PreparedItem
-from fxsplit_encoder.connector.settings import ConnectorConfig
+from fxsplit_encoder.connector.request import ConnectorConfig, EncodeRequest
 from fxsplit_encoder.connector.states import Availability
 from fxsplit_encoder.connector.threads.copies import Copies
 

@@ -20,14 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxsplit_encoder.connector.books.ticket import Ticket
+from fxsplit_encoder.connector.books.tickets import Ticket
 from fxsplit_encoder.connector.connector import Connector
+from fxsplit_encoder.connector.interfaces import FeatureEncoder, MediaItem, PreparedItem
 from fxsplit_encoder.connector.manager_encoder import ManagerEncoder
 from fxsplit_encoder.connector.positions import PositionMap
 from fxsplit_encoder.connector.processes import EncoderProgram, ProcessEncoder, ProcessOptions
-from fxsplit_encoder.connector.request import EncodeRequest, FailurePolicy
-from fxsplit_encoder.connector.seams import FeatureEncoder, MediaItem, PreparedItem
-from fxsplit_encoder.connector.settings import ConnectorConfig
+from fxsplit_encoder.connector.request import ConnectorConfig, EncodeRequest, FailurePolicy
 from fxsplit_encoder.connector.states import State
 from fxsplit_encoder.connector.threads.copies import Copies
 from fxsplit_encoder.errors import ConnectorError, ConnectorFullError, InputError

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from fxsplit_encoder.connector.fake import FakeProcessor
+from fxsplit_encoder.connector.interfaces import MediaItem
 from fxsplit_encoder.connector.keys import TowerIdentity
 from fxsplit_encoder.connector.request import EncodeRequest
-from fxsplit_encoder.connector.seams import MediaItem
 from fxsplit_encoder.connector.states import Residence, State
 from fxsplit_encoder.errors import ConnectorError, ConnectorFullError, InputError
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from fxsplit_encoder.connector.books.workers import Batch, WorkerStatus
+from fxsplit_encoder.connector.books.encoding import Batch, WorkerStatus
 from fxsplit_encoder.connector.fake import FakeEncoder
-from fxsplit_encoder.connector.seams import MediaItem, PreparedItem
-from fxsplit_encoder.connector.settings import SPECIFIED_BATCHES
+from fxsplit_encoder.connector.interfaces import MediaItem, PreparedItem
+from fxsplit_encoder.connector.request import SPECIFIED_BATCHES
 from fxsplit_encoder.connector.threads.copies import Copies
 from fxsplit_encoder.errors import ConnectorError, InputError
 

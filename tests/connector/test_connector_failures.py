@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from fxsplit_encoder.connector.books.workers import WorkerStatus
+from fxsplit_encoder.connector.books.encoding import WorkerStatus
 from fxsplit_encoder.connector.fake import FakeEncoder, FakeProcessor
+from fxsplit_encoder.connector.interfaces import MediaItem, PreparedItem
 from fxsplit_encoder.connector.request import RETRY, TEXT_ONLY, FailurePolicy
-from fxsplit_encoder.connector.seams import MediaItem, PreparedItem
 from fxsplit_encoder.connector.states import State
 from fxsplit_encoder.errors import EncoderLostError, InputError, MediaError
 

@@ -12,9 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxsplit_encoder.connector.connector import Connector
 from fxsplit_encoder.connector.fake import FakeEncoder, FakeProcessor
-from fxsplit_encoder.connector.merge import merge_rows
-from fxsplit_encoder.connector.positions import Run
-from fxsplit_encoder.connector.seams import MediaItem, PreparedItem
+from fxsplit_encoder.connector.interfaces import MediaItem, PreparedItem
+from fxsplit_encoder.connector.positions import Run, merge_rows
 from fxsplit_encoder.connector.states import State
 from fxsplit_encoder.connector.threads.copies import Copies
 from fxsplit_encoder.errors import InputError

@@ -12,11 +12,10 @@ import torch
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.connector.connector import Connector
+from fxsplit_encoder.connector.interfaces import PIXEL_TABLE, MediaItem, PreparedItem
 from fxsplit_encoder.connector.manager_encoder import ManagerEncoder
 from fxsplit_encoder.connector.positions import PositionMap
-from fxsplit_encoder.connector.request import EncodeRequest
-from fxsplit_encoder.connector.seams import PIXEL_TABLE, MediaItem, PreparedItem
-from fxsplit_encoder.connector.settings import ConnectorConfig
+from fxsplit_encoder.connector.request import ConnectorConfig, EncodeRequest
 from fxsplit_encoder.errors import InputError
 
 from ..conftest import TinyTowers

@@ -1,14 +1,19 @@
+"""Where media are in a prompt, and their rows merged into its embeddings."""
+
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
-from fxsplit_encoder.connector.positions import Placeholder, PositionMap, Run
-from fxsplit_encoder.connector.seams import Modality
+from fxsplit_encoder.connector.interfaces import Modality
+from fxsplit_encoder.connector.positions import Placeholder, PositionMap, Run, merge_rows
 from fxsplit_encoder.errors import InputError
 
 IMAGE, VIDEO, BEGIN, END = 900, 901, 800, 801
@@ -174,3 +179,148 @@ def test_a_map_of_many_tokens_is_made_once() -> None:
         512 * i for i in range(190)
     ]
     assert prompt._layout(counts) is first
+
+
+WIDTH = 6
+
+
+def features(counts: Sequence[int], levels: int = 0, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Each value says whose it is: item, row, column."""
+    made = []
+    for item, count in enumerate(counts):
+        rows, columns = torch.meshgrid(torch.arange(count), torch.arange(WIDTH * (1 + levels)), indexing="ij")
+        made.append((10_000 * item + 100 * rows + columns).to(dtype))
+    return made
+
+
+def text(length: int) -> Tensor:
+    return -1.0 - torch.arange(length)[:, None].expand(length, WIDTH).float()
+
+
+@settings(max_examples=60)
+@given(
+    counts=st.lists(st.integers(1, 12), min_size=1, max_size=5),
+    gaps=st.lists(st.integers(0, 2), min_size=60, max_size=60),
+    levels=st.integers(0, 2),
+    size=st.integers(1, 40),
+)
+def test_chunks_put_every_row_where_it_belongs(
+    counts: list[int], gaps: list[int], levels: int, size: int
+) -> None:
+    # Text between any two tokens of an item, so that some have many runs.
+    tokens = [token for gap in gaps[: sum(counts)] for token in [5] * gap + [9]]
+    prompt = PositionMap(tokens, ["image"] * len(counts), {"image": 9})
+    rows = features(counts, levels)
+    expected = text(len(tokens))
+    where = torch.tensor([i for i, token in enumerate(tokens) if token == 9])
+    expected[where] = torch.cat(rows)[:, :WIDTH]
+    for start in range(0, len(tokens), size):
+        stop = min(start + size, len(tokens))
+        out = text(len(tokens))[start:stop].clone()
+        merged = merge_rows(rows, prompt.runs(counts, start, stop), out, start, levels)
+        assert torch.equal(out, expected[start:stop])
+        inside = (where >= start) & (where < stop)
+        assert torch.equal(merged.positions, where[inside] - start)
+        further = torch.cat(rows)[inside, WIDTH:].unflatten(1, (levels, WIDTH)).transpose(0, 1)
+        assert torch.equal(merged.levels, further)
+
+
+@pytest.mark.parametrize("levels", [0, 2])
+@pytest.mark.parametrize("counts", [[800], [400] * 2], ids=["one item", "two items"])
+def test_many_runs_are_as_many_copies_as_one(
+    counts: list[int], levels: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    for owner, name in ((Tensor, "copy_"), (Tensor, "index_copy_"), (torch, "cat")):
+        own = getattr(owner, name)
+
+        def counted(*args: Any, own: Any = own, name: str = name, **kwargs: Any) -> Any:
+            calls.append(name)
+            return own(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, counted)
+    tokens = [5, 9, 9] * 400
+    runs = PositionMap(tokens, ["video"] * len(counts), {"video": 9}).runs(counts, 0, 1200)
+    assert len(runs) == 400
+    merge_rows(features(counts, levels), runs, torch.zeros(1200, WIDTH), 0, levels)
+    assert calls == ["cat"] * (levels > 0 or len(counts) > 1) + ["index_copy_"]
+
+
+@pytest.mark.parametrize("levels", [0, 1])
+def test_runs_whose_rows_do_not_follow_one_another_are_copied_too(levels: int) -> None:
+    runs = [Run(0, row, 2 * (9 - row), 1) for row in range(9)]
+    out = torch.zeros(20, WIDTH)
+    merged = merge_rows(features([9], levels), runs, out, 0, levels)
+    expected = features([9], levels)[0]
+    assert torch.equal(out[2:20:2], expected[:, :WIDTH].flip(0))
+    assert torch.equal(merged.levels.flatten(), expected[:, WIDTH:].flatten())
+
+
+@pytest.mark.parametrize("tokens", [[9] * 8, [5, 9] * 8], ids=["one run", "eight runs"])
+def test_levels_outlast_the_rows_that_they_came_from(tokens: list[int]) -> None:
+    runs = PositionMap(tokens, ["image"], {"image": 9}).runs([8], 0, len(tokens))
+    rows = features([8], levels=2)
+    merged = merge_rows(rows, runs, torch.zeros(len(tokens), WIDTH), 0, levels=2)
+    rows[0].fill_(-7)
+    expected = features([8], levels=2)[0][:, WIDTH:].unflatten(1, (2, WIDTH)).transpose(0, 1)
+    assert torch.equal(merged.levels, expected)
+
+
+@pytest.mark.parametrize("width", [5, 6, 8])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rows_of_any_width_are_copied_into_any_part_of_embeddings(width: int, dtype: torch.dtype) -> None:
+    """Whether they consist of words or not, one run or many."""
+    rows = torch.arange(8.0 * width).view(8, width).to(dtype)
+    for tokens in ([9] * 8, [5, 9] * 8):
+        runs = PositionMap(tokens, ["image"], {"image": 9}).runs([8], 0, len(tokens))
+        for shift in (0, 1):
+            whole = torch.full((1 + len(tokens), width + 3), -1.0, dtype=dtype)
+            out = whole[shift : shift + len(tokens), shift : shift + width]
+            merged = merge_rows([rows], runs, out, 0)
+            assert torch.equal(out[merged.positions], rows)
+            assert int((whole != -1).sum()) == rows.numel()
+
+
+def test_embeddings_that_autograd_watches_are_written_too() -> None:
+    weight = torch.ones(1, 8, requires_grad=True)
+    out = weight.expand(4, 8) * 1
+    merge_rows([torch.zeros(4, 8)], [Run(0, 0, 0, 1), Run(0, 1, 2, 1)], out, 0)
+    out.sum().backward()
+    assert weight.grad is not None
+    assert torch.equal(weight.grad, torch.full((1, 8), 2.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_rows_of_another_dtype_are_converted(dtype: torch.dtype) -> None:
+    for tokens in ([9] * 8, [5, 9] * 8):
+        runs = PositionMap(tokens, ["image"], {"image": 9}).runs([8], 0, len(tokens))
+        out = torch.zeros(len(tokens), WIDTH, dtype=dtype)
+        merged = merge_rows(features([8], levels=1), runs, out, 0, levels=1)
+        assert merged.levels.dtype == dtype
+        assert torch.equal(out[merged.positions], features([8])[0].to(dtype))
+
+
+@pytest.mark.parametrize(
+    ("rows", "shape", "message"),
+    [
+        ([None], (9, WIDTH), r"item 0: expected rows of \(4 or more, 6\); got none"),
+        ([torch.zeros(3, WIDTH)], (9, WIDTH), r"item 0: expected rows of \(4 or more, 6\); got \(3, 6\)"),
+        ([torch.zeros(4, WIDTH + 1)], (9, WIDTH), r"item 0: .* got \(4, 7\)"),
+        ([torch.zeros(4, WIDTH)], (3, WIDTH), "out: expected embeddings of positions 1 to 5; got 0 to 3"),
+        ([torch.zeros(4, WIDTH)], (1, 9, WIDTH), r"out: expected .*; got \(1, 9, 6\)"),
+    ],
+)
+def test_nothing_is_written_unless_everything_fits(
+    rows: list[Tensor | None], shape: tuple[int, ...], message: str
+) -> None:
+    out = torch.full(shape, 7.0)
+    with pytest.raises(InputError, match=message):
+        merge_rows(rows, [Run(0, 0, 1, 4)], out, 0)
+    assert (out == 7).all()
+
+
+def test_a_range_without_items_stays_as_it_is() -> None:
+    out = text(4)
+    merged = merge_rows(features([2], levels=1), [], out, 8, levels=1)
+    assert torch.equal(out, text(4))
+    assert (merged.positions.shape, merged.levels.shape) == ((0,), (1, 0, WIDTH))

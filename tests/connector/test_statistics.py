@@ -1,15 +1,48 @@
+"""The scheduler in examples/, from a request's arrival to the end of its prefill."""
+
 from __future__ import annotations
 
 import json
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from request_scheduler import RequestScheduler
+from torch import nn
 
-from fxsplit_encoder.connector.request import TEXT_ONLY
+from fxsplit_encoder.connector.request import TEXT_ONLY, EncodeRequest
+from fxsplit_encoder.connector.states import TRANSITIONS, WAITING, State, check_transition
 from fxsplit_encoder.connector.statistics import BOUNDS, ConnectorStats, Durations
 
-from .scenes import Stage, connector, request, wait
+from .scenes import Stage, connector, image, prompt, request, rows_of, wait
+
+
+def test_every_state_has_a_row() -> None:
+    assert set(TRANSITIONS) == set(State)
+
+
+def test_nothing_follows_failure_and_cancellation() -> None:
+    assert [state for state in State if not TRANSITIONS[state]] == [State.FAILED, State.CANCELLED]
+
+
+def test_whatever_waits_may_fail_and_be_cancelled_and_become_ready() -> None:
+    for state in WAITING:
+        assert {State.FAILED, State.CANCELLED} <= TRANSITIONS[state]
+        reached = {state}
+        while new := {after for each in reached for after in TRANSITIONS[each]} - reached:
+            reached |= new
+        assert State.READY in reached
+
+
+def test_what_is_ready_waits_again_only_once_it_was_released() -> None:
+    assert TRANSITIONS[State.READY] == {State.RELEASED, State.CANCELLED, State.FAILED}
+
+
+def test_other_changes_are_faults_of_ours() -> None:
+    check_transition(State.NEW, State.QUEUED, "x")
+    with pytest.raises(AssertionError, match="x: ready -> queued"):
+        check_transition(State.READY, State.QUEUED, "x")
 
 
 @given(st.lists(st.floats(0, 1000), min_size=1, max_size=50))
@@ -57,3 +90,32 @@ def test_what_requests_came_to_is_counted() -> None:
     assert set(stats.bytes_peak) >= {"host", "inputs", "staging worker 0"}
     assert "4 tickets (1 failed, 3 released), 5 items" in str(stats)
     assert json.loads(json.dumps(stats.as_dict()))["submitted"] == 4
+
+
+def test_a_request_from_its_arrival_to_the_end_of_its_prefill() -> None:
+    table = nn.Embedding(10, 8)
+    items = [image("a", 3), image("b", 2)]
+    with connector() as each:
+        scheduler = RequestScheduler(each, table)
+        ticket = scheduler.submit(EncodeRequest("r1", items, prompt(1, 9, 2, 9, 3)))
+        assert ticket.token_counts == (3, 2)
+        wait(ticket)
+        assert scheduler.poll() == (["r1"], {})
+        text, rows = table(torch.tensor([1, 2, 3])).detach(), [rows_of(item) for item in items]
+        expected = torch.cat([text[:1], rows[0], text[1:2], rows[1], text[2:]])
+        assert torch.equal(scheduler.embeddings("r1", "cpu"), expected)
+        scheduler.prefilled("r1", keep=True)
+        assert each.stats().outcomes == {"released": 1}
+        wait(scheduler.submit(EncodeRequest("r2", items, prompt(9, 9))))
+        assert each.stats().hits == 2
+
+
+def test_a_request_that_fails_is_reported_with_its_reason() -> None:
+    stage = Stage()
+    stage.faults["bad"] = lambda: ValueError("bad pixels")
+    with connector(stage=stage) as each:
+        scheduler = RequestScheduler(each, nn.Embedding(10, 8))
+        ticket = scheduler.submit(EncodeRequest("r", [image("bad")], prompt(9)))
+        wait(ticket)
+        ready, failed = scheduler.poll()
+        assert ready == [] and failed == {"r": ticket.error} and ticket.error is not None

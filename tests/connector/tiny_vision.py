@@ -12,9 +12,9 @@ import torch
 from PIL import Image
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.connector.preprocess import TowerProcessor
 from fxsplit_encoder.models.media import family_processor
 from fxsplit_encoder.models.prepare import ProcessorSettings
+from fxsplit_encoder.models.preprocess import TowerProcessor
 from fxsplit_encoder.models.random import draw_weights
 from fxsplit_encoder.models.registry import FAMILIES
 

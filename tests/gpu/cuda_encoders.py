@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fxsplit_encoder.connector.seams import Modality, PreparedItem
+from fxsplit_encoder.connector.interfaces import Modality, PreparedItem
 
 
 class SlowEncoder:

@@ -9,8 +9,8 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner, Result
 
-from fxsplit_encoder.cli.bench.ways import WAYS
 from fxsplit_encoder.cli.main import app
+from fxsplit_encoder.cli.ways import WAYS
 from fxsplit_encoder.planning import Item
 from fxsplit_encoder.protocol import EncoderItemSpec
 from fxsplit_encoder.tuning.trace import TraceWriter

@@ -20,12 +20,11 @@ import torch
 from torch import Tensor
 
 from fxsplit_encoder.connector.connector import Connector
+from fxsplit_encoder.connector.interfaces import MediaItem, PreparedItem
 from fxsplit_encoder.connector.manager_encoder import ManagerEncoder
 from fxsplit_encoder.connector.positions import PositionMap
 from fxsplit_encoder.connector.processes import EncoderProgram, ProcessEncoder, ProcessOptions
-from fxsplit_encoder.connector.request import EncodeRequest
-from fxsplit_encoder.connector.seams import MediaItem, PreparedItem
-from fxsplit_encoder.connector.settings import ConnectorConfig
+from fxsplit_encoder.connector.request import ConnectorConfig, EncodeRequest
 from fxsplit_encoder.connector.states import Residence
 from fxsplit_encoder.connector.threads.copies import Copies
 from fxsplit_encoder.connector.threads.pool import MODALITIES

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from fxsplit_encoder.connector.merge import merge_rows
-from fxsplit_encoder.connector.positions import PositionMap
+from fxsplit_encoder.connector.positions import PositionMap, merge_rows
 
 pytestmark = pytest.mark.gpu
 

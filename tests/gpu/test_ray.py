@@ -18,7 +18,7 @@ import fxsplit_encoder as fx
 from fxsplit_encoder.connector import ConnectorConfig, EncodeRequest, MediaItem
 from fxsplit_encoder.integrations.images import ImageEncoder, ImageEncoderSettings
 from fxsplit_encoder.integrations.ray import RayOptions, encode_images
-from fxsplit_encoder.models.encoders import checkpoint_encoder
+from fxsplit_encoder.models.connectors import checkpoint_encoder
 
 from ..integrations.images.photographs import EXAMPLES, photograph
 from ..models.checkpoints import save

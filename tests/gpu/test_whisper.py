@@ -14,10 +14,9 @@ from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.connector.connector import Connector
+from fxsplit_encoder.connector.interfaces import MediaItem
 from fxsplit_encoder.connector.manager_encoder import ManagerEncoder
-from fxsplit_encoder.connector.request import EncodeRequest
-from fxsplit_encoder.connector.seams import MediaItem
-from fxsplit_encoder.connector.settings import ConnectorConfig
+from fxsplit_encoder.connector.request import ConnectorConfig, EncodeRequest
 from fxsplit_encoder.media import AudioSamples
 from fxsplit_encoder.models.eager import rms_error, share_weights
 from fxsplit_encoder.models.media import audio_processor

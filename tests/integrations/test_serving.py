@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from torch import nn
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.manager.prometheus import PrometheusCollector
+from fxsplit_encoder.integrations.prometheus import PrometheusCollector
 from fxsplit_encoder.planning import MissReason
 from fxsplit_encoder.runtime.statistics import BudgetStats, CaptureKey, ManagerStats
 from tests.manager.test_passes import tower as padded_tower

@@ -12,7 +12,7 @@ from PIL import Image
 
 from fxsplit_encoder.errors import MediaError, MissingExtraError
 from fxsplit_encoder.media import MediaLimits, VideoFrames, VideoHeader, frame_seconds, open_video
-from fxsplit_encoder.media.animations import animation_seconds
+from fxsplit_encoder.media.readers import animation_seconds
 
 from .test_images import noise
 

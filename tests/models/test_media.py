@@ -16,14 +16,19 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.connector.preprocess import TowerProcessor
-from fxsplit_encoder.connector.seams import PIXEL_TABLE, MediaItem
+from fxsplit_encoder.connector.interfaces import PIXEL_TABLE, MediaItem
 from fxsplit_encoder.errors import MediaError
 from fxsplit_encoder.media import MediaLimits, VideoFrames
-from fxsplit_encoder.models.later import normalization_of, pixel_table
 from fxsplit_encoder.models.load import load_tower
-from fxsplit_encoder.models.media import family_processor, media_processor, tiles_processor
+from fxsplit_encoder.models.media import (
+    family_processor,
+    media_processor,
+    normalization_of,
+    pixel_table,
+    tiles_processor,
+)
 from fxsplit_encoder.models.prepare import ProcessorSettings
+from fxsplit_encoder.models.preprocess import TowerProcessor
 from fxsplit_encoder.models.registry import FAMILIES
 from fxsplit_encoder.towers.pixel_values import PixelValues
 

@@ -1,21 +1,41 @@
+from __future__ import annotations
+
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from PIL import Image
 
-from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.errors import InputError, MediaError
 from fxsplit_encoder.models.patches import (
     IMAGE_FORMAT,
     VIDEO_FORMAT,
     BlockPatches,
+    PatchFormat,
+    image_processor,
     patchify_video,
+    video_frame_size,
 )
-from fxsplit_encoder.models.prepare import EncoderInputs, find_files, unique_keys
+from fxsplit_encoder.models.prepare import EncoderInputs, Normalization, find_files, unique_keys
 from fxsplit_encoder.models.prepare import load_inputs as load_prepared
+from fxsplit_encoder.models.sampling import (
+    Rule,
+    Sampling,
+    by_length,
+    by_seconds,
+    first_of_equal_parts,
+    first_to_last,
+    middle_of_equal_parts,
+    pairs_of_equal_parts,
+    with_sampling,
+)
 
-from .processors import noise
+from .processors import library, noise
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PATCHES = BlockPatches(IMAGE_FORMAT, VIDEO_FORMAT)
@@ -133,3 +153,167 @@ def test_the_examples_keep_their_size() -> None:
     assert patches["cat.jpg"] == 4 * 49
     assert patches["retina.jpg"] == 4 * 576
     assert patches["big_buck_bunny.webp"] == 4 * 896
+
+
+# Each rule, the processor that it is of, and what else its method reads from the processor.
+RULES: list[tuple[Rule, str, dict[str, Any]]] = [
+    (first_to_last, "qwen3_vl.video_processing_qwen3_vl", {}),
+    (pairs_of_equal_parts, "qwen2_vl.video_processing_qwen2_vl", {}),
+    (middle_of_equal_parts, "internvl.video_processing_internvl", {"initial_shift": True}),
+    (by_seconds, "glm4v.video_processing_glm4v", {}),
+    (by_length, "glm46v.video_processing_glm46v", {}),
+]
+NAMES = [rule.__name__ for rule, _, _ in RULES]
+
+
+def of_the_library(module: str, sampling: Sampling, num_frames: int, fps: float, own: dict[str, Any]) -> Any:
+    function = library(module, "sample_frames")["sample_frames"]
+    names = ("min_frames", "max_frames", "max_duration")
+    processor = SimpleNamespace(
+        fps=None,
+        num_frames=None,
+        temporal_patch_size=2,
+        **{name: getattr(sampling, name) for name in names},
+        **own,
+    )
+    video = SimpleNamespace(total_num_frames=num_frames, fps=fps, duration=num_frames / fps)
+    return function(processor, video, num_frames=sampling.num_frames, fps=sampling.fps)
+
+
+@pytest.mark.parametrize(("rule", "module", "own"), RULES, ids=NAMES)
+@settings(max_examples=40)
+@given(
+    num_frames=st.integers(1, 5000),
+    fps=st.sampled_from([0.5, 1.0, 23.976, 24.0, 25.0, 29.97, 60.0]),
+    rate=st.sampled_from([0.5, 1.0, 2.0, 30.0]),
+    max_frames=st.sampled_from([5, 768]),
+)
+@example(num_frames=3, fps=24.0, rate=2.0, max_frames=768)
+@example(num_frames=20_000, fps=25.0, rate=2.0, max_frames=768)
+def test_frames_are_chosen_as_the_library_does(
+    rule: Rule, module: str, own: dict[str, Any], num_frames: int, fps: float, rate: float, max_frames: int
+) -> None:
+    sampling = Sampling(rule, fps=rate, max_frames=max_frames)
+    try:
+        chosen = np.asarray(of_the_library(module, sampling, num_frames, fps, own)).tolist()
+        expected = [index for index in chosen if index < num_frames]  # rounding may add one that is not there
+    except (ValueError, RuntimeError, ZeroDivisionError):
+        with pytest.raises(MediaError):
+            sampling(num_frames, fps)
+        return
+    if not expected:
+        with pytest.raises(MediaError):
+            sampling(num_frames, fps)
+    else:
+        assert list(sampling(num_frames, fps)) == expected
+
+
+@pytest.mark.parametrize("number", [1, 7, 8])
+@pytest.mark.parametrize(("rule", "module", "own"), RULES[:3], ids=NAMES[:3])
+def test_a_number_of_frames_is_chosen_as_the_library_does(
+    rule: Rule, module: str, own: dict[str, Any], number: int
+) -> None:
+    sampling = Sampling(rule, num_frames=number)
+    if number == 1 and rule is pairs_of_equal_parts:  # half a pair
+        with pytest.raises(MediaError, match="0 frames were asked for"):
+            sampling(50, None)
+        return
+    expected = of_the_library(module, sampling, 50, 25.0, own)
+    assert list(sampling(50, None)) == np.asarray(expected).tolist()
+
+
+def test_without_a_rate_every_frame_is_seen() -> None:
+    for rule, _, _ in RULES:
+        assert list(Sampling(rule)(5, None)) == list(range(5))
+        assert list(Sampling(rule, fps=1.0, do_sample_frames=False)(5, None)) == list(range(5))
+
+
+def test_a_rate_needs_the_videos_own() -> None:
+    for rule in (first_of_equal_parts, *(rule for rule, _, _ in RULES)):
+        with pytest.raises(MediaError, match="its frames per second are not known"):
+            Sampling(rule, fps=2.0)(100, None)
+
+
+def test_more_frames_than_there_are_cannot_be_chosen() -> None:
+    with pytest.raises(MediaError, match="9 frames were asked for, of a video of 8"):
+        Sampling(first_of_equal_parts, num_frames=9)(8, 24.0)
+
+
+def test_an_items_options_replace_the_processors_settings() -> None:
+    settings = {"fps": 2, "min_frames": 8, "do_sample_frames": False, "size": {}}
+    sampling = Sampling(first_to_last).updated(with_sampling(settings, {"num_frames": 4}))
+    assert (sampling.fps, sampling.num_frames, sampling.min_frames) == (None, 4, 8)
+    assert list(sampling(7, None)) == [0, 2, 4, 6]
+    assert Sampling(first_to_last, num_frames=3).updated(with_sampling({}, {"fps": 1.0})).fps == 1.0
+    assert list(Sampling(first_to_last).updated(with_sampling(settings, {}))(3, None)) == [0, 1, 2]
+    with pytest.raises(MediaError, match="expected one of fps and num_frames; got both"):
+        with_sampling({}, {"fps": 1.0, "num_frames": 2})
+
+
+def normalized(frames: list[Image.Image], form: PatchFormat) -> np.ndarray:
+    return form.normalization(frames).numpy()
+
+
+SMART_RESIZE = library("qwen3_vl.video_processing_qwen3_vl", "smart_resize")["smart_resize"]
+
+
+@given(st.integers(2, 800), st.integers(1, 3000), st.integers(1, 3000), st.sampled_from([4096, 131_072]))
+def test_frames_are_resized_as_the_video_processor_does(
+    frames: int, height: int, width: int, min_pixels: int
+) -> None:
+    form = PatchFormat(min_pixels, 25_165_824)
+    limits = {"factor": 32, "min_pixels": form.min_pixels, "max_pixels": form.max_pixels}
+    try:
+        expected = SMART_RESIZE(frames, height, width, **limits)
+    except ValueError:
+        with pytest.raises(InputError, match="aspect ratio of at most 200"):
+            video_frame_size(frames, height, width, form)
+        return
+    assert video_frame_size(frames, height, width, form) == expected
+
+
+@pytest.mark.parametrize("size", [(64, 64), (96, 160), (300, 200), (40, 500)])
+def test_a_still_repeated_twice_has_the_image_processors_patches(size: tuple[int, int]) -> None:
+    image = noise(*size)
+    expected = image_processor(IMAGE_FORMAT)(images=[image], return_tensors="pt")
+    _, rows, columns = expected["image_grid_thw"][0].tolist()
+    resized = image.resize((columns * 16, rows * 16), Image.Resampling.BICUBIC)
+    frames = normalized([resized] * 2, IMAGE_FORMAT)
+    patches, grid = patchify_video(frames, IMAGE_FORMAT)
+    assert grid == (1, rows, columns)
+    torch.testing.assert_close(torch.from_numpy(patches), expected["pixel_values"], rtol=0, atol=0)
+
+
+def test_patches_of_a_clip_are_those_of_its_pairs() -> None:
+    frames = normalized([noise(64, 96, i) for i in range(4)], VIDEO_FORMAT)
+    patches, grid = patchify_video(frames, VIDEO_FORMAT)
+    pairs = [patchify_video(frames[start : start + 2], VIDEO_FORMAT)[0] for start in (0, 2)]
+    assert grid == (2, 6, 4)
+    np.testing.assert_array_equal(patches, np.concatenate(pairs))
+    # Each half of a patch's temporal axis is its own frame.
+    first = patches.reshape(-1, 3, 2, 16, 16)[0]
+    np.testing.assert_array_equal(first, frames[:2, :, :16, :16].transpose(1, 0, 2, 3))
+
+
+def test_an_odd_last_frame_is_repeated() -> None:
+    frames = normalized([noise(64, 64, i) for i in range(3)], VIDEO_FORMAT)
+    patches, grid = patchify_video(frames, VIDEO_FORMAT)
+    repeated, _ = patchify_video(np.concatenate([frames, frames[-1:]]), VIDEO_FORMAT)
+    assert grid == (2, 4, 4)
+    np.testing.assert_array_equal(patches, repeated)
+
+
+def test_settings_of_a_processor_replace_the_defaults() -> None:
+    settings = {
+        "size": {"shortest_edge": 65536, "longest_edge": 99999},
+        "patch_size": 14,
+        "image_mean": [0.1, 0.2, 0.3],
+        "image_processor_type": "Qwen2VLImageProcessor",
+    }
+    form = IMAGE_FORMAT.updated(settings)
+    assert form == PatchFormat(
+        65536, 99999, patch_size=14, normalization=Normalization((0.1, 0.2, 0.3), (0.5, 0.5, 0.5))
+    )
+    assert form.factor == 28
+    assert IMAGE_FORMAT.updated({"min_pixels": 1, "max_pixels": 2}) == PatchFormat(1, 2)
+    assert IMAGE_FORMAT.updated({}) is not None

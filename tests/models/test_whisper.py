@@ -15,21 +15,19 @@ from torch import Tensor
 from transformers import WhisperConfig, WhisperFeatureExtractor, WhisperForConditionalGeneration
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.connector.audio import AudioProcessor
-from fxsplit_encoder.connector.by_modality import ProcessorByModality
 from fxsplit_encoder.connector.connector import Connector
 from fxsplit_encoder.connector.fake import FakeEncoder, FakeProcessor, fake_rows
+from fxsplit_encoder.connector.interfaces import MediaItem, ProcessorByModality
 from fxsplit_encoder.connector.manager_encoder import ManagerEncoder
 from fxsplit_encoder.connector.positions import PositionMap
-from fxsplit_encoder.connector.request import EncodeRequest
-from fxsplit_encoder.connector.seams import MediaItem
-from fxsplit_encoder.connector.settings import ConnectorConfig
+from fxsplit_encoder.connector.request import ConnectorConfig, EncodeRequest
 from fxsplit_encoder.errors import InputError, MediaError
 from fxsplit_encoder.media import AudioSamples, MediaLimits
 from fxsplit_encoder.models.connectors import checkpoint_connector
 from fxsplit_encoder.models.load import load_tower
 from fxsplit_encoder.models.media import audio_processor, media_processor
 from fxsplit_encoder.models.prepare import ProcessorSettings
+from fxsplit_encoder.models.preprocess import AudioProcessor
 from fxsplit_encoder.models.random import draw_weights
 from fxsplit_encoder.models.registry import FAMILIES
 

@@ -1,14 +1,26 @@
 """Runs that a manager recorded, read again; malformed ones are named."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.planning.items import Item
+from fxsplit_encoder.protocol import EncoderItemSpec
 from fxsplit_encoder.tuning.recording import read_run, recorded_costs
-from fxsplit_encoder.tuning.trace import read_trace
+from fxsplit_encoder.tuning.trace import (
+    Request,
+    TraceWriter,
+    read_trace,
+    trace_demands,
+    traced_paths,
+)
 
 COSTS = {"replay_ms": {"64": 1.0}, "exact_ms": {"64": 6.0}}
 RUN: dict[str, Any] = {
@@ -109,3 +121,154 @@ def test_costs_that_are_malformed_are_named(tmp_path: Path) -> None:
     bad = with_costs({"replay_ms": {}})
     with pytest.raises(InputError, match="line 1, default: expected an object with replay_ms and exact_ms"):
         recorded_costs(write(tmp_path / "bad.jsonl", {"run": bad}))
+
+
+counts = st.integers(0, 10_000)
+specs = st.builds(EncoderItemSpec, counts, counts, st.dictionaries(st.text(max_size=8), counts, max_size=2))
+items = st.lists(
+    st.builds(lambda spec, segments: Item(spec, segments=segments), specs, st.integers(0, 64)), max_size=4
+)
+
+
+def request(*tokens: int) -> Request:
+    return tuple(Item(EncoderItemSpec(4 * n, n)) for n in tokens)
+
+
+def two_path_request(*tokens: tuple[int, int]) -> Request:
+    return tuple(Item(EncoderItemSpec(4 * (a + b), a + b, {"global": a, "local": b})) for a, b in tokens)
+
+
+@pytest.mark.slow
+@settings(max_examples=50)
+@given(st.lists(items, max_size=5))
+def test_what_was_written_is_read(
+    tmp_path_factory: pytest.TempPathFactory, written: list[list[Item]]
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "written.jsonl"
+    path.unlink(missing_ok=True)
+    with TraceWriter(path) as writer:
+        for request_items in written:
+            writer.write(request_items)
+    assert read_trace(path) == list(map(tuple, written))
+
+
+def test_defaults_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    image = EncoderItemSpec(np.int64(1024), np.int64(256))  # type: ignore[arg-type]
+    with TraceWriter(path) as writer:
+        writer.write([Item(image), Item(EncoderItemSpec(8, 2, {"global": 2}), segments=4)])
+    assert json.loads(path.read_text(encoding="utf-8")) == {
+        "items": [
+            {"input_size": 1024, "output_tokens": 256},
+            {"input_size": 8, "output_tokens": 2, "segments": 4, "path_output_tokens": {"global": 2}},
+        ]
+    }
+
+
+def test_a_line_is_there_at_once_and_a_second_writer_appends(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    first = TraceWriter(path)
+    first.write(request(1))
+    assert read_trace(path) == [request(1)]
+    first.close()
+    first.close()
+    with TraceWriter(path) as second:
+        second.write(request(2))
+    assert read_trace(path) == [request(1), request(2)]
+    with pytest.raises(InputError, match=r"trace\.jsonl: the writer is closed"):
+        first.write([])
+
+
+def test_threads_do_not_mix_their_lines(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    with TraceWriter(path) as writer, ThreadPoolExecutor(8) as pool:
+        for future in [pool.submit(writer.write, request(*[n] * 50)) for n in range(200)]:
+            future.result()
+    read = read_trace(path)
+    assert sorted(r[0].spec.output_tokens for r in read) == list(range(200))
+    assert all(len({item.spec.output_tokens for item in r}) == 1 and len(r) == 50 for r in read)
+
+
+def test_a_writer_refuses_a_file_that_it_cannot_write(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"absent/trace\.jsonl: cannot be written: No such file"):
+        TraceWriter(tmp_path / "absent" / "trace.jsonl")
+
+
+GOOD = '{"items": [{"input_size": 4, "output_tokens": 1}]}'
+BAD_LINES = {
+    "{": "expected a JSON object; got '{'",
+    "[]": "expected a JSON object; got []",
+    "{}": "expected the key 'items'; got no keys",
+    '{"items": [], "time": 3}': "expected only the keys items, batches, host_ms; got 'time'",
+    '{"items": 3}': "items: expected a list; got 3",
+    '{"items": [3]}': "items[0]: expected a JSON object; got 3",
+    '{"items": [{"input_size": 4}]}': "items[0]: expected the key 'output_tokens'; got input_size",
+    '{"items": [{"input_size": 4, "output_tokens": "1"}]}': (
+        "items[0].output_tokens: expected an integer of at least 0; got '1'"
+    ),
+    '{"items": [{"input_size": true, "output_tokens": 1}]}': (
+        "items[0].input_size: expected an integer of at least 0; got True"
+    ),
+    '{"items": [{"input_size": 4, "output_tokens": 1, "segments": -1}]}': (
+        "items[0].segments: expected an integer of at least 0; got -1"
+    ),
+    '{"items": [{"input_size": 4, "output_tokens": 1, "path_output_tokens": [1]}]}': (
+        "items[0].path_output_tokens: expected an object, path to tokens; got [1]"
+    ),
+    '{"items": [{"input_size": 4, "output_tokens": 1, "path_output_tokens": {"a": 1.5}}]}': (
+        "items[0].path_output_tokens.a: expected an integer of at least 0; got 1.5"
+    ),
+}
+
+
+@pytest.mark.parametrize("line", BAD_LINES)
+def test_a_bad_line_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(f"{GOOD}\n\n{line}\n", encoding="utf-8")
+    with pytest.raises(InputError) as caught:
+        read_trace(path)
+    assert str(caught.value).startswith(f"{path}, line 3")
+    assert BAD_LINES[line] in str(caught.value)
+
+
+def test_a_file_that_is_no_text_or_not_there(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    with pytest.raises(InputError, match=r"trace\.jsonl: cannot be read: No such file"):
+        read_trace(path)
+    path.write_bytes(b"\xff\xfe\xfd")
+    with pytest.raises(InputError, match=r"trace\.jsonl: expected UTF-8 text"):
+        read_trace(path)
+    path.write_bytes(b"")
+    assert read_trace(path) == []
+
+
+def test_demands_are_whole_requests_up_to_the_maximum() -> None:
+    requests = [request(100, 300), request(64), request(), request(0)]
+    assert trace_demands(requests, maximum=400, max_items_per_batch=8) == {"default": [400, 64]}
+
+
+def test_larger_requests_are_cut_by_ascending_size() -> None:
+    demands = trace_demands([request(300, 50, 100, 1000, 200)], maximum=400, max_items_per_batch=8)
+    assert demands == {"default": [350, 300, 1000]}
+    demands = trace_demands([request(300, 50, 100, 1000, 200)], maximum=400, max_items_per_batch=1)
+    assert demands == {"default": [50, 100, 200, 300, 1000]}
+
+
+def test_paths_have_demands_of_their_own_and_none_where_they_are_skipped() -> None:
+    requests = [two_path_request((10, 0), (10, 90)), two_path_request((20, 0))]
+    assert traced_paths(requests) == ["global", "local"]
+    assert trace_demands(requests, maximum=100, max_items_per_batch=8) == {
+        "global": [20, 20],
+        "local": [90],
+    }
+    # An item that is too large on one path is alone on the other path too.
+    assert trace_demands(requests, maximum=50, max_items_per_batch=8) == {
+        "global": [10, 10, 20],
+        "local": [90],
+    }
+
+
+@pytest.mark.parametrize("requests", [[], [request()], [two_path_request((0, 0))]])
+def test_a_trace_without_tokens_has_no_paths(requests: list[Request]) -> None:
+    with pytest.raises(InputError, match="at least one item that has output tokens"):
+        traced_paths(requests)

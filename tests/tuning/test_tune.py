@@ -20,8 +20,7 @@ from fxsplit_encoder.planning.planner import build_plan
 from fxsplit_encoder.protocol import EncoderItemSpec
 from fxsplit_encoder.tuning import tune
 from fxsplit_encoder.tuning.costs import BatchCosts, MemoryModel, RisingCurve
-from fxsplit_encoder.tuning.forecast import LadderForecast, forecast
-from fxsplit_encoder.tuning.judge import Judge
+from fxsplit_encoder.tuning.forecast import Judge, LadderForecast, forecast
 from fxsplit_encoder.tuning.search import LadderLimits, candidate_budgets
 from fxsplit_encoder.tuning.trace import Request, trace_demands
 from fxsplit_encoder.tuning.tune import Tuning, tune_budgets, tune_trace

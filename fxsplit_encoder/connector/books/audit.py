@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Hashable, Iterator
 
 from fxsplit_encoder.connector.books.books import Books
-from fxsplit_encoder.connector.books.entry import Entry, Occurrence
-from fxsplit_encoder.connector.books.host_buffers import HOST, capacity_of
 from fxsplit_encoder.connector.books.parts import INPUTS
+from fxsplit_encoder.connector.books.storage import HOST, capacity_of
+from fxsplit_encoder.connector.books.tickets import Entry, Occurrence
 from fxsplit_encoder.connector.states import WAITING, Residence, State
 
 

@@ -1,27 +1,226 @@
-"""The way of entries through batches: taken, placed where they will lie, and published once they are
-there.
-"""
+"""Rows between their encoder and where they will lie."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any, NamedTuple
 
-from fxsplit_encoder.connector.books.arrivals import Arrival, orphan, place, settle_in
-from fxsplit_encoder.connector.books.entry import Entry, Feature
 from fxsplit_encoder.connector.books.holdings import Holdings
-from fxsplit_encoder.connector.books.host_buffers import HOST
-from fxsplit_encoder.connector.books.parts import Parts
-from fxsplit_encoder.connector.books.workers import (
-    Batch,
-    Worker,
-    WorkerStatus,
-    choose,
-    is_least_loaded,
-    share_of,
-)
+from fxsplit_encoder.connector.books.parts import FairQueue, Parts
+from fxsplit_encoder.connector.books.storage import HOST
+from fxsplit_encoder.connector.books.tickets import Entry, Event, Feature
+from fxsplit_encoder.connector.request import ConnectorConfig
 from fxsplit_encoder.connector.states import Residence, State
 from fxsplit_encoder.errors import ConnectorError
+
+
+@dataclass(eq=False)
+class Arrival:
+    """Rows that were encoded, and what has to be done with them."""
+
+    entry: Entry
+    feature: Feature
+    rows: Any
+    """As the encoder returned them."""
+    is_copied: bool
+    """Whether they have to be copied to the host; if not, they stay where they are."""
+    buffer: Any | None = None
+    """The host buffer that takes the copy; None: one has to be allocated."""
+    capacity: int = 0
+    """Its bytes."""
+
+
+def place(parts: Parts, entry: Entry, rows: Any) -> Arrival:
+    """Decides where the rows of an entry will lie. Its memory on the host stays reserved until they are
+    there: whatever goes wrong before, it can be encoded again.
+    """
+    feature = Feature(rows, Residence.DEVICE, "")
+    if parts.storage.claim_device(str(rows.device), feature, rows.nbytes):
+        entry.feature = feature
+        return Arrival(entry, feature, rows, is_copied=False)
+    entry.feature = feature = Feature(None, Residence.HOST, HOST)
+    buffer = parts.storage.buffers.buffer(entry)
+    return Arrival(entry, feature, rows, True, buffer, parts.ledger.owned(HOST, entry))
+
+
+def settle_in(parts: Parts, entry: Entry) -> None:
+    """The rows of an entry are there: its memory becomes theirs, or is free if they lie elsewhere."""
+    assert entry.feature is not None
+    if entry.feature.residence is Residence.HOST:
+        parts.storage.buffers.move(entry, entry.feature)
+    else:
+        parts.storage.buffers.release(entry)
+
+
+def orphan(parts: Parts, entry: Entry, events: list[Event], *, is_free: bool = True) -> Feature:
+    """The rows of an entry will not get there. A buffer that they may still be copied to goes with them, and
+    the entry is left without memory.
+
+    Args:
+        parts: of the books.
+        entry: whose rows were placed.
+        events: when everything is over that was given to the device for them.
+        is_free: whether that is all there will be.
+    """
+    feature, entry.feature = entry.feature, None
+    assert feature is not None
+    feature.read_events = list(events)
+    if feature.residence is Residence.HOST:
+        parts.storage.buffers.move(entry, feature)
+    if is_free:
+        parts.storage.free(feature)
+    return feature
+
+
+class WorkerStatus(StrEnum):
+    """How a worker is."""
+
+    STARTING = "starting"
+    RUNNING = "running"
+    DRAINING = "draining"
+    """It finishes what it has and takes nothing more."""
+    STOPPED = "stopped"
+    LOST = "lost"
+    """Its thread or its encoder ended by a fault, and is not started again."""
+
+
+LIVE = frozenset({WorkerStatus.STARTING, WorkerStatus.RUNNING})
+"""Those of a worker that encodes, or will soon."""
+
+
+class Worker:
+    """One worker, as the books see it."""
+
+    def __init__(self, name: str, modalities: frozenset[str]) -> None:
+        self.name = name
+        self.modalities = modalities
+        self.status = WorkerStatus.STARTING
+        self.account = f"staging {name}"
+        """The ledger's account of the batches that it has in hand."""
+        self.load = 0.0
+        """Predicted cost of these."""
+        self.num_batches = 0
+        self.was_busy_until = self.rests_until = 0.0
+        """When its last batch was over, and until when it takes none."""
+        self.num_losses = 0
+        """How many workers of this name were lost, one after another, before this one."""
+
+    def finish(self, batch: Batch, now: float, busy_share: float) -> None:
+        """One of its batches is over; it takes no other before it was busy for no more than this share."""
+        begin = max(batch.taken_at, self.was_busy_until, batch.rested_until)
+        self.was_busy_until = now
+        self._rest(begin, now, busy_share)
+
+    def finish_slice(self, batch: Batch, begin: float, now: float, busy_share: float) -> None:
+        """Part of a batch is over that was given to the device after the last one's rest."""
+        self._rest(max(begin, batch.rested_until), now, busy_share)
+        if busy_share < 1:
+            batch.rested_until = self.rests_until
+
+    def _rest(self, begin: float, now: float, busy_share: float) -> None:
+        if busy_share < 1:
+            self.rests_until = max(self.rests_until, begin) + (now - begin) / busy_share
+
+    def __repr__(self) -> str:
+        return f"Worker({self.name}, {self.status})"
+
+
+_OUT_OF_PROPORTION = 3.0
+"""Times the cost of all that come before it in a batch. What costs more fills a device by itself, and little
+is lost by encoding it apart."""
+
+
+class Batch:
+    """Entries that one worker encodes together."""
+
+    def __init__(self, worker: Worker, entries: list[Entry], now: float) -> None:
+        self.worker = worker
+        self.entries = entries
+        self.inputs = [entry.prepared for entry in entries]
+        """Kept for as long as a device may read them."""
+        self.num_bytes = sum(entry.num_bytes for entry in entries)
+        self.cost = sum(entry.cost for entry in entries)
+        self.taken_at = now
+        self.rested_until = 0.0
+        """The end of the worker's last rest between slices of it: up to then it has rested enough."""
+        self.outputs: Any = None
+        """Rows as the encoder returned them, for as long as a device may read them."""
+        self.events: list[Event] = []
+        """When everything is over that the device was given for it."""
+        self.arrivals: list[Arrival] = []
+        """The rows that it makes."""
+        self.failures: dict[Entry, ConnectorError] = {}
+        """What is known to have failed."""
+        self.is_launched = False
+        """Whether the device was given everything, and what is above will not change."""
+        self.is_lost = False
+        """Whether its worker was given up; nobody waits for its results."""
+
+    def __repr__(self) -> str:
+        return f"Batch({len(self.entries)} entries, {self.worker.name})"
+
+
+def choose(
+    waiting: FairQueue[Entry],
+    worker: Worker,
+    config: ConnectorConfig,
+    free_bytes: int,
+    share: float,
+    most_cost: float | None = None,
+) -> list[Entry]:
+    """The next entries for a worker, in the order in which they are due; none if the first has no room yet.
+
+    Args:
+        waiting: what is to be encoded.
+        worker: who asks.
+        config: the limits of a batch.
+        free_bytes: for their features.
+        share: cost above which further entries are left to other workers.
+        most_cost: of all together, the first included; None: any.
+    """
+    chosen: list[Entry] = []
+    cost, most = 0.0, min(share, config.max_batch_cost or share)
+    for entry in waiting:
+        if entry.modality not in worker.modalities:
+            continue
+        free_bytes -= entry.num_bytes
+        cost += entry.cost
+        if most_cost is not None and cost > most_cost:
+            break
+        if free_bytes < 0 or (chosen and (cost > most or entry.num_losses)):
+            break
+        if chosen and entry.cost > _OUT_OF_PROPORTION * (cost - entry.cost):
+            break  # images are ready together, and not as late as a video that came with them
+        chosen.append(entry)
+        if len(chosen) == config.max_batch_items or entry.num_losses:
+            break  # one that was in hand when a worker was lost goes alone, and loses nobody else
+    return chosen
+
+
+def is_least_loaded(worker: Worker, workers: Iterable[Worker], max_batches: int) -> bool:
+    """Whether no other worker that could take the same has less in hand."""
+    return not any(
+        other.load < worker.load
+        for other in workers
+        if other.status is WorkerStatus.RUNNING
+        and other.num_batches < max_batches
+        and other.modalities & worker.modalities
+    )
+
+
+def share_of(worker: Worker, workers: Iterable[Worker], waiting_cost: float) -> float:
+    """How much of what waits a worker takes, so that all of the same kind come to have the same in hand."""
+    sharing = [
+        each
+        for each in workers
+        if each.status is WorkerStatus.RUNNING and each.modalities & worker.modalities
+    ]
+    if len(sharing) <= 1:
+        return float("inf")
+    total = waiting_cost + sum(each.load for each in sharing)
+    return total / len(sharing) - worker.load
 
 
 class Taken(NamedTuple):
@@ -78,12 +277,7 @@ class Encoding:
     # --- batches
 
     def take(self, worker: Worker, most_cost: float | None = None) -> Taken:
-        """The next batch of a worker, if there is one and no other worker has less in hand.
-
-        Args:
-            worker: who asks.
-            most_cost: of the batch; None: any.
-        """
+        """The next batch of a worker, if there is one and no other worker has less in hand."""
         config, waiting = self._parts.config, self._parts.to_encode
         everyone = self.workers.values()
         if worker.status is not WorkerStatus.RUNNING or worker.num_batches >= config.max_batches_in_flight:
@@ -123,12 +317,7 @@ class Encoding:
         return batch
 
     def place(self, batch: Batch, outputs: Sequence[Any]) -> list[Arrival]:
-        """Where the rows of a batch will lie: each stays where it is, or has to be copied to the host.
-
-        Args:
-            batch: that was encoded.
-            outputs: of each entry, its rows, or a ConnectorError.
-        """
+        """Where the rows of a batch will lie: each stays where it is, or has to be copied to the host."""
         if batch.is_lost:
             return []
         batch.outputs = outputs

@@ -1,28 +1,273 @@
-"""Where features lie: memory is reserved before work, taken from what nobody holds, and never while in
-use.
-"""
+"""Memory of features: a ledger of bytes, reused host buffers, the cache, and eviction."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
+from collections import OrderedDict
+from collections.abc import Collection, Hashable, Iterator, Sequence
+from typing import Any
 
-from fxsplit_encoder.connector.books.cache import FeatureCache
-from fxsplit_encoder.connector.books.entry import Entry, Feature
-from fxsplit_encoder.connector.books.host_buffers import HOST, HostBuffers, capacity_of
-from fxsplit_encoder.connector.books.ledger import Ledger
+from fxsplit_encoder.connector.books.tickets import Entry, Feature
 from fxsplit_encoder.connector.states import Residence, State
 from fxsplit_encoder.connector.statistics import ConnectorStats
 
 
-class Storage:
-    """The memory of features.
+class Ledger:
+    """Accounts with limits, each of whose bytes has an owner.
 
-    Args:
-        ledger: of all accounts.
-        cache: whose resting features may make way.
-        stats: where evictions are counted.
-        device_bytes: for features on each device.
+    Not locked: its callers hold the connector's lock.
     """
+
+    def __init__(self) -> None:
+        self._limits: dict[str, int | None] = {}
+        self._used: dict[str, int] = {}
+        self._owned: dict[str, dict[Hashable, int]] = {}
+        self.peaks: dict[str, int] = {}
+        """The most bytes that each account had."""
+
+    def open(self, account: str, limit: int | None) -> None:
+        """Add an account of so many bytes, None: of any number; one that is open already stays as it is."""
+        if account not in self._limits:
+            self._limits[account], self._used[account], self._owned[account] = limit, 0, {}
+            self.peaks[account] = 0
+
+    def accounts(self) -> list[str]:
+        """The names of all accounts."""
+        return list(self._limits)
+
+    def limit(self, account: str) -> int | None:
+        """Bytes that the account may have."""
+        return self._limits[account]
+
+    def used(self, account: str) -> int:
+        """Bytes that are reserved."""
+        return self._used[account]
+
+    def free(self, account: str) -> int:
+        """Bytes that may still be reserved; of an account without a limit a very large number."""
+        limit = self._limits[account]
+        return 2**63 if limit is None else limit - self._used[account]
+
+    def owned(self, account: str, owner: Hashable) -> int:
+        """Bytes of one owner."""
+        return self._owned[account].get(owner, 0)
+
+    def owners(self, account: str) -> Iterator[tuple[Hashable, int]]:
+        """Every owner with its bytes."""
+        return iter(self._owned[account].items())
+
+    def reserve(self, account: str, owner: Hashable, num_bytes: int) -> bool:
+        """Give an owner so many bytes more; False, and nothing changes, where the limit does not allow it."""
+        assert num_bytes >= 0
+        if num_bytes > self.free(account):
+            return False
+        self._change(account, owner, num_bytes)
+        return True
+
+    def release(self, account: str, owner: Hashable, num_bytes: int | None = None) -> int:
+        """Take so many bytes, None: all, from an owner; how many that were."""
+        owned = self.owned(account, owner)
+        num_bytes = owned if num_bytes is None else num_bytes
+        assert 0 <= num_bytes <= owned, f"{account}: {owner} has {owned} bytes, not {num_bytes}"
+        self._change(account, owner, -num_bytes)
+        return num_bytes
+
+    def move(self, account: str, owner: Hashable, heir: Hashable, num_bytes: int | None = None) -> None:
+        """Give another owner so many bytes, None: all, of one."""
+        moved = self.release(account, owner, num_bytes)
+        self._change(account, heir, moved)
+
+    def _change(self, account: str, owner: Hashable, num_bytes: int) -> None:
+        owned = self._owned[account]
+        if left := owned.get(owner, 0) + num_bytes:
+            owned[owner] = left
+        else:
+            owned.pop(owner, None)
+        self._used[account] += num_bytes
+        self.peaks[account] = max(self.peaks[account], self._used[account])
+
+    def problems(self) -> list[str]:
+        """What does not add up; empty: nothing."""
+        wrong = []
+        for account, owned in self._owned.items():
+            if sum(owned.values()) != self._used[account]:
+                wrong.append(f"{account}: owners have {sum(owned.values())}, used are {self._used[account]}")
+            if any(num_bytes <= 0 for num_bytes in owned.values()):
+                wrong.append(f"{account}: an owner has no bytes")
+            limit = self._limits[account]
+            if limit is not None and self.peaks[account] > limit:
+                wrong.append(f"{account}: {self.peaks[account]} of {limit} bytes were reserved")
+        return wrong
+
+
+HOST = "host"
+"""The ledger's account of host buffers."""
+
+_SMALLEST = 1 << 12
+
+
+def capacity_of(num_bytes: int) -> int:
+    """Bytes of the buffer for so many: a power of two, as the allocator of pinned memory makes them, so that
+    the ledger counts what is really taken.
+    """
+    return max(_SMALLEST, 1 << (num_bytes - 1).bit_length())
+
+
+class HostBuffers:
+    """Reserves host memory, at first as a number of bytes, which an owner turns into a buffer when needed.
+
+    Buffers of features that are gone stay at hand, charged to this object, until another size needs their
+    bytes.
+    """
+
+    def __init__(self, ledger: Ledger, stats: ConnectorStats) -> None:
+        self._ledger = ledger
+        self._stats = stats
+        self._idle: dict[int, list[Any]] = {}
+        self._buffers: dict[Hashable, Any] = {}
+        self.was_dropped = False
+        """Whether buffers were let go since the allocator was last told to give memory back."""
+
+    @property
+    def idle_bytes(self) -> int:
+        """Bytes of buffers that nobody has."""
+        return sum(capacity * len(buffers) for capacity, buffers in self._idle.items())
+
+    @property
+    def owners(self) -> list[Hashable]:
+        """Those that have a buffer."""
+        return list(self._buffers)
+
+    def available(self) -> int:
+        """Bytes that can be reserved now."""
+        return self._ledger.free(HOST) + self.idle_bytes
+
+    def reserve(self, owner: Hashable, num_bytes: int) -> bool:
+        """Give an owner memory for so many bytes; False, and nothing changes, where there is not enough."""
+        capacity = capacity_of(num_bytes)
+        if buffers := self._idle.get(capacity):
+            self._buffers[owner] = buffers.pop()
+            self._ledger.move(HOST, self, owner, capacity)
+            self._stats.reused_buffers += 1
+            return True
+        if capacity > self.available():
+            return False
+        self._drop(capacity - self._ledger.free(HOST))
+        return self._ledger.reserve(HOST, owner, capacity)
+
+    def buffer(self, owner: Hashable) -> Any | None:
+        """The owner's buffer; None: it has to allocate and `attach` one of the bytes that it has."""
+        return self._buffers.get(owner)
+
+    def attach(self, owner: Hashable, buffer: Any) -> None:
+        """The owner's bytes are this buffer from now on."""
+        assert owner not in self._buffers
+        self._buffers[owner] = buffer
+
+    def move(self, owner: Hashable, heir: Hashable) -> None:
+        """Another owner takes over."""
+        self._ledger.move(HOST, owner, heir)
+        if owner in self._buffers:
+            self._buffers[heir] = self._buffers.pop(owner)
+
+    def release(self, owner: Hashable) -> None:
+        """The owner needs it no more; nothing may still read or write its buffer."""
+        if (buffer := self._buffers.pop(owner, None)) is None:
+            self._ledger.release(HOST, owner)
+        else:
+            capacity = self._ledger.owned(HOST, owner)
+            self._idle.setdefault(capacity, []).append(buffer)
+            self._ledger.move(HOST, owner, self)
+
+    def drop_idle(self) -> None:
+        """Let go of all buffers that nobody has."""
+        self._drop(self.idle_bytes)
+
+    def _drop(self, num_bytes: int) -> None:
+        """Let go of idle buffers of so many bytes together, the largest first."""
+        for capacity in sorted(self._idle, reverse=True):
+            while num_bytes > 0 and self._idle[capacity]:
+                self._idle[capacity].pop()
+                self._ledger.release(HOST, self, capacity)
+                self.was_dropped = True
+                num_bytes -= capacity
+
+    def problems(self) -> list[str]:
+        """What does not add up; empty: nothing."""
+        wrong = []
+        if self._ledger.owned(HOST, self) != self.idle_bytes:
+            wrong.append(f"{self.idle_bytes} bytes of idle buffers, {self._ledger.owned(HOST, self)} charged")
+        for owner in self._buffers:
+            if not self._ledger.owned(HOST, owner):
+                wrong.append(f"{owner} has a buffer and no bytes")
+        return wrong
+
+
+class FeatureCache:
+    """Entries by key, from the moment that one is being made: whoever wants the same joins.
+
+    An entry is whole once it is READY; before that nobody reads it. What nobody holds rests, and makes way
+    for others, least recently used first.
+    """
+
+    def __init__(self) -> None:
+        self.entries: dict[Entry, None] = {}
+        """Every feature that is being made or kept, also those that are nobody else's."""
+        self._by_key: dict[bytes, Entry] = {}
+        self._resting: OrderedDict[Entry, None] = OrderedDict()
+
+    def resting(self) -> Iterator[Entry]:
+        """Those that nobody holds, least recently used first."""
+        return iter(self._resting)
+
+    def find(self, key: bytes) -> Entry | None:
+        """The entry of a key, READY or being made."""
+        return self._by_key.get(key)
+
+    def add(self, entry: Entry) -> None:
+        """From now on others may join; an entry without a key is nobody else's."""
+        self.entries[entry] = None
+        if entry.key is not None:
+            assert entry.key not in self._by_key
+            self._by_key[entry.key] = entry
+
+    def remove(self, entry: Entry) -> None:
+        """Nobody finds it any more."""
+        del self.entries[entry]
+        self.wake(entry)
+        if entry.key is not None:
+            del self._by_key[entry.key]
+
+    def rest(self, entry: Entry) -> None:
+        """Nobody holds a READY entry any more, and it was used last."""
+        assert entry.state is State.READY and not entry.holders
+        self._resting[entry] = None
+        self._resting.move_to_end(entry)
+
+    def wake(self, entry: Entry) -> None:
+        """Somebody holds it again."""
+        self._resting.pop(entry, None)
+
+    def problems(self) -> list[str]:
+        """What does not add up; empty: nothing."""
+        wrong = []
+        for entry in self._resting:
+            if entry.holders or entry.state is not State.READY:
+                wrong.append(f"{entry} rests, with {len(entry.holders)} holders")
+        for entry in self.entries:
+            if entry.key is not None and self._by_key.get(entry.key) is not entry:
+                wrong.append(f"{entry} is not found under its key")
+            if entry.state is State.READY and not entry.holders and entry not in self._resting:
+                wrong.append(f"{entry} is held by nobody and does not rest")
+            if entry.state in (State.RELEASED, State.FAILED, State.CANCELLED):
+                wrong.append(f"{entry} is known, and gone")
+        for entry in (*self._resting, *self._by_key.values()):
+            if entry not in self.entries:
+                wrong.append(f"{entry} is found, and not known")
+        return wrong
+
+
+class Storage:
+    """The memory of features."""
 
     def __init__(self, ledger: Ledger, cache: FeatureCache, stats: ConnectorStats, device_bytes: int) -> None:
         self.ledger = ledger
@@ -38,12 +283,7 @@ class Storage:
     # --- host
 
     def reserve(self, needs: Sequence[tuple[Hashable, int]], spared: Collection[Entry] = ()) -> bool:
-        """Host memory for several owners, or for none of them: then nothing is evicted in vain.
-
-        Args:
-            needs: owners, each with its bytes.
-            spared: features that are not evicted.
-        """
+        """Host memory for several owners, or for none of them: then nothing is evicted in vain."""
         self.settle()
         wanted = sum(capacity_of(num_bytes) for _, num_bytes in needs)
         missing = wanted - self.buffers.available()

@@ -11,6 +11,7 @@ import os
 import select
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,9 +20,10 @@ from typing import NoReturn, get_args
 import torch
 from torch import Tensor
 
-from fxsplit_encoder.connector.processes.control import ControlClient
+from fxsplit_encoder.connector.interfaces import FeatureEncoder, Modality, PreparedItem
 from fxsplit_encoder.connector.processes.messages import (
     START,
+    ControlClient,
     Encode,
     Encoded,
     Failed,
@@ -31,11 +33,10 @@ from fxsplit_encoder.connector.processes.messages import (
     Stop,
     ToEncoder,
     WireFeature,
+    to_wire,
 )
 from fxsplit_encoder.connector.processes.program import EncoderProgram
-from fxsplit_encoder.connector.processes.remote_errors import to_wire
-from fxsplit_encoder.connector.seams import FeatureEncoder, Modality, PreparedItem
-from fxsplit_encoder.connector.transport.plain import from_plain
+from fxsplit_encoder.connector.transport.layout import from_plain
 from fxsplit_encoder.connector.transport.shared_memory import SharedMemoryTransport
 from fxsplit_encoder.connector.transport.wire import Codec
 from fxsplit_encoder.errors import EncoderLostError, InputError, TransportError, TransportFullError
@@ -52,12 +53,7 @@ _FATAL = (EncoderLostError, torch.AcceleratorError)
 
 
 class EncoderHost:
-    """Serves one parent.
-
-    Args:
-        control: where messages come from.
-        transport: where tensors do, and where features are put.
-    """
+    """Serves one parent."""
 
     def __init__(self, control: ControlClient[ToEncoder], transport: SharedMemoryTransport) -> None:
         self._control = control
@@ -195,3 +191,7 @@ def _wait_for(descriptor: int) -> None:
 
 def _end() -> NoReturn:
     os._exit(EXIT_PARENT_GONE)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,21 +1,27 @@
-"""One encoder process from its start to its end, as the process that started it sees it."""
+"""Directories that belong to one user alone, for sockets."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
 import queue
+import shutil
 import signal
+import stat
+import tempfile
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import zmq
 
 from fxsplit_encoder.connector.processes import program as launching
-from fxsplit_encoder.connector.processes.control import ControlServer
 from fxsplit_encoder.connector.processes.messages import (
+    ControlServer,
     Encoded,
     Failed,
     FromEncoder,
@@ -23,14 +29,125 @@ from fxsplit_encoder.connector.processes.messages import (
     Started,
     Stop,
     ToEncoder,
+    from_wire,
 )
 from fxsplit_encoder.connector.processes.program import ProcessOptions
-from fxsplit_encoder.connector.processes.remote_errors import from_wire
-from fxsplit_encoder.connector.processes.runtime_directory import RuntimeDirectory
-from fxsplit_encoder.connector.transport.peer import connected_sockets
 from fxsplit_encoder.connector.transport.shared_memory import SharedMemoryTransport
-from fxsplit_encoder.connector.transport.wire import Codec, Message
-from fxsplit_encoder.errors import EncoderLostError, TransportError
+from fxsplit_encoder.connector.transport.wire import Codec, Message, connected_sockets
+from fxsplit_encoder.errors import EncoderLostError, InputError, TransportError
+
+_MOST_SOCKET_PATH = 100
+"""Linux has room for 107 characters."""
+
+
+def default_root() -> Path:
+    """`$XDG_RUNTIME_DIR`, where there is one; else the directory of temporary files."""
+    root = os.environ.get("XDG_RUNTIME_DIR", "")
+    return Path(root if root and os.access(root, os.W_OK | os.X_OK) else tempfile.gettempdir())
+
+
+def private_directory(path: Path, setting: str) -> Path:
+    """Make a directory of mode 0700, or take one that is there.
+
+    Raises:
+        InputError: it cannot be made, or what has its name is not this user's alone.
+    """
+    try:
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+        state = path.lstat()
+    except OSError as error:
+        raise InputError(f"{setting}: {path} cannot be made: {error}") from error
+    # Whoever may write to what it lies in may have made it first, to read along or to lead elsewhere.
+    if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.getuid() or stat.S_IMODE(state.st_mode) & 0o077:
+        raise InputError(
+            f"{setting}: expected {path} to be a directory of this user alone (mode 0700); "
+            "remove it, or name another"
+        )
+    return path
+
+
+def socket_path(directory: Path, name: str, setting: str) -> Path:
+    """The path of a socket in a directory; raises InputError where it is longer than a socket's may be."""
+    path = directory / name
+    if len(os.fsencode(path)) > _MOST_SOCKET_PATH:
+        raise InputError(f"{setting}: {path} is too long for a socket; name a directory with a shorter path")
+    return path
+
+
+_NAME = "fxsplit-encoder"
+_SETTING = "runtime_directory"
+
+
+class RuntimeDirectory:
+    """A new directory of mode 0700 inside one of this user's, locked for as long as this process lives.
+
+    The lock tells others that its owner is alive, whatever process ids their container gives them. Those that
+    nobody holds a lock on are left by processes that were killed, and are removed here.
+
+    Args:
+        root: in which this user's directory is made. None: `default_root()`.
+
+    Raises:
+        InputError: the root cannot be used, or what has the directory's name is not this user's alone.
+    """
+
+    def __init__(self, root: Path | None = None) -> None:
+        base = private_directory((root or default_root()) / f"{_NAME}-{os.getuid()}", _SETTING)
+        reap(base)
+        self.path, self._lock = _new_locked(base)
+        self._finalizer = weakref.finalize(self, _remove, self.path, self._lock, os.getpid())
+
+    def socket_path(self, name: str) -> Path:
+        """The path of a socket; raises InputError where it is longer than a socket's may be."""
+        return socket_path(self.path, name, _SETTING)
+
+    def close(self) -> None:
+        """Remove it; idempotent."""
+        self._finalizer()
+
+
+def _new_locked(base: Path) -> tuple[Path, int]:
+    while True:
+        path = Path(tempfile.mkdtemp(dir=base))
+        lock = _lock(path)
+        if lock is not None:
+            return path, lock
+
+
+def _lock(path: Path) -> int | None:
+    """A descriptor that holds the lock of a directory; None: another holds it, or it is gone."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(descriptor).st_ino == os.stat(path, follow_symlinks=False).st_ino:
+            return descriptor
+    except OSError:
+        pass
+    os.close(descriptor)
+    return None
+
+
+def reap(base: Path) -> int:
+    """Remove the directories of processes that are gone; returns how many."""
+    count = 0
+    for path in base.iterdir():
+        lock = _lock(path)
+        if lock is not None:
+            _remove(path, lock, os.getpid())
+            count += 1
+    return count
+
+
+def _remove(path: Path, lock: int, pid: int) -> None:
+    if os.getpid() != pid:  # a fork's copy: the directory is its parent's
+        return
+    shutil.rmtree(path, ignore_errors=True)
+    os.close(lock)
+
 
 logger = logging.getLogger(__name__)
 
@@ -238,11 +355,7 @@ class EncoderProcess:
     # --- the end
 
     def kill(self, reason: str) -> None:
-        """End the process at once.
-
-        Args:
-            reason: which whoever waits for it is told.
-        """
+        """End the process at once."""
         self._reason = self._reason or reason
         self._process.kill()
 

@@ -15,7 +15,7 @@ from fxsplit_encoder.connector.transport.shared_memory import DEFAULT_KEPT_BYTES
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.messages import shown
 
-MODULE = "fxsplit_encoder.connector.processes"
+MODULE = "fxsplit_encoder.connector.processes.child"
 
 
 @dataclass(frozen=True)
@@ -91,16 +91,7 @@ class ProcessOptions:
 
 
 def launch(arguments: Sequence[str], descriptor: int, options: ProcessOptions) -> subprocess.Popen[bytes]:
-    """Start the module of encoder processes.
-
-    Args:
-        arguments: of its command line.
-        descriptor: which it inherits, besides standard output and standard error.
-        options: its Python and its environment.
-
-    Raises:
-        InputError: it cannot be started.
-    """
+    """Start the module of encoder processes; raises InputError where it cannot be started."""
     executable = options.executable or sys.executable
     environment = {**os.environ, **options.environment}
     if not options.executable:

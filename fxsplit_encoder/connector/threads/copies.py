@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxsplit_encoder.connector.books.events import PASSED, Event
+from fxsplit_encoder.connector.books.tickets import PASSED, Event
 
 
 class _CudaEvent:
@@ -62,10 +62,6 @@ class Copies:
 
     def to_host(self, rows: Tensor, buffer: Tensor) -> tuple[Tensor, Event]:
         """Starts a copy.
-
-        Args:
-            rows: what the current stream of its device writes.
-            buffer: at least as many bytes, as from `allocate`.
 
         Returns:
             The same rows in the buffer, and when they are there.

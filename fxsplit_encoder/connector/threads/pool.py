@@ -8,8 +8,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import get_args
 
-from fxsplit_encoder.connector.books.workers import LIVE, Worker, WorkerStatus
-from fxsplit_encoder.connector.seams import FeatureEncoder, Modality, PreparedItem, StagingEncoder
+from fxsplit_encoder.connector.books.encoding import LIVE, Worker, WorkerStatus
+from fxsplit_encoder.connector.interfaces import FeatureEncoder, Modality, PreparedItem, StagingEncoder
 from fxsplit_encoder.connector.threads.copies import Copies
 from fxsplit_encoder.connector.threads.core import Core
 from fxsplit_encoder.connector.threads.worker import WorkerThread
@@ -24,14 +24,7 @@ MODALITIES: tuple[Modality, ...] = get_args(Modality)
 
 
 class Pool:
-    """Workers with one encoder each, which batches go to by predicted cost.
-
-    Args:
-        core: the books.
-        factories: one for each worker; called again when a worker starts again.
-        encoders: what they made first.
-        copies: makes copies and events.
-    """
+    """Workers with one encoder each, which batches go to by predicted cost."""
 
     def __init__(
         self,

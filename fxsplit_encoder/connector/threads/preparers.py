@@ -10,23 +10,16 @@ from collections.abc import Callable
 
 import torch
 
-from fxsplit_encoder.connector.books.preparation import Digested, DigestJob, PrepareJob
-from fxsplit_encoder.connector.failures import failure_of
-from fxsplit_encoder.connector.seams import MediaItem, MediaProcessor, MediaReducer, PreparedItem
+from fxsplit_encoder.connector.books.books import Digested, DigestJob, PrepareJob
+from fxsplit_encoder.connector.interfaces import MediaItem, MediaProcessor, MediaReducer, PreparedItem
+from fxsplit_encoder.connector.states import failure_of
 from fxsplit_encoder.connector.threads.core import Core
 from fxsplit_encoder.errors import ConnectorError
 from fxsplit_encoder.messages import shown
 
 
 class Preparers:
-    """Some threads that do what the books have for them, each one thing at a time.
-
-    Args:
-        core: the books.
-        processor: does the work.
-        stage: a preprocessed item as its encoder reads it soonest, and what encoding it costs.
-        num_threads: how many.
-    """
+    """Some threads that do what the books have for them, each one thing at a time."""
 
     def __init__(
         self,

@@ -3,44 +3,164 @@
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from fxsplit_encoder.connector.books.arrivals import Arrival
-from fxsplit_encoder.connector.books.entry import Entry
-from fxsplit_encoder.connector.books.events import Event
-from fxsplit_encoder.connector.books.workers import Batch, Worker, WorkerStatus
-from fxsplit_encoder.connector.failures import encode_each, failure_of
-from fxsplit_encoder.connector.seams import (
+from fxsplit_encoder.connector.books.encoding import Arrival, Batch, Worker, WorkerStatus
+from fxsplit_encoder.connector.books.tickets import Entry, Event
+from fxsplit_encoder.connector.interfaces import (
     DeviceEncoder,
     FeatureEncoder,
     PreparedItem,
     PrioritizedEncoder,
     SlicingEncoder,
 )
+from fxsplit_encoder.connector.states import encode_each, failure_of
 from fxsplit_encoder.connector.threads.copies import Copies
 from fxsplit_encoder.connector.threads.core import Core
-from fxsplit_encoder.connector.threads.landing import Landing
-from fxsplit_encoder.connector.threads.slices import Slices
 from fxsplit_encoder.errors import ConnectorError, EncoderLostError
+
+T = TypeVar("T")
+
+
+class Landing(Generic[T]):
+    """Brings flights to their end, in order. Its thread starts with the first that has to be waited for."""
+
+    def __init__(self, land: Callable[[T], None], on_fault: Callable[[], None], name: str) -> None:
+        self._land = land
+        self._on_fault = on_fault
+        self._name = name
+        self._flights: queue.SimpleQueue[T | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._num_added = self._num_landed = 0
+        self.fault: BaseException | None = None
+        """What ended the thread."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is waited for; asked by the thread that adds."""
+        return self._num_added == self._num_landed
+
+    def add(self, flight: T) -> None:
+        """One more."""
+        self._num_added += 1
+        self._flights.put(flight)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            while (flight := self._flights.get()) is not None:
+                self._land(flight)
+                del flight  # and the tensors of it, which may be large
+                self._num_landed += 1
+        except BaseException as error:
+            self.fault = error
+            self._on_fault()
+
+    def finish(self) -> None:
+        """Returns once everything that was added has come to its end, or the thread by a fault."""
+        if self._thread is not None:
+            self._flights.put(None)
+            self._thread.join()
+
+
+_QUEUED = 2
+"""Slices that a device has at most: it computes one while the host makes the next."""
+
+
+class Slices:
+    """Encodes batches of which some items are cut.
+
+    Args:
+        core: the books.
+        worker: whose thread calls this.
+        encoder: that cuts.
+        copies: makes events.
+        let_pass: gives the device a batch of no more than this cost, if one is due.
+    """
+
+    def __init__(
+        self,
+        core: Core,
+        worker: Worker,
+        encoder: SlicingEncoder,
+        copies: Copies,
+        let_pass: Callable[[float], None],
+    ) -> None:
+        self._core = core
+        self._worker = worker
+        self._encoder = encoder
+        self._copies = copies
+        self._let_pass = let_pass
+
+    def encode(
+        self,
+        batch: Batch,
+        items: Sequence[PreparedItem],
+        encode: Callable[[Sequence[PreparedItem]], Sequence[Tensor]],
+    ) -> list[Tensor]:
+        """The features of items: those that are not cut together, then each of the others in slices.
+
+        Args:
+            batch: that they are in.
+            items: some of it.
+            encode: of several items at once.
+
+        Raises:
+            EncoderLostError: the device failed meanwhile.
+        """
+        most_cost = self._core.books.parts.config.max_slice_cost
+        if most_cost is None or batch.cost <= most_cost:
+            return list(encode(items))
+        cut = {item: self._encoder.slices(item, most_cost) for item in items}
+        whole = [item for item in items if len(cut[item]) == 1]
+        features = dict(zip(whole, encode(whole), strict=True)) if whole else {}
+        slices = [(item, part) for item in items if item not in features for part in cut[item]]
+        rows: dict[PreparedItem, list[Tensor]] = {item: [] for item, _ in slices}
+        events: list[Event] = []
+        for number, (item, part) in enumerate(slices):
+            begin = self._core.books.parts.clock()
+            rows[item] += encode([part])
+            if number + 1 < len(slices):
+                events.append(self._copies.mark(rows[item][-1].device))
+                self._between(batch, events, begin)
+                self._let_pass(most_cost)
+        features |= {item: torch.cat(parts) for item, parts in rows.items()}
+        return [features[item] for item in items]
+
+    def _between(self, batch: Batch, events: list[Event], begin: float) -> None:
+        share = self._core.books.parts.config.max_busy_share
+        try:
+            while len(events) >= (_QUEUED if share == 1 else 1):
+                events.pop(0).synchronize()
+        except RuntimeError as error:  # no item is to blame
+            raise EncoderLostError(f"its device failed: {error}") from error
+        if share < 1:
+            self._rest(batch, begin, share)
+
+    def _rest(self, batch: Batch, begin: float, share: float) -> None:
+        """As long as a slice asks for, unless the worker is told to end."""
+        core, clock = self._core, self._core.books.parts.clock
+        with core.lock:
+            self._worker.finish_slice(batch, begin, clock(), share)
+            while self._worker.status is WorkerStatus.RUNNING:
+                if (left := self._worker.rests_until - clock()) <= 0:
+                    break
+                core.encode_work.wait(left)
+
 
 logger = logging.getLogger(__name__)
 
 
 class WorkerThread:
-    """One worker.
-
-    Args:
-        core: the books.
-        worker: as they see it.
-        encoder: that only this thread uses, after `start`.
-        copies: makes copies and events.
-        on_lost: called at the end of a thread that a fault ended.
-    """
+    """One worker."""
 
     def __init__(
         self,

@@ -1,11 +1,14 @@
-"""How tensors lie one after another in a range of bytes."""
+"""How tensors lie in a range of bytes, the handles that name them, and plain values beside them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -59,10 +62,6 @@ def aligned(num_bytes: int) -> int:
 def lay_out(buffers: Mapping[str, Tensor], start: int = 0) -> tuple[tuple[TensorLayout, ...], int]:
     """Where each tensor lies in a range, and the length of the range.
 
-    Args:
-        buffers: by name.
-        start: bytes that are kept free at the beginning.
-
     Raises:
         InputError: one is no plain tensor, or there are too many.
     """
@@ -95,16 +94,7 @@ def _check_tensor(name: str, tensor: object) -> None:
 
 
 def check_layouts(layouts: Sequence[TensorLayout], start: int, num_bytes: int) -> None:
-    """That layouts which another process sent lie in a range.
-
-    Args:
-        layouts: as they came.
-        start: where the first may begin, in bytes.
-        num_bytes: the length of the range.
-
-    Raises:
-        TransportError: one does not.
-    """
+    """That layouts which another process sent lie in a range; raises TransportError where one does not."""
     if len(layouts) > MOST_TENSORS:
         raise TransportError(f"a handle of {len(layouts)} tensors; expected at most {MOST_TENSORS}")
     for layout in layouts:
@@ -124,22 +114,19 @@ def _is_sound(layout: TensorLayout) -> bool:
     )
 
 
-def copy_out(
-    sources: Mapping[str, Tensor], into: Mapping[str, Tensor] | None, device: torch.device | None = None
-) -> dict[str, Tensor]:
+def copy_out(sources: Mapping[str, Tensor], into: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
     """Copies of tensors, in memory of their own or in tensors that are given.
 
     Args:
         sources: by name.
         into: of the same names, shapes and dtypes; None: new ones.
-        device: that of new ones; None: where the sources are.
 
     Raises:
         InputError: `into` does not fit; nothing was copied.
     """
     if into is None:
         targets = {
-            name: torch.empty(source.shape, dtype=source.dtype, device=device or source.device)
+            name: torch.empty_like(source, memory_format=torch.contiguous_format)
             for name, source in sources.items()
         }
     else:
@@ -161,3 +148,118 @@ def _check_targets(sources: Mapping[str, Tensor], targets: Mapping[str, Tensor])
                 f"into.{name}: expected {tuple(source.shape)} {source.dtype}; "
                 f"got {tuple(target.shape)} {target.dtype}"
             )
+
+
+@dataclass(frozen=True)
+class Handle:
+    """Where buffers that were put lie. Plain values only, so that it fits into any message."""
+
+    owner: str
+    """Names the transport that holds them."""
+    number: int
+    """Names them there; never given twice."""
+    key: bytes
+    offset: int
+    """Of what was put, in the owner's memory, in bytes."""
+    tensors: tuple[TensorLayout, ...]
+    meta: Mapping[str, object] = field(default_factory=dict)
+    checksum: bytes = b""
+    """Of the bytes, where the owner was asked for it; else empty."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(tensor.num_bytes for tensor in self.tensors)
+
+
+class Payload(NamedTuple):
+    """What was put, as `get` gives it."""
+
+    buffers: Mapping[str, Tensor]
+    meta: Mapping[str, Any]
+
+
+_DEEPEST = 16
+_MOST_ARRAY_BYTES = 1 << 20
+_MARK = ""
+
+
+def to_plain(value: object, name: str = "meta", depth: int = 0) -> Any:
+    """A value as None, booleans, numbers, strings, bytes, and lists and mappings of them.
+
+    Raises:
+        InputError: it is, or holds, anything else.
+    """
+    if depth > _DEEPEST:
+        raise InputError(f"{name}: expected at most {_DEEPEST} containers in one another")
+    if isinstance(value, Mapping):
+        return {_key(key, name): to_plain(v, f"{name}.{name_of(key)}", depth + 1) for key, v in value.items()}
+    if isinstance(value, list | tuple):
+        entries = [to_plain(entry, name, depth + 1) for entry in value]
+        return {_MARK: ["tuple", entries]} if isinstance(value, tuple) else entries
+    if isinstance(value, np.generic | Enum):
+        value = value.item() if isinstance(value, np.generic) else value.value
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return {_MARK: _packed(value, name)}
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
+        raise InputError(f"{name}: expected an integer of 64 bits; got {shown(value)}")
+    for kind in (bool, int, float, str):  # and no class of theirs
+        if isinstance(value, kind):
+            return kind(value)
+    if value is None or isinstance(value, bytes):
+        return value
+    raise InputError(
+        f"{name}: expected numbers, strings, small tensors, lists or mappings of them; got {shown(value)}"
+    )
+
+
+def _key(key: object, name: str) -> str:
+    if not isinstance(key, str) or key == _MARK:
+        raise InputError(f"{name}: expected names as keys; got {shown(key)}")
+    return key
+
+
+def _packed(value: torch.Tensor | np.ndarray[Any, Any], name: str) -> list[object]:
+    kind = "tensor" if isinstance(value, torch.Tensor) else "array"
+    tensor = value.detach().cpu() if isinstance(value, torch.Tensor) else _from_array(value, name)
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in DTYPES or tensor.layout != torch.strided or tensor.nbytes > _MOST_ARRAY_BYTES:
+        raise InputError(
+            f"{name}: expected a dense tensor of at most {_MOST_ARRAY_BYTES} bytes; got {shown(value)}"
+        )
+    flat = tensor.contiguous().reshape(-1)
+    data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    return [kind, dtype, list(tensor.shape), data]
+
+
+def _from_array(array: np.ndarray[Any, Any], name: str) -> torch.Tensor:
+    try:
+        return torch.from_numpy(np.array(array))  # a copy: an array may be read-only
+    except TypeError:
+        raise InputError(f"{name}: expected an array of numbers; got {shown(array)}") from None
+
+
+def from_plain(value: Any, depth: int = 0) -> Any:
+    """What `to_plain` was given; raises TransportError where the value is not one that `to_plain` makes."""
+    if depth > 2 * _DEEPEST:
+        raise TransportError("values in a message are nested too deeply")
+    if isinstance(value, list):
+        return [from_plain(entry, depth + 1) for entry in value]
+    if not isinstance(value, dict):
+        return value
+    if _MARK not in value:
+        return {key: from_plain(entry, depth + 1) for key, entry in value.items()}
+    match value[_MARK]:
+        case ["tuple", [*entries]]:
+            return tuple(from_plain(entry, depth + 1) for entry in entries)
+        case ["tensor" | "array" as kind, str(dtype), [*shape], bytes(data)] if dtype in DTYPES:
+            return _unpacked(kind, DTYPES[dtype], shape, data)
+    raise TransportError(f"a value in a message is of no known kind: {shown(value)}")
+
+
+def _unpacked(kind: str, dtype: torch.dtype, shape: list[Any], data: bytes) -> object:
+    try:
+        tensor = torch.from_numpy(np.frombuffer(bytearray(data), np.uint8)).view(dtype).view(shape)
+        return tensor if kind == "tensor" else tensor.numpy()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TransportError(f"an array in a message is not what it says: {error}") from None

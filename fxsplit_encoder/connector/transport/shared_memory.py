@@ -13,13 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from fxsplit_encoder.connector.transport.arena import OwnArena, adopt
-from fxsplit_encoder.connector.transport.block_reader import BlockReader, digest, write_stamp
-from fxsplit_encoder.connector.transport.held_blocks import Block, HeldBlocks
-from fxsplit_encoder.connector.transport.layout import ALIGNMENT, lay_out
-from fxsplit_encoder.connector.transport.peer import Greeting, Peer, close_all
-from fxsplit_encoder.connector.transport.plain import to_plain
-from fxsplit_encoder.connector.transport.seam import Handle, Payload
+from fxsplit_encoder.connector.transport.arena import BlockReader, OwnArena, adopt, digest, write_stamp
+from fxsplit_encoder.connector.transport.blocks import Block, HeldBlocks
+from fxsplit_encoder.connector.transport.layout import ALIGNMENT, Handle, Payload, lay_out, to_plain
+from fxsplit_encoder.connector.transport.wire import Greeting, Peer, close_all
 from fxsplit_encoder.errors import TransportError
 
 DEFAULT_MAX_BYTES = 1 << 30
@@ -30,7 +27,10 @@ def _nothing() -> None: ...
 
 
 class SharedMemoryTransport:
-    """A `Transport` at one end of a connection of two processes.
+    """One end of a connection of two processes. Threads may share it.
+
+    Its memory has a bound that is never exceeded. What is put is held until it is released, by whoever put it
+    or whoever got it, and no longer than until `close`.
 
     Args:
         max_bytes: of this end's memory. It takes memory only where it was written.
@@ -125,13 +125,18 @@ class SharedMemoryTransport:
         meta: Mapping[str, object] | None = None,
         timeout: float = 0.0,
     ) -> Handle:
-        """Copy tensors into this end's memory; see `Transport.put`.
+        """Copy tensors into this end's memory.
 
         Args:
-            key: what they are.
-            buffers: by name.
-            meta: what travels with them.
+            key: what they are, for messages.
+            buffers: by name; of any shape, strides and device.
+            meta: what travels with them; see `to_plain`.
             timeout: seconds to wait for room.
+
+        Raises:
+            InputError: they can never be held, for their kind or their size.
+            TransportFullError: there is no room for them.
+            TransportError: the transport is closed.
         """
         layouts, num_bytes = lay_out(buffers, ALIGNMENT)
         plain = to_plain(meta or {})
@@ -160,7 +165,16 @@ class SharedMemoryTransport:
     # --- getting
 
     def get(self, handle: Handle, into: Mapping[str, Tensor] | None = None) -> Payload:
-        """Copies of a handle's tensors, from either end; see `Transport.get`."""
+        """Copies of a handle's tensors, from either end, that outlive the handle.
+
+        Args:
+            handle: from `put`, here or at the other end.
+            into: tensors of the same names, shapes and dtypes to fill; None: new ones.
+
+        Raises:
+            InputError: `into` does not fit; nothing was copied.
+            TransportError: nothing is held under the handle.
+        """
         return self._reader_of(handle).get(handle, into)
 
     def view(self, handle: Handle) -> Payload:
@@ -179,7 +193,7 @@ class SharedMemoryTransport:
         return self._peer_blocks
 
     def release(self, handle: Handle) -> None:
-        """Give up a handle of either end; see `Transport.release`."""
+        """Give up a handle of either end; a second time, and after `close`, it does nothing."""
         if handle.owner == self.owner:
             self._blocks.give_back(handle.number)
         elif self._peer is not None and handle.owner == self.peer_owner:

@@ -1,15 +1,11 @@
-"""Images on a Ray cluster: classes and functions for `ray.data`, a run that survives being cut off, and
-encoders of the connector in actors.
-
-`connector` puts a checkpoint behind the connector, with actors as its workers.
+"""Images on a Ray cluster: for `ray.data`, as a run that can be resumed, and in actors of the connector.
 
 Needs the extra `ray`; `connector` that of the same name too.
 """
 
-from fxsplit_encoder.integrations.ray.encode_images import EncodeImages, encode_images
+from fxsplit_encoder.integrations.ray.encode_images import EncodeImages, encode_images, prepare_images
 from fxsplit_encoder.integrations.ray.job import EncodeJob
-from fxsplit_encoder.integrations.ray.outcome import Outcome
-from fxsplit_encoder.integrations.ray.prepare_images import prepare_images
+from fxsplit_encoder.integrations.ray.parts import Outcome
 from fxsplit_encoder.integrations.ray.ray_encoder import RayEncoder, RayOptions
 
 __all__ = [

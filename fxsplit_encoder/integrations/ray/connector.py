@@ -11,10 +11,10 @@ from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.connector import Connector, ConnectorConfig, TowerIdentity
 from fxsplit_encoder.connector.keys import HashName, precision_of
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.integrations.ray.fingerprints import checkpoint_digest
+from fxsplit_encoder.integrations.ray.files import checkpoint_digest
 from fxsplit_encoder.integrations.ray.ray_encoder import RayEncoder, RayOptions, check_connection
 from fxsplit_encoder.models.checkpoint import Checkpoint
-from fxsplit_encoder.models.encoders import checkpoint_encoder, config_for, row_bytes_of, weightless_tower
+from fxsplit_encoder.models.connectors import checkpoint_encoder, config_for, row_bytes_of, weightless_tower
 from fxsplit_encoder.models.media import media_processor
 
 

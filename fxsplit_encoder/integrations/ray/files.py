@@ -1,25 +1,23 @@
-"""Image files by their paths or URIs."""
+"""Image files by their paths or URIs, and digests that tell the inputs of runs apart."""
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from pyarrow import fs
 
 from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.models.checkpoint import Checkpoint
 
 EXTENSIONS = (".avif", ".bmp", ".gif", ".jp2", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
 """Of the files that are taken from directories."""
 
 
 def read_file(path: str) -> bytes:
-    """The contents of a file.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """The contents of a file; raises OSError where it cannot be read."""
     if "://" not in path:
         return Path(path).read_bytes()
     filesystem, inside = fs.FileSystem.from_uri(path)
@@ -31,9 +29,6 @@ def read_file(path: str) -> bytes:
 def list_files(paths: Sequence[str]) -> list[str]:
     """The files among the paths as they are given, and the images in directories, at any depth and in order
     of name.
-
-    Args:
-        paths: files and directories, or URIs such as s3://bucket/images.
 
     Raises:
         InputError: a path does not exist, or a directory holds no image.
@@ -75,3 +70,32 @@ def _in_uri(uri: str) -> Iterator[str]:
 
 def _is_image(name: str) -> bool:
     return name.lower().endswith(EXTENSIONS)
+
+
+_SETTINGS = ("config.json", "processor_config.json", "preprocessor_config.json")
+
+
+def paths_digest(paths: Iterable[str]) -> str:
+    """Of a list of files, by their names."""
+    digest = hashlib.sha256()
+    for path in paths:
+        digest.update(path.encode("utf-8", "surrogateescape") + b"\0")
+    return digest.hexdigest()
+
+
+def checkpoint_digest(model: str) -> str:
+    """Of a checkpoint: of one on the hub by its revision, of a directory by what its settings hold, and the
+    sizes and times of its weights.
+    """
+    checkpoint = Checkpoint.locate(model)
+    digest = hashlib.sha256()
+    for name in _SETTINGS:
+        found = checkpoint.find(name)
+        digest.update(b"" if found is None else found.read_bytes())
+        if found is not None and checkpoint.directory is None:
+            digest.update(found.parent.name.encode())
+    if checkpoint.directory is not None:
+        for weights in sorted(checkpoint.directory.glob("*.safetensors")):
+            state = weights.stat()
+            digest.update(f"{weights.name} {state.st_size} {state.st_mtime_ns}".encode())
+    return digest.hexdigest()

@@ -12,13 +12,16 @@ import ray.data
 
 from fxsplit_encoder.errors import ConfigError, InputError
 from fxsplit_encoder.integrations.images import ImageEncoderSettings
-from fxsplit_encoder.integrations.ray.encode_images import PREPARING, pool
-from fxsplit_encoder.integrations.ray.files import list_files
-from fxsplit_encoder.integrations.ray.fingerprints import checkpoint_digest, paths_digest
-from fxsplit_encoder.integrations.ray.outcome import Outcome, ShardReport
-from fxsplit_encoder.integrations.ray.parts import Parts
-from fxsplit_encoder.integrations.ray.prepare_images import preparer_of
-from fxsplit_encoder.integrations.ray.shards import EncodeShard, prepare_shard, write_shard
+from fxsplit_encoder.integrations.ray.encode_images import PREPARING, pool, preparer_of
+from fxsplit_encoder.integrations.ray.files import checkpoint_digest, list_files, paths_digest
+from fxsplit_encoder.integrations.ray.parts import (
+    EncodeShard,
+    Outcome,
+    Parts,
+    ShardReport,
+    prepare_shard,
+    write_shard,
+)
 
 Progress = Callable[[int, int], None]
 """Takes the images that are written, and how many there are."""

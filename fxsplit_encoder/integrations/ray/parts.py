@@ -15,7 +15,10 @@ import fcntl
 import json
 import os
 import shutil
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.integrations.ray.encode_images import EncodeImages, buffers, errors_of, prepare_images
 
 Run = Mapping[str, Any]
 """What tells runs apart, of numbers, texts, and lists and mappings of them; of equal ones the parts fit."""
@@ -49,11 +53,7 @@ class Parts:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the output is there.
-
-        Raises:
-            InputError: it is there, and of another run.
-        """
+        """Whether the output is there; raises InputError where it is there, and of another run."""
         if self._is_dataset:
             return self._is_described() and not self.missing()
         if not self.output.exists():
@@ -160,3 +160,136 @@ _FORMAT: dict[str, Any] = {
     "use_byte_stream_split": ["embedding.list.element"],
     "use_dictionary": ["error", "layout"],
 }
+
+
+Span = tuple[float, float]
+"""When a stage began and ended to work on a shard, in seconds of `time.time`."""
+
+STAGES = ("prepare", "encode", "write")
+
+
+def prepare_shard(row: pa.Table, root: str, **settings: Any) -> pa.Table:
+    """From the paths of a shard, relative to `root`, to prepared images."""
+    begin = time.time()
+    shard, paths = row["shard"][0].as_py(), row["paths"][0].as_py()
+    read_from = [path if "://" in path else os.path.join(root, path) for path in paths]
+    prepared = prepare_images(pa.table({"path": read_from}), **settings)
+    table = prepared.set_column(0, "path", pa.array(paths))
+    return packed(shard, table, {"prepare": (begin, time.time())})
+
+
+class EncodeShard(EncodeImages):
+    """From prepared images to embeddings."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._lock = threading.Lock()
+        self._last = 0.0
+
+    def __call__(self, row: pa.Table) -> pa.Table:
+        """The same shard."""
+        begin = time.time()
+        shard, table = unpacked(row)
+        encoded = super().__call__(table)
+        with self._lock:  # of calls that overlap, the later one waited for the other
+            span = max(begin, self._last), time.time()
+            self._last = span[1]
+        return packed(shard, encoded, {**spans_of(row), "encode": span})
+
+
+def write_shard(row: pa.Table, directory: str) -> pa.Table:
+    """From embeddings to a file; the result counts the shard's images and those without an embedding."""
+    begin = time.time()
+    shard, table = unpacked(row)
+    write_part(Path(directory), shard, table)
+    failed = sum(error is not None for error in errors_of(table))
+    counts = {"shard": [shard], "images": [table.num_rows], "failed": [failed]}
+    spans = {**spans_of(row), "write": (begin, time.time())}
+    return pa.table({**counts, **{stage: [span] for stage, span in spans.items()}})
+
+
+def packed(shard: int, table: pa.Table, spans: Mapping[str, Span]) -> pa.Table:
+    """A table as a row, with the spans of the stages that it has passed."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    buffer = sink.getvalue()
+    offsets = pa.py_buffer(b"".join(n.to_bytes(8, "little") for n in (0, buffer.size)))
+    data = pa.Array.from_buffers(pa.large_binary(), 1, [None, offsets, buffer])
+    columns = {"shard": pa.array([shard], pa.int64()), "rows": data}
+    return pa.table({**columns, **{stage: [span] for stage, span in spans.items()}})
+
+
+def unpacked(row: pa.Table) -> tuple[int, pa.Table]:
+    """The number of a shard, and its table, which is a view of the row's memory."""
+    assert row.num_rows == 1
+    (stream,) = buffers(row["rows"].chunk(0))
+    with pa.ipc.open_stream(stream) as reader:
+        return row["shard"][0].as_py(), reader.read_all()
+
+
+def spans_of(row: pa.Table) -> dict[str, Span]:
+    """Of the stages that a shard has passed."""
+    return {stage: tuple(row[stage][0].as_py()) for stage in STAGES if stage in row.column_names}
+
+
+@dataclass(frozen=True)
+class ShardReport:
+    """One shard of a run."""
+
+    shard: int
+    images: int
+    failed: int
+    """Images that have an error in place of an embedding."""
+    spans: Mapping[str, Span]
+    """By stage: "prepare", "encode", "write"."""
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> ShardReport:
+        """From what `write_shard` returns."""
+        spans = {stage: (row[stage][0], row[stage][1]) for stage in STAGES}
+        return cls(row["shard"], row["images"], row["failed"], spans)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run came to."""
+
+    images: int
+    """All of the output's."""
+    written_before: int
+    """Of these, by runs before this one."""
+    shards: tuple[ShardReport, ...]
+    """Of this run, in the order in which they were done."""
+    workers: int
+    """That encoded."""
+
+    @property
+    def failed(self) -> int:
+        """Images of this run that have an error in place of an embedding."""
+        return sum(shard.failed for shard in self.shards)
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """What each stage took for all shards together."""
+        return {stage: sum(_length(shard.spans[stage]) for shard in self.shards) for stage in STAGES}
+
+    @property
+    def encoding_share(self) -> float:
+        """The part of the time from the first shard encoded to the last in which a worker was encoding, on
+        average; 0.0 before the first."""
+        spans = [shard.spans["encode"] for shard in self.shards]
+        if not spans:
+            return 0.0
+        whole = max(end for _, end in spans) - min(begin for begin, _ in spans)
+        return sum(map(_length, spans)) / (whole * self.workers) if whole else 1.0
+
+    @property
+    def cpus_per_worker(self) -> float:
+        """CPUs that would have to prepare and write for one worker to encode all the time."""
+        seconds = self.seconds
+        return (seconds["prepare"] + seconds["write"]) / seconds["encode"] if seconds["encode"] else 0.0
+
+
+def _length(span: Span) -> float:
+    return span[1] - span[0]

@@ -1,4 +1,4 @@
-"""A `FeatureEncoder` of the connector that encodes in a Ray actor, on any node of a cluster."""
+"""Tensors in Ray's object store, of any dtype: as their bytes, which Ray neither pickles nor copies twice."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import ray
 import torch
+from numpy.typing import NDArray
 from ray.exceptions import (
     ActorUnschedulableError,
     GetTimeoutError,
@@ -22,10 +24,33 @@ from ray.exceptions import (
 )
 from torch import Tensor
 
-from fxsplit_encoder.connector.seams import FeatureEncoder, Modality, PreparedItem
+from fxsplit_encoder.connector.interfaces import FeatureEncoder, Modality, PreparedItem
 from fxsplit_encoder.errors import EncoderLostError, InputError
-from fxsplit_encoder.integrations.images.device_batch import Download
-from fxsplit_encoder.integrations.ray.host_tensors import HostTensor
+from fxsplit_encoder.integrations.images.encoder import Download
+
+
+@dataclass(frozen=True, eq=False)
+class HostTensor:
+    """A tensor's dtype, shape and bytes. What comes out of the object store is read-only, and lies there for
+    as long as it is referred to.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    data: NDArray[Any]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> HostTensor:
+        """Of a tensor on any device; of one in host memory that is contiguous, a view."""
+        host = tensor.detach().cpu().contiguous()
+        return cls(host.dtype, tuple(host.shape), host.reshape(-1).view(torch.uint8).numpy())
+
+    def copy(self) -> Tensor:
+        """The tensor in memory of its own, which may be written to and keeps nothing in the store."""
+        made = torch.empty(self.shape, dtype=self.dtype, device="cpu")
+        np.copyto(made.reshape(-1).view(torch.uint8).numpy(), self.data)
+        return made
+
 
 # After these a device's context is of no use, and with it the actor.
 _FATAL = (EncoderLostError, torch.AcceleratorError)

@@ -4,6 +4,6 @@
 """
 
 from fxsplit_encoder.integrations.serve.application import app
-from fxsplit_encoder.integrations.serve.settings import ServiceSettings
+from fxsplit_encoder.integrations.serve.requests import ServiceSettings
 
 __all__ = ["ServiceSettings", "app"]

@@ -10,7 +10,7 @@ from ray.serve.config import BackpressureConfig
 
 from fxsplit_encoder.integrations.serve.encoder import EncoderReplica
 from fxsplit_encoder.integrations.serve.frontend import Frontend
-from fxsplit_encoder.integrations.serve.settings import ServiceSettings
+from fxsplit_encoder.integrations.serve.requests import ServiceSettings
 
 _UNLIMITED = 1 << 24
 

@@ -6,10 +6,12 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable
+import urllib.request
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import ray
 from ray.exceptions import RayActorError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from starlette.requests import ClientDisconnect, Request
@@ -18,29 +20,28 @@ from starlette.responses import Response
 from fxsplit_encoder.errors import InputError, MediaError
 from fxsplit_encoder.integrations.images import ImagePreparer, PreparedImage, Result
 from fxsplit_encoder.integrations.images.preparer import Array
-from fxsplit_encoder.integrations.serve.answers import (
+from fxsplit_encoder.integrations.prometheus import FrontendMetrics
+from fxsplit_encoder.integrations.serve.requests import (
     RequestError,
+    ServiceSettings,
     embeddings_response,
     error_response,
     json_response,
+    read_request,
 )
-from fxsplit_encoder.integrations.serve.metrics import FrontendMetrics, exposition
-from fxsplit_encoder.integrations.serve.requests import read_request
-from fxsplit_encoder.integrations.serve.settings import ServiceSettings
 
 logger = logging.getLogger(__name__)
 
 _HEALTH_TIMEOUT_S = 5.0
 _TRIES = 2
+_SCRAPE_TIMEOUT_S = 2.0
+
+PREFIXES = ("ray_encoder_service_", "ray_serve_")
+"""Of the metrics that are shown."""
 
 
 class Frontend:
-    """Answers `POST /v1/embeddings`, `GET /health` and `GET /metrics`.
-
-    Args:
-        settings: of the service.
-        encoder: a handle of the deployment of `EncoderReplica`.
-    """
+    """Answers `POST /v1/embeddings`, `GET /health` and `GET /metrics`."""
 
     def __init__(self, settings: ServiceSettings, encoder: Any) -> None:
         self._settings = settings
@@ -139,3 +140,47 @@ def _embedding_of(index: int, result: Result) -> Array:
     if isinstance(result, InputError):
         raise RequestError(422, "unencodable_image", str(result), index)
     return result
+
+
+async def exposition(pool: ThreadPoolExecutor) -> str:
+    """What all nodes of the cluster have counted, in Prometheus' text format. Counts arrive there some
+    seconds after they were made.
+    """
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    urls = [f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics" for node in nodes]
+    loop = asyncio.get_running_loop()
+    texts = await asyncio.gather(*(loop.run_in_executor(pool, _fetched, url) for url in urls))
+    return joined(dict(zip(urls, texts, strict=True)))
+
+
+def joined(texts: Mapping[str, str | None]) -> str:
+    """Several nodes' texts as one, each metric's lines together."""
+    lines = [f"# {url} did not answer" for url, text in texts.items() if text is None]
+    heads: dict[str, list[str]] = {}
+    samples: dict[str, list[str]] = {}
+    for text in texts.values():
+        family = ""
+        for line in (text or "").splitlines():
+            if line.startswith("# HELP "):
+                family = line.split()[2]
+            if not family.startswith(PREFIXES):
+                continue
+            if not line.startswith("#"):
+                samples.setdefault(family, []).append(line)
+            elif line not in heads.setdefault(family, []):
+                heads[family].append(line)
+    lines += _flat(heads[family] + samples.get(family, []) for family in sorted(heads))
+    return "\n".join(lines) + "\n"
+
+
+def _flat(groups: Iterable[list[str]]) -> list[str]:
+    return [line for group in groups for line in group]
+
+
+def _fetched(url: str) -> str | None:
+    try:
+        with urllib.request.urlopen(url, timeout=_SCRAPE_TIMEOUT_S) as response:
+            text: str = response.read().decode("utf-8", "replace")
+            return text
+    except OSError:
+        return None

@@ -1,20 +1,136 @@
-"""What a client sends: bodies within limits, in one of three forms."""
+"""The service's settings, requests of images over HTTP, and their answers: embeddings or errors."""
 
 from __future__ import annotations
 
 import base64
 import binascii
+import io
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
+import numpy as np
+from pydantic import BeforeValidator, Field
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
+from starlette.responses import Response
 
-from fxsplit_encoder.integrations.serve.answers import RequestError
-from fxsplit_encoder.integrations.serve.settings import ServiceSettings
+from fxsplit_encoder.integrations.images import PreparedImage, ServingSettings
+from fxsplit_encoder.integrations.images.preparer import Array
 from fxsplit_encoder.messages import names_of, shown
+from fxsplit_encoder.settings_model import Bytes, parse_bytes
+
+# A command line gives numbers as text.
+_Number = Annotated[int, Field(ge=1)]
+_Seconds = Annotated[float, Field(ge=0)]
+
+
+class ServiceSettings(ServingSettings):
+    """The arguments of the application. Immutable.
+
+    Raises:
+        ConfigError: a key is unknown, or a value is not allowed.
+    """
+
+    max_request_bytes: Annotated[Bytes, BeforeValidator(parse_bytes)] = 1 << 25
+    """Of a request's body, as an integer or a size such as 20MiB. A larger one is refused as it arrives."""
+
+    max_images_per_request: _Number = 32
+    """Images that one request may hold."""
+
+    encoders: _Number = 1
+    """Processes that hold the tower."""
+
+    gpus_per_encoder: Annotated[float, Field(ge=0)] | None = None
+    """None: one, if the cluster has any and `device` is not cpu."""
+
+    frontends: _Number = 1
+    """Processes that take requests, decode and prepare: about a CPU each."""
+
+    max_batch_tokens: _Number | None = None
+    """Output tokens of the images that are encoded together. None: the largest budget of the encoder, or
+    without captures 16 images."""
+
+    batch_wait_s: _Seconds = 0.002
+    """How long a batch waits for more images while the encoder is idle."""
+
+    max_ongoing_requests: _Number = 64
+    """Requests that a front end works on at once."""
+
+    max_queued_requests: _Number = 256
+    """Requests that wait for a front end; others are refused."""
+
+    refusal_status: Literal[429, 503] = 503
+    """The status of a refusal under overload."""
+
+    retry_after_s: _Number = 1
+    """Seconds after which who is refused shall ask again."""
+
+
+class RequestError(Exception):
+    """A request that is answered by an error."""
+
+    def __init__(self, status: int, kind: str, message: str, index: int | None = None) -> None:
+        super().__init__(status, kind, message, index)
+        self.status = status
+        self.kind = kind
+        self.message = message
+        self.index = index
+
+
+def error_response(error: RequestError, headers: Mapping[str, str] | None = None) -> Response:
+    """An error as JSON."""
+    content: dict[str, Any] = {"type": error.kind, "message": error.message}
+    if error.index is not None:
+        content["index"] = error.index
+    return json_response({"error": content}, error.status, headers)
+
+
+def json_response(
+    content: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    """A JSON object."""
+    body = json.dumps(content, separators=(",", ":"))
+    return Response(body, status, dict(headers or {}), "application/json")
+
+
+def embeddings_response(
+    model: str, encoding: str, images: Sequence[PreparedImage], embeddings: Sequence[Array]
+) -> Response:
+    """The embeddings of all images of a request.
+
+    Args:
+        model: that made them.
+        encoding: float: a list of numbers; base64: of the little-endian values; npy: the array alone.
+        images: what was encoded.
+        embeddings: (tokens, width), row by row in both of the first.
+    """
+    if encoding == "npy":
+        stream = io.BytesIO()
+        np.save(stream, embeddings[0])
+        return Response(stream.getvalue(), 200, media_type="application/x-npy")
+    data = [
+        {
+            "object": "embedding",
+            "index": index,
+            "shape": list(embedding.shape),
+            "dtype": str(embedding.dtype),
+            "layout": image.layout,
+            "embedding": _encoded(embedding, encoding),
+        }
+        for index, (image, embedding) in enumerate(zip(images, embeddings, strict=True))
+    ]
+    usage = {"images": len(images), "rows": sum(len(embedding) for embedding in embeddings)}
+    return json_response({"object": "list", "model": model, "data": data, "usage": usage})
+
+
+def _encoded(embedding: Array, encoding: str) -> object:
+    if encoding == "float":
+        return embedding.reshape(-1).tolist()
+    little = embedding.astype(embedding.dtype.newbyteorder("<"), copy=False)
+    return base64.b64encode(little.tobytes()).decode("ascii")
+
 
 Encoding = Literal["float", "base64", "npy"]
 

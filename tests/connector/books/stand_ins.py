@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fxsplit_encoder.connector.books.books import Books
+from fxsplit_encoder.connector.books.encoding import Worker, WorkerStatus
 from fxsplit_encoder.connector.books.parts import Parts
-from fxsplit_encoder.connector.books.workers import Worker, WorkerStatus
-from fxsplit_encoder.connector.settings import ConnectorConfig
+from fxsplit_encoder.connector.request import ConnectorConfig
 
 ROW_BYTES = 1024
 PAGE = 4096

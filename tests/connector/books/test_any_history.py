@@ -12,12 +12,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from fxsplit_encoder.connector.books.audit import audit
-from fxsplit_encoder.connector.books.entry import Feature
-from fxsplit_encoder.connector.books.preparation import Digested, DigestJob, PrepareJob
-from fxsplit_encoder.connector.books.ticket import Ticket
-from fxsplit_encoder.connector.books.workers import Batch, WorkerStatus
+from fxsplit_encoder.connector.books.books import Digested, DigestJob, PrepareJob
+from fxsplit_encoder.connector.books.encoding import Batch, WorkerStatus
+from fxsplit_encoder.connector.books.tickets import Feature, Ticket
+from fxsplit_encoder.connector.interfaces import MediaItem, PreparedItem
 from fxsplit_encoder.connector.request import EncodeRequest, FailurePolicy
-from fxsplit_encoder.connector.seams import MediaItem, PreparedItem
 from fxsplit_encoder.connector.states import WAITING, State
 from fxsplit_encoder.errors import ConnectorError, ConnectorFullError
 

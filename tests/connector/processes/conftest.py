@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from fxsplit_encoder.connector.interfaces import Modality, PreparedItem
 from fxsplit_encoder.connector.processes import EncoderProgram, ProcessEncoder, ProcessOptions, program
-from fxsplit_encoder.connector.seams import Modality, PreparedItem
 from tests.connector.resources import nothing_left
 
 from .forked import fork

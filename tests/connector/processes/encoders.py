@@ -11,9 +11,9 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
+from fxsplit_encoder.connector.interfaces import Modality, PreparedItem
 from fxsplit_encoder.connector.processes import child
 from fxsplit_encoder.connector.processes.messages import Encoded, WireFeature
-from fxsplit_encoder.connector.seams import Modality, PreparedItem
 from fxsplit_encoder.errors import EncoderLostError, InputError, MediaError
 
 

@@ -1,13 +1,18 @@
+"""Faults at this end leave no process behind, and nobody who waits for one."""
+
 from __future__ import annotations
 
 import os
 import random
+import select
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,14 +20,24 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from fxsplit_encoder.connector.processes import EncoderProgram, ProcessEncoder, program
-from fxsplit_encoder.connector.seams import PreparedItem
+from fxsplit_encoder.connector.interfaces import MediaItem, PreparedItem
+from fxsplit_encoder.connector.processes import (
+    EncoderProgram,
+    ProcessEncoder,
+    ProcessOptions,
+    encoder_process,
+    program,
+)
+from fxsplit_encoder.connector.processes.encoder_process import EncoderProcess, RuntimeDirectory
 from fxsplit_encoder.errors import EncoderLostError, InputError, MediaError
-from tests.connector.resources import eventually, mapped_bytes, num_descriptors
+from fxsplit_encoder.models.connectors import checkpoint_encoder, checkpoint_process, weightless_tower
+from fxsplit_encoder.models.media import media_processor
+from tests.connector.resources import eventually, mapped_bytes, nothing_left, num_descriptors
+from tests.models.checkpoints import save
 
 from .conftest import DOUBLING, make_item
 from .encoders import LIES
-from .forked import fork
+from .forked import fork, quiet_fork
 
 Make = Callable[..., ProcessEncoder]
 
@@ -405,3 +420,210 @@ def test_a_socket_that_others_have_inherited_does_not_hide_the_end(
     assert eventually(lambda: not encoder.is_alive)
     encoder.close()
     os.close(kept[0])
+
+
+def running(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What is launched from now on."""
+    launched: list[Any] = []
+    launch = encoder_process.launching.launch
+
+    def remember(*arguments: Any) -> Any:
+        launched.append(launch(*arguments))
+        return launched[-1]
+
+    monkeypatch.setattr(encoder_process.launching, "launch", remember)
+    return launched
+
+
+def test_a_process_that_cannot_be_watched_is_ended(monkeypatch: pytest.MonkeyPatch, short_path: Path) -> None:
+    launched = running(monkeypatch)
+
+    def fail(pid: int) -> int:
+        raise OSError("too many open files")
+
+    monkeypatch.setattr(os, "pidfd_open", fail)
+    with nothing_left():
+        with pytest.raises(OSError, match="too many"):
+            EncoderProcess(ProcessOptions(runtime_directory=short_path, max_bytes=4096), lambda: None)
+        assert launched[0].poll() == -signal.SIGKILL
+
+
+def test_a_listener_that_fails_ends_its_process_and_tells_whoever_waits(
+    monkeypatch: pytest.MonkeyPatch, short_path: Path
+) -> None:
+    launched = running(monkeypatch)
+
+    def fail(self: EncoderProcess) -> None:
+        raise RuntimeError("no such message")
+
+    monkeypatch.setattr(EncoderProcess, "_flush", fail)
+    with nothing_left():
+        process = EncoderProcess(ProcessOptions(runtime_directory=short_path, max_bytes=4096), lambda: None)
+        with process.asking(1) as replies:
+            process.connect()
+            with pytest.raises(EncoderLostError, match="no such message"):
+                process.next_reply(replies, 60)
+        eventually(lambda: not process.is_alive)
+        process.close()
+        assert launched[0].poll() == -signal.SIGKILL
+
+
+def idle(encoder: ProcessEncoder, tell: Callable[[], None]) -> None:
+    encoder.start()
+    encoder.encode([make_item()])
+    tell()
+    signal.pause()
+
+
+def encoding(encoder: ProcessEncoder, tell: Callable[[], None]) -> None:
+    encoder.start()
+    tell()
+    encoder.encode([make_item(do="sleep", seconds=600)])
+
+
+def starting(encoder: ProcessEncoder, tell: Callable[[], None]) -> None:
+    encoder.program = EncoderProgram(DOUBLING.factory, {"start_seconds": 600.0})
+    launch = program.launch
+
+    def told(*arguments: object) -> object:
+        process = launch(*arguments)  # type: ignore[arg-type]
+        encoder.told = process.pid  # type: ignore[attr-defined]
+        tell()
+        return process
+
+    program.launch = told  # type: ignore[assignment]
+    encoder.start()
+
+
+class Family(NamedTuple):
+    parent: int
+    child: int
+    child_pidfd: int
+
+
+@contextmanager
+def a_family(do: Callable[[ProcessEncoder, Callable[[], None]], None], path: Path) -> Iterator[Family]:
+    """A parent that does something with an encoder process of its own; both are forks of this one."""
+    reading, writing = os.pipe()
+    parent = quiet_fork()
+    if parent == 0:
+        try:
+            program.launch = fork  # type: ignore[assignment]
+            encoder = ProcessEncoder(DOUBLING, ProcessOptions(max_bytes=1 << 20, runtime_directory=path))
+            do(encoder, lambda: os.write(writing, str(encoder_pid(encoder)).encode()) and None)
+        finally:
+            os._exit(1)
+    os.close(writing)
+    child = int(os.read(reading, 20))
+    pidfd = os.pidfd_open(child)
+    yield Family(parent, child, pidfd)
+    os.close(reading)
+    os.close(pidfd)
+
+
+def encoder_pid(encoder: ProcessEncoder) -> int:
+    return encoder.pid or encoder.told  # type: ignore[attr-defined,no-any-return]
+
+
+def is_over(pidfd: int, seconds: float) -> bool:
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(seconds * 1000))
+
+
+@pytest.mark.parametrize("do", [idle, encoding, starting])
+def test_a_process_ends_with_its_parent(
+    do: Callable[[ProcessEncoder, Callable[[], None]], None], short_path: Path
+) -> None:
+    with nothing_left(), a_family(do, short_path) as family:
+        assert not is_over(family.child_pidfd, 0.1)
+        os.kill(family.parent, signal.SIGKILL)
+        os.waitpid(family.parent, 0)
+        assert is_over(family.child_pidfd, 60)
+    (base,) = short_path.iterdir()
+    assert len(list(base.iterdir())) == 1  # of which nobody could have removed it
+    RuntimeDirectory(short_path).close()
+    assert list(base.iterdir()) == []
+
+
+ROOT = Path(__file__).parents[3]
+PHOTOGRAPHS = sorted((ROOT / "examples" / "images").glob("*.jpg"))[:2]
+
+
+def socket_inodes(pid: int) -> set[str]:
+    links = []
+    for entry in os.listdir(f"/proc/{pid}/fd"):
+        try:
+            links.append(os.readlink(f"/proc/{pid}/fd/{entry}"))
+        except OSError:
+            pass  # closed meanwhile
+    return {link[len("socket:[") : -1] for link in links if link.startswith("socket:")}
+
+
+def network_inodes(pid: int) -> set[str]:
+    """Of every socket of a network that this process's namespace has."""
+    tables = [Path(f"/proc/{pid}/net/{name}") for name in ("tcp", "tcp6", "udp", "udp6", "raw", "raw6")]
+    rows = [row.split() for table in tables if table.exists() for row in table.read_text().splitlines()[1:]]
+    return {row[9] for row in rows}
+
+
+def unix_inodes(pid: int) -> set[str]:
+    rows = Path(f"/proc/{pid}/net/unix").read_text().splitlines()[1:]
+    return {row.split()[6] for row in rows}
+
+
+def assert_local(pid: int, others: set[str]) -> None:
+    """That every socket of a process is a Unix socket, and no shared memory of it has a name."""
+    sockets, unix, network = socket_inodes(pid) - others, unix_inodes(pid), network_inodes(pid)
+    assert sockets
+    assert not sockets & network
+    assert sockets & socket_inodes(pid) <= unix  # but for those that were just opened or closed
+    named = [row for row in Path(f"/proc/{pid}/maps").read_text().splitlines() if "/dev/shm/" in row]
+    assert all(row.endswith("(deleted)") for row in named)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return save(tmp_path / "checkpoint", "qwen2_5_vl")[1]
+
+
+@pytest.fixture
+def prepared(checkpoint: Path) -> list[PreparedItem]:
+    processor = media_processor(weightless_tower(checkpoint), checkpoint)
+    options = {"max_pixels": 64 * 28 * 28}
+    items = [MediaItem("image", path, options) for path in PHOTOGRAPHS]
+    return [processor.prepare(item) for item in items]
+
+
+@pytest.mark.exhaustive
+def test_a_tower_in_a_process_of_its_own(
+    checkpoint: Path, prepared: list[PreparedItem], short_path: Path
+) -> None:
+    here = checkpoint_encoder(checkpoint)
+    expected = here.encode(prepared)
+    own_before = socket_inodes(os.getpid())
+    options = ProcessOptions(
+        max_bytes=1 << 22, runtime_directory=short_path, environment={"FXSPLIT_TEST": "1"}
+    )
+    with nothing_left():
+        encoder = checkpoint_process(checkpoint, options=options)
+        assert encoder.row_bytes("image") == here.row_bytes("image")
+        encoder.start()
+        pid = encoder.pid
+        assert pid is not None
+        assert b"FXSPLIT_TEST=1" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        os.kill(pid, signal.SIGINT)  # which a terminal sends to both
+        for feature, other, item in zip(encoder.encode(prepared), expected, prepared, strict=True):
+            assert feature.shape[0] == item.num_tokens
+            torch.testing.assert_close(feature, other)
+        assert_local(pid, set())
+        assert_local(os.getpid(), own_before)
+
+        os.kill(pid, signal.SIGSTOP)  # it has the batch in hand, and will not answer
+        timer = threading.Timer(0.2, os.kill, [pid, signal.SIGKILL])
+        timer.start()
+        with pytest.raises(EncoderLostError, match="SIGKILL"):
+            encoder.encode(prepared)
+        timer.join()
+        encoder.close()
+    assert [path for path in short_path.rglob("*") if path.parent != short_path] == []

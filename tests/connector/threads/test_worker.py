@@ -1,12 +1,89 @@
-"""A worker gives its device the next batch while it waits for the last."""
+"""Who is woken, and how often: what nobody has to do costs nobody a look."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from typing import Any
 
+import pytest
+
+from fxsplit_encoder.connector.books.books import Digested, DigestJob
 from fxsplit_encoder.connector.states import State
-from fxsplit_encoder.connector.threads.landing import Landing
+from fxsplit_encoder.connector.threads.worker import Landing
+from tests.connector.books.stand_ins import Bench
 from tests.connector.scenes import PATIENCE_S, SlowCopies, Stage, connector, request, wait, wait_until
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, condition: Any, name: str) -> list[int]:
+    """How many threads each call of a condition's method wakes, from now on."""
+    calls: list[int] = []
+    method: Callable[..., None] = getattr(condition, name)
+
+    def call(*arguments: int) -> None:
+        calls.append(len(condition._waiters))
+        method(*arguments)
+
+    monkeypatch.setattr(condition, name, call)
+    return calls
+
+
+@pytest.mark.parametrize("device_bytes", [0, 1 << 20])
+def test_features_that_are_kept_wake_no_worker(monkeypatch: pytest.MonkeyPatch, device_bytes: int) -> None:
+    with connector(2, device_bytes=device_bytes, host_bytes=4096) as each:
+        for name in "abc":
+            ticket = each.submit(request(name, retention="keep"))
+            wait(ticket)
+            each.release(ticket)
+        wait_until(lambda: len(each._core.encode_work._waiters) == 2)
+        calls = counted(monkeypatch, each._core.encode_work, "notify_all")
+        for _ in range(50):
+            each.step()
+        assert calls == []
+
+
+def test_cpu_workers_are_not_woken_for_what_they_may_not_do_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Stage(is_open=False)
+    with connector(stage=stage, input_bytes=1, max_batches_in_flight=1, max_batch_items=1) as each:
+        tickets = [each.submit(request(name)) for name in "abcdef"]
+        stage.wait_for_batch()
+        wait_until(lambda: len(each._core.cpu_work._waiters) == 2)
+        calls = counted(monkeypatch, each._core.cpu_work, "notify")
+        for _ in range(50):
+            each.step()
+        assert calls == []
+        stage.open()
+        assert {wait(ticket) for ticket in tickets} == {"ready"}
+
+
+def test_items_are_preprocessed_though_others_are_to_be_hashed() -> None:
+    """However fast requests come, those that came before are ready some time."""
+    bench = Bench.make(host_bytes=1 << 20)
+    kinds = []
+    for number in range(12):
+        bench.books.submit(request(f"image {number}"), [4], None)
+        job = bench.books.preparation.take()
+        kinds.append(isinstance(job, DigestJob))
+        if isinstance(job, DigestJob):
+            bench.books.preparation.digested(job, Digested(job.media, 4, str(job.media.media).encode()))
+        bench.books.settle()
+    assert kinds == [True, False] * 6
+
+
+def test_a_step_looks_at_no_ticket_that_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    with connector() as each:
+        tickets = [each.submit(request(f"image {number}")) for number in range(50)]
+        for ticket in tickets:
+            wait(ticket)
+        each.step()
+        looked: list[object] = []
+        kind = type(tickets[0])
+        is_settled: Any = kind.is_settled.fget  # type: ignore[attr-defined]
+        monkeypatch.setattr(
+            kind, "is_settled", property(lambda self: looked.append(self) or is_settled(self))
+        )
+        assert each.step().deferred == () and not each.has_pending_work()
+        assert looked == []
 
 
 def test_a_batch_that_comes_while_another_is_computed_is_given_to_the_device_at_once() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from fxsplit_encoder.connector.transport.peer import connected_sockets
 from fxsplit_encoder.connector.transport.shared_memory import SharedMemoryTransport
+from fxsplit_encoder.connector.transport.wire import connected_sockets
 
 
 def connect(first: Any, second: Any, timeout: float = 60.0) -> None:

@@ -1,11 +1,11 @@
-"""What both transports promise, and what the one between processes adds."""
+"""What a transport between two processes promises."""
 
 from __future__ import annotations
 
 import dataclasses
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -14,29 +14,31 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from fxsplit_encoder.connector.transport import Handle, InProcessTransport
-from fxsplit_encoder.connector.transport.layout import DTYPES, TensorLayout
+from fxsplit_encoder.connector.transport.blocks import Block, HeldBlocks
+from fxsplit_encoder.connector.transport.layout import DTYPES, Handle, TensorLayout
 from fxsplit_encoder.connector.transport.shared_memory import SharedMemoryTransport
+from fxsplit_encoder.connector.transport.wire import (
+    Codec,
+    Greeting,
+    Packet,
+    Peer,
+    Released,
+    connected_sockets,
+)
 from fxsplit_encoder.errors import InputError, TransportError, TransportFullError
 from tests.connector.resources import eventually, nothing_left
 
 from .ends import connect, shared_memory_ends
 
 MAX_BYTES = 1 << 20
+Ends = tuple[SharedMemoryTransport, SharedMemoryTransport]
 
 
-def ends_of(kind: str) -> tuple[Any, Any]:
-    if kind == "in_process":
-        transport = InProcessTransport(MAX_BYTES)
-        return transport, transport
-    return shared_memory_ends(MAX_BYTES)
-
-
-@pytest.fixture(params=["in_process", "shared_memory"])
-def ends(request: pytest.FixtureRequest) -> Iterator[tuple[Any, Any]]:
+@pytest.fixture
+def ends() -> Iterator[Ends]:
     """Who puts, and who gets."""
     with nothing_left():
-        both = ends_of(request.param)
+        both = shared_memory_ends(MAX_BYTES)
         yield both
         for end in both:
             end.close()
@@ -61,7 +63,7 @@ def all_kinds() -> dict[str, torch.Tensor]:
     return {**tensors, **strided, **expanded, "scalar": torch.tensor(2.5), "empty": torch.empty(0, 7)}
 
 
-def test_tensors_of_every_kind_arrive(ends: tuple[Any, Any]) -> None:
+def test_tensors_of_every_kind_arrive(ends: Ends) -> None:
     put, got = ends
     buffers = all_kinds()
     meta = {"grid": (1, 4, 6), "timestamps": [0.0, 0.5], "more": torch.arange(3)}
@@ -77,7 +79,9 @@ def test_tensors_of_every_kind_arrive(ends: tuple[Any, Any]) -> None:
     assert (handle.key, handle.num_bytes) == (b"key", sum(tensor.nbytes for tensor in buffers.values()))
 
 
-def test_tensors_are_filled_where_the_reader_says(ends: tuple[Any, Any]) -> None:
+def test_tensors_are_filled_where_the_reader_says(
+    ends: Ends,
+) -> None:
     put, got = ends
     handle = put.put(b"", {"x": torch.arange(6).view(2, 3)})
     into = {"x": torch.zeros(2, 3, dtype=torch.int64)}
@@ -87,7 +91,9 @@ def test_tensors_are_filled_where_the_reader_says(ends: tuple[Any, Any]) -> None
         got.get(handle, {"y": into["x"]})
 
 
-def test_what_was_got_outlives_release_and_close(ends: tuple[Any, Any]) -> None:
+def test_what_was_got_outlives_release_and_close(
+    ends: Ends,
+) -> None:
     put, got = ends
     handle = put.put(b"", {"x": torch.full((1000,), 7)})
     tensor = got.get(handle).buffers["x"]
@@ -99,7 +105,9 @@ def test_what_was_got_outlives_release_and_close(ends: tuple[Any, Any]) -> None:
     assert tensor.sum() == 7000
 
 
-def test_release_is_idempotent_from_either_end(ends: tuple[Any, Any]) -> None:
+def test_release_is_idempotent_from_either_end(
+    ends: Ends,
+) -> None:
     put, got = ends
     first, second = (put.put(b"", {"x": torch.ones(10)}) for _ in range(2))
     for end in (got, put, got, put):
@@ -112,7 +120,7 @@ def test_release_is_idempotent_from_either_end(ends: tuple[Any, Any]) -> None:
     assert put.held_bytes == 0
 
 
-def test_the_bound_holds(ends: tuple[Any, Any]) -> None:
+def test_the_bound_holds(ends: Ends) -> None:
     put, got = ends
     half = torch.zeros(MAX_BYTES // 2 - 64, dtype=torch.uint8)
     handles = [put.put(b"", {"x": half}) for _ in range(2)]
@@ -126,7 +134,7 @@ def test_the_bound_holds(ends: tuple[Any, Any]) -> None:
     put.put(b"", {"x": half})
 
 
-def test_a_put_that_fails_holds_nothing(ends: tuple[Any, Any]) -> None:
+def test_a_put_that_fails_holds_nothing(ends: Ends) -> None:
     put, _ = ends
     for buffers, meta in (({"x": torch.ones(1, device="meta")}, {}), ({"x": "text"}, {})):
         with pytest.raises(InputError):
@@ -134,7 +142,9 @@ def test_a_put_that_fails_holds_nothing(ends: tuple[Any, Any]) -> None:
     assert put.held_bytes == 0
 
 
-def test_a_handle_of_another_transport_is_unknown(ends: tuple[Any, Any]) -> None:
+def test_a_handle_of_another_transport_is_unknown(
+    ends: Ends,
+) -> None:
     put, got = ends
     handle = put.put(b"", {"x": torch.ones(1)})
     for other in (dataclasses.replace(handle, owner="another"), dataclasses.replace(handle, number=99)):
@@ -145,7 +155,7 @@ def test_a_handle_of_another_transport_is_unknown(ends: tuple[Any, Any]) -> None
     assert put.held_bytes > 0
 
 
-def test_a_closed_transport_says_so(ends: tuple[Any, Any]) -> None:
+def test_a_closed_transport_says_so(ends: Ends) -> None:
     put, got = ends
     handle = put.put(b"", {"x": torch.ones(1)})
     put.close()
@@ -157,7 +167,7 @@ def test_a_closed_transport_says_so(ends: tuple[Any, Any]) -> None:
     got.release(handle)
 
 
-def test_eight_threads_put_and_get(ends: tuple[Any, Any]) -> None:
+def test_eight_threads_put_and_get(ends: Ends) -> None:
     put, got = ends
     wrong: list[int] = []
 
@@ -184,28 +194,16 @@ def test_eight_threads_put_and_get(ends: tuple[Any, Any]) -> None:
     assert eventually(lambda: put.held_bytes == 0)
 
 
-# --- between processes
-
-
-@pytest.fixture
-def shared() -> Iterator[tuple[SharedMemoryTransport, SharedMemoryTransport]]:
-    with nothing_left():
-        both = shared_memory_ends(MAX_BYTES)
-        yield both
-        for end in both:
-            end.close()
-
-
 def test_metadata_that_no_message_takes_is_refused(
-    shared: tuple[SharedMemoryTransport, SharedMemoryTransport],
+    ends: Ends,
 ) -> None:
     with pytest.raises(InputError, match=r"meta\.image"):
-        shared[0].put(b"", {"x": torch.ones(1)}, {"image": object()})
-    assert shared[0].held_bytes == 0
+        ends[0].put(b"", {"x": torch.ones(1)}, {"image": object()})
+    assert ends[0].held_bytes == 0
 
 
-def test_views_show_the_memory_itself(shared: tuple[SharedMemoryTransport, SharedMemoryTransport]) -> None:
-    put, got = shared
+def test_views_show_the_memory_itself(ends: Ends) -> None:
+    put, got = ends
     handle = put.put(b"", {"x": torch.ones(4)}, {"t": (1,)})
     view, meta = got.view(handle)
     assert view["x"].tolist() == [1, 1, 1, 1]
@@ -214,8 +212,8 @@ def test_views_show_the_memory_itself(shared: tuple[SharedMemoryTransport, Share
     assert view["x"].tolist() == [2, 2, 2, 2]
 
 
-def test_a_put_waits_for_room(shared: tuple[SharedMemoryTransport, SharedMemoryTransport]) -> None:
-    put, got = shared
+def test_a_put_waits_for_room(ends: Ends) -> None:
+    put, got = ends
     large = torch.ones(MAX_BYTES - 64, dtype=torch.uint8)
     first = put.put(b"", {"x": large})
     timer = threading.Timer(0.01, got.release, [first])
@@ -240,19 +238,17 @@ def test_a_put_waits_for_room(shared: tuple[SharedMemoryTransport, SharedMemoryT
     ],
     ids=str,
 )
-def test_a_handle_that_was_tampered_with_reads_nothing(
-    shared: tuple[SharedMemoryTransport, SharedMemoryTransport], change: dict[str, Any]
-) -> None:
-    put, got = shared
+def test_a_handle_that_was_tampered_with_reads_nothing(ends: Ends, change: dict[str, Any]) -> None:
+    put, got = ends
     handle = put.put(b"", {"x": torch.ones(128, dtype=torch.uint8)})
     with pytest.raises(TransportError):
         got.get(dataclasses.replace(handle, **change))
 
 
 def test_what_was_overwritten_meanwhile_is_noticed(
-    shared: tuple[SharedMemoryTransport, SharedMemoryTransport],
+    ends: Ends,
 ) -> None:
-    put, got = shared
+    put, got = ends
     stale = put.put(b"", {"x": torch.ones(8)})
     put.release(stale)
     fresh = put.put(b"", {"x": torch.zeros(8)})
@@ -366,3 +362,36 @@ class Transports(RuleBasedStateMachine):
 
 TestTransports = Transports.TestCase
 TestTransports.settings = settings(max_examples=25, stateful_step_count=30)
+
+
+CODEC: Codec[Packet] = Codec(Packet)
+
+
+def test_a_listener_that_fails_tells_that_the_other_end_is_gone() -> None:
+    """Such as by an event of a device that is lost: blocks are given back no more, and nobody may wait."""
+    gone = threading.Event()
+
+    def fail(owner: str, numbers: Sequence[int]) -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    with nothing_left():
+        ours, theirs = connected_sockets()
+        peer = Peer(ours, fail, gone.set)
+        theirs.send(CODEC.encode(Greeting("other", 4096)))
+        peer.greet(Greeting("own", 4096), [], timeout=60)
+        theirs.send(CODEC.encode(Released("own", [1])))
+        assert gone.wait(60)
+        peer.close()
+        theirs.close()
+
+
+def test_a_block_that_cannot_be_cleared_is_free_all_the_same() -> None:
+    def fail(block: Block) -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    blocks = HeldBlocks(64, fail)
+    block = blocks.take(64)
+    with pytest.raises(RuntimeError, match="illegal"):
+        blocks.give_back(block.number)
+    assert blocks.held_bytes == 0
+    blocks.audit()

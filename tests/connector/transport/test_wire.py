@@ -1,5 +1,10 @@
 from __future__ import annotations
 
+import os
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -20,11 +25,20 @@ from fxsplit_encoder.connector.processes.messages import (
     WireItem,
 )
 from fxsplit_encoder.connector.transport import wire
-from fxsplit_encoder.connector.transport.layout import TensorLayout
-from fxsplit_encoder.connector.transport.peer import Greeting, Packet, Released
-from fxsplit_encoder.connector.transport.seam import Handle
-from fxsplit_encoder.connector.transport.wire import Codec, Message
+from fxsplit_encoder.connector.transport.layout import Handle, TensorLayout
+from fxsplit_encoder.connector.transport.shared_memory import SharedMemoryTransport
+from fxsplit_encoder.connector.transport.wire import (
+    Codec,
+    Greeting,
+    Message,
+    Packet,
+    Peer,
+    Received,
+    Released,
+    connected_sockets,
+)
 from fxsplit_encoder.errors import TransportError
+from tests.connector.resources import eventually, nothing_left, num_descriptors
 
 HANDLE = Handle("ab", 3, b"key", 64, (TensorLayout("x", "bfloat16", (2, 3), 64),), {"grid": [1, 2]}, b"sum")
 MESSAGES: list[tuple[object, Message]] = [
@@ -116,3 +130,134 @@ def test_every_message_is_told_by_its_name() -> None:
     tags = [type(message).__struct_config__.tag for _, message in MESSAGES]
     assert tags == [type(message).__name__ for _, message in MESSAGES]
     assert all(isinstance(message, msgspec.Struct) for _, message in MESSAGES)
+
+
+CODEC: Codec[Packet] = Codec(Packet)
+HELLO = CODEC.encode(Greeting("other", 4096))
+
+
+class Listener:
+    """A peer, with what it was told; `other` is the bare socket at the other end."""
+
+    def __init__(self) -> None:
+        ours, self.other = connected_sockets()
+        self.released: list[int] = []
+        self.gone = threading.Event()
+        self.peer = Peer(ours, self.on_released, self.gone.set)
+
+    def on_released(self, owner: str, numbers: Sequence[int]) -> None:
+        assert owner == "own"
+        self.released.extend(numbers)
+
+    def greet(self) -> Received:
+        self.other.send(HELLO)
+        return self.peer.greet(Greeting("own", 4096), [], timeout=60)
+
+    def close(self) -> None:
+        self.peer.close()
+        self.other.close()
+
+
+@pytest.fixture
+def listener() -> Iterator[Listener]:
+    with nothing_left():
+        made = Listener()
+        yield made
+        made.close()
+
+
+def test_greetings_and_releases_are_told(listener: Listener) -> None:
+    assert listener.greet().message == Greeting("other", 4096)
+    assert CODEC.decode(listener.other.recv(1000)) == Greeting("own", 4096)
+    for numbers in ([1, 2], [3]):
+        listener.other.send(CODEC.encode(Released("own", numbers)))
+    assert eventually(lambda: listener.released == [1, 2, 3])
+    listener.peer.tell_released("other", [7])
+    assert CODEC.decode(listener.other.recv(1000)) == Released("other", [7])
+    assert not listener.gone.is_set()
+
+
+def test_a_hang_up_is_told_once_and_releases_go_nowhere(listener: Listener) -> None:
+    listener.greet()
+    listener.other.close()
+    assert listener.gone.wait(30)
+    listener.peer.tell_released("other", [1])
+
+
+def test_nobody_is_told_that_we_hang_up(listener: Listener) -> None:
+    listener.greet()
+    listener.peer.close()
+    listener.peer.close()
+    assert not listener.gone.is_set()
+
+
+@pytest.mark.parametrize(
+    "packet",
+    [
+        b"x",
+        b"fxse",
+        HELLO,
+        CODEC.encode(Released("own", [1]))[:-1],
+        wire._HEAD.pack(b"fxse", 9) + b"\x90",
+        b"\0" * 9000,
+    ],
+    ids=["short", "empty", "greeting", "cut", "version", "zeros"],
+)
+def test_what_nobody_understands_is_a_hang_up(listener: Listener, packet: bytes) -> None:
+    listener.greet()
+    listener.other.send(packet)
+    assert listener.gone.wait(30)
+    assert listener.released == []
+
+
+def test_descriptors_that_nobody_asked_for_are_closed(listener: Listener) -> None:
+    listener.greet()
+    before = num_descriptors()
+    for _ in range(20):
+        descriptor = os.open("/dev/null", os.O_RDONLY)
+        socket.send_fds(listener.other, [CODEC.encode(Released("own", [1]))], [descriptor])
+        os.close(descriptor)
+    assert eventually(lambda: len(listener.released) == 20)
+    assert num_descriptors() == before
+
+
+@pytest.mark.parametrize(
+    ("packet", "words"),
+    [
+        (b"", "other process (hung up|does not read)"),
+        (b"nonsense", "begins as none"),
+        (wire._HEAD.pack(b"fxse", wire.VERSION + 1) + b"\x90", "same version"),
+        (CODEC.encode(Released("own", [1])), "expected a greeting"),
+        (HELLO, "descriptor"),
+    ],
+    ids=["none", "nonsense", "version", "released", "no descriptor"],
+)
+def test_a_first_packet_that_is_no_greeting_is_an_error(packet: bytes, words: str) -> None:
+    with nothing_left():
+        ours, other = connected_sockets()
+        descriptor = os.open("/dev/null", os.O_RDONLY)
+        if packet:
+            socket.send_fds(other, [packet], [] if words == "descriptor" else [descriptor])
+        else:
+            other.shutdown(socket.SHUT_RDWR)
+        os.close(descriptor)
+        transport = SharedMemoryTransport(1 << 16)
+        with pytest.raises(TransportError, match=words):
+            transport.connect(ours, timeout=60)
+        transport.close()
+        other.close()
+
+
+def test_an_end_that_does_not_greet_is_given_up() -> None:
+    with nothing_left():
+        ours, other = connected_sockets()
+        transport = SharedMemoryTransport(1 << 16)
+        with pytest.raises(TransportError, match=r"within 0\.01 s"):
+            transport.connect(ours, timeout=0.01)
+        transport.close()
+        other.close()
+
+
+def test_only_unix_sockets_are_taken() -> None:
+    with socket.socket(socket.AF_INET) as network, pytest.raises(TransportError, match="Unix"):
+        Peer(network, lambda owner, numbers: None, lambda: None)

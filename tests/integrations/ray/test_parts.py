@@ -14,7 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.integrations.ray.parts import Parts, part_path, write_part
+from fxsplit_encoder.integrations.ray.files import checkpoint_digest, list_files, paths_digest, read_file
+from fxsplit_encoder.integrations.ray.parts import Outcome, Parts, ShardReport, part_path, write_part
+
+from ...models.checkpoints import save
 
 RUN = {"images": {"count": 6}, "settings": {"pooling": "none"}}
 
@@ -154,3 +157,71 @@ def test_two_writers_of_one_part_do_no_harm(tmp_path: Path) -> None:
     with parts.opened():
         write(parts, *draw.sample([0, 0, 1, 1, 2, 2], 6))
         assert parts.missing() == []
+
+
+def report(shard: int, prepare: float, begin: float, end: float) -> ShardReport:
+    row = {"shard": shard, "images": 10, "failed": shard, "prepare": [0, prepare], "encode": [begin, end]}
+    return ShardReport.of({**row, "write": [end, end + 0.5]})
+
+
+def test_workers_that_wait_are_seen() -> None:
+    outcome = Outcome(40, 10, (report(0, 6, 6, 8), report(1, 6, 6, 8), report(2, 8, 14, 16)), workers=2)
+    assert outcome.failed == 3
+    assert outcome.seconds == {"prepare": 20, "encode": 6, "write": 1.5}
+    assert outcome.encoding_share == pytest.approx(6 / (10 * 2))
+    assert outcome.cpus_per_worker == pytest.approx(21.5 / 6)
+
+
+def test_a_run_with_nothing_left_to_do_has_no_limit() -> None:
+    outcome = Outcome(40, 40, (), workers=2)
+    assert (outcome.failed, outcome.encoding_share, outcome.cpus_per_worker) == (0, 0.0, 0.0)
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    for name in ("b/2.JPG", "b/10.png", "a/x/1.webp", "a/0.jpeg", "a/notes.txt", "c.gif"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(name.encode())
+    (tmp_path / "empty").mkdir()
+    return tmp_path
+
+
+def test_directories_are_searched_at_any_depth_in_order_of_name(tree: Path) -> None:
+    found = [str(Path(path).relative_to(tree)) for path in list_files([str(tree)])]
+    assert found == ["c.gif", "a/0.jpeg", "a/x/1.webp", "b/10.png", "b/2.JPG"]
+    given = [str(tree / "a" / "notes.txt"), str(tree / "b")]
+    assert list_files(given) == [given[0], str(tree / "b" / "10.png"), str(tree / "b" / "2.JPG")]
+
+
+def test_uris_are_listed_by_pyarrow(tree: Path) -> None:
+    found = list_files([f"file://{tree}/a", f"file://{tree}/c.gif"])
+    assert found == [f"file://{tree}/a/0.jpeg", f"file://{tree}/a/x/1.webp", f"file://{tree}/c.gif"]
+    assert read_file(found[0]) == b"a/0.jpeg"
+    assert read_file(str(tree / "c.gif")) == b"c.gif"
+
+
+def test_what_is_not_there_is_said(tree: Path) -> None:
+    for path, message in (
+        (str(tree / "empty"), "no image in this directory"),
+        (str(tree / "nothing"), "no such file or directory"),
+        (f"file://{tree}/nothing", "cannot be listed"),
+        ("nosuch://bucket/x", "cannot be listed"),
+    ):
+        with pytest.raises(InputError, match=message):
+            list_files([path])
+    with pytest.raises(OSError, match="nothing"):
+        read_file(f"file://{tree}/nothing")
+
+
+def test_digests_tell_lists_and_checkpoints_apart(tmp_path: Path) -> None:
+    assert paths_digest(["a", "b"]) != paths_digest(["ab"])
+    assert paths_digest(["a", "b"]) != paths_digest(["b", "a"])
+    _, directory = save(tmp_path / "model", "siglip")
+    before = checkpoint_digest(str(directory))
+    assert checkpoint_digest(str(directory)) == before
+    (directory / "preprocessor_config.json").write_text('{"image_mean": [0, 0, 0]}', encoding="utf-8")
+    changed = checkpoint_digest(str(directory))
+    assert changed != before
+    (directory / "model.safetensors").touch()
+    assert checkpoint_digest(str(directory)) != changed

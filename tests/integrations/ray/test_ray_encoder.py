@@ -28,7 +28,7 @@ from fxsplit_encoder.connector import (
 from fxsplit_encoder.errors import ConnectorError, ConnectorFullError, EncoderLostError, InputError
 from fxsplit_encoder.integrations.ray import RayEncoder, RayOptions
 from fxsplit_encoder.integrations.ray.connector import ray_connector
-from fxsplit_encoder.integrations.ray.host_tensors import HostTensor
+from fxsplit_encoder.integrations.ray.ray_encoder import HostTensor
 from fxsplit_encoder.models.connectors import checkpoint_connector
 
 from ...connector.scenes import PATIENCE_S, image, request, rows_of, wait, wait_until

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from fxsplit_encoder.integrations.images import ImageEncoder, ImageEncoderSettings
-from fxsplit_encoder.integrations.serve.metrics import joined
+from fxsplit_encoder.integrations.serve.frontend import joined
 from fxsplit_encoder.towers.pixel_values import PixelValues
 
 from ...models.checkpoints import save

@@ -1,0 +1,331 @@
+"""`encoder-cg bench`: what a user would gain on a GPU with images of their own."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.bar import Bar
+from rich.console import Console
+from rich.table import Table
+
+import fxsplit_encoder as fx
+from fxsplit_encoder.capture import measure_ms
+from fxsplit_encoder.cli.console import describe_device, describe_tower, progress_bars
+from fxsplit_encoder.cli.demo import example_images
+from fxsplit_encoder.cli.document import Column, Document, columns
+from fxsplit_encoder.cli.tower import ChosenTower
+from fxsplit_encoder.cli.ways import WAYS, Inputs, Ours, Way
+from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.models.eager import as_tensors, rms_error
+from fxsplit_encoder.models.prepare import EncoderInputs, find_files, load_inputs
+
+OURS = "ours"
+
+# Less is within the noise of a measurement.
+_WORTH = 1.05
+
+
+@dataclass
+class Measured:
+    """One batch by every way."""
+
+    item: str
+    """The image, or how many of them."""
+    size: str
+    """In pixels; of several images empty."""
+    patches: str
+    """Patches or tiles, as the family counts."""
+    tokens: int
+    ms: dict[str, float] = field(default_factory=dict)
+    """Milliseconds by the way's name; one that failed or cannot run is not in it."""
+    padding: float = 0.0
+    """The share of padding in what ours replays."""
+
+    @property
+    def best_other(self) -> tuple[str, float] | None:
+        """The fastest of the others, and its time; None: nothing else was measured."""
+        others = {name: ms for name, ms in self.ms.items() if name != OURS}
+        return min(others.items(), key=lambda each: each[1]) if others else None
+
+    @property
+    def gain(self) -> float | None:
+        """How many times as fast ours is as the best of the others; None: not both were measured."""
+        best = self.best_other
+        return best[1] / self.ms[OURS] if best and OURS in self.ms else None
+
+    def times_of(self, way: str) -> float | None:
+        """How many times as fast ours is as one way; None: not both were measured."""
+        return self.ms[way] / self.ms[OURS] if way in self.ms and OURS in self.ms else None
+
+
+def advice(rows: Sequence[Measured], titles: Mapping[str, str]) -> str:
+    """What to do, in a line."""
+    gains = {index: gain for index, row in enumerate(rows) if (gain := row.gain) is not None}
+    if not gains:
+        return "No advice: ours or everything else was not measured."
+    worth = [rows[index] for index, gain in gains.items() if gain >= _WORTH]
+    others = [rows[index] for index, gain in gains.items() if gain < _WORTH]
+    if not worth:
+        return f"Nothing to gain on these images: {_bests(others, titles)} is as fast."
+    found = f"Use the manager: {_range([row.gain for row in worth])} times as fast as the best other way"
+    eager = [times for row in worth if (times := row.times_of("eager")) is not None]
+    if eager:
+        found += f", {_range(eager)} times as fast as eager"
+    if not others:
+        return f"{found}."
+    named = ", ".join(row.item for row in others)
+    return f"{found}; nothing to gain on {named}, where {_bests(others, titles)} is as fast."
+
+
+def _range(values: Sequence[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    low, high = f"{min(known):.2f}", f"{max(known):.2f}"
+    return low if low == high else f"{low} to {high}"
+
+
+def _bests(rows: Sequence[Measured], titles: Mapping[str, str]) -> str:
+    names = dict.fromkeys(titles[best[0]] for row in rows if (best := row.best_other) is not None)
+    return " or ".join(names)
+
+
+_COLORS = {"eager": "#8a94a3", "graph": "#c9483f", "reduce-overhead": "#f0a63a", "ours": "#2f6fdb"}
+_LEAST_WIDTH, _MOST_WIDTH = 10, 50
+_NUMBER_WIDTH = 13
+_INCHES_A_BATCH = 0.9
+
+
+def print_bars(rows: Sequence[Measured], titles: Mapping[str, str]) -> None:
+    """A bar for every way of every batch, as long as its time, on stdout."""
+    console = Console(highlight=False, markup=False)
+    longest = max((ms for row in rows for ms in row.ms.values()), default=0.0)
+    beside = max(len(row.item) for row in rows) + max(map(len, titles.values())) + _NUMBER_WIDTH
+    width = max(_LEAST_WIDTH, min(_MOST_WIDTH, console.width - beside))
+    table = Table.grid(padding=(0, 1))
+    for _ in range(3):
+        table.add_column(no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    for number, row in enumerate(rows):
+        for place, name in enumerate(each for each in titles if each in row.ms):
+            bar = Bar(longest, 0, row.ms[name], width=width, color=_COLORS[name])
+            table.add_row("" if place else row.item, titles[name], bar, f"{row.ms[name]:.2f}")
+        if number < len(rows) - 1:
+            table.add_row()
+    console.print(table)
+
+
+def save_png(path: Path, rows: Sequence[Measured], titles: Mapping[str, str], title: str) -> None:
+    """Groups of horizontal bars with their milliseconds."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 1.2 + _INCHES_A_BATCH * len(rows)), layout="constrained")
+    axes = figure.subplots()
+    height = 0.8 / max(1, len(titles))
+    for place, (name, label) in enumerate(titles.items()):
+        at = [index + (place - (len(titles) - 1) / 2) * height for index in range(len(rows))]
+        bars = axes.barh(
+            at, [row.ms.get(name, 0.0) for row in rows], height, label=label, color=_COLORS[name]
+        )
+        labels = [f" {row.ms[name]:.2f}" if name in row.ms else "" for row in rows]
+        axes.bar_label(bars, labels=labels, fontsize=8)
+    axes.set_yticks(range(len(rows)), [f"{row.item}\n{row.size}".strip() for row in rows])
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+    axes.set_xlabel("milliseconds, less is better")
+    axes.set_title(title, fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=150)
+
+
+# Each size takes a compilation of its own in one of the ways.
+_MOST_ALONE = 6
+_REPEATS = 30
+
+# Above it an output is wrong and not just rounded: root mean square of the difference from eager's.
+_ERROR_LIMITS = {torch.float32: 1e-3}
+_ERROR_LIMIT = 0.1
+
+
+def run_bench(
+    chosen: ChosenTower,
+    images: Sequence[Path],
+    config: fx.EncoderConfig | None,
+    ways: Sequence[str],
+    plots: Sequence[Path],
+    document: Document,
+) -> None:
+    """Time images, each size alone and all together, by every way, and say what is gained.
+
+    Args:
+        chosen: the tower.
+        images: images, clips, and directories of them; none: the examples.
+        config: of the manager; None: as inferred.
+        ways: names of `WAYS`.
+        plots: PNG files to write.
+        document: where it says what it finds.
+
+    Raises:
+        InputError: a file is not usable.
+    """
+    files = find_files(images or example_images(chosen.preparation))
+    inputs = load_inputs(files, chosen.preparation)
+    parameter = next(chosen.module.parameters())
+    inputs = inputs.to(parameter.device, parameter.dtype)
+    document.facts(
+        {
+            "tower": f"{chosen.title}, {describe_tower(chosen.module)}",
+            "device": describe_device(parameter.device),
+        }
+    )
+    batches = _batches(chosen, inputs, document)
+    runnable = {name: WAYS[name] for name in ways if _can_run(name, parameter.device, document)}
+    seconds = _measure_all(chosen, config or fx.EncoderConfig(), runnable, batches, document)
+    titles = {name: runnable[name].title for name in sorted(runnable, key=lambda name: name == OURS)}
+    rows = [row for row, _ in batches]
+    starts = ", ".join(f"{titles[name]} {seconds[name]:.1f} s" for name in titles if name in seconds)
+    document.facts({"start": f"{starts} (compiling, capturing, first runs)"})
+    document.say()
+    _say_rows(document, rows, titles, chosen.family.unit)
+    if not document.as_json:
+        document.say()
+        print_bars(rows, titles)
+    for path in plots:
+        save_png(path, rows, titles, f"{chosen.title}: {describe_device(parameter.device)}")
+    is_cuda = parameter.device.type == "cuda"
+    said = advice(rows, titles) if is_cuda else "No advice: without a GPU these times say nothing about one."
+    document.put("advice", said, f"\n{said}")
+    for path in plots:
+        document.put("plot", str(path), f"wrote {path}")
+
+
+def _batches(chosen: ChosenTower, inputs: EncoderInputs, document: Document) -> list[tuple[Measured, Inputs]]:
+    """Every size alone, at most `_MOST_ALONE` from the smallest to the largest, and everything together."""
+    adapter: Any = chosen.family.eager_tower(chosen.module).adapter
+    tokens = [spec.output_tokens for spec in adapter.get_encoder_cudagraph_item_specs(inputs.mm_kwargs)]
+    sizes: dict[tuple[str, int], int] = {}
+    for index, item in enumerate(inputs.items):
+        sizes.setdefault((str(item.layout), item.frames), index)
+    alone = sorted(sizes.values(), key=lambda index: tokens[index])
+    if len(alone) > _MOST_ALONE:
+        step = (len(alone) - 1) / (_MOST_ALONE - 1)
+        document.notes([f"of {len(alone)} sizes {_MOST_ALONE} are measured alone, from smallest to largest"])
+        alone = [alone[round(step * n)] for n in range(_MOST_ALONE)]
+    batches = []
+    for index in alone:
+        item = inputs.items[index]
+        one = as_tensors(adapter.select_encoder_cudagraph_items(inputs.mm_kwargs, [index]))
+        batches.append((Measured(item.key, item.pixels, item.size, tokens[index]), one))
+    if len(inputs.items) > 1:
+        together = Measured(f"all {len(inputs.items)}", "", "", sum(tokens))
+        batches.append((together, inputs.mm_kwargs))
+    return batches
+
+
+def _can_run(name: str, device: torch.device, document: Document) -> bool:
+    if WAYS[name].needs_cuda and device.type != "cuda":
+        document.notes([f"{WAYS[name].title} needs a GPU"])
+        return False
+    return True
+
+
+def _measure_all(
+    chosen: ChosenTower,
+    config: fx.EncoderConfig,
+    ways: Mapping[str, type[Way]],
+    batches: Sequence[tuple[Measured, Inputs]],
+    document: Document,
+) -> dict[str, float]:
+    """Times every way, and returns the seconds that each took before it could be timed."""
+    seconds: dict[str, float] = {}
+    with progress_bars() as bar:
+        update = bar("measuring")
+        for number, (name, way) in enumerate(ways.items()):
+            update(number, len(ways))
+            try:
+                seconds[name] = _measure_way(chosen, config, name, way, batches)
+            except (InputError, MemoryError):
+                raise
+            except Exception as error:  # of a compiler, say: the others are measured all the same
+                reason = next(iter(str(error).splitlines()), "")
+                document.notes([f"{way.title} failed: {type(error).__name__}: {reason}"])
+            _free(chosen)
+        update(len(ways), len(ways))
+    return seconds
+
+
+def _measure_way(
+    chosen: ChosenTower,
+    config: fx.EncoderConfig,
+    name: str,
+    way: type[Way],
+    batches: Sequence[tuple[Measured, Inputs]],
+) -> float:
+    device = next(chosen.module.parameters()).device
+    start = time.perf_counter()
+    running = way(chosen, config)
+    seconds = time.perf_counter() - start
+    eager = chosen.family.eager_tower(chosen.module)
+    try:
+        for row, mm_kwargs in batches:
+            start = time.perf_counter()
+            results = running(mm_kwargs)
+            seconds += time.perf_counter() - start
+            _check(results, eager(mm_kwargs))
+            row.ms[name] = measure_ms(lambda batch=mm_kwargs: running(batch), device, _REPEATS)  # type: ignore[misc]
+            if isinstance(running, Ours):
+                row.padding = running.manager.plan(mm_kwargs).padding_fraction
+            running.forget()
+    finally:
+        running.close()
+    return seconds
+
+
+def _check(results: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:
+    """Raises RuntimeError for results that are wrong and not just rounded."""
+    size = rms_error(expected, [torch.zeros_like(each) for each in expected])
+    error = rms_error(results, expected) / size
+    if not error <= _ERROR_LIMITS.get(expected[0].dtype, _ERROR_LIMIT):  # so written that NaN fails too
+        raise RuntimeError(f"it is wrong: differs from eager by {error:.2g} of its root mean square")
+
+
+def _free(chosen: ChosenTower) -> None:
+    gc.collect()
+    if next(chosen.module.parameters()).device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _say_rows(document: Document, rows: Sequence[Measured], titles: Mapping[str, str], unit: str) -> None:
+    ways = list(titles)
+    is_compared = OURS in ways and len(ways) > 1 and torch.cuda.is_available()
+    what = "; gain: how many times as fast ours is as the best other" if is_compared else ""
+    document.say(f"Milliseconds, medians{what}")
+    headers = [
+        *columns(item="item", size="size px", **{unit: unit}, tokens="tokens"),
+        *(Column(f"{name}_ms".replace("-", "_"), titles[name], _milliseconds) for name in ways),
+        *([Column("gain", "gain", _gain)] if is_compared else []),
+        *([Column("padding_fraction", "padding", "{:.0%}".format)] if OURS in ways else []),
+    ]
+    table = [
+        [
+            *(row.item, row.size or None, row.patches or None, row.tokens),
+            *(row.ms.get(name) for name in ways),
+            *([row.gain] if is_compared else []),
+            *([row.padding] if OURS in ways else []),
+        ]
+        for row in rows
+    ]
+    document.table("rows", headers, table)
+
+
+def _milliseconds(ms: float | None) -> str:
+    return "-" if ms is None else f"{ms:.2f}"
+
+
+def _gain(gain: float | None) -> str:
+    return "-" if gain is None else f"{gain:.2f}"

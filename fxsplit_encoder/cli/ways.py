@@ -1,0 +1,283 @@
+"""Other ways to run a tower, each at its best, to compare ours with.
+
+They get the host metadata of a batch (positions, cumulative lengths) computed and moved to the device
+beforehand, and return views that the next call overwrites.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+import fxsplit_encoder as fx
+from fxsplit_encoder.attention import KernelChooser
+from fxsplit_encoder.cli.tower import ChosenTower
+from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.kernels import choosing
+from fxsplit_encoder.messages import nearest
+from fxsplit_encoder.models.eager import share_weights
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """What `encoder_cudagraph_forward` takes of a batch on every path that it has tokens on."""
+
+    inputs: Mapping[str, Mapping[str, Tensor]]
+    """By path and name, on the device."""
+    tokens: list[int]
+    """Rows of every item's embedding."""
+    mm_kwargs: dict[str, Any]
+
+
+def prepare(adapter: Any, mm_kwargs: dict[str, Any]) -> Prepared:
+    """The inputs of a batch, on the device of the tower."""
+    specs = adapter.get_encoder_cudagraph_item_specs(mm_kwargs)
+    inputs = {}
+    for path in adapter.get_encoder_cudagraph_config().paths:
+        if any(spec.get_path_output_tokens(path) for spec in specs):
+            buffers = adapter.prepare_encoder_cudagraph_replay_buffers(mm_kwargs, 0, 0, path=path)
+            inputs[path] = {name: _on_device(adapter, value) for name, value in buffers.values.items()}
+    return Prepared(inputs, [spec.output_tokens for spec in specs], mm_kwargs)
+
+
+def cut_items(adapter: Any, outputs: dict[str, Tensor], prepared: Prepared) -> list[Tensor]:
+    """One tensor an item out of the outputs of all paths; where the adapter can, views of them."""
+    found: dict[int, Tensor] = {}
+    indices = list(range(len(prepared.tokens)))
+    adapter.postprocess_encoder_output(
+        outputs, indices, prepared.tokens, found, clone=False, batch_mm_kwargs=prepared.mm_kwargs
+    )
+    return [found[index] for index in indices]
+
+
+def _on_device(adapter: Any, value: Any) -> Tensor:
+    tensor = value if isinstance(value, Tensor) else torch.cat(list(value))
+    return tensor.to(adapter.device)
+
+
+class CapturedLayout(NamedTuple):
+    """A graph of the eager model for one layout."""
+
+    graph: torch.cuda.CUDAGraph
+    static: Mapping[str, Tensor]
+    """What the graph reads; nothing else keeps its memory."""
+    sources: Mapping[str, Tensor]
+    """What is copied there before every replay."""
+    output: Tensor
+
+
+class EagerGraphs:
+    """The eager model in one CUDA graph for every layout of segments, as SGLang's runner keys them."""
+
+    def __init__(self, adapter: Any) -> None:
+        self.adapter = adapter
+        self.captured: dict[int, CapturedLayout] = {}
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle()
+        # What a layout determines is captured with it; only the pixels of a batch are copied.
+        self._metadata = set(getattr(adapter, "metadata_names", ()))
+
+    def clear(self) -> None:
+        """Gives all captures back."""
+        self.captured.clear()
+        self._pool = torch.cuda.graph_pool_handle()  # torch takes no captures into a pool that lost its last
+
+    def __call__(self, path: str, values: Mapping[str, Tensor]) -> Tensor:
+        """The packed output of one path. Captures when `values`, of one `Prepared`, come first."""
+        key = id(values)
+        if key not in self.captured:
+            self.captured[key] = self._capture(path, values)
+        captured = self.captured[key]
+        for name, source in captured.sources.items():
+            captured.static[name].copy_(source)
+        captured.graph.replay()
+        return captured.output
+
+    def _capture(self, path: str, values: Mapping[str, Tensor]) -> CapturedLayout:
+        static = {name: tensor.clone() for name, tensor in values.items()}
+        forward = self.adapter.encoder_cudagraph_forward
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for _ in range(2):
+                forward(dict(static), path=path)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            output = forward(dict(static), path=path)
+        sources = {name: value for name, value in values.items() if name not in self._metadata}
+        return CapturedLayout(graph, static, sources, output)
+
+
+REDUCE_OVERHEAD: Mapping[str, Any] = {"dynamic": False, "mode": "reduce-overhead"}
+"""Settings of `torch.compile`: one compilation, with CUDA graphs, for each size. What a run returned may be
+overwritten once `torch.compiler.cudagraph_mark_step_begin` was called."""
+
+
+def compile_forward(
+    adapter: Any, settings: Mapping[str, Any]
+) -> Callable[[str, Mapping[str, Tensor]], Tensor]:
+    """The eager model through `torch.compile`: from a path and its inputs to its packed output."""
+    compiled: Any = torch.compile(adapter.encoder_cudagraph_forward, fullgraph=True, **settings)
+    return lambda path, values: compiled(dict(values), path=path)
+
+
+Inputs = dict[str, Any]
+
+
+class Way(ABC):
+    """One way to run a tower."""
+
+    title: ClassVar[str]
+    needs_cuda: ClassVar[bool] = True
+
+    def __init__(self, chosen: ChosenTower, config: fx.EncoderConfig) -> None:
+        self.chosen = chosen
+        self.config = config
+
+    @abstractmethod
+    def __call__(self, mm_kwargs: Inputs) -> list[Tensor]:
+        """The items of a batch. What is of one size only is made when that size comes first."""
+
+    def forget(self) -> None:  # noqa: B027 - most make nothing for one size
+        """Gives back what was made for the sizes so far."""
+
+    def close(self) -> None:
+        """Gives memory back."""
+        self.forget()
+
+
+class Eager(Way):
+    """The model's own methods, with its own attention."""
+
+    title = "eager"
+    needs_cuda = False
+
+    def __init__(self, chosen: ChosenTower, config: fx.EncoderConfig) -> None:
+        super().__init__(chosen, config)
+        self._tower = chosen.family.eager_tower(chosen.module)
+
+    def __call__(self, mm_kwargs: Inputs) -> list[Tensor]:
+        """The items of a batch."""
+        return self._tower(mm_kwargs)
+
+
+class _OnPrepared(Way):
+    """Runs on metadata that is computed when a batch comes first, with torch's FlashAttention."""
+
+    def __init__(self, chosen: ChosenTower, config: fx.EncoderConfig) -> None:
+        super().__init__(chosen, config)
+        self.adapter = chosen.family.wrap(share_weights(chosen.module))
+        on_cuda = self.adapter.device.type == "cuda"
+        self._kernels = KernelChooser("torch_flash" if on_cuda else "auto")
+        self._prepared: dict[int, tuple[Inputs, Prepared]] = {}
+
+    @torch.no_grad()
+    def __call__(self, mm_kwargs: Inputs) -> list[Tensor]:
+        """The items of a batch."""
+        if id(mm_kwargs) not in self._prepared:  # the inputs are kept, so that no other takes their address
+            self._prepared[id(mm_kwargs)] = mm_kwargs, prepare(self.adapter, mm_kwargs)
+        prepared = self._prepared[id(mm_kwargs)][1]
+        with choosing(self._kernels):
+            outputs = {path: self.run_path(path, values) for path, values in prepared.inputs.items()}
+        return cut_items(self.adapter, outputs, prepared)
+
+    @abstractmethod
+    def run_path(self, path: str, values: Mapping[str, Tensor]) -> Tensor:
+        """The packed output of one path."""
+
+    def forget(self) -> None:
+        """Gives back what was made for the sizes so far."""
+        self._prepared.clear()
+
+
+class CudaGraph(_OnPrepared):
+    """The eager model in one CUDA graph for each layout."""
+
+    title = "CUDA graph"
+
+    def __init__(self, chosen: ChosenTower, config: fx.EncoderConfig) -> None:
+        super().__init__(chosen, config)
+        self._graphs = EagerGraphs(self.adapter)
+
+    def run_path(self, path: str, values: Mapping[str, Tensor]) -> Tensor:
+        """The packed output of one path."""
+        return self._graphs(path, values)
+
+    def forget(self) -> None:
+        """Gives back what was made for the sizes so far."""
+        super().forget()
+        self._graphs.clear()  # by the addresses of what was prepared
+
+
+class ReduceOverhead(_OnPrepared):
+    """`torch.compile` with CUDA graphs, a compilation for each size."""
+
+    title = "reduce-overhead"
+
+    def __init__(self, chosen: ChosenTower, config: fx.EncoderConfig) -> None:
+        super().__init__(chosen, config)
+        self._compiled = compile_forward(self.adapter, REDUCE_OVERHEAD)
+
+    def __call__(self, mm_kwargs: Inputs) -> list[Tensor]:
+        """The items of a batch."""
+        torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+        return super().__call__(mm_kwargs)
+
+    def run_path(self, path: str, values: Mapping[str, Tensor]) -> Tensor:
+        """The packed output of one path."""
+        return self._compiled(path, values)
+
+    def forget(self) -> None:
+        """Every size is a compilation, and torch allows a function only few of them."""
+        super().forget()
+        torch.compiler.reset()
+
+
+class Ours(Way):
+    """The manager, with nothing prepared; captures all its sizes at the start."""
+
+    title = "ours"
+    needs_cuda = False
+
+    def __init__(self, chosen: ChosenTower, config: fx.EncoderConfig) -> None:
+        super().__init__(chosen, config)
+        wrapped = chosen.family.wrap(share_weights(chosen.module))
+        self.manager = fx.EncoderCudaGraphManager(wrapped, config, log_interval=0)
+        self.manager.compile()
+        self.manager.capture()
+
+    def __call__(self, mm_kwargs: Inputs) -> list[Tensor]:
+        """The items of a batch."""
+        return self.manager.execute(mm_kwargs)
+
+    def close(self) -> None:
+        """Gives memory back."""
+        self.manager.clear()
+
+
+WAYS: Mapping[str, type[Way]] = {
+    "eager": Eager,
+    "graph": CudaGraph,
+    "ours": Ours,
+    "reduce-overhead": ReduceOverhead,
+}
+"""By the name that `--ways` takes, in the order in which they run."""
+
+
+def check_ways(listed: str) -> list[str]:
+    """The names in a list with commas between them, in the order in which they run.
+
+    Raises:
+        InputError: one of them is none, or there are none.
+    """
+    names = [name.strip() for name in listed.split(",") if name.strip()]
+    for name in names or [listed]:
+        if name not in WAYS:
+            asked = nearest(name, list(WAYS))
+            raise InputError(f"--ways {name}: no such way; {asked}expected some of {', '.join(WAYS)}")
+    return [name for name in WAYS if name in names]

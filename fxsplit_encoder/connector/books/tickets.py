@@ -1,0 +1,305 @@
+"""Tickets, their items, and the features that equal items share on their way from media to rows."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from fxsplit_encoder.connector.interfaces import MediaItem, PreparedItem
+from fxsplit_encoder.connector.request import EncodeRequest
+from fxsplit_encoder.connector.states import WAITING, Availability, Residence, State, check_transition
+from fxsplit_encoder.errors import ConnectorError
+
+
+class Event(Protocol):
+    """A point of a stream, as `torch.cuda.Event`."""
+
+    def query(self) -> bool:
+        """Whether the device has passed it, or is lost: nothing uses memory on its account any more."""
+        ...
+
+    def has_succeeded(self) -> bool:
+        """Whether the device has passed it, and not because it was lost."""
+        ...
+
+    def synchronize(self) -> None:
+        """Blocks until the device has passed it; raises RuntimeError where the device was lost."""
+        ...
+
+
+class PassedEvent:
+    """That of work which the calling thread has done itself."""
+
+    def query(self) -> bool:
+        """It is over."""
+        return True
+
+    def has_succeeded(self) -> bool:
+        """It is over."""
+        return True
+
+    def synchronize(self) -> None:
+        """Returns at once."""
+
+
+PASSED = PassedEvent()
+
+
+class Occurrence:
+    """One item of one request."""
+
+    def __init__(self, ticket: int, index: int, media: MediaItem, num_tokens: int, num_retries: int) -> None:
+        self.ticket = ticket
+        self.index = index
+        self.media = media
+        self.num_tokens = num_tokens
+        self.retries_left = num_retries
+        self.state = State.NEW
+        self.num_holds = 1
+        self.digest: bytes | None = None
+        self.entry: Entry | None = None
+        """The feature that it waits for or holds; None before memory is reserved, and once it is let go."""
+        self.error: ConnectorError | None = None
+        self.is_reducing = False
+        """Whether less is about to be asked of it; it has memory of its own until then."""
+        self.metadata: Mapping[str, object] = {}
+
+    def __repr__(self) -> str:
+        return f"item {self.index} of ticket {self.ticket}"
+
+    def move(self, state: State) -> None:
+        """To another state."""
+        check_transition(self.state, state, self)
+        self.state = state
+
+
+@dataclass(eq=False)
+class Feature:
+    """The rows of an item where they lie, and who is reading them."""
+
+    rows: Any
+    """A tensor (tokens, width)."""
+    residence: Residence
+    account: str
+    """The ledger's account that they are charged to, under this object."""
+    num_reads: int = 0
+    """Reads that are being issued."""
+    read_events: list[Event] = field(default_factory=list)
+    """When those that have been issued are over."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no read of the rows is issued or running, so that their memory can be reused."""
+        self.read_events = [event for event in self.read_events if not event.query()]
+        return not self.num_reads and not self.read_events
+
+
+class Entry:
+    """A feature that is being made or kept."""
+
+    def __init__(
+        self, key: bytes | None, media: MediaItem, digest: bytes, num_tokens: int, num_bytes: int, flow: int
+    ) -> None:
+        self.key = key
+        self.media = media
+        self.digest = digest
+        self.num_tokens = num_tokens
+        self.num_bytes = num_bytes
+        self.flow = flow
+        self.state = State.NEW
+        self.holders: dict[Occurrence, None] = {}
+        """The items that wait for it or hold it."""
+        self.keep = False
+        """Whether one of those asked for it to be kept when nobody holds it."""
+        self.is_preparing = False
+        self.prepared: PreparedItem | None = None
+        self.metadata: Mapping[str, object] = {}
+        self.feature: Feature | None = None
+        """Of a READY entry; before that, of one whose rows are on their way."""
+        self.cost = 0.0
+        self.num_losses = 0
+        """How many workers were lost while they had it in hand."""
+        self.queued_at = 0.0
+
+    def __repr__(self) -> str:
+        return f"Entry({self.media.modality}, {self.num_tokens} tokens, {self.state})"
+
+    @property
+    def modality(self) -> str:
+        """Of its media."""
+        return self.media.modality
+
+    @property
+    def residence(self) -> Residence:
+        """Where its rows lie."""
+        return self.feature.residence if self.feature and self.state is State.READY else Residence.NONE
+
+    @property
+    def num_holds(self) -> int:
+        """Holds of all its items."""
+        return sum(item.num_holds for item in self.holders)
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether its rows are of use to anybody, now or later."""
+        return bool(self.holders) or self.keep
+
+    def move(self, state: State) -> None:
+        """To another state, and with it all items that hold it."""
+        check_transition(self.state, state, self)
+        self.state = state
+        for item in self.holders:
+            item.move(state)
+
+
+class Ticket:
+    """The state of one request. Reading it takes no lock; only the connector changes it."""
+
+    def __init__(
+        self,
+        request: EncodeRequest,
+        token_counts: Sequence[int],
+        number: int,
+        settled: threading.Condition,
+        now: float,
+    ) -> None:
+        self.request = request
+        self.number = number
+        """Unlike the request's id, unique in its connector."""
+        self.items = tuple(
+            Occurrence(number, index, media, count, request.failure.retries)
+            for index, (media, count) in enumerate(zip(request.items, token_counts, strict=True))
+        )
+        self.epoch = 0
+        """Rises whenever token counts change, which they do only before the ticket is ready for the first
+        time."""
+        self.told_epoch = 0
+        """The last that a step told of."""
+        self.text_only = False
+        """Whether its media are left out because one of them failed, as the request asked for."""
+        self.error: ConnectorError | None = None
+        """Why it failed."""
+        self.submitted_at = now
+        self.ready_at: float | None = None
+        """When it was ready for the first time, on the monotonic clock."""
+        self.is_released = False
+        """Of a ticket without media: whether it was released."""
+        self.num_undigested = 0
+        """Items that are to be hashed before memory is reserved for all of them."""
+        self.num_overtaken = 0
+        """How many later tickets got memory before it."""
+        self.num_waiting = 0
+        """Items that are not ready yet, when it was last looked at."""
+        self.deadline = float("inf")
+        self.was_settled = False
+        """Whether the last that was told of it is that it has settled."""
+        self.queue_seconds = 0.0
+        """The longest that one of its items waited for an encoder."""
+        self.encode_seconds = 0.0
+        """The longest that one of its items was in a batch."""
+        self.num_hits = 0
+        """Items whose rows were there, or being made for somebody else."""
+        self._settled = settled
+        self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
+
+    def __repr__(self) -> str:
+        return f"Ticket({self.request.id!r}, {self.state})"
+
+    @property
+    def token_counts(self) -> tuple[int, ...]:
+        """Rows of each item, exact: all 0 where the request goes on as text alone."""
+        return tuple(0 if self.text_only else item.num_tokens for item in self.items)
+
+    @property
+    def state(self) -> State:
+        """That of the item which is furthest behind; items that were cancelled alone do not count."""
+        if self.error is not None:
+            return State.FAILED
+        if self.is_text:
+            return State.RELEASED if self.is_released else State.READY
+        states = {item.state for item in self.items}
+        return next(state for state in _FURTHEST_BEHIND if state in states)
+
+    @property
+    def is_text(self) -> bool:
+        """Whether it has no media, or goes on without them."""
+        return self.text_only or not self.items
+
+    @property
+    def availability(self) -> Availability:
+        """What an engine needs to know in a step."""
+        state = self.state
+        if state is State.READY:
+            return "ready"
+        return "deferred" if state in WAITING else "unavailable"
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing more happens to it unless somebody asks."""
+        return self.state not in WAITING
+
+    @property
+    def needs_memory(self) -> bool:
+        """Whether memory has still to be reserved for one of its items."""
+        return any(item.state is State.NEW and item.entry is None for item in self.items)
+
+    def residence(self, item: int) -> Residence:
+        """Where the rows of one item lie now."""
+        entry = self.items[item].entry
+        return entry.residence if entry is not None else Residence.NONE
+
+    def metadata(self, item: int) -> Mapping[str, object]:
+        """What travels with the rows of one item, such as its grid; empty before it is preprocessed."""
+        return self.items[item].metadata
+
+    def wait(self, timeout_s: float | None = None) -> Availability:
+        """Blocks until the ticket has settled, or so long; what it then is."""
+        with self._settled:
+            self._settled.wait_for(lambda: self.is_settled, timeout_s)
+        return self.availability
+
+    def __await__(self) -> Generator[Any, None, Availability]:
+        return self._wait_in_loop().__await__()
+
+    async def _wait_in_loop(self) -> Availability:
+        loop = asyncio.get_running_loop()
+        while True:
+            with self._settled:
+                if self.is_settled:
+                    return self.availability
+                future: asyncio.Future[None] = loop.create_future()
+                self._waiters.append((loop, future))
+            await future
+
+    def take_waiters(self) -> list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]]:
+        """Those that await it, each once; called with the lock, and without it they are woken."""
+        waiters, self._waiters = self._waiters, []
+        return waiters
+
+
+_FURTHEST_BEHIND = (
+    State.FAILED,
+    State.NEW,
+    State.QUEUED,
+    State.ENCODING,
+    State.READY,
+    State.RELEASED,
+    State.CANCELLED,
+)
+
+
+def wake(waiters: Sequence[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]]) -> None:
+    """Lets those go on that await a ticket. Not to be called with a lock held."""
+    for loop, future in waiters:
+        try:
+            loop.call_soon_threadsafe(_finish, future)
+        except RuntimeError:
+            continue  # the loop is closed, and nobody waits any more
+
+
+def _finish(future: asyncio.Future[None]) -> None:
+    if not future.done():  # its task may have been cancelled
+        future.set_result(None)

@@ -1,0 +1,454 @@
+"""Media to the inputs of one tower: the options of an item, images and videos, and audio."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from fxsplit_encoder.connector.interfaces import PIXEL_TABLE, MediaItem, Modality, PreparedItem, Reduction
+from fxsplit_encoder.connector.keys import HashName, Part, canonical, digest_of, item_digest
+from fxsplit_encoder.errors import MediaError
+from fxsplit_encoder.media import (
+    AudioSamples,
+    Frames,
+    MediaLimits,
+    Video,
+    frame_seconds,
+    load_audio,
+    load_image,
+    measure_audio,
+    measure_image,
+    open_video,
+    pixel_bytes,
+    read_source,
+    sample_bytes,
+    scaled,
+    shrunk,
+)
+from fxsplit_encoder.media.sources import Encoded, attempt
+from fxsplit_encoder.messages import name_of, nearest, shown
+from fxsplit_encoder.models.prepare import Preparation, Prepared
+
+
+@dataclass(frozen=True)
+class OptionCheck:
+    """What an option may be."""
+
+    expected: str
+    fits: Callable[[object], bool]
+
+
+def integers(most: Mapping[str, int]) -> dict[str, OptionCheck]:
+    """Options that are integers from 1 to the number given for each."""
+    return {name: _integer(last) for name, last in most.items()}
+
+
+def _integer(most: int) -> OptionCheck:
+    def fits(value: object) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most
+
+    return OptionCheck(f"an integer from 1 to {most}", fits)
+
+
+def _is_positive(value: object) -> bool:
+    return (
+        type(value) is not bool and isinstance(value, int | float | np.number) and bool(0 < value < math.inf)
+    )
+
+
+def _is_a_part(value: object) -> bool:
+    return isinstance(value, int | float | np.number) and _is_positive(value) and bool(value <= 1)
+
+
+_POSITIVE = OptionCheck("a number above 0", _is_positive)
+_FRAMES = _integer(1 << 16)
+
+SAMPLING: Mapping[str, OptionCheck] = {
+    "do_sample_frames": OptionCheck("True or False", lambda value: isinstance(value, bool)),
+    "fps": _POSITIVE,
+    "num_frames": _FRAMES,
+    "min_frames": _FRAMES,
+    "max_frames": _FRAMES,
+    "max_duration": _POSITIVE,
+}
+"""Which frames of a video are seen."""
+
+
+SCALE = "scale"
+"""By which both sides of an image or of a video's frames are shrunk before the processor sees them."""
+
+ANY: Mapping[str, OptionCheck] = {SCALE: OptionCheck("a number above 0, up to 1", _is_a_part)}
+"""What any processor's images and videos may have."""
+
+
+def check_options(options: Mapping[str, object], allowed: Mapping[str, OptionCheck]) -> None:
+    """Raises MediaError for an option of another name, or of another value than it may have."""
+    for name, value in options.items():
+        if name not in allowed:
+            raise MediaError(
+                f"options: {name_of(name)} is unknown; {nearest(str(name), list(allowed))}"
+                f"expected one of {', '.join(allowed) or 'none'}"
+            )
+        if not allowed[name].fits(value):
+            raise MediaError(f"options: {name}: expected {allowed[name].expected}; got {shown(value)}")
+
+
+Prepare = Callable[[Modality, Mapping[str, object]], Preparation]
+"""A preparation for an item's modality and options."""
+
+
+_MOST_PREPARATIONS = 64
+_MOST_HALVINGS = 8
+
+
+class _Processor:
+    """What processors of one tower have in common."""
+
+    def __init__(
+        self, tower: Any, fingerprint: bytes, limits: MediaLimits | None, hash_name: HashName
+    ) -> None:
+        digest_of([], hash_name)  # a missing package is found here
+        self.tower = tower
+        self.fingerprint = fingerprint
+        self.limits = limits or MediaLimits()
+        self.hash_name: HashName = hash_name
+
+    def _count_of(self, *inputs: Mapping[str, torch.Tensor]) -> int:
+        """Rows by the tower's own arithmetic."""
+        specs = self.tower.get_encoder_cudagraph_item_specs
+        count: int = sum(spec.output_tokens for part in inputs for spec in specs(dict(part)))
+        self.limits.check("max_tokens", count, "its feature")
+        return count
+
+    def _digest(self, item: MediaItem, parts: Iterable[Part]) -> bytes:
+        media = digest_of(parts, self.hash_name)
+        fingerprint = digest_of([item.modality.encode(), self.fingerprint], self.hash_name)
+        return item_digest(media, fingerprint, item.options, self.hash_name)
+
+
+class TowerProcessor(_Processor):
+    """Images and videos to the inputs of one tower.
+
+    Args:
+        tower: what `wrap` returns; its weights are never read, so it may lie on the meta device.
+        prepare: the model's preparation with the arguments of an item, which were checked by name.
+        fingerprint: of the model's processor: equal ones make equal inputs of equal media.
+        limits: for every item.
+        hash_name: of the function for digests.
+        tables: by modality whose pixels the preparation leaves as they are, 0 to 255: the `PIXEL_TABLE` that
+            its items have.
+    """
+
+    def __init__(
+        self,
+        tower: Any,
+        prepare: Prepare,
+        fingerprint: bytes,
+        limits: MediaLimits | None = None,
+        hash_name: HashName = "blake3",
+        tables: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        super().__init__(tower, fingerprint, limits, hash_name)
+        self.tables = dict(tables or {})
+        self._prepare = prepare
+        self._preparations: OrderedDict[bytes, Preparation] = OrderedDict()
+        self._lock = threading.Lock()
+        plain = prepare("image", {})
+        self._options: dict[str, Mapping[str, OptionCheck]] = {
+            "image": {**ANY, **integers(plain.image_options)}
+        }
+        if plain.takes_clips:
+            self._options["video"] = {**ANY, **SAMPLING, **integers(plain.clip_options)}
+        levels = getattr(tower, "deepstack_levels", 0)
+        columns = tower.get_encoder_cudagraph_config().out_hidden_size
+        self._facts = {"hidden_size": columns // (1 + levels), "deepstack_levels": levels}
+
+    # --- what a connector asks
+
+    def count_tokens(self, item: MediaItem) -> int:
+        """Rows of the item's feature, from its header or its shape; nothing is decoded or hashed.
+
+        Raises:
+            MediaError: it is nothing that this model takes, or is beyond a limit.
+        """
+        preparation = self._preparation(item)
+        if item.modality == "image":
+            return self._count([self._image_sizes(item, preparation)])
+        with closing(open_video(item.media, self.limits)) as video:
+            return self._count(_clip_sizes(self._frames(item, preparation, video), preparation))
+
+    def digest(self, item: MediaItem) -> bytes:
+        """What identifies the item once it is prepared, without preparing it: equal digests, equal inputs.
+
+        Raises:
+            MediaError: it cannot be read.
+        """
+        media = read_source(item.media, self.limits)
+        if isinstance(media, Encoded):
+            return self._digest(item, [media])
+        if item.modality == "image":
+            return self._digest(item, pixel_bytes(load_image(media, self.limits)))
+        with closing(open_video(media, self.limits)) as video:
+            return self._digest(item, video.parts())
+
+    def prepare(self, item: MediaItem) -> PreparedItem:
+        """Read, hash, decode and preprocess one item. Its inputs are on the CPU.
+
+        Raises:
+            MediaError: it cannot be decoded, or is beyond a limit.
+        """
+        preparation = self._preparation(item)
+        item = replace(item, media=read_source(item.media, self.limits))
+        prepare = self._prepare_image if item.modality == "image" else self._prepare_video
+        return prepare(item, preparation)
+
+    def reduce(self, item: MediaItem, how: Reduction) -> MediaItem | None:
+        """The item with half its frames, or with sides so small that its feature has half as many rows.
+
+        Returns:
+            None: an image has no frames to give, or the model's processor enlarges what is smaller.
+
+        Raises:
+            MediaError: as `count_tokens`.
+        """
+        if how == "half_frames":
+            return self._with_half_the_frames(item)
+        count = self.count_tokens(item)
+        for halvings in range(1, _MOST_HALVINGS):
+            smaller = _with_options(item, {SCALE: _scale(item) / 2**halvings})
+            with contextlib.suppress(MediaError):  # a side became too small
+                if self.count_tokens(smaller) * 2 <= count:
+                    return smaller
+        return None
+
+    def _with_half_the_frames(self, item: MediaItem) -> MediaItem | None:
+        if item.modality != "video":
+            return None
+        preparation = self._preparation(item)
+        with closing(open_video(item.media, self.limits)) as video:
+            frames = self._frames(item, preparation, video)
+            count = self._count(_clip_sizes(frames, preparation))
+        if len(frames) < 2 * preparation.frames_per_step:
+            return None
+        shorter = _with_options(item, {"num_frames": len(frames) // 2}, dropped="fps")
+        if self.count_tokens(shorter) * 4 <= count * 3:
+            return shorter
+        # The frames share a number of pixels: half of them are larger.
+        return self.reduce(shorter, "half_resolution")
+
+    # --- modalities
+
+    def _image_sizes(self, item: MediaItem, preparation: Preparation) -> Prepared:
+        width, height = (scaled(side, _scale(item)) for side in measure_image(item.media, self.limits))
+        return preparation.image_sizes(width, height)
+
+    def _frames(self, item: MediaItem, preparation: Preparation, video: Video) -> Frames:
+        indices = preparation.sample(video.header.num_frames, video.header.fps)
+        return video.select(indices, self.limits, _scale(item))
+
+    def _prepare_image(self, item: MediaItem, preparation: Preparation) -> PreparedItem:
+        # Within the limits before it is decoded.
+        count = self._count([self._image_sizes(item, preparation)])
+        image = load_image(item.media, self.limits)
+        parts = [item.media] if isinstance(item.media, Encoded) else pixel_bytes(image)
+        with attempt("image", "what the model takes"):
+            inputs = [preparation.image(shrunk(image, _scale(item)))]
+        return self._item(item, self._digest(item, parts), count, inputs, {})
+
+    def _prepare_video(self, item: MediaItem, preparation: Preparation) -> PreparedItem:
+        with closing(open_video(item.media, self.limits)) as video:
+            frames = self._frames(item, preparation, video)
+            count = self._count(_clip_sizes(frames, preparation))
+            parts = [item.media] if isinstance(item.media, Encoded) else video.parts()
+            digest = self._digest(item, parts)
+            with attempt("video", "what the model takes"):
+                inputs = preparation.clip(frames)
+        seconds = frame_seconds(frames.indices, video.header, preparation.frames_per_step)
+        return self._item(item, digest, count, inputs, seconds)
+
+    def _item(
+        self,
+        item: MediaItem,
+        digest: bytes,
+        count: int,
+        inputs: Sequence[Prepared],
+        facts: Mapping[str, object],
+    ) -> PreparedItem:
+        made = self._count(inputs)
+        if made != count:
+            raise MediaError(
+                f"{item.modality}: its processor makes {made} rows of it, where its size says {count}; the "
+                "processor cuts images in a way that is not known here"
+            )
+        layouts = [part.layout for part in inputs]
+        layout = layouts[0] if len(layouts) == 1 else {"parts": layouts}
+        tensors = self._with_table(item.modality, _joined(inputs))
+        return PreparedItem(item.modality, digest, tensors, count, {**self._facts, **layout, **facts})
+
+    def _with_table(self, modality: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The inputs with what their pixels become, where they were left as they are."""
+        table = self.tables.get(modality)
+        if table is None:
+            return tensors
+        # Some processors lay whole numbers out as floats.
+        pixels = {name: t.byte() if t.is_floating_point() else t for name, t in tensors.items()}
+        return {**pixels, PIXEL_TABLE: table}
+
+    # --- what both have
+
+    def _preparation(self, item: MediaItem) -> Preparation:
+        """That of an item's options; those of the latest options are kept."""
+        if item.modality not in self._options:
+            expected = " or ".join(self._options)
+            raise MediaError(
+                f"modality: expected {expected}, which the model takes; got {shown(item.modality)}"
+            )
+        check_options(item.options, self._options[item.modality])
+        key = canonical([item.modality, _without(item.options, SCALE)])
+        with self._lock:
+            found = self._preparations.get(key)
+            if found is None:
+                with attempt("options", "options of the processor"):
+                    found = self._prepare(item.modality, _without(item.options, SCALE))
+                self._preparations[key] = found
+                if len(self._preparations) > _MOST_PREPARATIONS:
+                    self._preparations.popitem(last=False)
+            self._preparations.move_to_end(key)
+        return found
+
+    def _count(self, inputs: Sequence[Prepared]) -> int:
+        return self._count_of(*(part.tensors for part in inputs))
+
+
+def _without(options: Mapping[str, object], name: str) -> dict[str, object]:
+    return {key: value for key, value in options.items() if key != name}
+
+
+def _with_options(item: MediaItem, added: Mapping[str, object], dropped: str = "") -> MediaItem:
+    return replace(item, options={**_without(item.options, dropped), **added})
+
+
+def _scale(item: MediaItem) -> float:
+    scale: Any = item.options.get(SCALE, 1.0)
+    return float(scale)
+
+
+def _clip_sizes(frames: Frames, preparation: Preparation) -> Sequence[Prepared]:
+    return preparation.clip_sizes(len(frames), frames.width, frames.height)
+
+
+def _joined(inputs: Sequence[Prepared]) -> dict[str, torch.Tensor]:
+    """The tensors of several items of the tower, one after the other."""
+    if len(inputs) == 1:
+        return dict(inputs[0].tensors)
+    return {name: torch.cat([part.tensors[name] for part in inputs]) for name in inputs[0].tensors}
+
+
+class FeatureExtractor(Protocol):
+    """A model's own, such as `transformers.WhisperFeatureExtractor`. Called from several threads at once."""
+
+    sampling_rate: int
+    """Samples a second."""
+    n_samples: int
+    """Of one piece."""
+
+    def __call__(self, raw_speech: Sequence[Any], **options: Any) -> Mapping[str, Any]:
+        """The input of the tower, under its name: (pieces, mel bins, frames), each piece padded."""
+        ...
+
+
+class AudioProcessor(_Processor):
+    """Audio to the inputs of one tower: pieces of equal length, the last one padded with silence.
+
+    A piece has the same number of rows whether it is full or not, as its model is used to; the metadata say
+    how many of an item's rows have sound.
+
+    Args:
+        tower: what `wrap` returns; its weights are never read, so it may lie on the meta device.
+        extractor: the model's own.
+        fingerprint: of the extractor: equal ones make equal inputs of equal samples.
+        limits: for every item.
+        hash_name: of the function for digests.
+    """
+
+    def __init__(
+        self,
+        tower: Any,
+        extractor: FeatureExtractor,
+        fingerprint: bytes,
+        limits: MediaLimits | None = None,
+        hash_name: HashName = "blake3",
+    ) -> None:
+        super().__init__(tower, fingerprint, limits, hash_name)
+        self.extractor = extractor
+
+    def count_tokens(self, item: MediaItem) -> int:
+        """Rows of the item's feature, from its header or its shape; nothing is decoded or hashed.
+
+        Raises:
+            MediaError: it is no audio of the model's rate, or is beyond a limit.
+        """
+        return self._count(self._num_samples(item))
+
+    def digest(self, item: MediaItem) -> bytes:
+        """What identifies the prepared item, from its bytes, which are not decoded.
+
+        Raises:
+            MediaError: as `count_tokens`.
+        """
+        self._num_samples(item)
+        return self._digest(item, _audio_parts(read_source(item.media, self.limits)))
+
+    def prepare(self, item: MediaItem) -> PreparedItem:
+        """Read, hash, decode and preprocess one item. Its inputs are on the CPU.
+
+        Raises:
+            MediaError: it cannot be decoded, or is beyond a limit.
+        """
+        item = replace(item, media=read_source(item.media, self.limits))
+        num_samples = self._num_samples(item)
+        count, digest = self._count(num_samples), self._digest(item, _audio_parts(item.media))
+        samples, piece = load_audio(item.media, self.limits), self.extractor.n_samples
+        pieces = [samples[start : start + piece] for start in range(0, num_samples, piece)]
+        with attempt("audio", "what the model takes"), torch.device("cpu"):
+            made = self.extractor(pieces, sampling_rate=self.extractor.sampling_rate, return_tensors="pt")
+            inputs = {self.tower.input_name: made[self.tower.input_name], **self._sizes(len(pieces))}
+        metadata = {
+            "hidden_size": self.tower.out_hidden_size,
+            "seconds": num_samples / self.extractor.sampling_rate,
+            "pieces": len(pieces),
+            "rows_with_sound": -(-num_samples * count // (len(pieces) * piece)),
+        }
+        return PreparedItem("audio", digest, inputs, count, metadata)
+
+    def _num_samples(self, item: MediaItem) -> int:
+        if item.modality != "audio":
+            raise MediaError(f"modality: expected audio, which the model takes; got {shown(item.modality)}")
+        check_options(item.options, {})
+        header, expected = measure_audio(item.media, self.limits), self.extractor.sampling_rate
+        if header.rate != expected:
+            raise MediaError(
+                f"audio: expected {expected} samples a second, the model's; got {header.rate}; resample it"
+            )
+        return header.num_samples
+
+    def _count(self, num_samples: int) -> int:
+        return self._count_of(self._sizes(-(-num_samples // self.extractor.n_samples)))
+
+    def _sizes(self, pieces: int) -> dict[str, torch.Tensor]:
+        return {self.tower.count_keys[0]: torch.tensor([pieces], device="cpu")}
+
+
+def _audio_parts(media: object) -> Iterable[Part]:
+    if isinstance(media, AudioSamples):
+        return sample_bytes(media)
+    return [media] if isinstance(media, Encoded) else []

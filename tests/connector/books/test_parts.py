@@ -1,0 +1,268 @@
+"""The ledger, host buffers, fair queues and the choice of batches."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fxsplit_encoder.connector.books.audit import audit
+from fxsplit_encoder.connector.books.encoding import Batch
+from fxsplit_encoder.connector.books.parts import FairQueue
+from fxsplit_encoder.connector.books.storage import HOST, HostBuffers, Ledger, capacity_of
+from fxsplit_encoder.connector.interfaces import MediaItem
+from fxsplit_encoder.connector.request import EncodeRequest
+from fxsplit_encoder.connector.statistics import ConnectorStats
+
+from .stand_ins import Bench
+from .test_any_history import MEDIA, AnyHistory
+
+
+@pytest.fixture
+def ledger() -> Ledger:
+    ledger = Ledger()
+    ledger.open("host", 100)
+    return ledger
+
+
+def test_a_reservation_beyond_the_limit_changes_nothing(ledger: Ledger) -> None:
+    assert ledger.reserve("host", "a", 60)
+    assert not ledger.reserve("host", "b", 41)
+    assert (ledger.used("host"), ledger.free("host"), ledger.owned("host", "b")) == (60, 40, 0)
+    assert ledger.reserve("host", "b", 40)
+    assert ledger.problems() == []
+
+
+def test_an_owner_may_have_several_reservations(ledger: Ledger) -> None:
+    assert ledger.reserve("host", "a", 10) and ledger.reserve("host", "a", 20)
+    assert ledger.release("host", "a", 5) == 5
+    assert ledger.release("host", "a") == 25
+    assert ledger.release("host", "a") == 0
+    assert dict(ledger.owners("host")) == {}
+
+
+def test_bytes_move_between_owners_and_the_peak_stays(ledger: Ledger) -> None:
+    ledger.reserve("host", "a", 70)
+    ledger.move("host", "a", "b", 30)
+    assert dict(ledger.owners("host")) == {"a": 40, "b": 30}
+    ledger.move("host", "a", "b")
+    assert dict(ledger.owners("host")) == {"b": 70}
+    ledger.release("host", "b")
+    assert ledger.peaks["host"] == 70
+
+
+def test_nobody_gives_back_what_he_has_not(ledger: Ledger) -> None:
+    ledger.reserve("host", "a", 10)
+    with pytest.raises(AssertionError, match="has 10 bytes, not 11"):
+        ledger.release("host", "a", 11)
+
+
+def test_an_account_without_a_limit_takes_all(ledger: Ledger) -> None:
+    ledger.open("inputs", None)
+    assert ledger.reserve("inputs", "a", 1 << 50)
+    ledger.open("inputs", 1)  # it is open already
+    assert ledger.limit("inputs") is None
+    assert ledger.accounts() == ["host", "inputs"]
+
+
+def test_books_that_were_tampered_with_do_not_add_up(ledger: Ledger) -> None:
+    ledger.reserve("host", "a", 10)
+    ledger._owned["host"]["b"] = 5
+    assert ledger.problems() == ["host: owners have 15, used are 10"]
+    ledger._owned["host"]["b"] = 0
+    assert ledger.problems() == ["host: an owner has no bytes"]
+    ledger.peaks["host"] = 101
+    assert "host: 101 of 100 bytes were reserved" in ledger.problems()
+
+
+PAGE = 4096
+
+
+@pytest.fixture
+def buffers() -> HostBuffers:
+    ledger = Ledger()
+    ledger.open(HOST, 8 * PAGE)
+    return HostBuffers(ledger, ConnectorStats())
+
+
+@given(st.integers(1, 1 << 40))
+def test_a_buffer_is_a_power_of_two_and_no_more_than_twice_as_large(num_bytes: int) -> None:
+    capacity = capacity_of(num_bytes)
+    assert capacity.bit_count() == 1
+    assert num_bytes <= capacity
+    assert capacity == PAGE or capacity < 2 * num_bytes
+
+
+def test_memory_is_reserved_before_there_is_a_buffer(buffers: HostBuffers) -> None:
+    assert buffers.reserve("a", 5000)
+    assert buffers.available() == 6 * PAGE
+    assert buffers.buffer("a") is None
+    buffers.attach("a", "the buffer")
+    assert buffers.buffer("a") == "the buffer"
+    assert not buffers.reserve("b", 7 * PAGE)
+    assert buffers.problems() == []
+
+
+def test_the_buffer_of_what_is_gone_serves_again(buffers: HostBuffers) -> None:
+    buffers.reserve("a", 5000)
+    buffers.attach("a", "the buffer")
+    buffers.move("a", "heir")
+    assert buffers.buffer("a") is None
+    buffers.release("heir")
+    assert (buffers.idle_bytes, buffers.available()) == (2 * PAGE, 8 * PAGE)
+    assert buffers.reserve("b", 8000)
+    assert buffers.buffer("b") == "the buffer"
+    assert buffers.idle_bytes == 0
+    assert buffers.problems() == []
+
+
+def test_an_idle_buffer_makes_way_for_another_size(buffers: HostBuffers) -> None:
+    for owner in "ab":
+        buffers.reserve(owner, 2 * PAGE)
+    buffers.attach("a", "the buffer")
+    buffers.release("a")
+    assert buffers.reserve("c", 4 * PAGE)
+    assert buffers.was_dropped is False, "there was room enough"
+    assert buffers.reserve("d", PAGE)
+    assert (buffers.was_dropped, buffers.idle_bytes) == (True, 0)
+    assert buffers.problems() == []
+
+
+def test_bytes_without_a_buffer_are_simply_given_back(buffers: HostBuffers) -> None:
+    buffers.reserve("a", PAGE)
+    buffers.release("a")
+    assert (buffers.idle_bytes, buffers.available(), buffers.owners) == (0, 8 * PAGE, [])
+
+
+def test_books_that_were_tampered_with_do_not_add_up_of_host_buffers(buffers: HostBuffers) -> None:
+    buffers.reserve("a", PAGE)
+    buffers._idle[PAGE] = ["x"]
+    buffers._buffers["nobody"] = "y"
+    assert buffers.problems() == ["4096 bytes of idle buffers, 0 charged", "nobody has a buffer and no bytes"]
+
+
+def served(queue: FairQueue[str]) -> list[str]:
+    order = []
+    while len(queue):
+        first = next(iter(queue))
+        queue.take(first)
+        order.append(first)
+    return order
+
+
+def test_equals_come_first_in_first_out() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for name in "abcd":
+        queue.push(name, flow=name, cost=1.0)
+    assert served(queue) == list("abcd")
+
+
+def test_a_request_of_many_items_lets_others_pass_between_them() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for number in range(4):
+        queue.push(f"many{number}", flow="many", cost=1.0)
+    queue.push("one", flow="one", cost=1.0)
+    assert served(queue) == ["many0", "one", "many1", "many2", "many3"]
+
+
+def test_what_is_long_waits_for_no_more_than_its_own_length() -> None:
+    queue: FairQueue[str] = FairQueue()
+    queue.push("video", flow="video", cost=10.0)
+    order = []
+    for number in range(30):  # an image comes whenever one is served
+        queue.push(f"image{number}", flow=number, cost=1.0)
+        first = next(iter(queue))
+        queue.take(first)
+        order.append(first)
+    assert order.index("video") == 9
+
+
+def test_what_was_served_in_vain_comes_first_and_costs_nothing_again() -> None:
+    queue: FairQueue[str] = FairQueue()
+    queue.push("a", flow="a", cost=5.0)
+    queue.push("again", flow="b", cost=50.0, first=True)
+    assert next(iter(queue)) == "again"
+    queue.take("again")
+    queue.push("c", flow="b", cost=1.0)
+    assert served(queue) == ["c", "a"]
+
+
+def test_what_nobody_wants_is_gone() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for name in "abc":
+        queue.push(name, flow="f", cost=2.0)
+    queue.remove("b")
+    queue.discard("b")
+    assert "b" not in queue and "a" in queue
+    assert queue.cost == 4.0
+    assert served(queue) == ["a", "c"]
+    assert queue.cost == 0.0
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.floats(0.01, 100.0), st.sampled_from("ptr")), max_size=60))
+def test_it_holds_what_was_pushed_and_not_taken(moves: list[tuple[int, float, str]]) -> None:
+    queue: FairQueue[int] = FairQueue()
+    held: set[int] = set()
+    for number, (flow, cost, move) in enumerate(moves):
+        if move == "p" or not held:
+            queue.push(number, flow, cost)
+            held.add(number)
+        else:
+            thing = next(iter(queue))
+            (queue.take if move == "t" else queue.remove)(thing)
+            held.remove(thing)
+        assert set(queue) == held and len(queue) == len(held)
+
+
+@given(st.lists(st.floats(0.5, 8.0), min_size=2, max_size=40))
+def test_flows_that_always_wait_are_served_alike(costs: list[float]) -> None:
+    queue: FairQueue[tuple[str, int]] = FairQueue()
+    for number, cost in enumerate(costs):
+        for flow in ("x", "y"):
+            queue.push((flow, number), flow, cost if flow == "x" else 1.0)
+    work = {"x": 0.0, "y": 0.0}
+    longest = max(max(costs), 1.0)
+    while len({flow for flow, _ in queue}) == 2:
+        thing = next(iter(queue))
+        queue.take(thing)
+        work[thing[0]] += costs[thing[1]] if thing[0] == "x" else 1.0
+        assert abs(work["x"] - work["y"]) <= 2 * longest
+
+
+def launched(bench: Bench, name: str) -> Batch:
+    """A batch of one image that is on the device."""
+    machine = AnyHistory()
+    machine.bench, machine.books = bench, bench.books
+    machine.digesting, machine.preparing, machine.encoding = [], [], []
+    machine.launched, machine.events = [], []
+    bench.books.submit(EncodeRequest("r", [MediaItem("image", name)]), [MEDIA[name]], None)
+    machine.take_cpu_job()
+    machine.digested(0, False)
+    bench.books.settle()
+    machine.take_cpu_job()
+    machine.prepared(0, "ok")
+    bench.books.settle()
+    machine.take_batch(0)
+    (batch,) = machine.encoding
+    machine.encoded(0, [None], False)
+    return batch
+
+
+def ready(bench: Bench) -> list[str]:
+    """The media of tickets that a step reports as ready."""
+    step = bench.books.step()
+    assert audit(bench.books) == []
+    return [str(ticket.request.items[0].media) for ticket in step.ready]
+
+
+def test_a_step_sees_a_finished_batch_before_its_thread_does() -> None:
+    bench = Bench.make(host_bytes=1 << 20, device_bytes=1 << 20, staging_bytes=1 << 20)
+    for name in "ab":
+        batch = launched(bench, name)
+        bench.clock.now += 1.0
+        assert ready(bench) == []
+        for event in batch.events:
+            event.passed = True  # type: ignore[attr-defined]
+        assert ready(bench) == [name]
+        bench.books.encoding.publish(batch)  # as the thread does later
+        assert (ready(bench), bench.workers[0].num_batches) == ([], 0)

@@ -1,0 +1,175 @@
+"""Messages between processes: sockets, errors, and what must never cross."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import fxsplit_encoder.connector
+from fxsplit_encoder import errors
+from fxsplit_encoder.connector.processes.messages import (
+    KNOWN,
+    ControlClient,
+    ControlServer,
+    Failed,
+    FromEncoder,
+    Hello,
+    Started,
+    Stop,
+    ToEncoder,
+    WireError,
+    from_wire,
+    to_wire,
+)
+from fxsplit_encoder.connector.transport.wire import Codec
+from fxsplit_encoder.errors import TransportError
+from tests.connector.resources import nothing_left
+
+TO: Codec[ToEncoder] = Codec(ToEncoder)
+FROM: Codec[FromEncoder] = Codec(FromEncoder)
+Ends = tuple[ControlServer[FromEncoder], ControlClient[ToEncoder]]
+
+
+@pytest.fixture
+def ends(short_path: Path) -> Iterator[Ends]:
+    with nothing_left():
+        server = ControlServer(short_path / "control", FROM)
+        client = ControlClient(short_path / "control", b"client", TO)
+        server.identity = b"client"
+        yield server, client
+        client.close()
+        server.close()
+
+
+def test_messages_go_both_ways(ends: Ends) -> None:
+    server, client = ends
+    client.send(Hello(1, "a", "b"))
+    assert server.receive(timeout_ms=60_000) == Hello(1, "a", "b")
+    assert server.receive() is None
+    assert server.send(TO.encode(Stop()))
+    assert client.receive() == Stop()
+
+
+def test_a_client_that_is_not_there_is_said(ends: Ends) -> None:
+    server, _ = ends
+    server.identity = b"another"
+    assert not server.send(TO.encode(Stop()))
+
+
+def test_strangers_are_not_heard(ends: Ends, short_path: Path) -> None:
+    server, client = ends
+    stranger = ControlClient(short_path / "control", b"stranger", TO)
+    stranger.send(Started({"image": 1}))
+    stranger.socket.send_multipart([b"client", FROM._head])
+    assert server.receive(timeout_ms=500) is None
+    client.send(Started({}))
+    assert server.receive(timeout_ms=60_000) == Started({})
+    assert server.num_dropped == 2
+    stranger.close()
+
+
+def test_what_is_no_message_is_an_error(ends: Ends) -> None:
+    server, client = ends
+    client.socket.send(b"nonsense")
+    with pytest.raises(TransportError):
+        server.receive(timeout_ms=60_000)
+
+
+def across(error: BaseException) -> Exception:
+    codec: Codec[Failed] = Codec(FromEncoder)
+    return from_wire(codec.decode(codec.encode(Failed(1, to_wire(error)))).error, pid=12)
+
+
+class OwnError(KeyError):
+    pass
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.MediaError("not an image"),
+        errors.ConfigError("mode: bad", "debug: bad"),
+        errors.MissingExtraError("wrap", "hf"),
+        errors.ConnectorError("too slow", "timeout", True),
+        errors.EncoderLostError("gone"),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        ValueError("x", 3, 2.5, True),
+        KeyError("name"),
+        FileNotFoundError(2, "No such file"),
+        RuntimeError(),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_error_comes_back_as_itself(error: Exception) -> None:
+    again = across(error)
+    assert type(again) is type(error)
+    assert (str(again), again.args) == (str(error), error.args)
+    assert getattr(again, "retryable", None) == getattr(error, "retryable", None)
+    assert "In the encoder process 12" in again.__notes__[0]
+
+
+def test_an_unknown_class_comes_back_as_its_nearest_known_base() -> None:
+    again = across(OwnError("name"))
+    assert type(again) is KeyError
+    assert "OwnError: 'name'" in str(again)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        UnicodeDecodeError("utf-8", b"x", 0, 1, "bad"),
+        ExceptionGroup("several", [ValueError("one")]),
+        ValueError(object()),
+        ValueError(2**200),
+        ValueError("x" * 10**6),
+    ],
+    ids=["decode", "group", "object", "large", "long"],
+)
+def test_what_is_made_from_more_than_words_keeps_them(error: Exception) -> None:
+    again = across(error)
+    assert str(error)[:20] in str(again)
+    assert len(str(again)) < 10**5
+
+
+def test_where_it_was_raised_is_told() -> None:
+    try:
+        raise errors.InputError("here")
+    except errors.InputError as error:
+        assert "test_where_it_was_raised_is_told" in across(error).__notes__[0]
+
+
+def test_only_known_classes_are_made() -> None:
+    for kind in ("system", "SystemExit", "KeyboardInterrupt", "Process", "__import__", ""):
+        again = from_wire(WireError(kind, ["rm"], "text", ""), pid=1)
+        assert type(again) is RuntimeError
+    assert all(issubclass(kind, Exception) for kind in KNOWN.values())
+
+
+ROOT = Path(fxsplit_encoder.connector.__file__).parent
+SOURCES = sorted([*(ROOT / "transport").glob("*.py"), *(ROOT / "processes").glob("*.py")])
+FORBIDDEN = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "multiprocessing", "copyreg", "joblib"}
+CALLS = {"send_pyobj", "recv_pyobj", "send_serialized", "eval", "exec", "save", "load", "reductions"}
+FAMILIES = {"AF_INET", "AF_INET6", "create_connection", "create_server", "bind_to_random_port"}
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=[f"{path.parent.name}.{path.stem}" for path in SOURCES])
+def test_no_wire_has_pickles_or_leads_to_a_network(source: Path) -> None:
+    tree = ast.parse(source.read_text(encoding="utf-8"))
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    names |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {part for alias in node.names for part in alias.name.split(".")}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {*(node.module or "").split("."), *(alias.name for alias in node.names)}
+    assert names & (FORBIDDEN | CALLS | FAMILIES) == set()
+    texts = [n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+    assert not any("tcp://" in text or "pgm://" in text for text in texts)
+
+
+def test_the_sources_are_looked_at() -> None:
+    assert len(SOURCES) > 10

@@ -1,0 +1,209 @@
+import importlib
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from fxsplit_encoder.connector.states import FAILURE_KINDS
+from fxsplit_encoder.errors import InputError, MissingExtraError
+from fxsplit_encoder.integrations.prometheus import ConnectorCollector, PrometheusCollector
+from fxsplit_encoder.planning.limits import CaptureKey
+from fxsplit_encoder.planning.reasons import MissReason
+from fxsplit_encoder.runtime.progress import CaptureProgress
+from fxsplit_encoder.runtime.statistics import ManagerStats, Statistics
+from tests.connector.scenes import Stage, connector, request, wait
+
+PREFIX = re.compile("^encoder_(cudagraph|connector)_")
+BUDGETS = (
+    "replays_total",
+    "real_tokens_total",
+    "padded_tokens_total",
+    "graph_bytes",
+    "calibrated_replay_seconds",
+)
+
+
+class Source:
+    def __init__(self) -> None:
+        self.statistics = Statistics(log_interval=0)
+
+    def stats(self) -> ManagerStats:
+        return self.statistics.snapshot()
+
+
+def scrape(registry: CollectorRegistry) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    """The samples of a scrape, by name without its prefix and labels."""
+    text = generate_latest(registry).decode()
+    return {
+        (PREFIX.sub("", sample.name), frozenset(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def sample(
+    scraped: Mapping[tuple[str, frozenset[tuple[str, str]]], float], name: str, **labels: str
+) -> float:
+    return scraped[name, frozenset(labels.items())]
+
+
+def test_a_scrape_shows_the_counts() -> None:
+    source, registry = Source(), CollectorRegistry()
+    PrometheusCollector(source, registry=registry)
+    source.statistics.record_items(3)
+    source.statistics.record_items(2, MissReason.NOT_CAPTURED)
+    source.statistics.record_capture(CaptureKey("default", 64), "full", 2**20)
+    source.statistics.record_replay(CaptureKey("default", 64), 48)
+    source.statistics.record_time(CaptureKey("default", 64), 1.5)
+    source.statistics.record_time(CaptureKey("default", 64), 2.5)
+    source.statistics.record_replay(CaptureKey("local", 128), 128)
+    scraped = scrape(registry)
+    assert sample(scraped, "item_hits_total") == 3
+    assert sample(scraped, "item_misses_total", reason="not_captured") == 2
+    small = {"path": "default", "token_budget": "64", "axis_keys": ""}
+    assert [sample(scraped, name, **small) for name in BUDGETS] == [1, 48, 16, 2**20, 0.002]
+    large = {"path": "local", "token_budget": "128", "axis_keys": ""}
+    assert [sample(scraped, name, **large) for name in BUDGETS[:-1]] == [1, 128, 0, 0]
+    assert ("calibrated_replay_seconds", frozenset(large.items())) not in scraped
+
+    for kind in ("eager", "exact", "eager"):
+        source.statistics.record_fallback(kind)
+    source.statistics.record_input_bytes(2**10)
+    scraped = scrape(registry)
+    assert [sample(scraped, "fallback_runs_total", kind=kind) for kind in ("exact", "eager")] == [1, 2]
+    assert sample(scraped, "input_bytes") == 2**10
+
+    source.statistics.record_items(4)
+    assert sample(scrape(registry), "item_hits_total") == 7
+
+
+def test_the_phase_of_work_that_nobody_waits_for() -> None:
+    source, registry = Source(), CollectorRegistry()
+    progress: CaptureProgress | None = None
+    PrometheusCollector(lambda: replace(source.stats(), progress=progress), registry=registry)
+    assert not any(name == "capture_phase" for name, _ in scrape(registry))
+    progress = CaptureProgress("capturing", 3, 16)
+    scraped = scrape(registry)
+    assert sample(scraped, "capture_phase", phase="capturing") == 1
+    assert sample(scraped, "capture_phase", phase="done") == 0
+
+
+def test_counters_of_items_start_at_zero() -> None:
+    registry = CollectorRegistry()
+    PrometheusCollector(Source(), registry=registry)
+    scraped = scrape(registry)
+    assert len(scraped) == 1 + len(MissReason) + 2 + 1
+    assert [sample(scraped, "fallback_runs_total", kind=kind) for kind in ("exact", "eager")] == [0, 0]
+    assert sample(scraped, "input_bytes") == 0
+    assert all(sample(scraped, "item_misses_total", reason=str(reason)) == 0 for reason in MissReason)
+
+
+def test_types_and_names_are_prometheus_own() -> None:
+    source, registry = Source(), CollectorRegistry()
+    source.statistics.record_time(CaptureKey("default", 64), 1.5)
+    PrometheusCollector(source, registry=registry)
+    types = {family.name: family.type for family in registry.collect()}
+    counters = {"item_hits", "item_misses", "replays", "real_tokens", "padded_tokens", "fallback_runs"}
+    assert types == {
+        **{f"encoder_cudagraph_{name}": "counter" for name in counters},
+        "encoder_cudagraph_capture_phase": "gauge",
+        "encoder_cudagraph_graph_bytes": "gauge",
+        "encoder_cudagraph_input_bytes": "gauge",
+        "encoder_cudagraph_calibrated_replay_seconds": "gauge",
+    }
+    assert all(family.documentation for family in registry.collect())
+
+
+def test_axis_keys_are_a_label() -> None:
+    class WithAxes:
+        def stats(self) -> ManagerStats:
+            stats = Source()
+            stats.statistics.record_replay(CaptureKey("default", 64), 60)
+            (budget,) = stats.stats().budgets.values()
+            keys: Any = {
+                ("default", 64, ()): budget,
+                ("default", 64, ("wide", 3)): replace(budget, replays=9),
+            }
+            return ManagerStats(0, {}, keys)
+
+    registry = CollectorRegistry()
+    PrometheusCollector(WithAxes(), registry=registry)
+    scraped = scrape(registry)
+    labels = {"path": "default", "token_budget": "64"}
+    assert sample(scraped, "replays_total", **labels, axis_keys="") == 1
+    assert sample(scraped, "replays_total", **labels, axis_keys="wide, 3") == 9
+
+
+def test_every_sample_carries_the_users_labels() -> None:
+    source, registry = Source(), CollectorRegistry()
+    source.statistics.record_replay(CaptureKey("default", 64), 48)
+    PrometheusCollector(source, {"model": "qwen"}, registry=registry)
+    scraped = scrape(registry)
+    assert len(scraped) > len(MissReason)
+    assert all(("model", "qwen") in labels for _, labels in scraped)
+    with pytest.raises(InputError, match="other names than the metrics' own; got path, reason"):
+        PrometheusCollector(source, {"path": "a", "reason": "b", "c": "d"}, registry=registry)
+    with pytest.raises(InputError, match="got kind"):
+        PrometheusCollector(source, {"kind": "a"}, registry=registry)
+
+
+def test_it_registers_itself_where_it_is_told_and_by_default_globally() -> None:
+    collector = PrometheusCollector(Source())
+    try:
+        assert b"encoder_cudagraph_item_hits_total 0.0" in generate_latest(REGISTRY)
+    finally:
+        REGISTRY.unregister(collector)
+    assert b"encoder_cudagraph" not in generate_latest(REGISTRY)
+
+
+def test_a_registry_takes_one() -> None:
+    registry = CollectorRegistry()
+    PrometheusCollector(Source(), registry=registry)
+    with pytest.raises(InputError, match=r"one without a PrometheusCollector; got .*pass another registry"):
+        PrometheusCollector(Source(), registry=registry)
+
+
+def test_a_scrape_shows_the_counts_of_a_connector() -> None:
+    stage, registry = Stage(), CollectorRegistry()
+    stage.faults["broken"] = lambda: ValueError("bad pixels")
+    with connector(stage=stage, max_batch_items=1) as each:
+        ConnectorCollector(each, {"model": "tiny"}, registry=registry)
+        good, bad = each.submit(request("a", "a")), each.submit(request("broken"))
+        wait(good), wait(bad)
+        samples = scrape(registry)
+    assert sample(samples, "submitted_total", model="tiny") == 2
+    assert sample(samples, "tickets_ended_total", model="tiny", state="failed") == 1
+    assert sample(samples, "tickets_ended_total", model="tiny", state="released") == 0
+    assert sample(samples, "item_failures_total", model="tiny", kind="encoder") == 1
+    assert sample(samples, "lookups_total", model="tiny", found="join") == 1
+    assert sample(samples, "bytes", model="tiny", account="device cpu") == 128
+    assert sample(samples, "ready_seconds_count", model="tiny") == 1
+    assert sample(samples, "ready_seconds_bucket", model="tiny", le="+Inf") == 1
+    assert sample(samples, "batch_fill", model="tiny") == 1
+    assert sample(samples, "live_tickets", model="tiny") == 1
+    kinds = {dict(labels)["kind"] for name, labels in samples if name == "item_failures_total"}
+    assert kinds == set(FAILURE_KINDS)
+
+
+def test_labels_and_registries_of_a_connector_are_checked() -> None:
+    with connector() as each:
+        with pytest.raises(
+            InputError, match="labels: expected other names than the metrics' own; got account"
+        ):
+            ConnectorCollector(each, {"account": "x"}, registry=CollectorRegistry())
+        registry = CollectorRegistry()
+        ConnectorCollector(each, registry=registry)
+        with pytest.raises(InputError, match="registry: expected one without a ConnectorCollector"):
+            ConnectorCollector(each, registry=registry)
+
+
+def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    monkeypatch.delitem(sys.modules, "fxsplit_encoder.integrations.prometheus")
+    with pytest.raises(MissingExtraError, match=r"of the extra 'prometheus'; run: pip install "):
+        importlib.import_module("fxsplit_encoder.integrations.prometheus")
