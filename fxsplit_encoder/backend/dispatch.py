@@ -19,7 +19,6 @@ from fxsplit_encoder._torch.grad_mode import without_autograd
 from fxsplit_encoder.attention import KnownSegments
 from fxsplit_encoder.backend.forward import ProgramBudgets, ProgramForward, region_of
 from fxsplit_encoder.backend.outputs import Output, own_outputs
-from fxsplit_encoder.backend.padding_permission import PaddingPermission
 from fxsplit_encoder.backend.parameters import CallParameters
 from fxsplit_encoder.capture import GraphPool
 from fxsplit_encoder.compile import Bindings, Program
@@ -82,7 +81,6 @@ class BudgetDispatcher:
         self.statistics = Statistics(log_interval=0)
         self.owners = owners_of_trace()
         """Whose graph it is: what `torch.compile` made, and the module."""
-        self.padding = PaddingPermission(program, config.padding)
         self.programs: dict[tuple[int, ...], CapturedProgram] = {}
         """By the sizes other than the token count: they are part of a capture's shape."""
         self._captures = CaptureSet(self.programs, self.pool, config.max_graph_bytes)
@@ -90,6 +88,7 @@ class BudgetDispatcher:
         self._region = region_of(program)
         self._parameters = CallParameters(program, weights, config.weight_check_seconds)
         self._derived_stamp: object = None
+        self._has_warned = False
         self._outputs = tuple(map(Output.of, program.outputs, program.output_infos))
         self._known_budgets: ProgramBudgets | None = None
         self._plans: dict[tuple[Any, ...], PathPlan] = {}
@@ -197,7 +196,22 @@ class BudgetDispatcher:
             # There is a graph to break at its splitting ops already, and no untouched module any more.
             mode = "piecewise" if self.config.mode == "breakable" else self.config.mode
             self.programs[key] = CapturedProgram(forward, "torch.compile", budgets.tokens, mode, self._scope)
+            if mode != "exact" and not self.program.padding.allowed:
+                self._warn_of_no_padding()
         return self.programs[key]
+
+    def _warn_of_no_padding(self) -> None:
+        """Names, once, the node and the line of code for which calls are not padded."""
+        if self._has_warned:
+            return
+        self._has_warned = True
+        padding = self.program.padding
+        logger.warning(
+            "a graph is never padded, so only calls that fill a budget or repeat a size are replayed: real "
+            "rows may depend on pad rows at %s%s",
+            padding,
+            f" ({padding.source})" if padding.source else "",
+        )
 
     def _sizes(self, bindings: Bindings) -> tuple[int, ...]:
         """The sizes of a call other than the token count."""
@@ -258,9 +272,7 @@ class BudgetDispatcher:
         if not new:
             return
         self._plans.clear()
-        assert isinstance(program.forward, ProgramForward)
-        with program.forward.comparing_with(bindings):
-            self._captures.capture([(key, budget) for budget in new])
+        self._captures.capture([(key, budget) for budget in new])
 
     def _num_segments(self, bindings: Bindings) -> int:
         """Images or frames of this call, as the cumulative lengths tell of which a capture may hold more."""
@@ -286,14 +298,6 @@ class BudgetDispatcher:
         ]
         return min(capacities, default=float("inf"))
 
-    def _rows_to_probe(self, bindings: Bindings, forward: ProgramForward) -> int | None:
-        """Those of the smallest budget above a call, where the device has the memory."""
-        tokens = self.program.tokens(bindings)
-        assert tokens is not None
-        budgets = self._budgets(bindings)
-        above = next((rows for rows in map(budgets.rows, budgets.tokens) if rows > tokens), None)
-        return above if above is not None and forward.has_memory(above) else None
-
     # --- replay
 
     def _replay(self, bindings: Bindings, *, capture_all: bool) -> tuple[list[Any] | None, MissReason | None]:
@@ -301,11 +305,6 @@ class BudgetDispatcher:
         rows = self.program.tokens(bindings)
         assert rows is not None
         program = self._captured_program(bindings)
-        if program.mode != "exact" and program.padding_refused:
-            forward = program.forward
-            assert isinstance(forward, ProgramForward)
-            to_probe = functools.partial(self._rows_to_probe, bindings, forward)
-            forward.declares_padding = self.padding.allows(bindings, to_probe)
         if capture_all and program.mode != "exact" and not program.padding_refused:
             self._capture(program, bindings, program.budgets)
         planned = self._plan(program, bindings, rows)

@@ -281,5 +281,5 @@ class PackedTowerTests(PackedModuleTests):
                 [expected.pooler_output, expected.last_hidden_state],
             )
         dispatcher = only_dispatcher(known)
-        assert dispatcher.padding.refusal is None
+        assert dispatcher.program.padding.allowed
         assert dispatcher.hits == len(batches) - 1

@@ -121,7 +121,6 @@ def _varlen_attention(view: NodeView) -> State:
     tokens = shape_exprs(view.tensor())[0]
     if not view.analysis.sizes.count_tokens(tokens):
         # Pad rows belong to no segment, and masks keep only the tokens' finite.
-        view.analysis.may_probe = False
         raise view.fail(
             f"runs over {tokens} rows, which is not the token count {view.analysis.sizes.token_symbol}"
         )
