@@ -26,7 +26,6 @@ from fxsplit_encoder.manager.weight_checks import WeightChecks
 from fxsplit_encoder.planning import MissReason
 from fxsplit_encoder.planning.plan import Plan
 from fxsplit_encoder.runtime import Choosers
-from fxsplit_encoder.runtime.interpreter import collecting_what_is_new
 from fxsplit_encoder.runtime.progress import CaptureProgress
 from fxsplit_encoder.runtime.weights import warn_of_new_captures
 
@@ -73,7 +72,7 @@ class Lifecycle:
         """As `EncoderCudaGraphManager.compile`."""
         self.wait()
         on_its_device = on_device(self.own.pool.device)
-        with self.turns, on_its_device, without_autograd(), collecting_what_is_new():
+        with self.turns, on_its_device, without_autograd():
             self.take_structure()
             self._read_start()
             self.own.compile(progress)
