@@ -28,6 +28,7 @@ from fxsplit_encoder.errors import ReplayError
 from fxsplit_encoder.planning import Captured, CaptureKey, CostModel, Item, Limits, MissReason, build_plan
 from fxsplit_encoder.planning.plan import PathPlan
 from fxsplit_encoder.protocol import EncoderItemSpec
+from fxsplit_encoder.recent import Recent
 from fxsplit_encoder.runtime import CapturedProgram, CaptureScope, CaptureSet, Choosers
 from fxsplit_encoder.runtime.statistics import ManagerStats, Statistics
 from fxsplit_encoder.runtime.weights import warn_of_new_captures
@@ -91,7 +92,7 @@ class BudgetDispatcher:
         self._has_warned = False
         self._outputs = tuple(map(Output.of, program.outputs, program.output_infos))
         self._known_budgets: ProgramBudgets | None = None
-        self._plans: dict[tuple[Any, ...], PathPlan] = {}
+        self._plans: Recent[tuple[Any, ...], PathPlan] = Recent(_KEPT_PLANS)
         self._lock = threading.RLock()
         _dispatchers.add(self)
 
@@ -222,27 +223,25 @@ class BudgetDispatcher:
         budgets = self._budgets(bindings)
         tokens, segments = budgets.tokens_of(rows), self._num_segments(bindings)
         key = (id(program), tokens, segments)
-        planned = self._plans.get(key)
-        if planned is None:
-            too_small = self._capture_smallest(program, bindings, tokens, segments)
-            costs = program.costs
-            if costs.measured:
-                program.unpadded.use_costs(costs, program.ladder.capture_ms)
-            plan = build_plan(
-                [Item(EncoderItemSpec(tokens, tokens), segments=segments)],
-                Limits({_PATH: program.budgets}, max_items_per_batch=1, max_frames_per_batch=0),
-                Captured(
-                    frozenset(CaptureKey(_PATH, budget) for budget in program.captured),
-                    frozenset(CaptureKey(_PATH, budget) for budget in program.ladder.no_graph_needed),
-                ),
-                costs=CostModel({(_PATH, ()): costs}),
-            )
-            planned = plan.batches[0].paths[_PATH]
-            if planned.reason is MissReason.NOT_CAPTURED and too_small:
-                planned = planned._replace(reason=MissReason.TOO_MANY_SEGMENTS)
-            if len(self._plans) >= _KEPT_PLANS:
-                self._plans.clear()
-            self._plans[key] = planned
+        if key in self._plans:  # `get` would be a call in Python
+            return self._plans[key]
+        too_small = self._capture_smallest(program, bindings, tokens, segments)
+        costs = program.costs
+        if costs.measured:
+            program.unpadded.use_costs(costs, program.ladder.capture_ms)
+        plan = build_plan(
+            [Item(EncoderItemSpec(tokens, tokens), segments=segments)],
+            Limits({_PATH: program.budgets}, max_items_per_batch=1, max_frames_per_batch=0),
+            Captured(
+                frozenset(CaptureKey(_PATH, budget) for budget in program.captured),
+                frozenset(CaptureKey(_PATH, budget) for budget in program.ladder.no_graph_needed),
+            ),
+            costs=CostModel({(_PATH, ()): costs}),
+        )
+        planned = plan.batches[0].paths[_PATH]
+        if planned.reason is MissReason.NOT_CAPTURED and too_small:
+            planned = planned._replace(reason=MissReason.TOO_MANY_SEGMENTS)
+        self._plans[key] = planned
         return planned
 
     def _capture_smallest(

@@ -28,6 +28,7 @@ from fxsplit_encoder.protocol import (
     EncoderItemSpec,
     SupportsEncoderCudaGraph,
 )
+from fxsplit_encoder.recent import Recent
 
 # Plans depend on sizes alone, and the same sizes come again.
 _KEPT_PLANS = 1024
@@ -72,7 +73,7 @@ class RequestPlans:
         self.paths = paths
         self.facts = ItemFacts(tower)
         self._kept: dict[_Key, Plan] = {}
-        self._described: dict[Hashable, _Key] = {}
+        self._described: Recent[Hashable, _Key] = Recent(_KEPT_PLANS)
         """By what stands for a request's items, the key of its plan."""
         self._uses: Counter[_Key] = Counter()
         """Of requests of several batches."""
@@ -126,18 +127,17 @@ class RequestPlans:
             return build_fallback_plan(list(map(Item, specs)), paths, MissReason.DISABLED, skippable)
         # An adapter with capture axes says of any selection of items what their keys are.
         described = items.described if not self._num_axes else None
-        key = self._described.get(described) if described is not None else None
-        if key is None:
+        if described is not None and described in self._described:  # `get` would be a call in Python
+            key = self._described[described]
+        else:
             key = self._key(mm_kwargs, specs)
+            if described is not None:
+                self._described[described] = key
         plan = self._kept.get(key)
         if plan is None:
             if len(self._kept) >= _KEPT_PLANS:
                 self._forget()
             plan = self._kept[key] = self.build(self._items(specs, key))
-        if described is not None:
-            if len(self._described) >= _KEPT_PLANS:
-                self._described.clear()
-            self._described[described] = key
         if len(plan.batches) == 1 or not self._plans_anew:
             return plan
         self._uses[key] += is_use

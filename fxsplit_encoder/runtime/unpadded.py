@@ -15,6 +15,7 @@ from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.planning import MissReason
 from fxsplit_encoder.planning.costs import CostCurve, PathCosts
 from fxsplit_encoder.planning.plan import PathPlan
+from fxsplit_encoder.recent import Recent
 from fxsplit_encoder.runtime.scope import CaptureScope
 
 logger = logging.getLogger(__name__)
@@ -70,7 +71,7 @@ class UnpaddedReplays:
         self._costs = PathCosts()
         self._replay_curve = CostCurve(())
         self._capture_ms = 0.0
-        self._weights: dict[PathPlan, float] = {}
+        self._weights: Recent[PathPlan, float] = Recent(_KEPT_WEIGHTS)
         """By plan, of which a service sees few."""
 
     def use_costs(self, costs: PathCosts, capture_ms: float) -> None:
@@ -134,12 +135,11 @@ class UnpaddedReplays:
         self.exact_ms.clear()
 
     def _kept_weight(self, planned: PathPlan) -> float:
-        weight = self._weights.get(planned)
-        if weight is None:
-            if len(self._weights) >= _KEPT_WEIGHTS:
-                self._weights.clear()
+        try:
+            return self._weights[planned]  # `get` would be a call in Python
+        except KeyError:
             weight = self._weights[planned] = self._weight(planned)
-        return weight
+            return weight
 
     def _weight(self, planned: PathPlan) -> float:
         """What a batch costs more than in a replay of its size, or may cost, as a share of what a capture
