@@ -8,21 +8,24 @@ import logging
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from fxsplit_encoder._torch.current_device import on_device
-from fxsplit_encoder._torch.dynamo import owners_of_trace
+from fxsplit_encoder._torch.dynamo import original_module, owners_of, owners_of_trace
 from fxsplit_encoder._torch.grad_mode import without_autograd
+from fxsplit_encoder._torch.tensors import copy_each
 from fxsplit_encoder.attention import KnownSegments
 from fxsplit_encoder.backend.forward import ProgramBudgets, ProgramForward, region_of
-from fxsplit_encoder.backend.outputs import Output, own_outputs
 from fxsplit_encoder.backend.parameters import CallParameters
 from fxsplit_encoder.capture import GraphPool
 from fxsplit_encoder.compile import Bindings, Program
 from fxsplit_encoder.compile.blocks import LiveWeights
+from fxsplit_encoder.compile.program import Argument, Ref, TensorInfo
+from fxsplit_encoder.compile.sizes import Size
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import ReplayError
 from fxsplit_encoder.planning import Captured, CaptureKey, CostModel, Item, Limits, MissReason, build_plan
@@ -30,8 +33,8 @@ from fxsplit_encoder.planning.plan import PathPlan
 from fxsplit_encoder.protocol import EncoderItemSpec
 from fxsplit_encoder.recent import Recent
 from fxsplit_encoder.runtime import CapturedProgram, CaptureScope, CaptureSet, Choosers
+from fxsplit_encoder.runtime.captured_program import warn_of_new_captures
 from fxsplit_encoder.runtime.statistics import ManagerStats, Statistics
-from fxsplit_encoder.runtime.weights import warn_of_new_captures
 
 logger = logging.getLogger(__name__)
 
@@ -350,3 +353,94 @@ class BudgetDispatcher:
         known = {s: bindings.slots[s].tolist() for s in slots if bindings.slots[s].device.type == "cpu"}
         self.program.move_to_device(bindings)
         return [KnownSegments(bindings.slots[slot], lengths) for slot, lengths in known.items()]
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One output of a graph."""
+
+    argument: Argument
+    varying: tuple[tuple[int, Size], ...]
+    """The dimensions whose sizes differ from call to call, with their sizes."""
+
+    @classmethod
+    def of(cls, argument: Argument, info: TensorInfo | None) -> Output:
+        """That of a program's output, and of what its trace knows of it."""
+        shape = () if info is None else info.shape
+        return cls(argument, tuple((dim, size) for dim, size in enumerate(shape) if size.symbols))
+
+    def of_call(self, replayed: Any, bindings: Bindings) -> tuple[Any, bool]:
+        """The output at its true size; whether the next replay overwrites it.
+
+        Args:
+            replayed: what the replay returned in its place.
+            bindings: of the call.
+        """
+        argument = self.argument
+        if isinstance(argument, Size):
+            return argument(bindings.symbols), False
+        if not isinstance(replayed, torch.Tensor):
+            return replayed, False
+        assert isinstance(argument, Ref)
+        made_before = bindings.slots[argument.slot]
+        if made_before is not None:  # before the region
+            return made_before, False
+        for dim, size in self.varying:
+            if (true_size := size(bindings.symbols)) != replayed.shape[dim]:
+                replayed = replayed.narrow(dim, 0, true_size)
+        return replayed, True
+
+
+def own_outputs(outputs: Sequence[Output], replayed: Sequence[Any], bindings: Bindings) -> list[Any]:
+    """All outputs at their true sizes, as the caller's own (capture rule 7).
+
+    Args:
+        replayed: what the replay returned in their places.
+        bindings: of the call.
+    """
+    own, copies, overwritten = [], [], []
+    for output, found in zip(outputs, replayed, strict=True):
+        value, is_overwritten = output.of_call(found, bindings)
+        if is_overwritten:
+            overwritten.append(value)
+            value = torch.empty_like(value)
+            copies.append(value)
+        own.append(value)
+    copy_each(copies, overwritten)
+    return own
+
+
+def stats_of_compiled(compiled: Callable[..., Any]) -> ManagerStats:
+    """The counts of all graphs of a compiled module or function, as those of a manager; each call is an item.
+
+    A wrapped tower's calls that its own forward served are misses among them, by why. Calls that
+    Dynamo ran without this backend are not counted: it does not see them.
+    """
+    parts = [dispatcher.stats() for dispatcher in _dispatchers_of(compiled)]
+    return with_eager_calls(ManagerStats.total(parts), original_module(compiled))
+
+
+def refresh_compiled(compiled: Callable[..., Any]) -> None:
+    """As `fxsplit_encoder.refresh`, of a compiled module or function."""
+    for dispatcher in _dispatchers_of(compiled):
+        dispatcher.outdate_weights()
+    getattr(original_module(compiled), "outdate_tables", lambda: None)()
+
+
+def _dispatchers_of(compiled: Callable[..., Any]) -> list[BudgetDispatcher]:
+    owners = {id(owner) for owner in owners_of(compiled)}
+    return [
+        dispatcher
+        for dispatcher in dispatchers()
+        if any(id(reference()) in owners for reference in dispatcher.owners)
+    ]
+
+
+def with_eager_calls(stats: ManagerStats, module: Any) -> ManagerStats:
+    """Statistics with the calls that a wrapped tower's own forward served."""
+    calls: Counter[MissReason] = Counter(getattr(module, "eager_calls", ()))
+    if not calls:
+        return stats
+    misses = dict(calls + Counter(stats.misses))
+    runs = {**stats.fallback_runs, "eager": stats.fallback_runs.get("eager", 0) + calls.total()}
+    return replace(stats, misses=misses, fallback_runs=runs)

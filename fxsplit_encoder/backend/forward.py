@@ -17,9 +17,8 @@ from fxsplit_encoder.capture import (
     StaticParameters,
     segment_capacity,
 )
-from fxsplit_encoder.capture.inputs import example_values
-from fxsplit_encoder.capture.memory import gibibytes, memory_of
-from fxsplit_encoder.capture.segments import full_cu_seqlens
+from fxsplit_encoder.capture.buffers import gibibytes, memory_of
+from fxsplit_encoder.capture.inputs import example_values, full_cu_seqlens
 from fxsplit_encoder.compile import Bindings, HostOp, NamedRegion, Program, RegionInput
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import CaptureMemoryError, ConfigError

@@ -14,7 +14,7 @@ from torch import Tensor
 from fxsplit_encoder.capture.parameters import MemoryOrders
 from fxsplit_encoder.compile import Program
 from fxsplit_encoder.compile.blocks import LiveWeights
-from fxsplit_encoder.runtime.weights import check_replacements, layouts_of
+from fxsplit_encoder.runtime.captured_program import check_replacements, layouts_of
 
 _WHAT_TO_DO = "Compile the module again after torch._dynamo.reset()"
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fxsplit_encoder._torch.distributed import local_part
 from fxsplit_encoder._torch.tensors import as_plain_tensors, dense_parts, tensors_of, wrapped
-from fxsplit_encoder.capture.memory import storage_address, unstrided
+from fxsplit_encoder.capture.buffers import storage_address, unstrided
 from fxsplit_encoder.errors import WeightsLayoutError, WeightsMovedError
 
 # Names in an error message.

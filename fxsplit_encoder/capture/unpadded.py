@@ -15,10 +15,10 @@ from typing import TypeVar
 
 import torch
 
+from fxsplit_encoder.capture.forward import CaptureRequest
 from fxsplit_encoder.capture.ladder import BudgetLadder
 from fxsplit_encoder.capture.pool import GraphPool
-from fxsplit_encoder.capture.requests import CaptureRequest
-from fxsplit_encoder.planning.reasons import MissReason
+from fxsplit_encoder.planning.plan import MissReason
 
 logger = logging.getLogger(__name__)
 

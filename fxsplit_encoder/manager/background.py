@@ -17,16 +17,15 @@ from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import FxSplitError, InputError, StartFileError
 from fxsplit_encoder.kernels import timing_without_graphs
 from fxsplit_encoder.manager.captures import CapturePlan
-from fxsplit_encoder.manager.comparisons import compare_between_requests
 from fxsplit_encoder.manager.compile_worker import CompileWorker, why_not_elsewhere
 from fxsplit_encoder.manager.generation import Done, Generation
 from fxsplit_encoder.manager.path import EncoderPath
 from fxsplit_encoder.manager.path_forward import with_contents
 from fxsplit_encoder.manager.start import load_programs
-from fxsplit_encoder.manager.turns import StoppedError, Turns
+from fxsplit_encoder.manager.turns import StoppedError, Turns, compare_between_requests
 from fxsplit_encoder.parts import Parts
 from fxsplit_encoder.runtime import Choosers
-from fxsplit_encoder.runtime.progress import CaptureProgress, Phase
+from fxsplit_encoder.runtime.statistics import CaptureProgress, Phase
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fxsplit_encoder.errors import CompileError, InputError
-from fxsplit_encoder.manager import tower_pickle
 from fxsplit_encoder.manager.compile_process import (
     ANSWER,
     CANNOT_REBUILD,
@@ -26,6 +25,7 @@ from fxsplit_encoder.manager.compile_process import (
     REQUEST,
     START,
     CompileRequest,
+    dump_tower,
 )
 from fxsplit_encoder.manager.generation import Generation
 
@@ -72,7 +72,7 @@ class CompileWorker:
 
     def __init__(self, generation: Generation) -> None:
         served, device = generation.served, generation.pool.device
-        request = tower_pickle.dump(
+        request = dump_tower(
             CompileRequest(served.tower, served.limits, served.dtype, generation.config, device)
         )
         self._directory = tempfile.TemporaryDirectory(

@@ -31,7 +31,7 @@ from fxsplit_encoder.manager.tower_part import named_tensors, tower_part, tower_
 from fxsplit_encoder.planning.limits import Limits
 from fxsplit_encoder.protocol import SupportsEncoderCudaGraph
 from fxsplit_encoder.runtime import FreshInputs, request_of_module, request_of_program
-from fxsplit_encoder.runtime.weights import check_replacements, layouts_of
+from fxsplit_encoder.runtime.captured_program import check_replacements, layouts_of
 
 if TYPE_CHECKING:
     from fxsplit_encoder.compile import BoundProgram, NamedRegion

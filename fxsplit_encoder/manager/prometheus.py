@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fxsplit_encoder.errors import InputError, MissingExtraError
-from fxsplit_encoder.planning.reasons import MissReason
-from fxsplit_encoder.runtime.progress import PHASES
-from fxsplit_encoder.runtime.statistics import FALLBACK_KINDS, BudgetStats, ManagerStats
+from fxsplit_encoder.planning.plan import MissReason
+from fxsplit_encoder.runtime.statistics import FALLBACK_KINDS, PHASES, BudgetStats, ManagerStats
 
 try:
     from prometheus_client import REGISTRY

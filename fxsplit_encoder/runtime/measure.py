@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fxsplit_encoder.attention import KnownSegments
 from fxsplit_encoder.capture import BudgetLadder, KnownBudget, MeasuredCosts
-from fxsplit_encoder.capture.segments import is_cumulative
+from fxsplit_encoder.capture.inputs import is_cumulative
 from fxsplit_encoder.capture.timing import measuring_run
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.kernels import measuring

@@ -11,9 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from fxsplit_encoder.errors import InputError, MissingExtraError
 from fxsplit_encoder.manager.prometheus import PrometheusCollector
 from fxsplit_encoder.planning.limits import CaptureKey
-from fxsplit_encoder.planning.reasons import MissReason
-from fxsplit_encoder.runtime.progress import CaptureProgress
-from fxsplit_encoder.runtime.statistics import ManagerStats, Statistics
+from fxsplit_encoder.planning.plan import MissReason
+from fxsplit_encoder.runtime.statistics import CaptureProgress, ManagerStats, Statistics
 
 BUDGETS = (
     "replays_total",

@@ -31,7 +31,7 @@ from fxsplit_encoder.manager.compile_worker import CompileWorker
 from fxsplit_encoder.manager.generation import first_of
 from fxsplit_encoder.manager.path_forward import PathForward
 from fxsplit_encoder.parts import Parts
-from fxsplit_encoder.runtime.progress import CaptureProgress, least
+from fxsplit_encoder.runtime.statistics import CaptureProgress, least
 
 from .mock_towers import (
     OlderTwoPaths,
