@@ -64,8 +64,6 @@ def names_of(values: Iterable[object]) -> str:
 
 
 def nearest(name: str, allowed: Sequence[str]) -> str:
-    """Asks, in the middle of a message, whether the allowed name nearest to `name` was meant; "" if none is
-    near.
-    """
+    """Asks in a message whether the allowed name nearest to `name` was meant; "" if none is near."""
     near = difflib.get_close_matches(name, allowed, n=1)
     return f"did you mean {near[0]}? " if near else ""

@@ -346,9 +346,7 @@ class BudgetDispatcher:
         return self._run_exact(bindings.copy())
 
     def _known_segments(self, bindings: Bindings) -> list[KnownSegments]:
-        """Brings the bindings to the device; returns the segments of lengths that a host op has just computed
-        there.
-        """
+        """Brings the bindings to the device; returns the segments that a host op has just computed."""
         slots = [entry.slot for entry in self.program.region_inputs if entry.is_segments]
         known = {s: bindings.slots[s].tolist() for s in slots if bindings.slots[s].device.type == "cpu"}
         self.program.move_to_device(bindings)

@@ -117,9 +117,7 @@ class ProgramForward:
         """Whether padding is taken to leave real rows alone without a proof."""
 
     def is_always_full(self, tokens: int) -> bool:
-        """Never: nothing tells which calls there will be. Counts that fill a budget are captured when they
-        come.
-        """
+        """Never: counts that fill a budget are captured when they come."""
         return False
 
     def padding_change(self, captured: CapturedForward, tokens: int) -> str | None:

@@ -43,9 +43,7 @@ class CallParameters:
         self.have_moved = False
         """Whether those of the last call lay elsewhere than those of the call before it."""
         self.are_the_same = False
-        """Whether those of the last call were the same tensors as in the call before, at the same addresses
-        where the call looked.
-        """
+        """Whether the last two calls had the same tensors, at the same addresses if they looked."""
 
     def current(self, args: Sequence[Any]) -> Sequence[Tensor]:
         """The weights of blocks now, after all parameters have been looked at. Captures read them by address

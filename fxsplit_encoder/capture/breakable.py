@@ -316,9 +316,7 @@ def _depends_on_values(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 @functools.cache
 def _gives_numbers(op: Any) -> bool:
-    """Whether an op gives the host nothing but numbers, and not of shapes: torch has no tag for all of them,
-    and host code may branch on each.
-    """
+    """Whether an op gives the host nothing but numbers that are no shapes, on which its code may branch."""
     schema = schema_of(op)
     if schema is None or schema.name.split("::")[1] in _METADATA:
         return False
@@ -357,9 +355,7 @@ class Attended:
 
 
 class LiveSegments:
-    """The true segments of the batch that runs, by the addresses of its cumulative lengths; eager attention
-    steps read them at every replay.
-    """
+    """The true segments of the running batch, which eager attention reads at every replay."""
 
     def __init__(self, rows: int | None = None, segments: Iterable[KnownSegments] = ()) -> None:
         self.attended: dict[int, Attended] = {}

@@ -54,9 +54,7 @@ def tensors_in(values: object) -> list[Tensor]:
 
 
 def unstrided(tensors: Iterable[Tensor]) -> str | None:
-    """How the first tensor is stored that has no strides, or more than they say; None: every one is plain.
-    Its memory cannot be kept in place from replay to replay.
-    """
+    """How the first tensor is stored that has no plain strides, and cannot be kept in place; or None."""
     for tensor in tensors:
         if tensor.is_nested:
             return "nested"
@@ -102,9 +100,7 @@ class OwnedBuffers:
         self._written: dict[int, int] = {}
 
     def clear_behind(self, buffer: Tensor, rows: int) -> None:
-        """Sets to zero what an earlier, larger batch has written behind the first `rows` rows: what it left
-        there need not be finite.
-        """
+        """Zeroes what an earlier, larger batch left behind the first `rows` rows: it may not be finite."""
         written = self._written.get(buffer.data_ptr(), buffer.shape[0])
         if written > rows:
             buffer[rows:written].zero_()
@@ -214,8 +210,6 @@ class StaticBuffer:
     """One static input. Its memory is its own, or shared with other captures that never run at the same time.
 
     Args:
-        name: for messages.
-        tensor: the captured tensor; a copy of its address is kept.
         token_dim: the dimension along which replays fill a part; None: the whole tensor is replaced.
         padding_logic: fills the tensor (first) from a value (second) instead, which may be smaller in any
             dimension: what the value leaves too.
@@ -244,9 +238,7 @@ class StaticBuffer:
         self.capacity = 1 if self.token_dim is None else tensor.shape[self.token_dim]
         """Rows along the token dimension."""
         self.token = object()
-        """Stands for this buffer where a reference to it would be a cycle: its memory must not wait for the
-        garbage collector.
-        """
+        """Stands for this buffer where a reference would be a cycle, kept until a collection."""
         self._contents = _Contents(self.token, self.capacity)
         self._contents.is_constant = may_be_left_out
 
@@ -262,9 +254,7 @@ class StaticBuffer:
         return self.tensor.numel() * self.tensor.element_size()
 
     def first_rows(self, like: Tensor) -> StaticBuffer | None:
-        """A buffer over the first rows of this one's memory, with the contents of `like`; None if `like` is
-        not as this one but shorter.
-        """
+        """A buffer over the first rows of this one, with the contents of `like`; None: it does not fit."""
         own = self.tensor
         if own.dim() == 0 or self.token_dim not in (0, None) or like.shape[1:] != own.shape[1:]:
             return None
@@ -319,9 +309,7 @@ class StaticBuffer:
                 )
 
     def _check_order(self, value: StaticValue) -> None:
-        """An order is looked at where it is on the CPU. On another device its entries are not read: it was
-        brought there by the code that computes it on the host.
-        """
+        """Checks an order where it is on the CPU; on a device it was checked by what computed it."""
         parts = parts_of(value)
         rows = sum(part.shape[0] for part in parts)
         for part in parts:

@@ -90,9 +90,7 @@ class CaptureRequest:
     captured."""
     num_rows: RowCount | None = None
     single_segment: Callable[[], CaptureRequest] | None = None
-    """Makes the same request for batches of one segment. Empty segments cost attention
-    (benchmarks/cases/attention.py).
-    """
+    """Makes the same request for one segment: empty ones cost attention (benchmarks/cases/attention.py)."""
     splitting_ops: Sequence[str] = DEFAULT_SPLITTING_OPS
     """Where a module's own code breaks in mode "breakable"."""
     is_alone: bool = False
@@ -121,9 +119,7 @@ class CaptureRequest:
         return functools.partial(body, frames)
 
     def runs(self) -> Parts[None]:
-        """Runs, once each, what is run to time and to capture it on a device: whoever looks on learns which
-        kernels it calls.
-        """
+        """Runs once each what is run to time and to capture it, so that the kernels it calls become known."""
         bodies: list[Callable[[], Any]] = [self.body, self.exact_body()]
         if self.single_segment is not None:
             bodies.append(self.single_segment().body)
@@ -202,9 +198,6 @@ class CapturedForward:
 
     def recording(self, warmups: int = WARMUPS) -> Parts[None]:
         """Warms the forward up at full depth, which is a part, then captures it.
-
-        Args:
-            warmups: runs before, on the stream of the capture.
 
         Raises:
             CaptureMemoryError: out of device memory, or over the pool's limit. Nothing is kept.
@@ -329,9 +322,7 @@ class CapturedForward:
     def _prepared(
         self, values: Mapping[str, StaticValue | None]
     ) -> tuple[dict[str, StaticValue | None], set[str], dict[str, tuple[Tensor, list[int]]]]:
-        """The values with lengths padded, and None where the buffer holds a value already; the names of the
-        latter; and the lengths that the host knows.
-        """
+        """The values with lengths padded, the names of those already in place, and the lengths known here."""
         padded: dict[str, StaticValue | None] = dict(values)
         held: set[str] = set()
         boundaries: dict[str, tuple[Tensor, list[int]]] = {}

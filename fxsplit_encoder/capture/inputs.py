@@ -27,9 +27,7 @@ _ALIGNMENT = 64
 
 
 def example_values(shape: Sequence[int], device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Draws normal numbers for a capture to run on, from a generator of their own: what the program draws
-    stays the same.
-    """
+    """Draws normal numbers for a capture from a generator of their own, so the program's stay the same."""
     generator = None if device.type == "meta" else torch.Generator(device).manual_seed(0)
     return torch.randn(shape, generator=generator, device=device, dtype=dtype)
 
@@ -182,19 +180,12 @@ _MIN_SEGMENTS = 8
 
 
 def segment_capacity(token_budget: int, max_segments: int) -> int:
-    """Segments (images, frames) that the capture of a budget holds.
-
-    Args:
-        token_budget: output tokens.
-        max_segments: the most segments that any batch may have.
-    """
+    """Segments (images, frames) that a capture of so many output tokens holds, `max_segments` at most."""
     return max(1, min(max_segments, max(_MIN_SEGMENTS, token_budget // _TYPICAL_SEGMENT_TOKENS)))
 
 
 def full_cu_seqlens(capacity: int, rows: int, segments: int = 1) -> Tensor:
-    """(capacity + 1,) int32: cumulative lengths of `rows` rows in equal segments, then empty ones, with which
-    a capture is recorded and timed.
-    """
+    """(capacity + 1,) int32: lengths of `rows` rows in equal segments, then empty ones, to record with."""
     result = torch.full((capacity + 1,), rows, dtype=torch.int32, device="cpu")
     result[: segments + 1] = torch.arange(segments + 1, device="cpu") * rows // segments
     return result
@@ -206,10 +197,8 @@ def pad_cu_seqlens(cu_seqlens: Tensor, length: int, rows: int) -> Tensor:
     The result is kept for the next batch of the same lengths: nobody may write to it.
 
     Args:
-        cu_seqlens: (segments + 1,) int32 CPU tensor rising from 0; repeated last entries (empty segments) may
-            be dropped.
-        length: entries of the captured buffer.
-        rows: rows of the captured sequence.
+        cu_seqlens: (segments + 1,) int32 CPU tensor rising from 0.
+        length, rows: entries of the captured buffer, rows of the captured sequence.
 
     Raises:
         InputError: the lengths fall, or do not start at 0.

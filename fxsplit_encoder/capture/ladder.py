@@ -154,9 +154,7 @@ class BudgetLadder:
         return self.captured.get(budget)
 
     def capturing(self, budget: int) -> Parts[None]:
-        """As `capture`, a part each time that it is asked for one: one run that is timed, the runs before a
-        capture, or the capture.
-        """
+        """As `capture`, in parts: a run that is timed, the runs before a capture, or the capture."""
         if budget in self.captured or budget in self.dropped or budget in self.no_graph_needed:
             return
         start, seconds, compared = time.perf_counter(), 0.0, self._compared.seconds
@@ -215,15 +213,11 @@ class BudgetLadder:
 
     @property
     def capture_ms(self) -> float:
-        """What capturing and timing a budget takes, the median. Comparing kernels is no part of it: few sizes
-        more are of classes that were not compared yet.
-        """
+        """Median milliseconds of capturing and timing a budget, without comparing kernels."""
         return statistics.median(self._capture_ms) if self._capture_ms else 0.0
 
     def num_bytes(self, budget: int) -> int:
-        """Device memory that capturing a budget added: in all modes that were tried, since what they leave
-        stays in the pool.
-        """
+        """Device memory that capturing a budget added, in all modes that were tried."""
         return self._num_bytes[budget]
 
     def drop(self, budget: int, reason: str) -> None:

@@ -143,9 +143,7 @@ class SegmentedCapture:
         self.num_graphs += 1
 
     def _abandon(self) -> None:
-        """Leaves no open capture and no half recording behind an exception, whatever stream it left current:
-        a graph can end only on that which it began on.
-        """
+        """Ends an open capture after an exception, on the stream on which its graph began."""
         with self.pool.on_stream(), contextlib.suppress(RuntimeError):
             self._end_graph()
         self.release()

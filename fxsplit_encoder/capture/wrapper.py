@@ -257,9 +257,7 @@ class BreakableCUDAGraphWrapper(nn.Module):
         return reason
 
     def _evict(self) -> None:
-        """Drops the capture that was used longest ago; with the last one the memory goes back, unless others
-        share it.
-        """
+        """Drops the capture used longest ago; with the last one the memory goes back."""
         _, entry = self._entries.popitem(last=False)
         pool = entry.forward.pool
         if pool.is_cuda:  # its last replay may still run

@@ -63,11 +63,8 @@ class BackgroundCapture:
     thread may while another captures.
 
     Args:
-        target: what is captured.
-        planned: of it.
+        target, planned: what is captured.
         first: what serves meanwhile.
-        turns: of the manager.
-        kernels: of the manager.
         switch: has the target serve; is called in a step.
     """
 

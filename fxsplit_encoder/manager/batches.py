@@ -32,11 +32,8 @@ class BatchRunner:
     """Runs batches of one tower, one at a time.
 
     Args:
-        paths: by (name, axis keys).
         config: with `debug` every rule is checked at every replay, with `invariant` no batch runs through the
             tower's own forward.
-        num_axes: how many capture axes the tower has.
-        max_items: of a batch that captures hold.
     """
 
     def __init__(
@@ -69,9 +66,6 @@ class BatchRunner:
         """Encodes a request and counts its items.
 
         Args:
-            plan: of the request.
-            mm_kwargs: the whole request.
-            specs: the sizes of its items.
             may_replay: whether captures serve; if not, every batch falls back.
 
         Returns:

@@ -43,9 +43,7 @@ class CapturePlan:
 
     @property
     def input_bytes(self) -> int:
-        """Static input buffers of all of them: of each path, what its largest budget shares with the others,
-        and what each has for itself.
-        """
+        """Static input buffers of all captures; those of a path's budgets share what they can."""
         shared: dict[tuple[Any, ...], int] = {}
         own = 0
         for capture in self.captures:
@@ -144,9 +142,7 @@ def check_budgets(forward: PathForward, *, tile: int | None, out_hidden_size: in
     proportion.
 
     Args:
-        forward: of the path, with its budgets.
         tile: the smallest size that the path can have; None: any.
-        out_hidden_size: columns of the output.
         field: where the settings list the budgets.
     """
     budgets, memory = forward.budgets, memory_of(forward.device)

@@ -122,9 +122,6 @@ class CompileWorker:
     def wait(self, is_stopped: Callable[[], bool], tell: Callable[[int, int], None]) -> Compiled | None:
         """What the process found out, once it has; None: it is not wanted any more.
 
-        Args:
-            tell: is called with how far it is, now and then.
-
         Raises:
             CompileError: it ended without, and how.
             InputError: it could not make the tower, and why.

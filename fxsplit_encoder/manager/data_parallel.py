@@ -40,10 +40,6 @@ def assign_items(weights: Sequence[float], num_ranks: int) -> list[list[int]]:
     would in the best assignment (Graham, "Bounds on multiprocessing timing anomalies", 1969). Of equal items
     the first goes first, of equal ranks the lowest takes it, so that all ranks find the same assignment.
 
-    Args:
-        weights: the work that each item is, in any unit.
-        num_ranks: how many ranks share it.
-
     Returns:
         The items of every rank, ascending; each item once. A rank may have none.
 
@@ -185,9 +181,7 @@ class DataParallel:
         Every rank must call it, with the same inputs and in the same order of calls.
 
         Args:
-            mm_kwargs: the whole request.
             encode_local: encodes the items of a request that one rank was given; not called for none.
-            tower: knows the items' sizes, and selects them.
 
         Returns:
             One tensor an item, (rows, columns), each in memory of its own. The rows are those that were

@@ -54,16 +54,7 @@ class Done(NamedTuple):
 
 
 class Generation:
-    """The paths of a tower under one configuration, over one pool.
-
-    Args:
-        served: whose paths.
-        config: how they are captured.
-        pool: where.
-        statistics: which count what is served.
-        agree: see `CaptureScope`.
-        compares_kernels: see `CaptureScope`.
-    """
+    """The paths of a tower under one configuration, over one pool; other arguments as `CaptureScope`."""
 
     def __init__(
         self,
@@ -119,9 +110,7 @@ class Generation:
 
     @property
     def compiled_paths(self) -> list[EncoderPath]:
-        """Those whose forward is compiled, or is to be. Without budgets nothing tells at which size to trace
-        a path, and it runs eagerly.
-        """
+        """Those whose forward is compiled, or is to be; one without budgets runs eagerly."""
         return [path for path in self.paths_by_key.values() if path.budgets and path.is_to_compile]
 
     def check_budgets(self) -> None:

@@ -42,7 +42,6 @@ class Lifecycle:
 
     Args:
         own: what is captured in the end.
-        kernels: which decide meanwhile.
         changed: a method that is called, in a turn, when other captures serve; its object is not kept alive.
     """
 
@@ -175,9 +174,7 @@ class Lifecycle:
     # --- the tower's modules
 
     def allowed(self, plan: Plan) -> Plan:
-        """A request's plan, or one without captures and programs, where the tower or what is around the call
-        needs the tower's own forward. The caller has the turn.
-        """
+        """A request's plan, or one by the tower's own forward if that is needed. The caller has the turn."""
         found = foreign_around()
         reason, why = MissReason.FOREIGN_CODE, f"there is {found}"
         if found is None and self._structure is not None:

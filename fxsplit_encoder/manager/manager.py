@@ -164,9 +164,7 @@ class EncoderCudaGraphManager:
         return self._lifecycle.own.planned_captures()
 
     def compile(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Traces and compiles every path's forward; `progress` gets (done, total) of each path, where two
-        phases of the tracing and every piece count.
-        """
+        """Traces and compiles every path; `progress` gets (done, total): two phases and every piece."""
         self._lifecycle.compile(progress)
 
     def capture(self, progress: Callable[[int, int], None] | None = None, *, wait: bool = True) -> None:
@@ -272,15 +270,11 @@ class EncoderCudaGraphManager:
             self._check_captures()
 
     def is_captured(self) -> bool:
-        """Whether `capture` has run since the last `clear`; of `capture(wait=False)` the part that it does
-        before it returns.
-        """
+        """Whether `capture` has run since the last `clear`, with `wait=False` up to its return."""
         return self._lifecycle.is_captured
 
     def clear(self) -> None:
-        """Releases every capture and its memory; `capture` may be called again. What is under way behind
-        `capture(wait=False)` ends.
-        """
+        """Releases every capture and its memory, and ends work behind `capture(wait=False)`."""
         self._lifecycle.clear()
 
     def check_weights(self) -> None:

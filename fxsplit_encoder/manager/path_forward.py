@@ -51,7 +51,6 @@ class PathForward:
     """The tower's `encoder_cudagraph_forward` on one path, and the program that it was compiled to.
 
     Args:
-        name: the path's.
         label: the path and its axis keys, for messages.
         placement: the device and dtype of inputs.
     """

@@ -56,9 +56,6 @@ class RequestPlans:
     (`UnpaddedReplays`): a request that was cut into batches for the budgets there are may then be a single
     one. The first plan comes back if one of these captures cannot be made; or is given up, and its batch
     takes so long at its exact shape that the first plan is predicted to be faster.
-
-    Args:
-        paths: by (name, axis keys).
     """
 
     def __init__(
@@ -164,9 +161,7 @@ class RequestPlans:
         return list(map(Item, specs, frames, segments, keys, refusals))
 
     def _unpadded_plan(self, items: Sequence[Item], plan: Plan) -> Plan | None:
-        """The plan if every token count were captured; None: it has as many batches, is predicted to gain
-        nothing, or to lose too much until these are captured.
-        """
+        """The plan if every token count were captured; None: it would gain nothing, or cost too much."""
         replays = {key: CostCurve(tuple(sorted(each.replay.items()))) for key, each in self._costs.items()}
         costs = {
             key: replace(each, exact=tuple((b, min(price, replays[key].at(b))) for b, price in each.exact))

@@ -125,10 +125,6 @@ class Turns:
         """Has some work done by a thread that serves a request, right after one, or by one that waits for all
         work in `assist`; returns its result. One thread may lend at a time.
 
-        Args:
-            work: it has the turn, as a step has.
-            is_stopped: whether it is not wanted any more.
-
         Raises:
             StoppedError: it is not wanted; nothing was done.
             Exception: what the work raised.
@@ -198,9 +194,7 @@ def compare_between_requests(
 
     Args:
         runs: a run a part.
-        device: where they are.
-        step: what is around a step.
-        beside: what is around the rest, on this thread, while requests are served.
+        step, beside: what is around a step, and around the rest, while requests are served.
     """
     unmeasured: Unmeasured = {}
 
@@ -232,10 +226,6 @@ def compare_between_requests(
 def compare_meanwhile(runs: Parts[None], is_compiling: Callable[[], bool]) -> None:
     """Compares the kernels of every class of calls that some runs meet, but for those that other processes
     are still compiling, until these are done.
-
-    Args:
-        runs: a run a part.
-        is_compiling: whether they are still at it.
     """
     unmeasured: Unmeasured = {}
     with contextlib.closing(runs):

@@ -15,10 +15,6 @@ from fxsplit_encoder.protocol import EncoderCudaGraphConfig, EncoderCudaGraphPat
 def generate_budgets(minimum: int, maximum: int) -> list[int]:
     """Powers of two times `minimum` up to `maximum`, which is always the last: 64, 200 gives 64, 128, 200.
 
-    Args:
-        minimum: the smallest budget in output tokens.
-        maximum: the largest budget in output tokens.
-
     Raises:
         InputError: not 1 <= minimum <= maximum.
     """
@@ -42,8 +38,6 @@ def default_budgets(minimum: int, maximum: int, tile: int = 1) -> list[int]:
     padding is 1/13 (7.7 %) of what is replayed. With 1.5 M alone it would be 1/7 (14.3 %).
 
     Args:
-        minimum: the smallest budget in output tokens.
-        maximum: the largest budget in output tokens.
         tile: the tokens of the smallest unit that is encoded, so that budgets hold whole ones.
 
     Raises:
@@ -59,8 +53,6 @@ def inferred_budgets(minimum: int, maximum: int, tile: int, max_items: int) -> t
     """The default ladder over a tower's range, whose smallest budget has a unit for each item of a batch.
 
     Args:
-        minimum: the smallest useful budget in output tokens.
-        maximum: the largest one.
         tile: as for `default_budgets`.
         max_items: the items of a batch that are configured; 0: none are.
 
@@ -143,8 +135,6 @@ def resolve_limits(
     maximum holds, frames to those of as many of the longest videos.
 
     Args:
-        config: the user's settings.
-        model_config: the tower's `get_encoder_cudagraph_config()`.
         budget_range: the tower's `get_encoder_cudagraph_budget_range()`, in output tokens; None: unknown,
             see `needs_budget_range`.
         has_video: whether videos are encoded at all; if not, `max_frames_per_batch` is 0.

@@ -26,8 +26,6 @@ def pack_greedy(
     exceeds a limit by itself is a batch of its own, after all others.
 
     Args:
-        loads: what the items take up.
-        capacity: what a batch may have.
         defer_budgets: the increasing budgets of each path, the last at least its maximum. If given, an item
             starts the next batch although it fits, where that lowers the sum of budgets on some path: the
             budget of the batch so far and that of the item alone are together below the budget of both, and

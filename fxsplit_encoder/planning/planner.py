@@ -85,9 +85,6 @@ def build_fallback_plan(
     """One batch of all items, in order, that replays nothing and counts every item under `reason`.
 
     Args:
-        items: the images and videos of a request; their axis keys do not matter.
-        paths: the names of the tower's paths.
-        reason: why nothing is replayed.
         skippable_paths: the paths that are skipped where the items have no tokens; None: any.
     """
     if not items:
@@ -131,9 +128,7 @@ class _Path:
 
     @property
     def budgets(self) -> tuple[int, ...]:
-        """What the greedy packings pack for: what is held by budgets that were captured, or not for being no
-        faster.
-        """
+        """What the greedy packings pack for: budgets that were captured, or not for being no faster."""
         captured = self.table.holds
         return tuple(sorted((*captured, *self.not_needed))) if self.not_needed else captured
 
@@ -228,9 +223,7 @@ def _unmeasured(budgets: tuple[int, ...]) -> PathCosts:
 def _fall_back(
     items: Sequence[Item], indices: Sequence[int], limits: Limits, reason: MissReason
 ) -> list[PlannedBatch]:
-    """Batches of as many of the items, which have the positions `indices`, as allowed, in order, that replay
-    nothing.
-    """
+    """Batches, in order, of as many of the items at positions `indices` as allowed, that replay nothing."""
     batches = []
     for start in range(0, len(items), limits.max_items_per_batch):
         end = start + limits.max_items_per_batch

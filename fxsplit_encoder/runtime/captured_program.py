@@ -61,9 +61,7 @@ class CapturableForward(Protocol):
         """
 
     def is_always_full(self, tokens: int) -> bool:
-        """Whether a budget of so many output tokens needs no padding: no batch takes it but those that fill
-        it.
-        """
+        """Whether only batches that fill a budget of so many output tokens take it."""
 
     def padding_change(self, captured: CapturedForward, tokens: int) -> str | None:
         """How a new capture of so many output tokens changes the results of a batch, one that does not fill
@@ -75,8 +73,6 @@ class CapturedProgram:
     """One forward with its captures: a ladder of budgets, and captures of the token counts that recur.
 
     Args:
-        forward: what is captured.
-        label: what it is called in messages.
         budgets: of the ladder, in output tokens, increasing.
         mode: in which budgets are captured: one of the configuration's.
     """
@@ -131,9 +127,7 @@ class CapturedProgram:
 
     @property
     def recurring_counts(self) -> str | None:
-        """When token counts are captured without padding: by "hits" or by "cost" (`UnpaddedReplays`); None:
-        never.
-        """
+        """When token counts are captured without padding: "hits", "cost" (`UnpaddedReplays`); None: never."""
         if self.mode == "none":
             return None
         if self.mode == "exact" or self.padding_refused:
@@ -189,9 +183,7 @@ class CapturedProgram:
         return self.ladder.captured
 
     def capturing(self, budget: int) -> Parts[None]:
-        """Captures one budget unless that was done or failed before, or notes why it is dropped; in the parts
-        of `BudgetLadder.capturing`.
-        """
+        """Captures one budget once, or notes why it is dropped; in parts as `BudgetLadder.capturing`."""
         is_new = budget not in self.captured
         yield from self.ladder.capturing(budget)
         if is_new and not (self.padding_proved or self.forward.declares_padding):
@@ -269,9 +261,7 @@ class CapturedProgram:
         return self.unpadded.num_bytes
 
     def num_bytes(self, budget: int) -> int:
-        """Memory that captures would need less without this budget: its graphs, and what no other reads of
-        its static inputs.
-        """
+        """Memory that captures need for this budget alone: graphs, and inputs that no other reads."""
         others = _read_bytes([captured for other, captured in self.captured.items() if other != budget])
         own = _read_bytes([self.captured[budget]])
         unshared = (max(0, num_bytes - others.get(address, 0)) for address, num_bytes in own.items())
@@ -287,9 +277,7 @@ class CapturedProgram:
         return replace(costs, max_tokens=self.token_capacity)
 
     def expect(self, known: KnownCosts) -> None:
-        """Takes over what was measured elsewhere of this forward, on a device of the same kind: nothing of it
-        is measured here. It stays known after `clear`.
-        """
+        """Takes over what was measured elsewhere on a device of the same kind; `clear` keeps it."""
         self.expected = known
         self.ladder.expect(known.budgets, known.capture_ms)
 
@@ -347,9 +335,7 @@ class CapturedProgram:
         rows: int | None,
         exact: Callable[[], Any],
     ) -> bool:
-        """Whether an unpadded capture serves a batch; one on trial is compared with a run of the batch at its
-        exact shape, and given up if it gains nothing.
-        """
+        """Whether an unpadded capture serves a batch; one on trial has to beat the exact shape."""
 
         def replay() -> None:
             captured.load(values, rows)
@@ -559,9 +545,7 @@ class UnpaddedReplays:
             return weight
 
     def _weight(self, planned: PathPlan) -> float:
-        """What a batch costs more than in a replay of its size, or may cost, as a share of what a capture
-        costs.
-        """
+        """What a batch costs, or may cost, above a replay of its size, in captures."""
         costs, tokens = self._costs, planned.tokens
         if not self._capture_ms or not self._replay_curve.points:
             return 0.0
@@ -598,8 +582,7 @@ def check_replacements(
     captured again.
 
     Args:
-        layouts: of the old weights, None for values that are none.
-        values: those in the same places now.
+        layouts, values: of the old weights (None: no weight), and those in the same places now.
         what_to_do: for the message, a sentence.
     """
     for expected, value in zip(layouts, values, strict=True):

@@ -169,7 +169,5 @@ class CaptureScope:
 
     @property
     def measured(self) -> bool:
-        """Whether ways to run are timed, to choose by it: only on a device, and not where ranks must choose
-        the same, since their times differ.
-        """
+        """Whether ways to run are timed: on a device, and not where ranks must choose the same."""
         return self.agree is None and self.pool.is_cuda

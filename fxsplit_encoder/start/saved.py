@@ -214,10 +214,6 @@ def save(path: Path, device: torch.device, measurements: _Measurements, towers: 
 def read(path: Path, device: torch.device, key: Key, measurements: _Measurements) -> ReadStart:
     """Reads a file for a tower, and checks all of it.
 
-    Args:
-        key: of the tower and its configuration.
-        measurements: those of the operations whose kernels are chosen.
-
     Raises:
         StartFileError: it is damaged, or was made for something else.
     """

@@ -31,10 +31,6 @@ DENSE_ATTENTIONS = (
 ATTENTIONS = frozenset(("varlen_attention", *DENSE_ATTENTIONS))
 
 _PERMUTE_ROWS = "fxsplit::permute_rows"
-_READS = ("embedding", "index", "_unsafe_index", "index_select", "gather", "take", _PERMUTE_ROWS)
-_SCATTERS = ("index_put", "index_add", "scatter")
-LOOKUPS = frozenset((*_READS, *_SCATTERS))
-"""These take indices, which may be out of range."""
 
 
 @rule("embedding")
