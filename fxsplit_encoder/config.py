@@ -29,7 +29,6 @@ GraphPass = Literal[
     "measured_activations",
     "output_branch",
 ]
-Padding = Literal["proved", "probed"]
 
 MODES: tuple[Mode, ...] = get_args(Mode)
 GRAPH_PASSES: tuple[GraphPass, ...] = get_args(GraphPass)
@@ -152,13 +151,6 @@ class EncoderConfig(Settings):
     nothing, all run at their exact shape; auto: what measures cheapest for each budget, and token counts for
     which padding has cost more than their own capture would."""
 
-    padding: Annotated[Padding, one_of(get_args(Padding))] = "proved"
-    """When `torch.compile(..., backend="encoder_cg")` may pad a call up to a budget. proved: where an
-    analysis of the graph proves that real rows do not depend on pad rows, or the tower declares it; any other
-    call runs at its exact shape, which is captured if it repeats. probed: also where the analysis knows
-    nothing, and two padded runs on one call's data changed no real row; such a padding may be wrong on other
-    data. The manager's towers declare their padding."""
-
     exact_min_hits: _Number = 2
     """With `mode: exact`: how often a token count has to come before it is captured."""
 
@@ -272,7 +264,6 @@ class EncoderConfig(Settings):
                 name: (mode == "breakable", "the tower's own code would run", "another mode")
                 for name, mode in modes.items()
             },
-            "padding": (self.padding != "proved", "rows that may mix would be padded", "proved"),
             "piece_compiler": (callable(self.piece_compiler), "nothing is known of it", "a name"),
             "attention": (not isinstance(self.attention, str), "one kernel attends", "auto, or one kernel"),
         }

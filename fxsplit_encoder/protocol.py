@@ -107,14 +107,10 @@ class EncoderCudaGraphConfig:
 
 @dataclass(frozen=True)
 class BudgetDeclaration:
-    """What a tower declares of budgets where only its host op is seen, as behind `torch.compile`: each is a
-    function of the op's arguments.
-    """
+    """What a tower declares of budgets behind `torch.compile`: functions of its host op's arguments."""
 
     rows_per_output_token: Callable[..., int | Fraction]
-    """Rows of the sequence that are merged into one output token: what converts budgets to rows. A fraction
-    where a row gives several output tokens.
-    """
+    """Rows of the sequence merged into one output token; a fraction where a row gives several."""
     budget_range: Callable[..., tuple[int, int]]
     """Smallest and largest useful budget, in output tokens."""
     segment_factors: Callable[..., Sequence[int]] | None = None

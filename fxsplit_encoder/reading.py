@@ -15,9 +15,7 @@ _known: ContextVar[dict[tuple[int, int], tuple[object, object, Any]] | None] = C
 
 # Entered for every request: a class takes a third of the time of a generator.
 class reading_once:
-    """Inside, `read_once` remembers what it has read. Inputs may change between requests without a trace, so
-    nothing is remembered for longer than one.
-    """
+    """Inside, `read_once` remembers what it read; afterwards inputs may change, so it forgets."""
 
     __slots__ = ("_token",)
 

@@ -10,9 +10,7 @@ V = TypeVar("V")
 
 
 class Recent(OrderedDict[K, V]):
-    """A dictionary of at most `most` entries. A new one takes the place of that which was set, or read by
-    `get`, least recently.
-    """
+    """A dictionary of at most `most` entries: the one that was set, or got, least recently leaves."""
 
     def __init__(self, most: int) -> None:
         super().__init__()

@@ -324,7 +324,7 @@ def test_the_manager_refuses_such_a_budget(
 
 
 def test_what_the_message_allows_is_taken(tiny_towers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fxsplit_encoder.manager.budget_memory.memory_of", lambda device: 10 * MEBIBYTE)
+    monkeypatch.setattr("fxsplit_encoder.manager.captures.memory_of", lambda device: 10 * MEBIBYTE)
     with pytest.raises(ConfigError) as raised:
         fx.EncoderCudaGraphManager(tiny_towers.wrapped, fx.EncoderConfig(token_budgets=(10**4,)))
     fitting = int(str(raised.value).split("at most ")[1].split(",")[0])
@@ -343,7 +343,7 @@ def test_inspect_refuses_such_a_budget_and_traces_small_ones(
     made: list[int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("fxsplit_encoder.cli.inspection.describe_tower", lambda tower: "3 blocks")
-    monkeypatch.setattr("fxsplit_encoder.capture.memory._memory_of", lambda device: 16 * 2**30)
+    monkeypatch.setattr("fxsplit_encoder.capture.buffers._memory_of", lambda device: 16 * 2**30)
     blocks, family = Blocks(None).eval(), Family()
     too_large = fx.EncoderConfig(token_budgets=(2**31 - 1,))
     assert_refused(lambda: run_inspect(blocks, family, too_large, Document()), "^token_budgets: 2147483647")  # type: ignore[arg-type]

@@ -31,9 +31,7 @@ def end_failed_capture(graph: torch.cuda.CUDAGraph, memory: torch.cuda.MemPool, 
 
 
 def borrowed(tensor: Tensor) -> Tensor:
-    """The same memory of the device without owning it, as torch's own trees of CUDA graphs take it: every
-    public way to alias memory keeps it alive.
-    """
+    """The same memory of the device, not owned: every public way to alias memory keeps it alive."""
     storage = tensor.untyped_storage()
     memory = torch._C._construct_storage_from_data_pointer(
         storage.data_ptr(), tensor.device, storage.nbytes()

@@ -46,31 +46,23 @@ def to_aten(
 
 
 def static_inputs() -> Sequence[int]:
-    """Positions of parameters and buffers among the inputs of the graph that AOT hands over now. A backend is
-    told neither by its arguments nor by the graph.
-    """
+    """Positions of parameters and buffers among the inputs of AOT's graph, which its arguments hide."""
     context = TracingContext.try_get()
     metadata = None if context is None else context.fw_metadata
     return [] if metadata is None else metadata.static_input_indices
 
 
 def boxed(function: Callable[[list[Any]], list[Any]]) -> Callable[[list[Any]], list[Any]]:
-    """Marks a function that takes its arguments in a list, which it empties, so that AOT passes them so and
-    they are freed before the end of the call.
-    """
+    """Marks a function that empties its list of arguments, so that they are freed before it ends."""
     function._boxed_call = True  # type: ignore[attr-defined]
     return function
 
 
 def tracing_context(fake_mode: Any) -> contextlib.AbstractContextManager[object]:
-    """A tracing context of its own for what is traced or compiled within: the surrounding one, which AOT and
-    Inductor write to, belongs to the whole graph.
-    """
+    """A tracing context of its own: AOT and Inductor write to the one of the whole graph."""
     return tracing(TracingContext(fake_mode))
 
 
 def fake_mode_of(values: Iterable[Any]) -> Any:
-    """The fake mode of the first traced tensor among these values; None where none is one. Unlike
-    `detect_fake_mode` it does not ask the surrounding trace.
-    """
+    """The fake mode of the first traced tensor here, whatever the surrounding trace has; or None."""
     return next((value.fake_mode for value in values if hasattr(value, "fake_mode")), None)

@@ -53,9 +53,7 @@ class Branch:
 
 @functools.cache
 def _sibling(device: torch.device, main: int, priority: int, purpose: str) -> torch.cuda.Stream:
-    """Of the stream with this handle, and as urgent. torch hands out a few streams in turn: one that is the
-    main stream itself would be no branch.
-    """
+    """A stream with the priority of stream `main`, but not that one, which torch may hand out."""
     while (stream := torch.cuda.Stream(device, priority)).cuda_stream == main:  # type: ignore[no-untyped-call]
         pass
     return stream

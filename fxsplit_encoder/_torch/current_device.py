@@ -35,9 +35,7 @@ def indexed(device: torch.device) -> torch.device:
 
 @contextlib.contextmanager
 def no_default_device() -> Iterator[None]:
-    """Suspends `torch.set_default_device` and `with torch.device(...)`: Dynamo traces through their mode, and
-    fails where a method of tensors is written in Python.
-    """
+    """Suspends the default device, whose mode makes Dynamo fail at tensor methods written in Python."""
     modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     others = [mode for mode in modes if not isinstance(mode, DeviceContext)]
     _replace_modes(modes, others)

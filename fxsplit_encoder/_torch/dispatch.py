@@ -1,6 +1,4 @@
-"""Operators as the dispatcher sees them: their type, schema and modes, private kernels, and the trees of
-values that calls take and return.
-"""
+"""Operators as the dispatcher sees them, private kernels, and the trees of values of calls."""
 
 from __future__ import annotations
 
@@ -63,9 +61,7 @@ addmm_activation = torch.ops.aten._addmm_activation
 
 
 def schema_of(target: Any) -> Any:
-    """The declared parameters and results of an operator; None for anything else. Signatures of operators say
-    neither defaults nor which results alias arguments.
-    """
+    """An operator's schema, with defaults and aliases, which signatures lack; None for anything else."""
     return getattr(target, "_schema", None)
 
 

@@ -34,9 +34,7 @@ __all__ = [
 ]
 
 current_compile_id = CompileContext.current_compile_id
-"""What Dynamo compiles now, None outside of it: tells a trace from an earlier one that failed before its
-backend was called, which no public API reports.
-"""
+"""What Dynamo compiles now, or None: tells a trace from one that failed before its backend."""
 
 # Attributes under which Dynamo's wrappers of a backend have what they wrap.
 _WRAPPED = ("compiler_fn", "__wrapped__", "_torchdynamo_orig_backend")
@@ -75,9 +73,7 @@ def mark_unbacked(tensor: Tensor, dim: int) -> None:
 
 
 def is_traced() -> bool:
-    """Whether this thread traces what it runs. `torch.compiler.is_compiling` is true in every thread while
-    one compiles.
-    """
+    """Whether this thread traces; `torch.compiler.is_compiling` is true in every thread while one does."""
     if torch.compiler.is_dynamo_compiling():
         return True
     return torch.compiler.is_compiling() and detect_fake_mode() is not None
@@ -235,9 +231,7 @@ def inner_error(error: BaseException) -> BaseException | None:
 
 
 def traced_files(error: BaseException) -> list[str]:
-    """The files of the code that Dynamo was tracing when it raised an error, outermost first; none where it
-    does not tell.
-    """
+    """The files of the code that Dynamo was tracing when it raised, outermost first, where it tells."""
     return [frame.filename for frame in getattr(error, "real_stack", None) or ()]
 
 

@@ -9,9 +9,7 @@ import torch
 
 # Entered for every request: torch's own context managers are twelve calls more, and the one below five.
 class without_autograd:
-    """Without autograd, and outside of inference mode: static buffers are ordinary tensors, which could not
-    be written outside of it if they were made inside.
-    """
+    """Without autograd and inference mode, outside of which static buffers made inside are read-only."""
 
     __slots__ = ("_had_gradients", "_outside")
 

@@ -26,17 +26,13 @@ __all__ = ["key_of", "load_graph"]
 
 
 def key_of(compiled: Any) -> tuple[str, str] | None:
-    """What Inductor's cache finds a compiled graph by: its key, and the conditions on sizes that it was
-    compiled under. None: it is not in the cache.
-    """
+    """The key of a graph in Inductor's cache and the conditions on its sizes; None: it is not there."""
     key = getattr(compiled, "_fx_graph_cache_key", None)
     return None if key is None else (key, compiled.guards_expr or "")
 
 
 def load_graph(key: str, guards: str) -> Callable[[list[Any]], Any] | None:
-    """The compiled graph of a key in Inductor's cache, without the graph that it was compiled from; None: it
-    is not there.
-    """
+    """The compiled graph of a key in Inductor's cache, without its source graph; None: not there."""
     fake_mode = FakeTensorMode(shape_env=ShapeEnv())
     CompiledTritonKernels.cache_clear()  # type: ignore[no-untyped-call]
     with tracing_context(fake_mode), V.set_fake_mode(fake_mode):
@@ -87,9 +83,7 @@ def _name_sources(bundle: Any) -> None:
 
 
 def _has_its_libraries(compiled: Any) -> bool:
-    """Whether the libraries that its kernels were linked with, such as libdevice, are those of this process;
-    torch asks since 2.13.
-    """
+    """Whether its kernels were linked with the libraries of this process; torch asks since 2.13."""
     expected = getattr(compiled, "extern_libs_key", None)
     if expected is None:
         return True

@@ -1,6 +1,4 @@
-"""Which names the code of modules reads, by its bytecode: attributes of other names cannot change what a
-forward computes.
-"""
+"""Which names the bytecode of modules reads: attributes of other names change nothing it computes."""
 
 from __future__ import annotations
 

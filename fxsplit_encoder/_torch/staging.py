@@ -38,9 +38,7 @@ def copy_on_host(target: Tensor, source: Tensor) -> Tensor:
 
 
 def to_device(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """The tensor on a device, without waiting for it: from pageable memory a copy to CUDA would. One that
-    goes to the host is there when this returns.
-    """
+    """The tensor on a device, without waiting for it; one that goes to the host is there on return."""
     if device.type == "cuda" and not tensor.is_cuda and not tensor.is_pinned():
         memory = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
         tensor = copy_on_host(memory, tensor)

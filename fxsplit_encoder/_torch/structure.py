@@ -296,9 +296,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _named_modules(tower: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules of a tower, and those that the outermost holds without being their parent; none of a copy
-    that nothing changes.
-    """
+    """The modules of a tower, and those the outermost holds without being their parent, copies left out."""
     known: set[nn.Module] = set()
     held = {key: value for key, value in list(vars(tower).items()) if isinstance(value, nn.Module)}
     for name, outermost in {"": tower, **held}.items():

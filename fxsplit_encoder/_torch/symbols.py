@@ -50,9 +50,7 @@ def has_hint(value: torch.SymInt) -> bool:
 
 
 def python_source(expression: sympy.Basic) -> str:
-    """An expression of sizes as Python, with floor division where torch has it; sympy's own printer knows
-    none of torch's functions.
-    """
+    """An expression of sizes as Python, with torch's functions, which sympy's own printer lacks."""
     source: str = PythonPrinter().doprint(expression)
     return source
 

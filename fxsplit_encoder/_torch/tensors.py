@@ -164,9 +164,7 @@ def storage_id(tensor: Tensor) -> int:
 
 
 def weakly(tensor: Tensor) -> StorageWeakRef:
-    """The memory behind a tensor and all its views, without keeping it; weak references to the tensor itself
-    end while views of it live.
-    """
+    """The memory behind a tensor and all its views, not kept; views outlive references to the tensor."""
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 

@@ -23,16 +23,12 @@ def has_attention_implementation(config: Any) -> bool:
 
 
 def set_attention_implementation(config: Any, name: str) -> None:
-    """Names the attention that a configuration's module calls. The public setter imports the flash-attn
-    package for any name that contains "flash".
-    """
+    """Names a configuration's attention: the public setter imports flash-attn for names with "flash"."""
     setattr(config, _ATTENTION, name)
 
 
 def attention_implementation(config: Any) -> str | None:
-    """The attention that a configuration's module calls, by its name; None: the model's own choice, or it has
-    none.
-    """
+    """The attention that a configuration's module calls, by name; None: the model's own, or none."""
     name: str | None = getattr(config, _ATTENTION, None)
     return name
 
@@ -60,9 +56,7 @@ def remove_output_hooks(module: nn.Module) -> None:
 
 
 def selected_hidden_states(option: Any) -> list[int] | None:
-    """The layers whose hidden states `output_hidden_states` asks for, by their numbers; None: all. Before
-    transformers 5.23 it always asks for all.
-    """
+    """The layers whose hidden states `output_hidden_states` asks for; None: all, as before 5.23."""
     from transformers.utils import output_capturing
 
     select = getattr(output_capturing, "selected_hidden_states", None)
@@ -70,16 +64,12 @@ def selected_hidden_states(option: Any) -> list[int] | None:
 
 
 def collects_outputs(hook: Any) -> bool:
-    """Whether a hook is one by which transformers collects hidden states or the weights of attention, if they
-    are asked for.
-    """
+    """Whether a hook is one by which transformers collects hidden states or attention weights."""
     return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
 
 
 def collected_by(hook: Any) -> tuple[str, int]:
-    """What a hook that collects outputs was made for, for `output_hook` of another process: it is a function
-    inside another and cannot be pickled.
-    """
+    """What a hook that collects outputs was made for: `output_hook` makes it again in another process."""
     held = dict(zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True))
     return held["key"].cell_contents, held["index"].cell_contents
 

@@ -8,30 +8,33 @@ import logging
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from fxsplit_encoder._torch.current_device import on_device
-from fxsplit_encoder._torch.dynamo import owners_of_trace
+from fxsplit_encoder._torch.dynamo import original_module, owners_of, owners_of_trace
 from fxsplit_encoder._torch.grad_mode import without_autograd
+from fxsplit_encoder._torch.tensors import copy_each
 from fxsplit_encoder.attention import KnownSegments
 from fxsplit_encoder.backend.forward import ProgramBudgets, ProgramForward, region_of
-from fxsplit_encoder.backend.outputs import Output, own_outputs
-from fxsplit_encoder.backend.padding_permission import PaddingPermission
 from fxsplit_encoder.backend.parameters import CallParameters
 from fxsplit_encoder.capture import GraphPool
 from fxsplit_encoder.compile import Bindings, Program
 from fxsplit_encoder.compile.blocks import LiveWeights
+from fxsplit_encoder.compile.program import Argument, Ref, TensorInfo
+from fxsplit_encoder.compile.sizes import Size
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import ReplayError
 from fxsplit_encoder.planning import Captured, CaptureKey, CostModel, Item, Limits, MissReason, build_plan
 from fxsplit_encoder.planning.plan import PathPlan
 from fxsplit_encoder.protocol import EncoderItemSpec
+from fxsplit_encoder.recent import Recent
 from fxsplit_encoder.runtime import CapturedProgram, CaptureScope, CaptureSet, Choosers
+from fxsplit_encoder.runtime.captured_program import warn_of_new_captures
 from fxsplit_encoder.runtime.statistics import ManagerStats, Statistics
-from fxsplit_encoder.runtime.weights import warn_of_new_captures
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +85,6 @@ class BudgetDispatcher:
         self.statistics = Statistics(log_interval=0)
         self.owners = owners_of_trace()
         """Whose graph it is: what `torch.compile` made, and the module."""
-        self.padding = PaddingPermission(program, config.padding)
         self.programs: dict[tuple[int, ...], CapturedProgram] = {}
         """By the sizes other than the token count: they are part of a capture's shape."""
         self._captures = CaptureSet(self.programs, self.pool, config.max_graph_bytes)
@@ -90,9 +92,10 @@ class BudgetDispatcher:
         self._region = region_of(program)
         self._parameters = CallParameters(program, weights, config.weight_check_seconds)
         self._derived_stamp: object = None
+        self._has_warned = False
         self._outputs = tuple(map(Output.of, program.outputs, program.output_infos))
         self._known_budgets: ProgramBudgets | None = None
-        self._plans: dict[tuple[Any, ...], PathPlan] = {}
+        self._plans: Recent[tuple[Any, ...], PathPlan] = Recent(_KEPT_PLANS)
         self._lock = threading.RLock()
         _dispatchers.add(self)
 
@@ -197,7 +200,22 @@ class BudgetDispatcher:
             # There is a graph to break at its splitting ops already, and no untouched module any more.
             mode = "piecewise" if self.config.mode == "breakable" else self.config.mode
             self.programs[key] = CapturedProgram(forward, "torch.compile", budgets.tokens, mode, self._scope)
+            if mode != "exact" and not self.program.padding.allowed:
+                self._warn_of_no_padding()
         return self.programs[key]
+
+    def _warn_of_no_padding(self) -> None:
+        """Names, once, the node and the line of code for which calls are not padded."""
+        if self._has_warned:
+            return
+        self._has_warned = True
+        padding = self.program.padding
+        logger.warning(
+            "a graph is never padded, so only calls that fill a budget or repeat a size are replayed: real "
+            "rows may depend on pad rows at %s%s",
+            padding,
+            f" ({padding.source})" if padding.source else "",
+        )
 
     def _sizes(self, bindings: Bindings) -> tuple[int, ...]:
         """The sizes of a call other than the token count."""
@@ -208,27 +226,25 @@ class BudgetDispatcher:
         budgets = self._budgets(bindings)
         tokens, segments = budgets.tokens_of(rows), self._num_segments(bindings)
         key = (id(program), tokens, segments)
-        planned = self._plans.get(key)
-        if planned is None:
-            too_small = self._capture_smallest(program, bindings, tokens, segments)
-            costs = program.costs
-            if costs.measured:
-                program.unpadded.use_costs(costs, program.ladder.capture_ms)
-            plan = build_plan(
-                [Item(EncoderItemSpec(tokens, tokens), segments=segments)],
-                Limits({_PATH: program.budgets}, max_items_per_batch=1, max_frames_per_batch=0),
-                Captured(
-                    frozenset(CaptureKey(_PATH, budget) for budget in program.captured),
-                    frozenset(CaptureKey(_PATH, budget) for budget in program.ladder.no_graph_needed),
-                ),
-                costs=CostModel({(_PATH, ()): costs}),
-            )
-            planned = plan.batches[0].paths[_PATH]
-            if planned.reason is MissReason.NOT_CAPTURED and too_small:
-                planned = planned._replace(reason=MissReason.TOO_MANY_SEGMENTS)
-            if len(self._plans) >= _KEPT_PLANS:
-                self._plans.clear()
-            self._plans[key] = planned
+        if key in self._plans:  # `get` would be a call in Python
+            return self._plans[key]
+        too_small = self._capture_smallest(program, bindings, tokens, segments)
+        costs = program.costs
+        if costs.measured:
+            program.unpadded.use_costs(costs, program.ladder.capture_ms)
+        plan = build_plan(
+            [Item(EncoderItemSpec(tokens, tokens), segments=segments)],
+            Limits({_PATH: program.budgets}, max_items_per_batch=1, max_frames_per_batch=0),
+            Captured(
+                frozenset(CaptureKey(_PATH, budget) for budget in program.captured),
+                frozenset(CaptureKey(_PATH, budget) for budget in program.ladder.no_graph_needed),
+            ),
+            costs=CostModel({(_PATH, ()): costs}),
+        )
+        planned = plan.batches[0].paths[_PATH]
+        if planned.reason is MissReason.NOT_CAPTURED and too_small:
+            planned = planned._replace(reason=MissReason.TOO_MANY_SEGMENTS)
+        self._plans[key] = planned
         return planned
 
     def _capture_smallest(
@@ -258,9 +274,7 @@ class BudgetDispatcher:
         if not new:
             return
         self._plans.clear()
-        assert isinstance(program.forward, ProgramForward)
-        with program.forward.comparing_with(bindings):
-            self._captures.capture([(key, budget) for budget in new])
+        self._captures.capture([(key, budget) for budget in new])
 
     def _num_segments(self, bindings: Bindings) -> int:
         """Images or frames of this call, as the cumulative lengths tell of which a capture may hold more."""
@@ -286,14 +300,6 @@ class BudgetDispatcher:
         ]
         return min(capacities, default=float("inf"))
 
-    def _rows_to_probe(self, bindings: Bindings, forward: ProgramForward) -> int | None:
-        """Those of the smallest budget above a call, where the device has the memory."""
-        tokens = self.program.tokens(bindings)
-        assert tokens is not None
-        budgets = self._budgets(bindings)
-        above = next((rows for rows in map(budgets.rows, budgets.tokens) if rows > tokens), None)
-        return above if above is not None and forward.has_memory(above) else None
-
     # --- replay
 
     def _replay(self, bindings: Bindings, *, capture_all: bool) -> tuple[list[Any] | None, MissReason | None]:
@@ -301,11 +307,6 @@ class BudgetDispatcher:
         rows = self.program.tokens(bindings)
         assert rows is not None
         program = self._captured_program(bindings)
-        if program.mode != "exact" and program.padding_refused:
-            forward = program.forward
-            assert isinstance(forward, ProgramForward)
-            to_probe = functools.partial(self._rows_to_probe, bindings, forward)
-            forward.declares_padding = self.padding.allows(bindings, to_probe)
         if capture_all and program.mode != "exact" and not program.padding_refused:
             self._capture(program, bindings, program.budgets)
         planned = self._plan(program, bindings, rows)
@@ -345,10 +346,99 @@ class BudgetDispatcher:
         return self._run_exact(bindings.copy())
 
     def _known_segments(self, bindings: Bindings) -> list[KnownSegments]:
-        """Brings the bindings to the device; returns the segments of lengths that a host op has just computed
-        there.
-        """
+        """Brings the bindings to the device; returns the segments that a host op has just computed."""
         slots = [entry.slot for entry in self.program.region_inputs if entry.is_segments]
         known = {s: bindings.slots[s].tolist() for s in slots if bindings.slots[s].device.type == "cpu"}
         self.program.move_to_device(bindings)
         return [KnownSegments(bindings.slots[slot], lengths) for slot, lengths in known.items()]
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One output of a graph."""
+
+    argument: Argument
+    varying: tuple[tuple[int, Size], ...]
+    """The dimensions whose sizes differ from call to call, with their sizes."""
+
+    @classmethod
+    def of(cls, argument: Argument, info: TensorInfo | None) -> Output:
+        """That of a program's output, and of what its trace knows of it."""
+        shape = () if info is None else info.shape
+        return cls(argument, tuple((dim, size) for dim, size in enumerate(shape) if size.symbols))
+
+    def of_call(self, replayed: Any, bindings: Bindings) -> tuple[Any, bool]:
+        """The output at its true size; whether the next replay overwrites it.
+
+        Args:
+            replayed: what the replay returned in its place.
+            bindings: of the call.
+        """
+        argument = self.argument
+        if isinstance(argument, Size):
+            return argument(bindings.symbols), False
+        if not isinstance(replayed, torch.Tensor):
+            return replayed, False
+        assert isinstance(argument, Ref)
+        made_before = bindings.slots[argument.slot]
+        if made_before is not None:  # before the region
+            return made_before, False
+        for dim, size in self.varying:
+            if (true_size := size(bindings.symbols)) != replayed.shape[dim]:
+                replayed = replayed.narrow(dim, 0, true_size)
+        return replayed, True
+
+
+def own_outputs(outputs: Sequence[Output], replayed: Sequence[Any], bindings: Bindings) -> list[Any]:
+    """All outputs at their true sizes, as the caller's own (capture rule 7).
+
+    Args:
+        replayed: what the replay returned in their places.
+        bindings: of the call.
+    """
+    own, copies, overwritten = [], [], []
+    for output, found in zip(outputs, replayed, strict=True):
+        value, is_overwritten = output.of_call(found, bindings)
+        if is_overwritten:
+            overwritten.append(value)
+            value = torch.empty_like(value)
+            copies.append(value)
+        own.append(value)
+    copy_each(copies, overwritten)
+    return own
+
+
+def stats_of_compiled(compiled: Callable[..., Any]) -> ManagerStats:
+    """The counts of all graphs of a compiled module or function, as those of a manager; each call is an item.
+
+    A wrapped tower's calls that its own forward served are misses among them, by why. Calls that
+    Dynamo ran without this backend are not counted: it does not see them.
+    """
+    parts = [dispatcher.stats() for dispatcher in _dispatchers_of(compiled)]
+    return with_eager_calls(ManagerStats.total(parts), original_module(compiled))
+
+
+def refresh_compiled(compiled: Callable[..., Any]) -> None:
+    """As `fxsplit_encoder.refresh`, of a compiled module or function."""
+    for dispatcher in _dispatchers_of(compiled):
+        dispatcher.outdate_weights()
+    getattr(original_module(compiled), "outdate_tables", lambda: None)()
+
+
+def _dispatchers_of(compiled: Callable[..., Any]) -> list[BudgetDispatcher]:
+    owners = {id(owner) for owner in owners_of(compiled)}
+    return [
+        dispatcher
+        for dispatcher in dispatchers()
+        if any(id(reference()) in owners for reference in dispatcher.owners)
+    ]
+
+
+def with_eager_calls(stats: ManagerStats, module: Any) -> ManagerStats:
+    """Statistics with the calls that a wrapped tower's own forward served."""
+    calls: Counter[MissReason] = Counter(getattr(module, "eager_calls", ()))
+    if not calls:
+        return stats
+    misses = dict(calls + Counter(stats.misses))
+    runs = {**stats.fallback_runs, "eager": stats.fallback_runs.get("eager", 0) + calls.total()}
+    return replace(stats, misses=misses, fallback_runs=runs)

@@ -127,9 +127,7 @@ def check_applies(config: EncoderConfig) -> None:
 
 
 def _trace_without_blocks(error: Exception) -> None:
-    """Lets Dynamo trace again if equal blocks were traced once: they may be at fault, and their ops cannot be
-    run eagerly.
-    """
+    """Lets Dynamo trace again if equal blocks were traced once, which may be at fault."""
     if end_blocks(refused=True):
         logger.warning("equal blocks are traced one by one, which takes longer: %s", error)
         raise TraceAgain(restart_reason="equal blocks are traced one by one")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -18,10 +17,8 @@ from fxsplit_encoder.capture import (
     StaticParameters,
     segment_capacity,
 )
-from fxsplit_encoder.capture.inputs import example_values
-from fxsplit_encoder.capture.memory import gibibytes, memory_of
-from fxsplit_encoder.capture.probe import padded_symbols, probe_padding
-from fxsplit_encoder.capture.segments import full_cu_seqlens
+from fxsplit_encoder.capture.buffers import gibibytes, memory_of
+from fxsplit_encoder.capture.inputs import example_values, full_cu_seqlens
 from fxsplit_encoder.compile import Bindings, HostOp, NamedRegion, Program, RegionInput
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import CaptureMemoryError, ConfigError
@@ -118,32 +115,14 @@ class ProgramForward:
             self._template.slots[slot] = bindings.slots[slot]
         self.declares_padding = program.padding.allowed
         """Whether padding is taken to leave real rows alone without a proof."""
-        self._compared: Bindings | None = None
-
-    @contextlib.contextmanager
-    def comparing_with(self, bindings: Bindings) -> Iterator[None]:
-        """Inside, new captures may be compared with this call."""
-        self._compared = bindings
-        try:
-            yield
-        finally:
-            self._compared = None
 
     def is_always_full(self, tokens: int) -> bool:
-        """Never: nothing tells which calls there will be. Counts that fill a budget are captured when they
-        come.
-        """
+        """Never: counts that fill a budget are captured when they come."""
         return False
 
     def padding_change(self, captured: CapturedForward, tokens: int) -> str | None:
-        """How padding changes the results of a call that does not fill a new capture of so many output
-        tokens; None: it does not, or there is no such call.
-        """
-        program, rows, example = self.region.program, self.budgets.rows(tokens), self._compared
-        real = program.tokens(example) if example is not None else None
-        if example is None or real is None or real >= rows:
-            return None
-        return probe_padding(program, example, rows)
+        """None: there is no call to compare with."""
+        return None
 
     def request(self, tokens: int, shared: SharedBuffers) -> CaptureRequest:
         """A capture of so many output tokens, whose inputs that every batch fills lie in `shared`.
@@ -154,7 +133,8 @@ class ProgramForward:
         """
         program, rows = self.region.program, self.budgets.rows(tokens)
         bindings = self._template.copy()
-        bindings.symbols = padded_symbols(program, bindings, rows)
+        assert program.token_symbol is not None
+        bindings.symbols[program.token_symbol] = rows
         self._check_memory(bindings.symbols, tokens)
         values = {
             name: self._example_input(entry, bindings.symbols, tokens, rows)
@@ -163,11 +143,6 @@ class ProgramForward:
         # Every call compares the parameters itself: they are among its arguments.
         fresh = FreshInputs(tokens, values, rows, bindings)
         return request_of_program(self.region, fresh, StaticParameters(()), shared)
-
-    def has_memory(self, rows: int) -> bool:
-        """Whether the device's memory holds the region's inputs padded to so many rows."""
-        program = self.region.program
-        return self._input_bytes(padded_symbols(program, self._template, rows)) <= memory_of(program.device)
 
     def _check_memory(self, symbols: Mapping[str, int], tokens: int) -> None:
         device = self.region.program.device

@@ -14,7 +14,7 @@ from torch import Tensor
 from fxsplit_encoder.capture.parameters import MemoryOrders
 from fxsplit_encoder.compile import Program
 from fxsplit_encoder.compile.blocks import LiveWeights
-from fxsplit_encoder.runtime.weights import check_replacements, layouts_of
+from fxsplit_encoder.runtime.captured_program import check_replacements, layouts_of
 
 _WHAT_TO_DO = "Compile the module again after torch._dynamo.reset()"
 
@@ -43,9 +43,7 @@ class CallParameters:
         self.have_moved = False
         """Whether those of the last call lay elsewhere than those of the call before it."""
         self.are_the_same = False
-        """Whether those of the last call were the same tensors as in the call before, at the same addresses
-        where the call looked.
-        """
+        """Whether the last two calls had the same tensors, at the same addresses if they looked."""
 
     def current(self, args: Sequence[Any]) -> Sequence[Tensor]:
         """The weights of blocks now, after all parameters have been looked at. Captures read them by address

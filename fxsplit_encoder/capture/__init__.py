@@ -5,17 +5,13 @@ from fxsplit_encoder.capture.breakable import (
     active_capture,
     eager_break_during_capture,
 )
-from fxsplit_encoder.capture.budget_costs import KnownBudget, MeasuredCosts
-from fxsplit_encoder.capture.buffers import SharedBuffers, StaticBuffer
-from fxsplit_encoder.capture.forward import CapturedForward
-from fxsplit_encoder.capture.inputs import StaticInputs
-from fxsplit_encoder.capture.ladder import BudgetLadder
-from fxsplit_encoder.capture.memory import HandedOut
+from fxsplit_encoder.capture.buffers import HandedOut, SharedBuffers, StaticBuffer
+from fxsplit_encoder.capture.forward import CapturedForward, CaptureRequest, ProgramBody, RowCount
+from fxsplit_encoder.capture.inputs import StaticInputs, pad_cu_seqlens, segment_capacity
+from fxsplit_encoder.capture.ladder import BudgetLadder, KnownBudget, MeasuredCosts
 from fxsplit_encoder.capture.parameters import StaticParameters
 from fxsplit_encoder.capture.pool import GraphPool
-from fxsplit_encoder.capture.requests import CaptureRequest, ProgramBody, RowCount
 from fxsplit_encoder.capture.segmented import SegmentedCapture
-from fxsplit_encoder.capture.segments import pad_cu_seqlens, segment_capacity
 from fxsplit_encoder.capture.timing import measure_ms
 from fxsplit_encoder.capture.unpadded import UnpaddedCaptures
 from fxsplit_encoder.capture.wrapper import BreakableCUDAGraphWrapper

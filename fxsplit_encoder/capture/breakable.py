@@ -12,27 +12,30 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, ParamSpec, Self, TypeVar
 
 import torch
+from torch import Tensor
 
 from fxsplit_encoder._torch.dispatch import (
     OpOverload,
     OpOverloadPacket,
     TorchDispatchMode,
     schema_of,
+    tree_flatten,
+    tree_leaves,
+    tree_map_only,
+    tree_unflatten,
 )
 from fxsplit_encoder._torch.distributed import calls_other_ranks, num_ranks
-from fxsplit_encoder.attention import varlen_attention
-from fxsplit_encoder.capture.breaks import RecordedBreak
-from fxsplit_encoder.capture.eager_attention import LiveSegments, break_at_attention, masked_attention
-from fxsplit_encoder.capture.memory import OwnedBuffers, storage_address, tensors_in, unstrided
-from fxsplit_encoder.capture.pool import GraphPool
-from fxsplit_encoder.capture.recorded_ops import RecordedOps
+from fxsplit_encoder.attention import KnownSegments, attend_out, varlen_attention
+from fxsplit_encoder.capture.buffers import OwnedBuffers, storage_address, tensors_in, unstrided
+from fxsplit_encoder.capture.pool import GraphPool, RecordedOps
 from fxsplit_encoder.capture.segmented import SegmentedCapture
 from fxsplit_encoder.compile.splitting_ops import DENSE_ATTENTION, splitting_targets
-from fxsplit_encoder.errors import CaptureError
+from fxsplit_encoder.errors import CaptureError, ReplayError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -313,9 +316,7 @@ def _depends_on_values(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 @functools.cache
 def _gives_numbers(op: Any) -> bool:
-    """Whether an op gives the host nothing but numbers, and not of shapes: torch has no tag for all of them,
-    and host code may branch on each.
-    """
+    """Whether an op gives the host nothing but numbers that are no shapes, on which its code may branch."""
     schema = schema_of(op)
     if schema is None or schema.name.split("::")[1] in _METADATA:
         return False
@@ -341,3 +342,220 @@ def _waiting_copy(args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.
     if source.device.type == "cpu" and not source.is_pinned():
         return "a copy from memory of the host that is not pinned waits for the device"
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class Attended:
+    """What the attentions over one tensor of cumulative lengths were captured with."""
+
+    rows: int
+    """Rows of the query."""
+    bound: int
+    """No segment may be longer."""
+
+
+class LiveSegments:
+    """The true segments of the running batch, which eager attention reads at every replay."""
+
+    def __init__(self, rows: int | None = None, segments: Iterable[KnownSegments] = ()) -> None:
+        self.attended: dict[int, Attended] = {}
+        """What was captured, by the same addresses."""
+        self.set(rows, segments)
+
+    def clear(self) -> None:
+        """Forgets the batch: all captured rows count as real."""
+        self.set(None, ())
+
+    def set(self, rows: int | None, segments: Iterable[KnownSegments]) -> None:
+        """The batch's real rows (None: all that are captured) and its segments."""
+        self.rows = rows
+        self._by_address = {each.cu_seqlens.data_ptr(): each for each in segments}
+
+    def of(self, cu_seqlens: Tensor) -> KnownSegments | None:
+        """The segments behind captured cumulative lengths; None where nothing is known."""
+        return self._by_address.get(cu_seqlens.data_ptr())
+
+    def note(self, query: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> None:
+        """Remembers a captured attention."""
+        address, bound = cu_seqlens.data_ptr(), max_seqlen
+        if address in self.attended:
+            bound = min(bound, self.attended[address].bound)
+        self.attended[address] = Attended(query.shape[0], bound)
+
+
+def break_at_attention(
+    capture: SegmentedCapture,
+    buffers: OwnedBuffers,
+    live: LiveSegments,
+    args: tuple[Tensor, Tensor, Tensor, Tensor, int, float],
+    *,
+    masked: bool,
+) -> Tensor:
+    """Records an eager attention of the real rows; returns its result, in a buffer that it owns.
+
+    Args:
+        args: those of `fxsplit::varlen_attention`.
+        masked: whether pad rows are set to zero; else something after it has to keep them finite.
+    """
+    query, key, value, cu_seqlens = (capture.pool.hold(tensor) for tensor in args[:4])
+    max_seqlen, scale = args[4:]
+    live.note(query, cu_seqlens, max_seqlen)
+    captured_rows = query.shape[0]
+    real = (query, key, value)  # of the last replay: the same number of rows often comes again
+
+    def attend_to_real_rows() -> None:
+        nonlocal real
+        known, rows = live.of(cu_seqlens), live.rows
+        real_rows = captured_rows if rows is None else rows
+        if real[0].shape[0] != real_rows:
+            real = (query[:real_rows], key[:real_rows], value[:real_rows])
+        if known is not None:
+            known.attend_out(*real, scale, out)
+        else:
+            attend_out(*real, cu_seqlens, max_seqlen, scale, out)
+        end = rows if known is None else known.boundaries[-1]
+        if masked and end is not None:
+            buffers.clear_behind(out, end)
+        elif masked:
+            _clear_pad_rows(out, cu_seqlens)
+
+    out, result = buffers.acquire(query, torch.contiguous_format)
+    capture.eager(attend_to_real_rows)
+    return result
+
+
+def masked_attention(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float
+) -> Tensor:
+    """`fxsplit::varlen_attention` whose rows outside every segment are zero, without a host read."""
+    return _clear_pad_rows(varlen_attention(query, key, value, cu_seqlens, max_seqlen, scale), cu_seqlens)
+
+
+def _clear_pad_rows(out: Tensor, cu_seqlens: Tensor) -> Tensor:
+    row = torch.arange(out.shape[0], dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+    return out.masked_fill_((row >= cu_seqlens[-1])[:, None, None], 0)
+
+
+CONSTANTS = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
+"""What may be a part of a recording beside tensors."""
+
+
+class RecordedBreak:
+    """A call that is repeated at every replay over the same arguments.
+
+    Its function may return tensors, None, numbers and strings, in tuples, lists and dicts:
+
+        a new tensor                  is copied into a buffer at a fixed address
+        memory of an argument         stays that: the function wrote it in place, or returned a view
+        None, a number, a string      is part of the recording; another value at a replay is an error
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        pool: GraphPool,
+        buffers: OwnedBuffers,
+    ) -> None:
+        self.name = name_of(function)
+        self._function = function
+        self._args, self._kwargs = tree_map_only(torch.Tensor, pool.hold, (tuple(args), dict(kwargs)))
+        self._arguments = {
+            storage_address(leaf)
+            for leaf in tree_leaves((self._args, self._kwargs))
+            if isinstance(leaf, torch.Tensor) and unstrided([leaf]) is None
+        }
+        self._buffers = buffers
+        self._takers: list[Callable[[Any], None]] = []
+
+    def first_run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Calls the function with the arguments themselves and fixes where its results lie; returns those.
+
+        Raises:
+            CaptureError: it returned something else than a break may.
+        """
+        leaves, self._structure = tree_flatten(self._function(*args, **kwargs))
+        fixed: dict[int, tuple[Any, Callable[[Any], None]]] = {}
+        for leaf in leaves:
+            if id(leaf) not in fixed:
+                fixed[id(leaf)] = self._fix(leaf)
+        self._takers = [fixed[id(leaf)][1] for leaf in leaves]
+        return tree_unflatten([fixed[id(leaf)][0] for leaf in leaves], self._structure)
+
+    def __call__(self) -> None:
+        """Repeats the call.
+
+        Raises:
+            ReplayError: its results are not as they were at the capture.
+        """
+        leaves, structure = tree_flatten(self._function(*self._args, **self._kwargs))
+        if structure != self._structure:
+            raise ReplayError(
+                f"{self.name}: returned {structure}; the capture was recorded with {self._structure}"
+            )
+        for take, leaf in zip(self._takers, leaves, strict=True):
+            take(leaf)
+
+    def _fix(self, result: Any) -> tuple[Any, Callable[[Any], None]]:
+        """Where a result lies from now on, and what brings a later one there."""
+        if isinstance(result, torch.Tensor):
+            if (kind := unstrided([result])) is not None:
+                raise CaptureError(f"{self.name}: returned a {kind} tensor; a break may return strided ones")
+            address = storage_address(result)
+            if address and address in self._arguments:
+                return result, self._expecting(_place(result), _place)
+            buffer, handed_out = self._buffers.acquire(result)
+            buffer.copy_(result)
+            return handed_out, self._copying_into(buffer)
+        if isinstance(result, CONSTANTS):
+            return result, self._expecting(result, lambda value: value)
+        raise CaptureError(
+            f"{self.name}: returned a {type(result).__name__}; a break may return tensors, None, numbers and "
+            "strings, in tuples, lists and dicts"
+        )
+
+    # What takes a result must not hold the step: in a cycle, buffers would outlive a release until garbage is
+    # collected.
+
+    def _expecting(self, expected: Any, aspect: Callable[[Any], Any]) -> Callable[[Any], None]:
+        name = self.name
+
+        def compare(result: Any) -> None:
+            got = aspect(result)
+            # A NaN differs from itself, and is what it was.
+            if got != expected and not (got != got and expected != expected):
+                raise ReplayError(f"{name}: returned {got!r}; the capture was recorded with {expected!r}")
+
+        return compare
+
+    def _copying_into(self, buffer: Tensor) -> Callable[[Any], None]:
+        name = self.name
+
+        def copy(result: Any) -> None:
+            if _kind(result) != _kind(buffer):
+                raise ReplayError(
+                    f"{name}: returned {_kind(result)}; the capture was recorded with {_kind(buffer)}"
+                )
+            buffer.copy_(result)
+
+        return copy
+
+
+def name_of(function: Any) -> str:
+    """What a function or op is called in messages."""
+    if isinstance(function, OpOverload):
+        return str(function.name())  # type: ignore[no-untyped-call]
+    return getattr(function, "__qualname__", None) or type(function).__name__
+
+
+def _place(result: Any) -> tuple[object, ...]:
+    if not isinstance(result, torch.Tensor):
+        return (type(result).__name__,)
+    return (hex(result.data_ptr()), *_kind(result), result.stride())
+
+
+def _kind(result: Any) -> tuple[object, ...]:
+    if not isinstance(result, torch.Tensor) or unstrided([result]) is not None:
+        return (type(result).__name__,)
+    return tuple(result.shape), result.dtype, result.device

@@ -3,27 +3,131 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+import functools
+import itertools
+import traceback
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import OutOfMemoryError, Tensor, nn
 
-from fxsplit_encoder.attention import KnownSegments
-from fxsplit_encoder.capture import checks
-from fxsplit_encoder.capture.breakable import BreakableCUDAGraphCapture
-from fxsplit_encoder.capture.buffers import StaticValue
-from fxsplit_encoder.capture.eager_attention import Attended, LiveSegments
-from fxsplit_encoder.capture.failures import capture_failure
+from fxsplit_encoder.attention import KnownSegments, varlen_attention
+from fxsplit_encoder.capture.breakable import (
+    DEFAULT_SPLITTING_OPS,
+    Attended,
+    BreakableCUDAGraphCapture,
+    LiveSegments,
+    RecordedBreak,
+    break_at_attention,
+    name_of,
+)
+from fxsplit_encoder.capture.buffers import OwnedBuffers, StaticBuffer, StaticValue
+from fxsplit_encoder.capture.inputs import (
+    StaticInputs,
+    fill_cu_seqlens,
+    pad_cu_seqlens,
+    pad_cu_seqlens_on_device,
+)
+from fxsplit_encoder.capture.parameters import StaticParameters
 from fxsplit_encoder.capture.pool import GraphPool
-from fxsplit_encoder.capture.recorder import StepRecorder
-from fxsplit_encoder.capture.requests import CaptureRequest, ProgramBody
 from fxsplit_encoder.capture.segmented import SegmentedCapture
-from fxsplit_encoder.capture.segments import fill_cu_seqlens, pad_cu_seqlens, pad_cu_seqlens_on_device
 from fxsplit_encoder.capture.timing import measuring_run
+from fxsplit_encoder.compile.branches import StepBranches
 from fxsplit_encoder.compile.derived import DerivedParameters
-from fxsplit_encoder.errors import CaptureMemoryError
+from fxsplit_encoder.errors import CaptureError, CaptureMemoryError, FxSplitError, ReplayError
 from fxsplit_encoder.parts import Parts, in_one_go
+
+if TYPE_CHECKING:
+    from fxsplit_encoder.compile import Bindings, Program, Step
+
+
+class RowCount:
+    """The number of real rows, where the masks of a captured forward read it: a number on the device, and the
+    same number here, so that it is written only where it changes.
+
+    Captures of one size that never run at the same time may share it.
+    """
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self.tensor = torch.full((), rows, dtype=torch.int64, device=device)
+        self._rows = rows
+
+    def set(self, rows: int) -> None:
+        """Takes effect for what is enqueued on the current stream from now on."""
+        if rows != self._rows:
+            self.tensor.fill_(rows)
+            self._rows = rows
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramBody:
+    """A program of one size over static inputs."""
+
+    program: Program
+    bindings: Bindings
+    """With the static inputs in their slots."""
+
+    def __call__(self, segments: Iterable[KnownSegments] = ()) -> list[Any]:
+        """Runs the region; `segments` as for `Program.finish`."""
+        return self.program.finish(self.bindings.copy(), segments)
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureRequest:
+    """One size of a forward, ready to be captured."""
+
+    inputs: StaticInputs
+    body: ProgramBody | Callable[[], Sequence[Any]]
+    """Runs over the tensors of `inputs`: a program, step by step, or a module's own code as it is."""
+    parameters: StaticParameters
+    rows: int | None
+    """Tokens (rows) that the capture holds; None: it is never padded."""
+    segment_inputs: Sequence[str] = ()
+    """The inputs that are cumulative lengths of attention. Those of a module's own code are found when it is
+    captured."""
+    num_rows: RowCount | None = None
+    single_segment: Callable[[], CaptureRequest] | None = None
+    """Makes the same request for one segment: empty ones cost attention (benchmarks/cases/attention.py)."""
+    splitting_ops: Sequence[str] = DEFAULT_SPLITTING_OPS
+    """Where a module's own code breaks in mode "breakable"."""
+    is_alone: bool = False
+    """Whether a module's own code may call no other rank: nobody sees to it that they capture the same."""
+    lengths: Sequence[str] = ()
+    """The inputs of a module's own code that look like cumulative lengths, whatever reads them."""
+
+    @property
+    def modes(self) -> list[str]:
+        """The modes in which it can be captured."""
+        if not isinstance(self.body, ProgramBody):
+            return ["full", "breakable"]
+        return ["full", "piecewise"] if self.body.program.splits else ["full"]
+
+    def exact_body(self) -> Callable[[], Any]:
+        """The body as it runs at the exact shape, on one segment as long as the rows."""
+        single = self.single_segment() if self.single_segment is not None else self
+        body = single.body
+        if not isinstance(body, ProgramBody):
+            return body
+        rows = single.rows
+        assert rows is not None
+        lengths = [single.inputs.tensors[name] for name in single.segment_inputs]
+        # Of frames, that is: windows, which are cut much finer, keep the bound that was traced.
+        frames = [KnownSegments(each, [0, rows]) for each in lengths if each.shape[0] == 2]
+        return functools.partial(body, frames)
+
+    def runs(self) -> Parts[None]:
+        """Runs once each what is run to time and to capture it, so that the kernels it calls become known."""
+        bodies: list[Callable[[], Any]] = [self.body, self.exact_body()]
+        if self.single_segment is not None:
+            bodies.append(self.single_segment().body)
+        for body in bodies:
+            yield None
+            with torch.inference_mode(False), torch.no_grad():
+                body()
+
 
 WARMUPS = 2
 """Runs of a forward before it is captured: the first prepares what is prepared once."""
@@ -94,9 +198,6 @@ class CapturedForward:
 
     def recording(self, warmups: int = WARMUPS) -> Parts[None]:
         """Warms the forward up at full depth, which is a part, then captures it.
-
-        Args:
-            warmups: runs before, on the stream of the capture.
 
         Raises:
             CaptureMemoryError: out of device memory, or over the pool's limit. Nothing is kept.
@@ -221,9 +322,7 @@ class CapturedForward:
     def _prepared(
         self, values: Mapping[str, StaticValue | None]
     ) -> tuple[dict[str, StaticValue | None], set[str], dict[str, tuple[Tensor, list[int]]]]:
-        """The values with lengths padded, and None where the buffer holds a value already; the names of the
-        latter; and the lengths that the host knows.
-        """
+        """The values with lengths padded, the names of those already in place, and the lengths known here."""
         padded: dict[str, StaticValue | None] = dict(values)
         held: set[str] = set()
         boundaries: dict[str, tuple[Tensor, list[int]]] = {}
@@ -275,7 +374,7 @@ class CapturedForward:
         replay overwrites.
 
         Args:
-            debug: whether every rule is checked (`capture.checks`), which waits for the device.
+            debug: whether every rule is checked (as listed below), which waits for the device.
             parameters_are_checked: whether the caller vouches that none has moved, and that those that are
                 derived are up to date, but for writes that leave no version.
 
@@ -304,7 +403,7 @@ class CapturedForward:
                 self.capture.replay()
             self._derived_stamp = derived.stamp
         if debug and (real := self._real or self._read_rows()) is not None:
-            checks.check_output_padding(self.outputs, *real)
+            check_output_padding(self.outputs, *real)
         return self.outputs
 
     def _read_rows(self) -> tuple[int, int] | None:
@@ -316,13 +415,13 @@ class CapturedForward:
 
     def _check_before_replay(self) -> None:
         self.inputs.check_addresses()
-        checks.check_output_addresses(self.outputs, self.output_addresses)
+        check_output_addresses(self.outputs, self.output_addresses)
         self.pool.handed_out.check(self.outputs)
         for name, buffer in self.inputs.buffers.items():
             if name in self.segment_inputs:
-                checks.check_lengths(name, buffer.tensor, self._captured_rows(name), self._attended(name))
+                check_lengths(name, buffer.tensor, self._captured_rows(name), self._attended(name))
             else:
-                checks.check_input_padding(buffer)
+                check_input_padding(buffer)
 
     def measuring(self) -> Parts[float]:
         """Median milliseconds of a replay on what the static inputs hold; see `timing.measuring_run`."""
@@ -338,3 +437,153 @@ class CapturedForward:
 
 def _num_bytes(values: Sequence[Any]) -> int:
     return sum(value.numel() * value.element_size() for value in values if isinstance(value, torch.Tensor))
+
+
+def capture_failure(error: Exception, what: str, running: str | None) -> FxSplitError:
+    """The error of this library for what a forward raised while it was captured.
+
+    Args:
+        what: what was captured, for the message.
+        running: the op or piece that was called last.
+    """
+    place = _place(error.__traceback__, running)
+    if isinstance(error, OutOfMemoryError):
+        _release_locals(error.__traceback__)
+        return CaptureMemoryError(f"out of memory while capturing {what}{place}: {error}")
+    if isinstance(error, FxSplitError) and not isinstance(error, CaptureError):
+        return error
+    reason = str(error) if isinstance(error, CaptureError) else f"{type(error).__name__}: {error}"
+    return CaptureError(f"capturing {what} failed{place}: {reason}")
+
+
+def _release_locals(frames: TracebackType | None) -> None:
+    """Lets go of what the frames hold, which whoever keeps the error would keep."""
+    traceback.clear_frames(frames)
+    for frame, _ in traceback.walk_tb(frames):
+        # Before Python 3.13 a frame keeps the dictionary that was asked of it; asking again empties it.
+        _ = frame.f_locals
+
+
+def _place(frames: TracebackType | None, running: str | None) -> str:
+    modules = [
+        frame.f_locals["self"]
+        for frame, _ in traceback.walk_tb(frames)
+        if isinstance(frame.f_locals.get("self"), nn.Module)
+    ]
+    place = f" at {running}" if running is not None else ""
+    if not modules:
+        return place
+    root, innermost = modules[0], modules[-1]
+    name = next((name for name, module in root.named_modules() if module is innermost), "")
+    return f"{place} in {type(innermost).__name__}" + (f" ({name})" if name else "")
+
+
+# What `debug` checks at every replay, by capture rule. They read values on the host, so a debugged replay
+# waits for the device.
+#
+#     1  pad rows are finite, of inputs and of outputs
+#     2  cumulative lengths rise from 0, end within the captured rows, and keep the captured bound
+#     6  inputs and outputs are where they were at the capture
+#     7  no output lies in memory that a caller was handed
+
+
+def check_output_addresses(outputs: Sequence[Any], addresses: Sequence[int]) -> None:
+    """Raises ReplayError if a captured output has moved (capture rule 6)."""
+    now = [output.data_ptr() for output in outputs if isinstance(output, torch.Tensor)]
+    for number, (address, captured) in enumerate(zip(now, addresses, strict=True)):
+        if address != captured:
+            raise ReplayError(
+                f"capture rule 6: captured output {number} has moved from {captured:#x} to {address:#x}; "
+                "outputs must not be resized or replaced"
+            )
+
+
+def check_lengths(name: str, cu_seqlens: Tensor, rows: int | None, attended: Attended | None) -> None:
+    """Raises ReplayError unless captured cumulative lengths are ones (capture rule 2).
+
+    Args:
+        rows: those of the captured sequence; None: not known.
+        attended: what the attentions that read them were captured with; None: not known.
+    """
+    lengths = cu_seqlens.tolist()
+    if lengths[0] != 0:
+        raise ReplayError(f"capture rule 2: {name}: starts at {lengths[0]}; cumulative lengths start at 0")
+    for entry, (start, end) in enumerate(itertools.pairwise(lengths), start=1):
+        if end < start:
+            raise ReplayError(f"capture rule 2: {name}: entry {entry} falls from {start} to {end}")
+        if attended is not None and end - start > attended.bound:
+            raise ReplayError(
+                f"capture rule 2: {name}: segment {entry - 1} has {end - start} rows; attention was captured "
+                f"for at most {attended.bound}"
+            )
+    if rows is not None and lengths[-1] > rows:
+        raise ReplayError(f"capture rule 2: {name}: ends at {lengths[-1]}; the capture has {rows} rows")
+
+
+def check_input_padding(buffer: StaticBuffer) -> None:
+    """Raises ReplayError unless the rows of an input that its last value left are finite (capture rule 1)."""
+    if buffer.token_dim is not None:
+        _check_finite(buffer.name, buffer.tensor, buffer.token_dim, buffer.dirty_rows)
+
+
+def check_output_padding(outputs: Sequence[Any], real: int, rows: int) -> None:
+    """Raises ReplayError unless the pad rows of outputs are finite (capture rule 1).
+
+    Args:
+        real: rows of the batch, of the `rows` that the capture has. An output has some rows for each of them,
+            or one for some of them.
+    """
+    for number, output in enumerate(outputs):
+        if isinstance(output, torch.Tensor) and output.dim():
+            _check_finite(f"output {number}", output, 0, -(-real * output.shape[0] // rows))
+
+
+def _check_finite(name: str, tensor: Tensor, dim: int, first: int) -> None:
+    if not tensor.is_floating_point() or first >= tensor.shape[dim]:
+        return
+    pad = tensor.narrow(dim, first, tensor.shape[dim] - first)
+    finite = pad.isfinite().movedim(dim, 0).flatten(1).all(1) if pad.dim() > 1 else pad.isfinite()
+    if not finite.all():
+        row = first + int((~finite).nonzero()[0])
+        raise ReplayError(
+            f"capture rule 1: {name}: pad row {row} is not finite; the batch ends at row {first}"
+        )
+
+
+class StepRecorder:
+    """Calls the steps of a region inside a `SegmentedCapture`.
+
+    Args:
+        breaks: whether graphs end at splitting ops, which then run eagerly at every replay.
+        live: the segments of the batch that is replayed, for attention between graphs.
+    """
+
+    def __init__(self, capture: SegmentedCapture, *, breaks: bool, live: LiveSegments) -> None:
+        self.capture = capture
+        self.breaks = breaks
+        self.live = live
+        self._attention_buffers = OwnedBuffers()
+        self._buffers = OwnedBuffers()
+        # A graph ends with all its branches, and between graphs the host launches what would run beside.
+        self._branches = StepBranches(capture.pool.device, active=not breaks)
+
+    def record(self, step: Step, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Calls a step as part of the running graph, or breaks the graph there; returns its result."""
+        is_attention = step.call is varlen_attention
+        breaks = self.breaks and step.kind == "split"
+        self.capture.running = step.name if step.kind == "piece" else name_of(step.call)
+        if breaks and is_attention:
+            # The pieces around it mask pad rows.
+            return break_at_attention(
+                self.capture, self._attention_buffers, self.live, tuple(args), masked=False
+            )
+        if breaks:
+            recorded = RecordedBreak(step.call, args, kwargs, self.capture.pool, self._buffers)
+            return self.capture.eager(recorded, lambda: recorded.first_run(args, kwargs))
+        if is_attention:
+            self.live.note(args[0], args[3], args[4])
+        return self.capture.captured(self._branches.placed(step), *args, **kwargs)
+
+    def finish(self) -> None:
+        """Joins the side streams before the graph ends."""
+        self._branches.join()

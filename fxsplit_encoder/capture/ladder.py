@@ -9,15 +9,13 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
-from fxsplit_encoder.capture.budget_costs import KnownBudget, MeasuredCosts
-from fxsplit_encoder.capture.forward import WARMUPS, CapturedForward
+from fxsplit_encoder.capture.forward import WARMUPS, CapturedForward, CaptureRequest, ProgramBody
 from fxsplit_encoder.capture.pool import GraphPool
-from fxsplit_encoder.capture.requests import CaptureRequest, ProgramBody
 from fxsplit_encoder.capture.timing import MeasuredRun, measuring_run
 from fxsplit_encoder.errors import CaptureError, CaptureMemoryError
 from fxsplit_encoder.kernels import TimeSpent, measuring
@@ -25,6 +23,62 @@ from fxsplit_encoder.parts import Parts, each_within, in_one_go
 from fxsplit_encoder.planning.costs import EXACT_TOLERANCE
 
 logger = logging.getLogger(__name__)
+
+# Where the host needs less than this share of the time that an exact run keeps the device busy, the device
+# never waits for it, and a replay has little to gain: such a budget is not captured to be measured, which
+# would take longest where the budget is large. The share is a choice, not a measurement.
+_HIDDEN_HOST = 0.5
+
+# Where it needs more than this share, the host hardly keeps ahead of the device: the run takes that long only
+# while nothing else wants the processor, which it keeps busy all the time. Such a run counts for more than it
+# took. Both figures are choices.
+_BUSY_HOST = 0.75
+_BUSY_HOST_PRICE = 1.05
+
+
+@dataclass(slots=True)
+class MeasuredCosts:
+    """Milliseconds of one budget, full to its last row by one segment."""
+
+    modes: dict[str, float]
+    """Of a replay in each mode that was captured; none where the exact run alone decided."""
+    exact: float
+    """Of the forward at its exact shape."""
+    host: float = 0.0
+    """What the host needs to launch it."""
+    attention: float = 0.0
+    """Of `exact`, the attention over the one segment, which a batch of many short ones does without."""
+    single_segment: float | None = None
+    """Of a replay of the capture for one segment, where there is one."""
+
+    @property
+    def hides_host(self) -> bool:
+        """Whether the device works so long that it never waits for the host."""
+        return self.host < _HIDDEN_HOST * (self.exact - self.attention)
+
+    @property
+    def exact_price(self) -> float:
+        """What an exact run counts when it is compared with a replay: where the host is about as busy as the
+        device, 5 % more than it took beside attention, which a batch of short segments does without.
+        """
+        beside = max(0.0, self.exact - self.attention)  # two measurements: the first may be the smaller one
+        busy = self.host > _BUSY_HOST * beside
+        return self.exact + beside * (_BUSY_HOST_PRICE - 1) if busy else self.exact
+
+    @property
+    def best(self) -> float:
+        """Of a replay in the mode that was kept."""
+        return min(self.modes.values())
+
+
+@dataclass(frozen=True, slots=True)
+class KnownBudget:
+    """What another ladder of the same forward found out of a budget."""
+
+    costs: MeasuredCosts
+    mode: str | None
+    """In which it is captured; None: it needs no graph."""
+
 
 # Where a tower's own code keeps the host busy for more than this share of the time that it takes, the device
 # keeps up with it: a smaller size takes as long, and need not be run to know it. The share is a choice.
@@ -100,9 +154,7 @@ class BudgetLadder:
         return self.captured.get(budget)
 
     def capturing(self, budget: int) -> Parts[None]:
-        """As `capture`, a part each time that it is asked for one: one run that is timed, the runs before a
-        capture, or the capture.
-        """
+        """As `capture`, in parts: a run that is timed, the runs before a capture, or the capture."""
         if budget in self.captured or budget in self.dropped or budget in self.no_graph_needed:
             return
         start, seconds, compared = time.perf_counter(), 0.0, self._compared.seconds
@@ -161,15 +213,11 @@ class BudgetLadder:
 
     @property
     def capture_ms(self) -> float:
-        """What capturing and timing a budget takes, the median. Comparing kernels is no part of it: few sizes
-        more are of classes that were not compared yet.
-        """
+        """Median milliseconds of capturing and timing a budget, without comparing kernels."""
         return statistics.median(self._capture_ms) if self._capture_ms else 0.0
 
     def num_bytes(self, budget: int) -> int:
-        """Device memory that capturing a budget added: in all modes that were tried, since what they leave
-        stays in the pool.
-        """
+        """Device memory that capturing a budget added, in all modes that were tried."""
         return self._num_bytes[budget]
 
     def drop(self, budget: int, reason: str) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fxsplit_encoder._torch.distributed import local_part
 from fxsplit_encoder._torch.tensors import as_plain_tensors, dense_parts, tensors_of, wrapped
-from fxsplit_encoder.capture.memory import storage_address, unstrided
+from fxsplit_encoder.capture.buffers import storage_address, unstrided
 from fxsplit_encoder.errors import WeightsLayoutError, WeightsMovedError
 
 # Names in an error message.
@@ -38,9 +38,7 @@ class _Inside:
 
 
 class MemoryOrders:
-    """Tells tensors from permutations of themselves at the same addresses, such as a square matrix from its
-    transpose that was assigned to `.data`.
-    """
+    """Tells tensors from permutations of themselves at one address, as a transpose put into `.data`."""
 
     def __init__(self, tensors: Sequence[object]) -> None:
         found = {i: each for i, each in enumerate(tensors) if isinstance(each, Tensor) and _may_permute(each)}
@@ -136,9 +134,7 @@ class StaticParameters:
         return [holder.get(key) for holder, key in zip(self._holders, self._keys, strict=True)]
 
     def have_moved(self) -> bool:
-        """Whether one lies elsewhere than at the capture, or a wrapper has other constants. About 100
-        nanoseconds a parameter.
-        """
+        """Whether one has moved since the capture, or a wrapper's constants changed. About 100 ns each."""
         # Each has to be asked: `parameter.data = ...` changes its address and neither its identity nor its
         # version. Without lists of hundreds of numbers more of the processor's cache is left for others.
         addresses = map(self._address_of, map(getitem, self._holders, self._keys))
@@ -177,9 +173,7 @@ class StaticParameters:
 def _owned_tensors(
     module: nn.Module,
 ) -> tuple[dict[Any, tuple[str, Any, str]], list[tuple[str, Any, str, Any]]]:
-    """For every parameter and buffer: its dotted name, what holds it, and its key there. The same for wrapper
-    subclasses, with their constants.
-    """
+    """For every parameter and buffer, also of wrapper subclasses: its dotted name, its holder, its key."""
     owned: dict[Any, tuple[str, Any, str]] = {}
     wrappers: list[tuple[str, Any, str, Any]] = []
     for prefix, submodule in module.named_modules():
@@ -205,9 +199,7 @@ def _places(tensor: Tensor, holder: Any, key: str) -> Iterator[tuple[Tensor, tup
 
 
 def _constants(tensor: Any) -> Any:
-    """What a tensor of a wrapper subclass is beside the tensors inside; None for others, and for a `DTensor`,
-    whose shards tell.
-    """
+    """What a wrapper subclass has beside its inner tensors; None for others and for `DTensor`."""
     if tensor is None or local_part(tensor) is not tensor:
         return None
     if wrapped(tensor) is not None:

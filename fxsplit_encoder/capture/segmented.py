@@ -15,9 +15,8 @@ from typing import Any, Self
 import torch
 
 from fxsplit_encoder._torch.deferred_free import free_later
-from fxsplit_encoder.capture.memory import copy_results
-from fxsplit_encoder.capture.pool import GraphPool
-from fxsplit_encoder.capture.recorded_ops import RecordedOps
+from fxsplit_encoder.capture.buffers import copy_results
+from fxsplit_encoder.capture.pool import GraphPool, RecordedOps
 from fxsplit_encoder.errors import CaptureError, ReplayError
 
 
@@ -144,9 +143,7 @@ class SegmentedCapture:
         self.num_graphs += 1
 
     def _abandon(self) -> None:
-        """Leaves no open capture and no half recording behind an exception, whatever stream it left current:
-        a graph can end only on that which it began on.
-        """
+        """Ends an open capture after an exception, on the stream on which its graph began."""
         with self.pool.on_stream(), contextlib.suppress(RuntimeError):
             self._end_graph()
         self.release()

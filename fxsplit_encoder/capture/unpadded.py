@@ -15,10 +15,10 @@ from typing import TypeVar
 
 import torch
 
+from fxsplit_encoder.capture.forward import CaptureRequest
 from fxsplit_encoder.capture.ladder import BudgetLadder
 from fxsplit_encoder.capture.pool import GraphPool
-from fxsplit_encoder.capture.requests import CaptureRequest
-from fxsplit_encoder.planning.reasons import MissReason
+from fxsplit_encoder.planning.plan import MissReason
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,6 @@ class UnpaddedCaptures:
     forward without a capture is as fast stays without.
 
     Args:
-        request: makes the capture request of a size.
         pool: whose device, and record of what callers hold, the captures share; their memory is their own.
         threshold: what the weights of a size's uses must add up to before it is captured.
         max_captures: at most so many are held.
@@ -102,7 +101,6 @@ class UnpaddedCaptures:
         none, for a `reason`.
 
         Args:
-            tokens: the size.
             weight: what this use adds to the size's, if it is not captured.
             on_trial: whether the caller compares a new capture with the batch in hand, and says by `conclude`
                 what it found; if not, it is compared here, on a single segment.

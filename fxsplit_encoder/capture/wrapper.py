@@ -17,15 +17,12 @@ from fxsplit_encoder._torch.around import foreign_around
 from fxsplit_encoder._torch.dispatch import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from fxsplit_encoder._torch.structure import Structure
 from fxsplit_encoder._torch.tensors import version_of
-from fxsplit_encoder.capture.breakable import DEFAULT_SPLITTING_OPS, active_capture
-from fxsplit_encoder.capture.breaks import CONSTANTS
-from fxsplit_encoder.capture.buffers import StaticBuffer
-from fxsplit_encoder.capture.forward import CapturedForward
+from fxsplit_encoder.capture.breakable import CONSTANTS, DEFAULT_SPLITTING_OPS, active_capture
+from fxsplit_encoder.capture.buffers import StaticBuffer, unstrided
+from fxsplit_encoder.capture.forward import CapturedForward, CaptureRequest
 from fxsplit_encoder.capture.inputs import StaticInputs
-from fxsplit_encoder.capture.memory import unstrided
 from fxsplit_encoder.capture.parameters import StaticParameters
 from fxsplit_encoder.capture.pool import GraphPool
-from fxsplit_encoder.capture.requests import CaptureRequest
 from fxsplit_encoder.errors import CaptureError, InputError
 
 logger = logging.getLogger(__name__)
@@ -260,9 +257,7 @@ class BreakableCUDAGraphWrapper(nn.Module):
         return reason
 
     def _evict(self) -> None:
-        """Drops the capture that was used longest ago; with the last one the memory goes back, unless others
-        share it.
-        """
+        """Drops the capture used longest ago; with the last one the memory goes back."""
         _, entry = self._entries.popitem(last=False)
         pool = entry.forward.pool
         if pool.is_cuda:  # its last replay may still run

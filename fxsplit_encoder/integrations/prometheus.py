@@ -15,9 +15,8 @@ import numpy as np
 from fxsplit_encoder.connector.states import FAILURE_KINDS, State
 from fxsplit_encoder.connector.statistics import BOUNDS, ConnectorStats, Durations
 from fxsplit_encoder.errors import InputError, MissingExtraError
-from fxsplit_encoder.planning.reasons import MissReason
-from fxsplit_encoder.runtime.progress import PHASES
-from fxsplit_encoder.runtime.statistics import FALLBACK_KINDS, ManagerStats
+from fxsplit_encoder.planning.plan import MissReason
+from fxsplit_encoder.runtime.statistics import FALLBACK_KINDS, PHASES, ManagerStats
 
 try:
     from prometheus_client import REGISTRY

@@ -11,7 +11,7 @@ from torch import nn
 
 from fxsplit_encoder import backend
 from fxsplit_encoder._torch.dynamo import is_compiled
-from fxsplit_encoder.backend.stats import refresh_compiled, stats_of_compiled
+from fxsplit_encoder.backend.dispatch import refresh_compiled, stats_of_compiled
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.integrations.hugging_face import ServedTower, capturing_at_once, served_towers_of
 from fxsplit_encoder.manager import EncoderCudaGraphManager

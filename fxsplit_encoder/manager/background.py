@@ -17,17 +17,15 @@ from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import FxSplitError, InputError, StartFileError
 from fxsplit_encoder.kernels import timing_without_graphs
 from fxsplit_encoder.manager.captures import CapturePlan
-from fxsplit_encoder.manager.comparisons import compare_between_requests
 from fxsplit_encoder.manager.compile_worker import CompileWorker, why_not_elsewhere
 from fxsplit_encoder.manager.generation import Done, Generation
 from fxsplit_encoder.manager.path import EncoderPath
+from fxsplit_encoder.manager.path_forward import with_contents
 from fxsplit_encoder.manager.start import load_programs
-from fxsplit_encoder.manager.traced_example import with_contents
-from fxsplit_encoder.manager.turns import StoppedError, Turns
+from fxsplit_encoder.manager.turns import StoppedError, Turns, compare_between_requests
 from fxsplit_encoder.parts import Parts
 from fxsplit_encoder.runtime import Choosers
-from fxsplit_encoder.runtime.interpreter import collecting_what_is_new, switching_often
-from fxsplit_encoder.runtime.progress import CaptureProgress, Phase
+from fxsplit_encoder.runtime.statistics import CaptureProgress, Phase
 
 logger = logging.getLogger(__name__)
 
@@ -65,11 +63,8 @@ class BackgroundCapture:
     thread may while another captures.
 
     Args:
-        target: what is captured.
-        planned: of it.
+        target, planned: what is captured.
         first: what serves meanwhile.
-        turns: of the manager.
-        kernels: of the manager.
         switch: has the target serve; is called in a step.
     """
 
@@ -148,10 +143,9 @@ class BackgroundCapture:
         """All of it, one piece after another."""
         work = self.work()
         try:
-            with collecting_what_is_new():
-                for _ in work:
-                    if self._stopped.is_set():
-                        raise StoppedError
+            for _ in work:
+                if self._stopped.is_set():
+                    raise StoppedError
         except StoppedError:
             pass
         finally:
@@ -238,13 +232,7 @@ class BackgroundCapture:
     def _beside(self) -> Iterator[None]:
         """What is no step: requests are served meanwhile."""
         on_its_device = on_device(self._target.pool.device)
-        with (
-            switching_often(),
-            self._kernels.choosing(),
-            on_its_device,
-            without_autograd(),
-            timing_without_graphs(),
-        ):
+        with self._kernels.choosing(), on_its_device, without_autograd(), timing_without_graphs():
             yield
 
     def _tell(self, phase: Phase, done: int = 0, total: int = 0) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import time
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
@@ -19,10 +20,8 @@ from fxsplit_encoder.errors import InputError, ReplayError
 from fxsplit_encoder.manager.item_facts import select_items
 from fxsplit_encoder.manager.legacy_dual_path import postprocess_of
 from fxsplit_encoder.manager.path import EncoderPath
-from fxsplit_encoder.manager.weight_checks import WeightChecks
 from fxsplit_encoder.planning import MissReason
-from fxsplit_encoder.planning.plan import PathPlan, Plan, PlannedBatch
-from fxsplit_encoder.planning.reasons import BY_THE_TOWER
+from fxsplit_encoder.planning.plan import BY_THE_TOWER, PathPlan, Plan, PlannedBatch
 from fxsplit_encoder.protocol import EncoderItemSpec, SupportsEncoderCudaGraph
 from fxsplit_encoder.runtime.statistics import Statistics
 
@@ -33,11 +32,8 @@ class BatchRunner:
     """Runs batches of one tower, one at a time.
 
     Args:
-        paths: by (name, axis keys).
         config: with `debug` every rule is checked at every replay, with `invariant` no batch runs through the
             tower's own forward.
-        num_axes: how many capture axes the tower has.
-        max_items: of a batch that captures hold.
     """
 
     def __init__(
@@ -70,9 +66,6 @@ class BatchRunner:
         """Encodes a request and counts its items.
 
         Args:
-            plan: of the request.
-            mm_kwargs: the whole request.
-            specs: the sizes of its items.
             may_replay: whether captures serve; if not, every batch falls back.
 
         Returns:
@@ -225,3 +218,30 @@ class BatchRunner:
         for index in indices:
             if (item := results[index]).untyped_storage().data_ptr() in storages:
                 results[index] = item.clone()
+
+
+class WeightChecks:
+    """Which replays check the parameters that they read.
+
+    Args:
+        seconds: between two checks of a path; 0: each of its replays.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self.are_always_due = not seconds
+        self._last: dict[Hashable, float] = {}
+
+    def is_due(self, path: Hashable) -> bool:
+        """Whether the replay that comes has to check; it is taken to do so."""
+        if self.are_always_due:
+            return True
+        now, last = time.monotonic(), self._last.get(path)
+        if last is not None and now < last + self._seconds:
+            return False
+        self._last[path] = now
+        return True
+
+    def all_are_due(self) -> None:
+        """Has the next replay of every path check."""
+        self._last.clear()

@@ -13,30 +13,128 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import pickle
 import select
 import sys
 import threading
+import types
 from contextlib import nullcontext
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
+from fxsplit_encoder._torch.transformers import collected_by, collects_outputs, output_hook
 from fxsplit_encoder.attention.kernels import ahead
 from fxsplit_encoder.capture import GraphPool
 from fxsplit_encoder.config import EncoderConfig
-from fxsplit_encoder.errors import CompileError
-from fxsplit_encoder.manager import tower_pickle
-from fxsplit_encoder.manager.comparisons import compare_between_requests
+from fxsplit_encoder.errors import CompileError, InputError
 from fxsplit_encoder.manager.generation import Generation, Served
 from fxsplit_encoder.manager.legacy_dual_path import read_model_config
 from fxsplit_encoder.manager.start import save_programs
+from fxsplit_encoder.manager.turns import compare_between_requests
 from fxsplit_encoder.parts import in_one_go
 from fxsplit_encoder.planning.limits import Limits
 from fxsplit_encoder.protocol import SupportsEncoderCudaGraph
 from fxsplit_encoder.runtime import Choosers
 from fxsplit_encoder.runtime.statistics import Statistics
+
+# Tensors of so many bytes are sent with their values: tables and counts that a forward's code may read.
+_SMALL = 4096
+
+_KINDS = (torch.Tensor, nn.Parameter, nn.Buffer)
+
+
+@dataclass(frozen=True)
+class _Blank:
+    """What a tensor looks like."""
+
+    is_parameter: bool
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+    requires_grad: bool
+    values: Tensor | None
+    """On the CPU; None: zeros will do."""
+
+    def make(self) -> Tensor:
+        """One that looks like it."""
+        made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device).zero_()
+        if self.values is not None:
+            made.copy_(self.values)
+        return nn.Parameter(made, self.requires_grad) if self.is_parameter else made
+
+
+def dump_tower(value: object) -> bytes:
+    """A value with towers in it.
+
+    Raises:
+        InputError: another process cannot make it, and why.
+    """
+    blanks: list[_Blank] = []
+    numbers: dict[int, int] = {}
+    held: list[Tensor] = []
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, found: Any) -> int | None:
+            if isinstance(found, type | types.FunctionType) and found.__module__ == "__main__":
+                raise InputError(f"{found.__qualname__} is defined in the script that was started")
+            if not isinstance(found, torch.Tensor):
+                return None
+            if id(found) not in numbers:
+                numbers[id(found)] = len(blanks)
+                blanks.append(_blank(found))
+                held.append(found)  # while it lives its id is no other's
+            return numbers[id(found)]
+
+        def reducer_override(self, found: Any) -> Any:
+            if isinstance(found, types.FunctionType) and collects_outputs(found):
+                return output_hook, collected_by(found)
+            return NotImplemented
+
+    structure = BytesIO()
+    try:
+        Pickler(structure, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    except InputError:
+        raise
+    except Exception as error:  # whatever an object's own code raises
+        raise InputError(f"it cannot be pickled: {type(error).__name__}: {error}") from error
+    return pickle.dumps((blanks, structure.getvalue()), protocol=pickle.HIGHEST_PROTOCOL)
+
+
+def load_tower(content: bytes) -> Any:
+    """What `dump_tower` was given, with zeros for weights."""
+    blanks, structure = pickle.loads(content)
+    made: list[Tensor] = [blank.make() for blank in blanks]
+
+    class Unpickler(pickle.Unpickler):
+        def persistent_load(self, number: int) -> Tensor:
+            return made[number]
+
+    return Unpickler(BytesIO(structure)).load()
+
+
+def _blank(tensor: Tensor) -> _Blank:
+    if type(tensor) not in _KINDS:
+        raise InputError(f"it holds a {type(tensor).__name__}, which is more than a tensor")
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        raise InputError(f"it holds a tensor of layout {tensor.layout}")
+    is_small = tensor.numel() * tensor.element_size() <= _SMALL and tensor.device.type != "meta"
+    values = tensor.detach().cpu().clone() if is_small else None
+    return _Blank(
+        isinstance(tensor, nn.Parameter),
+        tuple(tensor.shape),
+        tensor.stride(),
+        tensor.dtype,
+        str(tensor.device),
+        tensor.requires_grad,
+        values,
+    )
+
 
 REQUEST, START, ANSWER, NOT_BUILT = "request.pickle", "programs.start", "answer.json", "not_built.txt"
 PROGRESS = "fxsplit-encoder-progress"
@@ -80,7 +178,7 @@ def load_request(directory: Path) -> CompileRequest:
     Raises:
         Exception: whatever importing and making its classes raises.
     """
-    request: CompileRequest = tower_pickle.load((directory / REQUEST).read_bytes())
+    request: CompileRequest = load_tower((directory / REQUEST).read_bytes())
     if "transformers" in sys.modules:
         # Its towers ask by name for attention that is registered where one is wrapped, which here none is.
         importlib.import_module("fxsplit_encoder.attention.hugging_face")

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fxsplit_encoder.errors import CompileError, InputError
-from fxsplit_encoder.manager import tower_pickle
 from fxsplit_encoder.manager.compile_process import (
     ANSWER,
     CANNOT_REBUILD,
@@ -26,6 +25,7 @@ from fxsplit_encoder.manager.compile_process import (
     REQUEST,
     START,
     CompileRequest,
+    dump_tower,
 )
 from fxsplit_encoder.manager.generation import Generation
 
@@ -70,7 +70,7 @@ class CompileWorker:
 
     def __init__(self, generation: Generation) -> None:
         served, device = generation.served, generation.pool.device
-        request = tower_pickle.dump(
+        request = dump_tower(
             CompileRequest(served.tower, served.limits, served.dtype, generation.config, device)
         )
         self._directory = tempfile.TemporaryDirectory(
@@ -119,9 +119,6 @@ class CompileWorker:
 
     def wait(self, is_stopped: Callable[[], bool], tell: Callable[[int, int], None]) -> Compiled | None:
         """What the process found out, once it has; None: it is not wanted any more.
-
-        Args:
-            tell: is called with how far it is, now and then.
 
         Raises:
             CompileError: it ended without, and how.

@@ -23,6 +23,7 @@ from fxsplit_encoder._torch.distributed import timeout_of
 from fxsplit_encoder.errors import ConfigError, InputError, RankError
 from fxsplit_encoder.manager.item_facts import select_items
 from fxsplit_encoder.manager.legacy_dual_path import read_item_specs
+from fxsplit_encoder.manager.tower_part import tower_part
 from fxsplit_encoder.protocol import EncoderItemSpec, SupportsEncoderCudaGraph
 
 # torch 2.13 renamed it, and warns of the old name.
@@ -38,10 +39,6 @@ def assign_items(weights: Sequence[float], num_ranks: int) -> list[list[int]]:
     This is longest-processing-time-first: the heaviest rank carries at most 4/3 - 1/(3 num_ranks) of what it
     would in the best assignment (Graham, "Bounds on multiprocessing timing anomalies", 1969). Of equal items
     the first goes first, of equal ranks the lowest takes it, so that all ranks find the same assignment.
-
-    Args:
-        weights: the work that each item is, in any unit.
-        num_ranks: how many ranks share it.
 
     Returns:
         The items of every rank, ascending; each item once. A rank may have none.
@@ -184,9 +181,7 @@ class DataParallel:
         Every rank must call it, with the same inputs and in the same order of calls.
 
         Args:
-            mm_kwargs: the whole request.
             encode_local: encodes the items of a request that one rank was given; not called for none.
-            tower: knows the items' sizes, and selects them.
 
         Returns:
             One tensor an item, (rows, columns), each in memory of its own. The rows are those that were
@@ -362,3 +357,56 @@ def _check_agreement(headers: Sequence[_Header]) -> None:
         raise InputError(
             f"the ranks encoded items of different columns or dtypes; load the same tower on all; got {seen}"
         )
+
+
+def agreement_of(
+    tower: object, process_group: dist.ProcessGroup | None = None
+) -> Callable[[bool], bool] | None:
+    """Whether every rank that shares a tower's weights says yes, as a call that all of them must make; None:
+    nobody else has any of them.
+
+    The forward of such a tower has collectives, so its ranks must run and capture the same things in the same
+    order. Given the same requests they do, but for what a rank finds out alone: how long something takes, and
+    whether memory is left.
+
+    Args:
+        process_group: the ranks, of a tower that does not tell: its own code calls the collectives.
+    """
+    groups = [(group, mesh.device_type) for mesh in _meshes(tower) for group in mesh.get_all_groups()]
+    if process_group is not None and dist.get_world_size(process_group) > 1:
+        groups.append((process_group, _device_type(process_group)))
+    if not groups:
+        return None
+
+    def agree(ready: bool) -> bool:
+        for group, device in groups:
+            vote = torch.tensor([int(ready)], device=device)
+            dist.all_reduce(vote, dist.ReduceOp.MIN, group)
+            ready = bool(vote.item())
+        return ready
+
+    return agree
+
+
+def why_not_compiled(tower: object) -> str:
+    """Why a tower with an agreement is captured as it is."""
+    if _meshes(tower):
+        return "captured without compiling: its parameters are sharded among ranks (DTensor)"
+    return "captured without compiling: its weights are shared among the ranks of process_group"
+
+
+def _device_type(group: dist.ProcessGroup) -> str:
+    return "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+
+
+def _meshes(tower: object) -> list[Any]:
+    part = tower_part(tower)
+    if part is None or not (dist.is_available() and dist.is_initialized()):
+        return []
+    from torch.distributed.tensor import DTensor
+
+    meshes: list[Any] = []
+    for parameter in part.parameters():
+        if isinstance(parameter, DTensor) and parameter.device_mesh not in meshes:
+            meshes.append(parameter.device_mesh)
+    return meshes

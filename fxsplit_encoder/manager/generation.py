@@ -13,17 +13,15 @@ import torch
 from fxsplit_encoder.capture import GraphPool
 from fxsplit_encoder.config import EncoderConfig, Mode, PathConfig
 from fxsplit_encoder.manager.batches import BatchRunner
-from fxsplit_encoder.manager.budget_memory import check_budgets
-from fxsplit_encoder.manager.captures import CapturePlan, plan_captures
+from fxsplit_encoder.manager.captures import CapturePlan, check_budgets, plan_captures
+from fxsplit_encoder.manager.data_parallel import why_not_compiled
 from fxsplit_encoder.manager.path import EncoderPath
 from fxsplit_encoder.manager.request_plans import RequestPlans
-from fxsplit_encoder.manager.tensor_parallel import why_not_compiled
 from fxsplit_encoder.parts import Coming, Parts
 from fxsplit_encoder.planning.limits import CaptureKey, Limits
 from fxsplit_encoder.protocol import EncoderCudaGraphConfig, SupportsEncoderCudaGraph
 from fxsplit_encoder.runtime import CaptureScope, CaptureSet
-from fxsplit_encoder.runtime.progress import Phase
-from fxsplit_encoder.runtime.statistics import Statistics
+from fxsplit_encoder.runtime.statistics import Phase, Statistics
 
 logger = logging.getLogger(__name__)
 
@@ -56,16 +54,7 @@ class Done(NamedTuple):
 
 
 class Generation:
-    """The paths of a tower under one configuration, over one pool.
-
-    Args:
-        served: whose paths.
-        config: how they are captured.
-        pool: where.
-        statistics: which count what is served.
-        agree: see `CaptureScope`.
-        compares_kernels: see `CaptureScope`.
-    """
+    """The paths of a tower under one configuration, over one pool; other arguments as `CaptureScope`."""
 
     def __init__(
         self,
@@ -121,9 +110,7 @@ class Generation:
 
     @property
     def compiled_paths(self) -> list[EncoderPath]:
-        """Those whose forward is compiled, or is to be. Without budgets nothing tells at which size to trace
-        a path, and it runs eagerly.
-        """
+        """Those whose forward is compiled, or is to be; one without budgets runs eagerly."""
         return [path for path in self.paths_by_key.values() if path.budgets and path.is_to_compile]
 
     def check_budgets(self) -> None:

@@ -26,9 +26,7 @@ def findings(manager: EncoderCudaGraphManager) -> list[str]:
 
 
 def choices(manager: EncoderCudaGraphManager) -> list[str]:
-    """What decides over the bits, beside the tower and the inputs: the same in every process that gives the
-    same.
-    """
+    """What decides over the bits beside tower and inputs: the same in processes that give the same."""
     from fxsplit_encoder.products.fixed import PRODUCTS
 
     device = manager.device

@@ -28,9 +28,7 @@ class ItemFacts:
         return [self._tower.get_input_modality(mm_kwargs)] * num_items if num_items else []
 
     def segments(self, mm_kwargs: dict[str, Any], num_items: int) -> list[int]:
-        """Attention segments of every item, of a video its frames. Where the tower does not tell: the frames
-        in its videos' grids, if it has any; else one each.
-        """
+        """Attention segments of every item: what the tower tells, else its video's frames, else one."""
         if self._segments is not None:
             return self._check(self._segments(mm_kwargs), "item_segments", num_items)
         grids = mm_kwargs.get("video_grid_thw")

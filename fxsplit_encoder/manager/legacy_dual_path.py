@@ -30,9 +30,7 @@ _MOST_TOKENS = 2**48
 
 
 def read_model_config(tower: Any) -> EncoderCudaGraphConfig:
-    """The tower's configuration, whatever class it has, with the paths that `enable_dual_path_graph` stands
-    for.
-    """
+    """The tower's configuration, with the paths that `enable_dual_path_graph` stands for."""
     given = tower.get_encoder_cudagraph_config()
     later = {name: getattr(given, name) for name in ("paths", "capture_axes") if hasattr(given, name)}
     if getattr(given, "enable_dual_path_graph", False):

@@ -1,34 +1,35 @@
-"""What serves a manager's requests over time: nothing, the first captures, and then all of them."""
+"""What serves a manager's requests over time: nothing, the first captures, then all of them."""
 
 from __future__ import annotations
 
 import logging
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from contextvars import Token
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from fxsplit_encoder._torch.around import foreign_around
-from fxsplit_encoder._torch.current_device import on_device
+from fxsplit_encoder._torch.current_device import ALREADY, on_device
 from fxsplit_encoder._torch.grad_mode import without_autograd
 from fxsplit_encoder._torch.structure import Structure
 from fxsplit_encoder.attention.kernels import ahead
 from fxsplit_encoder.errors import InputError, StartFileError, TowerChangedError, WeightsMovedError
 from fxsplit_encoder.manager.background import BackgroundCapture, stop_with
+from fxsplit_encoder.manager.batches import WeightChecks
 from fxsplit_encoder.manager.captures import CapturePlan
-from fxsplit_encoder.manager.comparisons import compare_meanwhile
 from fxsplit_encoder.manager.generation import Done, Generation, first_of
 from fxsplit_encoder.manager.start import load_captured, save_captured
 from fxsplit_encoder.manager.tower_part import tower_part
-from fxsplit_encoder.manager.turns import StoppedError, Turns
-from fxsplit_encoder.manager.weight_checks import WeightChecks
+from fxsplit_encoder.manager.turns import StoppedError, Turns, compare_meanwhile
 from fxsplit_encoder.planning import MissReason
 from fxsplit_encoder.planning.plan import Plan
 from fxsplit_encoder.runtime import Choosers
-from fxsplit_encoder.runtime.interpreter import collecting_what_is_new
-from fxsplit_encoder.runtime.progress import CaptureProgress
-from fxsplit_encoder.runtime.weights import warn_of_new_captures
+from fxsplit_encoder.runtime.captured_program import warn_of_new_captures
+from fxsplit_encoder.runtime.statistics import CaptureProgress
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,6 @@ class Lifecycle:
 
     Args:
         own: what is captured in the end.
-        kernels: which decide meanwhile.
         changed: a method that is called, in a turn, when other captures serve; its object is not kept alive.
     """
 
@@ -73,7 +73,7 @@ class Lifecycle:
         """As `EncoderCudaGraphManager.compile`."""
         self.wait()
         on_its_device = on_device(self.own.pool.device)
-        with self.turns, on_its_device, without_autograd(), collecting_what_is_new():
+        with self.turns, on_its_device, without_autograd():
             self.take_structure()
             self._read_start()
             self.own.compile(progress)
@@ -174,9 +174,7 @@ class Lifecycle:
     # --- the tower's modules
 
     def allowed(self, plan: Plan) -> Plan:
-        """A request's plan, or one without captures and programs, where the tower or what is around the call
-        needs the tower's own forward. The caller has the turn.
-        """
+        """A request's plan, or one by the tower's own forward if that is needed. The caller has the turn."""
         found = foreign_around()
         reason, why = MissReason.FOREIGN_CODE, f"there is {found}"
         if found is None and self._structure is not None:
@@ -277,3 +275,45 @@ class Lifecycle:
         """Where and why it did not go as it does otherwise."""
         refused = [self.start_refused] if self.start_refused is not None else []
         return [*refused, *(self.background.notes if self.background is not None else ())]
+
+
+# Entered for every request: four contexts in one `with` are twice as many calls.
+class serving_scope:
+    """What `turns`, `kernels.choosing()`, `on_device` and `without_autograd` are, one in the other.
+
+    Args:
+        device: of the request's work.
+    """
+
+    __slots__ = ("_autograd", "_choosers", "_device", "_elsewhere", "_tokens", "_turns")
+
+    def __init__(self, turns: Turns, kernels: Choosers, device: torch.device) -> None:
+        self._turns = turns
+        self._choosers = kernels.all
+        self._device = device
+
+    def __enter__(self) -> None:
+        self._turns.__enter__()
+        try:
+            self._elsewhere: AbstractContextManager[object] = on_device(self._device)
+            if self._elsewhere is not ALREADY:
+                self._elsewhere.__enter__()
+            tokens: list[Token[Any]] = []
+            for chooser in self._choosers:
+                tokens.append(chooser.current.set(chooser))
+            self._tokens = tokens
+            self._autograd = without_autograd()
+            self._autograd.__enter__()
+        except BaseException as error:
+            self._turns.__exit__(type(error), error, error.__traceback__)
+            raise
+
+    def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
+        try:
+            self._autograd.__exit__()
+            for chooser, token in zip(self._choosers, self._tokens, strict=True):
+                chooser.current.reset(token)
+            if self._elsewhere is not ALREADY:
+                self._elsewhere.__exit__(None, None, None)
+        finally:
+            self._turns.__exit__(kind, *raised)

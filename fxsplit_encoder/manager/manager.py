@@ -22,15 +22,13 @@ from fxsplit_encoder.errors import InputError, WeightsMovedError
 from fxsplit_encoder.manager import invariance
 from fxsplit_encoder.manager.background import check_that_steps_will_do
 from fxsplit_encoder.manager.captures import CapturePlan
-from fxsplit_encoder.manager.data_parallel import DataParallel
+from fxsplit_encoder.manager.data_parallel import DataParallel, agreement_of
 from fxsplit_encoder.manager.generation import Generation, Served
 from fxsplit_encoder.manager.legacy_dual_path import read_model_config
-from fxsplit_encoder.manager.lifecycle import Lifecycle
+from fxsplit_encoder.manager.lifecycle import Lifecycle, serving_scope
 from fxsplit_encoder.manager.path import EncoderPath
 from fxsplit_encoder.manager.recording import Recorder
-from fxsplit_encoder.manager.request_items import ItemReader, RequestItems
-from fxsplit_encoder.manager.serving_scope import serving_scope
-from fxsplit_encoder.manager.tensor_parallel import agreement_of
+from fxsplit_encoder.manager.request_plans import ItemReader, RequestItems
 from fxsplit_encoder.manager.tower_part import placement_of
 from fxsplit_encoder.planning import Plan
 from fxsplit_encoder.planning.limits import needs_budget_range, resolve_limits
@@ -166,9 +164,7 @@ class EncoderCudaGraphManager:
         return self._lifecycle.own.planned_captures()
 
     def compile(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Traces and compiles every path's forward; `progress` gets (done, total) of each path, where two
-        phases of the tracing and every piece count.
-        """
+        """Traces and compiles every path; `progress` gets (done, total): two phases and every piece."""
         self._lifecycle.compile(progress)
 
     def capture(self, progress: Callable[[int, int], None] | None = None, *, wait: bool = True) -> None:
@@ -274,15 +270,11 @@ class EncoderCudaGraphManager:
             self._check_captures()
 
     def is_captured(self) -> bool:
-        """Whether `capture` has run since the last `clear`; of `capture(wait=False)` the part that it does
-        before it returns.
-        """
+        """Whether `capture` has run since the last `clear`, with `wait=False` up to its return."""
         return self._lifecycle.is_captured
 
     def clear(self) -> None:
-        """Releases every capture and its memory; `capture` may be called again. What is under way behind
-        `capture(wait=False)` ends.
-        """
+        """Releases every capture and its memory, and ends work behind `capture(wait=False)`."""
         self._lifecycle.clear()
 
     def check_weights(self) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,6 @@ from fxsplit_encoder._torch.tensors import traced_copy
 from fxsplit_encoder.capture import CapturedForward, CaptureRequest, SharedBuffers, StaticParameters
 from fxsplit_encoder.capture.breakable import refuse_collectives
 from fxsplit_encoder.capture.buffers import StaticValue
-from fxsplit_encoder.capture.probe import difference
 from fxsplit_encoder.compile import CompileOptions
 from fxsplit_encoder.errors import (
     CaptureError,
@@ -29,23 +28,28 @@ from fxsplit_encoder.errors import (
 )
 from fxsplit_encoder.manager.row_groups import RowGroups
 from fxsplit_encoder.manager.tower_part import named_tensors, tower_part, tower_tensors
-from fxsplit_encoder.manager.traced_example import TracedExample, row_groups_of, with_contents
 from fxsplit_encoder.planning.limits import Limits
 from fxsplit_encoder.protocol import SupportsEncoderCudaGraph
 from fxsplit_encoder.runtime import FreshInputs, request_of_module, request_of_program
-from fxsplit_encoder.runtime.weights import check_replacements, layouts_of
+from fxsplit_encoder.runtime.captured_program import check_replacements, layouts_of
 
 if TYPE_CHECKING:
     from fxsplit_encoder.compile import BoundProgram, NamedRegion
 
 logger = logging.getLogger(__name__)
 
+# The trace runs the forward once, so it is made at a moderate size; the size is also Inductor's hint for its
+# kernels.
+_TRACED_TOKENS = 256
+
+# Relative to the largest output: padding may change the order of sums, never more than rounding.
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
 
 class PathForward:
     """The tower's `encoder_cudagraph_forward` on one path, and the program that it was compiled to.
 
     Args:
-        name: the path's.
         label: the path and its axis keys, for messages.
         placement: the device and dtype of inputs.
     """
@@ -379,3 +383,104 @@ class PathForward:
     def forget(self) -> None:
         """Has the forward compiled anew."""
         self.program, self._compiled, self._refusal = None, False, None
+
+
+class SizedInputs(Protocol):
+    """Inputs of a forward at any of its budgets."""
+
+    @property
+    def budgets(self) -> Sequence[int]:
+        """In output tokens, increasing."""
+
+    def first_values(self, budgets: Sequence[int]) -> dict[str, Tensor]:
+        """Inputs of the first of these budgets that has some."""
+
+    def growing_inputs(self) -> frozenset[str]:
+        """The inputs that have more rows at larger budgets."""
+
+
+@dataclass(frozen=True)
+class TracedExample:
+    """What a forward is traced with."""
+
+    inputs: dict[str, Tensor]
+    dynamic_dims: dict[str, list[int]]
+    """Of each input the dimensions whose sizes vary."""
+
+    @classmethod
+    def of(cls, sized: SizedInputs) -> TracedExample:
+        """That of a forward.
+
+        Raises:
+            InputError: the tower makes no inputs.
+        """
+        inputs = _moderate_inputs(sized)
+        return cls(inputs, _dynamic_dims(sized, inputs))
+
+
+def _moderate_inputs(sized: SizedInputs) -> dict[str, Tensor]:
+    """Inputs of a moderate size, with two tiles rather than one: a trace makes a size of 1 a constant."""
+    nearest = sorted(sized.budgets, key=lambda budget: abs(budget - _TRACED_TOKENS))
+    inputs = sized.first_values(nearest)
+    growing = sized.growing_inputs() if len(sized.budgets) > 1 else inputs.keys()
+    if any(inputs[name].shape[:1] == (1,) for name in inputs.keys() & growing):
+        return sized.first_values([2 * budget for budget in nearest])
+    return inputs
+
+
+def _dynamic_dims(sized: SizedInputs, inputs: Mapping[str, Tensor]) -> dict[str, list[int]]:
+    """The dimensions that differ between two budgets; with one budget, the first of every tensor."""
+    budgets = sized.budgets
+    if len(budgets) < 2:
+        return {name: [0] for name, tensor in inputs.items() if tensor.dim() > 0 and tensor.shape[0] > 1}
+    small, large = sized.first_values(budgets), sized.first_values(budgets[::-1])
+    return {
+        name: [dim for dim, size in enumerate(tensor.shape) if size != large[name].shape[dim]]
+        for name, tensor in small.items()
+    }
+
+
+def row_groups_of(sized: SizedInputs, without: Collection[str]) -> RowGroups:
+    """What inputs have a row for a group of patches, as far as the budgets tell.
+
+    Args:
+        without: inputs that may have more rows than a batch needs.
+    """
+    budgets = sized.budgets
+    sizes = {0, len(budgets) // 2, len(budgets) - 1}
+    if len(sizes) < 2:
+        return RowGroups()
+    samples = [sized.first_values(budgets[size:]) for size in sorted(sizes)]
+    return RowGroups.of([{n: v for n, v in each.items() if n not in without} for each in samples])
+
+
+def with_contents(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Inputs that tell something: random values for zeros, which are the same wherever they come from."""
+    return {name: _with_contents(tensor) for name, tensor in values.items()}
+
+
+def _with_contents(tensor: Tensor) -> Tensor:
+    if not tensor.is_floating_point() or bool(tensor.any()):
+        return tensor
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(tensor.shape, generator=generator, dtype=torch.float32, device="cpu").to(tensor)
+
+
+def difference(expected: Sequence[Any], got: Sequence[Any], kind: str) -> str | None:
+    """How the real rows of padded outputs differ from what is expected, by more than rounding; or None."""
+    for number, (a, b) in enumerate(zip(expected, got, strict=True)):
+        if not isinstance(a, torch.Tensor):
+            continue
+        real = b[tuple(slice(0, size) for size in a.shape)]
+        if real.shape != a.shape:
+            return f"output {number} has shape {tuple(b.shape)} when padded, {tuple(a.shape)} when not"
+        if not a.is_floating_point():
+            if not torch.equal(a, real):
+                return f"output {number} changes when padded with {kind} rows"
+            continue
+        error = (a.double() - real.double()).abs().max().item() if a.numel() else 0.0
+        scale = a.double().abs().max().item() if a.numel() else 0.0
+        # A NaN compares false, so it counts as a difference.
+        if not error <= _TOLERANCE[a.dtype] * max(scale, 1e-6):
+            return f"output {number} changes by {error:.3g} when padded with {kind} rows"
+    return None

@@ -23,12 +23,6 @@ _PACKAGES = ("fxsplit-encoder", "torch", "transformers", "flash-attn-4", "nvidia
 class Recorder:
     """The trace of one manager.
 
-    Args:
-        path: of the file, to which it appends.
-        scope: what the captures share.
-        paths: those of the tower, by name.
-        dtype: in what the tower computes.
-
     Raises:
         InputError: the file cannot be opened.
     """
@@ -71,8 +65,6 @@ class Recorder:
         """Appends one request.
 
         Args:
-            mm_kwargs: its inputs, of which only the sizes are looked at.
-            specs: the sizes of its items.
             batches: as they were served.
             host_ms: how long the call kept its thread.
         """

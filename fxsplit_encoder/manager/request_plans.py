@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from fxsplit_encoder.config import EncoderConfig
+from fxsplit_encoder.errors import FxSplitError
 from fxsplit_encoder.manager.item_facts import ItemFacts, item_axis_keys
+from fxsplit_encoder.manager.legacy_dual_path import read_item_specs
 from fxsplit_encoder.manager.path import EncoderPath
-from fxsplit_encoder.manager.request_items import RequestItems
 from fxsplit_encoder.planning import (
     Captured,
     CostModel,
@@ -28,6 +29,7 @@ from fxsplit_encoder.protocol import (
     EncoderItemSpec,
     SupportsEncoderCudaGraph,
 )
+from fxsplit_encoder.recent import Recent
 
 # Plans depend on sizes alone, and the same sizes come again.
 _KEPT_PLANS = 1024
@@ -54,9 +56,6 @@ class RequestPlans:
     (`UnpaddedReplays`): a request that was cut into batches for the budgets there are may then be a single
     one. The first plan comes back if one of these captures cannot be made; or is given up, and its batch
     takes so long at its exact shape that the first plan is predicted to be faster.
-
-    Args:
-        paths: by (name, axis keys).
     """
 
     def __init__(
@@ -72,7 +71,7 @@ class RequestPlans:
         self.paths = paths
         self.facts = ItemFacts(tower)
         self._kept: dict[_Key, Plan] = {}
-        self._described: dict[Hashable, _Key] = {}
+        self._described: Recent[Hashable, _Key] = Recent(_KEPT_PLANS)
         """By what stands for a request's items, the key of its plan."""
         self._uses: Counter[_Key] = Counter()
         """Of requests of several batches."""
@@ -126,18 +125,17 @@ class RequestPlans:
             return build_fallback_plan(list(map(Item, specs)), paths, MissReason.DISABLED, skippable)
         # An adapter with capture axes says of any selection of items what their keys are.
         described = items.described if not self._num_axes else None
-        key = self._described.get(described) if described is not None else None
-        if key is None:
+        if described is not None and described in self._described:  # `get` would be a call in Python
+            key = self._described[described]
+        else:
             key = self._key(mm_kwargs, specs)
+            if described is not None:
+                self._described[described] = key
         plan = self._kept.get(key)
         if plan is None:
             if len(self._kept) >= _KEPT_PLANS:
                 self._forget()
             plan = self._kept[key] = self.build(self._items(specs, key))
-        if described is not None:
-            if len(self._described) >= _KEPT_PLANS:
-                self._described.clear()
-            self._described[described] = key
         if len(plan.batches) == 1 or not self._plans_anew:
             return plan
         self._uses[key] += is_use
@@ -163,9 +161,7 @@ class RequestPlans:
         return list(map(Item, specs, frames, segments, keys, refusals))
 
     def _unpadded_plan(self, items: Sequence[Item], plan: Plan) -> Plan | None:
-        """The plan if every token count were captured; None: it has as many batches, is predicted to gain
-        nothing, or to lose too much until these are captured.
-        """
+        """The plan if every token count were captured; None: it would gain nothing, or cost too much."""
         replays = {key: CostCurve(tuple(sorted(each.replay.items()))) for key, each in self._costs.items()}
         costs = {
             key: replace(each, exact=tuple((b, min(price, replays[key].at(b))) for b, price in each.exact))
@@ -236,3 +232,55 @@ def _milliseconds(plan: Plan) -> float | None:
             return None
         total += batch.milliseconds
     return total
+
+
+# Requests of other items whose sizes are kept. A choice: a service sees few sizes.
+_KEPT_ITEMS = 1024
+
+
+class RequestItems(NamedTuple):
+    """The items of one request."""
+
+    specs: list[EncoderItemSpec]
+    """Their sizes."""
+    described: Hashable | None = None
+    """Stands for all that the tower says of them, see `PackedTower.described_items`; None: nothing does."""
+
+
+class ItemReader:
+    """Reads the items of a tower's requests. Threads may share it."""
+
+    def __init__(self, tower: Any) -> None:
+        self._tower = tower
+        self._described_items: Callable[[dict[str, Any]], Hashable | None] | None = getattr(
+            tower, "described_items", None
+        )
+        self._known: dict[Hashable, RequestItems] = {}
+
+    def read(self, mm_kwargs: Any) -> RequestItems:
+        """The items of a request.
+
+        Raises:
+            InputError: as `read_item_specs`.
+        """
+        described = None if self._described_items is None else self._describe(mm_kwargs)
+        if described is None:
+            return RequestItems(read_item_specs(self._tower, mm_kwargs))
+        items = self._known.get(described)
+        if items is None:
+            items = RequestItems(read_item_specs(self._tower, mm_kwargs), described)
+            if len(self._known) >= _KEPT_ITEMS:
+                self._known = {}
+            self._known[described] = items
+        return items
+
+    def _describe(self, mm_kwargs: Any) -> Hashable | None:
+        assert self._described_items is not None
+        if type(mm_kwargs) is not dict or not mm_kwargs:
+            return None
+        try:
+            return self._described_items(mm_kwargs)
+        except FxSplitError:
+            raise
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+            return None  # whoever reads the items says what is wrong with them

@@ -107,9 +107,7 @@ def tower_key(generation: Generation) -> Key:
 
 
 def _structure(tower: object) -> str | None:
-    """A digest of a tower's modules and of what their parameters and buffers look like; None for what is no
-    module.
-    """
+    """A digest of a tower's modules, parameters and buffers, without values; None for no module."""
     part = tower_part(tower)
     if part is None:
         return None

@@ -1,19 +1,19 @@
 """Which items share a batch and how each batch runs, decided from sizes and costs alone. Needs no torch."""
 
-from fxsplit_encoder.planning.budgets import (
+from fxsplit_encoder.planning.costs import CostCurve, CostModel, PathCosts, PathTable
+from fxsplit_encoder.planning.items import Capacity, Item, Loads
+from fxsplit_encoder.planning.limits import (
+    CaptureKey,
+    Limits,
     default_budgets,
     generate_budgets,
     inferred_budgets,
+    resolve_limits,
     smallest_fitting,
 )
-from fxsplit_encoder.planning.cost_packing import pack_by_cost
-from fxsplit_encoder.planning.costs import CostCurve, CostModel, PathCosts, PathTable
-from fxsplit_encoder.planning.items import Capacity, Item, Loads
-from fxsplit_encoder.planning.limits import CaptureKey, Limits, resolve_limits
-from fxsplit_encoder.planning.packing import pack_greedy
-from fxsplit_encoder.planning.plan import PathPlan, Plan, PlannedBatch
+from fxsplit_encoder.planning.packing import pack_by_cost, pack_greedy
+from fxsplit_encoder.planning.plan import MissReason, PathPlan, Plan, PlannedBatch
 from fxsplit_encoder.planning.planner import Captured, build_fallback_plan, build_plan
-from fxsplit_encoder.planning.reasons import MissReason
 
 __all__ = [
     "Capacity",

@@ -131,8 +131,7 @@ class PathCosts:
         no budget fits.
 
         Args:
-            budgets: those that can be replayed.
-            max_segments: the attention segments that each holds; one that is left out holds any number.
+            max_segments: the attention segments that each budget holds; one left out holds any number.
         """
         replay = {budget: float(budget + REPLAY_LAUNCH_TOKENS) for budget in budgets}
         return cls(replay, max_segments=dict(max_segments or {}), measured=False)
@@ -185,9 +184,7 @@ class PathTable:
     The segments that a budget holds grow with it, so "s segments" is a lower bound on the budget. Where they
     do not grow, budgets below the last one that is too small for s are not used for s.
 
-    Args:
-        path_costs: the costs.
-        budgets, max_segments, largest, skippable: as for `PathCosts.table`.
+    The arguments are those of `PathCosts.table`.
     """
 
     def __init__(
@@ -231,7 +228,6 @@ class PathTable:
         """The budget for a batch, and its cost: the cheapest, or just the smallest that holds it; None: none.
 
         Args:
-            tokens: output tokens of the batch.
             segments: its attention segments; None: not known, and not limited.
             smallest: whether to take the smallest budget that holds it, whatever it costs.
         """
@@ -294,9 +290,7 @@ class PathTable:
         return costs
 
     def eager_costs(self, tokens: NDArray[np.int64]) -> NDArray[np.float64]:
-        """What batches cost in the eager forward; infinite where there are more tokens than it was measured
-        with, for which memory may not do.
-        """
+        """What batches cost in the eager forward; infinite above the tokens that were measured."""
         return self._eager.take(tokens, mode="clip")
 
     # Each table has an entry for every count from 0 to `largest`, and one more for all counts above.

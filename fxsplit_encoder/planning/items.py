@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
-from fxsplit_encoder.planning.reasons import MissReason
+from fxsplit_encoder.planning.plan import MissReason
 from fxsplit_encoder.protocol import EncoderItemSpec
 
 # Columns are gathered without a line of Python for each item.

@@ -11,13 +11,11 @@ from typing import NamedTuple, TypeVar
 
 from fxsplit_encoder.config import Packing
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.planning.cost_packing import pack_by_cost
 from fxsplit_encoder.planning.costs import CostModel, PathCosts, PathTable
 from fxsplit_encoder.planning.items import Capacity, Item, Loads
 from fxsplit_encoder.planning.limits import CaptureKey, Limits
-from fxsplit_encoder.planning.packing import pack_greedy
-from fxsplit_encoder.planning.plan import PathPlan, Plan, PlannedBatch
-from fxsplit_encoder.planning.reasons import MissReason
+from fxsplit_encoder.planning.packing import pack_by_cost, pack_greedy
+from fxsplit_encoder.planning.plan import MissReason, PathPlan, Plan, PlannedBatch
 
 # Bounds the batches of a path that is never captured: its cost tables must end somewhere.
 _LARGEST_WITHOUT_BUDGETS = 1 << 16
@@ -87,9 +85,6 @@ def build_fallback_plan(
     """One batch of all items, in order, that replays nothing and counts every item under `reason`.
 
     Args:
-        items: the images and videos of a request; their axis keys do not matter.
-        paths: the names of the tower's paths.
-        reason: why nothing is replayed.
         skippable_paths: the paths that are skipped where the items have no tokens; None: any.
     """
     if not items:
@@ -133,9 +128,7 @@ class _Path:
 
     @property
     def budgets(self) -> tuple[int, ...]:
-        """What the greedy packings pack for: what is held by budgets that were captured, or not for being no
-        faster.
-        """
+        """What the greedy packings pack for: budgets that were captured, or not for being no faster."""
         captured = self.table.holds
         return tuple(sorted((*captured, *self.not_needed))) if self.not_needed else captured
 
@@ -230,9 +223,7 @@ def _unmeasured(budgets: tuple[int, ...]) -> PathCosts:
 def _fall_back(
     items: Sequence[Item], indices: Sequence[int], limits: Limits, reason: MissReason
 ) -> list[PlannedBatch]:
-    """Batches of as many of the items, which have the positions `indices`, as allowed, in order, that replay
-    nothing.
-    """
+    """Batches, in order, of as many of the items at positions `indices` as allowed, that replay nothing."""
     batches = []
     for start in range(0, len(items), limits.max_items_per_batch):
         end = start + limits.max_items_per_batch

@@ -3,23 +3,36 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
 
-from fxsplit_encoder.capture import BudgetLadder, CapturedForward, CaptureRequest, ProgramBody, SharedBuffers
+from fxsplit_encoder.attention import KernelChooser
+from fxsplit_encoder.capture import (
+    BudgetLadder,
+    CapturedForward,
+    CaptureRequest,
+    ProgramBody,
+    SharedBuffers,
+    UnpaddedCaptures,
+)
 from fxsplit_encoder.capture.buffers import StaticValue
-from fxsplit_encoder.errors import CaptureError
+from fxsplit_encoder.capture.timing import measure_ms
+from fxsplit_encoder.config import EncoderConfig
+from fxsplit_encoder.errors import CaptureError, InputError, WeightsLayoutError
+from fxsplit_encoder.kernels import Chooser, KernelMeasurements, choosing, failing
 from fxsplit_encoder.parts import Parts
 from fxsplit_encoder.planning import MissReason
-from fxsplit_encoder.planning.costs import PathCosts
-from fxsplit_encoder.planning.plan import PathPlan
-from fxsplit_encoder.planning.reasons import BY_THE_TOWER
+from fxsplit_encoder.planning.costs import CostCurve, PathCosts
+from fxsplit_encoder.planning.plan import BY_THE_TOWER, PathPlan
+from fxsplit_encoder.products import ProductChooser
+from fxsplit_encoder.recent import Recent
 from fxsplit_encoder.runtime.measure import KnownCosts, MeasuredForward
-from fxsplit_encoder.runtime.scope import CaptureScope
-from fxsplit_encoder.runtime.unpadded import UnpaddedReplays
+from fxsplit_encoder.runtime.requests import CaptureScope
 
 if TYPE_CHECKING:
     from fxsplit_encoder.compile import NamedRegion
@@ -48,9 +61,7 @@ class CapturableForward(Protocol):
         """
 
     def is_always_full(self, tokens: int) -> bool:
-        """Whether a budget of so many output tokens needs no padding: no batch takes it but those that fill
-        it.
-        """
+        """Whether only batches that fill a budget of so many output tokens take it."""
 
     def padding_change(self, captured: CapturedForward, tokens: int) -> str | None:
         """How a new capture of so many output tokens changes the results of a batch, one that does not fill
@@ -62,8 +73,6 @@ class CapturedProgram:
     """One forward with its captures: a ladder of budgets, and captures of the token counts that recur.
 
     Args:
-        forward: what is captured.
-        label: what it is called in messages.
         budgets: of the ladder, in output tokens, increasing.
         mode: in which budgets are captured: one of the configuration's.
     """
@@ -118,9 +127,7 @@ class CapturedProgram:
 
     @property
     def recurring_counts(self) -> str | None:
-        """When token counts are captured without padding: by "hits" or by "cost" (`UnpaddedReplays`); None:
-        never.
-        """
+        """When token counts are captured without padding: "hits", "cost" (`UnpaddedReplays`); None: never."""
         if self.mode == "none":
             return None
         if self.mode == "exact" or self.padding_refused:
@@ -176,9 +183,7 @@ class CapturedProgram:
         return self.ladder.captured
 
     def capturing(self, budget: int) -> Parts[None]:
-        """Captures one budget unless that was done or failed before, or notes why it is dropped; in the parts
-        of `BudgetLadder.capturing`.
-        """
+        """Captures one budget once, or notes why it is dropped; in parts as `BudgetLadder.capturing`."""
         is_new = budget not in self.captured
         yield from self.ladder.capturing(budget)
         if is_new and not (self.padding_proved or self.forward.declares_padding):
@@ -256,9 +261,7 @@ class CapturedProgram:
         return self.unpadded.num_bytes
 
     def num_bytes(self, budget: int) -> int:
-        """Memory that captures would need less without this budget: its graphs, and what no other reads of
-        its static inputs.
-        """
+        """Memory that captures need for this budget alone: graphs, and inputs that no other reads."""
         others = _read_bytes([captured for other, captured in self.captured.items() if other != budget])
         own = _read_bytes([self.captured[budget]])
         unshared = (max(0, num_bytes - others.get(address, 0)) for address, num_bytes in own.items())
@@ -274,9 +277,7 @@ class CapturedProgram:
         return replace(costs, max_tokens=self.token_capacity)
 
     def expect(self, known: KnownCosts) -> None:
-        """Takes over what was measured elsewhere of this forward, on a device of the same kind: nothing of it
-        is measured here. It stays known after `clear`.
-        """
+        """Takes over what was measured elsewhere on a device of the same kind; `clear` keeps it."""
         self.expected = known
         self.ladder.expect(known.budgets, known.capture_ms)
 
@@ -334,9 +335,7 @@ class CapturedProgram:
         rows: int | None,
         exact: Callable[[], Any],
     ) -> bool:
-        """Whether an unpadded capture serves a batch; one on trial is compared with a run of the batch at its
-        exact shape, and given up if it gains nothing.
-        """
+        """Whether an unpadded capture serves a batch; one on trial has to beat the exact shape."""
 
         def replay() -> None:
             captured.load(values, rows)
@@ -372,3 +371,236 @@ def _read_bytes(captures: Sequence[CapturedForward]) -> dict[int, int]:
         for buffer in captured.inputs.buffers.values():
             read[buffer.address] = max(read.get(buffer.address, 0), buffer.num_bytes)
     return read
+
+
+@dataclass
+class Choosers:
+    """The kernels of one configuration's calls, of every operation that has several."""
+
+    attention: KernelChooser = field(default_factory=KernelChooser)
+    products: ProductChooser = field(default_factory=ProductChooser)
+
+    @classmethod
+    def of(cls, config: EncoderConfig) -> Self:
+        """Those that settings ask for.
+
+        Raises:
+            ConfigError: a setting names an unknown kernel or condition.
+        """
+        attention = KernelChooser(config.attention, invariant=config.invariant)
+        return cls(attention, ProductChooser(config.products))
+
+    def check(self, device: torch.device) -> None:
+        """Checks that every pinned kernel works on a device.
+
+        Raises:
+            ConfigError: one does not, and why.
+        """
+        for chooser in self.all:
+            chooser.check(device)
+
+    def failures(self, device: torch.device) -> list[str]:
+        """The kernels that raise on a device, a line for each operation and reason."""
+        names: dict[tuple[str, str], list[str]] = {}
+        for chooser in self.all:
+            measurements = chooser.measurements
+            for name, reason in failing(measurements.table(device)).items():
+                names.setdefault((measurements.shape.operation, reason), []).append(name)
+        return [f"{operation}: {', '.join(each)}: {reason}" for (operation, reason), each in names.items()]
+
+    def choosing(self) -> choosing:
+        """Inside, these decide."""
+        return choosing(*self.all)
+
+    @property
+    def measurements(self) -> list[KernelMeasurements[Any, Any]]:
+        """Where their times come from."""
+        return [chooser.measurements for chooser in self.all]
+
+    @cached_property
+    def all(self) -> tuple[Chooser[Any, Any], ...]:
+        """All of them."""
+        return self.attention, self.products
+
+
+# Inputs of larger captures than any before get as many rows again to spare: sizes come in no order.
+_GROWTH = 2
+
+_KEPT_WEIGHTS = 1024
+
+# What runs at the exact shape lose to a replay is not known: the device waits for the host here and there,
+# and only a trial tells how long. A size is tried once a capture costs this share of what its runs took. A
+# choice.
+_TRIAL_SHARE = 0.1
+
+_NEVER_REPLAYED = frozenset({MissReason.DISABLED, MissReason.UNSUPPORTED_INPUT})
+
+
+class UnpaddedReplays:
+    """Captures at the token counts that occur.
+
+    By hits, a token count is captured when it has come `exact_min_hits` times: with `mode: exact`, and where
+    padding is not proved. By cost, with `mode: auto` on a device, once what its batches have cost more than
+    unpadded replays would, for padding and for launches, adds up to what a capture costs: so the worst that
+    can happen is to pay about twice the least. What runs at its exact shape is captured too once that costs a
+    tenth of what its runs have taken. Either is kept if a replay is faster than the run, measured once with
+    the batch in hand.
+
+    Args:
+        request: makes the capture request of a size over shared inputs.
+        attention_ms: as for `UnpaddedCaptures`.
+    """
+
+    def __init__(
+        self,
+        request: Callable[[int, SharedBuffers], CaptureRequest],
+        scope: CaptureScope,
+        *,
+        attention_ms: Callable[[int], float] = lambda tokens: 0.0,
+    ) -> None:
+        self.inputs = SharedBuffers(_GROWTH)
+        self.captures = UnpaddedCaptures(
+            lambda tokens: request(tokens, self.inputs),
+            scope.pool,
+            threshold=float(scope.config.exact_min_hits),
+            max_captures=scope.config.exact_max_graphs,
+            max_bytes=self._allowance,
+            agree=scope.agree,
+            attention_ms=attention_ms,
+        )
+        self.exact_ms: dict[int, float] = {}
+        """Of sizes whose captures were given up: what the batch that was tried took at its exact shape."""
+        self._remaining_bytes = scope.remaining_bytes
+        self._costs = PathCosts()
+        self._replay_curve = CostCurve(())
+        self._capture_ms = 0.0
+        self._weights: Recent[PathPlan, float] = Recent(_KEPT_WEIGHTS)
+        """By plan, of which a service sees few."""
+
+    def use_costs(self, costs: PathCosts, capture_ms: float) -> None:
+        """What replays, other runs, and a capture of the path cost; for `by_cost`."""
+        self._costs = costs
+        self._replay_curve = CostCurve(tuple(sorted(costs.replay.items())))
+        self._capture_ms = capture_ms
+        self._weights.clear()
+
+    def find(self, planned: PathPlan, *, by_cost: bool, now: bool = False) -> BudgetLadder | None:
+        """What holds a capture of the batch's token count, made if it is time or `now`; None: nothing."""
+        if planned.tokens == 0 or planned.reason in _NEVER_REPLAYED:
+            return None
+        tokens = planned.tokens
+        weight = 1.0
+        if now:
+            weight = math.inf
+        elif by_cost and tokens not in self.captures:
+            weight = self._kept_weight(planned) * self.captures.threshold
+            if not weight:
+                return None
+        ladder = self.captures.find(tokens, weight, on_trial=by_cost)
+        if ladder is None and not self.captures:
+            self.inputs.clear()  # of captures that were not made, or are no more
+        return ladder
+
+    def keeps(self, tokens: int, replay: Callable[[], Any], exact: Callable[[], Any]) -> bool:
+        """Whether the capture of a size serves; one on trial is first compared with a run at the exact shape.
+
+        Args:
+            tokens: a size that is captured.
+            replay, exact: the batch in hand, by either.
+        """
+        if tokens not in self.captures.on_trial:
+            return True
+        replay_ms = measure_ms(replay, self.captures.device)
+        try:
+            exact_ms = measure_ms(exact, self.captures.device)
+        except (InputError, torch.OutOfMemoryError):  # the batch is served by the replay alone
+            exact_ms = math.inf
+        logger.info("%d tokens: replay %.3f ms, exact shape %.3f", tokens, replay_ms, exact_ms)
+        gains = replay_ms < exact_ms
+        self.captures.conclude(tokens, gains=gains)
+        if not gains:
+            self.exact_ms[tokens] = exact_ms
+        return gains
+
+    def reason(self, planned: PathPlan) -> MissReason | None:
+        """Why a batch that was not replayed counts as a miss; None: for the reason that was planned."""
+        return None if planned.reason in _NEVER_REPLAYED else self.captures.reason(planned.tokens)
+
+    @property
+    def num_bytes(self) -> int:
+        """Device memory of the captures and their inputs."""
+        return self.captures.num_bytes + self.inputs.num_bytes
+
+    def clear(self) -> None:
+        """Releases every capture and forgets what was counted."""
+        self.captures.clear()
+        self.inputs.clear()
+        self.exact_ms.clear()
+
+    def _kept_weight(self, planned: PathPlan) -> float:
+        try:
+            return self._weights[planned]  # `get` would be a call in Python
+        except KeyError:
+            weight = self._weights[planned] = self._weight(planned)
+            return weight
+
+    def _weight(self, planned: PathPlan) -> float:
+        """What a batch costs, or may cost, above a replay of its size, in captures."""
+        costs, tokens = self._costs, planned.tokens
+        if not self._capture_ms or not self._replay_curve.points:
+            return 0.0
+        if planned.budget is not None:
+            spent = costs.replay[planned.budget]
+        else:
+            spent = min(costs.exact_curve.at(tokens), costs.eager_curve.at(tokens))
+        lost = max(0.0, spent - self._replay_curve.at(tokens))
+        if planned.budget is None and math.isfinite(spent):
+            lost = max(lost, spent * _TRIAL_SHARE)
+        return lost / self._capture_ms
+
+    def _allowance(self) -> int | None:
+        remaining = self._remaining_bytes()
+        return None if remaining is None else remaining + self.captures.num_bytes
+
+
+def layouts_of(values: Iterable[object]) -> list[tuple[Any, ...] | None]:
+    """The layouts of weights; None for a value that is no tensor."""
+    return [layout(value) if isinstance(value, torch.Tensor) else None for value in values]
+
+
+def layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Sizes, strides, dtype and device of a weight."""
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
+
+
+def check_replacements(
+    layouts: Sequence[tuple[Any, ...] | None], values: Sequence[object], what_to_do: str
+) -> None:
+    """Raises WeightsLayoutError unless new weights have the layouts of those that a program was compiled for.
+
+    Weights that change in place need nothing: captures read the new values. Others of the same layout are
+    captured again.
+
+    Args:
+        layouts, values: of the old weights (None: no weight), and those in the same places now.
+        what_to_do: for the message, a sentence.
+    """
+    for expected, value in zip(layouts, values, strict=True):
+        if expected is None:
+            continue
+        if not isinstance(value, torch.Tensor):
+            raise WeightsLayoutError(
+                f"parameters: expected those with which the module was compiled; got {value} in the place of "
+                f"one. Put it back, or: {what_to_do}"
+            )
+        if layout(value) != expected:
+            raise WeightsLayoutError(
+                "parameters: expected them in the sizes, strides, dtype and device in which the module was "
+                f"compiled; got one of {tuple(value.shape)}, strides {value.stride()}, {value.dtype} on "
+                f"{value.device} in the place of another. {what_to_do}"
+            )
+
+
+def warn_of_new_captures(reason: object) -> None:
+    """Says that everything is captured again."""
+    logger.warning("capturing again: %s", reason)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fxsplit_encoder.attention import KnownSegments
 from fxsplit_encoder.capture import BudgetLadder, KnownBudget, MeasuredCosts
-from fxsplit_encoder.capture.segments import is_cumulative
+from fxsplit_encoder.capture.inputs import is_cumulative
 from fxsplit_encoder.capture.timing import measuring_run
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.kernels import measuring
@@ -96,7 +96,6 @@ class MeasuredForward:
         """The costs of the forward with its captures, or an order of preference where nothing was measured.
 
         Args:
-            ladder: its captures.
             max_segments: the attention segments that a budget's capture holds.
             compiled: whether the forward was compiled, so that it can run at its exact shape.
         """
@@ -323,9 +322,7 @@ def _attention_cost(forward: TimedForward, values: Mapping[str, Tensor]) -> Part
 def _attention_run(
     forward: TimedForward, values: Mapping[str, Tensor], segments: int
 ) -> Callable[[], Tensor] | None:
-    """The program over a batch as so many segments of equal length; None where the batch is too small for
-    attention to tell.
-    """
+    """The program over a batch as so many equal segments; None: too small for attention to tell."""
     program = forward.program
     frames = program.region.frame_lengths if program is not None else None
     rows = program.tokens(values) if program is not None else None

@@ -169,8 +169,6 @@ def least_useful(
     Args:
         costs: of the path. Where nothing was measured, the exact shape counts as a few hundred tokens more
             than its own, for its launches.
-        budgets: those that are captured, increasing.
-        num_bytes: the memory of each.
         skippable: as for `PathCosts.table`.
     """
     every = tuple(budgets)

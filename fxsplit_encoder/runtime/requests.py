@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fxsplit_encoder.capture import (
     CaptureRequest,
+    GraphPool,
     ProgramBody,
     RowCount,
     SharedBuffers,
@@ -18,7 +19,8 @@ from fxsplit_encoder.capture import (
     StaticInputs,
     StaticParameters,
 )
-from fxsplit_encoder.capture.segments import is_cumulative
+from fxsplit_encoder.capture.inputs import is_cumulative
+from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -148,3 +150,24 @@ def _buffer(
         may_be_left_out=dim is None,
     )
     return buffer if dim is None else shared.share(buffer)
+
+
+@dataclass(frozen=True)
+class CaptureScope:
+    """The settings, the memory and the ranks of one owner's captures."""
+
+    config: EncoderConfig
+    pool: GraphPool
+    remaining_bytes: Callable[[], int | None] = lambda: None
+    """What the memory limit leaves for more captures; None: there is no limit."""
+    agree: Callable[[bool], bool] | None = None
+    """For a forward with collectives: whether every rank says yes."""
+    not_compiled: str = ""
+    """Why nothing is compiled; empty: it is."""
+    compares_kernels: bool = True
+    """Whether attention kernels that were not compared yet are compared before captures."""
+
+    @property
+    def measured(self) -> bool:
+        """Whether ways to run are timed: on a device, and not where ranks must choose the same."""
+        return self.agree is None and self.pool.is_cuda

@@ -89,9 +89,7 @@ def _version(package: str) -> str | None:
 
 @functools.cache
 def _own_code() -> str:
-    """A digest of this package's code, whose version does not change with every commit: what was measured of
-    one way to run says nothing of another.
-    """
+    """A digest of this package's code, whose version does not change with every commit."""
     digest = hashlib.sha256()
     for path in sorted(_PACKAGE.rglob("*.py")):
         digest.update(str(path.relative_to(_PACKAGE)).encode() + b"\0" + path.read_bytes() + b"\0")

@@ -1,30 +1,152 @@
-"""Saving a start, and loading it: everything is checked before anything of it is used."""
+"""Saving a start, and loading it: everything is checked before anything of it is used.
+
+The file is one line that says what it is and its digest, then a zip of named parts. Nothing of it is read
+before the digest is right, and it is written as a whole or not at all.
+"""
 
 from __future__ import annotations
 
 import functools
+import hashlib
+import io
 import json
+import os
+import tempfile
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.compiler
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from fxsplit_encoder.attention.kernels.binaries import compiled_kernels, restore_kernels
-from fxsplit_encoder.errors import StartFileError
+from fxsplit_encoder.errors import InputError, StartFileError
 from fxsplit_encoder.kernels import KernelMeasurements, Measured
+from fxsplit_encoder.kernels.base import ShapeT
+from fxsplit_encoder.kernels.cache import entries_of, table_of
 from fxsplit_encoder.products.quack_files import compiled_files, restore_files
-from fxsplit_encoder.start.container import read_parts, write_parts
+from fxsplit_encoder.runtime import KnownCosts
 from fxsplit_encoder.start.environment import Key, differences, environment_key
-from fxsplit_encoder.start.found import (
-    KnownTower,
-    table_from_json,
-    table_to_json,
-    towers_from_json,
-    towers_to_json,
-)
+
+_STRICT = ConfigDict(extra="forbid")
+
+
+@dataclass(frozen=True)
+class KnownTower:
+    """What was found out of one tower under one configuration."""
+
+    __pydantic_config__ = _STRICT
+
+    key: Key
+    """What tells it from others, see `manager.start`."""
+    paths: Mapping[str, KnownCosts]
+    """By the label of a path."""
+    programs: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    """The traced programs, by the label of a path; without those that cannot be saved."""
+
+
+_KNOWN_TOWERS = TypeAdapter(list[KnownTower])
+
+
+def towers_to_json(towers: Sequence[KnownTower]) -> bytes:
+    """The towers as a part of a file."""
+    return json.dumps([asdict(tower) for tower in towers], indent=1).encode()
+
+
+def towers_from_json(content: bytes) -> list[KnownTower]:
+    """The towers of a part of a file.
+
+    Raises:
+        StartFileError: it holds something else.
+    """
+    try:
+        return _KNOWN_TOWERS.validate_python(json.loads(content))
+    except (ValueError, ValidationError) as error:
+        raise StartFileError(f"towers: expected what was measured of towers; got {error}") from error
+
+
+def table_to_json(table: Mapping[ShapeT, Measured]) -> bytes:
+    """What was measured of an operation as a part of a file."""
+    return json.dumps(entries_of(table), indent=1).encode()
+
+
+def table_from_json(content: bytes, shape: type[ShapeT], device: torch.device) -> dict[ShapeT, Measured]:
+    """What a part of a file says of an operation, for a device.
+
+    Raises:
+        StartFileError: it holds something else.
+    """
+    try:
+        entries: list[Mapping[str, Any]] = json.loads(content)
+        return table_of(entries, shape, device)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise StartFileError(f"{shape.operation}: expected measured classes; got {error!r}") from error
+
+
+_MAGIC = b"fxsplit_encoder start "
+
+FORMAT = 2
+"""Changes when what is in the file does."""
+
+_LONGEST_LINE = 200
+
+
+def write_parts(path: Path, parts: Mapping[str, bytes]) -> int:
+    """Replaces the file by one with these parts; how many bytes it has.
+
+    Raises:
+        InputError: it cannot be written; what was there is still there.
+    """
+    payload = io.BytesIO()
+    with zipfile.ZipFile(payload, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+        for name, content in parts.items():
+            archive.writestr(name, content)
+    body = payload.getvalue()
+    line = b"%s%d %d %s\n" % (_MAGIC, FORMAT, len(body), hashlib.sha256(body).hexdigest().encode())
+    written = None
+    try:
+        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as file:
+            written = file.name
+            file.write(line)
+            file.write(body)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(written, 0o644)  # a temporary file is its owner's alone; a start is for others
+        os.replace(written, path)
+    except OSError as error:
+        if written is not None and os.path.exists(written):
+            os.unlink(written)
+        raise InputError(f"{path}: the start cannot be written: {error}") from error
+    return len(line) + len(body)
+
+
+def read_parts(path: Path) -> dict[str, bytes]:
+    """The parts of a file, whole and undamaged.
+
+    Raises:
+        StartFileError: there is none, it is of another format, cut short or damaged.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise StartFileError(f"file: expected a saved start; got {type(error).__name__}: {error}") from error
+    line, newline, body = content.partition(b"\n")
+    words = line[:_LONGEST_LINE].removeprefix(_MAGIC).split(b" ")
+    if not (line.startswith(_MAGIC) and newline and len(words) == 3 and words[0].isdigit()):
+        raise StartFileError(f"file: expected one that save_start wrote; got {len(content)} bytes of another")
+    if int(words[0]) != FORMAT:
+        raise StartFileError(f"format: expected {FORMAT}; got {int(words[0])}")
+    if not words[1].isdigit() or int(words[1]) != len(body):
+        raise StartFileError(f"length: expected {words[1].decode('latin-1')} bytes; got {len(body)}")
+    digest = hashlib.sha256(body).hexdigest()
+    if digest.encode() != words[2]:
+        raise StartFileError(f"digest: expected {words[2].decode('latin-1')}; got {digest}")
+    with zipfile.ZipFile(io.BytesIO(body)) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
 
 Content = TypeVar("Content")
 
@@ -91,10 +213,6 @@ def save(path: Path, device: torch.device, measurements: _Measurements, towers: 
 
 def read(path: Path, device: torch.device, key: Key, measurements: _Measurements) -> ReadStart:
     """Reads a file for a tower, and checks all of it.
-
-    Args:
-        key: of the tower and its configuration.
-        measurements: those of the operations whose kernels are chosen.
 
     Raises:
         StartFileError: it is damaged, or was made for something else.

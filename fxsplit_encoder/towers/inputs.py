@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fxsplit_encoder.capture.memory import gibibytes, memory_of
+from fxsplit_encoder.capture.buffers import gibibytes, memory_of
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.messages import names_of, shown
 

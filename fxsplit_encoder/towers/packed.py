@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from fxsplit_encoder._torch.dynamo import Marks, mark_dynamic, mark_static, mark_unbacked
 from fxsplit_encoder._torch.staging import to_device
-from fxsplit_encoder.capture.inputs import example_values
-from fxsplit_encoder.capture.segments import full_cu_seqlens, segment_capacity
+from fxsplit_encoder.capture.inputs import example_values, full_cu_seqlens, segment_capacity
 from fxsplit_encoder.compile import HostOp, register_host_op
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.protocol import (

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from fxsplit_encoder.config import Packing
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.planning.budgets import default_budgets
+from fxsplit_encoder.planning.limits import default_budgets
 from fxsplit_encoder.tuning.costs import BatchCosts
 from fxsplit_encoder.tuning.forecast import Judge, LadderForecast, PathTuning, Tuning, forecast
 from fxsplit_encoder.tuning.search import (

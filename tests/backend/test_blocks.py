@@ -14,7 +14,7 @@ from torch.nn.modules import module as modules
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.backend import dispatchers
-from fxsplit_encoder.backend.stats import stats_of_compiled
+from fxsplit_encoder.backend.dispatch import stats_of_compiled
 from fxsplit_encoder.compile import trace
 from fxsplit_encoder.errors import CompileError, InputError
 from fxsplit_encoder.planning import MissReason

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.backend import BudgetDispatcher, dispatch, dispatchers, padding_permission
-from fxsplit_encoder.towers.dense import tiles
+from fxsplit_encoder.backend import BudgetDispatcher, dispatch, dispatchers
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -335,36 +334,10 @@ def test_warm_up_captures_the_size_of_what_may_not_be_padded() -> None:
 
 
 @torch.no_grad()
-def test_what_no_rule_knows_is_probed_once_where_that_is_asked_for(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    probes = []
-    probe = padding_permission.probe_padding
-
-    def counted(*args: Any) -> str | None:
-        probes.append(args[2])
-        return probe(*args)
-
-    monkeypatch.setattr(padding_permission, "probe_padding", counted)
-    module = SortsColumns()
-    compiled, dispatcher = compiled_with_dispatcher(module, images(9), token_budgets=[4, 9], padding="probed")
-    # A full budget tells nothing of padding; the next size does.
-    for count in (5, 3, 7, 9):  # the last was planned before that was decided
-        x = images(count)
-        torch.testing.assert_close(compiled(x), module(x))
-    assert probes == [9]
-    assert (dispatcher.hits, dispatcher.misses) == (5, {})
-    assert any("other data may give wrong results" in record.getMessage() for record in caplog.records)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(("make", "padding"), [(SortsColumns, "proved"), (MeanOverImages, "probed")])
-def test_nothing_is_probed_by_default_nor_where_rows_are_known_to_be_mixed(
-    make: Callable[[], nn.Module], padding: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delattr(padding_permission, "probe_padding")
+@pytest.mark.parametrize("make", [SortsColumns, MeanOverImages])
+def test_what_is_not_proved_is_not_padded(make: Callable[[], nn.Module]) -> None:
     module = make()
-    compiled, dispatcher = compiled_with_dispatcher(module, images(5), token_budgets=[8], padding=padding)
+    compiled, dispatcher = compiled_with_dispatcher(module, images(5), token_budgets=[8])
     for count in (3, 7):
         batch = images(count)
         assert_equal(compiled(batch), module(batch))
@@ -455,27 +428,6 @@ def test_some_graphs_are_never_captured(
     (dispatcher,) = set(dispatchers()) - known
     assert why in dispatcher.program.padding.capture_refusal
     assert dispatcher.misses == {fx.MissReason.UNSUPPORTED_GRAPH: 3}
-
-
-@torch.no_grad()
-def test_debug_checks_a_declared_padding_against_the_exact_shape() -> None:
-    spec = fx.DenseTowerSpec((3, 8, 8), tokens_per_image=4, hidden_size=16, output=lambda result: result)
-    tower = fx.wrap(MeanOverImages(), spec)
-    assert tower.declares_padding
-
-    class Tiles(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return tower.call(tiles(x, 4, 8, tower.declares_padding)[0])
-
-    known = set(dispatchers())
-    compiled = compile_it(Tiles(), dynamic=True, token_budgets=[32], debug=True)
-    batch = images(5)
-    assert_equal(compiled(batch), tower.call(batch))
-    (dispatcher,) = set(dispatchers()) - known
-    assert dispatcher.program.padding.declared
-    assert dispatcher.misses == {fx.MissReason.NOT_CAPTURED: 1}
-    (ladder,) = [program.ladder for program in dispatcher.programs.values()]
-    assert "padding changes its results: output 0 changes" in ladder.dropped[32]
 
 
 @pytest.mark.parametrize("declared", [True, False])

@@ -13,7 +13,7 @@ from fxsplit_encoder.capture import (
     GraphPool,
     eager_break_during_capture,
 )
-from fxsplit_encoder.capture.memory import OwnedBuffers
+from fxsplit_encoder.capture.buffers import OwnedBuffers
 from fxsplit_encoder.errors import CaptureError, CaptureMemoryError
 
 from . import breakable_checks as shared

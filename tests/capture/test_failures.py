@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxsplit_encoder.capture.failures import capture_failure
+from fxsplit_encoder.capture.forward import capture_failure
 from fxsplit_encoder.errors import CaptureError, CaptureMemoryError, FxSplitError
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxsplit_encoder.capture.memory import copy_results
+from fxsplit_encoder.capture.buffers import copy_results
 
 
 @pytest.mark.parametrize(

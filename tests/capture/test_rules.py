@@ -29,12 +29,10 @@ from fxsplit_encoder.capture import (
     StaticBuffer,
     StaticInputs,
     StaticParameters,
-    checks,
-    eager_attention,
+    breakable,
     forward,
-    recorder,
 )
-from fxsplit_encoder.capture.requests import ProgramBody
+from fxsplit_encoder.capture.forward import ProgramBody
 from fxsplit_encoder.compile import build
 from fxsplit_encoder.compile.program import Ref, Step
 from fxsplit_encoder.errors import (
@@ -156,10 +154,10 @@ def test_rule_1_eager_attention_writes_into_buffers_that_are_finite_everywhere(p
     q = torch.randn(8, 2, 4)
     lengths = torch.tensor([0, 3, 5], dtype=torch.int32)
     step = Step("split", "a", varlen_attention, (), {}, (0,), returns_tensor=True)
-    live = eager_attention.LiveSegments()
+    live = breakable.LiveSegments()
     live.set(5, ())
     with SegmentedCapture(pool) as capture:
-        recording = recorder.StepRecorder(capture, breaks=True, live=live)
+        recording = forward.StepRecorder(capture, breaks=True, live=live)
         out = recording.record(step, [q, q, q, lengths, 8, 0.5], {})
     assert out[5:].eq(0).all()
     q.fill_(1)
@@ -203,7 +201,7 @@ def test_rule_1_without_a_program_attention_clears_the_pad_rows(
     assert all(c.outputs[0].isfinite().all() for c in manager.paths["default"].captured.values())
 
     # Did it leave them as they are, they would reach real rows.
-    monkeypatch.setattr(eager_attention, "_clear_pad_rows", lambda out, cu_seqlens: out)
+    monkeypatch.setattr(breakable, "_clear_pad_rows", lambda out, cu_seqlens: out)
     manager._serving.runner.config = config.replace(debug=False)
     assert differs(manager.execute(inputs), expected)
 
@@ -230,7 +228,7 @@ def test_rule_1_between_graphs_attention_clears_the_pad_rows_that_the_host_does_
 def seen_segments(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], int, int]]:
     """(cumulative lengths, bound, rows) of every attention."""
     seen: list[tuple[list[int], int, int]] = []
-    attend_out = eager_attention.attend_out
+    attend_out = breakable.attend_out
     by_segment = generic._attend_by_segment
 
     def spy_out(
@@ -243,7 +241,7 @@ def seen_segments(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], int,
         seen.append((lengths.tolist(), q.shape[0], q.shape[0]))
         return by_segment(q, k, v, lengths, scale)
 
-    monkeypatch.setattr(eager_attention, "attend_out", spy_out)
+    monkeypatch.setattr(breakable, "attend_out", spy_out)
     monkeypatch.setattr(generic, "_attend_by_segment", spy)
     return seen
 
@@ -291,7 +289,7 @@ def test_rule_2_lengths_copied_over_longer_ones_would_fall(
     monkeypatch.setattr(forward, "pad_cu_seqlens", copied_over_zeros)
     with pytest.raises(ReplayError, match="capture rule 2: cu_seqlens: entry 2 falls from 24 to 0"):
         replay(managers["full"], 32, make_batch([(1, 4, 6)]))
-    monkeypatch.setattr(checks, "check_lengths", lambda *args: None)
+    monkeypatch.setattr(forward, "check_lengths", lambda *args: None)
     replay(managers["full"], 32, make_batch([(1, 4, 6)]))
     assert not all(rises(lengths) for lengths, _, _ in seen_segments)
 

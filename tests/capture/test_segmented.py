@@ -13,9 +13,8 @@ from fxsplit_encoder.capture import (
     GraphPool,
     SegmentedCapture,
 )
-from fxsplit_encoder.capture.eager_attention import LiveSegments
-from fxsplit_encoder.capture.forward import CapturedForward
-from fxsplit_encoder.capture.recorder import StepRecorder
+from fxsplit_encoder.capture.breakable import LiveSegments
+from fxsplit_encoder.capture.forward import CapturedForward, StepRecorder
 from fxsplit_encoder.compile.program import Ref
 from fxsplit_encoder.errors import CaptureError, ReplayError
 

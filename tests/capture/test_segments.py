@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxsplit_encoder.capture import pad_cu_seqlens, segment_capacity
-from fxsplit_encoder.capture.segments import (
+from fxsplit_encoder.capture.inputs import (
     fill_cu_seqlens,
     fits,
     is_cumulative,

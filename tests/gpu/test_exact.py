@@ -75,7 +75,7 @@ def family(request: pytest.FixtureRequest) -> Iterator[Any]:
 def always_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """A count is captured though its replay may gain nothing, so that nothing here depends on times."""
     monkeypatch.setattr("fxsplit_encoder.capture.ladder.EXACT_TOLERANCE", 0.0)
-    monkeypatch.setattr("fxsplit_encoder.capture.budget_costs._HIDDEN_HOST", 0.0)
+    monkeypatch.setattr("fxsplit_encoder.capture.ladder._HIDDEN_HOST", 0.0)
 
 
 def pools(manager: fx.EncoderCudaGraphManager) -> list[GraphPool]:

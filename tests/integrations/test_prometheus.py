@@ -13,9 +13,8 @@ from fxsplit_encoder.connector.states import FAILURE_KINDS
 from fxsplit_encoder.errors import InputError, MissingExtraError
 from fxsplit_encoder.integrations.prometheus import ConnectorCollector, PrometheusCollector
 from fxsplit_encoder.planning.limits import CaptureKey
-from fxsplit_encoder.planning.reasons import MissReason
-from fxsplit_encoder.runtime.progress import CaptureProgress
-from fxsplit_encoder.runtime.statistics import ManagerStats, Statistics
+from fxsplit_encoder.planning.plan import MissReason
+from fxsplit_encoder.runtime.statistics import CaptureProgress, ManagerStats, Statistics
 from tests.connector.scenes import Stage, connector, request, wait
 
 PREFIX = re.compile("^encoder_(cudagraph|connector)_")

@@ -154,7 +154,7 @@ def test_what_cannot_be_captured_names_the_op_and_the_rest_serves(
     assert_equal_items(manager.execute(inputs), expected)
 
 
-def test_rows_that_depend_on_padding_are_found_by_a_probe(
+def test_rows_that_depend_on_padding_are_found_by_comparing(
     make_batch: Any, encode: Any, tiny_towers: Any
 ) -> None:
     manager = untraced(ReadsValues(tiny_towers.wrapped, lambda output: output.mean()), "breakable")

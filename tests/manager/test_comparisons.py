@@ -15,7 +15,7 @@ from fxsplit_encoder.attention.choice import Measurements
 from fxsplit_encoder.attention.kernels import AttentionShape
 from fxsplit_encoder.attention.measure import AttentionMeter
 from fxsplit_encoder.kernels import is_measuring, measuring
-from fxsplit_encoder.manager.comparisons import compare_between_requests, compare_meanwhile
+from fxsplit_encoder.manager.turns import compare_between_requests, compare_meanwhile
 from fxsplit_encoder.parts import Parts, in_one_go
 from tests.attention.fakes import FakeKernel
 

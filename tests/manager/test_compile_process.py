@@ -18,8 +18,7 @@ from fxsplit_encoder.attention.choice import Measurements
 from fxsplit_encoder.attention.kernels import AttentionShape
 from fxsplit_encoder.attention.measure import AttentionMeter
 from fxsplit_encoder.kernels import MeasurementCache, measuring
-from fxsplit_encoder.manager import tower_pickle
-from fxsplit_encoder.manager.compile_process import REQUEST, CompileRequest, build_kernels
+from fxsplit_encoder.manager.compile_process import REQUEST, CompileRequest, build_kernels, dump_tower
 from fxsplit_encoder.runtime import Choosers
 from tests.attention.fakes import FakeKernel
 from tests.towers.tiny_towers import TINY
@@ -44,7 +43,7 @@ def test_a_tower_runs_where_nobody_wrapped_it(name: str, tmp_path: Path) -> None
     tower = fx.wrap(TINY[name].make())
     nothing: Any = None
     request = CompileRequest(tower, nothing, torch.float32, nothing, torch.device("cpu"))
-    (tmp_path / REQUEST).write_bytes(tower_pickle.dump(request))
+    (tmp_path / REQUEST).write_bytes(dump_tower(request))
     command = [sys.executable, "-c", _CHILD, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

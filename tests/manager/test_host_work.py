@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.capture import segments
+from fxsplit_encoder.capture import inputs as static_inputs
 from fxsplit_encoder.manager import lifecycle
 from fxsplit_encoder.towers import device_metadata
 
@@ -106,11 +106,11 @@ def test_metadata_of_a_size_that_came_before_is_not_computed_again(
     grids = [(1, 10, 4), (1, 4, 10)]
     manager.execute(make_batch(grids, seed=1))
     assert computed == {"metadata": 1, "_cumulative_lengths": 1}
-    padded = segments._extended.cache_info().misses
+    padded = static_inputs._extended.cache_info().misses
     for seed in range(3):
         manager.execute(make_batch(grids, seed=seed))
     assert computed == {"metadata": 1, "_cumulative_lengths": 1}
-    assert segments._extended.cache_info().misses == padded
+    assert static_inputs._extended.cache_info().misses == padded
     manager.execute(make_batch(grids[::-1]))
     assert computed == {"metadata": 2, "_cumulative_lengths": 2}
 

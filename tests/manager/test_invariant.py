@@ -252,7 +252,6 @@ def test_a_tower_that_does_not_compile_is_refused() -> None:
         ({"paths": {"local": {"mode": "breakable"}}}, "paths.local.mode"),
         ({"compile": False}, "compile"),
         ({"enabled": False}, "enabled"),
-        ({"padding": "probed"}, "padding"),
         ({"attention": {"windowed": "torch_flash"}}, "attention"),
         ({"piece_compiler": lambda module, inputs: module}, "piece_compiler"),
     ],

@@ -31,7 +31,7 @@ from fxsplit_encoder.manager.compile_worker import CompileWorker
 from fxsplit_encoder.manager.generation import first_of
 from fxsplit_encoder.manager.path_forward import PathForward
 from fxsplit_encoder.parts import Parts
-from fxsplit_encoder.runtime.progress import CaptureProgress, least
+from fxsplit_encoder.runtime.statistics import CaptureProgress, least
 
 from .mock_towers import (
     OlderTwoPaths,
@@ -209,24 +209,6 @@ def test_a_start_from_a_file(tmp_path: Any, by_hand: None) -> None:
     assert manager.paths["default"].expected is None, "what serves first was never measured"
     list(manager._lifecycle.background.work())
     assert manager.paths["default"].expected is not None
-
-
-def test_requests_beside_the_work_get_the_interpreter(by_hand: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    manager = manager_of()
-    manager.capture(wait=False)
-    own, seen = PathForward.trace, list[tuple[float, int]]()
-
-    def watched(forward: PathForward, *given: Any, **settings: Any) -> Any:
-        seen.append((sys.getswitchinterval(), gc.get_freeze_count()))
-        return own(forward, *given, **settings)
-
-    monkeypatch.setattr(PathForward, "trace", watched)
-    before = sys.getswitchinterval()
-    manager._lifecycle.background.run()
-    assert phase(manager) == "done"
-    assert seen
-    assert all(interval < before and frozen for interval, frozen in seen)
-    assert (sys.getswitchinterval(), gc.get_freeze_count()) == (before, 0)
 
 
 @pytest.mark.parametrize("is_right", [True, False])

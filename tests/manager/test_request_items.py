@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.manager import request_items
-from fxsplit_encoder.manager.request_items import ItemReader
+from fxsplit_encoder.manager import request_plans
+from fxsplit_encoder.manager.request_plans import ItemReader
 
 GRID = [(1, 4, 6)]
 
@@ -103,7 +103,7 @@ def test_plans_follow_the_captures(manager: Any, make_batch: Any) -> None:
 
 @pytest.mark.parametrize("kept", [1, 3])
 def test_little_is_kept(manager: Any, make_batch: Any, monkeypatch: pytest.MonkeyPatch, kept: int) -> None:
-    monkeypatch.setattr(request_items, "_KEPT", kept)
+    monkeypatch.setattr(request_plans, "_KEPT_ITEMS", kept)
     monkeypatch.setattr("fxsplit_encoder.manager.request_plans._KEPT_PLANS", kept)
     for height in (2, 4, 6, 8, 4, 2):
         assert_right(manager, make_batch([(1, height, 2)]))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fxsplit_encoder.manager import serving_scope as module
-from fxsplit_encoder.manager.serving_scope import serving_scope
+from fxsplit_encoder.manager import lifecycle as module
+from fxsplit_encoder.manager.lifecycle import serving_scope
 from fxsplit_encoder.manager.turns import Turns
 from fxsplit_encoder.runtime import Choosers
 

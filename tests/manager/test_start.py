@@ -23,7 +23,7 @@ from fxsplit_encoder.manager import path as path_module
 from fxsplit_encoder.manager.start import tower_key
 from fxsplit_encoder.parts import in_one_go
 from fxsplit_encoder.runtime import KnownCosts, MeasuredForward
-from fxsplit_encoder.start.container import read_parts, write_parts
+from fxsplit_encoder.start.saved import read_parts, write_parts
 
 from .mock_towers import PackedModel, SplitModel, batch
 from .start_process import CONFIG

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from fxsplit_encoder.manager.tensor_parallel import agreement_of
+from fxsplit_encoder.manager.data_parallel import agreement_of
 from fxsplit_encoder.planning import MissReason
 
 from .tensor_parallel_workers import REFUSED, run_ranks

@@ -15,7 +15,7 @@ import fxsplit_encoder as fx
 from fxsplit_encoder.capture import GraphPool
 from fxsplit_encoder.planning import CaptureKey, PathPlan
 from fxsplit_encoder.planning.costs import PathCosts
-from fxsplit_encoder.runtime import CapturedProgram, CaptureScope, UnpaddedReplays, unpadded
+from fxsplit_encoder.runtime import CapturedProgram, CaptureScope, UnpaddedReplays, captured_program
 
 TOLERANCE = 1e-5
 EXACT = CaptureKey("default", 0)
@@ -230,7 +230,7 @@ def test_a_trial_on_the_batch_in_hand_decides(
         runs.append(run())
         return next(times)
 
-    monkeypatch.setattr(unpadded, "measure_ms", measured)
+    monkeypatch.setattr(captured_program, "measure_ms", measured)
     manager = make_manager(mode="auto", token_budgets=(16, 64))
     manager.capture()
     path = manager.paths["default"]

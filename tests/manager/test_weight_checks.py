@@ -10,8 +10,8 @@ from torch import nn
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.errors import ConfigError
-from fxsplit_encoder.manager import weight_checks
-from fxsplit_encoder.manager.weight_checks import WeightChecks
+from fxsplit_encoder.manager import batches
+from fxsplit_encoder.manager.batches import WeightChecks
 
 from .mock_towers import PathsModel, SplitModel, alone, assert_equal_items, batch
 
@@ -19,7 +19,7 @@ from .mock_towers import PathsModel, SplitModel, alone, assert_equal_items, batc
 class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
-        monkeypatch.setattr(weight_checks, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(batches, "time", SimpleNamespace(monotonic=lambda: self.now))
 
 
 def captured(model: object, **options: object) -> fx.EncoderCudaGraphManager:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.planning.budgets import default_budgets, generate_budgets, smallest_fitting
+from fxsplit_encoder.planning.limits import default_budgets, generate_budgets, smallest_fitting
 
 budget_lists = st.lists(st.integers(1, 5000), min_size=1, max_size=8, unique=True).map(sorted)
 

@@ -8,11 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.planning import cost_packing
-from fxsplit_encoder.planning.cost_packing import pack_by_cost
+from fxsplit_encoder.planning import packing
 from fxsplit_encoder.planning.costs import PathCosts, PathTable
 from fxsplit_encoder.planning.items import Capacity, Item, Loads
-from fxsplit_encoder.planning.packing import pack_greedy
+from fxsplit_encoder.planning.packing import pack_by_cost, pack_greedy
 from fxsplit_encoder.protocol import EncoderItemSpec
 
 # A tower of 27 blocks on one H200: milliseconds.
@@ -154,7 +153,7 @@ def test_cut_orders_are_within_five_percent_of_the_optimum(
 ) -> None:
     problems = list(random_problems(num_paths, range(2, 11), 100))
     optima = [problem.total(problem.pack()) for problem in problems]
-    monkeypatch.setattr(cost_packing, "_MAX_ITEMS_SOLVED_EXACTLY", 0)
+    monkeypatch.setattr(packing, "_MAX_ITEMS_SOLVED_EXACTLY", 0)
     ratios = [problem.total(problem.pack()) / best for problem, best in zip(problems, optima, strict=True)]
     assert min(ratios) > 1 - 1e-9
     assert max(ratios) > 1 + 1e-9, "else both are one algorithm"

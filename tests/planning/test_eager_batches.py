@@ -9,9 +9,8 @@ import pytest
 from fxsplit_encoder.planning.costs import CostModel, PathCosts
 from fxsplit_encoder.planning.items import Item
 from fxsplit_encoder.planning.limits import Limits
-from fxsplit_encoder.planning.plan import Plan
+from fxsplit_encoder.planning.plan import MissReason, Plan
 from fxsplit_encoder.planning.planner import build_plan
-from fxsplit_encoder.planning.reasons import MissReason
 from fxsplit_encoder.protocol import EncoderItemSpec
 
 # 16 ms of the host, or 0.01 ms a token, whatever takes longer; a replay takes as long as the device.

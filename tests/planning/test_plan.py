@@ -1,5 +1,4 @@
-from fxsplit_encoder.planning.plan import PathPlan, Plan, PlannedBatch
-from fxsplit_encoder.planning.reasons import MissReason
+from fxsplit_encoder.planning.plan import MissReason, PathPlan, Plan, PlannedBatch
 
 HIT = PlannedBatch((0, 2), {"global": PathPlan(80, 100), "local": PathPlan(0)}, 81)
 MISS = PlannedBatch(

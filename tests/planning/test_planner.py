@@ -14,9 +14,8 @@ from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.planning.costs import CostModel, PathCosts
 from fxsplit_encoder.planning.items import Item
 from fxsplit_encoder.planning.limits import CaptureKey, Limits
-from fxsplit_encoder.planning.plan import PathPlan, Plan, PlannedBatch
+from fxsplit_encoder.planning.plan import MissReason, PathPlan, Plan, PlannedBatch
 from fxsplit_encoder.planning.planner import Captured, build_fallback_plan, build_plan
-from fxsplit_encoder.planning.reasons import MissReason
 from fxsplit_encoder.protocol import EncoderItemSpec
 
 from ..instructions import instructions

@@ -16,7 +16,7 @@ from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.parts import Parts, in_one_go
 from fxsplit_encoder.runtime import measure
 from fxsplit_encoder.runtime.measure import MeasuredForward, measuring_forward, timed_runs
-from fxsplit_encoder.runtime.scope import CaptureScope
+from fxsplit_encoder.runtime.requests import CaptureScope
 
 # Attention takes 1 ms over 10 tokens in one segment, 4 ms over 20.
 MEASURED = MeasuredForward(eager=((10, 9.0),), attention=1 / 1600, rows_per_token=4.0)

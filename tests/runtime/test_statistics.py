@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxsplit_encoder.planning.limits import CaptureKey
-from fxsplit_encoder.planning.reasons import MissReason
+from fxsplit_encoder.planning.plan import MissReason
 from fxsplit_encoder.runtime.statistics import BudgetStats, ManagerStats, Statistics, crossed_multiple
 
 

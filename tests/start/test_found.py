@@ -11,7 +11,7 @@ from fxsplit_encoder.attention.kernels import AttentionShape
 from fxsplit_encoder.capture import KnownBudget, MeasuredCosts
 from fxsplit_encoder.errors import StartFileError
 from fxsplit_encoder.runtime import KnownCosts, MeasuredForward
-from fxsplit_encoder.start.found import (
+from fxsplit_encoder.start.saved import (
     KnownTower,
     table_from_json,
     table_to_json,

@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 import fxsplit_encoder as fx
 from fxsplit_encoder.backend import dispatchers
 from fxsplit_encoder.capture.buffers import parts_of
-from fxsplit_encoder.capture.segments import pad_cu_seqlens
+from fxsplit_encoder.capture.inputs import pad_cu_seqlens
 
 from .one_graph import only_dispatcher
 from .random_weights import randomize
@@ -281,5 +281,5 @@ class PackedTowerTests(PackedModuleTests):
                 [expected.pooler_output, expected.last_hidden_state],
             )
         dispatcher = only_dispatcher(known)
-        assert dispatcher.padding.refusal is None
+        assert dispatcher.program.padding.allowed
         assert dispatcher.hits == len(batches) - 1

@@ -4,7 +4,7 @@ Shape suffixes: T tokens (rows of the packed sequence), H heads, D head dimensio
 
 Every kernel writes each row that lies inside a segment and leaves the rest undefined; a caller that reads
 rows past the last segment must therefore cover them by a segment or own their values (see
-`capture.segments`).
+`capture.inputs`).
 """
 
 from __future__ import annotations

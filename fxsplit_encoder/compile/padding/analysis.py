@@ -34,7 +34,6 @@ from fxsplit_encoder.compile.padding.rules import (
     CONSTRUCTORS,
     COPIES,
     DENSE_ATTENTIONS,
-    LOOKUPS,
     MOVERS,
     RULES,
     SIZED,
@@ -70,8 +69,6 @@ class PaddingReport:
 
     reasons: tuple[tuple[str, str], ...]
     """(node, reason) for every node that mixed rows itself; empty when padding is proved."""
-    may_probe: bool = True
-    """Whether a padded run is safe to try; False when pad rows may look up out of range or hold garbage."""
     mixed: frozenset[str] = frozenset()
     """Every node that is not proved: those of `reasons`, and what is computed from them."""
     joined: Mapping[str, Rows] = field(default_factory=dict, compare=False)
@@ -139,7 +136,6 @@ def analyse(
     joined = {n.name: s for n, s in states.items() if isinstance(s, Rows) and s.blocks != 1}
     return PaddingReport(
         tuple(reasons),
-        may_probe=analysis.may_probe,
         mixed=frozenset(node.name for node in mixed),
         joined=joined,
         refuted=analysis.refuted,
@@ -169,7 +165,6 @@ class Analysis:
         self.states = states
         self.seeds = frozenset(states)
         self.sizes = sizes
-        self.may_probe = True
         self.refuted = False
         self.reads_segments = False
         self.capture_refusal = ""
@@ -199,8 +194,6 @@ class Analysis:
             inputs = [self.states[n] for n in node.all_input_nodes if n in self.states]
             self.reads_segments |= self._reads_segments(node, inputs)
             self.capture_refusal = self.capture_refusal or self._capture_refusal(node)
-            if operation(node) in LOOKUPS and not self.looks_up_safely(node):
-                self.may_probe = False
             inherited = next((s for s in inputs if isinstance(s, Mixed)), None)
             if inherited is not None:
                 self.states[node] = inherited

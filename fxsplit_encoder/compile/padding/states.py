@@ -65,7 +65,6 @@ class Facts(Protocol):
     states: dict[fx.Node, State]
     seeds: frozenset[fx.Node]
     sizes: TokenSizes
-    may_probe: bool
 
     def reads_token_count(self, node: fx.Node) -> bool:
         """Whether a scalar argument depends on a size that padding changes."""

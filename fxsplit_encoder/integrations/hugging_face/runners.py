@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fxsplit_encoder.backend import warmup
-from fxsplit_encoder.backend.stats import refresh_compiled, stats_of_compiled
+from fxsplit_encoder.backend.dispatch import refresh_compiled, stats_of_compiled
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.manager import EncoderCudaGraphManager
 from fxsplit_encoder.runtime.statistics import ManagerStats

@@ -10,8 +10,7 @@ from typing import Any
 
 from fxsplit_encoder.config import EncoderConfig, PathConfig
 from fxsplit_encoder.errors import ConfigError
-from fxsplit_encoder.planning.budgets import inferred_budgets
-from fxsplit_encoder.planning.limits import needs_budget_range, resolve_limits
+from fxsplit_encoder.planning.limits import inferred_budgets, needs_budget_range, resolve_limits
 from fxsplit_encoder.settings_file import read_settings
 
 VARIABLE = "FXSPLIT_ENCODER_CONFIG"

@@ -16,14 +16,13 @@ import pytest
 import torch
 
 from fxsplit_encoder.capture import BudgetLadder
-from fxsplit_encoder.capture.requests import ProgramBody
+from fxsplit_encoder.capture.forward import ProgramBody
 from fxsplit_encoder.capture.timing import MeasuredRun
 from fxsplit_encoder.parts import Parts, in_one_go
 from fxsplit_encoder.planning import build_plan
-from fxsplit_encoder.planning.budgets import default_budgets
 from fxsplit_encoder.planning.costs import HOST_MS_PER_BATCH, CostModel, PathCosts
 from fxsplit_encoder.planning.items import Item
-from fxsplit_encoder.planning.limits import CaptureKey, Limits
+from fxsplit_encoder.planning.limits import CaptureKey, Limits, default_budgets
 from fxsplit_encoder.planning.plan import Plan
 from fxsplit_encoder.planning.planner import Captured
 from fxsplit_encoder.protocol import EncoderItemSpec

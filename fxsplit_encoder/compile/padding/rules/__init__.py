@@ -1,7 +1,7 @@
 """The rules, a file for each kind of operation: which dimension of a result is independent, and why."""
 
 from fxsplit_encoder.compile.padding.rules.elementwise import COPIES, pointwise
-from fxsplit_encoder.compile.padding.rules.lookups import ATTENTIONS, DENSE_ATTENTIONS, LOOKUPS
+from fxsplit_encoder.compile.padding.rules.lookups import ATTENTIONS, DENSE_ATTENTIONS
 from fxsplit_encoder.compile.padding.rules.reductions import SIZED_WITH_ROWS
 from fxsplit_encoder.compile.padding.rules.shapes import CONSTRUCTORS, MOVERS, RESHAPES
 from fxsplit_encoder.compile.padding.states import RULES
@@ -14,7 +14,6 @@ __all__ = [
     "CONSTRUCTORS",
     "COPIES",
     "DENSE_ATTENTIONS",
-    "LOOKUPS",
     "MOVERS",
     "RULES",
     "SIZED",

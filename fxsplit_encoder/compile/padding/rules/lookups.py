@@ -31,10 +31,6 @@ DENSE_ATTENTIONS = (
 ATTENTIONS = frozenset(("varlen_attention", *DENSE_ATTENTIONS))
 
 _PERMUTE_ROWS = "fxsplit::permute_rows"
-_READS = ("embedding", "index", "_unsafe_index", "index_select", "gather", "take", _PERMUTE_ROWS)
-_SCATTERS = ("index_put", "index_add", "scatter")
-LOOKUPS = frozenset((*_READS, *_SCATTERS))
-"""These take indices, which may be out of range."""
 
 
 @rule("embedding")
@@ -121,7 +117,6 @@ def _varlen_attention(view: NodeView) -> State:
     tokens = shape_exprs(view.tensor())[0]
     if not view.analysis.sizes.count_tokens(tokens):
         # Pad rows belong to no segment, and masks keep only the tokens' finite.
-        view.analysis.may_probe = False
         raise view.fail(
             f"runs over {tokens} rows, which is not the token count {view.analysis.sizes.token_symbol}"
         )

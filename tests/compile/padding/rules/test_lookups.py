@@ -98,22 +98,7 @@ def test_dependent_rows_are_refused(name: str, programs: dict[str, BoundProgram]
     assert_refused(programs[name], REFUSED[name][1])
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "lookup by computed index",
-        "embedding of computed index",
-        "lookup by position",
-        "rows permuted by a computed order",
-    ],
-)
-def test_a_lookup_that_may_leave_its_table_is_not_probed(
-    name: str, programs: dict[str, BoundProgram]
-) -> None:
-    assert not programs[name].program.padding.may_probe
-
-
-def test_segments_over_other_rows_than_the_tokens_are_not_probed() -> None:
+def test_segments_over_other_rows_than_the_tokens_are_refused() -> None:
     def forward(inputs: dict[str, Tensor]) -> Tensor:
         y = inputs["x"].view(-1, 1, 32)
         return torch.ops.fxsplit.varlen_attention(y, y, y, inputs["cu"], y.shape[0], 1.0)
@@ -122,7 +107,6 @@ def test_segments_over_other_rows_than_the_tokens_are_not_probed() -> None:
     options = CompileOptions(("fxsplit::varlen_attention",), "eager")
     report = trace_forward(forward, inputs, {"x": [0], "cu": [0]}, options).program.padding
     assert "not the token count" in str(report)
-    assert not report.may_probe
 
 
 def _dense(shape: tuple[int, ...], mask: Callable[[Tensor], Tensor] | None = None) -> BoundProgram:
